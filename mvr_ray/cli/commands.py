@@ -40,6 +40,7 @@ from mvr_ray.stages import STAGES, StageFunction
 
 if TYPE_CHECKING:  # pydantic's models take a fifth of a second to make
     from mvr_ray.config import RunConfig
+    from mvr_ray.store.formats.rankings import RankingFormat
     from mvr_ray.types import Progress
 
 app = typer.Typer(
@@ -184,7 +185,25 @@ def _log_to_terminal() -> None:
         handler.setLevel(logging.INFO)
 
 
-def _add_stage(name: str, work: StageFunction) -> None:
+StageWork = Callable[["RunConfig", Mapping[str, str], "Progress"], Any]
+
+
+class StageWords(NamedTuple):
+    """What a stage takes beside its run file, as NAME=VALUE words among the overrides. `usage` says so to who left one
+    out; `check` raises ConfigError for a value that will not do."""
+
+    usage: str
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    check: Callable[[Mapping[str, str]], None] = lambda words: None
+
+
+def _add_stage(
+    name: str,
+    help: str | None,
+    work: Callable[["RunConfig", Mapping[str, str], "Progress"], Any],
+    takes: StageWords | None,
+) -> None:
     def command(
         config: Config,
         overrides: Overrides = None,
@@ -192,9 +211,27 @@ def _add_stage(name: str, work: StageFunction) -> None:
         as_json: AsJson = False,
         verbose: Verbose = False,
     ) -> None:
-        _run_command(name, config, overrides, work, OutputMode(print_config, as_json, verbose))
+        mode = OutputMode(print_config, as_json, verbose)
+        if takes is None:
+            _run_command(name, config, overrides, lambda run, progress: work(run, {}, progress), mode)
+            return
+        words = named_arguments(name, overrides, takes.required, takes.optional, takes.usage, show_only=print_config)
+        if not print_config:
+            takes.check(words)
+        sections = section_overrides(overrides)
+        _run_command(name, config, sections, lambda run, progress: work(run, words, progress), mode, words)
 
-    app.command(name, help=work.__doc__)(exit_on_error(command))
+    app.command(name, help=help)(exit_on_error(command))
+
+
+def stage_command(takes: StageWords | None = None) -> Callable[[StageWork], StageWork]:
+    """Make a command of a function (run, words, progress); its docstring is the command's help."""
+
+    def register(work: StageWork) -> StageWork:
+        _add_stage(work.__name__, work.__doc__, work, takes)
+        return work
+
+    return register
 
 
 @app.command()
@@ -220,114 +257,80 @@ def init(
 
 
 for _name, _work in STAGES.items():
-    _add_stage(_name, _work)
+    _add_stage(_name, _work.__doc__, lambda run, words, progress, _work=_work: _work(run, progress), None)
 
 
-@app.command()
-@exit_on_error
-def retrieve(
-    config: Config,
-    overrides: Overrides = None,
-    print_config: PrintConfig = False,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-) -> None:
+def _check_format(words: Mapping[str, str]) -> None:
+    from mvr_ray.store.formats.rankings import RankingFormat
+
+    if words.get("format", "dpr") not in get_args(RankingFormat):
+        raise ConfigError(f"retrieve: format={words['format']} is not one of {', '.join(get_args(RankingFormat))}")
+
+
+@stage_command(
+    StageWords(
+        "give questions=FILE (or a stored set), output=FILE, format=dpr|trec|parquet|jsonl",
+        ("questions", "output"),
+        ("format",),
+        _check_format,
+    )
+)
+def retrieve(run: "RunConfig", words: Mapping[str, str], progress: "Progress") -> Any:
     """Rank passages for many questions into a file.
 
     `retrieve CONFIG questions=FILE output=FILE format=dpr|trec|parquet|jsonl`; questions may be a stored set.
     """
-    usage = "give questions=FILE (or a stored set), output=FILE, format=dpr|trec|parquet|jsonl"
-    words = named_arguments("retrieve", overrides, ("questions", "output"), ("format",), usage, show_only=print_config)
-    from mvr_ray.store.formats.rankings import RankingFormat
+    from mvr_ray.distributed import retrieve as stage
 
-    form = words.get("format", "dpr")
-    if form not in get_args(RankingFormat):
-        raise ConfigError(f"retrieve: format={form} is not one of {', '.join(get_args(RankingFormat))}")
-    ranking_format = cast(RankingFormat, form)
-
-    def work(run: "RunConfig", progress: "Progress") -> Any:
-        from mvr_ray.distributed import retrieve as stage
-
-        return stage.retrieve(run, words["questions"], Path(words["output"]), ranking_format, progress)
-
-    mode = OutputMode(print_config, as_json, verbose)
-    _run_command("retrieve", config, section_overrides(overrides), work, mode, words)
+    form = cast("RankingFormat", words.get("format", "dpr"))
+    return stage.retrieve(run, words["questions"], Path(words["output"]), form, progress)
 
 
-@app.command()
-@exit_on_error
-def tune(
-    config: Config,
-    overrides: Overrides = None,
-    print_config: PrintConfig = False,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-) -> None:
+@stage_command(
+    StageWords(
+        "give questions=SET, a stored question set with gold passages that is not one of evaluate.questions",
+        ("questions",),
+    )
+)
+def tune(run: "RunConfig", words: Mapping[str, str], progress: "Progress") -> Any:
     """Choose the weight of words and views, search.hybrid.
 
     `tune CONFIG questions=SET`, a set that is not reported on.
     """
-    usage = "give questions=SET, a stored question set with gold passages that is not one of evaluate.questions"
-    words = named_arguments("tune", overrides, ("questions",), (), usage, show_only=print_config)
+    from mvr_ray.distributed import tune as stage
 
-    def work(run: "RunConfig", progress: "Progress") -> Any:
-        from mvr_ray.distributed import tune as stage
-
-        return stage.tune(run, words["questions"], progress)
-
-    mode = OutputMode(print_config, as_json, verbose)
-    _run_command("tune", config, section_overrides(overrides), work, mode, words)
+    return stage.tune(run, words["questions"], progress)
 
 
-@app.command()
-@exit_on_error
-def read(
-    config: Config,
-    overrides: Overrides = None,
-    print_config: PrintConfig = False,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-) -> None:
+@stage_command(
+    StageWords(
+        "give ranking=FILE as `mvr-ray retrieve` wrote it (dpr or jsonl), and output=FILE to keep the predictions",
+        ("ranking",),
+        ("output",),
+    )
+)
+def read(run: "RunConfig", words: Mapping[str, str], progress: "Progress") -> Any:
     """Read answers out of ranked passages and score them.
 
     `read CONFIG ranking=FILE [output=FILE]`, a file of `retrieve` in format dpr or jsonl.
     """
-    usage = "give ranking=FILE as `mvr-ray retrieve` wrote it (dpr or jsonl), and output=FILE to keep the predictions"
-    words = named_arguments("read", overrides, ("ranking",), ("output",), usage, show_only=print_config)
+    from mvr_ray.distributed import read as stage
 
-    def work(run: "RunConfig", progress: "Progress") -> Any:
-        from mvr_ray.distributed import read as stage
-
-        return stage.read(run, words["ranking"], Path(words["output"]) if words.get("output") else None, progress)
-
-    mode = OutputMode(print_config, as_json, verbose)
-    _run_command("read", config, section_overrides(overrides), work, mode, words)
+    return stage.read(run, words["ranking"], Path(words["output"]) if words.get("output") else None, progress)
 
 
-@app.command()
-@exit_on_error
-def update(
-    config: Config,
-    overrides: Overrides = None,
-    print_config: PrintConfig = False,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-) -> None:
+@stage_command(
+    StageWords('give changes=FILE: lines of {"id", "title", "text"} or {"id", "delete": true}', ("changes",))
+)
+def update(run: "RunConfig", words: Mapping[str, str], progress: "Progress") -> Any:
     """Upsert and delete passages of the corpus; then run `index`.
 
     `update CONFIG changes=FILE`, lines of {"id", "title", "text"} or {"id", "delete": true}.
     """
-    usage = 'give changes=FILE: lines of {"id", "title", "text"} or {"id", "delete": true}'
-    words = named_arguments("update", overrides, ("changes",), (), usage, show_only=print_config)
+    from mvr_ray.store import update as stage
+    from mvr_ray.store.files import Store
 
-    def work(run: "RunConfig", progress: "Progress") -> Any:
-        from mvr_ray.store import update as stage
-        from mvr_ray.store.files import Store
-
-        return stage.update(run.prepare, Store(run.store.path), words["changes"], progress, index=run.index.name)
-
-    mode = OutputMode(print_config, as_json, verbose)
-    _run_command("update", config, section_overrides(overrides), work, mode, words)
+    return stage.update(run.prepare, Store(run.store.path), words["changes"], progress, index=run.index.name)
 
 
 @app.command()
@@ -368,50 +371,33 @@ def follow(
         print_result(output)
 
 
-@app.command()
-@exit_on_error
-def compact(
-    config: Config,
-    overrides: Overrides = None,
-    print_config: PrintConfig = False,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-) -> None:
+@stage_command()
+def compact(run: "RunConfig", words: Mapping[str, str], progress: "Progress") -> Any:
     """Write shards whole that have changes beside them."""
+    from mvr_ray.distributed import compact as stage
 
-    def work(run: "RunConfig", progress: "Progress") -> Any:
-        from mvr_ray.distributed import compact as stage
-
-        return stage.compact(run, progress)
-
-    _run_command("compact", config, overrides, work, OutputMode(print_config, as_json, verbose))
+    return stage.compact(run, progress)
 
 
-@app.command()
-@exit_on_error
-def reshard(
-    config: Config,
-    overrides: Overrides = None,
-    print_config: PrintConfig = False,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-) -> None:
+def _check_shards(words: Mapping[str, str]) -> None:
+    if not words["shards"].isdecimal():
+        raise ConfigError(f"reshard: shards={words['shards']} is not a whole number; {RESHARD.usage}")
+
+
+RESHARD = StageWords(
+    "give shards=N, the number of shards that the next version shall have", ("shards",), (), _check_shards
+)
+
+
+@stage_command(RESHARD)
+def reshard(run: "RunConfig", words: Mapping[str, str], progress: "Progress") -> Any:
     """Deal the live version to another number of shards.
 
     `reshard CONFIG shards=12`; nothing is encoded.
     """
-    usage = "give shards=N, the number of shards that the next version shall have"
-    words = named_arguments("reshard", overrides, ("shards",), (), usage, show_only=print_config)
-    if not print_config and not words["shards"].isdecimal():
-        raise ConfigError(f"reshard: shards={words['shards']} is not a whole number; {usage}")
+    from mvr_ray.distributed import reshard as stage
 
-    def work(run: "RunConfig", progress: "Progress") -> Any:
-        from mvr_ray.distributed import reshard as stage
-
-        return stage.reshard(run, int(words["shards"]), progress)
-
-    mode = OutputMode(print_config, as_json, verbose)
-    _run_command("reshard", config, section_overrides(overrides), work, mode, words)
+    return stage.reshard(run, int(words["shards"]), progress)
 
 
 @app.command()
