@@ -30,6 +30,7 @@ OTHERS = (
     "load",
     "engines",
     "engines-200000",
+    "engines-avx2",
     "updates",
     "updates-sizes",
     "gpu",
