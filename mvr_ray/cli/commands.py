@@ -198,12 +198,7 @@ class StageWords(NamedTuple):
     check: Callable[[Mapping[str, str]], None] = lambda words: None
 
 
-def _add_stage(
-    name: str,
-    help: str | None,
-    work: Callable[["RunConfig", Mapping[str, str], "Progress"], Any],
-    takes: StageWords | None,
-) -> None:
+def _add_stage(name: str, help: str | None, work: StageWork, takes: StageWords | None) -> None:
     def command(
         config: Config,
         overrides: Overrides = None,
