@@ -39,6 +39,7 @@ from torch.profiler import ProfilerActivity, profile
 from mvr_ray.config import resolve_path
 from mvr_ray.core.encoding import openvino_cpu, quantized
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.encoding.padded import pad
 from mvr_ray.core.encoding.precision import fastest_float
 from mvr_ray.distributed.encode import embed_chunk
 from mvr_ray.errors import EncoderError
@@ -302,10 +303,10 @@ def backends(peers: Path, num: int) -> Part:
             encoders[name] = full.to_precision(name, calibration)
         except EncoderError as error:
             part.facts[f"mvr_ray {name}"] = f"not measured: {error}"
+    products = "bf16" if "bf16" in encoders else openvino_cpu.PRODUCTS
     if "bf16" in encoders:
-        openvino_cpu.PRODUCTS, encoders["openvino, bf16"] = "bf16", full.to_precision("openvino")
-        embed(encoders["openvino, bf16"], texts[:1])  # compiled now
-        openvino_cpu.PRODUCTS = "f32"
+        encoders["openvino, bf16"] = on_openvino(full, "bf16")
+    encoders["openvino, int8"] = on_openvino(full, products, int8_by_openvino(full, seen, peers))
     cases: dict[str, Callable[[], Any]] = {
         f"mvr_ray {name}": lambda encoder=encoder: embed(encoder, texts) for name, encoder in encoders.items()
     }
@@ -331,6 +332,7 @@ def backends(peers: Path, num: int) -> Part:
         ("mvr_ray fp32", "mvr_ray openvino"),
         ("mvr_ray bf16", "mvr_ray openvino, bf16"),
         ("mvr_ray bf16", "openvino"),
+        ("mvr_ray int8", "mvr_ray openvino, int8"),
         ("mvr_ray int8", "openvino-int8"),
         *((default, name) for name in ("onnx", "openvino")),
     ):
@@ -341,6 +343,37 @@ def backends(peers: Path, num: int) -> Part:
     part.facts |= {name: ", ".join(pins) for name, (_, pins) in BACKENDS.items()}
     part.facts["precisions"] = "onnx is float32; openvino takes bf16 where the processor multiplies it, else float32"
     return part
+
+
+def on_openvino(full: DualEncoder, products: str, model: Any = None) -> DualEncoder:
+    """The encoder on OpenVINO, compiled now: its own model or `model`, with `products` in that precision."""
+    kept = openvino_cpu.PRODUCTS, openvino_cpu.to_openvino
+    openvino_cpu.PRODUCTS, openvino_cpu.to_openvino = products, lambda tower: model or kept[1](tower)
+    encoder = full.to_precision("openvino")
+    embed(encoder, ["compile"])
+    openvino_cpu.PRODUCTS, openvino_cpu.to_openvino = kept
+    return encoder
+
+
+def int8_by_openvino(full: DualEncoder, texts: Sequence[str], peers: Path) -> Any:
+    """The model of the encoder's passage tower in int8 by NNCF, calibrated on the texts that our int8 is."""
+    tower = full.passage_tower
+    openvino = openvino_cpu.import_openvino()
+    python = environment(peers, *BACKENDS["openvino-int8"], ("torchvision",))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        openvino.save_model(openvino_cpu.to_openvino(tower), folder / "ours.xml", compress_to_fp16=False)
+        for row, text in enumerate(full.tokenize_passages([Passage("", "", text) for text in texts])):
+            tokens = pad(tower, [text])
+            np.savez(
+                folder / f"calibration-{row:04}.npz",
+                ids_PT=tokens.ids_PT.numpy(),
+                positions_PT=tokens.positions_PT.numpy(),
+                real_PT=tokens.real_PT.numpy(),
+            )
+        script = Path(__file__).with_name("encoding_peer.py")
+        subprocess.run([str(python), str(script), scratch, "quantize"], check=True, stdout=subprocess.DEVNULL)
+        return openvino.Core().read_model(folder / "ours-int8.xml")
 
 
 def _cosine(vectors_PD: FloatArray, truth_PD: FloatArray) -> float:

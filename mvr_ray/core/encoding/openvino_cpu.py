@@ -46,12 +46,7 @@ class OpenVinoTower:
     def __init__(self, tower: Tower) -> None:
         openvino = import_openvino()
         self.tower, self.dimension = tower, tower.dimension
-        example = (torch.ones(2, 8, dtype=torch.long), torch.arange(8).expand(2, 8).contiguous(), torch.ones(2, 8) > 0)
-        shapes = [openvino.PartialShape([-1, -1])] * len(example)
-        training = tower.training
-        with torch.no_grad():
-            model = openvino.convert_model(StatesModule(tower).eval(), example_input=example, input=shapes)
-        tower.train(training)
+        model = to_openvino(tower)
         self._threads = torch.get_num_threads()
         settings = {
             "INFERENCE_PRECISION_HINT": PRODUCTS,
@@ -98,6 +93,18 @@ class OpenVinoTower:
             arrays = {"ids_PT": tokens.ids_PT, "positions_PT": tokens.positions_PT, "real_PT": tokens.real_PT}
             queue.start_async({name: arrays[name].numpy() for name in self._inputs}, (rows, tokens))
         queue.wait_all()
+
+
+def to_openvino(tower: Tower) -> Any:
+    """`Tower.forward` as a model of OpenVINO's, for texts of any number and length."""
+    openvino = import_openvino()
+    example = (torch.ones(2, 8, dtype=torch.long), torch.arange(8).expand(2, 8).contiguous(), torch.ones(2, 8) > 0)
+    shapes = [openvino.PartialShape([-1, -1])] * len(example)
+    training = tower.training
+    with torch.no_grad():
+        model = openvino.convert_model(StatesModule(tower).eval(), example_input=example, input=shapes)
+    tower.train(training)
+    return model
 
 
 def import_openvino() -> Any:
