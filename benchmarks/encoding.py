@@ -37,9 +37,8 @@ from peers import PEERS, SENTENCE_TRANSFORMERS, Peer, environment
 from torch.profiler import ProfilerActivity, profile
 
 from mvr_ray.config import resolve_path
-from mvr_ray.core.encoding import openvino_cpu, quantized
+from mvr_ray.core.encoding import openvino_cpu
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.encoding.padded import pad
 from mvr_ray.core.encoding.precision import fastest_float
 from mvr_ray.distributed.encode import embed_chunk
 from mvr_ray.errors import EncoderError
@@ -53,7 +52,6 @@ MEMORY_PASSAGES = (10_000, 100_000)
 LARGE, LARGE_MEMORY = 10_000, (10_000, 1_000_000)
 OTHERS, QUESTIONS = 500, 3_000
 CALIBRATION = 256
-WITHOUT_TILES = "mvr_ray int8, VNNI without AMX"
 ON_OPENVINO = (
     "torch==2.13.0",
     "transformers==5.5.4",
@@ -212,20 +210,6 @@ def worker(num: int) -> None:
     print(json.dumps({"before": before, "after": peak_bytes()}))
 
 
-def without_tiles(folder: Path) -> None:
-    """Our int8 on a processor with VNNI and no AMX, as far as one that has both can play it: oneDNN is kept from tiles
-    by its environment variable, and attention is in float32, as it would be there. Works when asked, as a peer does."""
-    task = json.loads((folder / "task.json").read_text())
-    torch.set_num_threads(THREADS)
-    quantized.attention_dtype = lambda: torch.float32
-    seen = [Passage("", "", text) for text in task["calibration"]]
-    encoder = DualEncoder.from_backbone(task["backbone"], SPEC).to_precision("int8", seen)
-    print(json.dumps({"ready": "int8"}), flush=True)
-    for _ in sys.stdin:
-        embed(encoder, task["texts"])
-        print(json.dumps({}), flush=True)
-
-
 def large(peers: Path) -> Part:
     """As many paragraphs as a peer's users have, each encoded once by everybody: every round has a fifth of its own."""
     torch.set_num_threads(THREADS)
@@ -290,12 +274,15 @@ def large_memory() -> Part:
 
 
 def backends(peers: Path, num: int) -> Part:
-    """Our layers in every precision that this processor multiplies, OpenVINO behind the same encoder, and
+    """Our layers in float32 and bfloat16, OpenVINO behind the same encoder in these and in int8, and
     sentence-transformers on each of its back ends, as they come and in float32 and int8."""
     torch.set_num_threads(THREADS)
     data = squad()
     texts, seen = sample(data.paragraphs, num), sample(data.paragraphs, CALIBRATION)
-    part = Part("encoding-backends", f"Encoding on a CPU by back end: {num} SQuAD paragraphs", "passages")
+    name, title = "encoding-backends", f"Encoding on a CPU by back end: {num} SQuAD paragraphs"
+    if not torch.cpu._is_amx_tile_supported():
+        name, title = f"{name}-no-amx", f"{title}, without AMX"
+    part = Part(name, title, "passages")
     full = DualEncoder.from_backbone(str(backbone()), SPEC)
     encoders = {"fp32": full, "openvino": full.to_precision("openvino")}
     for name, calibration in (("bf16", ()), ("int8", [Passage("", "", text) for text in seen])):
@@ -303,10 +290,10 @@ def backends(peers: Path, num: int) -> Part:
             encoders[name] = full.to_precision(name, calibration)
         except EncoderError as error:
             part.facts[f"mvr_ray {name}"] = f"not measured: {error}"
-    products = "bf16" if "bf16" in encoders else openvino_cpu.PRODUCTS
     if "bf16" in encoders:
-        encoders["openvino, bf16"] = on_openvino(full, "bf16")
-    encoders["openvino, int8"] = on_openvino(full, products, int8_by_openvino(full, seen, peers))
+        openvino_cpu.PRODUCTS, encoders["openvino, bf16"] = "bf16", full.to_precision("openvino")
+        embed(encoders["openvino, bf16"], texts[:1])  # compiled now
+        openvino_cpu.PRODUCTS = "f32"
     cases: dict[str, Callable[[], Any]] = {
         f"mvr_ray {name}": lambda encoder=encoder: embed(encoder, texts) for name, encoder in encoders.items()
     }
@@ -332,7 +319,6 @@ def backends(peers: Path, num: int) -> Part:
         ("mvr_ray fp32", "mvr_ray openvino"),
         ("mvr_ray bf16", "mvr_ray openvino, bf16"),
         ("mvr_ray bf16", "openvino"),
-        ("mvr_ray int8", "mvr_ray openvino, int8"),
         ("mvr_ray int8", "openvino-int8"),
         *((default, name) for name in ("onnx", "openvino")),
     ):
@@ -343,37 +329,6 @@ def backends(peers: Path, num: int) -> Part:
     part.facts |= {name: ", ".join(pins) for name, (_, pins) in BACKENDS.items()}
     part.facts["precisions"] = "onnx is float32; openvino takes bf16 where the processor multiplies it, else float32"
     return part
-
-
-def on_openvino(full: DualEncoder, products: str, model: Any = None) -> DualEncoder:
-    """The encoder on OpenVINO, compiled now: its own model or `model`, with `products` in that precision."""
-    kept = openvino_cpu.PRODUCTS, openvino_cpu.to_openvino
-    openvino_cpu.PRODUCTS, openvino_cpu.to_openvino = products, lambda tower: model or kept[1](tower)
-    encoder = full.to_precision("openvino")
-    embed(encoder, ["compile"])
-    openvino_cpu.PRODUCTS, openvino_cpu.to_openvino = kept
-    return encoder
-
-
-def int8_by_openvino(full: DualEncoder, texts: Sequence[str], peers: Path) -> Any:
-    """The model of the encoder's passage tower in int8 by NNCF, calibrated on the texts that our int8 is."""
-    tower = full.passage_tower
-    openvino = openvino_cpu.import_openvino()
-    python = environment(peers, *BACKENDS["openvino-int8"], ("torchvision",))
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        openvino.save_model(openvino_cpu.to_openvino(tower), folder / "ours.xml", compress_to_fp16=False)
-        for row, text in enumerate(full.tokenize_passages([Passage("", "", text) for text in texts])):
-            tokens = pad(tower, [text])
-            np.savez(
-                folder / f"calibration-{row:04}.npz",
-                ids_PT=tokens.ids_PT.numpy(),
-                positions_PT=tokens.positions_PT.numpy(),
-                real_PT=tokens.real_PT.numpy(),
-            )
-        script = Path(__file__).with_name("encoding_peer.py")
-        subprocess.run([str(python), str(script), scratch, "quantize"], check=True, stdout=subprocess.DEVNULL)
-        return openvino.Core().read_model(folder / "ours-int8.xml")
 
 
 def _cosine(vectors_PD: FloatArray, truth_PD: FloatArray) -> float:
@@ -412,13 +367,9 @@ def measured(peers: Path, num: int, sizes: Sequence[int]) -> Part:
         cases = {
             f"mvr_ray {name}": (lambda encoder=encoder: embed(encoder, texts)) for name, encoder in encoders.items()
         }
-        here = {"threads": THREADS, "modules": ROOT, "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"}
-        limited = Peer(Path(sys.executable), "encoding.py", "--without-tiles", scratch, **here)
-        cases[WITHOUT_TILES] = lambda: limited.ask("passages")
         cases |= {name: (lambda peer=peer: peer.ask("passages")) for name, peer in running.items()}
         print(f"timing {', '.join(cases)}", flush=True)
         part.add(interleaved(cases), num)
-        limited.close()
         ours_PD = embed(full, texts)
         apart = {}
         for name, peer in running.items():
@@ -465,13 +416,11 @@ def speed_bars(part: Part) -> list[Bar]:
     def faster(case: str, peer: str) -> float:
         return speedup(part.samples, case if case in part.samples else f"mvr_ray {case}", peer)
 
-    alone = "int8 by VNNI alone, passages/s over sentence-transformers"
     return [
         Bar("fp32, passages/s over sentence-transformers", faster("fp32", "sentence-transformers"), 1.15),
         Bar("fp32, passages/s over lightning-ir", faster("fp32", "lightning-ir"), 1.15),
         Bar("fp32, passages/s over DPR's loop", faster("fp32", "dpr"), 3.0, note=NOTE_DPR),
         Bar("int8, passages/s over sentence-transformers", faster("int8", "sentence-transformers"), 2.5),
-        *([Bar(alone, faster(WITHOUT_TILES, "sentence-transformers"), 2.0)] if WITHOUT_TILES in part.samples else []),
         Bar("int8, passages/s over DPR's loop", faster("int8", "dpr"), 3.0),
         Bar("bf16, passages/s over sentence-transformers", faster("bf16", "sentence-transformers"), 2.0),
     ]
@@ -513,12 +462,9 @@ def main() -> None:
     words.add_argument("--large-memory", action="store_true", help="the latter alone: eight minutes")
     words.add_argument("--backends", action="store_true", help="our layers beside ONNX Runtime and OpenVINO")
     words.add_argument("--memory", type=int, default=0, help=argparse.SUPPRESS)
-    words.add_argument("--without-tiles", type=Path, help=argparse.SUPPRESS)
     chosen = words.parse_args()
     if chosen.memory:
         worker(chosen.memory)
-    elif chosen.without_tiles:
-        without_tiles(chosen.without_tiles)
     elif chosen.backends:
         write(backends(chosen.peers.resolve(), chosen.passages))
     elif chosen.large:

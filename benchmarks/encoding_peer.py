@@ -2,7 +2,6 @@
 
     python encoding_peer.py FOLDER sentence-transformers | lightning-ir | dpr
     python encoding_peer.py FOLDER onnx | openvino | openvino-fp32 | openvino-int8    # sentence-transformers on these
-    python encoding_peer.py FOLDER quantize    # FOLDER/ours.xml to FOLDER/ours-int8.xml, by FOLDER/calibration-*.npz
 
 Reads FOLDER/task.json, says that it is ready, and embeds all its texts for each line that it is sent. `save NAME` also
 keeps FOLDER/NAME.npy; `warm` embeds one batch; `memory N` embeds N texts instead, most of them short, and tells the
@@ -60,30 +59,16 @@ def openvino(task: dict[str, Any], precision: str = "") -> Embed:
 
 
 def quantized(task: dict[str, Any], model: Any) -> Any:
-    """The model in int8, calibrated on the texts that ours is."""
+    """The model in int8 by NNCF's static quantisation of transformers, calibrated as ours is."""
+    import nncf
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(task["backbone"])
     names = {name for one in model.inputs for name in one.get_names()}
     cut = {"truncation": True, "max_length": task["max_passage_tokens"], "return_tensors": "np"}
     encodings = [tokenizer([text], **cut) for text in task["calibration"]]
-    return to_int8(model, [{name: array for name, array in one.items() if name in names} for one in encodings])
-
-
-def to_int8(model: Any, inputs: list[dict[str, Any]]) -> Any:
-    """NNCF's static quantisation of transformers."""
-    import nncf
-
-    data = nncf.Dataset(inputs)
-    return nncf.quantize(model, data, subset_size=len(inputs), model_type=nncf.ModelType.TRANSFORMER)
-
-
-def quantize(folder: Path) -> None:
-    """The model that mvr_ray's encoder gives to OpenVINO, in int8, for that encoder to run."""
-    import openvino
-
-    inputs = [dict(np.load(path, allow_pickle=False)) for path in sorted(folder.glob("calibration-*.npz"))]
-    openvino.save_model(to_int8(openvino.Core().read_model(folder / "ours.xml"), inputs), folder / "ours-int8.xml")
+    data = nncf.Dataset([{name: array for name, array in one.items() if name in names} for one in encodings])
+    return nncf.quantize(model, data, subset_size=len(encodings), model_type=nncf.ModelType.TRANSFORMER)
 
 
 def lightning_ir(task: dict[str, Any]) -> Embed:
@@ -167,9 +152,6 @@ def memory(embed: Embed, num: int) -> dict[str, Any]:
 
 
 def main(folder: Path, name: str) -> None:
-    if name == "quantize":
-        quantize(folder)
-        return
     task = json.loads((folder / "task.json").read_text())
     torch.set_num_threads(task["threads"])
     embed = WAYS[name](task)

@@ -25,6 +25,7 @@ OTHERS = (
     "encoding-large",
     "encoding-memory",
     "encoding-backends",
+    "encoding-backends-no-amx",
     "first_hour",
     "first_hour-cold",
     "load",

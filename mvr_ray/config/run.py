@@ -219,8 +219,8 @@ class IndexConfig(Section):
     """What passages are embedded in; questions are always in fp32. Another precision is another encoder, with a
     fingerprint of its own. auto: bf16 where encoders run on CPUs, the processor of this machine has instructions for it
     and the model is read without padding, else fp32; what the store's passages were embedded in before, stays. A GPU
-    reads bf16 without padding; int8, for CPUs, finds its scales once, from passages of the corpus. openvino: fp32 by
-    OpenVINO on CPUs (pip install 'mvr-ray[openvino]'), for models without local attention."""
+    reads bf16 without padding. openvino: fp32, and int8: bytes with scales that are found once, from passages of the
+    corpus; both by OpenVINO on CPUs (pip install 'mvr-ray[openvino]'), for models without local attention."""
     kind: Literal["flat", "faiss", "hnsw"] = "flat"
     scan: Literal["vectors", "int8"] = "vectors"
     """Kind flat: what a search reads. int8: codes of one byte a component, kept beside the vectors; what they cannot

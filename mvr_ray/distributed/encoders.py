@@ -34,6 +34,8 @@ LOWERED_FORMAT = 1
 """The format of the record that names an encoder in another precision."""
 CALIBRATION_PASSAGES = 256
 """Passages of the corpus from which int8 finds its scales."""
+INT8_RECORD = "int8-openvino"
+"""Apart from the records `int8` of an earlier mvr_ray, whose encoders embed no more."""
 
 
 class LocalEncoder(NamedTuple):
@@ -192,7 +194,8 @@ def _in_lower_precision(
     encoder = DualEncoder.load(full.folder)
     if encoder.precision.name == precision:
         return full
-    path = paths.lowered_encoder(name, full.fingerprint, precision, run.prepare.corpus)
+    label = INT8_RECORD if precision == "int8" else precision
+    path = paths.lowered_encoder(name, full.fingerprint, label, run.prepare.corpus)
     if not store.exists(path):
         texts: list[Passage] = []
         if precision == "int8":

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mvr_ray.core.encoding import unpadded_cpu
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.precision import fastest_float
 from mvr_ray.core.encoding.unpadded_cpu import (
@@ -91,13 +92,15 @@ def test_who_reads_many_blocks_sees_one_number_of_rows(tiny, repeats):
     torch.testing.assert_close(views[:9], alone, atol=2e-6, rtol=0)
 
 
-def test_what_fills_a_block_changes_nothing_but_the_number_of_rows(tiny):
+def test_what_fills_a_block_changes_nothing_but_the_number_of_rows(tiny, monkeypatch):
     encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
     tokenized = sorted(encoder.tokenize_passages(PASSAGES[:9]), key=lambda text: text.num_tokens)
     seen = {}
     with torch.no_grad():
         for with_filling in (True, False):
-            reader = UnpaddedCpuTower(encoder.passage_tower, with_filling=with_filling)
+            if not with_filling:
+                monkeypatch.setattr(unpadded_cpu, "filling_tokens", lambda num_tokens, whole=False: 0)
+            reader = UnpaddedCpuTower(encoder.passage_tower)
             rows, inner = seen.setdefault(with_filling, []), reader.layers
             reader.layers = [
                 lambda x, runs, layer=layer, rows=rows: rows.append(len(x)) or layer(x, runs) for layer in inner

@@ -16,7 +16,6 @@ import pytest
 from mvr_ray.checksums import json_with_checksum
 from mvr_ray.core.encoding import precision
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.encoding.quantized import multiplies_bytes
 from mvr_ray.distributed import build_index, encode, encoders, session
 from mvr_ray.distributed.encoders import local_encoder, resolve_encoder, spread
 from mvr_ray.errors import FingerprintError, FormatError, MissingInputError, ResourceError, StorageError
@@ -69,7 +68,6 @@ def test_encoder_choices_name_what_is_missing(empty_store, run_over):
         local_encoder(store, made.name, "0" * 16)
 
 
-@pytest.mark.skipif(not multiplies_bytes(), reason="this processor does not multiply bytes")
 @pytest.mark.data
 def test_another_precision_is_another_encoder_that_the_corpus_keeps(empty_store, run_over):
     store = Store(str(empty_store))
@@ -112,7 +110,7 @@ def test_a_store_keeps_the_precision_that_its_passages_were_embedded_in(empty_st
 def test_the_record_of_an_encoder_in_another_precision_is_refused_where_it_is_newer_or_damaged(empty_store, run_over):
     store, run = Store(str(empty_store)), run_over(empty_store, index={"precision": "int8"})
     full = resolve_encoder(run_over(empty_store, index={"precision": "fp32"}))
-    path = paths.lowered_encoder(full.name, full.fingerprint, "int8", run.prepare.corpus)
+    path = paths.lowered_encoder(full.name, full.fingerprint, encoders.INT8_RECORD, run.prepare.corpus)
     known = {"fingerprint": full.fingerprint}
     for record in (known, json_with_checksum({**known, "format_version": 1})):  # the first programs wrote no format
         store.write_bytes(path, json.dumps(record).encode())
@@ -274,7 +272,6 @@ sys.path.insert(0, sys.argv[3])
 from peak_memory import peak_kb
 from itertools import islice
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.encoding.quantized import multiplies_bytes
 from mvr_ray.distributed.encode import embed_chunk
 from mvr_ray.types import Passage
 encoder = DualEncoder.from_backbone(sys.argv[1], EncoderSpec(max_passage_tokens=128))

@@ -19,10 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mvr_ray.core.encoding.length_batches import filled_batches, token_batches
+from mvr_ray.core.encoding.openvino_cpu import quantize
 from mvr_ray.core.encoding.padded import pad, padded_views
 from mvr_ray.core.encoding.pooling import Dense, Heads, Truncation
 from mvr_ray.core.encoding.precision import (
     FP32,
+    ON_OPENVINO,
     InferenceCache,
     Precision,
     PrecisionName,
@@ -30,7 +32,6 @@ from mvr_ray.core.encoding.precision import (
     reads_otherwise,
     reads_unpadded,
 )
-from mvr_ray.core.encoding.quantized import calibrate
 from mvr_ray.core.encoding.snapshot import export_towers, read_parts, tower_names, write_parts
 from mvr_ray.core.encoding.snippets import (
     TITLE,
@@ -212,9 +213,9 @@ class DualEncoder(StoredModel):
         does not support the precision.
         """
         check(self.passage_tower, precision, gpu)
-        scales = calibrate(self.passage_tower, self.tokenize_passages(passages)) if precision == "int8" else None
+        parts = quantize(self.passage_tower, self.tokenize_passages(passages)) if precision == "int8" else None
         towers = [_tower(tower) for tower in self.towers.values()]
-        return DualEncoder(self.spec, towers, self.splitter.params, Precision(precision, scales)).eval()
+        return DualEncoder(self.spec, towers, self.splitter.params, Precision(precision, parts)).eval()
 
     def tokenize_queries(self, texts: Sequence[str]) -> list[TokenizedPassage]:
         """Tokenize queries behind their prompt, cut to `max_query_tokens`. Raises EncoderError for a query without a
@@ -334,7 +335,7 @@ class DualEncoder(StoredModel):
         Rows stay in order where nothing is padded, else they are sorted by length and padding counts. The unpadded CPU
         pass and OpenVINO make their own blocks, so there all rows are one batch.
         """
-        if self.precision.name == "openvino" or supports_unpadded_cpu(self.passage_tower.backbone):
+        if self.precision.name in ON_OPENVINO or supports_unpadded_cpu(self.passage_tower.backbone):
             return [list(range(len(lengths)))] if lengths else []
         unpadded = reads_unpadded(self.passage_tower, self.precision.name)
         return filled_batches(lengths, budget) if unpadded else token_batches(lengths, budget)

@@ -1,4 +1,4 @@
-"""Run a tower by OpenVINO on a CPU, in float32: backbones without local attention, viewers as in the padded pass.
+"""Run a tower by OpenVINO on a CPU, in float32 or int8: backbones without local attention, viewers as when padded.
 
     (ids_PT, positions_PT, real_PT) -> states_PTD        `Tower.forward`, converted once for texts of any length
 
@@ -6,14 +6,27 @@ Texts are sorted by length into padded batches of `BATCH_TOKENS`; each thread ta
 model. A batch's rows follow from the texts alone, so the bytes do not depend on how many threads there are. The states
 are those of the padded pass up to rounding, which is what they are tested against.
 
+In int8, NNCF has put scales around the products, found from passages: static quantisation with the steps of wide
+dimensions smoothed into the weights (SmoothQuant, Xiao et al. 2023). What is no product of bytes is in the precision
+that OpenVINO takes by itself on the processor. Only finding the scales needs NNCF.
+
 Shapes: P texts, T tokens of the longest, V views of each, D dimension.
 """
 
+import io
+import logging
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mvr_ray.core.encoding.length_batches import token_batches
@@ -23,10 +36,12 @@ from mvr_ray.core.encoding.unpadded_cpu import Means
 from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.errors import EncoderError
 
+INSTALL = "pip install 'mvr-ray[openvino]'"
 BATCH_TOKENS = 2048
 """Tokens of a batch, padding counted."""
 PRODUCTS = "f32"
 """What it multiplies; by itself it takes bf16 where the processor has it."""
+INPUTS = ("ids_PT", "positions_PT", "real_PT")
 
 
 class StatesModule(nn.Module):
@@ -41,21 +56,22 @@ class StatesModule(nn.Module):
 
 
 class OpenVinoTower:
-    """A tower's weights of this moment, compiled for this machine."""
+    """A tower's weights of this moment, compiled for this machine; `int8`: what `quantize` gave for them."""
 
-    def __init__(self, tower: Tower) -> None:
+    def __init__(self, tower: Tower, int8: Mapping[str, NDArray[np.uint8]] | None = None) -> None:
         openvino = import_openvino()
         self.tower, self.dimension = tower, tower.dimension
-        model = to_openvino(tower)
         self._threads = torch.get_num_threads()
-        settings = {
-            "INFERENCE_PRECISION_HINT": PRODUCTS,
-            "INFERENCE_NUM_THREADS": self._threads,
-            "NUM_STREAMS": self._threads,
-        }
-        self._compiled = openvino.Core().compile_model(model, "CPU", settings)
+        settings: dict[str, Any] = {"INFERENCE_NUM_THREADS": self._threads, "NUM_STREAMS": self._threads}
+        core = openvino.Core()
+        if int8 is None:
+            model = to_openvino(tower)
+            settings["INFERENCE_PRECISION_HINT"] = PRODUCTS
+        else:
+            model = core.read_model(int8["model"].tobytes(), int8["weights"].tobytes())
+        self._compiled = core.compile_model(model, "CPU", settings)
         self._queue = openvino.AsyncInferQueue
-        self._inputs = [name for name in ("ids_PT", "positions_PT", "real_PT") if self._has_input(name)]
+        self._inputs = _inputs(self._compiled)
 
     def views(self, batch: Sequence[TokenizedPassage], num_views: int) -> Means:
         """The means of the states of each view's tokens, in float32."""
@@ -78,9 +94,6 @@ class OpenVinoTower:
         self._run(batch, keep)
         return states_PTD
 
-    def _has_input(self, name: str) -> bool:
-        return any(name in node.get_names() for node in self._compiled.inputs)
-
     def _run(self, batch: Sequence[TokenizedPassage], keep: Callable[[list[int], PaddedTokens, Tensor], None]) -> None:
         queue = self._queue(self._compiled, self._threads)
 
@@ -90,8 +103,7 @@ class OpenVinoTower:
         queue.set_callback(take)
         for rows in token_batches([text.num_tokens for text in batch], BATCH_TOKENS):
             tokens = pad(self.tower, [batch[row] for row in rows])
-            arrays = {"ids_PT": tokens.ids_PT, "positions_PT": tokens.positions_PT, "real_PT": tokens.real_PT}
-            queue.start_async({name: arrays[name].numpy() for name in self._inputs}, (rows, tokens))
+            queue.start_async(_arrays(tokens, self._inputs), (rows, tokens))
         queue.wait_all()
 
 
@@ -101,25 +113,67 @@ def to_openvino(tower: Tower) -> Any:
     example = (torch.ones(2, 8, dtype=torch.long), torch.arange(8).expand(2, 8).contiguous(), torch.ones(2, 8) > 0)
     shapes = [openvino.PartialShape([-1, -1])] * len(example)
     training = tower.training
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what a trace fixes: all that a text changes is an input
         model = openvino.convert_model(StatesModule(tower).eval(), example_input=example, input=shapes)
     tower.train(training)
     return model
 
 
+def quantize(tower: Tower, texts: Sequence[TokenizedPassage]) -> dict[str, NDArray[np.uint8]]:
+    """`to_openvino(tower)` in int8, with scales from texts like those that are to be read: the bytes of OpenVINO's two
+    files, `model` and `weights`. Raises EncoderError without OpenVINO and NNCF."""
+    openvino = import_openvino()
+    if find_spec("nncf") is None:
+        raise EncoderError(
+            f"int8 needs the library nncf to find its scales, and it is not installed; run {INSTALL}, or set "
+            f"index.precision to fp32"
+        )
+    model = to_openvino(tower)
+    with without_telemetry(), redirect_stdout(io.StringIO()):  # it draws its progress there
+        import nncf
+
+        nncf.set_log_level(logging.ERROR)
+        data = nncf.Dataset([_arrays(pad(tower, [text]), _inputs(model)) for text in texts])
+        lowered = nncf.quantize(model, data, subset_size=len(texts), model_type=nncf.ModelType.TRANSFORMER)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.xml"
+        openvino.save_model(lowered, path, compress_to_fp16=False)
+        files = {"model": path, "weights": path.with_suffix(".bin")}
+        return {name: np.frombuffer(file.read_bytes(), np.uint8) for name, file in files.items()}
+
+
+def _inputs(model: Any) -> list[str]:
+    """Those of INPUTS that a model reads: a backbone without position ids reads no positions."""
+    names = {name for node in model.inputs for name in node.get_names()}
+    return [name for name in INPUTS if name in names]
+
+
+def _arrays(tokens: PaddedTokens, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(tokens, name).numpy() for name in names}
+
+
 def import_openvino() -> Any:
-    """The library, kept from reporting its use to its maker, which it else does. Raises EncoderError without it."""
+    """The library. Raises EncoderError without it."""
+    with without_telemetry():
+        try:
+            import openvino
+        except ImportError:
+            raise EncoderError(
+                f"passages by OpenVINO need its library, and it is not installed; run {INSTALL}, or set "
+                f"index.precision to fp32"
+            ) from None
+    return openvino
+
+
+@contextmanager
+def without_telemetry() -> Iterator[None]:
+    """Keep what is imported here from reporting its use to its maker, which it else does."""
     absent = "openvino_telemetry" not in sys.modules
     if absent:
         sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
     try:
-        import openvino
-    except ImportError:
-        raise EncoderError(
-            "passages by OpenVINO need its library, and it is not installed; run pip install 'mvr-ray[openvino]', or "
-            "set index.precision to fp32"
-        ) from None
+        yield
     finally:
         if absent:
             del sys.modules["openvino_telemetry"]
-    return openvino

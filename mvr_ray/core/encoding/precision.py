@@ -1,47 +1,50 @@
-"""Embed passages in fp32, bf16 or int8, or by OpenVINO, with the weights laid out for it.
+"""Embed passages in fp32 or bf16 by layers of our own, or in fp32 or int8 by OpenVINO.
 
-`fp32` is the reference. `bf16` multiplies numbers of two bytes and `int8` of one, with scales that were found once and
-belong to the encoder: another precision is another encoder, with a fingerprint of its own. Only reading without a
-gradient is lowered; training and questions never are. A GPU reads bf16 without padding where it can tell the attention
-where texts end, and has no int8. `openvino` multiplies in float32 by another library's products, on a CPU, for every
-backbone but those with local attention.
+`fp32` is the reference. `bf16` multiplies numbers of two bytes. `openvino` multiplies in float32 by another library's
+products and `int8` numbers of one byte, with scales that were found once and belong to the encoder; both on a CPU, for
+every backbone but those with local attention. Another precision is another encoder, with a fingerprint of its own. Only
+reading without a gradient is lowered; training and questions never are. A GPU reads bf16 without padding where it can
+tell the attention where texts end.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mvr_ray.core.encoding.openvino_cpu import OpenVinoTower
+from mvr_ray.core.encoding.openvino_cpu import INSTALL, OpenVinoTower
 from mvr_ray.core.encoding.padded import PaddedTower
-from mvr_ray.core.encoding.quantized import Scales, int8_layers, multiplies_bytes
 from mvr_ray.core.encoding.tower import Tower
 from mvr_ray.core.encoding.unpadded_cpu import Means, UnpaddedCpuTower, supports_unpadded_cpu
 from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.errors import EncoderError
 
 PrecisionName = Literal["fp32", "bf16", "int8", "openvino"]
-
+ON_OPENVINO = ("int8", "openvino")
 
 LOCAL_ATTENTION = ("local_attention", "sliding_window")
 """Settings of backbones with local attention. OpenVINO's gives NaN on padding that no token is near to."""
 
 
 class Precision(NamedTuple):
-    """A precision, and for int8 its scales."""
+    """A precision, and of int8 the model with its scales (`openvino_cpu.quantize`)."""
 
     name: PrecisionName
-    scales: Scales | None = None
+    parts: Mapping[str, NDArray[Any]] | None = None
 
     def digest(self) -> bytes:
-        """Digest name and scales; empty for fp32, whose fingerprints are older than other precisions."""
+        """Digest name and parts; empty for fp32, whose fingerprints are older than other precisions. The text of an
+        int8 model is left out: its names are given anew each time."""
         if self.name == "fp32":
             return b""
         hasher = hashlib.blake2b(self.name.encode(), digest_size=32)
-        for name, values in zip(Scales._fields, self.scales or ()):
+        for name, values in (self.parts or {}).items():
+            if name == "model":
+                continue
             hasher.update(f"{name} {values.shape}".encode() + values.tobytes())
         return hasher.digest()
 
@@ -83,6 +86,13 @@ class InferenceCache:
 def build_tower(tower: Tower, precision: Precision) -> InferenceTower:
     """Copy the tower's current weights in the order and precision in which they are multiplied."""
     check(tower, precision.name)
+    if precision.name == "int8":
+        if "model" not in (precision.parts or {}):
+            raise EncoderError(
+                "this encoder's int8 is that of an earlier mvr_ray, whose layers are gone: what it embedded can be "
+                "searched, but no passage can be embedded beside it; run mvr-ray index, which embeds all of them anew"
+            )
+        return OpenVinoTower(tower, precision.parts)
     if precision.name == "openvino":
         return OpenVinoTower(tower)
     dtype = torch.bfloat16 if precision.name == "bf16" else torch.float32
@@ -92,10 +102,7 @@ def build_tower(tower: Tower, precision: Precision) -> InferenceTower:
         from mvr_ray.core.encoding.unpadded_gpu import UnpaddedGpuTower  # seconds of imports, for GPUs alone
 
         return UnpaddedGpuTower(tower, dtype)
-    if precision.name == "int8":
-        assert precision.scales is not None, "int8 without scales"
-        return UnpaddedCpuTower(tower, int8_layers(tower, precision.scales))
-    return UnpaddedCpuTower(tower, dtype=dtype)
+    return UnpaddedCpuTower(tower, dtype)
 
 
 def fastest_float(tower: Tower) -> PrecisionName:
@@ -113,7 +120,7 @@ def reads_otherwise(tower: Tower, precision: PrecisionName) -> bool:
 
 def reads_unpadded(tower: Tower, precision: PrecisionName) -> bool:
     """Whether texts are read end to end, without padding."""
-    if precision == "openvino":
+    if precision in ON_OPENVINO:
         return False
     if _on_gpu(tower):
         from mvr_ray.core.encoding.unpadded_gpu import supports_unpadded_gpu
@@ -139,21 +146,17 @@ def _on_gpu(tower: Tower) -> bool:
 
 def _cpu_lacks(tower: Tower, precision: PrecisionName) -> str:
     backbone: Any = tower.backbone
-    if precision == "openvino" and find_spec("openvino") is None:
-        return "the library openvino (pip install 'mvr-ray[openvino]')"
-    if precision == "openvino" and any(getattr(backbone.config, name, None) for name in LOCAL_ATTENTION):
+    if precision in ON_OPENVINO and find_spec("openvino") is None:
+        return f"the library openvino ({INSTALL})"
+    if precision in ON_OPENVINO and any(getattr(backbone.config, name, None) for name in LOCAL_ATTENTION):
         return f"a backbone whose attention reaches all of a text, and this is a {backbone.config.model_type}"
-    if precision == "int8" and not supports_unpadded_cpu(backbone):
-        return f"a bert or roberta backbone with gelu on a CPU, and this is a {backbone.config.model_type}"
     if precision == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "a processor that multiplies bfloat16, and this one does not"
-    if precision == "int8" and not multiplies_bytes():
-        return "a processor that multiplies bytes (VNNI), and this one does not"
     return ""
 
 
 def _gpu_lacks(precision: PrecisionName, here: bool) -> str:
-    if precision in ("int8", "openvino"):
+    if precision in ON_OPENVINO:
         return "a CPU, and encoders have GPUs here (resources.gpus_per_encoder); bf16 is for GPUs"
     if here and not torch.cuda.is_bf16_supported():
         return "a GPU that multiplies bfloat16, and this one does not"

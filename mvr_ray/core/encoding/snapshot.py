@@ -2,7 +2,8 @@
 
 encoder.json            format version, fingerprint, dimension, views, settings, precision (where it is not fp32); last
 punkt.json              sentence parameters
-scales.safetensors      of int8 (`quantized.Scales`), only there
+int8.safetensors        of int8: the bytes of OpenVINO's two files, `model` and `weights`; scales.safetensors in its
+                        place where an earlier mvr_ray found them
 shared/                 the tower when tied; else question/ and passage/
     config.json  model.safetensors  tokenizer.json  ..  viewers.safetensors (where the strategy has viewers)
     modules.json  sentence_bert_config.json  1_Pooling/config.json  2_Dense/ ..    as sentence-transformers reads them
@@ -21,7 +22,6 @@ from safetensors.numpy import load_file, save_file
 from mvr_ray.core.encoding.model_folder import SentenceModules, write_modules
 from mvr_ray.core.encoding.pooling import Heads, Normalize, Pooling
 from mvr_ray.core.encoding.precision import FP32, Precision, PrecisionName
-from mvr_ray.core.encoding.quantized import Scales
 from mvr_ray.core.encoding.snippets import PunktParams
 from mvr_ray.core.encoding.stored_backbone import open_stored_tower
 from mvr_ray.core.encoding.tower import Tower
@@ -29,7 +29,19 @@ from mvr_ray.core.encoding.views import EncoderSpec
 from mvr_ray.errors import EncoderError
 
 PUNKT_FILE = "punkt.json"
-SCALES_FILE = "scales.safetensors"
+INT8_PARTS = {
+    "int8.safetensors": ("model", "weights"),
+    "scales.safetensors": (
+        "qkv_step_LD",
+        "qkv_zero_LD",
+        "out_step_LD",
+        "up_step_LD",
+        "up_zero_LD",
+        "down_step_L",
+        "down_zero_L",
+    ),
+}
+"""The parts of int8 in the order in which they are digested, by the name of their file."""
 _LATER_SETTINGS: Mapping[str, Any] = {
     "title_view": False,
     "whole_view": False,
@@ -69,8 +81,9 @@ def write_parts(
     }
     if precision.name != "fp32":
         description["precision"] = precision.name
-    if precision.scales is not None:
-        save_file(precision.scales._asdict(), folder / SCALES_FILE)
+    for file, names in INT8_PARTS.items():
+        if precision.parts is not None and set(precision.parts) == set(names):
+            save_file(dict(precision.parts), folder / file)
     return description
 
 
@@ -150,9 +163,10 @@ def _precision(folder: Path, precision: Any) -> Precision:
         raise EncoderError(f"encoder snapshot {folder} embeds in {precision!r}, which this mvr_ray does not know")
     if precision != "int8":
         return Precision(precision)
-    if not (folder / SCALES_FILE).is_file():
-        raise EncoderError(f"encoder snapshot {folder} has no {SCALES_FILE}; copy or make it again")
-    scales = load_file(folder / SCALES_FILE)
-    if set(scales) != set(Scales._fields):
-        raise EncoderError(f"{folder / SCALES_FILE} does not hold the scales of int8; copy or make the snapshot again")
-    return Precision(precision, Scales(**scales))
+    file = next((name for name in INT8_PARTS if (folder / name).is_file()), None)
+    if file is None:
+        raise EncoderError(f"encoder snapshot {folder} has no {next(iter(INT8_PARTS))}; copy or make it again")
+    parts = load_file(folder / file)
+    if set(parts) != set(INT8_PARTS[file]):
+        raise EncoderError(f"{folder / file} does not hold the parts of int8; copy or make the snapshot again")
+    return Precision(precision, {name: parts[name] for name in INT8_PARTS[file]})

@@ -6,7 +6,7 @@
 Every text attends to itself alone; texts of one length do so together. Blocks of `BLOCK_TOKENS` go through all layers
 before the next begins, so that what lies between two products stays in the cache of a core. In fp32 the states are
 those of the padded pass (`Tower.forward`) up to rounding, which is what they are tested against; in bf16 the products
-read two bytes a number, in int8 one (`quantized`).
+read two bytes a number.
 
 Shapes: N tokens of a block, B texts of one length, T their tokens, H heads, D dimension, E = 3 D.
 """
@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import groupby
 from threading import Barrier
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,10 +55,6 @@ class LayerWeights(NamedTuple):
     last_norm: Affine
     eps: float
     heads: int
-
-
-class Layer(Protocol):
-    def __call__(self, x_ND: Tensor, runs: Sequence["Run"]) -> Tensor: ...
 
 
 class Run(NamedTuple):
@@ -106,11 +102,9 @@ class UnpaddedCpuBackbone:
         self,
         backbone: Any,
         embed_ids: Callable[[Tensor], Tensor],
-        layers: Sequence[Layer] | None = None,
         dtype: torch.dtype = torch.float32,
-        with_filling: bool = True,
     ) -> None:
-        """`embed_ids` gives the words' vectors. Without `with_filling`, layers see no token but the texts' own."""
+        """`embed_ids` gives the words' vectors."""
         table: Any = backbone.embeddings
         self.embed_ids = embed_ids
         self.types_D = table.token_type_embeddings.weight.detach()
@@ -118,8 +112,7 @@ class UnpaddedCpuBackbone:
         self.norm = _affine(table.LayerNorm)
         self.eps = float(backbone.config.layer_norm_eps)
         self.dtype = dtype
-        self.with_filling = with_filling
-        self.layers = layers or [FloatLayer(weights, dtype) for weights in layer_weights(backbone)]
+        self.layers = [FloatLayer(weights, dtype) for weights in layer_weights(backbone)]
 
     def states(
         self,
@@ -133,7 +126,7 @@ class UnpaddedCpuBackbone:
 
         `whole`: fill the block, as one of many.
         """
-        filling = filling_tokens(len(ids_N), whole) if self.with_filling else 0
+        filling = filling_tokens(len(ids_N), whole)
         ids_N, positions_N = F.pad(ids_N, (0, filling)), F.pad(positions_N, (0, filling))
         x_ND = self.embed_ids(ids_N) + self.position_D[positions_N]
         if types_N is not None:
@@ -157,14 +150,8 @@ class Means(NamedTuple):
 class UnpaddedCpuTower(UnpaddedCpuBackbone):
     """A tower's weights laid out in the same way."""
 
-    def __init__(
-        self,
-        tower: Tower,
-        layers: Sequence[Layer] | None = None,
-        dtype: torch.dtype = torch.float32,
-        with_filling: bool = True,
-    ) -> None:
-        super().__init__(tower.backbone, tower.embed_ids, layers, dtype, with_filling)
+    def __init__(self, tower: Tower, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(tower.backbone, tower.embed_ids, dtype)
         self.dimension = tower.dimension
 
     def __call__(self, batch: Sequence[TokenizedPassage], whole: bool = False) -> Tensor:

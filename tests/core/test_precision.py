@@ -1,17 +1,17 @@
-"""Products of bytes against whole numbers counted out in float64, and encoders in another precision."""
+"""Encoders in another precision are near, have a name of their own, and keep it; int8's parts are checked."""
 
+import hashlib
 import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
+from mvr_ray.core.encoding import openvino_cpu
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.encoding.quantized import Int8Linear, Quantizer, multiplies_bytes
-from mvr_ray.core.encoding.unpadded_cpu import Affine
+from mvr_ray.core.encoding.precision import Precision
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import Passage
 
@@ -21,51 +21,9 @@ PASSAGES = [Passage(str(i), "", (SENTENCES * 4)[: 40 + 7 * i % 291]) for i in ra
 needs_bfloat16 = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this processor does not multiply bfloat16"
 )
-needs_bytes = pytest.mark.skipif(not multiplies_bytes(), reason="this processor does not multiply bytes")
 
 
-@needs_bytes
-@given(st.integers(0, 10_000), st.integers(1, 40), st.integers(1, 90))
-@settings(max_examples=25)
-def test_a_product_of_bytes_is_the_float_product_but_for_the_halves_that_rounding_takes(seed, outputs, inputs):
-    rng = np.random.default_rng(seed)
-    width_D = rng.lognormal(0, 2, inputs)
-    x_ND = (rng.uniform(-1, 2, (7, inputs)) * width_D).astype(np.float32)
-    weight_OD, bias_O = rng.normal(size=(outputs, inputs)), rng.normal(size=outputs)
-    low_D, high_D = x_ND.min(0), x_ND.max(0)
-    step_D = np.maximum(high_D - low_D, 1e-6) / 254
-    zero_D = np.round(-low_D / step_D)
-    affine = Affine(torch.tensor(weight_OD, dtype=torch.float32), torch.tensor(bias_O, dtype=torch.float32))
-    steps = torch.tensor(step_D, dtype=torch.float32), torch.tensor(zero_D, dtype=torch.float32)
-    bytes_ND = Quantizer.of(*steps)(torch.from_numpy(x_ND))
-    product = Int8Linear(affine, *steps)
-    found = product(bytes_ND).double().numpy()
-    wanted = x_ND.astype(np.float64) @ weight_OD.T + bias_O
-    scale_O = np.abs(weight_OD * step_D).max(1) / 127
-    of_inputs_O = np.abs(weight_OD) @ (0.51 * step_D)
-    of_weights_NO = np.abs(bytes_ND.double().numpy() - zero_D).sum(1)[:, None] * 0.51 * scale_O
-    allowed_NO = of_inputs_O + of_weights_NO + 1e-4 * (1 + np.abs(weight_OD) @ np.abs(x_ND).max(0))
-    assert (np.abs(found - wanted) <= allowed_NO).all()
-    other_NO = torch.tensor(rng.normal(size=wanted.shape), dtype=torch.float32)
-    np.testing.assert_allclose(product.plus(bytes_ND, other_NO), product(bytes_ND) + other_NO, rtol=1e-5, atol=1e-5)
-
-
-@needs_bytes
-def test_gelu_behind_a_product_gives_the_bytes_of_its_own_step():
-    generator = torch.Generator().manual_seed(5)
-    affine = Affine(torch.randn(30, 20, generator=generator), torch.randn(30, generator=generator))
-    step, zero = torch.full((20,), 0.02), torch.full((20,), 128.0)
-    bytes_ND = torch.randint(0, 256, (9, 20), generator=generator).to(torch.uint8)
-    floats = Int8Linear(affine, step, zero)(bytes_ND)
-    found = Int8Linear(affine, step, zero, gelu_step=0.05, gelu_zero=4)(bytes_ND)
-    wanted = (torch.nn.functional.gelu(floats) / 0.05 + 4).round().clamp(0, 255)
-    assert (found.float() - wanted).abs().max() <= 1
-    assert (found.float() == wanted).float().mean() > 0.99
-
-
-@pytest.mark.parametrize(
-    "precision", [pytest.param("bf16", marks=needs_bfloat16), pytest.param("int8", marks=needs_bytes)]
-)
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=needs_bfloat16), "int8"])
 @pytest.mark.parametrize("strategy", ["snippet_means", "viewers", "sentences"])
 def test_a_lowered_encoder_is_near_has_a_name_of_its_own_and_keeps_its_questions(tiny, tmp_path, precision, strategy):
     full = DualEncoder.from_backbone(tiny("bert"), replace(SPEC, strategy=strategy))
@@ -87,7 +45,6 @@ def test_a_lowered_encoder_is_near_has_a_name_of_its_own_and_keeps_its_questions
         assert (loaded.embed_passages(tokenized).views_PVD == found.views_PVD).all()
 
 
-@needs_bytes
 def test_scales_follow_from_the_passages_alone(tiny):
     full = DualEncoder.from_backbone(tiny("bert"), SPEC)
     one = full.to_precision("int8", PASSAGES).fingerprint
@@ -95,20 +52,17 @@ def test_scales_follow_from_the_passages_alone(tiny):
     assert full.to_precision("int8", PASSAGES[:20]).fingerprint != one
 
 
-@needs_bytes
 @pytest.mark.parametrize("fault", ["gone", "fewer", "unknown"])
-def test_a_snapshot_without_its_scales_is_refused(tiny, tmp_path, fault):
+def test_a_snapshot_without_its_parts_is_refused(tiny, tmp_path, fault):
     DualEncoder.from_backbone(tiny("bert"), SPEC).to_precision("int8", PASSAGES).save(tmp_path)
     if fault == "gone":
-        (tmp_path / "scales.safetensors").unlink()
-        with pytest.raises(EncoderError, match=r"has no scales.safetensors; copy or make it again"):
+        (tmp_path / "int8.safetensors").unlink()
+        with pytest.raises(EncoderError, match=r"has no int8.safetensors; copy or make it again"):
             DualEncoder.load(tmp_path)
         return
     if fault == "fewer":
-        from safetensors.numpy import save_file
-
-        save_file({"down_step_L": np.ones(2, np.float32)}, tmp_path / "scales.safetensors")
-        with pytest.raises(EncoderError, match="does not hold the scales of int8"):
+        save_file({"weights": np.ones(2, np.uint8)}, tmp_path / "int8.safetensors")
+        with pytest.raises(EncoderError, match="does not hold the parts of int8"):
             DualEncoder.load(tmp_path)
         return
     described = json.loads((tmp_path / "encoder.json").read_text())
@@ -118,15 +72,56 @@ def test_a_snapshot_without_its_scales_is_refused(tiny, tmp_path, fault):
         DualEncoder.load(tmp_path)
 
 
+def test_int8_of_an_earlier_release_answers_questions_and_says_why_it_embeds_no_passage(tiny, tmp_path):
+    scales = {
+        "qkv_step_LD": np.full((2, 8), 0.5, np.float32),
+        "qkv_zero_LD": np.full((2, 8), 3, np.float32),
+        "out_step_LD": np.full((2, 8), 0.25, np.float32),
+        "up_step_LD": np.full((2, 8), 0.125, np.float32),
+        "up_zero_LD": np.full((2, 8), 7, np.float32),
+        "down_step_L": np.full(2, 0.0625, np.float32),
+        "down_zero_L": np.full(2, 9, np.float32),
+    }
+    hasher = hashlib.blake2b(b"int8", digest_size=32)
+    for name, values in scales.items():
+        hasher.update(f"{name} {values.shape}".encode() + values.tobytes())
+    full = DualEncoder.from_backbone(tiny("bert"), SPEC)
+    old = DualEncoder(full.spec, [full.passage_tower], full.splitter.params, Precision("int8", scales))
+    assert old.precision.digest() == hasher.digest()
+    old.save(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == ["scales.safetensors"]
+    loaded = DualEncoder.load(tmp_path)
+    assert loaded.fingerprint == old.fingerprint
+    assert (loaded.embed_queries(["where?"]) == full.embed_queries(["where?"])).all()
+    with pytest.raises(EncoderError, match=r"int8 is that of an earlier mvr_ray.*run mvr-ray index, which embeds all"):
+        loaded.embed_passages(full.tokenize_passages(PASSAGES[:2]))
+
+
+@pytest.mark.parametrize("kind", ["distilbert", "mpnet", "qwen3"])
+def test_int8_takes_other_backbones_than_bert(tiny, kind):
+    full = DualEncoder.from_backbone(tiny(kind), SPEC)
+    tokenized = full.tokenize_passages(PASSAGES)
+    wanted = full.embed_passages(tokenized)
+    found = full.to_precision("int8", PASSAGES).embed_passages(tokenized)
+    assert (wanted.views_PVD * found.views_PVD).sum(-1)[wanted.mask_PV].min() > 0.99
+
+
 def test_a_backbone_that_cannot_be_lowered_is_named(tiny):
-    encoder = DualEncoder.from_backbone(tiny("distilbert"), SPEC)
+    encoder = DualEncoder.from_backbone(tiny("modernbert"), SPEC)
     with pytest.raises(
-        EncoderError, match="passages in int8 need a bert or roberta backbone with gelu on a CPU, and this is a distilb"
+        EncoderError,
+        match="passages in int8 need a backbone whose attention reaches all of a text, and this is a modernb",
     ):
         encoder.to_precision("int8", PASSAGES)
 
 
-@needs_bytes
+def test_int8_without_nncf_says_what_to_install(tiny, monkeypatch):
+    encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
+    monkeypatch.setattr(openvino_cpu, "find_spec", lambda name: None)
+    with pytest.raises(EncoderError, match=r"int8 needs the library nncf.*run pip install 'mvr-ray\[openvino\]'"):
+        encoder.to_precision("int8", PASSAGES)
+
+
 @pytest.mark.data
 def test_real_passages_in_bytes_stay_near(minilm, data_dir):
     import gzip
