@@ -60,7 +60,7 @@ def test_encoder_choices_name_what_is_missing(empty_store, run_over):
     made = resolve_encoder(run_over(empty_store))
     assert resolve_encoder(run_over(empty_store, index={"encoder": made.fingerprint})) == made
     assert resolve_encoder(run_over(empty_store, index={"encoder": "auto"})) == made
-    with pytest.raises(MissingInputError, match=f"'abcd' not found.*there are: {made.fingerprint}"):
+    with pytest.raises(MissingInputError, match=f"'abcd' not found.*there are: .*{made.fingerprint}"):
         resolve_encoder(run_over(empty_store, index={"encoder": "abcd"}))
     store = Store(str(empty_store))
     os.rename(made.folder, made.folder.with_name("0" * 16))  # noqa: PTH104
