@@ -1,13 +1,12 @@
 """Opens or makes the corpus that a test reads or writes question sets of."""
 
-from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, CorpusInfo, publications
 from mvr_ray.store.files import Store
 
 
 def only_corpus(store: Store) -> Corpus:
     """The one corpus of a store. Raises ValueError where there is none, or several."""
-    (name,) = store.list(paths.corpora_dir())
+    (name,) = store.list("corpora")
     return Corpus.open(store, name)
 
 

@@ -82,10 +82,6 @@ def corpus_changes(shard: int, digest: str) -> str:
     return f"part-{shard:05d}-{digest[:16]}.changes.arrow"
 
 
-def corpora_dir() -> str:
-    return "corpora"
-
-
 def corpus_versions(name: str) -> str:
     return f"corpora/{name}/versions"
 
