@@ -80,7 +80,8 @@ class ContrastConfig(Section):
 
     better: str
     than: str
-    metric: str
+    metric: str = Field(pattern=r"^(answer|gold)/top-[0-9]+$")
+    """One that the ranks of each question tell."""
 
 
 class StudyConfig(Section):
