@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 from mvr_ray.core.encoding.length_batches import token_batches
 from mvr_ray.core.encoding.padded import PaddedTokens, mean_states, pad
 from mvr_ray.core.encoding.tower import Tower
-from mvr_ray.core.encoding.unpadded_cpu import Means
+from mvr_ray.core.encoding.unpadded_cpu import Means, thread_pool
 from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.errors import EncoderError
 
@@ -69,9 +70,11 @@ class OpenVinoTower:
             settings["INFERENCE_PRECISION_HINT"] = PRODUCTS
         else:
             model = core.read_model(int8["model"].tobytes(), int8["weights"].tobytes())
-        self._compiled = core.compile_model(model, "CPU", settings)
-        self._queue = openvino.AsyncInferQueue
-        self._inputs = _inputs(self._compiled)
+        compiled = core.compile_model(model, "CPU", settings)
+        self._inputs = _inputs(compiled)
+        self._requests: SimpleQueue[Any] = SimpleQueue()
+        for _ in range(self._threads):
+            self._requests.put(compiled.create_infer_request())
 
     def views(self, batch: Sequence[TokenizedPassage], num_views: int) -> Means:
         """The means of the states of each view's tokens, in float32."""
@@ -95,16 +98,24 @@ class OpenVinoTower:
         return states_PTD
 
     def _run(self, batch: Sequence[TokenizedPassage], keep: Callable[[list[int], PaddedTokens, Tensor], None]) -> None:
-        queue = self._queue(self._compiled, self._threads)
+        """Call `keep` with the rows, tokens and states of each batch.
 
-        def take(request: Any, work: tuple[list[int], PaddedTokens]) -> None:
-            keep(*work, torch.from_numpy(request.get_output_tensor(0).data))
+        Each thread of Python's waits for its own request. A callback would run on a thread of OpenVINO's, and that
+        thread could wait for the interpreter while the interpreter, which frees the model, waits for it.
+        """
 
-        queue.set_callback(take)
-        for rows in token_batches([text.num_tokens for text in batch], BATCH_TOKENS):
+        def read(rows: list[int]) -> None:
             tokens = pad(self.tower, [batch[row] for row in rows])
-            queue.start_async(_arrays(tokens, self._inputs), (rows, tokens))
-        queue.wait_all()
+            request = self._requests.get()
+            try:
+                request.infer(_arrays(tokens, self._inputs))
+                keep(rows, tokens, torch.from_numpy(request.get_output_tensor(0).data))
+            finally:
+                self._requests.put(request)
+
+        each = map if self._threads == 1 else thread_pool(self._threads).map
+        for _ in each(torch.no_grad()(read), token_batches([text.num_tokens for text in batch], BATCH_TOKENS)):
+            pass
 
 
 def to_openvino(tower: Tower) -> Any:

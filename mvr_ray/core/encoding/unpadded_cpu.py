@@ -195,13 +195,13 @@ def over_blocks(lengths: Sequence[int], read: Callable[[list[int], bool], None])
     todo = blocks(lengths)
     many = len(todo) >= MANY_BLOCKS
     threads = torch.get_num_threads()
-    each = map if threads == 1 else _pool(threads).map
+    each = map if threads == 1 else thread_pool(threads).map
     for _ in each(torch.no_grad()(lambda rows: read(rows, many)), todo):
         pass
 
 
 @lru_cache(maxsize=1)
-def _pool(threads: int) -> ThreadPoolExecutor:
+def thread_pool(threads: int) -> ThreadPoolExecutor:
     """Threads whose operators each run on one core. What torch notes for threads yet to start is put back; a thread
     takes that note when it first asks, which it therefore does before it is told."""
     ready = Barrier(threads + 1)
