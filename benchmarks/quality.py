@@ -1,11 +1,10 @@
 """Retrieval quality on SQuAD: every system over the same passages, one table with 95 % intervals.
 
-    python benchmarks/quality.py full      # untrained systems and refinement over all paragraphs and summaries
-    python benchmarks/quality.py reduced   # the same beside fine-tuned systems, over a smaller corpus
+    python benchmarks/quality.py    # untrained systems and refinement over all paragraphs and summaries
 
 Each step is a command that anyone can type, printed before it runs and kept beside its figures. A step whose result
-is on file is not run again. Results go to benchmarks/results/quality-<size>.json and .md; what every system found for
-every question goes to quality-<size>.parquet, which `mvr-ray compare` reads.
+is on file is not run again. Results go to benchmarks/results/quality.json and .md; what every system found for
+every question goes to quality.parquet, which `mvr-ray compare` reads. Trained encoders are compared by study `decided`.
 """
 
 import json
@@ -28,26 +27,14 @@ PROVENANCE = (
 )
 METRICS = [f"{kind}/top-{k}" for kind in ("answer", "gold") for k in (1, 5, 20, 100)]
 CONFIG = "configs/squad.yaml"
-SMALL = [
-    "prepare.corpus=squad_small",
-    "prepare.max_passages=6000",
-    "prepare.sources=[{path: ../shared/data/squad/dev-v1.1.json.gz, format: squad, questions: dev}, "
-    '{path: ../shared/data/wiki_vital/psgs_vital.tsv.gz, format: dpr_tsv, id_prefix: "wiki:"}]',
-]
 UNTRAINED = "index.encoder=untrained"
-MEAN = ["encoder.strategy=mean", "index.name={size}-mean", UNTRAINED]
-SNIPPETS = ["encoder.strategy=snippet_means", "index.name={size}-snippet-means", UNTRAINED]
+MEAN = ["encoder.strategy=mean", "index.name=full-mean", UNTRAINED]
+SNIPPETS = ["encoder.strategy=snippet_means", "index.name=full-snippet-means", UNTRAINED]
 FREE = "refine.max_heldout_loss=100"
 LINEAR = ["refine.method=linear", "refine.positives=all", "refine.keep_length=true", FREE]
 RAW = ["refine.method=linear", "refine.positives=all", "refine.keep_length=false", FREE]
 FEEDBACK = ["refine.method=feedback_views", "refine.feedback_weight=0.8", "refine.feedback_clusters=1", FREE]
 TWO = ["refine.method=feedback_views", "refine.feedback_weight=0.8", "refine.feedback_clusters=2", FREE]
-BUDGET = ["train.max_steps=60", "train.dev_questions=null", "train.epochs=1"]
-DPR = ["encoder.name=dpr", "encoder.strategy=cls", "train.loss=dpr", "train.warm_start_steps=60", *BUDGET]
-CAMVR = ["encoder.name=camvr", "encoder.strategy=snippets", "train.loss=camvr", "train.warm_start_steps=60", *BUDGET]
-CAMVR_MEANS = ["encoder.name=camvr-means", "encoder.strategy=snippet_means", "train.loss=camvr", *BUDGET]
-
-
 BM25 = "BM25"
 
 
@@ -60,11 +47,6 @@ class System(NamedTuple):
     than: str = ""
 
 
-def trained(name: str, settings: list[str], index: str, than: str) -> System:
-    of_index = [*settings, f"index.name={index}", "index.encoder=trained"]
-    return System(name, [("train", settings), ("index", of_index), ("evaluate", of_index)], than)
-
-
 ONE, EIGHT = "one mean vector", "snippet means, 8 views"
 
 
@@ -74,7 +56,7 @@ def refined(name: str, base: list[str], how: list[str], than: str) -> System:
     return System(name, [back, ("refine", [*base, *how]), ("evaluate", base)], than)
 
 
-FULL = [
+SYSTEMS = [
     System(ONE, [("index", MEAN), ("evaluate", [*MEAN, "evaluate.bm25=true"])], BM25),
     refined("one mean vector, linear form", MEAN, LINEAR, ONE),
     refined("one mean vector, linear form, raw as in the paper", MEAN, RAW, ONE),
@@ -85,13 +67,6 @@ FULL = [
     refined("snippet means, linear form, raw as in the paper", SNIPPETS, RAW, EIGHT),
     refined("snippet means, feedback views", SNIPPETS, FEEDBACK, EIGHT),
     refined("snippet means, two feedback views a passage", SNIPPETS, TWO, EIGHT),
-]
-REDUCED = [
-    FULL[0],
-    FULL[4],
-    trained("[CLS] (DPR's readout), warm start, fine-tuned", DPR, "reduced-dpr", ONE),
-    trained("a viewer before each snippet (CAMVR's readout), warm start, fine-tuned", CAMVR, "reduced-camvr", ONE),
-    trained("snippet means with CAMVR's loss, fine-tuned", CAMVR_MEANS, "reduced-camvr-means", ONE),
 ]
 
 
@@ -116,14 +91,11 @@ def run_stage(stage: str, overrides: list[str]) -> dict[str, Any]:
     }
 
 
-def commands(system: System, size: str, extra: list[str]) -> list[tuple[str, list[str]]]:
+def commands(system: System, extra: list[str]) -> list[tuple[str, list[str]]]:
     """What is run for a system, stage by stage; `extra` are overrides for every command."""
-    common = [*([] if size == "full" else SMALL), "evaluate.bm25=false", "index.precision=bf16"]
+    common = ["evaluate.bm25=false", "index.precision=bf16"]
     common += ["search.hybrid=null", "index.lexical=false", *extra]  # a row is what the vectors of one system find
-    return [
-        (stage, [*(extra if stage == "train" else common), *(part.format(size=size) for part in template)])
-        for stage, template in system.commands
-    ]
+    return [(stage, [*common, *overrides]) for stage, overrides in system.commands]
 
 
 def keep_ranks(path: Path, name: str, evaluated: dict[str, Any]) -> None:
@@ -145,9 +117,9 @@ def change(path: Path, questions: str, name: str, than: str) -> str:
     return f"{row.difference:+.1f} ({row.low:+.1f} to {row.high:+.1f}), p {row.p:.2g}, against {than}"
 
 
-def table(size: str, kept: dict[str, Any], ranks: Path) -> str:
+def table(kept: dict[str, Any], ranks: Path) -> str:
     """One Markdown table a question set: systems down, metrics across, 95 % intervals in brackets."""
-    than = {system.name: system.than for system in (*FULL, *REDUCED)}
+    than = {system.name: system.than for system in SYSTEMS}
     count: dict[str, int] = {}
     found: dict[str, dict[str, dict[str, str]]] = {}
     for name, done in kept["systems"].items():
@@ -158,9 +130,9 @@ def table(size: str, kept: dict[str, Any], ranks: Path) -> str:
             count[row["questions"]] = row["n"]
     report = next(iter(kept["systems"].values()))[-1]["report"]
     lines = [
-        f"# Retrieval quality, {size}: {report['passages']:,} passages",
+        f"# Retrieval quality: {report['passages']:,} passages",
         "",
-        ", ".join(f"{key} {value}" for key, value in kept["hardware"].items()) + f". Made by `python {SCRIPT} {size}`.",
+        ", ".join(f"{key} {value}" for key, value in kept["hardware"].items()) + f". Made by `python {SCRIPT}`.",
         "",
         "Shares in percent, 95 % intervals for which whole articles are resampled. `answer`: a hit contains an answer;",
         "`gold`: a hit is the question's own passage. dev_known are the labelled questions of refinement, so its",
@@ -188,26 +160,23 @@ def table(size: str, kept: dict[str, Any], ranks: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(size: str, extra: list[str]) -> None:
+def main(extra: list[str]) -> None:
     """`extra` are overrides for every command, such as store.path=/mnt/store."""
-    path = RESULTS / f"quality-{size}.json"
+    path = RESULTS / "quality.json"
     ranks = path.with_suffix(".parquet")
     kept = json.loads(path.read_text()) if path.is_file() else {"hardware": hardware(), "systems": {}}
-    systems = FULL if size == "full" else REDUCED
     run_stage("prepare", extra)
-    if size != "full":
-        run_stage("prepare", [*SMALL, *extra])
-    for system in systems:
+    for system in SYSTEMS:
         if system.name in kept["systems"]:
             continue
-        done = [run_stage(stage, overrides) for stage, overrides in commands(system, size, extra)]
+        done = [run_stage(stage, overrides) for stage, overrides in commands(system, extra)]
         keep_ranks(ranks, system.name, done[-1]["report"])
         done_systems = {**kept["systems"], system.name: done}
-        kept["systems"] = {one.name: done_systems[one.name] for one in systems if one.name in done_systems}
+        kept["systems"] = {one.name: done_systems[one.name] for one in SYSTEMS if one.name in done_systems}
         path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
-        path.with_suffix(".md").write_text(table(size, kept, ranks))
-        print(table(size, kept, ranks), flush=True)
+        path.with_suffix(".md").write_text(table(kept, ranks))
+        print(table(kept, ranks), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "full", sys.argv[2:])
+    main(sys.argv[1:])

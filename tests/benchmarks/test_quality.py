@@ -7,12 +7,12 @@ from machine import RESULTS
 
 
 def test_commands_on_file_are_those_of_the_script_with_every_setting_that_it_pins():
-    kept = json.loads((RESULTS / "quality-full.json").read_text())
-    systems = {system.name: system for system in quality.FULL}
+    kept = json.loads((RESULTS / "quality.json").read_text())
+    systems = {system.name: system for system in quality.SYSTEMS}
     assert set(kept["systems"]) == set(systems)
-    text = (RESULTS / "quality-full.md").read_text()
+    text = (RESULTS / "quality.md").read_text()
     for name, done in kept["systems"].items():
-        wanted = [quality.typed(stage, overrides) for stage, overrides in quality.commands(systems[name], "full", [])]
+        wanted = [quality.typed(stage, overrides) for stage, overrides in quality.commands(systems[name], [])]
         assert [step["command"] for step in done] == wanted
         assert all(f"`{command}`" in text for command in wanted)
         if "feedback views" in name:
@@ -21,6 +21,5 @@ def test_commands_on_file_are_those_of_the_script_with_every_setting_that_it_pin
 
 
 def test_every_row_is_compared_with_another_one_of_its_table():
-    for systems in (quality.FULL, quality.REDUCED):
-        names = {quality.BM25, *(system.name for system in systems)}
-        assert {system.than for system in systems} <= names
+    names = {quality.BM25, *(system.name for system in quality.SYSTEMS)}
+    assert {system.than for system in quality.SYSTEMS} <= names
