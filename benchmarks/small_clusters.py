@@ -31,6 +31,7 @@ from mvr_ray.distributed.searching.messages import ScanRequest, encode_scan
 from mvr_ray.index.flat import FlatIndex
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
+from mvr_ray.types import FloatArray
 
 K, SHARDS = 100, 8
 SEARCHERS = (1, 2, 4)
@@ -120,8 +121,13 @@ def opened(folder: Path, searchers: int) -> Iterator[HotSwapRouter]:
     with open_hot_swap_router(simulated(folder, searchers), probe_s=3600, coalesce=False) as live:
         live.ready()
         for _ in range(3):
-            live.search(queries(1), K)
+            search_live(live, queries(1))
         yield live
+
+
+def search_live(live: HotSwapRouter, queries_QD: FloatArray) -> None:
+    with live.pin() as router:
+        router.search(queries_QD, K)
 
 
 class Quiet(NamedTuple):
@@ -159,7 +165,7 @@ def quiet(live: HotSwapRouter, times: int) -> Quiet:
 
     def search() -> None:
         began = time.process_time()
-        live.search(query_1D, K)
+        search_live(live, query_1D)
         cpu.append(time.process_time() - began)
 
     cases: dict[str, Callable[[], Any]] = {
@@ -191,7 +197,7 @@ def loaded(live: HotSwapRouter, arrival_Q: NDArray[np.float64]) -> NDArray[np.fl
     query_1D = queries(1)
 
     def ask(number: int, due_s: float) -> None:
-        live.search(query_1D, K)
+        search_live(live, query_1D)
         taken[number] = time.perf_counter() - due_s
 
     with ThreadPoolExecutor(32) as threads:

@@ -239,7 +239,7 @@ class _Endpoints:
             follow_s = run.serve.follow_s or None
             router = stack.enter_context(open_hot_swap_router(run, version, local=True, follow_s=follow_s))
             catalog = VersionCatalog(Store(run.store.path), run.index.name)
-            service = SearchService(router, run.serve, catalog, router, hybrid=run.search.hybrid)
+            service = SearchService(router, run.serve, catalog, hybrid=run.search.hybrid)
             client._open(InProcessTransport(service, stack.pop_all()), timeout_s)
         return client
 

@@ -153,7 +153,8 @@ class Index:
         """The encoder that made the index."""
         from mvr_ray.api.encoder import Encoder
 
-        return Encoder.of(self._router.encoder)
+        with self._router.pin() as router:
+            return Encoder.of(router.encoder)
 
     @overload
     def search(
@@ -198,7 +199,8 @@ class Index:
 
     def passages(self, ids: Sequence[str]) -> dict[str, Passage]:
         """Passages of the live version by id; unknown ids are left out."""
-        return dict(self._router.passages(ids))
+        with self._router.pin() as router:
+            return router.passages(ids)
 
     def upsert(self, passages: Any, progress: Progress = no_progress) -> Manifest:
         """Add passages, or replace those of the same ids, and publish a version. Only their contents are embedded.
@@ -320,7 +322,8 @@ class Index:
             self._router.move_to(None)
 
     def _ask(self, queries: Sequence[Any], k: int, filter: Mapping[str, Any] | None, hybrid: Hybrid) -> SearchResponse:
-        fields = list(self._router.corpus.fields)
+        with self._router.pin() as router:
+            fields = list(router.corpus.fields)
         own = None if filter is None else dict(filter)
         try:
             request = validate(SearchRequest, queries=list(queries), k=k, filter=own, fields=fields, hybrid=hybrid)

@@ -6,8 +6,7 @@
     refuse   no room, a damaged shard, a searcher that died: the live version stays, and the reason is told
     follow   the newest published version, looked for every so many seconds
 
-Every call is answered wholly by one version. Who needs several calls to agree (search, then the passages that were
-found) makes them on one `pin()` router.
+All calls on one `pin()` router are answered by one version, so a search and the passages that it found agree.
 
 Shapes: Q queries, D dimension.
 """
@@ -15,21 +14,20 @@ Shapes: Q queries, D dimension.
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from mvr_ray.config import RunConfig
-from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
 from mvr_ray.distributed.periodic import run_periodically
 from mvr_ray.distributed.ray_errors import ray_error_types, translate_ray_errors
-from mvr_ray.distributed.router import TIMEOUT_S, MatchingSnippet, Observe, Router, searcher_task
+from mvr_ray.distributed.router import TIMEOUT_S, Observe, Router, searcher_task
 from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.local_searchers import LocalSearchers, Searchers, version_name
 from mvr_ray.distributed.searching.scrubber import Scrubber
@@ -37,10 +35,8 @@ from mvr_ray.distributed.searching.searcher import Fleet
 from mvr_ray.distributed.searching.version_cache import PLACES, REST_S, WAITS, CachedVersion, VersionLoader, evict
 from mvr_ray.errors import InsufficientMemoryError, MissingInputError, MvrRayError, StorageError
 from mvr_ray.store import manifest as manifests
-from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.types import Answer, FloatArray, HybridQueries, HybridWeight, Passage, PassageScores
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +68,8 @@ class _OpenVersion:
 
 
 class HotSwapRouter:
-    """A Router whose version changes under it. Safe to use from several threads."""
+    """Gives the router of the live version, which changes under it, or of another one (`pin`). Safe to use from several
+    threads."""
 
     def __init__(
         self,
@@ -304,96 +301,10 @@ class HotSwapRouter:
     def manifest(self) -> Manifest:
         return self._live.router.manifest
 
-    @property
-    def dimension(self) -> int:
-        return self._live.router.dimension
-
-    @property
-    def num_views(self) -> int:
-        return self._live.router.num_views
-
-    @property
-    def encoder(self) -> DualEncoder:
-        with self.pin() as router:
-            return router.encoder
-
-    @property
-    def corpus(self) -> Corpus:
-        with self.pin() as router:
-            return router.corpus
-
-    def embed(self, texts: Sequence[str]) -> FloatArray:
-        with self.pin() as router:
-            return router.embed(texts)
-
-    def search(
-        self,
-        queries_QD: FloatArray,
-        k: int,
-        *,
-        deadline: Deadline | None = None,
-        min_coverage: float = 1.0,
-        filter: Mapping[str, Any] | None = None,
-        hybrid: HybridQueries | None = None,
-    ) -> Answer:
-        options = {"deadline": deadline, "min_coverage": min_coverage, "filter": filter, "hybrid": hybrid}
-        with self.pin() as router:
-            return router.search(queries_QD, k, **options)
-
-    def search_text(
-        self,
-        texts: Sequence[str],
-        k: int,
-        *,
-        deadline: Deadline | None = None,
-        min_coverage: float = 1.0,
-        filter: Mapping[str, Any] | None = None,
-        hybrid: HybridWeight | None = None,
-        parts: bool = False,
-    ) -> Answer:
-        options = {"deadline": deadline, "min_coverage": min_coverage, "filter": filter, "hybrid": hybrid}
-        with self.pin() as router:
-            return router.search_text(texts, k, **options, parts=parts)
-
-    def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> list[PassageScores]:
-        with self.pin() as router:
-            return router.explain(queries_QD, passage_ids)
-
-    def lexical_scores(self, texts: Sequence[str], passages: Sequence[Passage]) -> dict[str, FloatArray]:
-        with self.pin() as router:
-            return router.lexical_scores(texts, passages)
-
     def ready(self) -> None:
+        """Return when every shard of the live version can be searched."""
         with self.pin() as router:
             router.ready()
-
-    def missing_sources(self) -> list[str]:
-        with self.pin() as router:
-            return router.missing_sources()
-
-    def passages(self, ids: Sequence[str]) -> Mapping[str, Passage]:
-        with self.pin() as router:
-            return router.passages(ids)
-
-    def example_queries(self, num: int) -> list[str]:
-        with self.pin() as router:
-            return router.example_queries(num)
-
-    def count_tokens(self, texts: Sequence[str]) -> int:
-        with self.pin() as router:
-            return router.count_tokens(texts)
-
-    def view_spans(self, passage: Passage) -> Sequence[tuple[int, int] | None]:
-        with self.pin() as router:
-            return router.view_spans(passage)
-
-    def matching_snippet(self, passage: Passage, view: int) -> MatchingSnippet:
-        with self.pin() as router:
-            return router.matching_snippet(passage, view)
-
-    def refined_queries(self, questions: str) -> dict[str, FloatArray]:
-        with self.pin() as router:
-            return router.refined_queries(questions)
 
 
 @contextmanager

@@ -98,6 +98,9 @@ class MatchingSnippet(NamedTuple):
 class Router:
     """Answers from one version and its own encoder. Safe to use from several threads."""
 
+    failure = ""
+    """Why a newer version is not answered from, as `HotSwapRouter.failure` says: nothing failed."""
+
     def __init__(
         self,
         store: Store,
@@ -130,6 +133,20 @@ class Router:
         self._sources_s = -math.inf
         self._corpus_statistics: CorpusStatistics | None = None
         self._spans = lru_cache(SPANS_KEPT)(lambda passage: tuple(self.encoder.view_spans(passage)))
+
+    @contextmanager
+    def pin(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator["Router"]:
+        """This router, as `HotSwapRouter.pin` gives that of any. Raises MissingInputError for another version."""
+        if version not in (None, self.manifest.version):
+            raise MissingInputError(
+                f"version {self.manifest.version} of index {self.manifest.index!r} alone is open here, not {version}; "
+                f"leave version out"
+            )
+        yield self
+
+    def follow(self) -> bool:
+        """Stay with the version, where `HotSwapRouter.follow` moves to a newer one."""
+        return False
 
     @property
     def dimension(self) -> int:

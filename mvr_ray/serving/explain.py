@@ -19,7 +19,6 @@ from mvr_ray.serving.schemas import ExplainRequest, RequestError
 from mvr_ray.types import Answer, FloatArray, HybridQueries, HybridWeight, Passage, PassageScores
 
 if TYPE_CHECKING:
-    from mvr_ray.distributed.hot_swap import HotSwapRouter
     from mvr_ray.distributed.router import Router
 
 Ranks = list[dict[str, int]]
@@ -27,7 +26,7 @@ Ranks = list[dict[str, int]]
 
 
 def explain(
-    router: "Router | HotSwapRouter", request: ExplainRequest, limits: ServeConfig, hybrid: HybridWeight | None = None
+    router: "Router", request: ExplainRequest, limits: ServeConfig, hybrid: HybridWeight | None = None
 ) -> Explanation:
     """Explain the passages of the request, or the questions' best hits: every view with every question; with `hybrid`
     the words, too.

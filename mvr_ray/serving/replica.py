@@ -69,10 +69,9 @@ class SearchIngress:
                 config, version, timeout_s=timeout_s, follow_s=follow_s, observe=self._metrics.note_stage
             )
         )
-        if (
-            not router.missing_sources()
-        ):  # a replica that is new under load has seconds of imports before its first question
-            router.encoder.embed_queries(["the first question"])
+        with router.pin() as live:
+            if not live.missing_sources():  # under load, a new replica's first question would wait for imports
+                live.embed(["the first question"])
         catalog = VersionCatalog(Store(config.store.path), config.index.name)
         diagnostics = RouterDiagnostics(router)
         recall_monitor = RecallMonitor(diagnostics, self._metrics.note_recall)
@@ -81,9 +80,7 @@ class SearchIngress:
         freshness = FreshnessMonitor(catalog.store, config.follow, lambda: router.manifest)
         self._resources.enter_context(freshness.running())
         self._metrics.watch_freshness(freshness)
-        self.service = SearchService(
-            router, config.serve, catalog, router, recall_monitor, freshness, config.search.hybrid
-        )
+        self.service = SearchService(router, config.serve, catalog, recall_monitor, freshness, config.search.hybrid)
         self._tokens = TokenStore(tuple(tokens))
 
     def __serve_build_asgi_app__(self) -> FastAPI:

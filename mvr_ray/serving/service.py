@@ -54,9 +54,7 @@ class SearchService:
     router: "Router | HotSwapRouter"
     limits: ServeConfig
     catalog: VersionCatalog | None = None
-    """Without it no other version than the router's is known."""
-    switcher: "HotSwapRouter | None" = None
-    """Opens other versions; without it no other one can be searched."""
+    """Without it no version can be listed, published or rolled back."""
     recall_monitor: RecallMonitor | None = None
     """Gets every dense answer."""
     freshness: "FreshnessMonitor | None" = None
@@ -183,8 +181,7 @@ class SearchService:
     def rollback(self, number: int, deadline: Deadline | None = None) -> schemas.VersionInfo:
         """Publish the content of a version as a new one, when every file is whole, and answer from it at once."""
         version = self._catalog().rollback(number, self._search_deadline(deadline))
-        if self.switcher is not None:
-            self.switcher.follow()
+        self.router.follow()
         return version
 
     def promote(self, number: int) -> schemas.Readiness:
@@ -193,25 +190,23 @@ class SearchService:
             message = f"version {number} is not the newest one of its index"
             hint = f"roll back to it (POST /v1/versions/{number}/rollback), or name the newest one"
             raise RequestError(409, "not_newest", "n", message, hint)
-        if self.switcher is not None:
-            self.switcher.follow()
+        self.router.follow()
         serving = self.current_version().version
         if serving != number:
-            failure = self.switcher.failure if self.switcher is not None else ""
-            why = failure or "it stays with the version that it was started with"
+            why = self.router.failure or "it stays with the version that it was started with"
             message = f"version {number} could not be opened beside version {serving}, which goes on: {why}"
             raise RequestError(503, "not_opened", "n", message, "see `mvr-ray versions CONFIG verify`")
         return self.readiness()
 
     def ready(self) -> Answer:
         """A real search with a fixed vector: a health check that passes while searches hang proves nothing."""
-        probe_QD = np.zeros((1, self.router.dimension), dtype=np.float32)
-        probe_QD[0, 0] = 1.0
-        return self.router.search(probe_QD, 1, min_coverage=0.0)
+        with self._pin(None) as router:
+            return _probe(router)
 
     def readiness(self) -> schemas.Readiness:
         """Whether that search covered every passage, and corpus and encoder of the version are there."""
-        answer, problems = self.ready(), self.router.missing_sources()
+        with self._pin(None) as router:
+            answer, problems = _probe(router), router.missing_sources()
         return schemas.Readiness(
             ready=answer.passages_searched == answer.passages_total and not problems,
             problems=problems,
@@ -224,9 +219,10 @@ class SearchService:
 
     def current_version(self) -> Answer:
         """The version that answers now."""
-        return current_version(self.router)
+        with self._pin(None) as router:
+            return current_version(router)
 
-    def _weight(self, hybrid: schemas.Hybrid, router: "Router | HotSwapRouter") -> HybridWeight | None:
+    def _weight(self, hybrid: schemas.Hybrid, router: "Router") -> HybridWeight | None:
         """The weight that a request means. Raises RequestError (409) for a version without words."""
         weight = self.hybrid if hybrid is None else None if hybrid == "off" else hybrid
         if weight is not None and router.manifest.lexical is None:
@@ -242,22 +238,11 @@ class SearchService:
         return (deadline or Deadline.after(most_s)).within(most_s).within(timeout_s).share(SEARCH_SHARE)
 
     @contextmanager
-    def _pin(self, version: int | None, deadline: Deadline | None = None) -> "Iterator[Router | HotSwapRouter]":
+    def _pin(self, version: int | None, deadline: Deadline | None = None) -> "Iterator[Router]":
         """The router of one version, for all calls of one request; it is waited for until the deadline."""
-        if self.switcher is None:
-            current = current_version(self.router)
-            if version not in (None, current.version):
-                message = (
-                    f"this service answers from version {current.version} of index {current.index!r} alone, "
-                    f"not from {version}"
-                )
-                raise RequestError(404, "unknown_version", "version", message, "leave version out")
-            yield self.router
-            return
         with ExitStack() as stack:
             try:
-                pin = self.switcher.pin(version, deadline)
-                router = stack.enter_context(pin)
+                router = stack.enter_context(self.router.pin(version, deadline))
             except MissingInputError as error:
                 message, _, hint = str(error).partition("; ")
                 raise RequestError(404, "unknown_version", "version", message, hint or "see GET /v1/versions") from None
@@ -270,7 +255,12 @@ class SearchService:
         return self.catalog
 
 
-def current_version(router: "Router | HotSwapRouter") -> Answer:
+def _probe(router: "Router") -> Answer:
+    """Search for a fixed vector."""
+    return router.search(np.eye(1, router.dimension, dtype=np.float32), 1, min_coverage=0.0)
+
+
+def current_version(router: "Router") -> Answer:
     """The answer to no query at all: index, version and encoder, and no shard is asked."""
     return router.search(np.zeros((0, router.dimension), dtype=np.float32), 1, min_coverage=0.0)
 
@@ -286,7 +276,7 @@ def require_encoder(fingerprint: str | None, version: Answer) -> None:
         raise RequestError(409, "encoder_mismatch", "encoder_fingerprint", message, hint)
 
 
-def require_fields(names: Sequence[str], router: "Router | HotSwapRouter") -> None:
+def require_fields(names: Sequence[str], router: "Router") -> None:
     """Raises RequestError for a field that the version's corpus lacks."""
     there = router.corpus.fields if names else {}
     for place, name in enumerate(names):

@@ -8,6 +8,7 @@ import pytest
 import ray
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from live_search import live_search
 from random_index import D, brute_force, publish_random_index, random_views
 
 from mvr_ray.deadline import Deadline
@@ -188,7 +189,7 @@ def test_many_clients_of_searchers_get_whole_answers_from_fewer_calls(tmp_path, 
     publish_random_index(tmp_path, VIEWS, SHARDS)
     run = run_over(tmp_path, index={"name": "random"}, resources={"searchers": 2, "cpus_per_searcher": 0.25})
     with open_hot_swap_router(run) as live, ThreadPoolExecutor(12) as threads:
-        answers = list(threads.map(lambda seed: live.search(queries(seed, 1), K), range(120)))
+        answers = list(threads.map(lambda seed: live_search(live, queries(seed, 1), K), range(120)))
         for seed, answer in enumerate(answers):
             assert is_true(queries(seed, 1), answer.hits, K) and answer.exact.certified
         with live.pin() as router:

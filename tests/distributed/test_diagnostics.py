@@ -4,6 +4,7 @@ import queue
 
 import numpy as np
 import pytest
+from live_search import live_search
 from random_index import D, brute_force, publish_random_index, random_views
 
 from mvr_ray.config import ResourcesConfig, RunConfig
@@ -55,7 +56,7 @@ def test_sampled_recall_is_the_share_of_the_true_best_that_the_answer_reached(tm
     recall_monitor = RecallMonitor(RouterDiagnostics(live), recalls.put, every=1)
     found = []
     for query_D in QUERIES_QD:
-        answer = live.search(query_D[None], K)
+        answer = live_search(live, query_D[None], K)
         best = {passage_id for passage_id, _, _ in truth(views, query_D)}
         recall_monitor.note([query_D.tolist()], K, answer)
         recall = recalls.get(timeout=60)
@@ -65,7 +66,7 @@ def test_sampled_recall_is_the_share_of_the_true_best_that_the_answer_reached(tm
         found.append(recall)
     assert 0 < min(found) < 1
     recall_monitor.close()
-    recall_monitor.note([QUERIES_QD[0].tolist()], K, live.search(QUERIES_QD[:1], K))
+    recall_monitor.note([QUERIES_QD[0].tolist()], K, live_search(live, QUERIES_QD[:1], K))
     assert recalls.empty()
 
 
@@ -75,12 +76,12 @@ def test_one_query_of_so_many_is_taken_wherever_it_stands_in_its_batch_and_exact
     recalls: queue.Queue[float] = queue.Queue()
     recall_monitor = RecallMonitor(RouterDiagnostics(live), recalls.put, every=10)
     for size in (4, 4, 4, 7, 1, 10):  # the tenth, twentieth and thirtieth query stand in the third, fifth and last
-        recall_monitor.note(QUERIES_QD[:size].tolist(), K, live.search(QUERIES_QD[:size], K))
+        recall_monitor.note(QUERIES_QD[:size].tolist(), K, live_search(live, QUERIES_QD[:size], K))
         while recall_monitor._busy:
             pass
     assert recalls.qsize() == 3
     never = RecallMonitor(RouterDiagnostics(exact), recalls.put, every=1)
-    never.note(QUERIES_QD.tolist(), K, exact.search(QUERIES_QD, K))
+    never.note(QUERIES_QD.tolist(), K, live_search(exact, QUERIES_QD, K))
     assert not never._busy and recalls.qsize() == 3
     assert RouterDiagnostics(live).counts() == FleetCounts()
     recall_monitor.close()
@@ -97,6 +98,6 @@ def test_searchers_answer_exactly_beside_their_queues(tmp_path, ray_session):
         insight = RouterDiagnostics(live)
         for query_D, hits in zip(QUERIES_QD[:3], insight.exact(QUERIES_QD[:3], K)):
             assert [(one, score, view) for one, score, view in truth(views, query_D)] == told(hits)
-        assert not live.search(QUERIES_QD[:3], K).exact.certified
+        assert not live_search(live, QUERIES_QD[:3], K).exact.certified
         assert insight.counts() == FleetCounts()
         assert insight.index == "random" and insight.dirty_share is None

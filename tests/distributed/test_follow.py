@@ -77,7 +77,8 @@ def test_each_batch_is_a_version_that_equals_one_built_from_nothing_and_only_new
 
 
 def answers(run: RunConfig, version: Manifest | None = None) -> list[list[tuple[str, float]]]:
-    with open_hot_swap_router(run, version.version if version else None, local=True) as router:
+    number = version.version if version else None
+    with open_hot_swap_router(run, number, local=True) as live, live.pin() as router:
         answer = router.search_text(["What was the oil crisis?", "Another text."], 10)
     return [[(hit.passage_id, hit.score) for hit in hits] for hits in answer.hits]
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
+from live_search import live_search
 from random_index import D, brute_force, publish_random_index, random_views
 
 from mvr_ray.config import ServeConfig
@@ -50,7 +51,9 @@ def expected(views) -> list[list[tuple[str, float, int]]]:
 
 
 def answered(live, number: int) -> list[tuple[str, float, int]]:
-    return [(hit.passage_id, hit.score, hit.view) for hit in live.search(QUERIES_QD[number : number + 1], K).hits[0]]
+    return [
+        (hit.passage_id, hit.score, hit.view) for hit in live_search(live, QUERIES_QD[number : number + 1], K).hits[0]
+    ]
 
 
 def digests(described: Manifest) -> list[str]:
@@ -87,7 +90,7 @@ class Crowd:
             at, number = number % len(QUERIES_QD), number + 1
             with self._lock:
                 self.under_way += 1
-            answer = self.live.search(QUERIES_QD[at : at + 1], K, deadline=Deadline.after(120))
+            answer = live_search(self.live, QUERIES_QD[at : at + 1], K, deadline=Deadline.after(120))
             hits = [(hit.passage_id, hit.score, hit.view) for hit in answer.hits[0]]
             right = hits == self.truth[answer.version][at] and answer.exact.certified and answer.coverage_share == 1
             with self._lock:
@@ -345,7 +348,7 @@ def test_a_damaged_version_that_calls_name_is_not_read_for_each_of_them(tmp_path
 def test_shards_that_both_versions_name_are_not_read_again(tmp_path, run_over):
     first = publish_random_index(tmp_path, FIRST, SHARDS)
     with open_hot_swap_router(run_of(tmp_path, run_over), local=True) as live:
-        assert live.dimension == D
+        assert live.manifest.dimension == D
         second = publish_random_index(tmp_path, SECOND, SHARDS, parent=1)
         shared = {*digests(first)} & {*digests(second)}
         assert len(shared) == 2
@@ -462,8 +465,8 @@ def test_a_first_version_with_a_damaged_shard_answers_from_the_others(tmp_path, 
     file = damage(tmp_path, first.shards[2].digest)
     with open_hot_swap_router(run_of(tmp_path, run_over), local=True) as live:
         with pytest.raises(DamagedShardsError, match=r"1 of 3 .*: 2 \(damaged\); .*versions CONFIG repair") as refused:
-            live.search(QUERIES_QD, K)
-        answer = live.search(QUERIES_QD, K, min_coverage=0.5)
+            live_search(live, QUERIES_QD, K)
+        answer = live_search(live, QUERIES_QD, K, min_coverage=0.5)
         assert answer.shards == refused.value.shards
         assert [shard.state for shard in answer.shards] == ["searched", "searched", "damaged"]
         assert str(file) in answer.shards[2].reason and not answer.exact.certified
@@ -471,11 +474,11 @@ def test_a_first_version_with_a_damaged_shard_answers_from_the_others(tmp_path, 
         for query_D, hits in zip(QUERIES_QD, answer.hits):
             assert [(hit.passage_id, hit.score, hit.view) for hit in hits] == brute_force(there, query_D, K)
         lost = next(i for i in FIRST if shard_of(i, SHARDS) == 2)
-        with pytest.raises(DamagedShardsError, match=re.escape(str(file))):
-            live.explain(QUERIES_QD, [lost])
+        with live.pin() as router, pytest.raises(DamagedShardsError, match=re.escape(str(file))):
+            router.explain(QUERIES_QD, [lost])
         file.with_suffix(".whole").replace(file)
         live.ready()
-        assert live.search(QUERIES_QD, K).exact.certified
+        assert live_search(live, QUERIES_QD, K).exact.certified
 
 
 @pytest.mark.chaos("searcher killed while it opens the next version", "the live version goes on; the reason is told")
@@ -515,7 +518,7 @@ def test_a_damaged_shard_is_told_by_actors_and_refused_when_a_router_is_opened(
     with pytest.raises(DigestError, match="shard 0"), open_router(run_of(tmp_path, run_over)):
         pass
     with open_hot_swap_router(run_of(tmp_path, run_over), probe_s=3600) as live:
-        answer = live.search(QUERIES_QD, K, min_coverage=0.0)
+        answer = live_search(live, QUERIES_QD, K, min_coverage=0.0)
         assert [shard.state for shard in answer.shards] == ["damaged", "searched", "searched"]
         record_property("figures", f"{answer.passages_searched} of {answer.passages_total} passages searched and told")
 
@@ -539,7 +542,7 @@ def test_a_searcher_that_hangs_is_replaced_while_a_call_waits_for_it(tmp_path, r
         hold_turn(actor)
         began = time.monotonic()
         with pytest.raises(CoverageError, match=r"of 3 shards .* \(hung\)"):
-            live.search(QUERIES_QD, K, deadline=Deadline.after(120))
+            live_search(live, QUERIES_QD, K, deadline=Deadline.after(120))
         took_s = time.monotonic() - began
         live.ready()
         whole_s = time.monotonic() - began

@@ -81,7 +81,7 @@ def test_an_answer_is_exhaustive_search_over_words_and_views(
 
 def test_actors_answer_as_one_process_and_searches_that_wait_go_together(lexical_index, run_over, texts, both_scores):
     run = run_over(lexical_index, resources={"searchers": 2})
-    with open_hot_swap_router(run) as router:
+    with open_hot_swap_router(run) as live, live.pin() as router:
 
         def search(number: int) -> None:
             weight, own = WEIGHTS[number % 2 + 1], slice(number % 12, number % 12 + 2)
@@ -119,7 +119,7 @@ def test_damaged_words_of_a_shard_are_told_and_views_are_still_searched(lexical_
     assert version.lexical
     path = store / manifest.lexical_path("index", version.lexical.postings[1][0])
     path.write_bytes(path.read_bytes()[:-8] + b"x" * 8)
-    with open_hot_swap_router(run_over(store), local=True) as router:
+    with open_hot_swap_router(run_over(store), local=True) as live, live.pin() as router:
         assert router.search_text(texts, 5).coverage_share == 1.0
         with pytest.raises(CoverageError, match="1 \\(damaged\\)"):
             router.search_text(texts, 5, hybrid=1.0)
@@ -140,11 +140,11 @@ def test_versions_that_share_a_shard_have_each_its_own_statistics(lexical_index,
     write_statistics([Postings(path).whole], tmp_path / "other")
     other = dataclasses.replace(second.lexical, statistics=(manifest.add_lexical(store, "index", tmp_path / "other"),))
     manifest.publish(store, dataclasses.replace(second, parent=2, lexical=other))
-    with open_hot_swap_router(run_over(root), 2, local=True) as router:
+    with open_hot_swap_router(run_over(root), 2, local=True) as live:
 
         def score(router: Router) -> list[float]:
             return [hit.score for hits in router.search_text(texts[:3], 5, hybrid=0.0).hits for hit in hits]
 
-        with router.pin(2) as before, router.pin(3) as after:
+        with live.pin(2) as before, live.pin(3) as after:
             first = score(before)
             assert first != score(after) and first == score(before)

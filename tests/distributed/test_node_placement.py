@@ -11,6 +11,7 @@ import pytest
 import ray
 from hypothesis import given
 from hypothesis import strategies as st
+from live_search import live_search
 from random_index import D, brute_force, publish_random_index, random_views
 from ray.cluster_utils import Cluster
 from ray.exceptions import GetTimeoutError, RayError
@@ -126,7 +127,7 @@ class Asking:
     def _ask(self) -> None:
         while not self._ended.is_set():
             try:
-                answer = self.live.search(QUERIES_QD, K, deadline=Deadline.after(20))
+                answer = live_search(self.live, QUERIES_QD, K, deadline=Deadline.after(20))
             except CoverageError:
                 self.refused += 1
                 self._ended.wait(0.05)
@@ -211,6 +212,6 @@ def test_a_version_that_is_opened_while_a_searcher_moves_is_open_on_the_new_one(
         own = [entry.digest for entry in second.shards if entry.shard in live.searchers.placed[2][0].shards]
         [moved] = live.searchers.groups[0]
         assert ray.get(moved.health.remote()) == sorted(own)  # before a search could have had it opened
-        answer = live.search(QUERIES_QD, K)
+        answer = live_search(live, QUERIES_QD, K)
         hits = [[(hit.passage_id, hit.score, hit.view) for hit in row] for row in answer.hits]
         assert hits == [brute_force(other, query_D, K) for query_D in QUERIES_QD]

@@ -23,10 +23,11 @@ def answers(run: RunConfig) -> list[object]:
     told: list[object] = []
     with open_hot_swap_router(run, probe_s=60.0) as live:
         for version in (1, 2):
-            answer = live.search_text(ASKED, 5)
+            with live.pin() as router:
+                answer = router.search_text(ASKED, 5)
+                hits = [[(hit.passage_id, hit.score, hit.view) for hit in row] for row in answer.hits]
+                shown = router.passages([hits[0][0][0]])
             assert answer.version == version and answer.exact.certified and answer.coverage_share == 1.0
-            hits = [[(hit.passage_id, hit.score, hit.view) for hit in row] for row in answer.hits]
-            shown = live.passages([hits[0][0][0]])
             told.append((hits, {name: passage.text for name, passage in shown.items()}))
             if version == 1:
                 refining.refine(run)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from live_search import live_search
 from prepared_corpus import only_corpus
 from random_index import Views, brute_force
 
@@ -64,7 +65,7 @@ class AnswerCounts:
     def ask(self, live: HotSwapRouter, queries_QD: FloatArray) -> None:
         while not self.ended.is_set():
             began = time.monotonic()
-            answer = live.search(queries_QD, K)
+            answer = live_search(live, queries_QD, K)
             took_s = time.monotonic() - began
             hits = tuple(tuple((hit.passage_id, hit.score, hit.view) for hit in row) for row in answer.hits)
             with self._lock:
@@ -92,7 +93,8 @@ def test_every_answer_is_one_versions_while_refinements_run_and_publish(empty_st
     texts = [question.text for question in read_questions(only_corpus(Store(str(empty_store))), "dev")[:5]]
     heard, during = AnswerCounts(), []
     with open_hot_swap_router(runs[0], follow_s=0.2) as live, ThreadPoolExecutor(ASKERS) as threads:
-        queries_QD = live.embed(texts)
+        with live.pin() as router:
+            queries_QD = router.embed(texts)
         asking = [threads.submit(heard.ask, live, queries_QD) for _ in range(ASKERS)]
         try:
             for version, run in enumerate(runs, 1):

@@ -1,7 +1,8 @@
 """A three-passage index held in arrays: what a service needs from a router, computed by brute force."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from mvr_ray.deadline import Deadline
-from mvr_ray.errors import CoverageError, UnknownPassageError
+from mvr_ray.errors import CoverageError, MissingInputError, UnknownPassageError
 from mvr_ray.store.filters import parse_filter
 from mvr_ray.types import SEARCHED, Answer, Exactness, FloatArray, Hit, Passage, PassageScores, ShardState
 
@@ -33,6 +34,7 @@ class InMemoryIndex:
 
     dimension = 3
     num_views = 2
+    failure = ""
     corpus = SimpleNamespace(fields={})
     manifest = SimpleNamespace(
         index="words", version=1, encoder_name="words", encoder_fingerprint="f" * 16, lexical=None
@@ -44,6 +46,15 @@ class InMemoryIndex:
         self.feedback = feedback
         self.gate = threading.Event()
         self.gate.set()
+
+    @contextmanager
+    def pin(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator["InMemoryIndex"]:
+        if version not in (None, 3):
+            raise MissingInputError(f"version 3 alone is open here, not {version}; leave version out")
+        yield self
+
+    def follow(self) -> bool:
+        return False
 
     def search(
         self,

@@ -87,6 +87,8 @@ class HybridIndex(VersionIndex):
 class VersionSwitcher:
     """Version 2 beside the live one."""
 
+    failure = ""
+
     def __init__(self, live: InMemoryIndex) -> None:
         self.live = live
 
@@ -96,17 +98,13 @@ class VersionSwitcher:
             raise MissingInputError(f"index 'library' has no version {version}; there are 2, 3")
         yield VersionIndex(2) if version == 2 else self.live
 
-    @property
-    def failure(self) -> str:
-        return ""
-
     def follow(self) -> bool:
         return False
 
 
 @contextmanager
 def serve(live: InMemoryIndex, tokens: TokenStore | None = None, hybrid: float | None = None) -> Iterator[str]:
-    app = create_app(SearchService(live, ServeConfig(), Versions(), VersionSwitcher(live), hybrid=hybrid), tokens)
+    app = create_app(SearchService(VersionSwitcher(live), ServeConfig(), Versions(), hybrid=hybrid), tokens)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()

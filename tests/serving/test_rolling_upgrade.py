@@ -40,7 +40,7 @@ def server(run: RunConfig, version: int | None = None) -> Iterator[tuple[str, Ho
     """A replica in this process that follows the store, over HTTP; gives its address and its router."""
     with open_hot_swap_router(run, version, local=True, follow_s=0.05) as router:
         catalog = VersionCatalog(Store(run.store.path), INDEX)
-        with listening(create_app(SearchService(router, run.serve, catalog, router))) as address:
+        with listening(create_app(SearchService(router, run.serve, catalog))) as address:
             yield address, router
 
 

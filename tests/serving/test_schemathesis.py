@@ -48,7 +48,7 @@ def test_no_request_made_from_the_description_breaks_the_server_or_gets_what_is_
     run = run_over(own_index, serve=LIMITS)
     with open_hot_swap_router(run, local=True) as router:
         catalog = VersionCatalog(Store(run.store.path), run.index.name)
-        service = SearchService(router, ServeConfig(**LIMITS), catalog, router)
+        service = SearchService(router, ServeConfig(**LIMITS), catalog)
         app = create_app(service, read_tokens(None, {"MVR_RAY_ADMIN_TOKEN": ADMIN}))
         with listening(app) as address:
             (tmp_path / "schemathesis.toml").write_text(SETTINGS)
