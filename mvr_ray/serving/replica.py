@@ -90,32 +90,6 @@ class SearchIngress:
         self.service.ready()
 
 
-def deploy(run: RunConfig, version: int | None = None, port: int | None = None) -> str:
-    """Put the live version on HTTP in Ray Serve's proxies of the connected cluster, and return the address:
-    `serve.host:serve.port`, or `port` of the loopback, for a reverse proxy.
-
-    Raises ConfigError where others could reach it without a token, or where the cluster's Serve listens elsewhere
-    already. Replicas get the tokens' digests, not the tokens.
-    """
-    tokens = validated_tokens(run)
-    host, port = (run.serve.host, run.serve.port) if port is None else (_LOOPBACK, port)
-    _start_serve(run, host, port)
-    _run_app(run, version, tokens)
-    return f"http://{host}:{port}"
-
-
-def _start_serve(run: RunConfig, host: str, port: int) -> None:
-    """Start Ray Serve, or join it. Raises ConfigError where it listens elsewhere, and leaves it as it is."""
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    timeout_s = run.serve.timeout_ms / 1000 + SERVE_GRACE_S
-    serve.start(http_options={"host": host, "port": port, "request_timeout_s": timeout_s})
-    _require_address(host, port)
-
-
-def _run_app(run: RunConfig, version: int | None, tokens: TokenStore) -> None:
-    serve.run(application(run, version, tokens), name="mvr_ray", route_prefix="/")
-
-
 class AppArgs(BaseModel):
     """The `args` of the application in a declarative Serve file."""
 
@@ -159,14 +133,18 @@ def validated_tokens(run: RunConfig) -> TokenStore:
     return tokens
 
 
-def _require_address(host: str, port: int) -> None:
-    """Raises ConfigError where Serve ran before and keeps its own address, which may be open to other machines."""
+def _start_serve(run: RunConfig, port: int) -> None:
+    """Start Ray Serve on the loopback, or join it. Raises ConfigError where it ran before and listens elsewhere, which
+    may be open to other machines, and leaves it as it is."""
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    timeout_s = run.serve.timeout_ms / 1000 + SERVE_GRACE_S
+    serve.start(http_options={"host": _LOOPBACK, "port": port, "request_timeout_s": timeout_s})
     client = _get_global_client()
     assert client is not None, "serve.start has just been called"
     options = client.http_config
-    if (options.host, options.port) != (host, port):
+    if (options.host, options.port) != (_LOOPBACK, port):
         raise ConfigError(
-            f"Ray Serve of this cluster listens on {options.host}:{options.port} already, not on {host}:{port}; "
+            f"Ray Serve of this cluster listens on {options.host}:{options.port} already, not on {_LOOPBACK}:{port}; "
             f"end what it serves first (`serve shutdown`)"
         )
 
@@ -194,9 +172,9 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
     before: dict[int, Any] = {}
     with ReverseProxy(run.serve, tokens) as proxy, connect(run.resources):
         port = _free_port()
-        _start_serve(run, _LOOPBACK, port)
+        _start_serve(run, port)
         try:
-            _run_app(run, version, tokens)
+            serve.run(application(run, version, tokens), name="mvr_ray", route_prefix="/")
             _require_serve_proxy(port)
             proxy.start(port)
             address = f"http://{run.serve.host}:{run.serve.port}"

@@ -186,13 +186,16 @@ def test_training_without_labels_gives_an_encoder_that_the_index_takes(chain: Ch
 def test_http_on_ray_serve_gives_what_the_command_line_gives(chain: Chain, serve_turn) -> None:
     from ray import serve
 
-    from mvr_ray.serving.replica import deploy
+    from mvr_ray.serving.auth import TokenStore
+    from mvr_ray.serving.replica import application
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
     try:
-        address = deploy(load_run(chain.run_file, [f"serve.port={port}"]))
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        serve.run(application(load_run(chain.run_file), None, TokenStore()), name="mvr_ray", route_prefix="/")
         body = json.dumps({"queries": ["a city in Africa"], "k": 3}).encode()
         request = urllib.request.Request(f"{address}/v1/search", body, {"content-type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as reply:

@@ -5,7 +5,7 @@ import pytest
 from mvr_ray.client import Client, RefusedError
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError
-from mvr_ray.serving.replica import deploy, validated_tokens
+from mvr_ray.serving.replica import validated_tokens
 
 READ = "read-" + "r" * 20
 
@@ -22,7 +22,7 @@ def run(**serve) -> RunConfig:
 
 def test_a_host_that_others_reach_is_not_deployed_without_tokens(monkeypatch) -> None:
     with pytest.raises(ConfigError, match=r"serve\.host 0\.0\.0\.0 .* no token"):
-        deploy(run(host="0.0.0.0"))
+        validated_tokens(run(host="0.0.0.0"))
     monkeypatch.setenv("MVR_RAY_READ_TOKEN", READ)
     assert validated_tokens(run(host="0.0.0.0")).role(READ.encode()) == "read"
 
