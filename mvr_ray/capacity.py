@@ -304,7 +304,7 @@ def train_activations(run: RunConfig, model: Backbone) -> int:
     passages = questions * (1 + run.train.num_hard_negatives)
     if run.train.cache_chunk:
         passages = questions = min(passages, run.train.cache_chunk)
-    half = run.train.precision != "fp32"
+    half = run.train.precision in ("bf16", "fp16")
     layer = layer_bytes(model, passages * length, length, half=half) + layer_bytes(
         model, questions * question_length, question_length, half=half
     )

@@ -70,7 +70,9 @@ class TrainConfig(Section):
     30 for viewers that start from a backbone, which was never read by them, and none for any other readout."""
     cloze_keep_share: Fraction = 0.1
     """Inverse cloze: how often the sentence also stays in its passage."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
+    """`auto` is bf16 where every worker's device multiplies it by instructions of its own, else fp32; a training that
+    continues keeps what it began with."""
     gradient_checkpointing: bool = False
     cache_chunk: Annotated[int, Field(ge=0)] = 0
     """Gradient cache: passages a pass; 0: everything in one pass."""

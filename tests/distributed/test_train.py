@@ -20,6 +20,7 @@ from mvr_ray.core.encoding.views import EncoderSpec
 from mvr_ray.distributed.encoders import encoder_spec
 from mvr_ray.distributed.models import ENCODERS, latest_fingerprint
 from mvr_ray.distributed.train import train
+from mvr_ray.distributed.training import steps
 from mvr_ray.distributed.training.retriever import loss_name, make_schedule
 from mvr_ray.errors import ConfigError, DataError, EncoderError, MissingInputError, ResourceError
 from mvr_ray.store import paths
@@ -266,6 +267,19 @@ def test_lower_precision_and_checkpointed_activations_train_to_nearly_the_same_l
     assert loss(gradient_checkpointing=True) == plain
     assert loss(precision="bf16") == pytest.approx(plain, rel=0.05)
     assert loss(precision="fp16") == pytest.approx(plain, rel=0.05)
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(("multiplies", "precision"), [(True, "bf16"), (False, "fp32")])
+def test_auto_is_the_precision_of_the_processor_where_training_began(store_path, monkeypatch, multiplies, precision):
+    cfg = {"questions": "tiny", "batch_questions": 4, "max_steps": 5, "epochs": 3, "checkpoint_steps": 2}
+    named = train(run_of(store_path, {**cfg, "precision": precision}, {"name": f"named-{precision}", **QUICK}))
+    run = run_of(store_path, {**cfg, "precision": "auto"}, {"name": f"auto-{precision}", **QUICK})
+    monkeypatch.setattr(steps, "multiplies_bf16", lambda device: multiplies)
+    with pytest.raises(RetrieverStop):
+        train(run, stop_at(3))
+    monkeypatch.setattr(steps, "multiplies_bf16", lambda device: not multiplies)
+    assert train(run).fingerprint == named.fingerprint
 
 
 @pytest.mark.data

@@ -108,9 +108,16 @@ def build_tower(tower: Tower, precision: Precision) -> InferenceTower:
 def fastest_float(tower: Tower) -> PrecisionName:
     """Return the precision in which this processor embeds passages fastest within a cosine of 0.9999 of float32: bf16
     where it multiplies bf16 by instructions of its own and texts are read without padding, else fp32."""
+    is_fast = multiplies_bf16(torch.device("cpu")) and supports_unpadded_cpu(tower.backbone)
+    return "bf16" if is_fast else "fp32"
+
+
+def multiplies_bf16(device: torch.device) -> bool:
+    """Whether this processor, or a GPU, multiplies bf16 by instructions of its own."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     has = getattr(torch.cpu, "get_capabilities", dict)()
-    multiplies = (has.get("amx_bf16") or has.get("avx512_bf16")) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return "bf16" if multiplies and supports_unpadded_cpu(tower.backbone) else "fp32"
+    return bool(has.get("amx_bf16") or has.get("avx512_bf16")) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def reads_otherwise(tower: Tower, precision: PrecisionName) -> bool:

@@ -45,7 +45,8 @@ class EpochSums:
 
 @dataclass
 class TrainState:
-    """How far a training is. `step` counts finished steps, those of the warm start first."""
+    """How far a training is. `step` counts finished steps, those of the warm start first. `precision` is what
+    `train.precision: auto` chose."""
 
     step: int = 0
     best_step: int = -1
@@ -54,9 +55,13 @@ class TrainState:
     loss_scale: dict[str, Any] = field(default_factory=dict)
     sums: EpochSums = field(default_factory=EpochSums)
     epochs: list[dict[str, Any]] = field(default_factory=list)
+    precision: str = ""
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
+        values = asdict(self)
+        if not self.precision:
+            del values["precision"]
+        return json.dumps(values).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> "TrainState":

@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from mvr_ray.config import TrainConfig
+from mvr_ray.core.encoding.precision import multiplies_bf16
 from mvr_ray.core.encoding.training_attention import training_attention
 from mvr_ray.core.learning.batches import plan_epoch
 from mvr_ray.core.learning.training import PassSettings, average_gradients, lr_factor, rank, world_size
@@ -131,7 +132,11 @@ class StepLoop(ABC):
     @property
     def settings(self) -> PassSettings:
         cfg = self.cfg
-        return PassSettings(cfg.cache_chunk, _PRECISIONS[cfg.precision], cfg.seed, self.state.step)
+        return PassSettings(cfg.cache_chunk, _PRECISIONS[self.precision], cfg.seed, self.state.step)
+
+    @property
+    def precision(self) -> str:
+        return self.state.precision or self.cfg.precision
 
     @property
     def loss_scale(self) -> float:
@@ -170,6 +175,9 @@ class StepLoop(ABC):
             step = int(agreed.item())
         self.begin(step)
         if step < 0:
+            if self.cfg.precision == "auto":
+                self.state.precision = "bf16" if self._multiplies_bf16() else "fp32"
+                log.info("train.precision=auto chose=%s", self.state.precision)
             return self._optimiser()
         log.info("training continues: step=%d of %d", step, self.schedule.total)
         self.state = self.checkpoints.state(step)
@@ -179,6 +187,13 @@ class StepLoop(ABC):
         if self.state.loss_scale:
             self.scaler.load_state_dict(self.state.loss_scale)
         return optimiser
+
+    def _multiplies_bf16(self) -> bool:
+        """Whether the device of every rank does."""
+        least = torch.tensor([int(multiplies_bf16(self.device))], device=self.device)
+        if world_size() > 1:
+            dist.all_reduce(least, dist.ReduceOp.MIN)
+        return bool(least.item())
 
     def _optimiser(self) -> torch.optim.Optimizer:
         groups = self.groups()
