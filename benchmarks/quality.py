@@ -1,10 +1,11 @@
 """Retrieval quality on SQuAD: every system over the same passages, one table with 95 % intervals.
 
-    python benchmarks/quality.py    # untrained systems and refinement over all paragraphs and summaries
+    python benchmarks/quality.py    # untrained systems, refinement, and the encoder that configs/squad.yaml trains
 
 Each step is a command that anyone can type, printed before it runs and kept beside its figures. A step whose result
 is on file is not run again. Results go to benchmarks/results/quality.json and .md; what every system found for
-every question goes to quality.parquet, which `mvr-ray compare` reads. Trained encoders are compared by study `decided`.
+every question goes to quality.parquet, which `mvr-ray compare` reads. Which readout is best to train is for study
+`decided`.
 """
 
 import json
@@ -25,7 +26,7 @@ PROVENANCE = (
     "The model card of all-MiniLM-L6-v2 lists SQuAD's training pairs, NQ and TriviaQA among its training data, read "
     "through mean pooling: readouts other than the mean (`[CLS]`, viewers) start far behind on it."
 )
-METRICS = [f"{kind}/top-{k}" for kind in ("answer", "gold") for k in (1, 5, 20, 100)]
+METRICS = [*(f"{kind}/top-{k}" for kind in ("answer", "gold") for k in (1, 5, 20, 100)), "gold/ndcg@10"]
 CONFIG = "configs/squad.yaml"
 UNTRAINED = "index.encoder=untrained"
 MEAN = ["encoder.strategy=mean", "index.name=full-mean", UNTRAINED]
@@ -35,25 +36,65 @@ LINEAR = ["refine.method=linear", "refine.positives=all", "refine.keep_length=tr
 RAW = ["refine.method=linear", "refine.positives=all", "refine.keep_length=false", FREE]
 FEEDBACK = ["refine.method=feedback_views", "refine.feedback_weight=0.8", "refine.feedback_clusters=1", FREE]
 TWO = ["refine.method=feedback_views", "refine.feedback_weight=0.8", "refine.feedback_clusters=2", FREE]
+TRAINED = ["index.name=full-trained", "index.encoder=trained"]
+WITH_WORDS = ["index.lexical=true", "search.hybrid=30"]
+CRANFIELD = [
+    "prepare.corpus=cranfield",
+    "prepare.sources=[{path: ../shared/data/cranfield, format: beir, split: test, questions: cranfield}]",
+    "prepare.splits=[]",
+    "evaluate.questions=[cranfield]",
+    "evaluate.k=[1, 5, 10, 20, 100]",
+]
+EFFICIENT_QA = [
+    "prepare.corpus=summaries",
+    "prepare.sources=[{path: ../shared/data/wiki_vital/psgs_vital.tsv.gz, format: dpr_tsv}, "
+    "{path: ../shared/data/nq_open/NQ-open.efficientqa.dev.1.1.jsonl, format: nq_open, questions: efficientqa}]",
+    "prepare.splits=[]",
+    "evaluate.questions=[efficientqa]",
+]
 BM25 = "BM25"
 
 
 class System(NamedTuple):
     """A row of the table: the commands that make it, each a stage with its overrides; `evaluate` comes last. `than` is
-    the row that it is compared with."""
+    the row that it is compared with. Searches by words and views have a row of their own, compared with BM25. `corpus`
+    is another one than that of configs/squad.yaml."""
 
     name: str
     commands: list[tuple[str, list[str]]]
     than: str = ""
+    corpus: str = ""
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}, {self.corpus}" if self.corpus else self.name
+
+    def row(self, evaluated: str) -> str:
+        """What the table calls a system of the evaluation."""
+        if evaluated == "bm25":
+            return BM25
+        return f"{self.name}, with BM25" if evaluated.startswith("bm25 + ") else self.name
 
 
-ONE, EIGHT = "one mean vector", "snippet means, 8 views"
+ONE, EIGHT, LEARNED = "one mean vector", "snippet means, 8 views", "snippet means, trained on SQuAD"
 
 
 def refined(name: str, base: list[str], how: list[str], than: str) -> System:
     """Refine version 1 of an index, whatever has been published since."""
     back = ("versions rollback 1", base)
     return System(name, [back, ("refine", [*base, *how]), ("evaluate", base)], than)
+
+
+def elsewhere(corpus: str, source: list[str]) -> list[System]:
+    """The encoder without training and after it, on passages and questions that it was not trained for."""
+    name = corpus.lower()
+    before = [*source, "encoder.strategy=snippet_means", f"index.name={name}-snippet-means", UNTRAINED, *WITH_WORDS]
+    after = [*source, f"index.name={name}-trained", "index.encoder=trained", *WITH_WORDS]
+    with_bm25 = [*before, "evaluate.bm25=true"]
+    return [
+        System(EIGHT, [("prepare", source), ("index", before), ("evaluate", with_bm25)], BM25, corpus),
+        System(LEARNED, [("index", after), ("evaluate", after)], EIGHT, corpus),
+    ]
 
 
 SYSTEMS = [
@@ -67,6 +108,9 @@ SYSTEMS = [
     refined("snippet means, linear form, raw as in the paper", SNIPPETS, RAW, EIGHT),
     refined("snippet means, feedback views", SNIPPETS, FEEDBACK, EIGHT),
     refined("snippet means, two feedback views a passage", SNIPPETS, TWO, EIGHT),
+    System(LEARNED, [("train", []), ("index", [*TRAINED, *WITH_WORDS]), ("evaluate", [*TRAINED, *WITH_WORDS])], EIGHT),
+    *elsewhere("Cranfield", CRANFIELD),
+    *elsewhere("EfficientQA", EFFICIENT_QA),
 ]
 
 
@@ -87,6 +131,7 @@ def run_stage(stage: str, overrides: list[str]) -> dict[str, Any]:
     return {
         "command": typed(stage, overrides),
         "seconds": round(time.monotonic() - started, 1),
+        "hardware": hardware(),
         "report": json.loads(done.stdout),
     }
 
@@ -95,18 +140,20 @@ def commands(system: System, extra: list[str]) -> list[tuple[str, list[str]]]:
     """What is run for a system, stage by stage; `extra` are overrides for every command."""
     common = ["evaluate.bm25=false", "index.precision=bf16"]
     common += ["search.hybrid=null", "index.lexical=false", *extra]  # a row is what the vectors of one system find
-    return [(stage, [*common, *overrides]) for stage, overrides in system.commands]
-
-
-def keep_ranks(path: Path, name: str, evaluated: dict[str, Any]) -> None:
-    """Add what a system found for every question to the file of all systems."""
-    new = [
-        part._replace(system=BM25 if part.system == "bm25" else name)
-        for part in read_question_ranks(ROOT / evaluated.pop("questions_file"))
+    return [
+        (stage, [*(extra if stage in ("prepare", "train") else common), *overrides])
+        for stage, overrides in system.commands
     ]
-    replaced = {part.system for part in new}
+
+
+def keep_ranks(path: Path, system: System, evaluated: dict[str, Any]) -> None:
+    """Add what a system found for every question to the file of all systems."""
+    ranks = read_question_ranks(ROOT / evaluated.pop("questions_file"))
+    new = [part._replace(system=system.row(part.system)) for part in ranks]
+    replaced = {(part.system, part.questions) for part in new}
     old: list[QuestionRanks] = read_question_ranks(path) if path.is_file() else []
-    path.write_bytes(question_ranks_bytes([*(part for part in old if part.system not in replaced), *new]))
+    kept = [part for part in old if (part.system, part.questions) not in replaced]
+    path.write_bytes(question_ranks_bytes([*kept, *new]))
 
 
 def change(path: Path, questions: str, name: str, than: str) -> str:
@@ -119,14 +166,16 @@ def change(path: Path, questions: str, name: str, than: str) -> str:
 
 def table(kept: dict[str, Any], ranks: Path) -> str:
     """One Markdown table a question set: systems down, metrics across, 95 % intervals in brackets."""
-    than = {system.name: system.than for system in SYSTEMS}
+    systems = {system.key: system for system in SYSTEMS}
     count: dict[str, int] = {}
     found: dict[str, dict[str, dict[str, str]]] = {}
-    for name, done in kept["systems"].items():
+    than: dict[tuple[str, str], str] = {}
+    for key, done in kept["systems"].items():
         for row in done[-1]["report"]["rows"]:
-            system = "BM25" if row["system"] == "bm25" else name
+            name = systems[key].row(row["system"])
             cell = f"{100 * row['value']:.1f} ({100 * row['low']:.1f}-{100 * row['high']:.1f})"
-            found.setdefault(row["questions"], {}).setdefault(system, {})[row["metric"]] = cell
+            found.setdefault(row["questions"], {}).setdefault(name, {})[row["metric"]] = cell
+            than[row["questions"], name] = {BM25: "", systems[key].name: systems[key].than}.get(name, BM25)
             count[row["questions"]] = row["n"]
     report = next(iter(kept["systems"].values()))[-1]["report"]
     lines = [
@@ -137,26 +186,36 @@ def table(kept: dict[str, Any], ranks: Path) -> str:
         "Shares in percent, 95 % intervals for which whole articles are resampled. `answer`: a hit contains an answer;",
         "`gold`: a hit is the question's own passage. dev_known are the labelled questions of refinement, so its",
         "refined rows are transductive; dev_other are other questions of the same passages, dev_unseen questions of",
-        "articles that refinement never saw. The last column compares answer/top-1 on the same questions: difference",
+        "articles that refinement never saw; training saw none of them. cranfield: questions about 1,398 abstracts on",
+        "aeronautics; efficientqa: Natural Questions over the summaries, which hold the answers of few. The last column compares answer/top-1 on the same questions: difference",
         "in points, its interval, and the paired test, which flips whole articles (`mvr-ray compare` on",
         f"{ranks.name}).",
         "",
         PROVENANCE,
     ]
-    for questions, systems in found.items():
+    for questions, rows in found.items():
+        metrics = [metric for metric in METRICS if any(metric in row for row in rows.values())]
         lines += [
             "",
             f"## {questions}, n = {count[questions]:,}",
             "",
-            "| system | " + " | ".join([*METRICS, "change of answer/top-1"]) + " |",
-            "|---" * (2 + len(METRICS)) + "|",
+            "| system | " + " | ".join([*metrics, "change of answer/top-1"]) + " |",
+            "|---" * (2 + len(metrics)) + "|",
         ]
-        for name, row in systems.items():
-            cells = [*(row.get(m, "") for m in METRICS), change(ranks, questions, name, than.get(name, ""))]
+        for name, row in rows.items():
+            cells = [*(row.get(m, "") for m in metrics), change(ranks, questions, name, than[questions, name])]
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += ["", "## Commands", ""]
-    for name, done in kept["systems"].items():
-        lines += [f"- {name}", *(f"  - `{step['command']}` ({step['seconds']:.0f} s)" for step in done)]
+    for key, done in kept["systems"].items():
+        lines.append(f"- {key}")
+        for step in done:
+            where = step.get("hardware", kept["hardware"])
+            other = (
+                ""
+                if where == kept["hardware"]
+                else f", {where['date']}, commit {where['commit']}, {where['processor']}"
+            )
+            lines.append(f"  - `{step['command']}` ({step['seconds']:.0f} s{other})")
     return "\n".join(lines) + "\n"
 
 
@@ -167,12 +226,12 @@ def main(extra: list[str]) -> None:
     kept = json.loads(path.read_text()) if path.is_file() else {"hardware": hardware(), "systems": {}}
     run_stage("prepare", extra)
     for system in SYSTEMS:
-        if system.name in kept["systems"]:
+        if system.key in kept["systems"]:
             continue
         done = [run_stage(stage, overrides) for stage, overrides in commands(system, extra)]
-        keep_ranks(ranks, system.name, done[-1]["report"])
-        done_systems = {**kept["systems"], system.name: done}
-        kept["systems"] = {one.name: done_systems[one.name] for one in SYSTEMS if one.name in done_systems}
+        keep_ranks(ranks, system, done[-1]["report"])
+        done_systems = {**kept["systems"], system.key: done}
+        kept["systems"] = {one.key: done_systems[one.key] for one in SYSTEMS if one.key in done_systems}
         path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
         path.with_suffix(".md").write_text(table(kept, ranks))
         print(table(kept, ranks), flush=True)

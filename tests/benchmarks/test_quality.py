@@ -8,7 +8,7 @@ from machine import RESULTS
 
 def test_commands_on_file_are_those_of_the_script_with_every_setting_that_it_pins():
     kept = json.loads((RESULTS / "quality.json").read_text())
-    systems = {system.name: system for system in quality.SYSTEMS}
+    systems = {system.key: system for system in quality.SYSTEMS}
     assert set(kept["systems"]) == set(systems)
     text = (RESULTS / "quality.md").read_text()
     for name, done in kept["systems"].items():
