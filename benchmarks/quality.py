@@ -186,10 +186,10 @@ def table(kept: dict[str, Any], ranks: Path) -> str:
         "Shares in percent, 95 % intervals for which whole articles are resampled. `answer`: a hit contains an answer;",
         "`gold`: a hit is the question's own passage. dev_known are the labelled questions of refinement, so its",
         "refined rows are transductive; dev_other are other questions of the same passages, dev_unseen questions of",
-        "articles that refinement never saw; training saw none of them. cranfield: questions about 1,398 abstracts on",
-        "aeronautics; efficientqa: Natural Questions over the summaries, which hold the answers of few. The last column compares answer/top-1 on the same questions: difference",
-        "in points, its interval, and the paired test, which flips whole articles (`mvr-ray compare` on",
-        f"{ranks.name}).",
+        "articles that neither refinement nor training saw. cranfield: questions about 1,398 abstracts on aeronautics;",
+        "efficientqa: Natural Questions over the summaries, which hold the answers of few. The last column compares",
+        "answer/top-1 on the same questions: difference in points, its interval, and the paired test, which flips",
+        f"whole articles (`mvr-ray compare` on {ranks.name}).",
         "",
         PROVENANCE,
     ]
@@ -210,12 +210,10 @@ def table(kept: dict[str, Any], ranks: Path) -> str:
         lines.append(f"- {key}")
         for step in done:
             where = step.get("hardware", kept["hardware"])
-            other = (
-                ""
-                if where == kept["hardware"]
-                else f", {where['date']}, commit {where['commit']}, {where['processor']}"
-            )
-            lines.append(f"  - `{step['command']}` ({step['seconds']:.0f} s{other})")
+            note = [f"{step['seconds']:.0f} s"]
+            if where != kept["hardware"]:
+                note += [where["date"], f"commit {where['commit']}", where["processor"]]
+            lines.append(f"  - `{step['command']}` ({', '.join(note)})")
     return "\n".join(lines) + "\n"
 
 
