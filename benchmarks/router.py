@@ -12,7 +12,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -28,7 +28,7 @@ from mvr_ray.distributed import session
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.fleet import RemoteSearchers
-from mvr_ray.distributed.searching.messages import ShardResults
+from mvr_ray.distributed.searching.messages import ScanRequest, ShardResults
 from mvr_ray.distributed.searching.node_placement import SearcherActor
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask, ShardAssignment
 from mvr_ray.distributed.searching.transport import Connection
@@ -57,18 +57,9 @@ class TimedSearcher(SearcherActor):
         super().__init__(task)
         self.seconds: list[float] = []
 
-    def scan(
-        self,
-        queries_QD: FloatArray,
-        k: int,
-        shards: Sequence[int],
-        version: int | None = None,
-        call: str = "",
-        *,
-        filter: str = "",
-    ) -> ShardResults:
+    def scan(self, request: ScanRequest, call: str = "") -> ShardResults:
         began = time.perf_counter()
-        answers = super().scan(queries_QD, k, shards, version, call, filter=filter)
+        answers = super().scan(request, call)
         self.seconds.append(time.perf_counter() - began)
         return answers
 

@@ -11,7 +11,7 @@ import pytest
 from mvr_ray import logs
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.searching.batching import DynamicBatcher
-from mvr_ray.distributed.searching.messages import ShardResults
+from mvr_ray.distributed.searching.messages import ScanRequest, ShardResults
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_searches_that_go_together_are_the_first_ones_request():
     asked, runs, goes_on = [], threading.Event(), threading.Event()
 
     class Fleet:
-        def fan_out(self, queries_QD, k, shards, deadline, again=False, on_partial=None, filter="", hybrid=None):
+        def fan_out(self, request, deadline, again=False, on_partial=None):
             asked.append(logs.request_id())
             runs.set()
             assert goes_on.wait(30)
@@ -58,7 +58,7 @@ def test_searches_that_go_together_are_the_first_ones_request():
 
     def ask(request: str) -> None:
         with logs.request_context(request):
-            fleet.fan_out(np.zeros((1, 2), np.float32), 1, (0,), Deadline.after(60))
+            fleet.fan_out(ScanRequest(np.zeros((1, 2), np.float32), 1, (0,), 1), Deadline.after(60))
 
     threads = [threading.Thread(target=ask, args=("r1",))]
     threads[0].start()

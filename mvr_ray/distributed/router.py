@@ -33,7 +33,7 @@ from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder, require_encoder
 from mvr_ray.distributed.lexical import open_statistics
 from mvr_ray.distributed.searching.merged_results import MergedResults, overlay_results, shard_starts
-from mvr_ray.distributed.searching.messages import ShardFailure
+from mvr_ray.distributed.searching.messages import ScanRequest, ShardFailure
 from mvr_ray.distributed.searching.searcher import NO_WORDS_HINT, Fleet, LocalFleet, SearcherTask, ShardSearcher
 from mvr_ray.errors import (
     CoverageError,
@@ -244,15 +244,16 @@ class Router:
             self._check_hybrid(hybrid, len(queries_QD))
             if hybrid.weight == "rrf":
                 return self._search_by_ranks(queries_QD, k, hybrid, deadline, min_coverage, filter)
-        shards = [entry.shard for entry in self.manifest.shards]
         if not len(queries_QD):
             return self._answer([], {}, 0, 0)
         exact = self._is_exact(hybrid)
         first = self._first_depth(k, _rounded_up(len(queries_QD))) if exact else k
         keeps_time = first < k and min_coverage < 1
         first_deadline = deadline.share(1 - SECOND_ROUND_SHARE) if keeps_time else deadline
+        shards = tuple(entry.shard for entry in self.manifest.shards)
+        request = ScanRequest(queries_QD, first, shards, self.manifest.version, text, hybrid)
         with self._record_time("search"):
-            answers = self.fleet.fan_out(queries_QD, first, shards, first_deadline, filter=text, hybrid=hybrid)
+            answers = self.fleet.fan_out(request, first_deadline)
         found, failures = {answer.shard: answer for answer in answers.results}, list(answers.failures)
         with self._record_time("merge"):
             merged, rounds = MergedResults(found.values(), self._start_of, k), 1
@@ -261,8 +262,8 @@ class Router:
             with self._record_time("search"):
                 positions = distinct(np.concatenate(list(again.values())))
                 doubtful_QD, texts = queries_QD[positions], hybrid and hybrid.take(positions)
-                more = {"again": True, "filter": text, "hybrid": texts}
-                second = self.fleet.fan_out(doubtful_QD, k, list(again), deadline, **more)
+                doubtful = request._replace(queries_QD=doubtful_QD, k=k, shards=tuple(again), hybrid=texts)
+                second = self.fleet.fan_out(doubtful, deadline, again=True)
             for answer in second.results:
                 found[answer.shard] = overlay_results(found[answer.shard], answer, positions)
             failures += [one._replace(detail=one.detail or FIRST_ROWS_KEPT) for one in second.failures]

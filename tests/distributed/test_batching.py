@@ -36,11 +36,9 @@ class Gated:
         self.first_parts = first_parts
         self.error: Exception | None = None
 
-    def fan_out(
-        self, queries_QD, k, shards, deadline, again=False, on_partial=None, filter="", hybrid=None
-    ) -> ShardResults:
-        self.sizes.append(len(queries_QD))
-        answer = self.fleet.fan_out(queries_QD, k, shards, deadline)
+    def fan_out(self, request, deadline, again=False, on_partial=None) -> ShardResults:
+        self.sizes.append(len(request.queries_QD))
+        answer = self.fleet.fan_out(request, deadline)
         if on_partial:
             for one in answer.results[: self.first_parts]:
                 on_partial(ShardResults([one], []))
@@ -119,9 +117,9 @@ def test_a_search_alone_is_asked_in_its_own_thread(indexed):
         def __init__(self, fleet):
             self.fleet = fleet
 
-        def fan_out(self, queries_QD, k, shards, deadline, again=False, on_partial=None, filter="", hybrid=None):
+        def fan_out(self, request, deadline, again=False, on_partial=None):
             threads.append(threading.current_thread().name)
-            return self.fleet.fan_out(queries_QD, k, shards, deadline)
+            return self.fleet.fan_out(request, deadline)
 
     router = routed(indexed, lambda fleet: DynamicBatcher(Told(fleet)))
     for seed in range(3):

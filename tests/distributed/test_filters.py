@@ -17,6 +17,7 @@ from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.masks import MaskCache
+from mvr_ray.distributed.searching.messages import ScanRequest
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
 from mvr_ray.errors import DamagedShardsError, FilterError, ManifestError
 from mvr_ray.index.base import IndexParams
@@ -180,6 +181,6 @@ def test_searchers_in_other_processes_filter_as_one_here_does(tmp_path, ray_sess
         queries_QD = np.random.default_rng(2).integers(-2, 3, (3, D)).astype(np.float32)
         assert_brute_force(router, views, rows, queries_QD, 20)
         with pytest.raises(FilterError, match="no field 'none'"):
-            fleet.fan_out(queries_QD, 3, [0], Deadline.after(60), filter='{"none": 1}')
+            fleet.fan_out(ScanRequest(queries_QD, 3, (0,), version.version, '{"none": 1}'), Deadline.after(60))
     finally:
         searchers.stop()

@@ -227,10 +227,8 @@ class LosesOnce:
     def ready(self) -> None:
         self.dead, self.waited = False, self.waited + 1
 
-    def fan_out(
-        self, queries_QD, k, shards, deadline, again=False, on_partial=None, filter="", hybrid=None
-    ) -> ShardResults:
-        found = self.whole.fan_out(queries_QD, k, shards, deadline).results
+    def fan_out(self, request, deadline, again=False, on_partial=None) -> ShardResults:
+        found = self.whole.fan_out(request, deadline).results
         if not self.dead:
             return ShardResults(found, [])
         return ShardResults([answer for answer in found if answer.shard != 1], [ShardFailure((1,), "died")])

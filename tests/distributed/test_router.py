@@ -166,10 +166,10 @@ class HalfDead:
     def ready(self) -> None:
         self.silent = set()
 
-    def fan_out(self, queries_QD, k, shards, deadline, again=False, filter="", hybrid=None) -> ShardResults:
-        there = [shard for shard in shards if shard not in self.silent]
-        found = self.whole.fan_out(queries_QD, k, there, deadline).results
-        lost = tuple(shard for shard in shards if shard in self.silent)
+    def fan_out(self, request, deadline, again=False) -> ShardResults:
+        there = tuple(shard for shard in request.shards if shard not in self.silent)
+        found = self.whole.fan_out(request._replace(shards=there), deadline).results
+        lost = tuple(shard for shard in request.shards if shard in self.silent)
         return ShardResults(found, [ShardFailure(lost, "late")] if lost else [])
 
     def views(self, wanted, deadline) -> ViewResults:
@@ -216,14 +216,14 @@ class Stuck:
 
     def ready(self) -> None: ...
 
-    def fan_out(self, queries_QD, k, shards, deadline, again=False, filter="", hybrid=None) -> ShardResults:
+    def fan_out(self, request, deadline, again=False) -> ShardResults:
         if deadline.left_s <= 0 or (again and self.deaf):
-            return ShardResults([], [ShardFailure(tuple(shards), "late")])
-        if self.shard in shards:
+            return ShardResults([], [ShardFailure(request.shards, "late")])
+        if self.shard in request.shards:
             self.now_s = deadline.due_s
-        there = [shard for shard in shards if shard != self.shard]
-        lost = [ShardFailure((self.shard,), "late")] if self.shard in shards else []
-        return ShardResults(self.whole.fan_out(queries_QD, k, there, deadline).results, lost)
+        there = tuple(shard for shard in request.shards if shard != self.shard)
+        lost = [ShardFailure((self.shard,), "late")] if self.shard in request.shards else []
+        return ShardResults(self.whole.fan_out(request._replace(shards=there), deadline).results, lost)
 
     def views(self, wanted, deadline) -> ViewResults:
         return self.whole.views(wanted, deadline)
@@ -279,7 +279,7 @@ def test_a_search_that_fails_tells_its_time_too(tmp_path):
     whole = local(tmp_path, publish_random_index(tmp_path, random_views(9, 1), 2))
 
     class Full(HalfDead):
-        def fan_out(self, queries_QD, k, shards, deadline, again=False, filter="", hybrid=None) -> ShardResults:
+        def fan_out(self, request, deadline, again=False) -> ShardResults:
             raise OverloadedError("every queue is full", 1.0)
 
     stages: list[str] = []

@@ -25,9 +25,9 @@ import numpy as np
 
 from mvr_ray import logs
 from mvr_ray.deadline import Deadline
-from mvr_ray.distributed.searching.messages import ShardFailure, ShardResult, ShardResults, ViewResults
+from mvr_ray.distributed.searching.messages import ScanRequest, ShardFailure, ShardResult, ShardResults, ViewResults
 from mvr_ray.distributed.searching.searcher import Fleet, OnPartial
-from mvr_ray.types import FloatArray, HybridQueries, ShardHits
+from mvr_ray.types import HybridQueries, ShardHits
 
 AT_ONCE = 2
 """One call is searched while the answer of the other is on its way and the next one is being put together."""
@@ -39,20 +39,10 @@ THREADS = 64
 class _Search:
     """One search in line. `rows` are its queries in the batch that it goes with."""
 
-    def __init__(
-        self,
-        queries_QD: FloatArray,
-        k: int,
-        shards: Sequence[int],
-        deadline: Deadline,
-        filter: str = "",
-        hybrid: HybridQueries | None = None,
-    ) -> None:
-        self.hybrid = hybrid
-        self.queries_QD, self.k, self.shards, self.deadline = queries_QD, k, tuple(shards), deadline
-        self.filter = filter
+    def __init__(self, request: ScanRequest, deadline: Deadline) -> None:
+        self.request, self.deadline = request, deadline
         self.rows = slice(0, 0)
-        self.request = logs.request_id()
+        self.request_id = logs.request_id()
         self.batch: _SearchBatch | None = None
         self.sent = threading.Event()
 
@@ -60,7 +50,12 @@ class _Search:
         return self._kind() == other._kind()
 
     def _kind(self) -> tuple[Any, ...]:
-        return self.k, self.shards, self.filter, None if self.hybrid is None else self.hybrid.weight
+        one = self.request
+        return one.k, one.shards, one.version, one.filter, one.hybrid and one.hybrid.weight
+
+    @property
+    def size(self) -> int:
+        return len(self.request.queries_QD)
 
 
 class _SearchBatch:
@@ -72,18 +67,22 @@ class _SearchBatch:
         self.future: Future[ShardResults] | None = None
         first = 0
         for search in searches:
-            search.rows = slice(first, first + len(search.queries_QD))
+            search.rows = slice(first, first + search.size)
             search.batch = self
             first = search.rows.stop
 
-    def whole(self) -> _Search:
+    def whole(self) -> ScanRequest:
         """All searches as one."""
-        first = self.searches[0]
-        queries_QD = np.concatenate([search.queries_QD for search in self.searches])
-        texts = [text for search in self.searches if search.hybrid for text in search.hybrid.texts]
+        requests = [search.request for search in self.searches]
+        first = requests[0]
+        texts = [text for request in requests if request.hybrid for text in request.hybrid.texts]
         hybrid = first.hybrid and HybridQueries(tuple(texts), first.hybrid.weight)
-        deadline = max((search.deadline for search in self.searches), key=lambda deadline: deadline.due_s)
-        return _Search(queries_QD, first.k, first.shards, deadline, first.filter, hybrid)
+        return first._replace(queries_QD=np.concatenate([one.queries_QD for one in requests]), hybrid=hybrid)
+
+    @property
+    def deadline(self) -> Deadline:
+        """That of the search which may take longest."""
+        return max((search.deadline for search in self.searches), key=lambda deadline: deadline.due_s)
 
     def on_partial(self, some: ShardResults) -> None:
         self.heard += [*some.results, *some.failures]
@@ -120,22 +119,12 @@ class DynamicBatcher:
         return self.fleet.views(ids, deadline)
 
     def fan_out(
-        self,
-        queries_QD: FloatArray,
-        k: int,
-        shards: Sequence[int],
-        deadline: Deadline,
-        *,
-        again: bool = False,
-        on_partial: OnPartial | None = None,
-        filter: str = "",
-        hybrid: HybridQueries | None = None,
+        self, request: ScanRequest, deadline: Deadline, *, again: bool = False, on_partial: OnPartial | None = None
     ) -> ShardResults:
         """As the fleet answers, which this search shares with others; raises what the fleet raises."""
-        search = _Search(queries_QD, k, shards, deadline, filter, hybrid)
-        if on_partial is not None or again or len(queries_QD) >= self.most:
-            more = {"again": again, "on_partial": on_partial, "filter": filter, "hybrid": hybrid}
-            return self.fleet.fan_out(queries_QD, k, shards, deadline, **more)
+        search = _Search(request, deadline)
+        if on_partial is not None or again or search.size >= self.most:
+            return self.fleet.fan_out(request, deadline, again=again, on_partial=on_partial)
         began_s = time.monotonic()
         with self._lock:
             self.searches += 1
@@ -147,7 +136,7 @@ class DynamicBatcher:
                 self._line.append(search)
         if alone:
             try:
-                return self.fleet.fan_out(queries_QD, k, shards, deadline, filter=filter, hybrid=hybrid)
+                return self.fleet.fan_out(request, deadline)
             finally:
                 self._finish_call(began_s)
         if not search.sent.wait(self._patience_s(deadline.left_s)):
@@ -161,7 +150,7 @@ class DynamicBatcher:
         try:
             answers = batch.future.result(search.deadline.left_s)
         except TimeoutError:
-            answers = batch.now(search.shards)
+            answers = batch.now(search.request.shards)
         return ShardResults([_cut(one, search.rows) for one in answers.results], answers.failures)
 
     def _patience_s(self, left_s: float) -> float:
@@ -175,21 +164,20 @@ class DynamicBatcher:
             first = impatient or (self._line[0] if self._line else None)
             if first is None or first not in self._line or (impatient is None and self._running >= self.at_once):
                 return
-            together, size = [first], len(first.queries_QD)
+            together, size = [first], first.size
             for search in self._line:
-                if search is not first and search.goes_with(first) and size + len(search.queries_QD) <= self.most:
+                if search is not first and search.goes_with(first) and size + search.size <= self.most:
                     together.append(search)
-                    size += len(search.queries_QD)
+                    size += search.size
             for search in together:
                 self._line.remove(search)
             self._running += 1
             self.calls += 1
         batch, began_s = _SearchBatch(together), time.monotonic()
-        whole = batch.whole()
-        with logs.request_context(first.request):
+        with logs.request_context(first.request_id):
             run = copy_context().run  # log lines of a batch carry the request of its first search
-        fan_out = partial(self.fleet.fan_out, on_partial=batch.on_partial, filter=first.filter, hybrid=whole.hybrid)
-        batch.future = self._threads.submit(run, fan_out, whole.queries_QD, whole.k, whole.shards, whole.deadline)
+        fan_out = partial(self.fleet.fan_out, on_partial=batch.on_partial)
+        batch.future = self._threads.submit(run, fan_out, batch.whole(), batch.deadline)
         for search in together:
             search.sent.set()
         batch.future.add_done_callback(lambda _: self._finish_call(began_s))

@@ -42,7 +42,7 @@ from mvr_ray.distributed.searching.node_placement import assign_nodes, new_searc
 from mvr_ray.distributed.searching.searcher import OnPartial, SearcherTask, ShardAssignment, assignment_bytes
 from mvr_ray.errors import ResourceError, ShardIndexError
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.types import FleetCounts, FloatArray, HybridQueries
+from mvr_ray.types import FleetCounts, FloatArray
 
 log = logging.getLogger(__name__)
 
@@ -206,24 +206,15 @@ class RemoteFleet:
             return ray.get(opened)
 
     def fan_out(
-        self,
-        queries_QD: FloatArray,
-        k: int,
-        shards: Sequence[int],
-        deadline: Deadline,
-        *,
-        again: bool = False,
-        on_partial: OnPartial | None = None,
-        filter: str = "",
-        hybrid: HybridQueries | None = None,
+        self, request: ScanRequest, deadline: Deadline, *, again: bool = False, on_partial: OnPartial | None = None
     ) -> ShardResults:
         """Raises OverloadedError where too many calls wait; a further round (`again`) is always let in."""
         requests = {
-            group: ShardRequest("scan", encode_scan(ScanRequest(queries_QD, k, here, self.version, filter, hybrid)))
-            for group, here in self._by_group(shards).items()
+            group: ShardRequest("scan", encode_scan(request._replace(shards=here)))
+            for group, here in self._by_group(request.shards).items()
         }
         hear = (lambda message: on_partial(decode_results(message))) if on_partial else None
-        messages, failures = self._gather(requests, shards, deadline, again, hear)
+        messages, failures = self._gather(requests, request.shards, deadline, again, hear)
         answers = [decode_results(message) for message in messages]
         failures += [one for answer in answers for one in answer.failures]
         return ShardResults([one for answer in answers for one in answer.results], failures)

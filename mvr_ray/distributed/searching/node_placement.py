@@ -97,7 +97,7 @@ class SearcherActor(ShardSearcher):
         if method == "scan":
             request = decode_scan(message)
             with self.turn:
-                results = self.scan(*request[:4], call, filter=request.filter, hybrid=request.hybrid)
+                results = self.scan(request, call)
             return encode_results(results, len(request.queries_QD))
         if method == "views":
             ids, version = decode_views_request(message)

@@ -26,7 +26,7 @@ from mvr_ray.core.searching.hybrid import hybrid_search, lexical_search
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.searching.masks import Mask, MaskCache
 from mvr_ray.distributed.searching.memory import MemoryUsage, free_bytes, node_name
-from mvr_ray.distributed.searching.messages import ShardFailure, ShardResult, ShardResults, ViewResults
+from mvr_ray.distributed.searching.messages import ScanRequest, ShardFailure, ShardResult, ShardResults, ViewResults
 from mvr_ray.errors import ManifestError, MissingInputError, MvrRayError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams, ShardIndex
 from mvr_ray.index.kinds import open_index
@@ -36,7 +36,7 @@ from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import EmbeddingShard, arrow_rows
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
-from mvr_ray.types import CountedHits, FloatArray, HybridQueries, HybridWeight, IntArray, ShardHits
+from mvr_ray.types import CountedHits, FloatArray, IntArray, ShardHits
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -236,44 +236,32 @@ class ShardSearcher:
         held |= {key: one.num_bytes for kept in (self._postings, self._statistics) for key, one in list(kept.items())}
         return MemoryUsage(node_name(), free_bytes(), held)
 
-    def scan(
-        self,
-        queries_QD: FloatArray,
-        k: int,
-        shards: Sequence[int],
-        version: int | None = None,
-        call: str = "",
-        *,
-        filter: str = "",
-        hybrid: HybridQueries | None = None,
-    ) -> ShardResults:
-        """The best k passages of each of these shards for every query. Without a version: of the task's. With a filter
-        (its JSON), of the passages that pass it; a shard whose passages' fields cannot be read is told as damaged, and
-        so is one whose words cannot be, where `hybrid` ranks by words and views.
+    def scan(self, request: ScanRequest, call: str = "") -> ShardResults:
+        """The best k passages of each of the request's shards for every query. A shard is told as damaged where it has
+        a filter and the passages' fields cannot be read, or ranks by words, too, and these cannot.
 
         Nothing for a `call` that was cancelled. A call's name begins with its request's, before a slash.
         """
         answer = ShardResults([], [])
         if self._passed_by(call):
             return answer
-        of = self._version(version)
+        of, hybrid = self._version(request.version), request.hybrid
         words = tokenize(hybrid.texts) if hybrid else []
-        for shard in shards:
+        for shard in request.shards:
             held = self._get_open(of, shard, call)
             if isinstance(held, ShardFailure):
                 answer.failures.append(held)
                 continue
-            mask_P = self._mask(of, shard, held, filter)
+            mask_P = self._mask(of, shard, held, request.filter)
             lexical = self._get_words(of, shard, call) if hybrid else None
             if isinstance(mask_P, ShardFailure):
                 answer.failures.append(mask_P)
             elif isinstance(lexical, ShardFailure):
                 answer.failures.append(lexical)
             elif hybrid and lexical:
-                by_words = _scan_hybrid(held, lexical, shard, queries_QD, words, hybrid.weight, k, mask_P)
-                answer.results.append(by_words)
+                answer.results.append(_scan_hybrid(held, lexical, shard, request, words, mask_P))
             else:
-                answer.results.append(_scan(held, shard, queries_QD, k, mask_P))
+                answer.results.append(_scan(held, shard, request.queries_QD, request.k, mask_P))
         self._finished += 1
         return answer
 
@@ -449,21 +437,10 @@ class Fleet(Protocol):
         ...
 
     def fan_out(
-        self,
-        queries_QD: FloatArray,
-        k: int,
-        shards: Sequence[int],
-        deadline: Deadline,
-        *,
-        again: bool = False,
-        on_partial: OnPartial | None = None,
-        filter: str = "",
-        hybrid: HybridQueries | None = None,
+        self, request: ScanRequest, deadline: Deadline, *, again: bool = False, on_partial: OnPartial | None = None
     ) -> ShardResults:
-        """Scan these shards. `again`: a further round of a search, which no bound on queues refuses. `on_partial`
-        gets each part of the answer as it comes, where parts come one by one. `filter` is the JSON of one; `hybrid`:
-        rank by words and views.
-        """
+        """Scan the request's shards. `again`: a further round of a search, which no bound on queues refuses.
+        `on_partial` gets each part of the answer as it comes, where parts come one by one."""
         ...
 
     def views(self, ids: Mapping[int, Sequence[str]], deadline: Deadline) -> ViewResults:
@@ -489,19 +466,9 @@ class LocalFleet:
         self.searcher.open([ShardAssignment(self.task.manifest, self.task.shards)])
 
     def fan_out(
-        self,
-        queries_QD: FloatArray,
-        k: int,
-        shards: Sequence[int],
-        deadline: Deadline,
-        *,
-        again: bool = False,
-        on_partial: OnPartial | None = None,
-        filter: str = "",
-        hybrid: HybridQueries | None = None,
+        self, request: ScanRequest, deadline: Deadline, *, again: bool = False, on_partial: OnPartial | None = None
     ) -> ShardResults:
-        version = self.task.manifest.version
-        return self.searcher.scan(queries_QD, k, shards, version, filter=filter, hybrid=hybrid)
+        return self.searcher.scan(request)
 
     def exact(self, queries_QD: FloatArray, k: int, deadline: Deadline) -> list[ShardResult]:
         """The true best k of every shard, by exhaustive search."""
@@ -548,18 +515,17 @@ def _scan_hybrid(
     open_shard: OpenShard,
     lexical: LexicalIndex,
     shard: int,
-    queries_QD: FloatArray,
+    request: ScanRequest,
     words: Sequence[Sequence[str]],
-    weight: HybridWeight,
-    k: int,
     mask_P: Mask | None,
 ) -> ShardResult:
     index, table = open_shard.index, open_shard.table
     if index is None or table is None:
-        return _scan(open_shard, shard, queries_QD, k)
-    assert weight != "rrf", "the router fuses ranks of whole lists"
-    queries_QD, rows_P = check_queries(queries_QD, index.dimension), table.scorable_rows
-    rows_P, k = rows_P if mask_P is None else rows_P[mask_P[rows_P]], min(k, index.num_passages)
+        return _scan(open_shard, shard, request.queries_QD, request.k)
+    assert request.hybrid and request.hybrid.weight != "rrf", "the router fuses ranks of whole lists"
+    queries_QD, rows_P = check_queries(request.queries_QD, index.dimension), table.scorable_rows
+    rows_P, k = rows_P if mask_P is None else rows_P[mask_P[rows_P]], min(request.k, index.num_passages)
+    weight = request.hybrid.weight
 
     def search(queries: IntArray, depth: int) -> ShardHits:
         return index.search(queries_QD[queries], depth, mask_P)
