@@ -188,8 +188,8 @@ def table(kept: dict[str, Any], ranks: Path) -> str:
         "refined rows are transductive; dev_other are other questions of the same passages, dev_unseen questions of",
         "articles that neither refinement nor training saw. cranfield: questions about 1,398 abstracts on aeronautics;",
         "efficientqa: Natural Questions over the summaries, which hold the answers of few. The last column compares",
-        "answer/top-1 on the same questions: difference in points, its interval, and the paired test, which flips",
-        f"whole articles (`mvr-ray compare` on {ranks.name}).",
+        "answer/top-1 (gold/top-1 on Cranfield) on the same questions: difference in points, its interval, and the",
+        f"paired test, which flips whole articles (`mvr-ray compare` on {ranks.name}).",
         "",
         PROVENANCE,
     ]
@@ -199,7 +199,7 @@ def table(kept: dict[str, Any], ranks: Path) -> str:
             "",
             f"## {questions}, n = {count[questions]:,}",
             "",
-            "| system | " + " | ".join([*metrics, "change of answer/top-1"]) + " |",
+            "| system | " + " | ".join([*metrics, "change of top-1"]) + " |",
             "|---" * (2 + len(metrics)) + "|",
         ]
         for name, row in rows.items():

@@ -114,7 +114,8 @@ def compare(
     qrels: Path | None = None,
     question_set: str | None = None,
 ) -> list[ComparisonRow]:
-    """Count answer-bearing passages, or those that `qrels` judges relevant where a side is a TREC run.
+    """Count answer-bearing passages; gold ones where no question of a file of question ranks has answers; those that
+    `qrels` judges relevant where a side is a TREC run.
 
     Each side is a ranking file, or FILE:SYSTEM of a file of question ranks. Questions are the same by id, or by text
     where a side has no ids (DPR's JSON). Raises ConfigError, and DataError when the two do not rank the same questions.
@@ -199,8 +200,9 @@ def _ranking(side: str, grades: Grades | None, question_set: str | None) -> Rank
     if not parts:
         raise ConfigError(f"compare: {path} has no question set {question_set!r}; there are {', '.join(sets)}")
     ranks: dict[str, list[float]] = {}
+    answered = any(rank is not None for part in parts for rank in part.answer_ranks)
     for part in parts:
-        for name, rank in zip(part.question_ids, part.answer_ranks):
+        for name, rank in zip(part.question_ids, part.answer_ranks if answered else part.gold_ranks):
             if rank is not None:
                 ranks.setdefault(name, []).append(rank + 1 if rank >= 0 else np.inf)
     articles = dict(zip(parts[0].question_ids, parts[0].articles))

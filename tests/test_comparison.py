@@ -162,6 +162,18 @@ def test_systems_of_a_file_of_question_ranks_are_compared_over_seeds_and_article
     assert row.questions == 6
 
 
+def test_gold_passages_count_where_no_question_has_answers(ranks_file: Path) -> None:
+    judged = ranks_file.with_name("judged.parquet")
+    parts = read_question_ranks(ranks_file)
+    judged.write_bytes(
+        question_ranks_bytes([p._replace(answer_ranks=[None] * 6, gold_ranks=p.answer_ranks) for p in parts])
+    )
+    rows = [
+        compare(f"{file}:one vector", f"{file}:several: views", [1, 5], 0, None, "dev") for file in (ranks_file, judged)
+    ]
+    assert rows[0] == rows[1] and rows[0][0].questions == 6
+
+
 def test_a_system_or_set_that_a_file_does_not_hold_is_named_beside_those_that_it_holds(ranks_file: Path) -> None:
     several = f"{ranks_file}:several: views"
     with pytest.raises(ConfigError, match=r"no system ' many'.*'one vector', 'several: views'"):
