@@ -6,16 +6,21 @@ counts as on file where the report has all its steps; of any other, every step r
 
 import json
 from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, QuestionRanks, read_question_ranks
 from mvr_ray.studies.definition import Study
 from mvr_ray.studies.execute import StepRecord
+from mvr_ray.studies.report import ANSWERS
 from mvr_ray.studies.results import system_name
 from mvr_ray.studies.steps import StudyPlan
 
-STAGES_IN_WHOLE = frozenset({"prepare", "train", "mine", "index", "refine", "evaluate"})
-"""Stages whose reports stand in a study's report, the ranks of every question beside it."""
+STAGES_IN_WHOLE = frozenset({"prepare", "train", "mine", "index", "refine", "evaluate", "reading"})
+"""Stages whose reports stand in a study's report, the ranks and the answers of every question beside it."""
 
 
 def read_report(folder: Path, study: Study, plan: StudyPlan) -> dict[str, StepRecord]:
@@ -36,11 +41,19 @@ def read_report(folder: Path, study: Study, plan: StudyPlan) -> dict[str, StepRe
             f"earlier={folder} is the report of study {made_for[0]}, size {made_for[1]}; name one of study "
             f"{study.config.study}, size {study.size}"
         )
-    ranks = _ranks(folder / QUESTION_RANKS)
+    ranks, answers = _ranks(folder / QUESTION_RANKS), _answers(folder / ANSWERS)
     for run in plan.variants:
         for key in run.keys:
-            if key in records and records[key].stage == "evaluate" and "ranks" not in records[key].report:
-                report = records[key].report
+            if key not in records:
+                continue
+            report = records[key].report
+            if records[key].stage == "reading":
+                values = [answers.get((run.variant.name, one["questions"]), []) for one in report["sets"]]
+                sets = [one | {"values": own} for one, own in zip(report["sets"], values, strict=True)]
+                records[key] = records[key]._replace(report=report | {"sets": sets})
+                if not all(map(_has_every_answer, sets)):
+                    del records[key]
+            elif records[key].stage == "evaluate" and "ranks" not in report:
                 own = {row["system"]: system_name(run.variant.name, row["system"]) for row in report["rows"]}
                 found = [
                     part._replace(system=system)._asdict()
@@ -49,6 +62,22 @@ def read_report(folder: Path, study: Study, plan: StudyPlan) -> dict[str, StepRe
                 ]
                 records[key] = records[key]._replace(report=report | {"ranks": [] if run.at else found})
     return {key: step for key, step in records.items() if key in plan.steps and step.stage in STAGES_IN_WHOLE}
+
+
+def _answers(path: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The answers of a report by variant and question set; none where it has none."""
+    answers: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    try:
+        for row in pq.read_table(path).to_pylist() if path.exists() else []:
+            answers.setdefault((row["system"], row["questions"]), []).append(row)
+    except (OSError, pa.ArrowException, KeyError) as error:
+        raise DataError(f"{path}: no answers of a report ({error!r}); leave earlier= out") from None
+    return answers
+
+
+def _has_every_answer(question_set: dict[str, Any]) -> bool:
+    """Whether there is one answer a question and number of passages: a report does not say of which seed one is."""
+    return len(question_set["values"]) == question_set["asked"] * len({row["passages"] for row in question_set["rows"]})
 
 
 def _ranks(path: Path) -> dict[tuple[str, int], list[QuestionRanks]]:

@@ -62,7 +62,8 @@ class GridQuestions(NamedTuple):
 
 
 class GridReport(NamedTuple):
-    """The rounds of each setting. Only the first, the chosen and the last keep the ranks of every question."""
+    """The rounds of each setting. Only those that tables compare keep the ranks of every question: the first and the
+    last, the chosen one, the restored one, and that of the lowest loss."""
 
     index: str
     version: int
@@ -125,7 +126,7 @@ def refinement_grid(
 
 
 def _judge_rounds(run: RunConfig, setting: Setting, label: str, rounds: Sequence[Round]) -> SettingResult:
-    """Where each rule ends these rounds. Tables show no ranks of rounds but the first, the best and the last."""
+    """Where each rule ends these rounds. No table compares other rounds than the first, those ends and the last."""
     by, last, refine = "gold" if setting.labels == "gold" else "answer", len(rounds) - 1, run.refine
     gate_RG = tuple(
         tuple(100 * getattr(one, by)[1] for one in each.sets if one.questions in refine.gate) for each in rounds
@@ -134,14 +135,16 @@ def _judge_rounds(run: RunConfig, setting: Setting, label: str, rounds: Sequence
     best, end = (
         find_ending(known_R, gate_RG, patience, refine.max_heldout_loss) for patience in (last, refine.patience)
     )
+    lowest_loss = _lowest_loss(rounds)
+    compared = {0, best.restored, end.restored, lowest_loss, last}
     return SettingResult(
         label=label,
         setting=setting._asdict(),
         chosen=best.restored,
         stopped=end.stopped,
         restored=end.restored,
-        lowest_loss=_lowest_loss(rounds),
-        rounds=[each if each.number in (0, best.restored, last) else _without_ranks(each) for each in rounds],
+        lowest_loss=lowest_loss,
+        rounds=[each if each.number in compared else _without_ranks(each) for each in rounds],
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mvr_ray.comparison import difference
-from mvr_ray.core.judging.metrics import cluster_interval
+from mvr_ray.core.judging.metrics import cluster_interval, paired_test
 from mvr_ray.core.refining.refine_policy import ONE_SHOT
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.studies.definition import BM25, WITH_BM25
@@ -51,20 +51,33 @@ class _RoundResult(NamedTuple):
 
     def format_top1(self, questions: str) -> str:
         """Top-1 by answers, with its interval."""
-        values_Q = _first_hits(self.after, questions)
+        values_Q = _hits(self.after, questions)
         return format_cell(Cell(float(values_Q.mean()), *cluster_interval(values_Q, self.articles[questions]), 1))
 
     def format_change(self, questions: str) -> str:
         """The change of top-1 by answers since before the first round."""
+        return _format_change(self.after, self.before, questions, self.articles[questions])
+
+    def format_ps(self, questions: str, kind: str, ks: Sequence[str]) -> str:
+        """The p of the paired test against before the first round, at each depth."""
         if self.after is self.before:
             return ""
-        after_Q, before_Q = (_first_hits(state, questions) for state in (self.after, self.before))
-        return format_change(*difference(after_Q, before_Q, self.articles[questions])[:4])
+        articles, ranks = self.articles[questions], f"{kind}_ranks"
+        pairs = [[_hits(state, questions, ranks, int(k)) for state in (self.after, self.before)] for k in ks]
+        return " / ".join(f"{paired_test(after_Q, before_Q, articles):.2g}" for after_Q, before_Q in pairs)
 
 
-def _first_hits(state: Mapping[str, Any], questions: str) -> FloatArray:
-    [ranks] = [one["answer_ranks"] for one in state["sets"] if one["questions"] == questions]
-    return hits_within(ranks, 1)
+def _format_change(after: Mapping[str, Any], before: Mapping[str, Any], questions: str, articles: Sequence[str]) -> str:
+    """The change of top-1 by answers between two rounds; nothing where they are one."""
+    if after is before:
+        return ""
+    after_Q, before_Q = (_hits(state, questions) for state in (after, before))
+    return format_change(*difference(after_Q, before_Q, articles)[:4])
+
+
+def _hits(state: Mapping[str, Any], questions: str, ranks: str = "answer_ranks", k: int = 1) -> FloatArray:
+    [ranks_Q] = [one[ranks] for one in state["sets"] if one["questions"] == questions]
+    return hits_within(ranks_Q, k)
 
 
 def _rounds(results: Sequence[VariantResult]) -> Iterator[_RoundResult]:
@@ -150,11 +163,13 @@ def depth_table(results: Sequence[VariantResult]) -> Table | None:
         row = state.head | {"paper": paper if paper not in [row["paper"] for row in rows] else ""}
         for column, (questions, kind) in columns.items():
             row[column] = _format_shares([state.accuracy(questions)[kind][k] for k in ks])
+            row[f"{column}, p"] = state.format_ps(questions, kind, ks)
         rows.append(row)
     sizes = ", ".join(f"{name}: n {n}" for name, n in _set_sizes(results).items() if name in sets)
     note = (
-        f"Top-{' / '.join(ks)} in percent; {sizes}. Paper: AOpt table 3, NQ test, transductive; it stands beside the "
-        "first setting of its method."
+        f"Top-{' / '.join(ks)} in percent; {sizes}. p: the paired test against the same index before, at each depth, "
+        "which flips whole articles. Paper: AOpt table 3, NQ test, transductive; it stands beside the first setting of "
+        "its method."
     )
     return make_table("Refinement at every depth", note, rows, drop_empty=True)
 
@@ -192,8 +207,10 @@ def motion_table(results: Sequence[VariantResult]) -> Table | None:
 
 def stopping_table(results: Sequence[VariantResult]) -> Table | None:
     """Where rounds are best, where each rule ends them, and what is lost by going on (AOpt figure 7)."""
+    sizes = _set_sizes(results)
     rows: list[Row] = []
     for variant, report in stage_reports(results, "refinement_grid"):
+        articles = {question_set["questions"]: question_set["articles"] for question_set in report["sets"]}
         for trial in report["tried"]:
             rounds = trial["rounds"]
             if len(rounds) <= MANY_ROUNDS:
@@ -204,12 +221,20 @@ def stopping_table(results: Sequence[VariantResult]) -> Table | None:
             row: Row = {"index": variant.name, "setting": trial["label"], "peak": at[peak]}
             row |= {"stopped after": trial["stopped"]}
             row |= {"restored": at[trial["restored"]] if trial["restored"] else "nothing"}
-            rows.append(row | {"lowest loss": at[trial["lowest_loss"]], "last round": at[-1]})
-    sets = list(_set_sizes(results)) or [""]
+            row |= {"lowest loss": at[trial["lowest_loss"]], "last round": at[-1]}
+            restored = rounds[trial["restored"]]
+            for other, name in ((rounds[trial["lowest_loss"]], "lowest loss"), (rounds[-1], "last round")):
+                for questions in _ends(results):
+                    change = _format_change(restored, other, questions, articles[questions])
+                    row[f"{questions}: restored against {name}, p"] = change
+            rows.append(row)
+    sets = list(sizes) or [""]
     note = (
-        f"Round: top-1 on {sets[0]} / {sets[-1]}, percent, by answers. `refine` ends when "
-        "for `refine.patience` rounds none was better on the labelled questions, and restores the best one that cost "
-        "the gate no more than its bound. The paper's rule is the lowest loss."
+        f"Round: top-1 on {' / '.join(f'{name} (n {sizes.get(name)})' for name in (sets[0], sets[-1]))}, percent, by "
+        "answers. `refine` ends when for `refine.patience` rounds none was better on the labelled questions, and "
+        "restores the best one that cost the gate no more than its bound (nothing: round 0). The paper's rule is the "
+        "lowest loss. The last columns are differences in points, their intervals, and the p of the paired test, which "
+        "flips whole articles."
     )
     return make_table("When to stop", note, rows)
 

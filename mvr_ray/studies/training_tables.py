@@ -9,7 +9,8 @@ from mvr_ray.studies.tables import Row, Table, format_cell, format_number, forma
 
 
 def training_table(results: Sequence[VariantResult]) -> Table | None:
-    """How training ended: the losses, and whether the views collapsed."""
+    """How training ended: the losses, and whether the views collapsed; then the steps and the loss of each reader and
+    cross-encoder. What these do to dev questions is no comparison of variants, and stands in report.json."""
     rows: list[Row] = []
     for result in results:
         ends = [report["epochs"][-1] for report in result.reports.get("train", []) if report.get("epochs")]
@@ -20,6 +21,11 @@ def training_table(results: Sequence[VariantResult]) -> Table | None:
             row |= {column: means[name] for name, column in _LOSSES.items()}
             row["ln V"] = format_number(math.log(views) if views > 1 else None)
             rows.append(row | {"collapsed": f"{sum(end['collapsed'] for end in ends)} of {len(ends)}"})
+    for kind in (CROSS_ENCODER, READER):
+        for result, report in stage_reports(results, kind, first_seed=True):
+            metrics = report["metrics"]
+            row = {"variant": f"{result.name}: {kind}", "steps": int(metrics["steps"])}
+            rows.append(row | {"loss": format_number(metrics.get("loss"))})
     note = "Of the last epoch. A local loss of ln V, in bf16 within 0.3 % of it, means equal views."
     return make_table("Training", note, rows)
 
@@ -41,31 +47,6 @@ def curve_table(study: Study, results: Sequence[VariantResult]) -> Table | None:
         "to nothing at its end, so a shorter training may do better than the same steps of a longer one."
     )
     return make_table("Over the training budget", note, rows)
-
-
-def cross_encoder_table(results: Sequence[VariantResult]) -> Table | None:
-    """How the cross-encoders that variants denoise with, or learn from, were trained."""
-    note = "Top-1, percent: a dev question's own passage among eight, most of them of the same article."
-    metrics = {"dev_top1_before": "top-1 before", "dev_top1": "top-1"}
-    return make_table("Cross-encoders", note, _task_rows(results, CROSS_ENCODER, metrics))
-
-
-def reader_table(results: Sequence[VariantResult]) -> Table | None:
-    """How the readers of variants were trained."""
-    note = "Percent by SQuAD's rules, of dev questions read in their own passage; of the best epoch."
-    metrics = {"dev_f1_before": "F1 before", "dev_exact_match": "exact match", "dev_f1": "F1"}
-    return make_table("Readers", note, _task_rows(results, READER, metrics))
-
-
-def _task_rows(results: Sequence[VariantResult], kind: str, columns: dict[str, str]) -> list[Row]:
-    """A model with a task head a variant (of its first seed): steps, loss, and its metrics under these columns."""
-    rows: list[Row] = []
-    for result, report in stage_reports(results, kind, first_seed=True):
-        metrics = report["metrics"]
-        row: Row = {"variant": result.name, "steps": int(metrics["steps"])}
-        row |= {"loss": format_number(metrics.get("loss"))}
-        rows.append(row | {column: format_percent(metrics.get(name)) for name, column in columns.items()})
-    return rows
 
 
 def mining_table(results: Sequence[VariantResult]) -> Table | None:

@@ -11,6 +11,7 @@ import yaml
 from prepared_corpus import only_corpus
 from scipy import stats
 
+from mvr_ray.comparison import difference
 from mvr_ray.config import load_run
 from mvr_ray.core.judging.metrics import cluster_interval, interval_over_seeds, paired_test
 from mvr_ray.distributed.analyze import ALL_VIEWS
@@ -28,6 +29,7 @@ from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.studies import execute
 from mvr_ray.studies.definition import load_study
+from mvr_ray.studies.earlier_report import read_report
 from mvr_ray.studies.execute import StepRecord, run_plan
 from mvr_ray.studies.refinement import expand_settings, find_ending, load_views, refinement_grid
 from mvr_ray.studies.refinement_simulator import LabelledQuestions, RefinementSimulator, Setting
@@ -36,6 +38,7 @@ from mvr_ray.studies.results import VariantResult, variant_results
 from mvr_ray.studies.retrieval_tables import contrast_table, cost_table, retrieval_table
 from mvr_ray.studies.steps import plan_study
 from mvr_ray.studies.study import run_study
+from mvr_ray.studies.tables import format_change
 from mvr_ray.studies.view_tables import view_table
 from mvr_ray.types import Question, no_progress
 
@@ -431,13 +434,26 @@ def test_a_refinement_is_told_before_where_it_is_kept_and_at_its_end(write):
     assert {("a: before, round 0", "known"), ("a: kept, round 3", "unseen")} <= kept_ranks
     assert tables["Refinement"].rows[1][-1] == "35.0"
     depths = tables["Refinement at every depth"]
-    assert depths.columns[3:] == ["known answer", "known gold", "unseen answer", "unseen gold"]
-    assert depths.rows[1][3:] == ["30.0 / 40.0 / 50.0"] * 4
+    assert depths.columns[3:] == [
+        "known answer", "known answer, p", "known gold", "known gold, p",
+        "unseen answer", "unseen answer, p", "unseen gold", "unseen gold, p",
+    ]  # fmt: skip
+    assert depths.rows[1][3::2] == ["30.0 / 40.0 / 50.0"] * 4
+    assert depths.rows[0][4::2] == [""] * 4
+    ps = [paired_test(hits(share)[0], hits(0.0)[0], ARTICLES) for share in (0.3, 0.3, 0.3)]
+    assert depths.rows[1][4] == " / ".join(f"{p:.2g}" for p in ps)
     motion = [row[3:] for row in tables["What moved"].rows]
     assert motion[1] == ["0.06", 30, 3, 4, "1.25", "2", 7, "1.5", 9, "1.5"]
     assert [row[0] for row in motion] == ["0", "0.06", "0.08", ""], "the linear form takes no step size"
     ends = [row[1:] for row in tables["When to stop"].rows]
-    assert ends[0] == ["kept", "4: 40.0 / 40.0", 4, "2: 20.0 / 20.0", "1: 10.0 / 10.0", "4: 40.0 / 40.0"]
+    assert ends[0][:6] == ["kept", "4: 40.0 / 40.0", 4, "2: 20.0 / 20.0", "1: 10.0 / 10.0", "4: 40.0 / 40.0"]
+    against = difference(hits(0.2)[0], hits(0.1)[0], ARTICLES)
+    assert ends[0][6] == ends[0][7] == format_change(*against[:4])
+    assert tables["When to stop"].columns[7:] == [
+        "known: restored against lowest loss, p", "unseen: restored against lowest loss, p",
+        "known: restored against last round, p", "unseen: restored against last round, p",
+    ]  # fmt: skip
+    assert "known (n 10) / unseen (n 10)" in tables["When to stop"].note
     assert ends[1][3] == "nothing"
     assert {"rounds-a-kept.png", "rounds-a-refused.png", "trade-off.png"} <= set(report.files)
 
@@ -631,6 +647,39 @@ def test_a_study_goes_on_from_a_report_that_another_store_made(write, small, tmp
     (folder / "report.json").write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="is the report of study small, size paper; name one of study small, size qu"):
         run_study(path, earlier=folder)
+
+
+@pytest.mark.parametrize("seeds", [[1], [1, 2]])
+def test_an_earlier_report_gives_back_every_answer_of_a_reader_where_it_says_of_which_seed_it_is(
+    write, tmp_path, seeds
+):
+    steps = ["index", {"stage": "reading"}]
+    variants = [{"name": "a", "steps": steps}, {"name": "b", "set": ["encoder.num_views=3"], "steps": steps}]
+    study = load_study(write({}, variants=variants, sizes={"quick": {"seeds": seeds}}))
+    plan = plan_study(study)
+    row = {"low": 0.1, "high": 0.9, "n": 10, "value": 0.5}
+    lines = [row | {"passages": 1, "metric": metric} for metric in ("f1", "exact_match")]
+    index = {"shards": [], "dimension": 4, "dtype": "fp16"}
+    records = {}
+    for number, (key, step) in enumerate(plan.steps.items()):
+        values = [
+            {"id": f"q{at}", "article": article, "passages": 1, "exact_match": 0.0, "f1": (at + number) / 20}
+            for at, article in enumerate(ARTICLES)
+        ]
+        reading = {"sets": [{"questions": "dev", "asked": 10, "rows": lines, "values": values}]}
+        report = {"reading": reading, "index": index}.get(step.stage, {"passages_written": 9})
+        records[key] = StepRecord(key, step.stage, step.command, 1.0, report)
+    made = make_report(study, plan, records)
+    for name, content in made.files.items():
+        (tmp_path / name).write_bytes(content)
+    found = read_report(tmp_path, study, plan)
+    if len(seeds) > 1:
+        assert not [record for record in found.values() if record.stage == "reading"]
+        return
+    assert found.keys() == records.keys()
+    again = make_report(study, plan, found)
+    assert again.tables == made.tables
+    assert again.files["answers.parquet"] == made.files["answers.parquet"]
 
 
 @pytest.mark.parametrize("path", STUDY_FILES, ids=lambda path: path.stem)
