@@ -48,13 +48,13 @@ from mvr_ray.serving.schemas import (
     SearchRequest,
     SearchResponse,
     VersionDetail,
-    VersionInfo,
     VersionList,
 )
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import FloatArray
+from mvr_ray.versions import VersionInfo
 
 A = TypeVar("A", bound=BaseModel)
 P = ParamSpec("P")

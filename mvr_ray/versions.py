@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel
+
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError, EncoderError, MissingInputError, StorageError
 from mvr_ray.store import manifest, paths
@@ -15,8 +17,8 @@ NO_SHARD = -1
 CORPUS_CURE = "mvr-ray prepare CONFIG"
 
 
-class VersionLine(NamedTuple):
-    """One version in a list."""
+class VersionInfo(BaseModel):
+    """One version of an index. `live` is the newest one; a server says beside it which one it answers from."""
 
     version: int
     parent: int
@@ -50,7 +52,7 @@ class RollbackReport(NamedTuple):
 
 
 def act(run: RunConfig, action: str, version: int | None, sizes_only: bool = False) -> Any:
-    """Do one action on the index of the run file; the result is plain values, named tuples or dataclasses."""
+    """Do one action on the index of the run file; the result is what `store.runs.to_plain` converts."""
     if action not in ACTIONS:
         raise ConfigError(f"versions: {action!r} is not one of {', '.join(ACTIONS)}")
     store, index = Store(run.store.path), run.index.name
@@ -61,7 +63,7 @@ def act(run: RunConfig, action: str, version: int | None, sizes_only: bool = Fal
         raise ConfigError(f"versions: index {index!r} has no version {version}; there are {_number_list(numbers)}")
     match action:
         case "list":
-            return [version_line(manifest.read(store, index, n), n == numbers[-1]) for n in numbers]
+            return [version_info(manifest.read(store, index, n), n == numbers[-1]) for n in numbers]
         case "show":
             return manifest.read(store, index, version)
         case "verify":
@@ -115,7 +117,7 @@ def rollback(store: Store, index: str, to: int, sizes_only: bool = False) -> Rol
         report.require()
     made = manifest.rollback(store, index, to)
     checked = "sizes alone: no file was read" if sizes_only else "every digest, and the encoder's fingerprint"
-    content = version_line(made, live=True).content
+    content = version_info(made, live=True).content
     return RollbackReport(made.version, to, content, made.num_passages, report.num_files, report.num_bytes, checked)
 
 
@@ -154,8 +156,8 @@ def _missing_encoder(store: Store, version: Manifest) -> list[Problem]:
     return [] if store.exists(path) else [Problem(NO_SHARD, path, "is missing", "copy the encoder's folder there")]
 
 
-def version_line(version: Manifest, live: bool) -> VersionLine:
-    return VersionLine(
+def version_info(version: Manifest, live: bool) -> VersionInfo:
+    return VersionInfo(
         version=version.version,
         parent=version.parent,
         operation=version.operation,

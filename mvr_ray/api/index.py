@@ -34,7 +34,7 @@ from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import write_questions
 from mvr_ray.store.update import update
 from mvr_ray.types import FloatArray, Passage, Progress, no_progress
-from mvr_ray.versions import RollbackReport, VersionLine
+from mvr_ray.versions import RollbackReport, VersionInfo
 
 if TYPE_CHECKING:
     from mvr_ray.api.encoder import Encoder
@@ -287,7 +287,7 @@ class Index:
         name = questions if stored else self.add_questions(questions, "evaluate")
         return evaluate(self._with(evaluate={"questions": [name], "k": list(k)}), progress)
 
-    def versions(self) -> list[VersionLine]:
+    def versions(self) -> list[VersionInfo]:
         """The published versions, oldest first; the last one is live."""
         return versions.act(self.run, "list", None)
 

@@ -50,6 +50,7 @@ from mvr_ray.serving.metrics import CONTENT_TYPE, Metrics
 from mvr_ray.serving.middleware import RequestMiddleware, error_response
 from mvr_ray.serving.schemas import RequestError
 from mvr_ray.serving.service import SearchService
+from mvr_ray.versions import VersionInfo
 
 T = TypeVar("T")
 VersionNumber = Annotated[int, BeforeValidator(schemas.parse_whole_number)]
@@ -175,7 +176,7 @@ def create_app(service: SearchService, tokens: TokenStore | None = None, metrics
         return await run(request, lambda _: service.versions())
 
     @post("/v1/versions", 415, admin=True)
-    async def publish(request: Request, offer: PublishRequest) -> schemas.VersionInfo:
+    async def publish(request: Request, offer: PublishRequest) -> VersionInfo:
         """Publish a manifest whose files are all in the store, once each has been read and its digest matches. Sent
         again, it is published once. Needs an admin token.
         """
@@ -189,7 +190,7 @@ def create_app(service: SearchService, tokens: TokenStore | None = None, metrics
         return await run(request, lambda _: service.version(n))
 
     @post("/v1/versions/{n}/rollback", admin=True)
-    async def rollback(request: Request, n: VersionNumber) -> schemas.VersionInfo:
+    async def rollback(request: Request, n: VersionNumber) -> VersionInfo:
         """Publish the content of version `n` as a new version, once each file of it has been read and its digest
         matches. Needs an admin token.
         """

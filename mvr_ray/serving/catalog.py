@@ -23,14 +23,14 @@ from mvr_ray.deadline import Deadline
 from mvr_ray.errors import FormatError, MissingInputError, MvrRayError, PublishConflictError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import check_params
-from mvr_ray.serving.schemas import RequestError, RequestModel, ShardContent, VersionDetail, VersionInfo
+from mvr_ray.serving.schemas import RequestError, RequestModel, ShardContent, VersionDetail
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import DIGEST_HEX, ROLLBACK, Manifest, Number, ShardEntry, Word, digest_of
-from mvr_ray.versions import version_line
+from mvr_ray.versions import VersionInfo, version_info
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class VersionCatalog:
             )
             for e in manifest.shards
         ]
-        fields = vars(manifest) | version_line(manifest, version == live)._asdict()
+        fields = vars(manifest) | dict(version_info(manifest, version == live))
         return VersionDetail.model_validate(fields | {"shard_list": shards})
 
     def rollback(self, version: int, deadline: Deadline) -> VersionInfo:
@@ -250,10 +250,6 @@ def published_version(store: Store, manifest: Manifest) -> Manifest | None:
         return None
     version = manifests.read(store, manifest.index, number)
     return version if version.content_digest() == manifest.content_digest() else None
-
-
-def version_info(manifest: Manifest, live: bool) -> VersionInfo:
-    return VersionInfo(**version_line(manifest, live)._asdict())
 
 
 def check_payload(payload: ManifestPayload, index: str) -> Manifest:

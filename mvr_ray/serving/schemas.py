@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from mvr_ray.config import ServeConfig
 from mvr_ray.errors import CoverageError, FilterError, MvrRayError, OverloadedError, PublishConflictError
+from mvr_ray.versions import VersionInfo
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -332,21 +333,6 @@ class Liveness(BaseModel):
 
     live: bool
     version: str
-
-
-class VersionInfo(BaseModel):
-    """One version of the index. `live` is the newest one; a server says in `serving` which one it answers from."""
-
-    version: int
-    parent: int
-    operation: str
-    created: str
-    passages: int
-    vectors: int
-    shards: int
-    encoder: str
-    content: str
-    live: bool
 
 
 class VersionList(BaseModel):

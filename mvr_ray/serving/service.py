@@ -28,6 +28,7 @@ from mvr_ray.serving.recall_monitor import RecallMonitor
 from mvr_ray.serving.schemas import RequestError
 from mvr_ray.store.fields import to_json
 from mvr_ray.types import Answer, FloatArray, Hit, HybridParts, HybridWeight, Passage
+from mvr_ray.versions import VersionInfo
 
 if TYPE_CHECKING:
     from mvr_ray.distributed.hot_swap import HotSwapRouter
@@ -174,11 +175,11 @@ class SearchService:
     def version(self, number: int) -> schemas.VersionDetail:
         return self._catalog().one(number)
 
-    def publish(self, request: PublishRequest, deadline: Deadline | None = None) -> schemas.VersionInfo:
+    def publish(self, request: PublishRequest, deadline: Deadline | None = None) -> VersionInfo:
         """Publish a manifest whose files are all in the store and whole; `promote` then answers from it at once."""
         return self._catalog().publish(request, self._search_deadline(deadline))
 
-    def rollback(self, number: int, deadline: Deadline | None = None) -> schemas.VersionInfo:
+    def rollback(self, number: int, deadline: Deadline | None = None) -> VersionInfo:
         """Publish the content of a version as a new one, when every file is whole, and answer from it at once."""
         version = self._catalog().rollback(number, self._search_deadline(deadline))
         self.router.follow()

@@ -21,9 +21,9 @@ from mvr_ray.errors import MissingInputError
 from mvr_ray.serving import app as app_module
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import TokenStore, read_tokens
-from mvr_ray.serving.schemas import VersionInfo
 from mvr_ray.serving.service import SearchService
 from mvr_ray.types import Exactness, HybridParts, Passage
+from mvr_ray.versions import VersionInfo
 
 PAGE = Path(app_module.__file__).parent / "page"
 HOSTILE = "The Nile <img src=x onerror=\"document.title='taken'\"> is long. \U0001f30a The Rhine & co are shorter."
