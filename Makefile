@@ -1,4 +1,4 @@
-# make demo | test | test-slow | check | chaos | chaos-soak | studies | bench | docs | clean. Every target makes .venv itself.
+# make demo | test | test-slow | check | chaos | chaos-soak | studies | bench | docs | clean. Each target creates .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -22,18 +22,18 @@ check: $(STAMP)
 	$(BIN)/lint-imports
 	$(BIN)/pyrefly check
 
-# Two processes share the test files in the order in which the files are collected, the long ones first. Where one of
-# them ends, so does the run: with another in its place pytest-xdist can wait for ever.
+# Two processes share the test files in order of collection, the long ones first. If one of them ends, so does the run:
+# pytest-xdist can wait forever for a replacement.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 test: $(STAMP) check
 	$(PYTEST) $(ARGS)
 
-# What needs a Ray cluster, and what takes long: commands that are killed, trainings that are interrupted, whole chains.
+# Tests that need a Ray cluster or take long: killed commands, interrupted trainings, whole chains of stages.
 test-slow: $(STAMP)
 	$(PYTEST) -m '(slow or ray) and not nodes' $(ARGS)
 
-# Every fault of marker chaos, those of whole nodes too, and a table of what came of them.
+# Every fault of marker chaos, those of whole nodes too, and a table of the outcomes.
 chaos: $(STAMP)
 	$(BIN)/pytest -m 'chaos or nodes' --fault-table=benchmarks/results/faults.md $(ARGS)
 
@@ -41,12 +41,12 @@ chaos: $(STAMP)
 chaos-soak: $(STAMP)
 	MVR_RAY_HISTORIES=$(SEEDS) $(PYTEST) -m chaos tests/histories $(ARGS)
 
-# Every study at the size for two cores; what is on file is not run again. `decided` alone takes days.
+# Every study at the size for two cores; finished steps are not run again. `decided` alone takes days.
 studies: $(STAMP)
 	$(BIN)/python benchmarks/base_model.py
 	$(BIN)/mvr-ray study $(filter-out %/common.yaml %/common-camvr.yaml,$(wildcard configs/studies/*.yaml)) size=quick output=benchmarks/results/studies $(ARGS)
 
-# Speed and memory beside peers, which get an environment of their own under .peers/.
+# Speed and memory against peers, each in an environment of its own under .peers/.
 bench: $(STAMP)
 	$(BIN)/python benchmarks/suite.py $(ARGS)
 

@@ -1,11 +1,11 @@
-"""Approximate search: what recall costs in time, bytes and build, for HNSW (hnswlib and Faiss) and IVF.
+"""Measure the cost of recall in time, bytes and build, for HNSW (hnswlib and Faiss) and IVF.
 
     python benchmarks/approximate.py [passages]
 
 Every index is one of ours, over the same views: its candidates are scored again with all their views, so recall is of
-passages, against exhaustive search. One thread; questions in batches of 32. Then three things are turned on and off:
-the beam that counts passages instead of vectors, how many vectors are fetched for a passage, and the insertion of
-vectors by descending norm, over passages whose norms differ.
+passages, against exhaustive search. One thread; questions in batches of 32. Three options are varied: the beam that
+counts passages instead of vectors, the number of vectors fetched for a passage, and the insertion of vectors by
+descending norm, over passages whose norms differ.
 
 Shapes: Q questions, P passages, N vectors, D dimension.
 """
@@ -45,7 +45,7 @@ HNSW, IVF = IndexParams("hnsw"), IndexParams("faiss", default_factory(DIMENSION)
 
 
 class Setting(NamedTuple):
-    """How a built index is asked. `fetch`: vectors fetched at first for each passage wanted."""
+    """Search settings of a built index. `fetch`: vectors fetched at first for each requested passage."""
 
     name: str
     params: IndexParams
@@ -53,8 +53,8 @@ class Setting(NamedTuple):
     beam: int = 0
 
 
-class Built(NamedTuple):
-    """`family` gives a point of the plot its colour."""
+class BuiltIndex(NamedTuple):
+    """An index and its settings. `family` is the colour in the plot."""
 
     family: str
     params: IndexParams
@@ -62,7 +62,7 @@ class Built(NamedTuple):
 
 
 class Point(NamedTuple):
-    """One setting of one index, measured. Bytes are the index's files and the vectors at rest, a passage."""
+    """Measurements of one setting of one index. Bytes are the index's files and the stored vectors, per passage."""
 
     name: str
     family: str
@@ -72,7 +72,7 @@ class Point(NamedTuple):
     build_s: float
 
     def beats(self, other: "Point") -> bool:
-        """No worse in recall, speed and bytes, and clearly better in one."""
+        """Whether this is no worse in recall, speed and bytes, and clearly better in one."""
         better = self.recall > other.recall + 0.002 or self.bytes < other.bytes * (1 - NOISE)
         return (
             self.recall >= other.recall
@@ -82,31 +82,33 @@ class Point(NamedTuple):
         )
 
 
-def hnsw(family: str, params: IndexParams, breadths: Sequence[int]) -> Built:
-    """`breadths`: of the beam, in vectors; it is never less than what is fetched."""
+def hnsw(family: str, params: IndexParams, breadths: Sequence[int]) -> BuiltIndex:
+    """`breadths`: of the beam, in vectors; at least the number of fetched vectors."""
     name = f"{family} M={params.hnsw_m}"
     settings = [Setting(f"{name} ef={ef}", dataclasses.replace(params, hnsw_ef_search=ef)) for ef in breadths]
-    return Built(family, params, settings)
+    return BuiltIndex(family, params, settings)
 
 
-def ivf(params: IndexParams, probes: Sequence[int], fetches: Sequence[int] = (ApproximateIndex.first_fetch,)) -> Built:
+def ivf(
+    params: IndexParams, probes: Sequence[int], fetches: Sequence[int] = (ApproximateIndex.first_fetch,)
+) -> BuiltIndex:
     settings = [
         Setting(f"{params.factory} nprobe={n} fetch={f}x", dataclasses.replace(params, nprobe=n), fetch=f)
         for n in probes
         for f in fetches
     ]
-    return Built(f"Faiss {params.factory}", params, settings)
+    return BuiltIndex(f"Faiss {params.factory}", params, settings)
 
 
-def candidates() -> list[Built]:
-    """What is compared. The defaults, with the settings they ship with, are among them."""
+def candidates() -> list[BuiltIndex]:
+    """List the compared indexes, with the defaults at their default settings."""
     first = hnsw("hnswlib", HNSW, (HNSW.hnsw_ef_search, 1200))
     first.settings.insert(0, Setting("hnswlib M=32 ef=128 fetch=3x", HNSW, fetch=3))
     for beam in (128, 200):
         first.settings.append(Setting(f"hnswlib M=32, beam of {beam} passages", HNSW, fetch=1, beam=beam))
     return [
-        Built("flat", DEFAULT, [Setting("flat", DEFAULT)]),
-        Built("flat", IndexParams(scan="int8"), [Setting("flat, scan int8", IndexParams(scan="int8"))]),
+        BuiltIndex("flat", DEFAULT, [Setting("flat", DEFAULT)]),
+        BuiltIndex("flat", IndexParams(scan="int8"), [Setting("flat, scan int8", IndexParams(scan="int8"))]),
         first,
         hnsw("hnswlib", dataclasses.replace(HNSW, hnsw_m=16, hnsw_ef_construction=100), (128, 1200)),
         hnsw("Faiss HNSW", IndexParams("faiss", "HNSW32,Flat", hnsw_ef_construction=100), (128, 1200)),
@@ -117,7 +119,7 @@ def candidates() -> list[Built]:
     ]
 
 
-def opened(setting: Setting, blocks: list[EmbeddingBlock], folder: Path) -> ShardIndex:
+def open_setting(setting: Setting, blocks: list[EmbeddingBlock], folder: Path) -> ShardIndex:
     index = open_index(setting.params, blocks, folder, threads=1)
     if isinstance(index, ApproximateIndex):
         index.first_fetch, index.beam_passages = setting.fetch, setting.beam
@@ -145,7 +147,7 @@ def measure(part: Part, blocks: list[EmbeddingBlock], queries_QD: FloatArray, sc
         spent = time.perf_counter() - started
         size = (at_rest + sum(path.stat().st_size for path in folder.iterdir())) / flat.num_passages
         for setting in built.settings:
-            index = opened(setting, blocks, folder)
+            index = open_setting(setting, blocks, folder)
             recall = measured_recall(index, flat, queries_QD, K)
             known[setting.name] = (built.family, recall, size, spent)
             cases[setting.name] = asking(index, queries_QD[:TIMED])
@@ -193,7 +195,7 @@ def insertion(scratch: Path) -> Iterator[tuple[str, float, float]]:
 
 
 def plot(points: Sequence[Point], target: Path) -> None:
-    """Recall against speed, a colour a family; the area of a dot is its bytes a passage; the front is a line."""
+    """Plot recall against speed, a colour per family; a dot's area is its bytes per passage; the front is a line."""
     figure, axes = plt.subplots(figsize=(9, 6))
     for number, family in enumerate(dict.fromkeys(point.family for point in points)):
         mine = [point for point in points if point.family == family]
@@ -223,7 +225,7 @@ def plot(points: Sequence[Point], target: Path) -> None:
 
 
 def rivals(points: Sequence[Point], name: str) -> list[str]:
-    """Approximate settings that beat this one."""
+    """Return the approximate settings that beat this one."""
     [default] = [point for point in points if point.name == name]
     return [other.name for other in points if other.family != "flat" and other.beats(default)]
 

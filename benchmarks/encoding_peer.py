@@ -1,10 +1,10 @@
-"""The peers' side of `encoding.py`: runs in an environment where mvr_ray is not installed.
+"""Run the peers of `encoding.py`, in an environment without mvr_ray.
 
     python encoding_peer.py FOLDER sentence-transformers | lightning-ir | dpr
     python encoding_peer.py FOLDER onnx | openvino | openvino-fp32 | openvino-int8    # sentence-transformers on these
 
-Reads FOLDER/task.json, says that it is ready, and embeds all its texts for each line that it is sent. `save NAME` also
-keeps FOLDER/NAME.npy; `warm` embeds one batch; `memory N` embeds N texts instead, most of them short, and tells the
+The program reads FOLDER/task.json, prints that it is ready, and embeds all texts for each input line. `save NAME` also
+writes FOLDER/NAME.npy; `warm` embeds one batch; `memory N` embeds N texts instead, most of them short, and prints the
 peak of its memory before and after.
 
 Shapes: P passages, D dimension.
@@ -30,7 +30,7 @@ Embed = Callable[[list[str]], np.ndarray]
 def sentence_transformers(
     task: dict[str, Any], backend: str = "torch", change: Callable[[Any], None] = lambda model: None
 ) -> Embed:
-    """`change` gets the model of the backend's own class before it embeds."""
+    """Embed by sentence-transformers; `change` first gets the model of the back end's own class."""
     from sentence_transformers import SentenceTransformer
 
     try:
@@ -44,22 +44,22 @@ def sentence_transformers(
 
 
 def openvino(task: dict[str, Any], precision: str = "") -> Embed:
-    """`precision`: that of products, where it is not what OpenVINO takes by itself on this processor."""
+    """Embed by OpenVINO; `precision` of products, if not OpenVINO's default on this processor."""
 
     def change(model: Any) -> None:
         model.ov_config |= {"INFERENCE_NUM_THREADS": task["threads"]}
         if precision == "f32":
             model.ov_config |= {"INFERENCE_PRECISION_HINT": "f32"}
         if precision == "int8":
-            model.model = quantized(task, model.model)
+            model.model = quantize(task, model.model)
         model.request = None
         model.compile()
 
     return sentence_transformers(task, "openvino", change)
 
 
-def quantized(task: dict[str, Any], model: Any) -> Any:
-    """The model in int8 by NNCF's static quantisation of transformers, calibrated as ours is."""
+def quantize(task: dict[str, Any], model: Any) -> Any:
+    """Quantise the model to int8 by NNCF's static quantisation of transformers, calibrated as ours."""
     import nncf
     from transformers import AutoTokenizer
 
@@ -72,7 +72,7 @@ def quantized(task: dict[str, Any], model: Any) -> Any:
 
 
 def lightning_ir(task: dict[str, Any]) -> Embed:
-    """Its own single-vector model and tokenizer, in batches in the order given, as its index callback has them."""
+    """Embed by its own single-vector model and tokenizer, in batches in the given order, as its index callback does."""
     from lightning_ir import BiEncoderModule
     from lightning_ir.models import DprConfig
     from transformers.utils import logging
@@ -101,7 +101,8 @@ def lightning_ir(task: dict[str, Any]) -> Embed:
 
 
 def dpr(task: dict[str, Any]) -> Embed:
-    """DPR's loop (generate_dense_embeddings.py): batches in the order given, every text padded to the full length."""
+    """Embed by DPR's loop (generate_dense_embeddings.py): batches in the given order, every text padded to full
+    length."""
     from transformers import AutoModel, AutoTokenizer
 
     model = AutoModel.from_pretrained(task["backbone"], add_pooling_layer=False).eval()
@@ -138,12 +139,12 @@ WAYS: dict[str, Callable[[dict[str, Any]], Embed]] = {
 
 
 def memory_text(row: int) -> str:
-    """Short, but every fiftieth as long as a paragraph, so that batches are of many sizes."""
+    """Return a short text; every fiftieth is as long as a paragraph, so that batches differ in size."""
     return f"{row}" if row % 50 else "river " * (40 + row // 50 * 37 % 200)
 
 
 def memory(embed: Embed, num: int) -> dict[str, Any]:
-    """Peak bytes before and after embedding `num` texts, all handed over at once, as its interface asks."""
+    """Measure peak bytes before and after embedding `num` texts, passed in one call, as its interface requires."""
     embed(["warm up"] * 64)
     forget_peak()
     before = peak_bytes()

@@ -1,14 +1,14 @@
-"""One engine of `engines.py` and `updates.py` in a process of its own: a peer's, or mvr_ray itself.
+"""Run one engine of `engines.py` and `updates.py` in a process of its own: a peer, or mvr_ray itself.
 
     python engine_peer.py FOLDER mvr_ray | qdrant | lancedb | milvus  PRECISION THREADS
 
-Reads FOLDER/task.json and the vectors beside it, says that it is ready, and does what each line asks for:
+The program reads FOLDER/task.json and the vectors beside it, prints that it is ready, and executes each line:
 
     build                     write the store, open it
-    search K SHARE FIRST N    answer N questions from the FIRST, one at a time; of the passages whose field n < SHARE
+    search K SHARE FIRST N    answer N questions from FIRST on, one at a time, over the passages whose field n < SHARE
                               (100: without a filter); seconds by the clock, and of all processors
     batch K FIRST N           answer them in one call
-    update EVERY              put other views in the place of those of every so-manieth passage, and answer a question
+    update EVERY              replace the views of every EVERYth passage, and answer a question
     size                      bytes of the store on disk, and of this process in memory
 
 Shapes: P passages, V views per passage, D dimension.
@@ -32,7 +32,7 @@ ALL = 100
 
 
 class Engine(Protocol):
-    """A store of passages with a field `n`, which may be open."""
+    """A store of passages with a field `n`, open or closed."""
 
     def build(self, batches: Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> None: ...
 
@@ -46,7 +46,7 @@ class Engine(Protocol):
 
 
 class Qdrant:
-    """Qdrant Edge: a multivector compared by MaxSim, without a graph. `segments` are searched by as many threads."""
+    """Qdrant Edge: a multivector scored by MaxSim, without a graph; a thread per segment."""
 
     def __init__(self, folder: Path, task: dict[str, Any], precision: str, threads: int) -> None:
         import qdrant_edge as edge
@@ -118,8 +118,8 @@ class Qdrant:
 
 
 class Lance:
-    """LanceDB: a multivector column, compared by cosine, the one measure that it has for these; views are unit vectors.
-    Its own pool of threads is as large as LANCE_CPU_THREADS says."""
+    """LanceDB: a multivector column, scored by cosine, its only measure for these; views are unit vectors.
+    LANCE_CPU_THREADS sets the size of its thread pool."""
 
     def __init__(self, folder: Path, task: dict[str, Any], precision: str, threads: int) -> None:
         import lancedb
@@ -171,8 +171,8 @@ class Lance:
 
 
 class Milvus:
-    """Milvus Lite, which knows neither several vectors a row nor half precision: a row a view, an index of kind FLAT.
-    Its answers are passages of the best views found; enough are fetched that no passage is missing."""
+    """Milvus Lite, without several vectors per row and half precision: a row per view, an index of kind FLAT.
+    Its answers are the passages of the best views; it fetches enough that no passage is missing."""
 
     def __init__(self, folder: Path, task: dict[str, Any], precision: str, threads: int) -> None:
         from pymilvus import DataType, MilvusClient
@@ -222,7 +222,7 @@ ENGINES = {"qdrant": Qdrant, "lancedb": Lance, "milvus": Milvus}
 
 
 def engine_of(name: str) -> Callable[..., Engine]:
-    """What makes the engine; importing mvr_ray is no part of what is measured."""
+    """Return the engine's constructor; the import of mvr_ray is not measured."""
     if name == "mvr_ray":
         from engine_store import Ours
 
@@ -231,7 +231,7 @@ def engine_of(name: str) -> Callable[..., Engine]:
 
 
 def batches_of(folder: Path, rows: np.ndarray, file: str) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Rows, their fields, and their views as float32, some at a time."""
+    """Yield rows, their fields, and their views as float32, in batches."""
     fields, vectors_PVD = np.load(folder / "fields.npy"), np.load(folder / file, mmap_mode="r")
     for start in range(0, len(rows), BATCH):
         own = rows[start : start + BATCH]
@@ -240,26 +240,26 @@ def batches_of(folder: Path, rows: np.ndarray, file: str) -> Iterator[tuple[np.n
 
 
 def disk_bytes(folder: Path) -> int:
-    """Bytes on disk; a file with several names counts once."""
+    """Return bytes on disk; a file with several names counts once."""
     stats = {(stat := path.stat()).st_ino: stat.st_blocks * 512 for path in folder.rglob("*") if path.is_file()}
     return sum(stats.values())
 
 
 def written_bytes() -> int:
-    """Bytes that this process has caused to be written to disk so far, mapped files included."""
+    """Return the bytes that this process has written to disk so far, mapped files included."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("write_bytes"))
 
 
 def resident_bytes() -> dict[str, int]:
-    """Memory of this process: what is its own, and what it maps from files, which the system may take away."""
+    """Return this process's private memory, and the memory mapped from files, which the system may reclaim."""
     lines = Path("/proc/self/status").read_text().splitlines()
     found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}
     return {"own": found["RssAnon"], "mapped": found["RssFile"], "peak": peak_bytes()}
 
 
 class Worker:
-    """What the lines ask for."""
+    """Execute the lines of the protocol."""
 
     def __init__(self, folder: Path, name: str, precision: str, threads: int) -> None:
         self.folder, self.store = folder, folder / f"{name}-{precision}-{threads}"

@@ -1,7 +1,7 @@
-"""mvr_ray's own side of `engines.py`: vectors given, an index version of them published, opened and changed.
+"""Publish, open and change an index version of given vectors: mvr_ray's side of `engines.py`.
 
-It is what `prepare`, `index` and `update` leave, without an encoder: the views go where an encoder's go, and a change
-is laid beside each shard's first file, as `index` does it. Questions go through a router in this process.
+The files are those of `prepare`, `index` and `update`, without an encoder: the views replace an encoder's, and a change
+is written beside each shard's first file, as `index` does it. Questions go through a router in this process.
 
 Shapes: Q questions, P passages, V views per passage, D dimension.
 """
@@ -117,7 +117,7 @@ class Ours:
         return [_pairs(hits) for hits in self.router.search(queries_QD, k).hits]
 
     def upsert(self, rows: np.ndarray, fields: np.ndarray, vectors_PVD: np.ndarray) -> None:
-        """Publish the next version, and open it in the place of this one."""
+        """Publish the next version, and open it instead of this one."""
         store = Store(self.run.store.path)
         draft, before, entries = self._draft(store), manifests.read(store, self.run.index.name), []
         numbers_V = np.arange(self.views, dtype=np.int16)

@@ -1,13 +1,13 @@
-"""The same passages of several views in three engines that run inside a program: mvr_ray, Qdrant Edge and LanceDB.
+"""Compare three embedded engines over the same multi-view passages: mvr_ray, Qdrant Edge and LanceDB.
 
-    python benchmarks/engines.py [passages]     # 20,000 unless said otherwise; 200,000 takes 10 GB of disk
+    python benchmarks/engines.py [passages]     # 20,000 by default; 200,000 takes 10 GB of disk
 
-Each has a process of its own and, the peers, an environment of its own (`.peers/`). One question at a time, exact
-search; engines take turns, so that what else runs on the machine meets them alike. Over more passages than 20,000 those
-of one precision and number of threads do, for all of them together would not stay in memory. All answers are compared
-with those of a matrix product. Real passages come first: all SQuAD paragraphs of eight sentences or more, whose views
-are the snippet means of MiniLM; the others are made up as these are (`synthetic`). Values are what half precision can
-hold, so an engine of float16 has the same ones.
+Each has a process of its own; peers also have an environment of their own (`.peers/`). One question at a time, exact
+search; engines take turns, so that other load on the machine affects them alike. Over more than 20,000 passages only
+those of one precision and number of threads take turns, as all together would not fit in memory. All answers are
+compared with those of a matrix product. Real passages come first: all SQuAD paragraphs of eight sentences or more, with
+the snippet means of MiniLM as views; the others are synthetic with the same statistics (`synthetic`). Values are exact
+in half precision, so an engine of float16 has the same ones.
 
 Shapes: Q questions, P passages, V views per passage, D dimension.
 """
@@ -85,7 +85,7 @@ CONTENDERS = [
 
 
 class Case(NamedTuple):
-    """What is asked of every engine: the best k of the passages whose field is below `share`."""
+    """A search for every engine: the best k of the passages whose field is below `share`."""
 
     k: int
     share: int = EVERY
@@ -99,7 +99,7 @@ CASES = [Case(10), Case(100), *(Case(10, share) for share in SHARES)]
 
 
 def real_views() -> NDArray[np.float16]:
-    """The views of all paragraphs that have eight, as MiniLM makes them; kept under .peers/. Empty without the data."""
+    """Return MiniLM's views of all paragraphs that have eight, cached under .peers/; empty without the data."""
     kept = PEERS / "engines-views.npy"
     if not kept.exists():
         splitter, passages = load_punkt(), []
@@ -116,7 +116,7 @@ def real_views() -> NDArray[np.float16]:
 
 
 def make_data(folder: Path, passages: int) -> int:
-    """Write vectors, fields, questions and the changes of one passage in a hundred; gives how many are real."""
+    """Write vectors, fields, questions and the changes of one passage in a hundred; return how many are real."""
     real_PVD = real_views()[:passages]
     target = np.lib.format.open_memmap(folder / "vectors.npy", "w+", np.float16, (passages, VIEWS, DIMENSION))
     target[: len(real_PVD)] = real_PVD
@@ -141,7 +141,7 @@ def make_data(folder: Path, passages: int) -> int:
 
 
 class Oracle:
-    """Scores by a matrix product in float32, a part of the passages at a time."""
+    """Score by a matrix product in float32, a part of the passages at a time."""
 
     def __init__(self, folder: Path, questions: int) -> None:
         self.queries_QD = np.load(folder / "queries.npy")[:questions]
@@ -156,12 +156,12 @@ class Oracle:
         return (self.queries_QD @ flat_ND.T).reshape(len(self.queries_QD), -1, VIEWS).max(axis=2)
 
     def change(self, folder: Path) -> None:
-        """As the scores are after the update."""
+        """Apply the update to the scores."""
         self.scores_QP[:, ::EVERY] = self._score(np.load(folder / "changed.npy"))
 
     def check(self, question: int, case: Case, answer: Sequence[tuple[int, float]], tie: float) -> None:
-        """Raises AssertionError unless the answer is the true best k: it names no passage twice, each score is the
-        passage's own, and none is beaten by one that was left out, all within `tie`."""
+        """Raise AssertionError unless the answer is the true best k: no passage is repeated, each score is the
+        passage's own, and no omitted passage scores higher, all within `tie`."""
         scores_P = np.where(self.fields < case.share, self.scores_QP[question], -np.inf)
         rows = np.array([row for row, _ in answer])
         told = np.array([score for _, score in answer])
@@ -172,14 +172,14 @@ class Oracle:
 
 
 class Took(NamedTuple):
-    """Of each question: seconds by the clock, and of all processors, which others on the machine do not lengthen."""
+    """Seconds per question: by the clock, and of all processors, which other load does not lengthen."""
 
     seconds: list[float]
     cpu_s: list[float]
 
 
 def ask(peer: Peer, what: str, oracle: Oracle, case: Case, tie: float, first: int = 0) -> Took:
-    """The answers are checked."""
+    """Search, and check the answers."""
     told = peer.ask(what)
     for number, answer in enumerate(told["answers"]):
         oracle.check(first + number, case, answer, tie)
@@ -187,7 +187,7 @@ def ask(peer: Peer, what: str, oracle: Oracle, case: Case, tie: float, first: in
 
 
 def in_turn(part: Part, peers: dict[Contender, Peer], oracle: Oracle, case: Case) -> None:
-    """A sample is the median of one round's questions; all engines are asked the same ones in a round."""
+    """Measure engines in turn: a sample is the median of one round's questions, the same for all engines in a round."""
     for one, took in rounds_of(peers, oracle, case, f"search {case.k} {case.share}", AT_ONCE).items():
         keep(part, case.title, one, [Took(*map(statistics.median, round_)) for round_ in took], 1)
 
@@ -201,7 +201,7 @@ def in_batches(part: Part, peers: dict[Contender, Peer], oracle: Oracle) -> None
 def rounds_of(
     peers: dict[Contender, Peer], oracle: Oracle, case: Case, what: str, count: int
 ) -> dict[Contender, list[Took]]:
-    """What each round took each engine; a first one is not counted. A slow engine has fewer questions and rounds."""
+    """Measure each engine in each round, without a first one. A slow engine has fewer questions and rounds."""
     samples: dict[Contender, list[Took]] = {one: [] for one in peers}
     for number in range(1 + ROUNDS):
         first = number * count % (QUESTIONS - count)
@@ -221,7 +221,7 @@ def keep(part: Part, title: str, one: Contender, took: Sequence[Any], work: int)
 
 
 def bars(part: Part, contenders: Sequence[Contender]) -> None:
-    """Twice Qdrant's speed at equal precision and threads, by the clock and in processor time."""
+    """Require twice Qdrant's speed at equal precision and threads, by the clock and in processor time."""
     for one in contenders:
         peer = one._replace(engine="qdrant", precision=one.precision.removesuffix(CODES))
         if one.engine != "mvr_ray" or peer not in contenders:
@@ -248,8 +248,8 @@ NOTES[BATCH_TITLE] = MANY
 
 
 def groups(passages: int) -> list[list[Contender]]:
-    """Contenders that are open together and take turns: all of them, or so few that what they map fits in memory, those
-    of one precision and number of threads."""
+    """Group the contenders that are open together and take turns: all of them, or those of one precision and number of
+    threads, so that their mapped files fit in memory."""
     if passages <= PASSAGES:
         return [CONTENDERS]
     kinds = dict.fromkeys((one.precision.removesuffix(CODES), one.threads) for one in CONTENDERS)
@@ -278,7 +278,7 @@ def main(passages: int) -> None:
 
 
 def measure(part: Part, contenders: Sequence[Contender], folder: Path) -> None:
-    """Build, open and ask the engines, change 1 % of what they hold, and remove it."""
+    """Build, open and search the engines, change 1 % of their passages, and remove them."""
     oracle = Oracle(folder, QUESTIONS)
     peers: dict[Contender, Peer] = {}
     with ExitStack() as stack:

@@ -1,12 +1,12 @@
-"""Filtered search: what a filter costs, by the share of passages that pass it.
+"""Measure the cost of a filter, by the share of passages that pass it.
 
     python benchmarks/filters.py [passages]
 
-Masks at random over made-up views, 1 to 100 % of the passages passing: exact search of vectors and codes, one question
-and batches, one thread; every answer is compared with that of an index of the passing passages alone. Approximate
-kinds, whose recall is of exact search under the same mask. Then SQuAD's development paragraphs as `prepare` and `index`
-leave them, asked through a router with filters over their fields: the first search under a filter, which evaluates it,
-and the later ones.
+Random masks over synthetic views pass 1 to 100 % of the passages: exact search of vectors and codes, one question and
+batches, one thread; every answer is compared with that of an index of the passing passages alone. Approximate kinds,
+with recall against exact search under the same mask. Then SQuAD's development paragraphs, prepared and indexed, are
+searched through a router with filters over their fields: the first search under a filter, which evaluates it, and
+later ones.
 
 Shapes: Q questions, P passages, V views, D dimension.
 """
@@ -128,7 +128,7 @@ def recall(index: ShardIndex, flat: FlatIndex, queries_QD: NDArray[np.float32], 
 
 
 def squad_rows() -> Iterator[dict]:
-    """Development paragraphs, with a number from 0 to 99 and the length of the text as fields."""
+    """Return development paragraphs, with a number from 0 to 99 and the length of the text as fields."""
     for record in read_source(SourceConfig(path=str(DATA / "squad" / "dev-v1.1.json.gz"), format="squad")):
         if isinstance(record, PassageRecord):
             passage = record.passage

@@ -1,11 +1,11 @@
-"""A newcomer's first hour, side by side: cold starts, and 3,000 paragraphs from JSON lines to first hits.
+"""Measure first use against a peer: cold starts, and 3,000 paragraphs from JSON lines to first hits.
 
     python benchmarks/first_hour.py [--rounds 3] [--passages 3000]
     python benchmarks/first_hour.py --cold          # the cold starts alone, in minutes
 
-Every case is a program of its own, from its start to its end, run in turn with the others:
+Every case is a program of its own, timed from start to end, in turn with the others:
 
-    encoding     loads the model and embeds the paragraphs with `Encoder`, and nothing else: the floor
+    encoding     only loads the model and embeds the paragraphs with `Encoder`: the lower bound
     five lines   `Index.build` from the file, and one search
     commands     `mvr-ray prepare`, `index` and `search`, three programs
     peer         sentence-transformers with Faiss: reads the file, encodes, adds, saves, searches
@@ -120,7 +120,7 @@ def measure(folder: Path, passages: int, rounds: int, only_cold: bool) -> Part:
 
 
 def add_cold_starts(part: Part, folder: Path, rounds: int) -> None:
-    """Start each program of `COLD` by itself; the folder has the run file of an index."""
+    """Start each program of `COLD` alone; the folder has the run file of an index."""
     command, python = Path(sys.executable).with_name("mvr-ray"), sys.executable
     starts = {
         "import mvr_ray": lambda: run(python, "-c", "import mvr_ray", cwd=folder),

@@ -1,9 +1,8 @@
-"""What this machine can do at most: bytes a second from memory, and floating-point operations a second.
+"""Measure the limits of this machine: bytes a second from memory, and floating-point operations a second.
 
-A floor is the least time that these allow, so each is the best of several ways and of several tries. A plain sum reads
-with what one core has in flight by itself; asking for memory ahead reads more, as the compiled scan does. torch's
-product of float32 was seen at two fifths of what an AMD core multiplies. So both are also tried in C, where there is a
-compiler.
+A floor is the least time that these allow, so each rate is the best of several methods and tries. A plain sum reads
+only the cache lines that one core keeps in flight; software prefetching, as in the compiled scan, reads more. torch's
+product of float32 reached two fifths of an AMD core's rate. So both are also measured in C, if there is a compiler.
 """
 
 import ctypes
@@ -27,8 +26,8 @@ ROUNDS = 1 << 22
 
 
 @cache
-def _compiled() -> ctypes.CDLL | None:
-    """The loops of floors.c, None where nothing compiles them."""
+def _load_loops() -> ctypes.CDLL | None:
+    """Load the loops of floors.c; None without a compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
         return None
@@ -47,14 +46,14 @@ def _compiled() -> ctypes.CDLL | None:
 
 
 def _loops() -> ctypes.CDLL:
-    loops = _compiled()
+    loops = _load_loops()
     if loops is None:
         raise RuntimeError("no C compiler made the loops of floors.c; put `cc` on the PATH, or time a plain sum")
     return loops
 
 
-def _threaded(threads: int, part: Callable[[int], Any]) -> list[Any]:
-    """What `part` returned for each number below `threads`, one thread each."""
+def _run_threads(threads: int, part: Callable[[int], Any]) -> list[Any]:
+    """Run `part` for each number below `threads`, one thread each, and return the results."""
     found: list[Any] = [None] * threads
 
     def keep(number: int) -> None:
@@ -68,47 +67,47 @@ def _threaded(threads: int, part: Callable[[int], Any]) -> list[Any]:
 
 
 def read_ahead(address: int, num_bytes: int, ahead: int, threads: int) -> int:
-    """The exclusive or of all eight-byte words there, each thread over a stretch of its own. `num_bytes` is a multiple
-    of 256 times `threads`, and `address` of 64. Raises RuntimeError where no compiler made the loop."""
+    """Return the exclusive or of all eight-byte words at `address`, each thread over a range of its own. `num_bytes` is
+    a multiple of 256 times `threads`, and `address` of 64. Raises RuntimeError if the loop is not compiled."""
     read, stretch = _loops().read_all, num_bytes // threads
-    parts = _threaded(threads, lambda number: read(address + number * stretch, stretch, ahead))
+    parts = _run_threads(threads, lambda number: read(address + number * stretch, stretch, ahead))
     return reduce(operator.xor, parts)
 
 
 def multiply(kind: str, share: float, rounds: int, threads: int) -> tuple[int, list[float]]:
-    """Operations done in registers alone, 0 where the processor has none of `kind`, and each thread's total.
+    """Count operations in registers alone, 0 if the processor has none of `kind`, and return each thread's total.
 
     A total is that of 16 sums a register, 0 at first in the first register, `share` in the next and so on, each moved
-    towards 1 by `share` of what is left (float32), or given 2 `share` (bfloat16), `rounds` times. Raises RuntimeError
-    where no compiler made the loop."""
+    towards 1 by `share` of the rest (float32), or increased by 2 `share` (bfloat16), `rounds` times. Raises
+    RuntimeError if the loop is not compiled."""
     loop, totals = getattr(_loops(), f"multiply_{kind}"), [ctypes.c_float() for _ in range(threads)]
-    done = _threaded(threads, lambda number: loop(share, rounds, ctypes.byref(totals[number])))
+    done = _run_threads(threads, lambda number: loop(share, rounds, ctypes.byref(totals[number])))
     return sum(done), [total.value for total in totals]
 
 
 def read_bandwidth(threads: int, num_bytes: int = 1 << 31) -> float:
-    """Bytes a second that `threads` read from memory: the best of a plain sum and of reads that ask ahead."""
+    """Measure bytes a second that `threads` read from memory: the best of a plain sum and of prefetching reads."""
     import torch
 
     with _on(threads):
         data = torch.ones(num_bytes // 4)
         ways: dict[str, Callable[[], Any]] = {"sum": data.sum}
-        if _compiled() is not None:
+        if _load_loops() is not None:
             for ahead in AHEAD_BYTES:
                 ways[f"{ahead} ahead"] = lambda ahead=ahead: read_ahead(data.data_ptr(), num_bytes, ahead, threads)
         return num_bytes / min(min(seconds) for seconds in interleaved(ways, rounds=TRIES).values())
 
 
 def matrix_rate(threads: int, size: int = 3072, kind: str = "float32") -> float:
-    """Floating-point operations a second of `kind` on `threads`: the best of a square matrix product by torch, which
-    has tiles where there are any, and of products in registers, which only tiles pass."""
+    """Measure floating-point operations a second of `kind` on `threads`: the best of a square matrix product by torch,
+    which uses tiles if there are any, and of products in registers, which only tiles exceed."""
     import torch
 
     with _on(threads):
         a, b = (torch.ones(size, size, dtype=getattr(torch, kind)) for _ in range(2))
         ways: dict[str, Callable[[], Any]] = {"product": lambda: a @ b}
         operations = {"product": 2.0 * size**3}
-        if _compiled() is not None:
+        if _load_loops() is not None:
             operations["registers"] = float(multiply(kind, 0.0, ROUNDS, threads)[0])
             ways["registers"] = lambda: multiply(kind, 0.0, ROUNDS, threads)
         found = interleaved(ways, rounds=TRIES)

@@ -1,11 +1,11 @@
-"""The GPU suite: encoding without padding, exact search over Wikipedia's size on one card, training steps.
+"""Run the GPU suite: encoding without padding, exact search at Wikipedia's size on one card, training steps.
 
     python benchmarks/gpu.py                            # under ten minutes on one GPU; results/bench/gpu.json
-    python benchmarks/gpu.py --model FOLDER             # a BERT of yours in place of random weights
-    python benchmarks/gpu.py --device cpu --size tiny   # checks the script; keeps nothing
+    python benchmarks/gpu.py --model FOLDER             # your own BERT instead of random weights
+    python benchmarks/gpu.py --device cpu --size tiny   # checks the script; stores nothing
 
-Needs torch, transformers and numpy, beside this repository; sentence-transformers is measured where it is installed.
-Speeds do not depend on weights, so bert-base's sizes with random ones will do. The floors come from the same card in
+Needs torch, transformers and numpy, beside this repository; sentence-transformers is measured if it is installed.
+Speeds do not depend on weights, so bert-base's sizes with random ones are enough. The floors come from the same card in
 the same run: bytes read a second by a sum over 8 GiB, operations a second of a product of 8192 x 8192 bfloat16.
 """
 
@@ -52,7 +52,7 @@ SIZES = {
 
 
 def machine(device: str, read: int, product: int) -> Machine:
-    """The device's own rates: the best of seven tries each."""
+    """Measure the device's own rates: the best of seven tries each."""
     sync: Callable[[], None] = torch.cuda.synchronize if device.startswith("cuda") else (lambda: None)
     data = torch.ones(read, device=device)
     read_s = min(interleaved({"sum": lambda: (data.sum(), sync())}, rounds=7)["sum"])
@@ -64,10 +64,8 @@ def machine(device: str, read: int, product: int) -> Machine:
 def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description="Encoding, exact search and training on one GPU.")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to check the script")
-    parser.add_argument("--size", choices=tuple(SIZES), default="full", help="tiny keeps no result")
-    parser.add_argument(
-        "--model", type=Path, help="a Hugging Face folder of a BERT; random weights where none is given"
-    )
+    parser.add_argument("--size", choices=tuple(SIZES), default="full", help="tiny stores no result")
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder of a BERT; random weights by default")
     parser.add_argument("--helpers", type=int, default=8, help="processes that tokenise")
     chosen = parser.parse_args(words)
     if chosen.device.startswith("cuda") and not torch.cuda.is_available():
@@ -101,7 +99,7 @@ def main(words: list[str]) -> int:
     if tiny or not chosen.device.startswith("cuda"):
         for bar in (bar for bar in part.bars if " over " not in bar.what):
             print(f"| {bar_row({**asdict(bar), 'met': bar.met})} |")
-        print("the script runs; times of this size mean nothing and are not kept")
+        print("the script runs; times of this size are meaningless and not stored")
         return 0
     write(part)
     return 0

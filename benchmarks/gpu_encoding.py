@@ -1,9 +1,9 @@
-"""Encoding on a GPU without padding, beside sentence-transformers' encode, and training steps in half precision.
+"""Compare encoding on a GPU without padding with sentence-transformers, and time training steps in half precision.
 
-Ours, as `mvr-ray index` does it with `index.precision: bf16`: texts are tokenised by other processes, batches hold so
-many tokens and no padding, and a batch is fetched while the next one is computed. Peer: sentence-transformers, batches
-of 32 as it comes; where it is not installed, its loop (longest first, padded to the longest of the batch), and the name
-of the case says so.
+Ours, as `mvr-ray index` does it with `index.precision: bf16`: other processes tokenise texts, batches hold a fixed
+number of tokens and no padding, and a batch is fetched while the next one is computed. Peer: sentence-transformers with
+its default batches of 32; if it is not installed, its loop (longest first, padded to the longest of the batch), and the
+name of the case says so.
 """
 
 import importlib.util
@@ -34,7 +34,7 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 class Load(NamedTuple):
-    """What is encoded, how, and with how many helping processes (0: a thread)."""
+    """What is encoded, how, and with how many tokenising processes (0: a thread)."""
 
     texts: list[str]
     tokens_per_batch: int
@@ -42,7 +42,7 @@ class Load(NamedTuple):
 
 
 def random_model(folder: Path, words: int, **sizes: int) -> None:
-    """A BERT of these sizes with random weights, and a tokenizer that knows the words w0, w1, .."""
+    """Make a BERT of these sizes with random weights, and a tokenizer with the words w0, w1, .."""
     vocabulary = {word: number for number, word in enumerate([*SPECIAL, *(f"w{number}" for number in range(words))])}
     tokenizer = Tokenizer(models.WordPiece(vocab=vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -55,7 +55,8 @@ def random_model(folder: Path, words: int, **sizes: int) -> None:
 
 
 def made_texts(count: int, words: int, longest: int) -> list[str]:
-    """As long as SQuAD's paragraphs are: half of them have up to 142 tokens, one in twenty more than 277."""
+    """Make texts with the lengths of SQuAD's paragraphs: half of them have up to 142 tokens, one in twenty more than
+    277."""
     rng = np.random.default_rng(0)
     lengths = np.clip(np.exp(rng.normal(np.log(142), 0.41, count)), 4, longest).astype(int)
     return [" ".join(f"w{number}" for number in rng.integers(0, words, length)) for length in lengths]
@@ -65,34 +66,34 @@ _helper: DualEncoder | None = None
 
 
 def open_helper(folder: str) -> None:
-    """In a process that tokenises: its own tokenizer and layout."""
+    """Open the tokenizer and layout of a tokenising process."""
     global _helper
     torch.set_num_threads(1)
     _helper = DualEncoder.from_backbone(folder, SPEC)
 
 
-def tokenised(texts: Sequence[str]) -> dict[str, IntArray]:
+def tokenise_texts(texts: Sequence[str]) -> dict[str, IntArray]:
     assert _helper is not None
     return pack_tokens(_helper.tokenize_passages([Passage(str(at), "", text) for at, text in enumerate(texts)]))
 
 
 @contextmanager
 def helpers(folder: str, count: int) -> Iterator[Executor]:
-    """Processes that tokenise, ready to; a thread where there are none."""
+    """Start processes that tokenise; a thread if there are none."""
     if not count:
         open_helper(folder)
     pool: Executor = (
         ProcessPoolExecutor(count, get_context("spawn"), open_helper, (folder,)) if count else ThreadPoolExecutor(1)
     )
     with pool:
-        [one.result() for one in [pool.submit(tokenised, ["w1"]) for _ in range(4 * max(count, 1))]]
+        [one.result() for one in [pool.submit(tokenise_texts, ["w1"]) for _ in range(4 * max(count, 1))]]
         yield pool
 
 
 def ahead(encoder: DualEncoder, pool: Executor, load: Load) -> Iterator[list[TokenizedPassage]]:
-    """Batches of all texts in order, tokenised by the pool while earlier ones are computed."""
+    """Yield batches of all texts in order, tokenised by the pool while earlier ones are computed."""
     windows = [load.texts[at : at + WINDOW] for at in range(0, len(load.texts), WINDOW)]
-    for one in [pool.submit(tokenised, window) for window in windows]:
+    for one in [pool.submit(tokenise_texts, window) for window in windows]:
         texts = unpack_tokens(one.result())
         for rows in encoder.passage_batches([text.num_tokens for text in texts], load.tokens_per_batch):
             yield [texts[row] for row in rows]
@@ -103,7 +104,7 @@ def ours(encoder: DualEncoder, pool: Executor, load: Load) -> FloatArray:
 
 
 def peer(folder: str, device: str, precision: torch.dtype) -> tuple[str, Callable[[list[str]], FloatArray]]:
-    """Its name, and what it does to texts."""
+    """Return the peer's name and its encoding function."""
     kind = {torch.float32: "fp32", torch.bfloat16: "bf16"}[precision]
     if importlib.util.find_spec("sentence_transformers") is not None:
         from sentence_transformers import SentenceTransformer
@@ -134,7 +135,8 @@ def _floats(vectors: torch.Tensor) -> FloatArray:
 
 
 def work_flops(encoder: DualEncoder, lengths: Sequence[int]) -> float:
-    """Of the matrix products that these texts need without padding: with the weights, and attention's own two."""
+    """Count operations of the matrix products for these texts without padding: with the weights, and attention's
+    two."""
     config: Any = encoder.passage_tower.backbone.config  # type: ignore[union-attr]
     matrices = config.num_hidden_layers * (
         4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size
@@ -185,7 +187,7 @@ def measure_encoding(part: Part, machine: Machine, folder: str, load: Load, roun
 
 
 def trainer(folder: str, machine: Machine, questions: int, precision: torch.dtype) -> Callable[[], None]:
-    """One step of DPR's loss after another over one batch of two passages a question, as `train` takes them."""
+    """Run steps of DPR's loss over one batch of two passages a question, as `train` does."""
     device, texts = machine.device, made_texts(3 * questions, 500, 158)
     encoder = DualEncoder.from_backbone(folder, SPEC).to(device).train()
     tokenized = encoder.tokenize_passages([Passage(str(at), "", text) for at, text in enumerate(texts[questions:])])
@@ -207,7 +209,7 @@ def trainer(folder: str, machine: Machine, questions: int, precision: torch.dtyp
 
 
 def measure_training(part: Part, machine: Machine, folder: str, questions: int, rounds: int) -> None:
-    """Both precisions, one after the other: their peaks of memory must not mix."""
+    """Measure both precisions one after the other, so that their memory peaks do not mix."""
     for kind, precision in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         if machine.device.startswith("cuda"):
             torch.cuda.empty_cache()

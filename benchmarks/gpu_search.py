@@ -1,8 +1,8 @@
-"""Exact search over as many views as Wikipedia has, made on the device: times against the time of reading them.
+"""Time exact search over synthetic views at Wikipedia's size, generated on the device, against the time to read them.
 
-A component of a view is a whole number, the sum of one that its passage's views share and one of its own, each near
-normal; it is exact in half precision, and any row can be made again. So the index is scanned as a real one is, by
-`Scan` with what lies on the device, and candidates are scored with the true vectors, of which no copy is kept.
+A component of a view is a whole number, the sum of one that its passage's views share and one of its own, each nearly
+normal; it is exact in half precision, and any row can be generated again. So `Scan` scans the index on the device like
+a real one, and candidates are scored with the true vectors, of which no copy is stored.
 
 Shapes: Q queries, P passages, V views, N vectors, D dimension, K hits.
 """
@@ -38,7 +38,7 @@ TUNINGS = (
 
 
 class Machine(NamedTuple):
-    """What the device was measured to do: bytes read a second, operations a second of halves."""
+    """Measured rates of the device: bytes read a second, operations a second in half precision."""
 
     device: str
     read_bytes: float
@@ -57,13 +57,13 @@ def numbers(rows_N: torch.Tensor, salt: int, dimension: int) -> torch.Tensor:
     return (mixed & 255) + (mixed >> 8 & 255) + (mixed >> 16 & 255) + (mixed >> 24) - 510
 
 
-def made(rows_N: torch.Tensor, dimension: int) -> torch.Tensor:
+def make_views(rows_N: torch.Tensor, dimension: int) -> torch.Tensor:
     """float16 [N, D]: the views of these rows, exact."""
     return (numbers(rows_N, 1, dimension) + numbers(rows_N // V, 2, dimension)).half()
 
 
 class MadeViews:
-    """In the place of an array of all views: has its shape, and makes what is asked for. Nobody can take its memory."""
+    """Stands for an array of all views: has its shape, and generates the requested rows. It has no memory to share."""
 
     dtype = np.dtype(np.float16)
     flags = np.empty((2, 2))[:, :1].flags
@@ -78,18 +78,18 @@ class MadeViews:
     def __getitem__(self, key: slice | IntArray) -> Any:
         if isinstance(key, slice):
             return MadeViews(len(range(*key.indices(len(self)))), self.shape[1], self.device)
-        return made(torch.from_numpy(np.asarray(key, np.int64)).to(self.device), self.shape[1]).cpu().numpy()
+        return make_views(torch.from_numpy(np.asarray(key, np.int64)).to(self.device), self.shape[1]).cpu().numpy()
 
 
 class ViewNumbers:
-    """In the place of the view number of every row."""
+    """Stands for the array of every row's view number."""
 
     def __getitem__(self, rows_N: IntArray) -> NDArray[np.int16]:
         return (rows_N % V).astype(np.int16)
 
 
-def coded(views_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Eight-bit codes and scales of some views as `core.searching.codes` has them, and the most that one is away."""
+def make_codes(views_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Return eight-bit codes and scales of some views as `core.searching.codes`, and the largest residual."""
     wide_ND = views_ND.float()
     scale_N1 = wide_ND.abs().amax(1, keepdim=True) / 127
     codes_ND = (wide_ND / torch.where(scale_N1 > 0, scale_N1, 1)).round_().clamp_(-127, 127)
@@ -97,8 +97,8 @@ def coded(views_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
     return codes_ND.to(torch.int8), scale_N1, float(away_N.max()) * (1 + 2.0**-22)
 
 
-def shelf(passages: int, dimension: int, kind: str, kernel: FusedKernel) -> Scan[Any, Any]:
-    """A scan of `passages` x V made views that lie on the kernel's device, as halves or as codes."""
+def make_scan(passages: int, dimension: int, kind: str, kernel: FusedKernel) -> Scan[Any, Any]:
+    """Return a scan of `passages` x V synthetic views on the kernel's device, as halves or as codes."""
     device, count = str(kernel.device), passages * V
     block: Any = EmbeddingBlock(
         range(passages), np.arange(passages + 1) * V, ViewNumbers(), MadeViews(count, dimension, device)
@@ -112,11 +112,11 @@ def shelf(passages: int, dimension: int, kind: str, kernel: FusedKernel) -> Scan
         scale_N1 = torch.empty(size, 1, device=device) if coding else None
         for low in range(0, size, GPU_STEP):
             high = min(low + GPU_STEP, size)
-            views_ND = made(torch.arange(first + low, first + high, device=device), dimension)
+            views_ND = make_views(torch.arange(first + low, first + high, device=device), dimension)
             if scale_N1 is None:
                 rows_ND[low:high] = views_ND
             else:
-                rows_ND[low:high], scale_N1[low:high], away = coded(views_ND)
+                rows_ND[low:high], scale_N1[low:high], away = make_codes(views_ND)
                 farthest = max(farthest, away)
         resident.append((rows_ND, scale_N1))
     residual_N = np.broadcast_to(np.float32(farthest), (count,))
@@ -126,20 +126,20 @@ def shelf(passages: int, dimension: int, kind: str, kernel: FusedKernel) -> Scan
 
 
 def fitting(passages: int, dimension: int, bytes_a_component: int, device: str) -> int:
-    """How many passages fit on the device, at most `passages`."""
+    """Return how many passages fit on the device, at most `passages`."""
     if not device.startswith("cuda"):
         return passages
     free = torch.cuda.mem_get_info()[0] - SPARE_BYTES
     return min(passages, free // (V * (dimension * bytes_a_component + 4)))
 
 
-def drawn(count: int, dimension: int) -> FloatArray:
+def draw_queries(count: int, dimension: int) -> FloatArray:
     made_QD = np.random.default_rng(1).standard_normal((count, dimension), dtype=np.float32)
     return made_QD / np.linalg.norm(made_QD, axis=1, keepdims=True)
 
 
 def disagreements(scan: Scan[Any, Any], queries_QD: FloatArray, slabs: int) -> tuple[int, int]:
-    """Passages of a sample on which the answer and a plain float32 product differ, and how many were looked at.
+    """Count the sampled passages on which the answer and a plain float32 product differ, and the sampled passages.
 
     A sampled passage that scores above the k-th hit must be a hit, and one that scores below must not, within 1e-5.
     """
@@ -152,7 +152,7 @@ def disagreements(scan: Scan[Any, Any], queries_QD: FloatArray, slabs: int) -> t
     for slab in range(slabs):
         first = slab * (scan.table.num_passages // slabs)
         rows_N = torch.arange(first * V, (first + each) * V, device=device)
-        best_PQ = (made(rows_N, dimension).float() @ asked_QD.T).view(-1, V, len(queries_QD)).amax(1)
+        best_PQ = (make_views(rows_N, dimension).float() @ asked_QD.T).view(-1, V, len(queries_QD)).amax(1)
         best_QP = best_PQ.T.cpu().numpy()
         slack_Q = 1e-5 * np.abs(kth_Q)
         for query, best_P in enumerate(best_QP):
@@ -166,13 +166,13 @@ def disagreements(scan: Scan[Any, Any], queries_QD: FloatArray, slabs: int) -> t
 
 
 def farthest_of_plain(scan: Scan[Any, Any], queries_QD: FloatArray) -> float:
-    """The kernel's scores of some passages against torch's own in float32: the largest difference over its bound."""
+    """Return the largest difference between the kernel's scores and torch's in float32, over its bound."""
     kernel, plain = scan.kernel, TorchKernel(str(scan.kernel.device))
     count = min(GPU_STEP // V, len(scan.steps[0].row_P))
     rows_ND, scale_N1 = scan.resident[0]
     some = DeviceRows(rows_ND[: count * V], None if scale_N1 is None else scale_N1[: count * V])
     asked_QD, counts_P = plain.put(queries_QD), np.full(count, V)
-    truth_QP = plain.best_views(asked_QD, plain.ready(*some), counts_P, V)
+    truth_QP = plain.best_views(asked_QD, plain.prepare_rows(*some), counts_P, V)
     found_QP = kernel.best_views(asked_QD, some, counts_P, V)[:, :count]
     norm_Q = np.linalg.norm(queries_QD.astype(np.float64), axis=1)
     bound_Q = score_error(norm_Q, scan.norms[0], scan.table.dimension, kernel.input_rounding)
@@ -180,10 +180,10 @@ def farthest_of_plain(scan: Scan[Any, Any], queries_QD: FloatArray) -> float:
     return float((away_Q / bound_Q).max())
 
 
-def tuned(scan: Scan[Any, Any], queries: int, machine: Machine) -> Tuning:
-    """The fastest of TUNINGS on the first step; one that the device cannot run is passed by."""
+def fastest_tuning(scan: Scan[Any, Any], queries: int, machine: Machine) -> Tuning:
+    """Return the fastest of TUNINGS on the first step; skip one that the device cannot run."""
     step, rows = scan.steps[0], DeviceRows(*scan.resident[0])
-    asked_QD = scan.kernel.put(drawn(queries, scan.table.dimension))
+    asked_QD = scan.kernel.put(draw_queries(queries, scan.table.dimension))
     seconds = {}
     if not scan.kernel.fused or not machine.device.startswith("cuda"):
         return Tuning()
@@ -205,17 +205,17 @@ def tuned(scan: Scan[Any, Any], queries: int, machine: Machine) -> Tuning:
 
 
 def measure_search(part: Part, machine: Machine, passages: int, dimension: int, kind: str, rounds: int) -> None:
-    """One kind of storage: exactness first, then times and their floors."""
+    """Measure one kind of storage: exactness first, then times and their floors."""
     width = 1 if kind == "int8" else 2
     count = fitting(passages, dimension, width, machine.device)
     kernel = FusedKernel(machine.device)
     began = time.perf_counter()
-    scan = shelf(count, dimension, kind, kernel)
+    scan = make_scan(count, dimension, kind, kernel)
     machine.sync()
     made_s = time.perf_counter() - began
     what = f"{count * V:,} views, {kind}"
-    wrong, looked = disagreements(scan, drawn(4, dimension), 8)
-    away = farthest_of_plain(scan, drawn(20, dimension))
+    wrong, looked = disagreements(scan, draw_queries(4, dimension), 8)
+    away = farthest_of_plain(scan, draw_queries(20, dimension))
     part.bars.append(
         Bar(f"{what}: hits that a plain float32 check of {looked:,} passages denies", wrong, 0, False, "hits")
     )
@@ -223,21 +223,21 @@ def measure_search(part: Part, machine: Machine, passages: int, dimension: int, 
     num_bytes = count * V * (dimension * width + (4 if kind == "int8" else 0))
     chosen = {}
     for batch in (1, 64):
-        kernel.tuning = chosen[batch] = tuned(scan, batch, machine)
-        queries_QD = drawn(batch, dimension)
+        kernel.tuning = chosen[batch] = fastest_tuning(scan, batch, machine)
+        queries_QD = draw_queries(batch, dimension)
         asked_QD = kernel.put(queries_QD)
 
         def whole(queries_QD: FloatArray = queries_QD) -> None:
             scan.search(queries_QD, K)
             machine.sync()
 
-        def scanned(asked_QD: torch.Tensor = asked_QD) -> None:
+        def scan_batch(asked_QD: torch.Tensor = asked_QD) -> None:
             for step, held in zip(scan.steps, scan.resident):
                 kernel.best_views(asked_QD, DeviceRows(*held), step.counts_P, step.uniform)
             machine.sync()
 
         name = f"{what}, batch {batch}"
-        samples = interleaved({f"{name}, search": whole, f"{name}, kernel alone": scanned}, rounds=rounds, warm=2)
+        samples = interleaved({f"{name}, search": whole, f"{name}, kernel alone": scan_batch}, rounds=rounds, warm=2)
         part.add(samples, batch)
         floor_s = max(num_bytes / machine.read_bytes, 2.0 * count * V * dimension * batch / machine.matrix_flops)
         for case in samples:
@@ -253,19 +253,20 @@ def measure_search(part: Part, machine: Machine, passages: int, dimension: int, 
 
 
 def against_plain(part: Part, machine: Machine, scan: Scan[Any, Any], what: str, rounds: int) -> None:
-    """The same vectors by torch's own product, maximum and top k, in float32: what the fused kernel spares."""
+    """Time the same vectors by torch's product, maximum and top k, in float32: the work that the fused kernel
+    avoids."""
     plain = TorchKernel(machine.device)
     count = min(GPU_STEP // V, len(scan.steps[0].row_P))
     rows_ND, scale_N1 = scan.resident[0]
     some = DeviceRows(rows_ND[: count * V], None if scale_N1 is None else scale_N1[: count * V])
-    counts_P, asked_QD = np.full(count, V), plain.put(drawn(1, scan.table.dimension))
+    counts_P, asked_QD = np.full(count, V), plain.put(draw_queries(1, scan.table.dimension))
 
     def ours() -> None:
         scan.kernel.best_views(asked_QD, some, counts_P, V)
         machine.sync()
 
     def torchs() -> None:
-        plain.best_views(asked_QD, plain.ready(*some), counts_P, V)
+        plain.best_views(asked_QD, plain.prepare_rows(*some), counts_P, V)
         machine.sync()
 
     cases = {f"{what}, {count * V:,} of them, fused": ours, f"{what}, {count * V:,} of them, plain torch": torchs}

@@ -1,16 +1,16 @@
-"""How time and memory grow with the corpus, and what `mvr-ray plan` said about it.
+"""Measure how time and memory grow with the corpus, against the estimate of `mvr-ray plan`.
 
     python benchmarks/growth.py             # 10 k, 30 k and 100 k passages x 8 views
-    python benchmarks/growth.py --large     # 1 M passages, and 10 M views; kept in results/bench/growth-large.json
+    python benchmarks/growth.py --large     # 1 M passages, and 10 M views; in results/bench/growth-large.json
 
-Made-up views (384 dimensions, fp16) go in where encoders put theirs; then the stages run as the commands run them:
-index, refine (feedback views from gold passages, a question for every 40 passages, these anywhere in the corpus; a gate
-of 64; one round), retrieve (256 questions, k = 100). What refine searches grows with questions times passages, so that
-time is told a question, and refine's own without it. Publish is refine's last part: shards that changed are written
-again, and a manifest names them. Every size has a process and a Ray session of its own. Memory is the kernel's own
-record of each process's most resident bytes (VmHWM), mapped pages of files included.
+Synthetic views (384 dimensions, fp16) replace those of encoders; then the stages run as the commands run them: index,
+refine (feedback views from gold passages, a question for every 40 passages, these anywhere in the corpus; a gate of 64;
+one round), retrieve (256 questions, k = 100). The searches of refine grow with questions times passages, so their time
+is reported per question, and refine's own without it. Publish is refine's last part: changed shards are rewritten, and
+a manifest names them. Every size has a process and a Ray session of its own. Memory is the kernel's own record of each
+process's peak resident bytes (VmHWM), mapped pages of files included.
 
-A stage takes seconds that do not depend on the size, which hide how it grows: beside the exponent stands the line
+A stage has seconds that do not depend on the size and hide its growth: so beside the exponent the report has the line
 t = a + b x passages.
 """
 
@@ -64,7 +64,7 @@ def config(store: Path) -> Any:
 
 
 class Watch:
-    """The most that each kind of process of this session held, by the kernel's own record, until the block ends."""
+    """Record the peak memory of each kind of process of this session, by the kernel's record, until the block ends."""
 
     def __init__(self) -> None:
         self.peaks: dict[str, dict[str, int]] = {}
@@ -84,7 +84,7 @@ class Watch:
             self._look()
 
     def end_of(self, stage: str) -> None:
-        """Note what is held now."""
+        """Record the current memory."""
         self.at_ends[stage] = self._look()
 
     def _look_until_ended(self) -> None:
@@ -128,7 +128,7 @@ def descendants(root: int) -> list[int]:
 
 
 def measure(passages: int, folder: Path, whole: bool) -> dict[str, Any]:
-    """One size, start to end; `whole`: all stages, else build and serve alone."""
+    """Measure one size, start to end; `whole`: all stages, else only build and serve."""
     from mvr_ray import capacity
     from mvr_ray.distributed import build_index, session
     from mvr_ray.distributed import refine as refining
@@ -146,11 +146,11 @@ def measure(passages: int, folder: Path, whole: bool) -> dict[str, Any]:
     seconds: dict[str, float] = {}
     told: dict[str, Any] = {"passages": passages, "seconds": seconds, "disk": {"staging": staged}}
 
-    def timed(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
-        def within(*given: Any, **named: Any) -> Any:
+    def with_timer(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
+        def within(*args: Any, **kwargs: Any) -> Any:
             began = time.perf_counter()
             try:
-                return act(*given, **named)
+                return act(*args, **kwargs)
             finally:
                 seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - began
                 watch.end_of(name)
@@ -159,15 +159,15 @@ def measure(passages: int, folder: Path, whole: bool) -> dict[str, Any]:
         return within
 
     with session.connect(run.resources), Watch()() as watch:
-        described = timed("index", build_index.index)(run)
+        described = with_timer("index", build_index.index)(run)
         told["disk"]["corpus"] = bytes_under(folder / "corpora")
         told["disk"]["encoder snapshot"] = bytes_under(folder / "encoders")
         told["disk"]["embeddings"] = described.num_bytes
         if whole:
-            refining.describe = timed("publish", refining.describe)
-            publish, manifest.publish = manifest.publish, timed("publish", manifest.publish)
-            search, RefinerPool.search = RefinerPool.search, timed("search of refine", RefinerPool.search)
-            report = timed("refine", refining.refine)(run)
+            refining.describe = with_timer("publish", refining.describe)
+            publish, manifest.publish = manifest.publish, with_timer("publish", manifest.publish)
+            search, RefinerPool.search = RefinerPool.search, with_timer("search of refine", RefinerPool.search)
+            report = with_timer("refine", refining.refine)(run)
             manifest.publish, RefinerPool.search = publish, search
             searched = seconds.pop("search of refine")
             seconds["refine"] -= searched
@@ -175,27 +175,27 @@ def measure(passages: int, folder: Path, whole: bool) -> dict[str, Any]:
             assert report.published and report.rewritten_shards == SHARDS, report.reason
             told["disk"]["one more version"] = report.published.num_bytes
             told["dirty"] = report.dirty_share
-            timed("retrieve", lambda: retrieve(run, "asked", folder / "ranking.json"))()
-        told["served"] = served(run, timed)
+            with_timer("retrieve", lambda: retrieve(run, "asked", folder / "ranking.json"))()
+        told["served"] = measure_serving(run)
     told["memory"], told["memory at ends"] = watch.peaks, watch.at_ends
     require_roles(told, whole)
     told["plan"] = {f"{line.kind} {line.what}": [line.bytes_each, line.count] for line in planned.lines}
     return told
 
 
-def require_roles(told: dict[str, Any], whole: bool) -> None:
-    """A kind of process that was never seen has another name by now: its figures would be left out unnoticed."""
-    asked = {"driver", *ROLES.values()} - (set() if whole else {"refiner"})
-    lacking = sorted(asked - set(told["memory"]))
+def require_roles(report: dict[str, Any], whole: bool) -> None:
+    """Exit if a kind of process was never seen: Ray renamed it, and its figures would be missing without notice."""
+    roles = {"driver", *ROLES.values()} - (set() if whole else {"refiner"})
+    lacking = sorted(roles - set(report["memory"]))
     if lacking:
         raise SystemExit(
-            f"growth: no process of {told['passages']:,} passages was seen to be a {' or a '.join(lacking)}; "
+            f"growth: no process of {report['passages']:,} passages was a {' or a '.join(lacking)}; "
             f"Ray's titles for them are no longer {', '.join(ROLES)}: put the new ones into ROLES, and measure again"
         )
 
 
-def served(run: Any, timed: Callable[..., Any]) -> dict[str, float]:
-    """Open the live version, and ask it for one query and for 32, again and again."""
+def measure_serving(run: Any) -> dict[str, float]:
+    """Open the live version, and search it repeatedly for one query and for 32."""
     from mvr_ray.distributed.router import open_router
 
     with open_router(run) as router:
@@ -217,7 +217,7 @@ def bytes_under(folder: Path) -> int:
 
 
 def run_one(passages: int, whole: bool = True) -> dict[str, Any]:
-    """`measure` in a process of its own."""
+    """Run `measure` in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="mvr-growth-") as folder:
         made = subprocess.run(
             [sys.executable, __file__, "--one", str(passages), folder, str(int(whole))],
@@ -230,13 +230,13 @@ def run_one(passages: int, whole: bool = True) -> dict[str, Any]:
 
 
 def exponent(sizes: list[int], values: list[float]) -> float:
-    """Slope of the straight line through the logarithms, or of its last piece where that is steeper."""
+    """Return the slope of the straight line through the logarithms, or of its last piece if that is steeper."""
     x, y = np.log(sizes), np.log(values)
     return max(float(np.polyfit(x, y, 1)[0]), float((y[-1] - y[-2]) / (x[-1] - x[-2])))
 
 
 def off(one: dict[str, Any]) -> dict[str, float]:
-    """By how much each thing that was used differs from what was planned, as a share of what was used."""
+    """Return the difference of each used resource from its plan, as a share of the used one."""
     plan = {what: each * count for what, (each, count) in one["plan"].items() if what.startswith("disk ")}
     shares = {f"disk, {what}": plan[f"disk {what}"] / used - 1 for what, used in one["disk"].items()}
     for role, used in one["memory"].items():

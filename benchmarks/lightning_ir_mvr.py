@@ -1,11 +1,11 @@
-"""Side by side with the one public MVR implementation, lightning-ir 0.0.6: every difference as a number.
+"""Compare with the one public MVR implementation, lightning-ir 0.0.6: every difference as a number.
 
     python benchmarks/lightning_ir_mvr.py [--peers .peers] [--passages 300]
 
 lightning-ir gets an environment of its own under --peers (1.6 GB, made once). Both sides read the same MiniLM weights
-and the same SQuAD paragraphs, without titles, cut at 256 tokens. Then our encoder is walked over to its input, one
-difference after the other, which shows what each of them does to the views. docs/papers.md says what was chosen and
-why. Results go to benchmarks/results/lightning-ir-mvr.md and .json.
+and the same SQuAD paragraphs, without titles, cut at 256 tokens. Then our encoder's input is changed to the peer's, one
+difference after the other, which shows the effect of each on the views. docs/papers.md has the choices and their
+reasons. Results go to benchmarks/results/lightning-ir-mvr.md and .json.
 
 Shapes: Q questions, P passages, V views per passage, D dimension, T tokens.
 """
@@ -54,7 +54,7 @@ PINS = (
 
 
 class Row(NamedTuple):
-    """One difference: what it is, as lightning-ir has it, as mvr_ray has it."""
+    """One difference: its name, lightning-ir's value, mvr_ray's value."""
 
     what: str
     theirs: str
@@ -80,12 +80,13 @@ def paragraphs(num: int) -> Paragraphs:
 
 
 def lightning_environment(peers: Path) -> Path:
-    """The Python of lightning-ir's own environment (1.6 GB), made where it is not there yet."""
+    """Return the Python of lightning-ir's own environment (1.6 GB); create it if it is missing."""
     return environment(peers, "lightning-ir", PINS)
 
 
 def newest(peers: Path) -> tuple[str, Path]:
-    """The transformers that mvr_ray is tested with, beside the environment: its version, and where it lies."""
+    """Install the transformers version that mvr_ray is tested with beside the environment; return version and
+    folder."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     [pin] = [line for line in lines if line.startswith("transformers==")]
     version = pin.partition("==")[2]
@@ -97,7 +98,7 @@ def newest(peers: Path) -> tuple[str, Path]:
 
 
 def peer(python: Path, folder: Path, *words: str, first: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the peer's script; modules in `first` hide those of its environment."""
+    """Run the peer's script; modules in `first` override those of its environment."""
     environ = {**os.environ, "PYTHONPATH": str(first or ""), "OMP_NUM_THREADS": "2"}
     command = [str(python), str(PEER), str(folder), *words]
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
@@ -118,7 +119,7 @@ def encoder(position: str) -> DualEncoder:
 
 
 def with_cls(ours: DualEncoder, passage: TokenizedPassage) -> TokenizedPassage:
-    """lightning-ir's input: [CLS] before the viewers, and as many text tokens less as that costs."""
+    """Return lightning-ir's input: [CLS] before the viewers, and one text token less for it."""
     ids_T = np.concatenate([[ours.layout.prefix[0]], passage.input_ids])
     view_T = np.concatenate([[-1], passage.view_T])
     if len(ids_T) > MAX_PASSAGE_TOKENS:
@@ -127,7 +128,7 @@ def with_cls(ours: DualEncoder, passage: TokenizedPassage) -> TokenizedPassage:
 
 
 def running(passage: TokenizedPassage) -> TokenizedPassage:
-    """The same tokens at ordinary positions, one after the other."""
+    """Return the same tokens at ordinary positions, one after the other."""
     return passage._replace(position_ids=np.arange(passage.num_tokens, dtype=np.int32))
 
 
@@ -137,7 +138,7 @@ def views(ours: DualEncoder, tokenized: list[TokenizedPassage]) -> FloatArray:
 
 
 def our_losses(ours: DualEncoder, task: dict[str, Any]) -> dict[str, Any]:
-    """Our losses on the peer's batch, read from its own input, so that only the losses differ."""
+    """Compute our losses on the peer's batch and input, so that only the losses differ."""
     passages = [Passage("", "", text) for pair in task["loss_passages"] for text in pair]
     tokenized = [with_cls(ours, passage) for passage in ours.tokenize_passages(passages)]
     queries_QD = torch.from_numpy(ours.embed_queries(task["loss_questions"]))
@@ -159,7 +160,7 @@ def our_losses(ours: DualEncoder, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it has waited for."""
+    """Return processor seconds of this process and of its ended child processes."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
 
@@ -173,8 +174,8 @@ def last_line(text: str) -> str:
     return lines[-1] if lines else "no error"
 
 
-def compared(theirs: dict[str, Any], folder: Path, data: Paragraphs, task: dict[str, Any]) -> list[Row]:
-    """Every difference but what fails. `theirs` is the peer's told.json."""
+def compare(theirs: dict[str, Any], folder: Path, data: Paragraphs, task: dict[str, Any]) -> list[Row]:
+    """List every difference except failures. `theirs` is the peer's told.json."""
     at_zero, own = encoder("zero"), encoder("own")
     passages = [Passage(str(i), "", text) for i, text in enumerate(data.texts)]
     zero = at_zero.tokenize_passages(passages)
@@ -261,7 +262,7 @@ def report(rows: list[Row], kept: dict[str, Any]) -> str:
 
 
 def attempts(peers: Path, python: Path, task: dict[str, Any], at: Path) -> list[Row]:
-    """What becomes of lightning-ir under the transformers that mvr_ray is tested with."""
+    """Try lightning-ir with the transformers version that mvr_ray is tested with."""
     version, folder = newest(peers)
     rows = []
     for projection, told in (("linear", "as released"), (None, "`projection=None`")):
@@ -272,7 +273,7 @@ def attempts(peers: Path, python: Path, task: dict[str, Any], at: Path) -> list[
     return rows
 
 
-def measured(peers: Path, num_passages: int, say: Callable[[str], None]) -> tuple[list[Row], dict[str, Any]]:
+def measure(peers: Path, num_passages: int, say: Callable[[str], None]) -> tuple[list[Row], dict[str, Any]]:
     torch.set_num_threads(2)
     data = paragraphs(num_passages)
     python, _ = lightning_environment(peers), newest(peers)
@@ -298,13 +299,13 @@ def measured(peers: Path, num_passages: int, say: Callable[[str], None]) -> tupl
         assert viewers is not None
         np.save(folder / "viewers.npy", viewers.weight[1:].detach().numpy(), allow_pickle=False)
         (folder / "task.json").write_text(json.dumps(task))
-        say("their side")
+        say("measuring the peer")
         done = peer(python, folder)
         if done.returncode:
             sys.exit(f"lightning-ir failed:\n{done.stderr}")
         theirs = json.loads((folder / "told.json").read_text())
-        say("our side")
-        rows += compared(theirs, folder, data, task)
+        say("measuring mvr_ray")
+        rows += compare(theirs, folder, data, task)
     kept = {
         "hardware": hardware(),
         "pins": list(PINS),
@@ -318,10 +319,10 @@ def measured(peers: Path, num_passages: int, say: Callable[[str], None]) -> tupl
 
 def main() -> None:
     words = argparse.ArgumentParser(description="MVR side by side with lightning-ir 0.0.6.")
-    words.add_argument("--peers", type=Path, default=ROOT / ".peers", help="where the peer's environment is made")
+    words.add_argument("--peers", type=Path, default=ROOT / ".peers", help="folder of the peer's environment")
     words.add_argument("--passages", type=int, default=300, help=f"SQuAD paragraphs, more than {LOSS_QUESTIONS}")
     chosen = words.parse_args()
-    rows, kept = measured(chosen.peers.resolve(), chosen.passages, lambda line: print(line, flush=True))
+    rows, kept = measure(chosen.peers.resolve(), chosen.passages, lambda line: print(line, flush=True))
     (RESULTS / f"{NAME}.json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
     (RESULTS / f"{NAME}.md").write_text(report(rows, kept))
     print(report(rows, kept), end="")

@@ -1,9 +1,9 @@
-"""The peer's side of `lightning_ir_mvr.py`: runs in an environment of its own, where mvr_ray is not installed.
+"""Run the peer of `lightning_ir_mvr.py`, in an environment of its own without mvr_ray.
 
     python lightning_ir_peer.py FOLDER        # reads FOLDER/task.json and viewers.npy, writes told.json and *.npy
-    python lightning_ir_peer.py FOLDER try    # only makes the model, to see whether it can be made
+    python lightning_ir_peer.py FOLDER try    # only constructs the model, to test whether it can
 
-Everything is measured on the running model: position ids are caught on their way into the position table.
+All measurements are on the running model: position ids are recorded at the input of the position table.
 
 Shapes: Q questions, P passages, V views per passage, D dimension, N question-passage pairs.
 """
@@ -24,8 +24,8 @@ warnings.filterwarnings("ignore")
 BATCH = 32
 
 
-def made(task: dict[str, Any], projection: str | None) -> Any:
-    """lightning-ir's own MVR over the task's backbone; a projection is a random linear layer on top."""
+def make_model(task: dict[str, Any], projection: str | None) -> Any:
+    """Make lightning-ir's own MVR over the task's backbone; a projection is a random linear layer on top."""
     from lightning_ir import BiEncoderModule
     from lightning_ir.models import MvrConfig
     from transformers.utils import logging
@@ -60,7 +60,7 @@ def question_vectors(module: Any, questions: list[str]) -> Tensor:
 
 
 def layout(module: Any, passage: str) -> dict[str, list[Any]]:
-    """Tokens of one passage and the positions that the transformer looks up for them."""
+    """Return the tokens of one passage and the positions that the transformer looks up for them."""
     caught: list[Tensor] = []
     table = module.model.embeddings.position_embeddings
     hook = table.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0]))
@@ -74,9 +74,9 @@ def layout(module: Any, passage: str) -> dict[str, list[Any]]:
 
 
 def losses(module: Any, task: dict[str, Any]) -> dict[str, Any]:
-    """Its losses on questions with one positive and one negative each, at several temperatures.
+    """Compute its losses on questions with one positive and one negative each, at several temperatures.
 
-    The local loss fails on what its own model gives, [N, 1, V]; so that it can be looked at, it also gets [N, V].
+    The local loss fails on its own model's output, [N, 1, V]; for a measurement it also gets [N, V].
     """
     from lightning_ir import ContrastiveLocalLoss, InBatchCrossEntropy
     from lightning_ir.bi_encoder import BiEncoderOutput
@@ -121,9 +121,9 @@ def losses(module: Any, task: dict[str, Any]) -> dict[str, Any]:
 def main(folder: Path, only_try: bool) -> None:
     task = json.loads((folder / "task.json").read_text())
     if only_try:
-        made(task, task["projection"])
+        make_model(task, task["projection"])
         return
-    module = made(task, None)
+    module = make_model(task, None)
     queries_QD = question_vectors(module, task["questions"])
     own_PVD = passage_views(module, task["passages"])
     told: dict[str, Any] = {"layout": layout(module, task["passages"][0])}
@@ -133,7 +133,7 @@ def main(folder: Path, only_try: bool) -> None:
         module.model.get_input_embeddings().weight[ids] = viewers_VD
     shared_PVD = passage_views(module, task["passages"])
     told["losses"] = losses(module, task)
-    projection = made(task, "linear").model.projection
+    projection = make_model(task, "linear").model.projection
     told["projection_parameters"] = sum(parameter.numel() for parameter in projection.parameters())
     for name, vectors in (("queries", queries_QD), ("own", own_PVD), ("shared", shared_PVD)):
         np.save(folder / f"{name}.npy", vectors.numpy(), allow_pickle=False)

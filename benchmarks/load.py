@@ -1,13 +1,13 @@
-"""A server under load: minutes at its capacity, then ten times as much as it can take.
+"""Measure a server under load: minutes at its capacity, then ten times that rate.
 
     python benchmarks/load.py --minutes 10
 
-`mvr-ray serve` runs as users run it (Ray Serve's proxy, a replica, searchers that are actors) over SQuAD's development
-passages; questions come as texts over HTTP from a process of their own on the same machine.
+`mvr-ray serve` runs as for users (Ray Serve's proxy, a replica, searcher actors) over SQuAD's development passages; a
+separate process on the same machine sends questions as texts over HTTP.
 
-    capacity   closed loops of 1, 2, 4, ... clients, and the number that is answered most questions a second
-    steady     so many clients for the minutes asked for: statuses, p50 and p99, memory of all the server's processes
-    flood      ten times that rate, in an open loop: what is let in is answered in time, the rest gets 503, Retry-After
+    capacity   closed loops of 1, 2, 4, ... clients; the number with most answers a second is selected
+    steady     that many clients for the given minutes: statuses, p50 and p99, memory of all the server's processes
+    flood      ten times that rate, in an open loop: admitted requests are answered in time, others get 503, Retry-After
     after      the steady load once more
 """
 
@@ -67,7 +67,7 @@ class Reply(NamedTuple):
 
 
 class Connection:
-    """One HTTP/1.1 connection, kept open; a client library would take more time than the server."""
+    """One persistent HTTP/1.1 connection; a client library would take more time than the server."""
 
     def __init__(self, port: int, token: str) -> None:
         self.port = port
@@ -151,7 +151,7 @@ async def opened(port: int, token: str, bodies: Sequence[bytes], per_s: float, s
 
 
 class Memory:
-    """The memory of a process and all below it, looked at every so many seconds; shared pages count in shares."""
+    """Sample the memory of a process and its descendants at intervals; shared pages count proportionally."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -176,7 +176,7 @@ class Memory:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that came from it."""
+    """Return a process and its descendants."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -217,7 +217,7 @@ def run_of(port: int) -> RunConfig:
 
 @contextmanager
 def serving(run: RunConfig, token: str) -> Iterator[int]:
-    """The process of `mvr-ray serve`, which answers; it must end well when it is interrupted."""
+    """Run `mvr-ray serve` until it answers; it must exit cleanly when it is interrupted."""
     file = Path(run.store.path) / "load.yaml"
     file.write_text(yaml.safe_dump(run.model_dump(mode="json")))
     command = [sys.executable, "-m", "mvr_ray.cli", "serve", str(file)]
@@ -244,7 +244,7 @@ def free_port() -> int:
 
 
 def rate(replies: Sequence[Reply]) -> float:
-    """Answered requests a second, from the first asked to the last answered."""
+    """Return answered requests a second, from the first request to the last answer."""
     good = [reply for reply in replies if reply.status == 200]
     ends = [reply.at_s + reply.took_s for reply in replies]
     return len(good) / (max(ends) - min(reply.at_s for reply in replies))
@@ -256,7 +256,7 @@ def percentile(replies: Sequence[Reply], share: float) -> float:
 
 
 def windows(replies: Sequence[Reply], share: float) -> list[float]:
-    """The percentile in every full window of the time."""
+    """Return the percentile in every full time window."""
     first = min(reply.at_s for reply in replies)
     grouped: dict[int, list[Reply]] = {}
     for reply in replies:
@@ -271,7 +271,7 @@ def statuses(replies: Sequence[Reply]) -> str:
 
 def main() -> None:
     asked = argparse.ArgumentParser(description="A server under load.")
-    asked.add_argument("--minutes", type=float, default=1.0, help="of the steady load")
+    asked.add_argument("--minutes", type=float, default=1.0, help="minutes of the steady load")
     minutes = asked.parse_args().minutes
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; nothing is written"))  # the server is stopped, too
     token, port = secrets.token_urlsafe(24), free_port()

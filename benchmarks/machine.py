@@ -1,4 +1,4 @@
-"""What a benchmark's figures were measured on, and the most memory that a process held."""
+"""Describe the machine of a benchmark, and read the peak memory of a process."""
 
 import os
 import platform
@@ -13,17 +13,17 @@ DIRTY = "-dirty"
 
 
 def peak_bytes() -> int:
-    """The most resident bytes of this program since it began, or since `forget_peak`.
+    """Return the peak resident bytes of this program since it began, or since `forget_peak`.
 
-    By `VmHWM`: the kernel begins it anew with every program, while `ru_maxrss` is handed down from the process that
-    started this one, so that a child seems to grow by nothing until it is larger than its parent ever was.
+    Uses `VmHWM`, which the kernel resets for every program; `ru_maxrss` is inherited from the parent process, so a
+    child would show no growth until it is larger than its parent's peak.
     """
     status = Path("/proc/self/status").read_text()
     return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
 
 
 def forget_peak() -> None:
-    """From here on the peak counts from what is resident now, not from what loading a model took."""
+    """Reset the peak to the current resident bytes, so that it does not include the loading of a model."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -39,7 +39,7 @@ def hardware() -> dict[str, str]:
 
 
 def commit(root: Path) -> str:
-    """The short name of the commit that `root` has checked out, and whether its files are others."""
+    """Return the short name of the checked-out commit of `root`, and whether its files differ."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True).stdout.strip()
@@ -49,7 +49,7 @@ def commit(root: Path) -> str:
 
 
 def _processor() -> str:
-    """The model's name where the system tells it."""
+    """Return the processor's model name if the system has it."""
     told = Path("/proc/cpuinfo")
     lines = told.read_text().splitlines() if told.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,8 +1,8 @@
-"""Indexes of made-up views, in the files that an encoder's views go into.
+"""Make indexes of synthetic views, in the files of an encoder's views.
 
-A view is a unit vector: its passage's own direction and as much again of its own. One block of passages is drawn; any
-other has the same vectors with their components in another order, which is drawn by the block's number. So ten million
-views are made in seconds, and what a stage does to a vector takes the same time.
+A view is a unit vector: equal parts of its passage's direction and of its own. One block of passages is random; any
+other has the same vectors with their components permuted by the block's number. So ten million views take seconds to
+make, and the stages take the same time as for real vectors.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ WORDS = ("the", "of", "and", "in", "was", "is", "for", "as", "on", "with", "by",
 
 
 @cache
-def drawn() -> FloatArray:
-    """float16 [BLOCK * V, D]."""
+def draw_views() -> FloatArray:
+    """Draw the views of the first block, float16 [BLOCK * V, D]."""
     rng = np.random.default_rng(0)
     own_PVD = rng.standard_normal((BLOCK, V, D), dtype=np.float32)
     own_PVD += rng.standard_normal((BLOCK, 1, D), dtype=np.float32)
@@ -42,19 +42,19 @@ def drawn() -> FloatArray:
 
 
 def views(number: int, passages: int) -> FloatArray:
-    """float16 [passages * V, D], the views of block `number`."""
-    return np.take(drawn()[: passages * V], np.random.default_rng(number).permutation(D), axis=1)
+    """Return the views of block `number`, float16 [passages * V, D]."""
+    return np.take(draw_views()[: passages * V], np.random.default_rng(number).permutation(D), axis=1)
 
 
 def block(ids: list[str], number: int) -> EmbeddingBlock:
-    """Passages with all their views."""
+    """Return a block of passages with all their views."""
     count = len(ids)
     numbers_N = np.tile(np.arange(V, dtype=np.int16), count)
     return EmbeddingBlock(ids, np.arange(count + 1, dtype=np.int64) * V, numbers_N, views(number, count))
 
 
 def queries(count: int, seed: int = 1) -> FloatArray:
-    """Unit vectors near views of the first block, float32 [Q, D]."""
+    """Draw unit vectors near views of the first block, float32 [Q, D]."""
     rng = np.random.default_rng((seed, 1))
     near_QD = views(0, BLOCK)[rng.integers(0, BLOCK * V, count)].astype(np.float32)
     near_QD += 0.05 * rng.standard_normal(near_QD.shape, dtype=np.float32)
@@ -62,7 +62,7 @@ def queries(count: int, seed: int = 1) -> FloatArray:
 
 
 def shards_of(passages: int, num_shards: int) -> list[list[str]]:
-    """Ids in order, by shard."""
+    """Return ids in order, by shard."""
     found: list[list[str]] = [[] for _ in range(num_shards)]
     for number in range(passages):
         name = f"{number:09d}"
@@ -71,7 +71,7 @@ def shards_of(passages: int, num_shards: int) -> list[list[str]]:
 
 
 def publish(store: Store, run: RunConfig, passages: int, num_shards: int, parent: int = 0) -> Manifest:
-    """A version of made-up views that nothing but searchers will look at."""
+    """Publish a version of synthetic views for searchers only."""
     draft = Manifest(
         index=run.index.name,
         operation="index",
@@ -100,11 +100,11 @@ def publish(store: Store, run: RunConfig, passages: int, num_shards: int, parent
 
 
 def prepare(run: RunConfig, passages: int, sets: dict[str, int], text_chars: int = 620) -> Corpus:
-    """A corpus of made-up passages, as `mvr-ray prepare` leaves one, and question sets of so many questions.
+    """Write a synthetic corpus as `mvr-ray prepare` does, and question sets of the given sizes.
 
-    Each question asks for a passage of its own, and what a set asks for lies anywhere in the corpus.
+    Each question is for a passage of its own, anywhere in the corpus.
 
-    Raises ValueError where there are more questions than passages.
+    Raises ValueError for more questions than passages.
     """
     if sum(sets.values()) > passages:
         raise ValueError(f"{sum(sets.values())} questions ask for as many passages, but {passages} are made; make more")
@@ -135,9 +135,9 @@ def _question(name: str, number: int, passage: int) -> Question:
 
 
 def stage(run: RunConfig, corpus: Corpus) -> int:
-    """Put made-up views of every passage where encoders put theirs; `mvr-ray index` then finds nothing to encode.
+    """Stage synthetic views of every passage instead of an encoder's; `mvr-ray index` then encodes nothing.
 
-    Gives how many bytes they take.
+    Returns their number of bytes.
     """
     store = Store(run.store.path)
     task = encode_task(run, corpus, resolve_encoder(run, corpus))

@@ -1,8 +1,8 @@
-"""Side by side in one run: interleaved rounds, ratios of the same round, and the floors of the machine.
+"""Compare cases in one run: interleaved rounds, ratios of the same round, and the floors of the machine.
 
-A part of the suite is one file of this folder. It times its cases with `interleaved`, states what must hold as
-`Bar`s, and ends with `write`, which keeps every raw sample in `results/bench/<part>.json`. `suite.py` runs the parts
-and makes the one table of them.
+A part of the suite is one file of this folder. It times its cases with `interleaved`, states its targets as `Bar`s, and
+ends with `write`, which stores every raw sample in `results/bench/<part>.json`. `suite.py` runs the parts and makes
+their common table.
 """
 
 import gc
@@ -22,7 +22,7 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class Bar:
-    """One thing that must hold, and whether it did: `measured` at least (or at most) `bar`."""
+    """A target and its result: `measured` at least (or at most) `bar`."""
 
     what: str
     measured: float
@@ -39,7 +39,7 @@ class Bar:
 
 @dataclass
 class Part:
-    """What one part of the suite measured. Samples are seconds; `work` is what one sample did, in `unit`s."""
+    """The measurements of one part of the suite. Samples are seconds; `work` is the work of one sample, in `unit`s."""
 
     name: str
     title: str
@@ -60,8 +60,8 @@ class Part:
 def interleaved(
     cases: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS, warm: int = 1, repeat: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds of each case in each round: all cases run once, in turn, before any runs again. A sample is the mean of
-    `repeat` runs, for what takes less than milliseconds. The first `warm` rounds are not counted."""
+    """Measure the seconds of each case in each round: all cases run once, in turn, before any runs again. A sample is
+    the mean of `repeat` runs, for cases under a millisecond. The first `warm` rounds are not counted."""
     samples: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(warm + rounds):
         for name, run in cases.items():
@@ -76,7 +76,7 @@ def interleaved(
 
 
 def in_a_row(run: Callable[[], Any], times: int, warm: int = 0) -> list[float]:
-    """Seconds of each of so many runs with nothing between them: the machine does nothing else."""
+    """Measure the seconds of consecutive runs on an otherwise idle machine."""
     seconds = []
     for number in range(warm + times):
         began = time.perf_counter()
@@ -87,19 +87,19 @@ def in_a_row(run: Callable[[], Any], times: int, warm: int = 0) -> list[float]:
 
 
 def speedup(samples: Mapping[str, Sequence[float]], ours: str, peer: str) -> float:
-    """How many times as fast as `peer` we are: the median over rounds of the ratio within the round."""
+    """Return our speed relative to `peer`: the median over rounds of the ratio within the round."""
     return statistics.median(b / a for a, b in zip(samples[ours], samples[peer], strict=True))
 
 
 class Line(NamedTuple):
-    """What so many seconds are made of: those that always pass, and those for each one more."""
+    """A time as a fixed part, and seconds for each further unit."""
 
     fixed_s: float
     each_s: float
 
 
 def line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
-    """The straight line of least squares through them that no size takes less than nothing of: both parts are >= 0."""
+    """Fit the straight line of least squares with both parts >= 0."""
     x, y = np.asarray(sizes, float), np.asarray(seconds, float)
     each, fixed = np.polyfit(x, y, 1)
     if fixed < 0:
@@ -110,7 +110,7 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
 
 
 def write(part: Part) -> None:
-    """Keep the part with its raw samples, and print it."""
+    """Store the part with its raw samples, and print it."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     report = {**asdict(part), "bars": [{**asdict(bar), "met": bar.met} for bar in part.bars], "hardware": hardware()}
     target = FOLDER / f"{part.name}.json"
@@ -127,15 +127,17 @@ def _plain(value: Any) -> Any:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """One part as Markdown: its cases, then its bars, then what it was measured with."""
+    """Return one part as Markdown: its cases, its targets, its settings."""
     lines = [f"## {report['title']}", ""]
     if report["samples"]:
         lines += [f"| case | median | least..most | {report['unit']}/s | share of the floor |", "|---|---|---|---|---|"]
         for name, seconds in report["samples"].items():
             middle, floor = statistics.median(seconds), report["floors"].get(name)
             share = f"{floor / middle:.0%}" if floor else ""
-            spread = f"{_told(min(seconds))}..{_told(max(seconds))}"
-            lines.append(f"| {name} | {_told(middle)} | {spread} | {report['work'][name] / middle:,.4g} | {share} |")
+            spread = f"{_format_seconds(min(seconds))}..{_format_seconds(max(seconds))}"
+            lines.append(
+                f"| {name} | {_format_seconds(middle)} | {spread} | {report['work'][name] / middle:,.4g} | {share} |"
+            )
         lines.append("")
     if report["bars"]:
         lines += ["| bar | asked | measured | |", "|---|---|---|---|"]
@@ -153,7 +155,7 @@ def markdown(report: Mapping[str, Any]) -> str:
 
 
 def bar_row(bar: Mapping[str, Any]) -> str:
-    """What was asked, what was measured, and whether that is enough, as cells of a Markdown table."""
+    """Return target, measurement and whether it is met, as cells of a Markdown table."""
     asked = f"{'>=' if bar['at_least'] else '<='} {bar['bar']:g} {bar['unit']}"
     return f"{bar['what']} | {asked} | {bar['measured']:.3g} {bar['unit']} | {'met' if bar['met'] else '**missed**'}"
 
@@ -164,7 +166,7 @@ def _fact(value: Any) -> str:
     return ", ".join(f"{k} {_fact(v)}" for k, v in value.items()) if isinstance(value, Mapping) else str(value)
 
 
-def _told(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} us"

@@ -1,11 +1,11 @@
-"""How fast the articles of a MediaWiki dump are read, by one core, and what that means for the whole of a wiki.
+"""Measure how fast one core reads the articles of a MediaWiki dump, and extrapolate to a whole wiki.
 
     python benchmarks/mediawiki.py                        # an excerpt of the English Wikipedia, 206 pages
     python benchmarks/mediawiki.py enwiki.xml.bz2 --rounds 1
 
-Steps are cumulative: decompress; decompress and read the XML; parse the wikitext as well; and the whole of `prepare`,
-with chunks of 100 words. Each is one process on one thread, timed by the processor's clock, so that other work on the
-machine does not count. Results: results/mediawiki.md and .json.
+Steps are cumulative: decompress; also read the XML; also parse the wikitext; and all of `prepare`, with chunks of 100
+words. Each is one process on one thread, timed by processor time, so that other load on the machine does not count.
+Results: results/mediawiki.md and .json.
 """
 
 import argparse

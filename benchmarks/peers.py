@@ -1,7 +1,7 @@
-"""Peers in environments of their own, and one process of a peer that stays open and works when it is asked.
+"""Create environments of peers, and run a peer in a process that works on request.
 
-An environment is made once under a folder that git ignores. A peer's script reads a task, says `ready`, and then does
-one piece of work for every line that it is sent, and answers each with a line of JSON.
+An environment is made once under a folder that git ignores. A peer's script reads a task, prints `ready`, then executes
+each input line, and answers each with a line of JSON.
 """
 
 import json
@@ -24,9 +24,9 @@ SENTENCE_TRANSFORMERS = (
 
 
 def environment(peers: Path, name: str, pins: tuple[str, ...], without: tuple[str, ...] = ()) -> Path:
-    """The Python of the environment `name`, made where it is not there yet or holds other versions.
+    """Return the Python of the environment `name`; create it if it is missing or holds other versions.
 
-    `without`: what a pin brings and does not need, such as a package built for another torch.
+    `without`: unneeded dependencies of a pin, such as a package built for another torch.
     """
     folder = peers / name
     python, done = folder / "bin" / "python", folder / "installed.txt"
@@ -67,7 +67,7 @@ class Peer:
         return self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        """The next line that is an answer: what else a peer prints is passed over."""
+        """Return the next answer; skip other output of the peer."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(('{"', "{}")):

@@ -1,11 +1,10 @@
-"""Retrieval quality on SQuAD: every system over the same passages, one table with 95 % intervals.
+"""Measure retrieval quality on SQuAD: every system over the same passages, one table with 95 % intervals.
 
     python benchmarks/quality.py    # untrained systems, refinement, and the encoder that configs/squad.yaml trains
 
-Each step is a command that anyone can type, printed before it runs and kept beside its figures. A step whose result
-is on file is not run again. Results go to benchmarks/results/quality.json and .md; what every system found for
-every question goes to quality.parquet, which `mvr-ray compare` reads. Which readout is best to train is for study
-`decided`.
+Each step is an ordinary command, printed before it runs and stored with its figures. A step whose result is on file is
+not run again. Results go to benchmarks/results/quality.json and .md; the ranks of every question by every system go to
+quality.parquet, which `mvr-ray compare` reads. Study `decided` compares trained readouts.
 """
 
 import json
@@ -56,9 +55,9 @@ BM25 = "BM25"
 
 
 class System(NamedTuple):
-    """A row of the table: the commands that make it, each a stage with its overrides; `evaluate` comes last. `than` is
-    the row that it is compared with. Searches by words and views have a row of their own, compared with BM25. `corpus`
-    is another one than that of configs/squad.yaml."""
+    """A row of the table: its commands, each a stage with its overrides; `evaluate` comes last. `than` is the row to
+    compare with. Hybrid searches have a row of their own, compared with BM25. `corpus` overrides the one of
+    configs/squad.yaml."""
 
     name: str
     commands: list[tuple[str, list[str]]]
@@ -70,7 +69,7 @@ class System(NamedTuple):
         return f"{self.name}, {self.corpus}" if self.corpus else self.name
 
     def row(self, evaluated: str) -> str:
-        """What the table calls a system of the evaluation."""
+        """Return the table's name of a system of the evaluation."""
         if evaluated == "bm25":
             return BM25
         return f"{self.name}, with BM25" if evaluated.startswith("bm25 + ") else self.name
@@ -79,14 +78,14 @@ class System(NamedTuple):
 ONE, EIGHT, LEARNED = "one mean vector", "snippet means, 8 views", "snippet means, trained on SQuAD"
 
 
-def refined(name: str, base: list[str], how: list[str], than: str) -> System:
-    """Refine version 1 of an index, whatever has been published since."""
+def refinement_system(name: str, base: list[str], how: list[str], than: str) -> System:
+    """Return a system that refines version 1 of an index, whatever was published since."""
     back = ("versions rollback 1", base)
     return System(name, [back, ("refine", [*base, *how]), ("evaluate", base)], than)
 
 
 def elsewhere(corpus: str, source: list[str]) -> list[System]:
-    """The encoder without training and after it, on passages and questions that it was not trained for."""
+    """Return the encoder before and after training, on passages and questions unlike its training data."""
     name = corpus.lower()
     before = [*source, "encoder.strategy=snippet_means", f"index.name={name}-snippet-means", UNTRAINED, *WITH_WORDS]
     after = [*source, f"index.name={name}-trained", "index.encoder=trained", *WITH_WORDS]
@@ -99,23 +98,23 @@ def elsewhere(corpus: str, source: list[str]) -> list[System]:
 
 SYSTEMS = [
     System(ONE, [("index", MEAN), ("evaluate", [*MEAN, "evaluate.bm25=true"])], BM25),
-    refined("one mean vector, linear form", MEAN, LINEAR, ONE),
-    refined("one mean vector, linear form, raw as in the paper", MEAN, RAW, ONE),
-    refined("one mean vector, feedback views", MEAN, FEEDBACK, ONE),
-    refined("one mean vector, two feedback views a passage", MEAN, TWO, ONE),
+    refinement_system("one mean vector, linear form", MEAN, LINEAR, ONE),
+    refinement_system("one mean vector, linear form, raw as in the paper", MEAN, RAW, ONE),
+    refinement_system("one mean vector, feedback views", MEAN, FEEDBACK, ONE),
+    refinement_system("one mean vector, two feedback views a passage", MEAN, TWO, ONE),
     System(EIGHT, [("index", SNIPPETS), ("evaluate", SNIPPETS)], ONE),
-    refined("snippet means, linear form", SNIPPETS, LINEAR, EIGHT),
-    refined("snippet means, linear form, raw as in the paper", SNIPPETS, RAW, EIGHT),
-    refined("snippet means, feedback views", SNIPPETS, FEEDBACK, EIGHT),
-    refined("snippet means, two feedback views a passage", SNIPPETS, TWO, EIGHT),
+    refinement_system("snippet means, linear form", SNIPPETS, LINEAR, EIGHT),
+    refinement_system("snippet means, linear form, raw as in the paper", SNIPPETS, RAW, EIGHT),
+    refinement_system("snippet means, feedback views", SNIPPETS, FEEDBACK, EIGHT),
+    refinement_system("snippet means, two feedback views a passage", SNIPPETS, TWO, EIGHT),
     System(LEARNED, [("train", []), ("index", [*TRAINED, *WITH_WORDS]), ("evaluate", [*TRAINED, *WITH_WORDS])], EIGHT),
     *elsewhere("Cranfield", CRANFIELD),
     *elsewhere("EfficientQA", EFFICIENT_QA),
 ]
 
 
-def typed(stage: str, overrides: list[str]) -> str:
-    """The command of a stage as anyone would type it."""
+def command_line(stage: str, overrides: list[str]) -> str:
+    """Return the command line of a stage."""
     name, *action = stage.split()
     return shlex.join(["mvr-ray", name, CONFIG, *action, *overrides])
 
@@ -123,13 +122,13 @@ def typed(stage: str, overrides: list[str]) -> str:
 def run_stage(stage: str, overrides: list[str]) -> dict[str, Any]:
     name, *action = stage.split()
     command = [str(Path(sys.executable).parent / "mvr-ray"), name, CONFIG, *action, *overrides, "--json"]
-    print("$", typed(stage, overrides), flush=True)
+    print("$", command_line(stage, overrides), flush=True)
     started = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         sys.exit(f"{stage} failed with status {done.returncode}")
     return {
-        "command": typed(stage, overrides),
+        "command": command_line(stage, overrides),
         "seconds": round(time.monotonic() - started, 1),
         "hardware": hardware(),
         "report": json.loads(done.stdout),
@@ -137,7 +136,7 @@ def run_stage(stage: str, overrides: list[str]) -> dict[str, Any]:
 
 
 def commands(system: System, extra: list[str]) -> list[tuple[str, list[str]]]:
-    """What is run for a system, stage by stage; `extra` are overrides for every command."""
+    """List a system's commands, stage by stage; `extra` are overrides for every command."""
     common = ["evaluate.bm25=false", "index.precision=bf16"]
     common += ["search.hybrid=null", "index.lexical=false", *extra]  # a row is what the vectors of one system find
     return [
@@ -147,7 +146,7 @@ def commands(system: System, extra: list[str]) -> list[tuple[str, list[str]]]:
 
 
 def keep_ranks(path: Path, system: System, evaluated: dict[str, Any]) -> None:
-    """Add what a system found for every question to the file of all systems."""
+    """Add a system's ranks of every question to the file of all systems."""
     ranks = read_question_ranks(ROOT / evaluated.pop("questions_file"))
     new = [part._replace(system=system.row(part.system)) for part in ranks]
     replaced = {(part.system, part.questions) for part in new}
@@ -157,7 +156,7 @@ def keep_ranks(path: Path, system: System, evaluated: dict[str, Any]) -> None:
 
 
 def change(path: Path, questions: str, name: str, than: str) -> str:
-    """Difference in top-1 with its interval and the p of the paired test, for which articles are flipped."""
+    """Return the difference in top-1 with its interval and the p of the paired test that flips articles."""
     if not than:
         return ""
     [row] = compare(f"{path}:{than}", f"{path}:{name}", [1], question_set=questions)
@@ -165,7 +164,7 @@ def change(path: Path, questions: str, name: str, than: str) -> str:
 
 
 def table(kept: dict[str, Any], ranks: Path) -> str:
-    """One Markdown table a question set: systems down, metrics across, 95 % intervals in brackets."""
+    """Return one Markdown table per question set: systems down, metrics across, 95 % intervals in brackets."""
     systems = {system.key: system for system in SYSTEMS}
     count: dict[str, int] = {}
     found: dict[str, dict[str, dict[str, str]]] = {}
@@ -218,7 +217,7 @@ def table(kept: dict[str, Any], ranks: Path) -> str:
 
 
 def main(extra: list[str]) -> None:
-    """`extra` are overrides for every command, such as store.path=/mnt/store."""
+    """Measure all systems; `extra` are overrides for every command, such as store.path=/mnt/store."""
     path = RESULTS / "quality.json"
     ranks = path.with_suffix(".parquet")
     kept = json.loads(path.read_text()) if path.is_file() else {"hardware": hardware(), "systems": {}}

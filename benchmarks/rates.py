@@ -1,7 +1,7 @@
-"""Measured rates for the simulation: from the parts on file, else from a quick measurement of its own, which is told.
+"""Read measured rates for the simulation: from the parts on file, else from a quick measurement, which is reported.
 
-A part tells a rate in `facts["rates"]`, by one of the names below; where it does not, by the case that means that rate:
-its work over its median. Of cases that differ in their size alone, the largest speaks.
+A part states a rate in `facts["rates"]` under one of the names below; if it does not, the rate is that of a case: its
+work over its median. Of cases that differ only in size, the largest counts.
 """
 
 import json
@@ -31,7 +31,7 @@ FEW, MANY = 1, 32
 
 
 class Rate(NamedTuple):
-    """So many a second once it runs, where that is from, and the seconds that pass before, whatever the number."""
+    """A rate per second, its source, and the fixed seconds before."""
 
     value: float
     source: str
@@ -39,19 +39,19 @@ class Rate(NamedTuple):
 
 
 def read_rates(folder: Path) -> dict[str, Rate]:
-    """Every rate of KNOWN that a part on file tells."""
+    """Return every rate of KNOWN that a part on file has."""
     found = {}
     for name, (part, pattern) in KNOWN.items():
         path = folder / f"{part}.json"
         if path.is_file():
-            rate = told(name, json.loads(path.read_text()), pattern)
+            rate = read_rate(name, json.loads(path.read_text()), pattern)
             if rate is not None:
                 found[name] = rate
     return found
 
 
-def told(name: str, report: Mapping, pattern: str) -> Rate | None:
-    """The rate in one part's report, None where it tells none."""
+def read_rate(name: str, report: Mapping, pattern: str) -> Rate | None:
+    """Return the rate in one part's report, None if it has none."""
     source = f"{report['name']}.json of {report['hardware']['date']}"
     stated = report["facts"].get("rates", {})
     if name in stated:
@@ -70,7 +70,7 @@ def told(name: str, report: Mapping, pattern: str) -> Rate | None:
 
 
 def read_scans(folder: Path, threads: int) -> tuple[dict[str, Scan], str]:
-    """Exhaustive search on so many threads as the part `search` measured it, and its date; nothing where it did not."""
+    """Return the part `search`'s measurements of exhaustive search on `threads`, and its date; empty if it has none."""
     path = folder / "search.json"
     if not path.is_file():
         return {}, ""

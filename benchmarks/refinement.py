@@ -1,9 +1,9 @@
-"""A round of refinement over SQuAD's size: its stages, the update against loops of autograd, re-indexing what changed.
+"""Measure a round of refinement at SQuAD's size: its stages, the update against autograd loops, the re-index.
 
     python benchmarks/refinement.py        (MVR_RAY_DATA names the folder that holds squad/)
 
-Passages, questions and answers are SQuAD's; vectors are made up (8 views a passage, 384 dimensions, fp16; a question
-lies near a view of its gold passage), for encoding both would take longer than all that is measured here. AOpt's
+Passages, questions and answers are SQuAD's; vectors are synthetic (8 views a passage, 384 dimensions, fp16; a question
+is near a view of its gold passage), as encoding both would take longer than all these measurements. AOpt's
 passage-centric step (eqs. 13 and 14) on the first 100 hits of each question, all answer-bearing hits positive.
 """
 
@@ -94,7 +94,7 @@ def config(store: Path, data: Path, name: str = "squad") -> RunConfig:
     )
 
 
-class Stored(NamedTuple):
+class StoredVersion(NamedTuple):
     """A version, all its blocks in order of passage number, and the ids."""
 
     described: Manifest
@@ -102,7 +102,7 @@ class Stored(NamedTuple):
     ids: list[str]
 
 
-def stored(store: Store, described: Manifest) -> Stored:
+def read_version(store: Store, described: Manifest) -> StoredVersion:
     blocks = [
         block
         for entry in described.shards
@@ -110,11 +110,11 @@ def stored(store: Store, described: Manifest) -> Stored:
             store.local_path(paths.shard_dir(described.index, entry.digest)) / paths.EMBEDDINGS
         ).blocks()
     ]
-    return Stored(described, blocks, [name for block in blocks for name in block.ids])
+    return StoredVersion(described, blocks, [name for block in blocks for name in block.ids])
 
 
-def asked(store: Store, of: Stored) -> tuple[RefineQuestions, FloatArray]:
-    """The questions, and a vector for each: a view of its gold passage and as much noise."""
+def make_questions(store: Store, of: StoredVersion) -> tuple[RefineQuestions, FloatArray]:
+    """Return the questions, and a vector for each: equal parts of a view of its gold passage and noise."""
     passages = corpus.Corpus.open(store, of.described.corpus)
     train, dev = (read_questions(passages, name) for name in ("train", "dev"))
     questions = arrange("train", train[:QUESTIONS], [("dev", dev[:GATE])], [])
@@ -142,7 +142,7 @@ class Clock:
 
 
 def one_round(loop: RefinementLoop, clock: Clock) -> Labels:
-    """From the hits of the version to the moved views, as the loop does it. Gives the labels."""
+    """Run one round from the version's hits to the moved views, as the loop does; return the labels."""
     queries_LD = loop.queries_at(0)
     with clock("retrieve"):
         hits: ShardHits = loop.search(PUBLISHED, loop.labelled, queries_LD, "retrieve")
@@ -157,7 +157,7 @@ def one_round(loop: RefinementLoop, clock: Clock) -> Labels:
 
 
 class Sample(NamedTuple):
-    """Some passages as a loop takes them: each one's views that move, and per view its partners and their signs."""
+    """Some passages for a loop: each one's moving views, and per view its partners and their signs."""
 
     views: list[torch.Tensor]
     partners: list[list[torch.Tensor]]
@@ -165,8 +165,10 @@ class Sample(NamedTuple):
     slots: np.ndarray
 
 
-def drawn(matrices: LabelMatrices, views_ND: FloatArray, moved_M: np.ndarray, passage_N: np.ndarray) -> Sample:
-    """`LOOP_PASSAGES` of those that move, evenly over all."""
+def sample_passages(
+    matrices: LabelMatrices, views_ND: FloatArray, moved_M: np.ndarray, passage_N: np.ndarray
+) -> Sample:
+    """Sample `LOOP_PASSAGES` of the moving passages, evenly over all."""
     owners = np.unique(passage_N[moved_M])
     chosen = owners[np.linspace(0, len(owners) - 1, LOOP_PASSAGES).astype(int)]
     made = Sample([], [], [], np.flatnonzero(np.isin(passage_N, chosen) & np.isin(np.arange(len(passage_N)), moved_M)))
@@ -184,7 +186,7 @@ def _row(matrix: Any, slot: int) -> np.ndarray:
 
 
 def passage_loss(x_VD: torch.Tensor, queries: torch.Tensor, partners: list, positive: list) -> torch.Tensor:
-    """Eq. 13, summed over the passage's views."""
+    """Compute eq. 13, summed over the passage's views."""
     losses = []
     for x_D, rows, good in zip(x_VD, partners, positive):
         scores = queries[rows] @ x_D
@@ -193,7 +195,7 @@ def passage_loss(x_VD: torch.Tensor, queries: torch.Tensor, partners: list, posi
 
 
 def by_autograd(sample: Sample, queries: torch.Tensor) -> list[torch.Tensor]:
-    """A graph a passage and a step by hand."""
+    """Step each passage by its own graph, without an optimiser."""
     moved = []
     for views, partners, positive in zip(sample.views, sample.partners, sample.positive):
         x_VD = views.clone().requires_grad_()
@@ -203,7 +205,7 @@ def by_autograd(sample: Sample, queries: torch.Tensor) -> list[torch.Tensor]:
 
 
 def by_optimiser(sample: Sample, queries: torch.Tensor) -> list[torch.Tensor]:
-    """A parameter and an optimiser a passage, as the paper's batches of one have it."""
+    """Step each passage by a parameter and an optimiser of its own, as the paper's batches of one do."""
     moved = []
     for views, partners, positive in zip(sample.views, sample.partners, sample.positive):
         x_VD = torch.nn.Parameter(views.clone())
@@ -215,8 +217,8 @@ def by_optimiser(sample: Sample, queries: torch.Tensor) -> list[torch.Tensor]:
     return moved
 
 
-def updates(part: Part, of: Stored, labels: Labels, queries_LD: FloatArray) -> None:
-    """All passages in closed form against loops over some of them, all with as many threads as the round has."""
+def updates(part: Part, of: StoredVersion, labels: Labels, queries_LD: FloatArray) -> None:
+    """Compare all passages in closed form with loops over some of them, on the threads of the round."""
     views = StoredViews(of.blocks)
     slot_L = views.slots(labels.passage_L, labels.view_L)
     views_ND = np.concatenate([block.vectors_ND for block in of.blocks])
@@ -225,7 +227,7 @@ def updates(part: Part, of: Stored, labels: Labels, queries_LD: FloatArray) -> N
     torch.set_num_threads(REFINERS)
     queries = torch.from_numpy(queries_LD)
     single = aopt.passage_step(views_ND, queries_LD, matrices, step_size=STEP, guard=GUARD, single=True)
-    sample = drawn(matrices, views_ND, single.moved_M, passage_N)
+    sample = sample_passages(matrices, views_ND, single.moved_M, passage_N)
     num_moved = len(np.unique(passage_N[single.moved_M]))
     print(f"{len(slot_L):,} labels; {single.num_moved:,} views of {num_moved:,} passages move", flush=True)
     ours = single.vectors_MD[np.searchsorted(single.moved_M, sample.slots)]
@@ -256,8 +258,8 @@ def updates(part: Part, of: Stored, labels: Labels, queries_LD: FloatArray) -> N
     )
 
 
-def rates(part: Part, loop: RefinementLoop, of: Stored) -> None:
-    """Retrieval of a round beside exact search of the same views in this process, on as many threads."""
+def rates(part: Part, loop: RefinementLoop, of: StoredVersion) -> None:
+    """Compare a round's retrieval with exact search of the same views in this process, on as many threads."""
     queries_QD = loop.queries_TD[:RATE_QUESTIONS]
     exact = open_index(IndexParams(), of.blocks, Path(), threads=REFINERS)
     torch.set_num_threads(REFINERS)
@@ -272,10 +274,10 @@ def rates(part: Part, loop: RefinementLoop, of: Stored) -> None:
     part.bars.append(Bar("retrieval's rate over that of exact search", speedup(samples, *names), 0.95, note=SHARES))
 
 
-def rebuilds(part: Part, run: RunConfig, staged: Path, of: Stored, refiners: RefinerPool, staging: str) -> None:
-    """A version of which 5 % of the passages changed, against a whole build from embedded passages; both published.
+def rebuilds(part: Part, run: RunConfig, staged: Path, of: StoredVersion, refiners: RefinerPool, staging: str) -> None:
+    """Compare a version with 5 % changed passages and a whole build from embedded passages; publish both.
 
-    A build's time runs from when its first task is sent: what `index` does before is opening the encoder.
+    A build's time starts with its first task: before, `index` only opens the encoder.
     """
     store, rng = Store(run.store.path), np.random.default_rng(5)
     numbers = iter(range(100))
@@ -296,13 +298,13 @@ def rebuilds(part: Part, run: RunConfig, staged: Path, of: Stored, refiners: Ref
         build_index._build = build
         shutil.rmtree(store.local_path(f"indexes/{name}"))
 
-    def loaded(at: StateId) -> None:
-        """The refiners hold the state, as after a round's step: any question about one passage makes them read it."""
+    def load_state(at: StateId) -> None:
+        """Make the refiners load the state, as after a round's step: any request about one passage does."""
         one, query_1D = np.zeros(1, np.int64), np.zeros((1, made_up.D), np.float32)
         label = Labels(one, one, np.zeros(1, np.int16), np.ones(1, bool))
         refiners.winners(at, {entry.shard: label for entry in of.described.shards}, query_1D)
 
-    def changed() -> None:
+    def build_changes() -> None:
         at = StateId("round", 1 + next(numbers))
         base = manifest.read(store, run.index.name)
         for entry in of.described.shards:
@@ -310,7 +312,7 @@ def rebuilds(part: Part, run: RunConfig, staged: Path, of: Stored, refiners: Ref
             vectors = rng.standard_normal((len(rows), made_up.D), dtype=np.float32) / made_up.D**0.5
             state = ShardChanges.none(made_up.D).with_feedback(rows, vectors)
             store.write_bytes(at.shard_path(staging, entry.shard), state.to_bytes())
-        loaded(at)
+        load_state(at)
         began[0] = time.perf_counter()
         described, _ = describe(run, of.described, refiners, at, [], {})
         manifest.publish(store, described.__class__(**{**described.__dict__, "parent": base.version}))
@@ -320,7 +322,7 @@ def rebuilds(part: Part, run: RunConfig, staged: Path, of: Stored, refiners: Ref
     seconds: dict[str, list[float]] = {"whole build": [], "changed alone": []}
     for _ in range(6):
         whole()
-        changed()
+        build_changes()
     samples = {name: times[1:] for name, times in seconds.items()}
     part.add({f"re-index, {name}": times for name, times in samples.items()}, len(of.ids))
     share = statistics.median(a / b for a, b in zip(samples["changed alone"], samples["whole build"]))
@@ -352,8 +354,8 @@ def main() -> None:
             session.require(info, [session.Need("refiners", REFINERS, run.resources.cpus_per_searcher)])
             with clock("index"):
                 described = build_index.index(run)
-            of = stored(store, described)
-            questions, queries_TD = asked(store, of)
+            of = read_version(store, described)
+            questions, queries_TD = make_questions(store, of)
             journal = Journal(store, described, run, questions)
             task = RefinerTask(store.address, described, journal.folder)
             with RefinerPool(task, SHARDS, REFINERS, run.resources.cpus_per_searcher) as refiners:

@@ -1,12 +1,12 @@
-"""A rolling change from an older program to this one, under load.
+"""Measure a rolling upgrade from an older program to this one, under load.
 
     python benchmarks/rolling.py COMMIT
 
 Two servers of the older program (`mvr-ray serve` of that commit, from git) follow one store; both are replaced by
-servers of this program, one after the other, while clients ask. Clients know the servers that answer, as a load
-balancer does, and go to the next one where a connection fails. This program publishes a version while both programs
-serve, and another one after the change. The store and the right answers are those of tests/fixtures/store-baa77f8; the
-older program runs without compiled loops.
+servers of this program, one after the other, under load. Clients know the servers that answer, as a load balancer does,
+and use the next one if a connection fails. This program publishes a version while both programs serve, and another one
+after the upgrade. The store and the correct answers are those of tests/fixtures/store-baa77f8; the older program runs
+without compiled loops.
 """
 
 import json
@@ -36,7 +36,7 @@ CLIENTS, PORT, TIMEOUT_S, STEADY_S = 2, 18300, 10, 20
 
 
 class Rolling:
-    """The servers that answer now, what was answered, and by which program."""
+    """The servers that answer now, and the answers by program."""
 
     def __init__(self, folder: Path) -> None:
         self.known = json.loads((FIXTURE / "answers.json").read_text(encoding="utf-8"))
@@ -56,7 +56,7 @@ class Rolling:
         return path
 
     def ask(self, first: int) -> None:
-        """Ask one question after the other until the end; every answer is compared with the known ones."""
+        """Send one question after the other until the end, and compare every answer with the known ones."""
         for number in count(first):
             if self.has_ended.is_set():
                 return
@@ -84,7 +84,7 @@ class Rolling:
 
     @contextmanager
     def server(self, program: str, packages: Path, port: int) -> Iterator[str]:
-        """A server of a program, among those that answer; it leaves them before it is stopped."""
+        """Run a server of a program in the list of answering servers; remove it there before it stops."""
         environ = {**os.environ, "PYTHONPATH": str(packages)}
         command = [sys.executable, "-m", "mvr_ray.cli", "serve", str(self.run_file(port))]
         log = (self.folder / f"{port}.log").open("w")
@@ -103,7 +103,7 @@ class Rolling:
                 process.wait(120)
 
     def publish(self, to: int) -> int:
-        """Publish the content of a version again, by this program; gives the new version."""
+        """Publish the content of a version again, by this program; return the new version."""
         versions = self.store / "indexes" / INDEX / "versions"
         number = max(int(path.stem) for path in versions.glob("*.json")) + 1
         self.content_of[number] = to

@@ -1,11 +1,11 @@
-"""The router against an in-process call to the same shards, and searches coalesced under load.
+"""Compare the router with an in-process call to the same shards, and measure batched searches under load.
 
     python benchmarks/router.py
 
-Made-up views as many as SQuAD's, 384 dimensions, fp16, exact search, k = 100, every answer merged and certified. The
+As many synthetic views as SQuAD's, 384 dimensions, fp16, exact search, k = 100, every answer merged and certified. The
 searchers are Ray actors of one thread; the in-process router calls the same searcher class over the same files, on as
-many threads as there are searchers. Both ways take turns for the ratio; what is added to "the slowest shard", by the
-searchers' own clocks, is of searches in a row, so that the machine is otherwise idle.
+many threads as there are searchers. Both take turns for the ratio; the time added to "the slowest shard", by the
+searchers' own clocks, is of consecutive searches on an otherwise idle machine.
 """
 
 import statistics
@@ -51,7 +51,7 @@ FLOOR = (
 
 
 class TimedSearcher(SearcherActor):
-    """A searcher that remembers how long each of its searches took."""
+    """A searcher that records the time of each search."""
 
     def __init__(self, task: SearcherTask) -> None:
         super().__init__(task)
@@ -63,8 +63,8 @@ class TimedSearcher(SearcherActor):
         self.seconds.append(time.perf_counter() - began)
         return answers
 
-    def told(self) -> list[float]:
-        """What it remembers, and forgets now."""
+    def take_seconds(self) -> list[float]:
+        """Return the recorded times, and clear them."""
         seconds, self.seconds = self.seconds, []
         return seconds
 
@@ -91,13 +91,13 @@ def searchers(folder: str) -> Iterator[RemoteSearchers]:
         started.stop()
 
 
-def opened(folder: str, remote: RemoteSearchers, shards: int, held_by: int) -> Both:
-    """A version of so many shards on the first `held_by` searchers, and the same in this process on as many threads."""
+def open_both(folder: str, remote: RemoteSearchers, shards: int, held_by: int) -> Both:
+    """Open a version of `shards` shards on the first `held_by` searchers, and in this process on as many threads."""
     store = Store(folder)
     described = made_up.publish(store, RUN, PASSAGES, shards, parent=manifest.latest_version(store, RUN.index.name))
     every = tuple(range(shards))
     parts = [every[at::held_by] if at < held_by else () for at in range(len(remote.groups))]
-    remote.placed[described.version] = [ShardAssignment(described, part) for part in parts]
+    remote.assignments[described.version] = [ShardAssignment(described, part) for part in parts]
     fleet = remote.fleet(described)
     local = LocalFleet(SearcherTask(store.address, described, every, held_by))
     fleet.ready()
@@ -105,20 +105,20 @@ def opened(folder: str, remote: RemoteSearchers, shards: int, held_by: int) -> B
     return Both(Router(store, described, fleet), Router(store, described, local), remote.actors[:held_by])
 
 
-def by_ray(routed: Router, queries_QD: FloatArray) -> None:
-    """The same search by Ray's calls alone."""
+def by_ray(router: Router, queries_QD: FloatArray) -> None:
+    """Search by Ray's calls alone."""
     with patch.object(Connection, "_usable_client", lambda _: None):
-        routed.search(queries_QD, K)
+        router.search(queries_QD, K)
 
 
 def compare(part: Part, both: Both, name: str) -> dict[int, dict[str, float]]:
-    """Both ways at each batch size, in turn; what the router adds."""
+    """Measure both ways at each batch size, in turn, and the router's overhead."""
     told = {}
     for batch, rounds in BATCHES.items():
         queries_QD = made_up.queries(batch, seed=batch)
         mine = both.routed.search(queries_QD, K)
         assert mine.hits == both.local.search(queries_QD, K).hits and mine.exact.certified
-        [ray.get(actor.told.remote()) for actor in both.actors]
+        [ray.get(actor.take_seconds.remote()) for actor in both.actors]
         cases = {
             f"{name}, router, batch {batch}": lambda q=queries_QD: both.routed.search(q, K),
             f"{name}, in process, batch {batch}": lambda q=queries_QD: both.local.search(q, K),
@@ -129,7 +129,7 @@ def compare(part: Part, both: Both, name: str) -> dict[int, dict[str, float]]:
         routed, local, slower = samples.values()
         alone = in_a_row(lambda q=queries_QD: both.routed.search(q, K), rounds)
         part.add({f"{name}, router alone, batch {batch}": alone}, batch)
-        own = [seconds[-rounds:] for seconds in ray.get([actor.told.remote() for actor in both.actors])]
+        own = [seconds[-rounds:] for seconds in ray.get([actor.take_seconds.remote() for actor in both.actors])]
         for number, seconds in enumerate(own, 1):
             part.add({f"{name}, searcher {number}'s own, batch {batch}": seconds}, batch)
         slowest = [max(seconds) for seconds in zip(*own)]
@@ -158,7 +158,7 @@ class Load(NamedTuple):
 
 
 def under_load(search: Callable[[FloatArray], Any], clients: int, seconds: float) -> Load:
-    """So many clients, each with one query at a time and a deadline for it, until the time is over."""
+    """Run clients, each with one query at a time and a deadline for it, until the time is over."""
     queries_QD = made_up.queries(1024, seed=7)
     latencies: list[list[float]] = [[] for _ in range(clients)]
     missed = [0] * clients
@@ -181,7 +181,7 @@ def under_load(search: Callable[[FloatArray], Any], clients: int, seconds: float
 
 
 def loads(part: Part, both: Both) -> None:
-    """The same clients with and without searches put together, in turn."""
+    """Run the same clients with and without batching, in turn."""
     together = DynamicBatcher(both.routed.fleet)
     routed = Router(both.routed.store, both.routed.manifest, together)
     cases = {"one by one": both.routed, "coalesced": routed}
@@ -218,7 +218,7 @@ def main() -> None:
         stack.enter_context(session.connect(ResourcesConfig(local_cpus=4)))
         remote = stack.enter_context(searchers(folder))
         for shards, held_by in LAYOUTS:
-            both = opened(folder, remote, shards, held_by)
+            both = open_both(folder, remote, shards, held_by)
             name = f"{shards} shards on {held_by}"
             table[name] = compare(part, both, name)
             if shards == 4:

@@ -1,16 +1,16 @@
-"""Exact search on a CPU: our flat index beside faiss-cpu's IndexFlatIP, which both read the very same memory.
+"""Compare exact search on a CPU: our flat index and faiss-cpu's IndexFlatIP over the same memory.
 
     python benchmarks/search.py [passages]
 
-A passage scores as its best view, and 100 distinct passages are wanted. Faiss ranks vectors, so it is asked for more of
-them, in three ways: four times as many, which these views need at most (the kindest case); twice as many, doubled for
-the questions that still lack passages (adaptive); and eight times, all that views which are alike can need. Faiss is
+A passage scores as its best view, and a search returns 100 distinct passages. Faiss ranks vectors, so it fetches more
+of them, in three ways: four times as many, the most that these views need (the kindest case); twice as many, doubled
+for questions that still lack passages (adaptive); and eight times, the most that similar views can need. Faiss is
 measured as installed, and with BLAS: since its default threshold (`distance_compute_blas_threshold`) was raised from 20
-questions to 128,000, it takes even the questions of a batch one by one, which costs it most of its speed; 20 is set
-back for the cases that say so. One by one, its time is that of one question times their number, so that a batch of 256
-is reckoned from the batch of 32. One question is also asked of an array that begins on a line of 64 bytes.
+questions to 128,000, it processes even the questions of a batch one by one, which costs most of its speed; the cases
+with BLAS set it to 20 again. One by one, its time is that of one question times their number, so that a batch of 256 is
+extrapolated from the batch of 32. One question also runs over an array aligned to a cache line of 64 bytes.
 
-Every answer is checked against every other: the same passages, but for ties in float32, and the same scores.
+Every answer is compared with every other: the same passages, except ties in float32, and the same scores.
 
 Shapes: Q questions, N vectors, D dimension, F vectors fetched, K passages wanted.
 """
@@ -43,13 +43,13 @@ ROUNDS, LONG_ROUNDS = 7, 5
 SLACK = 2e-6
 
 
-class Found(NamedTuple):
+class Neighbours(NamedTuple):
     rows_QK: IntArray
     scores_QK: FloatArray
 
 
 class Peer:
-    """Faiss, its vectors, and how k distinct passages are had from it."""
+    """Faiss, its vectors, and a search for k distinct passages."""
 
     def __init__(self, shape: synthetic.Shape) -> None:
         self.index = faiss.IndexFlatIP(shape.dimension)
@@ -58,7 +58,7 @@ class Peer:
 
     @property
     def vectors_ND(self) -> NDArray[np.float32]:
-        """Its own memory, not a copy."""
+        """Return its own memory, not a copy."""
         count, dimension = self.index.ntotal, self.index.d
         return faiss.rev_swig_ptr(self.index.get_xb(), count * dimension).reshape(count, dimension)
 
@@ -69,11 +69,11 @@ class Peer:
             at += len(part)
 
     def nearest(self, queries_QD: FloatArray, fetch: int) -> Any:
-        """Scores and numbers of the best vectors."""
+        """Return scores and numbers of the best vectors."""
         return self.index.search(queries_QD, fetch)
 
-    def search(self, queries_QD: FloatArray, over: int) -> Found:
-        """`over` times as many vectors as passages, and twice as many again for who has too few passages."""
+    def search(self, queries_QD: FloatArray, over: int) -> Neighbours:
+        """Fetch `over` times as many vectors as passages, doubled for questions with too few passages."""
         rows_QK = np.full((len(queries_QD), K), -1)
         scores_QK = np.full((len(queries_QD), K), -np.inf, np.float32)
         asked, fetch = np.arange(len(queries_QD)), over * K
@@ -88,12 +88,12 @@ class Peer:
                 best = np.sort(first)[:K]
                 rows_QK[query], scores_QK[query] = rows_F[best], scores_F[best]
             asked, fetch = np.array(lacking, np.int64), 2 * fetch
-        return Found(rows_QK, scores_QK)
+        return Neighbours(rows_QK, scores_QK)
 
 
 class OnLine(Peer):
-    """The same numbers in an array that begins on a line of 64 bytes, as no large one from `malloc` does; Faiss's brute
-    force over arrays reads it as its index reads its own."""
+    """The same numbers in an array aligned to 64 bytes, as no large one from `malloc` is; Faiss's brute force over
+    arrays reads it as its index reads its own."""
 
     def __init__(self, of: Peer) -> None:
         room = np.empty(of.vectors_ND.size + 16, np.float32)
@@ -109,8 +109,8 @@ class OnLine(Peer):
         return faiss.knn(queries_QD, self.own_ND, fetch, metric=faiss.METRIC_INNER_PRODUCT)
 
 
-def check(name: str, found: Found, truth: Found) -> None:
-    """The same passages at the same scores; who is in one list alone must tie with the last, in float32."""
+def check(name: str, found: Neighbours, truth: Neighbours) -> None:
+    """Check for the same passages and scores; a passage in one list alone must tie with the last, in float32."""
     if not np.allclose(found.scores_QK, truth.scores_QK, rtol=0, atol=SLACK):
         raise SystemExit(f"{name}: scores differ by {np.abs(found.scores_QK - truth.scores_QK).max():g}")
     for query, (ours, theirs) in enumerate(zip(found.rows_QK, truth.rows_QK)):
@@ -120,14 +120,14 @@ def check(name: str, found: Found, truth: Found) -> None:
                 raise SystemExit(f"{name}: query {query} has other passages than exhaustive search")
 
 
-def ours(index: FlatIndex, queries_QD: FloatArray) -> Callable[[], Found]:
-    return lambda: Found(*index.search(queries_QD, K)[:2])
+def ours(index: FlatIndex, queries_QD: FloatArray) -> Callable[[], Neighbours]:
+    return lambda: Neighbours(*index.search(queries_QD, K)[:2])
 
 
-def theirs(peer: Peer, queries_QD: FloatArray, over: int, blas: bool) -> Callable[[], Found]:
+def theirs(peer: Peer, queries_QD: FloatArray, over: int, blas: bool) -> Callable[[], Neighbours]:
     installed = faiss.cvar.distance_compute_blas_threshold
 
-    def search() -> Found:
+    def search() -> Neighbours:
         faiss.cvar.distance_compute_blas_threshold = BLAS_FROM if blas else installed
         try:
             return peer.search(queries_QD, over)
@@ -137,8 +137,8 @@ def theirs(peer: Peer, queries_QD: FloatArray, over: int, blas: bool) -> Callabl
     return search
 
 
-def peers(peer: Peer, queries_QD: FloatArray, overs: Sequence[int]) -> dict[str, Callable[[], Found]]:
-    """Faiss as installed, and with BLAS where there are enough questions for it."""
+def peers(peer: Peer, queries_QD: FloatArray, overs: Sequence[int]) -> dict[str, Callable[[], Neighbours]]:
+    """Return Faiss as installed, and with BLAS if there are enough questions for it."""
     told = {KIND: f"{KIND}x", ADAPTIVE: f"from {ADAPTIVE}x", ALIKE: f"{ALIKE}x"}
     cases = {}
     if len(queries_QD) <= LONGEST_ONE_BY_ONE:
@@ -149,8 +149,8 @@ def peers(peer: Peer, queries_QD: FloatArray, overs: Sequence[int]) -> dict[str,
     return cases
 
 
-def measure(part: Part, name: str, cases: dict[str, Callable[[], Found]], batch: int, threads: int) -> None:
-    """Check what the cases find, then time them in turn. Faiss one by one is checked at batch 1 alone."""
+def measure(part: Part, name: str, cases: dict[str, Callable[[], Neighbours]], batch: int, threads: int) -> None:
+    """Check the cases' answers, then time them in turn. Faiss one by one is checked only at batch 1."""
     torch.set_num_threads(threads)
     faiss.omp_set_num_threads(threads)
     first, *others = [label for label in cases if batch == 1 or label not in ONE_BY_ONE]
@@ -163,15 +163,17 @@ def measure(part: Part, name: str, cases: dict[str, Callable[[], Found]], batch:
         print(f"{name}, {label}: {np.median(seconds) * 1e3:.1f} ms", flush=True)
 
 
-def told(threads: int, batch: int) -> str:
+def describe_case(threads: int, batch: int) -> str:
     return f"{threads} thread{'s' * (threads > 1)}, batch {batch}"
 
 
 def reckon(part: Part, prefix: str, threads: int, label: str) -> None:
-    """What Faiss takes for the largest batch, one question after the other."""
+    """Extrapolate Faiss's time for the largest batch, one question after the other."""
     few, many = LONGEST_ONE_BY_ONE, max(BATCHES)
-    seconds = part.samples[f"{prefix}{told(threads, few)}, {label}"]
-    part.add({f"{prefix}{told(threads, many)}, {label}, reckoned": [many / few * one for one in seconds]}, many)
+    seconds = part.samples[f"{prefix}{describe_case(threads, few)}, {label}"]
+    part.add(
+        {f"{prefix}{describe_case(threads, many)}, {label}, reckoned": [many / few * one for one in seconds]}, many
+    )
 
 
 def main(passages: int) -> None:
@@ -188,7 +190,7 @@ def main(passages: int) -> None:
     half = whole._replace(vectors_ND=peer.vectors_ND.astype(np.float16))
     codes = encode_all(peer.vectors_ND)
     values = shape.passages * VIEWS * DIMENSION
-    print("vectors are there", flush=True)
+    print("vectors ready", flush=True)
     for threads in THREADS:
         torch.set_num_threads(threads)
         kinds = {
@@ -202,7 +204,7 @@ def main(passages: int) -> None:
             without.scan.kernel.tiles = without.scan.kernel.coarse = False
             kinds["fp32, float32 products"] = (4, without)
         for batch in BATCHES:
-            name, asked = told(threads, batch), queries_QD[:batch]
+            name, asked = describe_case(threads, batch), queries_QD[:batch]
             cases = peers(peer, asked, (KIND, ADAPTIVE))
             left_out = ("fp32, float32 products",) if batch == 1 else ("fp32, not compiled",) if threads > 1 else ()
             useful = {kind: one for kind, one in kinds.items() if kind not in left_out}
@@ -218,10 +220,10 @@ def main(passages: int) -> None:
     for threads in THREADS:
         index = FlatIndex([whole._replace(vectors_ND=lined.vectors_ND)], threads=threads)
         cases = {**peers(lined, queries_QD[:1], (KIND,)), "fp32": ours(index, queries_QD[:1])}
-        measure(part, f"on a line, {told(threads, 1)}", cases, 1, threads)
+        measure(part, f"on a line, {describe_case(threads, 1)}", cases, 1, threads)
     del lined, index
     peer.refill(shape, synthetic.ALIKE)
-    print("views are alike", flush=True)
+    print("similar views", flush=True)
     for threads in THREADS:
         index = FlatIndex([whole], threads=threads)
         for batch in BATCHES:
@@ -229,7 +231,7 @@ def main(passages: int) -> None:
             cases = {**peers(peer, asked, (ALIKE,)), "fp32": ours(index, asked)}
             if threads > 1 and batch > 1:
                 cases.pop(f"Faiss, {ALIKE}x", None)
-            measure(part, f"alike, {told(threads, batch)}", cases, batch, threads)
+            measure(part, f"alike, {describe_case(threads, batch)}", cases, batch, threads)
         if threads == 1:
             reckon(part, "alike, ", threads, f"Faiss, {ALIKE}x")
     part.bars = bars(part)
@@ -270,7 +272,7 @@ NOTES_BLAS = {
 
 
 def bars(part: Part) -> list[Bar]:
-    """Faiss as installed first; then Faiss with BLAS, against which the bars are the same."""
+    """Set the targets: against Faiss as installed, then the same against Faiss with BLAS."""
     made = []
     for threads in THREADS:
         for batch in BATCHES:
@@ -280,13 +282,13 @@ def bars(part: Part) -> list[Bar]:
                 ("on a line, ", f"{KIND}x"),
                 ("alike, ", f"{ALIKE}x"),
             ):
-                name = f"{prefix}{told(threads, batch)}"
+                name = f"{prefix}{describe_case(threads, batch)}"
                 for label in (f"Faiss, {over}", f"Faiss, {over}, reckoned", f"Faiss with BLAS, {over}"):
                     if f"{name}, {label}" in part.samples:
                         ratio = speedup(part.samples, f"{name}, fp32", f"{name}, {label}")
                         note = NOTES_BLAS.get(batch, "") if "BLAS" in label else NOTE_ONE if batch == 1 else ""
                         made.append(Bar(f"{name}: fp32 against {label}", ratio, 1.0 if batch == 1 else 3.0, note=note))
-        name = told(threads, 1)
+        name = describe_case(threads, 1)
         for kind, least in (("fp16", 1.6), ("int8 + re-scoring", 2.5)):
             made.append(
                 Bar(
@@ -295,10 +297,10 @@ def bars(part: Part) -> list[Bar]:
             )
         multiplied = "the measured bfloat16 matrix rate" if has_bfloat16() else "the measured fp32 matrix rate"
         shares = [(1, "fp32", "the measured memory bandwidth"), (256, "fp32", multiplied)]
-        if f"{told(threads, 256)}, fp32, float32 products" in part.samples:
+        if f"{describe_case(threads, 256)}, fp32, float32 products" in part.samples:
             shares.append((256, "fp32, float32 products", "the measured fp32 matrix rate"))
         for batch, kind, what in shares:
-            case = f"{told(threads, batch)}, {kind}"
+            case = f"{describe_case(threads, batch)}, {kind}"
             share = part.floors[case] / float(np.median(part.samples[case]))
             note = (
                 "above 100 %: the machine was slower while its rates were measured; run it again" if share > 1 else ""

@@ -1,15 +1,15 @@
-"""A cluster for the 21 million passages of English Wikipedia, predicted from rates that were measured here.
+"""Predict a cluster for the 21 million passages of English Wikipedia from rates measured on this machine.
 
     python benchmarks/simulate.py [--nodes 16] [--node-speed 1] [--node-price PER_HOUR] [--tiny]
 
     encode  chunks over workers, each at the measured rate          index   shards over nodes, likewise
-    query   `cluster_model`: every node holds its shards and answers for them; p50 and p99 at several loads
-    refine  a round searches every labelled question, then updates and re-indexes what they touched
-    cost    node hours, and money where a price is given; one worked example at a price that is nobody's
+    query   `cluster_model`: every node searches its own shards; p50 and p99 at several loads
+    refine  a round searches every labelled question, then updates and re-indexes the dirty shards
+    cost    node hours, and money if a price is given; one worked example at a fictitious price
 
 A node is a machine like this one, `--node-speed` times as fast. The model is checked against clusters of 1, 2 and 4
-searchers that run here in the same minute (`small_clusters`); what differs in a real cluster, its network above all, is
-not in it. Rates that no part on file tells are measured here quickly, and named so.
+searchers that run here in the same minute (`small_clusters`); it lacks the differences of a real cluster, above all its
+network. Rates that no part on file has are measured here quickly, and marked.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from cluster_model import Cluster, Scan, Service, makespan_s, poisson, simulate
 from made_up import D, V
 from measure import FOLDER, Bar, Part, line, write
 from rates import KNOWN, SCANS, Rate, read_rates, read_scans
-from small_clusters import LOAD, Calibration, Check, Sizes, measured, publish, scan_rates
+from small_clusters import LOAD, Calibration, Check, Sizes, measure_clusters, publish, scan_rates
 
 PASSAGES, NUM_SHARDS, CHUNK = 21_015_324, 64, 8192
 LOADS = (0.3, 0.6, 0.9)
@@ -44,7 +44,7 @@ CROWDED = (
 
 
 class World(NamedTuple):
-    """What is simulated."""
+    """The parameters of a simulation."""
 
     nodes: int = 16
     node_speed: float = 1.0
@@ -54,7 +54,8 @@ class World(NamedTuple):
 
 
 def quick_rates(missing: set[str], folder: Path, cores: int) -> dict[str, Rate]:
-    """What no part tells, measured here in seconds. A rate that cannot be had is left out, and so is what needs it."""
+    """Measure the rates that no part has, in seconds. A rate that cannot be measured is omitted with its
+    predictions."""
     found = {}
     if "indexed passages/s" in missing:
         sizes, seconds = (1000, 4000), []
@@ -73,7 +74,7 @@ def quick_rates(missing: set[str], folder: Path, cores: int) -> dict[str, Rate]:
 
 
 def encoding_rate(cores: int) -> float | None:
-    """Passages a second on this machine, None where the packaged backbone is not installed."""
+    """Measure passages a second on this machine, None if the packaged backbone is not installed."""
     import torch
 
     from mvr_ray.config import resolve_path
@@ -95,7 +96,7 @@ def encoding_rate(cores: int) -> float | None:
 
 
 def stages(world: World, rates: dict[str, Rate]) -> dict[str, float]:
-    """Hours of encoding and indexing everything once, by the rates that there are."""
+    """Predict the hours of encoding and indexing everything once, from the available rates."""
     hours = {}
     chunk_s = np.diff([*range(0, PASSAGES, CHUNK), PASSAGES])
     for name in (name for name in KNOWN if name.startswith("encoded")):
@@ -112,14 +113,14 @@ def stages(world: World, rates: dict[str, Rate]) -> dict[str, float]:
 
 
 def node_service(world: World, scan: Scan, cores_speed: float) -> Service:
-    """One call to a node: its share of the vectors, scanned by all its cores."""
+    """Return the cost of one call to a node: its share of the vectors, scanned by all its cores."""
     shards = -(-NUM_SHARDS // world.nodes)
     speed = cores_speed if scan.threads == 1 else 1.0
     return scan.service(PASSAGES * V * shards / NUM_SHARDS, speed * world.node_speed)
 
 
 def answers(world: World, scans: dict[str, Scan], calibration: Calibration) -> dict[str, str]:
-    """Seconds a query over the whole index: kind of scan, queries put together, replicas; each at several loads."""
+    """Predict seconds a query over the whole index, by kind of scan, batch and replicas, each at several loads."""
     table: dict[str, str] = {}
     routing = calibration.routing._replace(
         query_s=calibration.routing.query_s / world.node_speed,
@@ -148,7 +149,7 @@ def answers(world: World, scans: dict[str, Scan], calibration: Calibration) -> d
 
 
 def refinement(world: World, scan: Scan, rates: dict[str, Rate], cores_speed: float) -> dict[str, float]:
-    """Hours of one round: every labelled question searched in batches, then the dirty shards indexed again."""
+    """Predict the hours of one round: search labelled questions in batches, then index the dirty shards again."""
     service = node_service(world, scan, cores_speed)
     hours = {"retrieve": QUESTIONS / 32 * service.work_s(32) / 3600}
     if "updated passages/s" in rates:
@@ -164,7 +165,7 @@ def refinement(world: World, scan: Scan, rates: dict[str, Rate], cores_speed: fl
 
 
 def node_hours(world: World, hours: dict[str, float], refine: dict[str, float]) -> dict[str, float]:
-    """Of each stage, of a round of refinement and of a day of serving."""
+    """Return the node hours of each stage, of a round of refinement and of a day of serving."""
     uses = {name: (world.encoders if name.startswith("encode") else world.nodes) * time for name, time in hours.items()}
     uses["refine, a round"] = world.nodes * sum(refine.values())
     uses["serve, a day"] = world.nodes * 24.0
@@ -172,13 +173,14 @@ def node_hours(world: World, hours: dict[str, float], refine: dict[str, float]) 
 
 
 def costs(world: World, hours: dict[str, float], refine: dict[str, float]) -> dict[str, str]:
-    """Node hours, and money where a price was given."""
+    """Return node hours, and money if a price was given."""
     uses, price = node_hours(world, hours, refine), world.node_price
     return {name: f"{use:.4g} node hours" + (f", {use * price:.4g}" if price else "") for name, use in uses.items()}
 
 
 def example(world: World, uses: dict[str, float]) -> str:
-    """A corpus encoded by the cheapest way, indexed, refined once and served for a day: node hours times a price."""
+    """Compute an example: a corpus encoded at the lowest cost, indexed, refined once and served for a day, times a
+    price."""
     encode = min((name for name in uses if name.startswith("encode")), key=uses.__getitem__, default="")
     parts = {name: use for name, use in uses.items() if name == encode or not name.startswith("encode")}
     price = world.node_price or EXAMPLE_PRICE
@@ -201,9 +203,7 @@ def bars(checks: list[Check]) -> list[Bar]:
     ]
 
 
-def predicted(
-    part: Part, world: World, calibration: Calibration, scans: dict[str, Scan], rates: dict[str, Rate]
-) -> None:
+def predict(part: Part, world: World, calibration: Calibration, scans: dict[str, Scan], rates: dict[str, Rate]) -> None:
     hours = stages(world, rates)
     refine = refinement(world, scans["fp16"], rates, calibration.speeds[-1])
     part.facts["rates"] = {
@@ -226,8 +226,8 @@ def main(words: list[str]) -> int:
     parser.add_argument("--nodes", type=int, default=16, help="searcher nodes")
     parser.add_argument("--encoders", type=int, default=16, help="encoding workers")
     parser.add_argument("--node-speed", type=float, default=1.0, help="a node's speed, this machine's being 1")
-    parser.add_argument("--node-price", type=float, help="what a node costs an hour; without it no money is told")
-    parser.add_argument("--tiny", action="store_true", help="a check of the script: seconds long, and says nothing")
+    parser.add_argument("--node-price", type=float, help="price of a node per hour; without it no cost is reported")
+    parser.add_argument("--tiny", action="store_true", help="check the script in seconds; the results are meaningless")
     chosen = parser.parse_args(words)
     world = World(chosen.nodes, chosen.node_speed, chosen.encoders, chosen.node_price, 60 if chosen.tiny else 1500)
     sizes = Sizes(400, 0.5, 4, 1) if chosen.tiny else Sizes()
@@ -245,12 +245,12 @@ def main(words: list[str]) -> int:
         known = read_rates(FOLDER)
         rates = {**quick_rates(set(KNOWN) - set(known), folder, cores), **known}
         say("rates read")
-        calibration, checks = measured(folder / "small", sizes, say)
+        calibration, checks = measure_clusters(folder / "small", sizes, say)
     for check in checks:
         part.add({check.what: check.measured_Q.tolist()}, 1)
         shares = {"p50 ms": 0.5, "p90 ms": 0.9}
         part.facts[f"predicted, {check.what}, small cluster"] = {
-            name: 1e3 * check.predicted(share) for name, share in shares.items()
+            name: 1e3 * check.prediction(share) for name, share in shares.items()
         }
     part.bars = bars(checks)
     part.facts["index"] = f"{PASSAGES:,} passages x {V} views of {D} dimensions in {NUM_SHARDS} shards"
@@ -274,9 +274,9 @@ def main(words: list[str]) -> int:
         + ")"
         for kind, scan in scans.items()
     }
-    predicted(part, world, calibration, scans, rates)
+    predict(part, world, calibration, scans, rates)
     if chosen.tiny:
-        say(f"a tiny run says nothing and is not kept: {statistics.median(checks[0].measured_Q):.4f} s")
+        say(f"a tiny run is meaningless and not stored: {statistics.median(checks[0].measured_Q):.4f} s")
         return 0
     write(part)
     return 0

@@ -1,8 +1,8 @@
-"""Clusters of 1, 2 and 4 searchers on this machine, as the check of the model that predicts larger ones.
+"""Run clusters of 1, 2 and 4 searchers on this machine, to check the model that predicts larger ones.
 
-What the model is given is measured on one searcher and in this process: seconds of a search and of half its shards,
-cores' speed when two of them work, the router's own CPU time a query and a group, and the time between processes. What
-it must predict is how long answers take with more searchers, alone and under load. Both see the same arrivals.
+The model's inputs are measured on one searcher and in this process: seconds of a search and of half its shards, the
+speed of two busy cores, the router's own CPU time per query and group, and the time between processes. It must predict
+the latency with more searchers, alone and under load. Both get the same arrivals.
 """
 
 import os
@@ -43,7 +43,7 @@ PAUSE_S = 0.01
 
 
 class Sizes(NamedTuple):
-    """How much is made and measured."""
+    """The sizes of the data and of the measurement."""
 
     passages: int = 10_000
     load_s: float = 3.0
@@ -52,7 +52,8 @@ class Sizes(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """`scan`: what grows with the shards; `fixed_s`: of every call; `own_s`: of every call that searches."""
+    """Inputs of the model. `scan` grows with the shards; `fixed_s`: of every call; `own_s`: of every call that
+    searches."""
 
     scan: Scan
     speeds: tuple[float, ...]
@@ -62,7 +63,7 @@ class Calibration(NamedTuple):
 
 
 class Check(NamedTuple):
-    """One thing measured and predicted, the latter from what was measured in the same round: latencies of queries."""
+    """Measured latencies of queries, and their prediction from measurements of the same round."""
 
     what: str
     calibrated: bool
@@ -72,18 +73,18 @@ class Check(NamedTuple):
     def measured_Q(self) -> NDArray[np.float64]:
         return np.concatenate([seen_Q for seen_Q, _ in self.rounds])
 
-    def predicted(self, share: float) -> float:
+    def prediction(self, share: float) -> float:
         return statistics.median(float(np.quantile(told_Q, share)) for _, told_Q in self.rounds)
 
     def ratio(self, share: float) -> float:
-        """Predicted over measured: the median of the rounds, for this machine's speed changes by the minute."""
+        """Return predicted over measured: the median of the rounds, as this machine's speed changes by the minute."""
         return statistics.median(
             float(np.quantile(told_Q, share) / np.quantile(seen_Q, share)) for seen_Q, told_Q in self.rounds
         )
 
 
-def simulated(folder: Path, searchers: int = 1) -> RunConfig:
-    """The run of an index `simulated` under `folder`."""
+def make_run(folder: Path, searchers: int = 1) -> RunConfig:
+    """Return the run of an index `simulated` under `folder`."""
     return RunConfig.model_validate(
         {
             "store": {"path": str(folder)},
@@ -94,12 +95,12 @@ def simulated(folder: Path, searchers: int = 1) -> RunConfig:
 
 
 def publish(folder: Path, passages: int) -> Manifest:
-    """That index, of made-up views in SHARDS shards."""
-    return made_up.publish(Store(str(folder)), simulated(folder), passages, SHARDS)
+    """Publish that index, of synthetic views in SHARDS shards."""
+    return made_up.publish(Store(str(folder)), make_run(folder), passages, SHARDS)
 
 
 def scan_rates(passages: int, times: int) -> dict[str, Scan]:
-    """One thread over one shard's views, as stored and by their codes."""
+    """Measure one thread over one shard's views, as stored and by their codes."""
     ids = [f"{number:09d}" for number in range(passages)]
     blocks = [block(ids[low : low + BLOCK], low // BLOCK) for low in range(0, passages, BLOCK)]
     codes = [encode(one.vectors_ND) for one in blocks]
@@ -117,8 +118,8 @@ def scan_rates(passages: int, times: int) -> dict[str, Scan]:
 
 
 @contextmanager
-def opened(folder: Path, searchers: int) -> Iterator[HotSwapRouter]:
-    with open_hot_swap_router(simulated(folder, searchers), probe_s=3600, coalesce=False) as live:
+def open_live_router(folder: Path, searchers: int) -> Iterator[HotSwapRouter]:
+    with open_hot_swap_router(make_run(folder, searchers), probe_s=3600, batching=False) as live:
         live.ready()
         for _ in range(3):
             search_live(live, queries(1))
@@ -131,10 +132,10 @@ def search_live(live: HotSwapRouter, queries_QD: FloatArray) -> None:
 
 
 class Quiet(NamedTuple):
-    """One thing at a time, in turn, so that all see the same machine. `work`: a searcher's own seconds on the first
-    one's shards; `half_s`: on half of them; `call_s`: of a call that asks nothing; `longer`: how much longer the work
-    takes when a second searcher works too (1 where there is none); `search`: seconds of whole searches; `cpu_s`: this
-    process's CPU in each."""
+    """Measurements without load, in turn, for the same state of the machine. `work`: a searcher's own seconds on the
+    first one's shards; `half_s`: on half of them; `call_s`: of an empty call; `longer`: how much longer the work takes
+    when a second searcher works too (1 if there is none); `search`: seconds of whole searches; `cpu_s`: this process's
+    CPU in each."""
 
     work: NDArray[np.float64]
     half_s: float
@@ -145,14 +146,14 @@ class Quiet(NamedTuple):
 
     @property
     def two_cores(self) -> float:
-        """The speed of two busy cores, of one's."""
+        """The speed of two busy cores, relative to one."""
         return float(np.clip(2 / self.longer, 1.0, 2.0))
 
 
 def quiet(live: HotSwapRouter, times: int) -> Quiet:
     searchers: Any = live.searchers
     version = live.manifest.version
-    shards = [assignment.shards for assignment in searchers.fleet(live.manifest).of_actors]
+    shards = [assignment.shards for assignment in searchers.fleet(live.manifest).actor_assignments]
     query_1D = queries(1)
     cpu: list[float] = []
 
@@ -191,8 +192,8 @@ def quiet(live: HotSwapRouter, times: int) -> Quiet:
     return Quiet(work, half_s, call_s, max(longer, 1.0), np.array(taken["search"]), statistics.median(cpu))
 
 
-def loaded(live: HotSwapRouter, arrival_Q: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Seconds of searches that arrive at these times, whoever is under way."""
+def send_load(live: HotSwapRouter, arrival_Q: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Measure searches that arrive at these times, regardless of running ones."""
     taken = np.zeros(len(arrival_Q))
     query_1D = queries(1)
 
@@ -208,24 +209,24 @@ def loaded(live: HotSwapRouter, arrival_Q: NDArray[np.float64]) -> NDArray[np.fl
     return taken
 
 
-class Seen(NamedTuple):
-    """What was measured on one cluster."""
+class Observation(NamedTuple):
+    """The measurements of one cluster."""
 
     own: Quiet
     arrival_Q: NDArray[np.float64]
     loaded_Q: NDArray[np.float64]
 
 
-def seen(live: HotSwapRouter, searchers: int, sizes: Sizes, seed: int) -> Seen:
+def observe(live: HotSwapRouter, searchers: int, sizes: Sizes, seed: int) -> Observation:
     own = quiet(live, sizes.idle_calls)
     at_once = min(searchers, 2 / own.longer) if searchers > 1 else 1.0
     rate = LOAD * at_once / (searchers * float(np.median(own.work)) + own.cpu_s)
     arrival_Q = poisson(rate, max(20, round(rate * sizes.load_s)), seed=seed)
-    return Seen(own, arrival_Q, loaded(live, arrival_Q))
+    return Observation(own, arrival_Q, send_load(live, arrival_Q))
 
 
-def calibrated(vectors: int, one: Seen, two: Seen) -> Calibration:
-    """From one searcher; from two, only what a second one changes: the cores' speed, and the router's work a group."""
+def calibrate(vectors: int, one: Observation, two: Observation) -> Calibration:
+    """Derive the inputs from one searcher; from two only the cores' speed and the router's work per group."""
     work_s = float(np.median(one.own.work))
     own_s = float(np.clip(2 * one.own.half_s - work_s, 0, work_s))
     middle = np.quantile(np.log(one.own.work), [0.25, 0.75])
@@ -240,8 +241,10 @@ def calibrated(vectors: int, one: Seen, two: Seen) -> Calibration:
     return Calibration(scan, speeds, Routing(query_s, group_s, wire_s, beside_s), fixed_s, own_s)
 
 
-def predicted(given: Calibration, searchers: int, one: Seen) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Latencies of such a cluster alone, and under the arrivals that it saw."""
+def predict_latencies(
+    given: Calibration, searchers: int, one: Observation
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Predict the latencies of such a cluster alone, and under the arrivals that it got."""
     speeds = (1.0, one.own.two_cores) if searchers > 1 else given.speeds
     cluster = Cluster(searchers, speeds=speeds, shared=True)
     service = Service(given.fixed_s + given.own_s, given.scan.one_s / searchers, 0.0, given.scan.spread)
@@ -249,8 +252,8 @@ def predicted(given: Calibration, searchers: int, one: Seen) -> tuple[NDArray[np
     return alone_Q, simulate(cluster, service, one.arrival_Q, given.routing).latency_Q
 
 
-def measured(folder: Path, sizes: Sizes, say: Callable[[str], None]) -> tuple[Calibration, list[Check]]:
-    """The calibration of the middle round, and every check. Uses the Ray session that is there, or starts one."""
+def measure_clusters(folder: Path, sizes: Sizes, say: Callable[[str], None]) -> tuple[Calibration, list[Check]]:
+    """Return the calibration of the middle round, and every check. Uses the current Ray session, or starts one."""
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: whatever else runs here would go first
     described = publish(folder, sizes.passages)
     vectors = sum(entry.num_vectors for entry in described.shards)
@@ -262,17 +265,17 @@ def measured(folder: Path, sizes: Sizes, say: Callable[[str], None]) -> tuple[Ca
         busy[searchers] = Check(f"{name}, {LOAD:.0%} of what the cores bear", False, [])
     calibrations, rates = [], []
     with session.connect(ResourcesConfig(local_cpus=8)), ExitStack() as stack:
-        clusters = {searchers: stack.enter_context(opened(folder, searchers)) for searchers in SEARCHERS}
+        clusters = {searchers: stack.enter_context(open_live_router(folder, searchers)) for searchers in SEARCHERS}
         for number in range(sizes.rounds):
             found = {
-                searchers: seen(live, searchers, sizes, number * len(SEARCHERS) + searchers)
+                searchers: observe(live, searchers, sizes, number * len(SEARCHERS) + searchers)
                 for searchers, live in clusters.items()
             }
-            given = calibrated(vectors, found[1], found[2])
+            given = calibrate(vectors, found[1], found[2])
             calibrations.append(given)
             say(f"calibrated: {given}")
             for searchers, one in found.items():
-                alone_Q, busy_Q = predicted(given, searchers, one)
+                alone_Q, busy_Q = predict_latencies(given, searchers, one)
                 alone[searchers].rounds.append((one.own.search, alone_Q))
                 busy[searchers].rounds.append((one.loaded_Q, busy_Q))
                 rates.append(len(one.arrival_Q) / one.arrival_Q[-1])

@@ -1,11 +1,11 @@
-"""The suite: every part in a process of its own, one after the other, and one table of them all.
+"""Run the suite: every part in a process of its own, one after the other, and one table of all.
 
-    python benchmarks/suite.py                # what is not on file for this commit; --all measures all of it again
-    python benchmarks/suite.py search router  # these parts alone
+    python benchmarks/suite.py                # parts not on file for this commit; --all: all parts
+    python benchmarks/suite.py search router  # only these parts
 
-Raw samples and the part's seconds stand in results/bench/<part>.json, the seconds of all in results/bench/suite.json,
-the table in results/bench.md. A part that fails is named at the end, and the table is made of the others. What was
-measured of files that are in no commit is never taken to be on file.
+Raw samples and the part's seconds are in results/bench/<part>.json, the seconds of all in results/bench/suite.json, the
+table in results/bench.md. A part that fails is named at the end, and the table has the others. Measurements of
+uncommitted files never count as on file.
 """
 
 import json
@@ -47,7 +47,7 @@ is the median over rounds of the ratio within a round. Made by `make bench`; raw
 
 
 def files(part: str) -> list[Path]:
-    """The files that the part's program may have written: on a processor with AVX2 alone it is another one."""
+    """Return the files that the part's program may have written: another one on a processor with AVX2 only."""
     return [path for path in (FOLDER / f"{part}.json", FOLDER / f"{part}-avx2.json") if path.exists()]
 
 
@@ -58,13 +58,13 @@ def on_file(part: str) -> bool:
 
 
 def keep_seconds(part: str, seconds: float) -> None:
-    """Beside the part's newest samples: how long its process took, environments of peers that it made included."""
+    """Store the seconds of the part's process beside its newest samples, including creating environments of peers."""
     path = max(files(part), key=lambda file: file.stat().st_mtime_ns)
     path.write_text(json.dumps({**json.loads(path.read_text()), "seconds": round(seconds, 1)}, indent=2) + "\n")
 
 
 def took(reports: dict[str, dict[str, Any]]) -> list[str]:
-    """The row of the whole suite's time, once every part has told its own; kept as JSON too."""
+    """Return the row of the whole suite's time, once every part has its own; store it as JSON too."""
     seconds = {part: report["seconds"] for part, report in reports.items() if part in PARTS and "seconds" in report}
     total = sum(seconds.values())
     (FOLDER / "suite.json").write_text(json.dumps({"seconds": seconds, "total": total}, indent=2) + "\n")
@@ -76,8 +76,8 @@ def took(reports: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def collect() -> Path:
-    """The table of all parts on file, the bars first."""
-    kept = [part for part in (*PARTS, *OTHERS) if _kept(part)]
+    """Write the table of all parts on file, the targets first."""
+    kept = [part for part in (*PARTS, *OTHERS) if _is_on_file(part)]
     reports = {part: json.loads((FOLDER / f"{part}.json").read_text()) for part in kept}
     lines = [HEAD, "| part | bar | asked | measured | |", "|---|---|---|---|---|"]
     for part, report in reports.items():
@@ -92,7 +92,7 @@ def collect() -> Path:
     return target
 
 
-def _kept(part: str) -> bool:
+def _is_on_file(part: str) -> bool:
     return (FOLDER / f"{part}.json").exists()
 
 

@@ -1,14 +1,14 @@
-"""Passages made of numbers, for measuring search at sizes that cannot be encoded here.
+"""Make synthetic vectors of passages, to measure search at sizes that cannot be encoded here.
 
 A passage's centre has cosine SIBLINGS with those of the 19 others of its article and STRANGERS with all the rest; its
-views have a given cosine with each other; a question has cosine ABOUT with one view of the passage that it asks about.
-Trained multi-view encoders were seen at view-pair cosines of 0.93 (MVR with a position for each viewer) and 0.96
-(CAMVR), and at 1.0000 when they collapse; the snippet means of MiniLM over 600 paragraphs of SQuAD at 0.77. Vectors are
-what half precision can hold, as they are kept at rest.
+views have a given cosine with each other; a question has cosine ABOUT with one view of its passage. Measured view-pair
+cosines of trained multi-view encoders are 0.93 (MVR with a position for each viewer) and 0.96 (CAMVR), and 1.0000 when
+they collapse; of the snippet means of MiniLM over 600 paragraphs of SQuAD 0.77. Vectors are exact in half precision, in
+which they are stored.
 
-`falling`: the variance falls from axis to axis, turned at random, as that of those snippet means was seen to: like
-exp(-i / 400) / (i + 7). Else it is alike in all directions, where exact search has most to tell apart, but which is
-harder for approximate search than any real embedding.
+`falling`: the variance falls from axis to axis, under a random rotation, as measured for those snippet means: like
+exp(-i / 400) / (i + 7). Else it is equal in all directions, the hardest case for exact search, but harder for
+approximate search than any real embedding.
 
 Shapes: Q questions, P passages, V views per passage, N = P V vectors, D dimension.
 """
@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
 
 def vectors(shape: Shape, view_cosine: float, seed: int = 0, falling: bool = False) -> Iterator[NDArray[np.float32]]:
-    """Unit vectors, passage by passage, some thousands of passages at a time."""
+    """Yield unit vectors, passage by passage, some thousands of passages at a time."""
     draw, drawn = torch.Generator().manual_seed(seed), (shape.dimension, falling)
     everywhere = _unit(draw, 1, *drawn)
     for first in range(0, shape.passages, PASSAGES_AT_ONCE):
@@ -51,7 +51,7 @@ def vectors(shape: Shape, view_cosine: float, seed: int = 0, falling: bool = Fal
 
 
 def questions(views_ND: FloatArray, count: int, seed: int = 1, falling: bool = False) -> NDArray[np.float32]:
-    """Unit vectors, each about a view drawn at random."""
+    """Draw unit vectors, each near a random view."""
     chosen = np.random.default_rng(seed).choice(len(views_ND), count, replace=False)
     about = torch.from_numpy(np.array(views_ND[chosen], np.float32))
     noise = _unit(torch.Generator().manual_seed(seed), count, views_ND.shape[1], falling)
@@ -59,7 +59,7 @@ def questions(views_ND: FloatArray, count: int, seed: int = 1, falling: bool = F
 
 
 def block(views_ND: FloatArray, num_views: int) -> EmbeddingBlock:
-    """Those vectors as a shard whose passages all have `num_views` views."""
+    """Return the vectors as a shard whose passages all have `num_views` views."""
     count = len(views_ND) // num_views
     numbers_N = np.tile(np.arange(num_views, dtype=np.int16), count)
     ids = [f"{row:08d}" for row in range(count)]
@@ -68,7 +68,7 @@ def block(views_ND: FloatArray, num_views: int) -> EmbeddingBlock:
 
 @cache
 def _turn(dimension: int) -> Tensor:
-    """What makes independent normal numbers vary as said above."""
+    """Return the matrix that gives independent normal numbers the variance above."""
     place_D = torch.arange(dimension)
     turn_DD = torch.linalg.qr(torch.randn(dimension, dimension, generator=torch.Generator().manual_seed(7)))[0]
     return (torch.exp(-place_D / 400) / (place_D + 7)).sqrt()[:, None] * turn_DD
@@ -80,6 +80,6 @@ def _unit(draw: torch.Generator, count: int, dimension: int, falling: bool) -> T
 
 
 def _mix(parts: list[Tensor], shares: list[float]) -> Tensor:
-    """Unit vectors of parts that are nearly orthogonal: two mixtures with a part in common have its share as cosine."""
+    """Mix nearly orthogonal parts to unit vectors: two mixtures with a common part have its share as cosine."""
     shares = [*shares, 1 - sum(shares)]
     return normalize(sum((part * share**0.5 for part, share in zip(parts, shares)), torch.zeros(())), dim=1)

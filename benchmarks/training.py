@@ -1,11 +1,11 @@
-"""Training on a CPU, side by side with sentence-transformers' trainer: steps a second, peak memory, cached gradients.
+"""Compare training on a CPU with sentence-transformers' trainer: steps a second, peak memory, cached gradients.
 
     python benchmarks/training.py [--peers .peers]
 
 Same MiniLM weights, same pairs of a SQuAD question and its paragraph, 32 a batch in the same order, at most 256 tokens,
 the softmax over the batch's paragraphs at scale 20, AdamW, one clipping of the gradient; in float32 with dropout, and
-in bfloat16 without. The matrix rate is that of one large product of bfloat16 numbers on the same threads. The time of a
-step is that between the ends of two, so what a trainer does once does not count. Ours is the loop that `mvr-ray train`
+in bfloat16 without. The matrix rate is that of one large product of bfloat16 numbers on the same threads. A step's time
+is measured between the ends of two steps, so that one-time work does not count. Ours is the loop that `mvr-ray train`
 runs on each rank. Cached gradients: a step of 512 pairs in passes of 32 beside a plain step of 32, at 128 tokens.
 """
 
@@ -43,7 +43,7 @@ CACHED, CHUNK = 512, 32
 
 
 class Pairs:
-    """Questions with their paragraphs, as the loop takes its examples."""
+    """Questions with their paragraphs, as examples of the loop."""
 
     article_E: IntArray | None = None
 
@@ -58,8 +58,8 @@ class Pairs:
         return [self.examples[number] for number in numbers]
 
 
-class Timed(RetrieverLoop):
-    """The loop, its batches in the order of the pairs; it keeps its losses."""
+class TimedLoop(RetrieverLoop):
+    """The training loop, with batches in the order of the pairs; it stores its losses."""
 
     def batch_numbers(self, passage_E: IntArray, article_E: IntArray | None) -> tuple[list[int], int]:
         start = self.state.step * self.cfg.batch_questions
@@ -71,10 +71,10 @@ class Timed(RetrieverLoop):
         return loss
 
     def end_epoch(self) -> None:
-        """Nothing is measured here: only steps are timed."""
+        """Skip the measurement: only steps are timed."""
 
     def _save(self, optimiser: torch.optim.Optimizer) -> None:
-        """Nor kept."""
+        """Store nothing."""
 
 
 def train(
@@ -92,7 +92,7 @@ def train(
     before = peak_bytes()
     with tempfile.TemporaryDirectory() as folder:
         job = TrainingJob(run, model, Pairs(task["pairs"][: steps * batch]), None, Checkpoints(Store(folder), "run"))
-        loop = Timed(job, lambda what, done, total: ended.append(time.perf_counter()), torch.device("cpu"))
+        loop = TimedLoop(job, lambda what, done, total: ended.append(time.perf_counter()), torch.device("cpu"))
         loop.run()
     peak = peak_bytes()
     seconds = [b - a for a, b in pairwise(ended)]
@@ -100,7 +100,7 @@ def train(
 
 
 def plain_loss(task: dict[str, Any], num: int, tokens: int) -> dict[str, float]:
-    """The loss of so many pairs at the starting weights, all vectors at once, without a gradient."""
+    """Compute the loss of the pairs at the initial weights, all vectors at once, without a gradient."""
     spec = EncoderSpec(strategy="mean", use_title=False, max_passage_tokens=tokens, max_query_tokens=tokens)
     model = DualEncoder.from_backbone(task["backbone"], spec)
     queries_QD = torch.from_numpy(model.embed_queries([question for question, _ in task["pairs"][:num]]))
@@ -111,7 +111,7 @@ def plain_loss(task: dict[str, Any], num: int, tokens: int) -> dict[str, float]:
 
 
 def ours(folder: Path) -> None:
-    """Our side, in a process of its own as the peer's is."""
+    """Measure our side, in a process of its own as the peer's."""
     task = json.loads((folder / "task.json").read_text())
     torch.set_num_threads(THREADS)
     print(json.dumps({"ready": "mvr_ray"}), flush=True)
@@ -130,13 +130,14 @@ def open_ours(folder: str) -> Peer:
 
 
 def alone(folder: str, line: str) -> dict[str, Any]:
-    """What a fresh process of ours tells, so that its peak is this work's alone."""
+    """Run our side in a new process, so that its peak covers only this work."""
     with open_ours(folder) as process:
         return process.ask(line)
 
 
 def step_flops(task: dict[str, Any], pairs: Sequence[Sequence[str]]) -> float:
-    """Of a step over these pairs: three times the forward pass's products of weights, and those of attention."""
+    """Count operations of a step over these pairs: three times the forward pass's products of weights and of
+    attention."""
     spec = EncoderSpec(strategy="mean", use_title=False, max_passage_tokens=TOKENS, max_query_tokens=TOKENS)
     model = DualEncoder.from_backbone(task["backbone"], spec)
     texts = [*model.tokenize_queries([question for question, _ in pairs])]
@@ -149,7 +150,7 @@ def step_flops(task: dict[str, Any], pairs: Sequence[Sequence[str]]) -> float:
 
 
 def matrix_rate() -> float:
-    """FLOP a second of a product of bfloat16 matrices of 2,048 rows and columns, the best of ten."""
+    """Measure FLOP a second of a product of bfloat16 matrices of 2,048 rows and columns, the best of ten."""
     before = torch.get_num_threads()
     torch.set_num_threads(THREADS)
     a, b = (torch.randn(2048, 2048).bfloat16() for _ in range(2))
@@ -162,7 +163,7 @@ def matrix_rate() -> float:
     return 2 * 2048**3 / best
 
 
-def measured(peers: Path) -> Part:
+def measure_steps(peers: Path) -> Part:
     part = Part("training", f"Training on a CPU: {BATCH} SQuAD questions and paragraphs a step", "pairs")
     data = squad()
     first = {int(row): number for number, row in reversed(list(enumerate(data.gold_Q)))}
@@ -251,13 +252,13 @@ def measured(peers: Path) -> Part:
 
 def main() -> None:
     words = argparse.ArgumentParser(description="Training on a CPU beside sentence-transformers.")
-    words.add_argument("--peers", type=Path, default=PEERS, help="where the peer's environment is made")
+    words.add_argument("--peers", type=Path, default=PEERS, help="folder of the peer's environment")
     words.add_argument("--ours", type=Path, help=argparse.SUPPRESS)
     chosen = words.parse_args()
     if chosen.ours:
         ours(chosen.ours)
     else:
-        write(measured(chosen.peers.resolve()))
+        write(measure_steps(chosen.peers.resolve()))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The peer's side of `training.py`: sentence-transformers' trainer, in an environment where mvr_ray is not installed.
+"""Run the peer of `training.py`: sentence-transformers' trainer, in an environment without mvr_ray.
 
     python training_peer.py FOLDER
 
-Reads FOLDER/task.json, says that it is ready, and trains for each line `STEPS BATCH DROPOUT PRECISION`, on the pairs in
-their order. It answers with the seconds between the ends of its steps, the loss of the first, and the peak of its
-memory.
+The program reads FOLDER/task.json, prints that it is ready, and trains for each line `STEPS BATCH DROPOUT PRECISION`,
+on the pairs in order. It answers with the seconds between the ends of its steps, the loss of the first, and the peak of
+its memory.
 """
 
 import json
@@ -24,7 +24,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 warnings.filterwarnings("ignore")
 
 
-def made(task: dict[str, Any], dropout: float) -> Any:
+def make_model(task: dict[str, Any], dropout: float) -> Any:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 
@@ -58,7 +58,7 @@ def train(task: dict[str, Any], steps: int, batch: int, dropout: float, precisio
             return BatchSampler(SequentialSampler(dataset), batch, drop_last=True)
 
     pairs = task["pairs"][: steps * batch]
-    model = made(task, dropout)
+    model = make_model(task, dropout)
     with tempfile.TemporaryDirectory() as folder:
         settings = SentenceTransformerTrainingArguments(
             output_dir=folder,

@@ -1,18 +1,18 @@
-"""What a change of a corpus costs: 0.01, 0.1, 1 and 10 % of 100,000 passages, from the file of changes to an answer.
+"""Measure the cost of corpus changes: 0.01, 0.1, 1 and 10 % of 100,000 passages, from change file to answer.
 
-    python benchmarks/updates.py [passages]          # 100,000 unless said otherwise: half an hour on two cores
+    python benchmarks/updates.py [passages]          # 100,000 by default: half an hour on two cores
     python benchmarks/updates.py --sizes 20000 200000    # the same number of changes in ten times the passages
 
-The passages are SQuAD's paragraphs and 10,033 summaries, as far as they go, then texts made of their sentences. Made-up
-views (`made_up`) are put where an encoder's would go; what the updates change is encoded, by the first two of MiniLM's
-six layers, so that what an update takes beside encoding weighs three times as much. New contents are paragraphs of
-SQuAD without their first sentence, for passages that lie everywhere in the corpus. Each update is done twice, on other
-passages: by the commands `mvr-ray update` and `mvr-ray index` and a router opened after them, and by the same functions
-in a process that has imported everything. Beside it stand the encoding of the same number of contents alone, the build
-of the whole index, and upserts of as many vectors in LanceDB and Milvus Lite, in environments of their own. Milvus Lite
-takes minutes to load ten thousand passages, so it holds a fifth of them.
+The passages are SQuAD's paragraphs and 10,033 summaries, then texts made of their sentences. Synthetic views
+(`made_up`) replace an encoder's; the changes are encoded by the first two of MiniLM's six layers, so that the other
+costs of an update weigh three times as much. New contents are paragraphs of SQuAD without their first sentence, for
+passages all over the corpus. Each update runs twice, on different passages: by the commands `mvr-ray update` and
+`mvr-ray index` and a router opened after them, and by the same functions in a process that has imported everything. For
+comparison: the encoding of the same number of contents alone, the build of the whole index, and upserts of as many
+vectors in LanceDB and Milvus Lite, in environments of their own. Milvus Lite takes minutes to load ten thousand
+passages, so it holds a fifth of them.
 
-Bytes written are those of all files that appeared in the store while the update ran, the scratch ones too, by a look
+Bytes written are those of all files that appeared in the store while the update ran, including scratch files, sampled
 twenty times a second: a file that is linked under another name has no new bytes.
 """
 
@@ -85,7 +85,7 @@ ENGINES = {"lancedb": ("lancedb", "fp16", "LanceDB", 1), "milvus-lite": ("milvus
 
 
 class Cost(NamedTuple):
-    """What one update took. `stages`: seconds of each part of it; `cpu_s`: processor time, of child processes too."""
+    """The cost of one update. `stages`: seconds of each part; `cpu_s`: processor time, including child processes."""
 
     stages: dict[str, float]
     cpu_s: float
@@ -108,14 +108,14 @@ class Seconds(NamedTuple):
         return Seconds(self.clock * factor, self.cpu * factor)
 
 
-class Written:
+class WrittenBytes:
     """Bytes of the files that appear or grow under a folder while the block runs, by inode."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.most = folder, dict[int, int]()
         self._ended = threading.Event()
 
-    def __enter__(self) -> "Written":
+    def __enter__(self) -> "WrittenBytes":
         self.before = self._sizes()
         self._thread = threading.Thread(target=self._look_until_ended, daemon=True)
         self._thread.start()
@@ -159,7 +159,7 @@ def real_passages() -> Iterator[Passage]:
 
 
 def passages_of(count: int) -> list[tuple[str, str]]:
-    """Titles and texts: real ones first, then sentences of theirs put together at random."""
+    """Yield titles and texts: real ones first, then random combinations of their sentences."""
     real = [(passage.title, passage.text) for passage in real_passages()]
     if not real:
         real = [("made up", " ".join(made_up.WORDS) + ". " * 5)]
@@ -176,7 +176,7 @@ def name(number: int) -> str:
 
 
 def two_layers(folder: Path) -> Path:
-    """MiniLM without its last four layers."""
+    """Make MiniLM without its last four layers."""
     source = resolve_model(RunConfig().encoder.backbone)
     model = AutoModel.from_pretrained(source)
     model.encoder.layer = model.encoder.layer[:2]
@@ -187,13 +187,13 @@ def two_layers(folder: Path) -> Path:
 
 
 def cpu_seconds() -> float:
-    """Processor time of this process, and of the child processes that ended."""
+    """Return the processor time of this process and of its ended child processes."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 class Corpora:
-    """A store with an index of so many passages, and the files of changes for it."""
+    """A store with an index of the given size, and its change files."""
 
     def __init__(self, folder: Path, passages: int) -> None:
         self.folder, self.passages = folder, passages
@@ -218,21 +218,21 @@ class Corpora:
         self.used = 0
 
     def build(self) -> dict[str, float]:
-        """Prepare the corpus, stage made-up views and index them; seconds of each but the staging."""
+        """Prepare the corpus, stage synthetic views and index them; return the seconds of each but the staging."""
         with self.source.open("w") as file:
             for number, (title, text) in enumerate(self.texts):
                 file.write(json.dumps({"id": name(number), "title": title, "text": text}) + "\n")
         seconds = {}
-        with timed(seconds, "prepare"):
+        with record_time(seconds, "prepare"):
             prepare(self.run.prepare, self.store)
         made_up.stage(self.run, Corpus.open(self.store, "updated"))
         resources = self.run.resources.model_copy(update={"local_passages": self.passages})
-        with timed(seconds, "index without encoding"):
+        with record_time(seconds, "index without encoding"):
             build_index.index(self.run.model_copy(update={"resources": resources}))
         return seconds
 
     def changes(self, count: int) -> tuple[Path, list[Passage]]:
-        """A file with new contents for `count` passages that lie everywhere and were not changed before."""
+        """Write a file with new contents for `count` passages all over the corpus that were not changed before."""
         step = self.passages // count
         real = max(1, min(self.passages, 20_000))
         passages = []
@@ -250,7 +250,7 @@ class Corpora:
 
 
 @contextmanager
-def timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+def record_time(seconds: dict[str, float], stage: str) -> Iterator[None]:
     began = time.perf_counter()
     yield
     seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - began
@@ -260,13 +260,13 @@ def by_commands(corpora: Corpora, count: int) -> Cost:
     file, passages = corpora.changes(count)
     stages: dict[str, float] = {}
     used = cpu_seconds()
-    with Written(corpora.store_folder) as written:
-        with timed(stages, "mvr-ray update"):
+    with WrittenBytes(corpora.store_folder) as written:
+        with record_time(stages, "mvr-ray update"):
             report = command("update", corpora, f"changes={file}")
         assert report["replaced"] == count, report
-        with timed(stages, "mvr-ray index"):
+        with record_time(stages, "mvr-ray index"):
             report = command("index", corpora)
-        with timed(stages, "open and answer"), open_router(corpora.run, local=True) as router:
+        with record_time(stages, "open and answer"), open_router(corpora.run, local=True) as router:
             check(router, passages)
     used = cpu_seconds() - used
     return Cost(
@@ -287,16 +287,16 @@ def environ() -> dict[str, str]:
 
 
 def in_process(corpora: Corpora, count: int) -> Cost:
-    """The same by function calls."""
+    """Run the update by function calls."""
     file, passages = corpora.changes(count)
     stages: dict[str, float] = {}
     used = cpu_seconds()
-    with Written(corpora.store_folder) as written:
-        with timed(stages, "update"):
+    with WrittenBytes(corpora.store_folder) as written:
+        with record_time(stages, "update"):
             update(corpora.run.prepare, corpora.store, str(file))
-        with timed(stages, "index"):
+        with record_time(stages, "index"):
             build_index.index(corpora.run)
-        with timed(stages, "open and answer"), open_router(corpora.run, local=True) as router:
+        with record_time(stages, "open and answer"), open_router(corpora.run, local=True) as router:
             check(router, passages)
     used = cpu_seconds() - used
     return Cost(
@@ -305,7 +305,7 @@ def in_process(corpora: Corpora, count: int) -> Cost:
 
 
 def check(router: Router, passages: Sequence[Passage]) -> None:
-    """A question is answered from the new contents: asked with a view of the last of them, it finds that passage."""
+    """Check that the new contents are searched: a view of the last of them must find its passage."""
     last = passages[-1]
     query_D = np.asarray(stored_views(router, [last])[last.id].vectors_ND[0], np.float32)
     answer = router.search(query_D[None], 10)
@@ -320,7 +320,7 @@ def stored_views(router: Router, passages: Sequence[Passage]) -> Mapping[str, Vi
 
 
 def changed_bytes(router: Router, passages: Sequence[Passage]) -> int:
-    """Bytes of the changed rows as they are at rest: their vectors and their texts."""
+    """Return the stored bytes of the changed rows: their vectors and their texts."""
     texts = sum(len(one.title.encode()) + len(one.text.encode()) for one in passages)
     sample = stored_views(router, passages[:SAMPLE])
     views = sum(len(one.view_numbers_N) for one in sample.values()) / len(sample)
@@ -328,7 +328,7 @@ def changed_bytes(router: Router, passages: Sequence[Passage]) -> int:
 
 
 class Encoding:
-    """The encoding of new contents alone, by as many threads as the updates have encoders."""
+    """Encode new contents alone, by as many threads as the updates have encoders."""
 
     def __init__(self, corpora: Corpora) -> None:
         held = resolve_encoder(corpora.run, Corpus.open(corpora.store, "updated"))
@@ -350,7 +350,7 @@ def alone(encoding: Encoding, corpora: Corpora, count: int) -> "Seconds":
 
 
 def peer_costs(folder: Path, passages: int, counts: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """Of each peer: the seconds to load all vectors, and of each upsert until it is in an answer."""
+    """Measure each peer: the seconds to load all vectors, and of each upsert until it is in an answer."""
     data = folder / "peers"
     data.mkdir()
     for file, first, count in (("vectors.npy", 0, passages), ("changed.npy", 9_000, max(counts))):
@@ -369,7 +369,7 @@ def peer_costs(folder: Path, passages: int, counts: Sequence[int]) -> dict[str, 
         with Peer(python, "engine_peer.py", str(data), engine, precision, "2", threads=2) as peer:
             found: dict[str, Any] = {"passages": held, "build": peer.ask("build")["seconds"]}
             for count in counts:
-                with Written(data) as written:
+                with WrittenBytes(data) as written:
                     told = peer.ask(f"update {held // count}")
                 found[f"{count}"] = {"seconds": told["seconds"], "written_bytes": written.num_bytes}
             costs[title] = found
@@ -378,7 +378,7 @@ def peer_costs(folder: Path, passages: int, counts: Sequence[int]) -> dict[str, 
 
 
 def table(part: Part, passages: int, count: int, ways: Mapping[str, Cost], encoding: Seconds) -> None:
-    """One share of changes: its samples, and the bars on it."""
+    """Add one share of changes: its samples, and its targets."""
     share = f"{100 * count / passages:g} %"
     for way, cost in ways.items():
         part.add({f"{share} of {passages:,} changed, {way}": [cost.seconds]}, count)
@@ -448,8 +448,8 @@ def peer_facts(costs: Mapping[str, Mapping[str, Any]], counts: Sequence[int]) ->
 
 
 def measure_sizes(sizes: Sequence[int]) -> None:
-    """The same number of changes, a hundredth of the smaller corpus, in corpora of these sizes in turn, by function
-    calls: what a command takes to start would hide how the rest grows."""
+    """Measure the same number of changes, a hundredth of the smaller corpus, in corpora of these sizes in turn, by
+    function calls: the start of a command would hide how the rest grows."""
     small, large = sizes
     part = Part("updates-sizes", f"The same update of {small:,} and of {large:,} passages", "passages")
     count = small // 100

@@ -27,7 +27,7 @@ This page is generated from the package (`python docs/configuration.py`).
 
 
 def page() -> str:
-    """The page as text."""
+    """Return the page as text."""
     parts = [HEAD]
     for name, field in RunConfig.model_fields.items():
         assert isinstance(field.annotation, type)

@@ -1,4 +1,4 @@
-"""Fits the documents to the site: links that lead out of docs/ become paths, and decisions get a list of them all."""
+"""Adapts the documents to the site: links out of docs/ become paths, and the decisions get a list."""
 
 import posixpath
 import re
@@ -12,7 +12,7 @@ DOCS = Path(__file__).parent
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """The hook of mkdocs: the list of decisions, by their headings."""
+    """Add the list of decisions, by their headings (a hook of mkdocs)."""
     lines = ["# Decisions", ""]
     for path in sorted((DOCS / "decisions").glob("[0-9]*.md")):
         heading = path.read_text(encoding="utf-8").partition("\n")[0].strip("# .")
@@ -23,7 +23,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """The hook of mkdocs: a page's text before it becomes HTML."""
+    """Rewrite the links of a page before it becomes HTML (a hook of mkdocs)."""
     folder = posixpath.dirname(page.file.src_uri)
 
     def rewrite(link: re.Match[str]) -> str:

@@ -1,6 +1,6 @@
 """Add, replace and delete passages, and go back: `python examples/changing_corpus.py [PASSAGES]`.
 
-Every change publishes a version; only what changed is embedded.
+Every change publishes a version; only the changes are embedded.
 """
 
 from wikipedia import passages

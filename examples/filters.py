@@ -1,6 +1,6 @@
 """Search passages whose fields pass a filter: `python examples/filters.py [PASSAGES]`.
 
-Whatever a passage has besides id, title and text is a field. docs/filters.md has the operators.
+All values of a passage besides id, title and text are fields. docs/filters.md has the operators.
 """
 
 from wikipedia import passages

@@ -1,4 +1,4 @@
-"""Builds an index of twelve passages, searches it, changes it and measures it, in this process.
+"""Build an index of twelve passages, search it, change it and measure it, in this process.
 
     python examples/quickstart.py
 
@@ -48,21 +48,21 @@ TOWERS = [
 ]
 passages = [{"id": title.replace(" ", "_"), "title": title, "text": text, "year": year} for title, year, text in TOWERS]
 
-# %% Build an index in a folder. `mvr-ray search towers/run.yaml "..."` asks the same one.
+# %% Build an index in a folder. `mvr-ray search towers/run.yaml "..."` searches the same one.
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else "towers")
 index = Index.build(passages, model="all-MiniLM-L6-v2", path=folder)
 print(index)
 
-# %% Search: each hit has the snippet of the passage that matched, its score and its fields.
+# %% Search: each hit has the matching snippet of the passage, its score and its fields.
 hits = index.search("Why does the tower lean?", k=2)
 print(hits)
 assert hits[0].id == "Tower_of_Pisa"
 
-# %% Several questions at once, and only what was finished after 1900.
+# %% Several questions at once, and only towers finished after 1900.
 for hits in index.search(["Who built a tower in Paris?", "Where can I eat?"], k=2, filter={"year": {"gte": 1900}}):
     print(hits)
 
-# %% Change passages: only what is new is embedded, and the change is a version of its own.
+# %% Change passages: only new texts are embedded, and each change is a version of its own.
 index.upsert([{"id": "Petronas", "title": "Petronas Towers", "text": "A bridge joins the twin towers.", "year": 1998}])
 index.delete("Sutro_Tower")
 print(index.search("Which towers does a bridge join?", k=1))
@@ -70,14 +70,14 @@ for version in index.versions():
     print(version.version, version.operation, version.passages, "live" if version.live else "")
 assert len(index) == len(passages)
 
-# %% Measure it by questions with known answers.
+# %% Measure it on questions with known answers.
 report = index.evaluate(
     [("Who built the tower in Paris?", "Gustave Eiffel"), ("How tall is it in Dubai?", "828")], k=[1, 5]
 )
 for row in report.rows:
     print(f"{row.metric}: {row.value:.2f} of {row.n} questions")
 
-# %% Vectors alone: one for a question, one a snippet for a passage.
+# %% Only vectors: one for a question, one per snippet for a passage.
 encoder = Encoder("all-MiniLM-L6-v2")
 queries_QD = encoder.embed_queries(["Why does the tower lean?"])
 views_PVD, mask_PV = encoder.embed_passages(passages[:3])

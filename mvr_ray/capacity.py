@@ -1,15 +1,15 @@
-"""Plans what a run will need, before anything runs: bytes of disk, memory and GPU memory, a shard and in all.
+"""Estimate the bytes of disk, memory and GPU memory that a run needs, per shard and in all, before it starts.
 
     vectors  = passages x V                                        (an upper bound: an empty snippet has no view)
     at rest  = vectors x D x (2 fp16 | 4 fp32)  +  row overhead     embeddings.arrow
     hnsw     = vectors x (4 D + 8 M + 12)                           hnswlib keeps fp32 vectors and 2 M links of 4 bytes
     faiss    = vectors x (code + 8)  +  4 x lists x D               code from the factory string
     train    = 16 x parameters + activations                        fp32 weights, gradient and two AdamW moments
-    refine   = at rest + M x D x 4 + (vectors + F) x D x (2 | 4)   the M that moved or are new in fp32, and all of the
-                                                                   blocks that hold them once more as stored
+    refine   = at rest + M x D x 4 + (vectors + F) x D x (2 | 4)   the M moved or new views in fp32, and a second
+                                                                   copy of their blocks as stored
     words    = text x 0.85 a shard  +  216 x sqrt(text of all)      index.lexical: postings, statistics of the corpus
-    searcher = its shards' files + (vectors + F) x D x (2 | 4)      kind flat, refined: blocks that a changed passage is
-                                                                   laid over, while these are a quarter or less
+    searcher = its shards' files + (vectors + F) x D x (2 | 4)      kind flat, refined: a second copy of blocks with a
+                                                                   changed passage, if these are a quarter or less
     layer    = tokens x hidden x (34 + 5 x heads x length / hidden) bytes in half precision (Korthikanti et al. 2022)
 
 Letters: V views a passage, F feedback views, D dimension, M links a node. Sizes are plain bytes; a GB is 10^9 of them.
@@ -26,7 +26,7 @@ from mvr_ray.core.searching.native import library
 from mvr_ray.errors import ConfigError, MissingInputError, StorageError
 from mvr_ray.index.base import default_factory
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.delta import MOST_SHARE
+from mvr_ray.store.delta import MAX_CHANGED_SHARE
 from mvr_ray.store.embeddings import BATCH_PASSAGES
 from mvr_ray.store.files import Store
 from mvr_ray.store.questions import read_questions
@@ -34,21 +34,21 @@ from mvr_ray.store.questions import read_questions
 log = logging.getLogger(__name__)
 
 TEXT_BYTES = 700
-"""A 100-word passage with id and title, where no corpus has been counted yet."""
+"""A 100-word passage with id and title, where no corpus exists yet."""
 ROW_BYTES = 32
 """Id, offsets and list bounds of one passage in embeddings.arrow."""
-HELD_ROW_BYTES = 82
-"""Beside its views, what a process that holds a passage keeps of it: the id as a Python string, and where it lies."""
+LOADED_ROW_BYTES = 82
+"""Memory of one loaded passage beside its views: the id as a Python string, and its offsets."""
 PROCESS_BYTES = 600_000_000
 """A Python process that has imported torch, transformers, pyarrow and Ray."""
 SEARCHER_BYTES = 330_000_000
 """The same without transformers."""
 COMPILED_BYTES = 236_000_000
-"""A searcher that scans in compiled loops imports no torch and has no step's vectors in fp32: over 8,000 made-up
+"""A searcher that scans in compiled loops imports no torch and needs no fp32 vectors of a step: over 8,000 synthetic
 passages of 8 views one took 261 MB, of which 25 are its half of these."""
 
 MAX_TOKENS = 8192
-"""Tokens of a text that any encoder is given, at most."""
+"""Maximum tokens of a text for any encoder."""
 POSTINGS_SHARE = 0.85
 """Bytes of postings for one of text: SQuAD's 1,530 development paragraphs with titles take 1.02 MB for 1.20 MB."""
 STATISTICS_BYTES = 216
@@ -58,7 +58,7 @@ Kind = Literal["disk", "memory", "gpu"]
 
 
 class Backbone(NamedTuple):
-    """The sizes of a BERT-like model that decide how much it takes."""
+    """The sizes of a BERT-like model that determine its memory."""
 
     hidden: int
     layers: int
@@ -68,7 +68,7 @@ class Backbone(NamedTuple):
     positions: int
     known: bool
     max_tokens: int = 512
-    """What a text is cut to where the run says no length."""
+    """Truncation length where the run sets none."""
 
     @property
     def parameters(self) -> int:
@@ -78,7 +78,7 @@ class Backbone(NamedTuple):
 
 
 class PlanLine(NamedTuple):
-    """One thing that takes room: `count` of them, `bytes_each` big."""
+    """One item of the plan: `count` of them, `bytes_each` bytes each."""
 
     kind: Kind
     what: str
@@ -104,8 +104,8 @@ class Plan(NamedTuple):
 
 
 def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: float = TEXT_BYTES) -> Plan:
-    """Sizes for `passages` passages of `passage_bytes` each at rest, id and title included. A refined version, and what
-    searches it, has so many feedback views more."""
+    """Estimate sizes for `passages` passages of `passage_bytes` each on disk, id and title included. A refined version
+    and its searchers have `feedback_views` more views."""
     if passages < 1:
         raise ConfigError(f"plan needs at least one passage, not {passages}; say how many with --passages N")
     model = backbone_sizes(run.encoder.backbone)
@@ -124,25 +124,25 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
     weights = 4 * model.parameters * (1 if run.encoder.tied else 2)
     is_unpadded = resources.gpus_per_encoder > 0 and run.index.precision == "bf16"
     length = run.encoder.max_passage_tokens or model.max_tokens
-    length = 0 if is_unpadded else length  # flash attention keeps no table of scores
+    length = 0 if is_unpadded else length  # flash attention stores no table of scores
     encode = weights + 2 * layer_bytes(model, run.index.tokens_per_batch, length, half=is_unpadded)
     encode += 2 * model.parameters * is_unpadded
     train = 4 * weights + train_activations(run, model)
     searchers = min(resources.searchers, shards)
-    num_changed = min(num_added, math.floor(MOST_SHARE * on_shard)) if run.index.kind == "flat" else 0
+    num_changed = min(num_added, math.floor(MAX_CHANGED_SHARE * on_shard)) if run.index.kind == "flat" else 0
     copied_bytes = math.ceil(touched_share(on_shard, num_changed) * vectors * dimension * item)
-    held_bytes = math.ceil(shards / searchers) * (refined_file + copied_bytes)
+    shard_bytes = math.ceil(shards / searchers) * (refined_file + copied_bytes)
     refiners = min(resources.refiners, shards)
     block_share = touched_share(on_shard, num_added) if run.refine.method == "feedback_views" else 1.0
-    moving = num_added if run.refine.method == "feedback_views" else vectors
+    num_moving = num_added if run.refine.method == "feedback_views" else vectors
     refined_bytes = math.ceil(shards / refiners) * (
-        at_rest + dimension * (4 * moving + math.ceil(item * (block_share * vectors + num_added)))
+        at_rest + dimension * (4 * num_moving + math.ceil(item * (block_share * vectors + num_added)))
     )
     workspace = 32_768 * (256 + dimension) * 4  # vectors of a step in fp32, and their scores
     is_compiled = run.index.kind == "flat" and not resources.gpus_per_searcher and library() is not None
     searching = COMPILED_BYTES if is_compiled else SEARCHER_BYTES + workspace
-    rows_held = math.ceil(shards / searchers) * on_shard * HELD_ROW_BYTES
-    rows_refined = math.ceil(shards / refiners) * on_shard * (HELD_ROW_BYTES + 8 * views)
+    row_bytes = math.ceil(shards / searchers) * on_shard * LOADED_ROW_BYTES
+    rows_refined = math.ceil(shards / refiners) * on_shard * (LOADED_ROW_BYTES + 8 * views)
     per_gpu_encoder, per_gpu_trainer = resources.gpus_per_encoder > 0, resources.gpus_per_trainer > 0
     guess = "" if model.known else "; backbone not on this machine, bert-base sizes assumed"
     words_bytes = math.ceil(POSTINGS_SHARE * on_shard * passage_bytes) * run.index.lexical
@@ -177,7 +177,7 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
         PlanLine(
             "memory",
             "searcher",
-            searching + held_bytes + rows_held + math.ceil(shards / searchers) * words_bytes + statistics_bytes,
+            searching + shard_bytes + row_bytes + math.ceil(shards / searchers) * words_bytes + statistics_bytes,
             searchers * resources.replicas,
             "its shards, mapped or loaded"
             + "; at most: blocks with a changed passage once more" * bool(copied_bytes)
@@ -186,9 +186,9 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
         PlanLine(
             "memory",
             "searcher, one more version",
-            held_bytes + rows_held,
+            shard_bytes + row_bytes,
             searchers * resources.replicas,
-            "at most, while a next version is opened and the live one ends its calls: unchanged shards are shared",
+            "at most, while a next version opens and the live one finishes its calls: unchanged shards are shared",
         ),
         PlanLine(
             "memory",
@@ -210,13 +210,13 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
 
 
 def touched_share(passages: int, changes: int) -> float:
-    """Share of a shard's blocks that hold at least one of so many changed passages, wherever these lie."""
+    """Expected share of a shard's blocks with at least one of `changes` randomly placed passages."""
     blocks = math.ceil(passages / BATCH_PASSAGES)
     return 1 - (1 - 1 / blocks) ** changes
 
 
 def corpus_size(run: RunConfig, passages: int = 0) -> int:
-    """Passages to plan for: as told, else as `prepare` counted them."""
+    """Passages to plan for: `passages`, else the number that `prepare` counted."""
     if passages < 0:
         raise ConfigError(f"--passages must be positive, not {passages}")
     if passages:
@@ -231,20 +231,20 @@ def corpus_size(run: RunConfig, passages: int = 0) -> int:
 
 
 def passage_bytes(run: RunConfig) -> float:
-    """What a passage takes at rest, as `prepare` wrote it; 700 bytes where there is no corpus yet, or no store."""
+    """Mean bytes of a passage as `prepare` wrote it; 700 where there is no corpus yet, or no store."""
     try:
         info = Corpus.open(Store(run.store.path), run.prepare.corpus).info
     except MissingInputError:
         return TEXT_BYTES
     except StorageError as error:
-        log.warning("plan: %s; a passage is taken to have %d bytes", error, TEXT_BYTES)
+        log.warning("plan: %s; assuming %d bytes a passage", error, TEXT_BYTES)
         return TEXT_BYTES
     return sum(part.num_bytes for part in info.parts) / max(info.num_passages, 1)
 
 
 def most_feedback_views(run: RunConfig, passages: int) -> int:
-    """How many feedback views a refined version can have: so many clusters a passage, and no more than there are
-    positive labels, where those are the first hit of each question or its gold passages."""
+    """Maximum feedback views of a refined version: `feedback_clusters` a passage, and at most one for each positive
+    label, where those are the first hit of each question or its gold passages."""
     refine = run.refine
     if refine.method != "feedback_views" or (refine.questions is None and refine.feedback is None):
         return 0
@@ -264,16 +264,16 @@ def effective_views(encoder: EncoderConfig) -> int:
 
 
 def backbone_sizes(backbone: str) -> Backbone:
-    """Sizes from the backbone's config.json where it is on this machine, else those of bert-base-uncased."""
+    """Read sizes from the backbone's config.json if it is on this machine, else use those of bert-base-uncased."""
     file = resolve_path(backbone) / "config.json"
     if not file.is_file():
         return Backbone(768, 12, 12, 3072, 30_522, 512, known="bert-base" in backbone)
     values = json.loads(file.read_text(encoding="utf-8"))
-    stated = file.with_name("sentence_bert_config.json")
-    lengths = json.loads(stated.read_text(encoding="utf-8")) if stated.is_file() else {}
+    lengths_file = file.with_name("sentence_bert_config.json")
+    lengths = json.loads(lengths_file.read_text(encoding="utf-8")) if lengths_file.is_file() else {}
 
     def size(*names: str) -> int:
-        """The setting by the first of its names in BERT, DistilBERT and T5 that the file has; 0 for none."""
+        """Look up a setting by its names in BERT, DistilBERT and T5; 0 where the file has none of them."""
         return int(next((values[name] for name in names if values.get(name)), 0))
 
     hidden = size("hidden_size", "dim", "d_model")
@@ -324,7 +324,7 @@ def index_bytes(index: IndexConfig, vectors: int, dimension: int, on_gpu: bool =
 
 
 def links_bytes(m: int) -> int:
-    """The lowest layer of an HNSW graph keeps 2 M neighbours of 4 bytes; the layers above add under 1/M of it."""
+    """Bytes of a node's 2 M links of 4 bytes in the lowest layer of an HNSW graph; upper layers add under 1/M of it."""
     return 2 * m * 4
 
 
@@ -338,7 +338,7 @@ _CODES = [
 
 
 def faiss_bytes(factory: str, vectors: int, dimension: int) -> int:
-    """Bytes of a Faiss index made by this factory string (PCA, OPQ, IVF, HNSW, PQ, SQ, Flat, RFlat)."""
+    """Bytes of a Faiss index with this factory string (PCA, OPQ, IVF, HNSW, PQ, SQ, Flat, RFlat)."""
     width, each, fixed_bytes, has_storage = dimension, 0.0, 0.0, False
     for part in factory.replace("_HNSW", ",#HNSW").split(","):
         if match := re.fullmatch(r"(?:PCAW?R?|RR?|OPQ\d+_|L2norm,?|Pad)(\d+)", part):

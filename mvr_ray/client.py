@@ -1,4 +1,4 @@
-"""Calls a search server over HTTP, or a service in this process: `Client` waits, `AsyncClient` is awaited.
+"""Calls a search server over HTTP, or a service in this process: `Client` blocks, `AsyncClient` is for asyncio.
 
     with Client("http://127.0.0.1:8000", token=...) as client:
         answer = client.search(["who built it?"], k=5)
@@ -6,12 +6,12 @@
     ClientError                the request has no result; has status, code, field, message, hint
     ├── RefusedError           4xx: the request, the token or the id is wrong; sent once
     ├── UnavailableError       5xx: the server cannot answer now
-    └── UnreachableError       no answer came: no connection, or the time was over
+    └── UnreachableError       no answer: no connection, or the deadline has passed
 
 `timeout_s` is one deadline over connecting, waiting and every attempt; absent, it is that of the client. Each attempt
-has the time that is left, and the server is told so (X-Timeout-Ms). What never arrived (no connection) and what the
-server could not do at that time (502, 503, 504) is sent again, after the server's Retry-After or growing pauses; never
-a 4xx, and a rollback only where the server certainly did not begin it. Imports without Ray and torch.
+has the time that is left, and sends it to the server (X-Timeout-Ms). A request is sent again without a connection and
+after 502, 503 and 504, at the server's Retry-After or after growing pauses; never after a 4xx, and a rollback only if
+the server certainly did not begin it. Imports without Ray and torch.
 
 To publish, give as much time as reading every file of the version once may take: `client.publish(manifest,
 timeout_s=3600)`.
@@ -64,18 +64,18 @@ Queries = Sequence[str] | Sequence[Sequence[float]] | FloatArray
 TIMEOUT_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _SPREAD = 0.25
-"""Pauses are up to this share longer, by chance: clients that were sent away together come back apart."""
+"""Jitter: pauses are up to this share longer, so that refused clients do not retry at the same moment."""
 _SERVER_SHARE = 0.95
-"""Of the time left, what the server is told that it has; the rest is for the way back."""
+"""Share of the time left that is sent to the server; the rest is for the way back."""
 _KEEPALIVE_S = 2.0
-"""Shorter than servers keep a connection: it is not used again in the moment in which it is closed."""
+"""Shorter than servers keep a connection, so that none is reused while the server closes it."""
 _RETRY_STATUSES = (502, 503, 504)
 _NOT_BEGUN = ("overloaded", "publishing")
-"""Codes of refusals after which the same request may be sent again, whatever it changes."""
+"""Codes of errors after which any request may be sent again: the server has not begun it."""
 
 
 class ClientError(MvrRayError):
-    """A request that has no result. `status` is 0 where there was no answer."""
+    """A request without a result. `status` is 0 if there was no answer."""
 
     def __init__(self, status: int, code: str, field: str, message: str, hint: str) -> None:
         super().__init__(f"{code}: {field + ': ' if field else ''}{message}; {hint}")
@@ -95,12 +95,12 @@ class UnavailableError(ClientError):
 
 
 class UnreachableError(ClientError):
-    """No answer came."""
+    """There was no answer."""
 
 
 @dataclass(frozen=True)
 class EndpointRequest(Generic[A]):
-    """One request. `work(service, deadline)` is the same as method, path and body over HTTP."""
+    """One request. `work(service, deadline)` does what method, path and body do over HTTP."""
 
     method: str
     path: str
@@ -110,7 +110,7 @@ class EndpointRequest(Generic[A]):
     timeout_s: float | None = None
     """Time for all attempts; None: the client's."""
     statuses: tuple[int, ...] = (200,)
-    """Those that carry a response of this type."""
+    """Statuses that carry a response of this type."""
     repeatable: bool = True
     """Sending it twice does what sending it once does."""
 
@@ -135,10 +135,10 @@ class Endpoint(Generic[P, A]):
 
 
 class HttpTransport:
-    """The way to a server at an address."""
+    """Sends requests to a server over HTTP."""
 
     def __init__(self, address: str, token: str | None) -> None:
-        """Raises ValueError for what is no address of HTTP, or no token."""
+        """Raises ValueError for an invalid address or token."""
         if httpx2.URL(address).scheme not in ("http", "https"):
             raise ValueError(f"{address!r} is no address of a server; give one such as http://127.0.0.1:8000")
         self.address = address.rstrip("/")
@@ -154,7 +154,7 @@ class HttpTransport:
         self._http = httpx2.AsyncClient(headers=headers, timeout=None, limits=limits)
 
     async def send(self, request: EndpointRequest[A], deadline: Deadline) -> A:
-        """Try until there is a response, an error that stays, or no time."""
+        """Send a request until there is a response, a permanent error, or no time."""
         tries = 0
         last: ClientError | None = None
         while (left_s := deadline.left_s) > 0:
@@ -194,13 +194,13 @@ class HttpTransport:
 
 @dataclass
 class InProcessTransport:
-    """The way to a service in this process; `resources` are closed with it."""
+    """Executes requests by a service in this process; `resources` are closed with it."""
 
     service: SearchService
     resources: ExitStack
 
     async def send(self, request: EndpointRequest[A], deadline: Deadline) -> A:
-        """Execute a request once. A search ends by its deadline; other work goes on in its thread, without a result."""
+        """Execute a request once. A search ends by its deadline; other work runs on in its thread, without a result."""
         try:
             async with asyncio.timeout(deadline.left_s):
                 return await asyncio.to_thread(request.work, self.service, deadline)
@@ -216,7 +216,7 @@ Transport = HttpTransport | InProcessTransport
 
 
 class _Endpoints:
-    """The requests that a client can make. Each raises ClientError where it has no result."""
+    """The requests that a client can make. Each raises ClientError if it has no result."""
 
     def __init__(self, address: str, *, token: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         """`address` is the server's, such as http://127.0.0.1:8000; `timeout_s` is the time of calls that name none."""
@@ -224,14 +224,14 @@ class _Endpoints:
 
     @classmethod
     def over(cls, service: SearchService, *, timeout_s: float = TIMEOUT_S) -> Self:
-        """A client of a service in this process: no network, the same answers and errors."""
+        """Make a client of a service in this process: no network, the same answers and errors."""
         client = cls.__new__(cls)
         client._open(InProcessTransport(service, ExitStack()), timeout_s)
         return client
 
     @classmethod
     def in_process(cls, run: RunConfig, version: int | None = None, *, timeout_s: float = TIMEOUT_S) -> Self:
-        """A client of an index opened in this process, without a cluster; closing the client closes it."""
+        """Make a client of an index opened in this process, without a cluster; closing the client closes it."""
         from mvr_ray.distributed.hot_swap import open_hot_swap_router
 
         client = cls.__new__(cls)
@@ -275,9 +275,9 @@ class _Endpoints:
         filter: Mapping[str, Any] | None = None,
         fields: Sequence[str] = (),
     ) -> EndpointRequest[SearchResponse]:
-        """The best `k` passages of each query: texts, or vectors_QD of the index's encoder; of those passages that pass
-        a filter, such as `{"year": {"gte": 1958}}`. `fields` come with the hits. `hybrid` w scores by BM25 + w x dense,
-        "off" by the dense score alone; absent: as the server's run file says."""
+        """Return the best `k` passages of each query: texts, or vectors_QD of the index's encoder; of those passages
+        that pass a filter, such as `{"year": {"gte": 1958}}`. `fields` come with the hits. `hybrid` w scores by BM25 +
+        w x dense, "off" by the dense score alone; absent: as the server's run file says."""
         body = schemas.validate(
             SearchRequest,
             queries=list(queries) if isinstance(queries, Sequence) else queries.tolist(),
@@ -306,7 +306,7 @@ class _Endpoints:
         hybrid: schemas.Hybrid = None,
         timeout_s: float | None = None,
     ) -> EndpointRequest[Explanation]:
-        """Every view of the named passages, or of each question's best `k`, with every question; `hybrid` as in
+        """Score every view of the named passages, or of each question's best `k`, with every question; `hybrid` as in
         `search`: with the words of each passage, too."""
         body = schemas.validate(
             ExplainRequest,
@@ -326,7 +326,7 @@ class _Endpoints:
     def embed(
         texts: Sequence[str], *, model: str, timeout_s: float | None = None
     ) -> EndpointRequest[schemas.EmbeddingsResponse]:
-        """Vectors of texts by the index's encoder, as a search embeds its queries. `model` names that encoder."""
+        """Embed texts by the index's encoder, as a search embeds its queries. `model` names that encoder."""
         body = schemas.validate(schemas.EmbeddingsRequest, model=model, input=list(texts))
         return EndpointRequest(
             "POST",
@@ -340,7 +340,7 @@ class _Endpoints:
     @Endpoint
     @staticmethod
     def examples(*, timeout_s: float | None = None) -> EndpointRequest[schemas.ExampleQueries]:
-        """A few texts to search for: questions that came with the corpus, else titles."""
+        """Return a few texts to search for: questions that came with the corpus, else titles."""
         return EndpointRequest(
             "GET", "/v1/examples", schemas.ExampleQueries, lambda s, _: s.examples(), timeout_s=timeout_s
         )
@@ -348,7 +348,7 @@ class _Endpoints:
     @Endpoint
     @staticmethod
     def passage(passage_id: str, *, timeout_s: float | None = None) -> EndpointRequest[PassageResponse]:
-        """One passage as it was indexed."""
+        """Return one passage as it was indexed."""
         # Dots too: as a part of a path, `.` and `..` would mean folders.
         path = "/v1/passages/" + quote(passage_id, safe="", errors="surrogatepass").replace(".", "%2E")
         return EndpointRequest("GET", path, PassageResponse, lambda s, _: s.passage(passage_id), timeout_s=timeout_s)
@@ -356,13 +356,13 @@ class _Endpoints:
     @Endpoint
     @staticmethod
     def versions(*, timeout_s: float | None = None) -> EndpointRequest[VersionList]:
-        """The published versions, the live one, and the one that answers."""
+        """List the published versions, the live one, and the one that answers."""
         return EndpointRequest("GET", "/v1/versions", VersionList, lambda s, _: s.versions(), timeout_s=timeout_s)
 
     @Endpoint
     @staticmethod
     def version(number: int, *, timeout_s: float | None = None) -> EndpointRequest[VersionDetail]:
-        """One version, and how it was made."""
+        """Return one version, and how it was made."""
         path = f"/v1/versions/{number}"
         return EndpointRequest("GET", path, VersionDetail, lambda s, _: s.version(number), timeout_s=timeout_s)
 
@@ -385,7 +385,7 @@ class _Endpoints:
     @Endpoint
     @staticmethod
     def rollback(number: int, *, timeout_s: float | None = None) -> EndpointRequest[VersionInfo]:
-        """Publish the content of a version, once its files were found whole, as a new one. Needs an admin token."""
+        """Publish the content of a version, after checking its files, as a new one. Needs an admin token."""
         path, more = f"/v1/versions/{number}/rollback", {"timeout_s": timeout_s, "repeatable": False}
         return EndpointRequest("POST", path, VersionInfo, lambda s, deadline: s.rollback(number, deadline), **more)
 
@@ -399,13 +399,13 @@ class _Endpoints:
     @Endpoint
     @staticmethod
     def ready(*, timeout_s: float | None = None) -> EndpointRequest[Readiness]:
-        """Whether a real search has just covered every passage; `ready` false is an answer, not an error."""
+        """Return whether a real search has just covered every passage; `ready` false is an answer, not an error."""
         more = {"timeout_s": timeout_s, "statuses": (200, 503)}
         return EndpointRequest("GET", "/readyz", Readiness, lambda s, _: s.readiness(), **more)
 
 
 class AsyncClient(_Endpoints):
-    """A client whose methods are awaited."""
+    """A client for asyncio: its methods are coroutines."""
 
     _call = _Endpoints._send
 
@@ -420,8 +420,8 @@ class AsyncClient(_Endpoints):
 
 
 class Client(_Endpoints):
-    """A client whose methods wait. Also where an event loop is running already, as in a notebook: the client has one of
-    its own, on a thread."""
+    """A blocking client. It works beside a running event loop, as in a notebook: it has a loop of its own, on a
+    thread."""
 
     def _open(self, transport: Transport, timeout_s: float) -> None:
         super()._open(transport, timeout_s)
@@ -436,7 +436,7 @@ class Client(_Endpoints):
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
-        except BaseException:  # the call must not go on after Ctrl-C
+        except BaseException:  # the call must not continue after Ctrl-C
             future.cancel()
             raise
 
@@ -454,7 +454,7 @@ class Client(_Endpoints):
 
 
 def next_pause_s(tries: int, retry_after: str, spread: float) -> float:
-    """Seconds to wait after `tries` tries; `spread` in 0..1 is chance. A server's Retry-After is the least."""
+    """Return the seconds to wait after `tries` tries, at least a server's Retry-After; `spread` in 0..1 is random."""
     wait_s = _retry_after_s(retry_after)
     if wait_s is None:
         wait_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(tries - 1, 10))
@@ -462,7 +462,7 @@ def next_pause_s(tries: int, retry_after: str, spread: float) -> float:
 
 
 def _retry_after_s(retry_after: str) -> float | None:
-    """Seconds, or until an HTTP date; None where it says neither."""
+    """Parse seconds or an HTTP date; None for anything else."""
     value = retry_after.strip()
     if value.isascii() and value.isdigit() and len(value) < 10:
         return float(value)
@@ -475,7 +475,7 @@ def _retry_after_s(retry_after: str) -> float | None:
 
 
 def _parse(request: EndpointRequest[A], response: httpx2.Response) -> A | None:
-    """None where the server answered with an error. Raises UnavailableError for what is no answer of ours."""
+    """Parse a response; None for an error. Raises UnavailableError for a response that is none of mvr_ray."""
     if response.status_code not in request.statuses:
         return None
     try:
@@ -493,7 +493,7 @@ def _response_error(response: httpx2.Response) -> ClientError:
     try:
         error = ErrorResponse.model_validate_json(response.content).error
     except ValidationError:
-        message = f"status {status} without a word of mvr_ray"
+        message = f"status {status} without an error of mvr_ray"
         return _typed_error(status, f"http_{status}", "", message, "is there a proxy in between?")
     return _typed_error(status, error.code, error.field, error.message, error.hint)
 

@@ -1,4 +1,4 @@
-"""Compares two systems on the same questions: the difference, its interval, and whether it could be chance.
+"""Compare two systems on the same questions: the difference, its interval, and its significance.
 
     value of a question    1 if one of the first k passages bears an answer (or is judged relevant), else 0
     difference             mean over seeds and questions of value(better) - value(than), in points
@@ -6,7 +6,7 @@
     paired test            swaps the two systems' values of whole articles, each value being the mean over seeds
     t-tests                compare the seeds' means alone, unpaired as in CAMVR table 6, and paired
 
-A question whose article is not known counts as an article of its own.
+A question of an unknown article counts as an article of its own.
 
 Shapes: S seeds, Q questions.
 """
@@ -30,7 +30,7 @@ from mvr_ray.store.formats.trec import read_qrels, read_trec_run
 from mvr_ray.types import FloatArray
 
 Grades = dict[str, dict[str, int]]
-"""Judgements of passages by question, as `read_qrels` gives them."""
+"""Judgements of passages by question, as `read_qrels` returns them."""
 UNKNOWN = (
     "it is not known which passages answer {!r}; retrieve questions that have answers, or compare TREC runs with "
     "--qrels FILE"
@@ -40,8 +40,8 @@ _SAME = 1e-9
 
 
 class Difference(NamedTuple):
-    """A difference in points with its 95 % interval. `p` is that of the paired test over articles; those of the t-tests
-    are nan where there is one seed, or where seeds do not differ."""
+    """A difference in points with its 95 % interval. `p` is from the paired test over articles; the t-tests' p-values
+    are nan with one seed, or where seeds do not differ."""
 
     points: float
     low: float
@@ -54,7 +54,7 @@ class Difference(NamedTuple):
 
 
 def difference(better_SQ: FloatArray, than_SQ: FloatArray, articles_Q: Groups, seed: int = 0) -> Difference:
-    """`better` minus `than`, seed by seed. A system of one seed (or [Q]) stands beside every seed of the other."""
+    """`better` minus `than`, seed by seed. A system of one seed (or [Q]) is paired with every seed of the other."""
     both = np.atleast_2d(better_SQ), np.atleast_2d(than_SQ)
     several = min(map(len, both)) > 1
     seeds = max(map(len, both))
@@ -89,7 +89,7 @@ class ComparisonRow(NamedTuple):
 
 
 class QuestionHits(NamedTuple):
-    """What names a question in a ranking file, and the ids of its hits with "bears an answer", best first."""
+    """Id and text of a question in a ranking file, and its hits with "bears an answer", best first."""
 
     id: str | None
     text: str | None
@@ -97,8 +97,8 @@ class QuestionHits(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """Ids and texts of questions, None where the file has none; the ranks from 1 of each question's first passage that
-    counts, infinity where none does, one a seed; and the articles of questions by id, where they are known."""
+    """Ids and texts of questions, None where the file has none; for each question and seed the rank, from 1, of the
+    first passage that counts, infinity where none does; and the known articles by question id."""
 
     ids: list[str | None]
     texts: list[str | None]
@@ -114,8 +114,8 @@ def compare(
     qrels: Path | None = None,
     question_set: str | None = None,
 ) -> list[ComparisonRow]:
-    """Count answer-bearing passages; gold ones where no question of a file of question ranks has answers; those that
-    `qrels` judges relevant where a side is a TREC run.
+    """Compare two rankings by answer-bearing passages; by gold ones where no question of a file of question ranks has
+    answers; by those that `qrels` judges relevant where a side is a TREC run.
 
     Each side is a ranking file, or FILE:SYSTEM of a file of question ranks. Questions are the same by id, or by text
     where a side has no ids (DPR's JSON). Raises ConfigError, and DataError when the two do not rank the same questions.
@@ -131,16 +131,16 @@ def compare(
         )
     grades = read_qrels(qrels) if runs and qrels is not None else None
     both = [_ranking(side, grades, question_set) for side in sides]
-    places = _places(sides, both)
-    if alone := sorted(set(places[0]) ^ set(places[1])):
+    places = _question_places(sides, both)
+    if unmatched := sorted(set(places[0]) ^ set(places[1])):
         raise DataError(
-            f"{first} and {second} rank different questions: {len(alone)} stand in only one of them "
-            f"(first: {alone[0][0]!r}); retrieve the same question set twice"
+            f"{first} and {second} rank different questions: {len(unmatched)} are in only one of them "
+            f"(first: {unmatched[0][0]!r}); retrieve the same question set twice"
         )
     keys = sorted(places[0])
     articles = both[0].articles or both[1].articles
     groups = [articles.get(name, f"question {name} {number}") for name, number in keys]
-    ranks = [np.array([one.ranks[at[key]] for key in keys]).T for one, at in zip(both, places)]
+    ranks = [np.array([ranking.ranks[at[key]] for key in keys]).T for ranking, at in zip(both, places)]
     seeds = [len(ranks_SQ) for ranks_SQ in ranks]
     if seeds[0] != seeds[1] and 1 not in seeds:
         raise ConfigError(
@@ -156,24 +156,24 @@ def compare(
     return rows
 
 
-def _places(sides: tuple[str, str], both: list[Ranking]) -> list[dict[tuple[str, int], int]]:
-    """The place of every question in each ranking, by its id (else its text) and how often that stood before."""
-    for names in ([one.ids for one in both], [one.texts for one in both]):
+def _question_places(sides: tuple[str, str], both: list[Ranking]) -> list[dict[tuple[str, int], int]]:
+    """Position of every question in each ranking, by its id (else its text) and the occurrence of that name."""
+    for names in ([ranking.ids for ranking in both], [ranking.texts for ranking in both]):
         if all(name is not None for own in names for name in own):
             return [_numbered_names([str(name) for name in own]) for own in names]
     by_text, by_id = sorted(sides, key=lambda side: any(both[sides.index(side)].ids))
     raise ConfigError(
-        f"compare: {by_text} names its questions by their texts, {by_id} by their ids, so which are the same is not "
-        f"known; retrieve one of them again with format=jsonl or format=parquet, which write both"
+        f"compare: {by_text} names its questions by their texts, {by_id} by their ids, so they cannot be "
+        f"matched; retrieve one of them again with format=jsonl or format=parquet, which write both"
     )
 
 
 def _numbered_names(names: Sequence[str]) -> dict[tuple[str, int], int]:
-    seen: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     places: dict[tuple[str, int], int] = {}
     for place, name in enumerate(names):
-        places[name, seen[name]] = place
-        seen[name] += 1
+        places[name, counts[name]] = place
+        counts[name] += 1
     return places
 
 
@@ -200,9 +200,9 @@ def _ranking(side: str, grades: Grades | None, question_set: str | None) -> Rank
     if not parts:
         raise ConfigError(f"compare: {path} has no question set {question_set!r}; there are {', '.join(sets)}")
     ranks: dict[str, list[float]] = {}
-    answered = any(rank is not None for part in parts for rank in part.answer_ranks)
+    has_answers = any(rank is not None for part in parts for rank in part.answer_ranks)
     for part in parts:
-        for name, rank in zip(part.question_ids, part.answer_ranks if answered else part.gold_ranks):
+        for name, rank in zip(part.question_ids, part.answer_ranks if has_answers else part.gold_ranks):
             if rank is not None:
                 ranks.setdefault(name, []).append(rank + 1 if rank >= 0 else np.inf)
     articles = dict(zip(parts[0].question_ids, parts[0].articles))
@@ -211,7 +211,7 @@ def _ranking(side: str, grades: Grades | None, question_set: str | None) -> Rank
 
 def _file_ranking(path: Path, grades: Grades | None) -> Ranking:
     """Judge a ranking file: by the grades of its questions' passages, else by its own marks. Questions without grades
-    are left out, and graded ones that the file lacks have no passage that counts."""
+    are omitted; graded questions that the file lacks have no passage that counts."""
     if not path.is_file():
         raise DataError(f"ranking {path} does not exist; make one with `mvr-ray retrieve CONFIG ... output={path}`")
     read = _parquet if path.suffix == ".parquet" else _trec if _is_trec_run(str(path)) else _json

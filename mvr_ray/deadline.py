@@ -1,4 +1,4 @@
-"""The time by which a request must be answered: made once when it arrives, and handed down to all that work on it."""
+"""Defines the deadline of a request, created when it arrives and passed to every function that works on it."""
 
 import time
 from typing import NamedTuple
@@ -12,17 +12,17 @@ class Deadline(NamedTuple):
 
     @classmethod
     def after(cls, timeout_s: float) -> "Deadline":
-        """So many seconds from now."""
+        """A deadline `timeout_s` from now."""
         return cls(time.monotonic(), timeout_s)
 
     @property
     def due_s(self) -> float:
-        """When it is over, by the monotonic clock."""
+        """The deadline's time by the monotonic clock."""
         return self.start_s + self.timeout_s
 
     @property
     def left_s(self) -> float:
-        """Seconds until it is over, 0 where it is."""
+        """Seconds until the deadline, 0 after it."""
         return max(self.due_s - time.monotonic(), 0.0)
 
     def within(self, timeout_s: float | None) -> "Deadline":
@@ -30,5 +30,5 @@ class Deadline(NamedTuple):
         return self if timeout_s is None else self._replace(timeout_s=min(timeout_s, self.timeout_s))
 
     def share(self, share: float) -> "Deadline":
-        """A deadline at the end of this share of the time that is left."""
+        """A deadline at the end of this share of the remaining time."""
         return Deadline.after(share * self.left_s)

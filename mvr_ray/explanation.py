@@ -1,7 +1,7 @@
-"""Shows what every view of a passage contributes to some questions, as values and as one page (CAMVR, Figure 4).
+"""Shows the score of every view of a passage with some questions, as values and as an HTML page (CAMVR, Figure 4).
 
-A page is a whole in itself: no script, nothing loaded from outside, readable in light and dark. A passage is a table:
-views down, with the snippet that each stands for; questions across, with each view's score as a bar from 0.
+The page is self-contained: no script and no external resource, readable in light and dark mode. A passage is a table:
+a row for each view with its snippet, a column for each question with the view's score as a bar from 0.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from pydantic import BaseModel
 
 
 class ExplainedView(BaseModel):
-    """One view: the snippet text[start:stop] that it stands for, the title, the passage as a whole, or a feedback view,
-    which is made of questions and stands for no part of the text. `text` is there for a snippet and for the title.
-    `scores` has one number a question.
+    """One view: of the snippet text[start:stop], of the title, of the whole passage, or a feedback view, which is
+    computed from questions and represents no part of the text. A snippet and the title have `text`. `scores` has one
+    number a question.
     """
 
     view: int
@@ -26,8 +26,8 @@ class ExplainedView(BaseModel):
 
 
 class Winner(BaseModel):
-    """The best view for one question; `rank` counts from 1 where the passage stands among the question's hits. Of a
-    hybrid search: the BM25 score `lexical`, and the `total` that ranks the passage."""
+    """The best view for one question; `rank` counts from 1 if the passage is among the question's hits. A hybrid
+    search adds the BM25 score `lexical`, and the `total` that ranks the passage."""
 
     view: int
     score: float
@@ -37,7 +37,7 @@ class Winner(BaseModel):
 
 
 class ExplainedPassage(BaseModel):
-    """All stored views of one passage, and which of them won each question. A missing view is not listed."""
+    """All stored views of one passage, and the best one for each question. A missing view is not listed."""
 
     id: str
     title: str
@@ -47,8 +47,8 @@ class ExplainedPassage(BaseModel):
 
 
 class Explanation(BaseModel):
-    """Some questions against some passages, from one index version. `hybrid` is the weight of the dense score in the
-    sum with BM25, rrf for reciprocal ranks; None where passages are ranked by the dense score alone."""
+    """The scores of some questions with some passages, from one index version. `hybrid` is the weight of the dense
+    score in the sum with BM25, rrf for reciprocal ranks; None if only the dense score ranks passages."""
 
     index: str
     version: int
@@ -60,13 +60,13 @@ class Explanation(BaseModel):
 
 
 class Scale(NamedTuple):
-    """The scores that a bar's left and right end stand for; 0 lies between them."""
+    """The scores at a bar's left and right end; 0 lies between them."""
 
     low: float
     high: float
 
     def start(self, score: float) -> float:
-        """Where the bar of a score begins, in percent of the width."""
+        """The left end of a score's bar, in percent of the width."""
         return 100 * (min(score, 0.0) - self.low) / (self.high - self.low)
 
     def width(self, score: float) -> float:
@@ -96,8 +96,8 @@ tr.feedback td, tr.feedback th { font-style: italic; }
 _MARKS = ("#2f7ed8", "#d9662b", "#3a9d5d", "#a04fc0", "#c23b5e", "#8a7a1f")
 
 
-def page(explanation: Explanation) -> str:
-    """The whole page as HTML; every text of passages and questions is escaped."""
+def render_html(explanation: Explanation) -> str:
+    """Render the page as HTML; every text of passages and questions is escaped."""
     scores = [score for passage in explanation.passages for view in passage.views for score in view.scores]
     scale = Scale(min([0.0, *scores]), max([0.0, *scores]) or 1.0)
     legend = (
@@ -151,11 +151,11 @@ def _view(view: ExplainedView, winners: Sequence[Winner], scale: Scale) -> str:
         for number, (score, winner) in enumerate(zip(view.scores, winners))
     )
     kind = ' class="feedback"' if view.kind == "feedback" else ""
-    return f'<tr{kind}><th scope="row">{view.view}</th><td>{escape(stands_for(view))}</td>{cells}</tr>'
+    return f'<tr{kind}><th scope="row">{view.view}</th><td>{escape(describe_view(view))}</td>{cells}</tr>'
 
 
-def stands_for(view: ExplainedView) -> str:
-    """The view's snippet, or in words what it stands for instead."""
+def describe_view(view: ExplainedView) -> str:
+    """The view's snippet, or a description of what the view represents instead."""
     words = {
         "feedback": "feedback: questions that this passage answered",
         "passage": "the whole passage",

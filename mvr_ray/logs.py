@@ -1,9 +1,9 @@
-"""Writes the log lines of processes that serve: one JSON object each, with the request that it was written for.
+"""Format the log lines of serving processes: one JSON object each, with the id of its request.
 
     {"time": "2026-01-31T12:00:00.123+00:00", "level": "INFO", "logger": "mvr_ray.serving.middleware",
      "request": "4f1c...", "message": "request: method=POST route=/v1/search status=200 took_ms=8.1"}
 
-Commands keep their own plain lines; nothing here writes to standard output.
+Commands write their own plain lines; this module never writes to standard output.
 """
 
 import json
@@ -18,13 +18,13 @@ _request: ContextVar[str] = ContextVar("mvr_ray_request", default="")
 
 
 def request_id() -> str:
-    """The id of the request that this thread or task works for; empty where there is none."""
+    """Return the request id of the current thread or task, empty if there is none."""
     return _request.get()
 
 
 @contextmanager
 def request_context(request: str) -> Iterator[None]:
-    """Lines written in the block are this request's. A thread that is started in it needs a context of its own."""
+    """Attach a request id to the log lines of the block. A thread started in the block needs its own context."""
     before = _request.set(request)
     try:
         yield
@@ -33,7 +33,7 @@ def request_context(request: str) -> Iterator[None]:
 
 
 class JsonLines(logging.Formatter):
-    """Formats a record as one JSON object; `request` and `exception` stand in it where there is one."""
+    """Format a record as one JSON object, with `request` and `exception` where there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
@@ -50,11 +50,11 @@ class JsonLines(logging.Formatter):
 
 
 def to_stderr() -> None:
-    """Write what this package logs, from INFO on, to the standard error of this process. A second call adds nothing."""
+    """Write this package's log records, from INFO on, to standard error. A second call adds nothing."""
     logger = logging.getLogger("mvr_ray")
     if any(isinstance(handler.formatter, JsonLines) for handler in logger.handlers):
         return
-    handler = logging.StreamHandler(sys.__stderr__)  # Ray Serve puts another stream in the place of sys.stderr
+    handler = logging.StreamHandler(sys.__stderr__)  # Ray Serve replaces sys.stderr
     handler.setFormatter(JsonLines())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

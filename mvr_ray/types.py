@@ -1,4 +1,4 @@
-"""The values that pass between rooms. Plain, immutable, numpy only.
+"""Value types that all packages share: plain, immutable, numpy only.
 
 Shapes: Q queries, P passages, N view vectors, D dimension, K hits kept.
 """
@@ -19,10 +19,10 @@ FieldValue = str | int | float | bool | date | tuple[str, ...]
 
 
 class Passage(NamedTuple):
-    """What is embedded and retrieved.
+    """The unit that is embedded and retrieved.
 
-    `fields` are names and values in the order of the corpus's fields, without those that the passage lacks. They are
-    for filters and readers: no embedding depends on them.
+    `fields` are names and values in the order of the corpus's fields, without those that the passage lacks. Filters
+    and readers use them; embeddings do not depend on them.
     """
 
     id: str
@@ -32,10 +32,10 @@ class Passage(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A question with what is known about its answer.
+    """A question, its known answers and its known passages.
 
     `answer_starts[i]` is the character offset of `answers[i]` in the text of `positive_ids[0]`, -1 where unknown.
-    `teacher_scores`, where a cross-encoder gave them: of `positive_ids[0]`, then of each hard negative.
+    `teacher_scores` of a cross-encoder, if any: of `positive_ids[0]`, then of each hard negative.
     """
 
     id: str
@@ -51,9 +51,9 @@ class ShardHits(NamedTuple):
     """The best passages of one shard, best first: score descending, then row ascending (rows are in id order).
 
     rows_QK    int64, row of the passage in its shard, -1 where the shard has fewer than K passages
-    scores_QK  float32, the true best view's inner product, -inf on padding
+    scores_QK  float32, the exact inner product of the best view, -inf on padding
     views_QK   int16, the view number that won (lowest on ties), -1 on padding
-    frontier_Q float32, no passage left out scores above this (-inf when all were returned)
+    frontier_Q float32, upper bound on the score of every omitted passage (-inf when all were returned)
     """
 
     rows_QK: IntArray
@@ -63,10 +63,10 @@ class ShardHits(NamedTuple):
 
 
 class CountedHits(NamedTuple):
-    """What a search of one shard found, and what that took.
+    """The hits of one shard, and the number of passages that the search scored exactly.
 
     rescored_Q int64, passages proposed by a fast scan or an approximate index whose stored views were then scored
-               exactly; it varies with the threads, the hits never do
+               exactly; the number varies with the threads, the hits do not
     """
 
     hits: ShardHits
@@ -74,7 +74,7 @@ class CountedHits(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """One retrieved passage. `view` is the view number that won; `shard` and `row` say where it is kept."""
+    """One retrieved passage. `view` is the view number that won; `shard` and `row` locate it."""
 
     passage_id: str
     score: float
@@ -89,7 +89,7 @@ have a word of the query."""
 
 
 class HybridQueries(NamedTuple):
-    """What a hybrid search needs beside the vectors of its queries: their texts, and the weight of the dense score."""
+    """Input of a hybrid search beside the query vectors: the queries' texts, and the weight of the dense score."""
 
     texts: tuple[str, ...]
     weight: HybridWeight
@@ -99,7 +99,7 @@ class HybridQueries(NamedTuple):
 
 
 class HybridParts(NamedTuple):
-    """What the score of a hybrid hit is made of: the BM25 score, and the dense score of the view that won."""
+    """The parts of a hybrid hit's score: the BM25 score, and the dense score of the view that won."""
 
     lexical: float
     dense: float
@@ -108,11 +108,11 @@ class HybridParts(NamedTuple):
 class Exactness(NamedTuple):
     """Whether an answer equals exhaustive search over all stored views.
 
-    `method` is flat, or the approximate index's name; where views were left out of the index, it says so, and how near
-    to the others they were. `recall` of an approximate index, as its manifest has it: measured against exact search
-    when it was built; None for an exact index, and where it was not measured. `rounds` of asking shards. `rescored`
-    passages, over all queries and shards, were proposed by a fast scan or an approximate index, and their stored views
-    then scored exactly.
+    `method` is flat, or the approximate index's name; where views were pruned from the index, it says so, with their
+    distance from the others. `recall` of an approximate index comes from its manifest: measured against exact search
+    when it was built; None for an exact index, and where it was not measured. `rounds` counts the requests to shards.
+    `rescored` counts, over all queries and shards, the passages proposed by a fast scan or an approximate index whose
+    stored views were then scored exactly.
     """
 
     certified: bool
@@ -126,11 +126,11 @@ SEARCHED = "searched"
 
 
 class ShardState(NamedTuple):
-    """What became of one shard in an answer: `searched`, or why it was not.
+    """State of one shard in an answer: `searched`, or why it was not.
 
-    `died` its searcher is starting again; `late` no answer in time; `hung` its searcher did not even answer its probe
-    and was replaced; `damaged` a file of it is not what its manifest says, and `reason` tells which. A shard that gave
-    its first rows, but not the further ones that it was asked for, is not `searched`, and `reason` says so.
+    `died` its searcher is restarting; `late` no answer in time; `hung` its searcher did not answer its probe and was
+    replaced; `damaged` a file of it differs from its manifest, and `reason` names it. A shard that returned its first
+    rows, but not further ones that the router requested, is not `searched`, and `reason` says so.
     """
 
     shard: int
@@ -140,7 +140,7 @@ class ShardState(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What the router says to a batch of queries: hits per query, and what was searched to find them.
+    """A router's answer to a batch of queries: hits per query, and the shards that were searched.
 
     `shards` are all of the version's, in order.
     """
@@ -152,7 +152,7 @@ class Answer(NamedTuple):
     shards: tuple[ShardState, ...]
     exact: Exactness
     parts: Sequence[Sequence[HybridParts]] = ()
-    """Of each hit of a hybrid search, where they were asked for."""
+    """Of each hit of a hybrid search, if the request included them."""
 
     @property
     def passages_total(self) -> int:
@@ -168,10 +168,10 @@ class Answer(NamedTuple):
 
 
 class FleetCounts(NamedTuple):
-    """What a process knows of its calls to searchers, since it began; `waiting` is now.
+    """A process's calls to searchers since it started; `waiting` is the current number.
 
-    `hedges` calls were made because another replica was slow, `hedge_wins` of them answered first; `refused` requests
-    found every queue full. `waiting` calls wait or run, `most_waiting` of them at one searcher.
+    `hedges` counts calls sent because another replica was slow, `hedge_wins` those that answered first, `refused` the
+    requests that found every queue full. `waiting` calls wait or run, at most `most_waiting` at one searcher.
     """
 
     hedges: int = 0
@@ -182,10 +182,10 @@ class FleetCounts(NamedTuple):
 
 
 class PassageScores(NamedTuple):
-    """Every stored view of one passage, scored with every query: what a search takes the best of.
+    """Scores of every stored view of one passage with every query; a search takes the best of them.
 
     view_numbers_N  int16, ascending; numbers from V on are feedback views, a missing view is absent
-    scores_QN       float32, the true inner products
+    scores_QN       float32, the exact inner products
     winner_Q        int16, the view number that wins (lowest on ties), as a hit names it
     """
 
@@ -211,8 +211,8 @@ class EmbeddingBlock(NamedTuple):
 
 
 Progress = Callable[[str, int, int], None]
-"""Told (what, done, total) as long work goes on."""
+"""Callback of long work, called with (what, count, total)."""
 
 
 def no_progress(what: str, count: int, total: int) -> None:
-    """Tells nobody."""
+    """Ignore progress."""

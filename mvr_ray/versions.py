@@ -1,4 +1,4 @@
-"""Lists, verifies, repairs, rolls back and collects the versions of an index for the command line."""
+"""List, verify, repair, roll back and collect the versions of an index for the command line."""
 
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ CORPUS_CURE = "mvr-ray prepare CONFIG"
 
 
 class VersionInfo(BaseModel):
-    """One version of an index. `live` is the newest one; a server says beside it which one it answers from."""
+    """One version of an index. `live` is the newest one; a server reports separately which one it searches."""
 
     version: int
     parent: int
@@ -40,7 +40,7 @@ class CollectReport(NamedTuple):
 
 
 class RollbackReport(NamedTuple):
-    """The version that has the content of version `to` again, and what was compared before it was published."""
+    """The new version with the content of version `to`, and the checks that preceded its publication."""
 
     version: int
     to: int
@@ -52,7 +52,7 @@ class RollbackReport(NamedTuple):
 
 
 def act(run: RunConfig, action: str, version: int | None, sizes_only: bool = False) -> Any:
-    """Do one action on the index of the run file; the result is what `store.runs.to_plain` converts."""
+    """Run one action on the index of the run file; `store.runs.to_plain` converts the result."""
     if action not in ACTIONS:
         raise ConfigError(f"versions: {action!r} is not one of {', '.join(ACTIONS)}")
     store, index = Store(run.store.path), run.index.name
@@ -82,10 +82,10 @@ def act(run: RunConfig, action: str, version: int | None, sizes_only: bool = Fal
 
 
 def verify(store: Store, version: Manifest) -> VerifyReport:
-    """Compare every file of a version with its digest, those of its corpus and question sets, too, and its encoder with
-    the fingerprint.
+    """Compare every file of a version, its corpus and its question sets with its digest, and its encoder with the
+    fingerprint.
 
-    An encoder that is not in the store, or a corpus, is a problem of the version: it could not answer.
+    A missing encoder or corpus is a problem of the version, which could not answer queries.
     """
     report = manifest.verify(store, version)
     report = report._replace(problems=[*report.problems, *_encoder_damage(store, version)])
@@ -105,9 +105,9 @@ def verify(store: Store, version: Manifest) -> VerifyReport:
 
 
 def rollback(store: Store, index: str, to: int, sizes_only: bool = False) -> RollbackReport:
-    """Publish the content of version `to` as a new version, when all that it names is found whole.
+    """Publish the content of version `to` as a new version, after checking that every file it names is whole.
 
-    `sizes_only`: when all is there with its size. Raises DigestError, MissingInputError or ManifestError otherwise.
+    `sizes_only` checks the sizes alone. Raises DigestError, MissingInputError or ManifestError if the check fails.
     """
     version = manifest.read(store, index, to)
     require_sources(store, version)
@@ -115,14 +115,14 @@ def rollback(store: Store, index: str, to: int, sizes_only: bool = False) -> Rol
     if not sizes_only:
         report = verify(store, version)
         report.require()
-    made = manifest.rollback(store, index, to)
+    result = manifest.rollback(store, index, to)
     checked = "sizes alone: no file was read" if sizes_only else "every digest, and the encoder's fingerprint"
-    content = version_info(made, live=True).content
-    return RollbackReport(made.version, to, content, made.num_passages, report.num_files, report.num_bytes, checked)
+    content = version_info(result, live=True).content
+    return RollbackReport(result.version, to, content, result.num_passages, report.num_files, report.num_bytes, checked)
 
 
 def require_sources(store: Store, version: Manifest) -> None:
-    """Raise MissingInputError where a version could not answer, because its encoder or its corpus is not there."""
+    """Raise MissingInputError if a version could not answer queries because its encoder or corpus is missing."""
     for problem in _missing_encoder(store, version):
         raise MissingInputError(
             f"index {version.index!r} version {version.version} was not made live: {store.where(problem.path)} "
@@ -137,7 +137,7 @@ def require_sources(store: Store, version: Manifest) -> None:
 
 
 def _encoder_damage(store: Store, version: Manifest) -> list[Problem]:
-    """Load the encoder where it is there: its fingerprint covers weights, tokenizer and settings."""
+    """Load the encoder, if present, to check its fingerprint over weights, tokenizer and settings."""
     if problems := _missing_encoder(store, version):
         return problems
     from mvr_ray.distributed.encoders import open_encoder  # imports torch

@@ -39,10 +39,10 @@ def command(capsys: pytest.CaptureFixture[str]) -> Said:
 
     def run(*words: str) -> tuple[int, str, str]:
         capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as end:
             main(words)
         out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err.rstrip("\n").rpartition("\n")[2]
+        return int(end.value.code or 0), out, err.rstrip("\n").rpartition("\n")[2]
 
     return run
 
@@ -82,7 +82,7 @@ def test_a_source_that_is_not_there_is_named(command: Said, tmp_path: Path) -> N
         ("p3\tonly two columns", "2 tab-separated columns, not 3"),
         ("p3\t  \tA title", "text is empty"),
         ("\tA text.\tA title", "id is missing"),
-        ("p1\tA second text.\tA title", "passage id 'p1' stands already in {path}:3"),
+        ("p1\tA second text.\tA title", "passage id 'p1' already occurs in {path}:3"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named_with_file_and_line(
@@ -94,7 +94,7 @@ def test_a_row_that_cannot_be_used_is_named_with_file_and_line(
         1,
         "",
         f"mvr-ray: 1 bad rows, more than prepare.max_bad_rows=0: {path}:5: {reason.format(path=path)}; "
-        f"correct the file, or raise prepare.max_bad_rows to go on without such rows",
+        f"correct the file, or raise prepare.max_bad_rows to skip such rows",
     )
     assert not (tmp_path / "store" / "corpora").exists()
 
@@ -108,9 +108,9 @@ def indexed_folder(tmp_path_factory: pytest.TempPathFactory, ray_session) -> Pat
     folder = tmp_path_factory.mktemp("bad-input")
     (folder / "passages.tsv").write_text(passages())
     for stage in ("prepare", "index"):
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as end:
             main([stage, run_file(folder)])
-        assert not ended.value.code
+        assert not end.value.code
     return folder
 
 
@@ -179,8 +179,8 @@ def last_lines(commands: list[tuple[str, ...]]) -> list[str]:
     Nothing listens where their cluster should be: a command that joins it before it looks for its inputs says that.
     """
     process = [sys.executable, "-c", WITHOUT_RAY]
-    done = subprocess.run(process, input=json.dumps(commands), capture_output=True, text=True, check=True)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    process = subprocess.run(process, input=json.dumps(commands), capture_output=True, text=True, check=True)
+    return [json.loads(line) for line in process.stdout.splitlines()]
 
 
 def store_questions(folder: Path) -> Path:
@@ -344,9 +344,9 @@ def test_a_changed_word_of_a_question_is_found_by_evaluate_and_verify(
 @pytest.mark.ray
 def test_a_flipped_byte_in_a_manifest_is_found(command: Said, config: str, tmp_path: Path) -> None:
     file = tmp_path / "store" / paths.manifest("index", 1)
-    written = json.loads(file.read_text())["digest"]
+    digest = json.loads(file.read_text())["digest"]
     file.write_text(file.read_text().replace('"num_views": 2', '"num_views": 3'))
-    message = f"mvr-ray: {file} is damaged: its digest is not {written}; publish again or roll back"
+    message = f"mvr-ray: {file} is damaged: its digest is not {digest}; publish again or roll back"
     assert command("versions", config, "verify") == (1, "", message)
     assert command("search", config, "which river?") == (1, "", message)
 
@@ -364,9 +364,9 @@ def test_a_question_of_ten_thousand_words_is_answered(command: Said, config: str
 def test_questions_of_any_length_and_k_beyond_the_corpus_rank_every_passage_once(
     command: Said, config: str, tmp_path: Path
 ) -> None:
-    asked = tmp_path / "asked.txt"
-    asked.write_text("a\n" + "river " * 10_000 + "\n")
-    words = (f"questions={asked}", f"output={tmp_path / 'out.json'}", "format=dpr", "retrieve.k=500")
+    questions_file = tmp_path / "asked.txt"
+    questions_file.write_text("a\n" + "river " * 10_000 + "\n")
+    words = (f"questions={questions_file}", f"output={tmp_path / 'out.json'}", "format=dpr", "retrieve.k=500")
     assert command("retrieve", config, *words)[0] == 0
     rows = json.loads((tmp_path / "out.json").read_text())
     assert [len({hit["id"] for hit in row["ctxs"]}) for row in rows] == [NUM_PASSAGES, NUM_PASSAGES]
@@ -374,14 +374,14 @@ def test_questions_of_any_length_and_k_beyond_the_corpus_rank_every_passage_once
 
 @pytest.mark.ray
 def test_an_empty_question_in_a_file_is_named_with_its_line(command: Said, config: str, tmp_path: Path) -> None:
-    asked = tmp_path / "asked.jsonl"
-    asked.write_text('{"id": "q1", "question": "which river?"}\n{"id": "q2", "question": "  "}\n')
-    words = (f"questions={asked}", f"output={tmp_path / 'out.json'}")
-    message = f"mvr-ray: 1 bad rows, first: {asked}:2: question is empty"
+    questions_file = tmp_path / "asked.jsonl"
+    questions_file.write_text('{"id": "q1", "question": "which river?"}\n{"id": "q2", "question": "  "}\n')
+    words = (f"questions={questions_file}", f"output={tmp_path / 'out.json'}")
+    message = f"mvr-ray: 1 bad rows, first: {questions_file}:2: question is empty"
     assert command("retrieve", config, *words) == (1, "", message)
 
 
-# --- no room -----------------------------------------------------------------------------------------------------
+# --- no space ----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -390,17 +390,17 @@ def full(folder: Path) -> Iterator[str]:
 
     Gives what the operating system says then.
     """
-    held = folder.rename(folder.with_name("held"))
+    moved_folder = folder.rename(folder.with_name("held"))
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True).returncode == 0:
         try:
-            shutil.copytree(held, folder, dirs_exist_ok=True)
+            shutil.copytree(moved_folder, folder, dirs_exist_ok=True)
             (folder / "filler").write_bytes(b"x" * (Store(str(folder)).free_bytes() or 0))
             yield os.strerror(errno.ENOSPC)
         finally:
             subprocess.run(["umount", "-l", folder], check=True)
         return
-    shutil.copytree(held, folder, dirs_exist_ok=True)
+    shutil.copytree(moved_folder, folder, dirs_exist_ok=True)
     with no_growth():
         yield os.strerror(errno.EFBIG)
 

@@ -6,7 +6,7 @@ from prepared_corpus import empty_corpus
 
 from mvr_ray import capacity
 from mvr_ray.capacity import (
-    HELD_ROW_BYTES,
+    LOADED_ROW_BYTES,
     TEXT_BYTES,
     Backbone,
     backbone_sizes,
@@ -101,20 +101,20 @@ def test_faiss_itself_agrees_with_the_sizes() -> None:
 
     vectors_ND = np.random.default_rng(0).standard_normal((4096, 64)).astype(np.float32)
     for factory in ("Flat", "SQ8", "SQfp16", "IVF16,SQfp16", "IVF16,PQ8", "HNSW32", "HNSW16,SQ8", "PCA32,IVF16,Flat"):
-        built = faiss.index_factory(64, factory, faiss.METRIC_INNER_PRODUCT)
-        built.train(vectors_ND)
-        built.add(vectors_ND)
-        assert faiss_bytes(factory, 4096, 64) == pytest.approx(len(faiss.serialize_index(built)), rel=0.15), factory
+        index = faiss.index_factory(64, factory, faiss.METRIC_INNER_PRODUCT)
+        index.train(vectors_ND)
+        index.add(vectors_ND)
+        assert faiss_bytes(factory, 4096, 64) == pytest.approx(len(faiss.serialize_index(index)), rel=0.15), factory
 
 
 def test_hnswlib_itself_agrees_with_the_size(tmp_path) -> None:
     import hnswlib
     import numpy as np
 
-    built = hnswlib.Index("ip", 64)
-    built.init_index(4096, M=16, ef_construction=40)
-    built.add_items(np.random.default_rng(0).standard_normal((4096, 64)).astype(np.float32))
-    built.save_index(str(tmp_path / "index"))
+    index = hnswlib.Index("ip", 64)
+    index.init_index(4096, M=16, ef_construction=40)
+    index.add_items(np.random.default_rng(0).standard_normal((4096, 64)).astype(np.float32))
+    index.save_index(str(tmp_path / "index"))
     planned = index_bytes(IndexConfig(kind="hnsw", hnsw_m=16), 4096, 64)
     assert planned == pytest.approx((tmp_path / "index").stat().st_size, rel=0.05)
 
@@ -131,7 +131,7 @@ def test_what_is_planned_grows_with_passages_views_and_shards_as_it_must() -> No
     assert ten.total("disk") == pytest.approx(10 * one.total("disk"), rel=0.15)
     assert one.total("gpu") == 0
     single = plan(RunConfig(encoder=EncoderConfig(strategy="mean", num_views=8)), 100_000)
-    embeddings = {made.num_views: made.lines[2].bytes_all for made in (one, single)}
+    embeddings = {own.num_views: own.lines[2].bytes_all for own in (one, single)}
     assert 7.5 < embeddings[8] / embeddings[1] < 8
     assert sum(line.bytes_all for line in one.lines if line.kind == "memory") == one.total("memory")
 
@@ -172,17 +172,17 @@ def test_gpus_are_planned_where_the_run_asks_for_them() -> None:
 
 
 def test_a_gpu_that_encodes_has_both_towers_and_in_bf16_less_of_each_batch() -> None:
-    def asked(tokens: int, precision: str = "fp32", tied: bool = True) -> int:
+    def gpu_bytes(tokens: int, precision: str = "fp32", tied: bool = True) -> int:
         data = {"resources": {"gpus_per_encoder": 1}, "encoder": {"tied": tied}}
         run = RunConfig.model_validate({**data, "index": {"tokens_per_batch": tokens, "precision": precision}})
         (line,) = (line for line in plan(run, 1000).lines if (line.kind, line.what) == ("gpu", "encoder"))
         return line.bytes_each
 
     parameters = backbone_sizes(RunConfig().encoder.backbone).parameters
-    assert asked(8192, tied=False) - asked(8192) == 4 * parameters
-    (full, half) = (asked(65_536, kind) - asked(8192, kind) for kind in ("fp32", "bf16"))
+    assert gpu_bytes(8192, tied=False) - gpu_bytes(8192) == 4 * parameters
+    (full, half) = (gpu_bytes(65_536, kind) - gpu_bytes(8192, kind) for kind in ("fp32", "bf16"))
     assert 2 * half < full
-    assert asked(64, "bf16") - asked(64) > parameters
+    assert gpu_bytes(64, "bf16") - gpu_bytes(64) > parameters
 
 
 def test_a_refiner_holds_its_shards_as_stored_and_all_that_can_move() -> None:
@@ -194,10 +194,10 @@ def test_a_refiner_holds_its_shards_as_stored_and_all_that_can_move() -> None:
         )
         return many - few
 
-    stored, in_fp32 = 2 * 384, 4 * 384
-    held = HELD_ROW_BYTES + 8 * 8
-    assert growth("passage") == 100_000 * (8 * (stored + 2 + in_fp32 + stored) + 32 + held)
-    assert growth("feedback_views") == 100_000 * (8 * (stored + 2) + 32 + held)  # no label, no view
+    in_fp16, in_fp32 = 2 * 384, 4 * 384
+    row_bytes = LOADED_ROW_BYTES + 8 * 8
+    assert growth("passage") == 100_000 * (8 * (in_fp16 + 2 + in_fp32 + in_fp16) + 32 + row_bytes)
+    assert growth("feedback_views") == 100_000 * (8 * (in_fp16 + 2) + 32 + row_bytes)  # no label, no view
 
 
 @pytest.mark.parametrize(("passages", "changes"), [(1, 1), (4096, 3), (40_960, 7), (409_600, 150)])
@@ -216,9 +216,9 @@ def test_a_searcher_is_planned_without_torch_where_compiled_loops_scan(monkeypat
         lines = plan(RunConfig.model_validate(settings), 8_000).lines
         return next(line.bytes_each for line in lines if (line.kind, line.what) == ("memory", "searcher"))
 
-    seen = 261_287_936  # the kernel's own record of one that held half of 8,000 passages of 8 views, in fp16
-    assert searcher(True) == pytest.approx(seen, rel=0.1)
-    assert searcher(False) > 1.5 * seen
+    measured_bytes = 261_287_936  # the kernel's own record of one that held half of 8,000 passages of 8 views, in fp16
+    assert searcher(True) == pytest.approx(measured_bytes, rel=0.1)
+    assert searcher(False) > 1.5 * measured_bytes
     for sections in ({"resources": {"searchers": 2, "gpus_per_searcher": 1}}, {"index": {"kind": "hnsw"}}):
         assert searcher(True, **sections) == searcher(False, **sections)
 
@@ -271,5 +271,5 @@ def test_a_store_that_cannot_be_reached_stops_no_plan_for_so_many_passages(monke
         corpus_size(run)
     assert corpus_size(run, 1000) == 1000
     assert passage_bytes(run) == TEXT_BYTES
-    assert "cannot open the store s3://bucket/store; a passage is taken to have 700 bytes" in caplog.text
+    assert "cannot open the store s3://bucket/store; assuming 700 bytes a passage" in caplog.text
     assert most_feedback_views(run, 1000) == 1000 * run.refine.feedback_clusters

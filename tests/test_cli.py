@@ -20,10 +20,10 @@ def command(capsys: pytest.CaptureFixture[str]):
     """Runs `mvr-ray` with these words; gives (exit status, stdout, stderr)."""
 
     def run(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as end:
             main(words)
         out, err = capsys.readouterr()
-        return int(ended.value.code or 0), out, err
+        return int(end.value.code or 0), out, err
 
     return run
 
@@ -43,10 +43,10 @@ def test_every_stage_shows_its_resolved_run_and_does_nothing(
     command, run_file: str, tmp_path: Path, stage: str
 ) -> None:
     status, out, _ = command(stage, run_file, "train.epochs=7", "--print-config")
-    shown = tmp_path / "shown.yaml"
-    shown.write_text(out)
+    resolved_file = tmp_path / "shown.yaml"
+    resolved_file.write_text(out)
     assert status == 0
-    assert load_run(shown) == load_run(run_file, ["train.epochs=7"])
+    assert load_run(resolved_file) == load_run(run_file, ["train.epochs=7"])
     assert not (tmp_path / "store").exists()
 
 
@@ -220,18 +220,18 @@ def test_plan_without_a_corpus_says_what_to_run(command, run_file: str) -> None:
 
 def test_plan_totals_are_the_sums_of_their_lines(command, run_file: str) -> None:
     _, out, _ = command("plan", run_file, "--passages", "1000", "--json")
-    made = json.loads(out)
-    for kind, total in made["totals"].items():
-        assert total == sum(line["bytes_each"] * line["count"] for line in made["lines"] if line["kind"] == kind)
+    plan = json.loads(out)
+    for kind, total in plan["totals"].items():
+        assert total == sum(line["bytes_each"] * line["count"] for line in plan["lines"] if line["kind"] == kind)
 
 
 def test_an_interrupt_is_one_line_and_status_130(capsys) -> None:
     def command() -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(Exception) as ended:
+    with pytest.raises(Exception) as end:
         exit_on_error(command)()
-    assert ended.value.exit_code == 130
+    assert end.value.exit_code == 130
     assert capsys.readouterr().err == "mvr-ray: interrupted; the same command continues where it stopped\n"
 
 
@@ -241,9 +241,9 @@ def test_an_error_that_crossed_a_ray_task_is_told_without_the_way_it_took(capsys
             "read_rows", "a long traceback", DataError("file.tsv:3: row has 2 columns")
         ).as_instanceof_cause()
 
-    with pytest.raises(Exception) as ended:
+    with pytest.raises(Exception) as end:
         exit_on_error(command)()
-    assert ended.value.exit_code == 1
+    assert end.value.exit_code == 1
     assert capsys.readouterr().err == "mvr-ray: file.tsv:3: row has 2 columns\n"
 
 
@@ -264,10 +264,10 @@ def test_a_stage_leaves_the_run_as_it_was_and_its_report(tmp_path: Path, capsys)
 
 
 @pytest.mark.parametrize(
-    ("error", "outcome", "kept"),
-    [(MvrRayError("no room"), "failed", "MvrRayError: no room"), (KeyboardInterrupt(), "interrupted", None)],
+    ("error", "outcome", "message"),
+    [(MvrRayError("no space"), "failed", "MvrRayError: no space"), (KeyboardInterrupt(), "interrupted", None)],
 )
-def test_a_stage_that_fails_leaves_its_record_too(tmp_path: Path, error: BaseException, outcome: str, kept) -> None:
+def test_a_stage_that_fails_leaves_its_record_too(tmp_path: Path, error: BaseException, outcome: str, message) -> None:
     def work(_run, _progress) -> None:
         raise error
 
@@ -275,7 +275,7 @@ def test_a_stage_that_fails_leaves_its_record_too(tmp_path: Path, error: BaseExc
     with pytest.raises(type(error)):
         run_stage("train", run, work, OutputMode())
     report = json.loads((only_record(tmp_path) / "report.json").read_text())
-    assert (report["outcome"], report["error"]) == (outcome, kept)
+    assert (report["outcome"], report["error"]) == (outcome, message)
 
 
 def test_two_runs_in_one_second_keep_both_records(tmp_path: Path) -> None:
@@ -290,10 +290,10 @@ def test_a_run_keeps_its_info_lines_and_the_terminal_shows_none(tmp_path: Path) 
     (tmp_path / "passages.jsonl").write_text('{"id": "a", "text": "One sentence."}\n')
     (tmp_path / "run.yaml").write_text("prepare: {sources: [{path: passages.jsonl, format: jsonl}], num_shards: 1}\n")
     command = [sys.executable, "-c", "from mvr_ray.cli import main; main()", "prepare", "run.yaml", "--json"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     [line] = [text for text in (only_record(tmp_path / "store") / "log").read_text().splitlines() if " INFO " in text]
     assert "mvr_ray.store.prepare" in line and "passages=1" in line
-    assert "INFO" not in done.stderr
+    assert "INFO" not in process.stderr
 
 
 def test_doctor_tries_the_cluster_that_the_run_file_names(command, run_file: str) -> None:
@@ -303,7 +303,7 @@ def test_doctor_tries_the_cluster_that_the_run_file_names(command, run_file: str
 
 
 def test_doctor_says_at_once_that_nothing_listens_at_the_cluster_s_address(command, run_file: str) -> None:
-    with socket.socket() as closed:  # bound and not listening: nobody else gets the port meanwhile
+    with socket.socket() as closed:  # bound and not listening: no other process gets the port meanwhile
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
         status, out, _ = command("doctor", run_file, f"resources.address={address}", "--json")
@@ -343,10 +343,10 @@ for words in json.loads(sys.argv[1]):
     if heavy := {"ray", "torch", "transformers", "faiss"} & set(sys.modules):
         sys.exit(f"{words} imports {heavy}")
 """
-    done = subprocess.run([sys.executable, "-c", program, json.dumps(commands)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    messages = done.stderr.splitlines()
-    assert len(messages) == len(commands) - 2, done.stderr
+    process = subprocess.run([sys.executable, "-c", program, json.dumps(commands)], capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    messages = process.stderr.splitlines()
+    assert len(messages) == len(commands) - 2, process.stderr
     assert all(line.startswith("mvr-ray: ") for line in messages)
 
 

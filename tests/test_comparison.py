@@ -51,7 +51,7 @@ def test_a_large_difference_is_told_from_chance(tmp_path: Path) -> None:
 
 def test_rankings_of_different_questions_are_refused(tmp_path: Path) -> None:
     first, second = ranking(tmp_path / "a.json", [1, 1]), ranking(tmp_path / "b.json", [1])
-    with pytest.raises(DataError, match="rank different questions: 1 stand in only one of them"):
+    with pytest.raises(DataError, match="rank different questions: 1 are in only one of them"):
         compare(first, second, [1])
 
 
@@ -87,8 +87,8 @@ def test_every_format_of_a_ranking_gives_the_same_comparison(tmp_path: Path) -> 
                     compare(first, second, [1, 5], qrels=tmp_path / "qrels")
                 texts, ids = (first, second) if form == "dpr" else (second, first)
                 assert str(refusal.value) == (
-                    f"compare: {texts} names its questions by their texts, {ids} by their ids, so which are the same "
-                    f"is not known; retrieve one of them again with format=jsonl or format=parquet, which write both"
+                    f"compare: {texts} names its questions by their texts, {ids} by their ids, so they cannot be "
+                    f"matched; retrieve one of them again with format=jsonl or format=parquet, which write both"
                 )
             else:
                 assert compare(first, second, [1, 5], qrels=tmp_path / "qrels") == expected, (form, other)

@@ -88,8 +88,8 @@ def test_an_unknown_section_is_refused_with_the_known_ones(run_file) -> None:
 
 
 def test_an_unknown_key_in_a_list_is_refused_with_the_nearest_one(run_file) -> None:
-    said = refusal(run_file("prepare: {sources: [{path: a, formt: squad}]}"))
-    assert said == "run.yaml: prepare.sources.0.formt: unknown key; did you mean 'format'?"
+    message = refusal(run_file("prepare: {sources: [{path: a, formt: squad}]}"))
+    assert message == "run.yaml: prepare.sources.0.formt: unknown key; did you mean 'format'?"
 
 
 NAME = "a name (at most 100 letters, digits, '.', '_' and '-', the first a letter or a digit)"
@@ -169,25 +169,25 @@ def test_a_source_may_be_a_bare_path(run_file) -> None:
 
 
 def test_every_problem_of_a_file_is_told_at_once(run_file) -> None:
-    said = refusal(run_file("train: {epochs: -1, lr: 0}"))
-    assert "train.epochs" in said
-    assert "train.lr" in said
+    message = refusal(run_file("train: {epochs: -1, lr: 0}"))
+    assert "train.epochs" in message
+    assert "train.lr" in message
 
 
 def test_two_keys_that_exclude_each_other_are_told(run_file) -> None:
-    said = refusal(run_file("resources: {encoders_min: 3, encoders_max: 2}"))
-    assert "encoders_min (3) is above encoders_max (2)" in said
+    message = refusal(run_file("resources: {encoders_min: 3, encoders_max: 2}"))
+    assert "encoders_min (3) is above encoders_max (2)" in message
 
 
 def test_a_key_given_twice_is_refused_with_both_lines(run_file) -> None:
-    said = refusal(run_file("train:\n  lr: 1\n  lr: 2\n"))
-    assert said == "run.yaml: key 'lr' stands twice, in lines 2 and 3; keep one"
+    message = refusal(run_file("train:\n  lr: 1\n  lr: 2\n"))
+    assert message == "run.yaml: key 'lr' occurs twice, in lines 2 and 3; keep one"
 
 
 @pytest.mark.parametrize("override", ["lr=3", "train.lr", "=3", "train.=3", ".lr=3"])
 def test_an_override_of_another_form_is_refused(run_file, override: str) -> None:
-    said = refusal(run_file(""), override)
-    assert said == f"override {override!r} is not of the form section.key=value, such as train.epochs=2"
+    message = refusal(run_file(""), override)
+    assert message == f"override {override!r} is not of the form section.key=value, such as train.epochs=2"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from mvr_ray.explanation import ExplainedPassage, ExplainedView, Explanation, Winner, page
+from mvr_ray.explanation import ExplainedPassage, ExplainedView, Explanation, Winner, render_html
 
 EVIL = "<script>alert('x & y')</script><img src=https://a.example/b onerror=\"c\">"
 VOID = {"meta", "br"}
@@ -39,7 +39,7 @@ class PageParser(HTMLParser):
             self.rows[-1] += data
 
 
-def made(text: str = "A hill. A sea.", question: str = "Where?", scores=((0.5, -0.25), (0.125, 0.5))) -> Explanation:
+def make(text: str = "A hill. A sea.", question: str = "Where?", scores=((0.5, -0.25), (0.125, 0.5))) -> Explanation:
     views = [
         ExplainedView(view=0, kind="snippet", start=0, stop=len(text), text=text, scores=list(scores[0])),
         ExplainedView(view=8, kind="feedback", scores=list(scores[1])),
@@ -57,30 +57,31 @@ def made(text: str = "A hill. A sea.", question: str = "Where?", scores=((0.5, -
 
 
 def test_text_never_becomes_markup_and_is_all_there() -> None:
-    parsed = PageParser(page(made(text=EVIL, question=f"Who {EVIL}?")))
+    parsed = PageParser(render_html(make(text=EVIL, question=f"Who {EVIL}?")))
     assert not {tag for tag, _ in parsed.elements} & {"script", "img"}
     assert not any(name.startswith("on") for _, attributes in parsed.elements for name in attributes)
     assert parsed.unclosed == []
-    for told in (EVIL, f"Title {EVIL}", f"Who {EVIL}?", "p<1>"):
-        assert told in parsed.text
+    for text in (EVIL, f"Title {EVIL}", f"Who {EVIL}?", "p<1>"):
+        assert text in parsed.text
 
 
 def test_nothing_is_loaded_from_anywhere() -> None:
-    text = page(made())
+    text = render_html(make())
     assert not re.search(r"https?:|//|url\(|@import", text.replace("<!doctype", ""))
     assert not any({"src", "href"} & attributes.keys() for _, attributes in PageParser(text).elements)
     assert "prefers-color-scheme: dark" in text
 
 
 def test_each_view_stands_in_a_row_with_what_it_stands_for_and_its_scores() -> None:
-    head, first, second = PageParser(page(made())).rows
+    head, first, second = PageParser(render_html(make())).rows
     assert "Where?" in head and "view 0 with 0.5000, hit 1" in head and "view 8 with 0.5000" in head
     assert all(part in first for part in ("A hill. A sea.", "0.5000", "-0.2500"))
     assert all(part in second for part in ("feedback", "0.1250", "0.5000"))
 
 
 def test_the_best_view_of_each_question_and_no_other_is_marked() -> None:
-    cells = [attributes["class"] for tag, attributes in PageParser(page(made())).elements if tag == "td" and attributes]
+    elements = PageParser(render_html(make())).elements
+    cells = [attributes["class"] for tag, attributes in elements if tag == "td" and attributes]
     assert cells == ["score won", "score", "score", "score won"]
 
 
@@ -88,7 +89,8 @@ def test_the_best_view_of_each_question_and_no_other_is_marked() -> None:
     "scores", [((0.5, -0.25), (0.125, 0.5)), ((-3.0, -1.0), (-2.0, -0.5)), ((0.0, 0.0), (0.0, 0.0))]
 )
 def test_bars_begin_at_zero_and_are_as_long_as_the_score(scores) -> None:
-    bars = [attributes["style"] for tag, attributes in PageParser(page(made(scores=scores))).elements if tag == "i"]
+    elements = PageParser(render_html(make(scores=scores))).elements
+    bars = [attributes["style"] for tag, attributes in elements if tag == "i"]
     low, high = min(0.0, *map(min, scores)), max(0.0, *map(max, scores)) or 1.0
     for bar, score in zip(bars, [score for row in scores for score in row], strict=True):
         left, width = (float(number) for number in re.findall(r"[\d.]+", bar))
@@ -97,4 +99,4 @@ def test_bars_begin_at_zero_and_are_as_long_as_the_score(scores) -> None:
 
 
 def test_a_page_of_no_passage_is_a_page() -> None:
-    assert "Which view answers?" in PageParser(page(made().model_copy(update={"passages": []}))).text
+    assert "Which view answers?" in PageParser(render_html(make().model_copy(update={"passages": []}))).text

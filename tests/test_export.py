@@ -16,9 +16,9 @@ TEXTS = ["The Nile is long.", "Which river is it that flows through Egypt and Su
 
 
 def run(*words: str) -> int:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as end:
         main(words)
-    return int(ended.value.code or 0)
+    return int(end.value.code or 0)
 
 
 @pytest.mark.parametrize("strategy", ["mean", "snippet_means"])

@@ -62,10 +62,10 @@ def initialize(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str) -> tuple[RunConfig, str, PrepareReport]:
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as end:
             main(["init", *words])
         out, err = capsys.readouterr()
-        assert not ended.value.code, err
+        assert not end.value.code, err
         [line] = [line for line in out.splitlines() if line.startswith("written: ")]
         file = line.removeprefix("written: ")
         assert err.splitlines()[-1] == f"next: mvr-ray prepare {file}"
@@ -148,7 +148,7 @@ def test_packaged_summaries_are_told(initialize) -> None:
     [
         (None, "nowhere.csv", "mvr-ray: source nowhere.csv does not exist"),
         ('{"question": "Who?"}\n', "asked.jsonl", "mvr-ray: init: no passage among the first 500 rows: asked.jsonl"),
-        ("%PDF-1.4", "paper.pdf", "mvr-ray: the format of source paper.pdf cannot be told from the name 'paper.pdf'"),
+        ("%PDF-1.4", "a.pdf", "mvr-ray: the format of source a.pdf cannot be detected from the name 'a.pdf'"),
         (
             "not json\n",
             "rows.jsonl",
@@ -162,9 +162,9 @@ def test_data_that_cannot_be_used_is_named_and_nothing_is_written(
     monkeypatch.chdir(tmp_path)
     if content is not None:
         Path(name).write_text(content)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as end:
         main(["init", name])
-    assert ended.value.code == 1
+    assert end.value.code == 1
     assert capsys.readouterr().err.startswith(message)
     assert not list(tmp_path.glob("*.yaml"))
 
@@ -173,8 +173,8 @@ def test_a_run_file_that_is_there_is_never_replaced(tmp_path: Path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     write_jsonl(tmp_path)
     Path("rows.yaml").write_text("mine: true\n")
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as end:
         main(["init", "rows.jsonl.gz"])
-    assert ended.value.code == 2
+    assert end.value.code == 2
     assert "rows.yaml exists already; name another file with --output" in capsys.readouterr().err
     assert Path("rows.yaml").read_text() == "mine: true\n"

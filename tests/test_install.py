@@ -42,11 +42,11 @@ print(mvr_ray.__file__)
 
 def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RAY_ADDRESS")}
-    ended = subprocess.run(
+    process = subprocess.run(
         [str(word) for word in command], cwd=cwd, env=own | environment, capture_output=True, text=True, check=False
     )
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def copy_of_tracked_files(folder: Path) -> Path:
@@ -67,9 +67,9 @@ def require_every_pin(bill: dict[str, Any]) -> None:
     assert all(one["purl"] == f"pkg:pypi/{one['name']}@{one['version']}" for one in bill["components"])
     assert (bill["bomFormat"], bill["metadata"]["component"]["version"]) == ("CycloneDX", __version__)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = {canonicalize_name(Requirement(one).name) for one in project["dependencies"]}
+    names = {canonicalize_name(Requirement(one).name) for one in project["dependencies"]}
     [own] = bill["dependencies"]
-    assert {ref.removeprefix("pkg:pypi/").partition("@")[0] for ref in own["dependsOn"]} == needed
+    assert {ref.removeprefix("pkg:pypi/").partition("@")[0] for ref in own["dependsOn"]} == names
     scopes = {one["name"]: one.get("scope") for one in bill["components"]}
     assert (scopes["faiss-cpu"], scopes["pytest"], scopes["tokenizers"]) == ("optional", "excluded", None)
 
@@ -87,17 +87,17 @@ def new_environment(folder: Path, wheel: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_wheel_from_the_sdist_runs_the_five_lines_and_the_command_line_in_an_empty_folder(tmp_path: Path):
-    source, built, empty = copy_of_tracked_files(tmp_path / "source"), tmp_path / "built", tmp_path / "empty"
-    built.mkdir()
+    source, dist, empty = copy_of_tracked_files(tmp_path / "source"), tmp_path / "built", tmp_path / "empty"
+    dist.mkdir()
     empty.mkdir()
     build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
-    run(sys.executable, "-c", build, built, cwd=source)
-    [sdist] = built.glob("*.tar.gz")
+    run(sys.executable, "-c", build, dist, cwd=source)
+    [sdist] = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "README.md", "mvr_ray/core/searching/scan.c", "mvr_ray/config/presets/camvr.yaml"} <= names
-    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", built, sdist, cwd=built)
-    [wheel] = built.glob("*.whl")
+    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", dist, sdist, cwd=dist)
+    [wheel] = dist.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         [place] = [name for name in names if name.endswith(".dist-info/sboms/mvr-ray.cdx.json")]

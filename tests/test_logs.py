@@ -36,25 +36,25 @@ def test_a_line_is_one_object_with_its_request_whatever_the_message_holds(log_li
             except ValueError:
                 log.exception("within")
         log.info("after")
-    told = lines()
-    assert [line.get("request") for line in told] == [None, "r1", "r2", "r1"]
-    assert [line["level"] for line in told] == ["INFO", "WARNING", "ERROR", "INFO"]
-    assert told[1]["message"] == 'two lines:\n"quoted" \udcff'
-    assert "ValueError: broken" in told[2]["exception"]
-    assert all(line["logger"] == "mvr_ray.tested" and line["time"].endswith("+00:00") for line in told)
+    records = lines()
+    assert [line.get("request") for line in records] == [None, "r1", "r2", "r1"]
+    assert [line["level"] for line in records] == ["INFO", "WARNING", "ERROR", "INFO"]
+    assert records[1]["message"] == 'two lines:\n"quoted" \udcff'
+    assert "ValueError: broken" in records[2]["exception"]
+    assert all(line["logger"] == "mvr_ray.tested" and line["time"].endswith("+00:00") for line in records)
 
 
 def test_searches_that_go_together_are_the_first_ones_request():
-    asked, runs, goes_on = [], threading.Event(), threading.Event()
+    request_ids, runs, goes_on = [], threading.Event(), threading.Event()
 
     class Fleet:
-        def fan_out(self, request, deadline, again=False, on_partial=None):
-            asked.append(logs.request_id())
+        def fan_out(self, request, deadline, admit=False, on_partial=None):
+            request_ids.append(logs.request_id())
             runs.set()
             assert goes_on.wait(30)
             return ShardResults([], [])
 
-    fleet = DynamicBatcher(Fleet(), at_once=1)
+    fleet = DynamicBatcher(Fleet(), concurrent_calls=1)
 
     def ask(request: str) -> None:
         with logs.request_context(request):
@@ -66,9 +66,9 @@ def test_searches_that_go_together_are_the_first_ones_request():
     for request in ("r2", "r3"):
         threads.append(threading.Thread(target=ask, args=(request,)))
         threads[-1].start()
-        while fleet.searches < len(threads) or len(fleet._line) < len(threads) - 1:
+        while fleet.searches < len(threads) or len(fleet._queue) < len(threads) - 1:
             threading.Event().wait(0.001)
     goes_on.set()
     for thread in threads:
         thread.join(30)
-    assert asked == ["r1", "r2"]
+    assert request_ids == ["r1", "r2"]

@@ -13,14 +13,14 @@ BLOCKS = re.findall(
 
 
 def test_the_five_lines_give_the_output_below_them(tmp_path: Path) -> None:
-    (language, program), (_, shown), *_ = BLOCKS
+    (language, program), (_, output), *_ = BLOCKS
     assert language == "python"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
+    assert process.returncode == 0, process.stderr
+    assert process.stderr == ""
     score = re.compile(r"\b0\.\d{4}\b")  # a processor's own rounding shows in its last digit
-    assert score.sub("SCORE", done.stdout) == score.sub("SCORE", shown)
+    assert score.sub("SCORE", process.stdout) == score.sub("SCORE", output)

@@ -12,7 +12,7 @@ from mvr_ray.serving.schemas import Exact, PassageHit, Snippet
 
 
 @pytest.mark.parametrize(
-    ("done", "total", "rate", "line"),
+    ("count", "total", "rate", "line"),
     [
         (1024, 4096, 32.0, "encode: 1,024 of 4,096 (25 %), 32/s, 1 min 36 s left"),
         (4096, 4096, 512.0, "encode: 4,096 of 4,096 (100 %), 512/s"),
@@ -20,8 +20,8 @@ from mvr_ray.serving.schemas import Exact, PassageHit, Snippet
         (7, 0, 0.5, "encode: 7, 0.5/s"),
     ],
 )
-def test_a_progress_line_tells_share_rate_and_time_left(done: int, total: int, rate: float, line: str) -> None:
-    assert progress_line("encode", done, total, rate).removesuffix(", 0 s left") == line
+def test_a_progress_line_tells_share_rate_and_time_left(count: int, total: int, rate: float, line: str) -> None:
+    assert progress_line("encode", count, total, rate).removesuffix(", 0 s left") == line
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(0.4, "0 s"), (59, "59 s"), (61, "1 min 1 s"), (7260, "2 h 1 min")])
@@ -39,8 +39,8 @@ def test_sizes_are_said_in_thousands(num_bytes: float, said: str) -> None:
 def test_away_from_a_terminal_progress_is_first_and_last_line_and_one_an_interval() -> None:
     stream = io.StringIO()
     with Reporter(stream, interval_s=3600) as progress:
-        for done in range(101):
-            progress(f"train (loss {1 / (done + 1):.2f})", done, 100)
+        for count in range(101):
+            progress(f"train (loss {1 / (count + 1):.2f})", count, 100)
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
     assert lines[0].startswith("train (loss 1.00): 0 of 100")
@@ -52,14 +52,14 @@ def test_the_same_work_once_more_has_a_clock_of_its_own(monkeypatch: pytest.Monk
     monkeypatch.setattr("mvr_ray.cli.progress.time.monotonic", lambda: next(clock))
     stream = io.StringIO()
     with Reporter(stream, interval_s=0) as progress:
-        for done in (1, 3, 1, 3):
-            progress("train", done, 3)
+        for count in (1, 3, 1, 3):
+            progress("train", count, 3)
     assert stream.getvalue().splitlines()[1::2] == ["train: 3 of 3 (100 %), 0.2/s"] * 2
 
 
 def test_the_snippet_that_matched_is_marked_and_nothing_else_changes() -> None:
     text = "The Nile is long. The Rhine is shorter. So it goes."
-    found = PassageHit(
+    hit = PassageHit(
         id="p1",
         score=0.5,
         view=1,
@@ -68,13 +68,13 @@ def test_the_snippet_that_matched_is_marked_and_nothing_else_changes() -> None:
         text=text,
         snippet=Snippet(start=18, stop=39, text=text[18:39]),
     )
-    head, body = hit_text(1, found).plain.split("\n")
+    head, body = hit_text(1, hit).plain.split("\n")
     assert head == " 1. Rivers  [p1] score 0.5000, view 1"
     assert body == "The Nile is long. »The Rhine is shorter.« So it goes."
-    learned = found.model_copy(update={"view": 9, "feedback": True, "snippet": None})
-    assert hit_text(1, learned).plain.split("\n")[0].endswith("score 0.5000, feedback view 9")
-    assert hit_text(1, found.model_copy(update={"snippet": None})).plain.endswith("\n" + text)
-    by_title = found.model_copy(update={"view": 0, "snippet": Snippet(start=0, stop=0, text="Rivers")})
+    feedback_hit = hit.model_copy(update={"view": 9, "feedback": True, "snippet": None})
+    assert hit_text(1, feedback_hit).plain.split("\n")[0].endswith("score 0.5000, feedback view 9")
+    assert hit_text(1, hit.model_copy(update={"snippet": None})).plain.endswith("\n" + text)
+    by_title = hit.model_copy(update={"view": 0, "snippet": Snippet(start=0, stop=0, text="Rivers")})
     assert hit_text(1, by_title).plain.endswith(f"\n»Rivers« {text}")
 
 
@@ -95,13 +95,13 @@ def test_a_report_is_one_table_of_single_values_and_one_a_list_of_records() -> N
     }
     stream = io.StringIO()
     tables = report_tables("refine", report)
-    for drawn in tables:
-        Console(file=stream, width=120).print(drawn)
-    said = stream.getvalue()
+    for table in tables:
+        Console(file=stream, width=120).print(table)
+    output = stream.getvalue()
     assert len(tables) == 2
-    assert "version 3 of index squad" in said
-    assert "0.5, 0.25" in said
-    assert "empty" not in said
+    assert "version 3 of index squad" in output
+    assert "0.5, 0.25" in output
+    assert "empty" not in output
 
 
 def test_while_results_are_wanted_alone_what_others_print_goes_to_stderr(capsys):

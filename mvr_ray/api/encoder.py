@@ -30,17 +30,17 @@ class Encoder:
         """`model` is a folder, a Hugging Face name or `package:NAME/path`; `settings` are those of the run file's
         `encoder` section, such as `strategy`, `num_views` and `max_passage_tokens`. Raises ConfigError, EncoderError.
         """
-        chosen = parse_run({"encoder": {**settings, "backbone": model}}, "Encoder").encoder
-        values = chosen.model_dump()
+        config = parse_run({"encoder": {**settings, "backbone": model}}, "Encoder").encoder
+        values = config.model_dump()
         spec = EncoderSpec(**{field.name: values[field.name] for field in fields(EncoderSpec)})
-        self._encoder = DualEncoder.from_backbone(resolve_model(chosen.backbone), spec)
+        self._encoder = DualEncoder.from_backbone(resolve_model(config.backbone), spec)
 
     @classmethod
     def of(cls, encoder: DualEncoder) -> Self:
-        """One that is open already, such as an index's (`Index.encoder`)."""
-        own = cls.__new__(cls)
-        own._encoder = encoder
-        return own
+        """Wrap an open encoder, such as an index's (`Index.encoder`)."""
+        instance = cls.__new__(cls)
+        instance._encoder = encoder
+        return instance
 
     @property
     def dimension(self) -> int:
@@ -53,25 +53,25 @@ class Encoder:
 
     @property
     def fingerprint(self) -> str:
-        """Names the model and everything that changes an embedding; an index manifest holds it."""
+        """Digest of the model and everything that changes an embedding; an index manifest holds it."""
         return self._encoder.fingerprint
 
     def embed_queries(self, questions: Sequence[str], batch_size: int = 64) -> FloatArray:
-        """queries_QD, float32. Raises EncoderError for a question without a word."""
+        """Return queries_QD, float32. Raises EncoderError for a question without a word."""
         return self._encoder.embed_queries(questions, batch_size)
 
     def embed_passages(self, passages: Iterable[Any], tokens_per_batch: int = 8192) -> EmbeddedViews:
-        """(views_PVD, mask_PV) of passages as `Index.build` takes them: float32, zero where the mask is False, because
-        the passage has fewer snippets. Raises DataError for what is no passage."""
-        read = []
+        """Return (views_PVD, mask_PV) of passages as `Index.build` takes them: float32, zero where the mask is False,
+        because the passage has fewer snippets. Raises DataError for an invalid passage."""
+        valid_passages = []
         for record in passage_records(passages):
             if not isinstance(record, PassageRecord):
                 raise DataError(f"{record}; give texts, (id, text), (id, title, text), or mappings with text")
-            read.append(record.passage)
-        tokens = self._encoder.tokenize_passages(read)
-        block = embed_chunk(self._encoder, [passage.id for passage in read], tokens, tokens_per_batch, "fp32")
-        views_PVD = np.zeros((len(read), self.num_views, self.dimension), np.float32)
+            valid_passages.append(record.passage)
+        tokens = self._encoder.tokenize_passages(valid_passages)
+        block = embed_chunk(self._encoder, [passage.id for passage in valid_passages], tokens, tokens_per_batch, "fp32")
+        views_PVD = np.zeros((len(valid_passages), self.num_views, self.dimension), np.float32)
         mask_PV = np.zeros(views_PVD.shape[:2], bool)
-        places = np.repeat(np.arange(len(read)), np.diff(block.row_ptr)), block.view_numbers_N
+        places = np.repeat(np.arange(len(valid_passages)), np.diff(block.row_ptr)), block.view_numbers_N
         views_PVD[places], mask_PV[places] = block.vectors_ND, True
         return EmbeddedViews(views_PVD, mask_PV)

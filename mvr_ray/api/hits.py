@@ -45,22 +45,22 @@ def _line(rank: int, hit: PassageHit) -> str:
 
 def _passage_html(hit: PassageHit) -> str:
     fields = {name: value for name, value in (hit.fields or {}).items() if value is not None}
-    told = "".join(f" · {escape(name)} {escape(str(value))}" for name, value in fields.items())
+    extra = "".join(f" · {escape(name)} {escape(str(value))}" for name, value in fields.items())
     before, snippet, after = map(escape, _parts(hit))
-    marked = f"<mark>{snippet}</mark>" if snippet else ""
-    return f"<b>{escape(hit.title or hit.id)}</b> <small>{escape(hit.id)}{told}</small><br>{before}{marked}{after}"
+    mark = f"<mark>{snippet}</mark>" if snippet else ""
+    return f"<b>{escape(hit.title or hit.id)}</b> <small>{escape(hit.id)}{extra}</small><br>{before}{mark}{after}"
 
 
 def _parts(hit: PassageHit) -> tuple[Any, ...]:
-    """The text before the snippet that won, the snippet, and the text after it; long ones are cut."""
+    """Return the text before the snippet that won, the snippet, and the text after it; long ones are cut."""
     text = hit.text or ""
     if hit.snippet is None or not hit.snippet.stop:
         return _cut(text), "", ""
     before, after = text[: hit.snippet.start], text[hit.snippet.stop :]
-    room = max(0, SHOWN_CHARS - len(hit.snippet.text))
-    before = f"…{before[len(before) - room // 2 :]}" if len(before) > room // 2 else before
-    return before, hit.snippet.text, _cut(after, room - len(before))
+    num_chars = max(0, SHOWN_CHARS - len(hit.snippet.text))
+    before = f"…{before[len(before) - num_chars // 2 :]}" if len(before) > num_chars // 2 else before
+    return before, hit.snippet.text, _cut(after, num_chars - len(before))
 
 
-def _cut(text: str, room: int = SHOWN_CHARS) -> str:
-    return text if len(text) <= room else f"{text[: max(room, 0)]}…"
+def _cut(text: str, num_chars: int = SHOWN_CHARS) -> str:
+    return text if len(text) <= num_chars else f"{text[: max(num_chars, 0)]}…"

@@ -4,7 +4,7 @@
     index.search("When was the university founded?", k=5)
 
 `path` is a store as the command line and clusters use it, with the run file `run.yaml` in it: `mvr-ray search
-wiki/run.yaml "..."` asks the same index. The stages are those of the command line; below `resources.local_passages`
+wiki/run.yaml "..."` searches the same index. The stages are those of the command line; below `resources.local_passages`
 passages they run in this process, without Ray.
 """
 
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 BATCH_QUERIES = 256
 NO_LIMITS = {"max_k": 1_000_000, "max_query_chars": 10_000_000, "timeout_ms": 3_600_000}
-"""What `serve` holds senders to; who asks in the process may wait."""
+"""Limits of `serve` that do not apply to searches in this process."""
 
 
 class Index:
-    """An index of passages. Make it with `Index.build` or `Index.open`; `with` or `close` let go of its memory.
+    """An index of passages. Make it with `Index.build` or `Index.open`; `with` or `close` release its memory.
 
-    Methods that change it (`upsert`, `delete`, `refine`, `rollback`) publish a version; searches answer from it then.
+    Methods that change it (`upsert`, `delete`, `refine`, `rollback`) publish a version; later searches answer from it.
     """
 
     def __init__(self, run: RunConfig) -> None:
@@ -80,15 +80,15 @@ class Index:
         streamed. What a row has besides id, title and text is kept for filters. `model` is a folder, a Hugging Face
         name or `package:NAME/path`. `settings` are sections of a run file, such as `{"encoder": {"num_views": 4}}`.
 
-        An index that is there already gets a new version over these passages alone; what is unchanged is not embedded
-        again, and a build that was interrupted continues. Raises ConfigError, DataError, EncoderError, ResourceError.
+        An existing index gets a new version over these passages alone; unchanged passages are not embedded again, and
+        an interrupted build continues. Raises ConfigError, DataError, EncoderError, ResourceError.
         """
         sources = rows.sources_of(passages)
         own = {name: dict(values) for name, values in (settings or {}).items()}
         own["store"] = {**own.get("store", {}), "path": _absolute(str(path))}
         own["encoder"] = {**own.get("encoder", {}), "backbone": model}
-        given = {"sources": [source.model_dump(exclude_defaults=True) for source in sources or ()]}
-        own["prepare"] = {"fields": "infer", **own.get("prepare", {}), **given}
+        source_settings = {"sources": [source.model_dump(exclude_defaults=True) for source in sources or ()]}
+        own["prepare"] = {"fields": "infer", **own.get("prepare", {}), **source_settings}
         run = parse_run(own, "Index.build")
         store = Store(run.store.path)
         records = None if sources else rows.passage_records(passages)
@@ -107,8 +107,8 @@ class Index:
     ) -> Self:
         """Open the index of a store, or the one that a run file (`.yaml`) describes.
 
-        `name` says which, where a store of the command line has several. `settings` are laid over the run file. Raises
-        MissingInputError where there is none, ConfigError.
+        `name` selects one of several indexes of a store. `settings` override the run file. Raises MissingInputError if
+        there is none, ConfigError.
         """
         text = str(path)
         if text.endswith((".yaml", ".yml")):
@@ -129,7 +129,7 @@ class Index:
         self.close()
 
     def close(self) -> None:
-        """Let go of the open shards and the encoder; the next search opens them again."""
+        """Release the open shards and the encoder; the next search opens them again."""
         self._open.close()
         self.__dict__.pop("_router", None)
 
@@ -145,7 +145,7 @@ class Index:
 
     @property
     def manifest(self) -> Manifest:
-        """What the live version is made of: encoder, shards, measurements."""
+        """The description of the live version: encoder, shards, measurements."""
         return manifests.read(self._store, self.run.index.name)
 
     @property
@@ -179,26 +179,26 @@ class Index:
         filter: Mapping[str, Any] | None = None,
         hybrid: Hybrid = None,
     ) -> SearchHits | list[SearchHits]:
-        """The best `k` passages of a question, or of each of several; vectors_QD of the index's encoder do too.
+        """Return the best `k` passages of a question, or of each of several questions or vectors_QD of its encoder.
 
             index.search("Who built it?", k=3, filter={"year": {"gte": 1958}})
 
         `filter` is an expression over the fields of passages (docs/filters.md). `hybrid` w ranks by BM25 + w times the
         score, "rrf" by the ranks in both, "off" by the score alone; absent: as `search.hybrid` of the settings says. It
-        needs an index of words (`index.lexical`). Raises ConfigError for an empty
-        question or a filter that does not fit.
+        needs an index of words (`index.lexical`). Raises ConfigError for an empty question or a filter that does not
+        fit.
         """
         queries = [query] if isinstance(query, str) else query if isinstance(query, list) else list(query)
         texts = [one if isinstance(one, str) else f"vector {number}" for number, one in enumerate(queries)]
         plain = [one if isinstance(one, str) else [float(value) for value in one] for one in queries]
         hits: list[SearchHits] = []
         for start in range(0, len(plain), BATCH_QUERIES):
-            response = self._ask(plain[start : start + BATCH_QUERIES], k, filter, hybrid)
+            response = self._query(plain[start : start + BATCH_QUERIES], k, filter, hybrid)
             hits += [SearchHits(texts[len(hits) + at], own, response) for at, own in enumerate(response.results)]
         return hits[0] if isinstance(query, str) else hits
 
     def passages(self, ids: Sequence[str]) -> dict[str, Passage]:
-        """Passages of the live version by id; unknown ids are left out."""
+        """Return passages of the live version by id; unknown ids are left out."""
         with self._router.pin() as router:
             return router.passages(ids)
 
@@ -212,18 +212,18 @@ class Index:
         return self._change(self._upserts(passages), progress)
 
     def delete(self, ids: str | Iterable[str], progress: Progress = no_progress) -> Manifest:
-        """Remove passages by id, and publish a version. An id that is not there changes nothing."""
+        """Remove passages by id, and publish a version. An unknown id changes nothing."""
         names = [ids] if isinstance(ids, str) else ids
         return self._change(({"id": name, "delete": True} for name in names), progress)
 
     def refine(self, questions: Any = None, progress: Progress = no_progress, **settings: Any) -> "RefineReport":
-        """Learn from questions with answers or gold passages, else from the feedback that `add_feedback` took.
+        """Learn from questions with answers or gold passages, else from the feedback of `add_feedback`.
 
             index.refine([("Who built the tower?", "Gustave Eiffel"), ...])
             index.refine(questions, rounds=10, gate=["held_out"])
 
         A version is published where no held-out question loses more than `max_heldout_loss` points. `settings` are
-        those of the run file's `refine` section. Raises ConfigError where there is nothing to learn from.
+        those of the run file's `refine` section. Raises ConfigError if there is nothing to learn from.
         """
         from mvr_ray.distributed.refine import refine
 
@@ -242,7 +242,7 @@ class Index:
         return report
 
     def add_feedback(self, judgements: Iterable[tuple[str, str, int]]) -> int:
-        """Keep judgements (question, passage id, 1 or -1), such as clicks, for `refine`; returns how many there are.
+        """Store judgements (question, passage id, 1 or -1), such as clicks, for `refine`; returns how many there are.
 
         index.add_feedback([("Who built it?", "p7", 1), ("Who built it?", "p9", -1)])
         """
@@ -272,8 +272,8 @@ class Index:
     def evaluate(
         self, questions: Any, k: Sequence[int] = (1, 5, 20, 100), progress: Progress = no_progress
     ) -> "EvaluationReport":
-        """How well the live version answers questions: shares with an answer, and with a gold passage, among the
-        first `k` hits, with their 95 % intervals (`rows` of the report).
+        """Measure how well the live version answers questions: shares with an answer, and with a gold passage, among
+        the first `k` hits, with their 95 % intervals (`rows` of the report).
 
             index.evaluate([("Who built the tower?", ["Gustave Eiffel"])]).rows
 
@@ -283,16 +283,16 @@ class Index:
 
         live = self.manifest
         corpus = Corpus.open(self._store, live.corpus, live.corpus_digest)
-        stored = isinstance(questions, str) and questions in question_sets(corpus)
-        name = questions if stored else self.add_questions(questions, "evaluate")
+        is_stored = isinstance(questions, str) and questions in question_sets(corpus)
+        name = questions if is_stored else self.add_questions(questions, "evaluate")
         return evaluate(self._with(evaluate={"questions": [name], "k": list(k)}), progress)
 
     def versions(self) -> list[VersionInfo]:
-        """The published versions, oldest first; the last one is live."""
+        """List the published versions, oldest first; the last one is live."""
         return versions.act(self.run, "list", None)
 
     def rollback(self, version: int) -> RollbackReport:
-        """Publish what an earlier version held as a new one. Raises ConfigError for an unknown version."""
+        """Publish the content of an earlier version as a new one. Raises ConfigError for an unknown version."""
         report = versions.act(self.run, "rollback", version)
         self._follow()
         return report
@@ -304,7 +304,7 @@ class Index:
         serve_until_interrupted(self._with(serve=settings), None, print)
 
     def _with(self, **sections: Mapping[str, Any]) -> RunConfig:
-        """The run with settings laid over some sections."""
+        """Return the run with settings of some sections replaced."""
         plain = self.run.model_dump(mode="json")
         for name, values in sections.items():
             plain[name] = {**plain[name], **values}
@@ -314,19 +314,19 @@ class Index:
     def _router(self) -> "HotSwapRouter":
         from mvr_ray.distributed.hot_swap import open_hot_swap_router
 
-        return self._open.enter_context(open_hot_swap_router(self.run, coalesce=False))
+        return self._open.enter_context(open_hot_swap_router(self.run, batching=False))
 
     def _follow(self) -> None:
-        """Answer from the newest version, where searches have begun."""
+        """Switch an open router to the newest version."""
         if "_router" in self.__dict__:
             self._router.move_to(None)
 
-    def _ask(self, queries: Sequence[Any], k: int, filter: Mapping[str, Any] | None, hybrid: Hybrid) -> SearchResponse:
+    def _query(self, batch: Sequence[Any], k: int, filter: Mapping[str, Any] | None, hybrid: Hybrid) -> SearchResponse:
         with self._router.pin() as router:
             fields = list(router.corpus.fields)
         own = None if filter is None else dict(filter)
         try:
-            request = validate(SearchRequest, queries=list(queries), k=k, filter=own, fields=fields, hybrid=hybrid)
+            request = validate(SearchRequest, queries=list(batch), k=k, filter=own, fields=fields, hybrid=hybrid)
             limits = self.run.serve.model_copy(update=NO_LIMITS)
             return SearchService(self._router, limits, hybrid=self.run.search.hybrid).search(request)
         except RequestError as error:
@@ -349,7 +349,7 @@ class Index:
                     )
 
     def _change(self, changes: Iterable[Mapping[str, Any]], progress: Progress) -> Manifest:
-        """Update the corpus by rows as of a file of changes, and publish the version over it."""
+        """Update the corpus by rows of a file of changes, and publish a version of it."""
         live = self.manifest
         with TemporaryDirectory() as folder:
             file = Path(folder) / "changes.jsonl"
@@ -374,16 +374,16 @@ def _absolute(path: str) -> str:
 
 
 def _run_of_store(store: Store, name: str | None) -> dict[str, Any]:
-    """The run file that `build` left in a store, else the settings of an index that the command line made."""
+    """Return the run file that `build` stored, else the settings of an index of the command line."""
     if name is None and store.exists(paths.RUN_FILE):
         return yaml.safe_load(store.read_bytes(paths.RUN_FILE))
     names = store.list(paths.indexes_dir())
     if name is None and len(names) == 1:
         [name] = names
     if name not in names:
-        there = ", ".join(names) or "none"
-        what = f"no index {name!r}" if name else "not exactly one index"
-        raise MissingInputError(f"{store.name} holds {what} (there are: {there}); give name=, or build one")
+        known_names = ", ".join(names) or "none"
+        problem = f"no index {name!r}" if name else "not exactly one index"
+        raise MissingInputError(f"{store.name} holds {problem} (there are: {known_names}); give name=, or build one")
     live = manifests.read(store, name)
     return {
         "prepare": {"corpus": live.corpus},
@@ -393,7 +393,7 @@ def _run_of_store(store: Store, name: str | None) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has for a value of a field that it does not know: dates as ISO 8601, numbers of numpy as numbers."""
+    """Convert a value of a field to JSON: dates to ISO 8601, numbers of numpy to numbers."""
     if hasattr(value, "isoformat"):
         return value.isoformat()
     if hasattr(value, "item"):

@@ -1,4 +1,4 @@
-"""Read passages and questions out of what Python programs hold: texts, records, frames, tables and datasets.
+"""Read passages and questions from Python objects: texts, records, frames, tables and datasets.
 
 A passage is a text, a tuple (id, text) or (id, title, text), a mapping as of a JSON lines file (docs/formats.md), or a
 `Passage`. One without an id gets the number of its row. Rows are streamed: of a frame or table, 1,024 at a time.
@@ -20,7 +20,7 @@ BATCH_ROWS = 1024
 
 
 def sources_of(passages: Any) -> list[SourceConfig] | None:
-    """The files or folders that are named in place of passages: one path, or a list of `Path`s; None where none is."""
+    """Return the files or folders given instead of passages: one path, or a list of `Path`s; None for anything else."""
     if isinstance(passages, str | Path):
         return [SourceConfig(path=str(passages))]
     if isinstance(passages, list | tuple) and passages and all(isinstance(path, Path) for path in passages):
@@ -29,7 +29,7 @@ def sources_of(passages: Any) -> list[SourceConfig] | None:
 
 
 def passage_records(passages: Any) -> Iterator[Record]:
-    """A record of each passage; a bad row where it is none. Raises DataError for what holds no rows."""
+    """Yield a record of each passage; a bad row for an invalid one. Raises DataError for an object without rows."""
     for number, row in enumerate(rows_of(passages)):
         where = f"passage {number}"
         match row:
@@ -48,8 +48,8 @@ def passage_records(passages: Any) -> Iterator[Record]:
 
 
 def questions_of(questions: Any) -> list[Question]:
-    """Questions of a file, or of an iterable of texts, `Question`s, tuples (question, answer or answers) and mappings
-    with question, answers, positive_ids (docs/formats.md). Raises DataError that names the first bad one."""
+    """Read the questions of a file, or of an iterable of texts, `Question`s, tuples (question, answer or answers) and
+    mappings with question, answers, positive_ids (docs/formats.md). Raises DataError that names the first bad one."""
     if isinstance(questions, str | Path):
         return read_question_file(Path(questions))
     records = [_question_record(row, number) for number, row in enumerate(rows_of(questions))]
@@ -85,7 +85,7 @@ def _question_record(row: Any, number: int) -> Record:
 
 
 def rows_of(rows: Any) -> Iterator[Any]:
-    """The rows of an iterable, a pandas or polars frame, an Arrow table, batch reader or dataset, as they come."""
+    """Return the rows of an iterable, a pandas or polars frame, an Arrow table, batch reader or dataset, in order."""
     if isinstance(rows, Mapping):
         raise DataError(f"a mapping of {len(rows)} keys holds no rows; give its items(), or the split that you mean")
     if hasattr(rows, "to_batches"):  # of Arrow: Table, Dataset
@@ -113,7 +113,7 @@ def _pandas_rows(frame: Any) -> Iterator[Any]:
 
 
 def _is_missing(value: Any) -> bool:
-    """Whether a pandas cell is NaN, NaT or NA: what is not equal to itself."""
+    """Return whether a pandas cell is NaN, NaT or NA: what is not equal to itself."""
     try:
         return bool(value != value)
     except (TypeError, ValueError):  # NA, which is neither; an array is a value

@@ -17,23 +17,23 @@ def named_arguments(
     *,
     show_only: bool,
 ) -> dict[str, str]:
-    """The command's own NAME=VALUE words, those without a section. `show_only` requires none."""
+    """Return the command's own NAME=VALUE words, those without a section. `show_only` requires none."""
     arguments = {key: value for key, _, value in (word.partition("=") for word in words or ()) if "." not in key}
     unknown = sorted(set(arguments) - {*mandatory, *optional})
     missing = [key for key in mandatory if not arguments.get(key)]
     if unknown or (missing and not show_only):
-        wrong = f"{unknown[0]}=... is not known" if unknown else f"{missing[0]}=... is missing"
-        raise ConfigError(f"{command}: {wrong}; {hint}")
+        problem = f"{unknown[0]}=... is not known" if unknown else f"{missing[0]}=... is missing"
+        raise ConfigError(f"{command}: {problem}; {hint}")
     return arguments
 
 
 def section_overrides(words: list[str] | None) -> list[str]:
-    """The words that lay a value over the run file."""
+    """Return the words that override a value of the run file."""
     return [word for word in words or () if "." in word.partition("=")[0]]
 
 
 def one_question(command: str, words: list[str], *, show_only: bool) -> str:
-    """The one word that is no override. `show_only` requires none."""
+    """Return the one word that is no override. `show_only` requires none."""
     questions = [word for word in words if not _is_override(word)]
     if len(questions) != 1 and not (show_only and not questions):
         texts = f": {', '.join(map(repr, questions))}" if questions else ""
@@ -45,7 +45,7 @@ def one_question(command: str, words: list[str], *, show_only: bool) -> str:
 
 
 def question_overrides(words: list[str]) -> list[str]:
-    """The words that lay a value over the run file, beside a question, which may hold any character."""
+    """Return the words that override a value of the run file, beside a question, which may hold any character."""
     return [word for word in words if _is_override(word)]
 
 
@@ -54,7 +54,7 @@ def _is_override(word: str) -> bool:
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
-    """The JSON object in an option's value. Raises ConfigError, also where it holds one key twice."""
+    """Parse the JSON object in an option's value. Raises ConfigError, also for a key that occurs twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]

@@ -1,7 +1,7 @@
 """The command line: `mvr-ray STAGE CONFIG [section.key=value ...] [--print-config] [--json]`.
 
-Every stage reads one run file, does its work, prints a table (or JSON) on stdout and keeps config and report under
-<store>/runs/. Exit status: 0 done, 1 the work failed, 2 the request was wrong, 130 interrupted.
+Every stage reads one run file, does its work, prints a table (or JSON) on stdout and stores config and report under
+<store>/runs/. Exit status: 0 success, 1 failure, 2 wrong request, 130 interrupted.
 """
 
 import functools
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def exit_on_error(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn an MvrRayError into its message on stderr and an exit status."""
+    """Convert an MvrRayError to its message on stderr and an exit status."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -86,7 +86,7 @@ def exit_on_error(command: Callable[..., None]) -> Callable[..., None]:
             with results_only():
                 command(*args, **kwargs)
         except MvrRayError as error:
-            cause = getattr(error, "cause", None)  # an error of ours that crossed a Ray task
+            cause = getattr(error, "cause", None)  # an error of mvr_ray that crossed a Ray task
             origin = cause if isinstance(cause, MvrRayError) else error
             _err(f"mvr-ray: {origin}")
             raise typer.Exit(2 if isinstance(origin, ConfigError) else 1) from None
@@ -113,10 +113,10 @@ def run_stage(
     words: Sequence[str] = (),
     arguments: Mapping[str, str] | None = None,
 ) -> None:
-    """Do one stage under a record of its own, then print its summary and the next command.
+    """Run one stage with a record of its own, then print its summary and the next command.
 
-    `words` are CONFIG and overrides as given, which the next command repeats; `arguments` the command's own. What the
-    stage needs is looked for before Ray or torch is imported.
+    `words` are CONFIG and overrides as given, which the next command repeats; `arguments` the command's own. Inputs
+    are checked before Ray or torch is imported.
     """
     if mode.print_config:
         _print_config(run, mode.as_json)
@@ -188,9 +188,9 @@ def _log_to_terminal() -> None:
 StageWork = Callable[["RunConfig", Mapping[str, str], "Progress"], Any]
 
 
-class StageWords(NamedTuple):
-    """What a stage takes beside its run file, as NAME=VALUE words among the overrides. `usage` says so to who left one
-    out; `check` raises ConfigError for a value that will not do."""
+class StageArguments(NamedTuple):
+    """The arguments of a stage beside its run file, as NAME=VALUE words among the overrides. `usage` is the hint for a
+    missing one; `check` raises ConfigError for a wrong value."""
 
     usage: str
     required: tuple[str, ...]
@@ -198,7 +198,7 @@ class StageWords(NamedTuple):
     check: Callable[[Mapping[str, str]], None] = lambda words: None
 
 
-def _add_stage(name: str, help: str | None, work: StageWork, takes: StageWords | None) -> None:
+def _add_stage(name: str, help: str | None, work: StageWork, spec: StageArguments | None) -> None:
     def command(
         config: Config,
         overrides: Overrides = None,
@@ -207,23 +207,23 @@ def _add_stage(name: str, help: str | None, work: StageWork, takes: StageWords |
         verbose: Verbose = False,
     ) -> None:
         mode = OutputMode(print_config, as_json, verbose)
-        if takes is None:
+        if spec is None:
             _run_command(name, config, overrides, lambda run, progress: work(run, {}, progress), mode)
             return
-        words = named_arguments(name, overrides, takes.required, takes.optional, takes.usage, show_only=print_config)
+        words = named_arguments(name, overrides, spec.required, spec.optional, spec.usage, show_only=print_config)
         if not print_config:
-            takes.check(words)
+            spec.check(words)
         sections = section_overrides(overrides)
         _run_command(name, config, sections, lambda run, progress: work(run, words, progress), mode, words)
 
     app.command(name, help=help)(exit_on_error(command))
 
 
-def stage_command(takes: StageWords | None = None) -> Callable[[StageWork], StageWork]:
-    """Make a command of a function (run, words, progress); its docstring is the command's help."""
+def stage_command(spec: StageArguments | None = None) -> Callable[[StageWork], StageWork]:
+    """Register a function as a command (run, words, progress); its docstring is the command's help."""
 
     def register(work: StageWork) -> StageWork:
-        _add_stage(work.__name__, work.__doc__, work, takes)
+        _add_stage(work.__name__, work.__doc__, work, spec)
         return work
 
     return register
@@ -263,7 +263,7 @@ def _check_format(words: Mapping[str, str]) -> None:
 
 
 @stage_command(
-    StageWords(
+    StageArguments(
         "give questions=FILE (or a stored set), output=FILE, format=dpr|trec|parquet|jsonl",
         ("questions", "output"),
         ("format",),
@@ -282,7 +282,7 @@ def retrieve(run: "RunConfig", words: Mapping[str, str], progress: "Progress") -
 
 
 @stage_command(
-    StageWords(
+    StageArguments(
         "give questions=SET, a stored question set with gold passages that is not one of evaluate.questions",
         ("questions",),
     )
@@ -298,7 +298,7 @@ def tune(run: "RunConfig", words: Mapping[str, str], progress: "Progress") -> An
 
 
 @stage_command(
-    StageWords(
+    StageArguments(
         "give ranking=FILE as `mvr-ray retrieve` wrote it (dpr or jsonl), and output=FILE to keep the predictions",
         ("ranking",),
         ("output",),
@@ -315,7 +315,7 @@ def read(run: "RunConfig", words: Mapping[str, str], progress: "Progress") -> An
 
 
 @stage_command(
-    StageWords('give changes=FILE: lines of {"id", "title", "text"} or {"id", "delete": true}', ("changes",))
+    StageArguments('give changes=FILE: lines of {"id", "title", "text"} or {"id", "delete": true}', ("changes",))
 )
 def update(run: "RunConfig", words: Mapping[str, str], progress: "Progress") -> Any:
     """Upsert and delete passages of the corpus; then run `index`.
@@ -379,14 +379,14 @@ def _check_shards(words: Mapping[str, str]) -> None:
         raise ConfigError(f"reshard: shards={words['shards']} is not a whole number; {RESHARD.usage}")
 
 
-RESHARD = StageWords(
+RESHARD = StageArguments(
     "give shards=N, the number of shards that the next version shall have", ("shards",), (), _check_shards
 )
 
 
 @stage_command(RESHARD)
 def reshard(run: "RunConfig", words: Mapping[str, str], progress: "Progress") -> Any:
-    """Deal the live version to another number of shards.
+    """Redistribute the live version over a new number of shards.
 
     `reshard CONFIG shards=12`; nothing is encoded.
     """
@@ -548,8 +548,8 @@ def versions(
     """List, show, verify, repair, roll back or collect versions."""
     numbers = [int(word) for word in rest or () if word.isdigit()]
     if len(numbers) > 1:
-        given = ", ".join(map(str, numbers))
-        raise ConfigError(f"versions {action}: {len(numbers)} versions are named ({given}); name one")
+        named_versions = ", ".join(map(str, numbers))
+        raise ConfigError(f"versions {action}: {len(numbers)} versions are named ({named_versions}); name one")
     run = _load_run(config, [word for word in rest or () if not word.isdigit()])
     from mvr_ray import versions as actions
     from mvr_ray.store.runs import to_plain
@@ -577,7 +577,7 @@ def export(
 ) -> None:
     """Write the encoder as a folder that sentence-transformers loads.
 
-    It is the encoder of the index's version. What such a folder cannot carry is said.
+    It is the encoder of the index's version. Prints what such a folder cannot represent.
     """
     run = _load_run(config, overrides or ())
     if folder.exists() or not folder.absolute().parent.is_dir():
@@ -606,7 +606,7 @@ def plan(
     as_json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Bytes of disk, memory and GPU memory, before anything runs."""
+    """Estimate disk, memory and GPU memory, before anything runs."""
     run = _load_run(config, overrides or ())
     if print_config:
         _print_config(run, as_json)
@@ -633,7 +633,7 @@ def doctor(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """What this machine and its cluster have, and what is missing.
+    """Check what this machine and its cluster have and lack.
 
     The cluster is that of `resources.address` or RAY_ADDRESS.
     """
@@ -685,7 +685,7 @@ def compare(
 
 @app.command()
 def version() -> None:
-    """The version of this package."""
+    """Print the version of this package."""
     write(f"mvr_ray {__version__}\n")
 
 

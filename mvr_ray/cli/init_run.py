@@ -34,11 +34,11 @@ NAMES = {
 }
 """Common names of the parts of a passage or question, the first one first."""
 OWN_NAMES = {"id": ("id", "_id"), "text": ("text", "contents"), "answers": ("answers", "answer")}
-"""Names that the readers of rows know themselves."""
+"""Names that the readers of rows expect."""
 
 
 class SourceSample(NamedTuple):
-    """The first records of a source: how it is read, and what was seen in them."""
+    """The first records of a source: how it is read, and their properties."""
 
     path: str
     format: str
@@ -54,21 +54,21 @@ class SourceSample(NamedTuple):
 
     @property
     def title(self) -> str:
-        """One line for people."""
+        """The properties in one line."""
         kinds = [f"{self.mean_words:.0f} words a passage"] * bool(self.passages) + ["questions"] * bool(self.questions)
-        named = ", ".join(f"{part} from {name!r}" if name else f"no {part}" for part, name in self.names.items())
-        return f"{self.path}: {self.format}{f' ({named})' if named else ''}, {', '.join(kinds) or 'nothing to read'}"
+        parts = ", ".join(f"{part} from {name!r}" if name else f"no {part}" for part, name in self.names.items())
+        return f"{self.path}: {self.format}{f' ({parts})' if parts else ''}, {', '.join(kinds) or 'nothing to read'}"
 
 
 def write_run_file(paths: Sequence[str], output: Path | None) -> tuple[Path, list[SourceSample]]:
-    """Write the run file for sources, and check it. The default name is that of the first source.
+    """Write the run file for sources, and load it as a check. The default name is that of the first source.
 
-    Raises MissingInputError or DataError for what cannot be read, ConfigError where the file is there already.
+    Raises MissingInputError or DataError for what cannot be read, ConfigError if the file exists.
     """
-    samples = [look_at(path) for path in paths]
+    samples = [sample_source(path) for path in paths]
     if not any(sample.passages for sample in samples):
-        seen = "; ".join(sample.bad or sample.title for sample in samples)
-        raise DataError(f"init: no passage among the first {SAMPLE_ROWS} rows: {seen}")
+        problems = "; ".join(sample.bad or sample.title for sample in samples)
+        raise DataError(f"init: no passage among the first {SAMPLE_ROWS} rows: {problems}")
     name = _name(paths[0])
     file = output or Path(f"{name}.yaml")
     if file.exists():
@@ -80,7 +80,7 @@ def write_run_file(paths: Sequence[str], output: Path | None) -> tuple[Path, lis
     return file, samples
 
 
-def look_at(path: str) -> SourceSample:
+def sample_source(path: str) -> SourceSample:
     """Read the first rows of a source."""
     source = SourceConfig(path=path, questions="questions")
     split = None
@@ -121,14 +121,14 @@ def look_at(path: str) -> SourceSample:
 
 
 def _has_header(file: Path) -> bool:
-    """Whether the first row of a tab-separated file names a text under another order or name than DPR's."""
+    """Return whether the first row of a tab-separated file names a text under another order or name than DPR's."""
     with open_text(file) as text:
         columns = [name.strip().lower() for name in text.readline().split("\t")]
     return columns[:3] != ["id", "text", "title"] and bool({*NAMES["text"]} & {*columns})
 
 
 def _raw_rows(source: SourceConfig, kind: str) -> Iterator[Mapping[str, Any]]:
-    """Rows of a source as they are; bad ones are left out."""
+    """Yield the unparsed rows of a source, without bad ones."""
     if kind == "huggingface":
         path = source.path if source.path.startswith("hf:") else str(resolve_path(source.path))
         yield from open_dataset(path, source.split)
@@ -146,32 +146,32 @@ def _raw_rows(source: SourceConfig, kind: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _names(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
-    """Which fields hold the parts of passages and questions, where they are not called as the readers expect."""
+    """Return the columns of the parts of passages and questions whose names are not those that readers expect."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     by_lower = {column.lower(): column for column in reversed(columns)}
-    found = {part: next((by_lower[name] for name in names if name in by_lower), None) for part, names in NAMES.items()}
-    if found["text"] is None and found["question"] is None:
-        found["text"] = _longest(rows, [column for column in columns if column not in found.values()])
+    match = {part: next((by_lower[name] for name in names if name in by_lower), None) for part, names in NAMES.items()}
+    if match["text"] is None and match["question"] is None:
+        match["text"] = _longest(rows, [column for column in columns if column not in match.values()])
     names: dict[str, str | None] = {
         part: column
-        for part, column in found.items()
+        for part, column in match.items()
         if column is not None and column not in OWN_NAMES.get(part, (part,))
     }
-    ids = [row.get(found["id"]) for row in rows] if found["id"] else []
-    if found["question"] is None and (not ids or len(set(map(str, ids))) < len(ids)):
+    ids = [row.get(match["id"]) for row in rows] if match["id"] else []
+    if match["question"] is None and (not ids or len(set(map(str, ids))) < len(ids)):
         names["id"] = None
     return names
 
 
 def _longest(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str | None:
-    """The field with the longest texts."""
+    """Return the field with the longest texts."""
     lengths = {column: sum(len(row[column]) for row in rows if isinstance(row.get(column), str)) for column in columns}
     best = max(lengths, key=lambda column: lengths[column], default=None)
     return best if best and lengths[best] else None
 
 
 def _field_types(passages: Sequence[PassageRecord]) -> dict[str, str]:
-    """Types of the fields that come with passages; those without one type in all rows are left out."""
+    """Infer the types of the passages' fields; those without one type in all rows are left out."""
     types: dict[str, str] = {}
     for name in dict.fromkeys(name for record in passages for name in record.extras):
         reader = FieldReader("infer")
@@ -196,20 +196,20 @@ def _cell_value(cell: str) -> Any:
 
 
 def _split(folder: Path, kind: str) -> str | None:
-    """The judgements of a BEIR or MS MARCO folder: `test`, else `dev`, else the first; None without any."""
+    """Return the judged split of a BEIR or MS MARCO folder: `test`, else `dev`, else the first; None without any."""
     files = folder.glob("qrels/*.tsv*") if kind == "beir" else folder.glob("qrels.*.tsv*")
     names = sorted(file.name.removesuffix(".gz").removesuffix(".tsv").removeprefix("qrels.") for file in files)
     return next((name for name in ("test", "dev", "dev.small") if name in names), names[0] if names else None)
 
 
 def _name(path: str) -> str:
-    """A name for corpus and index: the file's or folder's, without its endings."""
+    """Return a name for corpus and index: the file's or folder's, without its endings."""
     stem = Path(path.rstrip("/")).name.partition(".")[0] if not path.startswith("hf:") else path.rpartition("/")[2]
     return re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-_")[:60].lower() or "corpus"
 
 
 def run_file_text(name: str, samples: Sequence[SourceSample]) -> str:
-    """The run file, with a comment on every choice."""
+    """Return the text of the run file, with a comment on every choice."""
     passages = [sample for sample in samples if sample.passages]
     types = {field: kind for sample in passages for field, kind in sample.field_types.items()}
     mean_words = max(sample.mean_words for sample in passages)
@@ -274,7 +274,7 @@ def run_file_text(name: str, samples: Sequence[SourceSample]) -> str:
 
 
 def _set_names(samples: Sequence[SourceSample]) -> list[str | None]:
-    """A name for the questions of each source; None where it has none."""
+    """Return a name for the questions of each source; None if it has none."""
     names: list[str | None] = []
     for sample in samples:
         base = "questions" if sum(1 for one in samples if one.questions) == 1 else _name(sample.path)
@@ -301,6 +301,6 @@ def _source_lines(sample: SourceSample, questions: str | None) -> list[str]:
 
 
 def _yaml_scalar(text: str) -> str:
-    """A YAML scalar: plain where that is safe."""
+    """Return a YAML scalar: plain if that is safe."""
     is_plain = re.fullmatch(r"[A-Za-z_./][\w./-]*", text) is not None
     return text if is_plain and isinstance(parse_yaml(text), str) else json.dumps(text, ensure_ascii=False)

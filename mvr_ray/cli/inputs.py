@@ -1,7 +1,7 @@
-"""Look for what a stage needs, before Ray or torch is imported.
+"""Check the inputs of a stage before Ray or torch is imported.
 
-The store's own functions read manifests, corpora and question sets, so a refusal has the words that the stage itself
-would use, some seconds earlier and without a cluster.
+The store's own functions read manifests, corpora and question sets, so errors have the messages of the stage itself,
+some seconds earlier and without a cluster.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,7 +19,7 @@ BY_SIZE = frozenset({"index", "refine", "evaluate", "analyze", "retrieve", "tune
 
 
 def ray_line(stage: str, run: "RunConfig") -> str | None:
-    """What is said while Ray starts, after `check_inputs`; None for a stage that needs none."""
+    """Return the line to print while Ray starts; None for a stage without Ray. Call it after `check_inputs`."""
     from mvr_ray.distributed import session
 
     if session.in_ray() or stage in WITHOUT_RAY or (stage == "train" and run.resources.train_workers == 0):
@@ -34,8 +34,8 @@ def ray_line(stage: str, run: "RunConfig") -> str | None:
 
 
 def _num_passages(stage: str, run: "RunConfig") -> int:
-    """Passages that a stage works over for certain: those of the live version, or of the corpus for a first one. What
-    `index` has to encode beside an earlier version is known only after it has looked there."""
+    """Count the passages that a stage surely processes: those of the live version, or of the corpus for a first one.
+    What `index` has to encode beside an earlier version is known only to the stage."""
     from mvr_ray.store import manifest
     from mvr_ray.store.corpus import Corpus
     from mvr_ray.store.files import Store
@@ -48,13 +48,13 @@ def _num_passages(stage: str, run: "RunConfig") -> int:
 
 
 def check_inputs(stage: str, run: "RunConfig", arguments: Mapping[str, str] | None = None) -> None:
-    """Raise MissingInputError or ConfigError for what is not there. `arguments` are the command's own, such as
+    """Raise MissingInputError or ConfigError for missing inputs. `arguments` are the command's own, such as
     `questions=...` of `retrieve`."""
     from mvr_ray.config import resolve_path
 
-    given = arguments or {}
-    if "output" in given:
-        _check_output(stage, Path(given["output"]))
+    options = arguments or {}
+    if "output" in options:
+        _check_output(stage, Path(options["output"]))
     match stage:
         case "index":
             _check_corpus(run, ())
@@ -67,19 +67,19 @@ def check_inputs(stage: str, run: "RunConfig", arguments: Mapping[str, str] | No
         case "refine":
             if run.refine.feedback and not resolve_path(run.refine.feedback).is_file():
                 raise MissingInputError(f"refine.feedback {run.refine.feedback} does not exist or is not a file")
-            labelled = None if run.refine.feedback else run.refine.questions
-            _check_version(run, (labelled, *run.refine.gate, *run.refine.report))
+            label_set = None if run.refine.feedback else run.refine.questions
+            _check_version(run, (label_set, *run.refine.gate, *run.refine.report))
         case "evaluate":
             _check_version(run, (*run.evaluate.questions, run.evaluate.hybrid))
         case "analyze":
             _check_version(run, (run.analyze.questions or next(iter(run.evaluate.questions), None),))
         case "retrieve":
-            is_file = resolve_path(given["questions"]).is_file()
-            _check_version(run, () if is_file else (given["questions"],))
+            is_file = resolve_path(options["questions"]).is_file()
+            _check_version(run, () if is_file else (options["questions"],))
         case "read":
-            if not resolve_path(given["ranking"]).is_file():
+            if not resolve_path(options["ranking"]).is_file():
                 raise MissingInputError(
-                    f"ranking {given['ranking']} does not exist or is not a file; `mvr-ray retrieve` writes one"
+                    f"ranking {options['ranking']} does not exist or is not a file; `mvr-ray retrieve` writes one"
                 )
         case "compact" | "reshard":
             _check_version(run, ())
@@ -95,7 +95,7 @@ def _check_corpus(run: "RunConfig", sets: Iterable[str | None]) -> None:
 
 
 def check_version(run: "RunConfig", version: int | None) -> None:
-    """Raise MissingInputError where the index has no such version; None: no version at all."""
+    """Raise MissingInputError if the index has no such version; None: no version at all."""
     from mvr_ray.store import manifest
     from mvr_ray.store.files import Store
 

@@ -43,22 +43,22 @@ class Reporter:
             self._bars.stop()
 
     def __call__(self, what: str, count: int, total: int) -> None:
-        now, work = time.monotonic(), what.partition(" (")[0]  # "train (loss 0.3)" and "train (loss 0.2)" are one work
-        if work not in self._starts or count < self._last[work]:  # the same work once more, as in a study's steps
-            self._starts[work] = (now, count)
-            if work in self._tasks:
-                self._bars.reset(self._tasks[work], total=total or None)
-        self._last[work] = count
-        since, first = self._starts[work]
-        rate = (count - first) / (now - since) if now > since else 0.0
+        now, task = time.monotonic(), what.partition(" (")[0]  # "train (loss 0.3)" and "train (loss 0.2)" are one task
+        if task not in self._starts or count < self._last[task]:  # the same task again, as in a study's steps
+            self._starts[task] = (now, count)
+            if task in self._tasks:
+                self._bars.reset(self._tasks[task], total=total or None)
+        self._last[task] = count
+        start_s, first = self._starts[task]
+        rate = (count - first) / (now - start_s) if now > start_s else 0.0
         if self._console.is_terminal:
-            if work not in self._tasks:
-                self._tasks[work] = self._bars.add_task(what, total=total or None, rate="")
+            if task not in self._tasks:
+                self._tasks[task] = self._bars.add_task(what, total=total or None, rate="")
             self._bars.update(
-                self._tasks[work], description=what, completed=count, total=total or None, rate=_rate(rate)
+                self._tasks[task], description=what, completed=count, total=total or None, rate=_rate(rate)
             )
-        elif (total and count >= total) or now - self._last_line.get(work, -self._interval_s) >= self._interval_s:
-            self._last_line[work] = now
+        elif (total and count >= total) or now - self._last_line.get(task, -self._interval_s) >= self._interval_s:
+            self._last_line[task] = now
             self._console.print(progress_line(what, count, total, rate), highlight=False, soft_wrap=True)
 
     def say(self, line: str) -> None:

@@ -1,6 +1,6 @@
 """Answers a question of the command line with a router of its own; a refused request becomes a ConfigError.
 
-A question needs no cluster: where none is named, the shards are opened in this process.
+A question needs no cluster: without an address, the shards are opened in this process.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError
-from mvr_ray.explanation import Explanation, page
+from mvr_ray.explanation import Explanation, render_html
 from mvr_ray.serving.schemas import ExplainRequest, RequestError, SearchRequest, SearchResponse, validate
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest as manifests
@@ -28,7 +28,7 @@ def search(
     filter: Mapping[str, Any] | None = None,
     fields: Sequence[str] = (),
 ) -> SearchResponse:
-    """The best k passages of one question, from a version (None: the live one), that pass a filter."""
+    """Return the best k passages of one question, from a version (None: the live one), that pass a filter."""
     with _refusals_as_errors("search"):
         request = validate(SearchRequest, queries=[question], k=k, filter=filter, fields=list(fields))
         request.check(run.serve)
@@ -37,7 +37,7 @@ def search(
 
 
 def explain_once(run: RunConfig, version: int | None, request: ExplainRequest, html: Path | None = None) -> Explanation:
-    """Every view of some passages with every question; also as a page in the file `html`."""
+    """Score every view of some passages with every question; also as a page in the file `html`."""
     with _refusals_as_errors("explain"):
         request.check(run.serve)
         if html is not None and (html.is_dir() or not html.parent.is_dir()):
@@ -45,7 +45,7 @@ def explain_once(run: RunConfig, version: int | None, request: ExplainRequest, h
         with _router(run, version) as router:
             explanation = SearchService(router, run.serve, hybrid=run.search.hybrid).explain(request)
     if html is not None:
-        html.write_text(page(explanation), encoding="utf-8")
+        html.write_text(render_html(explanation), encoding="utf-8")
     return explanation
 
 

@@ -1,6 +1,6 @@
-"""Summarize the report of a stage for people: what counts, a verdict, and the command that comes next.
+"""Summarize the report of a stage: the main figures, a verdict, and the next command.
 
-Everything fits a terminal of 80 columns. What a summary leaves out, digests and settings among it, `--verbose` prints,
+Everything fits a terminal of 80 columns. `--verbose` prints what a summary leaves out, such as digests and settings,
 and report.json has it.
 """
 
@@ -17,7 +17,7 @@ NUM_NAMED = 3
 
 
 class Summary(NamedTuple):
-    """`verdict` says in a line or two what came of the stage; `next` is a command without `mvr-ray`, or empty."""
+    """`verdict` is the outcome of the stage in a line or two; `next` is a command without `mvr-ray`, or empty."""
 
     tables: list[Table]
     verdict: str
@@ -43,7 +43,7 @@ def count(number: int, what: str) -> str:
 
 
 def _facts(rows: Mapping[str, Any], title: str = "") -> list[Table]:
-    """A table of labels and values without those that are zero or empty; no table where none is left."""
+    """Return a table of labels and values without those that are zero or empty; no table if none is left."""
     lines = [(label, cell(value)) for label, value in rows.items() if value not in (None, 0, "", [], {})]
     return [table(title, ("", ""), lines)] if lines else []
 
@@ -63,20 +63,20 @@ def _prepare(report: Report, words: str) -> Summary:
         "fields": ", ".join(f"{name} ({kind})" for name, kind in report["fields"].items()),
         "question sets": "\n".join(f"{name} {cell(number)}" for name, number in report["questions"].items()),
     }
-    written = report["passages_written"]
-    return Summary(_facts(facts), f"prepared: {count(written, 'passage')}", f"index {words}" if written else "")
+    num = report["passages_written"]
+    return Summary(_facts(facts), f"prepared: {count(num, 'passage')}", f"index {words}" if num else "")
 
 
 def _train(report: Report, words: str) -> Summary:
     epochs = report["epochs"]
-    shown = [name for name in ("epoch", "step", "loss", "lv", "dev_top1", "collapsed") if epochs and name in epochs[0]]
-    rows = [[epoch[name] for name in shown] for epoch in epochs]
-    tables = [table("epochs", [name.replace("_", " ") for name in shown], rows)] if rows else []
+    names = [name for name in ("epoch", "step", "loss", "lv", "dev_top1", "collapsed") if epochs and name in epochs[0]]
+    rows = [[epoch[name] for name in names] for epoch in epochs]
+    tables = [table("epochs", [name.replace("_", " ") for name in names], rows)] if rows else []
     verdict = f"trained: {report['name']}/{report['fingerprint']}"
     if epochs and epochs[-1].get("collapsed"):
         verdict += "; its views are all alike (collapsed): see docs/math.md"
-    following = {"readers": f"read {words} ranking=FILE", "cross_encoders": f"mine {words}"}
-    return Summary(tables, verdict, following.get(str(report["folder"]).partition("/")[0], f"index {words}"))
+    next_commands = {"readers": f"read {words} ranking=FILE", "cross_encoders": f"mine {words}"}
+    return Summary(tables, verdict, next_commands.get(str(report["folder"]).partition("/")[0], f"index {words}"))
 
 
 def _mine(report: Report, words: str) -> Summary:
@@ -88,8 +88,8 @@ def _mine(report: Report, words: str) -> Summary:
         "questions with fewer": report["short"],
         "questions without any": report["without"],
     }
-    found = f"{count(report['negatives'], 'hard negative')} for {count(report['questions'], 'question')}"
-    verdict = f"mined: {found}, as question set {report['output']}"
+    negatives = f"{count(report['negatives'], 'hard negative')} for {count(report['questions'], 'question')}"
+    verdict = f"mined: {negatives}, as question set {report['output']}"
     return Summary(_facts(facts), verdict, f"train {words} train.hard_negatives={report['output']}")
 
 
@@ -140,7 +140,7 @@ def _change(row: Report, name: str) -> str:
 
 
 def _accuracy_tables(rows: Sequence[Report], system: str) -> list[Table]:
-    """A table a question set and way of judging: systems down, metrics across, in percent."""
+    """Return a table a question set and kind of metric: systems down, metrics across, in percent."""
     tables: list[Table] = []
     groups = dict.fromkeys((row["questions"], row["metric"].partition("/")[0]) for row in rows)
     for questions, kind in groups:
@@ -160,8 +160,8 @@ def _evaluate(report: Report, words: str) -> Summary:
         f"evaluated: version {report['version']} of index {report['index']}, {count(report['passages'], 'passage')}"
     )
     firsts = {row["questions"]: row for row in reversed(rows) if row["system"] == report["index"]}
-    named = list(reversed(firsts.values()))[:NUM_NAMED]
-    for row in named:
+    main_rows = list(reversed(firsts.values()))[:NUM_NAMED]
+    for row in main_rows:
         interval = f"{percent(row['low'])} to {percent(row['high'])}"
         verdict += f"\n  {row['questions']}: {row['metric'].partition('/')[2]} {percent(row['value'])} % ({interval})"
     return Summary(_accuracy_tables(rows, "system"), verdict, f"serve {words}")
@@ -177,8 +177,8 @@ def _analyze(report: Report, words: str) -> Summary:
         "attention KL": report["attention_kl"],
     }
     ppl = report["ppl"]
-    asked = count(report["num_questions"], "question")
-    verdict = f"analyzed: version {report['version']} of index {report['index']}, {asked}"
+    questions = count(report["num_questions"], "question")
+    verdict = f"analyzed: version {report['version']} of index {report['index']}, {questions}"
     if ppl is not None:
         verdict += f"\n  of {len(report['win_shares'])} views, {ppl:.2f} answer the questions of a passage (PPL)"
     return Summary(
@@ -191,8 +191,8 @@ def _retrieve(report: Report, words: str) -> Summary:
         f"retrieved: {report['k']} passages for each of {count(report['questions'], 'question')}, "
         f"from version {report['version']} of index {report['index']}\n  {report['output']} ({report['format']})"
     )
-    following = f"read {words} ranking={shlex.quote(report['output'])}" if report["format"] in ("dpr", "jsonl") else ""
-    return Summary([], verdict, following)
+    command = f"read {words} ranking={shlex.quote(report['output'])}" if report["format"] in ("dpr", "jsonl") else ""
+    return Summary([], verdict, command)
 
 
 def _read(report: Report, words: str) -> Summary:
@@ -216,8 +216,8 @@ def _read(report: Report, words: str) -> Summary:
 def _update(report: Report, words: str) -> Summary:
     names = ("added", "replaced", "deleted", "unchanged", "absent", "questions_dropped")
     facts = {name.replace("_", " "): report[name] for name in names}
-    changed = report["added"] + report["replaced"] + report["deleted"]
-    verdict = f"updated: {count(report['passages'], 'passage')} in corpus {report['corpus']}, {changed:,} changed"
+    num_changes = report["added"] + report["replaced"] + report["deleted"]
+    verdict = f"updated: {count(report['passages'], 'passage')} in corpus {report['corpus']}, {num_changes:,} changed"
     return Summary(_facts(facts), verdict, f"index {words}")
 
 
@@ -242,7 +242,7 @@ def _reshard(report: Report, words: str) -> Summary:
 
 
 def versions_tables(index: str, action: str, report: Any, *, verbose: bool) -> list[Table]:
-    """Tables of an action on versions; `report` is its plain result."""
+    """Return the tables of an action on versions; `report` is its plain result."""
     if verbose or action not in ("list", "show"):
         return report_tables(f"index {index}", {"versions": report} if isinstance(report, list) else report)
     if action == "show":

@@ -1,7 +1,7 @@
 """Prints results on stdout: tables, JSON, and hits with the matching snippet marked.
 
-Progress and errors go to stderr, so the output of `--json` can be piped. Ray prints on stdout what becomes of workers;
-inside `results_only` that goes to stderr too.
+Progress and errors go to stderr, so the output of `--json` can be piped. Ray prints events of workers on stdout; inside
+`results_only` they go to stderr too.
 """
 
 import json
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-if TYPE_CHECKING:  # these rooms take a second to import, and most commands show none of theirs
+if TYPE_CHECKING:  # these modules take a second to import, and most commands need none
     from mvr_ray.capacity import Plan
     from mvr_ray.explanation import ExplainedPassage, Explanation
     from mvr_ray.serving.schemas import Exact, PassageHit
@@ -33,14 +33,14 @@ def size(num_bytes: float) -> str:
 
 
 def hit_text(rank: int, hit: "PassageHit") -> Text:
-    """One hit as a person reads it; the winning view's snippet stands between » and «, in reverse on a terminal. A
+    """Format one hit; the winning view's snippet stands between » and «, in reverse on a terminal. A
     snippet that is the title stands before the text."""
     text = Text(f"{rank:>2}. {hit.title or hit.id}", style="bold")
     kind = "feedback view" if hit.feedback else "view"
     text.append(f"  [{hit.id}] score {hit.score:.4f}, {kind} {hit.view}\n", style="dim")
     if hit.fields:
-        told = ", ".join(f"{name} {cell(value)}" for name, value in hit.fields.items())
-        text.append(f"    {told}\n", style="dim")
+        fields = ", ".join(f"{name} {cell(value)}" for name, value in hit.fields.items())
+        text.append(f"    {fields}\n", style="dim")
     body, snippet = hit.text or "", hit.snippet
     if snippet is None:
         return text.append(body, style="not bold")
@@ -51,19 +51,19 @@ def hit_text(rank: int, hit: "PassageHit") -> Text:
 
 
 def exactness(exact: "Exact") -> str:
-    """Whether an answer is certified, by which method, and an approximate index's recall."""
+    """Say whether an answer is certified, by which method, and an approximate index's recall."""
     recall = "" if exact.recall is None else f", recall {exact.recall:.3f} when built"
     method = "" if exact.certified and exact.method == "flat" else f" ({exact.method}{recall})"
     return f"{'exact' if exact.certified else 'approximate'}{method}"
 
 
 def explanation_tables(explanation: "Explanation") -> list[Table]:
-    """A table a passage: views down, with the snippet that each stands for; a question's best view is marked with «."""
+    """Return a table a passage: views down, each with its snippet; a question's best view is marked with «."""
     return [_explanation_table(passage, explanation.questions) for passage in explanation.passages]
 
 
 def _explanation_table(passage: "ExplainedPassage", questions: Sequence[str]) -> Table:
-    from mvr_ray.explanation import stands_for
+    from mvr_ray.explanation import describe_view
 
     output = Table(title=Text(f"{passage.title or passage.id}  [{passage.id}]"), title_justify="left", show_lines=True)
     output.add_column("view", justify="right")
@@ -73,7 +73,7 @@ def _explanation_table(passage: "ExplainedPassage", questions: Sequence[str]) ->
     for view in passage.views:
         wins = [winner.view == view.view for winner in passage.winners]
         scores = [Text(f"{score:.4f}{' «' * best}", style="bold" * best) for score, best in zip(view.scores, wins)]
-        output.add_row(str(view.view), Text(stands_for(view)), *scores)
+        output.add_row(str(view.view), Text(describe_view(view)), *scores)
     for name, kind in (("words (BM25)", "lexical"), ("words and views together", "total")):
         scores = [getattr(winner, kind) for winner in passage.winners]
         if any(score is not None for score in scores):
@@ -82,7 +82,7 @@ def _explanation_table(passage: "ExplainedPassage", questions: Sequence[str]) ->
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    """Rows as they are: square brackets in a title, a column name or a cell are no markup."""
+    """Make a table of rows; square brackets in a title, a column name or a cell are no markup."""
     output = Table(
         title=Text(title, style="bold") if title else None,
         title_justify="left",
@@ -118,7 +118,7 @@ def cell(value: Any) -> str:
 
 
 def plan_table(plan: "Plan", *, with_notes: bool) -> Table:
-    """Bytes by kind; `with_notes` says how each number comes about, in a column that needs 130 characters."""
+    """Make a table of bytes by kind; `with_notes` adds a column on each number, which needs 130 characters."""
     title = (
         f"{plan.passages:,} passages x {plan.num_views} views = {plan.vectors:,} vectors of {plan.dimension} "
         f"in {plan.shards:,} shards"
@@ -131,7 +131,7 @@ def plan_table(plan: "Plan", *, with_notes: bool) -> Table:
 
 
 def report_tables(title: str, report: Mapping[str, Any]) -> list[Table]:
-    """A report of plain values: its single values as two columns, each list of records as a table of its own."""
+    """Make tables of a plain report: its single values as two columns, each list of records as a table of its own."""
     single: list[tuple[str, str]] = []
     tables: list[Table] = []
     for name, value in report.items():
@@ -173,7 +173,7 @@ def print_json(value: Any) -> None:
 
 
 def print_result(result: Table | Text | str) -> None:
-    """Results for people, on stdout; a file or pipe gets lines of 160 characters."""
+    """Print a table or text on stdout; a file or pipe gets lines of 160 characters."""
     console = Console(file=_stdout(), highlight=False, soft_wrap=not isinstance(result, Table))
     if not console.is_terminal:
         console.width = 160

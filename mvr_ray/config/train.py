@@ -9,17 +9,17 @@ from mvr_ray.config.base import Count, Fraction, Name, Section
 
 class TrainConfig(Section):
     task: Literal["retriever", "reader", "cross_encoder"] = "retriever"
-    """reader: teach `encoder.backbone` to find the answers of `questions` in their passages, by their offsets, and none
-    in hard negatives (else in passages of its batch). cross_encoder: teach it to score a question's passage above hard
-    negatives (else passages of its batch). In both, losses, temperatures, views and the warm start do not count."""
+    """reader: train `encoder.backbone` to find the answers of `questions` in their passages, by their offsets, and none
+    in hard negatives (else in passages of its batch). cross_encoder: train it to score a question's passage above hard
+    negatives (else passages of its batch). Both ignore losses, temperatures, views and the warm start."""
     reader: Name = "reader"
     """Name under which a trained reader is stored."""
     cross_encoder: Name = "cross_encoder"
     """Name under which a trained cross-encoder is stored."""
     head_lr_factor: Annotated[float, Field(gt=0)] = 10.0
-    """For a reader or cross-encoder: a new head learns so many times faster than the backbone."""
+    """For a reader or cross-encoder: learning rate of a new head, as a multiple of the backbone's."""
     questions: Name | None = None
-    """Stored question set with positive ids; absent: inverse cloze questions are made from the corpus."""
+    """Stored question set with positive ids; absent: inverse cloze questions from the corpus."""
     dev_questions: Name | None = None
     """Scored after each epoch to keep the best snapshot; absent: the last one is kept."""
     hard_negatives: Name | None = None
@@ -28,14 +28,14 @@ class TrainConfig(Section):
     """Encoder snapshot to start from: a fingerprint of `encoder.name`, or another encoder's name, for its newest;
     absent: the backbone."""
     loss: Literal["auto", "dpr", "mvr", "camvr"] = "auto"
-    """auto: camvr where views stand for snippets, mvr for several other views, dpr for one."""
+    """auto: camvr if views stand for snippets, mvr for several other views, dpr for one."""
     epochs: Annotated[int, Field(ge=0)] = 1
     max_steps: Annotated[int, Field(ge=0)] = 0
     """Stop after this many steps; 0: after the epochs."""
     batch_questions: Annotated[int, Field(ge=2)] = 32
-    """Questions a step over all workers; must divide by them."""
+    """Questions a step over all workers; a multiple of their number."""
     questions_per_passage: Count = 1
-    """Up to this many questions of one passage stand in a batch together."""
+    """Most questions of one passage in a batch."""
     max_passage_questions: Annotated[int, Field(ge=0)] = 0
     """Train on at most this many questions of a passage, drawn by a stable hash; 0: on all."""
     num_hard_negatives: Annotated[int, Field(ge=0)] = 1
@@ -58,21 +58,21 @@ class TrainConfig(Section):
     temperature: Annotated[float, Field(gt=0)] | None = None
     """One temperature throughout, in place of eq. 8."""
     answer_share: Fraction = 1.0
-    """Loss camvr: how much of it has the positive score by the answer's view; the rest by its best view."""
+    """Loss camvr: weight of scoring the positive by the answer's view; the rest scores it by its best view."""
     answer_views: Literal["first", "all"] = "first"
-    """Loss camvr: the view of the answer's known place, as in the paper, or the best of all whose snippets have the
-    words of an answer."""
+    """Loss camvr: the view of the answer's known place, as in the paper, or the best of those whose snippets contain
+    an answer."""
     distil_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Times the divergence from a cross-encoder's scores of each question's passage and mined negatives, which
-    `mine.cross_encoder` keeps with them."""
+    """Weight of the divergence from a cross-encoder's scores of each question's passage and mined negatives, which
+    `mine.cross_encoder` stores with them."""
     warm_start_steps: Annotated[int, Field(ge=0)] | None = None
     """Steps without labels, before the others, that distil the readout towards the backbone's own mean pooling; absent:
-    30 for viewers that start from a backbone, which was never read by them, and none for any other readout."""
+    30 for viewers that start from a backbone, which was not trained with them, and none for any other readout."""
     cloze_keep_share: Fraction = 0.1
-    """Inverse cloze: how often the sentence also stays in its passage."""
+    """Inverse cloze: share of sentences that stay in their passage."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "fp32"
-    """`auto` is bf16 where every worker's device multiplies it by instructions of its own, else fp32; a training that
-    continues keeps what it began with."""
+    """`auto` is bf16 if every worker's device has instructions for it, else fp32; a resumed training keeps its first
+    precision."""
     gradient_checkpointing: bool = False
     cache_chunk: Annotated[int, Field(ge=0)] = 0
     """Gradient cache: passages a pass; 0: everything in one pass."""
@@ -80,7 +80,7 @@ class TrainConfig(Section):
     """Shorter passages in training; 0: the encoder's."""
     checkpoint_steps: Count = 100
     snapshot_steps: list[Count] = Field(default_factory=list, exclude_if=lambda steps: not steps)
-    """Also store the weights after so many steps (the warm start's not counted), when training has ended, as models of
+    """When training has ended, also store the weights after these steps (the warm start's not counted), as models of
     the names `NAME-step-STEPS`: for a curve over the budget."""
     seed: int = 12345
 
@@ -90,7 +90,7 @@ class MineConfig(Section):
     output: Name = "train_mined"
     method: Literal["bm25", "index"] = "bm25"
     rank_from: Annotated[int, Field(ge=0)] = 0
-    """Skip this many best hits."""
+    """Number of best hits to skip."""
     rank_to: Count = 100
     num_negatives: Count = 8
     drop_answer_bearing: bool = True
@@ -98,12 +98,12 @@ class MineConfig(Section):
     """Draw from the window instead of taking its best."""
     seed: int = 0
     cross_encoder: str | None = None
-    """Drop negatives that look like answers to this model (RocketQA's denoising), and keep its scores with the others.
+    """Drop negatives that this model scores as answers (RocketQA's denoising), and store its scores of the others.
     A stored one (`train.task: cross_encoder`) by NAME or NAME/FINGERPRINT; else a folder, `package:NAME/path` or hub
     name of a model that scores pairs, reached from every worker."""
     denoise_share: Fraction = 0.1
-    """Drop those that the cross-encoder finds at least so likely beside the known passage: 1 / (1 + exp(s+ - s))."""
+    """Drop negatives of at least this probability against the known passage: 1 / (1 + exp(s+ - s))."""
     denoise_depth: Count = 24
-    """Score at most so many of a question's hits that the other filters leave."""
+    """Score at most this many of a question's hits that the other filters leave."""
     max_pair_tokens: Annotated[int, Field(ge=16, le=8192)] = 256
     """Question, title and text for the cross-encoder, in training and mining."""

@@ -1,14 +1,14 @@
-"""Measure the views of an index version: each alone and all together, how they differ, and which one wins.
+"""Measure the views of an index version: each alone, all together, their differences, and the winning view.
 
     each view alone     the same questions over an index of that view only (CAMVR table 2)
     answer_view/top-k   share of questions for which one of the first k hits was matched by a snippet that holds an
                         answer (CAMVR eq. 15 and table 4); `answer/top-k` of all views is the paper's "overall"
-    LV, PPL             how far the best view stands out, and how many views a passage's questions use (MVR table 6)
+    LV, PPL             margin of the best view, and the number of views that a passage's questions use (MVR table 6)
     gold answer view    how often, in the gold passage, the view of the answer's snippet wins (ours)
     attention           KL divergence between what two views read (CAMVR eq. 14 and table 3)
     examples            scores of every view of a passage with two questions (CAMVR figure 4, MVR table 7)
 
-The last four look at questions with their own passages. Shards are searched as Ray tasks, one view after the other.
+The last four use questions with their own passages. Ray tasks search the shards, one view after the other.
 
 Shapes: Q questions, V views, P passages, D dimension, T tokens.
 """
@@ -47,16 +47,16 @@ from mvr_ray.types import EmbeddingBlock, FloatArray, Hit, IntArray, Passage, Pr
 
 ALL_VIEWS = "all views"
 EXAMPLES = 2
-"""Passages that are shown with two questions each."""
+"""Number of passages shown, with two questions each."""
 
 Spans = Sequence[Span | None]
 """The snippet of each view of a passage, None where it has none."""
 
 
 class ViewExample(NamedTuple):
-    """One of two questions of a passage that are answered in different snippets.
+    """One of two questions of a passage whose answers are in different snippets.
 
-    `answer_view` counts from 0; where views read the whole passage it is the snippet that CAMVR would cut. `scores` are
+    `answer_view` counts from 0; where views read the whole passage it is the snippet of CAMVR's splitting. `scores` are
     raw inner products by view, None where the passage lacks the view.
     """
 
@@ -68,21 +68,21 @@ class ViewExample(NamedTuple):
 
 
 class ViewReport(NamedTuple):
-    """`rows` hold retrieval by all views and by each alone, `ranks` what all views found for every question.
+    """`rows` hold retrieval by all views and by each alone, `ranks` the ranks of all views for every question.
 
-    The other values are None where there is one view only.
+    The other values are None if there is only one view.
 
     questions_per_passage  mean number of analysed questions a passage: an upper bound of PPL
     lv                     MVR eq. 9
-    ppl                    MVR eq. 10 as the mean over passages of exp(entropy), near-ties sent to the lowest view
+    ppl                    MVR eq. 10 as the mean over passages of exp(entropy), near-ties assigned to the lowest view
     ppl_of_mean_entropy    MVR eq. 10 as exp of the passages' mean entropy
-    ppl_answer             what `ppl` would be if the view of the answer's snippet always won
+    ppl_answer             `ppl` if the view of the answer's snippet always won
     view_pair_cosine       near 1: collapsed
-    win_shares             how often each view is the best of the question's own passage
-    gold_answer_view_share how often that is the view of the answer's snippet (ours)
+    win_shares             share of questions for which each view is the best of their own passage
+    gold_answer_view_share share of questions for which it is the view of the answer's snippet (ours)
     attention_kl           mean of the table below over the pairs i < j
     attention_kl_table     [V][V], D(i, j) = KL(view j || view i) of CAMVR eq. 14
-    examples               passages with two questions that are answered in different snippets, a question each
+    examples               passages with two questions whose answers are in different snippets, a question each
     """
 
     index: str
@@ -113,16 +113,16 @@ class OwnViews(NamedTuple):
 
 
 class _ShardViews(NamedTuple):
-    """The results of one shard by view (`num_views` stands for all), and some of its passages as they are stored."""
+    """The results of one shard by view (index `num_views`: all views), and the stored views of its gold passages."""
 
     results: list[ShardResult]
     own: EmbeddingBlock
 
 
 def analyze(run: RunConfig, progress: Progress = no_progress, version: int | None = None) -> ViewReport:
-    """Look at the views of a version (the live one when none is named) with one set of gold-labelled questions.
+    """Measure the views of a version (default: the live one) with one set of gold-labelled questions.
 
-    Raises ConfigError where no set is named, MissingInputError where no question has a passage in the index.
+    Raises ConfigError where no set is configured, MissingInputError where no question has a passage in the index.
     """
     settings, store = run.analyze, Store(run.store.path)
     name = settings.questions or next(iter(run.evaluate.questions), None)
@@ -130,56 +130,57 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
         raise ConfigError("analyze.questions names no question set, and evaluate.questions is empty; name one")
     manifest = manifests.read(store, run.index.name, version)
     passages = Corpus.open(store, manifest.corpus, manifest.corpus_digest)
-    asked = [question for question in read_questions(passages, name) if question.positive_ids]
-    asked = asked[: settings.max_questions or None]
-    there = passages.get(question.positive_ids[0] for question in asked)
-    asked = [question for question in asked if question.positive_ids[0] in there]
-    if not asked:
+    questions = [question for question in read_questions(passages, name) if question.positive_ids]
+    questions = questions[: settings.max_questions or None]
+    gold = passages.get(question.positive_ids[0] for question in questions)
+    questions = [question for question in questions if question.positive_ids[0] in gold]
+    if not questions:
         raise MissingInputError(f"no question of {name!r} has its passage in index {manifest.index!r}; name another")
     encoder = open_encoder(
         store,
         manifest.encoder_name,
         manifest.encoder_fingerprint,
         threads=run.resources.torch_threads,
-        only_embeds=False,  # its attention is read too
+        only_embeds=False,  # `view_attention` reads its attention
     )
-    queries_QD = encoder.embed_queries([question.text for question in asked])
-    shards = _search(run, store, manifest, queries_QD, [q.positive_ids[0] for q in asked], progress)
+    queries_QD = encoder.embed_queries([question.text for question in questions])
+    shards = _search(run, store, manifest, queries_QD, [q.positive_ids[0] for q in questions], progress)
     rows: list[EvaluationRow] = []
     all_ranks: list[QuestionRanks] = []
-    article_of, start_of = articles_of(asked, passages), shard_starts(manifest.shards)
+    article_of, start_of = articles_of(questions, passages), shard_starts(manifest.shards)
     for view in range(manifest.num_views + 1) if manifest.num_views > 1 else [1]:
         merged = MergedResults([shard.results[view] for shard in shards], start_of, max(run.evaluate.k)).hits()
-        said = ALL_VIEWS if view == manifest.num_views else f"view {view + 1}"
-        found = judge_hits(asked, merged, passages, run.evaluate.match)
-        result = system_result(said, name, found, article_of, run.evaluate)
+        system = ALL_VIEWS if view == manifest.num_views else f"view {view + 1}"
+        ranked = judge_hits(questions, merged, passages, run.evaluate.match)
+        result = system_result(system, name, ranked, article_of, run.evaluate)
         rows += result.rows
         if view == manifest.num_views:
             all_ranks.append(result.ranks)
         if view == manifest.num_views and encoder.spec.has_snippets:
-            matched = _answer_view_ranks(found, merged, passages, encoder, run.evaluate)
+            matched = _answer_view_ranks(ranked, merged, passages, encoder, run.evaluate)
             rows += _answer_view_rows(name, matched, article_of, run.evaluate)
-    own = _own_views(asked, shards, manifest)
-    spans = {i: _spans(encoder, passage) for i, passage in there.items()}
-    answer_Q = np.array([_answer_view(question, spans[question.positive_ids[0]]) for question in asked])
-    told = _view_values(asked, own, queries_QD, answer_Q if encoder.spec.has_snippets else np.full(len(asked), -1))
+    own = _own_views(questions, shards, manifest)
+    spans = {i: _spans(encoder, passage) for i, passage in gold.items()}
+    answer_Q = np.array([_answer_view(question, spans[question.positive_ids[0]]) for question in questions])
+    known_Q = answer_Q if encoder.spec.has_snippets else np.full(len(questions), -1)
+    values = _view_values(questions, own, queries_QD, known_Q)
     table_VV = np.empty((0, 0))
     if manifest.num_views > 1 and not encoder.spec.has_pieces:
-        shown = list(dict.fromkeys(question.positive_ids[0] for question in asked))[: settings.attention_passages]
-        read = view_attention(encoder, encoder.tokenize_passages([there[passage] for passage in shown]))
-        table_VV = attention_kl_table(read)
+        ids = list(dict.fromkeys(question.positive_ids[0] for question in questions))[: settings.attention_passages]
+        attention = view_attention(encoder, encoder.tokenize_passages([gold[passage] for passage in ids]))
+        table_VV = attention_kl_table(attention)
     return ViewReport(
         manifest.index,
         manifest.version,
         manifest.encoder_fingerprint,
         name,
-        len(asked),
+        len(questions),
         attention_kl=mean_attention_kl(table_VV),
         attention_kl_table=[[None if np.isnan(value) else float(value) for value in row] for row in table_VV],
-        examples=_examples(asked, own, queries_QD, answer_Q, there, spans) if manifest.num_views > 1 else [],
+        examples=_examples(questions, own, queries_QD, answer_Q, gold, spans) if manifest.num_views > 1 else [],
         rows=rows,
         ranks=all_ranks,
-        **told,
+        **values,
     )
 
 
@@ -190,11 +191,10 @@ def _answer_view_ranks(
     encoder: DualEncoder,
     settings: EvaluateConfig,
 ) -> dict[str, int]:
-    """By question id, the rank of the first hit whose matched snippet holds an answer, -1 where there is none; of the
-    questions that have answers.
+    """Map the id of each question with answers to the rank of the first hit whose matched snippet holds one, else -1.
 
-    The matched snippet is that of the view by which the hit scored. It counts where the passage counts, so titles hold
-    no answer, and a feedback view, which is no part of the passage, matches no snippet.
+    The matched snippet is that of the hit's best view. It counts only if the passage counts, so titles hold no answer,
+    and a feedback view, which is not part of the passage, matches no snippet.
     """
     matcher = AnswerMatcher(settings.match)
     spans: dict[str, Spans] = {}
@@ -212,15 +212,15 @@ def _answer_view_ranks(
     for row, hits in zip(results, hit_lists, strict=True):
         if row.question.answers:
             pairs = enumerate(zip(row.passages, hits, strict=True))
-            found = (rank for rank, (judged, hit) in pairs if judged.has_answer and holds(row.question, hit))
-            ranks[row.question.id] = next(found, -1)
+            matches = (rank for rank, (judged, hit) in pairs if judged.has_answer and holds(row.question, hit))
+            ranks[row.question.id] = next(matches, -1)
     return ranks
 
 
 def _answer_view_rows(
     name: str, ranks: Mapping[str, int], article_of: Mapping[str, str], settings: EvaluateConfig
 ) -> list[EvaluationRow]:
-    """`answer_view/top-k` (CAMVR eq. 15) with the intervals that `answer/top-k` has."""
+    """Rows of `answer_view/top-k` (CAMVR eq. 15), with the same intervals as `answer/top-k`."""
     if not ranks:
         return []
     groups, ranks_Q = [article_of[i] for i in ranks], np.array(list(ranks.values()))
@@ -234,7 +234,7 @@ def _answer_view_rows(
 
 
 def _spans(encoder: DualEncoder, passage: Passage) -> Spans:
-    """The snippet of each view; where views read the whole passage, the snippets that CAMVR would cut."""
+    """The snippet of each view; where views read the whole passage, the snippets of CAMVR's splitting."""
     if encoder.spec.has_snippets:
         return encoder.view_spans(passage)
     return snippet_spans(passage.text, encoder.num_views, encoder.splitter)
@@ -248,7 +248,7 @@ def _examples(
     passages: Mapping[str, Passage],
     spans: Mapping[str, Spans],
 ) -> list[ViewExample]:
-    """Passages with two questions that are answered in different snippets: those of most snippets, then by id."""
+    """Select passages with two questions answered in different snippets: those of most snippets first, then by id."""
     pairs: dict[str, list[int]] = {}
     for number, (question, view) in enumerate(zip(questions, answer_Q.tolist())):
         pair = pairs.setdefault(question.positive_ids[0], [])
@@ -260,7 +260,7 @@ def _examples(
     for number in (number for i in several[:EXAMPLES] for number in pairs[i]):
         question, passage = questions[number], passages[questions[number].positive_ids[0]]
         scores_V = own.views_QVD[number].astype(np.float64) @ queries_QD[number].astype(np.float64)
-        scores = [float(score) if there else None for score, there in zip(scores_V, own.mask_QV[number])]
+        scores = [float(score) if present else None for score, present in zip(scores_V, own.mask_QV[number])]
         examples.append(ViewExample(passage.id, passage.title, question.text, int(answer_Q[number]), scores))
     return examples
 
@@ -268,7 +268,7 @@ def _examples(
 def _view_values(
     questions: Sequence[Question], own: OwnViews, queries_QD: FloatArray, answer_Q: IntArray
 ) -> dict[str, Any]:
-    """The values of a ViewReport that need no text. `answer_Q` is -1 where no view holds the answer."""
+    """Compute the values of a ViewReport that need no text. `answer_Q` is -1 where no view holds the answer."""
     wins_Q = metrics.winning_views(_shares_of_longest(queries_QD, own.views_QVD), own.mask_QV)
     number: dict[str, int] = {}
     passage_Q = np.array([number.setdefault(question.positive_ids[0], len(number)) for question in questions])
@@ -288,7 +288,7 @@ def _view_values(
 
 
 def _answer_view(question: Question, spans: Spans) -> int:
-    """The view whose snippet has the first character of the question's placed answer, -1 where none has."""
+    """The view whose snippet holds the first character of the question's answer, -1 where none does."""
     start = next((start for start in question.answer_starts if start >= 0), -1)
     return next((view for view, span in enumerate(spans) if span and span[0] <= start < span[1]), -1)
 
@@ -309,11 +309,11 @@ def _search(
             for entry in manifest.shards
             if entry.num_passages
         ]
-        done: list[_ShardViews] = []
+        results: list[_ShardViews] = []
         for views in run_tasks(_analyze_shard, calls, "analyzing views", cpus=run.resources.cpus_per_encoder):
-            done.append(views)
-            progress("analyze views", len(done), len(calls))
-    return sorted(done, key=lambda views: views.results[0].shard)
+            results.append(views)
+            progress("analyze views", len(results), len(calls))
+    return sorted(results, key=lambda views: views.results[0].shard)
 
 
 def _analyze_shard(
@@ -326,14 +326,14 @@ def _analyze_shard(
         [own for block in blocks if (own := of_view(block, view)).ids] for view in range(manifest.num_views)
     ]
     ids = [passage_id for block in blocks for passage_id in block.ids]
-    results = [_rank_in_shard(shard, ids, kept, queries_QD, k) for kept in [*blocks_by_view, blocks]]
+    results = [_rank_in_shard(shard, ids, subset, queries_QD, k) for subset in [*blocks_by_view, blocks]]
     return _ShardViews(results, _passages_of(blocks, set(gold_ids), manifest.dimension))
 
 
 def _rank_in_shard(
     shard: int, ids: Sequence[str], blocks: Sequence[EmbeddingBlock], queries_QD: FloatArray, k: int
 ) -> ShardResult:
-    """The best k of some of a shard's passages; rows and `ids` are of all its passages, ids ascending."""
+    """Search some of a shard's passages for the best k; rows and `ids` are of all its passages, ids ascending."""
     if not blocks:
         blocks = [EmbeddingBlock([], np.zeros(1, np.int64), np.zeros(0, np.int16), np.zeros((0, queries_QD.shape[1])))]
     hits, rescored_Q = FlatIndex(blocks).search_with_counts(queries_QD, k)
@@ -345,7 +345,7 @@ def _rank_in_shard(
 
 
 def of_view(block: EmbeddingBlock, view: int) -> EmbeddingBlock:
-    """The passages that have this view, with it alone."""
+    """Select the passages that have this view, with this view alone."""
     kept_N = np.flatnonzero(block.view_numbers_N == view)
     rows = np.searchsorted(block.row_ptr, kept_N, side="right") - 1
     return EmbeddingBlock(
@@ -364,16 +364,16 @@ def _passages_of(blocks: Sequence[EmbeddingBlock], gold_ids: set[str], dimension
     for block in blocks:
         for row, passage_id in enumerate(block.ids):
             if passage_id in gold_ids:
-                here = slice(int(block.row_ptr[row]), int(block.row_ptr[row + 1]))
+                span = slice(int(block.row_ptr[row]), int(block.row_ptr[row + 1]))
                 ids.append(passage_id)
-                counts.append(here.stop - here.start)
-                numbers.append(np.asarray(block.view_numbers_N[here]))
-                vectors.append(block.vectors_ND[here].astype(np.float32))
+                counts.append(span.stop - span.start)
+                numbers.append(np.asarray(block.view_numbers_N[span]))
+                vectors.append(block.vectors_ND[span].astype(np.float32))
     return EmbeddingBlock(ids, np.cumsum([0, *counts]), np.concatenate(numbers), np.concatenate(vectors))
 
 
 def _own_views(questions: Sequence[Question], shards: Sequence[_ShardViews], manifest: Manifest) -> OwnViews:
-    """Feedback views are left out: they are no part of the passage."""
+    """Gather each question's own passage, without feedback views, which are not part of the passage."""
     at = {passage_id: (shard.own, row) for shard in shards for row, passage_id in enumerate(shard.own.ids)}
     views_QVD = np.zeros((len(questions), manifest.num_views, manifest.dimension), np.float32)
     mask_QV = np.zeros(views_QVD.shape[:2], bool)
@@ -388,7 +388,7 @@ def _own_views(questions: Sequence[Question], shards: Sequence[_ShardViews], man
 
 
 def _shares_of_longest(queries_QD: FloatArray, views_QVD: FloatArray) -> FloatArray:
-    """Inner products in shares of |q| times the length of the passage's longest view: cosines where views have length
-    1, and the order of the search where they do not. [Q, V]"""
+    """Divide inner products by |q| times the length of the passage's longest view: cosines for views of length 1,
+    otherwise the order of the search. [Q, V]"""
     longest_Q = np.linalg.norm(queries_QD, axis=-1) * np.linalg.norm(views_QVD, axis=-1).max(axis=-1)
     return np.einsum("qd,qvd->qv", queries_QD, views_QVD) / np.where(longest_Q > 0, longest_Q, 1.0)[:, None]

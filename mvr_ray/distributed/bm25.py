@@ -1,6 +1,6 @@
-"""BM25 over a corpus: Lucene's form with k1 0.9 and b 0.4, English stems, stop words left out.
+"""BM25 over a corpus: Lucene's form with k1 0.9 and b 0.4, English stems, no stop words.
 
-A passage is its title and its text. Equal scores are ordered by passage id, so the same corpus gives the same ranking.
+A passage is its title and its text. Equal scores are ordered by passage id, so the ranking is deterministic.
 
 Shapes: Q queries, P passages, K hits.
 """
@@ -22,11 +22,11 @@ K1, B = 0.9, 0.4
 _STOP_WORDS = "en"
 _BATCH = 256
 NO_VIEW = -1
-"""The view of a hit that no view found."""
+"""The view number of a BM25 hit."""
 
 
 class BM25Index:
-    """The whole corpus in the memory of this process: about as many bytes as its text."""
+    """A BM25 index of the whole corpus in memory, about as large as its text."""
 
     def __init__(self, corpus: Corpus, progress: Progress = no_progress) -> None:
         self._stemmer = Stemmer.Stemmer("english")
@@ -46,8 +46,8 @@ class BM25Index:
         progress("bm25 index", len(ids), len(ids))
 
     def search(self, texts: Sequence[str], k: int, progress: Progress = no_progress) -> list[list[Hit]]:
-        """The best k passages a text that share a word with it; fewer where fewer do. They name no shard."""
-        found: list[list[Hit]] = []
+        """Search each text for the best k passages, fewer if fewer share a word with it. Hits have shard -1."""
+        hit_lists: list[list[Hit]] = []
         for at in range(0, len(texts), _BATCH):
             words: Any = bm25s.tokenize(
                 list(texts[at : at + _BATCH]),
@@ -56,9 +56,9 @@ class BM25Index:
                 return_ids=False,
                 show_progress=False,
             )
-            found += [self._best([word for word in some if word in self._vocabulary], k) for some in words]
-            progress("bm25", len(found), len(texts))
-        return found
+            hit_lists += [self._best([word for word in some if word in self._vocabulary], k) for some in words]
+            progress("bm25", len(hit_lists), len(texts))
+        return hit_lists
 
     def _best(self, words: list[str], k: int) -> list[Hit]:
         if not words:

@@ -1,15 +1,14 @@
 """Build an index version from a corpus and an encoder, and publish it.
 
-    carry over -> find copies -> encode -> one build task a shard (lay its changes over an earlier shard, or join what
-    was carried over and its chunks; build its index, name it by content) -> measure -> publish
+    carry over -> find copies -> encode -> one build task a shard (write its changes beside an earlier shard, or merge
+    carried-over embeddings and chunks; build its index, name it by content) -> measure -> publish
 
-A shard that is built is noted in the staging folder. One that an earlier version has, of the same passages and by the
-same settings, is taken from there, and so are the embeddings of single passages (`carry_over`); so the same command
-continues after any crash and does nothing twice. Passages read, embedded, indexed and in the manifest are counted
-against each other before anything is published.
+A built shard has a note in the staging folder. A shard of an earlier version with the same passages and settings is
+reused, and so are the embeddings of single passages (`carry_over`); so the same command resumes after any crash and
+repeats no work. The publication requires equal counts of passages read, embedded, indexed and in the manifest.
 
-Over a version that refinement has changed, `index.keep_refinement` keeps what was learned of the passages that did not
-change; what was learned of the others is dropped and counted. The operation is then `index:refined`.
+Over a refined version, `index.keep_refinement` keeps the learned views of unchanged passages; those of other passages
+are dropped and counted. The operation is then `index:refined`.
 """
 
 import dataclasses
@@ -57,7 +56,7 @@ from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.delta import changed_blocks, open_embeddings, views_by_id, write_changed
 from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, EmbeddingWriter, gather_rows
-from mvr_ray.store.files import Store, same_file
+from mvr_ray.store.files import Store, link_or_copy
 from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
 from mvr_ray.types import EmbeddingBlock, Progress, no_progress
 
@@ -67,11 +66,11 @@ log = logging.getLogger(__name__)
 
 
 def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
-    """Encode the corpus, build every shard and publish the version; the live one where nothing would change.
+    """Encode the corpus, build every shard and publish the version; returns the live one if nothing would change.
 
     Raises MissingInputError, EncoderError, ShardIndexError, ResourceError, StorageError, RowsLostError and
-    PublishConflictError. After any of them the live version is as it was, and the same command continues. Staged work
-    that is damaged is made again, once.
+    PublishConflictError. After any of them the live version is unchanged, and the same command resumes. Damaged
+    staged work is made again, once.
     """
     try:
         return _index(run, progress)
@@ -84,7 +83,7 @@ def _index(run: RunConfig, progress: Progress) -> Manifest:
     store = Store(run.store.path)
     corpus = Corpus.open(store, run.prepare.corpus)
     task, draft, before = _resolve(store, run, corpus)
-    reusable = _kept_shards(store, draft, corpus, before)
+    reusable = _reusable_shards(store, draft, corpus, before)
     base = find_base(store, draft.index, corpus) if run.index.lexical else None
     if base and base.corpus_digest == corpus.digest:
         draft = dataclasses.replace(draft, lexical=base.lexical)
@@ -94,7 +93,7 @@ def _index(run: RunConfig, progress: Progress) -> Manifest:
         progress(f"nothing changed, version {live.version} stays live; passages", live.num_passages, live.num_passages)
         return live
     others = [shard for shard in range(corpus.num_shards) if shard not in reusable]
-    if not session.needs_ray(run.resources, 1):  # an update of few passages starts no cluster, however many others are
+    if not session.needs_ray(run.resources, 1):  # a small update of a large corpus needs no cluster
         carry_over(task, corpus, _not_built(store, task, draft, others), progress)
     with session.connect(run.resources, _num_to_work_on(task, draft, corpus, others)) as info:
         session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
@@ -108,16 +107,16 @@ def _index(run: RunConfig, progress: Progress) -> Manifest:
 
 
 def _num_to_work_on(task: EncodeTask, draft: Manifest, corpus: Corpus, shards: Sequence[int]) -> int:
-    """Count the passages to encode; where an index file is built of a whole shard, those of the shards that changed."""
+    """Count the passages to encode; for an approximate index, all passages of the changed shards."""
     if draft.index_params["kind"] == "flat":
         return count_passages(task, corpus, shards)["encoded"]
     return sum(corpus.info.parts[shard].num_passages for shard in shards)
 
 
 def _resolve(store: Store, run: RunConfig, corpus: Corpus) -> tuple[EncodeTask, Manifest, Manifest | None]:
-    """What encodes the corpus, the manifest to be, without shards, and the version of which learned views stay.
+    """Resolve the encoding task, the draft manifest without shards, and the version whose learned views are kept.
 
-    `config_digest` covers everything that decides the bytes of a shard, but its passages.
+    `config_digest` covers everything that determines the bytes of a shard, except its passages.
     """
     encoder = resolve_encoder(run, corpus)
     params = index_params(run.index, encoder.dimension, run.resources.gpus_per_searcher > 0)
@@ -147,10 +146,10 @@ def _resolve(store: Store, run: RunConfig, corpus: Corpus) -> tuple[EncodeTask, 
 
 
 def _open_refined(store: Store, run: RunConfig, fingerprint: str) -> Manifest | None:
-    """The live version, where refinement has changed views of the same encoder and they are to stay.
+    """The live version, if it has refined views of the same encoder to keep, else None.
 
-    Views that `index.prune_views` left out cannot be told from views that refinement changed: such a version is built
-    as its encoder makes it.
+    Views pruned by `index.prune_views` cannot be distinguished from refined views: a pruned version is built as
+    encoded.
     """
     live = manifests.latest_version(store, run.index.name)
     if not run.index.keep_refinement or not live:
@@ -163,7 +162,7 @@ def _open_refined(store: Store, run: RunConfig, fingerprint: str) -> Manifest | 
 
 
 def _not_built(store: Store, task: EncodeTask, draft: Manifest, shards: Sequence[int]) -> list[int]:
-    """Those of the shards that no earlier try of this command built."""
+    """The shards that no earlier try of this command built."""
     return [shard for shard in shards if not store.exists(_note_path(draft, task.key, shard))]
 
 
@@ -176,8 +175,7 @@ def _make_shards(
     reusable: dict[int, ShardEntry],
     progress: Progress,
 ) -> list[BuiltShard]:
-    """All shards, in order: those kept of an earlier version, those that an earlier try of this command built, and the
-    others now."""
+    """Encode and build all shards, in order, reusing those of earlier versions and of earlier tries of this command."""
     others = [shard for shard in range(corpus.num_shards) if shard not in reusable]
     missing = _not_built(store, task, draft, others)
     carry_over(task, corpus, missing, progress)
@@ -187,7 +185,7 @@ def _make_shards(
 
 
 def _publish(store: Store, corpus: Corpus, version: Manifest, task: EncodeTask, progress: Progress) -> Manifest:
-    """Publish the version, unless the live one says the same; the staging folder goes."""
+    """Publish the version, unless it equals the live one; deletes the staging folder."""
     require_all_rows(corpus, version)
     repaired = _same_live_version(store, version, {entry.shard: entry for entry in version.shards})
     published = repaired or manifests.publish(store, version)
@@ -197,7 +195,7 @@ def _publish(store: Store, corpus: Corpus, version: Manifest, task: EncodeTask, 
 
 
 def require_all_rows(corpus: Corpus, manifest: Manifest) -> None:
-    """RowsLostError unless every shard holds exactly as many passages as its part of the corpus."""
+    """Raise RowsLostError unless every shard holds exactly as many passages as its part of the corpus."""
     for entry in manifest.shards:
         expected = corpus.info.parts[entry.shard].num_passages
         if entry.num_passages != expected:
@@ -211,35 +209,35 @@ def require_all_rows(corpus: Corpus, manifest: Manifest) -> None:
 
 
 def _require_ids(expected: Sequence[str], actual: Sequence[str], where: Any) -> None:
-    lost = sorted(set(expected) - set(actual))
-    if lost or len(expected) != len(actual):
-        named = ", ".join(lost[:5]) or f"none, but {len(actual) - len(expected)} too many"
+    missing = sorted(set(expected) - set(actual))
+    if missing or len(expected) != len(actual):
+        names = ", ".join(missing[:5]) or f"none, but {len(actual) - len(expected)} too many"
         raise RowsLostError(
-            f"{where}: {len(expected)} passages read, {len(actual)} embedded; {len(lost)} missing ({named}); nothing "
-            f"was published. Run the same command again"
+            f"{where}: {len(expected)} passages read, {len(actual)} embedded; {len(missing)} missing ({names}); "
+            f"nothing was published. Run the same command again"
         )
 
 
-def _kept_shards(store: Store, draft: Manifest, corpus: Corpus, before: Manifest | None) -> dict[int, ShardEntry]:
-    """Shards that earlier versions built by the same encoder and settings from the same passages, as far as they are
-    whole; the newest first. Where learned views are to stay, the shards of their version alone."""
-    kept: dict[int, ShardEntry] = {}
+def _reusable_shards(store: Store, draft: Manifest, corpus: Corpus, before: Manifest | None) -> dict[int, ShardEntry]:
+    """Find undamaged shards of earlier versions with the same encoder, settings and passages, newest version first;
+    with `before`, only of that version, to keep its learned views."""
+    reusable: dict[int, ShardEntry] = {}
     for number in [before.version] if before else reversed(manifests.list_versions(store, draft.index)):
         earlier = manifests.read(store, draft.index, number)
         if (not before and earlier.operation != "index") or earlier.config_digest != draft.config_digest:
             continue
         same = _same_parts(store, earlier, corpus)
-        own = tuple(entry for entry in earlier.shards if entry.shard in same and entry.shard not in kept)
+        own = tuple(entry for entry in earlier.shards if entry.shard in same and entry.shard not in reusable)
         checked = dataclasses.replace(earlier, shards=own, refined_queries={}, lexical=None)
         damaged = {problem.shard for problem in manifests.verify(store, checked).problems}
         if damaged:
             log.warning("index repairs shards: index=%s version=%d shards=%s", draft.index, number, damaged)
-        kept |= {entry.shard: entry for entry in own if entry.shard not in damaged}
-    return kept
+        reusable |= {entry.shard: entry for entry in own if entry.shard not in damaged}
+    return reusable
 
 
 def _same_parts(store: Store, earlier: Manifest, corpus: Corpus) -> set[int]:
-    """The parts of the corpus that hold what the shards of an earlier version were made from."""
+    """The parts of the corpus that equal the sources of an earlier version's shards."""
     if len(earlier.shards) != corpus.num_shards:
         return set()
     if earlier.corpus_digest == corpus.digest:
@@ -253,7 +251,7 @@ def _same_parts(store: Store, earlier: Manifest, corpus: Corpus) -> set[int]:
 
 
 def _same_live_version(store: Store, draft: Manifest, reusable: dict[int, ShardEntry]) -> Manifest | None:
-    """The live version, where publishing these shards would say again what it says."""
+    """The live version, if it has the same shards and settings, else None."""
     if not draft.parent:
         return None
     live = manifests.read(store, draft.index)
@@ -276,7 +274,7 @@ def _build(
     cfg: IndexConfig,
     progress: Progress,
 ) -> list[BuiltShard]:
-    """All shards, built now or before, in order; a task each, as many at a time as the cluster has CPUs for."""
+    """Build or reuse all shards, one task each, as many at a time as CPUs allow; returns them in order."""
     calls = [(task, draft, shard, reusable.get(shard), cfg) for shard in range(corpus.num_shards)]
     built: list[BuiltShard] = []
     for shard in run_tasks(build_one, calls, "building the index", cpus=BUILD_CPUS):
@@ -288,7 +286,7 @@ def _build(
 def build_one(
     task: EncodeTask, draft: Manifest, shard: int, reusable: ShardEntry | None, cfg: IndexConfig
 ) -> BuiltShard:
-    """One shard from what was staged of it, or as it is kept or noted already; measured either way."""
+    """Build one shard from its staged work, or reuse the given or noted one; measured either way."""
     store = Store(task.store)
     if reusable is None and (built := _read_own_note(store, draft, task.key, shard)):
         return built
@@ -321,10 +319,9 @@ def _write_embeddings(
 ) -> dict[str, FileEntry]:
     """Write one shard's embeddings: its changes beside an earlier shard's file, or all of it.
 
-    Each passage is checked against the ids that the corpus has there. Returns files whose digests are known. With
-    `index.prune_views`, views that their siblings can stand in for are left out, and a file says what that came to. The
-    approximate index of an earlier shard by the same parameters is updated in a copy beside its changes, unless that
-    would find less than the earlier version promises.
+    Passage ids are checked against the corpus. Returns files with known digests. With `index.prune_views`, redundant
+    views are dropped, and a file records the result. The approximate index of an earlier shard with the same parameters
+    is copied and updated, unless its recall would be below the earlier version's promise.
     """
     corpus, plan = Corpus.open(store, task.corpus, task.corpus_digest), task.plan(store, shard)
     new_blocks, known_files = _embedded_blocks(store, task, corpus, shard), {}
@@ -340,9 +337,9 @@ def _write_embeddings(
             names = base_files if same_params else paths.embedding_files(base_files)
             known_files = {name: base_files[name] for name in names}
             for name in known_files:
-                same_file(base.path.with_name(name), folder / name)
-        elif kept := write_changed(base, folder, upserts, plan.deleted_ids, cfg.compact_share):
-            known_files = {name: base_files[name] for name in kept}
+                link_or_copy(base.path.with_name(name), folder / name)
+        elif shared_names := write_changed(base, folder, upserts, plan.deleted_ids, cfg.compact_share):
+            known_files = {name: base_files[name] for name in shared_names}
             if same_params:
                 known_files |= keep_codes(IndexParams(**draft.index_params), base.path.parent, base_files, folder)
             if same_params and draft.index_params["kind"] != "flat":
@@ -355,14 +352,14 @@ def _write_embeddings(
 def _update_index(
     base: BaseShard, source: Path, folder: Path, changed_ids: Collection[str], cfg: IndexConfig, shard: int
 ) -> None:
-    """Write the approximate index of a base in `source`, with the changes, beside the embeddings in `folder`; none
-    where it is to be built from nothing: much of it is gone, or it finds less than promised."""
+    """Write the updated approximate index of a base in `source` to `folder`; none if it needs a rebuild: too many
+    vectors are deleted, or its recall is below the promise."""
     params = IndexParams(**(base.index_params or {}))
     files = update_shard_index(params, source, base.entry.files, folder, changed_ids, cfg.compact_share)
     if files and base.least_recall is not None and cfg.recall_sample:
         recall = folder_recall(params, folder, cfg.recall_sample, shard)
         if recall < base.least_recall:
-            log.info("index is built again: shard=%d recall=%.4f promised=%.4f", shard, recall, base.least_recall)
+            log.info("index is rebuilt: shard=%d recall=%.4f promised=%.4f", shard, recall, base.least_recall)
             for name in files:
                 (folder / name).unlink()
 
@@ -380,7 +377,7 @@ def _write_blocks(task: EncodeTask, blocks: Iterable[EmbeddingBlock], folder: Pa
 
 
 def _embedded_blocks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) -> Iterator[EmbeddingBlock]:
-    """What was encoded of a shard, what was carried over from others, and copies of equal passages, in order of id."""
+    """Yield a shard's encoded, carried-over and copied embeddings, in order of id."""
     plan, chunks = task.plan(store, shard), _encoded_chunks(store, task, corpus, shard)
     if not plan.is_carried and not plan.copies:
         yield from chunks
@@ -399,25 +396,25 @@ def _embedded_blocks(store: Store, task: EncodeTask, corpus: Corpus, shard: int)
 
 
 def _copied_blocks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) -> Iterator[EmbeddingBlock]:
-    """Embeddings of a shard's passages that have the content of others, from the chunks in which those were encoded."""
+    """Copy embeddings of equal passages from the chunks that hold the originals."""
     own_ids, copies = corpus.part(shard).ids(), task.plan(store, shard).copies or {}
     copies_of: dict[int, dict[str, list[str]]] = {}
     for row, original in copies.items():
-        there = copies_of.setdefault(shard_of(original, corpus.num_shards), {})
-        there.setdefault(original, []).append(own_ids[row])
-    for number, wanted in sorted(copies_of.items()):
+        ids_of = copies_of.setdefault(shard_of(original, corpus.num_shards), {})
+        ids_of.setdefault(original, []).append(own_ids[row])
+    for number, copy_ids in sorted(copies_of.items()):
         ids = corpus.part(number).ids()
         rows = task.plan(store, number).rows_to_encode(len(ids))
-        places = [place for place, row in enumerate(rows) if ids[row] in wanted]
-        if len(places) < len(wanted):
-            raise task.discard(store, shard, StagingError("a passage of which it has a copy is not encoded any more"))
+        places = [place for place, row in enumerate(rows) if ids[row] in copy_ids]
+        if len(places) < len(copy_ids):
+            raise task.discard(store, shard, StagingError("the original of a copied passage is no longer encoded"))
         for chunk in chunks_of(task, corpus, number):
             if bisect_left(places, chunk.start) < bisect_left(places, chunk.stop):
                 for block in _open_staged(store, task, number, task.chunk_path(chunk)).blocks():
-                    pairs = ((row, wanted.get(name, ())) for row, name in enumerate(block.ids))
-                    here = [BlockRow(copy, 0, row) for row, names in pairs for copy in names]
-                    if here:
-                        yield gather_rows([block], here)
+                    pairs = ((row, copy_ids.get(name, ())) for row, name in enumerate(block.ids))
+                    rows_of_copies = [BlockRow(copy, 0, row) for row, names in pairs for copy in names]
+                    if rows_of_copies:
+                        yield gather_rows([block], rows_of_copies)
 
 
 def _encoded_chunks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) -> Iterator[EmbeddingBlock]:
@@ -434,11 +431,11 @@ def _encoded_chunks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) 
 
 
 def _open_staged(store: Store, task: EncodeTask, shard: int, path: str) -> EmbeddingShard:
-    """Staged embeddings of a shard, after their digest matched; from an object store they are read into memory, for a
-    cached copy would never be used again.
+    """Open staged embeddings of a shard and check their digest; an object store's are read into memory, since a cached
+    copy would not be used again.
 
-    Raises StagingError where they are missing or damaged, after they are removed, and with embeddings carried over the
-    plan that was made with them.
+    Raises StagingError where they are missing or damaged, after removing them; for carried-over embeddings, with the
+    plan.
     """
     try:
         if store.is_local:
@@ -456,8 +453,8 @@ def _open_staged(store: Store, task: EncodeTask, shard: int, path: str) -> Embed
 
 
 def _complete_draft(draft: Manifest, shards: Sequence[BuiltShard], counts: Mapping[str, int]) -> Manifest:
-    """The draft with its shards, how many passages were encoded for it and how many not, and what was measured on the
-    shards, averaged over passages."""
+    """Complete the draft with its shards, the counts of encoded and reused passages, and the measurements on shards,
+    averaged over passages."""
     measured = {
         "view_pair_cosine": mean_over_passages([(shard.pair_cosine, shard.entry.num_passages) for shard in shards]),
         "lv": mean_over_passages([(shard.lv, shard.entry.num_passages) for shard in shards]),

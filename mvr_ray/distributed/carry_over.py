@@ -1,18 +1,18 @@
-"""Takes embeddings that earlier versions have, so that no passage is encoded twice by the same encoder.
+"""Reuse embeddings of earlier versions, so that no passage is encoded twice by the same encoder.
 
-A passage's embedding depends on its title, its text and the encoder. Where a version that still stands was made by the
-same encoder, in whatever index of the store, a passage of the same content has its embedding there: the one of the same
-id, or another, as where a passage was renamed. A task a shard compares its part with the parts of earlier versions,
-newest first, and leaves a plan in the staging folder: a try that continues finds the same plan.
+A passage's embedding depends on its title, its text and the encoder. An existing version of the same encoder, in any
+index of the store, has the embedding of a passage with the same content: under the same id, or under another, as of a
+renamed passage. One task a shard compares its part with the parts of earlier versions, newest first, and writes a plan
+to the staging folder, which a resumed command reuses.
 
-    base            an earlier shard of the same division, whose file stays as it is; changes will lie beside it
+    base            an earlier shard at the same number of shards, whose file stays; changes are written beside it
     carried over    embeddings from other shards: of other indexes, or of a version over another number of shards
-    rows            what no version has: these are encoded
-    copies          of these, passages of the same content as one before them, in any shard: they get its embedding
+    rows            rows without embeddings in any version: these are encoded
+    copies          of these, passages equal to an earlier one in any shard: they get its embedding
 
-Views as encoded are taken from versions that `index` built, with all their views, and from what was resharded or rolled
-back to without a change of a view. Where refinement has changed the live version and `index.keep_refinement` is set,
-its own views come first.
+Views as encoded come from versions built by `index`, without pruning, and from reshards and rollbacks of them without
+changed views. Where refinement has changed the live version and `index.keep_refinement` is set, its own views come
+first.
 """
 
 import hashlib
@@ -41,12 +41,12 @@ from mvr_ray.types import EmbeddingBlock, IntArray, Passage, Progress, no_progre
 
 log = logging.getLogger(__name__)
 CONTENT_BYTES = 16
-"""Length of the digest by which contents are compared."""
+"""Length of a content digest."""
 
 
 class EmbeddedCorpus(NamedTuple):
-    """A corpus, and the shards of an index that hold its views; `is_refined` where refinement has changed some.
-    `index_params` are those of the version, `least_recall` what it promises."""
+    """A corpus, and the shards of an index that hold its views; `is_refined` if refinement has changed some.
+    `index_params` are those of the version, `least_recall` its promised recall."""
 
     index: str
     corpus: str
@@ -58,19 +58,18 @@ class EmbeddedCorpus(NamedTuple):
 
 
 def carry_over(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progress: Progress = no_progress) -> None:
-    """Plan these shards: what can be taken from where, and what is to be encoded. Runs where `session.connect` says.
+    """Plan these shards: embeddings to reuse, and rows to encode. Runs in the current Ray session, if any.
 
-    Shards of which a chunk or a plan is staged already stay as they are. Raises StorageError where the views that
-    refinement changed are to stay, and are damaged.
+    Shards with a staged chunk or plan are skipped. Raises StorageError if refined views to keep are damaged.
     """
     store = Store(task.store)
-    begun = staged_shards(task, "chunk-", "plan-")
+    started = staged_shards(task, "chunk-", "plan-")
     sources = embedded_corpora(store, task)
-    open_shards = [shard for shard in shards if shard not in begun] if sources else []
+    open_shards = [shard for shard in shards if shard not in started] if sources else []
     calls = [(task, shard, sources) for shard in open_shards]
     results = run_tasks(carry_shard, calls, "looking for embeddings of earlier versions", cpus=BUILD_CPUS)
-    for done, _ in enumerate(results, 1):
-        progress("look for embeddings of earlier versions, shards", done, len(open_shards))
+    for count, _ in enumerate(results, 1):
+        progress("look for embeddings of earlier versions, shards", count, len(open_shards))
     counts = count_passages(task, corpus, shards)
     total = counts["encoded"] + counts["carried_over"]
     log.info("carried over: index=%s passages=%d to_encode=%d", task.index, counts["carried_over"], counts["encoded"])
@@ -79,28 +78,28 @@ def carry_over(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progress
 
 
 def find_copies(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progress: Progress = no_progress) -> None:
-    """Plan that of the passages to encode in these shards each content is encoded once. Follows `carry_over`.
+    """Plan these shards so that each content among the passages to encode is encoded once. Follows `carry_over`.
 
-    A shard of which a chunk is staged without such a plan stays as it is.
+    A shard with a chunk staged before such a plan is skipped.
     """
-    store, begun = Store(task.store), staged_shards(task, "chunk-")
+    store, started = Store(task.store), staged_shards(task, "chunk-")
     plans = {shard: task.plan(store, shard) for shard in shards}
-    open_shards = [shard for shard in shards if plans[shard].copies is None and shard not in begun]
+    open_shards = [shard for shard in shards if plans[shard].copies is None and shard not in started]
     if not open_shards:
         return
     digests: dict[int, bytes] = {}
     results = run_tasks(digest_contents, [(task, shard) for shard in shards], "comparing passages", cpus=BUILD_CPUS)
-    for done, (shard, own) in enumerate(results, 1):
+    for count, (shard, own) in enumerate(results, 1):
         digests[shard] = own
-        progress("look for equal passages, shards", done, len(shards))
+        progress("look for equal passages, shards", count, len(shards))
     rows_of = {shard: plans[shard].rows_to_encode(corpus.info.parts[shard].num_passages) for shard in shards}
     starts = dict(zip(shards, np.cumsum([0, *(len(rows_of[shard]) for shard in shards)]).tolist()))
     original_of = _first_equal(np.frombuffer(b"".join(digests[shard] for shard in shards), np.uint64).reshape(-1, 2))
     copies_of: dict[int, dict[int, str]] = {shard: {} for shard in open_shards}
     for place, original in original_of.items():
-        (shard, row), (number, there) = (_row_at(rows_of, starts, own) for own in (place, original))
+        (shard, row), (number, original_row) = (_row_at(rows_of, starts, own) for own in (place, original))
         if shard in copies_of:
-            copies_of[shard][row] = corpus.part(number).passages(there, there + 1)[0].id
+            copies_of[shard][row] = corpus.part(number).passages(original_row, original_row + 1)[0].id
     for shard, copies in copies_of.items():
         rows = [row for row in rows_of[shard] if row not in copies] if copies else plans[shard].rows
         store.write_bytes(
@@ -110,7 +109,7 @@ def find_copies(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progres
 
 
 def digest_contents(task: EncodeTask, shard: int) -> tuple[int, bytes]:
-    """The shard, and the digests of what the encoder reads of its passages that are to be encoded, end to end."""
+    """Return the shard, and the concatenated content digests of its passages to encode."""
     store = Store(task.store)
     part = Corpus.open(store, task.corpus, task.corpus_digest).part(shard)
     rows, table = task.plan(store, shard).rows_to_encode(len(part)), part.table(("title", "text"))
@@ -124,8 +123,8 @@ def digest_contents(task: EncodeTask, shard: int) -> tuple[int, bytes]:
 
 
 def _first_equal(digests_N2: IntArray) -> dict[int, int]:
-    """The first row of equal digests, by each later one."""
-    order_N = np.lexsort(digests_N2.T)  # which keeps the order of equal ones
+    """Map each repeated row to the first row with an equal digest."""
+    order_N = np.lexsort(digests_N2.T)  # stable
     is_later_N = np.zeros(len(order_N), bool)
     is_later_N[1:] = (digests_N2[order_N[1:]] == digests_N2[order_N[:-1]]).all(1)
     first_N = np.maximum.accumulate(np.where(is_later_N, 0, np.arange(len(order_N))))
@@ -133,14 +132,14 @@ def _first_equal(digests_N2: IntArray) -> dict[int, int]:
 
 
 def _row_at(rows_of: Mapping[int, Sequence[int]], starts: Mapping[int, int], place: int) -> tuple[int, int]:
-    """The shard and the row of a place among the rows of all shards, laid end to end."""
+    """The shard and the row of a position in the concatenated rows of all shards."""
     shards = list(starts)
     shard = shards[bisect_right(list(starts.values()), place) - 1]
     return shard, rows_of[shard][place - starts[shard]]
 
 
 def count_passages(task: EncodeTask, corpus: Corpus, shards: Iterable[int]) -> dict[str, int]:
-    """Count the passages of planned shards by what was done for them; `encoded` and `carried_over` are all of them."""
+    """Count the passages of planned shards by action; `encoded` and `carried_over` add up to all of them."""
     counts = {"encoded": 0, "carried_over": 0, "deleted": 0, "unlearned": 0}
     for shard in shards:
         plan, total = task.plan(corpus.store, shard), corpus.info.parts[shard].num_passages
@@ -153,10 +152,10 @@ def count_passages(task: EncodeTask, corpus: Corpus, shards: Iterable[int]) -> d
 
 
 def embedded_corpora(store: Store, task: EncodeTask) -> list[EmbeddedCorpus]:
-    """The corpora that versions of the store embedded with the task's encoder; first the version whose refined views
-    stay, then those of the task's own index, and there the newest first."""
+    """Corpora that versions of the store embedded with the task's encoder: first the version with refined views to
+    keep, then those of the task's own index, newest first, then others."""
     indexes = sorted(store.list(paths.indexes_dir()), key=lambda name: name != task.index)
-    found: dict[tuple[str, tuple[str, ...]], EmbeddedCorpus] = {}
+    corpora: dict[tuple[str, tuple[str, ...]], EmbeddedCorpus] = {}
     for index in indexes:
         versions = {number: manifests.read(store, index, number) for number in manifests.list_versions(store, index)}
         for version in reversed(versions.values()):
@@ -164,7 +163,7 @@ def embedded_corpora(store: Store, task: EncodeTask) -> list[EmbeddedCorpus]:
             is_refined = index == task.index and version.version == task.refined_version
             if same and (is_refined or is_as_encoded(version, versions)):
                 key = version.corpus_digest, tuple(entry.digest for entry in version.shards)
-                found.setdefault(
+                corpora.setdefault(
                     key,
                     EmbeddedCorpus(
                         index=index,
@@ -176,11 +175,11 @@ def embedded_corpora(store: Store, task: EncodeTask) -> list[EmbeddedCorpus]:
                         is_refined=is_refined,
                     ),
                 )
-    return sorted(found.values(), key=lambda source: not source.is_refined)
+    return sorted(corpora.values(), key=lambda source: not source.is_refined)
 
 
 def is_as_encoded(version: Manifest, versions: Mapping[int, Manifest]) -> bool:
-    """Whether a version holds all views as its encoder made them. `versions` are those of the index that stand."""
+    """Whether a version holds all views as encoded. `versions` are the existing ones of the index."""
     if "pruned_views" in version.metrics:
         return False
     if version.operation in ("reshard", "compact"):
@@ -192,7 +191,7 @@ def is_as_encoded(version: Manifest, versions: Mapping[int, Manifest]) -> bool:
 
 
 def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus]) -> None:
-    """Stage the embeddings of one shard's passages that other shards have, and then the plan."""
+    """Stage embeddings of one shard's passages from other shards, then the plan."""
     store = Store(task.store)
     corpus = Corpus.open(store, task.corpus, task.corpus_digest)
     part = corpus.part(shard)
@@ -210,13 +209,13 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
                     places.append(BlockRow(passage_id, len(blocks), row))
             blocks.append(block)
         if source.is_refined and plan.base is None:
-            deleted, replaced = _gone_or_replaced(store, source, corpus, shard, remaining)
+            deleted, replaced = _deleted_or_replaced(store, source, corpus, shard, remaining)
             num_unlearned = _num_unlearned(store, source, sources, [*deleted, *replaced])
             plan = plan._replace(num_deleted=len(deleted), num_unlearned=num_unlearned)
-    lacking: set[str] = set()
+    files_without: set[str] = set()
     for source in sources:
         if remaining and not source.is_refined:
-            for own in _places_of_same_content(store, source, remaining, lacking):
+            for own in _places_of_same_content(store, source, remaining, files_without):
                 places += [BlockRow(passage_id, len(blocks), row) for passage_id, row in own.rows]
                 blocks.append(own.block)
                 for passage_id, _ in own.rows:
@@ -236,7 +235,7 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
 
 
 def _plan_over_base(store: Store, corpus: Corpus, shard: int, sources: Sequence[EmbeddedCorpus]) -> EncodePlan | None:
-    """The plan over the first source of the same division, with all changed passages to encode; None without one."""
+    """Plan over the first source with the same number of shards, encoding all changed passages; None without one."""
     for source in sources:
         if len(source.shards) != corpus.num_shards:
             if source.is_refined:
@@ -248,7 +247,7 @@ def _plan_over_base(store: Store, corpus: Corpus, shard: int, sources: Sequence[
             same = before.info.parts[shard].digest == corpus.info.parts[shard].digest
             changed_rows, deleted_ids = ([], []) if same else difference(before.part(shard), corpus.part(shard))
         except (MissingInputError, StorageError) as error:
-            _pass_over(source, error)
+            _skip_source(source, error)
             continue
         replaced = [passage.id for passage in corpus.part(shard).take(changed_rows)]
         num_unlearned = 0
@@ -259,24 +258,24 @@ def _plan_over_base(store: Store, corpus: Corpus, shard: int, sources: Sequence[
     return None
 
 
-def _gone_or_replaced(
+def _deleted_or_replaced(
     store: Store, source: EmbeddedCorpus, corpus: Corpus, shard: int, remaining: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """Passages of a source of another division that hash to this shard, but are not in it any more, or are with another
-    content: those that `remaining` holds after the source's were taken."""
+    """Passages of a source over another number of shards that hash to this shard, but are deleted from it, or have new
+    content: those still in `remaining` after reuse."""
     ids = set(corpus.part(shard).ids())
-    there = [
+    source_ids = [
         name
         for number in shards_before(shard, len(source.shards), corpus.num_shards)
         for name in _open(store, source, number).ids()
         if shard_of(name, corpus.num_shards) == shard
     ]
-    return [name for name in there if name not in ids], [name for name in there if name in remaining]
+    return [name for name in source_ids if name not in ids], [name for name in source_ids if name in remaining]
 
 
 def _num_unlearned(store: Store, source: EmbeddedCorpus, sources: Sequence[EmbeddedCorpus], ids: Iterable[str]) -> int:
-    """How many of these passages have views in a refined source that differ from those as encoded, or more than those,
-    as far as a source of the same division has them as encoded."""
+    """Count passages with moved or added views in a refined source, as far as a source over the same number of shards
+    has them as encoded."""
     as_encoded = next((one for one in sources if len(one.shards) == len(source.shards) and not one.is_refined), None)
     by_shard: dict[int, list[str]] = {}
     for name in ids:
@@ -300,9 +299,8 @@ def _open(store: Store, source: EmbeddedCorpus, shard: int) -> EmbeddingShard:
     return open_embeddings(manifests.open_shard(store, source.index, entry), entry.files)
 
 
-def _pass_over(source: EmbeddedCorpus, error: Exception) -> None:
-    """What is missing or damaged of a source is passed over: its passages are encoded. What was learned is not lost in
-    silence."""
+def _skip_source(source: EmbeddedCorpus, error: Exception) -> None:
+    """Skip a missing or damaged source, so that its passages are encoded; raise if refined views would be lost."""
     if source.is_refined:
         raise StorageError(
             f"what refinement changed in index {source.index!r} cannot be kept: {error}; repair it first (mvr-ray "
@@ -312,27 +310,27 @@ def _pass_over(source: EmbeddedCorpus, error: Exception) -> None:
 
 
 def _content(passage: Passage) -> Passage:
-    """What an embedding depends on."""
+    """The part of a passage that determines its embedding."""
     return passage._replace(fields=())
 
 
 def _blocks_of_unchanged(
     store: Store, source: EmbeddedCorpus, passages: dict[str, Passage]
 ) -> Iterator[EmbeddingBlock]:
-    """Blocks that hold passages of `passages` with the content that they have now, and no others of `passages`."""
+    """Yield blocks of those of `passages` whose content in the source is unchanged."""
     try:
         before = Corpus.open(store, source.corpus, source.corpus_digest)
         unchanged = {
             name for name, passage in before.get(passages).items() if _content(passage) == _content(passages[name])
         }
     except (MissingInputError, StorageError) as error:
-        _pass_over(source, error)
+        _skip_source(source, error)
         return
     yield from _blocks_with(store, source, unchanged)
 
 
 def _blocks_with(store: Store, source: EmbeddedCorpus, passage_ids: Iterable[str]) -> Iterator[EmbeddingBlock]:
-    """Blocks of these passages of a source, as far as its shards are whole."""
+    """Yield blocks of these passages of a source, as far as its shards are undamaged."""
     by_shard: dict[int, set[str]] = {}
     for passage_id in passage_ids:
         by_shard.setdefault(shard_of(passage_id, len(source.shards)), set()).add(passage_id)
@@ -340,39 +338,39 @@ def _blocks_with(store: Store, source: EmbeddedCorpus, passage_ids: Iterable[str
         try:
             embedded = _open(store, source, number)
         except (MissingInputError, StorageError) as error:
-            _pass_over(source, error)
+            _skip_source(source, error)
             continue
         for block in embedded.blocks():
-            here = [BlockRow(passage_id, 0, row) for row, passage_id in enumerate(block.ids) if passage_id in ids]
-            if here:
-                yield gather_rows([block], here)
+            rows = [BlockRow(passage_id, 0, row) for row, passage_id in enumerate(block.ids) if passage_id in ids]
+            if rows:
+                yield gather_rows([block], rows)
 
 
 class SameContent(NamedTuple):
-    """Passages of a block, and which passages, of other ids, have the content of each: (their id, row of the block)."""
+    """A block, and passages of other ids with equal content: (their id, row of the block)."""
 
     block: EmbeddingBlock
     rows: list[tuple[str, int]]
 
 
 def _places_of_same_content(
-    store: Store, source: EmbeddedCorpus, passages: Mapping[str, Passage], lacking: set[str]
+    store: Store, source: EmbeddedCorpus, passages: Mapping[str, Passage], files_without: set[str]
 ) -> Iterator[SameContent]:
-    """Passages of a source that have the content of some of `passages`, whatever their ids.
+    """Yield passages of a source that have the content of some of `passages`, whatever their ids.
 
-    `lacking` names the files of parts of other sources that have none of these contents, and gets those of this.
+    `files_without` are files of corpus parts known to have none of these contents; this source's are added.
     """
     ids_of: dict[tuple[str, str], list[str]] = {}
     for passage in passages.values():
         ids_of.setdefault((passage.title, passage.text), []).append(passage.id)
-    found: dict[str, list[str]] = {}
+    ids_by_name: dict[str, list[str]] = {}
     try:
         before = Corpus.open(store, source.corpus, source.corpus_digest)
         for number, info in enumerate(before.info.parts):
-            if not lacking.issuperset(file.file for file in info.files):
-                names = find_contents(before.part(number), ids_of, lacking)
-                found |= {name: ids_of.pop(content) for content, name in names.items()}
+            if not files_without.issuperset(file.file for file in info.files):
+                names = find_contents(before.part(number), ids_of, files_without)
+                ids_by_name |= {name: ids_of.pop(content) for content, name in names.items()}
     except (MissingInputError, StorageError) as error:
-        _pass_over(source, error)
-    for block in _blocks_with(store, source, found):
-        yield SameContent(block, [(own, row) for row, name in enumerate(block.ids) for own in found[name]])
+        _skip_source(source, error)
+    for block in _blocks_with(store, source, ids_by_name):
+        yield SameContent(block, [(own, row) for row, name in enumerate(block.ids) for own in ids_by_name[name]])

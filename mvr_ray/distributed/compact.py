@@ -1,9 +1,9 @@
-"""Write the shards of the live version whole that have changes beside their first file.
+"""Compact the live version: rewrite shards that have change files beside their first file.
 
-No view changes, and no index but an approximate one that was updated: it is built from nothing, and the version's
-recall is measured again. The words of its passages are written whole with them.
+Views do not change. An updated approximate index is rebuilt from scratch, and the version's recall is measured again.
+The words of the passages are rewritten, too.
 
-A shard that is written is noted in the staging folder, so the same command continues after any crash.
+A note of each written shard in the staging folder lets the same command resume after any crash.
 """
 
 import dataclasses
@@ -31,13 +31,13 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.delta import open_embeddings, rewrite
-from mvr_ray.store.files import Store, same_file
+from mvr_ray.store.files import Store, link_or_copy
 from mvr_ray.store.manifest import Manifest, ShardEntry
 from mvr_ray.types import Progress, no_progress
 
 
 class CompactReport(NamedTuple):
-    """What was published; `version` is `base_version` where no shard had changes beside it."""
+    """The published version; `version` is `base_version` where no shard had change files."""
 
     index: str
     base_version: int
@@ -49,10 +49,10 @@ class CompactReport(NamedTuple):
 
 
 def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
-    """Publish the live version with every shard written whole.
+    """Publish the live version with all its shards compacted.
 
     Raises MissingInputError, StorageError, DigestError (a shard is damaged), RowsLostError and PublishConflictError.
-    After any of them the live version is as it was.
+    After any of them the live version is unchanged.
     """
     store = Store(run.store.path)
     base = manifests.read(store, run.index.name)
@@ -82,45 +82,45 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
 
 
 def _write(store: Store, base: Manifest, entries: list[ShardEntry], sample: int, progress: Progress) -> Manifest:
-    """The manifest with these shards written whole. Where an index of theirs is built, all shards are measured."""
+    """Compact these shards; returns the manifest. If an index is rebuilt, the recall of all shards is measured."""
     is_rebuilt = any(LABELS_FILE in entry.files for entry in entries)
     calls = [(store.address, base, entry, sample * is_rebuilt) for entry in (base.shards if is_rebuilt else entries)]
-    written: dict[int, BuiltShard] = {}
-    for built in run_tasks(compact_one, calls, "compacting", cpus=BUILD_CPUS):
-        written[built.entry.shard] = built
-        progress("compact", len(written), len(calls))
-    shards = tuple(written[entry.shard].entry if entry.shard in written else entry for entry in base.shards)
+    results: dict[int, BuiltShard] = {}
+    for result in run_tasks(compact_one, calls, "compacting", cpus=BUILD_CPUS):
+        results[result.entry.shard] = result
+        progress("compact", len(results), len(calls))
+    shards = tuple(results[entry.shard].entry if entry.shard in results else entry for entry in base.shards)
     new = dataclasses.replace(base, operation="compact", parent=base.version, shards=shards, dirty_share=0.0)
     if not is_rebuilt:
         return new
-    measured = recall_metrics(list(written.values()))
+    measured = recall_metrics(list(results.values()))
     metrics = {name: value for name, value in base.metrics.items() if name not in RECALL_METRICS}
     return dataclasses.replace(new, recall=measured.get("recall"), metrics={**metrics, **measured})
 
 
 def compact_one(address: str, base: Manifest, entry: ShardEntry, sample: int = 0) -> BuiltShard:
-    """One shard written whole, or as it is noted already, or as it is where it has no changes; its recall is measured
-    by `sample` queries."""
+    """Compact one shard, or return its note, or the shard itself if it has no changes; its recall is measured with
+    `sample` queries."""
     store = Store(address)
     if paths.CHANGES not in entry.files:
         return BuiltShard(entry, shard_recall(store, base, entry, sample), None, None)
     note = paths.staged_shard(base.index, _staging_key(base), "compact", entry.shard)
-    if noted := read_note(store, base.index, note):
-        return noted
+    if result := read_note(store, base.index, note):
+        return result
     before = manifests.open_shard(store, base.index, entry)
     embedded = open_embeddings(before, entry.files)
     with shard_folder(store) as folder:
         rewrite(embedded, folder / paths.EMBEDDINGS, {})
-        is_rebuilt, kept = LABELS_FILE in entry.files, {*entry.files} - {*paths.embedding_files(entry.files)}
-        kept -= CODES_FILES  # of the first file, or of vectors in another order: they are made of what is there now
+        is_rebuilt, names = LABELS_FILE in entry.files, {*entry.files} - {*paths.embedding_files(entry.files)}
+        names -= CODES_FILES  # of the old first file, or vector order: built again
         if is_rebuilt:
-            kept &= {paths.PRUNED_JSON}
-        index_files = {name: file for name, file in entry.files.items() if name in kept}
+            names &= {paths.PRUNED_JSON}
+        index_files = {name: file for name, file in entry.files.items() if name in names}
         for name in index_files:
-            same_file(before / name, folder / name)
-        written = build_shard(store, base, entry.shard, folder, index_files)
-    recall = shard_recall(store, base, written, sample)
-    built = BuiltShard(written, recall, None, None, is_updated=False if is_rebuilt else None)
+            link_or_copy(before / name, folder / name)
+        new_entry = build_shard(store, base, entry.shard, folder, index_files)
+    recall = shard_recall(store, base, new_entry, sample)
+    built = BuiltShard(new_entry, recall, None, None, is_updated=False if is_rebuilt else None)
     write_note(store, note, built)
     return built
 

@@ -1,4 +1,4 @@
-"""Reads diagnostics of a hot-swap router: call counts, the live version, and exhaustive search.
+"""Read diagnostics of a hot-swap router: call counts, the live version, and exhaustive search.
 
 Shapes: Q queries, D dimension.
 """
@@ -14,7 +14,7 @@ from mvr_ray.types import FleetCounts, FloatArray, Hit
 
 
 class RouterDiagnostics:
-    """Reads a router's counters and searches past its index; bypasses request queues."""
+    """Read-only diagnostics of a router and exhaustive search; bypasses request queues."""
 
     def __init__(self, live: HotSwapRouter) -> None:
         self.live = live
@@ -25,20 +25,20 @@ class RouterDiagnostics:
 
     @property
     def dirty_share(self) -> float | None:
-        """The share of passages that the live version changed, None where its manifest does not say."""
+        """Share of passages that the live version changed, None where its manifest lacks it."""
         return self.live.manifest.dirty_share
 
     def counts(self) -> FleetCounts:
-        """What became of this process's calls to searchers so far."""
+        """Counts of this process's calls to searchers so far."""
         return self.live.searchers.counts()
 
     def pin(self, version: int | None = None) -> AbstractContextManager[Router]:
         return self.live.pin(version)
 
     def exact(self, queries_QD: FloatArray, k: int, version: int | None = None) -> list[list[Hit]]:
-        """The true best k of a version by exhaustive search, whatever its index is.
+        """Search a version exhaustively for the exact best k, whatever its index is.
 
-        Raises ResourceError where a searcher is gone, TimeoutError where it takes longer than any answer may.
+        Raises ResourceError where a searcher died, TimeoutError after the time limit of an answer.
         """
         with self.live.pin(version) as router:
             queries_QD = check_queries(queries_QD, router.dimension)

@@ -1,10 +1,10 @@
 """Encode passages into embeddings on a pool of encoder actors, chunk by chunk.
 
-A chunk is `index.sort_window` passages of one corpus part, in id order, of those that no earlier version has. A CPU
+A chunk is `index.sort_window` passages of one corpus part, in id order, without embeddings in an earlier version. A CPU
 task tokenises it (where encoders use no GPU, Ray Data runs that step inside the encoder's process); an encoder sorts it
 by length, embeds it in batches of at most `index.tokens_per_batch` padded tokens, and writes it whole to the staging
-folder. What a batch holds follows from the chunk alone, so the bytes do not depend on how many workers there are or
-which of them died; a killed run loses the chunks under way, and the same command encodes only those that are missing.
+folder. Batches depend on the chunk alone, so the bytes do not depend on the number of workers or on their failures;
+a killed run loses the chunks in progress, and the same command encodes only the missing ones.
 
 Shapes: P passages, V views per passage, N view vectors, D dimension.
 """
@@ -31,7 +31,7 @@ from mvr_ray.core.encoding.encoder import DualEncoder, TokenizedPassage
 from mvr_ray.core.encoding.unpadded_cpu import supports_unpadded_cpu
 from mvr_ray.core.encoding.views import TOKEN_ARRAYS, pack_tokens, unpack_tokens
 from mvr_ray.distributed import session
-from mvr_ray.distributed.encoders import LocalEncoder, kept_encoder, open_encoder, resolve_encoder
+from mvr_ray.distributed.encoders import LocalEncoder, cached_encoder, open_encoder, resolve_encoder
 from mvr_ray.distributed.models import translate_out_of_memory
 from mvr_ray.distributed.ray_data import dataset, pool_need, pool_options, stream_rows
 from mvr_ray.errors import DigestError, StagingError
@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 
 
 class ChunkRange(NamedTuple):
-    """Places `start` up to `stop` among the rows of one corpus part that are to be encoded."""
+    """Positions `start` to `stop` (exclusive) among the rows to encode of one corpus part."""
 
     shard: int
     start: int
@@ -67,8 +67,8 @@ class ChunkRange(NamedTuple):
 
 
 class BaseShard(NamedTuple):
-    """An earlier shard that holds the passages of a part as they are, but for the changes of a plan. `index_params` are
-    those of its version, `least_recall` what that promises."""
+    """An earlier shard with the passages of a part, except for the changes of a plan. `index_params` are those of its
+    version, `least_recall` the minimum recall that it promises."""
 
     index: str
     entry: ShardEntry
@@ -77,14 +77,13 @@ class BaseShard(NamedTuple):
 
 
 class EncodePlan(NamedTuple):
-    """What of one part is to be encoded, and where the rest is.
+    """The rows of one part to encode, and the source of the others.
 
-    `rows` are those to encode, None for all. The others lie in `base`, or in the staged file of embeddings carried
-    over, which is there where `is_carried`. `copies` are passages, by row, that have the content of another one that is
-    encoded, of which the id is given; None where nobody has looked for them yet. Their rows are not among those to
-    encode. `deleted_ids` are passages of `base` that the part does not have.
-    `num_deleted` counts those that the version before had and the part has no more, `num_unlearned` the changed and
-    deleted ones that refinement had changed.
+    `rows` to encode, None for all. The others are in `base`, or, if `is_carried`, in the staged file of carried-over
+    embeddings. `copies` maps rows of passages that equal another, encoded passage to its id; None before `find_copies`
+    ran. Their rows are not among those to encode. `deleted_ids` are passages of `base` that the part does not have.
+    `num_deleted` counts passages of the previous version that the part lacks, `num_unlearned` the changed and deleted
+    ones that refinement had changed.
     """
 
     rows: list[int] | None = None
@@ -96,7 +95,7 @@ class EncodePlan(NamedTuple):
     copies: Mapping[int, str] | None = None
 
     def rows_to_encode(self, num_passages: int) -> Sequence[int]:
-        """`rows` of a part of so many passages."""
+        """`rows`, with None resolved to all `num_passages` rows."""
         return range(num_passages) if self.rows is None else self.rows
 
     def to_json(self) -> bytes:
@@ -115,8 +114,8 @@ class EncodePlan(NamedTuple):
 
 
 class EncodeTask(NamedTuple):
-    """All that a worker needs to know: names, numbers, no objects. `key` names the staging folder. `refined_version` is
-    the version whose views of unchanged passages stay as refinement left them; 0 where all are as encoded."""
+    """Arguments of a worker: names and numbers, no objects. `key` names the staging folder. `refined_version` is the
+    version whose refined views of unchanged passages are kept; 0 where all are as encoded."""
 
     store: str
     corpus: str
@@ -142,9 +141,9 @@ class EncodeTask(NamedTuple):
         return paths.staged_carried(self.index, self.key, shard)
 
     def plan(self, store: Store, shard: int) -> EncodePlan:
-        """The plan that `carry_over` left for a shard; to encode all of it where it left none.
+        """Read the plan of `carry_over` for a shard; without one, all of it is encoded.
 
-        Raises StagingError where it is damaged, after all that was made by it is removed.
+        Raises StagingError for a damaged plan, after removing all staged work that follows it.
         """
         path = self.plan_path(shard)
         if not store.exists(path):
@@ -155,8 +154,8 @@ class EncodeTask(NamedTuple):
             raise self.discard(store, shard, error) from error
 
     def discard(self, store: Store, shard: int, reason: Exception) -> StagingError:
-        """Remove what is staged of a shard but its note, the plan last: chunks without their plan would be taken for
-        those of a shard that is encoded whole. Returns the error to raise."""
+        """Remove staged files of a shard except its note, the plan last: chunks without a plan would count as those of
+        a shard that is encoded whole. Returns the error to raise."""
         folder, start = paths.staging_dir(self.index, self.key), self.chunk_path(ChunkRange(shard, 0, 0))
         chunks = start.rpartition("/")[2].rpartition("-")[0]
         for name in store.list(folder):
@@ -168,8 +167,8 @@ class EncodeTask(NamedTuple):
 
 
 def encode_task(run: RunConfig, corpus: Corpus, encoder: LocalEncoder, before: Manifest | None = None) -> EncodeTask:
-    """The task of a run; its staging key covers everything that changes an embedding's bytes. `before` is the version
-    whose views of unchanged passages stay as refinement left them."""
+    """Make the task of a run; its staging key covers everything that changes an embedding's bytes. `before` is the
+    version whose refined views of unchanged passages are kept."""
     index = run.index
     decides = [corpus.digest, encoder.fingerprint, index.dtype, index.tokens_per_batch, index.sort_window]
     if before:
@@ -199,15 +198,15 @@ def chunks_of(task: EncodeTask, corpus: Corpus, shard: int) -> list[ChunkRange]:
 
 
 def staged_chunks(task: EncodeTask, chunks: Iterable[ChunkRange]) -> set[ChunkRange]:
-    """Which of the chunks are in the staging folder. A file there was put in one step; its digest is checked when the
-    shard is built."""
+    """The chunks that are in the staging folder. Files are written atomically; the build of the shard checks their
+    digests."""
     store = Store(task.store)
     names = set(store.list(paths.staging_dir(task.index, task.key)))
     return {chunk for chunk in chunks if task.chunk_path(chunk).rpartition("/")[2] in names}
 
 
 def staged_shards(task: EncodeTask, *prefixes: str) -> set[int]:
-    """Shards of which a file with one of these prefixes is in the staging folder."""
+    """Shards with a file of one of these prefixes in the staging folder."""
     names = Store(task.store).list(paths.staging_dir(task.index, task.key))
     return {int(name.split("-")[1].partition(".")[0]) for name in names if name.startswith(prefixes)}
 
@@ -219,15 +218,15 @@ def encode_corpus(
     resources: ResourcesConfig,
     progress: Progress = no_progress,
 ) -> int:
-    """Put every chunk of these shards into the staging folder; returns how many passages were embedded now.
+    """Encode the missing chunks of these shards into the staging folder; returns the number of passages embedded.
 
-    Raises ResourceError before any work when the cluster has no place for the encoders.
+    Raises ResourceError before any work if the cluster cannot place the encoders.
     """
     chunks = [chunk for shard in shards for chunk in chunks_of(task, corpus, shard)]
     total = sum(chunk.stop - chunk.start for chunk in chunks)
-    there = staged_chunks(task, chunks)
-    done = before = sum(chunk.stop - chunk.start for chunk in there)
-    missing = [chunk for chunk in chunks if chunk not in there]
+    existing = staged_chunks(task, chunks)
+    count = before = sum(chunk.stop - chunk.start for chunk in existing)
+    missing = [chunk for chunk in chunks if chunk not in existing]
     log.info("encode: index=%s passages=%d already=%d chunks=%d", task.index, total, before, len(missing))
     if before:
         progress("encode", before, total)
@@ -236,9 +235,9 @@ def encode_corpus(
     with session.connect(resources, total) as info:
         session.require(info, [pool_need("encoders", resources)])
         for num_passages in _encode_chunks(task, missing, resources):
-            done += num_passages
-            progress("encode", done, total)
-    return done - before
+            count += num_passages
+            progress("encode", count, total)
+    return count - before
 
 
 def _encode_chunks(task: EncodeTask, chunks: Sequence[ChunkRange], resources: ResourcesConfig) -> Iterator[int]:
@@ -247,9 +246,9 @@ def _encode_chunks(task: EncodeTask, chunks: Sequence[ChunkRange], resources: Re
         yield from (row["passages"] for row in stream_rows(_pipeline(task, chunks, resources), "encoding"))
         return
     gpu = resources.gpus_per_encoder > 0
-    backbone = kept_encoder(task.store, task.encoder_name, task.fingerprint).passage_tower.backbone
+    backbone = cached_encoder(task.store, task.encoder_name, task.fingerprint).passage_tower.backbone
     threads = resources.torch_threads
-    if not gpu and supports_unpadded_cpu(backbone):  # elsewhere bytes depend on how many threads there are
+    if not gpu and supports_unpadded_cpu(backbone):  # elsewhere bytes depend on the number of threads
         threads = max(threads, os.cpu_count() or 1)
     encoder = ChunkEncoder(task, threads, gpu)
     for chunk in chunks:
@@ -264,7 +263,7 @@ def _pipeline(task: EncodeTask, chunks: Sequence[ChunkRange], resources: Resourc
     encoder: Any = ChunkEncoder
     gpu = resources.gpus_per_encoder > 0
     constructor = {"task": task, "threads": resources.torch_threads, "gpu": gpu}
-    in_hand = {"max_concurrent_calls_per_actor": chunks_at_once(gpu), "enable_true_multi_threading": True}
+    strategy = {"max_concurrent_calls_per_actor": chunks_at_once(gpu), "enable_true_multi_threading": True}
     return (
         dataset([chunk._asdict() for chunk in chunks])
         .map_batches(
@@ -274,18 +273,18 @@ def _pipeline(task: EncodeTask, chunks: Sequence[ChunkRange], resources: Resourc
             fn_kwargs={"task": task},
             compute=TaskPoolStrategy(size=tokenizers),
         )
-        .map_batches(encoder, fn_constructor_kwargs=constructor, **pool_options(resources, **in_hand))
+        .map_batches(encoder, fn_constructor_kwargs=constructor, **pool_options(resources, **strategy))
     )
 
 
 def chunks_at_once(gpu: bool) -> int:
-    """How many one encoder has in hand: a GPU embeds the next chunk while the one before is written."""
+    """Concurrent chunks of one encoder: a GPU embeds the next chunk while the previous one is written."""
     return 2 if gpu else 1
 
 
 def tokenize_chunks(batch: pa.Table, task: EncodeTask) -> pa.Table:
-    """Each row, a chunk, with the ids and tokens of its passages, laid end to end."""
-    encoder = kept_encoder(task.store, task.encoder_name, task.fingerprint)
+    """Add the ids and concatenated tokens of its passages to each row, a chunk."""
+    encoder = cached_encoder(task.store, task.encoder_name, task.fingerprint)
     corpus = Corpus.open(Store(task.store), task.corpus, task.corpus_digest)
     packed_rows: list[dict[str, Any]] = []
     for chunk in batch.to_pylist():
@@ -307,29 +306,29 @@ def passages_of(task: EncodeTask, corpus: Corpus, chunk: ChunkRange) -> list[Pas
 
 
 class ChunkEncoder:
-    """An encoder that embeds chunks and puts them into the staging folder; one actor of the pool."""
+    """Embed chunks and write them to the staging folder; one actor of the pool."""
 
     def __init__(self, task: EncodeTask, threads: int = 1, gpu: bool = False) -> None:
         self.task = task
         self.store = Store(task.store)
         self.threads = threads
         self.gpu = gpu
-        self.turn = Lock()
+        self.lock = Lock()
 
     @cached_property
     def encoder(self) -> DualEncoder:
-        """Opened by the first chunk: an error in an actor's constructor would reach the driver as text only."""
+        """Loaded by the first chunk: an error in an actor's constructor would reach the driver as text only."""
         task = self.task
         if self.gpu:
             return open_encoder(self.store, task.encoder_name, task.fingerprint, threads=self.threads, gpu=True)
-        return kept_encoder(task.store, task.encoder_name, task.fingerprint)
+        return cached_encoder(task.store, task.encoder_name, task.fingerprint)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        embedded = [self.encode(batch, at) for at in range(batch.num_rows)]
-        return pa.table({"passages": pa.array(embedded, pa.int64())})
+        counts = [self.encode(batch, at) for at in range(batch.num_rows)]
+        return pa.table({"passages": pa.array(counts, pa.int64())})
 
     def encode(self, batch: pa.Table, at: int) -> int:
-        """Embed the chunk in row `at`, unless it was written before this call was retried."""
+        """Embed the chunk in row `at`, unless an earlier try of this call wrote it."""
         shard, start, stop = (batch.column(name)[at].as_py() for name in ChunkRange._fields)
         path = self.task.chunk_path(ChunkRange(shard, start, stop))
         if not self.store.exists(path):
@@ -337,7 +336,7 @@ class ChunkEncoder:
             ids, tokenized = batch.column("ids")[at].as_py(), unpack_tokens(packed)
             encoder = self.encoder
             torch.set_num_threads(self.threads)
-            with self.turn, translate_out_of_memory(self.task.tokens_per_batch, "index.tokens_per_batch"):
+            with self.lock, translate_out_of_memory(self.task.tokens_per_batch, "index.tokens_per_batch"):
                 block = embed_chunk(encoder, ids, tokenized, self.task.tokens_per_batch, self.task.dtype)
             self._write(block, path)
         return stop - start
@@ -358,25 +357,25 @@ def embed_chunk(
     tokens_per_batch: int,
     dtype: Dtype,
 ) -> EmbeddingBlock:
-    """All views of a chunk's passages, in the order given, whatever batches they were embedded in."""
+    """Embed a chunk's passages in batches; returns all views in the order given."""
     shape = (len(ids), encoder.num_views, encoder.dimension)
     views_PVD = np.zeros(shape, np.float16 if dtype == "fp16" else np.float32)
     mask_PV = np.zeros(shape[:2], bool)
     lengths = [passage.num_tokens for passage in tokens]
     batches = encoder.passage_batches(lengths, tokens_per_batch)
-    coming = encoder.embed_batches([tokens[row] for row in rows] for rows in batches)
-    for together, embedded in zip(batches, coming):
+    results = encoder.embed_batches([tokens[row] for row in rows] for rows in batches)
+    for rows_B, result in zip(batches, results):
         with np.errstate(over="ignore"):
-            views_PVD[together] = embedded[0]
-        mask_PV[together] = embedded[1]
-    give_back_free_memory()
+            views_PVD[rows_B] = result[0]
+        mask_PV[rows_B] = result[1]
+    release_free_memory()
     row_ptr = np.concatenate([[0], np.cumsum(mask_PV.sum(1))]).astype(np.int64)
     return EmbeddingBlock(ids, row_ptr, np.nonzero(mask_PV)[1].astype(np.int16), views_PVD[mask_PV])
 
 
-def give_back_free_memory() -> None:
-    """What batches of many lengths leave free lies between what is in use, and grows with what was read (benchmarks/
-    notes.md); glibc gives its pages back when asked. Elsewhere nothing."""
+def release_free_memory() -> None:
+    """Return free heap pages to the system with glibc's malloc_trim; does nothing elsewhere. Batches of many lengths
+    fragment the heap, which grows with the passages read (benchmarks/notes.md)."""
     if (trim := _malloc_trim()) is not None:
         trim(0)
 

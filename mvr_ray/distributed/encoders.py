@@ -1,6 +1,6 @@
-"""Find the encoder snapshot that a stage works with, and open it in any process of the cluster.
+"""Find the encoder snapshot of a stage, and open it in any process of the cluster.
 
-A snapshot in the store never changes, so its name and fingerprint say everything. `index.encoder` chooses it: a
+A snapshot in the store never changes, so its name and fingerprint identify it. `index.encoder` selects it: a
 fingerprint, `trained` (the newest of `encoder.name`), `untrained` (made from the backbone here, and saved), or auto.
 """
 
@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 LOWERED_FORMAT = 1
 """The format of the record that names an encoder in another precision."""
 CALIBRATION_PASSAGES = 256
-"""Passages of the corpus from which int8 finds its scales."""
+"""Passages of the corpus that calibrate the scales of int8."""
 INT8_RECORD = "int8-openvino"
-"""Apart from the records `int8` of an earlier mvr_ray, whose encoders embed no more."""
+"""Distinct from `int8` records of earlier versions of mvr_ray, whose encoders can no longer embed."""
 
 
 class LocalEncoder(NamedTuple):
-    """A snapshot of the store, with a local folder that holds its files."""
+    """A snapshot of the store, with a local folder of its files."""
 
     folder: Path
     name: str
@@ -50,24 +50,24 @@ class LocalEncoder(NamedTuple):
 
 
 def encoder_spec(run: RunConfig) -> EncoderSpec:
-    """The `encoder` section as core code takes it."""
+    """The `encoder` section as an EncoderSpec."""
     values = run.encoder.model_dump()
     return EncoderSpec(**{field.name: values[field.name] for field in fields(EncoderSpec)})
 
 
 def resolve_encoder(run: RunConfig, corpus: Corpus | None = None) -> LocalEncoder:
-    """The snapshot that `index.encoder` names, in the precision of `index.precision`. An untrained one is made from the
-    backbone, one of another precision from the snapshot named, and both are saved like any other.
+    """Find the snapshot of `index.encoder`, in the precision of `index.precision`. An untrained one is made from the
+    backbone, one of another precision from the selected snapshot; both are saved like any other.
 
-    `corpus` is read where `encoder.sentences` or int8 asks for its texts; absent: the run's own.
+    `corpus` is read if `encoder.sentences` or int8 needs its texts; default: the run's own.
     """
-    found = _named_encoder(run, corpus)
-    precision = _auto_precision(run, found) if run.index.precision == "auto" else run.index.precision
-    return found if precision == "fp32" else _in_lower_precision(run, found, corpus, precision)
+    encoder = _named_encoder(run, corpus)
+    precision = _auto_precision(run, encoder) if run.index.precision == "auto" else run.index.precision
+    return encoder if precision == "fp32" else _in_lower_precision(run, encoder, corpus, precision)
 
 
 def _auto_precision(run: RunConfig, full: LocalEncoder) -> PrecisionName:
-    """What the passages of the store were embedded in by this encoder; where there are none, what is fastest here."""
+    """The precision of this encoder's embeddings in the store; without any, the fastest on this machine."""
     store = Store(run.store.path)
     if run.resources.gpus_per_encoder > 0 or _has_embedded(store, full.fingerprint):
         return "fp32"
@@ -78,8 +78,8 @@ def _auto_precision(run: RunConfig, full: LocalEncoder) -> PrecisionName:
 
 
 def _has_embedded(store: Store, fingerprint: str) -> bool:
-    """Whether the live version of an index has embeddings of this encoder. One that cannot be read, or is not there
-    yet, is passed over."""
+    """Whether the live version of an index has embeddings of this encoder. Unreadable or
+    missing ones are skipped."""
     for name in store.list(paths.indexes_dir()):
         with suppress(MissingInputError, StorageError):
             if manifests.read(store, name).encoder_fingerprint == fingerprint:
@@ -89,30 +89,30 @@ def _has_embedded(store: Store, fingerprint: str) -> bool:
 
 def _named_encoder(run: RunConfig, corpus: Corpus | None) -> LocalEncoder:
     store, name = Store(run.store.path), run.encoder.name
-    wanted = run.index.encoder
-    if wanted in ("trained", "auto"):
+    choice = run.index.encoder
+    if choice in ("trained", "auto"):
         newest = latest_fingerprint(store, ENCODERS, name)
         if newest is not None:
             return local_encoder(store, name, newest)
-        if wanted == "trained":
+        if choice == "trained":
             raise MissingInputError(
                 f"no trained encoder {name!r} in {store.where(paths.encoders_dir(name))}; train one "
                 f"(mvr-ray train CONFIG), or set index.encoder=untrained"
             )
-    elif wanted != "untrained":
-        return local_encoder(store, name, wanted)
+    elif choice != "untrained":
+        return local_encoder(store, name, choice)
     return _untrained_encoder(run, store, corpus)
 
 
 def require_encoder(store: Store, version: Manifest) -> None:
-    """Raise what `local_encoder` raises where the store lacks the encoder of an index version; nothing is fetched."""
+    """Raise like `local_encoder` if the store lacks the encoder of an index version, without fetching it."""
     _description(store, version.encoder_name, version.encoder_fingerprint)
 
 
 def local_encoder(store: Store, name: str, fingerprint: str) -> LocalEncoder:
-    """A snapshot of the store by name and fingerprint.
+    """Open a snapshot of the store by name and fingerprint.
 
-    Raises MissingInputError, naming those that are there, and FingerprintError when the folder holds another encoder.
+    Raises MissingInputError, naming the existing ones, and FingerprintError when the folder holds another encoder.
     """
     metadata = _description(store, name, fingerprint)
     similarity = "cosine" if metadata["spec"]["normalize"] else "inner_product"
@@ -121,7 +121,7 @@ def local_encoder(store: Store, name: str, fingerprint: str) -> LocalEncoder:
 
 
 def _description(store: Store, name: str, fingerprint: str) -> dict[str, Any]:
-    """What `encoder.json` of a snapshot says."""
+    """Read `encoder.json` of a snapshot."""
     path = paths.encoder_dir(name, fingerprint)
     if not store.exists(f"{path}/{paths.ENCODER_JSON}"):
         known = [entry for entry in store.list(paths.encoders_dir(name)) if not entry.endswith(".json")]
@@ -148,28 +148,27 @@ def _description(store: Store, name: str, fingerprint: str) -> dict[str, Any]:
 
 
 def save_encoder(store: Store, name: str, encoder: DualEncoder) -> LocalEncoder:
-    """Put a snapshot in the store under its fingerprint; an equal one that is there stays."""
+    """Save a snapshot under its fingerprint, unless the store has it."""
     return local_encoder(store, name, save_model(store, ENCODERS, name, encoder))
 
 
 def open_encoder(
     store: Store, name: str, fingerprint: str, *, threads: int = 1, gpu: bool = False, only_embeds: bool = True
 ) -> DualEncoder:
-    """Load a snapshot and find it whole; on the GPU that this process was given if `gpu`. `only_embeds` as in
-    `DualEncoder.load`."""
+    """Load and check a snapshot, with `gpu` on this process's GPU. `only_embeds` as in `DualEncoder.load`."""
     torch.set_num_threads(threads)
     encoder = DualEncoder.load(local_encoder(store, name, fingerprint).folder, only_embeds and not gpu)
     return encoder.to("cuda") if gpu else encoder
 
 
 @lru_cache(maxsize=1)
-def kept_encoder(root: str, name: str, fingerprint: str) -> DualEncoder:
-    """The snapshot that this process opened last: the tasks of one worker process load it once."""
+def cached_encoder(root: str, name: str, fingerprint: str) -> DualEncoder:
+    """The snapshot that this process opened last, so that the tasks of a worker process load it once."""
     return open_encoder(Store(root), name, fingerprint)
 
 
 def make_encoder(run: RunConfig, store: Store, corpus: Corpus | None = None) -> DualEncoder:
-    """The backbone with the strategy of the `encoder` section, untrained."""
+    """Make an untrained encoder: the backbone with the strategy of the `encoder` section."""
     spec = encoder_spec(run)
     punkt = None
     if spec.needs_sentences and spec.sentences == "corpus":
@@ -180,16 +179,16 @@ def make_encoder(run: RunConfig, store: Store, corpus: Corpus | None = None) -> 
 
 def _untrained_encoder(run: RunConfig, store: Store, corpus: Corpus | None) -> LocalEncoder:
     encoder = make_encoder(run, store, corpus)
-    held = save_encoder(store, run.encoder.name, encoder)
+    snapshot = save_encoder(store, run.encoder.name, encoder)
     strategy = encoder.spec.strategy
-    log.info("untrained encoder: name=%s fingerprint=%s strategy=%s", held.name, held.fingerprint, strategy)
-    return held
+    log.info("untrained encoder: name=%s fingerprint=%s strategy=%s", snapshot.name, snapshot.fingerprint, strategy)
+    return snapshot
 
 
 def _in_lower_precision(
     run: RunConfig, full: LocalEncoder, corpus: Corpus | None, precision: PrecisionName
 ) -> LocalEncoder:
-    """The encoder that was lowered for a corpus of this name stays its encoder when the corpus grows."""
+    """Convert an encoder to a lower precision, once per corpus name: the result stays when the corpus grows."""
     store, name = Store(run.store.path), full.name
     encoder = DualEncoder.load(full.folder)
     if encoder.precision.name == precision:
@@ -199,14 +198,14 @@ def _in_lower_precision(
     if not store.exists(path):
         texts: list[Passage] = []
         if precision == "int8":
-            texts = spread(corpus or Corpus.open(store, run.prepare.corpus), CALIBRATION_PASSAGES)
+            texts = sample_evenly(corpus or Corpus.open(store, run.prepare.corpus), CALIBRATION_PASSAGES)
         gpu = run.resources.gpus_per_encoder > 0
-        held = save_encoder(store, name, encoder.to_precision(precision, texts, gpu))
-        log.info("encoder lowered: from=%s to=%s precision=%s", full.fingerprint, held.fingerprint, precision)
-        record = json_with_checksum({"fingerprint": held.fingerprint, FORMAT_VERSION: LOWERED_FORMAT})
+        snapshot = save_encoder(store, name, encoder.to_precision(precision, texts, gpu))
+        log.info("encoder lowered: from=%s to=%s precision=%s", full.fingerprint, snapshot.fingerprint, precision)
+        record = json_with_checksum({"fingerprint": snapshot.fingerprint, FORMAT_VERSION: LOWERED_FORMAT})
         with suppress(FileExistsError):
             store.create_once(path, json.dumps(record).encode())
-    where, cure = store.where(path), "delete it: the same command then lowers the encoder again"
+    where, cure = store.where(path), "delete it: the same command then converts the encoder again"
     fields = parse_json(store.read_bytes(path), where, cure)
     require_format(fields, LOWERED_FORMAT, where, cure)
     if "fingerprint" not in fields:
@@ -214,13 +213,13 @@ def _in_lower_precision(
     return local_encoder(store, name, fields["fingerprint"])
 
 
-def spread(corpus: Corpus, num: int) -> list[Passage]:
-    """`num` passages of the corpus, or all, at even distances."""
+def sample_evenly(corpus: Corpus, num: int) -> list[Passage]:
+    """Sample `num` passages of the corpus, or all, at even distances."""
     step = max(1, corpus.num_passages // num)
-    found: list[Passage] = []
+    passages: list[Passage] = []
     first = 0
     for shard in range(corpus.num_shards):
         part = corpus.part(shard)
-        found += [part.passages(row, row + 1)[0] for row in range(-first % step, len(part), step)]
+        passages += [part.passages(row, row + 1)[0] for row in range(-first % step, len(part), step)]
         first += len(part)
-    return found[:num]
+    return passages[:num]

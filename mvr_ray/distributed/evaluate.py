@@ -1,12 +1,12 @@
-"""Measure how well an index version answers question sets: by answers, by gold passages, beside BM25 and both.
+"""Measure the accuracy of an index version on question sets, by answers and gold passages, with BM25 and hybrid search.
 
     answer/top-k    share of questions with an answer-bearing passage among the first k        questions with answers
     gold/top-k      share of questions with a gold passage among the first k                   questions with gold ids
     gold/mrr        mean reciprocal rank of the first gold passage, over the first max(k)
     gold/ndcg@10    normalised discounted cumulative gain of gold passages
 
-Every value is a mean over questions with its 95 % interval, for which whole articles are resampled: questions of one
-article are not independent. Only whole answers count: a version of which a shard is silent is not measured.
+Every value is a mean over questions with its 95 % interval, which resamples whole articles: questions of one article
+are not independent. Only complete answers count: a version with an unavailable shard is not measured.
 """
 
 import itertools
@@ -61,17 +61,17 @@ class EvaluationReport(NamedTuple):
 
 
 class SystemResult(NamedTuple):
-    """What one system is worth on one question set, and what it found for every question."""
+    """The metrics of one system on one question set, and its ranks for every question."""
 
     rows: list[EvaluationRow]
     ranks: QuestionRanks
 
 
 def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | None = None) -> EvaluationReport:
-    """Measure a version (the live one when none is named) on every set of `evaluate.questions`: by the dense score, and
-    as `search.hybrid` ranks, or with the weight that `evaluate.hybrid` chooses.
+    """Measure a version (default: the live one) on every set of `evaluate.questions`: by the dense score, and by hybrid
+    search with `search.hybrid` or the weight tuned on `evaluate.hybrid`.
 
-    Raises ConfigError where no set is named, MissingInputError, CoverageError, ResourceError, ShardIndexError for a
+    Raises ConfigError without a configured set, MissingInputError, CoverageError, ResourceError, ShardIndexError for a
     hybrid search over a version without words.
     """
     settings, store = run.evaluate, Store(run.store.path)
@@ -84,7 +84,7 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
     sets = [QuestionSet(name, read_questions(corpus, name)) for name in dict.fromkeys(settings.questions)]
     if settings.hybrid in settings.questions:
         raise ConfigError(
-            f"evaluate.hybrid is {settings.hybrid!r}, which is also reported on; choose the weight on another set"
+            f"evaluate.hybrid is {settings.hybrid!r}, which is also reported; choose the weight on another set"
         )
     if settings.hybrid or run.search.hybrid is not None:
         require_words(base)
@@ -106,9 +106,9 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
             results.append(system_result(run.index.name, name, own, articles[name], settings))
         if settings.bm25:
             words = BM25Index(router.corpus, progress)
-            for asked in sets:
-                found = bm25_ranking(words, router.corpus, asked, rank, progress)
-                results.append(system_result("bm25", asked.name, found, articles[asked.name], settings))
+            for question_set in sets:
+                judged = bm25_ranking(words, router.corpus, question_set, rank, progress)
+                results.append(system_result("bm25", question_set.name, judged, articles[question_set.name], settings))
         weight = _choose_weight(run, router, progress) if settings.hybrid else run.search.hybrid
         if weight is not None:
             ranked = rank_questions(run, router, sets, rank._replace(hybrid=weight), progress)
@@ -128,7 +128,7 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
 
 
 def _choose_weight(run: RunConfig, router: Router, progress: Progress) -> HybridWeight | None:
-    """The weight that answers most questions of the set `evaluate.hybrid`."""
+    """Choose the weight that answers most questions of the set `evaluate.hybrid`."""
     name = run.evaluate.hybrid
     assert name is not None
     own = [question for question in read_questions(router.corpus, name) if question.positive_ids]
@@ -141,7 +141,7 @@ def _choose_weight(run: RunConfig, router: Router, progress: Progress) -> Hybrid
 
 
 def hybrid_system(weight: HybridWeight) -> str:
-    """What a report calls a hybrid search."""
+    """Name of a hybrid search in reports."""
     return f"bm25 + {weight:g} x dense" if not isinstance(weight, str) else "bm25 and dense, reciprocal ranks"
 
 
@@ -152,7 +152,7 @@ def system_result(
     article_of: Mapping[str, str],
     settings: EvaluateConfig,
 ) -> SystemResult:
-    """Every metric that the set's questions allow, and the ranks that they come from. `article_of` maps question ids to
+    """Compute every metric that the set's questions allow, and their ranks. `article_of` maps question ids to
     articles (`articles_of`)."""
     ks = sorted(set(settings.k))
     rows: list[EvaluationRow] = []
@@ -164,22 +164,22 @@ def system_result(
         low, high = cluster_interval(values_Q, groups_Q, settings.seed, settings.bootstrap)
         rows.append(EvaluationRow(system, name, metric, float(np.mean(values_Q)), low, high, len(values_Q)))
 
-    answered = [row for row in results if row.question.answers]
-    if answered:
-        ranks_Q = first_ranks([[bool(hit.has_answer) for hit in row.passages] for row in answered])
-        answer_ranks = dict(zip((row.question.id for row in answered), ranks_Q.tolist()))
+    with_answers = [row for row in results if row.question.answers]
+    if with_answers:
+        ranks_Q = first_ranks([[bool(hit.has_answer) for hit in row.passages] for row in with_answers])
+        answer_ranks = dict(zip((row.question.id for row in with_answers), ranks_Q.tolist()))
         for k in ks:
-            add(f"answer/top-{k}", hit_within(ranks_Q, k), answered)
-    judged = [row for row in results if row.question.positive_ids]
-    if judged:
-        gold = [dict.fromkeys(row.question.positive_ids, 1) for row in judged]
-        lists = [[hit.id for hit in row.passages] for row in judged]
-        ranks_Q = first_ranks([[i in wanted for i in ids] for ids, wanted in zip(lists, gold)])
-        gold_ranks = dict(zip((row.question.id for row in judged), ranks_Q.tolist()))
+            add(f"answer/top-{k}", hit_within(ranks_Q, k), with_answers)
+    with_gold = [row for row in results if row.question.positive_ids]
+    if with_gold:
+        gold = [dict.fromkeys(row.question.positive_ids, 1) for row in with_gold]
+        lists = [[hit.id for hit in row.passages] for row in with_gold]
+        ranks_Q = first_ranks([[i in gold_ids for i in ids] for ids, gold_ids in zip(lists, gold)])
+        gold_ranks = dict(zip((row.question.id for row in with_gold), ranks_Q.tolist()))
         for k in ks:
-            add(f"gold/top-{k}", hit_within(ranks_Q, k), judged)
-        add("gold/mrr", reciprocal_ranks(ranks_Q, max(ks)), judged)
-        add(f"gold/ndcg@{NDCG_CUTOFF}", ndcg(lists, gold, NDCG_CUTOFF), judged)
+            add(f"gold/top-{k}", hit_within(ranks_Q, k), with_gold)
+        add("gold/mrr", reciprocal_ranks(ranks_Q, max(ks)), with_gold)
+        add(f"gold/ndcg@{NDCG_CUTOFF}", ndcg(lists, gold, NDCG_CUTOFF), with_gold)
     ids = [row.question.id for row in results]
     ranks = QuestionRanks(
         system,
@@ -193,9 +193,9 @@ def system_result(
 
 
 def require_gold_passages(name: str, questions: Sequence[Question], passages: Corpus) -> None:
-    """Refuse a question set of another corpus, whose accuracy by gold passages would be wrong.
+    """Raise MissingInputError if the corpus lacks a gold passage.
 
-    Raises MissingInputError where the corpus lacks a gold passage.
+    Accuracy by gold passages would be wrong for a question set of another corpus.
     """
     gold = {passage_id for question in questions for passage_id in question.positive_ids}
     missing = sorted(gold.difference(passages.get(gold)))
@@ -208,11 +208,11 @@ def require_gold_passages(name: str, questions: Sequence[Question], passages: Co
 
 
 def articles_of(questions: Sequence[Question], passages: Corpus) -> dict[str, str]:
-    """The article of each question, by its id: the title of its first gold passage. A question without one, or whose
-    passage has no title, is a group of its own."""
+    """Map question ids to articles: the title of the first gold passage. A question without one, or whose passage has
+    no title, is its own article."""
     firsts = {question.id: question.positive_ids[0] for question in questions if question.positive_ids}
-    there = passages.get(firsts.values())
-    articles = {i: there[first].title for i, first in firsts.items() if first in there}
+    gold_passages = passages.get(firsts.values())
+    articles = {i: gold_passages[first].title for i, first in firsts.items() if first in gold_passages}
     return {question.id: articles.get(question.id) or f"question {question.id}" for question in questions}
 
 
@@ -223,7 +223,7 @@ def bm25_ranking(
     settings: RankSettings,
     progress: Progress = no_progress,
 ) -> list[RankedQuestion]:
-    """BM25's hits over the same passages, judged by the same rules."""
+    """Rank the same passages by BM25, judged by the same rules."""
     hits = words.search([question.text for question in questions.questions], settings.k, progress)
     return judge_hits(questions.questions, hits, indexed_corpus, settings.match, strict=settings.strict_answers)
 
@@ -236,15 +236,15 @@ def judge_hits(
     *,
     strict: bool = False,
 ) -> list[RankedQuestion]:
-    """The hits of each question, marked by whether their passage holds an answer (None where there are no answers)."""
+    """Mark each question's hits by whether their passage holds an answer (None for a question without answers)."""
     matcher = AnswerMatcher(match, strict=strict)
     ranked: list[RankedQuestion] = []
-    for question, found in zip(questions, hits, strict=True):
-        texts = indexed_corpus.get(hit.passage_id for hit in found)
+    for question, question_hits in zip(questions, hits, strict=True):
+        texts = indexed_corpus.get(hit.passage_id for hit in question_hits)
         marks = [
             matcher.has_answer(texts[hit.passage_id].text, question.answers) if question.answers else None
-            for hit in found
+            for hit in question_hits
         ]
-        passages = [RankedPassage(hit.passage_id, "", "", hit.score, mark) for hit, mark in zip(found, marks)]
+        passages = [RankedPassage(hit.passage_id, "", "", hit.score, mark) for hit, mark in zip(question_hits, marks)]
         ranked.append(RankedQuestion(question, passages))
     return ranked

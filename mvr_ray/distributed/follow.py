@@ -1,14 +1,14 @@
 """Follow a source of change files: every batch becomes a corpus version, and that an index version.
 
-    look -> the next corpus, which says what was done with every file -> index -> collect -> look again
+    list -> the next corpus, which records the result of every file -> index -> collect -> list again
 
-What was applied is known from the last corpus alone, so the same command continues after any crash, and applies no file
-twice. A corpus that no live version was made from is indexed first. The index keeps its encoder, whatever was trained
-since. Ray runs, and encoders in it, only while versions are being made: as many encoders as the batch has chunks, at
-most `resources.encoders_max`, and none where nothing is new to the encoder.
+The last corpus alone records the applied files, so the same command resumes after any crash, and applies no file twice.
+A corpus that the live version does not hold yet is indexed first. The index keeps its encoder, whatever was trained
+since. Ray and its encoders run only while versions are made: as many encoders as the batch has chunks, at most
+`resources.encoders_max`, and none where no passage needs encoding.
 
-A live version that was rolled back to other passages than the last corpus has is a decision of an operator, which this
-command does not undo: changes wait until `mvr-ray index` has published the last corpus.
+After a rollback to other passages than the last corpus has, changes wait until `mvr-ray index` has published the last
+corpus: this command does not undo an operator's rollback.
 """
 
 import logging
@@ -34,13 +34,13 @@ from mvr_ray.types import Progress, no_progress
 log = logging.getLogger(__name__)
 
 LONGEST_PAUSE_S = 600.0
-"""After a failure the source is looked at again, each time after twice as long, up to this."""
+"""Maximum pause after failures; each failure doubles the pause."""
 Say = Callable[[str], None]
 
 
 @dataclass
 class FollowReport:
-    """What was done since the command began. `left_out` has the problem of each file that was not applied."""
+    """Totals since the command started. `left_out` maps each file that was not applied to its problem."""
 
     batches: int = 0
     files_applied: int = 0
@@ -50,7 +50,7 @@ class FollowReport:
 
 
 class Outcome(NamedTuple):
-    """What a batch came to."""
+    """Result of a batch."""
 
     batch: BatchReport
     version: Manifest
@@ -65,10 +65,10 @@ def follow(
     *,
     once: bool = False,
 ) -> None:
-    """Apply change files as they come, without end; `once`: until none waits. `report` is kept up to date.
+    """Apply change files as they arrive, without end; `once`: until none waits. `report` is updated after each batch.
 
-    Raises ConfigError and MissingInputError before anything is done. Later errors are said, and the work is tried again
-    after a pause; with `once` they are raised.
+    Raises ConfigError and MissingInputError before any work. Later errors are reported with `say`, and the work is
+    retried after a pause; with `once` they are raised.
     """
     follower = Follower(run, report, say, progress)
     pause_s = run.follow.poll_s
@@ -90,7 +90,7 @@ def follow(
 
 
 class Follower:
-    """Makes versions of what a source has, as far as it is due."""
+    """Make versions of the batches of a source that are due."""
 
     def __init__(self, run: RunConfig, report: FollowReport, say: Say, progress: Progress = no_progress) -> None:
         require_all_chunks(run.prepare)
@@ -105,7 +105,7 @@ class Follower:
         Corpus.open(self.store, run.prepare.corpus)
 
     def make_versions(self) -> int:
-        """Make a version of each batch that is due; returns how many files wait after that."""
+        """Make a version of each batch that is due; returns the number of files that wait."""
         with ExitStack() as stack:
             while True:
                 corpus = Corpus.open(self.store, self.run.prepare.corpus)
@@ -119,12 +119,12 @@ class Follower:
                 batch = self.batches.next(backlog.waiting, time.monotonic())
                 if not batch and not backlog.late:
                     return len(backlog.waiting)
-                began = time.monotonic()
-                done = apply_batch(corpus, self.run.prepare, self.source, batch, listing, self.progress)
+                start = time.monotonic()
+                result = apply_batch(corpus, self.run.prepare, self.source, batch, listing, self.progress)
                 version = self._live()
-                if version is None or version.corpus_digest != done.update.digest:
-                    version = self._index(stack, done.update.added + done.update.replaced, version)
-                self._note(Outcome(done, version, time.monotonic() - began))
+                if version is None or version.corpus_digest != result.update.digest:
+                    version = self._index(stack, result.update.added + result.update.replaced, version)
+                self._note(Outcome(result, version, time.monotonic() - start))
 
     def _live(self) -> Manifest | None:
         is_there = manifests.latest_version(self.store, self.run.index.name)
@@ -143,7 +143,7 @@ class Follower:
         return self.is_paused
 
     def _index(self, stack: ExitStack, num_passages: int, live: Manifest | None) -> Manifest:
-        """Publish the last corpus, of which so many passages are new (0: unknown). `stack` holds the Ray session."""
+        """Publish the last corpus, with `num_passages` new ones (0: unknown). `stack` holds the Ray session."""
         corpus = Corpus.open(self.store, self.run.prepare.corpus)
         info = stack.enter_context(session.connect(self.run.resources, corpus.num_passages))
         index = self.run.index
@@ -177,7 +177,7 @@ class Follower:
 
 
 def with_encoders(resources: ResourcesConfig, num_chunks: int, info: session.ClusterInfo) -> ResourcesConfig:
-    """As many encoders as there are chunks of work, of those that the run allows and the cluster has places for."""
+    """Set the number of encoders to the chunks of work, within the limits of the run and the cluster."""
     num = min(resources.encoders_max, num_chunks)
     if not info.can_grow:
         places = [max(info.cpus - 1, 0) // resources.cpus_per_encoder]

@@ -1,12 +1,12 @@
 """Switches a router to newer index versions while it answers.
 
-    move     the next version is opened beside the live one, sharing unchanged shards; it answers a probe; the flip
-    finish   calls under way end on the version that they began with; its own shards go when the last one has ended
-    guest    a version that a call names is opened in the same way, and keeps one of a few places (`version_cache`)
-    refuse   no room, a damaged shard, a searcher that died: the live version stays, and the reason is told
-    follow   the newest published version, looked for every so many seconds
+    move     open the next version beside the live one, sharing unchanged shards; probe it; make it live
+    finish   running calls end on the version that they began with; its own shards are released after the last one
+    cache    a version that a call names is opened in the same way and stays open for later calls (`version_cache`)
+    refuse   too little memory, a damaged shard, a dead searcher: the live version stays, and the error says why
+    follow   move to the newest published version, checked periodically
 
-All calls on one `pin()` router are answered by one version, so a search and the passages that it found agree.
+One version answers all calls on one `pin()` router, so a search and its passages agree.
 
 Shapes: Q queries, D dimension.
 """
@@ -28,11 +28,12 @@ from mvr_ray.distributed import session
 from mvr_ray.distributed.periodic import run_periodically
 from mvr_ray.distributed.ray_errors import ray_error_types, translate_ray_errors
 from mvr_ray.distributed.router import TIMEOUT_S, Observe, Router, searcher_task
+from mvr_ray.distributed.searching import version_cache
 from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.local_searchers import LocalSearchers, Searchers, version_name
 from mvr_ray.distributed.searching.scrubber import Scrubber
 from mvr_ray.distributed.searching.searcher import Fleet
-from mvr_ray.distributed.searching.version_cache import PLACES, REST_S, WAITS, CachedVersion, VersionLoader, evict
+from mvr_ray.distributed.searching.version_cache import CachedVersion, VersionLoader, evict
 from mvr_ray.errors import InsufficientMemoryError, MissingInputError, MvrRayError, StorageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.files import Store
@@ -40,12 +41,12 @@ from mvr_ray.store.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
-LONGEST_FOLLOW_S = 600.0
-"""A version that could not be opened is tried again, each time after twice as long, up to this."""
+MAX_FOLLOW_S = 600.0
+"""Maximum interval between attempts to open a version; it doubles after each failure."""
 
 
 class SwapState(NamedTuple):
-    """Which version answers, whether the newest one is followed, and why the last move failed (empty: it did not)."""
+    """The live version, whether the router follows the newest one, and why the last move failed (empty: it did not)."""
 
     version: int
     follows: bool
@@ -55,20 +56,20 @@ class SwapState(NamedTuple):
 
 @dataclass
 class _OpenVersion:
-    """A version that is open here, and the calls under way on it."""
+    """An open version and its running calls; the last one of them closes a retired version."""
 
     router: Router
     calls: int = 0
-    retired: bool = False
+    is_retired: bool = False
     called_s: float = field(default_factory=time.monotonic)
 
     @property
-    def guest(self) -> CachedVersion:
+    def usage(self) -> CachedVersion:
         return CachedVersion(self.router.manifest.version, self.calls, self.called_s)
 
 
 class HotSwapRouter:
-    """Gives the router of the live version, which changes under it, or of another one (`pin`). Safe to use from several
+    """Routes to the live version, which may change at any time, or to a named one (`pin`). Safe to use from several
     threads."""
 
     def __init__(
@@ -81,12 +82,12 @@ class HotSwapRouter:
         threads: int = 1,
         gpu: bool = False,
         observe: Observe | None = None,
-        coalesce: bool = False,
-        waits: int = WAITS,
+        batching: bool = False,
+        max_waiting: int = version_cache.MAX_WAITING,
     ) -> None:
-        """`manifest` is answered from first; its shards are opened by `ready`, or when asked. `coalesce`: searches
-        that come while others run are asked together. `waits`: calls that may wait at the same time for versions that
-        are opened for them.
+        """`manifest`: the first live version; `ready`, or the first search, opens its shards. `batching`: concurrent
+        searches share calls (`DynamicBatcher`). `max_waiting`: calls that may wait at the same time for versions to be
+        opened.
         """
         self.store = store
         self.index = manifest.index
@@ -95,14 +96,14 @@ class HotSwapRouter:
         self.threads = threads
         self.gpu = gpu
         self.observe = observe
-        self.coalesce = coalesce
-        self.rest_s = REST_S
+        self.batching = batching
+        self.min_idle_s = version_cache.MIN_IDLE_S
         self._lock = threading.Lock()
-        self._moving = threading.Lock()
+        self._move_lock = threading.Lock()
         self._live = _OpenVersion(self._router(manifest, searchers.fleet(manifest)))
         self._open = {manifest.version: self._live}
-        self._guests: list[_OpenVersion] = []
-        self._openings = VersionLoader(self._invite, waits)
+        self._cache: list[_OpenVersion] = []
+        self._loader = VersionLoader(self._open_in_cache, max_waiting)
         self._state = SwapState(manifest.version, True)
 
     @property
@@ -111,42 +112,42 @@ class HotSwapRouter:
 
     @property
     def failure(self) -> str:
-        """Why the last move failed; empty where it did not."""
+        """Why the last move failed; empty if it did not."""
         return self._state.failure
 
     @contextmanager
     def pin(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator[Router]:
-        """The router of one version (None: the live one), open until the block ends, whatever becomes live meanwhile.
+        """The router of one version (None: the live one), open until the block ends, even if another one becomes live.
 
-        Another version than the live one may have to be opened, for which the call waits until the deadline. Raises
-        MissingInputError, StorageError or ResourceError where it cannot be; OverloadedError where it is not open in
-        time, or where others were called too short a time ago to go for it.
+        If the version is not open, the call waits for that until the deadline. Raises MissingInputError, StorageError
+        or ResourceError if it cannot be opened; OverloadedError if it is not open in time, or if no cached version may
+        be evicted yet.
         """
-        served = self._acquire(version)
-        if served is None:
+        pinned_version = self._acquire(version)
+        if pinned_version is None:
             manifest = manifests.read(self.store, self.index, version)
             deadline = deadline or Deadline.after(self.timeout_s)
-            served = self._openings.wait_for(manifest, deadline, lambda: self._acquire(version))
+            pinned_version = self._loader.wait_for(manifest, deadline, lambda: self._acquire(version))
         try:
-            yield served.router
+            yield pinned_version.router
         finally:
-            self._release(served)
+            self._release(pinned_version)
 
     def move_to(self, version: int | None = None) -> int:
-        """Answer from another version from now on; a named one is kept, None: the newest, which is followed again.
+        """Make another version live and stay on it; None: the newest one, and follow newer ones again.
 
-        Gives the version that is live then. Raises MissingInputError, StorageError or ResourceError where it cannot be
-        opened beside the live one; that one goes on.
+        Returns the live version. Raises MissingInputError, StorageError or ResourceError if the version cannot be
+        opened beside the live one, which then stays.
         """
-        with self._moving:
+        with self._move_lock:
             return self._move(version)
 
     def follow(self) -> bool:
-        """Move to the newest version if there is a newer one and none was asked for by number; whether it moved.
+        """Move to a newer version if there is one and no version was named; return whether the router moved.
 
-        A move that fails raises nothing: what failed is in `failure`.
+        A move that fails raises nothing; `failure` has the reason.
         """
-        with self._moving:
+        with self._move_lock:
             before = self._state
             if not before.follows:
                 return False
@@ -156,17 +157,17 @@ class HotSwapRouter:
                 log.error("move failed: index=%s live=%d reason=%s", self.index, before.version, error)
                 return False
 
-    def following(self, every_s: float) -> AbstractContextManager[None]:
-        """Looks for a newer version every so many seconds, in a thread, until the block ends."""
-        wait_s = every_s
+    def follow_periodically(self, interval_s: float) -> AbstractContextManager[None]:
+        """Follow every `interval_s` seconds in a background thread until the block ends."""
+        wait_s = interval_s
 
         def follow() -> float:
             nonlocal wait_s
             self.follow()
-            wait_s = min(2 * wait_s, max(LONGEST_FOLLOW_S, every_s)) if self._state.failure else every_s
+            wait_s = min(2 * wait_s, max(MAX_FOLLOW_S, interval_s)) if self._state.failure else interval_s
             return wait_s
 
-        return run_periodically(follow, every_s, "mvr-follow")
+        return run_periodically(follow, interval_s, "mvr-follow")
 
     def _move(self, version: int | None) -> int:
         number = version or 0
@@ -174,90 +175,90 @@ class HotSwapRouter:
             number = version or manifests.latest_version(self.store, self.index)
             if version is None and self._state.follows and number < self._state.version:
                 raise MissingInputError(
-                    f"index {self.index!r} has no version {self._state.version} any more, which answers here and goes "
-                    f"on; the newest one is {number}: put the manifest back, or start anew to answer from {number}"
+                    f"index {self.index!r} has no version {self._state.version} any more, which stays live here; "
+                    f"the newest one is {number}: restore the manifest, or restart to answer from {number}"
                 )
             manifest = manifests.read(self.store, self.index, number or None)
             if number == self._state.version:
                 self._require_same(manifest)
                 self._state = SwapState(number, version is None)
                 return number
-            served = self._beside_instead(manifest, moves=True)
+            live = self._open_with_eviction(manifest, is_move=True)
         except (MvrRayError, *ray_error_types()) as error:
             self._state = self._state._replace(failed_version=number, failure=str(error))
             raise
         with self._lock:
-            before, self._live = self._live, served
-            served.retired, before.retired = False, True
-            self._guests = [guest for guest in self._guests if guest is not served]
+            before, self._live = self._live, live
+            live.is_retired, before.is_retired = False, True
+            self._cache = [one for one in self._cache if one is not live]
             self._state = SwapState(manifest.version, version is None)
         log.info("moved: index=%s from=%d to=%d", self.index, before.router.manifest.version, manifest.version)
-        for one in (served, before):
+        for one in (live, before):
             self._release(one)
         return manifest.version
 
     def _require_same(self, manifest: Manifest) -> None:
-        """Raises StorageError where another manifest has taken the number of the version that answers."""
+        """Raise StorageError if another manifest has the number of the live version."""
         if manifest.content_digest() != self.manifest.content_digest():
             raise StorageError(
-                f"index {self.index!r} version {manifest.version} is another one now than that which answers here and "
-                f"goes on: its manifest was deleted, and its number taken; publish once more, or start anew"
+                f"index {self.index!r} version {manifest.version} differs from the one that stays live here: its "
+                f"manifest was deleted, and its number taken; publish once more, or restart"
             )
 
     def _acquire(self, version: int | None) -> _OpenVersion | None:
-        """A version that is open, held by one more call."""
+        """The open version, with one more call; None if it is not open."""
         with self._lock:
-            served = self._live if version is None else self._open.get(version)
-            if served is not None:
-                served.calls += 1
-                served.called_s = time.monotonic()
-            return served
+            open_version = self._live if version is None else self._open.get(version)
+            if open_version is not None:
+                open_version.calls += 1
+                open_version.called_s = time.monotonic()
+            return open_version
 
-    def _invite(self, manifest: Manifest) -> None:
-        """Open a version beside the live one; where the places or the memory are taken, a guest at rest goes for it."""
-        with self._moving:
+    def _open_in_cache(self, manifest: Manifest) -> None:
+        """Open a version beside the live one; evict an idle one if the cache or the memory is full."""
+        with self._move_lock:
             if manifest.version in self._open:
                 return
             live = self._live
-            if len(self._guests) >= PLACES:
-                self._make_way(manifest, f"all {PLACES} places beside the live one are taken")
+            if len(self._cache) >= version_cache.MAX_VERSIONS:
+                self._evict(manifest, f"all {version_cache.MAX_VERSIONS} places beside the live one are taken")
             with translate_ray_errors(f"opening {version_name(manifest)}"):
-                served = self._beside_instead(manifest, moves=False)
+                open_version = self._open_with_eviction(manifest, is_move=False)
             with self._lock:
-                self._guests.append(served)
-        for one in (live, served):
+                self._cache.append(open_version)
+        for one in (live, open_version):
             self._release(one)
 
-    def _beside_instead(self, manifest: Manifest, moves: bool) -> _OpenVersion:
-        """`_beside`; without room guests go for it: one at rest, or each in turn where the live version moves."""
+    def _open_with_eviction(self, manifest: Manifest, is_move: bool) -> _OpenVersion:
+        """Call `_open_beside_live`; while memory lacks, evict idle versions, or for a move any, and call it again."""
         while True:
             try:
-                return self._beside(manifest)
+                return self._open_beside_live(manifest)
             except InsufficientMemoryError as error:
-                if not self._guests:
+                if not self._cache:
                     raise
-                self._retire(self._guests[0]) if moves else self._make_way(manifest, str(error))
+                self._retire(self._cache[0]) if is_move else self._evict(manifest, str(error))
 
-    def _make_way(self, manifest: Manifest, why: str) -> None:
+    def _evict(self, manifest: Manifest, reason: str) -> None:
         with self._lock:
-            guests = [served.guest for served in self._guests]
-        leaves = evict(version_name(manifest), guests, why, time.monotonic(), self.rest_s)
-        self._retire(next(served for served in self._guests if served.guest.version == leaves))
+            usages = [one.usage for one in self._cache]
+        version = evict(version_name(manifest), usages, reason, time.monotonic(), self.min_idle_s)
+        self._retire(next(one for one in self._cache if one.usage.version == version))
 
-    def _retire(self, guest: _OpenVersion) -> None:
-        """Let it go when its last call has ended."""
+    def _retire(self, open_version: _OpenVersion) -> None:
+        """Remove a version from the cache, and close it after its last call."""
         with self._lock:
-            self._guests.remove(guest)
-            guest.retired = True
-            guest.calls += 1
-        self._release(guest)
+            self._cache.remove(open_version)
+            open_version.is_retired = True
+            open_version.calls += 1
+        self._release(open_version)
 
-    def _beside(self, manifest: Manifest) -> _OpenVersion:
-        """A version open beside the live one, held by one call; the live one is held by one more, too."""
+    def _open_beside_live(self, manifest: Manifest) -> _OpenVersion:
+        """Open a version beside the live one; counts a call on both."""
         with self._lock:
             self._live.calls += 1
             old = self._open.get(manifest.version)
-            if old is not None:  # it was live before, and calls of that time still run
+            if old is not None:  # it is cached, or it was live and calls of that time still run
                 old.calls += 1
                 return old
         try:
@@ -269,18 +270,18 @@ class HotSwapRouter:
             except BaseException:  # nothing stays open, after Ctrl-C either
                 self.searchers.drop(manifest.version)
                 raise
-        except BaseException:  # the live version is let go, after Ctrl-C too
+        except BaseException:  # the live version is released, after Ctrl-C too
             self._release(self._live)
             raise
         with self._lock:
-            served = self._open[manifest.version] = _OpenVersion(router, calls=1)
-        return served
+            open_version = self._open[manifest.version] = _OpenVersion(router, calls=1)
+        return open_version
 
     def _release(self, open_version: _OpenVersion) -> None:
         with self._lock:
             open_version.calls -= 1
             open_version.called_s = time.monotonic()
-            if open_version.retired and not open_version.calls:
+            if open_version.is_retired and not open_version.calls:
                 version = open_version.router.manifest.version
                 del self._open[version]
                 self.searchers.drop(version)
@@ -290,7 +291,7 @@ class HotSwapRouter:
         return Router(
             self.store,
             manifest,
-            DynamicBatcher(fleet) if self.coalesce else fleet,
+            DynamicBatcher(fleet) if self.batching else fleet,
             timeout_s=self.timeout_s,
             threads=self.threads,
             gpu=self.gpu,
@@ -302,7 +303,7 @@ class HotSwapRouter:
         return self._live.router.manifest
 
     def ready(self) -> None:
-        """Return when every shard of the live version can be searched."""
+        """Wait until every shard of the live version can be searched."""
         with self.pin() as router:
             router.ready()
 
@@ -317,14 +318,14 @@ def open_hot_swap_router(
     follow_s: float | None = None,
     probe_s: float = 5.0,
     observe: Observe | None = None,
-    coalesce: bool = True,
+    batching: bool = True,
 ) -> Iterator[HotSwapRouter]:
-    """A live router over `index.name`, first from `version` (None: the newest), until the block ends.
+    """Open a hot-swap router over `index.name`, first on `version` (None: the newest), until the block ends.
 
-    With `follow_s` it looks so often for a newer version, unless one was named. Searchers are asked a probe every
-    `probe_s`, and move when nodes come. Searches that come while others run are asked together (`coalesce`). `local`
-    holds the shards in this process and needs no Ray; None: as `session.needs_ray` says. A first version with damaged
-    shards is answered from without them; a later one is not moved to.
+    `follow_s`: interval of checks for a newer version, unless one was named. Every `probe_s` seconds the searchers are
+    probed, and moved if nodes joined. Concurrent searches share calls (`batching`). `local` holds the shards in this
+    process, without Ray; None: as `session.needs_ray` decides. A first version with damaged shards answers without
+    them; the router moves to no later one with damage.
 
     Raises MissingInputError, ManifestError, ResourceError.
     """
@@ -336,7 +337,7 @@ def open_hot_swap_router(
     with ExitStack() as stack:
         if local:
             own = LocalSearchers(task, resources.searcher_bytes)
-            stack.enter_context(Scrubber(own.searcher, task.scrub_bytes_s).running())
+            stack.enter_context(Scrubber(own.searcher, task.scrub_bytes_s).run_periodically())
             searchers: Searchers = own
         else:
             from mvr_ray.distributed.searching.fleet import RemoteSearchers
@@ -344,22 +345,22 @@ def open_hot_swap_router(
             from mvr_ray.distributed.searching.node_placement import Rebalancer
 
             info = stack.enter_context(session.connect(resources))
-            searchers = started = RemoteSearchers.start(task, resources, info)
+            searchers = remote = RemoteSearchers.start(task, resources, info)
             stack.callback(searchers.stop)
-        opened = partial(
-            HotSwapRouter, timeout_s=timeout_s, threads=resources.torch_threads, observe=observe, coalesce=coalesce
+        create = partial(
+            HotSwapRouter, timeout_s=timeout_s, threads=resources.torch_threads, observe=observe, batching=batching
         )
-        live = opened(store, manifest, searchers, waits=max(run.serve.max_running // 2, 1))
+        live = create(store, manifest, searchers, max_waiting=max(run.serve.max_running // 2, 1))
         try:
             live.ready()
         except StorageError as error:
             log.error("opened with damage: index=%s version=%d reason=%s", live.index, manifest.version, error)
         if not local:
-            watch = HealthMonitor(started.dispatcher, resources.hung_s)
-            stack.enter_context(watch.running(probe_s))
-            stack.enter_context(Rebalancer(started, task, resources).running(probe_s))
+            monitor = HealthMonitor(remote.dispatcher, resources.hung_s)
+            stack.enter_context(monitor.run_periodically(probe_s))
+            stack.enter_context(Rebalancer(remote, task, resources).run_periodically(probe_s))
         if version is not None:
             live.move_to(version)
         if follow_s is not None:
-            stack.enter_context(live.following(follow_s))
+            stack.enter_context(live.follow_periodically(follow_s))
         yield live

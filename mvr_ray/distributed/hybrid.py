@@ -1,7 +1,7 @@
-"""Try weights of the dense score in a hybrid search, each with the search that will answer, exactly.
+"""Try weights of the dense score in a hybrid search, each with the exact production search.
 
-The best has the most questions with a gold passage at rank 1; of equals the one with the higher mean reciprocal rank,
-then the smaller one.
+The best weight has the most questions with a gold passage at rank 1; ties go to the higher mean reciprocal rank, then
+to the smaller weight.
 """
 
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ from mvr_ray.distributed.router import Router
 from mvr_ray.types import HybridQueries, HybridWeight, Progress, no_progress
 
 WEIGHTS = (0.0, 1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 80.0, 120.0, 200.0)
-"""Tried for the dense score, a cosine; BM25 scores of a question are some tens."""
+"""Weights for the dense score, a cosine; BM25 scores of a question are some tens."""
 DEPTH = 20
 
 
 class WeightAccuracy(NamedTuple):
-    """What one weight is worth: shares of questions with a gold passage so high, and the mean reciprocal rank. Without
-    a weight: the dense score alone."""
+    """Accuracy of one weight: shares of questions with a gold passage in the top k, and the mean reciprocal rank.
+    Weight None is the dense score alone."""
 
     weight: HybridWeight | None
     top1: float
@@ -44,7 +44,7 @@ def try_weights(
     batches = [QuestionSet(questions.name, own[low : low + size]) for low in range(0, len(own), size)]
     queries = [ranker.embed(batch) for batch in batches]
     rows = []
-    for done, weight in enumerate(weights, 1):
+    for count, weight in enumerate(weights, 1):
         marks: list[list[bool]] = []
         for batch, queries_QD in zip(batches, queries):
             texts = tuple(question.text for question in batch.questions)
@@ -54,12 +54,12 @@ def try_weights(
         ranks_Q = first_ranks(marks)
         top1, top5, top20 = (float(np.mean(hit_within(ranks_Q, k))) for k in (1, 5, DEPTH))
         rows.append(WeightAccuracy(weight, top1, top5, top20, float(np.mean(reciprocal_ranks(ranks_Q, DEPTH)))))
-        progress("weights", done, len(weights))
+        progress("weights", count, len(weights))
     return rows
 
 
 def best_weight(rows: Sequence[WeightAccuracy]) -> WeightAccuracy:
-    """The best of those that were tried; of equals the dense score alone first, then the smallest weight."""
+    """The best weight; ties go to the dense score alone, then to the smallest weight."""
     return max(rows, key=lambda row: (row.top1, row.mrr, row.weight is None, -_as_number(row.weight)))
 
 

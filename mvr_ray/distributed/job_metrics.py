@@ -1,8 +1,8 @@
 """Prometheus metrics of a running job, exported through Ray's metrics agent of every node.
 
     ray_mvr_ray_job_done, ray_mvr_ray_job_total    {stage, index, step}    units done, and units in all
-    ray_mvr_ray_job_moved_at_seconds               {stage, index}          Unix time of the newest step: a hung job
-                                                                           stands still
+    ray_mvr_ray_job_moved_at_seconds               {stage, index}          Unix time of the newest step; constant
+                                                                           in a hung job
     ray_mvr_ray_refine_FIGURE                      {index}                 the newest round: every figure of its report
 
 Nothing is recorded outside a Ray session.
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r" [\d.]+")
 
 
 def with_metrics(stage: str, index: str, progress: Progress) -> Progress:
-    """A progress callable that also sets the job's gauges. Steps lose their numbers, which would each make a series."""
+    """A progress callable that also sets the job's gauges. Numbers in step names are removed, to limit the series."""
 
     def report(what: str, count: int, total: int) -> None:
         progress(what, count, total)

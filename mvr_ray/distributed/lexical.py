@@ -1,10 +1,10 @@
-"""Build the words of a version's passages beside its views: postings a shard, and the statistics of the corpus.
+"""Build the lexical index of a version: postings of each shard, and the statistics of the corpus.
 
-A shard of which the version before has the same passages keeps its files. Where few passages changed, only their words
-are read, and written beside the postings as they are; the statistics follow in the same way, by what the passages that
-came and went add and take. Files of changes that are about as small are written again with the new ones (`num_kept`).
-Beyond `index.compact_share` a file is written whole. Names come from content, so whole files of the same corpus are the
-same whatever was built before.
+A shard with the same passages as in the base version keeps its files. If few passages changed, only their words are
+read, and written to a change file beside the postings; the statistics get a change file with the difference of added
+and removed passages. Change files of similar size are merged with the new one (`num_kept`). Beyond
+`index.compact_share` a file is rewritten. Names come from content, so whole files of a corpus do not depend on earlier
+versions.
 """
 
 import math
@@ -31,7 +31,7 @@ from mvr_ray.index.lexical import (
 )
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, shard_of
-from mvr_ray.store.delta import MOST_SHARE, num_kept
+from mvr_ray.store.delta import MAX_CHANGED_SHARE, num_kept
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import FileEntry, LexicalPart, Manifest
 from mvr_ray.store.parts import CorpusPart, PartDifference, difference
@@ -43,7 +43,7 @@ pc: Any = pyarrow.compute
 
 
 class ShardWords(NamedTuple):
-    """The postings of a shard, and by how much its words differ from those that the version before has of it."""
+    """The postings of a shard, and the difference of its word counts from the base version."""
 
     shard: int
     files: Files
@@ -51,8 +51,8 @@ class ShardWords(NamedTuple):
 
 
 class LexicalTask(NamedTuple):
-    """What the postings of a shard are built from. `before` is a version with words over as many shards as the corpus
-    has parts; None: every shard is written whole."""
+    """Arguments of a task that builds the postings of a shard. `before` is the base version with words, over as many
+    shards as the corpus has parts; None: every shard is written whole."""
 
     store: str
     index: str
@@ -60,18 +60,18 @@ class LexicalTask(NamedTuple):
     corpus_digest: str
     num_shards: int
     before: Manifest | None = None
-    most_share: float = MOST_SHARE
+    most_share: float = MAX_CHANGED_SHARE
 
 
 def lexical_task(
-    corpus: Corpus, index: str, num_shards: int, before: Manifest | None = None, most_share: float = MOST_SHARE
+    corpus: Corpus, index: str, num_shards: int, before: Manifest | None = None, most_share: float = MAX_CHANGED_SHARE
 ) -> LexicalTask:
     return LexicalTask(corpus.store.address, index, corpus.name, corpus.digest, num_shards, before, most_share)
 
 
 def find_base(store: Store, index: str, corpus: Corpus) -> Manifest | None:
-    """The newest version whose words those of the corpus can be written beside: of the same division, with its corpus
-    and the statistics of it whole in the store."""
+    """Find the newest version that can serve as base: with words, the same number of shards, and its corpus and
+    statistics whole in the store."""
     for number in reversed(manifests.list_versions(store, index)):
         version = manifests.read(store, index, number)
         if version.lexical is None or len(version.shards) != corpus.num_shards:
@@ -86,35 +86,35 @@ def find_base(store: Store, index: str, corpus: Corpus) -> Manifest | None:
 
 
 def build_lexical(task: LexicalTask, progress: Progress = no_progress, *, statistics: Files = ()) -> LexicalPart:
-    """Write what is missing, in a Ray session a task for each shard that differs. `statistics` are those of the corpus,
-    where they are there."""
-    kept = _kept_words(task)
-    missing = [shard for shard in range(task.num_shards) if shard not in kept]
-    words = [*kept.values(), *_words_of(task, missing, "index the words", progress)]
+    """Write the missing files, in a Ray session with a task for each changed shard. `statistics` are the existing files
+    of the corpus statistics, if any."""
+    reusable = _reusable_words(task)
+    missing = [shard for shard in range(task.num_shards) if shard not in reusable]
+    words = [*reusable.values(), *_words_of(task, missing, "index the words", progress)]
     return _lexical_part(task, words, statistics)
 
 
 def shard_words(task: LexicalTask, shard: int) -> ShardWords:
-    """The postings of one shard: as they are, with changes beside them, or written whole."""
+    """Postings of one shard: unchanged, with a new change file, or written whole."""
     store, before = Store(task.store), task.before
     corpus = Corpus.open(store, task.corpus, task.corpus_digest)
     if before is None:
         return ShardWords(shard, (_write_postings(task, shard_passages(corpus, shard, task.num_shards)),))
-    assert before.lexical, "the version before has no words"
+    assert before.lexical, "the base version has no words"
     files, part = before.lexical.postings[shard], corpus.part(shard)
     old = Corpus.open(store, before.corpus, before.corpus_digest).part(shard)
     changes = difference(old, part)
-    new = [_passage(part, row) for row in changes.changed_rows]
-    gone = [passage for passage in map(old.get, [*(one.id for one in new), *changes.deleted_ids]) if passage]
-    change = WordCounts.difference(new, gone)
-    if not new and not gone and are_whole(store, task.index, files):
+    new_passages = [_passage(part, row) for row in changes.changed_rows]
+    previous = [own for own in map(old.get, [*(one.id for one in new_passages), *changes.deleted_ids]) if own]
+    change = WordCounts.difference(new_passages, previous)
+    if not new_passages and not previous and are_whole(store, task.index, files):
         return ShardWords(shard, files, change)
-    written = _write_changes(task, files, old, part, changes)
-    return ShardWords(shard, written or (_write_postings(task, part.passages()),), change)
+    new_files = _write_changes(task, files, old, part, changes)
+    return ShardWords(shard, new_files or (_write_postings(task, part.passages()),), change)
 
 
 def _lexical_part(task: LexicalTask, words: Iterable[ShardWords], statistics: Files = ()) -> LexicalPart:
-    """The words of a version, from those of all its shards; writes the statistics where none are given."""
+    """Combine the words of all shards into a version's; writes the statistics unless they are given."""
     ordered = sorted(words, key=lambda own: own.shard)
     files, before = tuple(own.files for own in ordered), task.before
     if statistics:
@@ -123,7 +123,7 @@ def _lexical_part(task: LexicalTask, words: Iterable[ShardWords], statistics: Fi
         store = Store(task.store)
         shards = [Postings(*manifests.open_lexical(store, task.index, own)).whole for own in files]
         return LexicalPart((_add(task, lambda path: write_statistics(shards, path)),), files)
-    assert before.lexical, "the version before has no words"
+    assert before.lexical, "the base version has no words"
     changes = [own.change for own in ordered]
     frequencies: Counter[str] = Counter()
     for own in changes:
@@ -134,7 +134,7 @@ def _lexical_part(task: LexicalTask, words: Iterable[ShardWords], statistics: Fi
 
 
 def compact_lexical(task: LexicalTask, part: LexicalPart, progress: Progress = no_progress) -> LexicalPart:
-    """The same words with every file whole, as a version has them that is built from nothing."""
+    """Rewrite the same words with every file whole, as in a version built from scratch."""
     changed, postings = [shard for shard, own in enumerate(part.postings) if len(own) > 1], list(part.postings)
     for words in _words_of(task._replace(before=None), changed, "compact the words", progress):
         postings[words.shard] = words.files
@@ -143,13 +143,13 @@ def compact_lexical(task: LexicalTask, part: LexicalPart, progress: Progress = n
 
 def _words_of(task: LexicalTask, shards: Sequence[int], what: str, progress: Progress) -> Iterator[ShardWords]:
     results = run_tasks(shard_words, [(task, shard) for shard in shards], what, cpus=BUILD_CPUS)
-    for done, words in enumerate(results, 1):
+    for count, words in enumerate(results, 1):
         yield words
-        progress(f"{what}, shards", done, len(shards))
+        progress(f"{what}, shards", count, len(shards))
 
 
 def _merged_statistics(task: LexicalTask, files: Files, change: WordCounts = NO_CHANGE) -> Files:
-    """Statistics in one file, after a change."""
+    """Merge statistics and a change into one file."""
     if len(files) == 1 and change == NO_CHANGE:
         return files
     statistics = CorpusStatistics(*manifests.open_lexical(Store(task.store), task.index, files))
@@ -157,8 +157,8 @@ def _merged_statistics(task: LexicalTask, files: Files, change: WordCounts = NO_
 
 
 def repair_lexical(store: Store, manifest: Manifest) -> bool:
-    """Write the files of words of a version again, from its corpus and those of the earlier versions whose files its
-    changes lie beside, in their order; whether they are now what its manifest says."""
+    """Rebuild the lexical files of a version from its corpus and, in order, those of the earlier versions that share
+    files with it; returns whether they now match its manifest."""
     assert manifest.lexical, "the version has no words"
     earlier: list[Manifest] = []
     for number in manifests.list_versions(store, manifest.index) if manifest.lexical.has_changes else ():
@@ -175,7 +175,7 @@ def repair_lexical(store: Store, manifest: Manifest) -> bool:
 
 
 def _write_again(store: Store, version: Manifest, earlier: Sequence[Manifest]) -> bool:
-    """Write the words of a version whole, and beside those of each earlier one, until all its files are there."""
+    """Write the words of a version whole, then on each earlier one as base, until all its files are whole."""
     assert version.lexical, "the version has no words"
     index, num_shards, files = version.index, len(version.shards), version.lexical.files
     for base in [None, *reversed(earlier)]:
@@ -187,23 +187,23 @@ def _write_again(store: Store, version: Manifest, earlier: Sequence[Manifest]) -
 
 
 def open_statistics(store: Store, manifest: Manifest) -> CorpusStatistics:
-    """The statistics of the version's corpus. Raises DigestError for a damaged file, ShardIndexError."""
+    """Open the statistics of the version's corpus. Raises DigestError for a damaged file, ShardIndexError."""
     assert manifest.lexical, "the version has no words"
     return CorpusStatistics(*manifests.open_lexical(store, manifest.index, manifest.lexical.statistics))
 
 
 def shard_passages(corpus: Corpus, shard: int, num_shards: int) -> list[Passage]:
-    """The passages of a shard in order of id, in however many parts the corpus lies."""
+    """Passages of a shard in order of id, for any number of corpus parts."""
     if num_shards == corpus.num_shards:
         return corpus.part(shard).passages()
-    step = math.gcd(num_shards, corpus.num_shards)  # a part of another residue holds no passage of the shard
+    step = math.gcd(num_shards, corpus.num_shards)  # parts of another residue hold no passage of the shard
     parts = range(shard % step, corpus.num_shards, step)
     own = (one for part in parts for one in corpus.part(part).passages() if shard_of(one.id, num_shards) == shard)
     return sorted(own)
 
 
-def _kept_words(task: LexicalTask) -> dict[int, ShardWords]:
-    """The shards of the version before that hold what they held, as far as their files are whole."""
+def _reusable_words(task: LexicalTask) -> dict[int, ShardWords]:
+    """Unchanged shards of the base version whose files are whole."""
     before = task.before
     if before is None or before.lexical is None:
         return {}
@@ -220,29 +220,29 @@ def _kept_words(task: LexicalTask) -> dict[int, ShardWords]:
 def _write_changes(
     task: LexicalTask, files: Files, old: CorpusPart, part: CorpusPart, changes: PartDifference
 ) -> Files | None:
-    """Write what changed since the first of these files beside it; None where that is much, or a file is damaged."""
+    """Write the changes since the first of these files; None if they are too many, or a file is damaged."""
     try:
         postings = Postings(*manifests.open_lexical(Store(task.store), task.index, files))
     except (StorageError, ShardIndexError):
         return None
     sizes = [move.num_changes for move in postings.moves]
-    kept = num_kept(sizes, 2 * len(changes.changed_rows) + len(changes.deleted_ids))
+    num_files = num_kept(sizes, 2 * len(changes.changed_rows) + len(changes.deleted_ids))
     source_P = _sources(postings, old, part, changes.changed_rows)
-    stays_N = np.zeros(postings.num_rows(kept), bool)
+    stays_N = np.zeros(postings.num_rows(num_files), bool)
     is_kept_P = (source_P >= 0) & (source_P < len(stays_N))
     stays_N[source_P[is_kept_P]] = True
-    places, hidden_rows = np.flatnonzero(~is_kept_P), np.flatnonzero(~stays_N[postings.sources(kept)])
-    if sum(sizes[:kept]) + len(places) + len(hidden_rows) > task.most_share * len(postings.whole.length_P):
+    places, hidden_rows = np.flatnonzero(~is_kept_P), np.flatnonzero(~stays_N[postings.sources(num_files)])
+    if sum(sizes[:num_files]) + len(places) + len(hidden_rows) > task.most_share * len(postings.whole.length_P):
         return None
     if not len(places) and not len(hidden_rows):
-        return files[: 1 + kept]
+        return files[: 1 + num_files]
     passages = [_passage(part, row) for row in places.tolist()]
     entry = _add(task, lambda path: write_postings_changes(passages, places, hidden_rows, path))
-    return *files[: 1 + kept], entry
+    return *files[: 1 + num_files], entry
 
 
 def _sources(postings: Postings, old: CorpusPart, part: CorpusPart, changed_rows: Sequence[int]) -> IntArray:
-    """Of each passage of a part, where the postings of its earlier state have it; -1 for one that is new or changed."""
+    """Row of each passage of a part in the earlier postings; -1 if it is new or changed."""
     rows = pc.index_in(part.table(["id"]).column("id"), value_set=old.table(["id"]).column("id"))
     row_P = pc.fill_null(rows, -1).to_numpy().astype(np.int64)
     row_P[np.asarray(changed_rows, np.int64)] = -1
@@ -258,8 +258,8 @@ def _change_statistics(task: LexicalTask, files: Files, change: WordCounts) -> F
     sizes, num_own = before.num_changes, len(change.frequencies)
     if sum(sizes) + num_own > task.most_share * before.num_terms:
         return _merged_statistics(task, files, change)
-    kept = num_kept(sizes, num_own)
-    return *files[: 1 + kept], _add(task, lambda path: write_statistics_changes(before, kept, change, path))
+    num_files = num_kept(sizes, num_own)
+    return *files[: 1 + num_files], _add(task, lambda path: write_statistics_changes(before, num_files, change, path))
 
 
 def _write_postings(task: LexicalTask, passages: Sequence[Passage]) -> FileEntry:
@@ -267,7 +267,7 @@ def _write_postings(task: LexicalTask, passages: Sequence[Passage]) -> FileEntry
 
 
 def _add(task: LexicalTask, write: Any) -> FileEntry:
-    """Give what `write` writes to a path its place in the store."""
+    """Add the file that `write` writes to the store."""
     store = Store(task.store)
     with store.scratch() as folder:
         path = Path(folder) / "words.arrow"
@@ -280,5 +280,5 @@ def _passage(part: CorpusPart, row: int) -> Passage:
 
 
 def are_whole(store: Store, index: str, files: Files) -> bool:
-    """Whether these files of words are in the store as they were written."""
+    """Whether these lexical files are in the store undamaged."""
     return not any(store.damage(manifests.lexical_path(index, one), one.num_bytes, one.sha256) for one in files)

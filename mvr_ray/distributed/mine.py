@@ -1,9 +1,9 @@
 """Mine hard negatives: passages that a search ranks high for a question and that do not answer it.
 
 The search is BM25 over the corpus, or the live index (ANCE's loop: train, index, mine, train again). From the ranks of
-the window, gold passages and those that hold an answer are dropped, and the report counts what each filter took.
-With a cross-encoder, so are those that it takes for an answer (RocketQA's denoising, Qu et al. 2021), and its scores
-stay with the rest, for a retriever to learn from.
+the window, gold passages and those that hold an answer are dropped, and the report counts the hits dropped by each
+filter. With a cross-encoder, likely answers are dropped, too (RocketQA's denoising, Qu et al. 2021), and its scores are
+stored with the rest for distillation.
 """
 
 import logging
@@ -32,9 +32,9 @@ _SAMPLE = 5
 
 
 class MineReport(NamedTuple):
-    """What mining found: hits looked at in the window, what each filter dropped, and what was kept.
+    """Counts of mining: hits in the window, hits dropped by each filter, and negatives.
 
-    `short` counts the questions that got fewer than `mine.num_negatives`, `without` those that got none.
+    `short` counts the questions with fewer than `mine.num_negatives`, `without` those with none.
     """
 
     questions: int
@@ -51,7 +51,7 @@ class MineReport(NamedTuple):
 
 
 class HardNegatives(NamedTuple):
-    """The hard negatives of one question, and what its hits came to. `scores`: of its positive, then of each."""
+    """The hard negatives of one question, and counts of its hits. `scores`: of its positive, then of each."""
 
     ids: tuple[str, ...]
     hits: int
@@ -62,7 +62,7 @@ class HardNegatives(NamedTuple):
 
 
 def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
-    """Store `mine.questions` as `mine.output`, with hard negatives. The same inputs give the same set."""
+    """Store `mine.questions` with hard negatives as `mine.output`, deterministically."""
     cfg, store = run.mine, Store(run.store.path)
     if cfg.rank_from >= cfg.rank_to:
         raise ConfigError(
@@ -72,56 +72,56 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
     questions = read_questions(corpus, cfg.questions)
     matcher = AnswerMatcher()
     scorer = find_pair_model(run) if cfg.cross_encoder else None
-    left: list[FilteredHits] = []
+    filtered_hits: list[FilteredHits] = []
     for question, hits in zip(questions, _rank_passages(run, corpus, questions, progress)):
-        left.append(filter_hits(question, hits[cfg.rank_from :], corpus, matcher, cfg))
-        progress("mine", len(left), len(questions))
+        filtered_hits.append(filter_hits(question, hits[cfg.rank_from :], corpus, matcher, cfg))
+        progress("mine", len(filtered_hits), len(questions))
     if scorer:
-        held = corpus.get(dict.fromkeys(one for question in questions for one in question.positive_ids[:1]))
-        asked = [
+        positives = corpus.get(dict.fromkeys(one for question in questions for one in question.positive_ids[:1]))
+        candidates = [
             (
                 question.text,
-                [question.positive_ids[0], *of.ids[: cfg.denoise_depth]] if _first_in(held, question) else [],
+                [question.positive_ids[0], *of.ids[: cfg.denoise_depth]] if _has_positive(positives, question) else [],
             )
-            for question, of in zip(questions, left)
+            for question, of in zip(questions, filtered_hits)
         ]
-        scores = pair_scores(run, scorer, corpus, asked, progress)
+        scores = pair_scores(run, scorer, corpus, candidates, progress)
         results = [
             denoise(of, own, cfg, number=row) if len(own) else choose_negatives(of, cfg, number=row)
-            for row, (of, own) in enumerate(zip(left, scores))
+            for row, (of, own) in enumerate(zip(filtered_hits, scores))
         ]
     else:
-        results = [choose_negatives(of, cfg, number=row) for row, of in enumerate(left)]
-    _not_all_answers(results, cfg)
-    made = [
+        results = [choose_negatives(of, cfg, number=row) for row, of in enumerate(filtered_hits)]
+    _require_negatives(results, cfg)
+    mined_questions = [
         question._replace(hard_negative_ids=mined.ids, teacher_scores=mined.scores)
         for question, mined in zip(questions, results)
     ]
-    write_questions(corpus, cfg.output, made)
-    kept = [len(mined.ids) for mined in results]
+    write_questions(corpus, cfg.output, mined_questions)
+    counts = [len(mined.ids) for mined in results]
     hits = sum(mined.hits for mined in results)
     gold = sum(mined.gold for mined in results)
     bearing = sum(mined.answer_bearing for mined in results)
     likely = sum(mined.likely for mined in results)
     report = MineReport(
-        questions=len(made),
+        questions=len(mined_questions),
         output=cfg.output,
         method=cfg.method,
         hits=hits,
         dropped_gold=gold,
         dropped_answer_bearing=bearing,
         dropped_by_cross_encoder=likely,
-        beyond_count=hits - gold - bearing - likely - sum(kept),
-        negatives=sum(kept),
-        short=sum(count < cfg.num_negatives for count in kept),
-        without=sum(count == 0 for count in kept),
+        beyond_count=hits - gold - bearing - likely - sum(counts),
+        negatives=sum(counts),
+        short=sum(count < cfg.num_negatives for count in counts),
+        without=sum(count == 0 for count in counts),
     )
     log.info("mined: %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
     return report
 
 
 class FilteredHits(NamedTuple):
-    """Hits of one question that are neither gold nor hold an answer, best first, and how many were either."""
+    """Hits of one question that are neither gold nor answer-bearing, best first, and counts of both."""
 
     ids: list[str]
     hits: int
@@ -132,44 +132,44 @@ class FilteredHits(NamedTuple):
 def filter_hits(
     question: Question, ids: Sequence[str], corpus: Corpus, matcher: AnswerMatcher, cfg: MineConfig
 ) -> FilteredHits:
-    """What gold and answers leave of a question's hits."""
+    """Drop gold and answer-bearing passages from a question's hits."""
     gold = set(question.positive_ids)
     others = [passage_id for passage_id in ids if passage_id not in gold]
-    left = others
+    negatives = others
     if cfg.drop_answer_bearing and question.answers:
         texts = corpus.get(others)
-        left = [i for i in others if not matcher.has_answer(texts[i].text, question.answers)]
-    return FilteredHits(left, len(ids), len(ids) - len(others), len(others) - len(left))
+        negatives = [i for i in others if not matcher.has_answer(texts[i].text, question.answers)]
+    return FilteredHits(negatives, len(ids), len(ids) - len(others), len(others) - len(negatives))
 
 
 def choose_negatives(candidates: FilteredHits, cfg: MineConfig, *, number: int) -> HardNegatives:
-    """The best, or a draw, of what is left; `number` seeds the draw."""
+    """Take the best candidates, or a sample seeded by `number`."""
     rows = _sample_negatives(len(candidates.ids), cfg, number)
     return HardNegatives(tuple(candidates.ids[row] for row in rows), *candidates[1:])
 
 
 def denoise(candidates: FilteredHits, scores: FloatArray, cfg: MineConfig, *, number: int) -> HardNegatives:
-    """The same, of those that the cross-encoder does not take for answers. `scores` begin with the positive's."""
-    asked = candidates.ids[: cfg.denoise_depth]
+    """Choose negatives that the cross-encoder does not score as answers. `scores` begin with the positive's."""
+    scored_ids = candidates.ids[: cfg.denoise_depth]
     clean = np.flatnonzero(share_beside(float(scores[0]), scores[1:]) < cfg.denoise_share)
     rows = clean[_sample_negatives(len(clean), cfg, number)]
-    kept = tuple(asked[row] for row in rows)
-    told = (float(scores[0]), *(float(scores[1 + row]) for row in rows))
-    return HardNegatives(kept, *candidates[1:], likely=len(asked) - len(clean), scores=told)
+    negatives = tuple(scored_ids[row] for row in rows)
+    teacher_scores = (float(scores[0]), *(float(scores[1 + row]) for row in rows))
+    return HardNegatives(negatives, *candidates[1:], likely=len(scored_ids) - len(clean), scores=teacher_scores)
 
 
-def _not_all_answers(results: Sequence[HardNegatives], cfg: MineConfig) -> None:
-    """A cross-encoder that takes everything for an answer knows nothing yet, and would leave nothing to learn from."""
+def _require_negatives(results: Sequence[HardNegatives], cfg: MineConfig) -> None:
+    """Raise DataError if the cross-encoder, perhaps untrained, dropped all candidates as answers."""
     likely = sum(mined.likely for mined in results)
     if likely and not any(mined.ids for mined in results):
         raise DataError(
-            f"cross-encoder {cfg.cross_encoder!r} took all {likely} passages that it was asked about for answers, each "
+            f"cross-encoder {cfg.cross_encoder!r} scored all {likely} candidate passages as answers, each "
             f"at least {cfg.denoise_share:g} likely beside the known one (mine.denoise_share); no negative is left: "
             f"train it longer (mvr-ray train CONFIG train.task=cross_encoder), or raise mine.denoise_share above 0.5"
         )
 
 
-def _first_in(passages: Mapping[str, Passage], question: Question) -> bool:
+def _has_positive(passages: Mapping[str, Passage], question: Question) -> bool:
     """Whether the question's first positive is a passage of the corpus."""
     return bool(question.positive_ids) and question.positive_ids[0] in passages
 
@@ -195,7 +195,7 @@ def _rank_passages(
 
     store = Store(run.store.path)
     base = manifests.read(store, run.index.name)
-    _same_corpus(base.corpus_digest, corpus, run)
+    _require_same_corpus(base.corpus_digest, corpus, run)
     require_encoder(store, base)
     with open_router(run, base.version) as router:
         for at in range(0, len(texts), _BATCH):
@@ -203,7 +203,7 @@ def _rank_passages(
             yield from ([hit.passage_id for hit in hits] for hits in answer.hits)
 
 
-def _same_corpus(digest: str, corpus: Corpus, run: RunConfig) -> None:
+def _require_same_corpus(digest: str, corpus: Corpus, run: RunConfig) -> None:
     if digest != corpus.digest:
         raise ConfigError(
             f"index {run.index.name!r} holds a corpus of digest {digest}, but corpus {corpus.name!r} now has "

@@ -1,11 +1,11 @@
 """Store models under their fingerprints, and find and open a reader or cross-encoder in any process of the cluster.
 
-A setting names one that training stored (NAME, or NAME/FINGERPRINT for an older one), a folder, `package:NAME/path` or
-a hub model. A stored one reaches every worker through the store; a folder must be on all machines, and a worker
-refuses one that is not what the driver has.
+A setting names a trained model of the store (NAME, or NAME/FINGERPRINT for an older one), a folder, `package:NAME/path`
+or a hub model. Workers read a stored one from the store; a folder must be on all machines, and a worker refuses one
+with another fingerprint than the driver's.
 
     <store>/readers/<name>/<fingerprint>/             a Hugging Face folder and reader.json
-    <store>/readers/<name>/latest.json                which one was trained last, and its metrics
+    <store>/readers/<name>/latest.json                the model that was trained last, and its metrics
     <store>/cross_encoders/...                        the same, with cross_encoder.json
     <store>/encoders/...                              the same, with encoder.json; found by `encoders`
 """
@@ -37,16 +37,16 @@ M = TypeVar("M", bound=TaskModel)
 LATEST_FORMAT = 1
 """The format of `latest.json`."""
 _FULL = f"os error {errno.ENOSPC}"
-"""How libraries in Rust say that a disk is full."""
+"""Part of Rust libraries' error message for a full disk."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
 class ModelKind(Generic[AnyModel]):
-    """What is the same for all models of a task: the class, the store's room for them, the setting that names one."""
+    """Properties of all models of a task: their class, their folder in the store, and the setting that names one."""
 
     model: type[AnyModel]
-    room: str
+    store_dir: str
     setting: str
 
 
@@ -56,7 +56,7 @@ CROSS_ENCODERS = ModelKind(CrossEncoder, "cross_encoders", "mine.cross_encoder")
 
 
 class ModelAddress(NamedTuple):
-    """Where a model is: at `stored` in the store, or, where that is empty, a folder or hub name."""
+    """Location of a model: `stored` in the store, or, if that is empty, a folder or hub name."""
 
     store: str
     stored: str
@@ -64,32 +64,32 @@ class ModelAddress(NamedTuple):
 
 
 def reader_spec(run: RunConfig) -> ReaderSpec:
-    """The `read` section as core code takes it."""
+    """The `read` section as a ReaderSpec."""
     values = run.read.model_dump()
     return ReaderSpec(**{field.name: values[field.name] for field in fields(ReaderSpec)})
 
 
 def pair_spec(run: RunConfig) -> PairSpec:
-    """How a cross-encoder is given pairs, in training and in mining."""
+    """Input settings of a cross-encoder, in training and in mining."""
     return PairSpec(run.mine.max_pair_tokens, run.read.max_question_tokens)
 
 
 def find_model(run: RunConfig, kind: ModelKind[Any], address: str) -> ModelAddress:
-    """The model that `kind.setting` names. Raises MissingInputError, naming the stored ones."""
+    """Find the model that `kind.setting` names. Raises MissingInputError, naming the stored ones."""
     store, what = Store(run.store.path), kind.model.what
     name, _, fingerprint = address.partition("/")
-    is_stored = re.fullmatch(r"[\w.-]+", name) and store.exists(paths.latest_model(kind.room, name))
-    kept = []
+    is_stored = re.fullmatch(r"[\w.-]+", name) and store.exists(paths.latest_model(kind.store_dir, name))
+    known = []
     if is_stored:
-        kept = [entry for entry in store.list(paths.models_dir(kind.room, name)) if not entry.endswith(".json")]
+        known = [entry for entry in store.list(paths.models_dir(kind.store_dir, name)) if not entry.endswith(".json")]
         fingerprint = fingerprint or str(latest_fingerprint(store, kind, name))
-    if fingerprint in kept:
-        return ModelAddress(store.address, paths.model_dir(kind.room, name, fingerprint), "")
+    if fingerprint in known:
+        return ModelAddress(store.address, paths.model_dir(kind.store_dir, name, fingerprint), "")
     if address.startswith("package:") or Path(address).expanduser().is_dir():
         return ModelAddress(store.address, "", str(resolve_path(address).absolute()))
     if is_stored:
         raise MissingInputError(
-            f"{what} {address!r} is not stored in {store.name}; of {name!r} there are: {', '.join(kept) or 'none'}; "
+            f"{what} {address!r} is not stored in {store.name}; of {name!r} there are: {', '.join(known) or 'none'}; "
             f"name one of these in {kind.setting}, or {name} for the newest"
         )
     if _HUB_NAME.fullmatch(address):
@@ -111,7 +111,7 @@ def open_model(
     threads: int = 1,
     gpu: bool = False,
 ) -> M:
-    """Load a model; on the GPU that this process was given if `gpu`.
+    """Load a model, with `gpu` on this process's GPU.
 
     Raises FingerprintError where it is not the `expected` one.
     """
@@ -129,11 +129,11 @@ def open_model(
 
 
 def latest_fingerprint(store: Store, kind: ModelKind[Any], name: str) -> str | None:
-    """Fingerprint of the model of this name that was trained last, None where none was.
+    """Fingerprint of the model of this name that was trained last, None without one.
 
     Raises FormatError for a record of a newer program, StorageError for a damaged one.
     """
-    path = paths.latest_model(kind.room, name)
+    path = paths.latest_model(kind.store_dir, name)
     if not store.exists(path):
         return None
     where = store.where(path)
@@ -145,22 +145,22 @@ def latest_fingerprint(store: Store, kind: ModelKind[Any], name: str) -> str | N
 
 
 def record_latest(store: Store, kind: ModelKind[Any], name: str, record: Mapping[str, Any]) -> None:
-    """Name a model the newest of its name; `record` is its fingerprint and what was measured."""
+    """Record a model as the newest of its name; `record` is its fingerprint and its metrics."""
     fields = json_with_checksum({**record, FORMAT_VERSION: LATEST_FORMAT})
-    store.write_bytes(paths.latest_model(kind.room, name), (json.dumps(fields, indent=1) + "\n").encode())
+    store.write_bytes(paths.latest_model(kind.store_dir, name), (json.dumps(fields, indent=1) + "\n").encode())
 
 
 def save_model(store: Store, kind: ModelKind[Any], name: str, model: StoredModel) -> str:
-    """Put a model in the store under its fingerprint, which is returned; an equal one that is there stays, and nothing
-    is written. Raises StorageError where there is no room."""
+    """Save a model under its fingerprint, unless the store has it; returns the fingerprint. Raises StorageError if the
+    disk is full."""
     fingerprint = model.fingerprint
-    path = paths.model_dir(kind.room, name, fingerprint)
+    path = paths.model_dir(kind.store_dir, name, fingerprint)
     if store.exists(path):
         return fingerprint
     with store.scratch() as folder:
         try:
             model.save(folder / fingerprint)
-        except Exception as error:  # those of safetensors and tokenizers are no OSError
+        except Exception as error:  # safetensors and tokenizers do not raise OSError
             if _FULL not in str(error) and getattr(error, "errno", None) != errno.ENOSPC:
                 raise
             raise StorageError(
@@ -172,15 +172,15 @@ def save_model(store: Store, kind: ModelKind[Any], name: str, model: StoredModel
 
 
 def _model_names(store: Store, kind: ModelKind[Any]) -> list[str]:
-    return [name for name in store.list(kind.room) if store.exists(paths.latest_model(kind.room, name))]
+    return [name for name in store.list(kind.store_dir) if store.exists(paths.latest_model(kind.store_dir, name))]
 
 
 @contextmanager
 def translate_out_of_memory(tokens_per_batch: int, setting: str) -> Iterator[None]:
-    """ResourceError, naming the setting to lower, where a batch does not fit in the GPU's memory."""
+    """Raise ResourceError, naming the setting to lower, if a batch does not fit in the GPU's memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise ResourceError(
-            f"the GPU has no room for a batch of {tokens_per_batch} tokens ({error}); lower {setting}"
+            f"the GPU lacks memory for a batch of {tokens_per_batch} tokens ({error}); lower {setting}"
         ) from None

@@ -15,11 +15,11 @@ def run_periodically(
 
     The block's end waits for a call that still runs, at most `join_s` (None: without limit).
     """
-    ended = threading.Event()
+    stop = threading.Event()
 
     def loop() -> None:
         next_s = wait_s
-        while not ended.wait(next_s):
+        while not stop.wait(next_s):
             next_s = function()
 
     thread = threading.Thread(target=loop, name=name, daemon=True)
@@ -27,5 +27,5 @@ def run_periodically(
     try:
         yield
     finally:
-        ended.set()
+        stop.set()
         thread.join(join_s)

@@ -39,12 +39,12 @@ def remote_progress(actor: Any) -> Progress:
 def forward_progress(progress: Progress) -> Iterator[Any]:
     """The driver's side: an actor to send to the worker. Its latest report is forwarded twice a second to the end."""
     actor: Any = ray.remote(ProgressActor).options(num_cpus=0).remote()
-    ended = threading.Event()
+    stop = threading.Event()
 
     def forward() -> None:
         last = None
         while True:
-            finished = ended.wait(_POLL_S)
+            is_last = stop.wait(_POLL_S)
             try:
                 latest = ray.get(actor.latest.remote(), timeout=10)
             except (ray.exceptions.RayError, TimeoutError):
@@ -52,7 +52,7 @@ def forward_progress(progress: Progress) -> Iterator[Any]:
             if latest and latest != last:
                 progress(*latest)
                 last = latest
-            if finished:
+            if is_last:
                 return
 
     thread = threading.Thread(target=forward, name="forward-progress", daemon=True)
@@ -60,6 +60,6 @@ def forward_progress(progress: Progress) -> Iterator[Any]:
     try:
         yield actor
     finally:
-        ended.set()
+        stop.set()
         thread.join(timeout=_LAST_REPORT_S)
         ray.kill(actor)

@@ -1,7 +1,7 @@
-"""Many questions ranked at once: a pool of rankers embeds batches of them, asks the searchers, judges the hits.
+"""Rank many questions: a pool of rankers embeds batches of them, queries the searchers, and judges the hits.
 
-A batch is `retrieve.batch` questions of one set, in order, so that what is embedded together, and with it every score,
-does not depend on how many rankers there are. Batches come back in any order and are handed on in theirs.
+A batch is `retrieve.batch` questions of one set, in order, so the composition of batches, and with it every score, does
+not depend on the number of rankers. Batches finish in any order and are returned in theirs.
 
 Shapes: Q queries, D dimension.
 """
@@ -28,18 +28,18 @@ from mvr_ray.types import Answer, FloatArray, Hit, HybridQueries, HybridWeight, 
 log = logging.getLogger(__name__)
 
 TRIES = 3
-SNIPPETS_KEPT = 100_000
+MAX_CACHED_SNIPPETS = 100_000
 
 
 class QuestionSet(NamedTuple):
-    """Questions and the name that they are stored under; for a file's questions, its name."""
+    """Questions and the name of their stored set, or of their file."""
 
     name: str
     questions: Sequence[Question]
 
 
 class RankSettings(NamedTuple):
-    """What to find and what to say of it. `snippets` costs a tokenisation a passage."""
+    """Search settings, and the content of each hit. `snippets` costs a tokenisation a passage."""
 
     k: int
     match: Match = "string"
@@ -52,7 +52,7 @@ class RankSettings(NamedTuple):
 
 
 class QuestionRanker:
-    """Ranks batches of questions over one version; needs a router, and Ray only where its fleet does."""
+    """Rank batches of questions over one version with a router; needs Ray only if the fleet does."""
 
     def __init__(self, router: Router, settings: RankSettings, threads: int = 1) -> None:
         self.router = router
@@ -63,7 +63,7 @@ class QuestionRanker:
         self._snippets: dict[tuple[str, int], MatchingSnippet] = {}
 
     def rank(self, batch: QuestionSet) -> list[list[RankedPassage]]:
-        """The hits of each question, best first, each judged by the question's answers."""
+        """Search for each question; hits are best first and judged by the question's answers."""
         torch.set_num_threads(self.threads)
         weight = self.settings.hybrid
         texts = tuple(question.text for question in batch.questions)
@@ -76,43 +76,43 @@ class QuestionRanker:
         ]
 
     def embed(self, batch: QuestionSet) -> FloatArray:
-        """Queries by the encoder; by refinement where it kept a vector of the question and the run asks for it."""
+        """Embed queries; with `refined_queries`, use the refined vector of a question where one is stored."""
         queries_QD = self.router.embed([question.text for question in batch.questions])
         if not self.settings.refined_queries:
             return queries_QD
         if batch.name not in self._refined:
             self._refined[batch.name] = self.router.refined_queries(batch.name)
-        moved = self._refined[batch.name]
-        return np.stack([moved.get(q.id, query_D) for q, query_D in zip(batch.questions, queries_QD)])
+        vectors = self._refined[batch.name]
+        return np.stack([vectors.get(q.id, query_D) for q, query_D in zip(batch.questions, queries_QD)])
 
     def search(self, queries_QD: FloatArray, k: int, hybrid: HybridQueries | None = None) -> Answer:
-        """A whole answer: after a searcher died, once it is back."""
+        """Search until the answer is complete: retry after a searcher died and restarted."""
         for again in range(1, TRIES):
             try:
                 return self.router.search(queries_QD, k, filter=self.settings.filter, hybrid=hybrid)
             except CoverageError as error:
-                log.warning("asking again: try=%d reason=%s", again, error)
+                log.warning("search retried: try=%d reason=%s", again, error)
                 self.router.ready()
         return self.router.search(queries_QD, k, filter=self.settings.filter, hybrid=hybrid)
 
     def to_ranked(self, question: Question, hit: Hit, passage: Passage) -> RankedPassage:
-        """A hit as it is written; of one that no view found (-1) no snippet is shown."""
-        marked = self.matcher.has_answer(passage.text, question.answers) if question.answers else None
+        """Convert a hit for output; hits without a view (-1) have no snippet."""
+        has_answer = self.matcher.has_answer(passage.text, question.answers) if question.answers else None
         title, text = (passage.title, passage.text) if self.settings.texts else ("", "")
         snippet = self._snippet(passage, hit.view) if self.settings.snippets and hit.view >= 0 else ""
-        return RankedPassage(hit.passage_id, title, text, hit.score, marked, hit.view, snippet)
+        return RankedPassage(hit.passage_id, title, text, hit.score, has_answer, hit.view, snippet)
 
     def _snippet(self, passage: Passage, view: int) -> str:
         key = passage.id, view
         if key not in self._snippets:
-            if len(self._snippets) >= SNIPPETS_KEPT:
+            if len(self._snippets) >= MAX_CACHED_SNIPPETS:
                 self._snippets.clear()
             self._snippets[key] = self.router.matching_snippet(passage, view)
         return self._snippets[key].text
 
 
 class _PoolRanker:
-    """A ranker on a worker. It opens its encoder with the first batch."""
+    """A ranker on a worker. It loads its encoder with the first batch."""
 
     def __init__(
         self, store: str, manifest: Manifest, fleet: Fleet, settings: RankSettings, threads: int, gpu: bool
@@ -132,7 +132,7 @@ def rank_questions(
     settings: RankSettings,
     progress: Progress = no_progress,
 ) -> Iterator[RankedQuestion]:
-    """Every question of every set with its hits, in order. Raises ResourceError where rankers have no place."""
+    """Yield every question with its hits, in order. Raises ResourceError if the cluster cannot place the rankers."""
     size, resources = run.retrieve.batch, run.resources
     batches = [
         QuestionSet(name, questions[start : start + size])
@@ -160,13 +160,13 @@ def rank_questions(
         "threads": resources.torch_threads,
         "gpu": resources.gpus_per_encoder > 0,
     }
-    done, total = 0, sum(len(batch.questions) for batch in batches)
+    count, total = 0, sum(len(batch.questions) for batch in batches)
     ranked = map_in_pool(_PoolRanker, arguments, batches, resources, "ranking questions")
     for (_, questions), lists in zip(batches, ranked):
         for question, hits in zip(questions, lists):
             yield RankedQuestion(question, [RankedPassage(*fields) for fields in hits])
-        done += len(questions)
-        progress("questions", done, total)
+        count += len(questions)
+        progress("questions", count, total)
 
 
 def _question(fields: Sequence[Any]) -> Question:

@@ -1,6 +1,6 @@
 """Run batches through a pool of workers: a Ray Data pipeline in a Ray session, else threads of this process.
 
-Of a pipeline the rows are streamed, its own messages silenced, its failures translated.
+Rows of a pipeline are streamed, Ray Data's messages silenced, its errors translated.
 """
 
 import json
@@ -25,14 +25,14 @@ _MAX_BLOCKS = 4096
 
 
 def dataset(rows: Sequence[Mapping[str, Any]]) -> "ray.data.Dataset":
-    """A dataset of these rows, a block each as far as Ray Data bears it."""
+    """A dataset of these rows, one block each up to `_MAX_BLOCKS`."""
     import ray.data
 
     return ray.data.from_items(list(rows), override_num_blocks=min(len(rows), _MAX_BLOCKS))
 
 
 def pool_options(resources: ResourcesConfig, **strategy: Any) -> dict[str, Any]:
-    """Arguments of `map_batches` for a pool of as many actors as the run has encoders, a row at a time."""
+    """Arguments of `map_batches` for a pool with the run's number of encoders, a row at a time."""
     from ray.data import ActorPoolStrategy
 
     sizes = {"min_size": resources.encoders_min, "max_size": resources.encoders_max}
@@ -46,12 +46,12 @@ def pool_options(resources: ResourcesConfig, **strategy: Any) -> dict[str, Any]:
 
 
 def pool_need(what: str, resources: ResourcesConfig) -> session.Need:
-    """What such a pool must find on the cluster."""
+    """Resources that such a pool needs."""
     return session.Need(what, resources.encoders_min, resources.cpus_per_encoder, resources.gpus_per_encoder)
 
 
 def stream_rows(pipeline: "ray.data.Dataset", what: str) -> Iterator[dict[str, Any]]:
-    """The pipeline's rows, in the order in which they are finished. `what` names the work in errors."""
+    """Yield the pipeline's rows in the order of completion. `what` names the work in errors."""
     pipeline.context.enable_progress_bars = False
     pipeline.context.raise_original_map_exception = True
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
@@ -68,7 +68,7 @@ def map_in_pool(
 ) -> Iterator[Any]:
     """Call a pool of workers, each a `worker(**arguments)`, with every batch; yields the results in order of batches.
 
-    Batches and results travel as JSON. A result that is finished before its turn waits here.
+    Batches and results are serialised as JSON. Early results are buffered.
     """
     if not batches:
         return
@@ -93,13 +93,13 @@ def map_in_pool(
 def _map_in_threads(
     make: Callable[[], Callable[[pa.Table], pa.Table]], tables: Iterator[pa.Table], count: int
 ) -> Iterator[pa.Table]:
-    """Results in order. Each of `count` threads has a worker of its own, as each actor of a pool has."""
-    own = threading.local()
+    """Results in order. Each of `count` threads has its own worker, like an actor of a pool."""
+    local = threading.local()
 
     def work(table: pa.Table) -> pa.Table:
-        if not hasattr(own, "worker"):
-            own.worker = make()
-        return own.worker(table)
+        if not hasattr(local, "worker"):
+            local.worker = make()
+        return local.worker(table)
 
     pool = ThreadPoolExecutor(count)
     try:
@@ -109,7 +109,7 @@ def _map_in_threads(
 
 
 class _PoolActor:
-    """Runs a worker on the rows of a table."""
+    """Run a worker on the rows of a table."""
 
     def __init__(self, worker: Callable[..., Callable[[Any], Any]], arguments: Mapping[str, Any], threads: int) -> None:
         self.worker = worker(**arguments)

@@ -1,4 +1,4 @@
-"""Translate Ray's errors: users see our own error where a task raised one, and ResourceError where Ray gave up."""
+"""Translate Ray's errors: to our own error if a task raised one, else to ResourceError."""
 
 import sys
 from collections.abc import Iterator
@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from mvr_ray.errors import MvrRayError, ResourceError
 
 _RAY_DATA_NOTE = "\nFailed to apply UDF transform"
-"""Ray Data adds a paragraph about its retry settings to the message of an error that a function of ours raised."""
+"""Ray Data appends a paragraph about its retry settings to the message of an error of our function."""
 
 
 @contextmanager
 def translate_ray_errors(what: str) -> Iterator[None]:
-    """Raise our own error where one caused Ray's, and ResourceError where Ray itself gave up `what`.
+    """Raise our own error if one caused Ray's, else ResourceError, which names `what`.
 
-    A deadline that passed (GetTimeoutError) stays as it is: the caller set it.
+    A timeout (GetTimeoutError) passes unchanged: the caller set the deadline.
     """
     try:
         yield
@@ -25,7 +25,7 @@ def translate_ray_errors(what: str) -> Iterator[None]:
 
 
 def ray_error_types() -> tuple[type[Exception], ...]:
-    """What Ray raises; nothing where it is not imported."""
+    """Types of Ray's errors; empty where Ray is not imported."""
     if "ray" not in sys.modules:
         return ()
     import ray.exceptions
@@ -35,7 +35,7 @@ def ray_error_types() -> tuple[type[Exception], ...]:
 
 
 def unwrap_error(error: BaseException, what: str) -> BaseException:
-    """Our error that caused one of Ray's; else a user's own exception as it is, else ResourceError."""
+    """Our error that caused one of Ray's; else the task's exception unchanged, else ResourceError."""
     import ray.exceptions
 
     at: BaseException | None = error

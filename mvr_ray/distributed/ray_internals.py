@@ -1,4 +1,4 @@
-"""Use what Ray has no public API for. All of it was read from Ray 2.60.0; a test fails where another Ray differs."""
+"""Use Ray internals that have no public API, as of Ray 2.60.0; a test fails where another Ray differs."""
 
 import logging
 import os
@@ -22,13 +22,13 @@ _CLUSTER_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 @contextmanager
 def loopback_node() -> Iterator[None]:
-    """A node that starts in this block has the address 127.0.0.1, and all its processes listen there alone.
+    """Give a node that starts in this block the address 127.0.0.1; all its processes listen only there.
 
     A driver joins such a node in this block, too.
 
-    `ray.init(_node_ip_address="127.0.0.1")` is no such promise: on Linux, Ray replaces the address with the machine's,
-    and then listens on every interface. It keeps the loopback where it takes clusters of several machines as switched
-    off, as on macOS: a constant that it reads from the environment when it is imported, and again in every process.
+    `ray.init(_node_ip_address="127.0.0.1")` does not suffice: on Linux, Ray replaces the address with the machine's,
+    and then listens on every interface. It keeps the loopback if multi-node clusters are disabled, as on macOS: by a
+    constant that every process reads from the environment when it imports Ray.
     """
     before, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
     variable, os.environ[_CLUSTER_VARIABLE] = os.environ.get(_CLUSTER_VARIABLE), "0"
@@ -42,7 +42,7 @@ def loopback_node() -> Iterator[None]:
 
 
 def listens_on_loopback_alone(address: str) -> bool:
-    """Whether a cluster is at a loopback address and not at the machine's, by which Ray replaces it when it joins."""
+    """Whether a cluster listens on the loopback but not on the machine's address, which Ray would use to join."""
     host, _, port = address.rpartition(":")
     if host.strip("[]") not in ("127.0.0.1", "::1", "localhost") or not port.isdigit():
         return False
@@ -58,13 +58,13 @@ def _listens(host: str, port: str) -> bool:
 
 
 def reread_authentication() -> None:
-    """Make Ray read RAY_AUTH_MODE and the token again; by itself it reads them once, when it is imported."""
+    """Make Ray read RAY_AUTH_MODE and the token again; otherwise it reads them only at import."""
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
 
 
 def accepts_without_token(address: str) -> bool:
-    """Whether a cluster answers a client that brings no token. False where it cannot be reached."""
+    """Whether a cluster accepts a client without a token. False where it cannot be reached."""
     mode, os.environ["RAY_AUTH_MODE"] = os.environ.get("RAY_AUTH_MODE"), "disabled"
     try:
         gcs_address = services.canonicalize_bootstrap_address(address)
@@ -86,8 +86,8 @@ def accepts_without_token(address: str) -> bool:
 
 @contextmanager
 def silent_stderr() -> Iterator[None]:
-    """Discard what is written to file descriptor 2 in the block: `ray.init` says there, in C++, that a variable set its
-    log level. What it raises is not touched."""
+    """Discard output to file descriptor 2 in the block: C++ code of `ray.init` writes there that a variable set its log
+    level. Exceptions pass."""
     sys.stderr.flush()
     original = os.dup(2)
     with Path(os.devnull).open("wb") as nowhere:
@@ -100,9 +100,9 @@ def silent_stderr() -> Iterator[None]:
 
 
 def log_worker_messages() -> None:
-    """Send what Ray reports of workers to this package's log, instead of printing it.
+    """Redirect Ray's messages about workers from stdout to this package's log.
 
-    A worker that died is one warning; the full texts, which repeat with every call that is sent again, are INFO lines.
+    A worker's death is one warning; the full texts, which repeat with every retried call, are INFO lines.
     """
     worker.print_to_stdstream = _log_worker_message
 
@@ -110,5 +110,5 @@ def log_worker_messages() -> None:
 def _log_worker_message(data: dict[str, Any], ignore_prefix: bool) -> None:  # the signature is Ray's
     text = "\n".join(data["lines"])
     if text.startswith("A worker died or was killed"):
-        log.warning("a Ray worker died; what it did is done again")
+        log.warning("a Ray worker died; its work is retried")
     log.info("ray: %s", text)

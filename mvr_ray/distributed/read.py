@@ -1,11 +1,11 @@
-"""Read answers out of a ranking's passages with a pool of readers, and score them by SQuAD's rules.
+"""Read answers from a ranking's passages with a pool of readers, and score them by SQuAD's rules.
 
-    exact match    1 where the prediction is an answer, once case, punctuation and articles are gone
-    F1             overlap of their words, with the answer that overlaps best
+    exact match    1 where the prediction equals an answer, ignoring case, punctuation and articles
+    F1             overlap of their words, with the best-matching answer
 
-Every passage is read once; the answer from the first k is the best span among theirs, so one reading gives all k. A
-batch is `read.batch` questions in the ranking's order, so that what is read together, and with it every answer, does
-not depend on how many readers there are.
+Every passage is read once; the answer from the first k is the best of their spans, so one pass gives all k. A batch is
+`read.batch` questions in the ranking's order, so the composition of batches, and with it every answer, does not depend
+on the number of readers.
 
 Shapes: Q questions.
 """
@@ -56,7 +56,7 @@ class ReadRow(NamedTuple):
 
 
 class ReadReport(NamedTuple):
-    """What was read by which reader. `unread` counts questions without any passage that has text."""
+    """The ranking, the reader and its scores. `unread` counts questions without any passage that has text."""
 
     reader: str
     fingerprint: str
@@ -68,9 +68,9 @@ class ReadReport(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """The answer from the first `passages`: characters `start` up to `stop` of the text of the passage at `rank`.
+    """The answer from the first `passages`: characters [`start`, `stop`) of the text of the passage at `rank`.
 
-    Ranks count from 1; 0 where nothing was found. `exact_match` and `f1` are None where no answer is known.
+    Ranks count from 1; 0 without an answer span. `exact_match` and `f1` are None for questions without answers.
     """
 
     passages: int
@@ -86,7 +86,7 @@ class Prediction(NamedTuple):
 
 
 class ReadTask(NamedTuple):
-    """All that a worker needs to know."""
+    """Arguments of a worker."""
 
     address: ModelAddress
     fingerprint: str
@@ -97,14 +97,14 @@ class ReadTask(NamedTuple):
 
 
 class QuestionReader:
-    """Reads batches of questions, each with the texts of its passages; one actor of the pool."""
+    """Read batches of questions, each with the texts of its passages; one actor of the pool."""
 
     def __init__(self, task: ReadTask) -> None:
         self.task = task
 
     @cached_property
     def reader(self) -> Reader:
-        """Opened by the first batch: an error in an actor's constructor would reach the driver as text only."""
+        """Loaded by the first batch: an error in an actor's constructor would reach the driver as text only."""
         task = self.task
         return open_model(
             READERS, task.address, task.spec, expected=task.fingerprint, threads=task.threads, gpu=task.gpu
@@ -125,13 +125,13 @@ def read(
     """Answer every question of a ranking file; with `output`, write the predictions as JSON lines, in its order.
 
     `articles` maps question ids to articles, whose questions are resampled together for intervals; a question of an
-    unknown article counts as independent. Texts that the file lacks come from the corpus. Raises DataError,
+    unknown article is independent. Texts that the file lacks come from the corpus. Raises DataError,
     MissingInputError, ReaderError, ResourceError.
     """
     path, address, spec = resolve_path(str(ranking)), find_model(run, READERS, run.read.reader), reader_spec(run)
     ks = sorted(set(run.read.top_passages))
     if not ks:
-        raise ConfigError("read.top_passages is empty; say from how many passages to answer, such as [1, 5, 20]")
+        raise ConfigError("read.top_passages is empty; set the numbers of passages to read, such as [1, 5, 20]")
     ranked = _with_texts(run, path, list(read_ranking(path, ks[-1])))
     if run.read.score_weight:
         _require_scores(path, ranked)
@@ -147,18 +147,18 @@ def read(
         session.require(info, [pool_need("readers", resources)])
         file = None
         if output is not None:
-            aside = stack.enter_context(finished_file(output))
-            file = stack.enter_context(aside.open("w", encoding="utf-8", errors="replace", newline="\n"))
-        for number, (asked, spans) in enumerate(zip(ranked, _read_all(run, task, ranked, progress))):
-            found = predictions(asked, spans, ks, run.read.score_weight)
+            temporary = stack.enter_context(finished_file(output))
+            file = stack.enter_context(temporary.open("w", encoding="utf-8", errors="replace", newline="\n"))
+        for number, (result, spans) in enumerate(zip(ranked, _read_all(run, task, ranked, progress))):
+            answers_by_k = predictions(result, spans, ks, run.read.score_weight)
             unread += not any(spans)
-            if asked.question.answers:
-                groups.append((articles or {}).get(asked.question.id, f"question {number}"))
-            for prediction in found if asked.question.answers else ():
+            if result.question.answers:
+                groups.append((articles or {}).get(result.question.id, f"question {number}"))
+            for prediction in answers_by_k if result.question.answers else ():
                 scores[prediction.passages, "exact_match"].append(float(bool(prediction.exact_match)))
                 scores[prediction.passages, "f1"].append(prediction.f1 or 0.0)
             if file is not None:
-                file.write(_line(asked, found))
+                file.write(_line(result, answers_by_k))
     log.info("read: questions=%d unread=%d reader=%s fingerprint=%s", len(ranked), unread, run.read.reader, fingerprint)
     return ReadReport(
         reader=run.read.reader,
@@ -175,12 +175,12 @@ def predictions(
     result: RankedQuestion, spans: Sequence[Span | None], ks: Sequence[int], weight: float
 ) -> list[Prediction]:
     """The answer from the first k passages, for each k."""
-    made, answers = [], result.question.answers
+    rows, answers = [], result.question.answers
     for k in ks:
         at = choose(spans[:k], [hit.score for hit in result.passages[:k]], weight)
         span = spans[at] if at >= 0 else None
         text = result.passages[at].text[span.start : span.stop] if span else ""
-        made.append(
+        rows.append(
             Prediction(
                 passages=k,
                 text=text,
@@ -194,40 +194,40 @@ def predictions(
                 f1=f1_score(text, answers) if answers else None,
             )
         )
-    return made
+    return rows
 
 
 def _read_all(
     run: RunConfig, task: ReadTask, results: Sequence[RankedQuestion], progress: Progress
 ) -> Iterator[list[Span | None]]:
-    """The best span of every passage of every question, in order."""
-    size, done = run.read.batch, 0
+    """Yield the best spans of each question's passages, in order."""
+    size, count = run.read.batch, 0
     questions = [(row.question.text, [hit.text for hit in row.passages]) for row in results]
     batches = [questions[start : start + size] for start in range(0, len(questions), size)]
     for batch in map_in_pool(QuestionReader, {"task": task}, batches, run.resources, "reading"):
-        done += len(batch)
-        progress("read", done, len(results))
+        count += len(batch)
+        progress("read", count, len(results))
         for spans in batch:
             yield [Span(*fields) if fields else None for fields in spans]
 
 
 def _with_texts(run: RunConfig, path: Path, results: list[RankedQuestion]) -> list[RankedQuestion]:
-    """The ranking with the corpus's texts where it has none."""
-    bare = list(dict.fromkeys(hit.id for row in results for hit in row.passages if not hit.text))
-    if not bare:
+    """Fill missing texts of the ranking from the corpus."""
+    textless = list(dict.fromkeys(hit.id for row in results for hit in row.passages if not hit.text))
+    if not textless:
         return results
     try:
         corpus = Corpus.open(Store(run.store.path), run.prepare.corpus)
     except MissingInputError as error:
-        raise MissingInputError(f"ranking {path} has {len(bare)} passages without text, and {error}") from None
-    held = corpus.get(bare)
-    if lost := [passage_id for passage_id in bare if passage_id not in held]:
+        raise MissingInputError(f"ranking {path} has {len(textless)} passages without text, and {error}") from None
+    passages = corpus.get(textless)
+    if absent := [passage_id for passage_id in textless if passage_id not in passages]:
         raise DataError(
-            f"ranking {path} has no text for {len(lost)} passages (first: {lost[0]!r}) that corpus {corpus.name!r} "
-            f"does not hold; retrieve again with format=dpr or format=jsonl, or set prepare.corpus to what was ranked"
+            f"ranking {path} has no text for {len(absent)} passages (first: {absent[0]!r}) that corpus {corpus.name!r} "
+            f"does not hold; retrieve again with format=dpr or format=jsonl, or set prepare.corpus to the ranked corpus"
         )
     return [
-        row._replace(passages=[hit if hit.text else hit._replace(text=held[hit.id].text) for hit in row.passages])
+        row._replace(passages=[hit if hit.text else hit._replace(text=passages[hit.id].text) for hit in row.passages])
         for row in results
     ]
 

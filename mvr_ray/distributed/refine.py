@@ -2,9 +2,9 @@
 
     round r:  hits of the labelled questions -> labels -> step -> hits again -> accuracy -> next_action
 
-`refine_policy` decides from numbers; this module acts. Each round's state is at rest in the staging folder before the
-round counts, so the same command continues a killed run and ends with the same bytes. The best acceptable round is
-restored, the shards that it changed are rewritten and indexed, and a version is published that shares the others.
+`refine_policy` decides from numbers; this module acts. Each round's state is stored in the staging folder before the
+round counts, so the same command resumes a killed run and gives the same bytes. The best acceptable round is restored,
+its changed shards are rewritten and indexed, and the published version shares the others.
 
 Shapes: T questions in the table, L labelled ones (the first of the table), K hits, D dimension.
 """
@@ -51,7 +51,7 @@ def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
     try:
         return _refine(run, store, base, questions, journal, progress)
     except StagingError as error:
-        log.warning("refinement begins anew: index=%s (%s)", base.index, error)
+        log.warning("refinement restarts: index=%s (%s)", base.index, error)
         journal.delete()
         return _refine(run, store, base, questions, Journal(store, base, run, questions), progress)
 
@@ -82,14 +82,14 @@ def _refine(
 def _conclude(
     run: RunConfig, store: Store, base: Manifest, loop: RefinementLoop, end: Stop | Reject
 ) -> tuple[RefineReport, Manifest | None]:
-    """The report, and the manifest to publish if there is anything worth publishing."""
-    shown = end.best_round if isinstance(end, Stop) else loop.state().least_harmful()
-    accuracy = loop.accuracies(shown)
+    """Make the report, and the manifest to publish, if any."""
+    round_number = end.best_round if isinstance(end, Stop) else loop.state().least_harmful()
+    accuracy = loop.accuracies(round_number)
     report = RefineReport(
         index=base.index,
         base_version=base.version,
         method=run.refine.method,
-        rounds=tuple(done.report for done in loop.journal.rounds),
+        rounds=tuple(record.report for record in loop.journal.rounds),
         best_round=end.best_round if isinstance(end, Stop) else 0,
         accuracy=tuple(accuracy),
         dirty_share=0.0,
@@ -97,7 +97,7 @@ def _conclude(
         published=None,
         reason=end.reason,
         settings=loop.settings(),
-        weights=tuple(done.report for done in loop.journal.weights),
+        weights=tuple(record.report for record in loop.journal.weights),
     )
     if isinstance(end, Reject) or end.best_round == 0:
         return report, None
@@ -116,7 +116,7 @@ def _conclude(
 
 
 def _finished_by(store: Store, live: Manifest, run: RunConfig, questions: RefineQuestions) -> RefineReport | None:
-    """The outcome of this same command if it was killed after its publish, before it could say so."""
+    """The saved report of this command if it was killed between its publish and its report."""
     if live.operation != f"refine:{run.refine.method}" or live.parent not in manifests.list_versions(store, live.index):
         return None
     journal = Journal(store, manifests.read(store, live.index, live.parent), run, questions)
@@ -130,7 +130,7 @@ def _finished_by(store: Store, live: Manifest, run: RunConfig, questions: Refine
 def embed_questions(
     store: Store, base: Manifest, questions: RefineQuestions, threads: int, progress: Progress
 ) -> FloatArray:
-    """Every question by the encoder that made the version."""
+    """Embed every question with the version's encoder."""
     encoder = open_encoder(store, base.encoder_name, base.encoder_fingerprint, threads=threads)
     texts = [question.text for question in questions.table]
     blocks = []

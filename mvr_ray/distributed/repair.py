@@ -1,10 +1,10 @@
 """Repair damaged shards of a version: rebuild them from their whole files, under the same digest.
 
-    whole files (of the shard folder, or of one set aside earlier)  +  the index built from whole embeddings
+    whole files (of the shard folder, or of one quarantined earlier)  +  the index built from whole embeddings
     all equal to the manifest's digests?   damaged folder -> quarantine, new one -> its place
 
-The manifest never changes. Nothing is set aside before its replacement is whole, and what is set aside is never deleted
-by this program. Where embeddings themselves are lost, the report says which command makes them again.
+The manifest never changes. A folder is quarantined only once its replacement is whole, and quarantined folders are
+never deleted by this program. Where embeddings are lost, the report names the command that makes them again.
 """
 
 import logging
@@ -29,17 +29,17 @@ log = logging.getLogger(__name__)
 
 
 class Repair(NamedTuple):
-    """What became of one damaged shard, of moved queries (shard -1), or of the words of a version (shard -2)."""
+    """Result for one damaged shard, for moved queries (shard -1), or for the words of a version (shard -2)."""
 
     shard: int
     state: str
     """repaired or lost."""
     damaged: list[str]
-    """Each damaged file: its path, and what is wrong with it."""
+    """Path and problem of each damaged file."""
     set_aside: str
-    """Where the damaged folder is now; empty where it is still in its place, or was missing."""
+    """Quarantine folder of the damaged one; empty if that is still in its place, or was missing."""
     cure: str
-    """What makes a lost one again."""
+    """The command that makes a lost one again."""
 
 
 class RepairReport(NamedTuple):
@@ -49,18 +49,18 @@ class RepairReport(NamedTuple):
     repairs: list[Repair]
 
     def require(self) -> None:
-        """DigestError naming the first shard that is lost, if any, and what makes it again."""
-        lost = [done for done in self.repairs if done.state == "lost"]
-        if lost:
-            what = {QUERIES: "moved queries", LEXICAL: "the words"}.get(lost[0].shard, f"shard {lost[0].shard}")
+        """Raise DigestError for the first lost shard, if any, naming the command that makes it again."""
+        failures = [repair for repair in self.repairs if repair.state == "lost"]
+        if failures:
+            what = {QUERIES: "moved queries", LEXICAL: "the words"}.get(failures[0].shard, f"shard {failures[0].shard}")
             raise DigestError(
-                f"{len(lost)} of {len(self.repairs)} not repaired; first: {what} of index {self.index!r} version "
-                f"{self.version} ({lost[0].damaged[0]}); {lost[0].cure}"
+                f"{len(failures)} of {len(self.repairs)} not repaired; first: {what} of index {self.index!r} version "
+                f"{self.version} ({failures[0].damaged[0]}); {failures[0].cure}"
             )
 
 
 def repair(store: Store, manifest: Manifest) -> RepairReport:
-    """Make every file of a version what its manifest says, as far as that can be done without encoding."""
+    """Restore every file of a version to its manifest's digest, as far as possible without encoding."""
     problems = manifests.verify(store, manifest).problems
     entries = {entry.shard: entry for entry in manifest.shards}
     repairs = []
@@ -76,7 +76,7 @@ def repair(store: Store, manifest: Manifest) -> RepairReport:
 
 
 def _repair_words(store: Store, manifest: Manifest, problems: Sequence[Problem]) -> Repair:
-    """Write the words again, from the corpus and those before it."""
+    """Rebuild the words from the corpus and earlier versions."""
     try:
         is_whole = repair_lexical(store, manifest)
     except (MissingInputError, StorageError) as error:
@@ -93,19 +93,19 @@ def _repair_shard(store: Store, manifest: Manifest, entry: ShardEntry, problems:
         if missing:
             log.warning("shard lost: index=%s shard=%d files=%s", index, entry.shard, missing)
             return Repair(entry.shard, "lost", _lines(problems), "", _cure(store, manifest, [place]))
-        aside = ""
+        quarantine = ""
         if store.exists(place):
-            aside = paths.quarantine_dir(index, entry.digest, len(_set_aside(store, index, entry)) + 1)
-            store.move_dir(place, aside)
-        made = manifests.add_shard(store, index, folder, ShardMeta(entry.shard, entry.num_passages, entry.num_vectors))
-    if made != entry:
-        raise DigestError(f"shard {entry.shard} was built as {made.digest}, its manifest says {entry.digest}")
-    log.warning("shard repaired: index=%s shard=%d set aside=%s", index, entry.shard, aside or "nothing")
-    return Repair(entry.shard, "repaired", _lines(problems), aside, "")
+            quarantine = paths.quarantine_dir(index, entry.digest, len(_set_aside(store, index, entry)) + 1)
+            store.move_dir(place, quarantine)
+        copy = manifests.add_shard(store, index, folder, ShardMeta(entry.shard, entry.num_passages, entry.num_vectors))
+    if copy != entry:
+        raise DigestError(f"shard {entry.shard} was built as {copy.digest}, its manifest says {entry.digest}")
+    log.warning("shard repaired: index=%s shard=%d set aside=%s", index, entry.shard, quarantine or "nothing")
+    return Repair(entry.shard, "repaired", _lines(problems), quarantine, "")
 
 
 def _collect_whole(store: Store, index: str, entry: ShardEntry, folder: Path) -> list[str]:
-    """Copy each file of the shard that is whole somewhere into `folder`; gives the names that are nowhere whole."""
+    """Copy whole files of the shard or of quarantined copies into `folder`; returns the names without a whole copy."""
     missing = []
     for name, file in entry.files.items():
         places = [paths.shard_dir(index, entry.digest), *_set_aside(store, index, entry)]
@@ -115,7 +115,7 @@ def _collect_whole(store: Store, index: str, entry: ShardEntry, folder: Path) ->
 
 
 def _build_missing(manifest: Manifest, entry: ShardEntry, folder: Path, missing: list[str]) -> list[str]:
-    """Build the shard's index beside `folder` and take from it what is missing; gives what is missing still."""
+    """Build the shard's index beside `folder` and move missing files from it; returns the names still missing."""
     if not missing or {*paths.embedding_files(entry.files)} & {*missing} or not entry.num_passages:
         return missing
     built = folder.with_name("built")
@@ -130,23 +130,23 @@ def _build_missing(manifest: Manifest, entry: ShardEntry, folder: Path, missing:
     except ShardIndexError as error:  # such as a library that is not installed here
         log.warning("shard not built: index=%s shard=%d error=%s", manifest.index, entry.shard, error)
         return missing
-    still = []
+    remaining = []
     for name in missing:
         if (built / name).is_file() and _equals(built / name, entry.files[name]):
             (built / name).replace(folder / name)
         else:
-            still.append(name)
-    return still
+            remaining.append(name)
+    return remaining
 
 
 def _set_aside(store: Store, index: str, entry: ShardEntry) -> list[str]:
-    """Folders of this shard that were set aside before."""
+    """Quarantined folders of this shard."""
     root = paths.quarantine_root(index)
     return [f"{root}/{name}" for name in store.list(root) if name.rpartition("-")[0] == entry.digest]
 
 
 def _copy_whole_file(store: Store, path: str, file: FileEntry, target: Path) -> bool:
-    """Whether a file of the store, copied to `target`, is what the manifest says; else `target` is not there."""
+    """Copy a file to `target`; returns whether it matches the manifest, else removes `target`."""
     if store.size_bytes(path) != file.num_bytes or store.sha256(path) != file.sha256:
         return False
     try:
@@ -164,15 +164,15 @@ def _equals(path: Path, file: FileEntry) -> bool:
 
 
 def _cure(store: Store, manifest: Manifest, damaged_paths: Iterable[str]) -> str:
-    """The command that brings back what cannot be rebuilt: encoding again, or a version that does not name it."""
+    """The command that restores lost files: encode again, or roll back to a version that does not use them."""
     if manifest.operation == "index":
         return "encode it again, and no other shard: mvr-ray index CONFIG"
-    lost = set(damaged_paths)
+    lost_paths = set(damaged_paths)
     for version in reversed(manifests.list_versions(store, manifest.index)):
         other = manifests.read(store, manifest.index, version)
-        named = {paths.shard_dir(other.index, entry.digest) for entry in other.shards}
-        named |= {paths.refined_queries(other.index, digest) for digest in other.refined_queries.values()}
-        if not lost & named:
+        needed_paths = {paths.shard_dir(other.index, entry.digest) for entry in other.shards}
+        needed_paths |= {paths.refined_queries(other.index, digest) for digest in other.refined_queries.values()}
+        if not lost_paths & needed_paths:
             back = f"version {version} does not need it: mvr-ray versions CONFIG rollback {version}"
             return f"{back}; or do the {manifest.operation.partition(':')[0]} again on it"
     return f"encode again, then do the {manifest.operation.partition(':')[0]} again: mvr-ray index CONFIG"

@@ -1,7 +1,7 @@
-"""Score question-passage pairs by a cross-encoder, on a pool of actors that read the passages themselves.
+"""Score question-passage pairs with a cross-encoder, on a pool of actors that read the passages from the corpus.
 
-A batch is `_BATCH` questions in their order, so that what is read together, and with it every score, does not depend
-on how many actors there are.
+A batch is `_BATCH` questions in order, so the composition of batches, and with it every score, does not depend on the
+number of actors.
 """
 
 from collections.abc import Sequence
@@ -32,14 +32,14 @@ Candidates = tuple[str, Sequence[str]]
 
 
 class PairModel(NamedTuple):
-    """Where a cross-encoder is, and which one."""
+    """Address and fingerprint of a cross-encoder."""
 
     address: ModelAddress
     fingerprint: str
 
 
 class ScoreTask(NamedTuple):
-    """All that a worker needs to know."""
+    """Arguments of a worker."""
 
     address: ModelAddress
     fingerprint: str
@@ -53,14 +53,14 @@ class ScoreTask(NamedTuple):
 
 
 class PairScorer:
-    """Scores batches of questions with their candidates; one actor of the pool."""
+    """Score batches of questions with their candidates; one actor of the pool."""
 
     def __init__(self, task: ScoreTask) -> None:
         self.task = task
 
     @cached_property
     def model(self) -> CrossEncoder:
-        """Opened by the first batch: an error in an actor's constructor would reach the driver as text only."""
+        """Loaded by the first batch: an error in an actor's constructor would reach the driver as text only."""
         task = self.task
         return open_model(
             CROSS_ENCODERS, task.address, task.spec, expected=task.fingerprint, threads=task.threads, gpu=task.gpu
@@ -78,7 +78,7 @@ class PairScorer:
 
 
 def find_pair_model(run: RunConfig) -> PairModel:
-    """The model that `mine.cross_encoder` names, found whole. Raises MissingInputError, CrossEncoderError."""
+    """Find and load the model of `mine.cross_encoder`. Raises MissingInputError, CrossEncoderError."""
     address = find_model(run, CROSS_ENCODERS, run.mine.cross_encoder or "")
     model = open_model(CROSS_ENCODERS, address, pair_spec(run), threads=run.resources.torch_threads)
     return PairModel(address, model.fingerprint)
@@ -87,7 +87,7 @@ def find_pair_model(run: RunConfig) -> PairModel:
 def pair_scores(
     run: RunConfig, model: PairModel, corpus: Corpus, candidates: Sequence[Candidates], progress: Progress
 ) -> list[FloatArray]:
-    """float32 scores of each question's candidates. Raises ResourceError before any worker starts."""
+    """Compute float32 scores of each question's candidates. Raises ResourceError before any worker starts."""
     resources = run.resources
     task = ScoreTask(
         *model,

@@ -1,11 +1,11 @@
-"""Distribute the live version over another number of shards, without encoding: views move bit by bit.
+"""Distribute the live version over another number of shards, without encoding: views are copied bit for bit.
 
     shard of a passage:  h(id) mod n   before,   h(id) mod m   after
     read by new shard t: old shards s with  s = t  (mod gcd(n, m)),  for h = s (mod n) and h = t (mod m) agree there
 
-So 8 to 12 reads each shard three times, 8 to 16 twice, and each new shard is one task that needs n / gcd(n, m) old
-ones. A new shard that is built is noted in the staging folder, so the same command continues after any crash. Passages
-and views are counted against those of the version before anything is published; the corpus stays as it is.
+So 8 to 12 reads each shard three times, 8 to 16 twice, and each new shard is one task that reads n / gcd(n, m) old
+ones. A note of each built shard in the staging folder lets the same command resume after any crash. The publication
+requires equal counts of passages and views before and after; the corpus does not change.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ MAX_SHARDS = 65_536
 
 
 class ReshardTask(NamedTuple):
-    """What a task builds one new shard from. `base` is the version to reshard, `staging` the key of notes."""
+    """Arguments of a task that builds one new shard. `base` is the version to reshard, `staging` the key of notes."""
 
     store: str
     base: Manifest
@@ -65,7 +65,7 @@ class ReshardTask(NamedTuple):
 
 
 class ReshardReport(NamedTuple):
-    """What was published, and that nothing was lost on the way; `version` is `base_version` where nothing was to do."""
+    """The published version, with counts before and after; `version` is `base_version` if nothing changed."""
 
     index: str
     base_version: int
@@ -82,11 +82,11 @@ class ReshardReport(NamedTuple):
 
 
 def reshard(run: RunConfig, num_shards: int, progress: Progress = no_progress) -> ReshardReport:
-    """Publish the live version over `num_shards` shards; the live one itself where it has so many already.
+    """Publish the live version over `num_shards` shards; does nothing if it has that number already.
 
-    Views, moved queries and measurements stay; only an approximate index is built, and its recall measured, anew.
-    Raises ConfigError, MissingInputError, ShardIndexError, StorageError (no room), DigestError (an old shard is
-    damaged), RowsLostError and PublishConflictError. After any of them the live version is as it was.
+    Views, moved queries and measurements stay; only an approximate index is rebuilt and its recall measured again.
+    Raises ConfigError, MissingInputError, ShardIndexError, StorageError (no space), DigestError (an old shard is
+    damaged), RowsLostError and PublishConflictError. After any of them the live version is unchanged.
     """
     if not 1 <= num_shards <= MAX_SHARDS:
         raise ConfigError(f"reshard: shards={num_shards} is outside 1 to {MAX_SHARDS}")
@@ -114,7 +114,7 @@ def reshard(run: RunConfig, num_shards: int, progress: Progress = no_progress) -
 
 
 def staging_key(base: Manifest, num_shards: int) -> str:
-    """Names the notes of this work: by what the version holds, and over how many shards."""
+    """Key of the notes: a digest of the version's content and the number of shards."""
     decides = f"{base.content_digest()} {base.version} {num_shards}"
     return f"reshard-{hashlib.sha256(decides.encode()).hexdigest()[:16]}"
 
@@ -126,11 +126,11 @@ def sources(shard: int, num_before: int, num_after: int) -> list[int]:
 
 
 def reshard_one(task: ReshardTask, shard: int) -> BuiltShard:
-    """One new shard from the old ones, or as it is noted already."""
+    """Build one new shard from the old ones, or return its note."""
     store, base = Store(task.store), task.base
     note = paths.staged_shard(base.index, task.staging, "dealt", shard)
-    if noted := read_note(store, base.index, note):
-        return noted
+    if result := read_note(store, base.index, note):
+        return result
     with shard_folder(store) as folder:
         blocks = [block for old in _open_old_shards(store, task, shard) for block in old.blocks()]
         rows = sorted(
@@ -152,7 +152,7 @@ def reshard_one(task: ReshardTask, shard: int) -> BuiltShard:
 
 
 def manifest_over(base: Manifest, shards: Sequence[BuiltShard]) -> Manifest:
-    """The manifest of the version over its new shards; what was measured on views holds as before."""
+    """The manifest of the version over its new shards; measurements on views are unchanged."""
     metrics = {name: value for name, value in base.metrics.items() if name not in RECALL_METRICS}
     measured = recall_metrics(shards)
     return dataclasses.replace(
@@ -167,7 +167,7 @@ def manifest_over(base: Manifest, shards: Sequence[BuiltShard]) -> Manifest:
 
 
 def require_same_counts(base: Manifest, new: Manifest) -> None:
-    """RowsLostError unless as many passages and views came out as went in.
+    """Raise RowsLostError unless the counts of passages and views are equal before and after.
 
     A new shard holds no id twice and only ids that hash to it, so equal numbers mean equal sets.
     """
@@ -197,19 +197,19 @@ def _report(base: Manifest, result: Manifest) -> ReshardReport:
 
 
 def _require_possible(store: Store, base: Manifest) -> None:
-    """Refuse before any work what would fail after hours of it."""
+    """Raise early for problems that would otherwise fail after hours of work."""
     check_params(IndexParams(**base.index_params), base.dimension)
     if [entry.shard for entry in base.shards] != list(range(len(base.shards))):
         raise ConfigError(
             f"reshard: index {base.index!r} version {base.version} lacks shards (it has "
             f"{', '.join(str(entry.shard) for entry in base.shards)}); index again: mvr-ray index CONFIG"
         )
-    named = [(entry, name, file) for entry in base.shards for name, file in _embeddings(entry).items()]
-    for entry, name, file in named:
+    files = [(entry, name, file) for entry in base.shards for name, file in _embeddings(entry).items()]
+    for entry, name, file in files:
         path = f"{paths.shard_dir(base.index, entry.digest)}/{name}"
-        size, wanted = store.size_bytes(path), file.num_bytes
-        if size != wanted:
-            has = "is missing" if size < 0 else f"has {size} bytes, not {wanted}"
+        size, expected_bytes = store.size_bytes(path), file.num_bytes
+        if size != expected_bytes:
+            has = "is missing" if size < 0 else f"has {size} bytes, not {expected_bytes}"
             raise DigestError(
                 f"reshard: {store.where(path)} of shard {entry.shard} {has}; "
                 f"repair it first: mvr-ray versions CONFIG repair"
@@ -223,7 +223,7 @@ def _require_possible(store: Store, base: Manifest) -> None:
 
 
 def _open_old_shards(store: Store, task: ReshardTask, shard: int) -> Iterator[EmbeddingShard]:
-    """The embeddings of the old shards that a new one comes from, each found equal to its digest."""
+    """Open the old shards that a new one reads, after checking their digests."""
     base = task.base
     for source in sources(shard, len(base.shards), task.num_shards):
         entry = base.shards[source]
@@ -238,7 +238,7 @@ def _embeddings(entry: ShardEntry) -> dict[str, FileEntry]:
 
 
 def _build(task: ReshardTask, progress: Progress) -> list[BuiltShard]:
-    """All new shards in order; a task each, as many at a time as the cluster has CPUs for."""
+    """Build all new shards, one task each, as many at a time as CPUs allow; returns them in order."""
     calls = [(task, shard) for shard in range(task.num_shards)]
     built: list[BuiltShard] = []
     for shard in run_tasks(reshard_one, calls, "resharding", cpus=BUILD_CPUS):

@@ -1,4 +1,4 @@
-"""Rankings of a question set over an index version, written for others to read; and the stage that measures one."""
+"""Write the rankings of a question set over an index version in standard formats; re-exports `evaluate`."""
 
 import logging
 from pathlib import Path
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class RetrieveReport(NamedTuple):
-    """What was written, and what it was found in. `exact`: it is the best k of all passages."""
+    """The file written, and the version searched. `exact`: the hits are the best k of all passages."""
 
     output: str
     format: str
@@ -45,7 +45,7 @@ def retrieve(
     progress: Progress = no_progress,
     version: int | None = None,
 ) -> RetrieveReport:
-    """Rank the best `retrieve.k` passages of every question into `output`, which appears whole, in question order.
+    """Write the best `retrieve.k` passages of every question to `output`, in question order, in one atomic step.
 
     `questions` is a stored set or a file in any question format. Raises MissingInputError, DataError, FilterError,
     CoverageError; ShardIndexError for `search.hybrid` over a version without words.
@@ -58,7 +58,7 @@ def retrieve(
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
     if run.retrieve.filter is not None:
         parse_filter(run.retrieve.filter, corpus.fields)
-    asked = question_set(corpus, questions)
+    query_set = question_set(corpus, questions)
     snippets = format in ("jsonl", "parquet") or (format == "dpr" and run.retrieve.extras)
     settings = RankSettings(
         k=run.retrieve.k,
@@ -71,7 +71,7 @@ def retrieve(
         hybrid=run.search.hybrid,
     )
     with open_router(run, version) as router:
-        ranked = rank_questions(run, router, [asked], settings, progress)
+        ranked = rank_questions(run, router, [query_set], settings, progress)
         count = write_ranking(ranked, output, format, tag=run.retrieve.tag, extras=run.retrieve.extras)
         manifest = router.manifest
     log.info("retrieved: questions=%d output=%s index=%s version=%d", count, output, manifest.index, manifest.version)
@@ -89,7 +89,7 @@ def retrieve(
 
 
 def question_set(corpus: Corpus, name: str) -> QuestionSet:
-    """A question set of the corpus by name, else the questions of a file."""
+    """Read a question set of the corpus by name, else the questions of a file."""
     if name in question_sets(corpus):
         return QuestionSet(name, read_questions(corpus, name))
     path = resolve_path(name)

@@ -1,12 +1,12 @@
-"""The one door to an index version: queries in, the best passages of all shards out, and what was searched for them.
+"""Searches one index version: sends queries to all shards, merges their results, and reports what was searched.
 
-    dispatcher  every shard gives its best rows and its frontier
-    merge    the best k of all shards; shards whose frontier reaches into them are asked again for k rows
-    state    version, encoder, passages searched of those in the manifest, certified exact or approximate
+    scatter  every shard returns its best rows and its frontier
+    merge    the best k of all shards; shards whose frontier reaches into them get a second round for k rows
+    report   version, encoder, passages searched of those in the manifest, certified exact or approximate
 
-Shards of an exact index are first asked for as many rows as settle the merge in 99 of 100 calls
+The first round asks the shards of an exact index for as many rows as suffice in 99 of 100 calls
 (`merging.first_depth`); the certificate says when they do not. The same Router runs over actors and, for laptops and
-tests, over shards held in this process.
+tests, over shards in this process.
 
 Shapes: Q queries, K hits, D dimension.
 """
@@ -73,21 +73,22 @@ __all__ = ["MatchingSnippet", "Router", "ShardSearcher", "open_router"]
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 600.0
-SPANS_KEPT = 16_384
-"""Passages whose sentences a router remembers: cutting those of ten hits takes longer than finding them."""
-DEPTHS_KEPT = 256
+MAX_SPANS = 16_384
+"""Passages whose sentences a router caches: splitting those of ten hits takes longer than the search."""
+MAX_DEPTHS = 256
 SOURCES_S = 10.0
-"""What was seen of corpus and encoder in the store holds so long."""
+"""Seconds for which a check of corpus and encoder in the store stays valid."""
 SECOND_ROUND_SHARE = 0.25
-"""Of an answer's time, where a part of the passages is enough: a shard that says nothing does not use it all up."""
-FIRST_ROWS_KEPT = "its first rows are among the hits, the further ones that it was asked for did not come"
+"""Share of the time reserved for a second round if `min_coverage` is below 1; a silent shard cannot use it up."""
+FIRST_ROWS_ONLY = "its first rows are among the hits, those of the second round did not arrive"
+RETRY_HINT = "Ray restarts dead searchers: ask again"
 DAMAGED = "damaged"
 Observe = Callable[[str, float], None]
-"""Told how many seconds a stage took: `encode` the questions, `search` the shards, `merge` their answers."""
+"""Gets a stage and its seconds: `encode` the questions, `search` the shards, `merge` their answers."""
 
 
 class MatchingSnippet(NamedTuple):
-    """What won: a snippet of the text, the title, the passage as a whole, or a feedback view (no part of its text)."""
+    """What the best view represents: a snippet, the title, the whole passage, or a feedback view (no part of it)."""
 
     kind: Literal["snippet", "title", "passage", "feedback"]
     start: int
@@ -96,10 +97,10 @@ class MatchingSnippet(NamedTuple):
 
 
 class Router:
-    """Answers from one version and its own encoder. Safe to use from several threads."""
+    """Searches one version with its own encoder. Safe to use from several threads."""
 
     failure = ""
-    """Why a newer version is not answered from, as `HotSwapRouter.failure` says: nothing failed."""
+    """As `HotSwapRouter.failure`; always empty, since this router moves to no other version."""
 
     def __init__(
         self,
@@ -112,8 +113,8 @@ class Router:
         gpu: bool = False,
         observe: Observe | None = None,
     ) -> None:
-        """`timeout_s`: for an answer, where a search does not say. `threads` and `gpu` are for embedding questions in
-        this process. `observe` is called by the threads that search.
+        """`timeout_s`: of a search without a deadline. `threads` and `gpu` are for embedding questions in this process.
+        `observe` is called by the threads that search.
         """
         self.store = store
         self.manifest = manifest
@@ -124,7 +125,7 @@ class Router:
         self.observe = observe
         sizes = [entry.num_passages for entry in manifest.shards]
         self._start_of = shard_starts(manifest.shards)
-        self._first_depth = lru_cache(DEPTHS_KEPT)(lambda k, num_queries: first_depth(k, sizes, num_queries))
+        self._first_depth = lru_cache(MAX_DEPTHS)(lambda k, num_queries: first_depth(k, sizes, num_queries))
         self._lock = threading.Lock()
         self._encoder: DualEncoder | None = None
         self._corpus: Corpus | None = None
@@ -132,20 +133,20 @@ class Router:
         self._missing_sources: list[str] = []
         self._sources_s = -math.inf
         self._corpus_statistics: CorpusStatistics | None = None
-        self._spans = lru_cache(SPANS_KEPT)(lambda passage: tuple(self.encoder.view_spans(passage)))
+        self._spans = lru_cache(MAX_SPANS)(lambda passage: tuple(self.encoder.view_spans(passage)))
 
     @contextmanager
     def pin(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator["Router"]:
-        """This router, as `HotSwapRouter.pin` gives that of any. Raises MissingInputError for another version."""
+        """This router, like `HotSwapRouter.pin`. Raises MissingInputError for another version."""
         if version not in (None, self.manifest.version):
             raise MissingInputError(
-                f"version {self.manifest.version} of index {self.manifest.index!r} alone is open here, not {version}; "
+                f"only version {self.manifest.version} of index {self.manifest.index!r} is open here, not {version}; "
                 f"leave version out"
             )
         yield self
 
     def follow(self) -> bool:
-        """Stay with the version, where `HotSwapRouter.follow` moves to a newer one."""
+        """Stay on the version, unlike `HotSwapRouter.follow`."""
         return False
 
     @property
@@ -158,9 +159,9 @@ class Router:
 
     @property
     def encoder(self) -> DualEncoder:
-        """The snapshot that made the index, opened when first needed.
+        """The encoder snapshot of the index, opened at the first use.
 
-        Raises MissingInputError if the store lacks it, FingerprintError if another stands in its place.
+        Raises MissingInputError if the store lacks it, FingerprintError if its folder holds another one.
         """
         with self._lock:
             if self._encoder is None:
@@ -170,18 +171,18 @@ class Router:
 
     @property
     def corpus(self) -> Corpus:
-        """The passages that were indexed. Raises MissingInputError where the store has lost the corpus."""
+        """The passages of the index. Raises MissingInputError if the store lacks the corpus."""
         with self._lock:
             if self._corpus is None:
                 self._corpus = Corpus.open(self.store, self.manifest.corpus, self.manifest.corpus_digest)
             return self._corpus
 
     def embed(self, texts: Sequence[str]) -> FloatArray:
-        """queries_QD of the version's own encoder. Raises EncoderError for a text without a word."""
+        """Embed texts with the version's own encoder: queries_QD. Raises EncoderError for a text without a word."""
         return self.encoder.embed_queries(texts)
 
     def count_tokens(self, texts: Sequence[str]) -> int:
-        """Tokens that `embed` reads of all texts together."""
+        """The number of tokens that `embed` reads of all texts together."""
         return sum(tokenized.num_tokens for tokenized in self.encoder.tokenize_queries(texts))
 
     def search_text(
@@ -195,9 +196,9 @@ class Router:
         hybrid: HybridWeight | None = None,
         parts: bool = False,
     ) -> Answer:
-        """`search` with the questions' embeddings; embedding them counts towards the time. With `hybrid` w a passage
-        scores BM25 + w x its dense score, with "rrf" the sum of its reciprocal ranks in both; `parts`: the answer has
-        both scores of every hit."""
+        """Embed the questions and `search`; embedding counts towards the deadline. With `hybrid` w a passage scores
+        BM25 + w x its dense score, with "rrf" the sum of its reciprocal ranks in both; `parts`: the answer has both
+        scores of every hit."""
         deadline = deadline or Deadline.after(self.timeout_s)
         with self._record_time("encode"):
             queries_QD = self.embed(texts)
@@ -218,23 +219,23 @@ class Router:
         filter: Mapping[str, Any] | None = None,
         hybrid: HybridQueries | None = None,
     ) -> Answer:
-        """The best k distinct passages a query, or all there are, of the shards that answer by the deadline, which is
-        `timeout_s` of the router where none is given.
+        """Search for the best k distinct passages a query (or all if there are fewer) of the shards that answer by the
+        deadline, by default `timeout_s` of the router.
 
-        With a filter (`store.filters`), of the passages that pass it. An exact index is then exact over those, and
-        coverage counts passages as ever, whether they pass or not.
+        A filter (`store.filters`) restricts the search to the passages that pass it. An exact index is then exact over
+        those; coverage counts all passages, whether they pass or not.
 
-        Where `min_coverage` is below 1, a quarter of the time is kept for asking again. A shard that answers only the
-        first time leaves its first rows in the hits and counts as not searched: it may hold more of the best.
+        If `min_coverage` is below 1, a quarter of the time is reserved for a second round. A shard that answers only
+        the first round leaves its first rows in the hits and counts as not searched: it may hold better passages.
 
         With `hybrid` a passage scores BM25 + weight x its dense score, as exactly and with the same certificate. The
-        statistics of BM25 are those of the whole corpus, whatever a filter lets pass. With "rrf" it scores by its ranks
-        among the first 100 (or k) of both sides; certified then means that both lists are.
+        BM25 statistics are those of the whole corpus, independent of a filter. With "rrf" it scores by its ranks among
+        the first 100 (or k) of both sides; certified then means that both lists are.
 
         Raises ShardIndexError for k below 1, vectors of another dimension, a weight below 0 and a version without
-        words, FilterError for a filter that does not fit the version's corpus, OverloadedError when too many calls
-        wait, CoverageError when fewer than `min_coverage` of the manifest's passages were searched; DamagedShardsError,
-        one of those, when damaged files are among the causes.
+        words, FilterError for a filter that does not fit the version's corpus, OverloadedError if too many calls wait,
+        CoverageError if fewer than `min_coverage` of the manifest's passages were searched, and its subclass
+        DamagedShardsError if damaged files are among the causes.
         """
         check_k(k)
         queries_QD = check_queries(queries_QD, self.dimension)
@@ -247,32 +248,32 @@ class Router:
         if not len(queries_QD):
             return self._answer([], {}, 0, 0)
         exact = self._is_exact(hybrid)
-        first = self._first_depth(k, _rounded_up(len(queries_QD))) if exact else k
-        keeps_time = first < k and min_coverage < 1
-        first_deadline = deadline.share(1 - SECOND_ROUND_SHARE) if keeps_time else deadline
+        first_k = self._first_depth(k, _round_up(len(queries_QD))) if exact else k
+        reserves_time = first_k < k and min_coverage < 1
+        first_deadline = deadline.share(1 - SECOND_ROUND_SHARE) if reserves_time else deadline
         shards = tuple(entry.shard for entry in self.manifest.shards)
-        request = ScanRequest(queries_QD, first, shards, self.manifest.version, text, hybrid)
+        request = ScanRequest(queries_QD, first_k, shards, self.manifest.version, text, hybrid)
         with self._record_time("search"):
-            answers = self.fleet.fan_out(request, first_deadline)
-        found, failures = {answer.shard: answer for answer in answers.results}, list(answers.failures)
+            first = self.fleet.fan_out(request, first_deadline)
+        results, failures = {result.shard: result for result in first.results}, list(first.failures)
         with self._record_time("merge"):
-            merged, rounds = MergedResults(found.values(), self._start_of, k), 1
-            again = merged.ask_again() if exact else {}
-        if again:
+            merged, rounds = MergedResults(results.values(), self._start_of, k), 1
+            uncertain = merged.uncertain_queries() if exact else {}
+        if uncertain:
             with self._record_time("search"):
-                positions = distinct(np.concatenate(list(again.values())))
-                doubtful_QD, texts = queries_QD[positions], hybrid and hybrid.take(positions)
-                doubtful = request._replace(queries_QD=doubtful_QD, k=k, shards=tuple(again), hybrid=texts)
-                second = self.fleet.fan_out(doubtful, deadline, again=True)
-            for answer in second.results:
-                found[answer.shard] = overlay_results(found[answer.shard], answer, positions)
-            failures += [one._replace(detail=one.detail or FIRST_ROWS_KEPT) for one in second.failures]
-            merged, rounds = MergedResults(found.values(), self._start_of, k), 2
-        rescored = sum(int(answer.rescored_Q.sum()) for answer in found.values())
-        silent = {shard: missing for missing in failures for shard in missing.shards}
+                positions = distinct(np.concatenate(list(uncertain.values())))
+                uncertain_QD, texts = queries_QD[positions], hybrid and hybrid.take(positions)
+                request = request._replace(queries_QD=uncertain_QD, k=k, shards=tuple(uncertain), hybrid=texts)
+                second = self.fleet.fan_out(request, deadline, admit=True)
+            for result in second.results:
+                results[result.shard] = overlay_results(results[result.shard], result, positions)
+            failures += [one._replace(detail=one.detail or FIRST_ROWS_ONLY) for one in second.failures]
+            merged, rounds = MergedResults(results.values(), self._start_of, k), 2
+        rescored = sum(int(result.rescored_Q.sum()) for result in results.values())
+        failure_of = {shard: failure for failure in failures for shard in failure.shards}
         hits = merged.hits() or [[] for _ in queries_QD]
-        answer = self._answer(hits, silent, rounds, rescored, hybrid)
-        if silent:
+        answer = self._answer(hits, failure_of, rounds, rescored, hybrid)
+        if failure_of:
             self._check_coverage(answer, min_coverage)
         return answer
 
@@ -285,7 +286,7 @@ class Router:
         min_coverage: float,
         filter: Mapping[str, Any] | None,
     ) -> Answer:
-        """Fuse the best of both sides by reciprocal rank (`core.searching.fusion`)."""
+        """Search both sides and fuse their best hits by reciprocal rank (`core.searching.fusion`)."""
         depth, options = max(k, LIST_DEPTH), {"deadline": deadline, "min_coverage": min_coverage, "filter": filter}
         words = self.search(queries_QD, depth, hybrid=hybrid._replace(weight="words"), **options)
         dense = self.search(queries_QD, depth, **options)
@@ -303,21 +304,21 @@ class Router:
         return answer
 
     def _is_exact(self, hybrid: HybridQueries | None = None) -> bool:
-        """Whether shards answer exactly: words do, whatever the index of the views is."""
+        """Whether shards answer exactly; a search by words alone does, with any index of the views."""
         return self.manifest.index_params["kind"] == "flat" or (hybrid is not None and hybrid.weight == "words")
 
     def _check_hybrid(self, hybrid: HybridQueries, num_queries: int) -> None:
         require_words(self.manifest)
         if not isinstance(hybrid.weight, str) and not (math.isfinite(hybrid.weight) and hybrid.weight >= 0):
-            raise ShardIndexError(f"the weight of the dense score is {hybrid.weight}; give a finite number from 0 on")
+            raise ShardIndexError(f"the weight of the dense score is {hybrid.weight}; it must be finite and at least 0")
         if len(hybrid.texts) != num_queries:
             raise ShardIndexError(
-                f"{num_queries} query vectors come with {len(hybrid.texts)} texts; a hybrid search needs one each"
+                f"{num_queries} query vectors and {len(hybrid.texts)} texts; a hybrid search needs one text a vector"
             )
 
     @contextmanager
     def _record_time(self, stage: str) -> Iterator[None]:
-        """Tell how long it took, also where it failed."""
+        """Pass the duration of the block to `observe`, also if it fails."""
         began = time.perf_counter()
         try:
             yield
@@ -326,11 +327,11 @@ class Router:
                 self.observe(stage, time.perf_counter() - began)
 
     def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> list[PassageScores]:
-        """Every stored view of these passages with every query, by the rules of `search`; asks the shards that hold
-        them, and no others.
+        """Score every stored view of these passages with every query, as `search` does; calls only the shards that
+        hold them.
 
         Raises UnknownPassageError for an id that the version does not hold, ShardIndexError for vectors of another
-        dimension, CoverageError when a shard is silent.
+        dimension, CoverageError if a shard does not answer.
         """
         queries_QD = check_queries(queries_QD, self.dimension)
         stored = self._stored_views(passage_ids, Deadline.after(self.timeout_s))
@@ -345,24 +346,23 @@ class Router:
 
     def _stored_views(self, passage_ids: Sequence[str], deadline: Deadline) -> dict[str, Views]:
         manifest = self.manifest
-        wanted: dict[int, list[str]] = {}
+        ids: dict[int, list[str]] = {}
         for passage_id in dict.fromkeys(passage_ids):
-            wanted.setdefault(shard_of(passage_id, len(manifest.shards)), []).append(passage_id)
-        stored = self.fleet.views(wanted, deadline)
-        for missing in stored.failures:
-            if missing.reason == DAMAGED:
-                raise DamagedShardsError(missing.detail)
+            ids.setdefault(shard_of(passage_id, len(manifest.shards)), []).append(passage_id)
+        results = self.fleet.views(ids, deadline)
+        for failure in results.failures:
+            if failure.reason == DAMAGED:
+                raise DamagedShardsError(failure.detail)
             raise CoverageError(
-                f"shard {missing.shards[0]} of index {manifest.index!r} version {manifest.version}, which would hold "
-                f"passage {wanted[missing.shards[0]][0]!r}, did not answer ({missing.reason}). "
-                f"Searchers that died start again by themselves: ask again"
+                f"shard {failure.shards[0]} of index {manifest.index!r} version {manifest.version}, which would hold "
+                f"passage {ids[failure.shards[0]][0]!r}, did not answer ({failure.reason}). {RETRY_HINT}"
             )
-        return stored.views
+        return results.views
 
     def lexical_scores(self, texts: Sequence[str], passages: Sequence[Passage]) -> dict[str, FloatArray]:
-        """By passage id, the BM25 score with each text, as a hybrid search counts it.
+        """By passage id, the BM25 score with each text, as in a hybrid search.
 
-        Raises ShardIndexError for a version without words, DigestError where the statistics are damaged.
+        Raises ShardIndexError for a version without words, DigestError if the statistics are damaged.
         """
         statistics, words = self._statistics(), tokenize(texts)
         counts = zip(passages, count_words(passages))
@@ -378,7 +378,7 @@ class Router:
     def _parts(
         self, queries_QD: FloatArray, texts: Sequence[str], hits: Sequence[Sequence[Hit]], deadline: Deadline
     ) -> list[list[HybridParts]]:
-        """Both scores of every hit. Raises CoverageError where the shard of one does not answer again in time."""
+        """Both scores of every hit. Raises CoverageError if a hit's shard does not answer in time."""
         statistics, queries_QD = self._statistics(), check_queries(queries_QD, self.dimension)
         passages = list(self.passages(sorted({hit.passage_id for own in hits for hit in own})).values())
         counts = dict(zip((passage.id for passage in passages), count_words(passages)))
@@ -395,9 +395,9 @@ class Router:
         ]
 
     def missing_sources(self) -> list[str]:
-        """Say what of the version's corpus and encoder is not in the store or cannot be opened, and what to do.
+        """Problems with the version's corpus and encoder in the store, each with what to do.
 
-        Nothing where texts can be embedded and passages shown. What was seen is repeated for some seconds.
+        Empty if texts can be embedded and passages shown. The check is repeated after SOURCES_S.
         """
         with self._sources_lock:
             if time.monotonic() - self._sources_s > SOURCES_S:
@@ -419,12 +419,12 @@ class Router:
             yield str(error)
 
     def take_over(self, before: "Router") -> None:
-        """Have open what the router before this one had open: its encoder and corpus where they are the same."""
+        """Open the encoder and corpus if the previous router has them open; share them if they are the same."""
         with before._lock:
             encoder, corpus = before._encoder, before._corpus
-        mine, other = self.manifest, before.manifest
-        same_encoder = (mine.encoder_name, mine.encoder_fingerprint) == (other.encoder_name, other.encoder_fingerprint)
-        same_corpus = (mine.corpus, mine.corpus_digest) == (other.corpus, other.corpus_digest)
+        own, other = self.manifest, before.manifest
+        same_encoder = (own.encoder_name, own.encoder_fingerprint) == (other.encoder_name, other.encoder_fingerprint)
+        same_corpus = (own.corpus, own.corpus_digest) == (other.corpus, other.corpus_digest)
         with self._lock:
             self._encoder = encoder if same_encoder else None
             self._corpus = corpus if same_corpus else None
@@ -434,22 +434,22 @@ class Router:
             _ = self.corpus
 
     def ready(self) -> None:
-        """Return when every shard can be searched, also after a searcher has died and started again."""
+        """Wait until every shard can be searched, also after the restart of a searcher."""
         self.fleet.ready()
 
     def passages(self, ids: Sequence[str]) -> dict[str, Passage]:
         return self.corpus.get(ids)
 
     def example_queries(self, num: int) -> list[str]:
-        """Up to `num` texts that the corpus has an answer to: questions of a set, else titles."""
+        """Up to `num` texts with an answer in the corpus: questions of a set, else titles."""
         return example_queries(self.corpus, num)
 
     def view_spans(self, passage: Passage) -> Sequence[tuple[int, int] | None]:
-        """`DualEncoder.view_spans`, kept for what was shown last."""
+        """`DualEncoder.view_spans`, cached for the passages shown last."""
         return self._spans(passage)
 
     def matching_snippet(self, passage: Passage, view: int) -> MatchingSnippet:
-        """What of the passage the winning view stands for."""
+        """The part of the passage that its best view represents."""
         if view >= self.num_views:
             return MatchingSnippet("feedback", 0, 0, "")
         span = self.view_spans(passage)[view]
@@ -458,9 +458,9 @@ class Router:
         return MatchingSnippet("title" if span == TITLE else "snippet", *span, snippet_text(passage, span))
 
     def refined_queries(self, questions: str) -> dict[str, FloatArray]:
-        """Moved vectors of a question set by question id, where refinement kept some; else empty.
+        """Refined vectors of a question set by question id; empty if refinement stored none.
 
-        They have seen the answers of their questions: results with them are transductive.
+        They are trained on the answers of their questions, so results with them are transductive.
         """
         digest = self.manifest.refined_queries.get(questions)
         if digest is None:
@@ -474,7 +474,7 @@ class Router:
     def _answer(
         self,
         hits: list[list[Hit]],
-        silent: Mapping[int, ShardFailure],
+        failure_of: Mapping[int, ShardFailure],
         rounds: int,
         num_rescored: int,
         hybrid: HybridQueries | None = None,
@@ -489,33 +489,33 @@ class Router:
             method = "bm25" if hybrid.weight == "words" else f"bm25 + {method}"
         is_exact = self._is_exact(hybrid)
         recall = None if is_exact else manifest.recall
-        exactness = Exactness(is_exact and not silent, method, rounds, num_rescored, recall)
+        exactness = Exactness(is_exact and not failure_of, method, rounds, num_rescored, recall)
         states = tuple(
-            ShardState(entry.shard, entry.num_passages, missing.reason, missing.detail)
-            if (missing := silent.get(entry.shard))
+            ShardState(entry.shard, entry.num_passages, failure.reason, failure.detail)
+            if (failure := failure_of.get(entry.shard))
             else ShardState(entry.shard, entry.num_passages, SEARCHED)
             for entry in manifest.shards
         )
         return Answer(hits, manifest.index, manifest.version, manifest.encoder_fingerprint, states, exactness)
 
     def _check_coverage(self, answer: Answer, min_coverage: float) -> None:
-        """CoverageError naming the silent shards, or a warning where so much is enough."""
-        silent = [shard for shard in answer.shards if shard.state != SEARCHED]
-        told = (
-            f"{len(silent)} of {len(answer.shards)} shards of index {answer.index!r} version {answer.version} did not "
-            f"answer: {', '.join(f'{shard.shard} ({shard.state})' for shard in silent)}; {answer.passages_searched} of "
-            f"{answer.passages_total} passages were searched"
+        """Raise CoverageError that names the shards without an answer; log a warning if the coverage suffices."""
+        missing = [shard for shard in answer.shards if shard.state != SEARCHED]
+        message = (
+            f"{len(missing)} of {len(answer.shards)} shards of index {answer.index!r} version {answer.version} did not "
+            f"answer: {', '.join(f'{shard.shard} ({shard.state})' for shard in missing)}; "
+            f"{answer.passages_searched} of {answer.passages_total} passages were searched"
         )
         if answer.coverage_share < min_coverage:
-            for shard in silent:
+            for shard in missing:
                 if shard.state == DAMAGED:
-                    raise DamagedShardsError(f"{told}. {shard.reason}", answer.shards)
-            raise CoverageError(f"{told}. Searchers that died start again by themselves: ask again", answer.shards)
-        log.warning(told)
+                    raise DamagedShardsError(f"{message}. {shard.reason}", answer.shards)
+            raise CoverageError(f"{message}. {RETRY_HINT}", answer.shards)
+        log.warning(message)
 
 
 def require_words(manifest: Manifest) -> None:
-    """Raise ShardIndexError for a version that has not the words of its passages."""
+    """Raise ShardIndexError for a version without the words of its passages."""
     if manifest.lexical is None:
         raise ShardIndexError(
             f"index {manifest.index!r} version {manifest.version} has no words of its passages, which a hybrid search "
@@ -531,11 +531,10 @@ def open_router(
     local: bool | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Iterator[Router]:
-    """A version of `index.name` (the live one when none is named), every shard open.
+    """Open all shards of a version of `index.name` (by default the live one) until the block ends.
 
-    `local` holds the shards in this process and needs no Ray; None: as `session.needs_ray` says. Else
-    `resources.searchers` actors hold them until the end; an answer is given `timeout_s`, where a search does not say
-    otherwise.
+    `local` holds the shards in this process, without Ray; None: as `session.needs_ray` decides. Otherwise
+    `resources.searchers` actors hold them. `timeout_s`: of a search without a deadline.
 
     Raises MissingInputError, DigestError, ManifestError, ResourceError.
     """
@@ -559,7 +558,7 @@ def open_router(
 
 
 def searcher_task(run: RunConfig, manifest: Manifest, *, local: bool) -> SearcherTask:
-    """All shards of a version, as the run file wants them searched; `local`: in this process."""
+    """The settings of a searcher for all shards of a version, from the run file; `local`: in this process."""
     resources = run.resources
     shards = tuple(entry.shard for entry in manifest.shards)
     device = "cuda" if resources.gpus_per_searcher and not local else "cpu"
@@ -568,6 +567,6 @@ def searcher_task(run: RunConfig, manifest: Manifest, *, local: bool) -> Searche
     return SearcherTask(store, manifest, shards, threads, device, resources.tls_dir, scrub_bytes_s)
 
 
-def _rounded_up(num_queries: int) -> int:
-    """To 16, 256, ... so that searches of about as many queries ask for as many rows, and can be asked together."""
+def _round_up(num_queries: int) -> int:
+    """Round up to 16, 256, ... so that searches of similar size ask for equally many rows and can share a batch."""
     return 1 << 4 * max(1, -(-(num_queries - 1).bit_length() // 4))

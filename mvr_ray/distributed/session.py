@@ -1,8 +1,8 @@
-"""Join or start a Ray cluster where the work needs one, describe it, and refuse what it can never place.
+"""Join or start a Ray cluster where the work needs one, describe it, and refuse needs that it can never place.
 
-A stage over at most `resources.local_passages` passages, with no address given, needs none: it runs in this process and
-Ray is not imported. Elsewhere Ray waits in silence for what it can never place, so every stage states its needs before
-it starts: `require` raises where Ray would hang. One CPU always stays free, because reading data needs a place beside
+A stage over at most `resources.local_passages` passages, without an address, needs none: it runs in this process and
+Ray is not imported. Otherwise Ray waits silently for resources that it can never provide, so every stage declares its
+needs first: `require` raises where Ray would hang. One CPU always stays free, because reading data needs a CPU beside
 a pool of actors.
 """
 
@@ -28,10 +28,10 @@ from mvr_ray.errors import ResourceError
 
 log = logging.getLogger(__name__)
 
-# Training workers stay in the driver's folder, so that a relative store path means the same to all.
+# Training workers keep the driver's working directory, so that relative store paths agree.
 _ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_BACKEND_LOG_LEVEL": "fatal",  # Ray's C++ side writes errors to the terminal that no user can act on
+    "RAY_BACKEND_LOG_LEVEL": "fatal",  # Ray's C++ code writes errors to the terminal that no user can act on
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_DATA_USE_DATASOURCE_V2": "0",
@@ -40,7 +40,7 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 PRIVATE_LABEL = "mvr-ray/private"
-"""Marks the node of a private cluster, whose searchers listen on the loopback alone."""
+"""Label of the node of a private cluster, whose searchers listen only on the loopback."""
 MAX_TEMP_PATH = 40
 """Ray puts unix sockets under its temporary folder, and their paths may have 107 bytes."""
 _FREE_CPUS = 1.0
@@ -48,7 +48,7 @@ _CONNECT_TIMEOUT_S = 10.0
 
 
 class Node(NamedTuple):
-    """What one machine of the cluster offers to tasks and actors."""
+    """Resources of one machine for tasks and actors."""
 
     cpus: float
     gpus: float
@@ -56,8 +56,8 @@ class Node(NamedTuple):
 
 
 class ClusterInfo(NamedTuple):
-    """What the cluster has now. `private` when this process started it; `can_grow` when more nodes may come; `is_local`
-    when there is no cluster and this process does all work."""
+    """Resources of the cluster. `private`: this process started it; `can_grow`: it autoscales; `is_local`: there is no
+    cluster and this process does all work."""
 
     cpus: float
     gpus: float
@@ -69,7 +69,7 @@ class ClusterInfo(NamedTuple):
 
 
 class Need(NamedTuple):
-    """`count` processes that must run at the same time, each with so many CPUs, GPUs and bytes."""
+    """`count` processes that must run at the same time, with the resources of each."""
 
     what: str
     count: int
@@ -79,7 +79,7 @@ class Need(NamedTuple):
 
 
 class Check(NamedTuple):
-    """One thing that `doctor` looked at; `detail` says what was found and, if it is not ok, what to do."""
+    """One check of `doctor`; `detail` is the result and, if it is not ok, the remedy."""
 
     name: str
     ok: bool
@@ -93,12 +93,12 @@ def in_ray() -> bool:
 
 
 def needs_ray(resources: ResourcesConfig, num_passages: int) -> bool:
-    """Whether work over so many passages runs in Ray: always in a session, with an address, and beyond a size."""
+    """Whether work over so many passages runs in Ray: in a session, with an address, or beyond `local_passages`."""
     return in_ray() or bool(cluster_address(resources)) or num_passages > resources.local_passages
 
 
 def cluster_address(resources: ResourcesConfig) -> str | None:
-    """The Ray cluster to join, None where no address is given."""
+    """Address of the Ray cluster to join, None where none is configured."""
     return resources.address or os.environ.get("RAY_ADDRESS")
 
 
@@ -106,11 +106,11 @@ def cluster_address(resources: ResourcesConfig) -> str | None:
 def connect(
     resources: ResourcesConfig, num_passages: int | None = None, *, dashboard: bool = False
 ) -> Iterator[ClusterInfo]:
-    """Be in a Ray session: the one this process is in, the cluster of `address` or RAY_ADDRESS, else a private one.
+    """Enter a Ray session: the current one, the cluster of `address` or RAY_ADDRESS, else a private one.
 
-    Work over `num_passages` that needs no Ray (`needs_ray`) stays in this process; None: it always needs Ray. Only what
-    was started or joined here is left at the end, also after Ctrl-C. `dashboard` is for Ray Train and the state API on
-    a private cluster. Raises ResourceError when the cluster cannot be reached or started.
+    Work over `num_passages` that needs no Ray (`needs_ray`) stays in this process; None: it always needs Ray. The exit,
+    also by Ctrl-C, leaves only a cluster that was joined or started here. `dashboard` is for Ray Train and the state
+    API on a private cluster. Raises ResourceError when the cluster cannot be reached or started.
     """
     if num_passages is not None and not needs_ray(resources, num_passages):
         yield ClusterInfo(os.cpu_count() or 1, 0, 0, (), private=True, is_local=True)
@@ -148,7 +148,7 @@ def _join_cluster(address: str) -> Iterator[None]:
     _require_listener(address)
     with loopback_node() if listens_on_loopback_alone(address) else nullcontext():
         if "RAY_AUTH_MODE" not in os.environ:
-            # A client that sends a token to a cluster without tokens refuses its calls, and loses its actors.
+            # A client with a token refuses the calls of a cluster without tokens, and loses its actors.
             use_token = _has_token() and not accepts_without_token(address)
             os.environ["RAY_AUTH_MODE"] = "token" if use_token else "disabled"
         reread_authentication()
@@ -168,7 +168,7 @@ def _join_cluster(address: str) -> Iterator[None]:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Give this process its handler of SIGTERM back, which `ray.init` replaces. Where it has none, Ray's stays."""
+    """Restore this process's SIGTERM handler, which `ray.init` replaces. Without one, Ray's stays."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -178,7 +178,7 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def _require_listener(address: str) -> None:
-    """Raise ResourceError where nothing listens at host:port: Ray itself would try for minutes."""
+    """Raise ResourceError where nothing listens at host:port: Ray would retry for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         return  # "auto", or a name that Ray resolves
@@ -221,7 +221,7 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
                     logging_level=logging.ERROR,
                     configure_logging=False,
                 )
-        except Exception as error:  # Ray raises its own, the system's, and plain ones
+        except Exception as error:  # Ray raises its own errors, OSError and plain Exception
             raise ResourceError(
                 f"a private Ray cluster of {cpus} logical CPUs could not start in {folder}: "
                 f"{str(error).strip() or type(error).__name__}; `mvr-ray doctor` names what this machine lacks"
@@ -245,19 +245,19 @@ def _temporary_folder() -> Path:
 
 
 def _own_token() -> dict[str, str]:
-    """Authentication of a private cluster: as the environment has it, else a token that only this process knows."""
+    """Authentication of a private cluster: from the environment, else a token known only to this process."""
     if "RAY_AUTH_MODE" in os.environ and (os.environ["RAY_AUTH_MODE"] != "token" or _has_token()):
         return {}
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def _has_token() -> bool:
-    named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
-    return bool(named) or (Path.home() / ".ray" / "auth_token").is_file()
+    source = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return bool(source) or (Path.home() / ".ray" / "auth_token").is_file()
 
 
 def describe(*, private: bool, can_grow: bool = False) -> ClusterInfo:
-    """What the live nodes of the session offer in all, whether in use or not."""
+    """Total resources of the session's live nodes, whether in use or not."""
     import ray
 
     nodes = tuple(
@@ -280,10 +280,10 @@ def describe(*, private: bool, can_grow: bool = False) -> ClusterInfo:
 
 
 def require(info: ClusterInfo, needs: Sequence[Need]) -> None:
-    """Refuse needs that this cluster can never place together with one free CPU. Raises ResourceError.
+    """Raise ResourceError for needs that this cluster can never place together with one free CPU.
 
-    On a cluster that grows by itself (`resources.autoscaling`) a shortage is logged instead. Without a cluster only a
-    GPU can be missing.
+    On an autoscaling cluster (`resources.autoscaling`) a shortage is logged instead. Without a cluster only a GPU can
+    be missing.
     """
     if info.is_local:
         if any(need.gpus for need in needs) and not importlib.import_module("torch").cuda.is_available():
@@ -293,10 +293,10 @@ def require(info: ClusterInfo, needs: Sequence[Need]) -> None:
     cpus = sum(need.count * need.cpus for need in needs)
     gpus = sum(need.count * need.gpus for need in needs)
     memory = sum(need.count * need.memory_bytes for need in needs)
-    told = " + ".join(f"{need.count} {need.what} x {need.cpus:g} CPU" for need in needs)
+    summary = " + ".join(f"{need.count} {need.what} x {need.cpus:g} CPU" for need in needs)
     if cpus > info.cpus - _FREE_CPUS:
         problems.append(
-            f"{told} = {cpus:g} CPUs, the cluster has {info.cpus:g} and {_FREE_CPUS:g} must stay free for reading data"
+            f"{summary} = {cpus:g} CPUs, the cluster has {info.cpus:g}, {_FREE_CPUS:g} must stay free for reading data"
         )
     if gpus > info.gpus:
         problems.append(f"{gpus:g} GPUs asked for, the cluster has {info.gpus:g}")
@@ -312,17 +312,17 @@ def require(info: ClusterInfo, needs: Sequence[Need]) -> None:
 
 
 def _misfit(info: ClusterInfo, need: Need) -> str | None:
-    """Why the nodes, each whole, cannot hold the processes of one need; None when they can."""
+    """Describe why the nodes, even if empty, cannot hold the processes of one need; None when they can."""
     places = 0
     for node in info.nodes:
         fits = [
-            have // want
-            for have, want in (
+            capacity // demand
+            for capacity, demand in (
                 (node.cpus, need.cpus),
                 (node.gpus, need.gpus),
                 (node.memory_bytes, need.memory_bytes),
             )
-            if want > 0
+            if demand > 0
         ]
         places += int(min(fits)) if fits else need.count
     if places >= need.count:
@@ -337,9 +337,9 @@ _LIBRARIES = ("torch", "transformers", "pyarrow", "faiss", "hnswlib", "bm25s", "
 
 
 def doctor(resources: ResourcesConfig | None = None) -> list[Check]:
-    """Look at this machine as a stage would: interpreter, libraries, memory, temporary folder, authentication, GPUs.
+    """Check this machine for a stage: interpreter, libraries, memory, temporary folder, authentication, GPUs.
 
-    The cluster of `resources.address` or RAY_ADDRESS, if there is one, is tried too.
+    Also tries to join the cluster of `resources.address` or RAY_ADDRESS, if configured.
     """
     checks = [Check("python", True, platform.python_version()), _ray()]
     checks += [_library(name) for name in _LIBRARIES]
@@ -372,9 +372,9 @@ def _compiled_loops() -> Check:
     from mvr_ray.core.refining import native_step
     from mvr_ray.core.searching import native
 
-    lacking = [name for name in (native.LIBRARY, native_step.LIBRARY) if importlib.util.find_spec(name) is None]
-    if lacking:
-        detail = f"{', '.join(lacking)} missing, torch does their work more slowly; install again where a C compiler is"
+    missing = [name for name in (native.LIBRARY, native_step.LIBRARY) if importlib.util.find_spec(name) is None]
+    if missing:
+        detail = f"{', '.join(missing)} missing, torch replaces them more slowly; install again with a C compiler"
         return Check("compiled loops", False, detail)
     return Check("compiled loops", True, "search and refinement, compiled from C")
 
@@ -434,8 +434,8 @@ def _gpus() -> Check:
 
 def _reachable(address: str) -> Check:
     try:
-        if not address.startswith(("http://", "https://")):  # `connect` says what is wrong with these
-            _require_listener(address)  # also where this process is in a session already
+        if not address.startswith(("http://", "https://")):  # `connect` explains these
+            _require_listener(address)  # also if this process is already in a session
         with connect(ResourcesConfig(address=address)) as info:
             return Check("cluster", True, f"{address}: {len(info.nodes)} nodes, {info.cpus:g} CPUs, {info.gpus:g} GPUs")
     except ResourceError as error:

@@ -1,4 +1,4 @@
-"""Build one shard: its index, its name by content, its measurements, and its note while the version is unfinished.
+"""Build one shard: its index, its name by content, its measurements, and its note until the publication.
 
 Shapes: Q queries, P passages, V views per passage, N view vectors, D dimension.
 """
@@ -25,7 +25,7 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import EmbeddingShard
-from mvr_ray.store.files import Store, same_file
+from mvr_ray.store.files import Store, link_or_copy
 from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry, ShardMeta
 from mvr_ray.types import EmbeddingBlock, FloatArray
 
@@ -35,17 +35,17 @@ RECALL_DEPTH = 100
 COLLAPSE_SAMPLE = 256
 BUILD_CPUS = 1.0
 RECALL_SLACK = 0.01
-"""A version promises so much less recall than it measured when its indexes were built: shards and samples differ."""
+"""Promised recall is lower by this than the one measured at the build: shards and samples differ."""
 RECALL_METRICS = ("recall", "recall_least", "shards_updated", "shards_rebuilt")
 
 
 class BuiltShard(NamedTuple):
-    """A shard at rest and what was measured on it; None where there is nothing to measure.
+    """A stored shard and its measurements; None where there is nothing to measure.
 
-    `dropped` views were left out, the worst at that distance from its siblings' hull, over its norm (`pruning`).
-    `is_updated` tells an approximate index that is a copy of an earlier one with changes (True) from one that was built
-    from nothing; None where it is an earlier one, or exact. `least_recall` is what the version of the earlier one
-    promises: such a copy finds as much, or is built from nothing.
+    `dropped` views were pruned, the worst at distance `worst` from its siblings' hull, over its norm (`pruning`).
+    `is_updated`: the approximate index is an updated copy of an earlier one (True) or built from scratch (False); None
+    for a reused or exact index. `least_recall` is the promise of the earlier index's version: an updated copy reaches
+    it, or is rebuilt.
     """
 
     entry: ShardEntry
@@ -59,20 +59,20 @@ class BuiltShard(NamedTuple):
 
 
 def index_params(index: IndexConfig, dimension: int, on_gpu: bool = False) -> IndexParams:
-    """The `index` section's part of how a shard is indexed. `on_gpu`: where searchers will hold it."""
-    given = {field.name: getattr(index, field.name) for field in dataclasses.fields(IndexParams)}
-    given["factory"] = index.factory or default_factory(dimension, on_gpu)
-    return IndexParams(**given)
+    """Index parameters of a shard from the `index` section. `on_gpu`: searchers hold it on a GPU."""
+    values = {field.name: getattr(index, field.name) for field in dataclasses.fields(IndexParams)}
+    values["factory"] = index.factory or default_factory(dimension, on_gpu)
+    return IndexParams(**values)
 
 
 def build_shard(
     store: Store, manifest: Manifest, shard: int, folder: Path, files: Mapping[str, FileEntry] | None = None
 ) -> ShardEntry:
-    """Index the embeddings that stand in `folder`, unless it holds index files, and move the folder to the name that
-    its content gives it.
+    """Index the embeddings in `folder`, unless it holds index files, and move the folder to the name given by its
+    content.
 
-    `manifest` says which index it belongs to and how it is indexed; it need not be published. `files` describes files
-    that were found whole before and are not read again.
+    `manifest` gives the index and its parameters; it need not be published. `files` describes files that were checked
+    before and are not read again.
     """
     params = IndexParams(**manifest.index_params)
     names = {file.name for file in folder.iterdir()}
@@ -92,8 +92,8 @@ def update_shard_index(
     changed_ids: Collection[str],
     most_share: float,
 ) -> list[str]:
-    """Write to `folder`, which holds changed embeddings, the approximate index of the shard in `base` with the changes,
-    and return the names of its files; none where more than `most_share` of its vectors would be gone ones."""
+    """Write the updated approximate index of the shard in `base` to `folder`, which holds the changed embeddings;
+    returns the names of its files, none if more than `most_share` of its vectors would be deleted ones."""
     before = open_embeddings(base, base_files).blocks()
     blocks = open_embeddings(folder, [file.name for file in folder.iterdir()]).blocks()
     return update_index(params, before, blocks, changed_ids, base, folder, most_share)
@@ -102,26 +102,26 @@ def update_shard_index(
 def keep_codes(
     params: IndexParams, base: Path, base_files: Mapping[str, FileEntry], folder: Path
 ) -> dict[str, FileEntry]:
-    """Give a shard in `folder`, which has the first file of the one in `base` and changes beside it, the codes of that
-    first file, and return these files; none where the index has none, or the base has other ones."""
+    """Link the codes of the base's first file into `folder`, a shard with that file and changes; returns these files,
+    none if the index has no codes, or the base has other ones."""
     if params.kind != "flat" or params.scan != "int8":
         return {}
     known = {}
     for name, own in shared_codes(base_files, bool(paths.changes_files(base_files))).items():
-        same_file(base / name, folder / own)
+        link_or_copy(base / name, folder / own)
         known[own] = base_files[name]
     return known
 
 
 def write_note(store: Store, path: str, report: BuiltShard) -> None:
-    """Keep what is known of a shard that is built, until its version is published."""
+    """Write the note of a built shard, for use until its version is published."""
     fields = {**report._asdict(), "entry": dataclasses.asdict(report.entry)}
     store.write_bytes(path, with_trailer(json.dumps(fields).encode()))
 
 
 def read_note(store: Store, index: str, path: str) -> BuiltShard | None:
-    """A shard that an earlier try of the same command built, after all its files were read; None where it, or its note,
-    is missing or damaged: the note is removed, and the shard is built again."""
+    """Read the note of a shard that an earlier try built, and check all its files; None where it or its note is missing
+    or damaged: the note is removed, and the shard is built again."""
     if not store.exists(path):
         return None
     try:
@@ -140,7 +140,7 @@ def read_note(store: Store, index: str, path: str) -> BuiltShard | None:
 
 @contextmanager
 def shard_folder(store: Store) -> Iterator[Path]:
-    """An empty folder for a shard in the making."""
+    """Create an empty temporary folder for a new shard."""
     with store.scratch() as scratch:
         folder = scratch / "shard"
         folder.mkdir()
@@ -148,28 +148,28 @@ def shard_folder(store: Store) -> Iterator[Path]:
 
 
 def mean_over_passages(pairs: Sequence[tuple[float | None, int]]) -> float | None:
-    """Mean of what was measured, each value weighing as many passages as are beside it; None where nothing was."""
+    """Mean of (value, passages) pairs weighted by passages, ignoring None; None where nothing was measured."""
     known = [(value, weight) for value, weight in pairs if value is not None]
     total = sum(weight for _, weight in known)
     return sum(value * weight for value, weight in known) / total if total else None
 
 
 def promised_recall(manifest: Manifest) -> float | None:
-    """What an updated index of a shard of the version must find; None where nothing was measured."""
+    """Minimum recall for an updated index of a shard of the version; None where nothing was measured."""
     if manifest.recall is None:
         return None
     return float(manifest.metrics.get("recall_least", manifest.recall - RECALL_SLACK))
 
 
 def recall_metrics(shards: Sequence[BuiltShard]) -> dict[str, int | float]:
-    """What a manifest says of the approximate indexes of all its shards: the measured recall, the least that holds for
-    each updated one, and how many of them are new, updated or built from nothing."""
+    """Manifest metrics of the shards' approximate indexes: the measured recall, the minimum for each updated index, and
+    the numbers of updated and rebuilt ones."""
     metrics: dict[str, int | float] = {}
     recall = mean_over_passages([(shard.recall, shard.entry.num_passages) for shard in shards])
     if recall is not None:
-        updated = (shard for shard in shards if LABELS_FILE in shard.entry.files)
-        promised = [one.recall if one.least_recall is None else one.least_recall for one in updated]
-        least = min((one for one in promised if one is not None), default=recall - RECALL_SLACK)
+        approximate = (shard for shard in shards if LABELS_FILE in shard.entry.files)
+        floors = [one.recall if one.least_recall is None else one.least_recall for one in approximate]
+        least = min((one for one in floors if one is not None), default=recall - RECALL_SLACK)
         metrics |= {"recall": recall, "recall_least": least}
     if any(shard.is_updated is not None for shard in shards):
         metrics |= {"shards_updated": sum(shard.is_updated is True for shard in shards)}
@@ -178,7 +178,7 @@ def recall_metrics(shards: Sequence[BuiltShard]) -> dict[str, int | float]:
 
 
 def shard_recall(store: Store, manifest: Manifest, entry: ShardEntry, sample: int) -> float | None:
-    """Share of exact search's best passages that the shard's own index finds; None for an exact one.
+    """Measure the recall of a shard's index against exact search; None for an exact index.
 
     The queries are `sample` of the shard's own views, drawn by its number.
     """
@@ -198,16 +198,16 @@ def folder_recall(params: IndexParams, folder: Path, sample: int, seed: int) -> 
 
 
 def sample_views(blocks: Sequence[EmbeddingBlock], num: int, seed: int) -> FloatArray:
-    """`num` views of a shard (all, where it has fewer), drawn by `seed`, as float32."""
+    """Sample `num` views of a shard (all, if it has fewer) by `seed`, as float32."""
     ends = np.cumsum([len(block.vectors_ND) for block in blocks])
     rows_Q = np.sort(np.random.default_rng(seed).permutation(int(ends[-1]))[:num])
     at_Q = np.searchsorted(ends, rows_Q, side="right")
-    picked = [blocks[at].vectors_ND[row - (ends[at - 1] if at else 0)] for at, row in zip(at_Q, rows_Q)]
-    return np.stack(picked).astype(np.float32)
+    views = [blocks[at].vectors_ND[row - (ends[at - 1] if at else 0)] for at, row in zip(at_Q, rows_Q)]
+    return np.stack(views).astype(np.float32)
 
 
 def shard_collapse(shard: EmbeddingShard) -> Collapse:
-    """Whether the views of the shard's first passages, as encoded, are one vector. Feedback views are left out."""
+    """Check the encoded views of the shard's first passages for collapse, without feedback views."""
     if not shard.num_passages:
         return Collapse(None, None, False, "the shard is empty")
     block = shard.blocks()[0]

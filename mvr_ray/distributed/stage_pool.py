@@ -1,4 +1,4 @@
-"""Run stages as Ray tasks side by side, and hand over each report when it is there."""
+"""Run stages as concurrent Ray tasks, and return each report when its stage ends."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,14 +18,14 @@ _Stage = Callable[[RunConfig, Progress], Any]
 
 
 class _Task(NamedTuple):
-    """The reference of a task's report, and its resources: leaving those by an error cancels the task."""
+    """The reference of a task's report, and its resources: exiting them by an error cancels the task."""
 
     report: Any
     resources: ExitStack
 
 
 class StagePool:
-    """Stages that run in Ray tasks, by name. To leave the block by an error cancels those that still run."""
+    """Stages that run in Ray tasks, by name. An exception in the block cancels the running ones."""
 
     def __init__(self, cluster: session.ClusterInfo) -> None:
         self._cluster = cluster
@@ -39,7 +39,7 @@ class StagePool:
         self._resources.__exit__(*error)
 
     def start(self, name: str, stage: _Stage, run: RunConfig, progress: Progress, gpus: float = 0) -> None:
-        """Start a stage wherever the cluster has room. Raises ResourceError where it never has so many GPUs."""
+        """Start a stage on any node with free resources. Raises ResourceError if the cluster lacks the GPUs."""
         if gpus:
             session.require(self._cluster, [session.Need("clocks", 1, 0, gpus)])
         resources = self._resources.enter_context(ExitStack())
@@ -47,12 +47,12 @@ class StagePool:
         self._tasks[name] = _Task(report, resources)
 
     def wait(self) -> str:
-        """Wait for one of the stages to end, and return its name."""
+        """Wait until a stage ends; returns its name."""
         [report], _ = ray.wait([task.report for task in self._tasks.values()], num_returns=1)
         return next(name for name, task in self._tasks.items() if task.report == report)
 
     def report(self, name: str) -> Any:
-        """The report of a stage that has ended, as plain values, or the error that ended it. The pool forgets it."""
+        """Remove an ended stage from the pool; returns its report as plain values, or raises its error."""
         task = self._tasks.pop(name)
         with task.resources, translate_ray_errors("the stage"):
             return ray.get(task.report)
@@ -62,7 +62,7 @@ class StagePool:
 def _remote_stage(stage: _Stage, run: RunConfig, progress: Progress, gpus: float) -> Iterator[Any]:
     """Run a stage in a Ray task; yields the reference of its report. An exception in the block cancels the task.
 
-    A task whose worker dies starts again.
+    Ray restarts a task whose worker dies.
     """
     located = run.model_copy(update={"store": StoreConfig(path=Store(run.store.path).address)})
     task: Any = ray.remote(_run_stage).options(num_cpus=0, num_gpus=gpus)
@@ -70,7 +70,7 @@ def _remote_stage(stage: _Stage, run: RunConfig, progress: Progress, gpus: float
         report = task.remote(stage, located.model_dump(mode="json"), actor)
         try:
             yield report
-        except BaseException:  # the stage must not go on after Ctrl-C
+        except BaseException:  # Ctrl-C must stop the stage
             ray.cancel(report)
             raise
 

@@ -1,6 +1,6 @@
 """Run a function over many arguments: as Ray tasks in a Ray session, else in this process.
 
-Waiting for tasks has a bound on how long none of them may finish.
+Waiting for tasks fails if none of them finishes within a time limit.
 """
 
 import logging
@@ -14,13 +14,13 @@ from mvr_ray.errors import ResourceError
 log = logging.getLogger(__name__)
 
 HANG_S = 7200.0
-"""Where nothing finishes for so long, something hangs: building the index of a large shard takes an hour."""
+"""Time limit without a finished task: building the index of a large shard takes an hour."""
 
 
 def run_tasks(function: Callable[..., Any], calls: Iterable[Sequence[Any]], what: str, *, cpus: float) -> Iterator[Any]:
-    """Results of the function for each sequence of arguments, in the order in which they finish.
+    """Yield the function's results for all argument sequences, in the order of completion.
 
-    In a Ray session each call is a task of so many CPUs; else this process makes the calls one after another. Raises as
+    In a Ray session each call is a task with `cpus` CPUs; else this process makes the calls one by one. Raises as
     `task_results`.
     """
     if not session.in_ray():
@@ -34,7 +34,7 @@ def run_tasks(function: Callable[..., Any], calls: Iterable[Sequence[Any]], what
 
 
 def share(value: Any) -> Any:
-    """What many tasks or actors are given, put into Ray's object store once; outside a session the value itself."""
+    """Put an argument of many tasks or actors into Ray's object store once; outside a session, return the value."""
     if not session.in_ray():
         return value
     import ray
@@ -43,10 +43,10 @@ def share(value: Any) -> Any:
 
 
 def task_results(tasks: Sequence[Any], what: str, hang_s: float | None = None) -> Iterator[Any]:
-    """Results of tasks, in the order in which they finish. `what` names the work in errors.
+    """Yield results of tasks, in the order of completion. `what` names the work in errors.
 
-    Raises ResourceError where no task finishes for `hang_s` (HANG_S by default), after it has cancelled them, and where
-    Ray gave one up; what the task itself raised, as it is.
+    Raises ResourceError if no task finishes for `hang_s` (HANG_S by default), after cancelling them, or if Ray failed
+    to run one; re-raises a task's own exception.
     """
     import ray
 
@@ -59,6 +59,6 @@ def task_results(tasks: Sequence[Any], what: str, hang_s: float | None = None) -
                     ray.cancel(task, force=True)
                 raise ResourceError(
                     f"{what} stopped: none of {len(waiting)} tasks finished for {bound_s:g} s; see whether the cluster "
-                    f"has room for them and its machines answer, then run the same command again, it continues"
+                    f"has resources for them and its machines answer, then run the same command again, it continues"
                 )
             yield ray.get(finished[0])

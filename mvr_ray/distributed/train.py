@@ -1,7 +1,7 @@
 """Train the encoder, in this process or on the workers of Ray Train, and save the best snapshot.
 
-The checkpoints are ours, in the store, under a key that is a digest of everything that decides the result: the same
-command goes on where it stopped, a changed one starts anew.
+Checkpoints are in the store, under a digest of everything that determines the result: the same command resumes, a
+changed one starts from the beginning.
 """
 
 import hashlib
@@ -24,15 +24,14 @@ from mvr_ray.types import Progress, no_progress
 
 
 def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
-    """Train the encoder as the `train` section says; the snapshot is then the newest of `encoder.name`.
+    """Train the encoder by the `train` section and record the snapshot as the newest of `encoder.name`.
 
     Raises ConfigError, DataError, MissingInputError or EncoderError before any worker starts, ResourceError when the
     workers cannot be placed or keep dying.
     """
     if run.train.task != "retriever":
         raise ConfigError(
-            f"train.task is {run.train.task}; that one is trained by "
-            f"mvr_ray.distributed.training.{run.train.task}.train"
+            f"train.task is {run.train.task}; train it with mvr_ray.distributed.training.{run.train.task}.train"
         )
     workers = run.resources.train_workers
     if run.train.batch_questions % max(1, workers):
@@ -44,7 +43,7 @@ def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
 
 
 def open_job(run: RunConfig) -> TrainingJob:
-    """What a rank trains with. Reading it is cheap: passages stay in their mapped files."""
+    """Open the model and data of a rank. This is cheap: passages stay in their mapped files."""
     store = Store(run.store.path)
     corpus = Corpus.open(store, run.prepare.corpus)
     model = _starting_encoder(run, store, corpus)
@@ -57,7 +56,7 @@ def open_job(run: RunConfig) -> TrainingJob:
 
 
 def training_key(run: RunConfig, store: Store, start: str) -> str:
-    """Digest of what decides the weights: settings, starting weights, passages and questions."""
+    """Digest of everything that determines the weights: settings, initial weights, passages and questions."""
     corpus = Corpus.open(store, run.prepare.corpus)
     parts = [run.digest("encoder", "train"), start, corpus.digest, *input_digests(corpus, run.train)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
@@ -68,12 +67,12 @@ def _starting_encoder(run: RunConfig, store: Store, corpus: Corpus) -> DualEncod
     if start is None:
         return make_encoder(run, store, corpus)
     newest = latest_fingerprint(store, ENCODERS, start)
-    held = local_encoder(store, start, newest) if newest else local_encoder(store, name, start)
-    encoder = DualEncoder.load(held.folder)
+    snapshot = local_encoder(store, start, newest) if newest else local_encoder(store, name, start)
+    encoder = DualEncoder.load(snapshot.folder)
     spec = encoder_spec(run).fill({name: getattr(encoder.spec, name) for name in MODEL_SETTINGS})
-    asked, has = spec.settings(), encoder.spec.settings()
-    if asked != has:
-        differing = sorted(set(asked.items()) ^ set(has.items()))
+    expected, actual = spec.settings(), encoder.spec.settings()
+    if expected != actual:
+        differing = sorted(set(expected.items()) ^ set(actual.items()))
         raise EncoderError(
             f"train.init_from {start} was made with other settings than the encoder section asks for: "
             f"{', '.join(dict(differing))}; make them equal, or start from the backbone"

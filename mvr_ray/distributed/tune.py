@@ -1,6 +1,6 @@
-"""Choose the weight of the dense score in a hybrid search, on questions that no figure is reported for.
+"""Choose the weight of the dense score in a hybrid search, on questions outside every reported figure.
 
-Reports the whole curve, with the dense score alone and reciprocal ranks beside the weights.
+The report has the whole curve, the dense score alone and reciprocal rank fusion.
 """
 
 import logging
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class TuneReport(NamedTuple):
-    """The curve, and what to put into the run file."""
+    """The curve, and the setting for the run file."""
 
     index: str
     version: int
@@ -33,14 +33,14 @@ class TuneReport(NamedTuple):
 
 
 def tune(run: RunConfig, questions: str, progress: Progress = no_progress) -> TuneReport:
-    """Try the weights on a stored question set with gold passages.
+    """Measure each weight on a stored question set with gold passages.
 
     Raises ConfigError for a set of `evaluate.questions` or one without gold passages, MissingInputError, CoverageError,
     ShardIndexError for a version without words.
     """
     if questions in run.evaluate.questions:
         raise ConfigError(
-            f"tune: question set {questions!r} is one of evaluate.questions, which are reported on; name another one"
+            f"tune: question set {questions!r} is one of evaluate.questions, which are reported; name another one"
         )
     store = Store(run.store.path)
     base = manifests.read(store, run.index.name)

@@ -1,4 +1,4 @@
-"""Define how a shard is indexed, and the interface of every kind of index."""
+"""Define the parameters of a shard's index, and the interface of every kind of index."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,7 +11,7 @@ from mvr_ray.types import CountedHits, FloatArray, ShardHits
 
 @dataclass(frozen=True)
 class IndexParams:
-    """How a shard is indexed: plain values, so that `dataclasses.asdict` of it is JSON."""
+    """Parameters of a shard's index, as plain values: `dataclasses.asdict` gives JSON."""
 
     kind: str = "flat"
     factory: str = "IVF256,SQ8"
@@ -34,7 +34,7 @@ class ShardIndex(Protocol):
     def search(self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None) -> ShardHits:
         """Find the best k distinct passages, for queries of any float type. Raises ShardIndexError for invalid ones.
 
-        With a mask over the rows of the shard, of those in it.
+        A mask over the rows of the shard restricts the passages.
         """
         ...
 
@@ -46,8 +46,8 @@ class ShardIndex(Protocol):
 
 
 def default_factory(dimension: int, on_gpu: bool = False) -> str:
-    """Choose the factory string: 256 lists of codes with four bits for each pair of components, which Faiss scans from
-    registers; one byte a component for an odd dimension, and on a GPU, which has no such scan. Measured in
+    """Choose the factory string: 256 lists of 4-bit codes for pairs of components, which Faiss scans in registers; one
+    byte a component for an odd dimension, and on a GPU, which has no such scan. Measured in
     `benchmarks/approximate.py`."""
     return f"IVF256,PQ{dimension // 2}x4fs" if dimension % 2 == 0 and not on_gpu else "IVF256,SQ8"
 
@@ -55,7 +55,7 @@ def default_factory(dimension: int, on_gpu: bool = False) -> str:
 def measured_recall(index: ShardIndex, exact: ShardIndex, queries_QD: FloatArray, k: int) -> float:
     """Measure the share of the exact top-k passages that `index` finds, over all queries (1 where there are none).
 
-    Scores are exact on both sides, so a passage tied with the k-th counts as well as the one that took its place.
+    Scores are exact on both sides, so a passage tied with the k-th counts as found.
     """
     results, truth = index.search(queries_QD, k), exact.search(queries_QD, k)
     num_true = int((truth.rows_QK >= 0).sum())

@@ -1,18 +1,17 @@
 """Turn nearest vectors into the best passages, for all approximate indexes.
 
-A vector index returns vectors; k vectors may belong to one passage. So more are fetched, six times k at first (or
-all that a graph's search holds, if that is more) and twice as many each further time, until a query has k distinct
-passages, or as many as its beam shall hold. What an index cannot find (an unlucky graph, too few probed lists) is found
-by scanning the shard. Every candidate is then scored exactly with all its views.
+A vector index returns vectors; k vectors may belong to one passage. So more are fetched, six times k at first (or the
+beam of a graph search, if that is more) and twice as many each further time, until a query has k distinct passages, or
+`beam_passages`. Where an index cannot find k passages (a badly connected graph, too few probed lists), the shard is
+scanned. Every candidate is then scored exactly with all its views.
 
-Under a filter the vectors of passages that fail it are dropped as they come, and as many more are fetched at first as
-the share that passes says. Where few pass, or scanning their vectors costs no more than fetching so many, those that
-pass are scanned: that is exact.
+Under a filter the vectors of excluded passages are dropped, and the first fetch grows by 1 / the share that passes.
+Where few pass, or scanning their vectors costs no more than fetching that many, the passing vectors are scanned, which
+is exact.
 
-An index that was updated in a copy of its file knows vectors by labels: those of the first build are vector numbers,
-later vectors have the next ones, and a label whose vector is gone leads nowhere. A file beside the index has the vector
-number of each label; without it they are the same. So what is gone is dropped before it is a candidate, whatever kind
-of index finds it.
+An index that was updated in a copy of its file identifies vectors by labels: those of the first build are vector
+numbers, later vectors have the next ones, and a file beside the index maps labels to vector numbers, or to DELETED;
+without it they are equal. So deleted vectors are dropped before they become candidates, for every kind of index.
 
 Shapes: Q queries, F vectors fetched per query, M candidates, N vectors, L labels, D dimension.
 """
@@ -34,29 +33,29 @@ from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, Sha
 
 VECTORS_AT_ONCE = 16384
 LABELS_FILE = "labels.npy"
-NOTHING, GONE = -1, -2
-"""In place of a vector number: the index finds no more; the vector of this label is gone."""
+NO_RESULT, DELETED = -1, -2
+"""In place of a vector number: the index found no more; the vector of this label was deleted."""
 SCAN_SHARE = 0.05
-"""Where fewer of the passages pass a filter, they are scanned."""
+"""Share of passages that pass a filter below which they are scanned."""
 SCAN_VECTORS = 100
-"""Vectors that are scanned in the time in which one is fetched and scored: some 250 to 1,000 for hnswlib, 100 for
-Faiss's lists (`benchmarks/approximate.py`). Where a filter passes fewer for each one to fetch, they are scanned."""
+"""Vectors that a scan reads while one is fetched and scored: some 250 to 1,000 for hnswlib, 100 for Faiss's lists
+(`benchmarks/approximate.py`). Where a filter passes fewer for each one to fetch, they are scanned."""
 
 
 class ApproximateIndex(ABC):
-    """An index over vector numbers 0 .. N - 1 in block order. A kind of index says how to find the nearest."""
+    """An index over vector numbers 0 .. N - 1 in block order. Subclasses find the nearest vectors."""
 
     kind = ""
     exact = False
     first_fetch = 6
-    """How many vectors are fetched at first for each passage wanted."""
+    """Vectors of the first fetch for each of the k passages."""
     breadth = 0
-    """How many vectors a search holds anyway: at least so many are fetched."""
+    """Minimum number of vectors to fetch, such as the beam width of a graph search."""
     beam_passages = 0
-    """Distinct passages to find and score for a query, where these are more than k."""
+    """Distinct passages to find and score for a query, where more than k."""
 
     def __init__(self, blocks: Sequence[EmbeddingBlock], folder: Path, *, threads: int | None = None) -> None:
-        """`folder` holds the index file, and beside it the vector numbers of its labels where it was updated."""
+        """`folder` holds the index file, and after an update the vector numbers of its labels."""
         self.scan = Scan(blocks, make_kernel(threads=threads))
         table = self.scan.table
         self.num_passages, self.num_vectors, self.dimension = table.num_passages, table.num_vectors, table.dimension
@@ -65,29 +64,29 @@ class ApproximateIndex(ABC):
         self.number_L = read_labels(folder)
         if self.number_L is not None and int((self.number_L >= 0).sum()) != self.num_vectors:
             raise ShardIndexError(
-                f"{folder / LABELS_FILE} knows {int((self.number_L >= 0).sum())} vectors, the embeddings are "
+                f"{folder / LABELS_FILE} has {int((self.number_L >= 0).sum())} vectors, the embeddings are "
                 f"{self.num_vectors}; build the index again"
             )
         self.num_labels = self.num_vectors if self.number_L is None else len(self.number_L)
 
     @abstractmethod
     def nearest_labels(self, queries_QD: FloatArray, fetch: int) -> IntArray:
-        """Find the labels of about the nearest vectors [Q, fetch], -1 where the index finds no more."""
+        """Find the labels of approximately the nearest vectors [Q, fetch], -1 where the index finds no more."""
 
     def nearest(self, queries_QD: FloatArray, fetch: int) -> IntArray:
-        """Find the numbers of about the nearest vectors [Q, fetch], NOTHING where the index finds no more, GONE in the
-        place of one that the shard does not have any more."""
+        """Find the numbers of approximately the nearest vectors [Q, fetch], NO_RESULT where the index finds no more,
+        DELETED for deleted vectors."""
         label_QF = self.nearest_labels(queries_QD, fetch)
         if self.number_L is None:
             return label_QF
-        return np.where(label_QF >= 0, self.number_L[label_QF], NOTHING)
+        return np.where(label_QF >= 0, self.number_L[label_QF], NO_RESULT)
 
     def max_fetch(self) -> int:
-        """The most labels that `nearest` can ask for."""
+        """Return the most labels that `nearest` can fetch."""
         return self.num_vectors
 
     def search(self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None) -> ShardHits:
-        """Find k distinct passages, or all there are, by exact score. `frontier_Q` is +inf: a miss is unknown."""
+        """Find k distinct passages, or all there are, by exact score. `frontier_Q` is +inf: passages may be missing."""
         return self.search_with_counts(queries_QD, k, mask_P).hits
 
     def search_with_counts(
@@ -99,49 +98,49 @@ class ApproximateIndex(ABC):
         num_passing = num_scorable if mask_P is None else len(self.scan.table.rows_of(mask_P))
         if check_k(k) >= num_passing or (mask_P is not None and self._is_scanned(k, num_passing / num_scorable)):
             return self.scan.search_with_counts(queries_QD, k, mask_P)
-        candidates, unlucky_Q = self._candidates(queries_QD, k, mask_P, num_passing / num_scorable)
+        candidates, incomplete_Q = self._candidates(queries_QD, k, mask_P, num_passing / num_scorable)
         best = best_first(self.scan.table.rescore(queries_QD, candidates), k)
         hits = pack_hits([best], [len(queries_QD)], len(queries_QD), k)
         rescored_Q = np.bincount(candidates.query_M, minlength=len(queries_QD))
-        if len(unlucky_Q):
-            results = self.scan.search_with_counts(queries_QD[unlucky_Q], k, mask_P)
+        if len(incomplete_Q):
+            results = self.scan.search_with_counts(queries_QD[incomplete_Q], k, mask_P)
             for column, own in zip([*hits, rescored_Q], [*results.hits, results.rescored_Q]):
-                column[unlucky_Q] = own
+                column[incomplete_Q] = own
         hits.frontier_Q[:] = np.inf
         return CountedHits(hits, rescored_Q)
 
     def _is_scanned(self, k: int, passing_share: float) -> bool:
-        """Whether scanning what passes a filter is the better way."""
+        """Whether to scan the passages that pass a filter."""
         fetch = max(self.first_fetch * k, self.breadth) / passing_share
         return passing_share < SCAN_SHARE or passing_share * self.num_vectors <= SCAN_VECTORS * fetch
 
     def _candidates(
         self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None, passing_share: float = 1.0
     ) -> tuple[Pairs, IntArray]:
-        """Find at least k distinct passages for each query, and the queries for which the index has fewer."""
-        asked_Q = np.arange(len(queries_QD))
+        """Find at least k distinct passages for each query, and the queries for which the index finds fewer."""
+        pending_Q = np.arange(len(queries_QD))
         fetch = min(math.ceil(max(self.first_fetch * k, self.breadth) / passing_share), self.max_fetch())
-        query_parts, row_parts, unlucky = [], [], []
-        while len(asked_Q):
-            number_QF = self.nearest(queries_QD[asked_Q], fetch)
-            real_QF = number_QF >= 0
-            row_M = np.searchsorted(self.ends, number_QF[real_QF], side="right")
-            query_M = np.repeat(asked_Q, real_QF.sum(axis=1))
+        query_parts, row_parts, incomplete = [], [], []
+        while len(pending_Q):
+            number_QF = self.nearest(queries_QD[pending_Q], fetch)
+            is_vector_QF = number_QF >= 0
+            row_M = np.searchsorted(self.ends, number_QF[is_vector_QF], side="right")
+            query_M = np.repeat(pending_Q, is_vector_QF.sum(axis=1))
             if mask_P is not None:
                 query_M, row_M = query_M[mask_P[row_M]], row_M[mask_P[row_M]]
             query_M, row_M = np.divmod(distinct(query_M * self.num_passages + row_M), self.num_passages)
-            found_Q = np.bincount(query_M, minlength=len(queries_QD))[asked_Q]
-            dry_Q = (number_QF == NOTHING).any(axis=1) | (fetch >= self.max_fetch())
+            count_Q = np.bincount(query_M, minlength=len(queries_QD))[pending_Q]
+            exhausted_Q = (number_QF == NO_RESULT).any(axis=1) | (fetch >= self.max_fetch())
             complete = np.zeros(len(queries_QD), bool)
-            complete[asked_Q] = (found_Q >= k) & (dry_Q | (found_Q >= self.beam_passages))
+            complete[pending_Q] = (count_Q >= k) & (exhausted_Q | (count_Q >= self.beam_passages))
             query_parts.append(query_M[complete[query_M]])
             row_parts.append(row_M[complete[query_M]])
-            unlucky.append(asked_Q[dry_Q & (found_Q < k)])
-            asked_Q = asked_Q[~dry_Q & ~complete[asked_Q]]
+            incomplete.append(pending_Q[exhausted_Q & (count_Q < k)])
+            pending_Q = pending_Q[~exhausted_Q & ~complete[pending_Q]]
             fetch = min(2 * fetch, self.max_fetch())
-        none = [np.zeros(0, np.int64)]
-        pairs = Pairs(np.concatenate(query_parts or none), np.concatenate(row_parts or none))
-        return pairs, np.concatenate(unlucky or none)
+        empty = [np.zeros(0, np.int64)]
+        pairs = Pairs(np.concatenate(query_parts or empty), np.concatenate(row_parts or empty))
+        return pairs, np.concatenate(incomplete or empty)
 
 
 def float32_vectors(blocks: Sequence[EmbeddingBlock]) -> Iterator[NDArray[np.float32]]:
@@ -168,8 +167,8 @@ def count_vectors(blocks: Sequence[EmbeddingBlock]) -> int:
 
 
 class LabelUpdate(NamedTuple):
-    """The vector number of each label of an updated index, GONE where there is none; labels from `first_new` on are of
-    vectors to add, in order of their numbers."""
+    """The vector number of each label of an updated index, DELETED where there is none; labels from `first_new` on are
+    those of vectors to add, in order of their numbers."""
 
     number_L: NDArray[np.int32]
     first_new: int
@@ -189,7 +188,7 @@ class LabelUpdate(NamedTuple):
 
 
 def read_labels(folder: Path) -> NDArray[np.int32] | None:
-    """Read the vector numbers of an index's labels; None where they are the labels."""
+    """Read the vector numbers of an index's labels; None where they equal the labels."""
     path = folder / LABELS_FILE
     try:
         return np.load(path, allow_pickle=False) if path.is_file() else None
@@ -198,25 +197,25 @@ def read_labels(folder: Path) -> NDArray[np.int32] | None:
 
 
 def update_labels(
-    before: Sequence[EmbeddingBlock], blocks: Sequence[EmbeddingBlock], changed_ids: Collection[str], folder: Path
+    old_blocks: Sequence[EmbeddingBlock], blocks: Sequence[EmbeddingBlock], changed_ids: Collection[str], folder: Path
 ) -> LabelUpdate:
-    """Label the vectors of `blocks` for an update of the index in `folder`, which is of `before`.
+    """Label the vectors of `blocks` for an update of the index in `folder`, which is of `old_blocks`.
 
-    Passages of `changed_ids`, and those that only one of the two has, lose the labels that they had and get new ones.
+    Passages of `changed_ids`, and those in only one of the two, lose their labels and get new ones.
     """
     starts = dict(_passage_starts(blocks))
     unchanged = {name: start for name, start in starts.items() if name not in changed_ids}
-    after_N = np.full(count_vectors(before), GONE, np.int32)
-    added_N = np.ones(count_vectors(blocks), bool)
-    for block, first in zip(before, _first_numbers(before)):
+    number_N = np.full(count_vectors(old_blocks), DELETED, np.int32)
+    is_new_N = np.ones(count_vectors(blocks), bool)
+    for block, first in zip(old_blocks, _first_numbers(old_blocks)):
         low = int(block.row_ptr[0])
         for name, start, stop in zip(block.ids, block.row_ptr.tolist(), block.row_ptr[1:].tolist()):
             if (at := unchanged.get(name)) is not None:
-                after_N[first + start - low : first + stop - low] = np.arange(at, at + stop - start)
-                added_N[at : at + stop - start] = False
+                number_N[first + start - low : first + stop - low] = np.arange(at, at + stop - start)
+                is_new_N[at : at + stop - start] = False
     labels = read_labels(folder)
-    old_L = after_N if labels is None else np.where(labels >= 0, after_N[labels], np.int32(GONE))
-    return LabelUpdate(np.concatenate([old_L, np.flatnonzero(added_N).astype(np.int32)]), len(old_L))
+    old_L = number_N if labels is None else np.where(labels >= 0, number_N[labels], np.int32(DELETED))
+    return LabelUpdate(np.concatenate([old_L, np.flatnonzero(is_new_N).astype(np.int32)]), len(old_L))
 
 
 def _first_numbers(blocks: Sequence[EmbeddingBlock]) -> list[int]:
@@ -224,6 +223,6 @@ def _first_numbers(blocks: Sequence[EmbeddingBlock]) -> list[int]:
 
 
 def _passage_starts(blocks: Sequence[EmbeddingBlock]) -> Iterator[tuple[str, int]]:
-    """Each passage with the number of its first vector."""
+    """Yield each passage id with the number of its first vector."""
     for block, first in zip(blocks, _first_numbers(blocks)):
         yield from zip(block.ids, (block.row_ptr[:-1] - block.row_ptr[0] + first).tolist())

@@ -1,9 +1,8 @@
 """Search the views of a shard by an index of any Faiss factory string, by inner product.
 
-Built by one thread from a fixed seed, so the same vectors give the same file. Opened mapped and read-only: nothing is
-loaded until a search touches it, and processes share the pages; only codes that Faiss keeps in blocks for its fast scan
-(`fs`) are read into memory. (Faiss aborts the process if anything is added to a mapped index, so nothing here ever adds
-to one.)
+Built by one thread from a fixed seed, so the same vectors give the same file. Opened mapped and read-only: pages load
+when a search reads them, and processes share them; only codes that Faiss keeps in blocks for its fast scan (`fs`) are
+read into memory. (Faiss aborts the process on additions to a mapped index, so this module never adds to one.)
 
 Shapes: Q queries, N vectors, F fetched, D dimension.
 """
@@ -29,7 +28,7 @@ MAX_GPU_FETCH = 2048
 
 
 def check_faiss(params: IndexParams, dimension: int) -> None:
-    """Raise ShardIndexError if Faiss cannot make such an index."""
+    """Raise ShardIndexError if Faiss cannot build an index with these parameters."""
     if params.nprobe < 1:
         raise ShardIndexError(f"nprobe is {params.nprobe}; at least one list must be probed")
     _make(params.factory, dimension)
@@ -62,8 +61,8 @@ def build_faiss(params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: P
 
 
 def update_faiss(params: IndexParams, update: LabelUpdate, new_ND: FloatArray, source: Path, folder: Path) -> list[str]:
-    """Write a copy of the index file of `source` with new vectors; what is gone stays in it, and its labels lead
-    nowhere. Lists, codes and transforms are those of the first build."""
+    """Write a copy of the index file of `source` with new vectors; deleted vectors stay in it, with labels of DELETED.
+    Lists, codes and transforms are those of the first build."""
     with _one_thread():
         try:
             index = faiss.read_index(str(source / FAISS_FILE))
@@ -80,7 +79,7 @@ def update_faiss(params: IndexParams, update: LabelUpdate, new_ND: FloatArray, s
 
 
 class FaissIndex(ApproximateIndex):
-    """An index file, mapped; on a GPU, copied there."""
+    """A Faiss index file, mapped, or copied to a GPU."""
 
     kind = "faiss"
 
@@ -124,7 +123,7 @@ class FaissIndex(ApproximateIndex):
         return min(MAX_GPU_FETCH, self.num_labels) if self.on_gpu else self.num_labels
 
     def nearest_labels(self, queries_QD: FloatArray, fetch: int) -> IntArray:
-        assert self.index is not None, "a shard without vectors is never asked for its nearest"
+        assert self.index is not None, "a shard without vectors has no nearest ones"
         return self.index.search(queries_QD, fetch)[1]
 
 
@@ -155,7 +154,7 @@ def _searchable(index: faiss.Index) -> faiss.Index:
 
 
 def _sample(blocks: Sequence[EmbeddingBlock], num_vectors: int, limit: int) -> FloatArray:
-    """Sample at most `limit` vectors, the same ones every time, in order."""
+    """Sample at most `limit` vectors, deterministically, in order."""
     if num_vectors <= limit:
         return np.concatenate(list(float32_vectors(blocks)))
     numbers = np.sort(np.random.default_rng(TRAIN_SEED).choice(num_vectors, limit, replace=False))
@@ -181,15 +180,15 @@ def _to_gpu(index: faiss.Index, device: str, factory: str) -> faiss.Index:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    before = faiss.omp_get_max_threads()
+    num_threads = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(1)
     try:
         yield
     finally:
-        faiss.omp_set_num_threads(before)
+        faiss.omp_set_num_threads(num_threads)
 
 
 def _reason(error: RuntimeError) -> str:
-    """Return Faiss's message without the place in its source."""
+    """Return Faiss's message without the source location."""
     text = re.sub(r"^.*\.\w+:\d+: (Error: )?", "", str(error).strip(), flags=re.DOTALL)
     return re.sub(r"\s+", " ", text)[-300:]

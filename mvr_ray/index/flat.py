@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mvr_ray.core.searching.codes import Codes, encode
-from mvr_ray.core.searching.engines import make_kernel, make_kernel_for_few
+from mvr_ray.core.searching.engines import make_kernel, make_small_batch_kernel
 from mvr_ray.core.searching.exact import check_k, check_queries
 from mvr_ray.core.searching.kernels import TorchKernel
 from mvr_ray.core.searching.scan import Scan
@@ -26,13 +26,13 @@ _PAGES_SAMPLED = 64
 
 CODES_FILE, SCALES_FILE = "codes.npy", "scales.npy"
 FIRST_CODES_FILE, FIRST_SCALES_FILE = "first-codes.npy", "first-scales.npy"
-"""In a shard with files of changes, codes of its first file's vectors. Those of the changes are made when it is
-opened, so an update writes none."""
+"""In a shard with files of changes, the codes of its first file's vectors. Opening the shard encodes the changes, so an
+update writes no codes."""
 CODES_FILES = frozenset((CODES_FILE, SCALES_FILE, FIRST_CODES_FILE, FIRST_SCALES_FILE))
 
 
 def build_codes(blocks: Sequence[EmbeddingBlock], folder: Path) -> list[str]:
-    """Write the eight-bit codes of all vectors in order, and beside them scales and residuals (`searching.codes`)."""
+    """Write the int8 codes of all vectors in order, with scales and residuals (`searching.codes`)."""
     rows = [block.vectors_ND[int(block.row_ptr[0]) : int(block.row_ptr[-1])] for block in blocks if len(block.ids)]
     count, dimension = sum(map(len, rows)), blocks[0].vectors_ND.shape[1]
     codes_ND = np.lib.format.open_memmap(folder / CODES_FILE, "w+", np.int8, (count, dimension))
@@ -51,8 +51,8 @@ def build_codes(blocks: Sequence[EmbeddingBlock], folder: Path) -> list[str]:
 
 
 def shared_codes(names: Collection[str], has_changes: bool) -> dict[str, str]:
-    """Under which names a shard with changes has the codes of one from which it has its first file; `names` are that
-    one's files. Empty where that has changes itself, and codes of all that come of them."""
+    """Map the code files of the shard that shares its first file to their names in a shard with changes; `names` are
+    that shard's files. Empty where it has changes itself and its codes include them."""
     if FIRST_CODES_FILE in names:
         return {FIRST_CODES_FILE: FIRST_CODES_FILE, FIRST_SCALES_FILE: FIRST_SCALES_FILE}
     has_codes = CODES_FILE in names and not has_changes
@@ -62,8 +62,8 @@ def shared_codes(names: Collection[str], has_changes: bool) -> dict[str, str]:
 def open_codes(folder: Path, blocks: Sequence[EmbeddingBlock], first_rows_N: IntArray | None = None) -> list[Codes]:
     """Map the codes of each block from their file, and read scales and residuals. Raises ShardIndexError.
 
-    In a shard with changes, `first_rows_N` has for each vector its number in the first file, -1 where it comes from a
-    file of changes: these are encoded here. Blocks without changes stay mapped.
+    In a shard with changes, `first_rows_N` has each vector's number in the first file, -1 for vectors from a file of
+    changes, which are encoded here. Blocks without changes stay mapped.
     """
     of_first = (folder / FIRST_CODES_FILE).exists()
     names = (FIRST_CODES_FILE, FIRST_SCALES_FILE) if of_first else (CODES_FILE, SCALES_FILE)
@@ -84,21 +84,21 @@ def open_codes(folder: Path, blocks: Sequence[EmbeddingBlock], first_rows_N: Int
 
 
 def _codes_of(block: EmbeddingBlock, codes: Codes, rows_N: IntArray) -> Codes:
-    """The codes at these rows, and new ones for the vectors of a block that have none (-1)."""
+    """Select the codes at these rows, and encode the vectors of a block without codes (-1)."""
     is_new_N = rows_N < 0
     if not is_new_N.any() and (not len(rows_N) or rows_N[-1] - rows_N[0] == len(rows_N) - 1):
         return codes.rows(slice(rows_N[0], rows_N[-1] + 1) if len(rows_N) else slice(0))
-    made = codes.rows(np.where(is_new_N, 0, rows_N))
+    result = codes.rows(np.where(is_new_N, 0, rows_N))
     new = encode(block.vectors_ND[int(block.row_ptr[0]) : int(block.row_ptr[-1])][is_new_N])
-    for own, own_new in zip(made, new):
+    for own, own_new in zip(result, new):
         own[is_new_N] = own_new
-    return made
+    return result
 
 
 class FlatIndex:
-    """Scans the vectors themselves, or their codes in their place. What is scanned is copied once to a GPU if it fits
-    there, else it streams. Batches of queries scan vectors of half precision where these are
-    in memory and the processor is faster with them than with their codes."""
+    """Scans the vectors, or codes in their place. The scanned data are copied once to a GPU if they fit there, else
+    streamed. Batches of queries scan fp16 vectors where these are in memory and the processor scans them faster than
+    their codes."""
 
     kind = "flat"
     exact = True
@@ -117,18 +117,18 @@ class FlatIndex:
         num_bytes = sum(own_ND.nbytes for own_ND in rows)
         resident = isinstance(kernel, TorchKernel) and _fits(kernel, num_bytes)
         self.scan = Scan(blocks, kernel, codes=codes, resident=resident)
-        halves = all(block.vectors_ND.dtype == np.float16 for block in blocks)
-        faster = codes is not None and halves and getattr(kernel, "halves_are_faster", False)
-        self._vectors = self.scan.of_vectors() if faster else None
-        self._for_few = make_kernel_for_few(engine, device, threads)
-        self._few = Scan(blocks, self._for_few.kernel, codes=codes) if self._for_few else None
+        is_half = all(block.vectors_ND.dtype == np.float16 for block in blocks)
+        is_faster = codes is not None and is_half and getattr(kernel, "halves_are_faster", False)
+        self._vector_scan = self.scan.of_vectors() if is_faster else None
+        self._small_batch = make_small_batch_kernel(engine, device, threads)
+        self._small_batch_scan = Scan(blocks, self._small_batch.kernel, codes=codes) if self._small_batch else None
         self.num_passages = self.scan.table.num_passages
         self.num_vectors = self.scan.table.num_vectors
         self.dimension = self.scan.table.dimension
 
     def search(self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None) -> ShardHits:
-        """Search exactly; `frontier_Q` is the exact score of the best passage left out, which certifies the hits. With
-        a mask, what it excludes is neither a hit nor left out."""
+        """Search exactly; `frontier_Q` is the exact score of the best passage left out, which certifies the hits. A
+        mask excludes passages from both."""
         return self.search_with_counts(queries_QD, k, mask_P).hits
 
     def search_with_counts(
@@ -140,19 +140,19 @@ class FlatIndex:
         return self.scan_for(len(queries_QD), share).search_with_counts(queries_QD, check_k(k), mask_P)
 
     def scan_for(self, num_queries: int, share: float = 1.0) -> Scan[Any, Any]:
-        """Choose the fastest scan for so many queries, of the codes or of the vectors, where this share of the passages
-        passes a filter: the hits are the same."""
-        few = self._for_few
-        if self._few is not None and few and num_queries <= few.most_queries and share <= few.most_share:
-            return self._few
-        if self._vectors is None or num_queries < 2:
+        """Choose the fastest scan, of codes or of vectors, for a number of queries and the share of passages that pass
+        a filter: all give the same hits."""
+        kernel = self._small_batch
+        if kernel and self._small_batch_scan and num_queries <= kernel.max_queries and share <= kernel.max_share:
+            return self._small_batch_scan
+        if self._vector_scan is None or num_queries < 2:
             return self.scan
         in_memory = all(_in_memory(block.vectors_ND) for block in self.scan.table.blocks)
-        return self._vectors if in_memory else self.scan
+        return self._vector_scan if in_memory else self.scan
 
 
 def _in_memory(array: np.ndarray) -> bool:
-    """Whether pages at even distances of an array, which may be mapped from a file, are all in memory now."""
+    """Whether evenly spaced pages of an array, which may be mapped from a file, are all in memory now."""
     library, state, page = ctypes.CDLL(None), ctypes.c_ubyte(), mmap.PAGESIZE
     for offset in np.linspace(0, max(array.nbytes - 1, 0), _PAGES_SAMPLED).astype(np.int64).tolist():
         start = (array.ctypes.data + offset) // page * page

@@ -1,7 +1,7 @@
 """Search an hnswlib graph over the views of a shard by inner product; a label is a vector's number in block order.
 
 Built by one thread from a fixed seed, so the same vectors give the same file. (hnswlib's own multi-vector space gives
-wrong answers for inner products; passages are put together in `candidates` instead.)
+wrong answers for inner products; `candidates` groups vectors into passages instead.)
 
 Shapes: Q queries, N vectors, F fetched, D dimension.
 """
@@ -15,7 +15,7 @@ import numpy as np
 
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.base import IndexParams
-from mvr_ray.index.candidates import GONE, ApproximateIndex, LabelUpdate, count_vectors, float32_vectors, read_labels
+from mvr_ray.index.candidates import DELETED, ApproximateIndex, LabelUpdate, count_vectors, float32_vectors, read_labels
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 HNSW_FILE = "index.hnsw"
@@ -54,15 +54,15 @@ def build_hnsw(params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: Pa
 
 
 def update_hnsw(update: LabelUpdate, new_ND: FloatArray, source: Path, folder: Path) -> list[str]:
-    """Write a copy of the graph of `source` with new vectors, in which what is gone is marked as deleted."""
+    """Write a copy of the graph of `source` with new vectors, and with deleted ones marked."""
     graph = hnswlib.Index(space="ip", dim=int(new_ND.shape[1]))
-    before = read_labels(source)
-    gone_L = update.number_L[: update.first_new] == GONE
-    if before is not None:
-        gone_L &= before != GONE
+    old_labels = read_labels(source)
+    deleted_L = update.number_L[: update.first_new] == DELETED
+    if old_labels is not None:
+        deleted_L &= old_labels != DELETED
     try:
         graph.load_index(str(source / HNSW_FILE), max_elements=len(update.number_L))
-        for label in np.flatnonzero(gone_L).tolist():
+        for label in np.flatnonzero(deleted_L).tolist():
             graph.mark_deleted(label)
         if len(new_ND):
             graph.add_items(new_ND, np.arange(update.first_new, len(update.number_L)), num_threads=1)
@@ -73,7 +73,7 @@ def update_hnsw(update: LabelUpdate, new_ND: FloatArray, source: Path, folder: P
 
 
 class HnswIndex(ApproximateIndex):
-    """An index file, loaded into memory."""
+    """An hnswlib index file, loaded into memory."""
 
     kind = "hnsw"
 
@@ -82,7 +82,7 @@ class HnswIndex(ApproximateIndex):
     ) -> None:
         super().__init__(blocks, folder, threads=threads)
         self.ef_search = self.breadth = params.hnsw_ef_search
-        self.lock = threading.Lock()  # the breadth of a search is a field of the graph
+        self.lock = threading.Lock()  # the graph stores the beam width of a search
         if not self.num_vectors:
             return
         path = folder / HNSW_FILE
@@ -106,7 +106,7 @@ class HnswIndex(ApproximateIndex):
             self.graph.set_ef(max(self.ef_search, fetch))
             try:
                 return self.graph.knn_query(queries_QD, k=fetch)[0].astype(np.int64)
-            except RuntimeError:  # a query reached fewer vectors than `fetch`; hnswlib does not say which
+            except RuntimeError:  # a query reached fewer vectors than `fetch`; hnswlib does not name it
                 return np.stack([self._nearest_to_one(query_D, fetch) for query_D in queries_QD])
 
     def _nearest_to_one(self, query_D: FloatArray, fetch: int) -> IntArray:

@@ -1,12 +1,12 @@
 """Build and open the three kinds of index.
 
-    flat    exact and certified; the vectors are the index, or with `scan: int8` codes of a quarter of float32's size
-            that are scanned in their place, what they cannot exclude being scored with the vectors
+    flat    exact and certified; scans the vectors, or with `scan: int8` codes of a quarter of float32's size, and
+            scores with the vectors what the codes cannot exclude
     faiss   any Faiss factory string; approximate
     hnsw    hnswlib graph; approximate
 
-An approximate index finds candidates; each is then scored exactly with all its views, so a returned score is always the
-true one. What may be missing is a passage, never a digit.
+An approximate index finds candidates; each is then scored exactly with all its views, so returned scores are exact.
+Only passages may be missing.
 """
 
 from collections.abc import Collection, Sequence
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.base import IndexParams, ShardIndex
-from mvr_ray.index.candidates import GONE, update_labels
+from mvr_ray.index.candidates import DELETED, update_labels
 from mvr_ray.types import EmbeddingBlock, IntArray
 
 KINDS = ("flat", "faiss", "hnsw")
@@ -59,25 +59,25 @@ def build_index(params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: P
 
 def update_index(
     params: IndexParams,
-    before: Sequence[EmbeddingBlock],
+    old_blocks: Sequence[EmbeddingBlock],
     blocks: Sequence[EmbeddingBlock],
     changed_ids: Collection[str],
     source: Path,
     folder: Path,
     most_share: float,
 ) -> list[str]:
-    """Write to `folder` the index of `blocks` as a copy of the approximate one of `before` in `source`, with what is
-    new added and what is gone left out of every search, and return the names of its files.
+    """Write to `folder` the index of `blocks` as a copy of the approximate index of `old_blocks` in `source`: with new
+    vectors added, and deleted ones excluded from every search. Return the names of its files.
 
-    Passages of `changed_ids` may have other vectors than before, all others that both have are the same. The bytes
-    depend on these arguments alone, so on the history of the index. Empty where there is nothing to copy, or where
-    more than `most_share` of what the index knows would be gone.
+    Passages of `changed_ids` may have new vectors; all others that both have are the same. The bytes depend only on
+    these arguments, so on the history of the index. Empty where there is nothing to copy, or where more than
+    `most_share` of the labels would be deleted.
     """
-    num_before, num_after = (sum(len(block.ids) for block in some) for some in (before, blocks))
-    if params.kind == "flat" or not num_before or not num_after:
+    num_old, num_new = (sum(len(block.ids) for block in group) for group in (old_blocks, blocks))
+    if params.kind == "flat" or not num_old or not num_new:
         return []
-    update = update_labels(before, blocks, changed_ids, source)
-    if (update.number_L == GONE).mean() > most_share:
+    update = update_labels(old_blocks, blocks, changed_ids, source)
+    if (update.number_L == DELETED).mean() > most_share:
         return []
     new_ND = update.new_vectors(blocks)
     if params.kind == "faiss":
@@ -90,7 +90,7 @@ def update_index(
 
 
 def searches_embeddings(params: IndexParams) -> bool:
-    """Whether the embeddings are all that a search reads: there is no index file."""
+    """Whether a search reads only the embeddings, without an index file."""
     return params.kind == "flat" and params.scan == "vectors"
 
 
@@ -103,9 +103,9 @@ def open_index(
     device: str = "cpu",
     threads: int | None = None,
 ) -> ShardIndex:
-    """Open what `build_index` wrote to `folder`, over the same blocks, which must stay mapped while it is used.
+    """Open the index that `build_index` wrote to `folder`, over the same blocks, which must stay mapped.
 
-    `first_rows_N` is `EmbeddingShard.first_rows` of the blocks; codes of a shard with changes are found by it.
+    `first_rows_N` is `EmbeddingShard.first_rows` of the blocks; it locates the codes of a shard with changes.
     """
     check_params(params, _dimension(blocks))
     if params.kind == "faiss":

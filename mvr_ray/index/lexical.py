@@ -3,16 +3,16 @@
     BM25(q, p) = sum over words w of q of  idf(w) tf(w, p) / (tf(w, p) + k1 (1 - b + b |p| / mean length))
     idf(w)     = ln(1 + (N - n(w) + 0.5) / (n(w) + 0.5))         N passages, n(w) of them with w (Lucene's form)
 
-k1 is 0.9 and b 0.4; words are English stems without stop words, as bm25s cuts them; a passage is its title and its
-text. Postings hold counts, which depend on the shard alone, and statistics come from another file: so a shard whose
-passages stay the same keeps its postings whatever changed around it. Every step is rounded as in bm25s, so a score is
-that of one bm25s index over the whole corpus, to the last bit, in however many shards the corpus lies.
+k1 is 0.9 and b 0.4; words are English stems without stop words, as in bm25s; a passage is its title and its text.
+Postings hold counts, which depend on the shard alone, and statistics are in another file: so a shard with unchanged
+passages keeps its postings when others change. Every step is rounded as in bm25s, so scores equal those of one bm25s
+index over the whole corpus, bit for bit, for any number of shards.
 
-Files are Arrow with one row of lists, mapped and never copied: postings {term, end, row, count, length}, the statistics
+Files are Arrow with one row of lists, mapped without copies: postings {term, end, row, count, length}, the statistics
 {term, frequency} and the numbers of passages and words. Where few passages changed since a file was written, files of
-the same form lie beside it, each of a change after those before it: the postings of new and changed passages with
-`place`, their rows in the shard after the change, and `hidden`, the rows before it that are gone; and by how much the
-statistics have grown or fallen. So an update writes in proportion to what it changes.
+the same form lie beside it, one for each change, in order: the postings of new and changed passages with `place`, their
+rows in the shard after the change, and `hidden`, the deleted rows before it; and the differences of the statistics. So
+the size of an update is proportional to its changes.
 
 Shapes: P passages of a shard, T terms in order of their characters, N postings in order of term and row.
 """
@@ -46,16 +46,16 @@ _STOP_WORDS = frozenset(
 _POSTINGS = {"term": pa.string(), "end": pa.int64(), "row": pa.int32(), "count": pa.int32(), "length": pa.int32()}
 _CHANGES = {**_POSTINGS, "hidden": pa.int32(), "place": pa.int32()}
 _as_numpy: Callable[[pa.Array], Any] = np.from_dlpack
-"""Without a copy; Arrow's own to_numpy imports pandas."""
+"""Converts without a copy; Arrow's own to_numpy imports pandas."""
 TermFrequencies = tuple[pa.Array, IntArray]
-"""Ascending terms, and how many passages have each."""
+"""Ascending terms, and the number of passages with each."""
 _STATISTICS = {"term": pa.string(), "frequency": pa.int64(), "size": pa.int64()}
 
 
 def tokenize(texts: Sequence[str]) -> list[list[str]]:
-    """Cut texts into stems without stop words, in order, each as often as it stands there.
+    """Cut texts into stems without stop words, in order, with repetitions.
 
-    As bm25s does it, whose import takes a second, for scipy.
+    Equal to bm25s, whose import takes a second because of scipy.
     """
     words = [[word for word in _WORD.findall(text.lower()) if word not in _STOP_WORDS] for text in texts]
     unique = list(dict.fromkeys(chain.from_iterable(words)))
@@ -64,12 +64,12 @@ def tokenize(texts: Sequence[str]) -> list[list[str]]:
 
 
 def indexed_text(passage: Passage) -> str:
-    """The text of a passage that its words are taken from."""
+    """Return the text of a passage that is indexed."""
     return f"{passage.title}\n{passage.text}"
 
 
 class PostingsFile:
-    """The words of some passages: which rows have a term, and how often."""
+    """The postings of some passages: rows with a term, and counts."""
 
     def __init__(self, columns: dict[str, pa.Array]) -> None:
         self.term_T = columns["term"]
@@ -78,12 +78,12 @@ class PostingsFile:
         self.num_bytes = sum(column.nbytes for column in columns.values())
 
     def slice_of(self, term: str) -> slice:
-        """Where the postings of a term lie; an empty slice for one that no passage has."""
+        """Return the slice of a term's postings, empty without any."""
         at = _find(self.term_T, term)
         return slice(0, 0) if at < 0 else slice(int(self.end_T[at - 1]) if at else 0, int(self.end_T[at]))
 
     def scores(self, words: Sequence[str], statistics: "CorpusStatistics") -> FloatArray:
-        """The float32 score of every passage [P]; 0 for one that has none of the words."""
+        """Compute the float32 score of every passage [P]; 0 without any of the words."""
         score_P = np.zeros(len(self.length_P), np.float32)
         for word in words:
             own = self.slice_of(word)
@@ -94,12 +94,12 @@ class PostingsFile:
 
 
 def count_words(passages: Sequence[Passage]) -> list[Counter[str]]:
-    """How often each passage has which word."""
+    """Count the words of each passage."""
     return [Counter(words) for words in tokenize([indexed_text(passage) for passage in passages])]
 
 
 class PostingsMoves(NamedTuple):
-    """What a file of changes does to the rows of a shard: those before that are gone, and those after that are new."""
+    """The row changes of a file of changes: deleted rows before it, and new rows after it."""
 
     hidden_rows: IntArray
     places: IntArray
@@ -110,33 +110,35 @@ class PostingsMoves(NamedTuple):
 
 
 class Postings:
-    """The words of one shard's passages, from a file of all and files of the changes since."""
+    """The postings of one shard, from a file of all passages and files of later changes."""
 
     def __init__(self, path: Path, *changes: Path) -> None:
-        """Map the files. Raises ShardIndexError where they are none of postings."""
+        """Map the files. Raises ShardIndexError for other files than postings."""
         self.whole = PostingsFile(_open(path, _POSTINGS))
-        opened = [_open(file, _CHANGES) for file in changes]
-        self.changes = [PostingsFile(columns) for columns in opened]
-        self.moves = [PostingsMoves(*(_as_numpy(columns[name]) for name in ("hidden", "place"))) for columns in opened]
+        change_columns = [_open(file, _CHANGES) for file in changes]
+        self.changes = [PostingsFile(columns) for columns in change_columns]
+        self.moves = [
+            PostingsMoves(*(_as_numpy(columns[name]) for name in ("hidden", "place"))) for columns in change_columns
+        ]
         self.source_P = self.sources(len(changes))
         """`sources` after all files of changes."""
 
     def sources(self, num_changes: int) -> IntArray:
-        """Where each passage of the shard is after so many files of changes: a row of the first file, or of a file of
-        changes, whose rows count on from those of the files before it."""
+        """Return the source row of each passage of the shard after `num_changes` files of changes. Rows are numbered
+        through the first file and the files of changes."""
         num_rows = len(self.whole.length_P)
         source_P: IntArray = np.arange(num_rows)
         for hidden_rows, places in self.moves[:num_changes]:
-            kept = np.delete(source_P, hidden_rows)
-            source_P = np.empty(len(kept) + len(places), np.int64)
+            remaining = np.delete(source_P, hidden_rows)
+            source_P = np.empty(len(remaining) + len(places), np.int64)
             is_kept_P = np.ones(len(source_P), bool)
             is_kept_P[places] = False
-            source_P[is_kept_P], source_P[places] = kept, num_rows + np.arange(len(places))
+            source_P[is_kept_P], source_P[places] = remaining, num_rows + np.arange(len(places))
             num_rows += len(places)
         return source_P
 
     def num_rows(self, num_changes: int) -> int:
-        """Rows of the first file and of so many files of changes."""
+        """Count the rows of the first file and of `num_changes` files of changes."""
         return sum(len(file.length_P) for file in (self.whole, *self.changes[:num_changes]))
 
     @property
@@ -149,8 +151,7 @@ class Postings:
         return own + (self.source_P.nbytes if self.changes else 0)
 
     def scores(self, words: Sequence[str], statistics: "CorpusStatistics") -> FloatArray:
-        """The float32 score of every passage of the shard [P]; 0 for one that has none of the words. Words may come
-        twice."""
+        """Compute the float32 score of every passage of the shard [P]; 0 without any of the words. Words may repeat."""
         score_P = self.whole.scores(words, statistics)
         if not self.changes:
             return score_P
@@ -163,8 +164,8 @@ def write_postings(passages: Sequence[Passage], path: Path) -> None:
 
 
 def write_postings_changes(passages: Sequence[Passage], places: IntArray, hidden_rows: IntArray, path: Path) -> None:
-    """Write the postings of passages that have these rows in their shard now, ascending, and which rows of the shard
-    before are gone."""
+    """Write the postings of passages with their rows in the shard after a change (`places`, ascending), and the deleted
+    rows before it."""
     _write(path, _CHANGES, {**_postings_columns(passages), "hidden": hidden_rows, "place": places})
 
 
@@ -186,7 +187,7 @@ def _postings_columns(passages: Sequence[Passage]) -> dict[str, Any]:
 
 
 class WordCounts(NamedTuple):
-    """Numbers of passages and of their words, and how many passages have a term; differences of them, too."""
+    """Numbers of passages and of words, and the number of passages with each term; or differences of these."""
 
     num_passages: int
     num_words: int
@@ -194,7 +195,7 @@ class WordCounts(NamedTuple):
 
     @classmethod
     def difference(cls, after: Sequence[Passage], before: Sequence[Passage]) -> Self:
-        """By how much the counts of some passages are above those of others."""
+        """Subtract the counts of `before` from those of `after`."""
         frequencies: Counter[str] = Counter()
         num_words = 0
         for sign, passages in ((1, after), (-1, before)):
@@ -206,10 +207,10 @@ class WordCounts(NamedTuple):
 
 
 class CorpusStatistics:
-    """What the weight of a word depends on: the corpus's passages, their mean length, and how many have a term."""
+    """The statistics behind the weights of words: number and mean length of passages, and document frequencies."""
 
     def __init__(self, path: Path, *changes: Path) -> None:
-        """Map the file, and those of changes. Raises ShardIndexError where they are none of statistics."""
+        """Map the file, and those of changes. Raises ShardIndexError for other files than statistics."""
         columns = [_open(file, _STATISTICS) for file in (path, *changes)]
         self.frequencies: list[TermFrequencies] = [(own["term"], _as_numpy(own["frequency"])) for own in columns]
         self.sizes: list[list[int]] = [own["size"].to_pylist() for own in columns]
@@ -218,12 +219,12 @@ class CorpusStatistics:
 
     @property
     def num_terms(self) -> int:
-        """Terms of the first file."""
+        """Number of terms of the first file."""
         return len(self.frequencies[0][0])
 
     @property
     def num_changes(self) -> list[int]:
-        """Terms of each file of changes."""
+        """Numbers of terms of each file of changes."""
         return [len(term_T) for term_T, _ in self.frequencies[1:]]
 
     @property
@@ -231,21 +232,21 @@ class CorpusStatistics:
         return self.num_words / max(self.num_passages, 1)
 
     def idf(self, term: str) -> np.float32 | None:
-        """The weight of a term; None for one that no passage has."""
-        found = [(at, own_T) for term_T, own_T in self.frequencies if (at := _find(term_T, term)) >= 0]
-        frequency = sum(int(own_T[at]) for at, own_T in found)
+        """Compute the weight of a term; None where no passage has it."""
+        matches = [(at, own_T) for term_T, own_T in self.frequencies if (at := _find(term_T, term)) >= 0]
+        frequency = sum(int(own_T[at]) for at, own_T in matches)
         if not frequency:
             return None
         return np.float32(math.log(1 + (self.num_passages - frequency + 0.5) / (frequency + 0.5)))
 
     def weights(self, idf: np.float32, count_N: IntArray, length_N: IntArray) -> FloatArray:
-        """What a term with these counts adds to the scores of passages of these lengths, rounded to float32."""
+        """Compute a term's contributions to scores, rounded to float32, from its counts and the passages' lengths."""
         norm_N = K1 * ((1 - B) + B * length_N / self.mean_length)
         counts = count_N.astype(np.float64)
         return (np.float64(idf) * (counts / (norm_N + counts))).astype(np.float32)
 
     def score(self, words: Sequence[str], counts: Counter[str]) -> float:
-        """Score one passage as the index does, from the words of its text (`count_words`)."""
+        """Score one passage as the index does, from its word counts (`count_words`)."""
         length_1, score = np.array([counts.total()]), np.float32(0)
         for word in words:
             if counts[word] and (idf := self.idf(word)) is not None:
@@ -254,19 +255,19 @@ class CorpusStatistics:
 
 
 def write_statistics(shards: Sequence[PostingsFile], path: Path) -> None:
-    """Write the statistics of a corpus from whole postings of all its shards."""
+    """Write the statistics of a corpus from the complete postings of all its shards."""
     frequencies = [(postings.term_T, np.diff(postings.end_T, prepend=0)) for postings in shards]
     num_words = sum(int(postings.length_P.sum(dtype=np.int64)) for postings in shards)
     _write_frequencies(path, frequencies, [sum(len(postings.length_P) for postings in shards), num_words])
 
 
 def write_merged_statistics(before: CorpusStatistics, change: WordCounts, path: Path) -> None:
-    """Write statistics after a change as one file: the bytes of `write_statistics` over the corpus as it is now."""
+    """Write statistics after a change as one file: the bytes of `write_statistics` over the changed corpus."""
     _write_changed(path, before.frequencies, before.sizes, change)
 
 
 def write_statistics_changes(before: CorpusStatistics, num_kept: int, change: WordCounts, path: Path) -> None:
-    """Write by how much statistics differ from those of their first file and of so many of changes, after a change."""
+    """Write the statistics after a change less those of the first file and of `num_kept` files of changes."""
     _write_changed(path, before.frequencies[1 + num_kept :], before.sizes[1 + num_kept :], change)
 
 
@@ -274,21 +275,21 @@ def _write_changed(
     path: Path, frequencies: Sequence[TermFrequencies], sizes: Sequence[list[int]], change: WordCounts
 ) -> None:
     own = pa.array(list(change.frequencies), pa.string()), np.array(list(change.frequencies.values()), np.int64)
-    summed = [sum(column) for column in zip(*sizes, (change.num_passages, change.num_words))]
-    _write_frequencies(path, [*frequencies, own], summed)
+    totals = [sum(column) for column in zip(*sizes, (change.num_passages, change.num_words))]
+    _write_frequencies(path, [*frequencies, own], totals)
 
 
 def _write_frequencies(path: Path, frequencies: Sequence[TermFrequencies], size: list[int]) -> None:
-    """Write sums of frequencies by term, but those that are 0."""
+    """Write sums of frequencies by term, except zeros."""
     table = pa.table(
         {
             "term": pa.chunked_array([term_T for term_T, _ in frequencies], pa.string()),
             "frequency": np.concatenate([np.empty(0, np.int64), *(own_T for _, own_T in frequencies)]),
         }
     )
-    summed = table.group_by("term").aggregate([("frequency", "sum")]).sort_by("term")
-    summed = summed.filter(pc.not_equal(summed.column("frequency_sum"), 0)).combine_chunks()  # pyrefly: ignore
-    columns = {"term": summed.column("term"), "frequency": summed.column("frequency_sum")}
+    sums = table.group_by("term").aggregate([("frequency", "sum")]).sort_by("term")
+    sums = sums.filter(pc.not_equal(sums.column("frequency_sum"), 0)).combine_chunks()  # pyrefly: ignore
+    columns = {"term": sums.column("term"), "frequency": sums.column("frequency_sum")}
     _write(path, _STATISTICS, {**{name: column.to_pylist() for name, column in columns.items()}, "size": size})
 
 
@@ -299,7 +300,7 @@ class LexicalIndex(NamedTuple):
     statistics: CorpusStatistics
 
     def scores(self, words: Sequence[str]) -> FloatArray:
-        """The float32 score of every passage [P]; 0 for one that has none of the words. Words may come twice."""
+        """Compute the float32 score of every passage [P]; 0 without any of the words. Words may repeat."""
         return self.postings.scores(words, self.statistics)
 
 
@@ -311,7 +312,7 @@ def _stemmer() -> Any:
 
 
 def _find(term_T: pa.Array, term: str) -> int:
-    """The place of a term among ascending ones, -1 where it is none of them."""
+    """Return the position of a term in ascending terms, -1 without it."""
     at = bisect.bisect_left(range(len(term_T)), term, key=lambda place: term_T[place].as_py())
     return at if at < len(term_T) and term_T[at].as_py() == term else -1
 
@@ -326,7 +327,7 @@ def _write(path: Path, types: dict[str, pa.DataType], columns: dict[str, Any]) -
 
 
 def _open(path: Path, types: dict[str, pa.DataType]) -> dict[str, pa.Array]:
-    """Map the lists of the one row."""
+    """Map the lists of the single row."""
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         batch = reader.get_batch(0)

@@ -1,1 +1,1 @@
-"""Plugs a search server, or an index opened in this process, into frameworks that other people build on."""
+"""Adapts a search server, or an index opened in this process, to other frameworks."""

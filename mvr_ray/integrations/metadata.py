@@ -1,4 +1,4 @@
-"""Describes a hit in plain values, for the metadata that frameworks keep with a text."""
+"""Describes a hit in plain values, for the metadata that frameworks store with a text."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from mvr_ray.serving.schemas import PassageHit, SearchResponse
 
 
 def hit_metadata(answer: SearchResponse, hit: PassageHit) -> dict[str, Any]:
-    """Title, matching snippet, the view that won, the fields that were asked for, and which version answered."""
+    """Return title, matching snippet, the view that won, the requested fields, and the index version."""
     return {
         "title": hit.title or "",
         "snippet": hit.snippet.text if hit.snippet else "",

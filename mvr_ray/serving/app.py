@@ -17,7 +17,7 @@
     GET  /                            the search page
     GET  /docs                        a page of these routes, from /openapi.json
 
-Errors are {"error": {"code", "field", "message", "hint"}} with a 4xx or 5xx status, whatever raises them.
+Errors are {"error": {"code", "field", "message", "hint"}} with a 4xx or 5xx status.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ PAGE = {
     "/page/docs.js": ("docs.js", "text/javascript; charset=utf-8"),
 }
 """The search page and that of the routes: files of this package. They call the same routes as every client, so they
-need a token where the server does; their own files do not."""
+need a token if the server does; their own files need none."""
 PAGE_HEADERS = {
     "content-security-policy": (
         "default-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
@@ -75,10 +75,10 @@ PAGE_HEADERS = {
     "cache-control": "no-cache",
 }
 MEANINGS = {
-    401: "No token, or one that this server does not know.",
+    401: "No token, or an unknown one.",
     403: "The token may only read.",
     404: "There is no such passage or version.",
-    408: "The body did not come in time.",
+    408: "The body did not arrive in time.",
     409: "Another encoder made the index, another publisher was first, or the index has no words.",
     413: "The body is larger than serve.max_body_bytes, or the route takes none.",
     415: "The body is not declared to be JSON, or is compressed.",
@@ -93,11 +93,11 @@ IN_SLOT = (401, 503, 504)
 
 
 def create_app(service: SearchService, tokens: TokenStore | None = None, metrics: Metrics | None = None) -> FastAPI:
-    """The ASGI app over one service. Without tokens everyone may read, and nobody change anything."""
+    """Create the ASGI app over one service. Without tokens all clients may read, and none may change anything."""
     limits, tokens, metrics = service.limits, tokens or TokenStore(), metrics or Metrics()
     admission = Admission(limits.max_waiting)
     workers = Workers(limits.max_running, lambda waiting_s: metrics.note_stage("queue", waiting_s))
-    metrics.in_flight.set_function(lambda: admission.inside)
+    metrics.in_flight.set_function(lambda: admission.in_flight)
     probe = _Probe(service)
 
     @asynccontextmanager
@@ -145,48 +145,48 @@ def create_app(service: SearchService, tokens: TokenStore | None = None, metrics
 
     @post("/v1/search", 415)
     async def search(request: Request, query: schemas.SearchRequest) -> schemas.SearchResponse:
-        """The best passages of each query. Coverage and exactness are always part of the answer."""
+        """Return the best passages of each query. Coverage and exactness are always part of the answer."""
         answer = await run(request, lambda deadline: service.search(query, deadline), query.timeout_s)
         metrics.note_answer(answer)
         return answer
 
     @post("/v1/explain", 415)
     async def explain(request: Request, query: schemas.ExplainRequest) -> Explanation:
-        """Every view of the named passages, or of the questions' best hits, with every question."""
+        """Score every view of the named passages, or of the questions' best hits, with every question."""
         return await run(request, lambda deadline: service.explain(query, deadline))
 
     @post("/v1/embeddings", 415)
     async def embeddings(request: Request, query: schemas.EmbeddingsRequest) -> schemas.EmbeddingsResponse:
-        """Vectors of texts by the index's encoder, as a search embeds its queries; in the shape of OpenAI's API."""
+        """Embed texts by the index's encoder, as a search embeds its queries; in the shape of OpenAI's API."""
         return await run(request, lambda deadline: service.embed(query, deadline))
 
     @get("/v1/examples")
     async def examples(request: Request) -> schemas.ExampleQueries:
-        """A few texts to search for: questions that came with the corpus, else titles."""
+        """Return a few texts to search for: questions that came with the corpus, else titles."""
         return await run(request, lambda _: service.examples())
 
     @get("/v1/passages/{id:passage_id}", 404)
     async def passage(request: Request, id: str) -> schemas.PassageResponse:
-        """One passage as it was indexed, and the parts of its text that its views stand for."""
+        """Return one passage as it was indexed, and the parts of its text that its views stand for."""
         return await run(request, lambda _: service.passage(id))
 
     @get("/v1/versions", 404)
     async def versions(request: Request) -> schemas.VersionList:
-        """All published versions, which of them is live, and which one this server answers from."""
+        """List all published versions, which of them is live, and which one this server answers from."""
         return await run(request, lambda _: service.versions())
 
     @post("/v1/versions", 415, admin=True)
-    async def publish(request: Request, offer: PublishRequest) -> VersionInfo:
+    async def publish(request: Request, body: PublishRequest) -> VersionInfo:
         """Publish a manifest whose files are all in the store, once each has been read and its digest matches. Sent
         again, it is published once. Needs an admin token.
         """
-        version = await run(request, lambda deadline: service.publish(offer, deadline))
+        version = await run(request, lambda deadline: service.publish(body, deadline))
         log.info("published: request=%s version=%d", logs.request_id(), version.version)
         return version
 
     @get("/v1/versions/{n}", 404, 422)
     async def version(request: Request, n: VersionNumber) -> schemas.VersionDetail:
-        """One version, and what its manifest says about how it was made."""
+        """Return one version, and what its manifest says about how it was made."""
         return await run(request, lambda _: service.version(n))
 
     @post("/v1/versions/{n}/rollback", admin=True)
@@ -209,7 +209,7 @@ def create_app(service: SearchService, tokens: TokenStore | None = None, metrics
 
     @api.get("/readyz", responses=_errors(504) | not_ready)
     async def ready(request: Request, response: Response) -> schemas.Readiness:
-        """Whether a real search has just covered every passage. Open to all."""
+        """Report whether a real search has just covered every passage. Open to all."""
         readiness = await probe.readiness(request.state.deadline)
         metrics.note_served(readiness.index, readiness.version, readiness.coverage)
         response.status_code = 200 if readiness.ready else 503
@@ -217,12 +217,12 @@ def create_app(service: SearchService, tokens: TokenStore | None = None, metrics
 
     @api.get("/livez", responses=_errors())
     async def live() -> schemas.Liveness:
-        """Whether the process answers. Open to all."""
+        """Report whether the process answers. Open to all."""
         return schemas.Liveness(live=True, version=__version__)
 
     @api.get("/metrics", response_class=Response, dependencies=bearer, responses=_errors(401))
     async def prometheus() -> Response:
-        """Counters of this replica for Prometheus."""
+        """Return the counters of this replica for Prometheus."""
         return Response(metrics.text(), media_type=CONTENT_TYPE)
 
     for path, (name, media_type) in PAGE.items():
@@ -242,7 +242,7 @@ register_url_convertor("passage_id", _PassageIdConvertor())
 
 
 class _Probe:
-    """Runs one readiness search at a time, however many requests wait for it: a flood of probes is one search."""
+    """Runs one readiness search at a time; concurrent probes share it."""
 
     def __init__(self, service: SearchService) -> None:
         self._service = service
@@ -284,10 +284,10 @@ class _JsonRoute(APIRoute):
 
 
 def _require_admin(request: Request) -> None:
-    """Raises RequestError (403) unless an admin token was sent: a page in a browser reaches a loopback, too."""
+    """Raise RequestError (403) unless an admin token was sent: a web page reaches the loopback, too."""
     role = request.state.role
     if role != "admin":
-        message = "the token may only read" if role else "this server has no tokens, so nobody may change anything"
+        message = "the token may only read" if role else "this server has no tokens, so it accepts no changes"
         hint = f"send an admin token; a server has those of serve.tokens_file and {VARIABLES['admin']}"
         challenge = {"www-authenticate": f'{REALM}, error="insufficient_scope"'}
         raise RequestError(403, "admin_needed", "", message, hint, challenge)
@@ -301,7 +301,7 @@ def _page_sender(content: bytes, media_type: str) -> Callable[[], Awaitable[Resp
 
 
 def _answer_errors(api: FastAPI) -> None:
-    """Give every error the one shape; the middleware does so for unexpected ones."""
+    """Convert every error to one JSON shape; the middleware converts unexpected ones."""
 
     @api.exception_handler(RequestError)
     async def request_error(_: Request, error: RequestError) -> Response:
@@ -309,7 +309,7 @@ def _answer_errors(api: FastAPI) -> None:
 
     @api.exception_handler(RequestValidationError)
     async def validation_error(_: Request, error: RequestValidationError) -> Response:
-        """A wrong parameter in the path; bodies are validated by the route."""
+        """Answer a wrong parameter of the path; the route validates bodies."""
         problems = [{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]
         return error_response(schemas.first_problem(problems, ()))
 
@@ -329,13 +329,13 @@ def _answer_errors(api: FastAPI) -> None:
 
 
 def _methods(api: FastAPI, scope: Scope) -> set[str]:
-    """The methods of all routes that match the path of a request."""
+    """Return the methods of all routes that match the path of a request."""
     routes = (route for route in api.routes if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE)
     return {method for route in routes for method in route.methods or ()}
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The descriptions of these errors, and of those that any request may have."""
+    """Return the descriptions of these errors, and of those that any request may have."""
     return {
         status: {"model": schemas.ErrorResponse, "description": MEANINGS[status]}
         for status in sorted({*statuses, *ANY_REQUEST})
@@ -343,7 +343,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def _describe_limits(api: FastAPI, limits: ServeConfig) -> None:
-    """Put the limits of this very server into the app's description, where a schema can say them."""
+    """Add the limits of this server to the schemas of the app's description."""
     describe = api.openapi
 
     def describe_with_limits() -> dict[str, Any]:

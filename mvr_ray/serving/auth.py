@@ -1,6 +1,6 @@
 """Reads bearer tokens and looks up the role, `read` or `admin`, of each.
 
-A token is kept as its SHA-256 only: what leaves this module, for a replica on another node or a log, is no secret.
+Only the SHA-256 of a token is kept, so nothing secret leaves this module for a replica on another node or a log.
 
     serve.tokens_file            one `ROLE TOKEN` a line; empty lines and lines from `#` on are left out
     MVR_RAY_READ_TOKEN           one token, and
@@ -41,7 +41,7 @@ class KnownToken(NamedTuple):
 
 
 class TokenStore:
-    """The tokens that a server accepts; without any, every client may read and none may do more."""
+    """The tokens that a server accepts; without any, every client may only read."""
 
     def __init__(self, tokens: tuple[KnownToken, ...] = ()) -> None:
         self.tokens = tokens
@@ -50,14 +50,14 @@ class TokenStore:
         return bool(self.tokens)
 
     def role(self, token: bytes) -> Role | None:
-        """The role of this token, None for an unknown one, in a time that does not depend on the token."""
+        """Return the role of a token, None for an unknown one, in constant time."""
         digest = hashlib.sha256(token).hexdigest()
         matches = [one.role for one in self.tokens if hmac.compare_digest(digest, one.sha256)]
         return matches[0] if matches else None
 
 
 def read_tokens(file: str | None, environ: Mapping[str, str]) -> TokenStore:
-    """Tokens of the file and the environment. Raises ConfigError naming the line or variable, never the token."""
+    """Read the tokens of file and environment. Raises ConfigError naming the line or variable, never the token."""
     roles: dict[str, Role] = {}
     for role in ROLES:
         if environ.get(VARIABLES[role]):
@@ -74,7 +74,7 @@ def read_tokens(file: str | None, environ: Mapping[str, str]) -> TokenStore:
 
 
 def require_tokens(host: str, tokens: TokenStore) -> None:
-    """Raises ConfigError where other machines would reach a server without tokens."""
+    """Raise ConfigError if other machines could reach a server without tokens."""
     if not tokens and not is_loopback(host):
         raise ConfigError(f"serve.host {host} is reached from other machines, and there is no token to ask for; {_HOW}")
 

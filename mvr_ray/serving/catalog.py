@@ -2,9 +2,9 @@
 
     manifest  ->  every file has its digest  ->  the parent is the newest version  ->  published, and live
 
-Reading an index takes longer than a request may. So it goes on when the request's time is over, and the same request
-sent again waits for it, or gets its result: a manifest that is published already is answered by its version, and never
-published twice. Of two publishers that follow the same version one wins, and the other gets an error.
+Reading an index takes longer than a request may. The job therefore continues after the request's deadline, and the same
+request sent again waits for it, or gets its result: a manifest that is published already is answered by its version,
+and never published twice. Of two publishers that follow the same version one wins, and the other gets an error.
 """
 
 import dataclasses
@@ -36,17 +36,17 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 2
 MEMORY_S = 60.0
-"""The result of a job is kept so long for a request that is sent again; after that the files are read anew."""
+"""Time for which the result of a job is kept for a repeated request; after that the files are read again."""
 _SOURCE = "send a manifest as it lies in the store, indexes/<name>/versions/<n>.json"
 
 
 @dataclass(frozen=True, config=RequestModel.model_config)
 class ManifestPayload(Manifest):
-    """`version`, `created` and `token` are those of where it was published before; here it gets others."""
+    """A manifest in a request. Its `version`, `created` and `token` are replaced when it is published."""
 
     shards: Annotated[tuple[ShardEntry, ...], Field(min_length=1)]
     digest: Word | None = None
-    """Over all other fields, as the store's file has it; absent: not looked at."""
+    """Over all other fields, as the store's file has it; absent: not checked."""
 
     def manifest(self) -> Manifest:
         return Manifest(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Manifest)})
@@ -55,8 +55,8 @@ class ManifestPayload(Manifest):
 class PublishRequest(RequestModel):
     manifest: ManifestPayload
     parent: Number | None = None
-    """The version that must be the newest one now (0: there is none yet); absent: the manifest's own parent. Of two who
-    publish on the same one, the first wins."""
+    """The version that must be the newest one now (0: there is none yet); absent: the manifest's own parent. Of two
+    publishers with the same parent, the first wins."""
 
 
 class VersionCatalog:
@@ -69,12 +69,12 @@ class VersionCatalog:
         self._job: _PublishJob | None = None
 
     def all(self) -> list[VersionInfo]:
-        """Every version, ascending; the last is live."""
+        """List every version, ascending; the last is live."""
         numbers = manifests.list_versions(self.store, self.index)
         return [version_info(manifests.read(self.store, self.index, n), n == numbers[-1]) for n in numbers]
 
     def one(self, version: int) -> VersionDetail:
-        """Raises RequestError (404) for a version that is not there."""
+        """Describe a version. Raises RequestError (404) for one that does not exist."""
         live = self._require(version)
         manifest = manifests.read(self.store, self.index, version)
         shards = [
@@ -89,18 +89,18 @@ class VersionCatalog:
     def rollback(self, version: int, deadline: Deadline) -> VersionInfo:
         """Publish that version's content as a new version, which is then live; sent again, it is published once.
 
-        Raises RequestError: 404 for a version that is not there, 422 where a file of it, the corpus or the encoder is
-        not what it says, 503 while files are read still. PublishConflictError if another was first.
+        Raises RequestError: 404 for a version that does not exist, 422 if a file of it, the corpus or the encoder
+        does not match it, 503 while files are being read. PublishConflictError if another publisher was first.
         """
         live = manifests.read(self.store, self.index, self._require(version))
         manifest = manifests.read(self.store, self.index, version)
-        if not self._takes_result(live, manifest):
+        if not self._claim_result(live, manifest):
             manifest = dataclasses.replace(manifest, parent=live.version, operation=ROLLBACK)
             live = self._wait(manifest, deadline, was_published=True)
         return version_info(live, live=True)
 
-    def _takes_result(self, live: Manifest, manifest: Manifest) -> bool:
-        """Whether the live version is the result of a roll back to this manifest that nobody has got yet."""
+    def _claim_result(self, live: Manifest, manifest: Manifest) -> bool:
+        """Return whether the live version is the unclaimed result of a roll back to this manifest, and claim it."""
         with self._lock:
             job = self._job
             if job is None or not job.was_published or job.key[0] != manifest.content_digest() or job.is_over():
@@ -110,10 +110,10 @@ class VersionCatalog:
             return is_result
 
     def publish(self, request: PublishRequest, deadline: Deadline) -> VersionInfo:
-        """Publish a manifest whose files are in the store, or give the version that it is already.
+        """Publish a manifest whose files are in the store, or return the version that has its content.
 
-        Raises RequestError: 422 where a file, the corpus or the encoder is not what the manifest says, 503 while files
-        are read still. PublishConflictError where its parent is not the newest version.
+        Raises RequestError: 422 if a file, the corpus or the encoder does not match the manifest, 503 while files are
+        being read. PublishConflictError if its parent is not the newest version.
         """
         manifest = check_payload(request.manifest, self.index)
         if request.parent is not None:
@@ -126,7 +126,7 @@ class VersionCatalog:
         if live != manifest.parent:
             raise PublishConflictError(
                 f"index {self.index!r} version {manifest.parent + 1} not published: version {live} is live, not "
-                f"{manifest.parent}; look at it, then send the request with parent {live} if it shall follow that one"
+                f"{manifest.parent}; check it, then send the request with parent {live} to follow it"
             )
         job = self._start(_PublishJob(self.store, manifest, was_published))
         wait([job.result], timeout=deadline.left_s)
@@ -134,12 +134,12 @@ class VersionCatalog:
             progress = f"{job.num_whole} of {len(manifest.shards)} shards were found whole so far"
             raise _busy(f"the files of this version are being read; {progress}", "send the same request again")
         with self._lock:
-            if self._job is job:  # a third request reads the files anew
+            if self._job is job:  # a third request reads the files again
                 self._job = None
         return job.result.result()
 
     def _start(self, job: "_PublishJob") -> "_PublishJob":
-        """This job, or one of the same manifest that runs already. Raises RequestError (503) while another one runs."""
+        """Start a job, or return that of the same manifest. Raises RequestError (503) while another one runs."""
         with self._lock:
             if self._job is not None and not self._job.is_over():
                 if self._job.key == job.key:
@@ -151,7 +151,7 @@ class VersionCatalog:
             return job
 
     def _require(self, version: int) -> int:
-        """The live version's number. Raises RequestError (404) where `version` is not there."""
+        """Return the live version's number. Raises RequestError (404) if `version` does not exist."""
         numbers = manifests.list_versions(self.store, self.index)
         if version not in numbers:
             number = f"{version}" if abs(version) < 10**12 else "of that number"
@@ -164,7 +164,7 @@ class VersionCatalog:
 class _PublishJob:
     """Reads every file that one manifest names, then publishes it.
 
-    `was_published`: its content is that of a version, whose counts are known to be right.
+    `was_published`: the content is that of an existing version, whose counts are correct.
     """
 
     def __init__(self, store: Store, manifest: Manifest, was_published: bool = False) -> None:
@@ -174,7 +174,7 @@ class _PublishJob:
         self.key = (manifest.content_digest(), manifest.parent)
         self.result: Future[Manifest] = Future()
         self.num_whole = 0
-        """Shards that were found whole so far."""
+        """Shards checked so far."""
         self._end_s = math.inf
 
     def is_over(self) -> bool:
@@ -183,7 +183,7 @@ class _PublishJob:
     def run(self) -> None:
         try:
             self.result.set_result(self._check_and_publish())
-        except BaseException as error:  # noqa: BLE001 - it is raised where the job is waited for
+        except BaseException as error:  # noqa: BLE001 - _wait raises it
             self.result.set_exception(error)
         self._end_s = time.monotonic()
 
@@ -207,7 +207,7 @@ class _PublishJob:
         folder = paths.shard_dir(self.manifest.index, entry.digest)
         if not self.store.exists(folder):
             raise _not_whole(field, f"{folder} is missing")
-        self.store.touch(folder)  # or a collection that runs meanwhile would take it for forgotten
+        self.store.touch(folder)  # so that a concurrent collection keeps it
         self._check_files(dataclasses.replace(self.manifest, shards=(entry,), refined_queries={}, lexical=None), field)
         if self.was_published:
             return
@@ -218,8 +218,8 @@ class _PublishJob:
         counts = (shard.dimension, shard.num_passages, shard.num_vectors)
         expected = (self.manifest.dimension, entry.num_passages, entry.num_vectors)
         if counts != expected:
-            says = "dimension {}, {} passages and {} views"
-            raise _not_whole(field, f"its embeddings have {says.format(*counts)}, not {says.format(*expected)}")
+            text = "dimension {}, {} passages and {} views"
+            raise _not_whole(field, f"its embeddings have {text.format(*counts)}, not {text.format(*expected)}")
 
     def _check_files(self, part: Manifest, field: str) -> None:
         try:
@@ -230,7 +230,7 @@ class _PublishJob:
             raise _not_whole(field, f"{problem.path} {problem.reason}")
 
     def _check_sources(self) -> None:
-        """Texts are embedded with the version's encoder, and shown from its corpus: both must be in this store."""
+        """Raise RequestError (422) unless encoder and corpus of the version, which searches need, are in this store."""
         manifest, hint = self.manifest, "copy its folder there, too"
         name, fingerprint = manifest.encoder_name, manifest.encoder_fingerprint
         if not self.store.exists(f"{paths.encoder_dir(name, fingerprint)}/{paths.ENCODER_JSON}"):
@@ -244,7 +244,7 @@ class _PublishJob:
 
 
 def published_version(store: Store, manifest: Manifest) -> Manifest | None:
-    """The version after the manifest's parent, where that has its content: the publisher got no answer."""
+    """Return the version after the manifest's parent if it has the same content: the publisher's reply was lost."""
     number = manifest.parent + 1
     if number not in manifests.list_versions(store, manifest.index):
         return None
@@ -253,7 +253,7 @@ def published_version(store: Store, manifest: Manifest) -> Manifest | None:
 
 
 def check_payload(payload: ManifestPayload, index: str) -> Manifest:
-    """The manifest to publish in `index`. Raises RequestError for one that no builder has written."""
+    """Return the manifest to publish in `index`. Raises RequestError for an invalid one."""
     manifest = payload.manifest()
     if payload.digest is not None and json.loads(manifest.to_json())["digest"] != payload.digest:
         message = "the manifest's digest is not that of its fields: it is damaged, or was changed"
@@ -273,7 +273,7 @@ def check_payload(payload: ManifestPayload, index: str) -> Manifest:
 def _check_entry(entry: ShardEntry, place: int) -> None:
     field = f"manifest.shards.{place}"
     if entry.shard != place:
-        message = f"shard {entry.shard} stands at place {place}"
+        message = f"shard {entry.shard} is at place {place}"
         raise RequestError(422, "wrong_value", f"{field}.shard", message, "name every shard once, from 0 on, in order")
     if paths.EMBEDDINGS not in entry.files:
         raise RequestError(422, "wrong_value", f"{field}.files", f"the shard has no {paths.EMBEDDINGS}", _SOURCE)

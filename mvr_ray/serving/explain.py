@@ -70,7 +70,7 @@ def explain(
 
 
 def passages_by_rank(answer: Answer) -> list[str]:
-    """The hits of all questions, each passage once: the first of every question, then the second, and so on."""
+    """Return the hits of all questions, each passage once: the first of every question, then the second, and so on."""
     deepest = max((len(hits) for hits in answer.hits), default=0)
     return list(dict.fromkeys(hits[at].passage_id for at in range(deepest) for hits in answer.hits if at < len(hits)))
 
@@ -95,8 +95,8 @@ def _explain_passage(
 
 
 def _add_lexical(passage: ExplainedPassage, scores: FloatArray, weight: HybridWeight, answer: Answer) -> None:
-    """Put the BM25 score and the total beside the best view's dense score, for each question. Reciprocal ranks have a
-    total where the passage is among the question's hits."""
+    """Add the BM25 score and the total to the best view's dense score, for each question. Reciprocal ranks have a total
+    if the passage is among the question's hits."""
     totals: list[float | None]
     if isinstance(weight, str):
         hits = answer.hits or [[] for _ in passage.winners]

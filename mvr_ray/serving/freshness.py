@@ -1,11 +1,11 @@
-"""Measure how old the changes are that a server does not answer from yet.
+"""Measure the age of the changes that the answers of a server do not include yet.
 
     a change      a file of `follow.source`; without one, the corpus that was prepared or updated last
     its time      when the file was changed last; when the corpus was made
-    is answered   the corpus of the version that answers has dealt with the file, or is that corpus
+    is answered   the corpus of the version that answers has processed the file, or is that corpus
 
-Times are those that source and store tell, looked up in a thread of its own; ages are counted when asked for. It needs
-no follower that lives: where one has died, the oldest change grows older.
+A thread reads the times from source and store; ages are computed on request. No follower needs to run: if it has died,
+the age of the oldest change grows.
 """
 
 import logging
@@ -26,12 +26,12 @@ from mvr_ray.store.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 5.0
-"""At least so long is waited between two looks."""
+MIN_PERIOD_S = 5.0
+"""Minimum time between two updates."""
 
 
 class ChangeTimes(NamedTuple):
-    """Unix times of changes; `unanswered` are those that no answer knows yet."""
+    """Unix times of changes; `unanswered` are those that answers do not include yet."""
 
     unanswered: list[float]
     newest_answered: float
@@ -39,32 +39,32 @@ class ChangeTimes(NamedTuple):
 
 
 class FreshnessMonitor:
-    """Looks at a store and at the source that is followed. `live_version` gives the version that answers."""
+    """Reads a store and the followed source. `live_version` returns the version that answers."""
 
     def __init__(self, store: Store, cfg: FollowConfig, live_version: Callable[[], Manifest]) -> None:
         self.store = store
         self.source = None if cfg.source is None else Store(cfg.source)
-        self.every_s = max(LOOK_S, cfg.poll_s)
+        self.every_s = max(MIN_PERIOD_S, cfg.poll_s)
         self.live_version = live_version
         self._times: ChangeTimes | None = None
 
     def running(self) -> AbstractContextManager[None]:
-        """Looks at once and then every few seconds, in a thread, until the block ends."""
+        """Update at once and then every few seconds, in a thread, until the block ends."""
 
-        def look() -> float:
-            self.look()
+        def update() -> float:
+            self.update()
             return self.every_s
 
-        return run_periodically(look, 0.0, "mvr-freshness")
+        return run_periodically(update, 0.0, "mvr-freshness")
 
-    def look(self) -> None:
+    def update(self) -> None:
         try:
             self._times = self._read_times(self.live_version())
         except MvrRayError as error:
             log.warning("freshness not measured: %s", error)
 
     def measure(self) -> Freshness | None:
-        """Ages as of now; None before the first look."""
+        """Return the current ages; None before the first update."""
         if self._times is None:
             return None
         unanswered, newest_answered, num_waiting = self._times
@@ -79,19 +79,19 @@ class FreshnessMonitor:
         own = Corpus.open(self.store, version.corpus, version.corpus_digest).info
         last_corpus = Corpus.open(self.store, version.corpus)
         last = last_corpus.info
-        done = own.change_files[-1].name if own.change_files else ""
-        unanswered = {file.name: file.changed_s for file in last.change_files if file.name > done and not file.problem}
+        name = own.change_files[-1].name if own.change_files else ""
+        unanswered = {file.name: file.changed_s for file in last.change_files if file.name > name and not file.problem}
         if self.source is not None:
             left_out = {file.name for file in last.change_files if file.problem}
             waiting = Backlog.of(list_change_files(self.source), own.change_files).waiting
             unanswered |= {file.name: file.changed_s for file in waiting if file.name not in left_out}
         times = list(unanswered.values())
         if not times and last.digest != own.digest:
-            times = [self._made_at(paths.corpus_publication(version.corpus, last_corpus.number))]
+            times = [self._creation_time(paths.corpus_publication(version.corpus, last_corpus.number))]
         applied = [file.changed_s for file in own.change_files if not file.problem]
-        described = paths.corpus_version(version.corpus, version.corpus_digest)
-        newest = max(applied, default=0.0) or self._made_at(described)
-        return ChangeTimes(times, newest, len(unanswered))
+        corpus_path = paths.corpus_version(version.corpus, version.corpus_digest)
+        newest_s = max(applied, default=0.0) or self._creation_time(corpus_path)
+        return ChangeTimes(times, newest_s, len(unanswered))
 
-    def _made_at(self, path: str) -> float:
+    def _creation_time(self, path: str) -> float:
         return time.time() - self.store.age_s(path)

@@ -2,7 +2,7 @@
 
 Stages: `queue` from arrival to a free thread, `service` all that follows; of that, `encode` the questions, `search` the
 shards (each round), `merge` their answers, as the router reports them.
-Shares are for the reader to form: rate(answers{certified="true"}) / rate(answers) is the certified share, and
+Compute shares in Prometheus: rate(answers{certified="true"}) / rate(answers) is the certified share, and
 rate(sampled_recall) / rate(sampled_queries) the recall of an approximate index. Calls to searchers, and the share of
 passages that the version changed, are read when Prometheus scrapes.
 """
@@ -48,12 +48,12 @@ class Metrics:
         for value in ("true", "false"):
             self.answers.labels(value)
 
-    def watch(self, router: "RouterDiagnostics") -> None:
-        """Export this router's own counts, too."""
+    def add_router(self, router: "RouterDiagnostics") -> None:
+        """Export the counts of this router, too."""
         self.registry.register(_Searchers(router))
 
-    def watch_freshness(self, monitor: "FreshnessMonitor") -> None:
-        """Export how old the changes are that no answer knows yet, too."""
+    def add_freshness(self, monitor: "FreshnessMonitor") -> None:
+        """Export the age of the changes that answers do not include yet, too."""
         self.registry.register(_Freshness(monitor))
 
     def note_recall(self, recall: float) -> None:
@@ -85,7 +85,7 @@ class Metrics:
 
 
 class _Searchers(Collector):
-    """A router's own counts."""
+    """The counts of a router."""
 
     def __init__(self, router: "RouterDiagnostics") -> None:
         self.router = router
@@ -115,9 +115,9 @@ class _Freshness(Collector):
     def collect(self) -> Iterator[Metric]:
         freshness = self.monitor.measure()
         for name, meaning, value in (
-            ("oldest_change_seconds", "Age of the oldest change that no answer knows yet.", "oldest_change_s"),
-            ("newest_passage_seconds", "Age of the newest change that answers know.", "newest_passage_s"),
-            ("waiting_change_files", "Change files that no answer knows yet.", "waiting_files"),
+            ("oldest_change_seconds", "Age of the oldest change that answers do not include yet.", "oldest_change_s"),
+            ("newest_passage_seconds", "Age of the newest change that answers include.", "newest_passage_s"),
+            ("waiting_change_files", "Change files that answers do not include yet.", "waiting_files"),
         ):
             gauge = GaugeMetricFamily(f"mvr_ray_{name}", meaning)
             if freshness is not None:

@@ -2,8 +2,7 @@
 
     request id  ->  deadline  ->  host  ->  token  ->  a slot  ->  the whole body, bounded  ->  the app
 
-A request that is turned away never reaches the app. Pure ASGI: bodies are counted as they come, with or without a
-content-length.
+A refused request never reaches the app. Pure ASGI: bodies are counted as they arrive, with or without a content-length.
 """
 
 import asyncio
@@ -44,7 +43,7 @@ class RequestMiddleware:
     limits: ServeConfig
     tokens: TokenStore
     open_paths: Collection[str]
-    """They need no token: they say nothing about the passages."""
+    """Paths that need no token: they expose nothing about the passages."""
     admission: Admission
     metrics: Metrics
 
@@ -66,14 +65,14 @@ class RequestMiddleware:
             check_host(headers, self.tokens, self.limits.hosts)
             role = None if path in self.open_paths else authenticate(headers, self.tokens)
             if path.startswith(SLOT_PATHS):
-                slot = self.admission.enter()
-            takes_body = path.startswith(SLOT_PATHS)  # of any method: a wrong one hears that it is wrong
+                slot = self.admission.acquire()
+            takes_body = path.startswith(SLOT_PATHS)  # of any method: the app answers a wrong one
             body = await _read_body(headers, receive, self.limits, deadline, takes_body)
             scope.setdefault("state", {}).update(role=role, slot=slot, deadline=deadline)
             await self.app(scope, _replay(body, receive), response)
         except RequestError as error:
             await error_response(error)(scope, receive, response)
-        except Exception as error:  # whatever the app raises gets a response and a log line with the request's id
+        except Exception as error:  # every error of the app gets a response and a log line with the request's id
             log.error("request failed unexpectedly: path=%s", path[:200], exc_info=error)
             if response.status:
                 raise
@@ -82,7 +81,7 @@ class RequestMiddleware:
             await error_response(unexpected)(scope, receive, response)
         finally:
             if slot:
-                slot.leave()
+                slot.release()
             took_s, status = time.perf_counter() - start_s, response.status or 500
             route = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "other"
@@ -109,21 +108,21 @@ class ResponseSender:
         await self._send(message)
 
 
-def request_deadline(headers: Headers, most_s: float) -> Deadline:
-    """The deadline of a request that arrives now: `most_s`, or less where its sender is gone before (X-Timeout-Ms)."""
+def request_deadline(headers: Headers, max_s: float) -> Deadline:
+    """Return the deadline of a request that arrives now: after `max_s`, or the sender's shorter time (X-Timeout-Ms)."""
     timeout_ms = headers.get("x-timeout-ms", "")
     is_number = timeout_ms.isascii() and timeout_ms.isdigit() and len(timeout_ms) < 10
-    return Deadline.after(most_s).within(int(timeout_ms) / 1000 if is_number else None)
+    return Deadline.after(max_s).within(int(timeout_ms) / 1000 if is_number else None)
 
 
 def request_id(headers: Headers) -> str:
-    """The sender's own where it is a plain word, else a new one."""
+    """Return the sender's request id if it is a plain word, else a new one."""
     own = headers.get("x-request-id", "")
     return own if _REQUEST_ID.fullmatch(own) else uuid.uuid4().hex
 
 
 def authenticate(headers: Headers, tokens: TokenStore) -> Role | None:
-    """The role of the request's token; None where the server has no tokens. Raises RequestError (401)."""
+    """Return the role of the request's token; None if the server has no tokens. Raises RequestError (401)."""
     if not tokens:
         return None
     scheme, _, token = headers.get("authorization", "").partition(" ")
@@ -136,10 +135,10 @@ def authenticate(headers: Headers, tokens: TokenStore) -> Role | None:
 
 
 def check_host(headers: Headers, tokens: TokenStore, hosts: Collection[str]) -> None:
-    """Raises RequestError (421) where a server without tokens is called by a name that is not its own.
+    """Raise RequestError (421) if a server without tokens is called by a name that is not its own.
 
-    A page in a browser can have its own name resolved to the loopback (DNS rebinding), and would read the answers; the
-    header Host then has that name. With tokens such a page is refused, since it knows none.
+    A web page can have its own name resolved to the loopback (DNS rebinding), and would read the answers; the header
+    Host then has that name. With tokens such a page is refused, since it has none.
     """
     host = headers.get("host")
     if tokens or host is None:
@@ -164,7 +163,7 @@ def wrong_token() -> RequestError:
 
 
 async def refuse_websocket(scope: Scope, send: Send) -> None:
-    """Answer an upgrade by 400 where the server can send a response to it, else close it, which it answers by 403."""
+    """Answer an upgrade by 400 if the server can send a response to it, else close it: the server sends 403."""
     if "websocket.http.response" not in scope.get("extensions", {}):
         await send({"type": "websocket.close", "code": 1008, "reason": "no WebSocket here; send HTTP requests"})
         return
@@ -181,13 +180,13 @@ def error_response(error: RequestError) -> Response:
 async def _read_body(
     headers: Headers, receive: Receive, limits: ServeConfig, deadline: Deadline, takes_body: bool
 ) -> bytes:
-    """Raises RequestError: 413 as soon as it is known to be too large, 408 when it does not come in the server's time,
-    504 when it does not come in the sender's own."""
+    """Read the body. Raises RequestError: 413 as soon as it is too large, 408 if it does not arrive in the server's
+    time, 504 if it does not arrive in the sender's own."""
     max_bytes = limits.max_body_bytes if takes_body else 0
     if takes_body:
         message, hint = f"the body is larger than {max_bytes} bytes", f"send at most {max_bytes} (serve.max_body_bytes)"
     else:
-        message, hint = "this route takes no body", "send bodies to routes below /v1/ alone"
+        message, hint = "this route takes no body", "send bodies only to routes below /v1/"
     too_large = RequestError(413, "body_too_large", "", message, hint, {"connection": "close"})
     length = headers.get("content-length", "")
     if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > max_bytes):
@@ -208,7 +207,7 @@ async def _read_body(
     except TimeoutError:
         if deadline.timeout_s < limits.timeout_ms / 1000:
             raise late_error(deadline) from None
-        message, hint = "the body did not come in time", "send it faster, or send less"
+        message, hint = "the body did not arrive in time", "send it faster, or send less"
         raise RequestError(408, "body_late", "", message, hint, {"connection": "close"}) from None
 
 

@@ -1,13 +1,13 @@
 """Bounds waiting requests and response times in Ray Serve's proxy, where no replica is needed to answer.
 
-A proxy hands every request to a replica, however many are there: in a flood, requests that a replica would refuse wait
-for seconds until it sees them. And a replica that hangs or was killed answers nothing. So the proxy refuses what is too
-much, and answers what no replica has answered by the deadline. Ray Serve calls `middlewares` in every proxy whose
-environment says
+A proxy forwards every request to a replica: under overload, requests that a replica would refuse wait for seconds
+before they reach it. A replica that hangs or was killed answers nothing. The limiter therefore refuses requests above
+the limit, and answers those that no replica has answered by the deadline. Ray Serve calls `middlewares` in every proxy
+whose environment has
 
     RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=mvr_ray.serving.proxy_limit.middlewares
 
-`mvr-ray serve` sets this for a cluster of its own; for a cluster that runs already it is set where its nodes start.
+`mvr-ray serve` sets this for a cluster of its own; for a running cluster it is set where its nodes start.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from mvr_ray.serving.middleware import (
 from mvr_ray.serving.schemas import RequestError
 
 MAX_WAITING = "MVR_RAY_PROXY_MAX_WAITING"
-"""Requests that one proxy lets in at a time; absent: the default of `serve.max_waiting`."""
+"""Requests in one proxy at a time; absent: the default of `serve.max_waiting`."""
 TIMEOUT_MS = "MVR_RAY_PROXY_TIMEOUT_MS"
 """Milliseconds until a proxy answers in place of a replica; absent: the default of `serve.timeout_ms`."""
 GRACE_S = 0.25
@@ -41,14 +41,14 @@ _CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 
 
 def configure_proxies(limits: ServeConfig, environ: MutableMapping[str, str]) -> None:
-    """Install the limiter in the proxies of a cluster that starts in this environment; variables that are set stay."""
+    """Install the limiter in the proxies of a cluster that starts in this environment; set variables stay."""
     environ.setdefault(_CALLBACK, f"{__name__}.{middlewares.__name__}")
     environ.setdefault(MAX_WAITING, str(limits.max_waiting))
     environ.setdefault(TIMEOUT_MS, str(limits.timeout_ms))
 
 
 def middlewares() -> list[Middleware]:
-    """What Ray Serve puts around a proxy."""
+    """Return the middlewares that Ray Serve installs in a proxy."""
     max_waiting = int(os.environ.get(MAX_WAITING) or ServeConfig().max_waiting)
     timeout_ms = int(os.environ.get(TIMEOUT_MS) or ServeConfig().timeout_ms)
     return [Middleware(ProxyLimiter, max_waiting=max_waiting, timeout_s=timeout_ms / 1000)]
@@ -57,16 +57,14 @@ def middlewares() -> list[Middleware]:
 class ProxyLimiter:
     """ASGI middleware: 503 with Retry-After beyond `max_waiting` requests, 504 after the time of one.
 
-    A request is inside until its answer has gone: what a proxy still does after that takes no slot.
+    A request holds a slot until its response is sent; later work of the proxy takes none.
     """
 
     def __init__(self, app: ASGIApp, max_waiting: int, timeout_s: float) -> None:
         self.app = app
         self.admission = Admission(max_waiting)
         self.timeout_s = timeout_s
-        self._refusals = Counter(
-            "mvr_ray_refused_at_proxy_total", "Requests turned away before they reached a replica."
-        )
+        self._refusals = Counter("mvr_ray_refused_at_proxy_total", "Requests refused before they reached a replica.")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -83,11 +81,11 @@ class ProxyLimiter:
         async def forward(message: Message) -> None:
             await response(message)
             if slot and message["type"] == "http.response.body" and not message.get("more_body", False):
-                slot.leave()
+                slot.release()
 
         if scope["path"].startswith(SLOT_PATHS):
             try:
-                slot = self.admission.enter()
+                slot = self.admission.acquire()
             except RequestError as error:
                 self._refusals.inc()
                 await error_response(error)(scope, receive, response)
@@ -101,13 +99,13 @@ class ProxyLimiter:
                 raise
         finally:
             if slot:
-                slot.leave()
+                slot.release()
         if not response.status:
-            error = late_error(deadline) if timeout.expired() else replica_ended()
+            error = late_error(deadline) if timeout.expired() else replica_error()
             await error_response(error)(scope, receive, response)
 
 
-def replica_ended() -> RequestError:
-    """The error for a request whose replica ended, or could not be reached."""
+def replica_error() -> RequestError:
+    """Return the error for a request whose replica ended, or could not be reached."""
     message, hint = "the replica ended before it had answered", "try again; see GET /readyz"
     return RequestError(503, "unavailable", "", message, hint, retry_after_s=1)

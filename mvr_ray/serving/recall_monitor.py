@@ -1,10 +1,10 @@
 """Estimates the recall of an approximate index while it serves: some queries are also answered exactly.
 
-    every     of so many queries one is taken; none while the one before is still being answered
+    every     one of so many queries is sampled; none while the previous sample is being measured
     recall    of the exact best k, the share whose score the answer reached; scores are exact on both sides, so a
-              passage tied with the k-th counts as well as the one that took its place
+              passage tied with the k-th counts as well as the one ranked in its place
 
-The exact answer is computed beside the queues, in a thread of its own, and no request waits for it.
+A thread computes the exact answer and bypasses the request queues; no request waits for it.
 
 Shapes: Q queries, D dimension.
 """
@@ -33,7 +33,7 @@ class RecallMonitor:
     """Measures the recall of some queries. Safe to use from several threads."""
 
     def __init__(self, router: "RouterDiagnostics", report: Callable[[float], None], every: int = EVERY) -> None:
-        """The monitor's own thread calls `report` with each recall."""
+        """The monitor's thread calls `report` with each recall."""
         self.router = router
         self.report = report
         self.every = every
@@ -44,7 +44,7 @@ class RecallMonitor:
 
     def note(self, queries: Sequence[Query], k: int, answer: Answer) -> None:
         """Count the queries of an answer, and measure one of every so many. An exact answer, or one of less than every
-        passage, counts for nothing.
+        passage, is not counted.
         """
         if answer.exact.certified or answer.coverage_share < 1:
             return
@@ -58,7 +58,7 @@ class RecallMonitor:
             self._thread.submit(self._measure, queries[at], k, answer.version, scores)
 
     def close(self) -> None:
-        """Take no more queries. A measurement under way ends by itself."""
+        """Sample no more queries. A running measurement completes."""
         with self._lock:
             self._is_closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)

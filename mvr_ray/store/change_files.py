@@ -1,14 +1,14 @@
-"""Read a source of change files: which of them wait, which make the next batch, and what became of each.
+"""Read a source of change files, select the files of the next batch, and record the outcome of each.
 
 A source is a folder, or a prefix of an object store. Its files are applied in the order of their names, each whole or
-not at all, and nothing there is ever changed. What was done with a file is written in the description of the corpus
-that holds its changes (`CorpusInfo.change_files`), and becomes true with it.
+not at all, and the source itself is never changed. The description of the corpus that holds a file's changes records
+the outcome (`CorpusInfo.change_files`), which takes effect with it.
 
-    waiting    its name comes after the last one that was dealt with
-    late       its name comes before that one, and nothing was done with it: it may be older than what was applied, so
-               it is left out
-    left out   a row of it cannot be read, or an id stands in it twice: nothing of it is applied. Every row of the other
-               files has the whole of a passage, so their result is what it would be had this file not come
+    waiting    its name comes after the last processed file
+    late       its name comes before that one, and it was not processed: it may be older than what was applied, so it
+               is left out
+    left out   a row of it cannot be read, or an id occurs in it twice: nothing of it is applied. Every row of the other
+               files holds a whole passage, so their result does not depend on this file
 """
 
 import dataclasses
@@ -25,19 +25,19 @@ from mvr_ray.store.files import Store, StoredFile, sha256_of
 from mvr_ray.store.update import Changes, UpdateReport, apply_changes, in_chunks, read_changes
 from mvr_ray.types import Progress, no_progress
 
-SUFFIXES = tuple(f".{kind}{packed}" for kind in ("jsonl", "xml") for packed in ("", ".gz", ".bz2"))
-"""Of JSON lines and of MediaWiki dumps."""
+SUFFIXES = tuple(f".{kind}{end}" for kind in ("jsonl", "xml") for end in ("", ".gz", ".bz2"))
+"""Endings of JSON lines files and of MediaWiki dumps."""
 
 
 class Backlog(NamedTuple):
-    """Files of a source that nothing was done with, in order of their names."""
+    """Unprocessed files of a source, in order of their names."""
 
     waiting: list[StoredFile]
     late: list[StoredFile]
 
     @classmethod
     def of(cls, files: Sequence[StoredFile], change_files: Sequence[ChangeFile]) -> "Backlog":
-        """What of a listing is left to do for a corpus that has dealt with `change_files`."""
+        """Return the files of a listing that are not among the processed `change_files` of a corpus."""
         last = change_files[-1].name if change_files else ""
         names = {file.name for file in change_files}
         rest = [file for file in files if file.name not in names]
@@ -45,39 +45,39 @@ class Backlog(NamedTuple):
 
 
 class BatchReport(NamedTuple):
-    """What a batch did to the corpus, and the files that it dealt with."""
+    """What a batch did to the corpus, and the files that it processed."""
 
     update: UpdateReport
     files: list[ChangeFile]
 
 
 class Batches:
-    """Decides from one look at the source to the next which files make a batch.
+    """Selects the files of the next batch from each listing of the source.
 
-    They do when they have `batch_bytes` together, or when one of them was first seen `max_age_s` ago. A file counts
-    from the second look that sees it with one size and time of change on, unless its source shows whole files alone: a
-    writer may be at work on it. What comes after such a file in order of name waits with it.
+    Files make a batch when they have `batch_bytes` together, or when one of them was first listed `max_age_s` ago.
+    Unless the source shows only whole files, a file counts from its second listing with the same size and time of
+    change: a writer may still be writing it. Files after such a file in order of name wait with it.
     """
 
     def __init__(self, cfg: FollowConfig, shows_whole_files: bool) -> None:
         self.batch_bytes = cfg.batch_bytes
         self.max_age_s = cfg.max_age_s
         self.shows_whole_files = shows_whole_files
-        self._since_s: dict[StoredFile, float] = {}
+        self._first_listed_s: dict[StoredFile, float] = {}
 
     def next(self, waiting: Sequence[StoredFile], now_s: float) -> list[StoredFile]:
-        """The files to apply now, none while none are due. `now_s` is from a clock that never goes back."""
-        before = self._since_s
-        self._since_s = {file: before.get(file, now_s) for file in waiting}
+        """Return the files to apply now; empty while none are due. `now_s` is from a monotonic clock."""
+        before = self._first_listed_s
+        self._first_listed_s = {file: before.get(file, now_s) for file in waiting}
         ready = list(itertools.takewhile(lambda file: self.shows_whole_files or file in before, waiting))
         totals = list(itertools.accumulate((file.num_bytes for file in ready), initial=0))
         is_due = totals[-1] >= self.batch_bytes
-        is_due = is_due or any(now_s - self._since_s[file] >= self.max_age_s for file in ready)
+        is_due = is_due or any(now_s - self._first_listed_s[file] >= self.max_age_s for file in ready)
         return [file for file, total in zip(ready, totals) if is_due and total < self.batch_bytes]
 
 
 def open_source(cfg: FollowConfig) -> Store:
-    """The source that the run file names. Raises ConfigError where there is none."""
+    """Open the source that the run file names. Raises ConfigError if there is none."""
     if cfg.source is None:
         raise ConfigError("follow.source is not set; name the folder, or s3:// or gs:// prefix, of the change files")
     source = Store(cfg.source)
@@ -100,7 +100,7 @@ def apply_batch(
 ) -> BatchReport:
     """Make the next corpus from the last one, `parent`, and a batch of its source, whose files are `listing`.
 
-    The late files of the listing are noted, too. Raises PublishConflictError where the corpus was changed meanwhile.
+    Late files of the listing are recorded too. Raises PublishConflictError if the corpus was changed meanwhile.
     """
     changes: list[Changes] = []
     before = parent.info.change_files
@@ -116,11 +116,11 @@ def apply_batch(
                 record = dataclasses.replace(record, problem=str(error).replace(str(path), file.name))
             files.append(record)
     names = {file.name for file in listing}
-    finished = sorted([*before, *files], key=lambda file: file.name)
-    kept = tuple(file for file in finished if file.name in names or file is finished[-1])
-    description = dataclasses.replace(parent.info, change_files=kept)
-    asked = in_chunks(parent, Changes.join(changes), cfg.chunk_words)
-    return BatchReport(apply_changes(parent, asked, description, progress), files)
+    processed_files = sorted([*before, *files], key=lambda file: file.name)
+    recorded_files = tuple(file for file in processed_files if file.name in names or file is processed_files[-1])
+    description = dataclasses.replace(parent.info, change_files=recorded_files)
+    chunk_changes = in_chunks(parent, Changes.join(changes), cfg.chunk_words)
+    return BatchReport(apply_changes(parent, chunk_changes, description, progress), files)
 
 
 def _late(file: StoredFile, last: str) -> ChangeFile:
@@ -130,7 +130,7 @@ def _late(file: StoredFile, last: str) -> ChangeFile:
 
 @contextmanager
 def _local_copy(source: Store, name: str) -> Iterator[Path | None]:
-    """A local file with the content of a file of the source, None where it is gone."""
+    """Yield a local file with the content of a file of the source; None if it was deleted."""
     try:
         path = source.local_path(name)
     except MissingInputError:

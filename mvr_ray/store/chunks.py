@@ -1,6 +1,6 @@
 """Cut passages into chunks, and carry questions over to the chunks that answer them.
 
-TextChunk n of passage `id` is `id#n`: `chunk_words` words with the white space between them, to the letter.
+TextChunk n of passage `id` is `id#n`: `chunk_words` words with the white space between them, verbatim.
 """
 
 import re
@@ -20,7 +20,7 @@ class TextChunk(NamedTuple):
 
 
 class AnswerPlace(NamedTuple):
-    """Where a question's answers stand in one passage: the chunks that answer it, and offsets in the first."""
+    """The chunks of one passage that answer a question, and the answers' offsets in the first of them."""
 
     title: str
     chunk_ids: tuple[str, ...]
@@ -41,22 +41,22 @@ def chunk(passage: Passage, chunk_words: int) -> list[TextChunk]:
 
 
 def locate(text: str, chunks: Sequence[TextChunk], answers: Sequence[str], starts: Sequence[int]) -> AnswerPlace:
-    """Carry answers at `starts` of `text` (-1: look for the first place) over to the chunks.
+    """Carry answers at `starts` of `text` (-1: the first occurrence) over to the chunks.
 
     The chunks are those that hold an answer whole, in the answers' order; failing that the one in which the first
     known answer begins; failing that the first. Offsets are -1 for answers that the first of them does not hold whole.
     """
     offsets = list(starts) or [-1] * len(answers)
-    absolute = [start if start >= 0 else _first_place(text, answer) for answer, start in zip(answers, offsets)]
-    spots = [(_holder(chunks, start), start, len(answer)) for start, answer in zip(absolute, answers) if start >= 0]
-    whole = [number for number, start, length in spots if start + length <= _end(chunks[number])]
-    numbers = list(dict.fromkeys(whole)) or [number for number, _, _ in spots][:1] or [0]
-    home = chunks[numbers[0]]
+    absolute = [start if start >= 0 else _first_offset(text, answer) for answer, start in zip(answers, offsets)]
+    spans = [(_chunk_at(chunks, start), start, len(answer)) for start, answer in zip(absolute, answers) if start >= 0]
+    whole = [number for number, start, length in spans if start + length <= _end(chunks[number])]
+    numbers = list(dict.fromkeys(whole)) or [number for number, _, _ in spans][:1] or [0]
+    first = chunks[numbers[0]]
     starts_in_first = tuple(
-        start - home.start if home.start <= start and start + len(answer) <= _end(home) else -1
+        start - first.start if first.start <= start and start + len(answer) <= _end(first) else -1
         for answer, start in zip(answers, absolute)
     )
-    return AnswerPlace(home.passage.title, tuple(chunks[number].passage.id for number in numbers), starts_in_first)
+    return AnswerPlace(first.passage.title, tuple(chunks[number].passage.id for number in numbers), starts_in_first)
 
 
 def carry_over(question: Question, places: Sequence[AnswerPlace], hard_negative_ids: tuple[str, ...]) -> Question:
@@ -69,11 +69,11 @@ def carry_over(question: Question, places: Sequence[AnswerPlace], hard_negative_
     )
 
 
-def _first_place(text: str, answer: str) -> int:
+def _first_offset(text: str, answer: str) -> int:
     return text.find(answer) if answer.strip() else -1
 
 
-def _holder(chunks: Sequence[TextChunk], start: int) -> int:
+def _chunk_at(chunks: Sequence[TextChunk], start: int) -> int:
     return max((number for number, piece in enumerate(chunks) if piece.start <= start), default=0)
 
 

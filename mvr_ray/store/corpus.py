@@ -1,11 +1,11 @@
 """Describe, publish and open corpora.
 
 A corpus is a description and one part a shard (`parts`), which is named by its content. The description names the parts
-and is stored by its digest, so an index version finds the corpus that it was made from whatever was prepared since.
-Publications, numbered and each created once, say which corpus is the last of its name. A passage's shard is a hash of
-its id. A question set belongs to the corpus of one digest, and is described by a JSON file beside its others; its
-questions are read and written by `questions`. No file is parsed before its digest matches the description, nor a
-description before its own checksum.
+and is stored by its digest, so an index version finds its corpus after later runs of `prepare`. Publications are
+numbered and created once each; the highest is the last corpus of a name. A passage's shard is a hash of its id. A
+question set belongs to the corpus of one digest, and is described by a JSON file beside its others; its questions are
+read and written by `questions`. No file is parsed before its digest matches the description, nor a description before
+its own checksum.
 """
 
 import hashlib
@@ -19,16 +19,16 @@ from typing import Any, Self
 from mvr_ray.checksums import json_with_checksum, parse_json, require_format
 from mvr_ray.errors import DigestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import paths
-from mvr_ray.store.files import Store, known_sha256_of
+from mvr_ray.store.files import Store, cached_sha256_of
 from mvr_ray.store.parts import BATCH_ROWS, CURE, CorpusPart, map_batches
 from mvr_ray.types import Passage
 
 FORMAT_VERSION = 1
 _PUBLICATION_FORMAT = 2
-"""Of publications that say their number, `_NUMBER`; those of earlier programs do not, and have the first format."""
+"""Of publications that hold their number, `_NUMBER`; those of earlier programs do not, and have the first format."""
 _NUMBER = "publication"
 _SEVERAL_FORMAT = 3
-"""Of descriptions of a part with several files of changes, of which earlier programs know one."""
+"""Of descriptions of a part with several files of changes, of which earlier programs read one."""
 _OTHER_NAME = "set prepare.corpus to another name and prepare again"
 
 
@@ -49,14 +49,14 @@ class ChangesInfo:
 
 @dataclass(frozen=True)
 class PartInfo:
-    """One part of a corpus, as its description has it. `num_passages` counts them with the changes."""
+    """One part of a corpus, as in its description. `num_passages` counts them with the changes."""
 
     file: str
     num_passages: int
     num_bytes: int
     sha256: str
     changes: tuple[ChangesInfo, ...] = ()
-    """Each is laid over the ones before it."""
+    """Each overrides the ones before it."""
 
     @property
     def digest(self) -> str:
@@ -69,7 +69,7 @@ class PartInfo:
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Self:
-        """Make one from its JSON, which has no `changes` where the part has none, and no list of a single file."""
+        """Parse the JSON form, which omits empty `changes` and has no list around a single file."""
         changes = fields.pop("changes", [])
         several = changes if isinstance(changes, list) else [changes]
         return cls(**fields, changes=tuple(ChangesInfo(**own) for own in several))
@@ -87,9 +87,9 @@ class SourceInfo:
 
 @dataclass(frozen=True)
 class ChangeFile:
-    """A change file that `follow` has dealt with: applied, or left out for a `problem`.
+    """A change file that `follow` has processed: applied, or left out for a `problem`.
 
-    `changed_s` is the Unix time at which the source says that the file was changed last.
+    `changed_s` is the Unix time of the file's last change, as the source reports it.
     """
 
     name: str
@@ -101,7 +101,7 @@ class ChangeFile:
 
 @dataclass(frozen=True)
 class CorpusInfo:
-    """What a corpus's description holds. `digest` is that of the passages, whatever files they came from."""
+    """The description of a corpus. `digest` covers the passages, whatever files they came from."""
 
     name: str
     digest: str
@@ -115,17 +115,17 @@ class CorpusInfo:
     fields: dict[str, str] = field(default_factory=dict)
     """Types of the passages' fields by name, in the order of their columns."""
     change_files: tuple[ChangeFile, ...] = ()
-    """In the order of their names: those that were in the followed source last, and the one with the last name."""
+    """In order of name: the files of the source's last listing, and the file with the last name."""
     format_version: int = FORMAT_VERSION
 
     def to_json(self, publication: int = 0) -> bytes:
-        """Encode it, as the publication of this number if there is one."""
+        """Encode the description, as the publication of this number if there is one."""
         plain = asdict(self)
         if publication:
             plain |= {"format_version": _PUBLICATION_FORMAT, _NUMBER: publication}
         if any(len(part.changes) > 1 for part in self.parts):
             plain["format_version"] = _SEVERAL_FORMAT
-        for name in ("fields", "change_files"):  # as every corpus was before these were known
+        for name in ("fields", "change_files"):  # earlier formats have none of these
             if not plain[name]:
                 del plain[name]
         for part in plain["parts"]:
@@ -140,7 +140,7 @@ class CorpusInfo:
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any], where: str, format_version: int = FORMAT_VERSION) -> Self:
-        """Make one from its JSON. Raises FormatError for another format, StorageError for what no program wrote."""
+        """Parse the JSON form. Raises FormatError for another format, StorageError for invalid content."""
         try:
             several = any(isinstance(part.get("changes"), list) for part in fields["parts"])
             require_format(fields, _SEVERAL_FORMAT if several else format_version, where, _OTHER_NAME)
@@ -195,8 +195,8 @@ def corpus_digest(parts: Iterable[PartInfo]) -> str:
 
 
 def publications(store: Store, name: str) -> list[int]:
-    """List the numbers of the publications under a name, ascending. What a list of a while ago lacks, at its end, is
-    asked for by its name."""
+    """List the numbers of the publications under a name, ascending. A listing may be outdated, so the numbers after its
+    last one are looked up by name."""
     stems = (file.removesuffix(".json") for file in store.list(paths.corpus_publications(name)))
     numbers = sorted(int(stem) for stem in stems if stem.isdigit())
     while store.exists(paths.corpus_publication(name, after := max(numbers, default=0) + 1)):
@@ -205,8 +205,8 @@ def publications(store: Store, name: str) -> list[int]:
 
 
 def _read_publication(store: Store, name: str, number: int) -> CorpusInfo:
-    """Read a publication. Raises StorageError where it is another one: it says another number, or none although the one
-    before says its own."""
+    """Read a publication. Raises StorageError for a wrong one: it holds another number, or none although the one before
+    holds its own."""
     path = paths.corpus_publication(name, number)
     where = store.where(path)
     fields = _parse_json(store.read_bytes(path), where)
@@ -258,8 +258,8 @@ class Corpus:
     def publish(self, after: int) -> None:
         """Make this the last corpus of its name, as publication `after + 1`, and keep its description under its digest.
 
-        Raises PublishConflictError where publication `after` is not the last one any more, StorageError where a part is
-        not there or the store fails. Then the corpus that was the last one still is.
+        Raises PublishConflictError if publication `after` is no longer the last one, StorageError if a part is missing
+        or the store fails. The last corpus then stays the last one.
         """
         store, number = self.store, after + 1
         self._require_parts("was not published")
@@ -272,15 +272,15 @@ class Corpus:
             )
         self.number = number
         try:
-            self._require_parts("lost files while it was published, as when a clock leaps and `versions collect` runs")
+            self._require_parts("lost files while it was published, as when a clock jumps and `versions collect` runs")
         except StorageError:
             if after:
-                before = _read_publication(store, self.name, after)  # what was misread is not published
+                before = _read_publication(store, self.name, after)  # a misread publication is not published again
                 self._create_publication(number + 1, before)
             raise
 
     def _create_publication(self, number: int, info: CorpusInfo) -> bool:
-        """Create a publication; False where it is another's."""
+        """Create a publication; returns False if another writer created it."""
         path, data = paths.corpus_publication(self.name, number), info.to_json(number)
         try:
             self.store.create_once(path, data)
@@ -293,7 +293,7 @@ class Corpus:
         return True
 
     def missing_files(self) -> list[str]:
-        """List the paths of parts that are not there with their size."""
+        """List the paths of part files that are missing or have another size."""
         files = [file for part in self.info.parts for file in part.files]
         return [path for file in files if self.store.size_bytes(path := self._path_of(file)) != file.num_bytes]
 
@@ -337,8 +337,8 @@ class Corpus:
         return self._parts[shard]
 
     def open_file(self, what: str, info: "CorpusFile") -> Path:
-        """Return a local file with the content that `info` describes, after it was read whole. Raises as `part` does,
-        of `what`."""
+        """Return a local file with the content that `info` describes, after checking its digest. Raises as `part`
+        does; messages name the file as `what`."""
         path = self._path_of(info)
         if self.store.size_bytes(path) != info.num_bytes:
             raise StorageError(
@@ -378,8 +378,8 @@ class Corpus:
         return self._articles
 
     def find_missing(self) -> list[tuple[str, str]]:
-        """Look for files of parts that are not in the store with their size, or that cannot be mapped; returns path and
-        reason of each. No part is read whole."""
+        """Find the part files that are missing, have another size or cannot be mapped; returns path and reason of each.
+        No part is read whole."""
         sizes = {file.name: file.num_bytes for file in self.store.stored_files(paths.corpus_dir(self.name))}
         problems: list[tuple[str, str]] = []
         for file in (file for part in self.info.parts for file in part.files):
@@ -397,7 +397,7 @@ class Corpus:
         return problems
 
     def files(self) -> "list[CorpusFile]":
-        """Return what is known of each file: of the parts, and of the question sets that are described."""
+        """Return the description of each file: of the parts, and of the question sets that have one."""
         sets = (self._set_or_reason(name) for name in question_sets(self))
         parts = [file for part in self.info.parts for file in part.files]
         return parts + [own for own in sets if isinstance(own, SetInfo)]
@@ -426,20 +426,18 @@ CorpusFile = PartInfo | ChangesInfo | SetInfo
 
 
 def _is_whole(path: Path, info: CorpusFile) -> bool:
-    return path.is_file() and known_sha256_of(path) == info.sha256
+    return path.is_file() and cached_sha256_of(path) == info.sha256
 
 
 def question_set(corpus: Corpus, name: str) -> SetInfo | None:
-    """Read the description of a question set; None for one of an earlier program, which described none.
+    """Read the description of a question set; None for a set of an earlier program, which has none.
 
     Raises MissingInputError that names the sets that the corpus has, StorageError for a damaged description.
     """
     path = paths.question_set(corpus.name, corpus.digest, name)
     if corpus.store.exists(path):
-        info, where = (
-            SetInfo.from_json(corpus.store.read_bytes(path), corpus.store.where(path)),
-            corpus.store.where(path),
-        )
+        where = corpus.store.where(path)
+        info = SetInfo.from_json(corpus.store.read_bytes(path), where)
         if (info.corpus_digest, info.name) != (corpus.digest, name):
             raise StorageError(
                 f"{where} describes question set {info.name!r} of the corpus of digest {info.corpus_digest}; {CURE}"
@@ -468,8 +466,8 @@ def question_sets(corpus: Corpus) -> list[str]:
 
 
 def _undescribed_dir(corpus: Corpus) -> str:
-    """Where sets are that earlier programs stored, without a description: beside the others, or, of programs before
-    corpus versions, in one folder for the sets of all corpora."""
+    """Return the folder of question sets that earlier programs stored without a description: that of the other sets,
+    or, for programs before corpus versions, one folder for the sets of all corpora."""
     if corpus.store.exists(paths.corpus_version(corpus.name, corpus.digest)):
         return paths.questions_dir(corpus.name, corpus.digest)
     return paths.shared_questions_dir()

@@ -1,9 +1,9 @@
 """Store a shard with few changed passages as its earlier files, and beside them a file of the changes.
 
-    <shard>/embeddings.arrow    as it was, byte for byte; on a local store another name of the same file
+    <shard>/embeddings.arrow    unchanged, byte for byte; on a local store a hard link to the same file
     <shard>/changes.arrow       every passage that differs or is new, with all its views as they are now, and in the
-                                file's metadata the ids of the passages that are gone
-    <shard>/changes-2.arrow     later changes, laid over those before; and so on
+                                file's metadata the ids of the deleted passages
+    <shard>/changes-2.arrow     later changes, which override the earlier ones; and so on
 
 All have the same format. Readers get the shard as it would be if it were written whole: blocks with a few changes are
 divided around them and stay mapped, those with many are copied into memory. An update writes in proportion to what it
@@ -23,37 +23,37 @@ import pyarrow.compute as pc
 
 from mvr_ray.store import paths
 from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter, Views, cut_block, join_blocks
-from mvr_ray.store.files import same_file
+from mvr_ray.store.files import link_or_copy
 from mvr_ray.types import EmbeddingBlock, IntArray
 
-MOST_SHARE = 0.25
+MAX_CHANGED_SHARE = 0.25
 _PASSAGES_WORTH_DIVIDING = 256
-"""A block is divided around its changes where so many of its passages are between two of them, else copied. A scan
-takes 17 us longer for each part; copies of all blocks take the memory of the shard."""
+"""Passages between two changes from which a block is divided around them instead of copied. A scan takes 17 us longer
+for each part; copies of all blocks take the memory of the shard."""
 
 
 class ViewChanges:
-    """What files of changes come to, later ones laid over earlier ones."""
+    """The merged content of files of changes; later files override earlier ones."""
 
     def __init__(self, files: Sequence[EmbeddingShard]) -> None:
         self.files = files
         self._file_of: dict[str, EmbeddingShard] = {}
-        gone: set[str] = set()
+        deletions: set[str] = set()
         for file in files:
-            gone.update(file.deleted_ids)
+            deletions.update(file.deleted_ids)
             for name in file.deleted_ids:
                 self._file_of.pop(name, None)
             self._file_of.update(dict.fromkeys(file.ids(), file))
-        self.deleted_ids = sorted(gone - self._file_of.keys())
+        self.deleted_ids = sorted(deletions - self._file_of.keys())
         self.ids = sorted(self._file_of)
 
     def __len__(self) -> int:
         return len(self.ids) + len(self.deleted_ids)
 
     def views(self) -> dict[str, Views]:
-        """Every new or changed passage with its views, in order of id; the vectors are not copied."""
-        found = [(file, views_by_id(file.blocks())) for file in self.files]
-        views = {name: own[name] for file, own in found for name in own if self._file_of.get(name) is file}
+        """Return every new or changed passage with its views, in order of id; the vectors are not copied."""
+        views_of_file = [(file, views_by_id(file.blocks())) for file in self.files]
+        views = {name: own[name] for file, own in views_of_file for name in own if self._file_of.get(name) is file}
         return {name: views[name] for name in self.ids}
 
     def num_vectors(self) -> int:
@@ -61,11 +61,11 @@ class ViewChanges:
 
     def find(self, names: Iterable[str]) -> dict[str, Views]:
         """Copy the views of those of the passages that are new or changed."""
-        wanted = [name for name in names if name in self._file_of]
-        found: dict[str, Views] = {}
+        changed_names = [name for name in names if name in self._file_of]
+        views: dict[str, Views] = {}
         for file in self.files:
-            found |= file.find(name for name in wanted if self._file_of[name] is file)
-        return found
+            views |= file.find(name for name in changed_names if self._file_of[name] is file)
+        return views
 
     def _ids_in(self, file: EmbeddingShard) -> pa.Array:
         return pa.array([name for name, own in self._file_of.items() if own is file], pa.string())
@@ -76,7 +76,7 @@ class DeltaShard(EmbeddingShard):
 
     changes: ViewChanges
 
-    def lay_over(self, changes: ViewChanges) -> None:
+    def set_changes(self, changes: ViewChanges) -> None:
         self.changes = changes
         changes.deleted_ids = _common_ids(pa.array(changes.deleted_ids, pa.string()), super().arrow_ids())
         hidden = pa.chunked_array([pa.array([*changes.ids, *changes.deleted_ids], pa.string())])
@@ -127,35 +127,35 @@ def _open(folder: Path, changes: Sequence[str]) -> EmbeddingShard:
     if not changes:
         return EmbeddingShard.open(folder / paths.EMBEDDINGS)
     shard = DeltaShard.open(folder / paths.EMBEDDINGS)
-    shard.lay_over(ViewChanges([EmbeddingShard.open(folder / name) for name in changes]))
+    shard.set_changes(ViewChanges([EmbeddingShard.open(folder / name) for name in changes]))
     return shard
 
 
 def num_kept(sizes: Sequence[int], num_changes: int) -> int:
-    """How many files of changes, of so many changes each, stay as they are where others come: the first ones.
+    """Return how many of the first files of changes, of `sizes` changes each, stay unchanged when others are added.
 
-    Those after them are written again with the new changes. A file that stays is more than one and a half times as
+    The files after them are written again with the new changes. A file that stays is more than one and a half times as
     large as the next one, so there are few, and a change is written again only into a file that is two thirds larger.
     """
-    kept = len(sizes)
-    while kept and 2 * sizes[kept - 1] <= 3 * num_changes:
-        kept -= 1
-        num_changes += sizes[kept]
-    return kept
+    num_files = len(sizes)
+    while num_files and 2 * sizes[num_files - 1] <= 3 * num_changes:
+        num_files -= 1
+        num_changes += sizes[num_files]
+    return num_files
 
 
 def changed_ids(ids: list[str], upserts: Iterable[str], deleted_ids: Iterable[str]) -> list[str]:
-    """Return ascending ids with these among them and without those. Takes no time for ids between changes."""
-    added = {*upserts}
-    changed: list[str] = []
+    """Return ascending ids with `upserts` added and `deleted_ids` removed; copies the ids between changes as slices."""
+    upsert_ids = {*upserts}
+    result: list[str] = []
     row = 0
-    for name in sorted({*added, *deleted_ids}):
+    for name in sorted({*upsert_ids, *deleted_ids}):
         at = bisect.bisect_left(ids, name, row)
-        changed += ids[row:at]
+        result += ids[row:at]
         row = at + (at < len(ids) and ids[at] == name)
-        if name in added:
-            changed.append(name)
-    return changed + ids[row:]
+        if name in upsert_ids:
+            result.append(name)
+    return result + ids[row:]
 
 
 def views_by_id(blocks: Iterable[EmbeddingBlock]) -> dict[str, Views]:
@@ -171,7 +171,7 @@ def changed_blocks(
     blocks: Iterable[EmbeddingBlock], upserts: Mapping[str, Views], deleted_ids: Collection[str]
 ) -> Iterator[EmbeddingBlock]:
     """Yield the rows of `blocks` in order of id, with the views of `upserts` in place of theirs or beside them, and
-    without `deleted_ids`. A block without a change is the one given."""
+    without `deleted_ids`. A block without a change is not copied."""
     names = sorted({*upserts, *deleted_ids})
     blocks = list(blocks) or [_empty_block(views) for views in islice(upserts.values(), 1)]
     starts = [0, *(bisect.bisect_left(names, block.ids[0]) for block in blocks[1:]), len(names)]
@@ -186,8 +186,8 @@ def _empty_block(views: Views) -> EmbeddingBlock:
 
 
 def _divide(block: EmbeddingBlock, names: list[str], upserts: Mapping[str, Views]) -> Iterator[EmbeddingBlock]:
-    """Parts of a block around `names`, ascending, and the new ones between them: each has the views of `upserts`, or is
-    gone where it has none there. The vectors are not copied."""
+    """Yield the parts of a block around `names`, ascending, and between them the views that `upserts` has of each name;
+    a name without views there is deleted. The vectors are not copied."""
     row = 0
     for name in names:
         at = bisect.bisect_left(block.ids, name, row)
@@ -214,41 +214,41 @@ def write_changed(
     folder: Path,
     upserts: Mapping[str, Views],
     deleted_ids: Collection[str] = (),
-    most_share: float = MOST_SHARE,
+    max_changed_share: float = MAX_CHANGED_SHARE,
 ) -> list[str]:
     """Write the files of a shard in which the passages of `upserts` have the views given there, and no others, and
-    those of `deleted_ids` are gone.
+    without those of `deleted_ids`.
 
-    Returns the names of the files that are those of `shard`, so that their digests are known; none where the changes
-    since the first file are more than `most_share` of its passages, and it was written whole.
+    Returns the names of the files that are reused from `shard`, so that their digests are known; none if the changes
+    since the first file exceed `max_changed_share` of its passages, and the shard was written whole.
     """
-    assert upserts or deleted_ids, "a shard without a change is the one that is there"
+    assert upserts or deleted_ids, "the shard has no change to write"
     files = shard.changes.files if isinstance(shard, DeltaShard) else []
     sizes = [file.num_passages + len(file.deleted_ids) for file in files]
-    kept = num_kept(sizes, len(upserts) + len(deleted_ids))
-    below = _open(shard.path.parent, [file.path.name for file in files[:kept]])
-    rest = ViewChanges(files[kept:])
-    gone = pa.array(sorted({*rest.deleted_ids, *deleted_ids} - upserts.keys()), pa.string())
-    gone = _common_ids(gone, below.arrow_ids())
-    now = {**{name: views for name, views in rest.views().items() if name not in deleted_ids}, **upserts}
+    num_files = num_kept(sizes, len(upserts) + len(deleted_ids))
+    below = _open(shard.path.parent, [file.path.name for file in files[:num_files]])
+    rest = ViewChanges(files[num_files:])
+    missing_ids = pa.array(sorted({*rest.deleted_ids, *deleted_ids} - upserts.keys()), pa.string())
+    missing_ids = _common_ids(missing_ids, below.arrow_ids())
+    views = {**{name: own for name, own in rest.views().items() if name not in deleted_ids}, **upserts}
     base = EmbeddingShard.open(shard.path)
     before = below.changes if isinstance(below, DeltaShard) else ViewChanges([])
-    hidden = _common_ids(pa.array([*before.deleted_ids, *gone], pa.string()), base.arrow_ids())
-    if len({*before.ids, *now}.difference(gone).union(hidden)) > most_share * base.num_passages:
+    hidden = _common_ids(pa.array([*before.deleted_ids, *missing_ids], pa.string()), base.arrow_ids())
+    if len({*before.ids, *views}.difference(missing_ids).union(hidden)) > max_changed_share * base.num_passages:
         rewrite(shard, folder / paths.EMBEDDINGS, upserts, deleted_ids)
         return []
-    names = [paths.EMBEDDINGS, *(file.path.name for file in files[:kept])]
+    names = [paths.EMBEDDINGS, *(file.path.name for file in files[:num_files])]
     for name in names:
-        same_file(shard.path.with_name(name), folder / name)
+        link_or_copy(shard.path.with_name(name), folder / name)
     path = folder / paths.changes_file(len(names))
-    with EmbeddingWriter(path, shard.dimension, shard.num_views, shard.dtype, gone) as writer:
-        if now:
-            writer.write(_to_block({name: now[name] for name in sorted(now)}))
+    with EmbeddingWriter(path, shard.dimension, shard.num_views, shard.dtype, missing_ids) as writer:
+        if views:
+            writer.write(_to_block({name: views[name] for name in sorted(views)}))
     return names
 
 
 def _to_block(passages: Mapping[str, Views]) -> EmbeddingBlock:
-    """The passages with their views as one block of float32."""
+    """Join the passages with their views into one block of float32."""
     counts = [len(views.view_numbers_N) for views in passages.values()]
     return EmbeddingBlock(
         list(passages),
@@ -264,5 +264,5 @@ def num_changes(shard: EmbeddingShard) -> int:
 
 
 def _common_ids(ids: pa.Array | pa.ChunkedArray, others: pa.ChunkedArray) -> list[str]:
-    """The ids that are among others."""
+    """Return the ids that are among others."""
     return ids.filter(pc.is_in(ids, value_set=others)).to_pylist()  # pyrefly: ignore

@@ -2,7 +2,7 @@
 
 One row a passage: `id` string, `view` list<int16>, `vector` list<fixed_size_list<halffloat|float>[D]>. Uncompressed, in
 record batches of 4,096 rows, so that a reader maps the file and copies nothing. The bytes depend on the rows alone,
-never on how they came: writers cut batches themselves.
+not on the blocks that are written: writers cut batches themselves.
 
 Shapes: P passages, N view vectors, D dimension.
 """
@@ -32,7 +32,7 @@ _NUMPY = {"fp16": np.dtype(np.float16), "fp32": np.dtype(np.float32)}
 _as_numpy: Callable[[pa.Array], Any] = np.from_dlpack
 """Without a copy; Arrow's own to_numpy imports pandas."""
 _FORMAT, _FORMAT_WITH_DELETIONS = b"mvr_ray.embeddings/1", b"mvr_ray.embeddings/2"
-"""A program that knows the first format alone must not read a file of changes without its deletions."""
+"""A program that reads only the first format must not read a file of changes without its deletions."""
 
 
 class Views(NamedTuple):
@@ -43,7 +43,7 @@ class Views(NamedTuple):
 
 
 class BlockRow(NamedTuple):
-    """Where a passage lies among some blocks."""
+    """The position of a passage in a list of blocks."""
 
     passage_id: str
     block: int
@@ -60,7 +60,7 @@ class EmbeddingWriter:
     def __init__(
         self, path: Path, dimension: int, num_views: int, dtype: Dtype = "fp16", deleted_ids: Sequence[str] = ()
     ) -> None:
-        """`deleted_ids` are passages of another file that are gone; see `store.delta`."""
+        """`deleted_ids` are the deleted passages of another file; see `store.delta`."""
         self.path = path
         self.dimension = dimension
         self.dtype = dtype
@@ -213,7 +213,7 @@ class EmbeddingShard:
         return self.arrow_ids().take(pa.array(rows, pa.int64())).to_pylist()
 
     def arrow_ids(self) -> pa.ChunkedArray:
-        """Return all passage ids as they lie in the file."""
+        """Return all passage ids in the order of the file."""
         return pa.chunked_array([batch.column("id") for batch in self._batches], pa.string())
 
     def first_rows(self) -> IntArray | None:
@@ -280,7 +280,7 @@ def arrow_rows(rows: IntArray) -> pa.Array:
 
 
 def _finite(values: FloatArray) -> bool:
-    """Whether all are finite. Half precision is checked by its bits, ten times as fast as by numpy."""
+    """Return whether all are finite. Half precision is checked by its bits, ten times as fast as by numpy."""
     if values.dtype != np.float16:
         return bool(np.isfinite(values).all())
     return int((values.view(np.uint16) & 0x7FFF).max(initial=0)) < 0x7C00

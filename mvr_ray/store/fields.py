@@ -1,4 +1,4 @@
-"""Read the fields of passages: what comes with a passage besides its id, title and text.
+"""Read the fields of passages: their values besides id, title and text.
 
 | type        | value in Python             | in JSON                                        | in Arrow             |
 |-------------|-----------------------------|------------------------------------------------|----------------------|
@@ -73,21 +73,21 @@ def parse_field(value: Any, kind: str) -> FieldValue:
 
 
 def to_json(value: FieldValue) -> str | int | float | bool | list[str]:
-    """Write a value as JSON has it; `parse_field` reads it."""
+    """Convert a value to JSON; `parse_field` reads it."""
     if isinstance(value, date):
         return value.isoformat()
     return list(value) if isinstance(value, tuple) else value
 
 
 class FieldReader:
-    """Reads fields of declared types, or finds the types on the way. `types` are the fields so far."""
+    """Reads fields of declared types, or infers the types from the values. `types` are those of the fields so far."""
 
     def __init__(self, fields: Mapping[str, FieldType] | Literal["infer"]) -> None:
         self.infers = fields == "infer"
         self.types: dict[str, str] = {} if isinstance(fields, str) else dict(fields)
 
     def read(self, extras: Mapping[str, Any]) -> Fields:
-        """The fields among what came with a passage. Raises ValueError that names the field of a wrong type."""
+        """Read the fields from the extras of a passage. Raises ValueError that names the field of a wrong type."""
         for name, value in extras.items() if self.infers else ():
             if value is not None:
                 check_field_name(name)
@@ -95,7 +95,7 @@ class FieldReader:
         return read_fields(extras, self.types)
 
     def _infer(self, name: str, value: Any) -> str:
-        """The type of all values so far; a field of whole numbers becomes one of floats."""
+        """Return the type of all values so far; a field of whole numbers becomes one of floats."""
         kind, before = _type_of(name, value), self.types.get(name)
         if before in (None, kind):
             return kind
@@ -105,7 +105,7 @@ class FieldReader:
 
 
 def read_fields(values: Mapping[str, Any], types: Mapping[str, str]) -> Fields:
-    """The fields of these types, in their order, without nulls. Raises ValueError that names the field."""
+    """Read the fields of these types, in their order, without nulls. Raises ValueError that names the field."""
     fields = []
     for name, kind in types.items():
         value = values.get(name)

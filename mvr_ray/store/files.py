@@ -2,7 +2,7 @@
 
 Every path is relative to the root with `/` between parts (names come from `paths`). A file appears whole or not at
 all: it is written aside, synced and renamed. A folder appears whole by one rename; on an object store its files are
-uploaded in name order with the JSON that describes them last. Whoever creates a name with `create_once` is alone.
+uploaded in name order with the JSON that describes them last. `create_once` succeeds for one writer of a name only.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from mvr_ray.store.scratch import scratch_folder
 
 HASH_CHUNK_BYTES = 1 << 20
 SCRATCH = ".scratch"
-DIGESTS_KEPT = 1 << 14
+MAX_DIGESTS = 1 << 14
 SETTLED_NS = 2 * 10**9
 READ_TRIES = 2
 FIRST_PAUSE_S = 0.1
@@ -41,7 +41,7 @@ class StoredFile(NamedTuple):
 
 
 class Store:
-    """Reads and writes one store. Cheap to make, and safe to send to another process."""
+    """Reads and writes one store. Cheap to construct, and picklable."""
 
     def __init__(self, root: str | Path) -> None:
         self.root = str(root)
@@ -76,7 +76,7 @@ class Store:
         return f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"
 
     def where(self, path: str) -> str:
-        """Return the name of a path in error messages."""
+        """Return the name of a path for error messages."""
         return f"{self.name.rstrip('/')}/{_check_path(path)}".removesuffix("/.")
 
     def read_bytes(self, path: str) -> bytes:
@@ -102,7 +102,7 @@ class Store:
                 try:
                     os.link(aside, self._local(path))
                 except FileExistsError:
-                    # A network file system may repeat a link whose answer was lost, and find its own.
+                    # A network file system may repeat a link whose reply was lost, and find its own.
                     if not aside.samefile(self._local(path)):
                         raise
                 except OSError as error:
@@ -111,11 +111,11 @@ class Store:
                     self._create_claimed(aside, self._local(path))
 
     def holds(self, path: str, data: bytes, error: OSError) -> bool:
-        """Whether `path` holds `data` after its creation failed with `error`, which may be an answer that was lost.
+        """Return whether `path` holds `data` after its creation failed with `error`: a reply may be lost.
 
-        Raises StorageError where that cannot be read either.
+        Raises StorageError if it cannot be read either.
         """
-        reading = error
+        cause = error
         for attempt in range(READ_TRIES):
             try:
                 is_there = self.exists(path) and self.read_bytes(path) == data
@@ -123,16 +123,16 @@ class Store:
                 return is_there
             except MissingInputError:
                 return False
-            except OSError as unread:
-                reading = unread
+            except OSError as read_error:
+                cause = read_error
                 time.sleep(FIRST_PAUSE_S * 2**attempt)
         raise StorageError(
             f"whether {self.where(path)} was published is not known: creating it failed ({error}), and so did reading "
-            f"it ({reading}). When the store answers again, see whether it is there; if not, run the same command again"
+            f"it ({cause}). When the store answers again, see whether it is there; if not, run the same command again"
         ) from error
 
     def put_file(self, source: Path, path: str) -> None:
-        """Move a finished local file to `path`, replacing what is there in one step; nobody may write to it then."""
+        """Move a finished local file to `path`, replacing what is there in one step; do not write to it afterwards."""
         with _storage_errors("write", self.where(path), source.stat().st_size, self.free_bytes):
             if self._objects:
                 self._objects.upload(source, _check_path(path))
@@ -147,12 +147,12 @@ class Store:
             sync_folder(target.parent)
 
     def upload_dir(self, source: Path, path: str, last: Mapping[str, bytes] | None = None) -> bool:
-        """Move a finished local folder to `path`, whole, with the small files `last`, which describe the others; nobody
-        may write to them then.
+        """Move a finished local folder to `path`, whole, with the small files `last`, which describe the others; do
+        not write to them afterwards.
 
-        Returns False when `path` is there already: it stays, and the source is deleted.
+        Returns False if `path` exists: it stays, and the source is deleted.
 
-        Meant for folders named by their content, where being there means being equal.
+        For folders that are named by their content, so that an existing one is equal.
         """
         last = last or {}
         if self.exists(path):
@@ -194,7 +194,7 @@ class Store:
             return self._objects.download(_check_path(path), cache_dir() / _short_hash(self.root))
 
     def exists(self, path: str) -> bool:
-        with self._input(path, "look at"):
+        with self._input(path, "check"):
             return self._objects.exists(_check_path(path)) if self._objects else self._local(path).exists()
 
     def stored_files(self, path: str = "") -> list[StoredFile]:
@@ -208,7 +208,7 @@ class Store:
                 files = [StoredFile(*file) for file in self._objects.files(path and _check_path(path))]
             else:
                 for entry in self._local(path or ".").iterdir():
-                    with contextlib.suppress(FileNotFoundError):  # it may go while the folder is read
+                    with contextlib.suppress(FileNotFoundError):  # it may be deleted while the folder is read
                         stat = entry.stat()
                         files += [StoredFile(entry.name, stat.st_size, stat.st_mtime)] * entry.is_file()
         return sorted(file for file in files if not file.name.startswith("."))
@@ -225,15 +225,15 @@ class Store:
 
     def size_bytes(self, path: str) -> int:
         """Return the size of the file at `path`, -1 when it is not there."""
-        with self._input(path, "look at"):
+        with self._input(path, "check"):
             if self._objects:
                 return self._objects.size_bytes(_check_path(path))
             file = self._local(path)
             return file.stat().st_size if file.is_file() else -1
 
     def age_s(self, path: str) -> float:
-        """Seconds since the newest file at or under `path` changed; 0 when there is none."""
-        with self._input(path, "look at"):
+        """Return the seconds since the newest file at or under `path` changed; 0 when there is none."""
+        with self._input(path, "check"):
             if self._objects:
                 newest = self._objects.newest_s(_check_path(path))
             else:
@@ -243,8 +243,8 @@ class Store:
         return max(0.0, time.time() - newest) if newest is not None else 0.0
 
     def touch(self, path: str) -> None:
-        """Renew the age of the file or folder at `path`, if there, so that collection keeps it, and wait until its name
-        is on the disk: who made it may have been killed before."""
+        """Renew the age of the file or folder at `path`, if there, so that collection keeps it, and sync its name to
+        the disk: its writer may have been killed before."""
         with _storage_errors("renew the age of", self.where(path)), contextlib.suppress(FileNotFoundError):
             if self._objects:
                 self._objects.touch(_check_path(path))
@@ -253,7 +253,7 @@ class Store:
                 sync_folder(self._local(path).parent)
 
     def sync_names(self, path: str) -> None:
-        """Wait until what was named in the folder at `path`, if there, or deleted from it, is so on the disk."""
+        """Sync the names that were added to or deleted from the folder at `path`, if there, to the disk."""
         if self._objects is None and (folder := self._local(path)).is_dir():
             with _storage_errors("sync", self.where(path)):
                 sync_folder(folder)
@@ -305,13 +305,13 @@ class Store:
         return "" if self.sha256(path) == sha256 else f"has another sha256 than {sha256}"
 
     def free_bytes(self) -> int | None:
-        """Free space of the disk under a local root; None on an object store."""
+        """Return the free space of the disk under a local root; None on an object store."""
         if self._objects:
             return None
-        place = self._folder
-        while not place.exists() and place != place.parent:
-            place = place.parent
-        return shutil.disk_usage(place).free
+        folder = self._folder
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        return shutil.disk_usage(folder).free
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
@@ -323,8 +323,8 @@ class Store:
             yield folder
 
     def _make_folder(self, folder: Path) -> None:
-        """Make a folder of the store. Whoever made it, or one above it, may have been killed before its name was on the
-        disk: the first use of each waits for that."""
+        """Make a folder of the store, and sync its name and those of the folders above at first use: the process that
+        made one may have been killed before."""
         make_folder(folder)
         for place in (folder, *folder.parents):
             if place in self._synced:
@@ -340,7 +340,7 @@ class Store:
 
     @contextlib.contextmanager
     def _input(self, path: str, action: str = "read") -> Iterator[None]:
-        """Turn errors of reading into StorageError, and a missing file into MissingInputError."""
+        """Convert errors of reading to StorageError, and a missing file to MissingInputError."""
         try:
             with _storage_errors(action, self.where(path)):
                 yield
@@ -395,8 +395,8 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def known_sha256_of(path: Path) -> str:
-    """As `sha256_of`, but a process reads a file once, and again where its inode, time or size is another.
+def cached_sha256_of(path: Path) -> str:
+    """As `sha256_of`, with a cache of the process: a file is read again if its inode, time or size has changed.
 
     A file that changed a moment ago is read each time: it could change again within one tick of its time.
     """
@@ -406,21 +406,21 @@ def known_sha256_of(path: Path) -> str:
         return _DIGESTS[key]
     digest = sha256_of(path)
     if time.time_ns() - stat.st_mtime_ns > SETTLED_NS:
-        while len(_DIGESTS) >= DIGESTS_KEPT:
+        while len(_DIGESTS) >= MAX_DIGESTS:
             _DIGESTS.pop(next(iter(_DIGESTS)), None)
         _DIGESTS[key] = digest
     return digest
 
 
-def forget_sha256_of(path: Path) -> None:
-    """Let `known_sha256_of` read a file again, although it has the time and size that it had: its bytes are others."""
+def drop_cached_sha256_of(path: Path) -> None:
+    """Drop a file from the cache of `cached_sha256_of`: its bytes have changed, its time and size have not."""
     with contextlib.suppress(OSError):
         stat = path.stat()
         _DIGESTS.pop((stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size), None)
 
 
 def make_read_only(path: Path) -> None:
-    """Take away the rights to write to a file, where its file system has any: it has got, or gets now, its name."""
+    """Remove the write permissions of a file that has, or now gets, its final name."""
     with contextlib.suppress(OSError):
         path.chmod(path.stat().st_mode & 0o555)
 
@@ -453,11 +453,11 @@ def make_folder(path: Path) -> None:
         try:
             folder.mkdir(exist_ok=True)
         except FileExistsError:
-            raise NotADirectoryError(errno.ENOTDIR, "a file is where a folder is to be", str(folder)) from None
+            raise NotADirectoryError(errno.ENOTDIR, "a file exists where a folder is needed", str(folder)) from None
         sync_folder(folder.parent)
 
 
-def same_file(source: Path, target: Path) -> None:
+def link_or_copy(source: Path, target: Path) -> None:
     """Link a file that never changes under another name; copy it where the file system has no hard links."""
     try:
         os.link(source, target)
@@ -467,9 +467,9 @@ def same_file(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def finished_file(target: Path, sync: bool = True) -> Iterator[Path]:
-    """Give a path beside `target` to write to, and rename it to `target` when the block succeeds, else delete it.
+    """Yield a path beside `target` to write to, and rename it to `target` when the block succeeds, else delete it.
 
-    Without `sync`, for files that a `Store` then takes, which syncs them.
+    Without `sync`, for files that are then moved to a `Store`, which syncs them.
     """
     with _storage_errors("write", str(target)):
         make_folder(target.parent)
@@ -515,7 +515,7 @@ def _beside(source: Path, target: Path) -> Path:
 
 @contextlib.contextmanager
 def _storage_errors(action: str, where: str, num_bytes: int = 0, free_bytes: object = None) -> Iterator[None]:
-    """Turn errors of the system into StorageError, which names the action and the remedy."""
+    """Convert errors of the system to StorageError, which names the action and the remedy."""
     try:
         yield
     except (FileNotFoundError, FileExistsError, StorageError):
@@ -523,6 +523,6 @@ def _storage_errors(action: str, where: str, num_bytes: int = 0, free_bytes: obj
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         free = free_bytes() if full and callable(free_bytes) else None
-        room = f" ({num_bytes} bytes to write, {free} free)" if free is not None else ""
+        space = f" ({num_bytes} bytes to write, {free} free)" if free is not None else ""
         cure = "free space and run the same command again" if full else "check the path and its permissions"
-        raise StorageError(f"cannot {action} {where}: {error.strerror or error}{room}; {cure}") from error
+        raise StorageError(f"cannot {action} {where}: {error.strerror or error}{space}; {cure}") from error

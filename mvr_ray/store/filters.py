@@ -10,8 +10,8 @@ A filter is true or false of a passage, never unknown:
     exists                  true: it has the field; false: it has not
     ne, nin, not            the opposites of eq, in and of a filter: true where the passage lacks the field
 
-A list of strings equals a value where any of its strings does, and is in a list where any of them is; it has no order,
-and neither have truth values. Every field can be named, and `id` and `title`, which all passages have. `{}` is true of
+A list of strings equals a value where any of its strings does, and is in a list where any of them is; lists and truth
+values have no order. Every field can be named, and `id` and `title`, which all passages have. `{}` is true of
 all passages, as `in` of an empty list is of none.
 """
 
@@ -32,7 +32,7 @@ from mvr_ray.errors import FilterError
 from mvr_ray.store.fields import ARROW_TYPES, parse_field
 
 pc: Any = pyarrow.compute
-"""Its functions are not in its source: they are made when it is imported."""
+"""Typed as Any: its functions are generated when it is imported."""
 OWN_FIELDS: Mapping[str, str] = {"id": "string", "title": "string"}
 EQUALITIES = ("eq", "ne", "in", "nin", "exists")
 ORDERS: Mapping[str, Any] = {"gt": pc.greater, "gte": pc.greater_equal, "lt": pc.less, "lte": pc.less_equal}
@@ -46,11 +46,11 @@ class Expression(ABC):
 
     @abstractmethod
     def mask(self, table: pa.Table) -> Mask:
-        """Of each row, whether this is true of it."""
+        """Return for each row whether it passes."""
 
     @abstractmethod
     def columns(self) -> set[str]:
-        """Names of the columns that it reads."""
+        """Return the names of the columns that it reads."""
 
 
 class Filter(NamedTuple):
@@ -60,7 +60,7 @@ class Filter(NamedTuple):
     expression: Expression
 
     def mask(self, table: pa.Table) -> Mask:
-        """Of each row of a table of passages, whether the filter is true of it."""
+        """Return for each row of a table of passages whether it passes."""
         return self.expression.mask(table)
 
     def columns(self) -> list[str]:
@@ -98,12 +98,12 @@ class Comparison(Expression):
 
     @classmethod
     def parse(cls, place: str, field: str, kind: str, operator: str, value: Any) -> Expression:
-        """Raises FilterError for an operator that the type has not, and a value of another type."""
-        known = EQUALITIES if kind in WITHOUT_ORDER else (*EQUALITIES, *ORDERS)
-        if operator not in known:
+        """Parse a comparison. Raises FilterError for an operator or a value that does not fit the field's type."""
+        operators = EQUALITIES if kind in WITHOUT_ORDER else (*EQUALITIES, *ORDERS)
+        if operator not in operators:
             raise FilterError(
                 f"filter{place}: {operator!r} does not compare field {field!r}, which is of type {kind}; "
-                f"use {', '.join(known)}"
+                f"use {', '.join(operators)}"
             )
         if operator == "exists":
             if not isinstance(value, bool):
@@ -201,8 +201,8 @@ class _Parser:
 def parse_filter(value: Any, fields: Mapping[str, str]) -> Filter:
     """Parse a filter, as from JSON, over a corpus's fields (names and types).
 
-    Raises FilterError for a field that the corpus lacks, naming those that it has with their types, an operator that is
-    not known or that the field's type has not, and a value of another type.
+    Raises FilterError for a field that the corpus lacks, naming those that it has with their types, an unknown
+    operator or one that the field's type lacks, and a value of another type.
     """
     expression = _Parser(fields).parse(value)
     text = json.dumps(value, sort_keys=True, default=date.isoformat)

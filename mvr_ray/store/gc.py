@@ -1,8 +1,8 @@
 """Delete files that no version needs any more: old versions, shards without a version, old corpora, unfinished work.
 
-What a list of names shows may be of a while ago, as some object stores have it. A list therefore says what may be
-deleted, never what is needed: versions, corpora and question sets that are needed are asked for by the names that
-numbers, manifests and descriptions give them, and a listed version that is gone ends the collection.
+Some object stores return outdated listings. A listing therefore decides what may be deleted, never what is needed:
+needed versions, corpora and question sets are looked up by the names that numbers, manifests and descriptions give
+them, and a listed version that does not exist ends the collection.
 """
 
 import contextlib
@@ -19,34 +19,34 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 3600.0
 KEPT_PUBLICATIONS = 100
-"""So that a publisher that stood still for an hour does not find the number free that another one had taken."""
+"""Publications that stay, so that a publisher that was suspended for an hour finds no number of another one free."""
 
 
 def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
     """Remove all but the newest `keep` versions, and what no remaining version names, if at least `grace_s` old.
 
-    Unfinished work older than that goes too, and corpora that neither a version names nor `prepare` made last. Returns
-    the removed paths.
+    Also removes unfinished work of that age, and corpora that no version names and that are not the last of `prepare`.
+    Returns the removed paths.
     """
     assert keep >= 1, "the live version is always kept"
     removals: list[str] = []
     if not (versions := manifest.find_versions(store, index)):
         return removals
-    # Nothing is removed beside a version that this program cannot read.
+    # A version that this program cannot read ends the collection before anything is removed.
     corpora = {one.corpus for one in map(partial(_version, store, index), versions) if one}
     for version in versions[:-keep]:
         path = paths.manifest(index, version)
         if store.age_s(path) >= grace_s:
             store.delete(path)
             removals.append(path)
-    store.sync_names(paths.versions_dir(index))  # before what they name goes
+    store.sync_names(paths.versions_dir(index))  # before their files are deleted
     candidates = [paths.shard_dir(index, name) for name in store.list(paths.shards_dir(index))]
     candidates += [f"{paths.refined_queries_dir(index)}/{n}" for n in store.list(paths.refined_queries_dir(index))]
     candidates += [f"{paths.lexical_dir(index)}/{name}" for name in store.list(paths.lexical_dir(index))]
     candidates += [paths.staging_dir(index, key) for key in store.list(paths.staging_root(index))]
     paths_of: dict[int, set[str]] = {}
     for path in candidates:
-        # Named and young are asked at the last moment: a publisher touches the shards that it is about to name.
+        # References and age are checked right before the deletion: a publisher touches the shards that it will name.
         if not _is_named(store, index, path, paths_of) and _age_s(store, path) >= grace_s:
             store.delete(path) if path.endswith(".arrow") else store.delete_dir(path)
             removals.append(path)
@@ -56,44 +56,44 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
 
 
 def _age_s(store: Store, path: str) -> float:
-    """The age of a file or folder; of a shard by its description's own time, which a publisher renews, where the list
-    of its files is of a while ago."""
+    """Return the age of a file or folder; of a shard at most that of its description, which a publisher renews: the
+    listing of its files may be outdated."""
     age_s, description = store.age_s(path), f"{path}/{paths.SHARD_JSON}"
     return min(age_s, store.age_s(description)) if store.exists(description) else age_s
 
 
 def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S, index: str = "") -> list[str]:
-    """Remove corpora of a name, at least `grace_s` old, but the last one, and those that an index version names;
-    nothing where a version cannot be read. Returns the removed paths.
+    """Remove corpora of a name, at least `grace_s` old, except the last one and those that an index version names; if a
+    version cannot be read, remove nothing. Returns the removed paths.
 
-    A younger file may belong to an update or to an index version that is on its way.
+    A younger file may belong to an unfinished update or index version.
     """
     try:
         numbers = publications(store, name)
         corpora = [Corpus.open(store, name, digest) for digest in _digests(store, name)]
-        kept = {Corpus.open(store, name).digest, *_digests_named(store, name, index)}
+        needed_digests = {Corpus.open(store, name).digest, *_digests_named(store, name, index)}
     except (MissingInputError, StorageError) as error:
-        log.warning("old corpora stay: corpus=%s (%s)", name, error)
+        log.warning("old corpora not collected: corpus=%s (%s)", name, error)
         return []
     removals: list[str] = []
     for corpus in corpora:
         path = paths.corpus_version(name, corpus.digest)
-        if corpus.digest not in kept and store.age_s(path) >= grace_s:
+        if corpus.digest not in needed_digests and store.age_s(path) >= grace_s:
             store.delete(path)
             store.delete_dir(paths.questions_dir(name, corpus.digest))
             removals.append(path)
     store.sync_names(paths.corpus_versions(name))
     try:
-        described = {digest for digest in kept if store.exists(paths.corpus_version(name, digest))}
-        remaining = [Corpus.open(store, name, digest) for digest in {*_digests(store, name), *described}]
-        needed = {file for corpus in [Corpus.open(store, name), *remaining] for file in _file_names(corpus)}
+        described_digests = {digest for digest in needed_digests if store.exists(paths.corpus_version(name, digest))}
+        remaining = [Corpus.open(store, name, digest) for digest in {*_digests(store, name), *described_digests}]
+        needed_files = {file for corpus in [Corpus.open(store, name), *remaining] for file in _file_names(corpus)}
     except (MissingInputError, StorageError) as error:
-        log.warning("old files stay: corpus=%s (%s)", name, error)
+        log.warning("old files not collected: corpus=%s (%s)", name, error)
         return removals
     questions = (f"sets/{file}" for file in store.list(paths.question_files_dir(name)))
     for file in (*store.list(paths.corpus_dir(name)), *questions):
         path = f"{paths.corpus_dir(name)}/{file}"
-        if file.endswith(".arrow") and file not in needed and store.age_s(path) >= grace_s:
+        if file.endswith(".arrow") and file not in needed_files and store.age_s(path) >= grace_s:
             store.delete(path)
             removals.append(path)
     for number in numbers[:-KEPT_PUBLICATIONS]:
@@ -105,13 +105,13 @@ def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S, index: str
 
 
 def _file_names(corpus: Corpus) -> set[str]:
-    """The files of the parts and question sets of a corpus. Raises StorageError for a damaged description of a set."""
-    needed = {file.file for part in corpus.info.parts for file in part.files}
+    """Return the files of parts and question sets of a corpus. Raises StorageError for a damaged description."""
+    names = {file.file for part in corpus.info.parts for file in part.files}
     for name in {*question_sets(corpus), *corpus.info.questions}:
-        with contextlib.suppress(MissingInputError):  # what is listed may be gone, and what is described not yet there
+        with contextlib.suppress(MissingInputError):  # a listed set may be deleted, a described one not stored yet
             if info := question_set(corpus, name):
-                needed.add(info.file)
-    return needed
+                names.add(info.file)
+    return names
 
 
 def _digests(store: Store, name: str) -> list[str]:
@@ -119,15 +119,15 @@ def _digests(store: Store, name: str) -> list[str]:
 
 
 def _digests_named(store: Store, corpus: str, index: str) -> set[str]:
-    """Digests of the corpora of one name that the versions of all indexes were made from, `index` (if any) and those
-    that are listed."""
+    """Return the digests of the corpora of one name that the versions of all indexes were made from, `index` (if any)
+    and those that are listed."""
     indexes = {*store.list(paths.indexes_dir()), *([index] if index else [])}
     versions = (_version(store, one, number) for one in indexes for number in manifest.find_versions(store, one))
     return {version.corpus_digest for version in versions if version and version.corpus == corpus}
 
 
 def _version(store: Store, index: str, number: int) -> Manifest | None:
-    """A version that is listed; None for one that is gone, whose number no other gets."""
+    """Read a listed version; None if it was deleted. Its number is never reused."""
     try:
         return manifest.read_version(store, index, number)
     except MissingInputError:
@@ -135,7 +135,7 @@ def _version(store: Store, index: str, number: int) -> Manifest | None:
 
 
 def _is_named(store: Store, index: str, path: str, paths_of: dict[int, set[str]]) -> bool:
-    """Whether a version that is there now names the path; `paths_of` caches the paths that versions name."""
+    """Return whether a current version names the path; `paths_of` caches the paths that versions name."""
     versions = manifest.find_versions(store, index)
     for version in versions:
         if version not in paths_of:

@@ -1,8 +1,8 @@
 """Describe, publish, open, verify and roll back index versions.
 
-A manifest is the whole truth about one version: immutable, created once under its number, naming shards by their
-content. The live version is the highest. A shard folder is shared by all versions that name it and goes only when
-none is left. `publish` follows a parent, so of two publishers with the same parent exactly one wins.
+A manifest describes one version completely: it is immutable, created once under its number, and names shards by their
+content. The live version is the highest. A shard folder is shared by all versions that name it and is deleted after
+the last of them. `publish` follows a parent, so of two publishers with the same parent exactly one wins.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ from mvr_ray.config.base import Name
 from mvr_ray.errors import DigestError, ManifestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.files import Store, known_sha256_of, sha256_of
+from mvr_ray.store.files import Store, cached_sha256_of, sha256_of
 
 log = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 NEWEST_FORMAT = 3
-"""3: words have several files of changes; 2: a shard has. Earlier programs, which read one, refuse them by name."""
+"""3: several files of changes for words; 2: for a shard. Earlier programs, which read one, refuse these formats."""
 DIGEST_HEX = 32
 _ROLL_BACK = "roll back: mvr-ray versions CONFIG rollback N"
 ROLLBACK = "rollback"
@@ -84,8 +84,8 @@ WordFiles = Annotated[tuple[FileEntry, ...], Field(min_length=1)]
 
 @dataclass(frozen=True, config=_CONFIG)
 class LexicalPart:
-    """The words of a version's passages, in files that are named by their content (`paths.lexical`): one of all, and
-    behind it one for each change since."""
+    """The words of a version's passages, in files that are named by their content (`paths.lexical`): one for all,
+    then one for each later change."""
 
     statistics: WordFiles
     """Of the whole corpus."""
@@ -98,7 +98,7 @@ class LexicalPart:
 
     @property
     def has_changes(self) -> bool:
-        """Whether a file of changes lies beside another one."""
+        """Whether there is a file of changes."""
         return any(len(own) > 1 for own in (self.statistics, *self.postings))
 
 
@@ -130,13 +130,13 @@ class Manifest:
     dirty_share: int | float | None = None
     """Share of passages whose views the operation changed."""
     refinement: dict[str, int | float] = field(default_factory=dict)
-    """What this operation made feedback views with: `feedback_weight`, and `feedback_clusters`, the most a passage."""
+    """Parameters of this operation's feedback views: `feedback_weight`, and `feedback_clusters`, the most a passage."""
     refined_queries: dict[Name, Digest] = field(default_factory=dict)
-    """Question set -> digest of its moved query vectors (`paths.refined_queries`)."""
+    """Question set -> digest of its refined query vectors (`paths.refined_queries`)."""
     lexical: LexicalPart | None = None
-    """What a hybrid search scores words by; None for a version without."""
+    """The lexical index for hybrid search; None for a version without one."""
     token: Word = ""
-    """Made by the publisher, at random: by it a manifest whose creation went unanswered is known as one's own."""
+    """Random, from the publisher: identifies its manifest if the reply to the creation is lost."""
     format_version: Literal[1, 2, 3] = 1
 
     @property
@@ -152,13 +152,13 @@ class Manifest:
         return sum(shard.num_bytes for shard in self.shards)
 
     def content_digest(self) -> str:
-        """Digest the content, whenever and as whichever version it was published."""
+        """Digest the content, without number, parent, time, operation and token."""
         left_out = {"version", "parent", "created", "operation", "token"}
         fields = self._fields() | {"format_version": FORMAT_VERSION}  # it follows from the shards
         return digest_of({key: value for key, value in fields.items() if key not in left_out})
 
     def _fields(self) -> dict[str, Any]:
-        """All fields; `lexical` where there is one, so that a version without is written as it ever was."""
+        """Return all fields; `lexical` only if set, so that a version without keeps its earlier JSON form."""
         fields = dataclasses.asdict(self)
         return fields if self.lexical else {key: value for key, value in fields.items() if key != "lexical"}
 
@@ -188,11 +188,11 @@ class Manifest:
 
 
 QUERIES, LEXICAL = -1, -2
-"""The `shard` of a problem with moved queries, and of one with the words of a version."""
+"""The `shard` of a problem with refined queries, and of one with the words of a version."""
 
 
 class Problem(NamedTuple):
-    """A file of a version that is not what the manifest says."""
+    """A file of a version that differs from its entry in the manifest."""
 
     shard: int
     path: str
@@ -218,11 +218,11 @@ class VerifyReport(NamedTuple):
 def add_shard(
     store: Store, index: str, folder: Path, meta: ShardMeta, entries: Mapping[str, FileEntry] | None = None
 ) -> ShardEntry:
-    """Move a finished local folder to the name that its content gives it. An equal shard that is there is reused.
+    """Move a finished local folder to the name that its content gives it; an existing equal shard is reused.
 
-    `entries` describes files that were found whole before and are not read again.
-    A shard there under that name with other bytes is damaged; its files are replaced by the given ones. Raises
-    FormatError, and changes nothing, where a newer program described it.
+    `entries` describes files that were checked before and are not read again.
+    An existing shard of that name with other bytes is damaged; its damaged files are replaced. Raises FormatError, and
+    changes nothing, if a newer program described it.
     """
     (folder / paths.SHARD_JSON).unlink(missing_ok=True)
     files_by_name = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
@@ -248,7 +248,7 @@ def add_shard(
 
 def open_shard(store: Store, index: str, entry: ShardEntry) -> Path:
     """Return a local folder with the shard's files. Reads each that has changed since this process read it, and raises
-    DigestError where one has another digest, FormatError where a newer program described the shard."""
+    DigestError if one has another digest, FormatError if a newer program described the shard."""
     remote = paths.shard_dir(index, entry.digest)
     folder = store.local_path(remote)
     if (description := folder / paths.SHARD_JSON).is_file():
@@ -267,7 +267,7 @@ def open_shard(store: Store, index: str, entry: ShardEntry) -> Path:
 
 
 def add_refined_queries(store: Store, index: str, file: Path) -> str:
-    """Move a file of moved query vectors to the name that its content gives it; returns its digest."""
+    """Move a file of refined query vectors to the name that its content gives it; returns its digest."""
     digest = sha256_of(file)[:DIGEST_HEX]
     store.put_file(file, paths.refined_queries(index, digest))
     return digest
@@ -285,7 +285,7 @@ def add_lexical(store: Store, index: str, file: Path) -> FileEntry:
 
 
 def open_lexical(store: Store, index: str, files: Iterable[FileEntry]) -> list[Path]:
-    """Return local files of words, looked at as by `open_shard`."""
+    """Return local files of words, checked as by `open_shard`."""
     return [_open_lexical_file(store, index, entry) for entry in files]
 
 
@@ -304,7 +304,7 @@ def _open_lexical_file(store: Store, index: str, entry: FileEntry) -> Path:
 
 
 def lexical_path(index: str, entry: FileEntry) -> str:
-    """Where the store has a file of words."""
+    """Return the path of a file of words."""
     return paths.lexical(index, entry.sha256[:DIGEST_HEX])
 
 
@@ -315,10 +315,10 @@ def list_versions(store: Store, index: str) -> list[int]:
 
 
 def find_versions(store: Store, index: str) -> list[int]:
-    """List the numbers of the versions as `list_versions` does, whatever time the list of names is of.
+    """List the numbers of the versions as `list_versions` does, although the listing may be outdated.
 
-    Numbers follow each other, and the lowest go first: what a list lacks is asked for by its name, and a listed one may
-    be gone. Raises MissingInputError where the last that is listed is gone, for then others took its place.
+    Numbers are consecutive, and the lowest are deleted first: numbers that the listing lacks are looked up by name.
+    Raises MissingInputError if the last listed version was deleted, since others then took its place.
     """
     if not (listed := list_versions(store, index)):
         return []
@@ -327,21 +327,21 @@ def find_versions(store: Store, index: str) -> list[int]:
             f"{store.where(paths.manifest(index, listed[-1]))} is listed and not there: the list is out of date, or "
             f"another collection runs; run the same command again"
         )
-    found = set(listed)
+    numbers = set(listed)
     above = listed[-1] + 1
     while store.exists(paths.manifest(index, above)):
-        found.add(above)
+        numbers.add(above)
         above += 1
     for number in range(listed[-1] - 1, 0, -1):
-        if number not in found and store.exists(paths.manifest(index, number)):
-            found.add(number)
+        if number not in numbers and store.exists(paths.manifest(index, number)):
+            numbers.add(number)
         elif number < listed[0]:
             break
-    return sorted(found)
+    return sorted(numbers)
 
 
 def read(store: Store, index: str, version: int | None = None) -> Manifest:
-    """Read a version's manifest; the live one's when no version is named."""
+    """Read a version's manifest; the live one's when `version` is None."""
     versions = list_versions(store, index)
     if not versions:
         raise MissingInputError(f"index {index!r} has no version in {store.name}; make one: mvr-ray index CONFIG")
@@ -353,7 +353,7 @@ def read(store: Store, index: str, version: int | None = None) -> Manifest:
 
 
 def read_version(store: Store, index: str, version: int) -> Manifest:
-    """Read a version's manifest by its number, whatever is listed."""
+    """Read a version's manifest by its number, without a listing."""
     path = paths.manifest(index, version)
     manifest = Manifest.from_json(store.read_bytes(path), store.where(path))
     if (manifest.index, manifest.version) != (index, version):
@@ -379,7 +379,7 @@ def _format_of(manifest: Manifest) -> int:
 def publish(store: Store, manifest: Manifest) -> Manifest:
     """Make a manifest the live version: number `parent + 1`, where `parent` must be live now.
 
-    PublishConflictError if another publisher was faster; then nothing of ours is visible, and its version stays.
+    Raises PublishConflictError if another publisher was faster; its version stays, and nothing of this one is visible.
     """
     index, version = manifest.index, manifest.parent + 1
     live = latest_version(store, index)
@@ -409,13 +409,13 @@ def publish(store: Store, manifest: Manifest) -> Manifest:
 
 
 def _withdraw_if_torn(store: Store, manifest: Manifest) -> None:
-    """Publish the parent's content again if files vanished during a publish; ManifestError reports the outcome."""
+    """Publish the parent's content again if files vanished during a publish; raises ManifestError with the outcome."""
     if not (missing := _missing_files(store, manifest)):
         return
     index, parent = manifest.index, manifest.parent
     problem = (
         f"index {index!r} version {manifest.version} lost {len(missing)} files while it was published (first: "
-        f"{store.where(missing[0])}), as when a clock leaps and `versions collect` runs"
+        f"{store.where(missing[0])}), as when a clock jumps and `versions collect` runs"
     )
     if not parent:
         raise ManifestError(f"{problem}; no earlier version is there; run the same command again")
@@ -423,7 +423,7 @@ def _withdraw_if_torn(store: Store, manifest: Manifest) -> None:
         back = publish(store, dataclasses.replace(read(store, index, parent), parent=manifest.version))
     except StorageError as error:
         live = latest_version(store, index)
-        now = f"version {live} of another publisher is live" if live > manifest.version else "it is live, and torn"
+        now = f"version {live} of another publisher is live" if live > manifest.version else "it is live, incomplete"
         raise ManifestError(
             f"{problem}; version {parent}'s content was not published after it ({error}); {now}. Never roll back to "
             f"version {manifest.version}; see `mvr-ray versions CONFIG verify`, and run the same command again"
@@ -433,7 +433,7 @@ def _withdraw_if_torn(store: Store, manifest: Manifest) -> None:
 
 
 def _holds(store: Store, path: str, data: bytes, error: OSError) -> bool:
-    """`Store.holds`, whose error is a ManifestError."""
+    """Call `Store.holds`, and raise its error as a ManifestError."""
     try:
         return store.holds(path, data, error)
     except StorageError as unknown:
@@ -464,7 +464,7 @@ def verify(store: Store, manifest: Manifest) -> VerifyReport:
 
 
 def rollback(store: Store, index: str, to: int) -> Manifest:
-    """Publish a new version with the content of version `to`, of which sizes are checked alone."""
+    """Publish a new version with the content of version `to`; only the sizes of its files are checked."""
     live = latest_version(store, index)
     return publish(store, dataclasses.replace(read(store, index, to), parent=live, operation=ROLLBACK))
 
@@ -490,7 +490,7 @@ def _require_files(store: Store, manifest: Manifest, version: int) -> None:
 
 
 def _missing_files(store: Store, manifest: Manifest) -> list[str]:
-    """List the paths of the manifest, and of the corpus that it names, that are not there with their size."""
+    """List the paths of the manifest, and of the corpus that it names, that are missing or have another size."""
     sizes = [
         (f"{paths.shard_dir(manifest.index, shard.digest)}/{name}", file.num_bytes)
         for shard in manifest.shards
@@ -524,7 +524,7 @@ def _check_shard(store: Store, index: str, entry: ShardEntry) -> VerifyReport:
 
 def _check_description(store: Store, index: str, entry: ShardEntry) -> list[Problem]:
     """Compare the shard's description, where it is there, with the digest that names the shard's folder. Raises
-    FormatError where a newer program wrote it."""
+    FormatError if a newer program wrote it."""
     path = f"{paths.shard_dir(index, entry.digest)}/{paths.SHARD_JSON}"
     if not store.exists(path) or _described_digest(store.read_bytes(path), store.where(path)) == entry.digest:
         return []
@@ -532,8 +532,8 @@ def _check_description(store: Store, index: str, entry: ShardEntry) -> list[Prob
 
 
 def _described_digest(shard_json: bytes, where: str) -> str:
-    """The digest of what a shard's description says, without its format: that of the shard's folder. It is empty for a
-    damaged one. Raises FormatError for one of a newer program."""
+    """Return the digest of a shard's description without its format, which names the shard's folder; empty for a
+    damaged description. Raises FormatError for one of a newer program."""
     try:
         fields = parse_json(shard_json, where)
     except StorageError:
@@ -544,7 +544,7 @@ def _described_digest(shard_json: bytes, where: str) -> str:
 
 
 def _equals(path: Path, file: FileEntry) -> bool:
-    return path.is_file() and path.stat().st_size == file.num_bytes and known_sha256_of(path) == file.sha256
+    return path.is_file() and path.stat().st_size == file.num_bytes and cached_sha256_of(path) == file.sha256
 
 
 def _conflict(index: str, version: int, live: int) -> PublishConflictError:

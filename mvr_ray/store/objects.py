@@ -1,13 +1,13 @@
-"""Read and write the files of a store on an object store: `s3://`, `gs://`, and what else obstore opens.
+"""Read and write the files of a store on an object store: `s3://`, `gs://`, and other services that obstore opens.
 
 An object appears whole when its upload ends. `create_once` is one conditional PUT. Whether the service honours the
-condition is checked once, by creating one object twice; a service that does not is refused, since nothing else would
-keep two publishers apart. A PUT that fails may have had its effect: the object is read again before deciding.
+condition is checked once, by creating one object twice; a service that does not is refused, since two
+publishers could overwrite each other. A failed PUT may have taken effect: the object is read before deciding.
 
     s3://[KEY:SECRET@]BUCKET/PREFIX[?region=...&endpoint_override=HOST:PORT&scheme=http]
     gs://[anonymous@]BUCKET/PREFIX[?endpoint_override=HOST:PORT&scheme=http]
 
-Without keys in the address those of the environment are used, then those that boto3 finds where it is installed
+Without keys in the address those of the environment are used, then those that boto3 finds if it is installed
 (profiles), then those of the machine or pod.
 """
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 PROBE = ".conditional"
 TOUCHED = ".touched"
-"""Where copies are for a moment; no listing of a folder shows them."""
+"""Folder of short-lived copies, which no listing of a folder shows."""
 CREATE_TRIES = 5
 FIRST_PAUSE_S = 0.1
 SETTLED_S = 5.0
@@ -48,7 +48,7 @@ UNUSED_OPTIONS = (
     *("allow_bucket_creation", "allow_bucket_deletion"),
     *("background_writes", "project_id", "retry_limit_seconds"),
 )
-"""Options that addresses may have, and that change nothing here."""
+"""Options that addresses may have, and that are ignored."""
 
 
 def open_address(address: str) -> ObjectStore:
@@ -62,8 +62,8 @@ def open_address(address: str) -> ObjectStore:
         raise ConfigError(
             f"store.path: {parts.scheme}://{bucket} has an unknown option {unknown[0]!r}; known: {', '.join(OPTIONS)}"
         )
-    place = options.get("endpoint_override", "")
-    endpoint = place if not place or "://" in place else f"{options.get('scheme', 'https')}://{place}"
+    host = options.get("endpoint_override", "")
+    endpoint = host if not host or "://" in host else f"{options.get('scheme', 'https')}://{host}"
     common: dict[str, Any] = {"prefix": parts.path.strip("/"), "client_options": CLIENT, "retry_config": RETRY}
     if parts.scheme == "gs":
         own = ({"skip_signature": True} if user == "anonymous" else {}) | ({"base_url": endpoint} if endpoint else {})
@@ -81,7 +81,7 @@ def _s3_settings(bucket: str, user: str, endpoint: str, region: str) -> dict[str
     elif not os.environ.get("AWS_ACCESS_KEY_ID") and importlib.util.find_spec("boto3"):
         from obstore.auth.boto3 import Boto3CredentialProvider
 
-        with contextlib.suppress(ValueError):  # it knows no keys; the machine or pod may have some
+        with contextlib.suppress(ValueError):  # no keys; the machine or pod may have some
             settings["credential_provider"] = Boto3CredentialProvider()
     if endpoint:
         settings["endpoint"] = endpoint
@@ -137,7 +137,7 @@ class ObjectFiles:
             except AlreadyExistsError as error:
                 content = self._read_if_there(path)
                 if failure and content == data:
-                    return  # an earlier try had its effect, and its answer was lost
+                    return  # an earlier try took effect, and its reply was lost
                 if content is not None:
                     raise FileExistsError(f"{path} exists") from None
                 failure = error  # 409: another writer's request was under way
@@ -222,8 +222,8 @@ class ObjectFiles:
 
     @_os_errors()
     def touch(self, path: str) -> None:
-        """Renew the time of an object, or of a folder's JSON files, by copies within the service: what is misread on
-        its way is not written back."""
+        """Renew the time of an object, or of a folder's JSON files, by copies within the service, so that no error
+        of a transfer is written back."""
         names = [path] if self._meta(path) else [file["path"] for file in self._below(path)]
         for name in (name for name in names if name == path or name.endswith(".json")):
             aside = f"{TOUCHED}/{name}"
@@ -243,7 +243,7 @@ class ObjectFiles:
 
     @_os_errors()
     def move_dir(self, path: str, to: str) -> None:
-        """Copy every file before the first original goes."""
+        """Copy every file, then delete the originals."""
         for file in self._below(path):
             obstore.copy(self._objects, file["path"], f"{to}/{file['path'].removeprefix(path).lstrip('/')}")
         self.delete_dir(path)

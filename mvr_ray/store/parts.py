@@ -1,7 +1,7 @@
 """Store and read the passages of one shard of a corpus as Arrow files.
 
 A part holds its passages in id order. After an update it may be the earlier part's files and beside them a file of
-changes: passages that are new or differ, and in its metadata the ids of those that are gone.
+changes: passages that are new or differ, and in its metadata the ids of deleted ones.
 """
 
 import bisect
@@ -29,8 +29,8 @@ PASSAGE_SCHEMA = pa.schema([pa.field(name, pa.string(), False) for name in ("id"
 
 
 class CorpusPart:
-    """The passages of one shard in id order, mapped from their file; with files of changes, a batch with a few of them
-    is divided around these, and one with many is copied into memory."""
+    """The passages of one shard in id order, mapped from their file; with files of changes, a batch with a few changes
+    is divided around them, and one with many is copied into memory."""
 
     def __init__(self, path: Path, *changes: Path, fields: Mapping[str, str] | None = None) -> None:
         """`fields` are those of the corpus; without them passages are read as if they had none."""
@@ -68,7 +68,7 @@ class CorpusPart:
         return passages
 
     def table(self, columns: Iterable[str]) -> pa.Table:
-        """Some columns of all passages, mapped: any of id, title, text and the corpus's fields."""
+        """Return some columns of all passages, mapped: any of id, title, text and the corpus's fields."""
         return pa.Table.from_batches(self._batches, self._schema).select(list(columns))
 
     def ids(self) -> list[str]:
@@ -90,24 +90,24 @@ class CorpusPart:
 
 
 class PartDifference(NamedTuple):
-    """How a part differs from an earlier one: rows of passages that are new or changed, and ids that are gone."""
+    """How a part differs from an earlier one: rows of new or changed passages, and ids of deleted ones."""
 
     changed_rows: list[int]
     deleted_ids: list[str]
 
 
 def difference(before: CorpusPart, after: CorpusPart) -> PartDifference:
-    """Compare what an encoder reads of two parts, title and text, passage by passage; of parts that are changes of one
-    file, the changes alone that are not in a file of both."""
+    """Compare title and text, which an encoder reads, of two parts passage by passage; for parts with the same first
+    file, only the changes that they do not share."""
     if before.path == after.path:
         return _difference_of_changes(before, after)
     old, new = (part.table(_CONTENT) for part in (before, after))
     compute: Any = pc
-    found = old.take(compute.index_in(new.column("id"), value_set=old.column("id")))
-    same = compute.and_(*(compute.equal(found.column(name), new.column(name)) for name in ("title", "text")))
-    is_gone = compute.invert(compute.is_in(old.column("id"), value_set=new.column("id")))
+    matches = old.take(compute.index_in(new.column("id"), value_set=old.column("id")))
+    same = compute.and_(*(compute.equal(matches.column(name), new.column(name)) for name in ("title", "text")))
+    is_deleted = compute.invert(compute.is_in(old.column("id"), value_set=new.column("id")))
     rows = compute.indices_nonzero(compute.invert(compute.fill_null(same, False)))
-    return PartDifference(rows.to_pylist(), old.column("id").filter(is_gone).to_pylist())
+    return PartDifference(rows.to_pylist(), old.column("id").filter(is_deleted).to_pylist())
 
 
 def _difference_of_changes(before: CorpusPart, after: CorpusPart) -> PartDifference:
@@ -129,9 +129,8 @@ def find_contents(
 ) -> dict[tuple[str, str], str]:
     """Find a passage of each of these contents, title and text, in a part; contents that it lacks are left out.
 
-    Each file of the part is searched by itself, but for those named in `lacking`, which have none of these contents;
-    files that turn out to have none are added. Texts are read only where one has the length of a text that is looked
-    for.
+    Searches each file of the part, except those named in `lacking`, which have none of these contents, and adds the
+    names of other files without any. Reads only texts of a length that one of the contents has.
     """
     names: dict[tuple[str, str], str] = {}
     base = CorpusPart(part.path)
@@ -140,8 +139,8 @@ def find_contents(
         if path.name in lacking:
             continue
         own = [(content, name) for content, name in _rows_with(table, contents) if content in contents]
-        shown = [(content, name) for content, name in own if (now := part.get(name)) and now[1:3] == content]
-        names |= {content: name for content, name in reversed(shown) if content not in names}
+        current = [(content, name) for content, name in own if (now := part.get(name)) and now[1:3] == content]
+        names |= {content: name for content, name in reversed(current) if content not in names}
         if not own:
             lacking.add(path.name)
     return names
@@ -153,7 +152,7 @@ def _content_table(changes: "PartChanges") -> pa.Table:
 
 
 def _rows_with(table: pa.Table, contents: Collection[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], str]]:
-    """Title and text, and id, of the rows that have the text of one of these contents."""
+    """Yield title and text, and id, of the rows that have the text of one of these contents."""
     compute: Any = pc
     texts = pa.array(sorted({text for _, text in contents}), pa.string())
     lengths = compute.binary_length(table.column("text"))
@@ -164,7 +163,7 @@ def _rows_with(table: pa.Table, contents: Collection[tuple[str, str]]) -> Iterat
 
 
 def passage_schema(fields: Mapping[str, str]) -> pa.Schema:
-    """The columns of a part: id, title, text, and a nullable one for each field."""
+    """Return the columns of a part: id, title, text, and a nullable one for each field."""
     return pa.schema([*PASSAGE_SCHEMA, *(pa.field(name, ARROW_TYPES[kind]) for name, kind in fields.items())])
 
 
@@ -182,13 +181,13 @@ def _rows(passages: Iterable[Passage], fields: Mapping[str, str]) -> Iterator[tu
 
 
 class PartChanges(NamedTuple):
-    """What a file of changes holds, or several laid over each other."""
+    """The content of a file of changes, or of several merged ones."""
 
     batches: list[pa.RecordBatch]
     deleted_ids: list[str]
 
     def ids(self) -> list[str]:
-        """All ids that it names: of passages that are new or differ, and of those that are gone."""
+        """Return the ids of new or changed passages, and those of deleted ones."""
         return [*itertools.chain(*(batch.column(0).to_pylist() for batch in self.batches)), *self.deleted_ids]
 
     def passages(self) -> dict[str, Passage]:
@@ -204,35 +203,35 @@ def write_part_changes(
 
 
 def read_part_changes(path: Path, schema: pa.Schema) -> PartChanges:
-    """Read a file of changes, of it the columns of `schema`."""
+    """Read the columns of `schema` from a file of changes."""
     batches, metadata = map_file(path)
     deleted_ids = json.loads(metadata.get(DELETED_IDS, b"[]"))
     return PartChanges([batch.select(schema.names) for batch in batches], deleted_ids)
 
 
 def merge_changes(files: Sequence[PartChanges]) -> PartChanges:
-    """Lay the changes of each file over those of the ones before it. The result of several has one batch."""
+    """Merge files of changes; later files override earlier ones. The result of several has one batch."""
     if len(files) < 2:
         return files[0] if files else PartChanges([], [])
     rows: dict[str, pa.RecordBatch] = {}
-    gone: set[str] = set()
+    deletions: set[str] = set()
     for file in files:
         own = _rows_by_id(file.batches)
-        gone = gone.union(file.deleted_ids).difference(own)
-        rows = {name: row for name, row in rows.items() if name not in gone} | own
+        deletions = deletions.union(file.deleted_ids).difference(own)
+        rows = {name: row for name, row in rows.items() if name not in deletions} | own
     ordered = [rows[name] for name in sorted(rows)]
-    return PartChanges([pa.concat_batches(ordered)] if ordered else [], sorted(gone))
+    return PartChanges([pa.concat_batches(ordered)] if ordered else [], sorted(deletions))
 
 
 def _rows_by_id(batches: Iterable[pa.RecordBatch]) -> dict[str, pa.RecordBatch]:
-    """Each passage as a batch of one row; nothing is copied."""
+    """Return each passage by id as a batch of one row; nothing is copied."""
     plain = (batch.replace_schema_metadata() for batch in batches)
     return {name: own.slice(at, 1) for own in plain for at, name in enumerate(own.column(0).to_pylist())}
 
 
 def _changed_batches(batches: list[pa.RecordBatch], changes: PartChanges) -> list[pa.RecordBatch]:
-    """The rows of `batches` in id order, with the passages of the changes in place of theirs or beside them, and
-    without those that are gone."""
+    """Return the rows of `batches` in id order, with the new and changed passages of the changes, and without deleted
+    ones."""
     upserts = _rows_by_id(changes.batches)
     names = sorted({*upserts, *changes.deleted_ids})
     starts = [0, *(bisect.bisect_left(names, batch.column(0)[0].as_py()) for batch in batches[1:]), len(names)]
@@ -246,8 +245,8 @@ def _changed_batches(batches: list[pa.RecordBatch], changes: PartChanges) -> lis
 
 
 def _divide(batch: pa.RecordBatch, names: list[str], upserts: Mapping[str, pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Parts of a batch around `names`, ascending, and the new ones between them: each is a row of `upserts`, or is gone
-    where there is none. Nothing is copied."""
+    """Yield the parts of a batch around `names`, ascending, and between them the row that `upserts` has of each name; a
+    name without a row there is deleted. Nothing is copied."""
     row, column = 0, batch.column(0)
     for name in names:
         at = bisect.bisect_left(range(len(column)), name, row, key=lambda at: column[at].as_py())
@@ -289,7 +288,7 @@ def map_batches(path: Path) -> list[pa.RecordBatch]:
 
 
 def map_file(path: Path) -> tuple[list[pa.RecordBatch], dict[bytes, bytes]]:
-    """Map the non-empty record batches of an Arrow file; gives its metadata, too."""
+    """Map the non-empty record batches of an Arrow file; returns its metadata, too."""
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         batches = (reader.get_batch(i) for i in range(reader.num_record_batches))

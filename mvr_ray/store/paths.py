@@ -14,13 +14,13 @@
                                                were changed since, index file, shard.json
     <store>/indexes/<name>/queries/<digest>.arrow
     <store>/indexes/<name>/lexical/<digest>.arrow    words of one shard, or of the corpus (`index.lexical`)
-    <store>/indexes/<name>/quarantine/<digest>-<n>/   damaged shards that were set aside; nothing removes them
+    <store>/indexes/<name>/quarantine/<digest>-<n>/   damaged shards; nothing removes them
     <store>/indexes/<name>/staging/<key>/      unfinished work, safe to delete
     <store>/studies/steps/<key>.json           reports of study steps, shared by studies
     <store>/studies/<study>-<size>/            report.md, report.json, report.html and plots
     <store>/runs/<time>-<stage>/
     <store>/run.yaml                           the run file of an index that `Index.build` made
-    <store>/feedback/<index>.jsonl             judgements that `Index.add_feedback` took
+    <store>/feedback/<index>.jsonl             judgements of `Index.add_feedback`
 
 Paths are strings relative to the store's root with `/` between parts; `files.Store` turns them into bytes.
 """
@@ -39,18 +39,18 @@ RUN_FILE = "run.yaml"
 
 
 def changes_file(number: int) -> str:
-    """Name the file of changes of a shard that is laid over the ones before it as the `number`-th."""
+    """Name the file of changes of a shard that overrides the ones before it as the `number`-th."""
     return CHANGES if number == 1 else f"changes-{number}.arrow"
 
 
 def changes_files(names: Collection[str]) -> list[str]:
-    """Those of a shard's files that hold changes, in the order in which they are laid over each other."""
-    found = (changes_file(number) for number in itertools.count(1))
-    return list(itertools.takewhile(lambda name: name in names, found))
+    """Return those of a shard's files that hold changes; later ones override earlier ones."""
+    possible_names = (changes_file(number) for number in itertools.count(1))
+    return list(itertools.takewhile(lambda name: name in names, possible_names))
 
 
 def embedding_files(names: Collection[str]) -> list[str]:
-    """Those of a shard's files that hold its views."""
+    """Return those of a shard's files that hold its views."""
     return [EMBEDDINGS, *changes_files(names)]
 
 
@@ -78,7 +78,7 @@ def corpus_part(shard: int, digest: str) -> str:
 
 
 def corpus_changes(shard: int, digest: str) -> str:
-    """Name the file of changes of a part, which lies beside the part that it changes."""
+    """Name the file of changes of a part, which is in the folder of the part."""
     return f"part-{shard:05d}-{digest[:16]}.changes.arrow"
 
 
@@ -108,7 +108,7 @@ def question_file(name: str, digest: str) -> str:
 
 
 def shared_questions_dir() -> str:
-    """Folder of the sets that programs before corpus versions stored, for whatever corpus there was."""
+    """Folder of the sets that programs before corpus versions stored, for any corpus."""
     return "questions"
 
 
@@ -129,22 +129,22 @@ def encoder_dir(name: str, fingerprint: str) -> str:
     return f"encoders/{name}/{fingerprint}"
 
 
-def models_dir(room: str, name: str) -> str:
-    """All models of one name; `room` is `encoders`, `readers` or `cross_encoders`."""
-    return f"{room}/{name}"
+def models_dir(kind: str, name: str) -> str:
+    """All models of one name; `kind` is `encoders`, `readers` or `cross_encoders`."""
+    return f"{kind}/{name}"
 
 
-def latest_model(room: str, name: str) -> str:
+def latest_model(kind: str, name: str) -> str:
     """Record of the model of this name that was trained last."""
-    return f"{room}/{name}/latest.json"
+    return f"{kind}/{name}/latest.json"
 
 
-def model_dir(room: str, name: str, fingerprint: str) -> str:
-    return f"{room}/{name}/{fingerprint}"
+def model_dir(kind: str, name: str, fingerprint: str) -> str:
+    return f"{kind}/{name}/{fingerprint}"
 
 
 def training_dir(name: str, key: str) -> str:
-    """Folder of a training's checkpoints; `key` is a digest of all that decides its result."""
+    """Folder of a training's checkpoints; `key` is a digest of all inputs of its result."""
     return f"training/{name}/{key}"
 
 
@@ -173,7 +173,7 @@ def quarantine_root(index: str) -> str:
 
 
 def quarantine_dir(index: str, digest: str, number: int) -> str:
-    """Folder of the damaged shard of this digest that was set aside as the `number`-th."""
+    """Folder of the `number`-th damaged shard of this digest."""
     return f"indexes/{index}/quarantine/{digest}-{number}"
 
 
@@ -202,12 +202,12 @@ def staging_dir(index: str, key: str) -> str:
 
 
 def staged_chunk(index: str, key: str, shard: int, start: int) -> str:
-    """Embeddings of the passages of one part that are to be encoded, from the `start`-th on."""
+    """Embeddings of the passages of one part that are to be encoded, from row `start` on."""
     return f"indexes/{index}/staging/{key}/chunk-{shard:05d}-{start:09d}.arrow"
 
 
 def staged_plan(index: str, key: str, shard: int) -> str:
-    """What of one part is to be encoded, and which earlier shard its other passages are in."""
+    """The passages of one part that are to be encoded, and the earlier shard of its other passages."""
     return f"indexes/{index}/staging/{key}/plan-{shard:05d}.json"
 
 
@@ -222,7 +222,7 @@ def staged_shard(index: str, key: str, params: str, shard: int) -> str:
 
 
 def study_step(key: str) -> str:
-    """The report of one step of a study; `key` is a digest of all that decides it."""
+    """The report of one step of a study; `key` is a digest of all its inputs."""
     return f"studies/steps/{key}.json"
 
 

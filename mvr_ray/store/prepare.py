@@ -1,8 +1,8 @@
-"""Turn source files into a corpus and question sets: check, count, cut, draw, split, and replace the old ones at once.
+"""Turn source files into a corpus and question sets, and replace the old ones in one step.
 
-Passages go through scratch files, one shard in memory at a time; questions are held in memory. The result depends on
-the sources and the settings alone. Nothing of the store changes before all is written aside; the last file to be
-changed is the next publication, which names the parts. Corpora that index versions name stay.
+Stages: check, count, cut, sample, split. Passages go through scratch files, one shard in memory at a time; questions
+are held in memory. The result depends on the sources and the settings alone. The store changes only after all output is
+in scratch files; the next publication, which names the parts, is written last. Corpora that index versions name stay.
 """
 
 import logging
@@ -70,8 +70,8 @@ class _SourceRows(NamedTuple):
     questions_left_out: int
 
 
-class _Findings(NamedTuple):
-    """What passages tell about questions: answer places by (set, question id, positive id), negatives that exist."""
+class _Links(NamedTuple):
+    """References of questions to passages: answer places by (set, question id, positive id), negatives that exist."""
 
     places: dict[tuple[str, str, str], AnswerPlace]
     negatives: dict[str, str]
@@ -81,7 +81,7 @@ class _Pieces(NamedTuple):
     """Passages ready for their parts (`spill` may hold each id several times), and how many there are."""
 
     spill: ShardSpill
-    findings: _Findings
+    links: _Links
     num_repeats: int
     num_unique: int
     num_pieces: int
@@ -90,11 +90,11 @@ class _Pieces(NamedTuple):
 def prepare(
     cfg: PrepareConfig, store: Store, progress: Progress = no_progress, records: Iterable[Record] | None = None
 ) -> PrepareReport:
-    """Make the corpus and its question sets, replacing those of the same names. `records` are passages that take the
-    place of the sources'.
+    """Make the corpus and its question sets, replacing those of the same names. `records` are passages that replace
+    those of the sources.
 
-    Raises DataError with file and line when there are more bad rows than allowed, and with what the sources hold when
-    they give no passage; MissingInputError for a missing source; RowsLostError if a passage went missing on the way.
+    Raises DataError with file and line when there are more bad rows than allowed, and with the content of sources
+    that give no passage; MissingInputError for a missing source; RowsLostError if a passage was lost.
     """
     if records is not None:
         cfg = cfg.model_copy(update={"sources": [], "splits": []})
@@ -113,12 +113,12 @@ def prepare(
             )
         sets = {name: _draw_questions(records, cfg.max_questions) for name, records in rows.sets.items()}
         pieces = _cut(cfg, rows.passages, folder / "cut", sets, bad, progress)
-        over_pieces = {name: _resolve(name, records, pieces.findings, bad) for name, records in sets.items()}
+        over_pieces = {name: _resolve(name, records, pieces.links, bad) for name, records in sets.items()}
         passages = _draw_passages(cfg, pieces, over_pieces)
         questions = {name: _with_passages(some, passages) for name, some in over_pieces.items()}
         num_unused = _count(sets) - _count(over_pieces)
         num_not_drawn = _count(rows.sets) - num_unused - _count(questions)
-        questions |= _splits(cfg, questions, pieces.findings)
+        questions |= _splits(cfg, questions, pieces.links)
         files = folder / "out"
         parts = _write_parts(cfg, pieces, passages, files, progress)
         num_written = sum(part.num_passages for part in parts)
@@ -137,7 +137,7 @@ def prepare(
             questions_not_drawn=num_not_drawn + rows.questions_left_out,
             rows_dropped=rows.dropped_by_reason.total(),
             dropped_by_reason=dict(sorted(rows.dropped_by_reason.items())),
-            hard_negatives_dropped=_num_lost_negatives(sets, pieces.findings),
+            hard_negatives_dropped=_num_lost_negatives(sets, pieces.links),
             fields=dict(pieces.spill.types),
         )
         _require_equal(pieces.num_pieces if passages is None else len(passages), num_written, "kept", "written")
@@ -182,7 +182,7 @@ def _read(
             if count % REPORT_EVERY == 0:
                 progress("rows read", count, 0)
             match record:
-                case PassageRecord(passage) if not _takes(source, passage):
+                case PassageRecord(passage) if not _is_sampled(source, passage):
                     left_out.add(passage.id)
                 case PassageRecord(passage, where):
                     try:
@@ -195,7 +195,7 @@ def _read(
                     assert source.questions is not None
                     key = (source.questions, question.id)
                     if key in place_of:
-                        bad.add(BadRow(where, f"question id {question.id!r} stands already in {place_of[key]}"))
+                        bad.add(BadRow(where, f"question id {question.id!r} already occurs in {place_of[key]}"))
                     else:
                         place_of[key] = where
                         sets[source.questions].append(record)
@@ -204,7 +204,7 @@ def _read(
                 case DroppedRow(_, reason):
                     dropped_by_reason[reason] += 1
     progress("rows read", count, count)
-    if fields.infers:  # the corpus is the same in whatever order the sources have the fields
+    if fields.infers:  # the corpus does not depend on the order of the fields in the sources
         spill.types = dict(sorted(fields.types.items()))
     own = {
         name: [record for record in records if not left_out.intersection(record.question.positive_ids[:1])]
@@ -213,12 +213,12 @@ def _read(
     return _SourceRows(spill, own, dropped_by_reason, len(left_out), _count(sets) - _count(own))
 
 
-def _takes(source: SourceConfig, passage: Passage) -> bool:
+def _is_sampled(source: SourceConfig, passage: Passage) -> bool:
     return source.share == 1 or hash_rank(passage.title or passage.id, "source") < source.share * 2**64
 
 
 def _holdings(source: SourceConfig) -> str:
-    """Count what a source holds, whether the run takes it or not."""
+    """Describe the content of a source, including rows that the run does not take."""
     counts = Counter(
         type(record) for record in read_source(source.model_copy(update={"passages": True, "questions": "all"}))
     )
@@ -246,7 +246,7 @@ def _cut(
     bad: BadRows,
     progress: Progress,
 ) -> _Pieces:
-    """Drop repeats and duplicates, cut the other passages, and note where they answer the questions."""
+    """Drop repeats and duplicates, cut the other passages, and record which chunks answer the questions."""
     questions_of: dict[str, list[tuple[str, Question]]] = {}
     negative_ids: set[str] = set()
     for name, records in sets.items():
@@ -254,7 +254,7 @@ def _cut(
             negative_ids.update(question.hard_negative_ids)
             for passage_id in question.positive_ids:
                 questions_of.setdefault(passage_id, []).append((name, question))
-    findings = _Findings({}, {})
+    links = _Links({}, {})
     pieces = ShardSpill(folder, cfg.num_shards, passages.types) if cfg.chunk_words else passages
     num_repeats = num_unique = num_duplicates = num_pieces = 0
     for shard in range(passages.num_shards):
@@ -268,30 +268,30 @@ def _cut(
             chunks = chunk(passage, cfg.chunk_words)
             num_pieces += len(chunks)
             if passage.id in negative_ids:
-                findings.negatives[passage.id] = chunks[0].passage.id
+                links.negatives[passage.id] = chunks[0].passage.id
             for name, question in questions_of.get(passage.id, ()):
                 starts = question.answer_starts if passage.id == question.positive_ids[0] else ()
                 place = locate(passage.text, chunks, question.answers, starts)
-                findings.places[name, question.id, passage.id] = place
+                links.places[name, question.id, passage.id] = place
             if cfg.chunk_words:
                 for piece in chunks:
                     pieces.add(PassageRecord(piece.passage, f"chunk of passage {passage.id!r}"))
         progress("parts sorted", shard + 1, passages.num_shards)
     _require_equal(passages.num_added, num_unique + num_repeats + num_duplicates, "read", "sorted")
-    return _Pieces(pieces, findings, num_repeats, num_unique, num_pieces)
+    return _Pieces(pieces, links, num_repeats, num_unique, num_pieces)
 
 
-def _resolve(name: str, records: list[QuestionRecord], findings: _Findings, bad: BadRows) -> list[Question]:
-    """Carry questions over to the cut corpus; one whose positive names no passage is a bad row."""
+def _resolve(name: str, records: list[QuestionRecord], links: _Links, bad: BadRows) -> list[Question]:
+    """Carry questions over to the cut corpus; one whose positive id names no passage is a bad row."""
     questions = []
     for question, where in records:
-        places = [findings.places.get((name, question.id, positive)) for positive in question.positive_ids]
+        places = [links.places.get((name, question.id, positive)) for positive in question.positive_ids]
         missing = [positive for positive, place in zip(question.positive_ids, places) if place is None]
         if missing:
             reason = f"positive {missing[0]!r} of question {question.id!r} names no passage of the corpus"
             bad.add(BadRow(where, reason))
             continue
-        negatives = tuple(findings.negatives[n] for n in question.hard_negative_ids if n in findings.negatives)
+        negatives = tuple(links.negatives[n] for n in question.hard_negative_ids if n in links.negatives)
         questions.append(carry_over(question, [place for place in places if place is not None], negatives))
     return questions
 
@@ -314,19 +314,19 @@ def _with_passages(questions: list[Question], passages: set[str] | None) -> list
         positives = tuple(name for name in question.positive_ids if name in passages)
         if question.positive_ids and not positives:
             continue
-        same_home = positives[:1] == question.positive_ids[:1]
+        same_first = positives[:1] == question.positive_ids[:1]
         results.append(
             question._replace(
                 positive_ids=positives,
                 hard_negative_ids=tuple(name for name in question.hard_negative_ids if name in passages),
-                answer_starts=question.answer_starts if same_home else (-1,) * len(question.answers),
+                answer_starts=question.answer_starts if same_first else (-1,) * len(question.answers),
             )
         )
     return results
 
 
-def _splits(cfg: PrepareConfig, questions: dict[str, list[Question]], findings: _Findings) -> dict[str, list[Question]]:
-    titles = {(name, question_id): place.title for (name, question_id, _), place in reversed(findings.places.items())}
+def _splits(cfg: PrepareConfig, questions: dict[str, list[Question]], links: _Links) -> dict[str, list[Question]]:
+    titles = {(name, question_id): place.title for (name, question_id, _), place in reversed(links.places.items())}
     sets: dict[str, list[Question]] = {}
     for own in cfg.splits:
         source = questions[own.source]
@@ -365,7 +365,7 @@ def _write_parts(
 
 def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[PartInfo], report: PrepareReport) -> None:
     """Move parts to the store under names of their content, then question sets, and publish the corpus last."""
-    _keep_before(cfg, store)
+    _archive_previous(cfg, store)
     for part in infos:
         store.put_file(files / part.file, f"{paths.corpus_dir(cfg.corpus)}/{part.file}")
     counts = {key: value for key, value in asdict(report).items() if isinstance(value, int)}
@@ -387,7 +387,7 @@ def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[Par
 
 
 def _publish(corpus: Corpus) -> None:
-    """Publish after whatever was published meanwhile: the sources say all that the corpus holds."""
+    """Publish after the last publication, and again on a conflict: the sources define the whole corpus."""
     while True:
         after = max(publications(corpus.store, corpus.name), default=0)
         try:
@@ -397,18 +397,18 @@ def _publish(corpus: Corpus) -> None:
 
 
 def _require_readable(cfg: PrepareConfig, store: Store) -> None:
-    """Raise FormatError where a newer program made the last corpus, or a question set of it: the next ones would lack
-    what this program cannot say. What is damaged is made again."""
-    with _newer_formats_alone():
+    """Raise FormatError if a newer program made the last corpus or a question set of it: new ones would lack what this
+    program cannot represent. Damaged ones are replaced."""
+    with _suppress_read_errors():
         corpus = Corpus.open(store, cfg.corpus)
         for name in question_sets(corpus):
-            with _newer_formats_alone():
+            with _suppress_read_errors():
                 question_set(corpus, name)
 
 
 @contextmanager
-def _newer_formats_alone() -> Iterator[None]:
-    """Raise, of the errors of reading the store, those of formats that this program does not read."""
+def _suppress_read_errors() -> Iterator[None]:
+    """Suppress errors of reading the store, except those of formats that this program does not read."""
     try:
         yield
     except FormatError:
@@ -417,8 +417,8 @@ def _newer_formats_alone() -> Iterator[None]:
         return
 
 
-def _keep_before(cfg: PrepareConfig, store: Store) -> None:
-    """Keep the corpus that this one replaces under its digest, where an earlier program prepared it."""
+def _archive_previous(cfg: PrepareConfig, store: Store) -> None:
+    """Store the corpus that this one replaces under its digest, if an earlier program prepared it."""
     try:
         before = Corpus.open(store, cfg.corpus)
     except (MissingInputError, StorageError):
@@ -445,9 +445,9 @@ def _name_of(source: SourceConfig, file: Path, num_files: int) -> str:
     return source.path if num_files == 1 and not source.path.endswith("/") else f"{source.path.rstrip('/')}/{file.name}"
 
 
-def _num_lost_negatives(sets: dict[str, list[QuestionRecord]], findings: _Findings) -> int:
+def _num_lost_negatives(sets: dict[str, list[QuestionRecord]], links: _Links) -> int:
     return sum(
-        negative not in findings.negatives
+        negative not in links.negatives
         for records in sets.values()
         for question, _ in records
         for negative in question.hard_negative_ids

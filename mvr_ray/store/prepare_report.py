@@ -34,11 +34,11 @@ class PrepareReport:
     rows_dropped: int = 0
     """Rows that their format's convention leaves out, such as queries without judgements."""
     dropped_by_reason: Mapping[str, int] = field(default_factory=dict)
-    """The same rows, counted by why: redirects, pages of other namespaces, queries without judgements."""
+    """The same rows, counted by reason: redirects, pages of other namespaces, queries without judgements."""
     hard_negatives_dropped: int = 0
     """Hard negatives that name no passage of the corpus."""
     fields: dict[str, str] = field(default_factory=dict)
-    """Names and types of what is kept of the passages besides id, title and text."""
+    """Names and types of the passages' fields."""
 
 
 @dataclass
@@ -56,5 +56,5 @@ class BadRows:
             more = f" (and {len(self.rows) - NUM_NAMED} before this)" if len(self.rows) > NUM_NAMED else ""
             raise DataError(
                 f"{len(self.rows)} bad rows, more than prepare.max_bad_rows={self.limit}: {first}{more}; "
-                f"correct the file, or raise prepare.max_bad_rows to go on without such rows"
+                f"correct the file, or raise prepare.max_bad_rows to skip such rows"
             )

@@ -41,7 +41,7 @@ def write_questions(corpus: Corpus, name: str, questions: Iterable[Question]) ->
 
 
 def put_questions(corpus: Corpus, name: str, file: Path, num_questions: int) -> None:
-    """Move a finished local file of questions to its place in the store, and describe it as this set of the corpus."""
+    """Move a finished local file of questions into the store, and describe it as this set of the corpus."""
     digest, num_bytes = sha256_of(file), file.stat().st_size
     info = SetInfo(corpus.digest, name, paths.question_file(name, digest), num_questions, num_bytes, digest)
     corpus.store.put_file(file, f"{paths.corpus_dir(corpus.name)}/{info.file}")
@@ -49,7 +49,7 @@ def put_questions(corpus: Corpus, name: str, file: Path, num_questions: int) -> 
 
 
 def copy_questions(source: Corpus, corpus: Corpus, name: str) -> None:
-    """Give a corpus a question set of an earlier corpus of its name; both describe one file."""
+    """Add a question set of an earlier corpus of the same name to a corpus; both describe one file."""
     if info := question_set(source, name):
         info = replace(info, corpus_digest=corpus.digest)
         corpus.store.write_bytes(paths.question_set(corpus.name, corpus.digest, name), info.to_json())
@@ -74,15 +74,15 @@ def read_questions(corpus: Corpus, name: str) -> list[Question]:
 
 
 def _question_batches(corpus: Corpus, name: str) -> list[pa.RecordBatch]:
-    """Map the questions of a set as they lie in its file. Raises as `read_questions` does."""
+    """Map the record batches of a set's file. Raises as `read_questions` does."""
     if info := question_set(corpus, name):
         return map_batches(corpus.open_file(f"question set {name!r}", info))
     return _map_undescribed(corpus.store.local_path(undescribed_path(corpus, name)))
 
 
 def example_queries(corpus: Corpus, num: int) -> list[str]:
-    """Up to `num` texts to search a corpus for: questions of its first set, else titles of its first part; at even
-    distances, so that they are of several articles."""
+    """Return up to `num` texts to search a corpus for: questions of its first set, else titles of its first part; at
+    even distances, so that they come from several articles."""
     for name in question_sets(corpus):
         batches = _question_batches(corpus, name)
         if texts := _spread(pa.chunked_array([batch.column(1) for batch in batches], pa.string()), num):
@@ -113,7 +113,7 @@ def _checked_question(question: Question, name: str) -> Question:
 
 
 def _map_undescribed(path: Path) -> list[pa.RecordBatch]:
-    """Map a file whose digest is not known. What it says about lengths is checked before anything is copied.
+    """Map a file without a known digest. Its lengths are checked before anything is copied.
 
     Raises StorageError where it holds more than its bytes, as a compressed or damaged file does.
     """

@@ -3,9 +3,9 @@
     <store>/runs/<time>-<stage>/config.yaml    the run file with its overrides, as run
     <store>/runs/<time>-<stage>/report.json    {stage, outcome, started, seconds, version, error, report}
     <store>/runs/<time>-<stage>/log            the package's log lines
-    <store>/runs/<time>-<stage>/questions.parquet    of `evaluate` and `analyze`: what was found for every question
+    <store>/runs/<time>-<stage>/questions.parquet    of `evaluate` and `analyze`: the ranks of every question
 
-The record says nothing that a later stage reads: deleting `runs/` loses history, never a result.
+No stage reads a record: deleting `runs/` loses history, never a result.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from mvr_ray.store.files import Store
 log = logging.getLogger(__name__)
 
 READING_STAGES = frozenset({"retrieve", "evaluate", "analyze", "read"})
-"""Stages that write nothing into the store but their record; where it cannot be written they go without one."""
+"""Stages that write only their record into the store; if it cannot be written, they run without one."""
 
 
 class RunRecord:
@@ -77,14 +77,14 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
     logger.addHandler(handler)
     level = logger.level
     logger.setLevel(min(logging.INFO, logger.getEffectiveLevel()))
-    clock, outcome, trouble = time.monotonic(), "done", None
+    clock, outcome, message = time.monotonic(), "done", None
     try:
         yield run_record
     except KeyboardInterrupt:
         outcome = "interrupted"
         raise
-    except BaseException as error:  # the record tells every end, Ctrl-C too
-        outcome, trouble = "failed", f"{type(error).__name__}: {error}"
+    except BaseException as error:  # every outcome is recorded, Ctrl-C too
+        outcome, message = "failed", f"{type(error).__name__}: {error}"
         raise
     finally:
         logger.removeHandler(handler)
@@ -95,7 +95,7 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
             "started": start.isoformat(timespec="seconds"),
             "seconds": round(time.monotonic() - clock, 3),
             "version": __version__,
-            "error": trouble,
+            "error": message,
             "report": to_plain(run_record.report),
         }
         try:

@@ -19,7 +19,7 @@ def hash_rank(name: str, purpose: str, seed: int = 0) -> int:
 def draw(
     names: Iterable[str], count: int, purpose: str, seed: int = 0, first: Container[str] = frozenset()
 ) -> set[str]:
-    """Return the `count` names with the lowest ranks; those in `first` precede all others. Holds only so many names."""
+    """Return the `count` names with the lowest ranks; those in `first` precede all others. Holds only `count` names."""
     return set(heapq.nsmallest(count, names, lambda name: (name not in first, hash_rank(name, purpose, seed), name)))
 
 

@@ -1,6 +1,6 @@
-"""Divide passages among shards in scratch files, and give them back sorted, a shard at a time.
+"""Divide passages among shards in scratch files, and read them back sorted, a shard at a time.
 
-Memory is bounded, whatever the number of shards and passages.
+Memory is bounded for any number of shards and passages.
 """
 
 import json
@@ -26,7 +26,7 @@ class SortedShard(NamedTuple):
 
 class ShardSpill:
     """`add` everything, then `unique(shard)` for each shard. `types` are those of the passages' fields, in the order
-    in which they are given back."""
+    in which they are read back."""
 
     def __init__(self, folder: Path, num_shards: int, types: Mapping[str, str]) -> None:
         folder.mkdir()
@@ -63,7 +63,7 @@ class ShardSpill:
             elif record.repeats and record.passage == passages[-1]:
                 repeats += 1
             else:
-                bad.append(BadRow(record.where, f"passage id {record.passage.id!r} stands already in {first}"))
+                bad.append(BadRow(record.where, f"passage id {record.passage.id!r} already occurs in {first}"))
         return SortedShard(passages, bad, repeats)
 
     def _read(self, shard: int) -> Iterator[PassageRecord]:

@@ -1,7 +1,7 @@
-"""Change a corpus by a file of upserts and deletions: only the changes are written, what they leave alone is shared.
+"""Change a corpus by a file of upserts and deletions: only the changes are written; unchanged files are shared.
 
     {"id": "p1", "title": "Normandy", "text": "...", "year": 1958}    a new passage, or new content for the one there
-    {"id": "p2", "delete": true}                                      a passage that goes
+    {"id": "p2", "delete": true}                                      a passage to delete
 
 The new content is the whole of it: a field of the corpus that the row lacks is null from then on.
 
@@ -33,7 +33,7 @@ from mvr_ray.store.corpus import (
     question_sets,
     shard_of,
 )
-from mvr_ray.store.delta import MOST_SHARE, changed_ids, num_kept
+from mvr_ray.store.delta import MAX_CHANGED_SHARE, changed_ids, num_kept
 from mvr_ray.store.fields import read_fields
 from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.formats import BadRow, PassageRecord, Record
@@ -48,18 +48,18 @@ from mvr_ray.types import Passage, Progress, Question, no_progress
 log = logging.getLogger(__name__)
 
 DUMP_NAME = re.compile(r"\.xml(-p\w+)?(\.gz|\.bz2)?$")
-"""MediaWiki dumps, as prepare tells them; any other file of changes has JSON lines."""
+"""Names of MediaWiki dumps, as `prepare` detects them; any other file of changes has JSON lines."""
 
 
 class Changes(NamedTuple):
-    """What a file of changes asks for: passages by id, and ids to delete."""
+    """The content of a file of changes: passages by id, and ids to delete."""
 
     upserts: dict[str, Passage]
     deletions: set[str]
 
     @classmethod
     def join(cls, parts: Iterable["Changes"]) -> "Changes":
-        """What several files ask for, one after the other: the last one to name a passage decides."""
+        """Merge the changes of several files in order: the last one to name a passage decides."""
         joined = cls({}, set())
         for part in parts:
             for name in part.deletions:
@@ -96,11 +96,11 @@ def update(
 ) -> UpdateReport:
     """Make the next corpus of `prepare.corpus` from the last one and a file of changes.
 
-    Where the last one was rolled back from in `index`, it is made from the corpus of that index's live version.
+    If a roll back in `index` replaced the last one, it is made from the corpus of that index's live version.
 
     A row of a corpus of chunks (`prepare.chunk_words`) is a whole passage. Raises DataError with file and line for a
-    bad or doubled row, MissingInputError for a missing file or corpus, ConfigError for a corpus of chunks that were
-    drawn, PublishConflictError where another update or `prepare` was faster.
+    bad or doubled row, MissingInputError for a missing file or corpus, ConfigError for a corpus of sampled
+    chunks, PublishConflictError if another update or `prepare` was faster.
     """
     require_all_chunks(cfg)
     file = resolve_path(changes)
@@ -110,19 +110,19 @@ def update(
         )
     parent = parent_corpus(store, cfg.corpus, index)
     try:
-        asked = read_changes(file, parent, cfg)
+        passage_changes = read_changes(file, parent, cfg)
     except DataError as error:
         raise DataError(
             f"update: {error}; nothing was changed. Correct the file and run the same command again"
         ) from None
     source = SourceInfo(file.name, "changes", file.stat().st_size, sha256_of(file))
-    described = dataclasses.replace(parent.info, sources=(*parent.info.sources, source))
-    return apply_changes(parent, in_chunks(parent, asked, cfg.chunk_words), described, progress)
+    description = dataclasses.replace(parent.info, sources=(*parent.info.sources, source))
+    return apply_changes(parent, in_chunks(parent, passage_changes, cfg.chunk_words), description, progress)
 
 
 def parent_corpus(store: Store, name: str, index: str) -> Corpus:
-    """Open the corpus that the next change of a name is made to: the last one, or the one of the index's live version,
-    where the last one is, or came from, the corpus of another version: that one was rolled back from."""
+    """Open the corpus that the next change of a name applies to: the last one, or that of the index's live version if
+    the last one is, or descends from, the corpus of another version, which a roll back replaced."""
     last = Corpus.open(store, name)
     if not index or not manifests.latest_version(store, index):
         return last
@@ -138,7 +138,7 @@ def parent_corpus(store: Store, name: str, index: str) -> Corpus:
 
 
 def require_all_chunks(cfg: PrepareConfig) -> None:
-    """Raise ConfigError for a corpus that holds some chunks of a passage and not others: no change says which."""
+    """Raise ConfigError for a corpus that holds some chunks of a passage and not others: no change names them."""
     if cfg.chunk_words and cfg.max_passages:
         raise ConfigError(
             f"update: prepare.chunk_words is {cfg.chunk_words} and prepare.max_passages is {cfg.max_passages}, so the "
@@ -148,9 +148,9 @@ def require_all_chunks(cfg: PrepareConfig) -> None:
 
 
 def in_chunks(corpus: Corpus, changes: Changes, chunk_words: int) -> Changes:
-    """Changes to passages as changes to the chunks that the corpus holds of them; 0 words: to the passages themselves.
+    """Convert changes of passages to changes of the chunks that the corpus holds of them; 0 words: change nothing.
 
-    Raises ConfigError where the corpus holds one of them whole.
+    Raises ConfigError if the corpus holds one of them whole.
     """
     if not chunk_words:
         return changes
@@ -166,7 +166,7 @@ def in_chunks(corpus: Corpus, changes: Changes, chunk_words: int) -> Changes:
 
 
 def _chunk_ids(corpus: Corpus, name: str, start: int) -> Iterator[str]:
-    """The ids of a passage's chunks that the corpus holds, from number `start` on."""
+    """Yield the ids of a passage's chunks that the corpus holds, from number `start` on."""
     for number in itertools.count(start):
         if not corpus.get([one := f"{name}#{number}"]):
             return
@@ -178,26 +178,26 @@ def apply_changes(
 ) -> UpdateReport:
     """Make the next corpus of a name from the last one, `parent`, and changes to it.
 
-    `description` is the parent's, with what else shall become true with the changes, in the same step. Raises
-    PublishConflictError where another update or `prepare` was faster.
+    `description` is the parent's, with other fields that change in the same step. Raises PublishConflictError if
+    another update or `prepare` was faster.
     """
     store = parent.store
     before = parent.get([*changes.upserts, *changes.deletions])
     upserts = {name: passage for name, passage in changes.upserts.items() if before.get(name) != passage}
     deletions = changes.deletions & set(before)
-    touched = sorted({shard_of(name, parent.num_shards) for name in [*upserts, *deletions]})
+    shards = sorted({shard_of(name, parent.num_shards) for name in [*upserts, *deletions]})
     sets = {name: read_questions(parent, name) for name in question_sets(parent)}
     parts = list(parent.info.parts)
     with store.scratch() as folder:
-        for done, shard in enumerate(touched, 1):
+        for count, shard in enumerate(shards, 1):
             parts[shard] = _write_part(parent, shard, upserts, deletions, folder)
-            progress("parts written", done, len(touched))
+            progress("parts written", count, len(shards))
         corpus = _next_corpus(parent, parts, description)
-        changed_sets = {name: _follow(questions, upserts, deletions) for name, questions in sets.items()}
+        changed_sets = {name: _without_deleted(questions, upserts, deletions) for name, questions in sets.items()}
         num_dropped = sum(len(questions) - len(changed_sets[name]) for name, questions in sets.items())
-        if touched or description.change_files != parent.info.change_files:
+        if shards or description.change_files != parent.info.change_files:
             _publish(parent, corpus, {name: own for name, own in changed_sets.items() if own != sets[name]})
-    log.info("updated: corpus=%s parent=%s digest=%s parts=%d", parent.name, parent.digest, corpus.digest, len(touched))
+    log.info("updated: corpus=%s parent=%s digest=%s parts=%d", parent.name, parent.digest, corpus.digest, len(shards))
     return UpdateReport(
         corpus=parent.name,
         parent=parent.digest,
@@ -209,7 +209,7 @@ def apply_changes(
         unchanged=len(changes.upserts) - len(upserts),
         deleted=len(deletions),
         absent=len(changes.deletions) - len(deletions),
-        parts_written=len(touched),
+        parts_written=len(shards),
         questions_dropped=num_dropped,
     )
 
@@ -225,8 +225,8 @@ def read_changes(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes:
 def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes:
     """Read what a later dump changes of a corpus that `prepare` made from one of the same wiki.
 
-    A page whose revision id the corpus has is not parsed; one that is a redirect or has no text by now is deleted. What
-    the dump does not hold stays: it may be a part. Raises DataError for more pages that cannot be parsed than
+    A page whose revision id the corpus has is not parsed; one that is a redirect or has no text by now is deleted.
+    Other passages stay: the dump may be a part. Raises DataError for more pages that cannot be parsed than
     `prepare.max_bad_rows`, and for a corpus without the field `revision_id`.
     """
     from mvr_ray.store.formats.mediawiki import REVISION_FIELD, page_record, read_pages
@@ -291,41 +291,41 @@ def _with_fields(record: Record, fields: Mapping[str, str]) -> Record:
 
 
 def _write_part(parent: Corpus, shard: int, upserts: dict[str, Passage], deletions: set[str], folder: Path) -> PartInfo:
-    """Put the changes of one part beside its files, or write the part whole where they are too many. Either file is
+    """Write the changes of one part beside its files, or the part whole if they are too many. Either file is
     named by its content. Files of changes that are about as small are written again with these (`num_kept`)."""
     part, info = parent.part(shard), parent.info.parts[shard]
     own = {name: passage for name, passage in upserts.items() if shard_of(name, parent.num_shards) == shard}
-    here = {name for name in deletions if shard_of(name, parent.num_shards) == shard}
-    kept = num_kept([len(file.ids()) for file in part.change_files], len(own) + len(here))
-    below = CorpusPart(part.path, *part.change_paths[:kept], fields=parent.fields)
-    rest = merge_changes(part.change_files[kept:])
-    changed = {
+    own_deletions = {name for name in deletions if shard_of(name, parent.num_shards) == shard}
+    num_files = num_kept([len(file.ids()) for file in part.change_files], len(own) + len(own_deletions))
+    below = CorpusPart(part.path, *part.change_paths[:num_files], fields=parent.fields)
+    rest = merge_changes(part.change_files[num_files:])
+    passages = {
         name: passage
         for name, passage in (rest.passages() | own).items()
-        if name not in here and below.get(name) != passage
+        if name not in own_deletions and below.get(name) != passage
     }
-    gone = {name for name in {*rest.deleted_ids, *here} - set(own) if below.row(name) >= 0}
-    ids = changed_ids(part.ids(), own, here)
-    if not changed and not gone:
-        return dataclasses.replace(info, num_passages=len(below), changes=info.changes[:kept])
+    deleted_ids = {name for name in {*rest.deleted_ids, *own_deletions} - set(own) if below.row(name) >= 0}
+    ids = changed_ids(part.ids(), own, own_deletions)
+    if not passages and not deleted_ids:
+        return dataclasses.replace(info, num_passages=len(below), changes=info.changes[:num_files])
     file = folder / "part.arrow"
-    hidden = {*below.changes.ids(), *changed, *gone}
-    if is_delta := len(hidden) <= MOST_SHARE * len(CorpusPart(part.path)):
-        write_part_changes(file, [changed[name] for name in sorted(changed)], sorted(gone), parent.fields)
-        written = CorpusPart(part.path, *part.change_paths[:kept], file)
+    hidden = {*below.changes.ids(), *passages, *deleted_ids}
+    if is_delta := len(hidden) <= MAX_CHANGED_SHARE * len(CorpusPart(part.path)):
+        write_part_changes(file, [passages[name] for name in sorted(passages)], sorted(deleted_ids), parent.fields)
+        new_part = CorpusPart(part.path, *part.change_paths[:num_files], file)
     else:
         passages = {passage.id: passage for passage in part.passages()} | own
         write_passages(file, [passages[name] for name in ids], parent.fields)
-        written = CorpusPart(file)
-    assert written.ids() == ids
+        new_part = CorpusPart(file)
+    assert new_part.ids() == ids
     digest, num_bytes = sha256_of(file), file.stat().st_size
     if is_delta:
         changes = ChangesInfo(paths.corpus_changes(shard, digest), num_bytes, digest)
-        new = dataclasses.replace(info, num_passages=len(ids), changes=(*info.changes[:kept], changes))
+        new_info = dataclasses.replace(info, num_passages=len(ids), changes=(*info.changes[:num_files], changes))
     else:
-        new = PartInfo(paths.corpus_part(shard, digest), len(ids), num_bytes, digest)
-    parent.store.put_file(file, f"{paths.corpus_dir(parent.name)}/{new.files[-1].file}")
-    return new
+        new_info = PartInfo(paths.corpus_part(shard, digest), len(ids), num_bytes, digest)
+    parent.store.put_file(file, f"{paths.corpus_dir(parent.name)}/{new_info.files[-1].file}")
+    return new_info
 
 
 def _next_corpus(parent: Corpus, parts: list[PartInfo], description: CorpusInfo) -> Corpus:
@@ -340,9 +340,9 @@ def _next_corpus(parent: Corpus, parts: list[PartInfo], description: CorpusInfo)
     return Corpus(parent.store, info)
 
 
-def _follow(questions: Iterable[Question], upserts: dict[str, Passage], deletions: set[str]) -> list[Question]:
-    """Questions without the passages that went. One that loses every gold passage goes; where the text of its first
-    one changed, the places of its answers are no longer known."""
+def _without_deleted(questions: Iterable[Question], upserts: dict[str, Passage], deletions: set[str]) -> list[Question]:
+    """Remove deleted passages from questions, and questions without a gold passage left. If the text of the first gold
+    passage changed, the places of the answers are no longer known."""
     results = []
     for question in questions:
         positives = tuple(name for name in question.positive_ids if name not in deletions)
@@ -358,7 +358,7 @@ def _follow(questions: Iterable[Question], upserts: dict[str, Passage], deletion
 
 
 def _publish(parent: Corpus, corpus: Corpus, changed_sets: dict[str, list[Question]]) -> None:
-    """Store the question sets of the new corpus, and then the corpus, which fails where another one came between."""
+    """Store the question sets of the new corpus, then the corpus; fails if another one was published in between."""
     counts = parent.info.questions | {name: len(questions) for name, questions in changed_sets.items()}
     for name in question_sets(parent):
         if name in changed_sets:

@@ -1,1 +1,1 @@
-"""Studies: a grid of variants over one corpus, run once each, and a report that stands beside the papers."""
+"""Studies: a grid of variants over one corpus, each run once, and a report beside the figures of the papers."""

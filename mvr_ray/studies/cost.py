@@ -1,9 +1,9 @@
-"""Measures the cost of encoding a passage and of answering a query: DPR, ME-BERT, MVR, DRPQ and late interaction.
+"""Measure the cost of encoding a passage and of answering a query: DPR, ME-BERT, MVR, DRPQ and late interaction.
 
 One backbone, the same passages and questions, untrained weights (time does not depend on them), one process,
 interleaved runs, medians; on a GPU where `resources.gpus_per_encoder` gives one. A query is scored against all passages
-exactly; what an approximate index would save is not in it. All vectors are float32 in the backbone's own dimension;
-published ColBERT projects to 128.
+exactly, without the savings of an approximate index. All vectors are float32 in the backbone's own dimension; published
+ColBERT projects to 128.
 
 Options of the step: `passages`, `questions`, `repeats`.
 """
@@ -54,7 +54,7 @@ class CostReport(NamedTuple):
 
 
 class _System(NamedTuple):
-    """`encode` returns the argument of `search` and `vectors`; `search` scores every query with every passage."""
+    """A system: `encode` gives the argument of `search` and `vectors`; `search` scores all queries and passages."""
 
     name: str
     encode: Callable[[], Any]
@@ -72,7 +72,7 @@ def cost(run: RunConfig, progress: Progress = no_progress, options: Mapping[str,
     if not passages or not questions:
         raise MissingInputError("cost needs passages and questions; run `mvr-ray prepare CONFIG` with some")
     device = torch.device("cuda" if run.resources.gpus_per_encoder else "cpu")
-    before = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(run.resources.torch_threads)
     try:
         systems = _systems(run, passages, questions, device)
@@ -88,7 +88,7 @@ def cost(run: RunConfig, progress: Progress = no_progress, options: Mapping[str,
                     times[system.name][1].append(1000 * search_s / len(questions))
             progress("cost runs", repeat, sizes["repeats"])
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)
     medians = {name: (float(np.median(encode)), float(np.median(search))) for name, (encode, search) in times.items()}
     base = medians[systems[0].name]
     lines = [
@@ -116,7 +116,7 @@ def _systems(
     run: RunConfig, passages: Sequence[Passage], questions: Sequence[str], device: torch.device
 ) -> list[_System]:
     folder = resolve_model(run.encoder.backbone)
-    spec = replace(encoder_spec(run), empty_snippets="masked")  # no system here can have them
+    spec = replace(encoder_spec(run), empty_snippets="masked")  # no system here supports kept ones
 
     def views(name: str, **changes: Any) -> _System:
         encoder = DualEncoder.from_backbone(folder, replace(spec, **changes)).to(device)
@@ -128,9 +128,9 @@ def _systems(
             lambda views_PVD: float(views_PVD.shape[1]),
         )
 
-    plain = DualEncoder.from_backbone(folder, replace(spec, strategy="cls", num_views=1)).to(device)
-    queries = token_states(plain, plain.tokenize_queries(questions))
-    queries_QD = torch.from_numpy(plain.embed_queries(questions)).to(device)
+    cls_encoder = DualEncoder.from_backbone(folder, replace(spec, strategy="cls", num_views=1)).to(device)
+    queries = token_states(cls_encoder, cls_encoder.tokenize_queries(questions))
+    queries_QD = torch.from_numpy(cls_encoder.embed_queries(questions)).to(device)
     return [
         views("DPR", strategy="cls", num_views=1),
         views(f"ME-BERT (k={VIEWS})", strategy="first_k", num_views=VIEWS),
@@ -138,13 +138,13 @@ def _systems(
         views(f"snippet means (k={VIEWS})", strategy="snippet_means", num_views=VIEWS),
         _System(
             f"DRPQ (k={VIEWS})",
-            lambda: torch.cat([centroids(part, VIEWS) for part in _states(plain, passages)]),
+            lambda: torch.cat([centroids(part, VIEWS) for part in _states(cls_encoder, passages)]),
             lambda views_PVD: torch.einsum("qd,pvd->qpv", queries_QD, views_PVD).amax(-1),
             lambda views_PVD: float(views_PVD.shape[1]),
         ),
         _System(
             "late interaction",
-            lambda: _states(plain, passages),
+            lambda: _states(cls_encoder, passages),
             lambda parts: torch.cat([late_interaction(*queries, part) for part in parts], dim=1),
             lambda parts: float(np.mean([real.sum(-1).float().mean().item() for _, real in parts])),
         ),
@@ -161,6 +161,6 @@ def _states(encoder: DualEncoder, passages: Sequence[Passage]) -> list[Any]:
 
 
 def _batches(encoder: DualEncoder, passages: Sequence[Passage]) -> list[list[TokenizedPassage]]:
-    """Passages of like length together, the shortest first."""
+    """Batch passages of similar length, the shortest first."""
     by_length = sorted(encoder.tokenize_passages(passages), key=lambda passage: passage.num_tokens)
     return [by_length[low : low + _BATCH] for low in range(0, len(by_length), _BATCH)]

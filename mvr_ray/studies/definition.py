@@ -1,12 +1,12 @@
-"""Defines the study file: a grid of variants over one run file, in several sizes.
+"""Define the study file: a grid of variants over one run file, in several sizes.
 
     study: mvr-views
-    base: common.yaml                       # sizes, run file and questions that studies share
+    base: common.yaml                       # sizes, run file and questions shared by studies
     variants:
       - {name: DPR, set: [encoder.strategy=cls, train.loss=dpr], paper: {answer/top-5: 0.55}}
 
-A variant is a chain of steps (stages, each with further overrides). Overrides are laid over the run file in the order
-size, variant, the variant at this size, step, the step at this size, command line; so the command line wins.
+A variant is a chain of steps (stages, each with further overrides). Overrides apply to the run file in the order size,
+variant, the variant at this size, step, the step at this size, command line; so the command line wins.
 """
 
 from pathlib import Path
@@ -24,27 +24,27 @@ StepName = Literal[
 ]  # fmt: skip
 
 BM25, WITH_BM25 = "BM25", ", with BM25"
-"""Names in reports and in contrasts: BM25 alone, and the suffix of a variant that is fused with it."""
+"""Names in reports and in contrasts: BM25 alone, and the suffix of a variant fused with it."""
 
 
-def _short(value: Any) -> Any:
+def _expand_stage_name(value: Any) -> Any:
     return {"stage": value} if isinstance(value, str) else value
 
 
 class StepConfig(Section):
-    """One step of a variant. A bare stage name stands for a step without overrides."""
+    """One step of a variant. A bare stage name is a step without overrides."""
 
     stage: StepName
     set: list[str] = Field(default_factory=list)
     sizes: dict[str, list[str]] = Field(default_factory=dict)
     """Further overrides of this step, of one size only."""
     only: list[str] = Field(default_factory=list)
-    """The sizes that take this step; absent: all."""
+    """The sizes with this step; absent: all."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of a measure beyond the run file (`refinement_grid`, `cost`, `reading`, `entity_frequency`)."""
 
 
-Steps = list[Annotated[StepConfig, BeforeValidator(_short)]]
+Steps = list[Annotated[StepConfig, BeforeValidator(_expand_stage_name)]]
 
 
 class VariantConfig(Section):
@@ -55,7 +55,7 @@ class VariantConfig(Section):
     steps: Steps = Field(default_factory=list)
     """Absent: the study's."""
     seeds: bool = True
-    """False: nothing in it is random, so one seed is enough."""
+    """False: the variant is deterministic, so one seed is enough."""
     paper: dict[str, float] = Field(default_factory=dict)
     """The paper's own figures by metric, as shares (0..1) or in the metric's unit."""
     setting: str = ""
@@ -67,13 +67,13 @@ class SizeConfig(Section):
     set: list[str] = Field(default_factory=list)
     seeds: list[int] = Field(default_factory=lambda: [1])
     curve: list[Count] = Field(default_factory=list)
-    """Training steps after which every variant is measured too, beside the end of its last training."""
+    """Training steps after which every variant is measured, in addition to the end of its last training."""
     at_once: Annotated[int, Field(ge=1)] = 1
-    """Steps side by side, where none needs the other and the cluster has room for so many."""
+    """Steps that run concurrently, where independent and the cluster has the resources."""
 
 
 class ContrastConfig(Section):
-    """Is `better` better than `than`? The difference over the same seeds, with its 95 % interval.
+    """Compare `better` with `than`: the difference over the same seeds, with its 95 % interval.
 
     Each is a variant, a variant followed by ", with BM25" where `evaluate.hybrid` is set, or BM25.
     """
@@ -81,14 +81,14 @@ class ContrastConfig(Section):
     better: str
     than: str
     metric: str = Field(pattern=r"^(answer|gold)/top-[0-9]+$")
-    """One that the ranks of each question tell."""
+    """A metric that is computed from the ranks of each question."""
 
 
 class StudyConfig(Section):
     study: Name
     title: str
     paper: str
-    """The table or figure beside which this stands, and the data of its measurements."""
+    """The paper's table or figure for comparison, and the data of its measurements."""
     about: str = ""
     run: str
     """The run file, relative to the study file."""
@@ -119,15 +119,15 @@ class Study(NamedTuple):
         return self.file.parent / self.config.run
 
     def steps(self, variant: VariantConfig) -> list[StepConfig]:
-        """The steps of a variant in this size, in order."""
-        every = variant.steps or self.config.steps
-        return [step for step in every if not step.only or self.size in step.only]
+        """Return the steps of a variant in this size, in order."""
+        steps = variant.steps or self.config.steps
+        return [step for step in steps if not step.only or self.size in step.only]
 
     def overrides(self, variant: VariantConfig, step: StepConfig, seed: int) -> list[str]:
         common = [f"evaluate.questions=[{self.config.questions}]", f"train.seed={seed}", f"encoder.seed={seed}"]
         size = self.config.sizes[self.size].set
-        own = [one for part in (variant, step) for one in (*part.set, *part.sizes.get(self.size, ()))]
-        return [*common, *size, *own, *self.extra]
+        own_overrides = [one for part in (variant, step) for one in (*part.set, *part.sizes.get(self.size, ()))]
+        return [*common, *size, *own_overrides, *self.extra]
 
     @property
     def curve(self) -> list[int]:
@@ -141,7 +141,7 @@ class Study(NamedTuple):
 
 
 def load_study(path: str | Path, size: str = "quick", extra: tuple[str, ...] = ()) -> Study:
-    """Read and check a study file: every variant must make a valid run. Raises ConfigError."""
+    """Read and check a study file: every variant must give a valid run. Raises ConfigError."""
     file = Path(path)
     try:
         config = StudyConfig.model_validate(loader.read(file))
@@ -150,9 +150,9 @@ def load_study(path: str | Path, size: str = "quick", extra: tuple[str, ...] = (
     if size not in config.sizes:
         raise ConfigError(f"{file}: no size {size!r}; there are {', '.join(config.sizes)}")
     names = [variant.name for variant in config.variants]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ConfigError(f"{file}: variant {twice[0]!r} stands twice; give each a name of its own")
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ConfigError(f"{file}: variant {duplicates[0]!r} stands twice; give each a name of its own")
     for contrast in config.contrasts:
         for name in (contrast.better, contrast.than):
             if name != BM25 and name.removesuffix(WITH_BM25) not in names:

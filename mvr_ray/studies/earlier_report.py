@@ -1,7 +1,7 @@
-"""Reads the steps of a study's report, so that a report made over another store goes on with what it has.
+"""Read the steps of a study's report, to continue a report that was made over another store.
 
-A report has what its steps reported, but the encoders and indexes that they made are where it was made. So a variant
-counts as on file where the report has all its steps; of any other, every step runs.
+A report contains the reports of its steps, but not their encoders and indexes. So a variant counts as finished where
+the report has all its steps; all steps of other variants run.
 """
 
 import json
@@ -19,26 +19,26 @@ from mvr_ray.studies.report import ANSWERS
 from mvr_ray.studies.results import system_name
 from mvr_ray.studies.steps import StudyPlan
 
-STAGES_IN_WHOLE = frozenset({"prepare", "train", "mine", "index", "refine", "evaluate", "reading"})
-"""Stages whose reports stand in a study's report, the ranks and the answers of every question beside it."""
+REPORTED_STAGES = frozenset({"prepare", "train", "mine", "index", "refine", "evaluate", "reading"})
+"""Stages whose reports are complete in a study's report, with its files of ranks and answers of every question."""
 
 
 def read_report(folder: Path, study: Study, plan: StudyPlan) -> dict[str, StepRecord]:
-    """The records by key of the plan's steps that a report in `folder` has.
+    """Read the records of the plan's steps from a report in `folder`, by key.
 
     Raises ConfigError where there is no report of this study and size, DataError where its ranks cannot be read.
     """
     path = folder / "report.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        made_for = content["study"], content["size"]
+        report_id = content["study"], content["size"]
         machine = {"hardware": content["facts"]["hardware"]}
         records = {step["key"]: StepRecord(**machine | step) for step in content["steps"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"earlier={folder}: no study's report is there ({error!r}); name the folder of one") from None
-    if made_for != (study.config.study, study.size):
+    if report_id != (study.config.study, study.size):
         raise ConfigError(
-            f"earlier={folder} is the report of study {made_for[0]}, size {made_for[1]}; name one of study "
+            f"earlier={folder} is the report of study {report_id[0]}, size {report_id[1]}; name one of study "
             f"{study.config.study}, size {study.size}"
         )
     ranks, answers = _ranks(folder / QUESTION_RANKS), _answers(folder / ANSWERS)
@@ -55,17 +55,17 @@ def read_report(folder: Path, study: Study, plan: StudyPlan) -> dict[str, StepRe
                     del records[key]
             elif records[key].stage == "evaluate" and "ranks" not in report:
                 own = {row["system"]: system_name(run.variant.name, row["system"]) for row in report["rows"]}
-                found = [
+                parts = [
                     part._replace(system=system)._asdict()
                     for system, name in own.items()
                     for part in ranks.get((name, run.seed), [])
                 ]
-                records[key] = records[key]._replace(report=report | {"ranks": [] if run.at else found})
-    return {key: step for key, step in records.items() if key in plan.steps and step.stage in STAGES_IN_WHOLE}
+                records[key] = records[key]._replace(report=report | {"ranks": [] if run.at else parts})
+    return {key: step for key, step in records.items() if key in plan.steps and step.stage in REPORTED_STAGES}
 
 
 def _answers(path: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """The answers of a report by variant and question set; none where it has none."""
+    """Read the answers of a report by variant and question set; empty without answers."""
     answers: dict[tuple[str, str], list[dict[str, Any]]] = {}
     try:
         for row in pq.read_table(path).to_pylist() if path.exists() else []:
@@ -76,16 +76,16 @@ def _answers(path: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
 
 
 def _has_every_answer(question_set: dict[str, Any]) -> bool:
-    """Whether there is one answer a question and number of passages: a report does not say of which seed one is."""
+    """Whether there is one answer a question and number of passages: a report does not store the seed of an answer."""
     return len(question_set["values"]) == question_set["asked"] * len({row["passages"] for row in question_set["rows"]})
 
 
 def _ranks(path: Path) -> dict[tuple[str, int], list[QuestionRanks]]:
-    """The ranks of a report by system and seed; none where it has none."""
-    parts: dict[tuple[str, int], list[QuestionRanks]] = {}
+    """Read the ranks of a report by system and seed; empty without ranks."""
+    ranks: dict[tuple[str, int], list[QuestionRanks]] = {}
     try:
         for part in read_question_ranks(path) if path.exists() else []:
-            parts.setdefault((part.system, part.seed), []).append(part)
+            ranks.setdefault((part.system, part.seed), []).append(part)
     except DataError as error:
         raise DataError(f"{error}; make the report again, or leave earlier= out") from None
-    return parts
+    return ranks

@@ -1,14 +1,14 @@
-"""Measures accuracy by how often a question's entity occurs in the corpus, dense retrieval beside BM25 (AOpt table 1).
+"""Measure accuracy by the frequency of a question's entity in the corpus, dense retrieval beside BM25 (AOpt table 1).
 
 AOpt's table 1 compares them on EntityQuestions (Sciavolino et al., EMNLP 2021), most of whose entities are rare. That
-set is not at hand. Here the questions of any set are divided by their own entity:
+set is not available here. Instead, the questions of any set are divided by their own entity:
 
     entity       the longest run of capitalised words of a question (`entity_of`)
-    frequency    number of passages whose text contains the entity, token by token as answers are matched
+    frequency    number of passages whose text contains the entity, matched token by token like answers
     buckets      the quartiles of frequency among the questions with an entity; the questions without one; all
 
-Every value is a share of questions with its 95 % interval over articles (`metrics.cluster_interval`), and beside
-BM25 its difference with the p of the test that flips whole articles.
+Every value is a share of questions with its 95 % interval over articles (`metrics.cluster_interval`), and its
+difference from BM25 with the p of the test that flips whole articles.
 
 Option of the step: `k`, the depths (default 1, 5, 20).
 
@@ -52,11 +52,11 @@ per via as than due because if while although though once whether according prio
 compared regarding based approximately roughly and or but name list describe identify give
 """
 _FIRST_WORDS = frozenset(_STARTS.split())
-"""Words that begin questions and are no names, by what the questions of SQuAD begin with."""
+"""Words that begin questions and are no names, from the questions of SQuAD."""
 
 
 class FrequencyBucket(NamedTuple):
-    """Questions whose entity occurs in `low` to `high` passages; None where the bucket is not one of frequency."""
+    """Questions whose entity occurs in `low` to `high` passages; None for buckets without a frequency."""
 
     name: str
     low: int | None
@@ -95,7 +95,7 @@ class EntitySet(NamedTuple):
 
 
 class EntityReport(NamedTuple):
-    """`ranks` are those of the index and of BM25 for every question of each set."""
+    """A report with the `ranks` of the index and of BM25 for every question of each set."""
 
     index: str
     version: int
@@ -109,7 +109,7 @@ def entity_frequency(
 ) -> EntityReport:
     """Rank `evaluate.questions` with the live index and with BM25, and divide the questions by their entities.
 
-    Raises ConfigError for a set without answers; else as `evaluate` does.
+    Raises ConfigError for a set without answers, and the errors of `evaluate`.
     """
     ks = sorted(set((options or {}).get("k", KS)))
     settings = run.evaluate.model_copy(update={"k": ks, "bm25": True, "hybrid": None})
@@ -153,9 +153,9 @@ def rows_by_frequency(
     seed: int = 0,
     num: int = 1000,
 ) -> list[EntityRow]:
-    """Every system in every bucket at every depth, and each system's difference from BM25 where BM25 is among them.
+    """Compute a row for every system, bucket and depth, with each system's difference from BM25 where `ranks` has BM25.
 
-    `ranks` has int64 [Q] of each system: the first answer-bearing hit, from 0, -1 where none was found.
+    `ranks` has int64 [Q] of each system: the rank of the first answer-bearing hit, from 0; -1: none.
     """
     entities_Q = [entity_of(text) for text in questions_Q]
     rows = []
@@ -169,19 +169,19 @@ def rows_by_frequency(
                 gain = None
                 if system != BM25 and BM25 in ranks:
                     words_Q = hit_within(ranks[BM25][bucket.questions], k)
-                    apart_Q = values_Q - words_Q
+                    gain_Q = values_Q - words_Q
                     p = paired_test(values_Q, words_Q, groups, seed)
-                    gain = Gain(float(apart_Q.mean()), *cluster_interval(apart_Q, groups, seed, num), p)
+                    gain = Gain(float(gain_Q.mean()), *cluster_interval(gain_Q, groups, seed, num), p)
                 rows.append(EntityRow(system, *head, k, float(values_Q.mean()), *interval, gain))
     return rows
 
 
 def entity_of(question: str) -> str:
-    """The longest run of capitalised words (of equals the one with more letters, then the first); "" without one.
+    """Find the longest run of capitalised words (on ties the one with more letters, then the first); "" without one.
 
-    A number ends a run, and so does every sign but a period after an abbreviation of up to three letters. The first
-    word is capitalised wherever it stands: a question word, or another one that begins questions, is no part of a run,
-    and any other counts alone only where no other run does.
+    Numbers end a run, as do all signs except a period after an abbreviation of up to three letters. The first word is
+    always capitalised: one that commonly begins questions belongs to no run, and any other is a run by itself only
+    where there is no other run.
     """
     words = list(_WORD.finditer(question))
     runs: list[list[regex.Match[str]]] = [[]]
@@ -200,7 +200,7 @@ def entity_of(question: str) -> str:
 
 
 def passage_frequencies(entities_Q: Sequence[str], passages: Iterable[str]) -> IntArray:
-    """The number of passages whose text contains each entity as a run of its tokens; 0 for "". int64 [Q]."""
+    """Count the passages whose text contains each entity as a run of tokens; 0 for "". int64 [Q]."""
     distinct = sorted(set(entities_Q) - {""})
     index = AnswerMatcher("string").index([[entity] for entity in distinct])
     rows = np.arange(len(distinct))
@@ -212,9 +212,9 @@ def passage_frequencies(entities_Q: Sequence[str], passages: Iterable[str]) -> I
 
 
 def frequency_buckets(entities_Q: Sequence[str], frequency_Q: IntArray) -> list[FrequencyBucket]:
-    """All questions, those without an entity, and the quartiles of frequency of the others, rarest first.
+    """Divide into all questions, those without an entity, and the quartiles of frequency of the others, rarest first.
 
-    Questions of one frequency are in one bucket, so buckets differ in size, and one without questions is left out.
+    Questions of one frequency are in one bucket, so buckets differ in size; empty buckets are omitted.
     """
     everything = list(range(len(entities_Q)))
     with_entity = [at for at in everything if entities_Q[at]]
@@ -227,18 +227,18 @@ def frequency_buckets(entities_Q: Sequence[str], frequency_Q: IntArray) -> list[
         bounds = np.quantile(own_frequency, np.arange(1, NUM_BUCKETS) / NUM_BUCKETS, method="inverted_cdf")
         quartiles = np.searchsorted(bounds, own_frequency, side="left")
         for number in range(NUM_BUCKETS):
-            here = [at for at, quartile in zip(with_entity, quartiles) if quartile == number]
-            if here:
-                low, high = int(frequency_Q[here].min()), int(frequency_Q[here].max())
-                buckets.append(FrequencyBucket(f"entity in {_span(low, high)}", low, high, here))
+            members = [at for at, quartile in zip(with_entity, quartiles) if quartile == number]
+            if members:
+                low, high = int(frequency_Q[members].min()), int(frequency_Q[members].max())
+                buckets.append(FrequencyBucket(f"entity in {_span(low, high)}", low, high, members))
     return [bucket for bucket in buckets if bucket.questions]
 
 
-def _continues_name(question: str, before: "regex.Match[str]", word: "regex.Match[str]") -> bool:
-    """Whether nothing but blanks stands between two words, or the period of an abbreviation."""
-    between = question[before.end() : word.start()]
-    short = len(before[0]) <= _LONGEST_ABBREVIATION or "." in before[0]
-    return bool(_BLANK.fullmatch(between) or (short and _PERIOD.fullmatch(between)))
+def _continues_name(question: str, previous: "regex.Match[str]", word: "regex.Match[str]") -> bool:
+    """Whether only blanks separate two words, or the period of an abbreviation."""
+    between = question[previous.end() : word.start()]
+    is_short = len(previous[0]) <= _LONGEST_ABBREVIATION or "." in previous[0]
+    return bool(_BLANK.fullmatch(between) or (is_short and _PERIOD.fullmatch(between)))
 
 
 def _span(low: int, high: int) -> str:

@@ -1,9 +1,9 @@
-"""Runs the steps of a study on a cluster; a step on file is not run again.
+"""Run the steps of a study on a cluster; finished steps do not run again.
 
-Each step is a task that calls the stage's own function, so it runs wherever the cluster has room and a step whose
-worker dies is started again; the stages themselves continue where they stopped. The store keeps a finished step's
-report under its key. `at_once` steps run side by side: a step waits for those before it, and for one that uses the
-same index, since both may change its live version.
+Each step is a Ray task that calls the stage's function, so it runs on any node with free resources, and Ray restarts it
+if its worker dies; the stages resume where they stopped. The store keeps a finished step's report under its key.
+`at_once` steps run concurrently: a step waits for those before it, and for a step that uses the same index, since both
+may change its live version.
 """
 
 import json
@@ -48,8 +48,8 @@ MEASURES: dict[str, Callable[..., Any]] = {
 
 
 class StepRecord(NamedTuple):
-    """A finished step: its command, how long it took, its report as plain values, and the date, the version of the code
-    and the hardware of its run. The key does not cover these: new code does not run a step on file again."""
+    """A finished step: its command, its duration, its report as plain values, and the date, the version of the code and
+    the hardware of its run. The key does not cover these: new code does not run a finished step again."""
 
     key: str
     stage: str
@@ -62,7 +62,7 @@ class StepRecord(NamedTuple):
 
 
 class _RunningStep(NamedTuple):
-    """A step that runs since `start`; `lane` numbers the steps side by side in progress lines."""
+    """A step that runs since `start`; `lane` numbers concurrent steps in progress lines."""
 
     step: PlannedStep
     lane: int
@@ -72,15 +72,15 @@ class _RunningStep(NamedTuple):
 def run_plan(
     plan: StudyPlan, store: Store, run: RunConfig, progress: Progress = no_progress, at_once: int = 1
 ) -> dict[str, StepRecord]:
-    """Run the steps that are not on file, `at_once` side by side where none needs the other; the records by key.
+    """Run the unfinished steps, `at_once` concurrently where independent; returns the records by key.
 
-    Raises StudyError naming the step that failed; those beside it are stopped and continue the next time.
+    Raises StudyError naming the failed step; concurrent steps are stopped, and resume in the next run.
     """
     records = read_records(plan, store)
     waiting = [step for step in plan.steps.values() if step.key not in records]
     if not waiting:
         return records
-    places = {step.key: f"step {number} of {len(waiting)}" for number, step in enumerate(waiting, 1)}
+    labels = {step.key: f"step {number} of {len(waiting)}" for number, step in enumerate(waiting, 1)}
     running: dict[str, _RunningStep] = {}
     code, machine = code_version(), hardware()
 
@@ -90,23 +90,23 @@ def run_plan(
         record = StepRecord(step.key, step.stage, step.command, seconds, report, date, code, machine)
         store.write_bytes(paths.study_step(step.key), (json.dumps(record._asdict()) + "\n").encode())
         records[step.key] = record
-        progress("study steps", len(places) - len(waiting) - len(running), len(places))
+        progress("study steps", len(labels) - len(waiting) - len(running), len(labels))
 
     with session.connect(run.resources, dashboard=run.resources.train_workers > 0) as info, StagePool(info) as pool:
-        progress("study steps", 0, len(places))
+        progress("study steps", 0, len(labels))
         while waiting or running:
-            step = _next(waiting, records, [one.step for one in running.values()], at_once)
+            step = _next_step(waiting, records, [one.step for one in running.values()], at_once)
             if step is None:
                 finish = running.pop(pool.wait())
-                with _name_failed_step(finish.step, places):
+                with _name_failed_step(finish.step, labels):
                     report = pool.report(finish.step.key)
                 write_record(finish.step, finish.start, report)
                 continue
             waiting.remove(step)
             log.info("study step: key=%s stage=%s command=%s", step.key, step.stage, step.command)
             start = time.monotonic()
-            with _name_failed_step(step, places):
-                if step.stage == "prepare":  # it reads files that only this machine may have
+            with _name_failed_step(step, labels):
+                if step.stage == "prepare":  # reads files that may exist only on this machine
                     write_record(step, start, _prepare(step, store, progress))
                     continue
                 _restore_corpus(plan, step, store, progress)
@@ -118,7 +118,7 @@ def run_plan(
 
 
 def code_version() -> str:
-    """The version, and the commit where the code lies in a repository."""
+    """Return the version, with the commit where the code is in a repository."""
     git = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
     )
@@ -126,7 +126,7 @@ def code_version() -> str:
 
 
 def hardware() -> str:
-    """The GPUs, else the processor's cores and name."""
+    """Describe the GPUs, else the processor's cores and name."""
     import torch
 
     if torch.cuda.is_available():
@@ -140,30 +140,30 @@ def hardware() -> str:
 
 
 @contextmanager
-def _name_failed_step(step: PlannedStep, places: dict[str, str]) -> Iterator[None]:
-    """Name the step in the errors of a block."""
+def _name_failed_step(step: PlannedStep, labels: dict[str, str]) -> Iterator[None]:
+    """Convert the errors of a block to StudyError with the step's name."""
     try:
         yield
     except MvrRayError as error:
         raise StudyError(
-            f"{places[step.key]} failed: {step.command}: {error}; correct it and run the same command again, finished "
+            f"{labels[step.key]} failed: {step.command}: {error}; correct it and run the same command again, finished "
             f"steps are kept"
         ) from error
 
 
 def _start(step: PlannedStep, pool: StagePool, progress: Progress) -> None:
     """Start the step's work on a worker."""
-    gpus = step.run.resources.gpus_per_encoder if step.stage == "cost" else 0  # stages ask for their workers' own
+    gpus = step.run.resources.gpus_per_encoder if step.stage == "cost" else 0  # stages request GPUs for their workers
     work = partial(MEASURES[step.stage], options=step.options) if step.stage in MEASURES else STAGES[step.stage]
     pool.start(step.key, work, step.run, progress, gpus)
 
 
-def _next(
+def _next_step(
     waiting: list[PlannedStep], records: Mapping[str, StepRecord], running: list[PlannedStep], at_once: int
 ) -> PlannedStep | None:
-    """The first step that can start now beside those that run, if one can.
+    """Return the first step that can start now beside the running ones, if any.
 
-    Sizes and variants may prepare different corpora under one name: their steps do not run side by side.
+    Sizes and variants may prepare different corpora under one name: their steps do not run concurrently.
     """
     if len(running) >= at_once or any(RULES[step.stage].alone for step in running):
         return None
@@ -171,15 +171,15 @@ def _next(
     corpora = {step.run.prepare.corpus: step.corpus for step in running}
     for step in waiting:
         rule = RULES[step.stage]
-        ready = all(key in records for key in step.after) and not (running and rule.alone)
-        free = not rule.uses_version or step.run.index.name not in indexes
-        if ready and free and corpora.get(step.run.prepare.corpus, step.corpus) == step.corpus:
+        is_ready = all(key in records for key in step.after) and not (running and rule.alone)
+        index_free = not rule.uses_version or step.run.index.name not in indexes
+        if is_ready and index_free and corpora.get(step.run.prepare.corpus, step.corpus) == step.corpus:
             return step
     return None
 
 
 def _in_lane(progress: Progress, lane: int) -> Progress:
-    """Progress lines with the lane's number, for steps side by side."""
+    """Prefix progress lines with the lane's number, for concurrent steps."""
     return lambda what, count, total: progress(f"lane {lane + 1}: {what}", count, total)
 
 
@@ -191,7 +191,7 @@ def _prepare(step: PlannedStep, store: Store, progress: Progress) -> Any:
 
 
 def _restore_corpus(plan: StudyPlan, step: PlannedStep, store: Store, progress: Progress) -> None:
-    """Prepare a step's corpus again where another one of its name has replaced it, such as that of another size."""
+    """Prepare a step's corpus again where another corpus of its name has replaced it, such as that of another size."""
     name = step.run.prepare.corpus
     path = paths.study_corpus(name)
     marker = json.loads(store.read_bytes(path)) if store.exists(path) else {}
@@ -204,7 +204,7 @@ def _restore_corpus(plan: StudyPlan, step: PlannedStep, store: Store, progress: 
 
 
 def read_records(plan: StudyPlan, store: Store) -> dict[str, StepRecord]:
-    """The records of the steps that are on file, by key."""
+    """Read the records of the finished steps, by key."""
     return {key: record for key in plan.steps if (record := read_step(store, key))}
 
 
@@ -214,7 +214,8 @@ def read_step(store: Store, key: str) -> StepRecord | None:
 
 
 def _make_live(step: PlannedStep, records: Mapping[str, StepRecord]) -> None:
-    """Variants that refine one index each begin at its first version, and are measured at their own one."""
+    """Roll the index back to the version that a step needs: refinements of several variants all begin at the first
+    version, and each is measured at its own."""
     if not RULES[step.stage].uses_version:
         return
     store, name = Store(step.run.store.path), step.run.index.name

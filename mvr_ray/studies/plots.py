@@ -1,4 +1,4 @@
-"""Draws the reports of a study's steps as plots: PNG files, which the page contains too."""
+"""Draw the reports of a study's steps as PNG plots, which the HTML page includes."""
 
 import io
 import re
@@ -24,7 +24,7 @@ _HELD_OUT = "unseen"
 
 
 class Plot(NamedTuple):
-    """`name` is the file's, without its ending; `title` describes the plot."""
+    """A PNG plot. `name` is the file name without its extension; `title` describes the plot."""
 
     name: str
     title: str
@@ -32,7 +32,7 @@ class Plot(NamedTuple):
 
 
 def draw_plots(study: Study, results: Sequence[VariantResult]) -> list[Plot]:
-    """Every plot for which the study has values."""
+    """Draw every plot for which the study has values."""
     plots = [*_bars(study, results), *_learning_curves(study, results), *_budget(results)]
     for result in results:
         for _, report in stage_reports([result], "analyze", first_seed=True):
@@ -59,7 +59,7 @@ def _bars(study: Study, results: Sequence[VariantResult]) -> Iterator[Plot]:
 
 
 def _learning_curves(study: Study, results: Sequence[VariantResult]) -> Iterator[Plot]:
-    """The first metric over training steps with its interval, and BM25's as a line."""
+    """Draw the first metric over training steps with its interval, and BM25 as a line."""
     metric = study.config.metrics[0]
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for result in results:
@@ -91,7 +91,7 @@ def _learning_curves(study: Study, results: Sequence[VariantResult]) -> Iterator
 
 
 def _budget(results: Sequence[VariantResult]) -> Iterator[Plot]:
-    """Dev accuracy over training steps, of variants with several measurements."""
+    """Draw dev accuracy over training steps, for variants with several measurements."""
     curves = {
         result.name: [
             (epoch["step"], 100 * epoch["dev_top1"])
@@ -138,7 +138,7 @@ def _heat(axes: Axes, values: np.ndarray, rows: Sequence[str], columns: Sequence
 
 
 def _grids(name: str, report: dict[str, Any]) -> Iterator[Plot]:
-    """Heat maps of the linear form over beta and gamma (AOpt figure 6), a figure for every question set and length."""
+    """Draw heat maps of the linear form over beta and gamma (AOpt figure 6), one for every question set and length."""
     for keeps_length in (True, False):
         trials = [
             trial
@@ -166,7 +166,7 @@ def _grids(name: str, report: dict[str, Any]) -> Iterator[Plot]:
 
 
 def _curves(name: str, report: dict[str, Any]) -> Iterator[Plot]:
-    """Accuracy and loss over rounds (AOpt figure 7), norms and hubs; a dot marks the round that is kept."""
+    """Draw accuracy and loss over rounds (AOpt figure 7), norms and hubs; a dot marks the chosen round."""
     for trial in report["tried"]:
         rounds = trial["rounds"]
         if len(rounds) <= MANY_ROUNDS:
@@ -199,7 +199,7 @@ def _curves(name: str, report: dict[str, Any]) -> Iterator[Plot]:
 
 
 def _trade_off(results: Sequence[VariantResult]) -> Iterator[Plot]:
-    """Gain on the labelled questions against the cost on unseen articles, a point for every setting and round."""
+    """Draw gain on the labelled questions against the cost on unseen articles, a point for every setting and round."""
     points: dict[str, list[tuple[float, float]]] = {}
     for result, report in stage_reports(results, "refinement_grid"):
         names = [accuracy["questions"] for accuracy in report["tried"][0]["rounds"][0]["sets"]]
@@ -216,8 +216,8 @@ def _trade_off(results: Sequence[VariantResult]) -> Iterator[Plot]:
     if not points:
         return
     figure, axes = plt.subplots(figsize=(8, 5.5))
-    for number, (label, some) in enumerate(points.items()):
-        axes.scatter(*zip(*some), s=14, alpha=0.7, label=label, color=f"C{number % 10}", marker="osv^D*"[number // 10])
+    for number, (label, pairs) in enumerate(points.items()):
+        axes.scatter(*zip(*pairs), s=14, alpha=0.7, label=label, color=f"C{number % 10}", marker="osv^D*"[number // 10])
     axes.axvline(-1, linestyle=":", color="grey")
     axes.set_xlabel("change on unseen articles, points of top-1 (dotted: one point lost)")
     axes.set_ylabel("gain on the labelled questions, points of top-1")
@@ -231,7 +231,7 @@ def _plot(figure: Figure, name: str, title: str) -> Plot:
     colours, buffer = io.BytesIO(), io.BytesIO()
     figure.savefig(colours, format="png", dpi=100)
     plt.close(figure)
-    # a palette takes a third of the bytes of true colours, and a page holds dozens of plots
+    # a palette takes a third of the bytes, and a page holds dozens of plots
     Image.open(colours).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(buffer, "png", optimize=True)
     return Plot(name, title, buffer.getvalue())
 

@@ -1,6 +1,6 @@
-"""Measures what refinement gains a reader (AOpt table 4): ranks question sets, reads the answers, judges them.
+"""Measure the gain of a reader from refinement (AOpt table 4): rank question sets, read and score the answers.
 
-Options of the step: `questions`, the names of stored sets; else those of `evaluate.questions`.
+Option of the step: `questions`, the names of stored sets (default: `evaluate.questions`).
 """
 
 import json
@@ -49,9 +49,9 @@ class ReadingReport(NamedTuple):
 def reading(
     run: RunConfig, progress: Progress = no_progress, options: Mapping[str, Any] | None = None
 ) -> ReadingReport:
-    """Read the passages that the live version ranks.
+    """Read answers from the passages that the live version ranks first.
 
-    Raises ConfigError without question sets; else as `retrieve` and `read` do.
+    Raises ConfigError without question sets, and the errors of `retrieve` and `read`.
     """
     names = (options or {}).get("questions", run.evaluate.questions)
     if not names:

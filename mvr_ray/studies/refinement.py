@@ -1,9 +1,9 @@
-"""Tries many refinements of one index in memory: grids, curves over rounds, gain against cost.
+"""Simulate many refinements of one index in memory: grids, curves over rounds, gain against cost.
 
-Options of the step: `settings`, a list of `refinement_simulator.Setting` fields; a field with a list of values stands
-for one setting a value, and several such fields for all their combinations. Labels come from `refine.questions`; every
-set of `refine.gate` and `refine.report` is measured beside it. Memory holds all views in float32: made for up to a few
-hundred thousand of them.
+Option of the step: `settings`, a list of `refinement_simulator.Setting` fields; a list of values for a field gives one
+setting a value, and several lists all their combinations. Labels come from `refine.questions`; every set of
+`refine.gate` and `refine.report` is measured too. Memory holds all views in float32: intended for up to a few hundred
+thousand.
 """
 
 import itertools
@@ -30,18 +30,19 @@ MOST_VECTORS = 2_000_000
 
 
 class Ending(NamedTuple):
-    """The round after which the rule stops, and the one that it restores, 0 where every round cost the gate too
-    much."""
+    """The round after which the rule stops, and the round that it restores; 0 where every round exceeded the gate's
+    bound."""
 
     stopped: int
     restored: int
 
 
 class SettingResult(NamedTuple):
-    """`label` says what differs between the settings. `chosen` is the best of all rounds by the rule of `refine`, 0
-    where every round cost more than `refine.max_heldout_loss` points. `refine` would have stopped after round
-    `stopped`, for want of patience, and restored round `restored`; the paper's rule, which looks at the loss, would
-    keep `lowest_loss`.
+    """The rounds of one setting, and the rounds that each rule chooses.
+
+    `label` has the fields that differ between the settings. `chosen` is the best of all rounds by the rule of `refine`,
+    0 where every round cost more than `refine.max_heldout_loss` points. With its patience `refine` would stop after
+    round `stopped` and restore round `restored`; the paper's rule, which uses the loss, would choose `lowest_loss`.
     """
 
     label: str
@@ -62,8 +63,8 @@ class GridQuestions(NamedTuple):
 
 
 class GridReport(NamedTuple):
-    """The rounds of each setting. Only those that tables compare keep the ranks of every question: the first and the
-    last, the chosen one, the restored one, and that of the lowest loss."""
+    """The rounds of each setting. Only those in tables have the ranks of every question: the first, the last, the
+    chosen and the restored one, and that of the lowest loss."""
 
     index: str
     version: int
@@ -79,7 +80,7 @@ class GridReport(NamedTuple):
 def refinement_grid(
     run: RunConfig, progress: Progress = no_progress, options: Mapping[str, Any] | None = None
 ) -> GridReport:
-    """Try every setting on the live version. Raises ConfigError for settings or question sets that make no sense."""
+    """Simulate every setting on the live version. Raises ConfigError for invalid settings or question sets."""
     settings = list(expand_settings((options or {}).get("settings", [{}])))
     refine, store = run.refine, Store(run.store.path)
     if refine.questions is None or not refine.gate:
@@ -110,7 +111,7 @@ def refinement_grid(
     for number, fields in enumerate(settings, 1):
         setting = Setting(**fields)
         rounds = simulator.simulate(setting, source, others, run.evaluate.k)
-        results.append(_judge_rounds(run, setting, _label(fields, settings), rounds))
+        results.append(_setting_result(run, setting, _label(fields, settings), rounds))
         progress("settings", number, len(settings))
     return GridReport(
         version.index,
@@ -125,18 +126,18 @@ def refinement_grid(
     )
 
 
-def _judge_rounds(run: RunConfig, setting: Setting, label: str, rounds: Sequence[Round]) -> SettingResult:
-    """Where each rule ends these rounds. No table compares other rounds than the first, those ends and the last."""
+def _setting_result(run: RunConfig, setting: Setting, label: str, rounds: Sequence[Round]) -> SettingResult:
+    """Find where each rule ends these rounds, and drop the ranks of rounds that no table compares."""
     by, last, refine = "gold" if setting.labels == "gold" else "answer", len(rounds) - 1, run.refine
     gate_RG = tuple(
         tuple(100 * getattr(one, by)[1] for one in each.sets if one.questions in refine.gate) for each in rounds
     )
-    known_R = tuple(100 * getattr(each.sets[0], by)[1] for each in rounds)
+    labelled_R = tuple(100 * getattr(each.sets[0], by)[1] for each in rounds)
     best, end = (
-        find_ending(known_R, gate_RG, patience, refine.max_heldout_loss) for patience in (last, refine.patience)
+        find_ending(labelled_R, gate_RG, patience, refine.max_heldout_loss) for patience in (last, refine.patience)
     )
     lowest_loss = _lowest_loss(rounds)
-    compared = {0, best.restored, end.restored, lowest_loss, last}
+    compared_rounds = {0, best.restored, end.restored, lowest_loss, last}
     return SettingResult(
         label=label,
         setting=setting._asdict(),
@@ -144,7 +145,7 @@ def _judge_rounds(run: RunConfig, setting: Setting, label: str, rounds: Sequence
         stopped=end.stopped,
         restored=end.restored,
         lowest_loss=lowest_loss,
-        rounds=[each if each.number in compared else _without_ranks(each) for each in rounds],
+        rounds=[each if each.number in compared_rounds else _without_ranks(each) for each in rounds],
     )
 
 
@@ -153,7 +154,7 @@ def _without_ranks(state: Round) -> Round:
 
 
 def expand_settings(settings: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Each entry once for every combination of its lists' values. Raises ConfigError for an unknown field."""
+    """Yield each entry for every combination of its lists' values. Raises ConfigError for an unknown field."""
     for entry in settings:
         unknown = sorted(set(entry) - set(Setting._fields))
         if unknown:
@@ -166,35 +167,36 @@ def expand_settings(settings: Sequence[Mapping[str, Any]]) -> Iterator[dict[str,
 
 
 def _label(fields: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> str:
-    """The fields that differ between the settings."""
-    varying = [name for name in fields if any(other.get(name) != fields[name] for other in settings)]
-    return ", ".join(f"{name} {fields[name]}" for name in varying) or str(fields.get("method", "feedback_views"))
+    """Label a setting by the fields that differ between the settings."""
+    names = [name for name in fields if any(other.get(name) != fields[name] for other in settings)]
+    return ", ".join(f"{name} {fields[name]}" for name in names) or str(fields.get("method", "feedback_views"))
 
 
 def find_ending(
-    known_R: tuple[float, ...], gate_RG: tuple[tuple[float, ...], ...], patience: int, max_loss: float
+    labelled_R: tuple[float, ...], gate_RG: tuple[tuple[float, ...], ...], patience: int, max_loss: float
 ) -> Ending:
-    """The round at which `refine_policy` ends these rounds, given one after the other, and the one that it restores.
+    """Find the round at which `refine_policy` stops when it receives the rounds in turn, and the round that it
+    restores.
 
     `known_R` and `gate_RG` are top-1 of the labelled questions and of the gate sets after each round, in points.
     """
     last = len(gate_RG) - 1
     for number in range(last + 1):
         until = slice(number + 1)
-        action = next_action(RefineState(gate_RG[until], known_R[until], last, max(1, patience), max_loss))
+        action = next_action(RefineState(gate_RG[until], labelled_R[until], last, max(1, patience), max_loss))
         if not isinstance(action, Continue):
             return Ending(number, action.best_round if isinstance(action, Stop) else 0)
-    raise AssertionError("the last round ends it")
+    raise AssertionError("refine_policy did not stop at the last round")
 
 
 def _lowest_loss(rounds: Sequence[Round]) -> int:
-    """The loss in round r is that before its step, so the state of round r - 1 has it."""
+    """Find the round with the lowest loss; the loss of round r is measured before its step, on the state of r - 1."""
     losses = [each.loss for each in rounds[1:]]
     return int(np.nanargmin(losses)) if losses and np.isfinite(losses).any() else len(rounds) - 1
 
 
 def load_views(store: Store, version: Manifest) -> EmbeddingBlock:
-    """Every passage of a version in id order, so that ties break as everywhere."""
+    """Load every passage of a version in id order, so that ties break by id."""
     if version.num_vectors > MOST_VECTORS:
         raise ConfigError(
             f"refinement_grid holds all views in memory, at most {MOST_VECTORS:,}; index {version.index!r} has "

@@ -1,12 +1,12 @@
-"""Simulates refinements in memory, with the labels and steps of a refinement, over the views of one small index.
+"""Simulate refinements in memory, with the labels and steps of a refinement, over the views of one small index.
 
 `refine` works over shards and writes its rounds to a store; the simulator works in one process and publishes nothing,
-so a hundred settings cost a minute. Views, moved views and feedback views are those of the distributed refinement
-(`refinement.state`), and so are their searches. It adds variants that `refine` does not offer: every view moved instead
-of the winner, negatives that push feedback views away, decay, clicks.
+so a hundred settings take a minute. It shares views, moved views, feedback views and searches with the distributed
+refinement (`refinement.state`). It adds variants that `refine` does not offer: moving every view instead of the winner,
+negatives that push feedback views away, decay, clicks.
 
     feedback view   w |p| m / |m|,   m = sum_pos a^age q / sum_pos a^age  -  push x mean_neg q
-    clicks          P(click) = 0.9^rank x (0.9 if the passage answers, else 0.1); what was passed over is a negative
+    clicks          P(click) = 0.9^rank x (0.9 if the passage answers, else 0.1); skipped passages are negatives
 
 Shapes: P passages, N their views, Q questions, K hits, F feedback views, L labels, D dimension.
 """
@@ -39,16 +39,16 @@ from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 HUB_DEPTH = 10
 CLICK_RELEVANT, CLICK_OTHER, CLICK_RANK = 0.9, 0.1, 0.9
 NUM_WAVES = 4
-"""Labelled questions are taken to have come in so many waves, dealt in turn: those of a passage stand side by side in a
-set, and in several waves. The last one is the newest, of age 0."""
+"""Number of waves in which labelled questions arrive, assigned in turn, so that adjacent questions of a passage are in
+different waves. The last wave is the newest, of age 0."""
 
 Method = Literal["linear", "rocchio", "passage", "query", "hybrid", "softmax", "feedback_views"]
 
 
 class Setting(NamedTuple):
-    """One refinement to try; `softmax` moves passages by the form without a domain, at `temperature`. A method
-    ignores the fields that it does not use. `keep_length` brings every moved vector back to the length that it had;
-    without it a step is the paper's."""
+    """One refinement to simulate; `softmax` moves passages by the form without a domain, at `temperature`. A method
+    ignores the fields that it does not use. `keep_length` restores the length of every moved vector; without it a step
+    is the paper's."""
 
     method: Method = "feedback_views"
     labels: Literal["answers", "gold", "clicks"] = "answers"
@@ -79,7 +79,7 @@ class LabelledQuestions(NamedTuple):
 
 
 class Hubs(NamedTuple):
-    """How passages crowd into the top 10 of questions that they do not answer: the most lists, and the skewness."""
+    """Passages in the top 10 of questions that they do not answer: the largest number of lists, and the skewness."""
 
     most: int
     skewness: float
@@ -98,8 +98,8 @@ class SetAccuracy(NamedTuple):
 
 
 class Round(NamedTuple):
-    """After `number` steps. `norm_mean` is that of the views that moved, over what they began with; `newest` is top-1
-    by answers of the labelled questions' newest wave, which is what decay is for."""
+    """The state after `number` steps. `norm_mean` is that of moved views over their initial norms; `newest` is top-1 by
+    answers of the labelled questions' newest wave, the target of decay."""
 
     number: int
     loss: float
@@ -114,7 +114,7 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class SimulatedState:
-    """The views and the labelled queries after some rounds, and what the last step did."""
+    """The views and the labelled queries after some rounds, and the result of the last step."""
 
     changes: ShardChanges
     labelled_QD: FloatArray
@@ -125,17 +125,17 @@ class SimulatedState:
 
 
 class RefinementSimulator:
-    """One index version in memory. `text_of` gives the text of a row of the block. Views are searched in the block's
-    own type, and moved in float32."""
+    """One index version in memory. `text_of` returns the text of a row of the block. Views are searched in the block's
+    type, and moved in float32."""
 
     def __init__(self, block: EmbeddingBlock, num_views: int, text_of: Callable[[int], str]) -> None:
         self.block, self.views, self.num_views = block, StoredViews([block]), num_views
         self.norms_P = feedback.own_norms(block.vectors_ND, block.row_ptr, block.view_numbers_N, num_views)
         self._text_of, self._matcher = text_of, AnswerMatcher()
-        self._bears: dict[str, np.ndarray] = {}
+        self._answer_flags: dict[str, np.ndarray] = {}
 
     def start(self, queries_QD: FloatArray) -> SimulatedState:
-        """The version as it is, with the labelled queries as encoded."""
+        """Return the version's initial state, with the labelled queries as encoded."""
         no_changes = ShardChanges.none(self.block.vectors_ND.shape[1])
         return SimulatedState(no_changes, queries_QD.astype(np.float32))
 
@@ -146,7 +146,7 @@ class RefinementSimulator:
         others: Sequence[LabelledQuestions],
         ks: Sequence[int] = (1, 5, 20, 100),
     ) -> list[Round]:
-        """Refine from the labelled questions; every set is measured before the first round and after each."""
+        """Refine from the labelled questions; measure every set before the first round and after each."""
         state, rounds = self.start(questions.queries_QD), []
         passage_QK = np.empty((0, 0), np.int64)
         newest_Q = wave_ages(len(questions.queries_QD)) == 0
@@ -175,17 +175,17 @@ class RefinementSimulator:
         return rounds
 
     def open_index(self, state: SimulatedState) -> ShardIndex:
-        """An exact index of the views of a state. New feedback views replace those that the version has."""
+        """Open an exact index of the views of a state. New feedback views replace those of the version."""
         return open_index(IndexParams(kind="flat"), self.views.current(state.changes, self.num_views), Path())
 
     def search(self, index: ShardIndex, queries_QD: FloatArray, k: int) -> IntArray:
-        """The rows of the best k passages of each question, ties by row."""
+        """Find the rows of the best k passages of each question, ties by row."""
         return index.search(queries_QD, min(k, len(self.block.ids))).rows_QK
 
     def bears_answer(self, questions: LabelledQuestions, passage_QK: IntArray) -> np.ndarray:
-        """Whether each hit's text holds an answer; every (question, passage) pair is looked at once."""
+        """Return whether each hit's text holds an answer; matches every (question, passage) pair once."""
         shape = (len(questions.answers_Q), len(self.block.ids))
-        flags_QP = self._bears.setdefault(questions.name, np.full(shape, -1, np.int8))
+        flags_QP = self._answer_flags.setdefault(questions.name, np.full(shape, -1, np.int8))
         flags_QK = np.take_along_axis(flags_QP, passage_QK, 1)
         for question, rank in zip(*np.nonzero(flags_QK < 0)):
             passage = int(passage_QK[question, rank])
@@ -196,16 +196,16 @@ class RefinementSimulator:
     def label(
         self, setting: Setting, questions: LabelledQuestions, state: SimulatedState, passage_QK: IntArray
     ) -> Labels:
-        """Labels of the hits (AOpt eq. 8, first hits only, gold, or clicks), at the views that win now.
+        """Label the hits (AOpt eq. 8, first hits only, gold, or clicks) at the currently winning views.
 
         Gold labels add the first gold passage that is not among the hits.
         """
         passage_QK, positives = passage_QK[:, : setting.depth], "all"
         if setting.labels == "gold":
-            absent_Q = [
+            missing_Q = [
                 min(gold.difference(row.tolist()), default=-1) for gold, row in zip(questions.gold_Q, passage_QK)
             ]
-            passage_QK = np.column_stack([passage_QK, absent_Q])
+            passage_QK = np.column_stack([passage_QK, missing_Q])
             relevant_QK = gold_relevance(passage_QK, questions.gold_Q)
         else:
             relevant_QK, positives = self.bears_answer(questions, passage_QK), setting.positives
@@ -219,7 +219,7 @@ class RefinementSimulator:
         return labels._replace(view_L=self.block.view_numbers_N[slots].astype(np.int16))
 
     def step(self, setting: Setting, state: SimulatedState, labels: Labels) -> SimulatedState:
-        """The state after one round of a setting."""
+        """Return the state after one round of a setting."""
         if setting.method == "feedback_views":
             new = make_feedback(setting, state.labelled_QD, labels, self.norms_P)
             changes = state.changes.with_feedback(new.passage_F, new.vectors_FD)
@@ -250,11 +250,11 @@ class RefinementSimulator:
         )
 
     def _vectors(self, state: SimulatedState) -> FloatArray:
-        """Every view of the version as it is now, float32 [N, D], without new feedback views."""
+        """Return the current vectors of the version's views, float32 [N, D], without new feedback views."""
         return self.views.vectors(np.arange(len(self.block.vectors_ND)), state.changes)
 
     def _growth(self, changes: ShardChanges) -> FloatArray:
-        """The norm of each moved view over the one that it has in the version."""
+        """Return the norm of each moved view over its norm in the version."""
         stored_MD = self.block.vectors_ND[changes.moved_M].astype(np.float32)
         return np.linalg.norm(changes.moved_MD, axis=1) / np.linalg.norm(stored_MD, axis=1)
 
@@ -296,23 +296,23 @@ def _step_passages(
 
 
 def count_hubs(passage_QK: IntArray, relevant_QK: np.ndarray, num_passages: int, depth: int = HUB_DEPTH) -> Hubs:
-    """Hubs among the first `depth` places of the lists, without the places of passages that answer the question."""
-    crowd = passage_QK[:, :depth][~relevant_QK[:, :depth]]
-    count_P = np.bincount(crowd[crowd >= 0], minlength=num_passages).astype(np.float64)
+    """Count hubs among the first `depth` hits, without hits that answer the question."""
+    passages = passage_QK[:, :depth][~relevant_QK[:, :depth]]
+    count_P = np.bincount(passages[passages >= 0], minlength=num_passages).astype(np.float64)
     spread = count_P.std()
     skewness = float(((count_P - count_P.mean()) ** 3).mean() / spread**3) if spread else 0.0
     return Hubs(int(count_P.max(initial=0)), skewness)
 
 
 class Clicks(NamedTuple):
-    """The hits with a click, and the hits that the reader saw: all down to the last click."""
+    """The hits with a click, and the hits that the user saw: all down to the last click."""
 
     clicked_QK: np.ndarray
     seen_QK: np.ndarray
 
 
 def simulate_clicks(relevant_QK: np.ndarray, seed: int) -> Clicks:
-    """Draw the clicks of a reader who starts at the top and sometimes errs."""
+    """Draw the clicks of a user model that reads from the top, with errors."""
     rng = np.random.default_rng(seed)
     rank_K = np.arange(relevant_QK.shape[1])
     chance_QK = CLICK_RANK**rank_K * np.where(relevant_QK, CLICK_RELEVANT, CLICK_OTHER)
@@ -322,14 +322,14 @@ def simulate_clicks(relevant_QK: np.ndarray, seed: int) -> Clicks:
 
 
 def wave_ages(num_questions: int) -> IntArray:
-    """The number of waves after each labelled question's own."""
+    """Return the number of waves after each labelled question's own wave."""
     return NUM_WAVES - 1 - np.arange(num_questions) % NUM_WAVES
 
 
 def make_feedback(
     setting: Setting, queries_QD: FloatArray, labels: Labels, norms_P: FloatArray
 ) -> feedback.FeedbackViews:
-    """Feedback views as `refine` makes them, from positive questions that fade with age less `push` x the negatives."""
+    """Build feedback views like `refine`, from positive questions weighted by age, less `push` x the negatives."""
     negative = labels.take(~labels.positive_L)
     return feedback.feedback_views(
         queries_QD,
@@ -338,7 +338,7 @@ def make_feedback(
         weight=setting.weight,
         clusters=setting.clusters,
         share_Q=setting.decay ** wave_ages(len(queries_QD)),
-        away_PD=setting.push * _means(negative, queries_QD, len(norms_P)) if setting.push else None,
+        offset_PD=setting.push * _means(negative, queries_QD, len(norms_P)) if setting.push else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""Makes the tables of refinements: gain and cost, every depth, what moved, when to stop (AOpt table 3, figure 7)."""
+"""Build the tables of refinements: gain and cost, every depth, what moved, when to stop (AOpt table 3, figure 7)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,12 +22,12 @@ from mvr_ray.studies.tables import (
 from mvr_ray.types import FloatArray
 
 MANY_ROUNDS = 3
-"""Settings of more rounds than these have a curve."""
+"""Settings with more rounds have a curve."""
 KINDS = ("answer", "gold")
 
 
 class _RoundResult(NamedTuple):
-    """A setting after one of its rounds; `round` names the round and says whether the rule keeps it."""
+    """A setting after one of its rounds; `round` is its label, with the rule's decision."""
 
     variant: VariantResult
     label: str
@@ -46,20 +46,20 @@ class _RoundResult(NamedTuple):
         return "before" if self.after["number"] == 0 else str(self.setting["method"])
 
     def accuracy(self, questions: str) -> dict[str, Any]:
-        """The accuracy of a question set, as `refinement_simulator.SetAccuracy`."""
+        """Return the accuracy of a question set, with the fields of `refinement_simulator.SetAccuracy`."""
         return next(one for one in self.after["sets"] if one["questions"] == questions)
 
     def format_top1(self, questions: str) -> str:
-        """Top-1 by answers, with its interval."""
+        """Format top-1 by answers, with its interval."""
         values_Q = _hits(self.after, questions)
         return format_cell(Cell(float(values_Q.mean()), *cluster_interval(values_Q, self.articles[questions]), 1))
 
     def format_change(self, questions: str) -> str:
-        """The change of top-1 by answers since before the first round."""
+        """Format the change of top-1 by answers since before the first round."""
         return _format_change(self.after, self.before, questions, self.articles[questions])
 
     def format_ps(self, questions: str, kind: str, ks: Sequence[str]) -> str:
-        """The p of the paired test against before the first round, at each depth."""
+        """Format the p of the paired test against before the first round, at each depth."""
         if self.after is self.before:
             return ""
         articles, ranks = self.articles[questions], f"{kind}_ranks"
@@ -68,7 +68,7 @@ class _RoundResult(NamedTuple):
 
 
 def _format_change(after: Mapping[str, Any], before: Mapping[str, Any], questions: str, articles: Sequence[str]) -> str:
-    """The change of top-1 by answers between two rounds; nothing where they are one."""
+    """Format the change of top-1 by answers between two rounds; empty for the same round."""
     if after is before:
         return ""
     after_Q, before_Q = (_hits(state, questions) for state in (after, before))
@@ -81,12 +81,12 @@ def _hits(state: Mapping[str, Any], questions: str, ranks: str = "answer_ranks",
 
 
 def _rounds(results: Sequence[VariantResult]) -> Iterator[_RoundResult]:
-    """Every index before its refinements; then every setting after the round that is kept and after the last one."""
+    """Yield every index before its refinements; then every setting after the chosen round and after the last one."""
     for variant, report in stage_reports(results, "refinement_grid"):
         articles = {question_set["questions"]: question_set["articles"] for question_set in report["sets"]}
-        first = report["tried"][0]
-        start = first["rounds"][0]
-        yield _RoundResult(variant, "before", "0", first["setting"] | {"step_size": 0.0}, start, start, articles)
+        first_trial = report["tried"][0]
+        start = first_trial["rounds"][0]
+        yield _RoundResult(variant, "before", "0", first_trial["setting"] | {"step_size": 0.0}, start, start, articles)
         for trial in report["tried"]:
             rounds, best = trial["rounds"], trial["chosen"]
             last = len(rounds) - 1
@@ -97,20 +97,20 @@ def _rounds(results: Sequence[VariantResult]) -> Iterator[_RoundResult]:
 
 
 def _set_sizes(results: Sequence[VariantResult]) -> dict[str, int]:
-    """How many questions each set of a grid has: the labelled set first, the set of other articles last."""
+    """Return the number of questions of each set: the labelled set first, the set of other articles last."""
     for _, report in stage_reports(results, "refinement_grid"):
         return {question_set["questions"]: len(question_set["ids"]) for question_set in report["sets"]}
     return {}
 
 
-def _ends(results: Sequence[VariantResult]) -> list[str]:
-    """The labelled question set, and the one of other articles."""
+def _first_and_last_sets(results: Sequence[VariantResult]) -> list[str]:
+    """Return the labelled question set, and the one of other articles."""
     sets = list(_set_sizes(results))
     return list(dict.fromkeys([*sets[:1], *sets[-1:]]))
 
 
 def refinement_table(results: Sequence[VariantResult]) -> Table | None:
-    """Every setting after its last round and the one that is kept: gain on known questions, cost on others."""
+    """Tabulate every setting after its chosen and its last round: gain on known questions, cost on others."""
     sizes = _set_sizes(results)
     reports = [report for _, report in stage_reports(results, "refinement_grid")]
     gates = {name for report in reports for name in report["gate"].split(", ")}
@@ -127,10 +127,10 @@ def refinement_table(results: Sequence[VariantResult]) -> Table | None:
         rows.append(row)
     note = (
         "Top-1 in percent, by answers (95 % interval, articles resampled) and by gold passages, after the last round "
-        "and the one that is kept: best on the labelled questions, of those that cost neither gate nor them more than "
-        "the gate's bound (refused: every round cost more, and nothing would be published). "
+        "and the kept one: the best on the labelled questions among rounds that cost neither the gate nor them more "
+        "than the gate's bound (refused: every round cost more, and nothing would be published). "
         f"{', '.join(list(sizes)[:1])} are the labelled questions themselves (transductive), the others are held out. "
-        "The change is that by answers from before, in points, with its interval and the p of the paired test, which "
+        "The change is that of top-1 by answers, in points, with its interval and the p of the paired test, which "
         "flips whole articles."
         + (" The newest are a quarter of the labelled questions, the last wave of four." if decays else "")
     )
@@ -138,9 +138,9 @@ def refinement_table(results: Sequence[VariantResult]) -> Table | None:
 
 
 def depth_table(results: Sequence[VariantResult]) -> Table | None:
-    """The same at every depth, transductive and on the articles that were never labelled, beside the paper's figures
-    and beside BM25 and the fusion with it (AOpt table 3)."""
-    sets, states = _ends(results), list(_rounds(results))
+    """Tabulate every depth, transductive and on articles without labels, beside the paper's figures, BM25 and the
+    fusion with it (AOpt table 3)."""
+    sets, states = _first_and_last_sets(results), list(_rounds(results))
     if not states:
         return None
     ks = list(states[0].accuracy(sets[0])["answer"])
@@ -179,13 +179,13 @@ def _format_shares(shares: Sequence[float | None]) -> str:
 
 
 def _paper_shares(variant: VariantResult, method: str, ks: Sequence[str]) -> str:
-    """The paper's figures of a method; `paper` of the variant has them as `METHOD: answer/top-K`."""
+    """Format the paper's figures of a method, `METHOD: answer/top-K` in the variant's `paper`."""
     figures = [format_percent(variant.paper.get(f"{method}: answer/top-{k}")) for k in ks]
     return " / ".join(figure or "-" for figure in figures) if any(figures) else ""
 
 
 def motion_table(results: Sequence[VariantResult]) -> Table | None:
-    """Vectors that a setting moved and skipped, the drift of their norms, and how passages crowd into foreign lists."""
+    """Tabulate vectors that a setting moved and skipped, the drift of their norms, and hubs."""
     rows = []
     for state in _rounds(results):
         setting, after = state.setting, state.after
@@ -193,12 +193,12 @@ def motion_table(results: Sequence[VariantResult]) -> Table | None:
         row = state.head | {"step size x rounds": format_number(steps), "moved": after["num_moved"]}
         row |= {"no domain": after["skipped_domain"], "no positive": after["skipped_no_positive"]}
         row |= {"mean norm": format_number(after["norm_mean"]), "largest norm": format_number(after["norm_max"])}
-        for name in _ends(results):
+        for name in _first_and_last_sets(results):
             hubs = state.accuracy(name)["hubs"]
             row |= {f"{name} largest hub": hubs["most"], f"{name} hub skewness": format_number(hubs["skewness"])}
         rows.append(row)
     note = (
-        "Of that round: vectors that moved (of feedback views, passages that got any); vectors left because a sum of "
+        "Of that round: moved vectors (for feedback views, passages with new ones); vectors skipped because a sum of "
         "scores lies outside the ratio form's domain, and those labelled without a positive. Norms of moved views over "
         "those at the start. A hub's size is the number of top-10 lists of questions that it does not answer."
     )
@@ -206,7 +206,7 @@ def motion_table(results: Sequence[VariantResult]) -> Table | None:
 
 
 def stopping_table(results: Sequence[VariantResult]) -> Table | None:
-    """Where rounds are best, where each rule ends them, and what is lost by going on (AOpt figure 7)."""
+    """Tabulate the best round, where each rule ends, and the loss of further rounds (AOpt figure 7)."""
     sizes = _set_sizes(results)
     rows: list[Row] = []
     for variant, report in stage_reports(results, "refinement_grid"):
@@ -223,15 +223,15 @@ def stopping_table(results: Sequence[VariantResult]) -> Table | None:
             row |= {"restored": at[trial["restored"]] if trial["restored"] else "nothing"}
             row |= {"lowest loss": at[trial["lowest_loss"]], "last round": at[-1]}
             restored = rounds[trial["restored"]]
-            for other, name in ((rounds[trial["lowest_loss"]], "lowest loss"), (rounds[-1], "last round")):
-                for questions in _ends(results):
-                    change = _format_change(restored, other, questions, articles[questions])
+            for other_round, name in ((rounds[trial["lowest_loss"]], "lowest loss"), (rounds[-1], "last round")):
+                for questions in _first_and_last_sets(results):
+                    change = _format_change(restored, other_round, questions, articles[questions])
                     row[f"{questions}: restored against {name}, p"] = change
             rows.append(row)
     sets = list(sizes) or [""]
     note = (
         f"Round: top-1 on {' / '.join(f'{name} (n {sizes.get(name)})' for name in (sets[0], sets[-1]))}, percent, by "
-        "answers. `refine` ends when for `refine.patience` rounds none was better on the labelled questions, and "
+        "answers. `refine` ends after `refine.patience` rounds without a better one on the labelled questions, and "
         "restores the best one that cost the gate no more than its bound (nothing: round 0). The paper's rule is the "
         "lowest loss. The last columns are differences in points, their intervals, and the p of the paired test, which "
         "flips whole articles."
@@ -240,7 +240,7 @@ def stopping_table(results: Sequence[VariantResult]) -> Table | None:
 
 
 def refinement_ranks(results: Sequence[VariantResult]) -> list[QuestionRanks]:
-    """The ranks of every question after every round in the tables."""
+    """Return the ranks of every question after every round in the tables."""
     ids = {
         question_set["questions"]: question_set["ids"]
         for _, report in stage_reports(results, "refinement_grid")

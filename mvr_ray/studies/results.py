@@ -1,6 +1,6 @@
-"""Gathers what the steps of a study measured, by variant, over seeds and questions.
+"""Collect the measurements of a study's steps, by variant, over seeds and questions.
 
-A value is a mean over seeds and questions. Its 95 % interval counts both: articles are resampled, since questions of
+A value is a mean over seeds and questions. Its 95 % interval covers both: articles are resampled, since questions of
 one article are not independent, and seeds add Student's half width (`metrics.interval_over_seeds`).
 
 Shapes: S seeds, Q questions.
@@ -28,11 +28,11 @@ Report = dict[str, Any]
 """A step's report, as plain values."""
 CROSS_ENCODER, READER = "cross-encoder training", "reader training"
 BM25_SYSTEM = "bm25"
-"""BM25's name in the reports of steps; the name of a fusion with it contains this one."""
+"""BM25's name in the reports of steps; the name of a fusion with it contains this name."""
 
 
 class MetricValues(NamedTuple):
-    """values_SQ of the questions that a metric is defined for, their ids and articles."""
+    """values_SQ of the questions for which a metric is defined, their ids and articles."""
 
     values_SQ: FloatArray
     ids_Q: list[str]
@@ -40,8 +40,8 @@ class MetricValues(NamedTuple):
 
 
 class VariantResult(NamedTuple):
-    """The metrics of one variant, the ranks of every question by seed, and the reports of its steps by stage, a report
-    a seed."""
+    """The metrics of one variant, the ranks of every question by seed, and the reports of its steps by stage, one a
+    seed."""
 
     name: str
     paper: Mapping[str, float]
@@ -50,7 +50,7 @@ class VariantResult(NamedTuple):
     ranks: dict[int, QuestionRanks]
     reports: dict[str, list[Report]]
     curve: Mapping[int, Mapping[str, Cell]] = MappingProxyType({})
-    """The metrics after so many steps of training, where the study measures them."""
+    """The metrics by number of training steps, where the study measures a curve."""
 
 
 class _SystemRows(NamedTuple):
@@ -62,7 +62,8 @@ class _SystemRows(NamedTuple):
 
 
 def variant_results(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]) -> list[VariantResult]:
-    """Every variant over its seeds, and after it the other systems of its evaluation (BM25, and the fusion with it)."""
+    """Collect every variant over its seeds, followed by the other systems of its evaluation (BM25, and fusion with
+    it)."""
     results: list[VariantResult] = []
     for variant in study.config.variants:
         runs = [run for run in plan.variants if run.variant.name == variant.name]
@@ -71,8 +72,8 @@ def variant_results(study: Study, plan: StudyPlan, records: Mapping[str, StepRec
         systems = list(_system_results(study, variant, [run for run in runs if not run.at], records))
         curves: dict[str, dict[int, Mapping[str, Cell]]] = {}
         for at in sorted({run.at for run in runs} - {0}):
-            for then in _system_results(study, variant, [run for run in runs if run.at == at], records):
-                curves.setdefault(then.name, {})[at] = then.cells
+            for curve_result in _system_results(study, variant, [run for run in runs if run.at == at], records):
+                curves.setdefault(curve_result.name, {})[at] = curve_result.cells
         results += [
             system._replace(curve={} if system.name == BM25 else curves.get(system.name, {})) for system in systems
         ]
@@ -82,8 +83,8 @@ def variant_results(study: Study, plan: StudyPlan, records: Mapping[str, StepRec
 def _system_results(
     study: Study, variant: VariantConfig, runs: Sequence[PlannedVariant], records: Mapping[str, StepRecord]
 ) -> Iterator[VariantResult]:
-    """`analyze` may have had fewer questions than `evaluate`: a metric of both is the one of `evaluate`, and the one of
-    `analyze` stands under the system's name, beside the views alone. BM25 is not trained, so one seed is enough."""
+    """Yield the results of a variant's systems. `analyze` may have fewer questions than `evaluate`: a metric of both is
+    that of `evaluate`, and that of `analyze` has the system's name as prefix. BM25 is untrained: one seed is enough."""
     systems = {variant.name: _SystemRows({}, {}, [])}
     reports: dict[str, list[Report]] = {}
     for run in runs:
@@ -115,12 +116,12 @@ def _system_results(
 
 
 def system_name(variant: str, system: str) -> str:
-    """The name in tables of a system in a variant's reports."""
+    """Return the name in tables of a system in a variant's reports."""
     return BM25 if system == BM25_SYSTEM else variant + WITH_BM25 if BM25_SYSTEM in system else variant
 
 
 def _kind(step: StepRecord) -> str:
-    """The step's stage; the training of a cross-encoder or of a reader has a kind of its own."""
+    """Return the step's stage, or the kind of training for a cross-encoder or a reader."""
     epoch = (step.report.get("epochs") or [{}])[-1]
     if step.stage != "train" or "view_pair_cosine" in epoch:
         return step.stage
@@ -128,7 +129,7 @@ def _kind(step: StepRecord) -> str:
 
 
 def _cell(metric: str, rows: Sequence[Report], ranks: Sequence[QuestionRanks]) -> Cell:
-    """From every question's own value where there is one, else from the intervals in the rows."""
+    """Compute a cell from every question's value where known, else from the intervals in the rows."""
     values = metric_values(ranks, metric)
     mean, seeds, n = float(np.mean([row["value"] for row in rows])), len(rows), rows[0]["n"]
     if values is not None and values.values_SQ.shape == (seeds, n):
@@ -142,9 +143,9 @@ def _cell(metric: str, rows: Sequence[Report], ranks: Sequence[QuestionRanks]) -
 
 
 def metric_values(parts: Sequence[QuestionRanks], metric: str) -> MetricValues | None:
-    """Every question's value of `answer/top-K` or `gold/top-K`, a row a part (seed); None for other metrics.
+    """Compute every question's value of `answer/top-K` or `gold/top-K`, a row a part (seed); None for other metrics.
 
-    The parts rank the same questions.
+    All parts must rank the same questions.
     """
     kind, _, cutoff = metric.partition("/top-")
     if not parts or kind not in ("answer", "gold") or not cutoff.isdigit():
@@ -157,14 +158,14 @@ def metric_values(parts: Sequence[QuestionRanks], metric: str) -> MetricValues |
 
 
 def hits_within(ranks: Sequence[int | None], k: int) -> FloatArray:
-    """1.0 for a rank (from 0, -1: not among the hits) among the first k. float64 [Q]."""
+    """Return 1.0 for ranks (from 0, -1: not among the hits) among the first k. float64 [Q]."""
     return hit_within(np.asarray(ranks, np.int64), k)
 
 
 def compare_variants(better: VariantResult, than: VariantResult, metric: str) -> Difference | None:
-    """The difference between two variants on the same questions; None where one of them has not answered these."""
+    """Compute the difference of two variants on the same questions; None where their questions differ."""
     seeds = sorted(set(better.ranks) & set(than.ranks))
-    if len(better.ranks) == 1 or len(than.ranks) == 1:  # an untrained system stands beside every seed
+    if len(better.ranks) == 1 or len(than.ranks) == 1:  # an untrained system is compared with every seed
         parts = [list(one.ranks.values()) for one in (better, than)]
     else:
         parts = [[one.ranks[seed] for seed in seeds] for one in (better, than)]
@@ -177,12 +178,12 @@ def compare_variants(better: VariantResult, than: VariantResult, metric: str) ->
 def stage_reports(
     results: Sequence[VariantResult], stage: str, *, first_seed: bool = False
 ) -> Iterator[tuple[VariantResult, Report]]:
-    """The reports of one stage, each with its variant."""
+    """Yield the reports of one stage, each with its variant."""
     for result in results:
         for report in result.reports.get(stage, [])[: 1 if first_seed else None]:
             yield result, report
 
 
 def question_ranks(results: Sequence[VariantResult]) -> list[QuestionRanks]:
-    """The ranks of every variant and seed for every question, under the variant's name."""
+    """Return the ranks of every variant and seed for every question, under the variant's name."""
     return [ranks._replace(system=result.name) for result in results for ranks in result.ranks.values()]

@@ -1,4 +1,4 @@
-"""Makes the tables of what variants retrieve and read, what their indexes hold, and what they cost."""
+"""Build the tables of retrieval, reading, index contents and costs of variants."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ _COSTS = ("vectors_a_passage", "encode_ms", "encode_ratio", "search_ms", "search
 
 
 def retrieval_table(study: Study, results: Sequence[VariantResult]) -> Table | None:
-    """Every variant beside the paper's figures, and the paired test against the first variant."""
+    """Tabulate every variant beside the paper's figures, with the paired test against the first variant."""
     metrics = study.config.metrics
     variants = [result for result in results if any(metric in result.cells for metric in metrics)]
     rows = []
@@ -49,7 +49,7 @@ def retrieval_table(study: Study, results: Sequence[VariantResult]) -> Table | N
 
 
 def contrast_table(contrasts: Sequence[ContrastConfig], results: Sequence[VariantResult]) -> Table | None:
-    """Differences on the same questions, over the same seeds."""
+    """Tabulate differences on the same questions, over the same seeds."""
     by_name = {result.name: result for result in results}
     rows: list[Row] = []
     for contrast in contrasts:
@@ -68,13 +68,13 @@ def contrast_table(contrasts: Sequence[ContrastConfig], results: Sequence[Varian
             rows.append(row | {"n": gap.questions, "seeds": gap.seeds})
     note = (
         "In points of percent. The interval resamples articles and adds the spread over seeds. The paired test flips "
-        "whole articles; the t-tests see seeds alone (the unpaired one is that of CAMVR table 6)."
+        "whole articles; the t-tests use only seeds (the unpaired one is that of CAMVR table 6)."
     )
     return make_table("Differences", note, rows)
 
 
 def index_table(results: Sequence[VariantResult]) -> Table | None:
-    """Passages and vectors of each variant's index."""
+    """Tabulate passages and vectors of each variant's index."""
     rows: list[Row] = []
     for result in results:
         for report in result.reports.get("index", [])[-1:]:
@@ -88,8 +88,8 @@ def index_table(results: Sequence[VariantResult]) -> Table | None:
 
 
 def entity_table(study: Study, results: Sequence[VariantResult]) -> Table | None:
-    """BM25 and every variant (of its first seed) in every bucket of entity frequency, and the difference between them
-    (AOpt table 1)."""
+    """Tabulate BM25 and every variant (first seed) in every bucket of entity frequency, and their difference (AOpt
+    table 1)."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for result, report in stage_reports(results, "entity_frequency", first_seed=True):
         for question_set in report["sets"]:
@@ -109,7 +109,7 @@ def entity_table(study: Study, results: Sequence[VariantResult]) -> Table | None
 
 
 def _bucket_rows(head: Row, lines: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """A row a bucket: accuracy at every depth, then the gain over BM25 at every depth."""
+    """Build a row a bucket: accuracy at every depth, then the gain over BM25 at every depth."""
     rows: list[Row] = []
     for bucket in dict.fromkeys(line["bucket"] for line in lines):
         at = {line["k"]: line for line in lines if line["bucket"] == bucket}
@@ -130,7 +130,7 @@ def _format_gain(gain: Mapping[str, float] | None) -> str:
 
 
 def entity_ranks(results: Sequence[VariantResult]) -> list[QuestionRanks]:
-    """The ranks of every variant (of its first seed) and, once, of BM25 for every question."""
+    """Return the ranks of every variant (first seed) and, once, of BM25 for every question."""
     ranks: dict[tuple[str, str], QuestionRanks] = {}
     for result, report in stage_reports(results, "entity_frequency", first_seed=True):
         for fields in report["ranks"]:
@@ -140,8 +140,8 @@ def entity_ranks(results: Sequence[VariantResult]) -> list[QuestionRanks]:
 
 
 def reading_table(results: Sequence[VariantResult]) -> Table | None:
-    """The accuracy of a reader over the rankings of each variant, beside the paper's exact match (AOpt table 4), and
-    the paired test against the first variant."""
+    """Tabulate the accuracy of a reader over the rankings of each variant, beside the paper's exact match (AOpt table
+    4), with the paired test against the first variant."""
     rows: list[Row] = []
     first: dict[tuple[str, int], FloatArray] = {}
     for result, report in stage_reports(results, "reading", first_seed=True):
@@ -170,7 +170,7 @@ def reading_table(results: Sequence[VariantResult]) -> Table | None:
 
 
 def cost_table(results: Sequence[VariantResult]) -> Table | None:
-    """Milliseconds, and ratios to DPR of the same run, beside the paper's (of its own milliseconds)."""
+    """Tabulate milliseconds, and ratios to DPR of the same run, beside the paper's (of its own milliseconds)."""
     rows: list[Row] = []
     reports = [report for _, report in stage_reports(results, "cost")]
     for result, report in stage_reports(results, "cost"):

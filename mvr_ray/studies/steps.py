@@ -1,13 +1,13 @@
-"""Plans the steps of a study: each runs once, however many variants need it.
+"""Plan the steps of a study: each runs once for all variants that need it.
 
-The product of a step is its stage, but for a `train` step of another task: that makes a reader, or a cross-encoder,
-with which the chain's later `mine` steps denoise. With `train.init_from=previous` training goes on from the encoder
-that the chain trained before.
+The product of a step is its stage, except for a `train` step of another task: that makes a reader, or a cross-encoder,
+with which the chain's later `mine` steps denoise. With `train.init_from=previous` training continues from the chain's
+previous encoder.
 
-A step's key is a digest of its stage, of the sections that decide its result, and of the keys of the steps before it;
-names, resources and the store are not in it. Steps of equal key are one step, in this study and in the next one over
-the same store. A product (an encoder, an index, mined questions) is named by the key of its step, so no two steps write
-to one place. A corpus keeps its name, under which question sets and messages refer to it; `execute` restores it.
+A step's key is a digest of its stage, of the sections that determine its result, and of the keys of the steps before
+it; it excludes names, resources and the store. Steps of equal key are one step, in this and later studies over the same
+store. The key of a step names its product (an encoder, an index, mined questions), so no two steps write to one place.
+A corpus keeps its name, by which question sets and messages refer to it; `execute` restores it.
 """
 
 import hashlib
@@ -26,14 +26,14 @@ from mvr_ray.studies.definition import StepConfig, Study, VariantConfig
 
 
 class StageRule(NamedTuple):
-    """How a stage takes part in a study.
+    """Rules of a stage in a study.
 
-    sections        of the run file, which decide its result
-    needs           the products of the steps before it that it reads, where the chain has them; a stage that needs
-                    `refine` measures the version that the chain's refinement published
-    uses_version    uses one version of the index, and so needs that version live
+    sections        of the run file, which determine its result
+    needs           products of earlier steps that it reads, where the chain has them; a stage that needs `refine`
+                    measures the version that the chain's refinement published
+    uses_version    uses one version of the index, which must be live
     alone           no other step runs beside it: `prepare` writes the corpus of other steps, and `cost` measures time
-    report_fields   fields that its report gained: the key has them, so a step whose report lacks them runs again
+    report_fields   fields added to its report: part of the key, so a step whose report lacks them runs again
     """
 
     sections: tuple[str, ...]
@@ -68,7 +68,7 @@ _NAMES = {
     "mine": ("output", "cross_encoder"),
     "train": ("hard_negatives", "cross_encoder", "reader"),
 }
-_BEFORE = {
+_FORMER_DEFAULTS = {
     "encoder": {
         "empty_snippets": "masked",
         "title_view": False,
@@ -82,19 +82,19 @@ _BEFORE = {
     "prepare": {"fields": {}},
     "retrieve": {"filter": None},
 }
-"""What the code did before a setting existed. A setting of this value is not in the key: steps on file stay valid."""
+"""Behaviour before a setting existed. A setting of this value is not in the key: finished steps stay valid."""
 
-_REMOVED = {"evaluate": {"hybrid_depth": 1000}, "retrieve": {"dense_weight": None}}
-"""Settings that are no more, with the value that the steps on file had."""
+_REMOVED_SETTINGS = {"evaluate": {"hybrid_depth": 1000}, "retrieve": {"dense_weight": None}}
+"""Removed settings, with their value in finished steps."""
 
 PREVIOUS = "previous"
-"""As `train.init_from`: the encoder that the chain trained before."""
+"""Value of `train.init_from`: the chain's previous encoder."""
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """One step, ready to run. `after` are keys of steps that come first, `corpus` is the key of the step that prepares
-    its corpus, and `refinement` that of the refinement that it measures."""
+    """One step to run. `after` are the keys of earlier steps, `corpus` is the key of the step that prepares its corpus,
+    and `refinement` that of the refinement that it measures."""
 
     key: str
     stage: str
@@ -108,8 +108,8 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class PlannedVariant:
-    """A variant with one seed: the keys of its steps, in order. `at`: measured after so many steps of its last
-    training; 0: at its end."""
+    """A variant with one seed: the keys of its steps, in order. `at`: training steps of its last training before the
+    measurement; 0: all."""
 
     variant: VariantConfig
     seed: int
@@ -119,14 +119,14 @@ class PlannedVariant:
 
 @dataclass
 class StudyPlan:
-    """Every distinct step in an order that can be run, and which of them each variant takes."""
+    """Every distinct step in a runnable order, and the steps of each variant."""
 
     steps: dict[str, PlannedStep] = field(default_factory=dict)
     variants: list[PlannedVariant] = field(default_factory=list)
 
     def part(self, pattern: str) -> "StudyPlan":
-        """The variants in whose names this regular expression has a match, and their steps. Raises ConfigError where
-        there is none."""
+        """Select the variants whose name matches the regular expression, and their steps. Raises ConfigError without
+        any."""
         try:
             variants = [run for run in self.variants if re.search(pattern, run.variant.name)]
         except re.error as error:
@@ -137,18 +137,18 @@ class StudyPlan:
         return self.of(variants)
 
     def of(self, variants: "list[PlannedVariant]") -> "StudyPlan":
-        """These variants, and their steps."""
+        """Select variants, and their steps."""
         keys: set[str] = set()
-        todo = [key for run in variants for key in run.keys]
-        while todo:
-            if (key := todo.pop()) not in keys:
+        pending_keys = [key for run in variants for key in run.keys]
+        while pending_keys:
+            if (key := pending_keys.pop()) not in keys:
                 keys.add(key)
-                todo += [*self.steps[key].after, self.steps[key].corpus]
+                pending_keys += [*self.steps[key].after, self.steps[key].corpus]
         return StudyPlan({key: step for key, step in self.steps.items() if key in keys}, variants)
 
 
 def plan_study(study: Study) -> StudyPlan:
-    """The steps of every variant and seed, in the order of the file, equal ones once."""
+    """Plan the steps of every variant and seed, in the order of the file, equal ones once."""
     plan = StudyPlan()
     for variant in study.config.variants:
         steps = study.steps(variant)
@@ -169,8 +169,8 @@ def _trains_encoder(study: Study, variant: VariantConfig, step: StepConfig) -> b
 
 
 class _Chain:
-    """The steps of one variant with one seed. `latest` has the key of the last step of each product, and `snapshot` the
-    steps after which the encoder's weights are read, 0 at the end; that begins behind the last training."""
+    """The steps of one variant with one seed. `latest` has the key of the last step of each product. `snapshot`:
+    training steps after which later steps read the encoder, 0 for the end; set after the last training."""
 
     def __init__(self, study: Study, variant: VariantConfig, seed: int, at: int) -> None:
         self.study, self.variant, self.seed, self.at = study, variant, seed, at
@@ -199,16 +199,20 @@ class _Chain:
         key = _digest([stage, *_deciding_values(product, stage, run), step.options, *needs, *report_fields])
         names = self._names(product, run, key)
         if key not in plan.steps:
-            plain = run.model_dump(mode="json")
-            words = ["mvr-ray", "study", f"configs/studies/{self.study.file.name}", f"size={self.study.size}"]
+            settings = run.model_dump(mode="json")
+            arguments = ["mvr-ray", "study", f"configs/studies/{self.study.file.name}", f"size={self.study.size}"]
             if stage in STAGES:
-                words = ["mvr-ray", stage, str(self.study.config.run).replace("../", "configs/"), *overrides]
-                words += [f"{part}.{name}={value}" for part, values in names.items() for name, value in values.items()]
+                arguments = ["mvr-ray", stage, str(self.study.config.run).replace("../", "configs/"), *overrides]
+                arguments += [
+                    f"{part}.{name}={value}" for part, values in names.items() for name, value in values.items()
+                ]
             plan.steps[key] = PlannedStep(
                 key,
                 stage,
-                RunConfig.model_validate({**plain, **{part: plain[part] | values for part, values in names.items()}}),
-                shlex.join(words),
+                RunConfig.model_validate(
+                    {**settings, **{part: settings[part] | values for part, values in names.items()}}
+                ),
+                shlex.join(arguments),
                 tuple(needs),
                 plan.steps[needs[0]].corpus if needs else key,
                 self.latest.get("refine") if "refine" in rule.needs else None,
@@ -233,11 +237,11 @@ class _Chain:
         return rule.needs
 
     def _names(self, product: str, run: RunConfig, key: str) -> dict[str, dict[str, Any]]:
-        """The names of this step's product and of what it reads, by section: each is named by the key of its step."""
+        """Return the names of this step's product and inputs by section, each from the key of its step."""
         if product == "prepare":
             return {}
         latest = {**self.latest, product: key}
-        encoder = latest.get("train") or _digest([_deciding(run, "encoder")])
+        encoder = latest.get("train") or _digest([_deciding_settings(run, "encoder")])
         snapshot = f"{SNAPSHOT}{self.snapshot}" if self.snapshot else ""
         names: dict[str, dict[str, Any]] = {"encoder": {"name": f"study-{encoder}{snapshot}"}}
         if "index" in latest:
@@ -259,24 +263,24 @@ class _Chain:
 
 
 def _deciding_values(product: str, stage: str, run: RunConfig) -> list[Any]:
-    """The settings that decide a step's result. A model with a task head is the same under every readout of its
-    backbone; times are those of a device."""
+    """Return the settings that determine a step's result. A model with a task head is the same for every readout of its
+    backbone; times depend on the device."""
     if product == "reader":
-        return [run.encoder.backbone, _deciding(run, "train"), asdict(reader_spec(run))]
+        return [run.encoder.backbone, _deciding_settings(run, "train"), asdict(reader_spec(run))]
     if product == "cross_encoder":
-        return [run.encoder.backbone, _deciding(run, "train"), asdict(pair_spec(run))]
+        return [run.encoder.backbone, _deciding_settings(run, "train"), asdict(pair_spec(run))]
     on_gpu = ["gpu"] if stage == "cost" and run.resources.gpus_per_encoder else []
     hybrid = [run.search.hybrid] if stage in ("reading", "evaluate") and run.search.hybrid is not None else []
-    return [*(_deciding(run, section) for section in RULES[stage].sections), *on_gpu, *hybrid]
+    return [*(_deciding_settings(run, section) for section in RULES[stage].sections), *on_gpu, *hybrid]
 
 
-def _deciding(run: RunConfig, section: str) -> dict[str, Any]:
-    """A section without names, and without the settings that have the value from before they existed."""
-    before = _BEFORE.get(section, {})
+def _deciding_settings(run: RunConfig, section: str) -> dict[str, Any]:
+    """Return a section without names, and without settings of former default values."""
+    former_defaults = _FORMER_DEFAULTS.get(section, {})
     return {
         name: value
-        for name, value in {**_REMOVED.get(section, {}), **run.model_dump(mode="json")[section]}.items()
-        if name not in _NAMES.get(section, ()) and (name not in before or value != before[name])
+        for name, value in {**_REMOVED_SETTINGS.get(section, {}), **run.model_dump(mode="json")[section]}.items()
+        if name not in _NAMES.get(section, ()) and (name not in former_defaults or value != former_defaults[name])
     }
 
 

@@ -1,4 +1,4 @@
-"""Runs a study from its file to its report: plans the steps, runs those that are not on file, writes the report."""
+"""Run a study from its file to its report: plan the steps, run the unfinished ones, write the report."""
 
 import logging
 from pathlib import Path
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class StudyResult(NamedTuple):
-    """`folder` holds the report: in the store, or under `output`."""
+    """The result of a study. `folder` holds the report: in the store, or under `output`."""
 
     study: str
     size: str
@@ -39,28 +39,28 @@ def run_study(
     only: str = "",
     earlier: Path | None = None,
 ) -> StudyResult:
-    """Run a study in one size; the same command again runs only the steps that are missing.
+    """Run a study in one size; the same command again runs only the missing steps.
 
-    `only`: run the variants in whose names this regular expression has a match. The report has every variant whose
-    steps are on file, and names the others.
+    `only`: run the variants whose name matches this regular expression. The report has every variant with finished
+    steps, and names the others.
 
-    `earlier`: the folder of a report of this study and size, made over another store. The variants that it has are not
-    run, and the new report has them, too.
+    `earlier`: the folder of a report of this study and size, made over another store. Its variants do not run, and the
+    new report includes them.
 
-    `output` takes a copy of the report, in a folder named by study and size. `at_once`: steps side by side, in place of
-    the size's own number. Raises ConfigError, DataError, StudyError.
+    `output` receives a copy of the report, in a folder named by study and size. `at_once`: concurrent steps, in place
+    of the size's number. Raises ConfigError, DataError, StudyError.
     """
     if at_once is not None and at_once < 1:
         raise ConfigError(f"at_once is {at_once}; at least one step must run")
     study = load_study(path, size, extra)
     plan = plan_study(study)
     part = plan.part(only)
-    reported = read_report(earlier, study, plan) if earlier else {}
-    part = part.of([one for one in part.variants if not set(one.keys) <= set(reported)])
+    earlier_records = read_report(earlier, study, plan) if earlier else {}
+    part = part.of([one for one in part.variants if not set(one.keys) <= set(earlier_records)])
     run = study.resolve([*study.config.sizes[size].set, *extra])
     store = Store(run.store.path)
     records = run_plan(part, store, run, progress, at_once or study.config.sizes[size].at_once)
-    records = reported | records | read_records(plan, store)
+    records = earlier_records | records | read_records(plan, store)
     report = make_report(study, plan, records)
     folder = paths.study_report_dir(study.config.study, size)
     for name, data in report.files.items():

@@ -1,7 +1,7 @@
-"""Declares the tables of a report, and formats what their cells hold.
+"""Define the tables of a report, and format their cells.
 
-A row maps columns to values. A table has the columns of its rows, in the order in which they first occur, so a table is
-declared where its rows are made. Shares are in percent, differences in points.
+A row maps columns to values. A table has the columns of its rows, in the order of their first occurrence, so the rows
+define the table. Shares are in percent, differences in points.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,7 +33,7 @@ class Table(NamedTuple):
 
 
 def make_table(title: str, note: str, rows: Iterable[Row], *, drop_empty: bool = False) -> Table | None:
-    """A table of these rows; None without rows. `drop_empty` leaves out a column that is empty in every row."""
+    """Build a table; None without rows. `drop_empty` omits columns that are empty in every row."""
     rows = list(rows)
     columns = list(dict.fromkeys(column for row in rows for column in row))
     if drop_empty:
@@ -46,12 +46,12 @@ def format_percent(share: float | None, decimals: int = 1) -> str:
 
 
 def format_cell(cell: Cell | None) -> str:
-    """A share in percent, with its interval."""
+    """Format a share in percent, with its interval."""
     return "" if cell is None else f"{100 * cell.value:.1f} ({100 * cell.low:.1f} to {100 * cell.high:.1f})"
 
 
 def format_change(points: float, low: float, high: float, p: float) -> str:
-    """A difference in points with its interval, and the p of the paired test."""
+    """Format a difference in points with its interval, and the p of the paired test."""
     return f"{points:+.1f} ({low:+.1f} to {high:+.1f}), {p:.2g}"
 
 
@@ -60,6 +60,6 @@ def format_number(value: float | None) -> str:
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """The mean of the values that are not None; None without any."""
+    """Return the mean of the values that are not None; None without any."""
     numbers = [value for value in values if value is not None]
     return float(np.mean(numbers)) if numbers else None

@@ -1,4 +1,4 @@
-"""Makes the tables of how the models of variants were trained, and of the negatives that were mined for them."""
+"""Build the tables of the training of variants' models, and of the negatives that were mined for them."""
 
 import math
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from mvr_ray.studies.tables import Row, Table, format_cell, format_number, forma
 
 
 def training_table(results: Sequence[VariantResult]) -> Table | None:
-    """How training ended: the losses, and whether the views collapsed; then the steps and the loss of each reader and
-    cross-encoder. What these do to dev questions is no comparison of variants, and stands in report.json."""
+    """Tabulate the end of training: losses and collapse; then the steps and the loss of each reader and cross-encoder,
+    whose dev metrics do not compare variants and are only in report.json."""
     rows: list[Row] = []
     for result in results:
         ends = [report["epochs"][-1] for report in result.reports.get("train", []) if report.get("epochs")]
@@ -34,7 +34,7 @@ _LOSSES = {"loss": "loss", "loss_local": "local loss", "view_pair_cosine": "view
 
 
 def curve_table(study: Study, results: Sequence[VariantResult]) -> Table | None:
-    """Every trained variant over its training budget."""
+    """Tabulate every trained variant over its training budget."""
     rows: list[Row] = []
     for result in results:
         for metric in study.config.metrics if result.curve else []:
@@ -43,14 +43,14 @@ def curve_table(study: Study, results: Sequence[VariantResult]) -> Table | None:
             row |= {column: format_cell(cell) for column, cell in points.items()}
             rows.append(row | {"at the end": format_cell(result.cells.get(metric))})
     note = (
-        "Percent, with 95 % intervals over articles, after so many steps of one training: the rate of learning falls "
-        "to nothing at its end, so a shorter training may do better than the same steps of a longer one."
+        "Percent, with 95 % intervals over articles, after a number of steps of one training: the learning rate "
+        "decays to zero at its end, so a shorter training may do better than the same steps of a longer one."
     )
     return make_table("Over the training budget", note, rows)
 
 
 def mining_table(results: Sequence[VariantResult]) -> Table | None:
-    """The share of hits that each filter of mining dropped, and the number of negatives that remain."""
+    """Tabulate the share of hits that each filter of mining dropped, and the number of remaining negatives."""
     filters = {
         "dropped_gold": "gold",
         "dropped_answer_bearing": "answer-bearing",
@@ -65,5 +65,5 @@ def mining_table(results: Sequence[VariantResult]) -> Table | None:
                 column: format_percent(report.get(name, 0) / max(1, report["hits"])) for name, column in filters.items()
             }
             rows.append(row | {"kept": report["negatives"], "questions without": report["without"]})
-    note = "Hits that each filter dropped, in percent of those looked at (first seed first); what was kept."
+    note = "Hits that each filter dropped, in percent of all hits (first seed first); kept: the remaining negatives."
     return make_table("Mining", note, rows)

@@ -1,7 +1,7 @@
-"""Makes the tables of what the views of each variant contribute, beside the papers' figures.
+"""Build the tables of the views of each variant, beside the papers' figures.
 
     views                view-pair cosine, LV, PPL, attention KL, and how often the answer's view wins (MVR table 6)
-    each view alone      accuracy of an index of one view only, and of all together (CAMVR tables 2 and 7)
+    each view alone      accuracy of an index of a single view, and of all together (CAMVR tables 2 and 7)
     answer view          retrieved passages matched by a snippet with the answer (CAMVR eq. 15, table 4)
     attention divergence D(i, j) for i < j (CAMVR eq. 14, table 3)
     two questions        every view's inner product with two questions of one passage (CAMVR figure 4, MVR table 7)
@@ -20,7 +20,7 @@ from mvr_ray.studies.results import VariantResult, stage_reports
 from mvr_ray.studies.tables import Row, Table, format_cell, format_number, format_percent, make_table, mean
 
 MIN_QUESTIONS_FOR_PPL = 3
-"""Mean questions a passage below which a paper's PPL is left out: PPL cannot exceed that number, and the paper's
+"""Mean questions a passage below which a paper's PPL is omitted: PPL cannot exceed that number, and the paper's
 documents have 4.8."""
 
 VIEW_VALUES = {
@@ -38,7 +38,7 @@ FIGURE_4_PASSAGE = "Argentina at the FIFA World Cup"
 
 
 def view_table(results: Sequence[VariantResult]) -> Table | None:
-    """How different the views of each variant are (MVR eqs. 9 and 10, CAMVR eq. 14)."""
+    """Tabulate the differences between the views of each variant (MVR eqs. 9 and 10, CAMVR eq. 14)."""
     variants = [result for result in results if result.reports.get("analyze")]
     paper_values = [name for name in VIEW_VALUES if any(name in variant.paper for variant in variants)]
     rows = []
@@ -56,21 +56,21 @@ def view_table(results: Sequence[VariantResult]) -> Table | None:
         row["most"] = format_number(mean([max(report["win_shares"]) for report in reports]))
         rows.append(row | {"n": int(reports[0]["num_questions"]), "questions a passage": format_number(questions)})
     note = (
-        "Cosine 1 and LV 0 mean that the views are one vector, and PPL then means nothing; near-ties go to the lowest "
+        "Cosine 1 and LV 0 mean that the views are one vector, and PPL is then meaningless; near-ties go to the lowest "
         "view. PPL (MVR eq. 10) is the mean over passages of exp(entropy), `of mean entropy` the exponent of the mean; "
-        "the paper does not say which it has. `most` is the share of questions won by the view that wins most. "
+        "the paper does not say which it uses. `most` is the share of questions won by the view that wins most. "
         "Attention KL is the mean over pairs i < j. n: questions, with their number a passage."
     )
     if few_questions:
         note += (
-            f" The paper's PPL is of 4.8 questions a passage, which bounds it; it does not stand beside fewer than "
+            f" The paper's PPL is of 4.8 questions a passage, which bounds it; it is omitted for fewer than "
             f"{MIN_QUESTIONS_FOR_PPL} a passage."
         )
     return make_table("Views", note, rows)
 
 
 def alone_table(study: Study, results: Sequence[VariantResult]) -> Table | None:
-    """Each view alone, and all together (CAMVR tables 2 and 7)."""
+    """Tabulate each view alone, and all together (CAMVR tables 2 and 7)."""
     rows: list[Row] = []
     for result in results:
         alone = {metric.partition(": ")[0] for metric in result.cells if metric.startswith("view ")}
@@ -86,7 +86,7 @@ def alone_table(study: Study, results: Sequence[VariantResult]) -> Table | None:
 
 
 def answer_view_table(results: Sequence[VariantResult]) -> Table | None:
-    """Answer-view accuracy over retrieved passages (CAMVR eq. 15 and table 4)."""
+    """Tabulate answer-view accuracy over retrieved passages (CAMVR eq. 15 and table 4)."""
     prefix = f"{ALL_VIEWS}: answer_view/top-"
     rows: list[Row] = []
     for result in results:
@@ -108,7 +108,7 @@ def answer_view_table(results: Sequence[VariantResult]) -> Table | None:
 
 
 def attention_table(results: Sequence[VariantResult]) -> Table | None:
-    """The upper triangle of D(i, j) (CAMVR eq. 14 and table 3), the paper's rows above ours."""
+    """Tabulate the upper triangle of D(i, j) (CAMVR eq. 14 and table 3), the paper's rows above ours."""
     rows: list[Row] = []
     for result in results:
         reports = (report["attention_kl_table"] for report in result.reports.get("analyze", []))
@@ -131,12 +131,12 @@ def attention_table(results: Sequence[VariantResult]) -> Table | None:
 
 
 def _paper_attention(result: VariantResult, i: int, j: int) -> float | None:
-    """The paper's D(i, j). Where its mean is 0 every pair is 0, for none is negative."""
+    """Return the paper's D(i, j). Where its mean is 0 every pair is 0, as none is negative."""
     return result.paper.get(f"attention_kl/{i + 1},{j + 1}", 0.0 if result.paper.get("attention_kl") == 0 else None)
 
 
 def examples_table(results: Sequence[VariantResult]) -> Table | None:
-    """Every view's inner product with two questions of one passage (CAMVR figure 4, MVR table 7)."""
+    """Tabulate every view's inner product with two questions of one passage (CAMVR figure 4, MVR table 7)."""
     rows: list[Row] = []
     for result in results:
         for query, (question, view) in enumerate(FIGURE_4, 1):

@@ -149,19 +149,19 @@ def test_build_in_python_and_by_the_command_line_leave_the_same_shards_and_answe
     }
     run_file.write_text(json.dumps(sections))
     for stage in ("prepare", "index"):
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as end:
             main([stage, str(run_file)])
-        assert not ended.value.code, capsys.readouterr().err
+        assert not end.value.code, capsys.readouterr().err
     own, other = Index.open(index_store), Index.open(store)
     assert shard_digests(own) == shard_digests(other) == shard_digests(Index.open(run_file))
     assert own.manifest.corpus_digest == other.manifest.corpus_digest
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["search", str(index_store / "run.yaml"), "who built tower 7?", "-k", "3", "--json"])
-    shown = json.loads(capsys.readouterr().out)["results"][0]
+    cli_hits = json.loads(capsys.readouterr().out)["results"][0]
     for index in (own, other):
         hits = index.search("who built tower 7?", k=3)
-        assert [(hit.id, hit.score, hit.view) for hit in hits] == [(h["id"], h["score"], h["view"]) for h in shown]
+        assert [(hit.id, hit.score, hit.view) for hit in hits] == [(h["id"], h["score"], h["view"]) for h in cli_hits]
 
 
 def test_a_run_file_and_python_read_as_much_of_a_text_as_the_model_says_and_leave_the_same_bytes(
@@ -178,9 +178,9 @@ def test_a_run_file_and_python_read_as_much_of_a_text_as_the_model_says_and_leav
     sections = {"store": {"path": str(tmp_path / "commands")}, "prepare": {"sources": [str(source)]}}
     run_file.write_text(json.dumps({**sections, "encoder": {"backbone": str(model)}}))
     for stage in ("prepare", "index"):
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as end:
             main([stage, str(run_file)])
-        assert not ended.value.code
+        assert not end.value.code
     own, other = Index.build(source, str(model), tmp_path / "python"), Index.open(run_file)
     assert shard_digests(own) == shard_digests(other)
     assert own.manifest.encoder_fingerprint == other.manifest.encoder_fingerprint
@@ -224,11 +224,11 @@ def test_upserts_and_deletions_give_the_answers_of_an_index_built_from_nothing(
 ):
     question = "who built tower 7?"
     assert index.search(question)  # the first version is open when the next ones come
-    changed = [{**ROWS[7], "text": "Bananas are yellow."}, {**ROWS[0], "id": "new", "text": "Tower 7 again."}]
-    published = index.upsert(changed)
+    upserts = [{**ROWS[7], "text": "Bananas are yellow."}, {**ROWS[0], "id": "new", "text": "Tower 7 again."}]
+    published = index.upsert(upserts)
     assert (published.version, published.metrics["encoded"], len(index)) == (2, 2, 25)
     index.delete(["p3", "unknown"])
-    rows = [row for row in ROWS if row["id"] not in ("p3", "p7")] + changed
+    rows = [row for row in ROWS if row["id"] not in ("p3", "p7")] + upserts
     fresh = Index.build(rows, str(tiny_backbone), tmp_path / "fresh", settings=SMALL)
     for k in (3, 100):
         ways = [
@@ -256,8 +256,8 @@ def test_evaluation_counts_questions_whose_answer_or_gold_passage_is_among_the_h
     hits = index.search(["who built tower 7?", "tower 9?"], k=24)
     rows = {(row.metric, row.questions): row for row in index.evaluate(questions, k=[1, 24]).rows}
     answer, gold = rows["answer/top-24", "evaluate"], rows["gold/top-24", "evaluate"]
-    found = [any("king 49" in (hit.text or "") for hit in hits[0]), False]
-    assert (answer.value, answer.n) == (sum(found) / 2, 2)
+    has_answer = [any("king 49" in (hit.text or "") for hit in hits[0]), False]
+    assert (answer.value, answer.n) == (sum(has_answer) / 2, 2)
     assert (gold.value, gold.n) == (1.0, 1)
     assert index.evaluate(index.add_questions(questions, "towers"), k=[24]).rows[0].questions == "towers"
 
@@ -278,8 +278,8 @@ def test_feedback_teaches_the_index_and_is_kept_until_then(index: Index):
     assert index.add_feedback(judgements) == len(strange)
     report = index.refine(rounds=1, depth=10, max_heldout_loss=100.0)
     assert report.published is not None
-    learned = [text for at, text in enumerate(strange) if index.search(text, k=1)[0].id == f"p{at}"]
-    assert len(learned) >= 4, "questions outside the gate find the passage that was given for them"
+    answered_texts = [text for at, text in enumerate(strange) if index.search(text, k=1)[0].id == f"p{at}"]
+    assert len(answered_texts) >= 4, "questions outside the gate find the passage that was given for them"
     with pytest.raises(DataError, match=r"judgement 0 is .*not .question, passage id, 1 or -1"):
         index.add_feedback([("why?", "p1", 2)])
 
@@ -326,8 +326,8 @@ def test_texts_are_read_to_the_models_own_length_unless_settings_say_another(tin
 def test_the_package_and_the_command_line_are_imported_without_what_they_import_when_used(module: str):
     heavy = "{'numpy', 'torch', 'ray', 'pydantic', 'pyarrow', 'transformers'}"
     program = f"import sys, {module}; sys.exit(', '.join({heavy} & set(sys.modules)) or 0)"
-    ended = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    process = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True)
+    assert (process.returncode, process.stderr) == (0, "")
 
 
 SEARCH = """
@@ -342,8 +342,8 @@ sys.exit(status or sorted({'ray', 'transformers', 'bm25s', 'faiss'} & set(sys.mo
 """
 STAGES = """
 import importlib, pkgutil, sys
-import mvr_ray.distributed as room
-for module in pkgutil.walk_packages(room.__path__, "mvr_ray.distributed."):
+import mvr_ray.distributed as package
+for module in pkgutil.walk_packages(package.__path__, "mvr_ray.distributed."):
     if module.name != "mvr_ray.distributed.train" and ".training" not in module.name:
         importlib.import_module(module.name)
 sys.exit(sorted({'transformers', 'pandas', 'torch._dynamo'} & set(sys.modules)) or 0)
@@ -355,12 +355,12 @@ def run_program(program: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_search_with_a_bert_model_imports_neither_ray_nor_transformers(index_store: Path):
-    ended = run_program(SEARCH, "search", str(index_store / "run.yaml"), "Who built tower 7?", "-k", "3")
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("score") == 3
+    process = run_program(SEARCH, "search", str(index_store / "run.yaml"), "Who built tower 7?", "-k", "3")
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("score") == 3
 
 
 def test_every_stage_but_training_is_imported_without_transformers_and_pandas():
     """A task or an actor imports its own module first: what that imports, each worker process pays for."""
-    ended = run_program(STAGES)
-    assert ended.returncode == 0, ended.stderr
+    process = run_program(STAGES)
+    assert process.returncode == 0, process.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gpu_search import V, coded, made, numbers, shelf
+from gpu_search import V, make_codes, make_scan, make_views, numbers
 
 from mvr_ray.core.searching.codes import decode
 from mvr_ray.core.searching.cuda_scan import FusedKernel
@@ -48,15 +48,15 @@ def test_made_views_are_near_normal_distinct_and_exact_in_halves():
     assert abs(float(own_ND.mean())) < 2 and float(own_ND.std()) == pytest.approx(np.sqrt((256**2 - 1) / 3), rel=0.02)
     cosines_ND = torch.corrcoef(own_ND[:200])
     assert float((cosines_ND - torch.eye(200)).abs().mean()) < 0.2
-    views_ND = made(rows_N, 32)
+    views_ND = make_views(rows_N, 32)
     wide_ND = numbers(rows_N, 1, 32) + numbers(rows_N // V, 2, 32)
     assert (views_ND.long() == wide_ND).all()
     assert len(torch.unique(views_ND, dim=0)) == len(rows_N)
 
 
 def test_codes_made_on_the_device_are_as_far_from_their_views_as_is_told():
-    views_ND = made(torch.arange(500), 48)
-    codes_ND, scale_N1, away = coded(views_ND)
+    views_ND = make_views(torch.arange(500), 48)
+    codes_ND, scale_N1, away = make_codes(views_ND)
     decoded_ND = decode(codes_ND.numpy(), scale_N1[:, 0].numpy())
     away_N = np.linalg.norm(views_ND.numpy().astype(np.float64) - decoded_ND, axis=1)
     assert away_N.max() <= away <= away_N.max() * 1.001
@@ -65,11 +65,11 @@ def test_codes_made_on_the_device_are_as_far_from_their_views_as_is_told():
 @pytest.mark.parametrize("kind", ["int8", "fp16"])
 def test_a_scan_of_made_views_is_that_of_the_same_views_in_memory(kind):
     passages, dimension = 300, 24
-    views_ND = made(torch.arange(passages * V), dimension).numpy()
+    views_ND = make_views(torch.arange(passages * V), dimension).numpy()
     numbers_N = np.tile(np.arange(V, dtype=np.int16), passages)
     block = EmbeddingBlock([f"{i:04d}" for i in range(passages)], np.arange(passages + 1) * V, numbers_N, views_ND)
     queries_QD = np.random.default_rng(0).standard_normal((5, dimension)).astype(np.float32)
-    on_device = shelf(passages, dimension, kind, FusedKernel("cpu")).search(queries_QD, 20)
+    on_device = make_scan(passages, dimension, kind, FusedKernel("cpu")).search(queries_QD, 20)
     in_memory = Scan([block], FusedKernel("cpu")).search(queries_QD, 20)
     for one, other in zip(on_device, in_memory):
         np.testing.assert_array_equal(one, other)

@@ -12,7 +12,7 @@ def test_commands_on_file_are_those_of_the_script_with_every_setting_that_it_pin
     assert list(kept["systems"]) == list(systems)
     text = (RESULTS / "quality.md").read_text()
     for name, done in kept["systems"].items():
-        wanted = [quality.typed(stage, overrides) for stage, overrides in quality.commands(systems[name], [])]
+        wanted = [quality.command_line(stage, overrides) for stage, overrides in quality.commands(systems[name], [])]
         assert [step["command"] for step in done] == wanted
         assert all(f"`{command}`" in text for command in wanted)
         if "feedback views" in name:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cluster_model import Scan
-from rates import KNOWN, read_rates, read_scans, told
+from rates import KNOWN, read_rate, read_rates, read_scans
 from simulate import NUM_SHARDS, PASSAGES, World, costs, example, node_service, stages
 from small_clusters import V
 
@@ -28,9 +28,9 @@ def test_a_stated_rate_goes_before_a_case_and_several_sizes_part_start_up_from_r
     name = "encoded passages/s"
     _, pattern = KNOWN[name]
     one = {"mvr_ray fp32": [2.0, 4.0, 3.0], "mvr_ray fp32, again": [1.0], "peer": [1.0]}
-    found = told(name, report("encoding", one), pattern)
+    found = read_rate(name, report("encoding", one), pattern)
     assert found is not None and found.value == pytest.approx(100 / 3) and "'mvr_ray fp32'" in found.source
-    assert told(name, report("encoding", {"peer": [1.0]}), pattern) is None
+    assert read_rate(name, report("encoding", {"peer": [1.0]}), pattern) is None
     (tmp_path / "encoding.json").write_text(json.dumps(report("encoding", one, {"rates": {name: 7.5}})))
     sizes = {f"index, {size:,} passages": [9 + size / 20_000] for size in (10_000, 30_000, 100_000)}
     growth = report("growth", {**sizes, "publish, 1,000,000 passages": [1.0]})
@@ -39,7 +39,8 @@ def test_a_stated_rate_goes_before_a_case_and_several_sizes_part_start_up_from_r
     assert set(rates) == {name, "indexed passages/s"} and rates[name].value == 7.5
     assert rates["indexed passages/s"].value == pytest.approx(20_000)
     assert rates["indexed passages/s"].fixed_s == pytest.approx(9)
-    alone = told("indexed passages/s", report("growth", {"index, 9,000 passages": [10.0]}), r"index, ([\d,]+) passages")
+    report_of_one = report("growth", {"index, 9,000 passages": [10.0]})
+    alone = read_rate("indexed passages/s", report_of_one, r"index, ([\d,]+) passages")
     assert alone is not None and (alone.value, alone.fixed_s) == (10.0, 0.0)
 
 

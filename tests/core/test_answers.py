@@ -54,9 +54,9 @@ def category_of(character: str) -> str:
 def slow_has_answer(text: str, answers: list[str]) -> bool:
     words = slow_tokens(text)
     for answer in answers:
-        wanted = slow_tokens(answer)
-        for start in range(len(words) - len(wanted) + 1):
-            if words[start : start + len(wanted)] == wanted:
+        expected = slow_tokens(answer)
+        for start in range(len(words) - len(expected) + 1):
+            if words[start : start + len(expected)] == expected:
                 return True
     return False
 
@@ -140,8 +140,10 @@ def test_squad_passages_match_as_the_slow_transcription_says(squad_dev: dict):
     matcher = AnswerMatcher(max_cached_bytes=50_000)
     hits = 0
     for each in answers:
-        wanted = [slow_tokens(answer) for answer in each]
-        slow = [any(w == word[i : i + len(w)] for w in wanted for i in range(len(word) - len(w) + 1)) for word in words]
+        expected = [slow_tokens(answer) for answer in each]
+        slow = [
+            any(w == word[i : i + len(w)] for w in expected for i in range(len(word) - len(w) + 1)) for word in words
+        ]
         assert matcher.mark(texts, each) == slow
         hits += sum(slow)
     assert hits > len(answers)
@@ -154,11 +156,11 @@ def test_a_sheet_of_all_questions_marks_a_passage_as_the_slow_transcription_does
     answers = [[a["text"] for a in qa["answers"]] for p in paragraphs for qa in p["qas"]]
     answers += [[], [""], ["the"], ["\u200b", "no such words"], ["Who", "Normans"], ["."]]
     index = AnswerMatcher().index(answers)
-    asked = np.random.default_rng(0).permutation(len(answers))
+    numbers = np.random.default_rng(0).permutation(len(answers))
     hits = 0
     for text in [*(p["context"] for p in paragraphs), "", "?"]:
-        marked = index.marks(text, asked)
-        assert marked.tolist() == [has_answer(text, answers[question]) for question in asked]
+        marked = index.marks(text, numbers)
+        assert marked.tolist() == [has_answer(text, answers[question]) for question in numbers]
         hits += int(marked.sum())
     assert hits > 3 * len(paragraphs)
     assert index.marks("", np.empty(0, np.int64)).tolist() == []
@@ -169,8 +171,8 @@ def test_a_sheet_follows_the_rule_it_is_made_for(match: Match):
     answers = [["nor"], ["norman"], ["n.rm"], ["the Normans"], ["(unclosed", "people"], ["xyz"], ["a"]]
     index = AnswerMatcher(match).index(answers)
     for text in ("The Normans were the people", "a norman", "Normans", ""):
-        told = index.marks(text, np.arange(len(answers))).tolist()
-        assert told == [has_answer(text, one, match) for one in answers]
+        actual = index.marks(text, np.arange(len(answers))).tolist()
+        assert actual == [has_answer(text, one, match) for one in answers]
 
 
 @pytest.mark.data
@@ -264,8 +266,10 @@ def test_one_string_in_place_of_a_list_of_answers_is_refused():
 
 
 def slow_normalize(text: str) -> str:
-    kept = "".join(character for character in text.lower() if character not in string.punctuation)
-    spaced = "".join(character if character.isalnum() or character == "_" else f" {character} " for character in kept)
+    letters = "".join(character for character in text.lower() if character not in string.punctuation)
+    spaced = "".join(
+        character if character.isalnum() or character == "_" else f" {character} " for character in letters
+    )
     assert "_" not in spaced
     return " ".join(word for word in spaced.split() if word not in ("a", "an", "the"))
 
@@ -328,9 +332,9 @@ def test_squad_scores_worked_by_hand(prediction, answers, exact, f1):
 
 def slow_words(text: str) -> list[str]:
     """SQuAD's normal form, character by character and word by word."""
-    kept = "".join(character for character in text.lower() if character not in string.punctuation)
+    letters = "".join(character for character in text.lower() if character not in string.punctuation)
     words, word = [], ""
-    for character in kept + " ":
+    for character in letters + " ":
         inside = character.isalnum() or character == "_"
         if not inside and word in ("a", "an", "the"):
             word = ""
@@ -344,16 +348,16 @@ def slow_words(text: str) -> list[str]:
 def slow_f1(prediction: str, answers: list[str]) -> float:
     best = 0.0
     for answer in answers:
-        found, wanted = slow_words(prediction), slow_words(answer)
-        left, same = list(wanted), 0
-        for word in found:
+        words, expected = slow_words(prediction), slow_words(answer)
+        left, same = list(expected), 0
+        for word in words:
             if word in left:
                 left.remove(word)
                 same += 1
-        if not found and not wanted:
+        if not words and not expected:
             best = 1.0
         elif same:
-            precision, recall = same / len(found), same / len(wanted)
+            precision, recall = same / len(words), same / len(expected)
             best = max(best, 2 * precision * recall / (precision + recall))
     return best
 
@@ -364,10 +368,10 @@ WORDS = st.lists(st.sampled_from(["a", "An", "the", "red", "Red,", "red-hot", "1
 @given(WORDS, st.lists(WORDS, max_size=3))
 @settings(max_examples=300)
 def test_f1_is_the_slow_transcription_and_never_below_exact_match(prediction, answers):
-    text, wanted = " ".join(prediction), [" ".join(answer) for answer in answers]
-    assert f1_score(text, wanted) == pytest.approx(slow_f1(text, wanted))
-    assert f1_score(text, wanted) >= exact_match_score(text, wanted)
-    assert all(f1_score(answer, wanted) == 1.0 for answer in wanted)
+    text, expected = " ".join(prediction), [" ".join(answer) for answer in answers]
+    assert f1_score(text, expected) == pytest.approx(slow_f1(text, expected))
+    assert f1_score(text, expected) >= exact_match_score(text, expected)
+    assert all(f1_score(answer, expected) == 1.0 for answer in expected)
 
 
 @pytest.mark.data
@@ -376,8 +380,8 @@ def test_squad_answers_of_one_question_score_alike_under_both_transcriptions(squ
     checked = 0
     for article in squad_dev["data"][::4]:
         for paragraph in article["paragraphs"]:
-            for asked in paragraph["qas"]:
-                first, *others = [answer["text"] for answer in asked["answers"]]
+            for qa in paragraph["qas"]:
+                first, *others = [answer["text"] for answer in qa["answers"]]
                 assert f1_score(first, others) == pytest.approx(slow_f1(first, others)), (first, others)
                 exact = any(slow_words(first) == slow_words(other) for other in others)
                 assert exact_match_score(first, others) == exact

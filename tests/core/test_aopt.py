@@ -357,12 +357,12 @@ def test_partners_are_rounded_to_the_nearest_whole_number_of_a_unit_of_their_own
     with stepped_by("torch"):
         plain = native_step.to_int16(vectors)
     with stepped_by("compiled", part):
-        found = native_step.to_int16(vectors, 2)
-    assert [column.tobytes() for column in found] == [column.tobytes() for column in plain]
+        actual = native_step.to_int16(vectors, 2)
+    assert [column.tobytes() for column in actual] == [column.tobytes() for column in plain]
     zero_Q = most_Q < 2.0**-110
-    np.testing.assert_array_equal(found.unit_Q, np.where(zero_Q, 0, most_Q / np.float32(32767)))
-    assert (np.abs(found.whole_QD).max(axis=1) == np.where(zero_Q, 0, 32767)).all()
-    away_Q = np.abs(found.values().astype(np.float64) - exact).max(axis=1)
+    np.testing.assert_array_equal(actual.unit_Q, np.where(zero_Q, 0, most_Q / np.float32(32767)))
+    assert (np.abs(actual.whole_QD).max(axis=1) == np.where(zero_Q, 0, 32767)).all()
+    away_Q = np.abs(actual.values().astype(np.float64) - exact).max(axis=1)
     assert (away_Q <= np.where(zero_Q, 2.0**-110, most_Q * (1 / 65534 + 2.0**-22))).all()
 
 
@@ -406,12 +406,12 @@ def test_the_compiled_step_has_the_same_bytes_for_any_number_of_threads_and_any_
     every = []
     for threads, part in ((1, 1000), (2, 7), (3, 1), (5, 64)):
         with stepped_by("compiled", part):
-            made = native_step.step(views, queries, labels, rows, 0.1, threads)
-        every.append(made.moved_MD.tobytes() + made.scores_M2.tobytes())
+            result = native_step.step(views, queries, labels, rows, 0.1, threads)
+        every.append(result.moved_MD.tobytes() + result.scores_M2.tobytes())
     assert len(set(every)) == 1
     with stepped_by("compiled"):
         alone = native_step.step(views, queries, labels, rows[77:78], 0.1, 1)
-    assert alone.moved_MD.tobytes() == made.moved_MD[77:78].tobytes()
+    assert alone.moved_MD.tobytes() == result.moved_MD[77:78].tobytes()
 
 
 @built
@@ -421,13 +421,13 @@ def test_the_compiled_step_adds_partners_one_by_one_in_the_order_of_the_labels()
     queries = (rng.random((400, 20), np.float32) * 10.0 ** rng.integers(-3, 4, (400, 1))).astype(np.float32)
     whole, unit = native_step.to_int16(queries)
     signs = rng.choice([-1, 1], (1, 400))
-    made = native_step.step(np.eye(1, 20, dtype=np.float32), queries, matrices(signs), np.arange(1), 0.1)
+    result = native_step.step(np.eye(1, 20, dtype=np.float32), queries, matrices(signs), np.arange(1), 0.1)
     sums = []
     for sign in (1, -1):
         sums.append(np.float32(0))
         for number, of in zip(whole[signs[0] == sign, 0], unit[signs[0] == sign]):
             sums[-1] = np.float32(sums[-1] + np.float32(number * of))
-    assert made.scores_M2.tolist() == [[sums[0], np.float32(sums[0] + sums[1])]]
+    assert result.scores_M2.tolist() == [[sums[0], np.float32(sums[0] + sums[1])]]
 
 
 @built
@@ -439,14 +439,14 @@ def test_every_half_is_widened_exactly_and_flushing_threads_change_no_byte():
     rows, torch_flushes = np.arange(len(every)), torch.set_flush_denormal(True)
     try:
         assert torch_flushes
-        made = native_step.step(every, queries, labels, rows, 0.0, 1)
+        result = native_step.step(every, queries, labels, rows, 0.0, 1)
     finally:
         torch.set_flush_denormal(False)
     again = native_step.step(every, queries, labels, rows, 0.0, 1)
-    assert made.scores_M2.tobytes() == again.scores_M2.tobytes()
-    finite = np.isfinite(made.moved_MD).all(axis=1)
+    assert result.scores_M2.tobytes() == again.scores_M2.tobytes()
+    finite = np.isfinite(result.moved_MD).all(axis=1)
     assert finite.sum() > 0.9 * len(every)
-    assert np.array_equal(made.moved_MD[finite], every.astype(np.float32)[finite])
+    assert np.array_equal(result.moved_MD[finite], every.astype(np.float32)[finite])
 
 
 @built
@@ -523,11 +523,11 @@ def test_a_moved_vector_keeps_its_length_and_its_new_direction(seed: int):
         passage_step(vectors, queries, labels, step_size=0.1),
         softmax_step(vectors, queries, labels, step_size=0.1),
     ):
-        kept = step.keep_length(vectors)
-        assert kept._replace(vectors_MD=0) == step._replace(vectors_MD=0)
+        result = step.keep_length(vectors)
+        assert result._replace(vectors_MD=0) == step._replace(vectors_MD=0)
         lengths = np.linalg.norm(vectors[step.moved_M], axis=1)
-        np.testing.assert_allclose(np.linalg.norm(kept.vectors_MD, axis=1), lengths, rtol=1e-12)
-        cosines = np.einsum("md,md->m", kept.vectors_MD, step.vectors_MD)
+        np.testing.assert_allclose(np.linalg.norm(result.vectors_MD, axis=1), lengths, rtol=1e-12)
+        cosines = np.einsum("md,md->m", result.vectors_MD, step.vectors_MD)
         np.testing.assert_allclose(cosines, lengths * np.linalg.norm(step.vectors_MD, axis=1), rtol=1e-12)
 
 

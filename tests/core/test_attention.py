@@ -45,8 +45,8 @@ def test_a_view_attends_as_the_mean_of_its_tokens_does_whatever_it_is_padded_wit
             rows = np.flatnonzero(passage.view_T == view)
             assert mask_V[view] == bool(len(rows))
             if len(rows):
-                wanted_T = last_HTT[:, rows].mean((0, 1)).numpy()
-                np.testing.assert_allclose(attention_VT[view], wanted_T, atol=1e-5)
+                expected_T = last_HTT[:, rows].mean((0, 1)).numpy()
+                np.testing.assert_allclose(attention_VT[view], expected_T, atol=1e-5)
                 assert attention_VT[view].sum() == pytest.approx(1, abs=1e-5)
 
 
@@ -74,8 +74,8 @@ def test_row_i_column_j_is_the_divergence_of_view_j_from_view_i_and_the_mean_is_
     d_12 = 1 / 8 * math.log(1 / 2) + 3 / 4 * math.log(3) + 1 / 8 * math.log(1 / 4)
     d_20 = 1 / 2 * math.log(4) + 1 / 4 * math.log(1 / 3) + 1 / 4 * math.log(2)
     table_VV = attention_kl_table([ViewAttention(a, np.ones(3, bool))])
-    wanted = [[0, d_01, d_02], [d_01, 0, d_12], [d_20, d_20, 0]]
-    np.testing.assert_allclose(table_VV, wanted, atol=1e-12)
+    expected = [[0, d_01, d_02], [d_01, 0, d_12], [d_20, d_20, 0]]
+    np.testing.assert_allclose(table_VV, expected, atol=1e-12)
     assert abs(d_02 - d_20) > 0.02, "the two directions differ"
     assert mean_attention_kl(table_VV) == pytest.approx((d_01 + d_02 + d_12) / 3)
     half = np.array([[0, np.nan, 0.5], [9, 0, 0.25], [9, 9, 0]])

@@ -119,8 +119,8 @@ def test_a_folder_without_config_is_named(tmp_path):
         ),
         (
             "bart",
-            "a backbone of model type 'bart' has an encoder and a decoder, and transformers loads its encoder not "
-            "alone; take one of the kind of BERT, T5 or Qwen",
+            "a backbone of model type 'bart' has an encoder and a decoder, and transformers does not load its "
+            "encoder alone; take one of the kind of BERT, T5 or Qwen",
         ),
     ],
 )
@@ -202,10 +202,10 @@ def test_the_payload_that_no_folder_runs_does_run_where_it_is_unpickled(tmp_path
 
 def test_a_checkpoint_that_lacks_weights_is_refused(copy):
     weights = load_file(copy / "model.safetensors")
-    gone = sorted(weights)[5]
-    save_file({name: weight for name, weight in weights.items() if name != gone}, copy / "model.safetensors")
+    missing = sorted(weights)[5]
+    save_file({name: weight for name, weight in weights.items() if name != missing}, copy / "model.safetensors")
     assert refusal(copy) == (
-        f"backbone {copy} lacks 1 weights of a bert model (first: {gone}); they would be random, so take a complete "
+        f"backbone {copy} lacks 1 weights of a bert model (first: {missing}); they would be random, so take a complete "
         f"checkpoint"
     )
 

@@ -20,12 +20,12 @@ KINDS = ["bert", "roberta", "distilbert"]
 
 @pytest.fixture(scope="module")
 def pairs(squad_dev) -> list[Pair]:
-    made = []
+    result = []
     for article in squad_dev["data"][:3]:
         for paragraph in article["paragraphs"][:4]:
-            passage = Passage(str(len(made)), article["title"].replace("_", " "), paragraph["context"])
-            made.append(Pair(paragraph["qas"][0]["question"], passage))
-    return [*made, Pair("who " * 40, made[0].passage), Pair(made[0].question, Passage("x", "", "Short."))]
+            passage = Passage(str(len(result)), article["title"].replace("_", " "), paragraph["context"])
+            result.append(Pair(paragraph["qas"][0]["question"], passage))
+    return [*result, Pair("who " * 40, result[0].passage), Pair(result[0].question, Passage("x", "", "Short."))]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -89,7 +89,7 @@ def test_without_viewers_the_vectors_are_those_of_a_plain_transformers_call(tiny
     states_TD = states(f"{begin}{passage.title}{two}{passage.text}{end}")
     head = 1 + len(title) + encoder.passage_tower.kind.separators
     text_TD = states_TD[head:-1]
-    wanted = {
+    expected = {
         "cls": [states_TD[0]],
         "mean": [states_TD.mean(0)],
         "first_k": list(states_TD[:3]),
@@ -97,10 +97,10 @@ def test_without_viewers_the_vectors_are_those_of_a_plain_transformers_call(tiny
     }[strategy]
     views, mask = encoder.embed_passages(encoder.tokenize_passages([passage]))
     assert mask.all()
-    np.testing.assert_allclose(views[0], torch.stack(wanted).numpy(), atol=1e-5)
+    np.testing.assert_allclose(views[0], torch.stack(expected).numpy(), atol=1e-5)
     query_TD = states(f"{begin}{QUERIES[0]}{end}")
-    wanted_D = query_TD.mean(0) if strategy in ("mean", "snippet_means") else query_TD[0]
-    np.testing.assert_allclose(encoder.embed_queries([QUERIES[0]])[0], wanted_D.numpy(), atol=1e-5)
+    expected_D = query_TD.mean(0) if strategy in ("mean", "snippet_means") else query_TD[0]
+    np.testing.assert_allclose(encoder.embed_queries([QUERIES[0]])[0], expected_D.numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["bert", "distilbert"])  # others see the space before a piece
@@ -114,8 +114,8 @@ def test_pieces_that_are_read_alone_have_the_vectors_of_the_piece_as_a_passage(t
         spans = encoder.snippets(passage)
         pieces = [passage._replace(text=passage.text[start:end]) for start, end in spans]
         assert mask_V.tolist() == [view < len(spans) for view in range(3)]
-        wanted = whole.embed_passages(whole.tokenize_passages(pieces)).views_PVD[:, 0]
-        np.testing.assert_allclose(views_VD[mask_V], wanted, atol=1e-5)
+        expected = whole.embed_passages(whole.tokenize_passages(pieces)).views_PVD[:, 0]
+        np.testing.assert_allclose(views_VD[mask_V], expected, atol=1e-5)
 
 
 def test_pieces_read_alone_see_no_more_of_the_text_than_one_pass_does(tiny):
@@ -137,7 +137,7 @@ def test_pieces_read_alone_see_no_more_of_the_text_than_one_pass_does(tiny):
 def test_viewers_are_extra_rows_of_the_embedding_table_at_the_positions_told(tiny, kind, name, one_tower):
     """The same model with a table that has a row for each token of the passage, word or viewer and position summed, and
     nothing in its own table of positions, gives the same vectors. Where attention has a bias by distance, it is the one
-    that two tokens of a plain row have who are as far apart as the positions told."""
+    that two tokens of a plain row have that are as far apart as the positions."""
     encoder = DualEncoder.from_backbone(tiny(kind), replace(STRATEGIES[name], normalize=False, tied=one_tower))
     (passage,) = encoder.tokenize_passages(PASSAGES[:1])
     tower, plain = encoder.passage_tower, AutoModel.from_pretrained(tiny(kind)).eval()
@@ -149,15 +149,15 @@ def test_viewers_are_extra_rows_of_the_embedding_table_at_the_positions_told(tin
     plain.set_input_embeddings(torch.nn.Embedding.from_pretrained(rows_ND))
     with torch.no_grad():
         if kind == "mpnet":
-            told = passage.position_ids.tolist()
-            plain_HTT = plain.encoder.compute_position_bias(torch.zeros(1, max(told) + 1, 1))[0]
-            apart_TTH = [[plain_HTT[:, max(0, i - j), max(0, j - i)] for j in told] for i in told]
+            position_T = passage.position_ids.tolist()
+            plain_HTT = plain.encoder.compute_position_bias(torch.zeros(1, max(position_T) + 1, 1))[0]
+            apart_TTH = [[plain_HTT[:, max(0, i - j), max(0, j - i)] for j in position_T] for i in position_T]
             bias_HTT = torch.stack([torch.stack(row) for row in apart_TTH]).permute(2, 0, 1)
             plain.encoder.compute_position_bias = lambda states: bias_HTT
         positions.zero_()
         states_TD = plain(input_ids=first + torch.arange(passage.num_tokens)[None]).last_hidden_state[0]
-    wanted = [states_TD[torch.from_numpy(passage.view_T == view)].mean(0) for view in range(3)]
-    np.testing.assert_allclose(encoder.embed_passages([passage]).views_PVD[0], torch.stack(wanted).numpy(), atol=1e-5)
+    expected = [states_TD[torch.from_numpy(passage.view_T == view)].mean(0) for view in range(3)]
+    np.testing.assert_allclose(encoder.embed_passages([passage]).views_PVD[0], torch.stack(expected).numpy(), atol=1e-5)
 
 
 def test_the_query_viewer_begins_as_cls_so_an_untrained_viewers_query_is_a_cls_query(tiny):
@@ -187,8 +187,8 @@ def test_mean_pooling_for_the_warm_start_is_what_the_mean_strategy_reads(tiny, n
     encoder = DualEncoder.from_backbone(tiny("roberta"), STRATEGIES[name]).train()
     mean = DualEncoder.from_backbone(tiny("roberta"), replace(STRATEGIES["mean"], normalize=False))
     pooled = encoder.mean_pool_passages(encoder.tokenize_passages(PASSAGES[:4]))
-    wanted = mean.embed_passages(mean.tokenize_passages(PASSAGES[:4])).views_PVD[:, 0]
-    np.testing.assert_allclose(pooled.numpy(), wanted, atol=1e-5)
+    expected = mean.embed_passages(mean.tokenize_passages(PASSAGES[:4])).views_PVD[:, 0]
+    np.testing.assert_allclose(pooled.numpy(), expected, atol=1e-5)
     np.testing.assert_allclose(encoder.mean_pool_queries(QUERIES).numpy(), mean.embed_queries(QUERIES), atol=1e-5)
     assert encoder.training and not pooled.requires_grad
 
@@ -428,13 +428,13 @@ def test_the_encoder_and_the_losses_need_neither_ray_nor_pydantic():
 def test_untrained_snippet_means_find_more_gold_passages_than_one_vector_does(minilm, squad_dev):
     paragraphs = [paragraph for article in squad_dev["data"][:2] for paragraph in article["paragraphs"][:20]]
     passages = [Passage(str(row), "", paragraph["context"]) for row, paragraph in enumerate(paragraphs)]
-    asked = [(qa["question"], row) for row, paragraph in enumerate(paragraphs) for qa in paragraph["qas"][:4]]
-    gold = np.array([row for _, row in asked])
+    pairs = [(qa["question"], row) for row, paragraph in enumerate(paragraphs) for qa in paragraph["qas"][:4]]
+    gold = np.array([row for _, row in pairs])
 
     def share_found(strategy: str) -> float:
         encoder = DualEncoder.from_backbone(str(minilm), EncoderSpec(strategy=strategy, use_title=False))
         views, mask = encoder.embed_passages(encoder.tokenize_passages(passages))
-        queries = encoder.embed_queries([question for question, _ in asked])
+        queries = encoder.embed_queries([question for question, _ in pairs])
         scores = np.where(mask, np.einsum("qd,pvd->qpv", queries, views), -np.inf).max(-1)
         return float((scores.argmax(1) == gold).mean())
 

@@ -74,8 +74,8 @@ def test_best_first_is_a_stable_sort(seed, k):
     scores = rng.integers(0, 3, len(pairs)).astype(np.float32)
     best = best_first(ScoredPairs(columns[:, 0], columns[:, 1], scores, np.zeros(len(pairs), np.int16)), k)
     ranked = sorted((q, -s, row) for (q, row), s in zip(columns.tolist(), scores.tolist()))
-    wanted = [one for query in range(3) for one in [r for r in ranked if r[0] == query][:k]]
-    assert list(zip(best.query_M.tolist(), (-best.score_M).tolist(), best.row_M.tolist())) == wanted
+    expected = [one for query in range(3) for one in [r for r in ranked if r[0] == query][:k]]
+    assert list(zip(best.query_M.tolist(), (-best.score_M).tolist(), best.row_M.tolist())) == expected
 
 
 @given(st.lists(st.integers(-5, 5), max_size=30))

@@ -27,12 +27,12 @@ def test_a_feedback_view_is_the_weighted_unit_mean_of_the_questions_that_the_pas
     labels = labels_of(
         [(0, 2, True), (1, 2, True), (3, 2, False), (3, 0, True), (0, 1, False), (1, 3, True), (2, 3, True)]
     )
-    made = feedback_views(queries, labels, norms, weight=0.5)
-    assert made.passage_F.tolist() == [0, 2]
+    views = feedback_views(queries, labels, norms, weight=0.5)
+    assert views.passage_F.tolist() == [0, 2]
     half = math.sqrt(0.5)
-    np.testing.assert_allclose(made.vectors_FD, [[half, half], [5 * half, 5 * half]], rtol=1e-6)
-    assert made.num_questions_F.tolist() == [1, 2]
-    assert made.num_cancelled == 1
+    np.testing.assert_allclose(views.vectors_FD, [[half, half], [5 * half, 5 * half]], rtol=1e-6)
+    assert views.num_questions_F.tolist() == [1, 2]
+    assert views.num_cancelled == 1
 
 
 @settings(max_examples=50)
@@ -44,17 +44,17 @@ def test_every_feedback_view_has_weight_times_the_norm_of_its_passage_and_the_di
     pairs = [(q, p, bool(rng.random() < 0.5)) for q in range(6) for p in range(5) if rng.random() < 0.6]
     if not pairs:
         return
-    made = feedback_views(queries, labels_of(pairs), norms, weight=weight)
-    assert made.passage_F.tolist() == sorted({p for _, p, positive in pairs if positive})
-    for passage, vector in zip(made.passage_F, made.vectors_FD):
+    views = feedback_views(queries, labels_of(pairs), norms, weight=weight)
+    assert views.passage_F.tolist() == sorted({p for _, p, positive in pairs if positive})
+    for passage, vector in zip(views.passage_F, views.vectors_FD):
         mean = np.mean([queries[q].astype(np.float64) for q, p, positive in pairs if positive and p == passage], axis=0)
         np.testing.assert_allclose(vector, weight * norms[passage] * mean / np.linalg.norm(mean), rtol=2e-6, atol=1e-7)
 
 
 def test_feedback_without_positives_makes_no_view():
-    made = feedback_views(np.ones((2, 3), np.float32), labels_of([(0, 0, False), (1, 1, False)]), np.ones(2))
-    assert made.passage_F.tolist() == []
-    assert made.vectors_FD.shape == (0, 3)
+    views = feedback_views(np.ones((2, 3), np.float32), labels_of([(0, 0, False), (1, 1, False)]), np.ones(2))
+    assert views.passage_F.tolist() == []
+    assert views.vectors_FD.shape == (0, 3)
 
 
 def test_norms_are_means_over_own_views_and_leave_feedback_views_out():
@@ -99,20 +99,22 @@ def slow_clusters(unit_ND: np.ndarray, most: int) -> list[set[int]]:
 @given(st.integers(0, 2**32 - 1), st.integers(1, 14), st.integers(1, 5))
 def test_clusters_are_those_of_a_slow_transcription(seed, num, most):
     vectors = unit(seed, num)
-    found = spherical_clusters(vectors, most)
-    assert [set(np.flatnonzero(found == c).tolist()) for c in range(found.max() + 1)] == slow_clusters(vectors, most)
+    clusters_N = spherical_clusters(vectors, most)
+    assert [set(np.flatnonzero(clusters_N == c).tolist()) for c in range(clusters_N.max() + 1)] == slow_clusters(
+        vectors, most
+    )
 
 
 @settings(max_examples=80)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 12), st.integers(1, 6), st.integers(1, 3))
 def test_clusters_part_all_questions_none_is_empty_and_the_largest_comes_first(seed, num, most, copies):
     vectors = np.tile(unit(seed, num), (copies, 1))
-    found = spherical_clusters(vectors, most)
-    sizes = np.bincount(found)
+    clusters_N = spherical_clusters(vectors, most)
+    sizes = np.bincount(clusters_N)
     assert (sizes > 0).all()
     assert len(sizes) <= min(most, num)
     assert sizes.tolist() == sorted(sizes, reverse=True)
-    assert (found == np.tile(found[:num], copies)).all(), "equal questions are in one cluster"
+    assert (clusters_N == np.tile(clusters_N[:num], copies)).all(), "equal questions are in one cluster"
 
 
 @pytest.mark.parametrize("most", [2, 4])
@@ -121,19 +123,19 @@ def test_questions_that_differ_by_rounding_alone_are_one(most):
     vectors = np.concatenate([one, np.nextafter(one, np.float32(2)), one]).astype(np.float64)
     assert spherical_clusters(vectors, most).tolist() == [0, 0, 0]
     labels = labels_of([(q, 0, True) for q in range(3)])
-    made = feedback_views(vectors.astype(np.float32), labels, np.ones(1), clusters=most)
-    assert made.num_questions_F.tolist() == [3]
+    views = feedback_views(vectors.astype(np.float32), labels, np.ones(1), clusters=most)
+    assert views.num_questions_F.tolist() == [3]
 
 
 def test_bundles_of_questions_get_a_view_each_and_the_view_of_the_larger_bundle_comes_first():
     rng = np.random.default_rng(8)
     queries = (np.eye(8)[[2, 0, 2, 5, 0, 2]] + 0.01 * rng.normal(size=(6, 8))).astype(np.float32)
     labels = labels_of([(q, 3, True) for q in range(6)])
-    made = feedback_views(queries, labels, np.full(4, 2.0), weight=0.5, clusters=3)
-    assert made.passage_F.tolist() == [3, 3, 3]
-    assert np.abs(made.vectors_FD).argmax(axis=1).tolist() == [2, 0, 5]
-    assert made.num_questions_F.tolist() == [3, 2, 1]
-    np.testing.assert_allclose(np.linalg.norm(made.vectors_FD, axis=1), 1.0, rtol=1e-6)
+    views = feedback_views(queries, labels, np.full(4, 2.0), weight=0.5, clusters=3)
+    assert views.passage_F.tolist() == [3, 3, 3]
+    assert np.abs(views.vectors_FD).argmax(axis=1).tolist() == [2, 0, 5]
+    assert views.num_questions_F.tolist() == [3, 2, 1]
+    np.testing.assert_allclose(np.linalg.norm(views.vectors_FD, axis=1), 1.0, rtol=1e-6)
     more = feedback_views(queries, labels, np.full(4, 2.0), weight=0.5, clusters=9)
     assert len(more.passage_F) == 6, "no more views than distinct questions"
 
@@ -168,11 +170,11 @@ def test_neither_the_order_of_questions_nor_how_passages_are_spread_changes_a_by
 def test_each_of_several_views_is_that_of_its_cluster_alone(seed, clusters):
     rng = np.random.default_rng(seed)
     queries = rng.normal(size=(9, 5)).astype(np.float32)
-    made = feedback_views(queries, labels_of([(q, 0, True) for q in range(9)]), np.array([2.0]), clusters=clusters)
+    views = feedback_views(queries, labels_of([(q, 0, True) for q in range(9)]), np.array([2.0]), clusters=clusters)
     directions = queries.astype(np.float64) / np.linalg.norm(queries.astype(np.float64), axis=1, keepdims=True)
     groups = spherical_clusters(directions, clusters)
-    assert len(made.vectors_FD) == groups.max() + 1
-    for cluster, vector in enumerate(made.vectors_FD):
+    assert len(views.vectors_FD) == groups.max() + 1
+    for cluster, vector in enumerate(views.vectors_FD):
         alone = labels_of([(int(q), 0, True) for q in np.flatnonzero(groups == cluster)])
         assert vector.tobytes() == feedback_views(queries, alone, np.array([2.0])).vectors_FD[0].tobytes()
 
@@ -182,6 +184,6 @@ def test_shares_weigh_the_questions_of_a_mean_and_what_is_taken_away_is_taken_fr
     labels = labels_of([(0, 0, True), (1, 0, True)])
     shared = feedback_views(queries, labels, np.ones(1), weight=1.0, share_Q=np.array([3.0, 1.0]))
     np.testing.assert_allclose(shared.vectors_FD, [np.array([3, 1]) / math.sqrt(10)], rtol=1e-6)
-    away = feedback_views(queries, labels, np.ones(1), weight=1.0, clusters=2, away_PD=np.array([[0.0, -1.0]]))
-    found = sorted(vector.tolist() for vector in away.vectors_FD)
-    np.testing.assert_allclose(found, [[0, 1], [math.sqrt(0.5)] * 2], atol=1e-6)
+    away = feedback_views(queries, labels, np.ones(1), weight=1.0, clusters=2, offset_PD=np.array([[0.0, -1.0]]))
+    clusters_N = sorted(vector.tolist() for vector in away.vectors_FD)
+    np.testing.assert_allclose(clusters_N, [[0, 1], [math.sqrt(0.5)] * 2], atol=1e-6)

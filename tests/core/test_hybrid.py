@@ -38,7 +38,7 @@ def exhaustive(block: EmbeddingBlock, queries_QD: FloatArray, lexical_QP: FloatA
     return lists
 
 
-def search(index: FlatIndex, block: EmbeddingBlock, queries_QD, lexical_QP, weight: float, k: int, least_depth: int):
+def search(index: FlatIndex, block: EmbeddingBlock, queries_QD, lexical_QP, weight: float, k: int, min_depth: int):
     table = BlockTable([block])
     return hybrid_search(
         lambda queries, depth: index.search(queries_QD[queries], depth),
@@ -48,7 +48,7 @@ def search(index: FlatIndex, block: EmbeddingBlock, queries_QD, lexical_QP, weig
         len(queries_QD),
         weight,
         k,
-        least_depth=least_depth,
+        min_depth=min_depth,
     ).hits
 
 
@@ -81,8 +81,8 @@ def test_hybrid_search_over_shards_is_exhaustive_search_over_both_scores_to_the_
             lists.append((shard * size, hits))
             for query in range(Q):
                 expected = own[query][:rows]
-                found = zip(hits.scores_QK[query], hits.rows_QK[query], hits.views_QK[query])
-                assert [(-s, block.ids[row], view) for s, row, view in found if row >= 0] == expected
+                actual = zip(hits.scores_QK[query], hits.rows_QK[query], hits.views_QK[query])
+                assert [(-s, block.ids[row], view) for s, row, view in actual if row >= 0] == expected
                 left_out = own[query][rows:]
                 assert not left_out or hits.frontier_Q[query] >= -left_out[0][0]
                 assert left_out or hits.frontier_Q[query] == -np.inf
@@ -96,8 +96,8 @@ def test_hybrid_search_over_shards_is_exhaustive_search_over_both_scores_to_the_
     best = merge(overlaid, k, ids_of)
     for query in range(Q):
         rows = best.rows_QK[query][best.rows_QK[query] >= 0]
-        found = zip((-best.scores_QK[query]).tolist(), ids_of(rows), best.views_QK[query].tolist())
-        assert list(found) == whole[query][:k]
+        actual = zip((-best.scores_QK[query]).tolist(), ids_of(rows), best.views_QK[query].tolist())
+        assert list(actual) == whole[query][:k]
 
 
 def test_a_dense_search_goes_deeper_until_the_words_of_no_passage_can_lift_it_into_the_hits():
@@ -121,7 +121,7 @@ def test_a_dense_search_goes_deeper_until_the_words_of_no_passage_can_lift_it_in
         1,
         1.0,
         5,
-        least_depth=5,
+        min_depth=5,
     )
     expected = exhaustive(block, queries_QD, lexical_QP, 1.0)[0][:5]
     assert [(-float(s), block.ids[row]) for s, row in zip(hits.scores_QK[0], hits.rows_QK[0])] == [
@@ -151,7 +151,7 @@ def test_rows_that_may_not_be_hits_are_none_and_an_approximate_index_has_no_fron
     arguments = dense, lambda pairs: table.rescore(queries_QD, pairs), lambda query: lexical_QP[query], rows_P, Q, 2.0
     expected = exhaustive(some, queries_QD, lexical_QP[:, 10:20], 2.0)
     for is_exact in (True, False):
-        hits = hybrid_search(*arguments, 4, exact=is_exact, least_depth=4).hits
+        hits = hybrid_search(*arguments, 4, exact=is_exact, min_depth=4).hits
         for query in range(Q):
             names = [block.ids[row] for row in hits.rows_QK[query]]
             if is_exact:

@@ -180,7 +180,7 @@ def test_distillation_is_the_divergence_over_the_passages_that_the_teacher_score
     teacher = 3 * torch.randn(5, 7, generator=generator, dtype=torch.float64)
     teacher[torch.rand(5, 7, generator=generator) < 0.5] = math.nan
     teacher[0, 1:] = math.nan
-    found = []
+    actual = []
     for q, query in enumerate(batch.queries.tolist()):
         rows = [p for p in range(7) if not math.isnan(float(teacher[q, p]))]
         if len(rows) < 2:
@@ -189,14 +189,14 @@ def test_distillation_is_the_divergence_over_the_passages_that_the_teacher_score
             p: 2.5 * max(sum(a * b for a, b in zip(query, view)) for view in batch.views[p][batch.mask[p]].tolist())
             for p in rows
         }
-        wanted = {p: math.exp(float(teacher[q, p])) / sum(math.exp(float(teacher[q, r])) for r in rows) for p in rows}
-        held = {p: math.exp(best[p]) / sum(math.exp(best[r]) for r in rows) for p in rows}
-        found.append(sum(wanted[p] * math.log(wanted[p] / held[p]) for p in rows))
+        expected = {p: math.exp(float(teacher[q, p])) / sum(math.exp(float(teacher[q, r])) for r in rows) for p in rows}
+        student = {p: math.exp(best[p]) / sum(math.exp(best[r]) for r in rows) for p in rows}
+        actual.append(sum(expected[p] * math.log(expected[p] / student[p]) for p in rows))
 
     def loss(queries, views):
         return distillation_loss(queries, views, batch.mask, teacher, scale=2.5)
 
-    assert float(loss(batch.queries, batch.views)) == pytest.approx(sum(found) / max(1, len(found)), abs=1e-9)
+    assert float(loss(batch.queries, batch.views)) == pytest.approx(sum(actual) / max(1, len(actual)), abs=1e-9)
     assert torch.autograd.gradcheck(loss, (batch.queries.requires_grad_(), batch.views.requires_grad_()))
 
 

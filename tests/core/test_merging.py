@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.searching.merging import first_depth, merge, overlay_hits, uncertain_queries
+from mvr_ray.core.searching.merging import first_depth, merge, replace_hits, uncertain_queries
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import IntArray, ShardHits
 
@@ -88,7 +88,7 @@ def test_a_query_without_doubt_is_exact_and_asking_again_settles_every_doubt(see
         assert len(certain) == 3
     for number, queries in enumerate(again):
         start, hits = lists[number]
-        lists[number] = start, overlay_hits(hits, corpus.shard(number, k, queries)[1], queries)
+        lists[number] = start, replace_hits(hits, corpus.shard(number, k, queries)[1], queries)
     settled = merge(lists, k, corpus.ids_of)
     assert [corpus.lists(settled, query) for query in range(3)] == [corpus.best(query, k) for query in range(3)]
     assert not any(len(queries) for queries in uncertain_queries(lists, settled, corpus.ids_of))

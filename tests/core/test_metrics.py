@@ -168,8 +168,8 @@ def test_the_paired_test_of_real_values_equals_enumeration_and_is_never_zero():
 
 def slow_lv(queries, views, mask) -> float:
     values = []
-    for query, own, kept in zip(queries, views, mask):
-        scores = [query @ v / np.linalg.norm(query) / np.linalg.norm(v) for v, keep in zip(own, kept) if keep]
+    for query, own, mask_V in zip(queries, views, mask):
+        scores = [query @ v / np.linalg.norm(query) / np.linalg.norm(v) for v, keep in zip(own, mask_V) if keep]
         if len(scores) > 1:
             scores.sort()
             values.append(scores[-1] - np.mean(scores[:-1]))
@@ -178,8 +178,8 @@ def slow_lv(queries, views, mask) -> float:
 
 def slow_pair_cosine(views, mask) -> float:
     values = []
-    for own, kept in zip(views, mask):
-        units = [v / np.linalg.norm(v) for v, keep in zip(own, kept) if keep]
+    for own, mask_V in zip(views, mask):
+        units = [v / np.linalg.norm(v) for v, keep in zip(own, mask_V) if keep]
         if len(units) > 1:
             values.append(np.mean([x @ y for x, y in itertools.combinations(units, 2)]))
     return float(np.mean(values))

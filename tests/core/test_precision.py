@@ -31,18 +31,18 @@ def test_a_lowered_encoder_is_near_has_a_name_of_its_own_and_keeps_its_questions
     assert lowered.fingerprint not in (full.fingerprint, full.to_precision("fp32").fingerprint)
     assert full.to_precision("fp32").fingerprint == full.fingerprint
     tokenized = full.tokenize_passages(PASSAGES)
-    wanted, found = full.embed_passages(tokenized), lowered.embed_passages(tokenized)
-    assert (wanted.mask_PV == found.mask_PV).all()
-    cosine = (wanted.views_PVD * found.views_PVD).sum(-1)[wanted.mask_PV]
+    expected, actual = full.embed_passages(tokenized), lowered.embed_passages(tokenized)
+    assert (expected.mask_PV == actual.mask_PV).all()
+    cosine = (expected.views_PVD * actual.views_PVD).sum(-1)[expected.mask_PV]
     assert cosine.min() > 0.99
-    assert np.abs(wanted.views_PVD - found.views_PVD).max() > 1e-5
+    assert np.abs(expected.views_PVD - actual.views_PVD).max() > 1e-5
     assert (full.embed_queries(["where?"]) == lowered.embed_queries(["where?"])).all()
 
     lowered.save(tmp_path)
     for only_embeds in (False, True):
         loaded = DualEncoder.load(tmp_path, only_embeds)
         assert (loaded.fingerprint, loaded.precision.name) == (lowered.fingerprint, precision)
-        assert (loaded.embed_passages(tokenized).views_PVD == found.views_PVD).all()
+        assert (loaded.embed_passages(tokenized).views_PVD == actual.views_PVD).all()
 
 
 def test_scales_follow_from_the_passages_alone(tiny):
@@ -101,9 +101,9 @@ def test_int8_of_an_earlier_release_answers_questions_and_says_why_it_embeds_no_
 def test_int8_takes_other_backbones_than_bert(tiny, kind):
     full = DualEncoder.from_backbone(tiny(kind), SPEC)
     tokenized = full.tokenize_passages(PASSAGES)
-    wanted = full.embed_passages(tokenized)
-    found = full.to_precision("int8", PASSAGES).embed_passages(tokenized)
-    assert (wanted.views_PVD * found.views_PVD).sum(-1)[wanted.mask_PV].min() > 0.99
+    expected = full.embed_passages(tokenized)
+    actual = full.to_precision("int8", PASSAGES).embed_passages(tokenized)
+    assert (expected.views_PVD * actual.views_PVD).sum(-1)[expected.mask_PV].min() > 0.99
 
 
 def test_a_backbone_that_cannot_be_lowered_is_named(tiny):
@@ -132,6 +132,6 @@ def test_real_passages_in_bytes_stay_near(minilm, data_dir):
     full = DualEncoder.from_backbone(str(minilm), EncoderSpec(num_views=4, max_passage_tokens=128))
     lowered = full.to_precision("int8", [Passage(str(i), "", text) for i, text in enumerate(texts[:960:30])])
     tokenized = full.tokenize_passages([Passage(str(i), "", text) for i, text in enumerate(texts[1000:1960:30])])
-    wanted, found = full.embed_passages(tokenized), lowered.embed_passages(tokenized)
-    cosine = (wanted.views_PVD * found.views_PVD).sum(-1)[wanted.mask_PV]
+    expected, actual = full.embed_passages(tokenized), lowered.embed_passages(tokenized)
+    cosine = (expected.views_PVD * actual.views_PVD).sum(-1)[expected.mask_PV]
     assert cosine.mean() > 0.99

@@ -37,27 +37,27 @@ def drawn_views(seed: int, kind: str, num_views: int, dimension: int) -> np.ndar
 def test_no_query_loses_more_than_the_bound(seed, kind, num_views, dimension, tolerance):
     """Random queries, and those that a dropped view likes best: along what its kept siblings lack of it."""
     views = drawn_views(seed, kind, num_views, dimension)
-    kept, worst = prune_views(views, tolerance)
-    assert kept.any() and worst <= tolerance
+    keep_V, worst = prune_views(views, tolerance)
+    assert keep_V.any() and worst <= tolerance
     rng = np.random.default_rng(seed + 1)
     queries = [rng.normal(size=dimension) for _ in range(50)]
-    queries += [views[view] - views[kept].mean(0) for view in np.flatnonzero(~kept)]
+    queries += [views[view] - views[keep_V].mean(0) for view in np.flatnonzero(~keep_V)]
     norms = np.linalg.norm(views, axis=1)
     for query in queries:
         scores = views @ query
         slack = 1e-9 * np.linalg.norm(query) * norms.max()
-        for view in np.flatnonzero(~kept):
-            assert scores[view] <= scores[kept].max() + np.linalg.norm(query) * worst * norms[view] + slack
+        for view in np.flatnonzero(~keep_V):
+            assert scores[view] <= scores[keep_V].max() + np.linalg.norm(query) * worst * norms[view] + slack
 
 
 @given(seed=st.integers(0, 2**20), num_views=st.integers(2, 6), tolerance=st.sampled_from([0.0, 1e-3, 0.2]))
 @SLOW
 def test_copies_and_mixtures_are_dropped_and_nothing_that_stands_out(seed, num_views, tolerance):
     copies = drawn_views(seed, "copies", num_views, 24)
-    kept, worst = prune_views(copies, tolerance)
-    assert len(np.unique(copies, axis=0)) == kept.sum() and worst == 0
+    keep_V, worst = prune_views(copies, tolerance)
+    assert len(np.unique(copies, axis=0)) == keep_V.sum() and worst == 0
     firsts = {copies[at].tobytes(): at for at in reversed(range(num_views))}
-    assert sorted(firsts.values()) == np.flatnonzero(kept).tolist()
+    assert sorted(firsts.values()) == np.flatnonzero(keep_V).tolist()
     apart = np.eye(num_views)
     assert prune_views(apart, tolerance)[0].all()
     inside = drawn_views(seed, "inside", num_views, 24)
@@ -78,8 +78,8 @@ def test_the_distance_is_never_below_the_true_one_and_close_to_it(seed, num_othe
             steps = np.linalg.lstsq(edges.T, view - base, rcond=None)[0] if len(rest) else np.zeros(0)
             if (steps >= -1e-12).all() and steps.sum() <= 1 + 1e-12:
                 true = min(true, float(np.linalg.norm(view - base - steps @ edges)))
-    found = hull_distance(view, others)
-    assert true - 1e-9 <= found <= true * (1 + 1e-4) + 1e-9
+    actual = hull_distance(view, others)
+    assert true - 1e-9 <= actual <= true * (1 + 1e-4) + 1e-9
 
 
 def test_a_block_keeps_ids_order_and_view_numbers():

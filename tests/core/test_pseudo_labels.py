@@ -54,20 +54,20 @@ def test_labels_equal_a_loop_over_hits_and_stand_in_order(data: st.DataObject, p
     hits = np.full((questions, depth), -1)
     relevant = np.zeros((questions, depth), bool)
     for question in range(questions):
-        found = data.draw(st.lists(st.integers(0, 9), unique=True, max_size=depth))
-        hits[question, : len(found)] = found
+        rows = data.draw(st.lists(st.integers(0, 9), unique=True, max_size=depth))
+        hits[question, : len(rows)] = rows
         relevant[question] = data.draw(st.lists(st.booleans(), min_size=depth, max_size=depth))
     expected = set()
     for question in range(questions):
-        seen = False
+        has_positive = False
         for rank in range(depth):
             if hits[question, rank] < 0:
                 continue
             if not relevant[question, rank]:
                 expected.add((question, int(hits[question, rank]), rank, False))
-            elif not seen or positives == "all":
+            elif not has_positive or positives == "all":
                 expected.add((question, int(hits[question, rank]), rank, True))
-                seen = True
+                has_positive = True
     views = np.tile(np.arange(depth), (questions, 1))
     labels = labels_from_hits(hits, views, relevant, positives)
     assert as_set(labels) == expected

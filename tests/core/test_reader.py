@@ -44,7 +44,7 @@ def test_the_best_span_is_the_best_of_all_spans(examples, most):
     for row, (start, end, first, count) in enumerate(examples):
         start_FT[row, : len(start)], end_FT[row, : len(end)] = start, end
         text_FT[row, first : first + count] = True
-    found = best_spans(start_FT, end_FT, text_FT, most)
+    actual = best_spans(start_FT, end_FT, text_FT, most)
     for row, (start, end, first, count) in enumerate(examples):
         spans = [
             (-(start[i] + end[j]), i, j - i)
@@ -52,7 +52,7 @@ def test_the_best_span_is_the_best_of_all_spans(examples, most):
             for j in range(i, min(i + most, first + count))
         ]
         cost, at, more = min(spans, default=(math.inf, -1, 0))
-        assert (found.score_F[row], found.start_F[row], found.end_F[row]) == (-cost, at, at + more)
+        assert (actual.score_F[row], actual.start_F[row], actual.end_F[row]) == (-cost, at, at + more)
 
 
 def made_windows(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -113,7 +113,7 @@ def test_windows_are_the_tokenizers_own_and_cover_every_token(minilm, paragraphs
         text = paragraph["context"]
         tokens = windower.tokenize([text])[text]
         question = " ".join(paragraph["qas"][0]["question"].split()[:5])
-        made = windower.windows(windower.frame(question), tokens)
+        result = windower.windows(windower.frame(question), tokens)
         expected = theirs(
             question,
             text,
@@ -123,10 +123,10 @@ def test_windows_are_the_tokenizers_own_and_cover_every_token(minilm, paragraphs
             return_overflowing_tokens=True,
             return_offsets_mapping=True,
         )
-        assert [window.input_ids.tolist() for window in made] == expected["input_ids"]
-        assert [window.type_ids.tolist() for window in made] == expected["token_type_ids"]
+        assert [window.input_ids.tolist() for window in result] == expected["input_ids"]
+        assert [window.type_ids.tolist() for window in result] == expected["token_type_ids"]
         covered = set()
-        for number, window in enumerate(made):
+        for number, window in enumerate(result):
             assert window.input_ids[window.null] == theirs.cls_token_id
             sequence = expected.sequence_ids(number)
             for token in range(window.offset, window.offset + window.num_text):
@@ -136,7 +136,7 @@ def test_windows_are_the_tokenizers_own_and_cover_every_token(minilm, paragraphs
                 covered.add(token)
             assert sequence.count(1) == window.num_text
         assert covered == set(range(len(tokens.ids)))
-        several += len(made) > 1
+        several += len(result) > 1
     assert several > len(paragraphs) // 2
 
 
@@ -148,20 +148,20 @@ def test_an_answers_tokens_are_its_characters_and_nothing_less(minilm, paragraph
     for paragraph in paragraphs:
         text = paragraph["context"]
         tokens = windower.tokenize([text])[text]
-        for asked in paragraph["qas"][:4]:
-            frame = windower.frame(asked["question"])
-            for answer in asked["answers"]:
+        for qa in paragraph["qas"][:4]:
+            frame = windower.frame(qa["question"])
+            for answer in qa["answers"]:
                 start, stop = answer["answer_start"], answer["answer_start"] + len(answer["text"])
                 first, last = tokens_of(tokens.starts, tokens.stops, start, stop)
                 touching = [i for i in range(len(tokens.ids)) if tokens.starts[i] < stop and tokens.stops[i] > start]
                 assert list(range(first, last + 1)) == touching
                 total += 1
                 exact += text[tokens.starts[first] : tokens.stops[last]] == answer["text"]
-                held = [window for window in windower.windows(frame, tokens) if window.holds(first, last)]
-                for window in held:
+                contents = [window for window in windower.windows(frame, tokens) if window.holds(first, last)]
+                for window in contents:
                     piece = window.input_ids[window.place(first) : window.place(last) + 1]
                     assert piece.tolist() == tokens.ids[first : last + 1].tolist()
-                assert held or last - first >= SMALL.overlap_tokens
+                assert contents or last - first >= SMALL.overlap_tokens
     assert exact / total > 0.97  # a few answers of SQuAD end inside a word
 
 
@@ -176,10 +176,10 @@ def test_characters_between_tokens_have_no_token():
 @pytest.fixture(scope="module")
 def pair_backbone(tiny, tmp_path_factory):
     """paired(kind): a random backbone of that kind, whose tokenizer puts special tokens around a pair."""
-    made: dict[str, str] = {}
+    result: dict[str, str] = {}
 
     def folder(kind: str) -> str:
-        if kind not in made:
+        if kind not in result:
             path = tmp_path_factory.mktemp("paired") / kind
             shutil.copytree(tiny(kind), path)
             tokenizer = AutoTokenizer.from_pretrained(path)
@@ -194,8 +194,8 @@ def pair_backbone(tiny, tmp_path_factory):
             own = [backend.post_processor] if backend.post_processor is not None else []
             backend.post_processor = processors.Sequence([*own, template])
             tokenizer.save_pretrained(path)
-            made[kind] = str(path)
-        return made[kind]
+            result[kind] = str(path)
+        return result[kind]
 
     return folder
 
@@ -241,9 +241,9 @@ def test_reading_a_batch_is_reading_every_span_of_every_window_alone(pair_backbo
     with torch.no_grad():
         reader.model.qa_outputs.weight.mul_(40)  # so that spans differ by more than rounding
     questions = ["Where does the river end?", "Who wrote of the old bridge, and when was it built in the hills?", ""]
-    found = reader.read([ReadRequest(question, PASSAGES) for question in questions], tokens_per_batch=130)
-    told = 0
-    for question, row in zip(questions, found):
+    actual = reader.read([ReadRequest(question, PASSAGES) for question in questions], tokens_per_batch=130)
+    num_answers = 0
+    for question, row in zip(questions, actual):
         for text, span in zip(PASSAGES, row, strict=True):
             expected = slow_read(reader, question, text)
             if expected is None:
@@ -252,13 +252,13 @@ def test_reading_a_batch_is_reading_every_span_of_every_window_alone(pair_backbo
             best, margin = expected
             assert span.score == pytest.approx(best.score, abs=2e-4)
             if margin > 1e-3:
-                told += 1
+                num_answers += 1
                 assert span[3:] == pytest.approx(best[3:], abs=2e-4)
                 piece = text[best.start : best.stop]
                 start = best.start + len(piece) - len(piece.lstrip())
                 assert (span.start, span.stop) == (start, start + len(piece.strip()))
-    assert told >= 6
-    assert found == reader.read([ReadRequest(question, PASSAGES) for question in questions], tokens_per_batch=130)
+    assert num_answers >= 6
+    assert actual == reader.read([ReadRequest(question, PASSAGES) for question in questions], tokens_per_batch=130)
 
 
 SCORES = st.lists(st.tuples(st.none() | LEVELS, LEVELS), max_size=6)
@@ -284,9 +284,9 @@ def test_a_stored_reader_is_the_one_that_was_saved(pair_backbone, tmp_path):
     reader = Reader.from_backbone(pair_backbone("bert"), SMALL, seed=5)
     reader.save(tmp_path / "stored")
     again = Reader.load(tmp_path / "stored", SMALL)
-    asked = [ReadRequest("Where does the river end?", PASSAGES)]
+    requests = [ReadRequest("Where does the river end?", PASSAGES)]
     assert again.fingerprint == reader.fingerprint
-    assert again.read(asked) == reader.read(asked)
+    assert again.read(requests) == reader.read(requests)
     assert Reader.from_backbone(pair_backbone("bert"), SMALL, seed=6).fingerprint != reader.fingerprint
     assert Reader.from_backbone(str(tmp_path / "stored"), SMALL, seed=6).fingerprint == reader.fingerprint
 
@@ -322,10 +322,10 @@ def test_what_cannot_serve_as_a_reader_is_refused_by_name(pair_backbone, tmp_pat
     )
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     weights = load_file(copy / "model.safetensors")
-    gone = sorted(weights)[5]
-    save_file({name: weight for name, weight in weights.items() if name != gone}, copy / "model.safetensors")
+    lost = sorted(weights)[5]
+    save_file({name: weight for name, weight in weights.items() if name != lost}, copy / "model.safetensors")
     assert refusal(copy, SMALL, Reader.from_backbone) == (
-        f"reader {copy} lacks 1 weights of a bert model (first: bert.{gone}); they would be random, so take a complete "
+        f"reader {copy} lacks 1 weights of a bert model (first: bert.{lost}); they would be random, so take a complete "
         f"checkpoint"
     )
     config = json.loads((copy / "config.json").read_text())

@@ -129,13 +129,13 @@ def test_a_published_round_never_costs_more_than_allowed_and_no_such_round_is_be
         known, *gates = rows[r]
         return known, sum(gates), -r
 
-    for done in range(len(rows)):
-        gates, known = tuple(row[1:] for row in rows[: done + 1]), tuple(row[0] for row in rows[: done + 1])
+    for num_rounds in range(len(rows)):
+        gates, known = tuple(row[1:] for row in rows[: num_rounds + 1]), tuple(row[0] for row in rows[: num_rounds + 1])
         action = next_action(RefineState(gates, known, max_rounds, patience, float(loss), 9))
-        allowed = [r for r in range(1, done + 1) if all(was - now <= loss for was, now in zip(rows[0], rows[r]))]
+        allowed = [r for r in range(1, num_rounds + 1) if all(was - now <= loss for was, now in zip(rows[0], rows[r]))]
         best = max(allowed, key=worth, default=0)
-        peak = max(range(1, done + 1), key=worth, default=0)
-        ends = done >= max_rounds or done - max(best, peak) >= patience
+        peak = max(range(1, num_rounds + 1), key=worth, default=0)
+        ends = num_rounds >= max_rounds or num_rounds - max(best, peak) >= patience
         if isinstance(action, Continue):
             assert not ends
             continue
@@ -145,7 +145,7 @@ def test_a_published_round_never_costs_more_than_allowed_and_no_such_round_is_be
         else:
             assert not allowed
             assert action.lost_points == min(
-                max(was - now for was, now in zip(rows[0], rows[r])) for r in range(1, done + 1)
+                max(was - now for was, now in zip(rows[0], rows[r])) for r in range(1, num_rounds + 1)
             )
         return
 

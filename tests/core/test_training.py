@@ -98,9 +98,11 @@ def joined_loss(name: str):
         )
         if name != "taught":
             return terms
-        asked = torch.full(padded.shape, torch.nan, dtype=torch.float64)
-        asked[:, :PASSAGES] = teacher_QP
-        return terms._replace(total=terms.total + distillation_loss(queries_QD, views_PVD, mask_PV, asked, scale=2.0))
+        padded_teacher_QP = torch.full(padded.shape, torch.nan, dtype=torch.float64)
+        padded_teacher_QP[:, :PASSAGES] = teacher_QP
+        return terms._replace(
+            total=terms.total + distillation_loss(queries_QD, views_PVD, mask_PV, padded_teacher_QP, scale=2.0)
+        )
 
     return of
 
@@ -135,7 +137,7 @@ def _on_rank(rank: int, world: int, meeting: Path, out: Path) -> None:
     """Every loss in one pass and in chunks, as loss and gradients in a file `out`."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
-    share, found = share_of(rank, world), {}
+    share, actual = share_of(rank, world), {}
     for name in LOSSES:
         for chunk in (0, 2):
             encoder = ToyEncoder()
@@ -146,9 +148,9 @@ def _on_rank(rank: int, world: int, meeting: Path, out: Path) -> None:
             else:
                 loss = loss_and_gradients(encoder, share, joined_loss(name), PassSettings(chunk=chunk)).terms.total
             average_gradients(encoder.parameters())
-            found[f"{name} {chunk} loss"] = loss.numpy()
-            found |= {f"{name} {chunk} {key}": gradient.numpy() for key, gradient in gradients(encoder).items()}
-    np.savez(out, **found)
+            actual[f"{name} {chunk} loss"] = loss.numpy()
+            actual |= {f"{name} {chunk} {key}": gradient.numpy() for key, gradient in gradients(encoder).items()}
+    np.savez(out, **actual)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -186,12 +188,12 @@ def results_of_ranks(world: int, folder: Path, *backbone: str) -> list[Path]:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_ranks_together_have_the_loss_and_gradient_of_one_process_on_the_joined_batch(world, tmp_path):
     for file in results_of_ranks(world, tmp_path):
-        found = np.load(file, allow_pickle=False)
+        actual = np.load(file, allow_pickle=False)
         for name in LOSSES:
             loss, expected = reference(name)
             for chunk in (0, 2):
-                assert math.isclose(found[f"{name} {chunk} loss"], loss.item(), rel_tol=1e-12)
-                assert_same({key: torch.tensor(found[f"{name} {chunk} {key}"]) for key in expected}, expected)
+                assert math.isclose(actual[f"{name} {chunk} loss"], loss.item(), rel_tol=1e-12)
+                assert_same({key: torch.tensor(actual[f"{name} {chunk} {key}"]) for key in expected}, expected)
 
 
 class WithTokens:
@@ -231,11 +233,11 @@ def test_two_ranks_train_a_real_encoder_as_one_process_does(tmp_path, tiny):
     expected = gradients(both.encoder)
     assert any("viewer" in name for name in expected)
     for file in files:
-        found = np.load(file, allow_pickle=False)
-        assert math.isclose(found["loss"], terms.total.item(), rel_tol=1e-5)
+        actual = np.load(file, allow_pickle=False)
+        assert math.isclose(actual["loss"], terms.total.item(), rel_tol=1e-5)
         for name, gradient in expected.items():
             most = float(gradient.abs().max())
-            np.testing.assert_allclose(found[name], gradient.numpy(), rtol=0, atol=1e-4 * most + 1e-7, err_msg=name)
+            np.testing.assert_allclose(actual[name], gradient.numpy(), rtol=0, atol=1e-4 * most + 1e-7, err_msg=name)
 
 
 @pytest.mark.parametrize("name", LOSSES[:-1])

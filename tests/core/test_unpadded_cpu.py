@@ -17,7 +17,7 @@ from mvr_ray.core.encoding.unpadded_cpu import (
     MANY_BLOCKS,
     UnpaddedCpuTower,
     blocks,
-    filling_tokens,
+    padding_tokens,
     supports_unpadded_cpu,
     view_means,
 )
@@ -51,30 +51,30 @@ def test_packed_views_are_the_padded_views(tiny, kind, name):
     packed = encoder.embed_passages(tokenized)
     assert (packed.mask_PV == padded.mask_PV.numpy()).all()
     np.testing.assert_allclose(packed.views_PVD, padded.views_PVD.detach().numpy(), atol=2e-6)
-    wanted = encoder.encode_queries(QUERIES).detach().numpy()
-    np.testing.assert_allclose(encoder.embed_queries(QUERIES), wanted, atol=2e-6)
+    expected = encoder.encode_queries(QUERIES).detach().numpy()
+    np.testing.assert_allclose(encoder.embed_queries(QUERIES), expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", ["bert", "mpnet"])
 def test_the_states_of_every_token_are_the_padded_ones_and_no_more(tiny, kind):
     encoder = DualEncoder.from_backbone(tiny(kind), SPEC)
     tokenized = encoder.tokenize_passages(PASSAGES[5:40])
-    wanted_PTD, wanted_PT = encoder.states(tokenized)
-    assert wanted_PTD.requires_grad
+    expected_PTD, expected_PT = encoder.states(tokenized)
+    assert expected_PTD.requires_grad
     with torch.no_grad():
         states_PTD, real_PT = encoder.states(tokenized)
-    assert torch.equal(real_PT, wanted_PT)
-    torch.testing.assert_close(states_PTD[real_PT], wanted_PTD[real_PT].detach(), atol=2e-6, rtol=0)
+    assert torch.equal(real_PT, expected_PT)
+    torch.testing.assert_close(states_PTD[real_PT], expected_PTD[real_PT].detach(), atol=2e-6, rtol=0)
     assert (states_PTD[~real_PT] == 0).all() or not supports_unpadded_cpu(encoder.passage_tower.backbone)
 
 
 @given(st.integers(1, 9000))
 def test_blocks_are_filled_by_little_to_few_numbers_of_rows(num_tokens):
-    filling = filling_tokens(num_tokens)
-    assert 0 <= filling < (8 if num_tokens <= 128 else 64)
-    assert (num_tokens + filling) % (8 if num_tokens <= 128 else 64) == 0
-    assert len({n + filling_tokens(n) for n in range(1, 1025)}) == 30
-    assert num_tokens > 1024 or num_tokens + filling_tokens(num_tokens, whole=True) == 1024
+    num_padding = padding_tokens(num_tokens)
+    assert 0 <= num_padding < (8 if num_tokens <= 128 else 64)
+    assert (num_tokens + num_padding) % (8 if num_tokens <= 128 else 64) == 0
+    assert len({n + padding_tokens(n) for n in range(1, 1025)}) == 30
+    assert num_tokens > 1024 or num_tokens + padding_tokens(num_tokens, whole=True) == 1024
 
 
 @pytest.mark.parametrize("repeats", [1, 20])
@@ -95,22 +95,22 @@ def test_who_reads_many_blocks_sees_one_number_of_rows(tiny, repeats):
 def test_what_fills_a_block_changes_nothing_but_the_number_of_rows(tiny, monkeypatch):
     encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
     tokenized = sorted(encoder.tokenize_passages(PASSAGES[:9]), key=lambda text: text.num_tokens)
-    seen = {}
+    records = {}
     with torch.no_grad():
         for with_filling in (True, False):
             if not with_filling:
-                monkeypatch.setattr(unpadded_cpu, "filling_tokens", lambda num_tokens, whole=False: 0)
+                monkeypatch.setattr(unpadded_cpu, "padding_tokens", lambda num_tokens, whole=False: 0)
             reader = UnpaddedCpuTower(encoder.passage_tower)
-            rows, inner = seen.setdefault(with_filling, []), reader.layers
+            rows, inner = records.setdefault(with_filling, []), reader.layers
             reader.layers = [
                 lambda x, runs, layer=layer, rows=rows: rows.append(len(x)) or layer(x, runs) for layer in inner
             ]
-            seen[with_filling, "states"] = reader(tokenized)
+            records[with_filling, "states"] = reader(tokenized)
     num_tokens = sum(text.num_tokens for text in tokenized)
-    assert set(seen[False]) == {num_tokens} and num_tokens % 32
-    assert set(seen[True]) == {num_tokens + filling_tokens(num_tokens)}
-    assert len(seen[True, "states"]) == num_tokens
-    np.testing.assert_allclose(seen[True, "states"], seen[False, "states"], atol=2e-6)
+    assert set(records[False]) == {num_tokens} and num_tokens % 32
+    assert set(records[True]) == {num_tokens + padding_tokens(num_tokens)}
+    assert len(records[True, "states"]) == num_tokens
+    np.testing.assert_allclose(records[True, "states"], records[False, "states"], atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", ["distilbert", "mpnet"])
@@ -138,23 +138,23 @@ def test_the_number_of_threads_changes_no_byte_and_stays_as_it_was(tiny):
     encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
     tokenized = encoder.tokenize_passages(PASSAGES)
     assert len(blocks([passage.num_tokens for passage in tokenized])) > 2
-    before, found = torch.get_num_threads(), []
+    before, actual = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(encoder.embed_passages(tokenized).views_PVD)
+            actual.append(encoder.embed_passages(tokenized).views_PVD)
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
-    assert (found[0] == found[1]).all() and (found[0] == found[2]).all()
+    assert (actual[0] == actual[1]).all() and (actual[0] == actual[2]).all()
 
 
 def test_what_is_laid_out_stays_behind_when_an_encoder_is_copied_or_shipped(tiny):
     encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
     tokenized = encoder.tokenize_passages(PASSAGES[:9])
-    wanted = encoder.embed_passages(tokenized).views_PVD
+    expected = encoder.embed_passages(tokenized).views_PVD
     for other in (copy.deepcopy(encoder), pickle.loads(pickle.dumps(encoder))):
-        assert (other.embed_passages(tokenized).views_PVD == wanted).all()
+        assert (other.embed_passages(tokenized).views_PVD == expected).all()
 
 
 @pytest.mark.parametrize("kind", ["bert", "mpnet"])
@@ -176,17 +176,17 @@ def test_gradients_are_the_sum_of_those_of_each_passage_alone(tiny, kind):
 
 @given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 80))
 def test_blocks_hold_every_row_once_in_the_first_that_had_room_for_it(lengths, budget):
-    found = blocks(lengths, budget)
-    assert sorted(row for rows in found for row in rows) == list(range(len(lengths)))
+    actual = blocks(lengths, budget)
+    assert sorted(row for rows in actual for row in rows) == list(range(len(lengths)))
 
     def place(row: int) -> tuple[int, int]:
         return -lengths[row], row
 
-    for number, rows in enumerate(found):
+    for number, rows in enumerate(actual):
         assert rows == sorted(rows, key=place), "texts of one length stand together"
         assert len(rows) == 1 or sum(lengths[row] for row in rows) <= budget
         for row in rows:
-            for before in found[:number]:
+            for before in actual[:number]:
                 taken = sum(lengths[other] for other in before if place(other) < place(row))
                 assert taken + lengths[row] > budget
 
@@ -198,16 +198,16 @@ def test_a_view_is_the_mean_of_its_tokens_states(view_T, seed):
         for views in view_T
     ]
     states_ND = np.random.default_rng(seed).normal(size=(sum(map(len, view_T)), 5)).astype(np.float32)
-    found = view_means(torch.from_numpy(states_ND), tokenized, 4)
+    actual = view_means(torch.from_numpy(states_ND), tokenized, 4)
     start = 0
     for text, views in enumerate(view_T):
         own = states_ND[start : start + len(views)]
         start += len(views)
         for view in range(4):
             rows = [row for row, at in enumerate(views) if at == view]
-            wanted_D = own[rows].mean(0) if rows else np.zeros(5)
-            assert found.count_PV[text, view] == len(rows)
-            np.testing.assert_allclose(found.views_PVD[text, view], wanted_D, atol=1e-6)
+            expected_D = own[rows].mean(0) if rows else np.zeros(5)
+            assert actual.count_PV[text, view] == len(rows)
+            np.testing.assert_allclose(actual.views_PVD[text, view], expected_D, atol=1e-6)
 
 
 def test_bfloat16_is_taken_where_the_processor_has_instructions_for_it_and_texts_are_not_padded(tiny, monkeypatch):

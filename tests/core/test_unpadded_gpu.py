@@ -56,11 +56,11 @@ def test_views_are_those_of_the_padded_pass(tiny, kind, name):
     texts = encoder.tokenize_passages(PASSAGES)
     if encoder.spec.has_pieces:
         texts = [row for passage in texts for row in encoder.layout.rows(passage)]
-    wanted = padded_views(encoder.passage_tower, texts, encoder.num_views)
+    expected = padded_views(encoder.passage_tower, texts, encoder.num_views)
     for batches in ([texts], [texts[:2], texts[2:3], texts[3:]]):
         parts = [reader.views(batch, encoder.num_views) for batch in batches]
-        torch.testing.assert_close(torch.cat([part.views_PVD for part in parts]), wanted.views_PVD, atol=1e-5, rtol=0)
-        assert torch.equal(torch.cat([part.count_PV for part in parts]), wanted.count_PV)
+        torch.testing.assert_close(torch.cat([part.views_PVD for part in parts]), expected.views_PVD, atol=1e-5, rtol=0)
+        assert torch.equal(torch.cat([part.count_PV for part in parts]), expected.count_PV)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -120,5 +120,5 @@ def test_an_encoder_that_cuts_no_sentences_never_loads_what_cuts_them(tiny):
         "encoder.embed_passages(encoder.tokenize_passages([Passage('1', '', 'the river')]))\n"
         "print(sorted({'ray', 'faiss', 'pydantic', 'nltk'} & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.stdout.strip().splitlines()[-1:] == ["[]"], done.stdout + done.stderr
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert process.stdout.strip().splitlines()[-1:] == ["[]"], process.stdout + process.stderr

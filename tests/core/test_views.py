@@ -270,9 +270,9 @@ def test_truncation_takes_text_only_and_leaves_a_view(case, title, lengths):
     assert ids[-1] == S
     views = set(passage.view_T.tolist()) - {-1}
     assert 0 in views and max(views) < spec.effective_views
-    kept = [token for token in ids if 200 <= token < 500]
-    whole = len(kept) == len(text.ids)
-    again = (len(rows) - 1) * (len(ids) - len(kept)) // len(rows)  # special tokens and title of the further rows
+    text_ids = [token for token in ids if 200 <= token < 500]
+    whole = len(text_ids) == len(text.ids)
+    again = (len(rows) - 1) * (len(ids) - len(text_ids)) // len(rows)  # special tokens and title of the further rows
     assert whole or len(ids) - again == spec.max_passage_tokens
     if spec.strategy == "viewers":
         assert ids[:3] == [VIE + 1, VIE + 2, VIE + 3]
@@ -280,7 +280,7 @@ def test_truncation_takes_text_only_and_leaves_a_view(case, title, lengths):
         assert views == set(range(3 if spec.empty_snippets == "kept" else max(1, len(lengths))))
         assert [token - VIE - 1 for token in ids if token > VIE] == sorted(views)
     else:
-        assert kept == text.ids[: len(kept)]
+        assert text_ids == text.ids[: len(text_ids)]
 
 
 def test_a_snippet_lost_to_truncation_has_no_view():
@@ -302,11 +302,11 @@ def test_a_passage_without_text_has_one_view_unless_each_token_or_viewer_is_one(
 @settings(max_examples=200)
 def test_shortening_fills_the_budget_and_cuts_only_the_longest(lengths, data):
     budget = data.draw(st.integers(len(lengths), 200))
-    kept = shorten(lengths, budget)
-    assert sum(kept) == min(budget, sum(lengths))
-    assert all(1 <= new <= old for new, old in zip(kept, lengths))
-    cut = [new for new, old in zip(kept, lengths) if new < old]
-    assert not cut or max(kept) <= min(cut) + 1
+    text_ids = shorten(lengths, budget)
+    assert sum(text_ids) == min(budget, sum(lengths))
+    assert all(1 <= new <= old for new, old in zip(text_ids, lengths))
+    cut = [new for new, old in zip(text_ids, lengths) if new < old]
+    assert not cut or max(text_ids) <= min(cut) + 1
 
 
 def test_a_token_belongs_to_the_snippet_of_its_last_character():

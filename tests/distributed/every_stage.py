@@ -13,7 +13,7 @@ from mvr_ray.store.runs import to_plain
 
 
 def run_stages(run: RunConfig) -> dict[str, Any]:
-    """What each stage reported; paths, times and the store's own name are left out."""
+    """The report of each stage without paths, times and the store's own name."""
     from mvr_ray.cli import search_once
     from mvr_ray.distributed import analyze, build_index, compact, refine, reshard, retrieve
     from mvr_ray.store.files import Store

@@ -97,11 +97,11 @@ def bm25_over(texts: dict[str, str], question: str) -> dict[str, float]:
     stemmer = Stemmer.Stemmer("english")
     oracle = bm25s.BM25(method="lucene", k1=0.9, b=0.4)
     words = bm25s.tokenize(list(texts.values()), stopwords="en", stemmer=stemmer, show_progress=False)
-    if not any(words.ids):  # bm25s refuses a corpus without words
+    if not any(words.ids):  # bm25s rejects a corpus without words
         return dict.fromkeys(texts, 0.0)
     oracle.index(words, show_progress=False)
-    [asked] = bm25s.tokenize([question], stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False)
-    known = [word for word in asked if word in oracle.vocab_dict]
+    [tokens] = bm25s.tokenize([question], stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False)
+    known = [word for word in tokens if word in oracle.vocab_dict]
     return dict(zip(texts, oracle.get_scores(known).tolist() if known else [0.0] * len(texts)))
 
 

@@ -143,10 +143,10 @@ def test_a_feedback_view_the_title_and_a_missing_view_match_no_snippet(small_ind
     passage, spans = next((p, own) for p in passages if None in (own := encoder.view_spans(p)))
     missing, (start, end) = spans.index(None), spans[1]
     word = passage.text[start:end].split()[0]
-    asked = [Question(f"q{at}", "Who?", answers=(word,)) for at in range(5)]
+    questions = [Question(f"q{at}", "Who?", answers=(word,)) for at in range(5)]
     views = [(1,), (8, 1), (0, 9, missing, -1), (0, 1), ()]
     merged = [[Hit(passage.id, 1.0 - at, view, 0, at) for at, view in enumerate(own)] for own in views]
-    ranked = judge_hits(asked, merged, passages)
+    ranked = judge_hits(questions, merged, passages)
     assert spans[0] == TITLE and all(hit.has_answer for row in ranked for hit in row.passages)
     ranks = _answer_view_ranks(ranked, merged, passages, encoder, EvaluateConfig())
     assert list(ranks.values()) == [0, 1, -1, 1, -1]
@@ -168,8 +168,8 @@ def test_the_examples_are_passages_with_two_questions_answered_in_different_snip
         assert question.positive_ids[0] == passage.id and one.title == passage.title
         assert one.answer_view == view_of_offset(encoder, passage, question.answer_starts[0])
         query_D = encoder.embed_queries([one.question])[0].astype(np.float64)
-        wanted = [float(query_D @ stored[passage.id][v]) if v in stored[passage.id] else None for v in range(4)]
-        assert one.scores == pytest.approx(wanted, rel=1e-4)
+        expected = [float(query_D @ stored[passage.id][v]) if v in stored[passage.id] else None for v in range(4)]
+        assert one.scores == pytest.approx(expected, rel=1e-4)
     assert all(a.answer_view != b.answer_view for a, b in zip(report.examples[::2], report.examples[1::2]))
     assert analyze(run_over(small_index)).examples == report.examples
 
@@ -191,14 +191,14 @@ def test_examples_are_those_of_most_snippets_then_by_id_with_each_questions_firs
         ("e", 0),
         ("b", 0),
     ]
-    asked = [Question(f"q{at}", f"Question {at}?", positive_ids=(i,)) for at, (i, _) in enumerate(own)]
+    questions = [Question(f"q{at}", f"Question {at}?", positive_ids=(i,)) for at, (i, _) in enumerate(own)]
     mask_QV = np.ones((len(own), 3), bool)
     mask_QV[7, 1] = False
     views = OwnViews(rng.random((len(own), 3, 4), np.float32) * mask_QV[..., None], mask_QV)
     queries_QD = rng.random((len(own), 4), np.float32)
-    found = _examples(asked, views, queries_QD, np.array([view for _, view in own]), passages, spans)
-    told = [(one.passage_id, one.title, one.question, one.answer_view) for one in found]
-    assert told == [
+    found = _examples(questions, views, queries_QD, np.array([view for _, view in own]), passages, spans)
+    rows = [(one.passage_id, one.title, one.question, one.answer_view) for one in found]
+    assert rows == [
         ("b", "title b", "Question 6?", 2),
         ("b", "title b", "Question 10?", 0),
         ("c", "title c", "Question 1?", 0),
@@ -263,7 +263,7 @@ def test_one_view_has_nothing_to_compare(own_index, run_over):
 
 
 def test_the_view_that_wins_is_the_one_that_search_finds_whatever_the_length_of_views():
-    """Cosines would send a question to a short view of the right direction, where search by raw products does not."""
+    """A cosine prefers a short view of the right direction; a search by inner products does not."""
     rng = np.random.default_rng(4)
     queries, views = rng.normal(size=(50, 6)), rng.normal(size=(50, 4, 6)) * rng.uniform(0.1, 9, (50, 4, 1))
     raw = np.einsum("qd,qvd->qv", queries, views)

@@ -1,4 +1,4 @@
-"""Building and publishing: every row is counted, nothing is done twice, and what is measured is true."""
+"""Building and publishing: every row is counted, no work is repeated, and measurements are exact."""
 
 import dataclasses
 import json
@@ -54,11 +54,11 @@ def test_every_passage_of_the_corpus_is_in_its_shard_with_views(small_index):
 
 
 def test_the_same_command_again_publishes_nothing(own_index, run_over):
-    store, said = Store(str(own_index)), []
+    store, reports = Store(str(own_index)), []
     before = manifest.read(store, "index")
-    assert build_index.index(run_over(own_index), lambda *told: said.append(told)) == before
+    assert build_index.index(run_over(own_index), lambda *report: reports.append(report)) == before
     assert manifest.list_versions(store, "index") == [1]
-    assert [what for what, _, _ in said] == ["nothing changed, version 1 stays live; passages"]
+    assert [what for what, _, _ in reports] == ["nothing changed, version 1 stays live; passages"]
 
 
 def cut_short(file: Path) -> None:
@@ -114,8 +114,8 @@ def test_whatever_staged_file_is_damaged_the_same_command_ends_with_the_same_byt
         assert manifest.verify(store, again).problems == []
     flip(shard_file)
     assert build().shards == first.shards and manifest.verify(store, first).problems == []
-    made = build_index.index(run_over(own_index))
-    assert (made.shards, made.metrics["encoded"]) == (first.shards, 9)
+    version = build_index.index(run_over(own_index))
+    assert (version.shards, version.metrics["encoded"]) == (first.shards, 9)
     assert store.list(paths.staging_root("index")) == []
     record_property("figures", f"{len(names)} staged files and a built shard damaged, all made again")
 
@@ -125,7 +125,7 @@ def test_the_same_command_repairs_a_damaged_shard_and_encodes_only_that(own_inde
     before = manifest.read(store, "index")
     file = own_index / paths.shard_dir("index", before.shards[1].digest) / paths.EMBEDDINGS
     os.truncate(file, 1000)
-    after = build_index.index(run_over(own_index), lambda *told: encoded.append(told) if told[0] == "encode" else None)
+    after = build_index.index(run_over(own_index), lambda *row: encoded.append(row) if row[0] == "encode" else None)
     assert after == before
     assert manifest.verify(store, before).problems == []
     assert encoded[-1][1:] == (before.shards[1].num_passages,) * 2
@@ -133,15 +133,15 @@ def test_the_same_command_repairs_a_damaged_shard_and_encodes_only_that(own_inde
 
 def test_going_back_from_another_version_takes_the_shards_that_are_there(own_index, run_over):
     """As after a refinement: the live version has other shards, and indexing again must not encode."""
-    store, said = Store(str(own_index)), []
+    store, reports = Store(str(own_index)), []
     first = manifest.read(store, "index")
     other = dataclasses.replace(first, parent=1, operation="refine:passage", shards=first.shards[:2], config_digest="x")
     manifest.publish(store, other)
-    again = build_index.index(run_over(own_index, index={"keep_refinement": False}), lambda *told: said.append(told))
+    again = build_index.index(run_over(own_index, index={"keep_refinement": False}), lambda *row: reports.append(row))
     assert (again.version, again.parent, again.shards) == (3, 2, first.shards)
     counted = {"encoded": 0, "carried_over": first.num_passages, "deleted": 0}
     assert again.metrics == first.metrics | counted
-    assert "encode" not in {what for what, _, _ in said}
+    assert "encode" not in {what for what, _, _ in reports}
 
 
 def test_a_lost_passage_is_named_and_nothing_is_published(own_index, run_over):
@@ -197,14 +197,14 @@ def test_only_new_contents_are_encoded_when_a_corpus_was_prepared_again(own_inde
     changed = [passage._replace(text=f"{passage.text} It was changed.") for passage in kept[:2]]
     passages = [*changed, *kept[2:], Passage("new", "A new one", "Nobody has read this passage before.")]
     prepare_texts(store, tmp_path, passages, shards)
-    made = build_index.index(run_over(own_index), lambda *report: reports.append(report))
-    assert made.num_passages == len(passages) and manifest.verify(store, made).problems == []
+    version = build_index.index(run_over(own_index), lambda *report: reports.append(report))
+    assert version.num_passages == len(passages) and manifest.verify(store, version).problems == []
     assert [report for report in reports if report[0] == "encode"][-1] == ("encode", 3, 3)
     own_store = tmp_path / "from_nothing"
     shutil.copytree(own_index / "encoders", own_store / "encoders")
     prepare_texts(Store(str(own_store)), tmp_path, passages, shards)
-    from_nothing = build_index.index(run_over(own_store, index={"encoder": made.encoder_fingerprint}))
-    mine, true = views_by_id(own_index, made), views_by_id(own_store, from_nothing)
+    from_nothing = build_index.index(run_over(own_store, index={"encoder": version.encoder_fingerprint}))
+    mine, true = views_by_id(own_index, version), views_by_id(own_store, from_nothing)
     assert list(mine) == list(true)
     for name, views in mine.items():
         assert views.view_numbers_N.tolist() == true[name].view_numbers_N.tolist()
@@ -218,8 +218,8 @@ def test_an_unchanged_shard_is_taken_whole_and_a_second_corpus_encodes_what_is_n
     before, old = manifest.read(store, "index"), list(Corpus.open(store, "corpus"))
     new = Passage("new", "A new one", "Nobody has read this passage before.")
     prepare_texts(store, tmp_path, [*old, new], 3)
-    made = build_index.index(run_over(own_index), lambda *report: reports.append(report))
-    same = [entry.shard for entry, one in zip(made.shards, before.shards) if entry == one]
+    version = build_index.index(run_over(own_index), lambda *report: reports.append(report))
+    same = [entry.shard for entry, one in zip(version.shards, before.shards) if entry == one]
     assert same == [shard for shard in range(3) if shard != shard_of("new", 3)]
     assert [report for report in reports if report[0] == "encode"][-1] == ("encode", 1, 1)
     newest = Passage("newest", "A newer one", "Nor has anybody read this one.")
@@ -237,7 +237,7 @@ def test_an_unchanged_shard_is_taken_whole_and_a_second_corpus_encodes_what_is_n
 
 
 def give_feedback_view(store: Store, version: manifest.Manifest, names: Iterable[str]) -> manifest.Manifest:
-    """Publish a refinement of a version: each of these passages has one view more."""
+    """Publish a refinement of a version that adds one view to each of these passages."""
     shards = list(version.shards)
     for name in names:
         entry = shards[shard_of(name, len(shards))]
@@ -263,20 +263,20 @@ def test_what_was_learned_of_unchanged_passages_stays(own_index, run_over, tmp_p
     assert build_index.index(run_over(own_index)).version == learned.version, "nothing changed"
     changed = old[1]._replace(text=f"{old[1].text} It was changed.")
     prepare_texts(store, tmp_path, [old[0], changed, *old[3:]], num_shards)
-    made = build_index.index(run_over(own_index))
-    counts = {name: made.metrics[name] for name in ("encoded", "carried_over", "deleted", "unlearned")}
-    assert (made.operation, counts) == (
+    version = build_index.index(run_over(own_index))
+    counts = {name: version.metrics[name] for name in ("encoded", "carried_over", "deleted", "unlearned")}
+    assert (version.operation, counts) == (
         "index:refined",
         {"encoded": 1, "carried_over": 58, "deleted": 1, "unlearned": 2},
     )
-    before, after = views_by_id(own_index, learned), views_by_id(own_index, made)
+    before, after = views_by_id(own_index, learned), views_by_id(own_index, version)
     for passage in (old[0], *old[3:]):
         assert after[passage.id].vectors_ND.tobytes() == before[passage.id].vectors_ND.tobytes()
     feedback_view = first.num_views
     assert feedback_view in before[changed.id].view_numbers_N and feedback_view not in after[changed.id].view_numbers_N
-    assert build_index.index(run_over(own_index)).version == made.version, "nothing changed since"
+    assert build_index.index(run_over(own_index)).version == version.version, "nothing changed since"
     plain = build_index.index(run_over(own_index, index={"keep_refinement": False}))
-    assert (plain.operation, plain.metrics["encoded"]) == ("index", 1)  # the changed one lies beside learned views
+    assert (plain.operation, plain.metrics["encoded"]) == ("index", 1)  # the changed one is beside learned views
     assert all(views.view_numbers_N.max() < feedback_view for views in views_by_id(own_index, plain).values())
 
 
@@ -304,15 +304,15 @@ def test_an_edit_of_fields_alone_encodes_nothing_and_shares_every_shard(own_inde
         source.write_text("".join(json.dumps(row) + "\n" for row in rows))
         fields = {"fields": {"year": "int"}, "sources": [SourceConfig(path=str(source))]}
         prepare.prepare(PrepareConfig(num_shards=3, **fields), store)
-        made = build_index.index(run_over(own_index), lambda *report: reports.append(report))
-        assert made.version == 2 + number and made.shards == before.shards
+        version = build_index.index(run_over(own_index), lambda *report: reports.append(report))
+        assert version.version == 2 + number and version.shards == before.shards
         assert "encode" not in {report[0] for report in reports}
-        corpus = Corpus.open(store, made.corpus, made.corpus_digest)
+        corpus = Corpus.open(store, version.corpus, version.corpus_digest)
         assert {passage.fields for passage in corpus} == {(("year", 1958 + number),)}
 
 
 def test_moved_views_are_never_taken_for_views_as_encoded(own_index, run_over, tmp_path):
-    """A refinement moved views, and only it stands: its passages are encoded again."""
+    """Only a refined version with moved views exists: its passages are encoded again."""
     store, reports = Store(str(own_index)), []
     first = manifest.read(store, "index")
     manifest.publish(store, dataclasses.replace(first, parent=1, operation="refine:passage"))
@@ -325,7 +325,7 @@ def test_moved_views_are_never_taken_for_views_as_encoded(own_index, run_over, t
 
 
 def test_the_changes_of_an_update_lie_beside_the_shard_until_they_are_many(own_index, run_over, tmp_path):
-    """Each version's views are those of an index from nothing, whether a shard's changes lie beside it or not."""
+    """Each version has the views of an index built from scratch, with or without change files."""
     store, run = Store(str(own_index)), run_over(own_index)
     passages = {passage.id: passage for passage in Corpus.open(store, "corpus")}
     first = manifest.read(store, "index")
@@ -341,18 +341,18 @@ def test_the_changes_of_an_update_lie_beside_the_shard_until_they_are_many(own_i
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         update(run.prepare, store, str(file))
         passages = {name: one for name, one in (passages | upserts).items() if name not in deleted}
-        made = build_index.index(run)
+        version = build_index.index(run)
         num_contents = len({(passage.title, passage.text) for passage in upserts.values()})
-        assert (made.metrics["encoded"], made.metrics["deleted"]) == (num_contents, len(deleted))
-        assert made.metrics["carried_over"] == made.num_passages - num_contents
+        assert (version.metrics["encoded"], version.metrics["deleted"]) == (num_contents, len(deleted))
+        assert version.metrics["carried_over"] == version.num_passages - num_contents
         bases = {entry.files[paths.EMBEDDINGS].sha256 for entry in first.shards}
-        assert stays == all(entry.files[paths.EMBEDDINGS].sha256 in bases for entry in made.shards)
-        own_store = tmp_path / f"from_nothing_{made.version}"
+        assert stays == all(entry.files[paths.EMBEDDINGS].sha256 in bases for entry in version.shards)
+        own_store = tmp_path / f"from_nothing_{version.version}"
         shutil.copytree(own_index / "encoders", own_store / "encoders")
         prepare_texts(Store(str(own_store)), tmp_path, passages.values(), 3)
-        from_nothing = build_index.index(run_over(own_store, index={"encoder": made.encoder_fingerprint}))
-        mine, true = views_by_id(own_index, made), views_by_id(own_store, from_nothing)
-        assert list(mine) == list(true) and manifest.verify(store, made).problems == []
+        from_nothing = build_index.index(run_over(own_store, index={"encoder": version.encoder_fingerprint}))
+        mine, true = views_by_id(own_index, version), views_by_id(own_store, from_nothing)
+        assert list(mine) == list(true) and manifest.verify(store, version).problems == []
         for name, views in mine.items():
             assert views.view_numbers_N.tolist() == true[name].view_numbers_N.tolist()
             np.testing.assert_allclose(views.vectors_ND, true[name].vectors_ND, atol=1e-3)
@@ -379,21 +379,21 @@ def test_an_approximate_index_is_updated_in_a_copy_or_built_anew_and_the_manifes
 
     first = build_index.index(run)
     assert counts(first) == (0, 0, 3)
-    made = change(0)
-    assert counts(made) == (1, 1, 0)
-    assert updated_shards(made) == {shard_of(old[0].id, 3)}
-    task = SearcherTask(str(own_index), made, (0, 1, 2))
-    before, after = views_by_id(own_index, first)[old[0].id], views_by_id(own_index, made)[old[0].id]
+    version = change(0)
+    assert counts(version) == (1, 1, 0)
+    assert updated_shards(version) == {shard_of(old[0].id, 3)}
+    task = SearcherTask(str(own_index), version, (0, 1, 2))
+    before, after = views_by_id(own_index, first)[old[0].id], views_by_id(own_index, version)[old[0].id]
     queries_QD = np.concatenate([before.vectors_ND, after.vectors_ND]).astype(np.float32)
-    for hits, query_D in zip(Router(store, made, LocalFleet(task)).search(queries_QD, 60).hits, queries_QD):
+    for hits, query_D in zip(Router(store, version, LocalFleet(task)).search(queries_QD, 60).hits, queries_QD):
         assert len({hit.passage_id for hit in hits}) == 60
         [own] = [hit for hit in hits if hit.passage_id == old[0].id]
         assert own.score == pytest.approx((after.vectors_ND.astype(np.float32) @ query_D).max(), abs=1e-3)
-    promised = made.metrics["recall_least"]
+    promised = version.metrics["recall_least"]
     assert promised == first.metrics["recall_least"] == pytest.approx(first.recall - 0.01)
-    recalls = [shard_recall(store, made, entry, 100) for entry in made.shards if LABELS_FILE in entry.files]
+    recalls = [shard_recall(store, version, entry, 100) for entry in version.shards if LABELS_FILE in entry.files]
     assert recalls and min(recalls) >= promised
-    unreachable = dataclasses.replace(made, parent=made.version, metrics={**made.metrics, "recall_least": 1.5})
+    unreachable = dataclasses.replace(version, parent=version.version, metrics={**version.metrics, "recall_least": 1.5})
     manifest.publish(store, unreachable)
     again = change(1)
     assert counts(again) == (1, 0, 1)
@@ -430,11 +430,11 @@ def test_recall_of_an_approximate_index_is_that_of_a_plain_count(tmp_path):
 def test_left_out_views_cost_no_more_than_the_manifest_says_and_codes_change_no_answer(own_index, run_over):
     store = Store(str(own_index))
     whole = manifest.read(store, "index", 1)
-    made = build_index.index(run_over(own_index, index={"prune_views": 0.6, "scan": "int8"}))
-    assert made.version == 2 and manifest.verify(store, made).problems == []
-    bound, lost = made.metrics["pruned_bound"], 0
+    version = build_index.index(run_over(own_index, index={"prune_views": 0.6, "scan": "int8"}))
+    assert version.version == 2 and manifest.verify(store, version).problems == []
+    bound, lost = version.metrics["pruned_bound"], 0
     assert 0 < bound <= 0.6
-    for before, after in zip(whole.shards, made.shards):
+    for before, after in zip(whole.shards, version.shards):
         full, left = (open_shard(own_index, "index", entry).blocks() for entry in (before, after))
         for one, other in zip(full, left):
             assert one.ids == other.ids
@@ -451,10 +451,10 @@ def test_left_out_views_cost_no_more_than_the_manifest_says_and_codes_change_no_
                 assert (best - now <= bound * 1.002 * np.linalg.norm(queries_QD, axis=1) + 1e-4).all()
         lost += before.num_vectors - after.num_vectors
         folder = own_index / paths.shard_dir("index", after.digest)
-        coded = open_index(IndexParams(**made.index_params), left, folder).search(queries_QD, 7)
+        coded = open_index(IndexParams(**version.index_params), left, folder).search(queries_QD, 7)
         plain = open_index(IndexParams(), left, folder).search(queries_QD, 7)
         assert [column.tobytes() for column in coded] == [column.tobytes() for column in plain]
-    assert made.metrics["pruned_views"] == lost > 0
+    assert version.metrics["pruned_views"] == lost > 0
 
 
 def test_what_cannot_be_built_is_refused_before_any_work(own_index, run_over):

@@ -33,7 +33,7 @@ WAYS = st.tuples(st.sampled_from(["vectors", "int8"]), st.sampled_from(["fp16", 
 
 
 def publish_update(store: Store, base: Manifest, upserts: Views, deletions: set[str]) -> Manifest:
-    """Publish a version with these changes: each in its shard, beside the first file or in it."""
+    """Publish a version with these changes, each in its shard, in a change file or in the first file."""
     shards = list(base.shards)
     for entry in base.shards:
         here = [name for name in sorted({*upserts, *deletions}) if shard_of(name, len(shards)) == entry.shard]
@@ -111,11 +111,11 @@ def test_after_any_history_the_answers_are_those_of_brute_force(
             version = publish_reshard(store, version, step[1])
         history.append((version, dict(views)))
         event(f"shards with changes beside them: {sum(paths.CHANGES in entry.files for entry in version.shards)}")
-    for version, there in history:  # every version of the history still answers for itself
+    for version, there in history:  # every earlier version still gives its own answers
         for k in (1, 7, len(there) + 1):
             with mock.patch.object(delta, "_PASSAGES_WORTH_DIVIDING", 0 if in_parts else 256):
-                found = answers(root, version, queries_QD, k)
-            assert found == [brute_force(there, query_D, k) for query_D in queries_QD]
+                actual = answers(root, version, queries_QD, k)
+            assert actual == [brute_force(there, query_D, k) for query_D in queries_QD]
         assert manifest.verify(store, version).problems == []
         assert version.num_passages == len(there)
 
@@ -173,15 +173,15 @@ def test_compaction_writes_what_has_changes_and_keeps_every_other_file(tmp_path,
     assert {entry.shard for entry in changed.shards if paths.CHANGES in entry.files} == touched
     report = compact.compact(run)
     assert (report.base_version, report.version, report.shards_written) == (2, 3, len(touched))
-    made = manifest.read(store, "random")
-    assert made.operation == "compact" and store.list(paths.staging_root("random")) == []
+    version = manifest.read(store, "random")
+    assert version.operation == "compact" and store.list(paths.staging_root("random")) == []
     whole = publish_random_index(
         tmp_path / "whole",
         {name: own for name, own in (views | random_views(2, 9)).items() if name != "p007"},
         4,
         params,
     )
-    assert made.shards == whole.shards, "the bytes are those of a build from nothing"
+    assert version.shards == whole.shards, "the bytes are those of a build from nothing"
     assert compact.compact(run).version == 3
 
 
@@ -193,7 +193,7 @@ def test_compaction_writes_what_has_changes_and_keeps_every_other_file(tmp_path,
 def test_a_compaction_killed_at_any_call_leaves_a_whole_version_and_ends_with_the_same_bytes(
     tmp_path, params, record_property, monkeypatch
 ):
-    """Without Ray, also where this process is in a session: a fork of it cannot talk to the cluster."""
+    """Runs without Ray even if this process is in a session: its fork cannot use the cluster."""
     monkeypatch.setattr(session, "in_ray", lambda: False)
     views, before = random_views(60, 5), Store(str(tmp_path / "before"))
     publish_update(before, publish_random_index(Path(before.root), views, 3, params), random_views(2, 9), {"p007"})

@@ -1,4 +1,4 @@
-"""Training a cross-encoder on real questions, and mining with it: what it drops and keeps is what it scores."""
+"""Training a cross-encoder on real questions, and mining with it: its scores determine the negatives."""
 
 import json
 from pathlib import Path
@@ -93,13 +93,13 @@ def test_a_cross_encoder_learns_and_what_it_takes_for_an_answer_is_no_negative(s
     with pytest.raises(MissingInputError):
         read_questions(only_corpus(store), "nothing")
 
-    taught = {"task": "retriever", "hard_negatives": "clean", "num_hard_negatives": 1, "max_steps": 2}
+    settings_of_retriever = {"task": "retriever", "hard_negatives": "clean", "num_hard_negatives": 1, "max_steps": 2}
     plain, distilled = (
-        train(run_of(store_path, {**taught, "distil_weight": weight}, encoder={"name": f"w{weight}"}))
+        train(run_of(store_path, {**settings_of_retriever, "distil_weight": weight}, encoder={"name": f"w{weight}"}))
         for weight in (0, 1)
     )
     assert plain.fingerprint != distilled.fingerprint
-    [example] = open_job(run_of(store_path, taught)).examples.get([0], 0)
+    [example] = open_job(run_of(store_path, settings_of_retriever)).examples.get([0], 0)
     question = next(one for one in read_questions(only_corpus(store), "clean") if one.text == example.text)
     scored = dict(zip((question.positive_ids[0], *question.hard_negative_ids), question.teacher_scores))
     assert list(example.teacher) == [scored[one.id] for one in (example.passage, *example.negatives)]
@@ -111,8 +111,8 @@ def test_a_training_killed_anywhere_ends_with_the_same_cross_encoder_to_the_bit(
     settings |= {"epochs": 2, "max_steps": 4, "checkpoint_steps": 2}
     whole = cross_encoder.train(run_of(store_path, {**settings, "cross_encoder": "whole"}))
 
-    def progress(what: str, done: int, total: int) -> None:
-        if done == 3:
+    def progress(what: str, count: int, total: int) -> None:
+        if count == 3:
             raise CrossEncoderStop
 
     broken = run_of(store_path, {**settings, "cross_encoder": "broken"})

@@ -33,7 +33,7 @@ def truth(views, query_D):
     return brute_force(views, query_D, K)
 
 
-def told(hits):
+def hit_pairs(hits):
     return [(hit.passage_id, pytest.approx(hit.score, rel=1e-6), hit.view) for hit in hits]
 
 
@@ -42,7 +42,7 @@ def test_the_exact_answer_is_exhaustive_searchs_whatever_the_index(tmp_path, par
     views = random_views(400, 3)
     insight = RouterDiagnostics(live_over(tmp_path, views, params))
     for query_D, hits in zip(QUERIES_QD, insight.exact(QUERIES_QD, K)):
-        assert [(one, score, view) for one, score, view in truth(views, query_D)] == told(hits)
+        assert [(one, score, view) for one, score, view in truth(views, query_D)] == hit_pairs(hits)
     with pytest.raises(ShardIndexError, match="dimension"):
         insight.exact(np.ones((1, D + 1), np.float32), K)
     with pytest.raises(ShardIndexError, match="at least one"):
@@ -54,7 +54,7 @@ def test_sampled_recall_is_the_share_of_the_true_best_that_the_answer_reached(tm
     live = live_over(tmp_path, views, POOR)
     recalls: queue.Queue[float] = queue.Queue()
     recall_monitor = RecallMonitor(RouterDiagnostics(live), recalls.put, every=1)
-    found = []
+    shares = []
     for query_D in QUERIES_QD:
         answer = live_search(live, query_D[None], K)
         best = {passage_id for passage_id, _, _ in truth(views, query_D)}
@@ -63,8 +63,8 @@ def test_sampled_recall_is_the_share_of_the_true_best_that_the_answer_reached(tm
         while recall_monitor._busy:
             pass
         assert recall == pytest.approx(len(best & {hit.passage_id for hit in answer.hits[0]}) / K)
-        found.append(recall)
-    assert 0 < min(found) < 1
+        shares.append(recall)
+    assert 0 < min(shares) < 1
     recall_monitor.close()
     recall_monitor.note([QUERIES_QD[0].tolist()], K, live_search(live, QUERIES_QD[:1], K))
     assert recalls.empty()
@@ -75,7 +75,7 @@ def test_one_query_of_so_many_is_taken_wherever_it_stands_in_its_batch_and_exact
     live, exact = live_over(tmp_path / "poor", views, POOR), live_over(tmp_path / "flat", views)
     recalls: queue.Queue[float] = queue.Queue()
     recall_monitor = RecallMonitor(RouterDiagnostics(live), recalls.put, every=10)
-    for size in (4, 4, 4, 7, 1, 10):  # the tenth, twentieth and thirtieth query stand in the third, fifth and last
+    for size in (4, 4, 4, 7, 1, 10):  # the tenth, twentieth and thirtieth query are in the third, fifth and last
         recall_monitor.note(QUERIES_QD[:size].tolist(), K, live_search(live, QUERIES_QD[:size], K))
         while recall_monitor._busy:
             pass
@@ -97,7 +97,7 @@ def test_searchers_answer_exactly_beside_their_queues(tmp_path, ray_session):
     with open_hot_swap_router(run.model_copy(update={"resources": resources}), probe_s=3600) as live:
         insight = RouterDiagnostics(live)
         for query_D, hits in zip(QUERIES_QD[:3], insight.exact(QUERIES_QD[:3], K)):
-            assert [(one, score, view) for one, score, view in truth(views, query_D)] == told(hits)
+            assert [(one, score, view) for one, score, view in truth(views, query_D)] == hit_pairs(hits)
         assert not live_search(live, QUERIES_QD[:3], K).exact.certified
         assert insight.counts() == FleetCounts()
         assert insight.index == "random" and insight.dirty_share is None

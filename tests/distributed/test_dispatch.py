@@ -1,4 +1,4 @@
-"""Replicas, second calls, bounded queues, probes: what a slow, dead, hung or flooded searcher may cost an answer."""
+"""Tests of replicas, hedging, bounded queues and probes with slow, dead, hung and overloaded searchers."""
 
 import dataclasses
 import os
@@ -16,9 +16,9 @@ from random_index import D, brute_force, publish_random_index, random_views
 
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.router import open_router
-from mvr_ray.distributed.searching.fleet import place, share_out
+from mvr_ray.distributed.searching.fleet import assign_shards, balance_shards
 from mvr_ray.distributed.searching.health import HealthMonitor, LastHeartbeat
-from mvr_ray.distributed.searching.hedging import ENOUGH, FLOOR_S, HedgeBudget, Latencies
+from mvr_ray.distributed.searching.hedging import MIN_CALLS, MIN_DELAY_S, HedgeBudget, Latencies
 from mvr_ray.distributed.searching.messages import ScanRequest, encode_scan
 from mvr_ray.distributed.searching.searcher import Heartbeat
 from mvr_ray.distributed.searching.transport import Connection
@@ -32,28 +32,27 @@ TRUTH = [brute_force(VIEWS, query_D, K) for query_D in QUERIES_QD]
 
 
 @pytest.fixture
-def opened(tmp_path, run_over, ray_session):
-    """Opens a router over two groups of searchers."""
+def open_with(tmp_path, run_over, ray_session):
+    """A function that opens a router over two groups of searchers."""
     publish_random_index(tmp_path, VIEWS, SHARDS)
 
-    def open_with(**resources):
+    def open_small(**resources):
         small = {"searchers": 2, "cpus_per_searcher": 0.25, **resources}
         return open_router(run_over(tmp_path, index={"name": "random"}, resources=small))
 
-    return open_with
+    return open_small
 
 
 def is_whole(answer) -> bool:
-    found = [[(hit.passage_id, hit.score, hit.view) for hit in hits] for hits in answer.hits]
-    return found == TRUTH and answer.exact.certified and answer.coverage_share == 1.0
+    rows = [[(hit.passage_id, hit.score, hit.view) for hit in hits] for hits in answer.hits]
+    return rows == TRUTH and answer.exact.certified and answer.coverage_share == 1.0
 
 
 def shut(actor, gate: str = "gate", later: bool = False) -> None:
-    """Close the request path of a searcher, which goes on living, to all calls after this one; `later`: when those
-    before it have ended."""
+    """Block the request path of a running searcher for all calls after this one; `later`: after those before it."""
 
     def hold(searcher) -> None:
-        with searcher.turn:
+        with searcher.request_lock:
             searcher.__dict__.setdefault(f"{gate} shut", threading.Event()).set()
             searcher.__dict__.setdefault(gate, threading.Event()).wait()
 
@@ -81,8 +80,8 @@ def kill(actor, number: int = signal.SIGKILL) -> None:
     os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), number)
 
 
-def asked_by(way: str, router, monkeypatch) -> None:
-    """Have searches go by Ray only, or over connections that stand now."""
+def use_transport(way: str, router, monkeypatch) -> None:
+    """Send searches by Ray only, or over Flight after all connections are open."""
     if way == WAYS[0]:
         monkeypatch.setattr(Connection, "_usable_client", lambda _: None)
         return
@@ -92,14 +91,14 @@ def asked_by(way: str, router, monkeypatch) -> None:
             assert all(threads.map(lambda _: is_whole(router.search(QUERIES_QD, K)), range(4)))
 
 
-def stopped_in_a_search(actor) -> int:
-    """Hold every search that this searcher begins, in the middle of it; gives its process."""
+def hold_searches(actor) -> int:
+    """Block every search that this searcher begins, in the middle of it; return its process id."""
 
     def hold(searcher) -> int:
-        searcher.begun = threading.Event()
+        searcher.search_event = threading.Event()
 
         def stop(*_):
-            searcher.begun.set()
+            searcher.search_event.set()
             threading.Event().wait()
 
         searcher._get_open = stop
@@ -108,29 +107,29 @@ def stopped_in_a_search(actor) -> int:
     return ray.get(actor.__ray_call__.remote(hold))
 
 
-def note_searched(actor) -> None:
-    """Note from now on which shards are searched there."""
+def record_searches(actor) -> None:
+    """Record the shards that this searcher searches."""
 
     def note(searcher) -> None:
-        real, searcher.searched = searcher._get_open, []
+        real, searcher.shards_log = searcher._get_open, []
 
-        def noted(of, shard, call=""):
-            searcher.searched.append(shard)
+        def record(of, shard, call=""):
+            searcher.shards_log.append(shard)
             return real(of, shard, call)
 
-        searcher._get_open = noted
+        searcher._get_open = record
 
     ray.get(beside(actor, note))
 
 
-def is_begun(actor) -> None:
-    """Return when a held search is under way there."""
-    assert ray.get(beside(actor, lambda searcher: searcher.begun.wait(60)))
+def wait_until_held(actor) -> None:
+    """Wait until a search is blocked there."""
+    assert ray.get(beside(actor, lambda searcher: searcher.search_event.wait(60)))
 
 
 @given(st.lists(st.booleans(), max_size=600), st.sampled_from([0.05, 0.1, 0.5]), st.integers(10, 60))
 def test_second_calls_stay_within_their_share_of_every_window(wants, share, window):
-    """Each call is followed by the wish for a second one, or not."""
+    """Each call may be followed by a request for a second one."""
     budget = HedgeBudget(share, window)
     hedged = []
     for wish in wants:
@@ -144,22 +143,22 @@ def test_second_calls_stay_within_their_share_of_every_window(wants, share, wind
         assert sum(hedged) >= int(share * len(wants)) - 1
 
 
-@given(st.lists(st.floats(0.001, 10), min_size=ENOUGH, max_size=200))
+@given(st.lists(st.floats(0.001, 10), min_size=MIN_CALLS, max_size=200))
 def test_a_second_call_waits_for_all_but_the_slowest_twentieth(seconds):
     latencies = Latencies()
-    for one in seconds[: ENOUGH - 1]:
+    for one in seconds[: MIN_CALLS - 1]:
         latencies.add(one)
     assert latencies.hedge_after_s() is None
-    for one in seconds[ENOUGH - 1 :]:
+    for one in seconds[MIN_CALLS - 1 :]:
         latencies.add(one)
     after_s = latencies.hedge_after_s()
-    assert after_s >= FLOOR_S
+    assert after_s >= MIN_DELAY_S
     assert sum(one > after_s for one in seconds) <= 0.05 * len(seconds)
-    assert after_s <= max(FLOOR_S, *seconds)
+    assert after_s <= max(MIN_DELAY_S, *seconds)
 
 
 @pytest.mark.parametrize(
-    ("heard", "works"),
+    ("heartbeat", "works"),
     [
         (Heartbeat("a", 7, False), False),
         (None, False),
@@ -169,9 +168,9 @@ def test_a_second_call_waits_for_all_but_the_slowest_twentieth(seconds):
     ],
     ids=["same", "nothing", "a call ended", "opens files", "another life"],
 )
-def test_only_work_is_a_sign_of_life(heard, works):
+def test_only_work_is_a_sign_of_life(heartbeat, works):
     last = LastHeartbeat(Heartbeat("a", 7, False), 10.0)
-    assert last.after(heard, 50.0) == (LastHeartbeat(heard, 50.0) if works else last)
+    assert last.after(heartbeat, 50.0) == (LastHeartbeat(heartbeat, 50.0) if works else last)
 
 
 @pytest.fixture(scope="module")
@@ -184,11 +183,11 @@ def test_unchanged_shards_stay_where_they_are_and_every_shard_has_one_place(six_
     groups = data.draw(st.integers(1, 4))
     entries = six_shards.shards[: data.draw(st.integers(1, 6))]
     held = {one.digest: data.draw(st.integers(0, groups - 1)) for one in entries if data.draw(st.booleans())}
-    placed = place(dataclasses.replace(six_shards, shards=entries), held, groups)
+    placed = assign_shards(dataclasses.replace(six_shards, shards=entries), held, groups)
     assert sorted(shard for shards in placed for shard in shards) == [one.shard for one in entries]
     assert all(one.shard in placed[held[one.digest]] for one in entries if one.digest in held)
     if not held:
-        first = share_out({one.shard: one.num_bytes for one in entries}, groups)
+        first = balance_shards({one.shard: one.num_bytes for one in entries}, groups)
         assert placed == first + [()] * (groups - len(first))
 
 
@@ -198,24 +197,24 @@ def test_unchanged_shards_stay_where_they_are_and_every_shard_has_one_place(six_
 )
 @pytest.mark.ray
 @pytest.mark.parametrize("way", WAYS)
-def test_with_a_replica_lost_answers_stay_whole_and_certified(opened, record_property, way, monkeypatch):
-    with opened(replicas=2) as router, ThreadPoolExecutor(1) as threads:
-        asked_by(way, router, monkeypatch)
+def test_with_a_replica_lost_answers_stay_whole_and_certified(open_with, record_property, way, monkeypatch):
+    with open_with(replicas=2) as router, ThreadPoolExecutor(1) as threads:
+        use_transport(way, router, monkeypatch)
         groups, (first, second, *_) = router.fleet.searchers.dispatcher.groups, router.fleet.actors
         router.fleet.searchers.dispatcher.budget = HedgeBudget(share=0.0)  # a second call would hide the loss
         waits_s = []
         for doomed, replica, other in ((first, *groups[0]), (second, *reversed(groups[0]))):
-            if other.again:
-                ray.wait([other.again], timeout=60)  # it was killed before, and now is asked again
-            pid = stopped_in_a_search(doomed)
-            other.waiting += 32  # so that the doomed one is asked first
-            asked = threads.submit(router.search, QUERIES_QD, K, deadline=Deadline.after(120))
-            is_begun(doomed)
+            if other.open_ref:
+                ray.wait([other.open_ref], timeout=60)  # it was killed before, and now gets calls again
+            pid = hold_searches(doomed)
+            other.waiting += 32  # so that the doomed one is called first
+            search = threads.submit(router.search, QUERIES_QD, K, deadline=Deadline.after(120))
+            wait_until_held(doomed)
             other.waiting -= 32
-            assert replica.waiting == 1 and not asked.done()
+            assert replica.waiting == 1 and not search.done()
             began = time.monotonic()
             os.kill(pid, signal.SIGKILL)
-            assert is_whole(asked.result())
+            assert is_whole(search.result())
             waits_s.append(time.monotonic() - began)
             assert replica.state == "died"
             assert all(is_whole(router.search(QUERIES_QD, K)) for _ in range(10))
@@ -228,11 +227,11 @@ def test_with_a_replica_lost_answers_stay_whole_and_certified(opened, record_pro
 @pytest.mark.chaos("slow searcher", "a second call elsewhere answers in time, at most 5 % more calls")
 @pytest.mark.ray
 def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedding(
-    opened, monkeypatch, record_property
+    open_with, monkeypatch, record_property
 ):
-    with opened(replicas=2) as router:
+    with open_with(replicas=2) as router:
         dispatcher, (first, second, *_) = router.fleet.searchers.dispatcher, router.fleet.actors
-        for _ in range(ENOUGH + 1):
+        for _ in range(MIN_CALLS + 1):
             assert is_whole(router.search(QUERIES_QD, K))
         dispatcher.budget = HedgeBudget()
         for _ in range(100):
@@ -247,13 +246,13 @@ def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedd
         counts = dispatcher.counts()
         assert 0 <= counts.hedge_wins <= counts.hedges == hedges and counts.refused == 0
         dispatcher.budget = HedgeBudget(share=1.0)
-        dispatcher.groups[0][1].waiting += 32  # so that the shut one is asked first
+        dispatcher.groups[0][1].waiting += 32  # so that the shut one is called first
         assert is_whole(router.search(QUERIES_QD, K, deadline=Deadline.after(60)))
         dispatcher.groups[0][1].waiting -= 32
         assert counts.hedge_wins < dispatcher.counts().hedge_wins
         assert dispatcher.counts().most_waiting == dispatcher.groups[0][0].waiting <= dispatcher.counts().waiting
         hedges = dispatcher.budget.hedges
-        monkeypatch.setattr("mvr_ray.distributed.searching.dispatch.CALM_S", 1e9)
+        monkeypatch.setattr("mvr_ray.distributed.searching.dispatch.HEDGE_PAUSE_S", 1e9)
         dispatcher.queue = 0
         with pytest.raises(OverloadedError):
             router.search(QUERIES_QD, K)
@@ -271,33 +270,33 @@ def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedd
     "flood of the searchers, 10x", "refused at once with a time to come back; what was let in is answered"
 )
 @pytest.mark.ray
-def test_a_full_queue_refuses_at_once_and_what_was_let_in_is_answered(opened, record_property):
-    places, num_asked = 2, 20
-    with opened(searcher_queue=places) as router, ThreadPoolExecutor(places) as threads:
+def test_a_full_queue_refuses_at_once_and_what_was_let_in_is_answered(open_with, record_property):
+    queue, num_asked = 2, 20
+    with open_with(searcher_queue=queue) as router, ThreadPoolExecutor(queue) as threads:
         actor, waiting = router.fleet.actors[0], router.fleet.searchers.dispatcher.groups[0][0]
         shut(actor)
-        let_in = [threads.submit(router.search, QUERIES_QD, K, deadline=Deadline.after(120)) for _ in range(places)]
-        while waiting.waiting < places:
+        admitted = [threads.submit(router.search, QUERIES_QD, K, deadline=Deadline.after(120)) for _ in range(queue)]
+        while waiting.waiting < queue:
             pass
         message = r"^2 calls wait .* group 0, .*searcher_queue=2\); ask again in \d+\.\d s, "
         retries_s = []
-        for _ in range(num_asked - places):
+        for _ in range(num_asked - queue):
             with pytest.raises(OverloadedError, match=message) as refused:
                 router.search(QUERIES_QD, K)
             retries_s.append(refused.value.retry_after_s)
         assert min(retries_s) > 0
         assert router.fleet.searchers.dispatcher.counts().refused == len(retries_s)
-        assert router.fleet.searchers.dispatcher.groups[1][0].waiting <= places
+        assert router.fleet.searchers.dispatcher.groups[1][0].waiting <= queue
         reopen(actor)
-        assert all(is_whole(one.result()) for one in let_in)
+        assert all(is_whole(one.result()) for one in admitted)
         assert is_whole(router.search(QUERIES_QD, K))
-    told = f"{num_asked} asked, {len(retries_s)} refused until {max(retries_s):.1f} s later, {len(let_in)} answered"
-    record_property("figures", told)
+    counts = f"{num_asked} asked, {len(retries_s)} refused until {max(retries_s):.1f} s later, {len(admitted)} answered"
+    record_property("figures", counts)
 
 
 @pytest.mark.ray
-def test_calls_that_nobody_waits_for_are_passed_by_and_count_until_then(opened):
-    with opened(searcher_queue=3) as router:
+def test_cancelled_calls_are_skipped_and_count_as_waiting_until_then(open_with):
+    with open_with(searcher_queue=3) as router:
         actor, replica = router.fleet.actors[0], router.fleet.searchers.dispatcher.groups[0][0]
         shut(actor)
         for _ in range(3):
@@ -305,18 +304,18 @@ def test_calls_that_nobody_waits_for_are_passed_by_and_count_until_then(opened):
             assert {shard.state for shard in answer.shards} <= {"searched", "late"}
         with pytest.raises(OverloadedError):
             router.search(QUERIES_QD, K, min_coverage=0.0)
-        note_searched(actor)
+        record_searches(actor)
         reopen(actor)
         until(lambda: replica.waiting == 0)
-        assert ray.get(beside(actor, lambda searcher: searcher.searched)) == []
+        assert ray.get(beside(actor, lambda searcher: searcher.shards_log)) == []
         assert is_whole(router.search(QUERIES_QD, K))
-        assert ray.get(beside(actor, lambda searcher: searcher.searched)) != []
+        assert ray.get(beside(actor, lambda searcher: searcher.shards_log)) != []
         assert replica.waiting == 0
 
 
-def looked(watch: HealthMonitor, at_s: float, *well) -> int:
-    """What a look finds; then these searchers, which are well, get the time to answer their probes."""
-    hung = watch.look(at_s)
+def check_health(monitor: HealthMonitor, at_s: float, *well) -> int:
+    """Check once and return the number of hung searchers; then wait until `well` ones have answered their probes."""
+    hung = monitor.check(at_s)
     ray.get([actor.probe.remote() for actor in well])
     return hung
 
@@ -325,44 +324,44 @@ def looked(watch: HealthMonitor, at_s: float, *well) -> int:
 @pytest.mark.chaos("hung searcher", "found by a probe, told as hung, replaced")
 @pytest.mark.ray
 @pytest.mark.parametrize("frozen", [False, True], ids=["its queue stands", "its process stands"])
-def test_a_hung_searcher_is_found_by_its_canary_told_and_replaced(opened, frozen, record_property):
-    with opened() as router:
+def test_a_hung_searcher_is_found_by_its_canary_told_and_replaced(open_with, frozen, record_property):
+    with open_with() as router:
         dispatcher, (actor, other) = router.fleet.searchers.dispatcher, router.fleet.actors
-        watch = HealthMonitor(dispatcher, hung_s=30)
-        assert [looked(watch, at_s, actor, other) for at_s in (0, 29, 58)] == [0, 0, 0]
-        before = ray.get(actor.heartbeat.remote()).born
+        monitor = HealthMonitor(dispatcher, hung_s=30)
+        assert [check_health(monitor, at_s, actor, other) for at_s in (0, 29, 58)] == [0, 0, 0]
+        before = ray.get(actor.heartbeat.remote()).instance_id
         if frozen:
             kill(actor, signal.SIGSTOP)
         else:
             shut(actor)
-        assert [looked(watch, at_s, other) for at_s in (100, 129.9)] == [0, 0]
-        assert looked(watch, 140, other) == 1
+        assert [check_health(monitor, at_s, other) for at_s in (100, 129.9)] == [0, 0]
+        assert check_health(monitor, 140, other) == 1
         assert dispatcher.groups[0][0].state == "hung"
         began = time.monotonic()
         answer = router.search(QUERIES_QD, K, min_coverage=0.0)
-        told = {shard.shard: shard.state for shard in answer.shards}
-        assert {told[shard] for shard in router.fleet.shards[0]} <= {"hung", "searched"}
-        assert {told[shard] for shard in router.fleet.shards[1]} == {"searched"}
+        states = {shard.shard: shard.state for shard in answer.shards}
+        assert {states[shard] for shard in router.fleet.shards[0]} <= {"hung", "searched"}
+        assert {states[shard] for shard in router.fleet.shards[1]} == {"searched"}
         router.ready()
         assert is_whole(router.search(QUERIES_QD, K))
         record_property("figures", f"found at the third look, whole again {time.monotonic() - began:.1f} s later")
-        assert ray.get(actor.heartbeat.remote()).born != before
-        assert looked(watch, 150, actor, other) == 0
+        assert ray.get(actor.heartbeat.remote()).instance_id != before
+        assert check_health(monitor, 150, actor, other) == 0
 
 
 @pytest.mark.ray
-def test_a_busy_searcher_is_not_taken_for_a_hung_one(opened):
-    """The probe waits behind another's call and a second gate: as long as calls end, it may."""
-    with opened() as router:
-        watch, (actor, other) = HealthMonitor(router.fleet.searchers.dispatcher, hung_s=30), router.fleet.actors
+def test_a_busy_searcher_is_not_taken_for_a_hung_one(open_with):
+    """The probe waits behind another call and a second gate; it may while calls end."""
+    with open_with() as router:
+        monitor, (actor, other) = HealthMonitor(router.fleet.searchers.dispatcher, hung_s=30), router.fleet.actors
         shut(actor, "first")
         message = encode_scan(ScanRequest(QUERIES_QD, K, router.fleet.shards[0], 1))
         others = actor.handle.remote("scan", "", message)
         shut(actor, "second", later=True)
-        assert looked(watch, 0, other) == 0
+        assert check_health(monitor, 0, other) == 0
         reopen(actor, "first")
         ray.get(others)
-        assert [looked(watch, at_s, other) for at_s in (40, 69, 71)] == [0, 0, 1]
+        assert [check_health(monitor, at_s, other) for at_s in (40, 69, 71)] == [0, 0, 1]
         router.ready()
         assert is_whole(router.search(QUERIES_QD, K))
 
@@ -372,13 +371,13 @@ def test_a_busy_searcher_is_not_taken_for_a_hung_one(opened):
 )
 @pytest.mark.ray
 @pytest.mark.parametrize("way", WAYS)
-def test_without_a_replica_left_the_shards_are_told_until_they_are_back(opened, record_property, way, monkeypatch):
-    with opened() as router, ThreadPoolExecutor(2) as threads:
-        asked_by(way, router, monkeypatch)
+def test_without_a_replica_left_the_shards_are_told_until_they_are_back(open_with, record_property, way, monkeypatch):
+    with open_with() as router, ThreadPoolExecutor(2) as threads:
+        use_transport(way, router, monkeypatch)
         doomed, replica = router.fleet.actors[1], router.fleet.searchers.dispatcher.groups[1][0]
-        pid = stopped_in_a_search(doomed)
+        pid = hold_searches(doomed)
         strict = threads.submit(router.search, QUERIES_QD, K, deadline=Deadline.after(120))
-        is_begun(doomed)
+        wait_until_held(doomed)
         lenient = threads.submit(router.search, QUERIES_QD, K, deadline=Deadline.after(120), min_coverage=0.0)
         while replica.waiting < 2:
             time.sleep(0.001)
@@ -387,10 +386,10 @@ def test_without_a_replica_left_the_shards_are_told_until_they_are_back(opened, 
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(CoverageError, match=r"\(died\)"):
             strict.result()
-        told = {shard.shard: shard.state for shard in lenient.result().shards}
-        assert {told[shard] for shard in router.fleet.shards[0]} == {"searched"}
-        assert {told[shard] for shard in router.fleet.shards[1]} == {"died"}
-        ray.wait([replica.again], timeout=60)
+        states = {shard.shard: shard.state for shard in lenient.result().shards}
+        assert {states[shard] for shard in router.fleet.shards[0]} == {"searched"}
+        assert {states[shard] for shard in router.fleet.shards[1]} == {"died"}
+        ray.wait([replica.open_ref], timeout=60)
         assert is_whole(router.search(QUERIES_QD, K))  # nobody said ready()
         took_s = time.monotonic() - began
     record_property("figures", f"2 calls told what died; whole again {took_s:.1f} s later")

@@ -1,4 +1,4 @@
-"""Encoding: bytes follow from the corpus and the settings, whoever does the work and whatever dies."""
+"""Encoding: the bytes depend only on the corpus and the settings, not on workers or their failures."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from mvr_ray.checksums import json_with_checksum
 from mvr_ray.core.encoding import precision
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.distributed import build_index, encode, encoders, session
-from mvr_ray.distributed.encoders import local_encoder, resolve_encoder, spread
+from mvr_ray.distributed.encoders import local_encoder, resolve_encoder, sample_evenly
 from mvr_ray.errors import FingerprintError, FormatError, MissingInputError, ResourceError, StorageError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
@@ -57,15 +57,15 @@ def test_chunks_cover_every_row_of_a_part_once(corpus_store, run_over):
 def test_encoder_choices_name_what_is_missing(empty_store, run_over):
     with pytest.raises(MissingInputError, match=r"no trained encoder 'encoder'.*mvr-ray train CONFIG"):
         resolve_encoder(run_over(empty_store, index={"encoder": "trained"}))
-    made = resolve_encoder(run_over(empty_store))
-    assert resolve_encoder(run_over(empty_store, index={"encoder": made.fingerprint})) == made
-    assert resolve_encoder(run_over(empty_store, index={"encoder": "auto"})) == made
-    with pytest.raises(MissingInputError, match=f"'abcd' not found.*there are: .*{made.fingerprint}"):
+    encoder = resolve_encoder(run_over(empty_store))
+    assert resolve_encoder(run_over(empty_store, index={"encoder": encoder.fingerprint})) == encoder
+    assert resolve_encoder(run_over(empty_store, index={"encoder": "auto"})) == encoder
+    with pytest.raises(MissingInputError, match=f"'abcd' not found.*there are: .*{encoder.fingerprint}"):
         resolve_encoder(run_over(empty_store, index={"encoder": "abcd"}))
     store = Store(str(empty_store))
-    os.rename(made.folder, made.folder.with_name("0" * 16))  # noqa: PTH104
-    with pytest.raises(FingerprintError, match=f"{made.fingerprint}, but {'0' * 16} was asked for"):
-        local_encoder(store, made.name, "0" * 16)
+    os.rename(encoder.folder, encoder.folder.with_name("0" * 16))  # noqa: PTH104
+    with pytest.raises(FingerprintError, match=f"{encoder.fingerprint}, but {'0' * 16} was asked for"):
+        local_encoder(store, encoder.name, "0" * 16)
 
 
 @pytest.mark.data
@@ -87,9 +87,9 @@ def test_another_precision_is_another_encoder_that_the_corpus_keeps(empty_store,
 @pytest.mark.data
 @pytest.mark.parametrize("first", ["fp32", "bf16"])
 def test_a_store_keeps_the_precision_that_its_passages_were_embedded_in(empty_store, run_over, monkeypatch, first):
-    """Which encoder embeds, on a processor of either kind; the numbers are those of fp32, which every processor has."""
+    """The encoder in use on either kind of processor; the numbers are those of fp32, which every processor supports."""
     build = precision.build_tower
-    monkeypatch.setattr(session, "in_ray", lambda: False)  # a worker would be without the next two lines
+    monkeypatch.setattr(session, "in_ray", lambda: False)  # the patches below do not reach workers
     monkeypatch.setattr(precision, "_cpu_lacks", lambda tower, name: "")
     monkeypatch.setattr(precision, "build_tower", lambda tower, own: build(tower, own._replace(name="fp32")))
     chosen, here = [first], {"local_passages": 1000}
@@ -112,10 +112,10 @@ def test_the_record_of_an_encoder_in_another_precision_is_refused_where_it_is_ne
     full = resolve_encoder(run_over(empty_store, index={"precision": "fp32"}))
     path = paths.lowered_encoder(full.name, full.fingerprint, encoders.INT8_RECORD, run.prepare.corpus)
     known = {"fingerprint": full.fingerprint}
-    for record in (known, json_with_checksum({**known, "format_version": 1})):  # the first programs wrote no format
+    for record in (known, json_with_checksum({**known, "format_version": 1})):  # the first versions wrote no format
         store.write_bytes(path, json.dumps(record).encode())
         assert resolve_encoder(run) == full
-    cure = "delete it: the same command then lowers the encoder again"
+    cure = "delete it: the same command then converts the encoder again"
     newer, changed = json_with_checksum({**known, "format_version": 2}), {**record, "fingerprint": "0" * 16}
     for data, error, text in (
         (
@@ -139,7 +139,7 @@ def test_passages_for_scales_stand_at_even_distances_over_the_whole_corpus(corpu
     corpus = Corpus.open(Store(str(corpus_store)), run_over(corpus_store).prepare.corpus)
     everything = list(corpus)
     step = max(1, len(everything) // num)
-    assert spread(corpus, num) == everything[::step][:num]
+    assert sample_evenly(corpus, num) == everything[::step][:num]
 
 
 @pytest.mark.data
@@ -153,14 +153,14 @@ def test_encoders_that_do_not_fit_are_refused_before_any_work(empty_store, run_o
 @pytest.mark.data
 @pytest.mark.ray
 def test_an_error_of_ours_in_a_worker_reaches_the_caller_as_itself(empty_store, run_over, ray_session):
-    made = resolve_encoder(run_over(empty_store))
-    weights = made.folder / "shared" / "model.safetensors"
+    encoder = resolve_encoder(run_over(empty_store))
+    weights = encoder.folder / "shared" / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.chmod(0o644)
     weights.write_bytes(data)
-    with pytest.raises(FingerprintError, match=f"saved as {made.fingerprint} but loads as .* again$"):
-        build_index.index(run_over(empty_store, index={"encoder": made.fingerprint}))
+    with pytest.raises(FingerprintError, match=f"saved as {encoder.fingerprint} but loads as .* again$"):
+        build_index.index(run_over(empty_store, index={"encoder": encoder.fingerprint}))
 
 
 def digests(store: Path) -> list[str]:
@@ -217,10 +217,10 @@ def test_two_encoders_one_of_them_killed_give_the_bytes_of_one(
     killed: list[int] = []
     record: list[tuple[int, int]] = []
 
-    def kill_one(what: str, done: int, total: int) -> None:
+    def kill_one(what: str, count: int, total: int) -> None:
         if what == "encode":
-            record.append((done, total))
-        if what == "encode" and done < total and not killed:
+            record.append((count, total))
+        if what == "encode" and count < total and not killed:
             killed.append(actor_processes("ChunkEncoder")[0])
             os.kill(killed[0], signal.SIGKILL)
 
@@ -257,9 +257,9 @@ def test_a_killed_driver_loses_only_the_chunks_under_way(empty_store, small_inde
     key = store.list(paths.staging_root("index"))[0]
     assert store.list(paths.staging_dir("index", key))
 
-    said: list[tuple[str, int, int]] = []
-    build_index.index(run, lambda *record: said.append(record))
-    first = next(record for record in said if record[0] == "encode")
+    reports: list[tuple[str, int, int]] = []
+    build_index.index(run, lambda *record: reports.append(record))
+    first = next(record for record in reports if record[0] == "encode")
     assert 0 < first[1] < first[2]
     assert digests(empty_store) == digests(small_index)
     assert store.list(paths.staging_root("index")) == []

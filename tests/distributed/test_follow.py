@@ -1,4 +1,4 @@
-"""Checks that `follow` makes versions of change files as they come, and ends, fails and continues cleanly."""
+"""Checks that `follow` makes versions of arriving change files, and ends, fails and resumes cleanly."""
 
 import json
 import os
@@ -101,7 +101,7 @@ def test_a_roll_back_is_not_undone_until_the_last_corpus_is_published_again(run:
 
 @pytest.mark.ray
 def test_a_follower_that_ended_between_corpus_and_version_publishes_the_version(run: RunConfig, source: Path):
-    """And goes on with the encoder of the index, whatever was trained since."""
+    """The index keeps its encoder, whatever was trained since."""
     write_changes(source, "1.jsonl", {"id": ids(run)[0], "delete": True})
     follow(run, FollowReport(), print, once=True)
     store = Store(run.store.path)

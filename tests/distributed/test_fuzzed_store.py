@@ -18,11 +18,11 @@ MEMORY_BYTES = 2 * 10**9
 
 
 def fuzz(folder: Path, seed: int, cases: int) -> tuple[list[dict[str, str]], int]:
-    """What came of each case, and the peak of memory."""
+    """The outcome of each case, and the peak memory."""
     command = [sys.executable, str(FUZZER), str(FIXTURE), str(folder), str(seed), str(cases)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert done.returncode == 0, f"seed {seed}: {done.returncode} in {lines[-1:]}: {done.stderr[-2000:]}"
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [json.loads(line) for line in process.stdout.splitlines()]
+    assert process.returncode == 0, f"seed {seed}: {process.returncode} in {lines[-1:]}: {process.stderr[-2000:]}"
     results = [line for line in lines if "outcome" in line]
     assert len(results) == cases
     return results, lines[-1]["peak_bytes"]

@@ -1,4 +1,4 @@
-"""A router goes from version to version under load: each answer is one version's, whole, and none fails."""
+"""Tests that a router switches versions under load: each answer is complete, from one version, and none fails."""
 
 import os
 import re
@@ -50,18 +50,18 @@ def expected(views) -> list[list[tuple[str, float, int]]]:
     return [brute_force(views, query_D, K) for query_D in QUERIES_QD]
 
 
-def answered(live, number: int) -> list[tuple[str, float, int]]:
+def search_one(live, number: int) -> list[tuple[str, float, int]]:
     return [
         (hit.passage_id, hit.score, hit.view) for hit in live_search(live, QUERIES_QD[number : number + 1], K).hits[0]
     ]
 
 
-def digests(described: Manifest) -> list[str]:
-    return sorted(entry.digest for entry in described.shards)
+def digests(version: Manifest) -> list[str]:
+    return sorted(entry.digest for entry in version.shards)
 
 
 def damage(root: Path, digest: str) -> Path:
-    """Put another file, with a byte changed, in the place of a shard's embeddings; mapped ones stay as they are."""
+    """Replace a shard's embeddings file by one with a changed byte; mapped files stay as they are."""
     file = root / paths.shard_dir("random", digest) / paths.EMBEDDINGS
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -72,11 +72,11 @@ def damage(root: Path, digest: str) -> Path:
 
 
 class Crowd:
-    """Many who ask all the time, each the next query as soon as it has an answer."""
+    """Clients in threads that search all the time, each with the next query as soon as it has an answer."""
 
     def __init__(self, live: HotSwapRouter, size: int, truth: dict[int, list[list[tuple[str, float, int]]]]) -> None:
         self.live, self.truth = live, truth
-        self.seen: Counter[int] = Counter()
+        self.counts: Counter[int] = Counter()
         """Answers by version."""
         self.wrong: list[tuple[int, int]] = []
         self.under_way = 0
@@ -95,17 +95,17 @@ class Crowd:
             right = hits == self.truth[answer.version][at] and answer.exact.certified and answer.coverage_share == 1
             with self._lock:
                 self.under_way -= 1
-                self.seen[answer.version] += 1
+                self.counts[answer.version] += 1
                 if not right:
                     self.wrong.append((at, answer.version))
 
     def until_answered(self, version: int, count: int, under_way: float = 0) -> None:
-        """Return when so many more answers came of a version, and so many are under way."""
-        enough, end = self.seen[version] + count, time.monotonic() + 120
-        while self.seen[version] < enough or self.under_way < under_way:
+        """Wait until `count` further answers came from a version, and `under_way` searches run."""
+        enough, end = self.counts[version] + count, time.monotonic() + 120
+        while self.counts[version] < enough or self.under_way < under_way:
             failed = [one for one in self._asking if one.done()]
             assert not failed, failed[0].result()
-            assert time.monotonic() < end, (self.seen, self.under_way)
+            assert time.monotonic() < end, (self.counts, self.under_way)
             time.sleep(0.01)
 
     def __enter__(self) -> "Crowd":
@@ -160,7 +160,7 @@ def test_every_answer_is_one_versions_while_versions_come_and_go(
                 under_way.append(crowd.under_way)
             crowd.until_answered(4, 200)
         assert crowd.wrong == []
-        assert crowd.seen.keys() == {1, 2, 3, 4}
+        assert crowd.counts.keys() == {1, 2, 3, 4}
         assert min(under_way) >= 0.95 * size, under_way
         assert live.state == (4, True, 0, "")
         live.ready()
@@ -168,8 +168,8 @@ def test_every_answer_is_one_versions_while_versions_come_and_go(
         if not local:
             held = sorted(digest for actor in held for digest in ray.get(actor.health.remote()))
         assert held == digests(live.manifest)
-    told = f"{crowd.seen.total()} answers, {min(under_way)} to {max(under_way)} under way at each of 4 changes"
-    record_property("figures", told)
+    figures = f"{crowd.counts.total()} answers, {min(under_way)} to {max(under_way)} under way at each of 4 changes"
+    record_property("figures", figures)
 
 
 def test_a_call_under_way_ends_on_its_version_and_takes_its_shards_along(tmp_path, run_over):
@@ -182,15 +182,15 @@ def test_a_call_under_way_ends_on_its_version_and_takes_its_shards_along(tmp_pat
         with live.pin() as before:
             assert live.move_to(2) == 2
             assert (before.manifest.version, live.manifest.version) == (1, 2)
-            assert answered(before, 0) == brute_force(FIRST, QUERIES_QD[0], K)
-            assert answered(live, 0) == brute_force(SECOND, QUERIES_QD[0], K)
+            assert search_one(before, 0) == brute_force(FIRST, QUERIES_QD[0], K)
+            assert search_one(live, 0) == brute_force(SECOND, QUERIES_QD[0], K)
             assert searcher.health() == sorted({*digests(first), *digests(second)})
             with live.pin():
                 assert live.move_to(1) == 1  # back while it is still open
-                assert answered(live, 0) == brute_force(FIRST, QUERIES_QD[0], K)
+                assert search_one(live, 0) == brute_force(FIRST, QUERIES_QD[0], K)
             assert searcher.health() == digests(first)
         assert searcher.health() == digests(first)
-        assert answered(live, 1) == brute_force(FIRST, QUERIES_QD[1], K)
+        assert search_one(live, 1) == brute_force(FIRST, QUERIES_QD[1], K)
 
 
 VIEWS = {
@@ -202,21 +202,21 @@ VIEWS = {
 
 
 def test_a_version_that_a_call_names_is_opened_beside_and_keeps_a_place_until_others_take_it(tmp_path, run_over):
-    made = {number: publish_random_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1) for number in VIEWS}
+    versions = {number: publish_random_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1) for number in VIEWS}
     with open_hot_swap_router(run_of(tmp_path, run_over), local=True) as live:
-        live.rest_s = 0
+        live.min_idle_s = 0
         searcher = live.searchers.searcher
 
         def holds(*numbers: int) -> bool:
-            return searcher.health() == sorted({digest for number in numbers for digest in digests(made[number])})
+            return searcher.health() == sorted({digest for number in numbers for digest in digests(versions[number])})
 
         with live.pin(4) as router, live.pin() as same:
             assert router is same and holds(4)
         for number, held in ((1, (1, 4)), (1, (1, 4)), (4, (1, 4)), (2, (1, 2, 4)), (1, (1, 2, 4)), (3, (1, 3, 4))):
             with live.pin(number) as router:
                 assert (router.manifest.version, live.manifest.version) == (number, 4)
-                assert answered(router, 0) == brute_force(VIEWS[number], QUERIES_QD[0], K)
-                assert answered(live, 0) == brute_force(VIEWS[4], QUERIES_QD[0], K)
+                assert search_one(router, 0) == brute_force(VIEWS[number], QUERIES_QD[0], K)
+                assert search_one(live, 0) == brute_force(VIEWS[4], QUERIES_QD[0], K)
             assert holds(*held)
         for move, held in ((1, (1, 3)), (None, (3, 4)), (2, (2, 3)), (3, (3,))):
             live.move_to(move)
@@ -224,36 +224,38 @@ def test_a_version_that_a_call_names_is_opened_beside_and_keeps_a_place_until_ot
                 assert holds(*held)
         with pytest.raises(MissingInputError, match="5"), live.pin(5):
             pass
-        assert answered(live, 2) == brute_force(VIEWS[3], QUERIES_QD[2], K)
+        assert search_one(live, 2) == brute_force(VIEWS[3], QUERIES_QD[2], K)
 
 
 @pytest.mark.chaos("three versions named in turn beside the live one", "none is read twice; the third is told to wait")
 def test_versions_named_in_turn_are_read_once_and_one_too_many_is_told_when_to_ask_again(tmp_path, run_over):
-    made = {number: publish_random_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1) for number in VIEWS}
+    versions = {number: publish_random_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1) for number in VIEWS}
     with open_hot_swap_router(run_of(tmp_path, run_over), local=True) as live:
         loaded, load = [], live.searchers.load
-        live.searchers.load = lambda described: (loaded.append(described.version), load(described))[1]
+        live.searchers.load = lambda version: (loaded.append(version.version), load(version))[1]
         for number in (1, 2, 1, 2, 1, 2):
             with live.pin(number) as router:
-                assert answered(router, 0) == brute_force(VIEWS[number], QUERIES_QD[0], K)
+                assert search_one(router, 0) == brute_force(VIEWS[number], QUERIES_QD[0], K)
         with pytest.raises(OverloadedError, match="version 3 not opened: all 2 places"), live.pin(3):
             pass
         assert loaded == [1, 2]
-        with live.pin(1), pytest.raises(OverloadedError) as told, live.pin(3):
+        with live.pin(1), pytest.raises(OverloadedError) as refusal, live.pin(3):
             pass
-        assert 1 <= told.value.retry_after_s <= live.rest_s
-        live.rest_s = 0
+        assert 1 <= refusal.value.retry_after_s <= live.min_idle_s
+        live.min_idle_s = 0
         with live.pin(1), live.pin(3) as third:  # one is in use: the other one goes
-            assert answered(third, 0) == brute_force(VIEWS[3], QUERIES_QD[0], K)
+            assert search_one(third, 0) == brute_force(VIEWS[3], QUERIES_QD[0], K)
         assert loaded == [1, 2, 3]
-        held = {digest for number in (1, 3, 4) for digest in digests(made[number])}
+        held = {digest for number in (1, 3, 4) for digest in digests(versions[number])}
         assert live.searchers.searcher.health() == sorted(held)
 
 
-def test_a_guest_without_room_is_refused_with_the_numbers_and_gives_way_to_what_becomes_live(tmp_path, run_over):
-    made = {number: publish_random_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1) for number in (1, 2, 3)}
-    second, added = made[2].shards[1].num_bytes, made[3].num_bytes
-    limit = added + made[1].num_bytes + second - 1
+def test_a_cached_version_is_refused_without_memory_and_evicted_for_a_new_live_version(tmp_path, run_over):
+    versions = {
+        number: publish_random_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1) for number in (1, 2, 3)
+    }
+    second, added = versions[2].shards[1].num_bytes, versions[3].num_bytes
+    limit = added + versions[1].num_bytes + second - 1
     with open_hot_swap_router(run_of(tmp_path, run_over, searcher_bytes=limit), local=True) as live:
         with live.pin(1):
             pass
@@ -266,7 +268,7 @@ def test_a_guest_without_room_is_refused_with_the_numbers_and_gives_way_to_what_
             pass
         publish_random_index(tmp_path, VIEWS[4], SHARDS, parent=3)
         assert live.move_to() == 4
-        assert answered(live, 0) == brute_force(VIEWS[4], QUERIES_QD[0], K)
+        assert search_one(live, 0) == brute_force(VIEWS[4], QUERIES_QD[0], K)
     small, refused = run_of(tmp_path, run_over, searcher_bytes=added), pytest.raises(ResourceError, match=f"{added:,}")
     with open_hot_swap_router(small, local=True) as live, refused, live.pin(1):
         pass
@@ -280,29 +282,29 @@ def test_calls_for_a_version_that_is_being_opened_wait_within_their_time_and_not
         publish_random_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1)
     run = run_of(tmp_path, run_over).model_copy(update={"serve": ServeConfig(max_running=4)})
     with open_hot_swap_router(run, local=True) as live, ThreadPoolExecutor(4) as threads:
-        begun, opened, load = threading.Event(), threading.Event(), live.searchers.load
+        load_event, open_event, load = threading.Event(), threading.Event(), live.searchers.load
 
-        def slow(described: Manifest):
-            begun.set()
-            assert opened.wait(60)
-            return load(described)
+        def slow(version: Manifest):
+            load_event.set()
+            assert open_event.wait(60)
+            return load(version)
 
         def named(version: int, timeout_s: float) -> list[tuple[str, float, int]]:
             with live.pin(version, Deadline.after(timeout_s)) as router:
-                return answered(router, 0)
+                return search_one(router, 0)
 
         live.searchers.load = slow
         waits = [threads.submit(named, 1, 60), threads.submit(named, 2, 60)]
-        assert begun.wait(60)
-        while live._openings._waiting < 2:
+        assert load_event.wait(60)
+        while live._loader._waiting < 2:
             threading.Event().wait(0.001)
         with pytest.raises(OverloadedError, match="2 calls wait for versions already"):
             named(1, 60)
         for _ in range(20):
-            assert answered(live, 1) == brute_force(VIEWS[3], QUERIES_QD[1], K)
+            assert search_one(live, 1) == brute_force(VIEWS[3], QUERIES_QD[1], K)
         with pytest.raises(MissingInputError, match="no version 9"):
             named(9, 60)
-        opened.set()
+        open_event.set()
         assert [one.result(60) for one in waits] == [brute_force(VIEWS[n], QUERIES_QD[0], K) for n in (1, 2)]
 
 
@@ -310,21 +312,21 @@ def test_a_call_whose_time_is_over_leaves_the_opening_to_the_next_one(tmp_path, 
     for number in (1, 2):
         publish_random_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1)
     with open_hot_swap_router(run_of(tmp_path, run_over), local=True) as live:
-        opened, loaded, load = threading.Event(), [], live.searchers.load
+        open_event, loaded, load = threading.Event(), [], live.searchers.load
 
-        def slow(described: Manifest):
-            loaded.append(described.version)
-            assert opened.wait(60)
-            return load(described)
+        def slow(version: Manifest):
+            loaded.append(version.version)
+            assert open_event.wait(60)
+            return load(version)
 
         live.searchers.load = slow
         for _ in range(3):
-            told = "version 1 is not open yet: version 1 is being opened"
-            with pytest.raises(OverloadedError, match=told), live.pin(1, Deadline.after(0.01)):
+            message = "version 1 is not open yet: version 1 is being opened"
+            with pytest.raises(OverloadedError, match=message), live.pin(1, Deadline.after(0.01)):
                 pass
-        opened.set()
+        open_event.set()
         with live.pin(1, Deadline.after(60)) as router:
-            assert answered(router, 0) == brute_force(FIRST, QUERIES_QD[0], K)
+            assert search_one(router, 0) == brute_force(FIRST, QUERIES_QD[0], K)
         assert loaded == [1]
 
 
@@ -334,15 +336,15 @@ def test_a_damaged_version_that_calls_name_is_not_read_for_each_of_them(tmp_path
     file = damage(tmp_path, first.shards[1].digest)
     with open_hot_swap_router(run_of(tmp_path, run_over), local=True) as live:
         loaded, load = [], live.searchers.load
-        live.searchers.load = lambda described: (loaded.append(described.version), load(described))[1]
+        live.searchers.load = lambda version: (loaded.append(version.version), load(version))[1]
         for _ in range(3):
             with pytest.raises(DigestError, match=re.escape(str(file))), live.pin(1):
                 pass
         assert loaded == [1]
         file.with_suffix(".whole").replace(file)
-        live._openings.rest_s = 0
+        live._loader.min_idle_s = 0
         with live.pin(1) as router:
-            assert answered(router, 0) == brute_force(FIRST, QUERIES_QD[0], K)
+            assert search_one(router, 0) == brute_force(FIRST, QUERIES_QD[0], K)
 
 
 def test_shards_that_both_versions_name_are_not_read_again(tmp_path, run_over):
@@ -355,7 +357,7 @@ def test_shards_that_both_versions_name_are_not_read_again(tmp_path, run_over):
         for digest in shared:
             damage(tmp_path, digest)
         assert live.move_to() == 2
-        assert [answered(live, number) for number in range(len(QUERIES_QD))] == expected(SECOND)
+        assert [search_one(live, number) for number in range(len(QUERIES_QD))] == expected(SECOND)
 
 
 @pytest.mark.chaos("no memory for the next version", "refused before a byte is read, with both numbers")
@@ -370,11 +372,11 @@ def test_a_version_without_room_is_refused_before_it_is_read(tmp_path, run_over,
         both = re.escape(f"holds {first.num_bytes:,} bytes and needs {added:,} more, {limit + 1:,} in all; ")
         with pytest.raises(ResourceError, match=rf"'random' version 2 .*{both}.*searcher_bytes allows {limit:,}"):
             live.move_to()
-        assert answered(live, 0) == brute_force(FIRST, QUERIES_QD[0], K)
+        assert search_one(live, 0) == brute_force(FIRST, QUERIES_QD[0], K)
     record_property("figures", f"{first.num_bytes:,} bytes held, {added:,} more needed, {limit:,} allowed: 1 too few")
 
 
-def test_the_same_files_indexed_otherwise_need_their_room_again(tmp_path, run_over):
+def test_the_same_files_indexed_otherwise_need_their_memory_again(tmp_path, run_over):
     first = publish_random_index(tmp_path, FIRST, SHARDS)
     twice = 2 * first.num_bytes
     for limit in (twice - 1, twice):
@@ -386,7 +388,7 @@ def test_the_same_files_indexed_otherwise_need_their_room_again(tmp_path, run_ov
                     live.move_to()
             else:
                 assert live.move_to() == 2
-            assert [answered(live, number) for number in range(len(QUERIES_QD))] == expected(FIRST)
+            assert [search_one(live, number) for number in range(len(QUERIES_QD))] == expected(FIRST)
 
 
 @pytest.mark.chaos("next version damaged", "not moved to until whole; the live version goes on")
@@ -399,34 +401,34 @@ def test_a_damaged_version_is_not_moved_to_until_it_is_whole_again(tmp_path, run
             live.move_to()
         assert not live.follow()
         assert live.state[:3] == (1, True, 2) and str(file) in live.state.failure
-        assert answered(live, 0) == brute_force(FIRST, QUERIES_QD[0], K)
+        assert search_one(live, 0) == brute_force(FIRST, QUERIES_QD[0], K)
         assert live.searchers.searcher.health() == digests(live.manifest)
         file.with_suffix(".whole").replace(file)
         assert live.follow()
         assert live.state == (2, True, 0, "")
-        assert answered(live, 0) == brute_force(SECOND, QUERIES_QD[0], K)
+        assert search_one(live, 0) == brute_force(SECOND, QUERIES_QD[0], K)
         with pytest.raises(MissingInputError, match="no version 9"):
             live.move_to(9)
-        assert answered(live, 0) == brute_force(SECOND, QUERIES_QD[0], K)
+        assert search_one(live, 0) == brute_force(SECOND, QUERIES_QD[0], K)
     record_property("figures", "2 moves refused, 3 answers right, moved at the first look after the repair")
 
 
 def test_a_follower_finds_what_is_published_by_itself(tmp_path, run_over):
     publish_random_index(tmp_path, FIRST, SHARDS)
-    moved = threading.Event()
+    move_event = threading.Event()
     with open_hot_swap_router(run_of(tmp_path, run_over), local=True) as live:
         follow = live.follow
 
-        def told() -> bool:
+        def follow_once() -> bool:
             if follow():
-                moved.set()
-            return moved.is_set()
+                move_event.set()
+            return move_event.is_set()
 
-        live.follow = told
-        with live.following(0.01):
+        live.follow = follow_once
+        with live.follow_periodically(0.01):
             publish_random_index(tmp_path, SECOND, SHARDS, parent=1)
-            assert moved.wait(30)
-        assert answered(live, 0) == brute_force(SECOND, QUERIES_QD[0], K)
+            assert move_event.wait(30)
+        assert search_one(live, 0) == brute_force(SECOND, QUERIES_QD[0], K)
 
 
 def test_a_newest_manifest_that_is_deleted_takes_no_reader_back(tmp_path, run_over):
@@ -439,16 +441,16 @@ def test_a_newest_manifest_that_is_deleted_takes_no_reader_back(tmp_path, run_ov
         assert "has no version 2 any more" in live.failure and "the newest one is 1" in live.failure
         with pytest.raises(MissingInputError, match="no version 2 any more"):
             live.move_to()
-        assert answered(live, 0) == expected(SECOND)[0]
+        assert search_one(live, 0) == expected(SECOND)[0]
         for version, moves in ((2, False), (3, True)):
             assert manifest.rollback(Store(str(tmp_path)), "random", 1).version == version
             assert live.follow() is moves
             assert ("its number taken" in live.failure) is not moves
-        assert answered(live, 0) == expected(FIRST)[0]
+        assert search_one(live, 0) == expected(FIRST)[0]
 
 
 def test_a_follower_that_cannot_read_the_list_of_versions_says_so(tmp_path, run_over, monkeypatch):
-    """Or a promote would be told another reason, and whoever watches it would take an old version for the newest."""
+    """Otherwise a promotion would report another reason, and an old version would pass for the newest."""
     publish_random_index(tmp_path, FIRST, SHARDS)
     with open_hot_swap_router(run_of(tmp_path, run_over), local=True, follow_s=None) as live:
         publish_random_index(tmp_path, SECOND, SHARDS, parent=1)
@@ -456,7 +458,7 @@ def test_a_follower_that_cannot_read_the_list_of_versions_says_so(tmp_path, run_
             patch.setattr(Path, "iterdir", lambda _: os.read(-1, 1))  # EBADF stands in for what a disk says
             assert not live.follow()
             assert f"cannot list {tmp_path}/indexes/random/versions: Bad file descriptor" in live.failure
-        assert answered(live, 0) == expected(FIRST)[0]
+        assert search_one(live, 0) == expected(FIRST)[0]
         assert live.follow() and not live.failure
 
 
@@ -473,9 +475,9 @@ def test_a_first_version_with_a_damaged_shard_answers_from_the_others(tmp_path, 
         there = {i: own for i, own in FIRST.items() if shard_of(i, SHARDS) != 2}
         for query_D, hits in zip(QUERIES_QD, answer.hits):
             assert [(hit.passage_id, hit.score, hit.view) for hit in hits] == brute_force(there, query_D, K)
-        lost = next(i for i in FIRST if shard_of(i, SHARDS) == 2)
+        passage_id = next(i for i in FIRST if shard_of(i, SHARDS) == 2)
         with live.pin() as router, pytest.raises(DamagedShardsError, match=re.escape(str(file))):
-            router.explain(QUERIES_QD, [lost])
+            router.explain(QUERIES_QD, [passage_id])
         file.with_suffix(".whole").replace(file)
         live.ready()
         assert live_search(live, QUERIES_QD, K).exact.certified
@@ -494,18 +496,18 @@ def test_a_searcher_that_dies_while_a_version_is_opened_leaves_the_live_one(
         with pytest.raises(ResourceError, match="opening index 'random' version 2 stopped"):
             live.move_to()
         live.ready()
-        assert answered(live, 0) == brute_force(FIRST, QUERIES_QD[0], K)
+        assert search_one(live, 0) == brute_force(FIRST, QUERIES_QD[0], K)
         file = damage(tmp_path, second.shards[1].digest)
         with pytest.raises(DigestError, match="shard 1"):
             live.move_to()
-        assert answered(live, 1) == brute_force(FIRST, QUERIES_QD[1], K)
+        assert search_one(live, 1) == brute_force(FIRST, QUERIES_QD[1], K)
         file.with_suffix(".whole").replace(file)
         assert live.move_to() == 2
         os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
         began = time.monotonic()
         live.ready()  # started with version 1, it comes back with version 2
         record_property("figures", f"killed twice; back with version 2 in {time.monotonic() - began:.1f} s")
-        assert [answered(live, number) for number in range(len(QUERIES_QD))] == expected(SECOND)
+        assert [search_one(live, number) for number in range(len(QUERIES_QD))] == expected(SECOND)
 
 
 @pytest.mark.chaos("shard damaged at rest", "told as damaged with its file; the others answer where that is allowed")
@@ -524,10 +526,10 @@ def test_a_damaged_shard_is_told_by_actors_and_refused_when_a_router_is_opened(
 
 
 def hold_turn(actor) -> None:
-    """Let it begin no further search."""
+    """Hold the request lock, so that the searcher begins no further search."""
 
     def hold(searcher) -> None:
-        with searcher.turn:
+        with searcher.request_lock:
             threading.Event().wait()
 
     actor.__ray_call__.remote(hold)
@@ -547,4 +549,4 @@ def test_a_searcher_that_hangs_is_replaced_while_a_call_waits_for_it(tmp_path, r
         live.ready()
         whole_s = time.monotonic() - began
         record_property("figures", f"the call ended after {took_s:.1f} s (hung_s=2), all whole after {whole_s:.1f} s")
-        assert [answered(live, number) for number in range(len(QUERIES_QD))] == expected(FIRST)
+        assert [search_one(live, number) for number in range(len(QUERIES_QD))] == expected(FIRST)

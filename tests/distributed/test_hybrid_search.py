@@ -107,9 +107,9 @@ def test_a_version_without_words_says_how_to_get_them(small_index, run_over, tex
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_a_weight_that_is_none_is_refused(lexical_index, run_over, texts, weight):
     with open_router(run_over(lexical_index), local=True) as router:
-        with pytest.raises(ShardIndexError, match="give a finite number from 0 on"):
+        with pytest.raises(ShardIndexError, match="it must be finite and at least 0"):
             router.search_text(texts, 5, hybrid=weight)
-        with pytest.raises(ShardIndexError, match="2 query vectors come with 1 texts"):
+        with pytest.raises(ShardIndexError, match="2 query vectors and 1 texts"):
             router.search(router.embed(texts[:2]), 5, hybrid=HybridQueries(("one",), 1.0))
 
 

@@ -1,4 +1,4 @@
-"""Reads the metrics of a job from where a node exports them."""
+"""Reads the metrics of a job from a node's exporter."""
 
 import re
 import time
@@ -12,7 +12,7 @@ from mvr_ray.types import no_progress
 
 
 def exported_series(until: str) -> dict[str, float]:
-    """Our series as this node exports them, once one of that name is there."""
+    """Wait for a series of that name, and return our series that this node exports."""
     [node] = [node for node in ray.nodes() if node["Alive"]]
     address = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
     deadline = time.monotonic() + 60
@@ -30,24 +30,24 @@ def exported_series(until: str) -> dict[str, float]:
 def test_outside_a_session_progress_is_told_and_nothing_is_noted(monkeypatch):
     monkeypatch.setattr(job_metrics.session, "in_ray", lambda: False)
     monkeypatch.setattr(job_metrics, "_gauge", None)
-    told = []
-    job_metrics.with_metrics("index", "x", lambda *step: told.append(step))("encode", 1, 2)
+    reports = []
+    job_metrics.with_metrics("index", "x", lambda *step: reports.append(step))("encode", 1, 2)
     job_metrics.record_round("x", {"loss": 1.0})
-    assert told == [("encode", 1, 2)]
+    assert reports == [("encode", 1, 2)]
 
 
 @pytest.mark.ray
 def test_a_node_exports_how_far_a_job_is_when_it_moved_and_what_a_round_brought(ray_session):
-    began = time.time()
+    start = time.time()
     progress = job_metrics.with_metrics("refine", "squad", no_progress)
     progress("refine round 1: retrieve", 1, 8)
     progress("refine round 2: retrieve", 3, 8)
     job_metrics.record_round("squad", {"gate_top1": 0.625, "labelled_top1": float("nan")})
     series = exported_series("ray_mvr_ray_refine_gate_top1")
     assert series["ray_mvr_ray_refine_gate_top1 squad"] == 0.625
-    series = {name: value for name, value in series.items() if " squad" in name}  # other jobs have theirs
+    series = {name: value for name, value in series.items() if " squad" in name}  # without other jobs' series
     steps = {name: value for name, value in series.items() if "job_done" in name or "job_total" in name}
     assert sorted(steps.values()) == [3, 8] and all("refine round: retrieve" in name for name in steps)
     [moved] = [value for name, value in series.items() if "moved_at" in name]
-    assert began - 1 < moved < time.time() + 1
+    assert start - 1 < moved < time.time() + 1
     assert not any("labelled_top1" in name for name in series)

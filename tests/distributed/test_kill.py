@@ -60,18 +60,18 @@ def run_file(run_over, tmp_path) -> Callable[[Path], str]:
 
 def killed_at(moment: str, words: list[str], seen: Callable[[int, str], None] = lambda *_: None, **environment) -> None:
     """Start a command and SIGKILL it when its progress says `moment`; `seen` hears (process id, line) until then."""
-    said = []
+    lines = []
     with subprocess.Popen(
         [*COMMAND, *words], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=os.environ | environment
     ) as driver:
         assert driver.stderr
         for line in driver.stderr:
-            said.append(line)
+            lines.append(line)
             if moment in line:
                 driver.send_signal(signal.SIGKILL)
                 break
             seen(driver.pid, line)
-    assert driver.returncode == -signal.SIGKILL, "".join(said)
+    assert driver.returncode == -signal.SIGKILL, "".join(lines)
 
 
 def finish(*words: str) -> None:

@@ -1,4 +1,4 @@
-"""The words of a version: built beside its shards, shared by versions, verified, repaired and collected with them."""
+"""The lexical index of a version: built with its shards, shared by versions, verified, repaired and collected."""
 
 import dataclasses
 import json
@@ -48,12 +48,12 @@ def words_score_as_bm25_over_the_corpus(store: Store, version: Manifest) -> bool
 
 
 def test_words_join_a_version_without_encoding_and_score_as_bm25_over_the_corpus(own_index, run_over):
-    store, said = Store(str(own_index)), []
+    store, reports = Store(str(own_index)), []
     first = manifest.read(store, "index")
     run = run_over(own_index, index={"lexical": True})
-    second = build_index.index(run, lambda *progress: said.append(progress[0]))
+    second = build_index.index(run, lambda *progress: reports.append(progress[0]))
     assert first.lexical is None and second.lexical and second.shards == first.shards
-    assert "encode" not in said and "index the words, shards" in said
+    assert "encode" not in reports and "index the words, shards" in reports
     assert words_score_as_bm25_over_the_corpus(store, second)
     assert build_index.index(run) == second
     assert manifest.rollback(store, "index", 1).lexical is None
@@ -77,9 +77,9 @@ def test_a_changed_corpus_has_new_statistics_and_the_postings_of_parts_that_stay
     after = build_index.index(run)
     assert after.lexical and after.num_passages == before.num_passages + 1
     assert after.lexical.statistics != before.lexical.statistics
-    kept = [old == new for old, new in zip(before.lexical.postings, after.lexical.postings, strict=True)]
-    assert sorted(kept) == [False, True, True]
-    shard = kept.index(False)
+    is_same = [old == new for old, new in zip(before.lexical.postings, after.lexical.postings, strict=True)]
+    assert sorted(is_same) == [False, True, True]
+    shard = is_same.index(False)
     old, new = before.lexical.postings[shard], after.lexical.postings[shard]
     assert new[:1] == old and len(new) == 2 and new[1].num_bytes < old[0].num_bytes / 2
     assert after.lexical.statistics[:1] == before.lexical.statistics and len(after.lexical.statistics) == 2

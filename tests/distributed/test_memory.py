@@ -1,4 +1,4 @@
-"""Memory for a version beside the live one: what is counted, and what is refused."""
+"""Tests of the memory check for a version beside the live one."""
 
 import os
 
@@ -19,25 +19,25 @@ def test_searchers_of_one_machine_share_what_is_free_there(searchers, left_bytes
     free = {"left": left_bytes, "right": right_bytes}
     usages = [MemoryUsage(node, free[node], held) for node, held, _ in searchers]
     added = dict.fromkeys(free, 0)
-    for node, held, wanted in searchers:
-        added[node] += sum(SIZES[name] for name in wanted.keys() - held.keys())
+    for node, held, own in searchers:
+        added[node] += sum(SIZES[name] for name in own.keys() - held.keys())
     short = [node for node in free if added[node] > free[node]]
     if short:
         numbers = "|".join(f"need {added[node]:,} bytes on {node}, which has {free[node]:,} free" for node in short)
         with pytest.raises(ResourceError, match=rf"^it not opened: its new shards ({numbers})\. "):
-            require_memory("it", [wanted for *_, wanted in searchers], usages)
+            require_memory("it", [own for *_, own in searchers], usages)
     else:
-        assert require_memory("it", [wanted for *_, wanted in searchers], usages) == sum(added.values())
+        assert require_memory("it", [own for *_, own in searchers], usages) == sum(added.values())
 
 
 @given(SHARDS, SHARDS, st.integers(1, 400))
-def test_a_searcher_holds_no_more_than_its_limit(held, wanted, limit):
-    both = sum({**held, **wanted}.values())
+def test_a_searcher_holds_no_more_than_its_limit(held, own, limit):
+    both = sum({**held, **own}.values())
     if both > limit:
         with pytest.raises(ResourceError, match=rf"{both:,} in all; resources.searcher_bytes allows {limit:,}"):
-            require_memory("it", [wanted], [MemoryUsage("here", 0, held)], limit)
+            require_memory("it", [own], [MemoryUsage("here", 0, held)], limit)
     else:
-        require_memory("it", [wanted], [MemoryUsage("here", 0, held)], limit)
+        require_memory("it", [own], [MemoryUsage("here", 0, held)], limit)
 
 
 def test_free_memory_is_some_of_the_machines():

@@ -1,4 +1,4 @@
-"""Mining against plain transcriptions: BM25 by its formula, the filters by hand, the live index by its ranking."""
+"""Mining against plain transcriptions: BM25 by its formula, the filters by loops, the live index by its ranking."""
 
 import json
 import math
@@ -44,9 +44,9 @@ def run(squad_dev, tmp_path_factory) -> RunConfig:
         for article in squad_dev["data"][:3]
     ]
     (folder / "squad.json").write_text(json.dumps({"version": "1.1", "data": data}))
-    made = run_of(folder, {})
-    prepare(made.prepare, Store(made.store.path))
-    return made
+    config = run_of(folder, {})
+    prepare(config.prepare, Store(config.store.path))
+    return config
 
 
 def run_of(folder: Path, mining: dict) -> RunConfig:
@@ -90,19 +90,19 @@ def plain_bm25(texts: dict[str, str], query: str, k: int) -> list[tuple[str, flo
 def test_bm25_is_its_formula(run):
     corpus = Corpus.open(Store(run.store.path), "corpus")
     texts = {passage.id: f"{passage.title}\n{passage.text}" for passage in corpus}
-    asked = [question.text for question in read_questions(corpus, "asked")][:25]
-    for query, found in zip(asked, BM25Index(corpus).search(asked, 10)):
+    questions = [question.text for question in read_questions(corpus, "asked")][:25]
+    for query, hits in zip(questions, BM25Index(corpus).search(questions, 10)):
         expected = plain_bm25(texts, query, 10)
-        assert [hit.score for hit in found] == pytest.approx([score for _, score in expected], rel=1e-4)
+        assert [hit.score for hit in hits] == pytest.approx([score for _, score in expected], rel=1e-4)
         clear = {name for name, score in expected if score > expected[-1][1] * 1.0001}
-        assert clear <= {hit.passage_id for hit in found}
+        assert clear <= {hit.passage_id for hit in hits}
 
 
 @pytest.mark.data
 def test_bm25_orders_equal_scores_by_id_and_finds_nothing_without_a_shared_word(run):
     corpus = Corpus.open(Store(run.store.path), "corpus")
-    found, nothing, empty = BM25Index(corpus).search(["the league season", "zzyzx qwrtp", "the of and"], 60)
-    assert [(-hit.score, hit.passage_id) for hit in found] == sorted((-hit.score, hit.passage_id) for hit in found)
+    hits, nothing, empty = BM25Index(corpus).search(["the league season", "zzyzx qwrtp", "the of and"], 60)
+    assert [(-hit.score, hit.passage_id) for hit in hits] == sorted((-hit.score, hit.passage_id) for hit in hits)
     assert nothing == empty == []
 
 
@@ -112,11 +112,11 @@ def test_negatives_are_the_window_without_gold_and_answers_and_the_report_adds_u
     report = mine(with_mining(run, **cfg))
     store = Store(run.store.path)
     corpus = Corpus.open(store, "corpus")
-    asked, mined = read_questions(only_corpus(store), "asked"), read_questions(only_corpus(store), "mined")
-    ranked = BM25Index(corpus).search([question.text for question in asked], 12)
+    questions, mined = read_questions(only_corpus(store), "asked"), read_questions(only_corpus(store), "mined")
+    ranked = BM25Index(corpus).search([question.text for question in questions], 12)
     gold = bearing = 0
-    for question, made, hits in zip(asked, mined, ranked):
-        assert made._replace(hard_negative_ids=()) == question
+    for question, mined_question, hits in zip(questions, mined, ranked):
+        assert mined_question._replace(hard_negative_ids=()) == question
         expected = []
         for hit in hits[1:]:
             if hit.passage_id in question.positive_ids:
@@ -125,11 +125,11 @@ def test_negatives_are_the_window_without_gold_and_answers_and_the_report_adds_u
                 bearing += 1
             else:
                 expected.append(hit.passage_id)
-        assert list(made.hard_negative_ids) == expected[:4]
+        assert list(mined_question.hard_negative_ids) == expected[:4]
     assert (report.dropped_gold, report.dropped_answer_bearing) == (gold, bearing)
     assert bearing > 0
     assert report.hits == gold + bearing + report.negatives + report.beyond_count
-    assert report.negatives == sum(len(made.hard_negative_ids) for made in mined)
+    assert report.negatives == sum(len(mined_question.hard_negative_ids) for mined_question in mined)
     assert mine(with_mining(run, **cfg)) == report
 
 
@@ -164,10 +164,10 @@ def test_mining_with_the_index_takes_from_its_ranking(run, ray_session):
     report = mine(with_mining(run, method="index", rank_to=8, num_negatives=3))
     store = Store(run.store.path)
     corpus = Corpus.open(store, "corpus")
-    asked, mined = read_questions(only_corpus(store), "asked")[:10], read_questions(only_corpus(store), "mined")[:10]
+    questions, mined = (read_questions(only_corpus(store), name)[:10] for name in ("asked", "mined"))
     with open_router(run, local=True) as router:
-        answer = router.search_text([question.text for question in asked], 8)
-    for question, made, hits in zip(asked, mined, answer.hits):
+        answer = router.search_text([question.text for question in questions], 8)
+    for question, one, hits in zip(questions, mined, answer.hits):
         texts = corpus.get(hit.passage_id for hit in hits)
         expected = [
             hit.passage_id
@@ -175,5 +175,5 @@ def test_mining_with_the_index_takes_from_its_ranking(run, ray_session):
             if hit.passage_id not in question.positive_ids
             and not has_answer(texts[hit.passage_id].text, question.answers)
         ]
-        assert list(made.hard_negative_ids) == expected[:3]
+        assert list(one.hard_negative_ids) == expected[:3]
     assert report.method == "index"

@@ -28,7 +28,7 @@ def test_a_full_disk_is_an_error_that_says_so_and_leaves_nothing(tiny_disk, enco
 
 def test_a_model_that_is_there_is_not_written_again(tmp_path, encoder) -> None:
     store = Store(str(tmp_path))
-    held = save_encoder(store, "e", encoder)
+    snapshot = save_encoder(store, "e", encoder)
     shutil.rmtree(tmp_path / SCRATCH)
-    (tmp_path / SCRATCH).touch()  # no scratch folder can be made in its place
-    assert save_encoder(store, "e", encoder) == held
+    (tmp_path / SCRATCH).touch()  # blocks the scratch folder
+    assert save_encoder(store, "e", encoder) == snapshot

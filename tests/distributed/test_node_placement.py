@@ -1,4 +1,4 @@
-"""Searchers on nodes: who sits where, and that only those of a node that comes or goes move."""
+"""Tests of the placement of searchers on nodes: only the searchers of a node that joins or leaves move."""
 
 import os
 import threading
@@ -24,7 +24,7 @@ from mvr_ray.distributed.searching.rendezvous import Move
 from mvr_ray.errors import CoverageError
 
 sizes_of = st.dictionaries(st.integers(0, 40), st.integers(1, 1000), min_size=1, max_size=20)
-seats_of = st.dictionaries(
+capacities_of = st.dictionaries(
     st.text("abcdef0123456789", min_size=4, max_size=6),
     st.builds(NodeCapacity, st.integers(1, 12), st.integers(1, 10)),
     min_size=1,
@@ -32,34 +32,37 @@ seats_of = st.dictionaries(
 )
 
 
-@given(sizes_of, seats_of, st.integers(1, 3))
+@given(sizes_of, capacities_of, st.integers(1, 3))
 def test_no_node_gets_more_searchers_than_it_has_cpus_for_and_replicas_sit_apart(sizes, nodes, replicas):
-    placed = assign_nodes(sizes, nodes, replicas)
-    assert placed.keys() == sizes.keys()
-    for node, seat in nodes.items():
-        assert sum(node in own for own in placed.values()) <= seat.places
-    for own in placed.values():
+    nodes_of = assign_nodes(sizes, nodes, replicas)
+    assert nodes_of.keys() == sizes.keys()
+    for node, capacity in nodes.items():
+        assert sum(node in own for own in nodes_of.values()) <= capacity.max_searchers
+    for own in nodes_of.values():
         assert len(set(own)) == len(own) <= replicas
-    roomy = {node: seat._replace(places=len(sizes)) for node, seat in nodes.items()}
+    roomy = {node: capacity._replace(max_searchers=len(sizes)) for node, capacity in nodes.items()}
     assert all(len(own) == min(replicas, len(nodes)) for own in assign_nodes(sizes, roomy, replicas).values())
 
 
-@given(sizes_of, seats_of, st.data())
+@given(sizes_of, capacities_of, st.data())
 def test_a_node_that_goes_takes_its_own_searchers_along_and_no_other(sizes, nodes, data):
-    roomy = {node: seat._replace(places=len(sizes)) for node, seat in nodes.items()}
+    roomy = {node: capacity._replace(max_searchers=len(sizes)) for node, capacity in nodes.items()}
     before = assign_nodes(sizes, roomy, 1)
     gone = data.draw(st.sampled_from(sorted(roomy)))
-    rest = {node: seat for node, seat in roomy.items() if node != gone}
+    rest = {node: capacity for node, capacity in roomy.items() if node != gone}
     after = assign_nodes(sizes, rest, 1, before)
     assert all(after[group] == own for group, own in before.items() if own != (gone,))
     assert assign_nodes(sizes, roomy, 1, before) == before
 
 
-@given(sizes_of, seats_of)
-def test_who_is_seated_already_has_the_first_claim(sizes, nodes):
-    full = {node: seat._replace(places=len(sizes)) for node, seat in nodes.items()}
+@given(sizes_of, capacities_of)
+def test_searchers_that_run_on_a_node_take_its_capacity_first(sizes, nodes):
+    full = {node: capacity._replace(max_searchers=len(sizes)) for node, capacity in nodes.items()}
     before = assign_nodes(sizes, full, 1)
-    tight = {node: seat._replace(places=sum(own == (node,) for own in before.values())) for node, seat in full.items()}
+    tight = {
+        node: capacity._replace(max_searchers=sum(own == (node,) for own in before.values()))
+        for node, capacity in full.items()
+    }
     assert assign_nodes(sizes, tight, 1, before) == before
 
 
@@ -75,39 +78,39 @@ TRUTH = [brute_force(VIEWS, query_D, K) for query_D in QUERIES_QD]
 
 @pytest.fixture
 def cluster(monkeypatch) -> Iterator[Cluster]:
-    """A head without room for searchers and two nodes; health checks that take seconds."""
+    """A head without CPUs for searchers and two nodes; health checks that take seconds."""
     for name, value in {"period_ms": 500, "timeout_ms": 1000, "failure_threshold": 3, "initial_delay_ms": 500}.items():
         monkeypatch.setenv(f"RAY_health_check_{name}", str(value))
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100_000_000}
-    made = Cluster(initialize_head=True, head_node_args=head)
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     for _ in range(2):
-        made.add_node(num_cpus=5, memory=10**9, object_store_memory=100_000_000)
-    made.wait_for_nodes()
-    monkeypatch.setenv("RAY_ADDRESS", made.address)
-    yield made
-    made.shutdown()
+        cluster.add_node(num_cpus=5, memory=10**9, object_store_memory=100_000_000)
+    cluster.wait_for_nodes()
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    yield cluster
+    cluster.shutdown()
 
 
 def places(live: HotSwapRouter) -> dict[int, tuple[str, str]]:
-    """Group -> the node and the life of its searcher."""
+    """Group -> the node and the instance id of its searcher."""
     actors = [actors[0] for actors in live.searchers.groups]
     nodes = ray.get([actor.node.remote() for actor in actors], timeout=60)
     return dict(
-        enumerate(zip(nodes, [heartbeat.born for heartbeat in ray.get([a.heartbeat.remote() for a in actors])]))
+        enumerate(zip(nodes, [heartbeat.instance_id for heartbeat in ray.get([a.heartbeat.remote() for a in actors])]))
     )
 
 
-def settled(live: HotSwapRouter, without: str) -> dict[int, tuple[str, str]] | None:
-    """`places`, once every searcher answers, and none from that node: one may, for a moment after the node's end."""
+def places_without(live: HotSwapRouter, without: str) -> dict[int, tuple[str, str]] | None:
+    """`places`, None until every searcher answers from another node; one may answer shortly after its node's end."""
     try:
-        found = places(live)
+        current = places(live)
     except (RayError, GetTimeoutError):
         return None
-    return None if any(node == without for node, _ in found.values()) else found
+    return None if any(node == without for node, _ in current.values()) else current
 
 
 class Asking:
-    """Asks all the time from a thread; counts right answers and what was refused as not covered."""
+    """Searches all the time from a thread; counts right answers, and refusals for too little coverage."""
 
     def __init__(self, live: HotSwapRouter) -> None:
         self.live = live
@@ -140,10 +143,10 @@ class Asking:
 
 
 def until(what, seconds: float = 90.0):
-    """The first true value of `what()`, looked for until the time is over."""
+    """The first true value of `what()`, polled until the time is over."""
     end = time.monotonic() + seconds
     while not (value := what()):
-        assert time.monotonic() < end, "it did not come to pass"
+        assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.1)
     return value
 
@@ -156,37 +159,37 @@ def until(what, seconds: float = 90.0):
 def test_only_the_shards_of_a_node_that_comes_or_goes_are_moved(
     tmp_path: Path, run_over, cluster: Cluster, record_property
 ):
-    described = publish_random_index(tmp_path, VIEWS, SHARDS)
-    asked = {"searchers": GROUPS, "cpus_per_searcher": 0.25, "local_cpus": 4, "address": os.environ["RAY_ADDRESS"]}
-    run = run_over(tmp_path, index={"name": "random"}, resources=asked)
+    version = publish_random_index(tmp_path, VIEWS, SHARDS)
+    resources = {"searchers": GROUPS, "cpus_per_searcher": 0.25, "local_cpus": 4, "address": os.environ["RAY_ADDRESS"]}
+    run = run_over(tmp_path, index={"name": "random"}, resources=resources)
     with open_hot_swap_router(run, probe_s=3600) as live, Asking(live) as asking:
-        rebalancer = Rebalancer(live.searchers, searcher_task(run, described, local=False), run.resources)
-        assert rebalancer.look() == []
+        rebalancer = Rebalancer(live.searchers, searcher_task(run, version, local=False), run.resources)
+        assert rebalancer.rebalance() == []
         before = places(live)
         assert len({node for node, _ in before.values()}) == 2
         node = cluster.add_node(num_cpus=5, memory=10**9, object_store_memory=100_000_000)
         cluster.wait_for_nodes()
-        moved = until(rebalancer.look)
+        moves = until(rebalancer.rebalance)
         during = places(live)
-        assert {move.to for move in moved} == {node.node_id}
-        came = {move.shard for move in moved}
-        assert 0 < len(came) < GROUPS
-        assert {group for group in during if during[group] != before[group]} == came
-        assert {group for group, (where, _) in during.items() if where == node.node_id} == came
+        assert {move.to for move in moves} == {node.node_id}
+        groups = {move.shard for move in moves}
+        assert 0 < len(groups) < GROUPS
+        assert {group for group in during if during[group] != before[group]} == groups
+        assert {group for group, (where, _) in during.items() if where == node.node_id} == groups
         assert asking.refused == 0
         cluster.remove_node(node, allow_graceful=False)
-        after = until(lambda: settled(live, without=node.node_id))
-        lost = {group for group in after if after[group] != during[group]}
-        assert lost == came
+        after = until(lambda: places_without(live, node.node_id))
+        restarted_groups = {group for group in after if after[group] != during[group]}
+        assert restarted_groups == groups
         right = asking.right
         until(lambda: asking.right > right + 5)
     assert asking.wrong == []
-    figures = f"{len(came)} of {GROUPS} groups moved each time; {asking.right} right answers, {asking.refused} refused"
-    record_property("figures", figures)
+    text = f"{len(groups)} of {GROUPS} groups moved each time; {asking.right} right answers, {asking.refused} refused"
+    record_property("figures", text)
 
 
-class Interrupted(Rebalancer):
-    """Something happens while the new searcher has just opened what there was."""
+class InterruptedRebalancer(Rebalancer):
+    """Calls `meanwhile` when the new searcher has opened the shards."""
 
     meanwhile = staticmethod(lambda: None)
 
@@ -199,19 +202,19 @@ class Interrupted(Rebalancer):
 @pytest.mark.ray
 def test_a_version_that_is_opened_while_a_searcher_moves_is_open_on_the_new_one(tmp_path: Path, run_over, ray_session):
     other = {i: {v: -x for v, x in own.items()} for i, own in VIEWS.items()}
-    described = publish_random_index(tmp_path, VIEWS, 3)
+    version = publish_random_index(tmp_path, VIEWS, 3)
     run = run_over(tmp_path, index={"name": "random"}, resources={"searchers": 2, "cpus_per_searcher": 0.25})
     with open_hot_swap_router(run, 1, probe_s=3600) as live:
-        rebalancer = Interrupted(live.searchers, searcher_task(run, described, local=False), run.resources)
+        rebalancer = InterruptedRebalancer(live.searchers, searcher_task(run, version, local=False), run.resources)
         second = publish_random_index(tmp_path, other, 3, parent=1)
         rebalancer.meanwhile = live.move_to
         [here] = {node for node, _ in places(live).values()}
         before = places(live)[0]
         assert rebalancer._move(Move(0, here, here), [here])
         assert live.state.version == 2 and places(live)[0] != before
-        own = [entry.digest for entry in second.shards if entry.shard in live.searchers.placed[2][0].shards]
-        [moved] = live.searchers.groups[0]
-        assert ray.get(moved.health.remote()) == sorted(own)  # before a search could have had it opened
+        own = [entry.digest for entry in second.shards if entry.shard in live.searchers.assignments[2][0].shards]
+        [actor] = live.searchers.groups[0]
+        assert ray.get(actor.health.remote()) == sorted(own)  # before a search could have had it opened
         answer = live_search(live, QUERIES_QD, K)
         hits = [[(hit.passage_id, hit.score, hit.view) for hit in row] for row in answer.hits]
         assert hits == [brute_force(other, query_D, K) for query_D in QUERIES_QD]

@@ -19,20 +19,20 @@ ASKED = ["Which team won the game?", "Who founded the university?", "When did th
 
 
 def answers(run: RunConfig) -> list[object]:
-    """What searchers answer from the first version and, once it is followed, from the one that is refined from it."""
-    told: list[object] = []
+    """Searchers' answers from the first version and, after a switch, from its refined version."""
+    results: list[object] = []
     with open_hot_swap_router(run, probe_s=60.0) as live:
         for version in (1, 2):
             with live.pin() as router:
                 answer = router.search_text(ASKED, 5)
                 hits = [[(hit.passage_id, hit.score, hit.view) for hit in row] for row in answer.hits]
-                shown = router.passages([hits[0][0][0]])
+                passages = router.passages([hits[0][0][0]])
             assert answer.version == version and answer.exact.certified and answer.coverage_share == 1.0
-            told.append((hits, {name: passage.text for name, passage in shown.items()}))
+            results.append((hits, {name: passage.text for name, passage in passages.items()}))
             if version == 1:
                 refining.refine(run)
                 assert live.follow()
-    return told
+    return results
 
 
 def test_an_index_on_an_object_store_has_the_bytes_and_the_answers_of_one_in_a_folder(

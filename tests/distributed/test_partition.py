@@ -1,4 +1,4 @@
-"""Two hosts and a cable that is pulled: what was asked for comes all the same, and the hosts find each other again.
+"""Tests that a cut network between two hosts changes no result, and that the hosts connect again.
 
 Run by `make chaos`, as root: the hosts are network namespaces.
 """
@@ -22,20 +22,20 @@ WORD = [sys.executable, "-m", "mvr_ray.cli"]
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    with two_hosts("partition-" + "t" * 40) as made:
-        made.start("head", cpus=6)
-        made.until_nodes(1)
-        made.start("other", cpus=6)
-        made.until_nodes(2)
-        yield made
+    with two_hosts("partition-" + "t" * 40) as cluster:
+        cluster.start("head", cpus=6)
+        cluster.until_nodes(1)
+        cluster.start("other", cpus=6)
+        cluster.until_nodes(2)
+        yield cluster
 
 
 def command(hosts: Hosts, *words: str):
     return hosts.on("head", [*WORD, *words], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
 
 
-def mended(hosts: Hosts) -> None:
-    """The cable is back: the lost node ends itself, as its head has given it up, and is started again."""
+def reconnect(hosts: Hosts) -> None:
+    """Restore the network: the lost node ends, since its head removed it, and is started again."""
     hosts.mend()
     hosts.running["other"].wait(90)
     hosts.start("other", cpus=6)
@@ -56,7 +56,7 @@ def test_a_host_that_is_cut_off_while_it_encodes_changes_no_byte(
     took = time.monotonic() - began
     assert live(store).content_digest() == live(calm).content_digest()
     hosts.until_nodes(1)
-    mended(hosts)
+    reconnect(hosts)
     record_property("figures", f"{took:.0f} s with the network cut")
 
 
@@ -77,7 +77,7 @@ def test_a_host_that_is_cut_off_while_it_searches_gives_no_wrong_answer(
         assert asking.stdout
         for text in asking.stdout:
             if not text.startswith("{"):
-                continue  # Ray tells on stdout what became of workers
+                continue  # Ray reports workers on stdout
             answers.append(json.loads(text))
             if len(answers) == 100:
                 hosts.cut()
@@ -92,6 +92,6 @@ def test_a_host_that_is_cut_off_while_it_searches_gives_no_wrong_answer(
     assert all("CoverageError" in answer.get("error", "") for answer in partial)
     gaps = [late["at"] - early["at"] for early, late in pairwise(answers)]
     hosts.until_nodes(1)
-    mended(hosts)
+    reconnect(hosts)
     figures = f"{len(answers)} answers, {len(partial)} refused as not covered, longest wait {max(gaps):.1f} s"
     record_property("figures", figures)

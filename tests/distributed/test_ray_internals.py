@@ -1,4 +1,4 @@
-"""Checks that the installed Ray is the one that `ray_internals` was read from, and still does what it relies on."""
+"""Checks that the installed Ray is the version that `ray_internals` was written for, and behaves as it requires."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""Reading a ranking: answers and scores recomputed by hand, whoever did the work, and what is refused."""
+"""Reading a ranking: answers and scores recomputed by loops, with and without workers, and the errors."""
 
 import json
 import shutil
@@ -49,9 +49,9 @@ def library(corpus_store, minilm, run_over, tmp_path_factory) -> Path:
     fingerprint = save_model(store, READERS, "raw", reader)
     store.write_bytes(paths.latest_model("readers", "raw"), json.dumps({"fingerprint": fingerprint}).encode())
     corpus = Corpus.open(store, "corpus")
-    asked = read_questions(only_corpus(store), "dev")[:QUESTIONS]
+    questions = read_questions(only_corpus(store), "dev")[:QUESTIONS]
     ranked = []
-    for question, hits in zip(asked, BM25Index(corpus).search([question.text for question in asked], DEPTH)):
+    for question, hits in zip(questions, BM25Index(corpus).search([question.text for question in questions], DEPTH)):
         texts = corpus.get(hit.passage_id for hit in hits)
         passages = [RankedPassage(hit.passage_id, "", texts[hit.passage_id].text, hit.score) for hit in hits]
         ranked.append(RankedQuestion(question, passages))
@@ -78,7 +78,7 @@ def run_reading(library, run_over):
 @pytest.mark.slow
 @pytest.mark.ray
 def test_one_reader_or_two_with_texts_from_file_or_corpus_give_the_same_answers(library, run_reading, ray_session):
-    """And they are those of reading passage by passage, scored one by one."""
+    """The predictions equal those of reading and scoring passage by passage."""
     one = read(run_reading(), library / "texts.jsonl", library / "one.jsonl")
     many = run_reading(resources={"encoders_min": 2, "encoders_max": 2})
     two = read(many, library / "bare.jsonl", library / "two.jsonl")
@@ -92,34 +92,34 @@ def test_one_reader_or_two_with_texts_from_file_or_corpus_give_the_same_answers(
     assert [row["id"] for row in rows] == [row["id"] for row in ranked]
     reader = open_model(READERS, address_of(run_reading()), reader_spec(run_reading()))
     scores: dict[tuple[int, str], list[float]] = {}
-    told = 0
-    for row, given in zip(rows, ranked):
-        texts = [hit["text"] for hit in given["hits"]]
+    num_clear = 0
+    for row, ranking in zip(rows, ranked):
+        texts = [hit["text"] for hit in ranking["hits"]]
         spans = [reader.read([ReadRequest(row["question"], [text])])[0][0] for text in texts]
-        for found in row["predictions"]:
-            k = found["passages"]
+        for prediction in row["predictions"]:
+            k = prediction["passages"]
             if row["answers"]:
-                assert found["exact_match"] == exact_match_score(found["text"], row["answers"])
-                assert found["f1"] == f1_score(found["text"], row["answers"])
+                assert prediction["exact_match"] == exact_match_score(prediction["text"], row["answers"])
+                assert prediction["f1"] == f1_score(prediction["text"], row["answers"])
                 for metric in ("exact_match", "f1"):
-                    scores.setdefault((k, metric), []).append(float(found[metric]))
+                    scores.setdefault((k, metric), []).append(float(prediction[metric]))
             else:
-                assert found["exact_match"] is found["f1"] is None
+                assert prediction["exact_match"] is prediction["f1"] is None
             if not texts:
-                assert (found["text"], found["rank"], found["passage_id"]) == ("", 0, "")
+                assert (prediction["text"], prediction["rank"], prediction["passage_id"]) == ("", 0, "")
                 continue
-            at = found["rank"] - 1
-            assert found["passage_id"] == given["hits"][at]["id"]
-            assert found["text"] == texts[at][found["start"] : found["stop"]]
+            at = prediction["rank"] - 1
+            assert prediction["passage_id"] == ranking["hits"][at]["id"]
+            assert prediction["text"] == texts[at][prediction["start"] : prediction["stop"]]
             worth = sorted(((span.score, -number) for number, span in enumerate(spans[:k])), reverse=True)
-            assert found["score"] == pytest.approx(worth[0][0], abs=1e-4)
+            assert prediction["score"] == pytest.approx(worth[0][0], abs=1e-4)
             if len(worth) == 1 or worth[0][0] - worth[1][0] > 1e-3:
-                told += 1
+                num_clear += 1
                 assert at == -worth[0][1]
                 own = spans[at]
-                assert (found["start"], found["stop"]) == own[:2]
-                assert found["log_prob"] == pytest.approx(own.start_log_prob + own.end_log_prob, abs=1e-4)
-    assert told > 2 * QUESTIONS
+                assert (prediction["start"], prediction["stop"]) == own[:2]
+                assert prediction["log_prob"] == pytest.approx(own.start_log_prob + own.end_log_prob, abs=1e-4)
+    assert num_clear > 2 * QUESTIONS
     assert {(row.passages, row.metric) for row in one.rows} == set(scores)
     for row in one.rows:
         assert row.value == pytest.approx(np.mean(scores[row.passages, row.metric]))
@@ -139,16 +139,16 @@ def test_a_worker_that_has_other_files_than_the_driver_refuses_to_read(library, 
 
 
 @pytest.mark.ray
-def test_an_error_of_a_worker_is_told_as_it_is_and_leaves_no_file(library, run_reading, ray_session, tmp_path):
-    """The reader's logits are no numbers, which only reading shows."""
+def test_an_error_of_a_worker_is_raised_unchanged_and_leaves_no_file(library, run_reading, ray_session, tmp_path):
+    """The reader's logits are not finite, which only reading detects."""
     reader = open_model(READERS, address_of(run_reading()), reader_spec(run_reading()))
     reader.model.qa_outputs.bias.data.fill_(float("nan"))
     reader.save(tmp_path / "broken")
     run = run_reading({"reader": str(tmp_path / "broken")})
     with pytest.raises(ReaderError) as caught:
         read(run, library / "texts.jsonl", tmp_path / "out.jsonl")
-    told = "the reader's logits are not finite numbers; its weights are damaged, take another one"
-    assert str(caught.value) == told
+    message = "the reader's logits are not finite numbers; its weights are damaged, take another one"
+    assert str(caught.value) == message
     assert not (tmp_path / "out.jsonl").exists()
 
 
@@ -157,14 +157,14 @@ def hit(score: float, text: str = "Rome was big.") -> RankedPassage:
 
 
 def test_the_retrieval_score_decides_as_much_as_its_weight_says():
-    asked = RankedQuestion(Question("q", "Where?", ("Rome",)), [hit(3.0, "It was Oslo."), hit(2.0), hit(1.0)])
+    questions = RankedQuestion(Question("q", "Where?", ("Rome",)), [hit(3.0, "It was Oslo."), hit(2.0), hit(1.0)])
     spans = [Span(7, 11, 1.0, -1.0, -2.0), Span(0, 4, 1.5, -0.5, -0.25), None]
-    [alone, both] = predictions(asked, spans, [1, 3], 0.0)
+    [alone, both] = predictions(questions, spans, [1, 3], 0.0)
     assert (alone.text, alone.rank, alone.exact_match, alone.f1) == ("Oslo", 1, False, 0.0)
     assert (both.text, both.rank, both.exact_match, both.f1, both.log_prob) == ("Rome", 2, True, 1.0, -0.75)
-    assert predictions(asked, spans, [3], 0.49)[0].rank == 2
-    assert predictions(asked, spans, [3], 0.51)[0].rank == 1
-    [nothing] = predictions(asked, [None, None, None], [3], 0.0)
+    assert predictions(questions, spans, [3], 0.49)[0].rank == 2
+    assert predictions(questions, spans, [3], 0.51)[0].rank == 1
+    [nothing] = predictions(questions, [None, None, None], [3], 0.0)
     assert nothing[1:] == ("", "", 0, -1, -1, None, None, False, 0.0)
 
 
@@ -206,7 +206,7 @@ def test_what_cannot_be_read_is_refused_before_any_reader_works(library, run_rea
         f"take a model that was trained for that, or train one from it "
     )
     assert message_of(ConfigError, run_reading({"top_passages": []}), texts) == (
-        "read.top_passages is empty; say from how many passages to answer, such as [1, 5, 20]"
+        "read.top_passages is empty; set the numbers of passages to read, such as [1, 5, 20]"
     )
     elsewhere = run_over(tmp_path / "empty", read={"reader": str(library / "readers")})
     assert message_of(MissingInputError, elsewhere, bare) == (
@@ -219,7 +219,7 @@ def test_what_cannot_be_read_is_refused_before_any_reader_works(library, run_rea
     lost.write_text(json.dumps(row) + "\n")
     assert message_of(DataError, run_reading(), lost) == (
         f"ranking {lost} has no text for 1 passages (first: 'nobody') that corpus 'corpus' does not hold; retrieve "
-        f"again with format=dpr or format=jsonl, or set prepare.corpus to what was ranked"
+        f"again with format=dpr or format=jsonl, or set prepare.corpus to the ranked corpus"
     )
     row["hits"].pop(1)
     lost.write_text(json.dumps(row) + "\n")

@@ -1,4 +1,4 @@
-"""Refinement of a real index: SQuAD passages, MiniLM, actors; what is learned, left alone and published."""
+"""Refinement of a real index with SQuAD passages, MiniLM and actors: learned, unchanged and published views."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def config(store: Path, **refine) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def base_store(tmp_path_factory, squad_dev, ray_session) -> Path:
-    """A store with an index that nobody may change; `copy_of` gives each test its own."""
+    """A store with a read-only index; `copy_of` gives each test its own copy."""
     store = tmp_path_factory.mktemp("refine") / "store"
     store.mkdir()
     articles = [{**a, "paragraphs": a["paragraphs"][:PARAGRAPHS]} for a in squad_dev["data"][:NUM_ARTICLES]]
@@ -137,7 +137,7 @@ def test_feedback_views_teach_the_known_questions_and_leave_own_views_alone(stor
 
 
 class ViewLabels(NamedTuple):
-    """What AOpt's eq. 8 says of a version: partners of every labelled view and of every question, good ones and bad."""
+    """AOpt's eq. 8 on a version: positive and negative partners of every labelled view and of every question."""
 
     views: dict[str, dict[int, np.ndarray]]
     queries: dict[str, np.ndarray]
@@ -147,11 +147,11 @@ class ViewLabels(NamedTuple):
 
 def labelled(store: Path, run: RunConfig) -> ViewLabels:
     """Labels passage by passage, from version 1."""
-    kept = Store(str(store))
-    described = manifest.read(kept, "squad", 1)
+    own_store = Store(str(store))
+    described = manifest.read(own_store, "squad", 1)
     encoder = DualEncoder.load(store / paths.encoder_dir(described.encoder_name, described.encoder_fingerprint))
-    questions = read_questions(only_corpus(kept), "squad_known")
-    texts = {passage.id: passage.text for passage in corpus.Corpus.open(kept, "squad")}
+    questions = read_questions(only_corpus(own_store), "squad_known")
+    texts = {passage.id: passage.text for passage in corpus.Corpus.open(own_store, "squad")}
     views = {
         passage_id: {number: np.frombuffer(data, np.float16).astype(np.float64) for number, data in mine.items()}
         for passage_id, mine in all_views(store, 1).items()
@@ -169,14 +169,14 @@ def labelled(store: Path, run: RunConfig) -> ViewLabels:
 
 
 def combine(x: np.ndarray, good: list, bad: list, refine: RefineConfig, keep_length: bool) -> np.ndarray:
-    """AOpt eqs. 7 and 9, and the length that the vector had."""
+    """AOpt eqs. 7 and 9, rescaled to the vector's original length."""
     moved = x + refine.beta * np.mean(good, axis=0) + (refine.gamma * np.mean(bad, axis=0) if bad else 0)
     return moved * np.linalg.norm(x) / np.linalg.norm(moved) if keep_length else moved
 
 
 @pytest.mark.parametrize("keep_length", [None, False])
 def test_the_linear_form_equals_a_plain_reading_of_the_paper(store, keep_length):
-    """Absent, `keep_length` is true in an index of unit vectors."""
+    """By default, `keep_length` is true in an index of unit vectors."""
     run = config(store, method="linear", positives="all", beta=0.2, max_heldout_loss=100, keep_length=keep_length)
     known = labelled(store, run)
     moved: dict[str, dict[int, np.ndarray]] = {}
@@ -191,8 +191,8 @@ def test_the_linear_form_equals_a_plain_reading_of_the_paper(store, keep_length)
     for passage_id, views in after.items():
         for number, data in views.items():
             if number in moved.get(passage_id, {}):
-                stored, wanted = np.frombuffer(data, np.float16), moved[passage_id][number]
-                np.testing.assert_allclose(stored.astype(np.float64), wanted, atol=2e-3)
+                stored, target = np.frombuffer(data, np.float16), moved[passage_id][number]
+                np.testing.assert_allclose(stored.astype(np.float64), target, atol=2e-3)
                 lengths.append(np.linalg.norm(stored.astype(np.float64)))
             else:
                 assert data == before[passage_id][number]
@@ -215,8 +215,8 @@ def test_rocchio_moves_the_labelled_queries_by_equation_7_and_no_passage(store):
     }
     for name, (good, bad) in known.of_question.items():
         query = known.queries[name].astype(np.float64)
-        wanted = combine(query, good, bad, run.refine, keep_length=True) if good else query
-        np.testing.assert_allclose(moved[name], wanted, atol=2e-3)
+        target = combine(query, good, bad, run.refine, keep_length=True) if good else query
+        np.testing.assert_allclose(moved[name], target, atol=2e-3)
     top1 = accuracy(report, "squad_known", "answer")
     assert top1.after[0] > top1.before[0]
 
@@ -229,22 +229,22 @@ def best_round(report: RefineReport) -> int:
 
 
 def test_what_the_labelled_questions_gain_decides_while_the_gate_bears_it(store):
-    kept = Store(str(store))
-    write_questions(only_corpus(kept), "few", read_questions(only_corpus(kept), "squad_known")[:12])
+    own_store = Store(str(store))
+    write_questions(only_corpus(own_store), "few", read_questions(only_corpus(own_store), "squad_known")[:12])
     raw = {"labels": "gold", "keep_length": False}
     report = refining.refine(config(store, method="passage", questions="few", step_size=0.2, rounds=3, **raw))
-    chosen = report.rounds[report.best_round - 1]
+    best_row = report.rounds[report.best_round - 1]
     assert report.best_round == best_round(report)
-    assert chosen.gate_gold_top1 < max(row.gate_gold_top1 for row in report.rounds)
+    assert best_row.gate_gold_top1 < max(row.gate_gold_top1 for row in report.rounds)
     few = accuracy(report, "few", "gold")
-    assert few.before[0] < few.after[0] == pytest.approx(chosen.labelled_gold_top1)
+    assert few.before[0] < few.after[0] == pytest.approx(best_row.labelled_gold_top1)
     assert report.published is not None
 
 
 def test_rounds_that_hurt_are_undone_and_clean_shards_are_shared(store):
     """The step is far too large: later rounds cost held-out accuracy, the first does not."""
-    kept = Store(str(store))
-    write_questions(only_corpus(kept), "few", read_questions(only_corpus(kept), "squad_known")[:12])
+    own_store = Store(str(store))
+    write_questions(only_corpus(own_store), "few", read_questions(only_corpus(own_store), "squad_known")[:12])
     raw = {"labels": "gold", "keep_length": False}
     run = config(store, method="passage", questions="few", depth=5, step_size=0.3, rounds=6, patience=6, **raw)
     report = refining.refine(run)
@@ -252,7 +252,7 @@ def test_rounds_that_hurt_are_undone_and_clean_shards_are_shared(store):
     gates = [row.gate_gold_top1 for row in report.rounds]
     assert gates[-1] < max(gates) == pytest.approx(accuracy(report, "squad_gate", "gold").after[0])
     assert report.published is not None
-    old, new = digests(manifest.read(kept, "squad", 1)), digests(report.published)
+    old, new = digests(manifest.read(own_store, "squad", 1)), digests(report.published)
     before, after = all_views(store, 1), all_views(store, 2)
     dirty = {corpus.shard_of(passage_id, 4) for passage_id in before if before[passage_id] != after[passage_id]}
     assert [a != b for a, b in zip(old, new)] == [shard in dirty for shard in range(4)]
@@ -307,14 +307,14 @@ def test_the_weight_that_gains_most_within_the_bound_is_chosen_and_made_as_if_it
         assert row.lost_points == pytest.approx(gate - 100 * row.gate_top1)
     allowed = [row for row in report.weights if row.lost_points <= 2.0 + 1e-9]
     assert 0 < len(allowed) < 3, "the bound decides nothing here"
-    chosen = max(allowed, key=lambda row: row.labelled_top1)
+    best_row = max(allowed, key=lambda row: row.labelled_top1)
     assert report.settings == report.published.refinement
-    assert report.settings == {"feedback_weight": chosen.weight, "feedback_clusters": 4}
+    assert report.settings == {"feedback_weight": best_row.weight, "feedback_clusters": 4}
     first = report.rounds[0]
-    assert (first.labelled_top1, first.gate_top1) == (chosen.labelled_top1, chosen.gate_top1)
+    assert (first.labelled_top1, first.gate_top1) == (best_row.labelled_top1, best_row.gate_top1)
     assert manifest.read(Store(str(whole)), "squad").refinement == report.settings
 
-    alone = refining.refine(config(single, feedback_weight=chosen.weight, **settings))
+    alone = refining.refine(config(single, feedback_weight=best_row.weight, **settings))
     assert alone.weights == ()
     assert alone.rounds == report.rounds
     assert digests(alone.published) == digests(report.published)
@@ -394,29 +394,31 @@ def test_a_driver_killed_between_rounds_or_weights_continues_to_the_same_bytes(
 )
 def test_a_driver_killed_after_publishing_says_what_it_published(store, record_property):
     run = config(store, method="feedback_views", rounds=1)
-    kept = Store(str(store))
-    base = manifest.read(kept, "squad")
+    own_store = Store(str(store))
+    base = manifest.read(own_store, "squad")
     report = refining.refine(run)
-    journal = Journal(kept, base, run, gather(only_corpus(kept), run.refine))
+    journal = Journal(own_store, base, run, gather(only_corpus(own_store), run.refine))
     journal.save_report(report)  # as it stood when the driver died
-    told = refining.refine(run)
-    assert told == report
-    assert manifest.list_versions(kept, "squad") == [1, 2]
-    record_property("figures", f"{len(told.rounds)} round told again, version {told.published.version} stays the last")
+    again = refining.refine(run)
+    assert again == report
+    assert manifest.list_versions(own_store, "squad") == [1, 2]
+    record_property(
+        "figures", f"{len(again.rounds)} round reported again, version {again.published.version} stays the last"
+    )
 
 
 @pytest.mark.parametrize("damage", [b"", b'{"answer_ranks": [1, 2'], ids=["empty", "cut"])
 def test_a_damaged_journal_is_begun_anew(store, damage):
     run = config(store, method="feedback_views", rounds=1)
-    kept = Store(str(store))
-    base, questions = manifest.read(kept, "squad"), gather(only_corpus(kept), run.refine)
-    journal = Journal(kept, base, run, questions)
+    own_store = Store(str(store))
+    base, questions = manifest.read(own_store, "squad"), gather(only_corpus(own_store), run.refine)
+    journal = Journal(own_store, base, run, questions)
     journal.begin(Ranks(np.array([1]), np.array([0])), 50.0, [40.0])
-    assert Journal(kept, base, run, questions).labelled_before == 50.0
+    assert Journal(own_store, base, run, questions).labelled_before == 50.0
     (store / journal.folder / "journal.json").write_bytes(damage)
-    again = Journal(kept, base, run, questions)
+    again = Journal(own_store, base, run, questions)
     assert (again.before, again.rounds, again.weights) == (None, [], [])
-    assert not kept.exists(journal.folder)
+    assert not own_store.exists(journal.folder)
 
 
 class StopError(Exception):
@@ -458,8 +460,8 @@ def test_whatever_file_of_an_unfinished_refinement_is_damaged_the_version_has_th
 
 @pytest.mark.chaos("refiner killed", "comes back to the round that is asked for")
 def test_a_killed_actor_comes_back_to_the_round_that_is_asked_for(store, ray_session, record_property):
-    kept = Store(str(store))
-    base = manifest.read(kept, "squad")
+    own_store = Store(str(store))
+    base = manifest.read(own_store, "squad")
     task = RefinerTask(str(store), base, paths.staging_dir("squad", "refine-test"))
     rng = np.random.default_rng(5)
     queries = rng.standard_normal((8, base.dimension)).astype(np.float32)
@@ -484,9 +486,9 @@ def test_a_killed_actor_comes_back_to_the_round_that_is_asked_for(store, ray_ses
 
 
 def test_feedback_from_a_file_teaches_its_questions(store):
-    kept = Store(str(store))
-    known = read_questions(only_corpus(kept), "squad_known")[:40]
-    ids = [passage.id for passage in corpus.Corpus.open(kept, "squad")]
+    own_store = Store(str(store))
+    known = read_questions(only_corpus(own_store), "squad_known")[:40]
+    ids = [passage.id for passage in corpus.Corpus.open(own_store, "squad")]
     rows = [{"question": q.text, "passage_id": q.positive_ids[0], "label": 1} for q in known]
     rows += [
         {"question": q.text, "passage_id": next(i for i in ids if i not in q.positive_ids), "label": -1} for q in known

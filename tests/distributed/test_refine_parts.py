@@ -1,4 +1,4 @@
-"""Refinement without Ray: changes laid over a shard, who learns and who is held out, feedback, the label cache."""
+"""Refinement without Ray: changes over a shard, labelled and held-out questions, feedback, the label cache."""
 
 import json
 
@@ -36,7 +36,7 @@ def random_blocks(seed: int, num_blocks: int = 3) -> list[EmbeddingBlock]:
 
 
 def as_dicts(blocks: list[EmbeddingBlock]) -> list[dict[int, bytes]]:
-    """Every passage as {view number: bytes}, the plainest form."""
+    """Every passage as {view number: bytes}."""
     return [
         {int(block.view_numbers_N[n]): block.vectors_ND[n].tobytes() for n in range(*block.row_ptr[i : i + 2])}
         for block in blocks
@@ -152,7 +152,7 @@ def test_no_question_stands_under_two_protocols():
         ("all", "gate", 1),
         ("all", "held-out", 1),
     ]
-    assert len(made.table) == 4  # a question asked again is not searched for again
+    assert len(made.table) == 4  # a repeated question has one row
     assert [made.table[row].text for row in made.gate_rows()] == ["g1"]
     assert [made.table[row].text for row in made.other_rows()] == ["u1"]
 
@@ -179,7 +179,7 @@ def test_feedback_names_stored_questions_by_id_or_text_and_makes_the_others(tmp_
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("{", r"clicks.jsonl:2: not JSON"),
         ('{"question": "q", "label": 1}', r"clicks.jsonl:2: a line is"),
@@ -188,10 +188,10 @@ def test_feedback_names_stored_questions_by_id_or_text_and_makes_the_others(tmp_
         ('{"question": "good", "passage_id": "p", "label": -1}', r"clicks.jsonl:2: .* judged both 1 and -1"),
     ],
 )
-def test_a_bad_feedback_line_is_named(tmp_path, line, told):
+def test_a_bad_feedback_line_is_named(tmp_path, line, message):
     file = tmp_path / "clicks.jsonl"
     file.write_text('{"question": "good", "passage_id": "p", "label": 1}\n' + line + "\n")
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=message):
         read_feedback(file, [])
 
 
@@ -224,7 +224,7 @@ def test_a_report_survives_the_disk():
         weights=(WeightReport(0.7, 0.9, 0.8, 0.7, 0.6, -0.5), WeightReport(0.8, 0.95, 0.85, 0.6, 0.5, 10.0)),
     )
     assert "weight 0.8: top-1 95.0 labelled, 60.0 gate (gold 85.0, 50.0), costs 10.0" in report.lines()
-    shown = report_tables("refine", json.loads(report.to_json()))
-    columns = {str(drawn.title): [str(column.header) for column in drawn.columns] for drawn in shown}
+    tables = report_tables("refine", json.loads(report.to_json()))
+    columns = {str(table.title): [str(column.header) for column in table.columns] for table in tables}
     assert columns["weights"] == sorted(name.replace("_", " ") for name in WeightReport._fields)
     assert RefineReport.from_json(report.to_json()) == report

@@ -1,4 +1,4 @@
-"""A refined shard at rest, without Ray: few changes are laid over the old file, and searchers answer with them."""
+"""A stored refined shard, without Ray: few changes are in a change file, and searchers use them."""
 
 import dataclasses
 from pathlib import Path
@@ -19,7 +19,7 @@ from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import open_index
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.delta import open_embeddings
-from mvr_ray.store.files import Store, same_file
+from mvr_ray.store.files import Store, link_or_copy
 from mvr_ray.store.manifest import Manifest
 
 K = 9
@@ -34,20 +34,20 @@ def answers(root: Path, described: Manifest) -> list[list[tuple[str, float, int]
 
 
 def teach(root: Path, described: Manifest, per_shard: dict[int, list[int]], at: int = 0) -> Manifest:
-    """A version in which these rows of each shard have a feedback view: the direction of a query each."""
+    """Publish a version with a feedback view for these rows of each shard: the direction of a query each."""
     shards = tuple(entry.shard for entry in described.shards)
     task = RefinerTask(str(root), described, f"staging/{described.version}")
     first = StateId("round", 1)
-    refiner = ShardRefiner(task.holding(dict.fromkeys(shards, 0)))
-    written = []
+    refiner = ShardRefiner(task.with_shards(dict.fromkeys(shards, 0)))
+    results = []
     for shard in shards:
         rows = np.array(per_shard.get(shard, []), np.int64)
         count = len(rows)
         labels = Labels(np.arange(count) % len(QUERIES_QD), rows, np.zeros(count, np.int16), np.ones(count, bool))
         refiner.add_feedback(PUBLISHED, first, shard, labels, QUERIES_QD, FeedbackSettings(0.8, 1))
-        written.append(refiner.write(first, shard, 0))
-        assert written[-1].dirty_passages == count
-    entries = tuple(one.entry for one in written)
+        results.append(refiner.write(first, shard, 0))
+        assert results[-1].dirty_passages == count
+    entries = tuple(one.entry for one in results)
     fields = {
         **described.__dict__,
         "shards": entries,
@@ -58,17 +58,17 @@ def teach(root: Path, described: Manifest, per_shard: dict[int, list[int]], at: 
 
 
 def with_feedback(root: Path, described: Manifest, views: Views) -> Views:
-    """The views as the version's own router tells them, whose own views must be those given."""
+    """Reconstruct all views from a router's scores; own views must equal `views`."""
     task = SearcherTask(str(root), described, tuple(entry.shard for entry in described.shards))
     router = Router(Store(str(root)), described, LocalFleet(task))
     unit_QD = np.eye(D, dtype=np.float32)
-    found = {}
+    all_views = {}
     for name, scores in zip(views, router.explain(unit_QD, list(views))):
-        found[name] = dict(zip(scores.view_numbers_N.tolist(), scores.scores_QN.T))
-        assert {view: vector.tolist() for view, vector in found[name].items() if view < V} == {
+        all_views[name] = dict(zip(scores.view_numbers_N.tolist(), scores.scores_QN.T))
+        assert {view: vector.tolist() for view, vector in all_views[name].items() if view < V} == {
             view: vector.tolist() for view, vector in views[name].items()
         }
-    return found
+    return all_views
 
 
 @pytest.mark.parametrize("params", [IndexParams(), IndexParams(scan="int8")], ids=["flat", "codes"])
@@ -115,9 +115,9 @@ def test_lost_changes_are_not_made_up_by_repair(tmp_path):
     refined = teach(tmp_path, publish_random_index(tmp_path, views, 1), {0: [2]})
     store = Store(str(tmp_path))
     (tmp_path / paths.shard_dir("random", refined.shards[0].digest) / paths.CHANGES).unlink()
-    [done] = repair(store, refined).repairs
-    assert done.state == "lost"
-    assert "rollback 1" in done.cure
+    [result] = repair(store, refined).repairs
+    assert result.state == "lost"
+    assert "rollback 1" in result.cure
 
 
 def test_codes_beside_changes_are_made_again_by_repair(tmp_path):
@@ -131,20 +131,20 @@ def test_codes_beside_changes_are_made_again_by_repair(tmp_path):
         (folder / name).unlink()
     with pytest.raises(DigestError, match=r"first-codes\.npy .*is missing"):
         manifest.verify(store, refined).require()
-    [done] = repair(store, refined).repairs
-    assert done.state == "repaired" and not manifest.verify(store, refined).problems
+    [result] = repair(store, refined).repairs
+    assert result.state == "repaired" and not manifest.verify(store, refined).problems
     assert answers(tmp_path, refined) == before
 
 
 def test_codes_of_a_whole_changed_shard_are_read_and_the_next_changes_have_codes_of_all(tmp_path):
-    """As versions before shared codes wrote them: `codes.npy` of all vectors beside a file of changes."""
+    """The files of versions before shared codes: `codes.npy` of all vectors beside a change file."""
     params, views = IndexParams(scan="int8"), random_views(60, 6)
     store = Store(str(tmp_path))
     refined = teach(tmp_path, publish_random_index(tmp_path, views, 1, params), {0: [2]})
     source = tmp_path / paths.shard_dir("random", refined.shards[0].digest)
     with shard_folder(store) as folder:
         for name in (paths.EMBEDDINGS, paths.CHANGES):
-            same_file(source / name, folder / name)
+            link_or_copy(source / name, folder / name)
         entry = build_shard(store, refined, 0, folder)
     assert "codes.npy" in entry.files
     older = manifest.publish(store, dataclasses.replace(refined, shards=(entry,), parent=refined.version))

@@ -1,4 +1,4 @@
-"""Refiners together find what one search of all passages finds, to the last tie."""
+"""Several refiners return the hits of one search over all passages, including ties."""
 
 import os
 import signal
@@ -18,23 +18,23 @@ QUERIES_QD = np.random.default_rng(8).integers(-2, 3, (300, D)).astype(np.float3
 @pytest.mark.ray
 @pytest.mark.parametrize(("num_passages", "num_shards"), [(90, 5), (3, 5), (1, 1)])
 def test_any_number_of_refiners_finds_what_brute_force_does(tmp_path, ray_session, num_passages, num_shards):
-    """Few distinct values, so ties within a refiner, across them, and at the last place; shards without a passage."""
+    """Few distinct values give ties within a refiner, across refiners, and at the last rank; some shards are empty."""
     views = random_views(num_passages, seed=3, levels=1)
     described = publish_random_index(tmp_path, views, num_shards)
     for count, k in [(1, 7), (2, 89), (3, 1)]:
         with RefinerPool(RefinerTask(str(tmp_path), described, "staging/none"), num_shards, count, 0.2) as refiners:
-            found = refiners.search(PUBLISHED, QUERIES_QD, k, "", no_progress)
+            hits = refiners.search(PUBLISHED, QUERIES_QD, k, "", no_progress)
             ids = dict(enumerate(refiners.ids_of(np.arange(num_passages))))
-        for passages, winners, query_D in zip(found.rows_QK, found.views_QK, QUERIES_QD):
-            told = [(ids[passage], view) for passage, view in zip(passages.tolist(), winners.tolist())]
-            assert told == [(name, view) for name, _, view in brute_force(views, query_D, k)]
+        for passages, winners, query_D in zip(hits.rows_QK, hits.views_QK, QUERIES_QD):
+            pairs = [(ids[passage], view) for passage, view in zip(passages.tolist(), winners.tolist())]
+            assert pairs == [(name, view) for name, _, view in brute_force(views, query_D, k)]
 
 
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.chaos("refiner hangs", "killed within the bound, restarted, same hits")
 def test_a_refiner_that_hangs_is_restarted_within_the_bound_and_answers_alike(tmp_path, actor_processes):
-    """A stopped process answers nothing, and nothing tells Ray that it is not just slow."""
+    """A stopped process does not answer, and Ray cannot distinguish it from a slow one."""
     described = publish_random_index(tmp_path, random_views(40, seed=3), 2)
     task = RefinerTask(str(tmp_path), described, "staging/none")
     with RefinerPool(task, 2, 2, 0.2, hang_s=5) as refiners:

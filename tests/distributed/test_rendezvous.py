@@ -1,4 +1,4 @@
-"""Laws of placement: the bound on bytes, who moves when a holder comes or goes, chance in proportion to weight."""
+"""Tests of placement: the bound on bytes, moves when a holder joins or leaves, probability proportional to weight."""
 
 import math
 import random
@@ -20,54 +20,56 @@ weights_of = st.dictionaries(
 replicas_of = st.integers(1, 4)
 
 
-def loads(sizes: Sizes, placed: Placement, weights: Weights) -> dict[str, int]:
-    return {holder: sum(sizes[shard] for shard in placed if holder in placed[shard]) for holder in weights}
+def loads(sizes: Sizes, placement: Placement, weights: Weights) -> dict[str, int]:
+    return {holder: sum(sizes[shard] for shard in placement if holder in placement[shard]) for holder in weights}
 
 
-def fill(sizes: Sizes, placed: Placement, weights: Weights, replicas: int) -> float:
+def fill(sizes: Sizes, placement: Placement, weights: Weights, replicas: int) -> float:
     """The fullest holder's bytes over its bound."""
     limits = bounds(sizes, weights, replicas)
-    return max(load / limits[h] if load else 0.0 for h, load in loads(sizes, placed, weights).items())
+    return max(load / limits[h] if load else 0.0 for h, load in loads(sizes, placement, weights).items())
 
 
-def check_whole(sizes: Sizes, weights: Weights, replicas: int, placed: Placement) -> None:
+def check_whole(sizes: Sizes, weights: Weights, replicas: int, placement: Placement) -> None:
     """Every shard has its copies on different holders, and the stated bound holds."""
-    assert set(placed) == set(sizes)
-    for holders in placed.values():
+    assert set(placement) == set(sizes)
+    for holders in placement.values():
         assert len(set(holders)) == len(holders) == min(replicas, len(weights)) and set(holders) <= set(weights)
-    assert fill(sizes, placed, weights, replicas) <= (1 + 1e-9 if replicas == 1 else 1.5)
+    assert fill(sizes, placement, weights, replicas) <= (1 + 1e-9 if replicas == 1 else 1.5)
 
 
 @given(sizes_of, weights_of, replicas_of, st.randoms(use_true_random=False))
 @settings(max_examples=300)
 def test_every_shard_is_held_within_the_bound_in_whatever_order_things_are_named(sizes, weights, replicas, rng):
-    placed = place(sizes, weights, replicas)
-    check_whole(sizes, weights, replicas, placed)
+    placement = place(sizes, weights, replicas)
+    check_whole(sizes, weights, replicas, placement)
     shards, holders = list(sizes), list(weights)
     rng.shuffle(shards)
     rng.shuffle(holders)
-    assert place({s: sizes[s] for s in shards}, {h: weights[h] for h in holders}, replicas) == placed
+    assert place({s: sizes[s] for s in shards}, {h: weights[h] for h in holders}, replicas) == placement
 
 
 @given(sizes_of, weights_of, replicas_of)
 def test_nothing_moves_when_nothing_changes(sizes, weights, replicas):
-    placed = place(sizes, weights, replicas)
-    if fill(sizes, placed, weights, replicas) <= 1:
-        assert place(sizes, weights, replicas, before=placed) == placed
-        assert moves(placed, placed) == []
+    placement = place(sizes, weights, replicas)
+    if fill(sizes, placement, weights, replicas) <= 1:
+        assert place(sizes, weights, replicas, before=placement) == placement
+        assert moves(placement, placement) == []
 
 
 @given(sizes_of, weights_of.filter(lambda weights: len(weights) > 1), replicas_of, st.data())
 @settings(max_examples=300)
 def test_when_a_holder_goes_its_shards_move_and_no_other(sizes, weights, replicas, data):
-    placed = place(sizes, weights, replicas)
+    placement = place(sizes, weights, replicas)
     gone = data.draw(st.sampled_from(sorted(weights)))
     rest = {holder: weight for holder, weight in weights.items() if holder != gone}
-    after = place(sizes, rest, replicas, before=placed)
+    after = place(sizes, rest, replicas, before=placement)
     check_whole(sizes, rest, replicas, after)
-    if fill(sizes, placed, weights, replicas) <= 1 and len(rest) >= replicas:
-        assert {move.source for move in moves(placed, after)} <= {gone}
-        assert {move.shard for move in moves(placed, after)} == {s for s, holders in placed.items() if gone in holders}
+    if fill(sizes, placement, weights, replicas) <= 1 and len(rest) >= replicas:
+        assert {move.source for move in moves(placement, after)} <= {gone}
+        assert {move.shard for move in moves(placement, after)} == {
+            s for s, holders in placement.items() if gone in holders
+        }
 
 
 @given(sizes_of, weights_of, replicas_of, st.floats(0.1, 10))
@@ -86,20 +88,20 @@ def test_when_a_holder_comes_shards_move_to_it_or_off_a_holder_over_its_bound(si
 
 @given(sizes_of, weights_of, st.floats(0.1, 10))
 @settings(max_examples=300)
-def test_one_copy_moves_to_who_kept_something_only_where_no_newcomer_has_room(sizes, weights, weight):
+def test_one_copy_moves_to_an_old_holder_only_where_no_new_one_has_capacity(sizes, weights, weight):
     before = place(sizes, weights)
     grown = {**weights, "newcomer": weight}
     after = place(sizes, grown, before=before)
     limits, load = bounds(sizes, grown, 1), loads(sizes, after, grown)
-    kept = {holder for holders in before.values() for holder in holders}
+    old = {holder for holders in before.values() for holder in holders}
     for move in moves(before, after):
-        empty = set(grown) - kept
+        empty = set(grown) - old
         assert move.to in empty or all(load[holder] + sizes[move.shard] > limits[holder] for holder in empty)
 
 
 @given(sizes_of, weights_of, st.floats(0.1, 10))
-def test_without_a_bound_the_memory_of_what_was_is_not_needed(sizes, weights, weight):
-    """Pure rendezvous: a newcomer takes what prefers it, and gives all of it back."""
+def test_without_a_bound_the_placement_before_has_no_effect(sizes, weights, weight):
+    """Pure rendezvous: a new holder takes the shards that prefer it, and gives all of them back."""
     free = {"slack": 1e12}
     alone = place(sizes, weights, **free)
     grown = place(sizes, {**weights, "newcomer": weight}, **free)
@@ -118,8 +120,8 @@ def test_a_holder_is_first_in_proportion_to_its_weight():
 
 
 def test_a_placement_is_the_same_on_every_machine_and_in_every_release():
-    placed = place({shard: 10 + shard for shard in range(6)}, {"a": 1, "b": 1, "c": 2}, replicas=2)
-    assert placed == {0: ("c", "a"), 1: ("c", "a"), 2: ("a", "b"), 3: ("a", "c"), 4: ("c", "b"), 5: ("c", "b")}
+    placement = place({shard: 10 + shard for shard in range(6)}, {"a": 1, "b": 1, "c": 2}, replicas=2)
+    assert placement == {0: ("c", "a"), 1: ("c", "a"), 2: ("a", "b"), 3: ("a", "c"), 4: ("c", "b"), 5: ("c", "b")}
 
 
 @given(st.integers(0, 10_000), weights_of, replicas_of)
@@ -139,13 +141,13 @@ def test_moves_lead_from_one_placement_to_the_other(seed):
     rng = random.Random(seed)
     sizes = {shard: rng.randint(1, 9) for shard in range(12)}
     before, after = (place(sizes, {f"h{rng.randint(0, 9)}": 1.0 for _ in range(5)}, 2) for _ in range(2))
-    held = {shard: set(holders) for shard, holders in before.items()}
+    holders_of = {shard: set(holders) for shard, holders in before.items()}
     for move in moves(before, after):
-        assert move.to not in held[move.shard]
-        held[move.shard].add(move.to)
+        assert move.to not in holders_of[move.shard]
+        holders_of[move.shard].add(move.to)
         if move.source:
-            held[move.shard].remove(move.source)
-    assert all(set(after[shard]) <= held[shard] for shard in after)
+            holders_of[move.shard].remove(move.source)
+    assert all(set(after[shard]) <= holders_of[shard] for shard in after)
 
 
 def test_a_search_without_holders_and_weights_that_mean_nothing_are_refused():

@@ -1,4 +1,4 @@
-"""Damage is named file by file, set aside, and repaired to the manifest's digests, or its cure is named."""
+"""Damage is reported file by file, quarantined, and repaired to the manifest's digests, or a remedy is named."""
 
 import dataclasses
 import json
@@ -84,10 +84,10 @@ def test_a_damaged_index_is_built_again_from_its_embeddings_to_the_same_bytes(
         report.require()
     damaged = contents(folder)
 
-    [done] = repair(store, described).repairs
-    assert (done.shard, done.state, len(done.damaged)) == (1, "repaired", len(hurt))
+    [row] = repair(store, described).repairs
+    assert (row.shard, row.state, len(row.damaged)) == (1, "repaired", len(hurt))
     assert contents(folder) == before
-    assert contents(tmp_path / done.set_aside) == damaged
+    assert contents(tmp_path / row.set_aside) == damaged
     assert manifest.verify(store, described).problems == []
     assert repair(store, described).repairs == []
     rebuilt = sum(len(before[file.name]) for file in hurt)
@@ -103,7 +103,7 @@ def test_lost_embeddings_stay_in_their_place_and_the_command_that_encodes_them_i
     damage(folder / paths.EMBEDDINGS)
     damaged = contents(folder)
     report = repair(store, described)
-    assert [(done.shard, done.state, done.set_aside) for done in report.repairs] == [(2, "lost", "")]
+    assert [(row.shard, row.state, row.set_aside) for row in report.repairs] == [(2, "lost", "")]
     assert contents(folder) == damaged
     message = r"shard 2 of index 'random' version 1 .*encode it again.*mvr-ray index CONFIG"
     with pytest.raises(DigestError, match=message):
@@ -118,7 +118,7 @@ def test_several_damaged_shards_are_repaired_apart_and_each_is_named(tmp_path: P
     flipped(folder_of(tmp_path, described, 2) / paths.EMBEDDINGS)
     missing(folder_of(tmp_path, described, 3) / codes)
     report = repair(store, described)
-    assert [(done.shard, done.state) for done in report.repairs] == [(0, "repaired"), (2, "lost"), (3, "repaired")]
+    assert [(row.shard, row.state) for row in report.repairs] == [(0, "repaired"), (2, "lost"), (3, "repaired")]
     with pytest.raises(DigestError, match="1 of 3 not repaired; first: shard 2"):
         report.require()
 
@@ -130,12 +130,12 @@ def test_a_repair_that_died_after_setting_aside_is_continued_and_nothing_set_asi
     codes = next(name for name in entry.files if name != paths.EMBEDDINGS)
     flipped(folder_of(tmp_path, described, 0) / codes)
     store.move_dir(paths.shard_dir("random", entry.digest), paths.quarantine_dir("random", entry.digest, 1))
-    [done] = repair(store, described).repairs
-    assert (done.state, done.set_aside) == ("repaired", "")
+    [row] = repair(store, described).repairs
+    assert (row.state, row.set_aside) == ("repaired", "")
     assert contents(folder_of(tmp_path, described, 0)) == whole
-    flipped(folder_of(tmp_path, described, 0) / paths.EMBEDDINGS)  # whole ones lie in what was set aside
-    [done] = repair(store, described).repairs
-    assert (done.state, done.set_aside) == ("repaired", paths.quarantine_dir("random", entry.digest, 2))
+    flipped(folder_of(tmp_path, described, 0) / paths.EMBEDDINGS)  # the quarantined copy is whole
+    [row] = repair(store, described).repairs
+    assert (row.state, row.set_aside) == ("repaired", paths.quarantine_dir("random", entry.digest, 2))
     assert manifest.verify(store, described).problems == []
     collect(store, "random", keep=1, grace_s=0)
     assert len(store.list(paths.quarantine_root("random"))) == 2
@@ -156,8 +156,8 @@ def test_what_a_refinement_lost_is_cured_by_a_version_that_does_not_need_it(tmp_
     truncated(folder_of(tmp_path, refined, 0) / paths.EMBEDDINGS)
     store.write_bytes(paths.refined_queries("random", digest), b"moveD")
     report = repair(store, refined)
-    assert [(done.shard, done.state) for done in report.repairs] == [(-1, "lost"), (0, "lost")]
-    assert {done.cure for done in report.repairs} == {
+    assert [(row.shard, row.state) for row in report.repairs] == [(-1, "lost"), (0, "lost")]
+    assert {row.cure for row in report.repairs} == {
         "version 1 does not need it: mvr-ray versions CONFIG rollback 1; or do the refine again on it"
     }
     with pytest.raises(DigestError, match="first: moved queries of index 'random' version 2"):
@@ -172,12 +172,12 @@ def test_a_version_without_its_encoder_or_corpus_is_not_whole_and_nothing_rolls_
     described = publish_random_index(tmp_path / "store", random_views(9, 3), 2)
     store = Store(str(tmp_path / "store"))
     run = RunConfig.model_validate({"store": {"path": str(tmp_path / "store")}, "index": {"name": "random"}})
-    lost = paths.corpus_version(described.corpus, "c" * 32)
-    store.write_bytes(lost, CorpusInfo(described.corpus, "c" * 32, 0, (), (), {}, {}).to_json())
+    path = paths.corpus_version(described.corpus, "c" * 32)
+    store.write_bytes(path, CorpusInfo(described.corpus, "c" * 32, 0, (), (), {}, {}).to_json())
     manifest.publish(store, dataclasses.replace(described, parent=1, corpus_digest="c" * 32))
-    store.delete(lost)
+    store.delete(path)
     wrong = {problem.path for problem in verify(store, manifest.read(store, "random", 2)).problems}
-    assert wrong == {encoder_file(described), lost}
+    assert wrong == {encoder_file(described), path}
     with pytest.raises(MissingInputError, match=r"version 2 was not made live: .*encoder\.json is missing"):
         act(run, "rollback", 2)
     store.write_bytes(encoder_file(described), b"{}")
@@ -211,11 +211,11 @@ def test_a_roll_back_reads_what_verify_reads_and_is_refused_where_a_byte_differs
 
 
 def with_encoder(store: Store, version: manifest.Manifest, backbone: Path) -> manifest.Manifest:
-    """Publish the version again as that of an encoder that is in the store, and of an empty corpus."""
+    """Publish the version again with an encoder of the store and an empty corpus."""
     encoder = DualEncoder.from_backbone(str(backbone), EncoderSpec(strategy="mean"))
-    held = save_encoder(store, "own", encoder)
+    snapshot = save_encoder(store, "own", encoder)
     empty_corpus(store, version.corpus)
-    own = {"encoder_name": held.name, "encoder_fingerprint": held.fingerprint}
+    own = {"encoder_name": snapshot.name, "encoder_fingerprint": snapshot.fingerprint}
     return manifest.publish(store, dataclasses.replace(version, parent=version.version, **own))
 
 
@@ -239,9 +239,9 @@ def test_verifying_a_version_reads_its_corpus(tmp_path: Path, capsys: pytest.Cap
     run_file.write_text(yaml.safe_dump({"store": {"path": str(tmp_path / "store")}, "index": {"name": "random"}}))
     with pytest.raises(SystemExit) as ended:
         main(["versions", str(run_file), "verify"])
-    shown = capsys.readouterr()
+    output = capsys.readouterr()
     assert ended.value.code == 1
-    assert file.name in shown.out + shown.err and "mvr-ray prepare CONFIG" in shown.out + shown.err
+    assert file.name in output.out + output.err and "mvr-ray prepare CONFIG" in output.out + output.err
 
 
 def test_the_command_names_repairs_and_verifies(
@@ -255,20 +255,20 @@ def test_the_command_names_repairs_and_verifies(
     def run_versions(action: str) -> tuple[int, str]:
         with pytest.raises(SystemExit) as ended:
             main(["versions", str(run_file), action])
-        shown = capsys.readouterr()
-        return int(ended.value.code or 0), shown.out + shown.err
+        output = capsys.readouterr()
+        return int(ended.value.code or 0), output.out + output.err
 
     codes = next(name for name in described.shards[1].files if name != paths.EMBEDDINGS)
     flipped(folder_of(tmp_path / "store", described, 1) / codes)
-    status, said = run_versions("verify")
-    assert status == 1 and "of shard 1" in said and "versions CONFIG repair" in said
-    status, said = run_versions("repair")
-    assert status == 0 and "repaired" in said
+    status, text = run_versions("verify")
+    assert status == 1 and "of shard 1" in text and "versions CONFIG repair" in text
+    status, text = run_versions("repair")
+    assert status == 0 and "repaired" in text
     assert run_versions("verify")[0] == 0
     flipped(folder_of(tmp_path / "store", described, 1) / paths.EMBEDDINGS)
     (tmp_path / "store" / paths.quarantine_dir("random", described.shards[1].digest, 1) / paths.EMBEDDINGS).unlink()
-    status, said = run_versions("repair")
-    assert status == 1 and "mvr-ray index CONFIG" in said
+    status, text = run_versions("repair")
+    assert status == 1 and "mvr-ray index CONFIG" in text
 
 
 @pytest.mark.chaos("manifest of a newer format", "refused by name; rolling back past it works")

@@ -1,4 +1,4 @@
-"""Resharding: the same views, bit by bit, the same answers, nothing lost, and any crash continued."""
+"""Resharding: the same views, bit for bit, the same answers, no lost rows, and resumption after any crash."""
 
 import dataclasses
 import shutil
@@ -34,7 +34,7 @@ Stored = dict[str, tuple[bytes, bytes]]
 
 
 def dealt_here(root: Path, base: Manifest, num_shards: int) -> Manifest:
-    """What the stage publishes, its tasks called one after the other in this process."""
+    """Publish the stage's version, with its tasks run one by one in this process."""
     store = Store(str(root))
     task = ReshardTask(store.address, base, num_shards, staging_key(base, num_shards), 50)
     made = manifest_over(base, [reshard_one(task, shard) for shard in range(num_shards)])
@@ -50,7 +50,7 @@ def answers(root: Path, version: Manifest, queries_QD: np.ndarray, k: int) -> li
 
 
 def stored(root: Path, version: Manifest) -> Stored:
-    """Every passage's view numbers and vectors as bytes, each found in the shard that its id hashes to."""
+    """Every passage's view numbers and vectors as bytes; asserts that ids hash to their shards."""
     found: Stored = {}
     for entry in version.shards:
         folder = root / paths.shard_dir(version.index, entry.digest)
@@ -135,9 +135,9 @@ def test_what_cannot_be_is_refused_before_any_work(tmp_path):
     file = tmp_path / paths.shard_dir("random", base.shards[1].digest) / paths.EMBEDDINGS
     whole = file.read_bytes()
     file.chmod(0o644)
-    for cut, told in ((whole[:100], r"has 100 bytes, not \d+"), (None, "is missing")):
+    for cut, message in ((whole[:100], r"has 100 bytes, not \d+"), (None, "is missing")):
         file.write_bytes(cut) if cut else file.unlink()
-        with pytest.raises(DigestError, match=rf"of shard 1 {told}; repair it first: mvr-ray versions"):
+        with pytest.raises(DigestError, match=rf"of shard 1 {message}; repair it first: mvr-ray versions"):
             reshard.reshard(run, 5)
     file.write_bytes(whole)
     holed = manifest.publish(store, dataclasses.replace(base, parent=1, shards=(base.shards[0], base.shards[2])))
@@ -174,11 +174,11 @@ def test_the_stage_continues_after_its_end_and_builds_nothing_twice(tmp_path, ra
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     base = publish_random_index(whole, views, 8)
     shutil.copytree(whole, cut)
-    said: list[tuple[str, int, int]] = []
-    report = reshard.reshard(run_of(whole), 12, lambda *told: said.append(told))
+    steps: list[tuple[str, int, int]] = []
+    report = reshard.reshard(run_of(whole), 12, lambda *row: steps.append(row))
     assert (report.shards_before, report.shards, report.base_version, report.version) == (8, 12, 1, 2)
     assert report.passages_before == report.passages == 120 and report.views_before == report.views
-    assert said[-2:] == [
+    assert steps[-2:] == [
         ("passages before = after", 120, 120),
         ("views before = after", base.num_vectors, base.num_vectors),
     ]
@@ -187,8 +187,8 @@ def test_the_stage_continues_after_its_end_and_builds_nothing_twice(tmp_path, ra
     class KilledError(BaseException):
         pass
 
-    def die(what: str, done: int, total: int) -> None:
-        if (what, done) == ("reshard", 5):
+    def die(what: str, count: int, total: int) -> None:
+        if (what, count) == ("reshard", 5):
             raise KilledError
 
     with pytest.raises(KilledError):
@@ -196,16 +196,16 @@ def test_the_stage_continues_after_its_end_and_builds_nothing_twice(tmp_path, ra
     store = Store(str(cut))
     assert manifest.list_versions(store, "random") == [1]
     staging = cut / paths.staging_dir("random", staging_key(base, 12))
-    noted = {note: note.stat().st_mtime_ns for note in staging.glob("[!.]*")}
-    assert len(noted) >= 5
+    note_times = {note: note.stat().st_mtime_ns for note in staging.glob("[!.]*")}
+    assert len(note_times) >= 5
     at_the_end: list[int] = []
 
-    def look(what: str, done: int, total: int) -> None:
-        if what == "reshard" and done == total:
-            at_the_end.extend(note.stat().st_mtime_ns for note in noted)
+    def look(what: str, count: int, total: int) -> None:
+        if what == "reshard" and count == total:
+            at_the_end.extend(note.stat().st_mtime_ns for note in note_times)
 
     report = reshard.reshard(run_of(cut), 12, look)
-    assert at_the_end == list(noted.values())
+    assert at_the_end == list(note_times.values())
     expected = manifest.read(Store(str(whole)), "random").content_digest()
     assert manifest.read(store, "random").content_digest() == expected
     again = reshard.reshard(run_of(cut), 12)
@@ -223,7 +223,7 @@ def test_refinement_learns_the_same_and_indexing_goes_back_without_encoding(own_
     assert reports[0].published and reports[1].published
     assert reports[0].accuracy == reports[1].accuracy
     assert stored(other, reports[1].published) == stored(own_index, reports[0].published) != stored(own_index, first)
-    said: list[str] = []
+    steps: list[str] = []
     run = run_over(other, index={"keep_refinement": False})
-    back = build_index.index(run, lambda what, *_: said.append(what))
-    assert back.shards == first.shards and "encode" not in said
+    back = build_index.index(run, lambda what, *_: steps.append(what))
+    assert back.shards == first.shards and "encode" not in steps

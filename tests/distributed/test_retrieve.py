@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.data, pytest.mark.ray]
 
 
 def all_views(store: Path) -> list[tuple[str, int, np.ndarray]]:
-    """(passage id, view number, vector) of every view at rest, in float64."""
+    """(passage id, view number, vector) of every stored view, in float64."""
     found = []
     for entry in manifest.read(Store(str(store)), "index").shards:
         folder = store / paths.shard_dir("index", entry.digest)
@@ -73,7 +73,7 @@ def test_evaluation_measures_the_served_hybrid_ranking_with_the_weight_given_or_
         dense = router.search_text([question.text for question in questions], 60).hits
 
     def share(some: list[Question], at: int, weight: float, k: int) -> float:
-        """Of questions with their gold passage among the first k of all passages by both scores."""
+        """Share of questions with their gold passage among the first k by the sum of both scores."""
         found = 0
         for question, near in zip(some, dense[at:]):
             lexical = {hit.passage_id: hit.score for hit in words.search([question.text], 60)[0]}
@@ -90,9 +90,9 @@ def test_evaluation_measures_the_served_hybrid_ranking_with_the_weight_given_or_
         assert weight == 7 or "search" not in settings
         for k in (1, 5):
             assert rows[f"gold/top-{k}"].value == pytest.approx(share(questions[15:], 15, weight, k))
-    chosen = share(questions[:15], 0, weight, 1)
-    assert all(share(questions[:15], 0, other, 1) <= chosen for other in (0.0, 1.0, 5.0, 20.0, 60.0, 200.0))
-    with pytest.raises(ConfigError, match=r"evaluate\.hybrid is 'held', which is also reported on"):
+    best_share = share(questions[:15], 0, weight, 1)
+    assert all(share(questions[:15], 0, other, 1) <= best_share for other in (0.0, 1.0, 5.0, 20.0, 60.0, 200.0))
+    with pytest.raises(ConfigError, match=r"evaluate\.hybrid is 'held', which is also reported; choose"):
         evaluate(run_over(root, evaluate={"questions": ["held"], "hybrid": "held"}))
     with pytest.raises(ShardIndexError, match=r"has no words of its passages.*index\.lexical=true"):
         evaluate(run_over(small_index, evaluate={"questions": ["dev"]}, search={"hybrid": 7}))
@@ -103,12 +103,12 @@ def test_a_ranking_by_words_and_views_is_that_of_the_router_with_views_and_snipp
     run = run_over(lexical_index, search={"hybrid": weight}, retrieve={"k": 10})
     report = retrieve(run, "dev", tmp_path / "both.jsonl", "jsonl")
     assert report.exact
-    asked = read_questions(only_corpus(store), "dev")
+    questions = read_questions(only_corpus(store), "dev")
     words = BM25Index(corpus.Corpus.open(store, "corpus"))
     with open_router(run, local=True) as router:
-        dense = router.search_text([question.text for question in asked], 60).hits
+        dense = router.search_text([question.text for question in questions], 60).hits
     rows = [json.loads(line) for line in (tmp_path / "both.jsonl").read_text().splitlines()]
-    for question, near, row in zip(asked, dense, rows, strict=True):
+    for question, near, row in zip(questions, dense, rows, strict=True):
         lexical = {hit.passage_id: hit.score for hit in words.search([question.text], 60)[0]}
         total = {hit.passage_id: float(np.float32(lexical.get(hit.passage_id, 0) + weight * hit.score)) for hit in near}
         view_of = {hit.passage_id: hit.view for hit in near}
@@ -142,11 +142,11 @@ def test_a_ranking_is_exhaustive_search_in_question_order_whoever_did_it(small_i
     assert (report.questions, report.k, report.version, report.exact) == (40, 10, 1, True)
 
     store = Store(str(small_index))
-    asked = read_questions(only_corpus(store), "dev")
+    questions = read_questions(only_corpus(store), "dev")
     passages = {passage.id: passage for passage in corpus.Corpus.open(store, "corpus")}
     rows = [json.loads(line) for line in one.read_text().splitlines()]
-    assert [row["id"] for row in rows] == [question.id for question in asked]
-    for question, row in zip(asked, rows):
+    assert [row["id"] for row in rows] == [question.id for question in questions]
+    for question, row in zip(questions, rows):
         for hit, (passage_id, score, view) in zip(row["hits"], expected[question.id][:10], strict=True):
             assert hit["score"] == pytest.approx(score, abs=1e-5)
             assert hit["text"] == passages[hit["id"]].text and hit["snippet"] in hit["text"]
@@ -172,28 +172,28 @@ def test_a_set_of_another_corpus_is_refused_with_the_number_of_its_gold_passages
 def test_measurements_are_what_slow_counting_says(small_index, run_over, expected):
     report = evaluate(run_over(small_index, evaluate={"bm25": True}))
     store = Store(str(small_index))
-    asked = read_questions(only_corpus(store), "dev")
+    questions = read_questions(only_corpus(store), "dev")
     opened = corpus.Corpus.open(store, "corpus")
     texts = {passage.id: passage.text for passage in opened}
-    words = BM25Index(opened).search([question.text for question in asked], 20)
+    words = BM25Index(opened).search([question.text for question in questions], 20)
     systems = {
-        "index": [[hit[0] for hit in expected[question.id]][:20] for question in asked],
+        "index": [[hit[0] for hit in expected[question.id]][:20] for question in questions],
         "bm25": [[hit.passage_id for hit in hits] for hits in words],
     }
     got = {(row.system, row.metric): row for row in report.rows}
-    wanted = {}
+    figures = {}
     for system, lists in systems.items():
         for k in (1, 5, 20):
-            answered = [any(has_answer(texts[i], q.answers) for i in ids[:k]) for q, ids in zip(asked, lists)]
-            gold = [any(i in q.positive_ids for i in ids[:k]) for q, ids in zip(asked, lists)]
-            wanted[system, f"answer/top-{k}"], wanted[system, f"gold/top-{k}"] = np.mean(answered), np.mean(gold)
-        places = [[rank for rank, i in enumerate(ids, 1) if i in q.positive_ids] for q, ids in zip(asked, lists)]
-        wanted[system, "gold/mrr"] = np.mean([1 / at[0] if at else 0 for at in places])
+            answered = [any(has_answer(texts[i], q.answers) for i in ids[:k]) for q, ids in zip(questions, lists)]
+            gold = [any(i in q.positive_ids for i in ids[:k]) for q, ids in zip(questions, lists)]
+            figures[system, f"answer/top-{k}"], figures[system, f"gold/top-{k}"] = np.mean(answered), np.mean(gold)
+        places = [[rank for rank, i in enumerate(ids, 1) if i in q.positive_ids] for q, ids in zip(questions, lists)]
+        figures[system, "gold/mrr"] = np.mean([1 / at[0] if at else 0 for at in places])
         gains = [1 / math.log2(1 + at[0]) if at and at[0] <= 10 else 0 for at in places]  # one gold passage each
-        wanted[system, "gold/ndcg@10"] = np.mean(gains)
-    assert all(len(question.positive_ids) == 1 for question in asked)
-    assert got.keys() == wanted.keys()
-    for key, value in wanted.items():
+        figures[system, "gold/ndcg@10"] = np.mean(gains)
+    assert all(len(question.positive_ids) == 1 for question in questions)
+    assert got.keys() == figures.keys()
+    for key, value in figures.items():
         assert got[key].value == pytest.approx(value), key
         assert got[key].low <= value <= got[key].high and got[key].n == 40
     assert (report.version, report.passages, report.exact) == (1, 60, True)
@@ -219,7 +219,7 @@ def test_only_questions_that_can_be_judged_count(run_over, tmp_path):
 
 
 class LosesOnce:
-    """A fleet in which shard 1 dies with the first search and is there again when all are waited for."""
+    """A fleet in which shard 1 dies in the first search and is back after waiting for all shards."""
 
     def __init__(self, whole) -> None:
         self.whole, self.dead, self.waited = whole, True, 0
@@ -227,7 +227,7 @@ class LosesOnce:
     def ready(self) -> None:
         self.dead, self.waited = False, self.waited + 1
 
-    def fan_out(self, request, deadline, again=False, on_partial=None) -> ShardResults:
+    def fan_out(self, request, deadline, admit=False, on_partial=None) -> ShardResults:
         found = self.whole.fan_out(request, deadline).results
         if not self.dead:
             return ShardResults(found, [])
@@ -238,20 +238,20 @@ def test_a_batch_waits_for_a_searcher_that_died_and_loses_nothing(small_index, r
     with open_router(run_over(small_index), local=True) as router:
         fleet = LosesOnce(router.fleet)
         lossy = Router(router.store, router.manifest, fleet)
-        asked = question_set(router.corpus, "dev")
+        questions = question_set(router.corpus, "dev")
         with pytest.raises(CoverageError):
             lossy.search_text(["Who won?"], 3)
-        ranked = QuestionRanker(lossy, RankSettings(k=5)).rank(asked)
+        ranked = QuestionRanker(lossy, RankSettings(k=5)).rank(questions)
     assert fleet.waited == 1
-    for question, hits in zip(asked.questions, ranked):
+    for question, hits in zip(questions.questions, ranked):
         assert [hit.id for hit in hits] == [hit[0] for hit in expected[question.id]][:5]
 
 
 def test_refined_vectors_are_used_when_asked_for_and_only_for_their_set(own_index, run_over):
     store = Store(str(own_index))
-    asked = question_set(only_corpus(store), "dev")
+    questions = question_set(only_corpus(store), "dev")
     passage_id, _, vector_D = all_views(own_index)[17]
-    moved = sorted(question.id for question in asked.questions)[:1]
+    moved = sorted(question.id for question in questions.questions)[:1]
     file = own_index / "moved.arrow"
     with EmbeddingWriter(file, len(vector_D), 1, "fp32") as writer:
         writer.write(EmbeddingBlock(moved, np.array([0, 1]), np.zeros(1, np.int16), vector_D[None].astype(np.float32)))
@@ -261,13 +261,13 @@ def test_refined_vectors_are_used_when_asked_for_and_only_for_their_set(own_inde
         store, dataclasses.replace(live, parent=1, operation="refine:query", refined_queries={"dev": digest})
     )
     with open_router(run_over(own_index), local=True) as router:
-        plain = QuestionRanker(router, RankSettings(k=1)).rank(asked)
-        refined = QuestionRanker(router, RankSettings(k=1, refined_queries=True)).rank(asked)
+        plain = QuestionRanker(router, RankSettings(k=1)).rank(questions)
+        refined = QuestionRanker(router, RankSettings(k=1, refined_queries=True)).rank(questions)
         other = QuestionRanker(router, RankSettings(k=1, refined_queries=True)).rank(
-            QuestionSet("file", asked.questions)
+            QuestionSet("file", questions.questions)
         )
     assert plain == other
-    for question, before, after in zip(asked.questions, plain, refined):
+    for question, before, after in zip(questions.questions, plain, refined):
         if question.id in moved:
             assert after[0].id == passage_id and after[0].score == pytest.approx(float(vector_D @ vector_D), abs=1e-4)
         else:

@@ -1,4 +1,4 @@
-"""The router: S shards answer as one, what is missing is told, and what died comes back."""
+"""Tests of the router: S shards answer as one, answers report missing shards, and dead searchers restart."""
 
 import dataclasses
 import json
@@ -22,7 +22,7 @@ from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.searching.exact import BlockTable
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.router import Router, open_router
-from mvr_ray.distributed.searching.fleet import share_out
+from mvr_ray.distributed.searching.fleet import balance_shards
 from mvr_ray.distributed.searching.merged_results import overlay_results
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResult, ShardResults, ViewResults
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
@@ -44,10 +44,10 @@ from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import ShardHits
 
 
-def local(root: Path, described: Manifest, **options) -> Router:
+def local(root: Path, version: Manifest, **options) -> Router:
     store = Store(str(root))
-    task = SearcherTask(store.root, described, tuple(entry.shard for entry in described.shards))
-    return Router(store, described, LocalFleet(task), **options)
+    task = SearcherTask(store.root, version, tuple(entry.shard for entry in version.shards))
+    return Router(store, version, LocalFleet(task), **options)
 
 
 @given(st.data())
@@ -58,10 +58,10 @@ def test_shards_answer_as_one_to_the_last_tie(tmp_path, data):
     root = tmp_path / f"{seed}-{num_shards}-{num_passages}"
     shutil.rmtree(root, ignore_errors=True)
     views = random_views(num_passages, seed, levels=data.draw(st.integers(1, 3)))
-    described = publish_random_index(root, views, num_shards)
+    version = publish_random_index(root, views, num_shards)
     queries_QD = np.random.default_rng(seed + 1).integers(-2, 3, (4, D)).astype(np.float32)
     k = data.draw(st.integers(1, num_passages + 3))
-    answer = local(root, described).search(queries_QD, k)
+    answer = local(root, version).search(queries_QD, k)
     for query_D, hits in zip(queries_QD, answer.hits):
         assert [(hit.passage_id, hit.score, hit.view) for hit in hits] == brute_force(views, query_D, k)
     assert answer.exact.certified and answer.coverage_share == 1.0
@@ -72,11 +72,11 @@ def test_a_lopsided_shard_is_asked_again_and_the_answer_is_exact(tmp_path):
     views = random_views(240, 5)
     rich = {i for i in views if shard_of(i, 4) == 2}
     views = {i: {v: x + (9 if i in rich else 0) for v, x in own.items()} for i, own in views.items()}
-    described = publish_random_index(tmp_path, views, 4)
+    version = publish_random_index(tmp_path, views, 4)
     queries_QD = np.ones((3, D), np.float32) * np.array([[1], [-1], [2]], np.float32)
     assert len(rich) > 40
     stages: list[str] = []
-    answer = local(tmp_path, described, observe=lambda stage, seconds: stages.append(stage)).search(queries_QD, 40)
+    answer = local(tmp_path, version, observe=lambda stage, seconds: stages.append(stage)).search(queries_QD, 40)
     assert answer.exact.rounds == 2 and answer.exact.certified
     assert stages == ["search", "merge", "search"]
     for query_D, hits in zip(queries_QD, answer.hits):
@@ -84,7 +84,7 @@ def test_a_lopsided_shard_is_asked_again_and_the_answer_is_exact(tmp_path):
 
 
 def test_at_most_one_search_in_a_hundred_asks_a_second_time(tmp_path):
-    """Eight shards of hashed ids, 800 queries one by one; and all of them at once, for which more rows are asked."""
+    """Eight shards of hashed ids, 800 queries one by one; and all of them at once, which asks for more rows."""
     rng = np.random.default_rng(7)
     views = {i: {v: rng.normal(size=D) for v in own} for i, own in random_views(900, 7).items()}
     router = local(tmp_path, publish_random_index(tmp_path, views, 8))
@@ -118,11 +118,11 @@ def test_no_answer_of_five_thousand_is_wrong_and_every_one_is_certified(tmp_path
         if case % 3 == 1:
             models = [views[i] for i in sorted(views)[:3]]
             views = {i: models[int(rng.integers(len(models)))] for i in views}
-        described = publish_random_index(tmp_path / str(case), views, num_shards, IndexParams(scan=scan))
+        version = publish_random_index(tmp_path / str(case), views, num_shards, IndexParams(scan=scan))
         queries_QD = rng.integers(-1000, 1001, (50, D)).astype(np.float32) / 64
         queries_QD[:25] = abs(queries_QD[:25])
         k = int(rng.integers(1, num_passages // (num_shards if case % 3 == 0 else 1) + 3))
-        answer = local(tmp_path / str(case), described).search(queries_QD, k)
+        answer = local(tmp_path / str(case), version).search(queries_QD, k)
         assert answer.exact.certified
         again += answer.exact.rounds == 2
         for query_D, hits in zip(queries_QD, answer.hits):
@@ -150,10 +150,10 @@ def test_a_second_answer_replaces_only_the_queries_asked_again():
 
 @given(st.dictionaries(st.integers(0, 50), st.integers(0, 1000), min_size=1), st.integers(1, 9))
 def test_every_shard_has_one_holder_and_no_holder_is_idle(num_bytes, groups):
-    held = share_out(num_bytes, groups)
-    assert sorted(shard for shards in held for shard in shards) == sorted(num_bytes)
-    assert all(held) and len(held) == min(groups, len(num_bytes))
-    loads = [sum(num_bytes[shard] + 1 for shard in shards) for shards in held]
+    shards_of = balance_shards(num_bytes, groups)
+    assert sorted(shard for shards in shards_of for shard in shards) == sorted(num_bytes)
+    assert all(shards_of) and len(shards_of) == min(groups, len(num_bytes))
+    loads = [sum(num_bytes[shard] + 1 for shard in shards) for shards in shards_of]
     assert max(loads) - min(loads) <= max(num_bytes.values()) + 1
 
 
@@ -166,27 +166,27 @@ class HalfDead:
     def ready(self) -> None:
         self.silent = set()
 
-    def fan_out(self, request, deadline, again=False) -> ShardResults:
+    def fan_out(self, request, deadline, admit=False) -> ShardResults:
         there = tuple(shard for shard in request.shards if shard not in self.silent)
-        found = self.whole.fan_out(request._replace(shards=there), deadline).results
-        lost = tuple(shard for shard in request.shards if shard in self.silent)
-        return ShardResults(found, [ShardFailure(lost, "late")] if lost else [])
+        results = self.whole.fan_out(request._replace(shards=there), deadline).results
+        late = tuple(shard for shard in request.shards if shard in self.silent)
+        return ShardResults(results, [ShardFailure(late, "late")] if late else [])
 
-    def views(self, wanted, deadline) -> ViewResults:
-        there = {shard: ids for shard, ids in wanted.items() if shard not in self.silent}
-        found = self.whole.views(there, deadline).views
-        lost = tuple(shard for shard in wanted if shard in self.silent)
-        return ViewResults(found, [ShardFailure(lost, "late")] if lost else [])
+    def views(self, ids, deadline) -> ViewResults:
+        there = {shard: own for shard, own in ids.items() if shard not in self.silent}
+        views = self.whole.views(there, deadline).views
+        late = tuple(shard for shard in ids if shard in self.silent)
+        return ViewResults(views, [ShardFailure(late, "late")] if late else [])
 
 
 def test_silent_shards_are_named_and_counted_in_passages(tmp_path):
     views = random_views(50, 1)
-    described = publish_random_index(tmp_path, views, 3)
-    whole = local(tmp_path, described)
+    version = publish_random_index(tmp_path, views, 3)
+    whole = local(tmp_path, version)
     query_QD = np.ones((1, D), np.float32)
     fleet = HalfDead(whole.fleet, {1})
-    strict = Router(whole.store, described, fleet)
-    missing = described.shards[1].num_passages
+    strict = Router(whole.store, version, fleet)
+    missing = version.shards[1].num_passages
     with pytest.raises(CoverageError, match=rf"1 of 3 shards .*: 1 \(late\); {50 - missing} of 50 passages"):
         strict.search(query_QD, 5)
     least = 1 - missing / 50
@@ -204,8 +204,8 @@ def test_silent_shards_are_named_and_counted_in_passages(tmp_path):
 
 
 class Stuck:
-    """A fleet with a shard that never answers: every call that asks it takes all of its time by `clock`. A call that is
-    left no time, and every second one if `deaf`, gets nothing at all."""
+    """A fleet with a shard that never answers: every call of it takes all of its time by `clock`. A call without time,
+    and every second one if `deaf`, gets no answer."""
 
     def __init__(self, whole: LocalFleet, shard: int, deaf: bool) -> None:
         self.whole, self.shard, self.deaf = whole, shard, deaf
@@ -216,17 +216,17 @@ class Stuck:
 
     def ready(self) -> None: ...
 
-    def fan_out(self, request, deadline, again=False) -> ShardResults:
-        if deadline.left_s <= 0 or (again and self.deaf):
+    def fan_out(self, request, deadline, admit=False) -> ShardResults:
+        if deadline.left_s <= 0 or (admit and self.deaf):
             return ShardResults([], [ShardFailure(request.shards, "late")])
         if self.shard in request.shards:
             self.now_s = deadline.due_s
         there = tuple(shard for shard in request.shards if shard != self.shard)
-        lost = [ShardFailure((self.shard,), "late")] if self.shard in request.shards else []
-        return ShardResults(self.whole.fan_out(request._replace(shards=there), deadline).results, lost)
+        late = [ShardFailure((self.shard,), "late")] if self.shard in request.shards else []
+        return ShardResults(self.whole.fan_out(request._replace(shards=there), deadline).results, late)
 
-    def views(self, wanted, deadline) -> ViewResults:
-        return self.whole.views(wanted, deadline)
+    def views(self, ids, deadline) -> ViewResults:
+        return self.whole.views(ids, deadline)
 
 
 def with_a_rich_shard(root: Path) -> tuple[dict, Router]:
@@ -279,7 +279,7 @@ def test_a_search_that_fails_tells_its_time_too(tmp_path):
     whole = local(tmp_path, publish_random_index(tmp_path, random_views(9, 1), 2))
 
     class Full(HalfDead):
-        def fan_out(self, request, deadline, again=False) -> ShardResults:
+        def fan_out(self, request, deadline, admit=False) -> ShardResults:
             raise OverloadedError("every queue is full", 1.0)
 
     stages: list[str] = []
@@ -291,8 +291,8 @@ def test_a_search_that_fails_tells_its_time_too(tmp_path):
 
 
 def test_what_cannot_be_searched_is_refused(tmp_path):
-    described = publish_random_index(tmp_path, random_views(9, 1), 2)
-    router = local(tmp_path, described)
+    version = publish_random_index(tmp_path, random_views(9, 1), 2)
+    router = local(tmp_path, version)
     with pytest.raises(ShardIndexError, match="0"):
         router.search(np.ones((1, D), np.float32), 0)
     with pytest.raises(ShardIndexError, match=f"{D + 1}.*{D}"):
@@ -303,12 +303,12 @@ def test_what_cannot_be_searched_is_refused(tmp_path):
 
 def test_an_approximate_answer_says_so_and_its_scores_are_true(tmp_path):
     views = random_views(60, 3, levels=50)
-    described = publish_random_index(tmp_path, views, 2, IndexParams(kind="hnsw"))
+    version = publish_random_index(tmp_path, views, 2, IndexParams(kind="hnsw"))
     queries_QD = np.random.default_rng(0).normal(size=(5, D)).astype(np.float32)
-    answer = local(tmp_path, described).search(queries_QD, 10)
+    answer = local(tmp_path, version).search(queries_QD, 10)
     assert not answer.exact.certified
     assert answer.exact.method == "hnsw" and answer.exact.recall is None
-    measured = dataclasses.replace(described, recall=0.83)
+    measured = dataclasses.replace(version, recall=0.83)
     assert local(tmp_path, measured).search(queries_QD, 10).exact.recall == 0.83
     assert 5 * 2 * 10 < answer.exact.rescored <= 5 * 60
     for query_D, hits in zip(queries_QD, answer.hits):
@@ -318,26 +318,26 @@ def test_an_approximate_answer_says_so_and_its_scores_are_true(tmp_path):
 
 
 def test_an_answer_over_fewer_views_says_so_and_within_which_bound(tmp_path):
-    described = publish_random_index(tmp_path, random_views(9, 1), 2, IndexParams(scan="int8"))
+    version = publish_random_index(tmp_path, random_views(9, 1), 2, IndexParams(scan="int8"))
 
-    def told(bound: float) -> str:
+    def method(bound: float) -> str:
         metrics = {"pruned_views": 4.0, "pruned_bound": bound}
-        answer = local(tmp_path, dataclasses.replace(described, metrics=metrics)).search(np.ones((1, D)), 3)
+        answer = local(tmp_path, dataclasses.replace(version, metrics=metrics)).search(np.ones((1, D)), 3)
         assert answer.exact.certified
         return answer.exact.method
 
-    assert told(0.12341) == "flat int8 over stored views (indexed within 0.1235 of all views)"
-    assert told(0.0) == "flat int8"  # copies of views that stayed: no score is another
+    assert method(0.12341) == "flat int8 over stored views (indexed within 0.1235 of all views)"
+    assert method(0.0) == "flat int8"  # copies of views that stayed: no score is another
 
 
 @pytest.mark.parametrize("scan", ["vectors", "int8"])
 def test_an_answer_tells_how_many_passages_its_shards_scored_exactly(tmp_path, monkeypatch, scan):
-    """One query by one and in a batch, over a shard that is asked again: every pair that was scored, and no other."""
+    """Single queries and a batch, over a shard with a second round: counts every scored pair, and no other."""
     views, _ = with_a_rich_shard(tmp_path)
     router = local(tmp_path, publish_random_index(tmp_path, views, 4, IndexParams(scan=scan), parent=1))
     scored: list[int] = []
     rescore = BlockTable.rescore
-    monkeypatch.setattr(BlockTable, "rescore", lambda *told: (scored.append(len(told[2].row_M)), rescore(*told))[1])
+    monkeypatch.setattr(BlockTable, "rescore", lambda *args: (scored.append(len(args[2].row_M)), rescore(*args))[1])
     queries_QD = np.random.default_rng(2).normal(size=(6, D)).astype(np.float32)
     queries_QD[0] = 1
     for asked_QD in [*queries_QD[:, None], queries_QD]:
@@ -348,14 +348,14 @@ def test_an_answer_tells_how_many_passages_its_shards_scored_exactly(tmp_path, m
 
 
 def test_a_changed_byte_in_a_shard_is_never_searched(tmp_path):
-    described = publish_random_index(tmp_path, random_views(20, 1), 2)
-    file = tmp_path / paths.shard_dir("random", described.shards[1].digest) / paths.EMBEDDINGS
+    version = publish_random_index(tmp_path, random_views(20, 1), 2)
+    file = tmp_path / paths.shard_dir("random", version.shards[1].digest) / paths.EMBEDDINGS
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.chmod(0o644)
     file.write_bytes(data)
     with pytest.raises(DigestError, match="shard 1"):
-        local(tmp_path, described).search(np.ones((1, D), np.float32), 1)
+        local(tmp_path, version).search(np.ones((1, D), np.float32), 1)
 
 
 @given(st.data())
@@ -372,9 +372,9 @@ def test_every_stored_view_is_scored_and_the_winner_is_the_one_that_search_names
             own[V + number] = rng.integers(-1, 2, D).astype(np.float32)
     router = local(root, publish_random_index(root, views, num_shards))
     queries_QD = rng.integers(-2, 3, (3, D)).astype(np.float32)
-    wanted = rng.permutation(sorted(views)).tolist()
-    explained = router.explain(queries_QD, wanted)
-    assert [one.passage_id for one in explained] == wanted
+    ids = rng.permutation(sorted(views)).tolist()
+    explained = router.explain(queries_QD, ids)
+    assert [one.passage_id for one in explained] == ids
     by_search = [{hit.passage_id: hit for hit in hits} for hits in router.search(queries_QD, 20).hits]
     for one in explained:
         own = views[one.passage_id]
@@ -387,16 +387,16 @@ def test_every_stored_view_is_scored_and_the_winner_is_the_one_that_search_names
 
 def test_only_the_shard_that_holds_a_passage_is_asked_for_its_views(tmp_path):
     views = random_views(30, 2)
-    described = publish_random_index(tmp_path, views, 3)
-    whole = local(tmp_path, described)
+    version = publish_random_index(tmp_path, views, 3)
+    whole = local(tmp_path, version)
     query_QD = np.ones((1, D), np.float32)
     here = [passage_id for passage_id in sorted(views) if shard_of(passage_id, 3) == 1]
-    alone = Router(whole.store, described, HalfDead(whole.fleet, {0, 2}))
+    alone = Router(whole.store, version, HalfDead(whole.fleet, {0, 2}))
     assert [one.passage_id for one in alone.explain(query_QD, here)] == here
-    silent = Router(whole.store, described, HalfDead(whole.fleet, {1}))
+    silent = Router(whole.store, version, HalfDead(whole.fleet, {1}))
     message = (
         f"shard 1 of index 'random' version 1, which would hold passage {here[0]!r}, did not answer (late). "
-        "Searchers that died start again by themselves: ask again"
+        "Ray restarts dead searchers: ask again"
     )
     with pytest.raises(CoverageError, match=f"^{re.escape(message)}$"):
         silent.explain(query_QD, here)
@@ -416,22 +416,22 @@ def test_what_cannot_be_explained_is_refused(tmp_path):
 @pytest.mark.data
 @pytest.mark.ray
 def test_views_come_from_actors_as_from_this_process(small_index, run_over):
-    asked = ["When did the oil crisis begin?", "Who owned the radio stations?"]
+    questions = ["When did the oil crisis begin?", "Who owned the radio stations?"]
     with (
         open_router(run_over(small_index), local=True) as inside,
         open_router(run_over(small_index, resources={"searchers": 2})) as router,
     ):
-        queries_QD = inside.embed(asked)
+        queries_QD = inside.embed(questions)
         hits = inside.search(queries_QD, 4).hits
         ids = sorted({hit.passage_id for row in hits for hit in row})
-        held, remote = inside.explain(queries_QD, ids), router.explain(queries_QD, ids)
+        local_views, remote = inside.explain(queries_QD, ids), router.explain(queries_QD, ids)
         assert router.explain(queries_QD, []) == []
     assert len({shard_of(passage_id, 3) for passage_id in ids}) > 1
-    for one, same in zip(held, remote, strict=True):
+    for one, same in zip(local_views, remote, strict=True):
         assert one.passage_id == same.passage_id
         for ours, theirs in zip(one[1:], same[1:]):
             assert np.array_equal(ours, theirs)
-    best = {one.passage_id: one for one in held}
+    best = {one.passage_id: one for one in local_views}
     for query, row in enumerate(hits):
         for hit in row:
             assert best[hit.passage_id].winner_Q[query] == hit.view
@@ -516,14 +516,14 @@ def test_passages_of_another_corpus_are_refused(own_index, run_over):
 @pytest.mark.ray
 def test_a_dead_searcher_is_told_and_then_answers_again(small_index, run_over):
     run = run_over(small_index, resources={"searchers": 2})
-    asked = ["When did the oil crisis begin?", "Who owned the radio stations?"]
+    questions = ["When did the oil crisis begin?", "Who owned the radio stations?"]
     with open_router(run, local=True) as inside, open_router(run) as router:
-        whole = inside.search_text(asked, 10)
-        assert router.search_text(asked, 10) == whole
+        whole = inside.search_text(questions, 10)
+        assert router.search_text(questions, 10) == whole
         assert router.fleet.health(30) == [0, 1, 2]
         held = router.fleet.shards[0]
         os.kill(ray.get(router.fleet.actors[0].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
         with pytest.raises(CoverageError, match=rf"{len(held)} of 3 shards .*{held[0]} \(died\)"):
-            router.search_text(asked, 10)
+            router.search_text(questions, 10)
         router.ready()
-        assert router.search_text(asked, 10) == whole
+        assert router.search_text(questions, 10) == whole

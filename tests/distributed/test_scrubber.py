@@ -53,51 +53,51 @@ def states(router: Router, queries_QD: np.ndarray) -> tuple[list[str], bool]:
     return [shard.state for shard in answer.shards], answer.exact.certified
 
 
-def test_a_shard_that_was_overwritten_under_a_searcher_is_withdrawn_and_taken_up_again_when_repaired(
+def test_a_shard_that_was_overwritten_under_a_searcher_is_withdrawn_and_reopened_when_repaired(
     tmp_path: Path, version: Manifest
 ):
-    """Overwritten in its place, and through a file system that does not heed the rights."""
+    """Overwrites the file in place, in spite of its permissions."""
     task = SearcherTask(str(tmp_path), version, tuple(entry.shard for entry in version.shards))
     searcher = ShardSearcher(task)
     router, scrubber = Router(Store(tmp_path), version, LocalFleet(task, searcher)), Scrubber(searcher, WHOLE_PASS)
     queries_QD = np.eye(2, D, dtype=np.float32)
     router.ready()
     before = router.search(queries_QD, 5)
-    scrubber.look(0.0)
+    scrubber.scrub(0.0)
     assert states(router, queries_QD) == (["searched"] * 3, True)
     entry = version.shards[1]
     file = tmp_path / paths.shard_dir("random", entry.digest) / paths.EMBEDDINGS
     whole = overwrite(file)
     os.utime(file, (1, 1))
-    scrubber.look(1.0)
+    scrubber.scrub(1.0)
     assert states(router, queries_QD) == (["searched", "damaged", "searched"], False)
-    scrubber.look(1.0 + FIRST_RETRY_S)
+    scrubber.scrub(1.0 + FIRST_RETRY_S)
     assert states(router, queries_QD)[0][1] == "damaged", "the bytes differ still"
     repaired = file.with_name("repaired")
     repaired.write_bytes(whole)
     repaired.replace(file)
-    scrubber.look(2.0 + 4 * FIRST_RETRY_S)
+    scrubber.scrub(2.0 + 4 * FIRST_RETRY_S)
     after = router.search(queries_QD, 5)
     assert (after.hits, after.exact.certified, after.coverage_share) == (before.hits, True, 1.0)
-    scrubber.look(3.0 + 4 * FIRST_RETRY_S)
+    scrubber.scrub(3.0 + 4 * FIRST_RETRY_S)
     assert states(router, queries_QD) == (["searched"] * 3, True), "what is read again is the file that is open now"
 
 
 def test_a_shard_that_was_damaged_before_it_was_opened_answers_once_it_is_whole(tmp_path: Path, version: Manifest):
     entry = version.shards[0]
     file = tmp_path / paths.shard_dir("random", entry.digest) / paths.EMBEDDINGS
-    kept = file.rename(file.with_name("kept"))
+    moved_file = file.rename(file.with_name("kept"))
     task = SearcherTask(str(tmp_path), version, tuple(entry.shard for entry in version.shards))
     searcher = ShardSearcher(task)
     router, scrubber = Router(Store(tmp_path), version, LocalFleet(task, searcher)), Scrubber(searcher, 0)
     queries_QD = np.eye(2, D, dtype=np.float32)
     assert states(router, queries_QD)[0] == ["damaged", "searched", "searched"]
     for now_s in (0.0, FIRST_RETRY_S):
-        scrubber.look(now_s)
-    kept.rename(file)
-    scrubber.look(2 * FIRST_RETRY_S)
+        scrubber.scrub(now_s)
+    moved_file.rename(file)
+    scrubber.scrub(2 * FIRST_RETRY_S)
     assert states(router, queries_QD)[0][0] == "damaged", "the pause has doubled"
-    scrubber.look(3 * FIRST_RETRY_S)
+    scrubber.scrub(3 * FIRST_RETRY_S)
     assert states(router, queries_QD) == (["searched"] * 3, True)
     searcher.drop(version.version)
     assert searcher.damaged_keys() == []
@@ -120,17 +120,17 @@ def test_words_that_were_overwritten_under_a_searcher_are_withdrawn_and_taken_up
     for entry, damaged in ((version.lexical.postings[1][0], {1}), (version.lexical.statistics[0], {0, 1, 2})):
         file = tmp_path / manifest.lexical_path("random", entry)
         whole = overwrite(file)
-        scrubber.look(now_s)
-        for _ in range(2):  # it is not taken up again while the bytes differ
+        scrubber.scrub(now_s)
+        for _ in range(2):  # it is not reopened while the bytes differ
             answer = router.search(queries_QD, 5, hybrid=by_words, min_coverage=0)
             assert {shard.shard for shard in answer.shards if shard.state == "damaged"} == damaged
             assert not answer.exact.certified
             assert states(router, queries_QD) == (["searched"] * 3, True)
-            scrubber.look(now_s := now_s + FIRST_RETRY_S)
+            scrubber.scrub(now_s := now_s + FIRST_RETRY_S)
         repaired = file.with_name("repaired")
         repaired.write_bytes(whole)
         repaired.replace(file)
-        scrubber.look(now_s := now_s + 4 * FIRST_RETRY_S)
+        scrubber.scrub(now_s := now_s + 4 * FIRST_RETRY_S)
         after = router.search(queries_QD, 5, hybrid=by_words)
         assert (after.hits, after.exact.certified, after.coverage_share) == (before.hits, True, 1.0)
     searcher.drop(version.version)
@@ -140,7 +140,7 @@ def test_words_that_were_overwritten_under_a_searcher_are_withdrawn_and_taken_up
 def test_a_shard_stays_withdrawn_whose_changed_file_has_the_time_and_size_that_it_had(
     tmp_path: Path, version: Manifest
 ):
-    """So a disk loses bytes. Digests of settled files are remembered by time and size."""
+    """This is how a disk loses bytes. Digests of settled files are cached by time and size."""
     entry = version.shards[1]
     file = tmp_path / paths.shard_dir("random", entry.digest) / paths.EMBEDDINGS
     long_ago = time.time_ns() - 10 * SETTLED_NS
@@ -153,12 +153,12 @@ def test_a_shard_stays_withdrawn_whose_changed_file_has_the_time_and_size_that_i
     overwrite(file)
     os.utime(file, ns=(long_ago, long_ago))
     for number in range(4):
-        scrubber.look(number * FIRST_RETRY_S)
+        scrubber.scrub(number * FIRST_RETRY_S)
         assert states(router, queries_QD) == (["searched", "damaged", "searched"], False)
 
 
 def test_no_more_is_read_in_a_second_than_is_allowed(tmp_path: Path, version: Manifest):
-    """A pass goes on where the second before it ended."""
+    """A pass continues where the previous second ended."""
     task = SearcherTask(str(tmp_path), version, tuple(entry.shard for entry in version.shards))
     searcher = ShardSearcher(task)
     searcher.open()
@@ -170,6 +170,6 @@ def test_no_more_is_read_in_a_second_than_is_allowed(tmp_path: Path, version: Ma
     num_files = sum(len(one.files) for one in version.shards)
     seconds = 0
     while not searcher.damaged_keys():
-        scrubber.look(0.0)
+        scrubber.scrub(0.0)
         seconds += 1
     assert num_files / 2 < seconds <= num_files + 1

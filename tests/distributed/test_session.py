@@ -1,4 +1,4 @@
-"""Sessions: what is started is left, what cannot be placed is refused."""
+"""Sessions: started clusters are shut down, and needs that cannot be placed are refused."""
 
 import os
 import re
@@ -17,15 +17,15 @@ from mvr_ray.distributed.session import ClusterInfo, Need, Node, connect, doctor
 from mvr_ray.errors import ResourceError
 
 
-def cluster(*nodes: tuple[float, float], memory: int = 8 << 30, can_grow: bool = False) -> ClusterInfo:
-    made = tuple(Node(cpus, gpus, memory) for cpus, gpus in nodes)
+def cluster(*sizes: tuple[float, float], memory: int = 8 << 30, can_grow: bool = False) -> ClusterInfo:
+    nodes = tuple(Node(cpus, gpus, memory) for cpus, gpus in sizes)
     return ClusterInfo(
-        sum(n.cpus for n in made), sum(n.gpus for n in made), memory * len(made), made, can_grow=can_grow
+        sum(n.cpus for n in nodes), sum(n.gpus for n in nodes), memory * len(nodes), nodes, can_grow=can_grow
     )
 
 
 @pytest.mark.parametrize(
-    ("info", "needs", "told"),
+    ("info", "needs", "message"),
     [
         (cluster((4, 0)), [Need("encoders", 4, 1)], "1 must stay free"),
         (cluster((4, 0)), [Need("searchers", 2, 1), Need("refiners", 2, 1)], "2 searchers x 1 CPU"),
@@ -35,8 +35,8 @@ def cluster(*nodes: tuple[float, float], memory: int = 8 << 30, can_grow: bool =
         (cluster((8, 0), memory=1 << 30), [Need("searchers", 1, 1, memory_bytes=2 << 30)], "2.0 GiB asked for"),
     ],
 )
-def test_a_shape_that_ray_would_wait_for_is_refused_by_name(info, needs, told):
-    with pytest.raises(ResourceError, match=told):
+def test_a_shape_that_ray_would_wait_for_is_refused_by_name(info, needs, message):
+    with pytest.raises(ResourceError, match=message):
         require(info, needs)
 
 
@@ -139,19 +139,19 @@ except ResourceError as error:
 @pytest.mark.slow
 @pytest.mark.ray
 def test_only_who_has_the_token_joins_a_cluster_that_we_started(ray_session, tmp_path: Path):
-    """The token of a private cluster is in its starter's environment and nowhere else, so in no file of any home."""
+    """The token of a private cluster is only in its starter's environment, and in no file of any home folder."""
     assert os.environ["RAY_AUTH_MODE"] == "token"
     token, address = os.environ["RAY_AUTH_TOKEN"], ray.get_runtime_context().gcs_address
     stranger = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     stranger["HOME"] = str(tmp_path)
 
     def try_to_join(**variables: str) -> list[str]:
-        """What a client with these variables gets to hear, its first word and the rest."""
+        """Output of a client with these variables: its first word and the rest."""
         command = [sys.executable, "-c", JOINING, address]
-        done = subprocess.run(command, env=stranger | variables, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        assert token not in done.stdout + done.stderr
-        return done.stdout.strip().split(" ", 1)
+        result = subprocess.run(command, env=stranger | variables, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, result.stderr
+        assert token not in result.stdout + result.stderr
+        return result.stdout.strip().split(" ", 1)
 
     for refused in (try_to_join(), try_to_join(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="f" * len(token))):
         assert refused[0] == "refused"
@@ -190,7 +190,7 @@ with connect(ResourcesConfig(address=sys.argv[1])):
 @pytest.mark.slow
 @pytest.mark.ray
 def test_a_token_left_at_home_does_not_spoil_a_cluster_without_tokens(tmp_path: Path):
-    """Ray leaves a token there when it starts a head by itself; the next cluster may have none."""
+    """Ray writes a token there when it starts a head; the next cluster may have none."""
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("f" * 64)
     stranger = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
@@ -201,30 +201,30 @@ def test_a_token_left_at_home_does_not_spoil_a_cluster_without_tokens(tmp_path: 
     try:
         assert other.stdout
         address = next(line for line in other.stdout if ":" in line and " " not in line.strip()).strip()
-        done = subprocess.run([sys.executable, "-c", USING, address], env=stranger, capture_output=True, text=True)
-        assert done.stdout.split()[-1:] == ["3"], done.stdout + done.stderr
+        result = subprocess.run([sys.executable, "-c", USING, address], env=stranger, capture_output=True, text=True)
+        assert result.stdout.split()[-1:] == ["3"], result.stdout + result.stderr
     finally:
         other.communicate(timeout=60)
 
 
 def _listeners(pids: set[int]) -> list[tuple[str, int]]:
-    """Address, as the kernel writes it, and process of every TCP socket on which one of the processes listens."""
+    """Address in the kernel's notation and process of every TCP socket on which one of the processes listens."""
     owners: dict[str, int] = {}
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(FileNotFoundError):  # closed meanwhile
+            with suppress(FileNotFoundError):  # closed since
                 owners[str(link.readlink())] = pid
-    found = []
+    sockets = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             columns = line.split()
             if columns[3] == "0A" and (owner := owners.get(f"socket:[{columns[9]}]")):
-                found.append((columns[1].partition(":")[0], owner))
-    return found
+                sockets.append((columns[1].partition(":")[0], owner))
+    return sockets
 
 
 def _descendants(root: int) -> set[int]:
-    """The process and all that it started, as far as they live."""
+    """The process and its living descendants."""
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -299,10 +299,10 @@ except ResourceError as error:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     try:
         command = [sys.executable, "-c", program]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment | {"RAY_TMPDIR": folder})
+        result = subprocess.run(command, capture_output=True, text=True, env=environment | {"RAY_TMPDIR": folder})
     finally:
         subprocess.run(["umount", "-l", folder], check=True)
         Path(folder).rmdir()
     message = rf"a private Ray cluster of 2 logical CPUs could not start in {re.escape(folder)}.*: .+; `mvr-ray doctor`"
-    assert re.match(message, done.stdout)
-    assert done.returncode == 0 and "Traceback" not in done.stderr
+    assert re.match(message, result.stdout)
+    assert result.returncode == 0 and "Traceback" not in result.stderr

@@ -36,7 +36,7 @@ def store(tmp_path: Path) -> Path:
 
 
 def assert_same(hits, expected) -> None:
-    """The same passages by the same views, scores equal to rounding."""
+    """The same passages and views, with scores equal up to rounding."""
     for row, old in zip(hits, expected, strict=True):
         np.testing.assert_allclose([hit.score for hit in row], [score for _, score, _ in old], atol=ROUNDING)
         assert [(hit.passage_id, hit.view) for hit in row] == [(passage_id, view) for passage_id, _, view in old]

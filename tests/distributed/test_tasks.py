@@ -1,4 +1,4 @@
-"""Tests that waiting for tasks has a bound: a task that hangs is an error, and is cancelled."""
+"""Tests that waiting for tasks has a time limit: a hanging task is an error, and is cancelled."""
 
 import os
 import signal
@@ -39,10 +39,10 @@ def test_a_task_that_hangs_is_an_error_within_the_bound_and_leaves_no_process(ra
     task = ray.remote(stop_itself).remote(str(file))
     while not file.is_file() or not file.read_text():
         time.sleep(0.05)
-    began = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(ResourceError, match="building stopped: none of 1 tasks finished for 3 s"):
         list(task_results([task], "building", hang_s=3))
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - start < 10
     deadline = time.monotonic() + 60
     while Path(f"/proc/{file.read_text()}").exists() and time.monotonic() < deadline:
         time.sleep(0.1)

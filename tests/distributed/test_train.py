@@ -1,4 +1,4 @@
-"""Training on real questions: it learns, it resumes to the bit, its pieces keep their promises."""
+"""Training on real questions: accuracy rises, resuming gives the same bits, and the parts follow their formulas."""
 
 import json
 import math
@@ -50,18 +50,18 @@ def small_squad(squad_dev: dict, folder: Path, articles: int, paragraphs: int, q
 
 @pytest.fixture(scope="module")
 def store_path(squad_dev, tiny_backbone, tmp_path_factory) -> Path:
-    """Four articles of eight paragraphs with up to five questions each: two to train on, the others to test with."""
+    """Four articles of eight paragraphs with up to five questions each: two for training, the others for tests."""
     folder = tmp_path_factory.mktemp("train")
     (folder / "backbone").symlink_to(tiny_backbone)
     source = small_squad(squad_dev, folder, 4, 8, 5)
     run = run_of(folder / "store", {}, prepare={"sources": [{"path": str(source), "questions": "all"}]})
     prepare(run.prepare, Store(run.store.path))
     store = Store(run.store.path)
-    asked = read_questions(only_corpus(store), "all")
-    seen: dict[str, int] = {}
+    questions = read_questions(only_corpus(store), "all")
+    counts: dict[str, int] = {}
     parted: dict[str, list[Question]] = {"train": [], "dev": []}
-    for question in asked:
-        number = seen[question.positive_ids[0]] = seen.get(question.positive_ids[0], -1) + 1
+    for question in questions:
+        number = counts[question.positive_ids[0]] = counts.get(question.positive_ids[0], -1) + 1
         parted["dev" if number >= 2 else "train"].append(question)
     for name, part in parted.items():
         write_questions(only_corpus(store), name, part)
@@ -81,8 +81,8 @@ class RetrieverStop(Exception):
 
 
 def stop_at(step: int):
-    def progress(what: str, done: int, total: int) -> None:
-        if done == step:
+    def progress(what: str, count: int, total: int) -> None:
+        if count == step:
             raise RetrieverStop
 
     return progress
@@ -114,15 +114,15 @@ def test_a_training_killed_anywhere_ends_with_the_same_weights_to_the_bit(store_
     assert again.metrics == whole.metrics
     assert again.epochs == whole.epochs
     store = Store(broken.store.path)
-    kept = [
+    snapshots = [
         [latest_fingerprint(store, ENCODERS, f"{name}-{which}-step-{step}") for step in cfg["snapshot_steps"]]
         for which in ("whole", "broken")
     ]
-    assert kept[0] == kept[1] and len({*kept[0]}) == 3
+    assert snapshots[0] == snapshots[1] and len({*snapshots[0]}) == 3
     if "dev_questions" not in settings:
-        assert kept[0][-1] == whole.fingerprint, "without dev questions the last weights are the model"
-    for step, fingerprint in zip(cfg["snapshot_steps"], kept[0]):
-        folder = paths.model_dir(ENCODERS.room, f"{name}-whole-step-{step}", fingerprint)
+        assert snapshots[0][-1] == whole.fingerprint, "without dev questions the last weights are the model"
+    for step, fingerprint in zip(cfg["snapshot_steps"], snapshots[0]):
+        folder = paths.model_dir(ENCODERS.store_dir, f"{name}-whole-step-{step}", fingerprint)
         assert DualEncoder.load(store.local_path(folder)).spec.max_passage_tokens == 48
 
 
@@ -137,8 +137,8 @@ def test_a_snapshot_behind_the_last_step_is_refused_before_training(store_path):
 def test_a_finished_training_is_not_run_again_and_a_changed_one_is(store_path):
     run = run_of(store_path, {"questions": "tiny", "batch_questions": 4, "max_steps": 1}, {"name": "once", **QUICK})
     calls: list[int] = []
-    first = train(run, lambda what, done, total: calls.append(done))
-    assert train(run, lambda what, done, total: calls.append(done)) == first
+    first = train(run, lambda what, count, total: calls.append(count))
+    assert train(run, lambda what, count, total: calls.append(count)) == first
     assert calls == [1]
     changed = run.model_copy(update={"train": run.train.model_copy(update={"lr": 1e-3})})
     other = train(changed)
@@ -153,7 +153,7 @@ def test_a_finished_training_is_not_run_again_and_a_changed_one_is(store_path):
 @pytest.mark.slow
 @pytest.mark.data
 def test_training_lowers_the_loss_and_raises_dev_accuracy(store_path, minilm):
-    """Viewers begin as noise, so that reading them untrained is worse than any plain pooling: 64 questions teach them.
+    """Viewers start as noise, worse than any plain pooling when untrained; 64 questions train them.
 
     (A backbone that was made for retrieval gains nothing from so few: [CLS] alone stayed at 60 % of 87 dev questions.)
     """
@@ -210,7 +210,7 @@ def test_viewers_at_one_position_raise_the_collapse_alarm(store_path, minilm, ca
         ({"strategy": "snippet_means"}, {"warm_start_steps": 7}, 7),
     ],
 )
-def test_viewers_that_no_training_has_seen_are_warmed_up_unless_told_otherwise(tmp_path, encoder, train, steps):
+def test_viewers_that_no_training_has_seen_are_warmed_up_unless_configured_otherwise(tmp_path, encoder, train, steps):
     run = run_of(tmp_path, {"max_steps": 5, **train}, encoder)
     schedule = make_schedule(run, SimpleNamespace(spec=EncoderSpec(**encoder)), 100)
     assert (schedule.warm, schedule.total) == (steps, steps + 5)
@@ -273,19 +273,19 @@ def test_lower_precision_and_checkpointed_activations_train_to_nearly_the_same_l
 @pytest.mark.parametrize(("multiplies", "precision"), [(True, "bf16"), (False, "fp32")])
 def test_auto_is_the_precision_of_the_processor_where_training_began(store_path, monkeypatch, multiplies, precision):
     cfg = {"questions": "tiny", "batch_questions": 4, "max_steps": 5, "epochs": 3, "checkpoint_steps": 2}
-    named = train(run_of(store_path, {**cfg, "precision": precision}, {"name": f"named-{precision}", **QUICK}))
+    fixed = train(run_of(store_path, {**cfg, "precision": precision}, {"name": f"named-{precision}", **QUICK}))
     run = run_of(store_path, {**cfg, "precision": "auto"}, {"name": f"auto-{precision}", **QUICK})
     monkeypatch.setattr(steps, "multiplies_bf16", lambda device: multiplies)
     with pytest.raises(RetrieverStop):
         train(run, stop_at(3))
     monkeypatch.setattr(steps, "multiplies_bf16", lambda device: not multiplies)
-    assert train(run).fingerprint == named.fingerprint
+    assert train(run).fingerprint == fixed.fingerprint
 
 
 @pytest.mark.data
 def test_what_cannot_be_trained_is_refused_by_name(store_path):
-    def check(error, told, train_settings=None, encoder=None, **sections):
-        with pytest.raises(error, match=told):
+    def check(error, message, train_settings=None, encoder=None, **sections):
+        with pytest.raises(error, match=message):
             train(run_of(store_path, train_settings or {}, encoder or QUICK, **sections))
 
     check(ConfigError, "3 workers .* a multiple of 3", resources={"train_workers": 3})
@@ -316,15 +316,15 @@ def test_training_goes_on_from_a_snapshot_of_equal_settings_only(store_path):
 @pytest.mark.data
 @pytest.mark.ray
 def test_a_killed_worker_changes_nothing_of_the_result(store_path, actor_processes, record_property):
-    """Two workers on Ray, one killed half way, end as two workers that nobody disturbed."""
+    """Two workers on Ray, one killed half way, give the result of two undisturbed workers."""
     settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 6, "epochs": 6, "checkpoint_steps": 2}
     resources = {"train_workers": 2, "cpus_per_trainer": 1}
     killed: list[int] = []
     steps: list[int] = []
 
-    def kill_one(what: str, done: int, total: int) -> None:
-        steps.append(done)
-        if done >= 2 and not killed:
+    def kill_one(what: str, count: int, total: int) -> None:
+        steps.append(count)
+        if count >= 2 and not killed:
             killed.append(actor_processes("RayTrainWorker")[0])
             os.kill(killed[0], signal.SIGKILL)
 
@@ -364,14 +364,14 @@ def test_an_interrupted_command_says_so_and_continues_in_a_store_given_by_a_rela
         "env": os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address},
     }
 
-    said = []
+    lines = []
     with subprocess.Popen(command, **options) as first:
         for line in first.stderr:
-            said.append(line)
+            lines.append(line)
             if line.startswith("train ("):
                 first.send_signal(signal.SIGINT)
-    assert first.returncode == 130, "".join(said)
-    assert said[-1] == "mvr-ray: interrupted; the same command continues where it stopped\n"
+    assert first.returncode == 130, "".join(lines)
+    assert lines[-1] == "mvr-ray: interrupted; the same command continues where it stopped\n"
     again = subprocess.run(command, **options)
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["fingerprint"] == calm.fingerprint

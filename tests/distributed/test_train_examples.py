@@ -1,4 +1,4 @@
-"""Checks training examples: positives that exist, negatives that are none, the same draw every time."""
+"""Checks training examples: existing positives, true negatives, and the same sample every time."""
 
 import json
 from collections import Counter
@@ -86,13 +86,13 @@ def test_views_that_hold_an_answer_are_those_of_its_place_or_of_its_words(answer
 
 
 def test_a_question_learns_from_its_first_positive_that_is_there(corpus, ids):
-    asked = [
+    questions = [
         Question("a", "A?", ("x",), (ids[0], ids[5]), answer_starts=(7,)),
         Question("b", "B?", ("x",), ("gone", ids[1]), answer_starts=(7,)),
         Question("c", "C?", ("x",), ("gone",)),
         Question("d", "D?", ("x",)),
     ]
-    examples = QuestionExamples(corpus, asked, [], TrainConfig(questions="q"))
+    examples = QuestionExamples(corpus, questions, [], TrainConfig(questions="q"))
     first, second = examples.get([0, 1], 0)
     assert len(examples) == 2
     assert (first.passage.id, first.answer_start, first.known_ids) == (ids[0], 7, (ids[5],))
@@ -100,26 +100,26 @@ def test_a_question_learns_from_its_first_positive_that_is_there(corpus, ids):
 
 
 def test_hard_negatives_are_drawn_anew_each_epoch_and_are_never_gold_or_missing(corpus, ids):
-    asked = [Question("a", "A?", ("x",), (ids[0], ids[1]), (ids[0], ids[1], "gone", *ids[2:8]))]
-    examples = QuestionExamples(corpus, asked, [], TrainConfig(questions="q", num_hard_negatives=2))
-    drawn = [tuple(passage.id for passage in examples.get([0], epoch)[0].negatives) for epoch in range(20)]
-    assert all(len(set(pair)) == 2 for pair in drawn)
-    assert set().union(*drawn) == set(ids[2:8])
-    again = QuestionExamples(corpus, asked, [], TrainConfig(questions="q", num_hard_negatives=2))
-    assert drawn == [tuple(passage.id for passage in again.get([0], epoch)[0].negatives) for epoch in range(20)]
+    questions = [Question("a", "A?", ("x",), (ids[0], ids[1]), (ids[0], ids[1], "gone", *ids[2:8]))]
+    examples = QuestionExamples(corpus, questions, [], TrainConfig(questions="q", num_hard_negatives=2))
+    samples = [tuple(passage.id for passage in examples.get([0], epoch)[0].negatives) for epoch in range(20)]
+    assert all(len(set(pair)) == 2 for pair in samples)
+    assert set().union(*samples) == set(ids[2:8])
+    again = QuestionExamples(corpus, questions, [], TrainConfig(questions="q", num_hard_negatives=2))
+    assert samples == [tuple(passage.id for passage in again.get([0], epoch)[0].negatives) for epoch in range(20)]
 
 
 def test_mined_negatives_replace_those_of_the_question(corpus, ids):
-    asked = [Question("a", "A?", ("x",), (ids[0],), (ids[1],)), Question("b", "B?", ("x",), (ids[0],), (ids[2],))]
-    mined = [asked[0]._replace(hard_negative_ids=(ids[7],))]
-    first, second = QuestionExamples(corpus, asked, mined, TrainConfig(questions="q")).get([0, 1], 0)
+    questions = [Question("a", "A?", ("x",), (ids[0],), (ids[1],)), Question("b", "B?", ("x",), (ids[0],), (ids[2],))]
+    mined = [questions[0]._replace(hard_negative_ids=(ids[7],))]
+    first, second = QuestionExamples(corpus, questions, mined, TrainConfig(questions="q")).get([0, 1], 0)
     assert [passage.id for passage in first.negatives] == [ids[7]]
     assert [passage.id for passage in second.negatives] == [ids[2]]
 
 
 def test_questions_of_one_passage_and_passages_of_one_article_are_grouped(corpus, ids):
-    asked = [Question(str(n), "?", (), (passage_id,)) for n, passage_id in enumerate([*ids, *ids])]
-    examples = QuestionExamples(corpus, asked, [], TrainConfig(questions="q", siblings=True))
+    questions = [Question(str(n), "?", (), (passage_id,)) for n, passage_id in enumerate([*ids, *ids])]
+    examples = QuestionExamples(corpus, questions, [], TrainConfig(questions="q", siblings=True))
     assert examples.article_E is not None
     titles = [corpus.get([passage_id])[passage_id].title for passage_id in [*ids, *ids]]
     assert examples.passage_E[: len(ids)].tolist() == examples.passage_E[len(ids) :].tolist()
@@ -132,18 +132,18 @@ def test_cloze_examples_are_all_passages_each_with_another_sentence_by_epoch(cor
     epochs = [examples.get(range(len(examples)), epoch) for epoch in range(6)]
     assert sorted(example.passage.id for example in epochs[0]) == ids
     assert epochs[0] == examples.get(range(len(examples)), 0)
-    asked = Counter(len({epoch[number].text for epoch in epochs}) for number in range(len(examples)))
-    assert asked[1] < len(examples) / 3
+    questions = Counter(len({epoch[number].text for epoch in epochs}) for number in range(len(examples)))
+    assert questions[1] < len(examples) / 3
     assert all(example.text not in example.passage.text for epoch in epochs for example in epoch)
 
 
 def test_dev_questions_keep_their_own_passages_and_stop_at_a_pool(corpus, ids, monkeypatch):
-    asked = [Question(str(n), "?", (), (passage_id,)) for n, passage_id in enumerate([ids[0], ids[0], *ids[1:]])]
-    write_questions(corpus, "dev", asked)
+    questions = [Question(str(n), "?", (), (passage_id,)) for n, passage_id in enumerate([ids[0], ids[0], *ids[1:]])]
+    write_questions(corpus, "dev", questions)
     cfg = TrainConfig(dev_questions="dev")
     dev = open_dev(corpus, cfg)
     assert dev is not None
-    assert [dev.passages[row].id for row in dev.positive_Q] == [q.positive_ids[0] for q in asked]
+    assert [dev.passages[row].id for row in dev.positive_Q] == [q.positive_ids[0] for q in questions]
     assert len(dev.passages) == len(ids) < DEV_PASSAGES
     monkeypatch.setattr("mvr_ray.distributed.training.examples.DEV_PASSAGES", 3)
     few = open_dev(corpus, cfg)
@@ -158,7 +158,7 @@ def test_fewer_examples_than_a_batch_are_refused(corpus):
 
 
 def test_at_most_so_many_questions_of_a_passage_are_learned_the_same_in_any_order(corpus, ids):
-    asked = [Question(f"q{n}", f"{n}?", ("x",), (ids[n % 3],)) for n in range(12)]
+    question_set = [Question(f"q{n}", f"{n}?", ("x",), (ids[n % 3],)) for n in range(12)]
     settings = TrainConfig(questions="q", max_passage_questions=2)
 
     def ids_of_examples(questions: list[Question]) -> set[str]:
@@ -166,4 +166,4 @@ def test_at_most_so_many_questions_of_a_passage_are_learned_the_same_in_any_orde
         assert Counter(examples.passage_E.tolist()) == {0: 2, 1: 2, 2: 2}
         return {example.text for example in examples.get(range(len(examples)), 0)}
 
-    assert ids_of_examples(asked) == ids_of_examples(asked[::-1])
+    assert ids_of_examples(question_set) == ids_of_examples(question_set[::-1])

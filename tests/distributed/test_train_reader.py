@@ -1,4 +1,4 @@
-"""Training a reader on real questions: it learns, it resumes to the bit, several ranks are one."""
+"""Training a reader on real questions: it learns, resuming gives the same bits, several ranks equal one."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def run_of(path: Path, train: dict | None = None, read: dict | None = None, **se
 
 @pytest.mark.slow
 def test_a_reader_learns_to_answer_the_questions_that_it_is_taught(store_path, minilm):
-    """From almost nothing to most of them, in 24 steps of 8 windows."""
+    """Exact match rises from almost zero to most questions in 24 steps of 8 windows."""
     settings = {"questions": "some", "dev_questions": "some", "batch_questions": 8, "num_hard_negatives": 0}
     steps = {"lr": 5e-4, "epochs": 12, "max_steps": 24, "reader": "learner"}
     lengths = {"max_tokens": 192, "overlap_tokens": 48, "max_question_tokens": 40}
@@ -83,8 +83,8 @@ class ReaderStop(Exception):
 
 
 def stop_at(step: int):
-    def progress(what: str, done: int, total: int) -> None:
-        if done == step:
+    def progress(what: str, count: int, total: int) -> None:
+        if count == step:
             raise ReaderStop
 
     return progress
@@ -108,10 +108,10 @@ def test_a_finished_training_is_not_run_again_and_a_changed_one_is(store_path):
     run = run_of(store_path, {"max_steps": 1, "reader": "once"})
     first = train_reader.train(run)
     calls: list[int] = []
-    assert train_reader.train(run, lambda what, done, total: calls.append(done)) == first
+    assert train_reader.train(run, lambda what, count, total: calls.append(count)) == first
     assert not calls
     longer = run_of(store_path, {"max_steps": 1, "reader": "once"}, {**SHORT, "overlap_tokens": 8})
-    assert train_reader.train(longer, lambda what, done, total: calls.append(done)).fingerprint != first.fingerprint
+    assert train_reader.train(longer, lambda what, count, total: calls.append(count)).fingerprint != first.fingerprint
     assert calls == [1]
     latest = json.loads((store_path / "readers" / "once" / "latest.json").read_text())
     assert (store_path / "readers" / "once" / latest["fingerprint"] / "config.json").is_file()
@@ -119,7 +119,7 @@ def test_a_finished_training_is_not_run_again_and_a_changed_one_is(store_path):
 
 @pytest.mark.parametrize("lengths", [SHORT, {"max_tokens": 34, "overlap_tokens": 2, "max_question_tokens": 20}])
 def test_targets_are_the_answers_words_and_the_null_token_everywhere_else(store_path, lengths):
-    """Of every window, the words between its ends, against the answer; of every other passage, nothing."""
+    """Compare the words between each window's ends with the answer; other passages have none."""
     job = open_job(run_of(store_path, {"questions": "some"}, lengths))
     reader, examples = job.model, job.examples.get(range(16), 0)
     cls_id = reader.tokenizer.cls_token_id
@@ -184,10 +184,10 @@ def test_what_a_reader_cannot_be_taught_is_refused_by_name(store_path):
         only_corpus(store), "misplaced", [asked._replace(answer_starts=moved), Question("q", "Who?", ("x",))]
     )
 
-    def check(error, told, train=None, read=None, **sections):
+    def check(error, message, train=None, read=None, **sections):
         with pytest.raises(error) as caught:
             train_reader.train(run_of(store_path, train, read, **sections))
-        assert str(caught.value).startswith(told)
+        assert str(caught.value).startswith(message)
 
     offsets = "a reader learns from answer offsets, as SQuAD's files have them"
     check(
@@ -196,8 +196,8 @@ def test_what_a_reader_cannot_be_taught_is_refused_by_name(store_path):
         {"questions": None},
     )
     for name, count in (("unplaced", 1), ("misplaced", 2)):
-        told = f"none of the {count} questions of {name!r} has an answer at a known place in a passage of corpus "
-        check(DataError, f"{told}'corpus'; {offsets}", {"questions": name})
+        prefix = f"none of the {count} questions of {name!r} has an answer at a known place in a passage of corpus "
+        check(DataError, f"{prefix}'corpus'; {offsets}", {"questions": name})
     check(
         ConfigError,
         "train.batch_questions is 7, but there are only 6 questions of 'tiny' with an answer at a known place",
@@ -207,12 +207,12 @@ def test_what_a_reader_cannot_be_taught_is_refused_by_name(store_path):
     check(ConfigError, "model folder /nowhere does not exist", encoder={"backbone": "/nowhere"})
     check(ReaderError, "max_tokens is 600, but reader ", read={**SHORT, "max_tokens": 600})
     check(ResourceError, "resources.gpus_per_trainer is 1", resources={"train_workers": 0, "gpus_per_trainer": 1})
-    with pytest.raises(ConfigError, match=r"that one is trained by mvr_ray\.distributed\.training\.reader\.train"):
+    with pytest.raises(ConfigError, match=r"train it with mvr_ray\.distributed\.training\.reader\.train"):
         train_retriever(run_of(store_path))
 
 
 def test_the_command_trains_a_reader_where_the_run_says_so(store_path, tmp_path, capsys):
-    """And the retriever's own training does not take its place: without questions that one would use cloze."""
+    """The retriever's training does not replace it: without questions that one would use cloze."""
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(run_of(store_path).model_dump(mode="json")))
     with pytest.raises(SystemExit) as ended:
@@ -226,7 +226,7 @@ def test_the_command_trains_a_reader_where_the_run_says_so(store_path, tmp_path,
 @pytest.mark.slow
 @pytest.mark.ray
 def test_two_workers_train_the_reader_of_one_process(store_path, tiny_backbone, ray_session):
-    """Without dropout the windows of a batch may be shared out: loss and weights stay, up to rounding."""
+    """Without dropout, distributing the windows of a batch keeps loss and weights up to rounding."""
     settings = {"max_steps": 3, "epochs": 2, "dropout": 0.0}
     alone = train_reader.train(run_of(store_path, {**settings, "reader": "alone"}))
     two = run_of(store_path, {**settings, "reader": "two"}, resources={"train_workers": 2})
@@ -235,10 +235,11 @@ def test_two_workers_train_the_reader_of_one_process(store_path, tiny_backbone, 
     spec = ReaderSpec(64, 16, 24)
     weights = [Reader.load(store_path / made.folder, spec).state_dict() for made in (alone, shared)]
     start = Reader.from_backbone(str(tiny_backbone), spec, seed=two.train.seed).state_dict()
-    # These add the same to all that a softmax compares: their gradient is rounding, which AdamW makes whole steps of.
-    told = [name for name in start if not name.endswith(("key.bias", "qa_outputs.bias"))]
+    # These add a constant to every input of a softmax: their gradient is rounding, which AdamW scales to full steps.
+    names = [name for name in start if not name.endswith(("key.bias", "qa_outputs.bias"))]
     far, apart = (
-        torch.cat([(weights[0][name] - other[name]).flatten() for name in told]).norm() for other in (start, weights[1])
+        torch.cat([(weights[0][name] - other[name]).flatten() for name in names]).norm()
+        for other in (start, weights[1])
     )
     assert float(far) > 0.01
     assert float(apart / far) < 0.01

@@ -1,4 +1,4 @@
-"""Calls over Flight: messages come back as they were, callers need the token, and Ray carries what Flight cannot."""
+"""Tests of calls over Flight: messages return unchanged, callers need the token, and Ray sends what Flight cannot."""
 
 import os
 import pickle
@@ -52,7 +52,7 @@ TRUTH = [brute_force(VIEWS, query_D, K) for query_D in QUERIES_QD]
 
 
 class Desk:
-    """What a server stands before: it returns what it was sent, later when it is to."""
+    """The methods of a server: they return their message, after the gate opens, or raise an error."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -69,11 +69,11 @@ class Desk:
 
 
 class FakeActor:
-    """In place of an actor: gives an endpoint, by Ray, and counts how often it was asked."""
+    """Replaces an actor: returns an endpoint by Ray, and counts its calls."""
 
     def __init__(self, endpoint: SearcherAddress) -> None:
-        self.told = endpoint
-        self.asked, self.by_ray = 0, 0
+        self.address = endpoint
+        self.num_connects, self.by_ray = 0, 0
         self.endpoint = self.handle = self
 
     def options(self, **_):
@@ -83,8 +83,8 @@ class FakeActor:
         if message:
             self.by_ray += 1
             return ray.put(message[-1])
-        self.asked += 1
-        return ray.put(self.told)
+        self.num_connects += 1
+        return ray.put(self.address)
 
 
 @pytest.fixture
@@ -108,12 +108,12 @@ def until(holds, seconds: float = 30.0) -> None:
 
 
 def call(connection: Connection, method: str, message: bytes = b"", timeout_s: float = 30.0):
-    connection.book(1)
+    connection.add_waiting(1)
     return connection.call(method, "a call", pa.py_buffer(message), Deadline.after(timeout_s))
 
 
-def connected(endpoint: SearcherAddress) -> Connection:
-    """A connection that stands; the call that was made for it went by Ray."""
+def connect(endpoint: SearcherAddress) -> Connection:
+    """Open a connection; its first call went by Ray."""
     connection = Connection(FakeActor(endpoint), 4)
     assert call(connection, "say", b"by Ray").result(30).to_pybytes() == b"by Ray"
     until(lambda: connection.is_connected)
@@ -123,18 +123,18 @@ def connected(endpoint: SearcherAddress) -> Connection:
 
 def whole(router) -> bool:
     answer = router.search(QUERIES_QD, K)
-    found = [[(hit.passage_id, hit.score, hit.view) for hit in hits] for hits in answer.hits]
-    return found == TRUTH and answer.exact.certified
+    rows = [[(hit.passage_id, hit.score, hit.view) for hit in hits] for hits in answer.hits]
+    return rows == TRUTH and answer.exact.certified
 
 
 class NotByRay:
-    """An actor of which Ray must carry no message."""
+    """An actor to which Ray must send no message."""
 
     def __init__(self, actor) -> None:
         self.actor = actor
 
     def __getattr__(self, name):
-        assert name != "handle", "a message was carried by Ray"
+        assert name != "handle", "Ray sent a message"
         return getattr(self.actor, name)
 
 
@@ -181,7 +181,7 @@ def test_stored_views_keep_their_type_and_their_passages(dtype):
     assert decode_views(encode_views(ViewResults({}, []))) == ViewResults({}, [])
 
 
-def test_the_lock_is_had_one_at_a_time_in_the_order_of_coming():
+def test_the_fair_lock_is_held_by_one_thread_at_a_time_in_order_of_arrival():
     lock, order, inside = FairLock(), [], []
 
     def take(number: int) -> None:
@@ -196,7 +196,7 @@ def test_the_lock_is_had_one_at_a_time_in_the_order_of_coming():
         for number in range(20):
             threads.append(threading.Thread(target=take, args=(number,)))
             threads[-1].start()
-            until(lambda number=number: len(lock._line) == number + 1)
+            until(lambda number=number: len(lock._waiters) == number + 1)
         assert order == []
     for thread in threads:
         thread.join(30)
@@ -208,7 +208,7 @@ def test_the_lock_is_had_one_at_a_time_in_the_order_of_coming():
 
 @pytest.mark.ray
 def test_what_is_sent_comes_back_whatever_its_size_and_errors_of_ours_keep_their_type(server, desk, ray_session):
-    connection = connected(server.endpoint)
+    connection = connect(server.endpoint)
     for message in (b"", b"a", os.urandom(9_000_000)):
         assert call(connection, "say", message).result(30).to_pybytes() == message
     desk.error = ShardIndexError("version 3 was dropped here; ask the live one")
@@ -222,7 +222,7 @@ def test_what_is_sent_comes_back_whatever_its_size_and_errors_of_ours_keep_their
 
 
 @pytest.mark.ray
-def test_a_stranger_reaches_no_method_and_nothing_of_his_is_unpickled(server, desk, ray_session, tmp_path):
+def test_a_caller_without_the_token_reaches_no_method_and_unpickles_nothing(server, desk, ray_session, tmp_path):
     class Trap:
         def __reduce__(self):
             return open, (str(tmp_path / "sprung"), "w")
@@ -248,7 +248,7 @@ def test_a_stranger_reaches_no_method_and_nothing_of_his_is_unpickled(server, de
 
 
 @pytest.mark.ray
-def test_where_nothing_listens_calls_go_by_ray_and_it_is_not_tried_again_at_once(ray_session):
+def test_without_a_server_calls_go_by_ray_and_no_second_connect_follows_at_once(ray_session):
     with socket.create_server(("127.0.0.1", 0)) as there:
         free_port = there.getsockname()[1]
     actor = FakeActor(SearcherAddress(f"grpc://127.0.0.1:{free_port}", "token"))
@@ -256,12 +256,12 @@ def test_where_nothing_listens_calls_go_by_ray_and_it_is_not_tried_again_at_once
     call(connection, "say", b"1").result(30)
     until(lambda: not connection._connecting)
     assert [call(connection, "say", b"1").result(30).to_pybytes() for _ in range(5)] == [b"1"] * 5
-    assert (actor.asked, actor.by_ray) == (1, 6) and not connection.is_connected
+    assert (actor.num_connects, actor.by_ray) == (1, 6) and not connection.is_connected
 
 
 @pytest.mark.ray
 def test_calls_run_side_by_side_and_count_until_they_end(server, desk, ray_session):
-    connection = connected(server.endpoint)
+    connection = connect(server.endpoint)
     slow, quick = call(connection, "later", b"1"), call(connection, "say", b"2")
     assert quick.result(30).to_pybytes() == b"2"
     assert connection.waiting == 1 and not slow.done()
@@ -272,7 +272,7 @@ def test_calls_run_side_by_side_and_count_until_they_end(server, desk, ray_sessi
 
 @pytest.mark.ray
 def test_a_closed_connection_fails_its_calls_at_once_and_the_next_call_connects_anew(server, desk, ray_session):
-    connection = connected(server.endpoint)
+    connection = connect(server.endpoint)
     waits = call(connection, "later")
     until(lambda: desk.calls == 1)
     connection.close()
@@ -289,7 +289,7 @@ def test_a_closed_connection_fails_its_calls_at_once_and_the_next_call_connects_
 @pytest.mark.ray
 def test_where_a_server_goes_away_ray_carries_the_calls_that_run_and_those_that_follow(desk, ray_session):
     server = SearcherServer(desk.handle, "127.0.0.1")
-    connection = connected(server.endpoint)
+    connection = connect(server.endpoint)
     with ThreadPoolExecutor(1) as threads:
         waits = call(connection, "later", b"runs")
         until(lambda: desk.calls == 1)
@@ -313,7 +313,7 @@ def tls_dir(tmp_path_factory) -> str:
 def test_with_a_certificate_calls_are_encrypted_and_another_certificate_is_refused(desk, ray_session, tls_dir):
     server = SearcherServer(desk.handle, "127.0.0.1", tls_dir)
     assert server.endpoint.uri.startswith("grpc+tls://")
-    assert call(connected(server.endpoint), "say", b"secret").result(30).to_pybytes() == b"secret"
+    assert call(connect(server.endpoint), "say", b"secret").result(30).to_pybytes() == b"secret"
     plain = Connection(
         FakeActor(server.endpoint._replace(uri=server.endpoint.uri.replace("+tls", ""), authority=b"")), 1
     )
@@ -330,7 +330,7 @@ def test_with_a_certificate_calls_are_encrypted_and_another_certificate_is_refus
 
 
 @pytest.mark.ray
-def test_a_router_asks_over_flight_what_it_asked_by_ray_on_the_loopback_alone(tmp_path, run_over, ray_session, tls_dir):
+def test_a_router_gets_the_same_answers_over_flight_on_the_loopback_as_by_ray(tmp_path, run_over, ray_session, tls_dir):
     publish_random_index(tmp_path, VIEWS, SHARDS)
     resources = {"searchers": 2, "cpus_per_searcher": 0.25, "tls_dir": tls_dir}
     run = run_over(tmp_path, index={"name": "random"}, resources=resources)

@@ -1,4 +1,4 @@
-"""The weight of a hybrid search is the one that puts most gold passages first, by a count of single searches."""
+"""The chosen weight of a hybrid search ranks most gold passages first, by a count of single searches."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_the_weight_is_the_first_of_those_with_most_gold_passages_at_rank_one(le
 
 
 def test_questions_that_are_reported_on_and_versions_without_words_are_refused(small_index, run_over):
-    with pytest.raises(ConfigError, match=r"'dev' is one of evaluate\.questions, which are reported on"):
+    with pytest.raises(ConfigError, match=r"'dev' is one of evaluate\.questions, which are reported; name"):
         tune(run_over(small_index), "dev")
     with pytest.raises(ShardIndexError, match=r"index\.lexical=true"):
         tune(run_over(small_index, evaluate={"questions": []}), "dev")

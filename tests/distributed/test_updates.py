@@ -1,4 +1,4 @@
-"""Holds changes to a corpus to their laws, through the stages themselves: what is encoded, what stays, what answers."""
+"""Tests laws of corpus changes through the stages themselves: encoded, kept and returned passages."""
 
 import dataclasses
 import itertools
@@ -72,7 +72,7 @@ def stored_views(store: Store, version: Manifest) -> dict[str, Views]:
 
 
 def add_views(store: Store, version: Manifest, names: set[str]) -> Manifest:
-    """Publish a refinement: each of these passages gets one view more, or another one in its place."""
+    """Publish a refinement that adds or replaces one view of each of these passages."""
     entries = list(version.shards)
     for name in sorted(names):
         entry = entries[shard_of(name, len(entries))]
@@ -180,7 +180,7 @@ def test_after_any_history_nothing_is_encoded_twice_and_what_was_learned_stays(
             live = manifest.read(store, "index")
             contents, learned = dict(history[to][0]), set(history[to][1])
         history[live.version] = dict(contents), set(learned)
-    for number, (there, is_learned) in history.items():  # every version of the history still answers for itself
+    for number, (there, is_learned) in history.items():  # every earlier version still gives its own answers
         version = manifest.read(store, "index", number)
         views = stored_views(store, version)
         assert sorted(views) == sorted(there)
@@ -196,28 +196,28 @@ def test_after_any_history_nothing_is_encoded_twice_and_what_was_learned_stays(
 def test_after_any_number_of_updates_an_index_finds_what_the_manifest_promises_or_is_built_from_nothing(
     first_store, run_over, tmp_path, monkeypatch
 ):
-    """Deep searches of few passages are scans, which find all: recall is measured at depth 2, and by every view."""
+    """Deep searches of few passages are exhaustive: recall is measured at depth 2, with every view."""
     monkeypatch.setattr(shards, "RECALL_DEPTH", 2)
     root = shutil.copytree(first_store / "encoders", tmp_path / "store" / "encoders").parent
     index = {"kind": "faiss", "factory": "IVF8,Flat", "nprobe": 1, "compact_share": 0.9, "recall_sample": 400}
     store, run, rng = Store(str(root)), own_run(run_over, root, 3, **index), np.random.default_rng(3)
     write_rows(tmp_path / "passages.jsonl", {f"p{number:02d}": number for number in range(60)})
     prepare(run.prepare, store)
-    made, counts = build_index.index(run), []
+    version, counts = build_index.index(run), []
     for step in range(6):
         upserts = {f"p{at:02d}": 100 * (step + 1) + at for at in rng.choice(60, 8, replace=False).tolist()}
         update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", upserts), index="index")
-        before, made = made, build_index.index(run)
-        counts.append((made.metrics["shards_updated"], made.metrics["shards_rebuilt"]))
-        new = [entry for entry in made.shards if entry not in before.shards]
+        before, version = version, build_index.index(run)
+        counts.append((version.metrics["shards_updated"], version.metrics["shards_rebuilt"]))
+        new = [entry for entry in version.shards if entry not in before.shards]
         assert sum(counts[-1]) == len(new)
         assert counts[-1][0] == sum(LABELS_FILE in entry.files for entry in new)
-        recalls = [shard_recall(store, made, entry, 400) for entry in made.shards]
-        updated = [recall for recall, entry in zip(recalls, made.shards) if LABELS_FILE in entry.files]
-        assert all(one >= made.metrics["recall_least"] for one in updated)
-        assert made.metrics["recall_least"] >= before.metrics["recall_least"] or not updated
-        weights = [entry.num_passages for entry in made.shards]
-        assert made.recall == made.metrics["recall"] == pytest.approx(np.average(recalls, weights=weights))
+        recalls = [shard_recall(store, version, entry, 400) for entry in version.shards]
+        updated = [recall for recall, entry in zip(recalls, version.shards) if LABELS_FILE in entry.files]
+        assert all(one >= version.metrics["recall_least"] for one in updated)
+        assert version.metrics["recall_least"] >= before.metrics["recall_least"] or not updated
+        weights = [entry.num_passages for entry in version.shards]
+        assert version.recall == version.metrics["recall"] == pytest.approx(np.average(recalls, weights=weights))
     assert min(sum(column) for column in zip(*counts)) > 0, "both ways were taken"
 
 
@@ -315,9 +315,9 @@ def test_a_content_under_another_id_is_not_encoded_again(first_store, run_over, 
     write_rows(tmp_path / "passages.jsonl", {f"renamed {number}": number for number in range(20)} | {"new": 50})
     prepare(run.prepare, store)
     reports: list[tuple] = []
-    made = build_index.index(run, lambda *report: reports.append(report))
-    assert [made.metrics[name] for name in ("encoded", "carried_over", "deleted")] == [1, 20, 20]
-    before, after = stored_views(store, first), stored_views(store, made)
+    version = build_index.index(run, lambda *report: reports.append(report))
+    assert [version.metrics[name] for name in ("encoded", "carried_over", "deleted")] == [1, 20, 20]
+    before, after = stored_views(store, first), stored_views(store, version)
     for number in range(20):
         assert after[f"renamed {number}"].vectors_ND.tobytes() == before[f"p{number:02d}"].vectors_ND.tobytes()
 
@@ -331,26 +331,26 @@ def test_a_damaged_file_of_an_updated_index_is_named_and_made_again_to_the_same_
     write_rows(tmp_path / "passages.jsonl", {f"p{number:02d}": number for number in range(20)})
     build_index.index(run)
     update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", {"p03": 50, "new": 51}, {"p04"}))
-    made = build_index.index(run)
-    entry = next(entry for entry in made.shards if LABELS_FILE in entry.files)
+    version = build_index.index(run)
+    entry = next(entry for entry in version.shards if LABELS_FILE in entry.files)
     for name in set(entry.files) - {paths.EMBEDDINGS}:
         file = root / paths.shard_dir("index", entry.digest) / name
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.chmod(0o644)
         file.write_bytes(data)
-        [problem] = manifest.verify(store, made).problems
+        [problem] = manifest.verify(store, version).problems
         assert (problem.shard, Path(problem.path).name) == (entry.shard, name)
-        [done] = repair(store, made).repairs
+        [done] = repair(store, version).repairs
         assert done.state == "repaired" or "mvr-ray index CONFIG" in done.cure
         again = build_index.index(run)
-        assert (again.version, again.content_digest()) == (made.version, made.content_digest())
-        assert manifest.verify(store, made).problems == []
+        assert (again.version, again.content_digest()) == (version.version, version.content_digest())
+        assert manifest.verify(store, version).problems == []
 
 
 @pytest.mark.parametrize("num_shards", [1, 4])
 def test_equal_passages_are_encoded_once_and_each_has_the_embedding(run_over, first_store, tmp_path, num_shards):
-    """Of each content there are several passages, in one shard or several; the title belongs to the content."""
+    """Each content has several passages, in one shard or several; the title is part of the content."""
     root = shutil.copytree(first_store / "encoders", tmp_path / "store" / "encoders").parent
     store, run = Store(str(root)), own_run(run_over, root, num_shards)
     contents = {f"p{number:02d}": number % 7 for number in range(40)}
@@ -358,14 +358,14 @@ def test_equal_passages_are_encoded_once_and_each_has_the_embedding(run_over, fi
     other = {"id": "q", "title": "Other", "text": text_of(3), "year": 1903}
     file.write_text(file.read_text() + json.dumps(other) + "\n")
     prepare(run.prepare, store)
-    made = build_index.index(run)
-    assert [made.metrics[name] for name in ("encoded", "carried_over", "deleted")] == [8, 33, 0]
-    views = stored_views(store, made)
+    version = build_index.index(run)
+    assert [version.metrics[name] for name in ("encoded", "carried_over", "deleted")] == [8, 33, 0]
+    views = stored_views(store, version)
     assert len(views) == 41
     for name, number in contents.items():
         assert views[name].vectors_ND.tobytes() == views[f"p{number:02d}"].vectors_ND.tobytes()
     assert len({views[name].vectors_ND.tobytes() for name in views}) == 8
-    assert manifest.verify(store, made).problems == []
+    assert manifest.verify(store, version).problems == []
 
 
 def test_a_change_after_a_roll_back_does_not_bring_back_what_was_rolled_back(first_store, run_over, tmp_path):

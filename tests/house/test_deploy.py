@@ -284,7 +284,7 @@ class LateServer:
 
 def test_what_searchers_are_asked_is_told_as_the_router_counts_it() -> None:
     metrics = Metrics()
-    metrics.watch(CountingRouter())
+    metrics.add_router(CountingRouter())
     metrics.note_recall(0.5)
     metrics.note_recall(1.0)
     told = dict(line.split(" ") for line in metrics.text().decode().splitlines() if not line.startswith("#"))
@@ -307,8 +307,8 @@ def test_the_dashboard_asks_for_what_a_server_counts() -> None:
     metrics.note_request("/v1/search", "POST", 200, 0.1)
     metrics.note_stage("merge", 0.1)
     metrics.note_served("squad", 1, 1.0)
-    metrics.watch(CountingRouter())
-    metrics.watch_freshness(LateServer())
+    metrics.add_router(CountingRouter())
+    metrics.add_freshness(LateServer())
     lines = [line.partition(" ")[0] for line in metrics.text().decode().splitlines() if not line.startswith("#")]
     counted: dict[str, set[str]] = {}
     for line in lines:

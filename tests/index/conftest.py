@@ -28,15 +28,15 @@ def rank_everything(
     """Every passage that has a view and is in the mask, best first, for each query."""
     ranked: list[Ranked] = []
     for query in np.asarray(queries_QD, np.float32).tolist():
-        found, row = [], 0
+        rows, row = [], 0
         for block in blocks:
             vectors, numbers = block.vectors_ND.tolist(), block.view_numbers_N.tolist()
             for passage_id, start, stop in zip(block.ids, block.row_ptr[:-1].tolist(), block.row_ptr[1:].tolist()):
                 best = min(((-plain_score(query, vectors[at]), numbers[at]) for at in range(start, stop)), default=None)
                 if best is not None and (mask_P is None or mask_P[row]):
-                    found.append((best[0], passage_id, row, best[1]))
+                    rows.append((best[0], passage_id, row, best[1]))
                 row += 1
-        ranked.append(sorted(found))
+        ranked.append(sorted(rows))
     return ranked
 
 
@@ -49,8 +49,8 @@ def assert_exact(
 ) -> None:
     truth = rank_everything(queries_QD, blocks, mask_P)
     for query, ranked in enumerate(truth):
-        found = min(k, len(ranked))
-        top, empty = ranked[:k], k - found
+        num_hits = min(k, len(ranked))
+        top, empty = ranked[:k], k - num_hits
         assert hits.rows_QK[query].tolist() == [row for _, _, row, _ in top] + [-1] * empty
         assert hits.scores_QK[query].tolist() == [-score for score, _, _, _ in top] + [-np.inf] * empty
         assert hits.views_QK[query].tolist() == [view for _, _, _, view in top] + [-1] * empty

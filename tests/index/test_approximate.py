@@ -43,16 +43,16 @@ def built_index(params, shard, tmp_path_factory):
 @pytest.mark.parametrize("k", [1, 10, 150, 299, 300, 320])
 def test_k_distinct_passages_with_their_true_scores(built_index, queries, oracle, k):
     blocks, index = built_index
-    asked = queries(1, 6)
-    hits = index.search(asked, k)
+    queries_QD = queries(1, 6)
+    hits = index.search(queries_QD, k)
     assert not index.exact
     assert (index.num_passages, index.dimension) == (300, 16)
-    for query, ranked in enumerate(oracle(asked, blocks)):
+    for query, ranked in enumerate(oracle(queries_QD, blocks)):
         truth = {row: (-score, view) for score, _, row, view in ranked}
         rows = [row for row in hits.rows_QK[query].tolist() if row >= 0]
         assert len(rows) == len(set(rows)) == min(k, 300)
-        found = list(zip(hits.scores_QK[query].tolist(), hits.views_QK[query].tolist()))
-        assert found[: len(rows)] == [truth[row] for row in rows]
+        actual = list(zip(hits.scores_QK[query].tolist(), hits.views_QK[query].tolist()))
+        assert actual[: len(rows)] == [truth[row] for row in rows]
         assert sorted(rows, key=lambda row: (-truth[row][0], row)) == rows
         assert hits.frontier_Q[query] == (np.inf if k < 300 else -np.inf)
 
@@ -63,10 +63,10 @@ def test_the_candidates_that_were_scored_are_counted(built_index, queries, monke
     scored: list[int] = []
     rescore = BlockTable.rescore
     monkeypatch.setattr(BlockTable, "rescore", lambda *args: (scored.append(len(args[2].row_M)), rescore(*args))[1])
-    found = index.search_with_counts(queries(1, 6), k)
-    assert found.rescored_Q.shape == (6,)
-    assert found.rescored_Q.sum() == sum(scored)
-    assert (found.rescored_Q >= k).all() and found.rescored_Q.max() <= 300
+    actual = index.search_with_counts(queries(1, 6), k)
+    assert actual.rescored_Q.shape == (6,)
+    assert actual.rescored_Q.sum() == sum(scored)
+    assert (actual.rescored_Q >= k).all() and actual.rescored_Q.max() <= 300
 
 
 def test_ties_duplicates_and_passages_without_views_do_no_harm(params, shard, queries, tmp_path, palette):
@@ -88,21 +88,21 @@ def test_under_a_mask_hits_pass_it_and_are_as_many_as_there_are(
     """Their scores are the true ones, and where few pass the hits are those of exhaustive search."""
     monkeypatch.setattr(candidates, "SCAN_VECTORS", scan_vectors)
     blocks, index = built_index
-    asked = queries(9, 7)
+    queries_QD = queries(9, 7)
     mask_P = np.random.default_rng(3).random(index.num_passages) < share
-    truth = oracle(asked, blocks, mask_P)
+    truth = oracle(queries_QD, blocks, mask_P)
     for k in (1, 10, 60):
-        hits = index.search(asked, k, mask_P)
+        hits = index.search(queries_QD, k, mask_P)
         for rows, scores, ranked in zip(hits.rows_QK.tolist(), hits.scores_QK.tolist(), truth):
             score_of = {row: -score for score, _, row, _ in ranked}
-            found = [row for row in rows if row >= 0]
-            assert len(set(found)) == len(found) == min(k, len(ranked))
-            assert [score_of[row] for row in found] == scores[: len(found)]
+            actual = [row for row in rows if row >= 0]
+            assert len(set(actual)) == len(actual) == min(k, len(ranked))
+            assert [score_of[row] for row in actual] == scores[: len(actual)]
             if share <= 0.04 or (scan_vectors and k == 60):
-                assert found == [row for _, _, row, _ in ranked[:k]]
+                assert actual == [row for _, _, row, _ in ranked[:k]]
     if not scan_vectors:
         mask_P = np.ones(index.num_passages, bool)
-        assert (index.search(asked, 10, mask_P).rows_QK == index.search(asked, 10).rows_QK).all()
+        assert (index.search(queries_QD, 10, mask_P).rows_QK == index.search(queries_QD, 10).rows_QK).all()
 
 
 def test_same_vectors_same_bytes(params, shard, tmp_path):
@@ -133,11 +133,11 @@ def test_a_thorough_index_finds_nearly_everything(params, recall, shard, queries
 
 def test_recall_is_the_share_of_the_best_passages_found(built_index, shard, queries, oracle, tmp_path):
     blocks, index = built_index
-    asked = queries(5, 8)
+    queries_QD = queries(5, 8)
     flat = open_index(IndexParams(), blocks, tmp_path)
-    found = index.search(asked, 10).rows_QK.tolist()
-    shares = [len({row for _, _, row, _ in r[:10]} & set(f)) / 10 for r, f in zip(oracle(asked, blocks), found)]
-    assert measured_recall(index, flat, asked, 10) == pytest.approx(np.mean(shares))
+    actual = index.search(queries_QD, 10).rows_QK.tolist()
+    shares = [len({row for _, _, row, _ in r[:10]} & set(f)) / 10 for r, f in zip(oracle(queries_QD, blocks), actual)]
+    assert measured_recall(index, flat, queries_QD, 10) == pytest.approx(np.mean(shares))
 
 
 class Stingy(ApproximateIndex):

@@ -47,15 +47,15 @@ def test_selection_by_blocks_lets_through_whom_plain_selection_does(columns, kee
     best_QP[:, columns - 5 :] = -torch.inf
     error_Q = np.array([0.0, 0.5, 2.0, 30.0])
     low_QK = torch.from_numpy(np.sort(rng.integers(-30, 12, (4, keep)).astype(np.float32))[:, ::-1].copy())
-    low, found = FusedKernel("cpu").select(best_QP, error_Q, low_QK)
+    low, actual = FusedKernel("cpu").select(best_QP, error_Q, low_QK)
     seen_QP = best_QP[:, : columns - 5].numpy()
     for query, (best_P, error) in enumerate(zip(seen_QP, error_Q.astype(np.float32))):
         lowest = sorted([*(best_P - error).tolist(), *low_QK[query].tolist()], reverse=True)[:keep]
         assert low[query].tolist() == lowest
         upper_P = best_P + error
         through = {(passage, upper_P[passage]) for passage in np.flatnonzero(upper_P >= lowest[-1]).tolist()}
-        own = found.query_M == query
-        assert set(zip(found.passage_M[own].tolist(), found.upper_M[own].tolist())) == through
+        own = actual.query_M == query
+        assert set(zip(actual.passage_M[own].tolist(), actual.upper_M[own].tolist())) == through
 
 
 KERNEL = """
@@ -79,7 +79,7 @@ for dimension, counts, queries in CASES:
     code_rows = map(torch.from_numpy, (codes.codes_ND, codes.scale_N[:, None]))
     rows = DeviceRows(torch.from_numpy(vectors), None), DeviceRows(*code_rows)
     for one in rows:
-        wide = plain.ready(one.rows_ND, one.scale_N1)
+        wide = plain.prepare_rows(one.rows_ND, one.scale_N1)
         truth = plain.best_views(torch.from_numpy(asked), wide, of, uniform).double().numpy()
         got = kernel.best_views(torch.from_numpy(asked), one, of, uniform).double().numpy()
         norm = np.linalg.norm(asked.astype(np.float64), axis=1)
@@ -93,8 +93,8 @@ print("checked")
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 def test_the_kernel_errs_within_its_bound():
     environ = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", KERNEL], env=environ, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "checked", done.stderr
+    process = subprocess.run([sys.executable, "-c", KERNEL], env=environ, capture_output=True, text=True, check=False)
+    assert process.stdout.strip() == "checked", process.stderr
 
 
 COMPILED = """
@@ -126,8 +126,8 @@ print("compiled")
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 def test_the_kernel_compiles_for_hopper_and_ampere_onto_tensor_cores_without_spilling():
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", COMPILED], env=environ, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "compiled", done.stderr
+    process = subprocess.run([sys.executable, "-c", COMPILED], env=environ, capture_output=True, text=True, check=False)
+    assert process.stdout.strip() == "compiled", process.stderr
 
 
 def test_rounding_is_told_and_the_largest_norm_is_that_of_what_is_scanned():
@@ -135,7 +135,7 @@ def test_rounding_is_told_and_the_largest_norm_is_that_of_what_is_scanned():
     vectors_ND = rng.standard_normal((50, 24)).astype(np.float16)
     codes, kernel = encode(vectors_ND), FusedKernel("cpu")
     assert kernel.input_rounding == 2.0**-11
-    wide_ND = NumpyKernel().ready(codes.codes_ND, codes.scale_N[:, None])
+    wide_ND = NumpyKernel().prepare_rows(codes.codes_ND, codes.scale_N[:, None])
     rows = DeviceRows(torch.from_numpy(codes.codes_ND), torch.from_numpy(codes.scale_N[:, None]))
     assert kernel.max_norm(rows) == pytest.approx(float(np.linalg.norm(wide_ND, axis=1).max()), rel=1e-6)
     assert (score_error(np.ones(1), 1.0, 384, 2.0**-11) > score_error(np.ones(1), 1.0, 384, 0.0)).all()

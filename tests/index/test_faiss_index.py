@@ -27,15 +27,15 @@ def test_the_index_file_is_mapped_and_stays_as_it_was(factory, shard, queries, t
 
 @pytest.mark.parametrize("factory", ["IVF8,Flat", "PCA8,IVF8,Flat", "IVF8,SQ8,RFlat"])
 def test_more_probed_lists_find_more(factory, shard, queries, tmp_path):
-    found = []
+    actual = []
     blocks = shard(2, 600, 1, palette="gaussian", gaps=False)
     build_index(IndexParams("faiss", factory), blocks, tmp_path)
     for nprobe in (1, 8, 99):
         index = open_index(IndexParams("faiss", factory, nprobe=nprobe), blocks, tmp_path)
-        found.append(index.nearest(queries(2, 5), 600))
-    assert (found[0] == -1).any()
-    assert not (found[1] == -1).any()
-    assert np.array_equal(found[1], found[2])
+        actual.append(index.nearest(queries(2, 5), 600))
+    assert (actual[0] == -1).any()
+    assert not (actual[1] == -1).any()
+    assert np.array_equal(actual[1], actual[2])
 
 
 def test_training_samples_the_same_vectors_in_order(shard):

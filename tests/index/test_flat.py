@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mvr_ray.core.searching.codes import LEVELS, Codes, decode, encode
 from mvr_ray.core.searching.engines import make_kernel
 from mvr_ray.core.searching.kernels import NumpyKernel, TorchKernel
-from mvr_ray.core.searching.merging import merge, overlay_hits, uncertain_queries
+from mvr_ray.core.searching.merging import merge, replace_hits, uncertain_queries
 from mvr_ray.core.searching.native import library
 from mvr_ray.core.searching.scan import Scan
 from mvr_ray.errors import ShardIndexError
@@ -61,12 +61,12 @@ def test_flat_search_equals_brute_force(
         seed, num_passages, max_views, dimension,
         palette=palette, gaps=gaps, empty=empty, dtype=dtype, per_block=per_block,
     )  # fmt: skip
-    asked = queries(seed, 4, dimension, palette)
+    queries_QD = queries(seed, 4, dimension, palette)
     kernel = make_kernel(engine)
     kernel.vectors_per_step, kernel.threads = step, threads
     codes = codes_of(blocks) if with_codes else None
     scan = Scan(blocks, kernel, codes=codes, queries_at_once=at_once, candidates_at_once=pending)
-    check_exact(scan.search(asked, k), asked, blocks, k)
+    check_exact(scan.search(queries_QD, k), queries_QD, blocks, k)
 
 
 @given(
@@ -105,7 +105,7 @@ def test_a_search_under_a_mask_equals_brute_force_over_what_passes(
         dtype=dtype,
         per_block=per_block,
     )
-    asked = queries(seed, num_queries, dimension, palette)
+    queries_QD = queries(seed, num_queries, dimension, palette)
     kernel = make_kernel(engine)
     kernel.vectors_per_step, kernel.threads = step, threads
     codes = codes_of(blocks) if with_codes else None
@@ -114,8 +114,8 @@ def test_a_search_under_a_mask_equals_brute_force_over_what_passes(
     for _ in range(3):
         chances_P = rng.random(num_passages)
         mask_P = (np.sort(chances_P) if runs else chances_P) < share
-        check_exact(scan.search(asked, k, mask_P), asked, blocks, k, mask_P)
-    check_exact(scan.search(asked, k), asked, blocks, k)
+        check_exact(scan.search(queries_QD, k, mask_P), queries_QD, blocks, k, mask_P)
+    check_exact(scan.search(queries_QD, k), queries_QD, blocks, k)
 
 
 @pytest.mark.parametrize(("share", "has_steps"), [(0.01, False), (0.9, True)])
@@ -136,7 +136,7 @@ def test_a_mask_of_other_rows_is_refused(shard, queries):
 @SLOW
 def test_merging_shards_equals_ranking_everything(shard, queries, oracle, reshard, palette, seed, num_shards, k, share):
     """Shards are first asked for `share` rows only, and for k only where the first round leaves a doubt."""
-    blocks, asked = shard(seed, 60, 3, 8, palette=palette, empty=True), queries(seed, 3, 8, palette)
+    blocks, queries_QD = shard(seed, 60, 3, 8, palette=palette, empty=True), queries(seed, 3, 8, palette)
     shards = [one for one in reshard(blocks, num_shards, seed) if one[0].ids]
     ids = [passage_id for one in shards for block in one for passage_id in block.ids]
     starts = np.cumsum([0, *(sum(len(block.ids) for block in one) for one in shards)]).tolist()
@@ -144,14 +144,14 @@ def test_merging_shards_equals_ranking_everything(shard, queries, oracle, reshar
     def ids_of(passages):
         return [ids[passage] for passage in passages]
 
-    lists = [(start, FlatIndex(one).search(asked, min(share, k))) for start, one in zip(starts, shards)]
+    lists = [(start, FlatIndex(one).search(queries_QD, min(share, k))) for start, one in zip(starts, shards)]
     again = uncertain_queries(lists, merge(lists, k, ids_of), ids_of)
     for number, doubtful_Q in enumerate(again):
         start, hits = lists[number]
         if len(doubtful_Q):
-            second = FlatIndex(shards[number]).search(asked[doubtful_Q], k)
-            lists[number] = start, overlay_hits(hits, second, doubtful_Q)
-    for best, ranked in zip(zip(*merge(lists, k, ids_of)), oracle(asked, blocks)):
+            second = FlatIndex(shards[number]).search(queries_QD[doubtful_Q], k)
+            lists[number] = start, replace_hits(hits, second, doubtful_Q)
+    for best, ranked in zip(zip(*merge(lists, k, ids_of)), oracle(queries_QD, blocks)):
         passage_K, score_K, view_K = (column[: len(ranked)].tolist() for column in best[:3])
         assert list(zip(ids_of(passage_K), view_K, score_K)) == [(i, v, -s) for s, i, _, v in ranked[:k]]
 
@@ -195,7 +195,7 @@ def test_a_batch_over_codes_scans_halves_that_are_in_memory_where_these_are_fast
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_codes_on_file_give_the_bytes_of_the_vectors_and_a_damaged_file_is_an_error(shard, queries, tmp_path, device):
-    blocks, asked = shard(8, 120, 4, 24, empty=True), queries(8, 6, 24)
+    blocks, queries_QD = shard(8, 120, 4, 24, empty=True), queries(8, 6, 24)
     params = IndexParams(scan="int8")
     assert build_index(params, blocks, tmp_path) == ["codes.npy", "scales.npy"]
     before = [(tmp_path / name).read_bytes() for name in ("codes.npy", "scales.npy")]
@@ -204,7 +204,7 @@ def test_codes_on_file_give_the_bytes_of_the_vectors_and_a_damaged_file_is_an_er
     with_codes = open_index(params, blocks, tmp_path, device=device)
     assert with_codes.exact
     for k in (1, 10, 500):
-        assert as_bytes(with_codes.search(asked, k)) == as_bytes(FlatIndex(blocks).search(asked, k))
+        assert as_bytes(with_codes.search(queries_QD, k)) == as_bytes(FlatIndex(blocks).search(queries_QD, k))
     with pytest.raises(ShardIndexError, match=r"codes of .* vectors, the embeddings are .*; build the index again"):
         open_index(params, shard(8, 40, 4, 24), tmp_path)
     (tmp_path / "codes.npy").write_bytes(before[0][:50])
@@ -221,18 +221,20 @@ def test_codes_on_file_give_the_bytes_of_the_vectors_and_a_damaged_file_is_an_er
 @pytest.mark.parametrize("device", DEVICES)
 def test_batch_size_changes_no_byte(shard, queries, palette, device):
     index = FlatIndex(shard(3, palette=palette), device=device)
-    asked = queries(3, 40, palette=palette)
-    whole = index.search(asked, 12)
+    queries_QD = queries(3, 40, palette=palette)
+    whole = index.search(queries_QD, 12)
     for size in (1, 3, 17, 40):
-        parts = [index.search(asked[at : at + size], 12) for at in range(0, len(asked), size)]
+        parts = [index.search(queries_QD[at : at + size], 12) for at in range(0, len(queries_QD), size)]
         assert as_bytes(whole) == [np.concatenate(columns).tobytes() for columns in zip(*parts)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_engines_blocks_and_devices_change_no_byte(shard, queries, palette, device):
-    asked = queries(4, 9, palette=palette)
+    queries_QD = queries(4, 9, palette=palette)
     answers = [
-        as_bytes(FlatIndex(shard(4, palette=palette, per_block=size), engine=engine, device=where).search(asked, 20))
+        as_bytes(
+            FlatIndex(shard(4, palette=palette, per_block=size), engine=engine, device=where).search(queries_QD, 20)
+        )
         for size in (7, 300)
         for engine, where in [*((engine, "cpu") for engine in ENGINES), ("torch", device)]
     ]
@@ -241,13 +243,13 @@ def test_engines_blocks_and_devices_change_no_byte(shard, queries, palette, devi
 
 def test_coarse_matrix_products_change_no_byte(shard, queries, palette):
     """Someone else in the process may allow bfloat16 products; the bound then widens."""
-    blocks, asked = shard(5, dimension=64, palette=palette), queries(5, 9, 64, palette)
+    blocks, queries_QD = shard(5, dimension=64, palette=palette), queries(5, 9, 64, palette)
     index = FlatIndex(blocks, engine="torch")
-    exact = as_bytes(index.search(asked, 10))
+    exact = as_bytes(index.search(queries_QD, 10))
     torch.set_float32_matmul_precision("medium")
     try:
         assert index.scan.kernel.input_rounding > 0
-        assert as_bytes(index.search(asked, 10)) == exact
+        assert as_bytes(index.search(queries_QD, 10)) == exact
     finally:
         torch.set_float32_matmul_precision("highest")
 
@@ -260,7 +262,7 @@ def test_a_kept_index_answers_the_same_again(shard, queries):
 
 def test_vectors_resident_on_the_device_give_the_same_bytes(shard, queries):
     kernel = TorchKernel(DEVICES[-1])
-    resident, streamed = (Scan(shard(6), kernel, resident=kept) for kept in (True, False))
+    resident, streamed = (Scan(shard(6), kernel, resident=on_device) for on_device in (True, False))
     assert as_bytes(resident.search(queries(6, 5), 10)) == as_bytes(streamed.search(queries(6, 5), 10))
 
 
@@ -286,8 +288,8 @@ def test_no_queries_get_no_hits(shard):
 
 
 def test_float64_queries_are_taken_as_float32(shard, queries):
-    index, asked = FlatIndex(shard(8)), queries(8, 3)
-    assert as_bytes(index.search(asked.astype(np.float64), 5)) == as_bytes(index.search(asked, 5))
+    index, queries_QD = FlatIndex(shard(8)), queries(8, 3)
+    assert as_bytes(index.search(queries_QD.astype(np.float64), 5)) == as_bytes(index.search(queries_QD, 5))
 
 
 @pytest.mark.parametrize(

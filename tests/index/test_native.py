@@ -73,8 +73,8 @@ def test_compiled_loops_give_the_bytes_of_the_plain_ones(
     codes = [encode(block.vectors_ND) for block in blocks] if with_codes else None
     kernel = native.NativeKernel(threads, tiles=tiles, coarse=coarse)
     kernel.vectors_per_step = step
-    found = Scan(blocks, kernel, codes=codes).search(batch, 9)
-    assert as_bytes(found) == as_bytes(FlatIndex(blocks, engine="numpy").search(batch, 9))
+    actual = Scan(blocks, kernel, codes=codes).search(batch, 9)
+    assert as_bytes(actual) == as_bytes(FlatIndex(blocks, engine="numpy").search(batch, 9))
 
 
 avx2 = pytest.mark.skipif(native.library_avx2() is None, reason="not compiled, or a processor without AVX2")
@@ -127,16 +127,16 @@ def test_a_few_queries_under_a_filter_read_what_passes_alone(shard, queries, wit
 )  # fmt: skip
 @SLOW
 def test_products_for_avx2_err_within_the_bound(queries, palette, seed, num_queries, dimension, with_codes, spread):
-    vectors_ND, asked_QD = queries(seed, 40, dimension, palette), queries(seed + 1, num_queries, dimension, palette)
+    vectors_ND, batch_QD = queries(seed, 40, dimension, palette), queries(seed + 1, num_queries, dimension, palette)
     vectors_ND = vectors_ND * np.float32(spread)
     codes, kernel = encode(vectors_ND), native.Avx2Kernel(1)
-    batch = kernel.prepare(asked_QD, 40, with_codes)
-    rows = kernel.ready(codes.codes_ND, codes.scale_N[:, None]) if with_codes else kernel.ready(vectors_ND)
+    batch = kernel.prepare(batch_QD, 40, with_codes)
+    rows = kernel.prepare_rows(*((codes.codes_ND, codes.scale_N[:, None]) if with_codes else (vectors_ND,)))
     decoded_ND = (decode(codes.codes_ND, codes.scale_N) if with_codes else vectors_ND).astype(np.float64)
     best_QP = kernel.best_views(batch, rows, np.arange(40), np.ones(40, np.int64))
-    norm_Q, norm = np.linalg.norm(asked_QD.astype(np.float64), axis=1), float(np.linalg.norm(decoded_ND, axis=1).max())
+    norm_Q, norm = np.linalg.norm(batch_QD.astype(np.float64), axis=1), float(np.linalg.norm(decoded_ND, axis=1).max())
     assert kernel.max_norm(rows) == pytest.approx(norm, rel=1e-4)
-    true_QP = asked_QD.astype(np.float64) @ decoded_ND.T
+    true_QP = batch_QD.astype(np.float64) @ decoded_ND.T
     bound_Q = score_error(norm_Q + batch.rounding_Q, norm, dimension, 0.0) + batch.rounding_Q * norm
     assert (np.abs(best_QP - true_QP) <= bound_Q[:, None]).all()
 
@@ -167,8 +167,8 @@ def test_vectors_and_codes_may_begin_anywhere_in_memory(
     kernel = native.NativeKernel(threads)
     kernel.vectors_per_step = 20
     batch = queries(seed, num_queries, dimension)
-    found = Scan([block._replace(vectors_ND=misalign(block.vectors_ND, skew))], kernel, codes=codes).search(batch, 9)
-    assert as_bytes(found) == as_bytes(FlatIndex([block], engine="numpy").search(batch, 9))
+    actual = Scan([block._replace(vectors_ND=misalign(block.vectors_ND, skew))], kernel, codes=codes).search(batch, 9)
+    assert as_bytes(actual) == as_bytes(FlatIndex([block], engine="numpy").search(batch, 9))
 
 
 @built
@@ -177,8 +177,8 @@ def test_vectors_and_codes_may_begin_anywhere_in_memory(
 def test_vectors_of_many_dimensions(shard, queries, num_queries, with_codes):
     blocks, batch = shard(5, 20, 2, 8200, dtype="float32"), queries(5, num_queries, 8200)
     codes = [encode(block.vectors_ND) for block in blocks] if with_codes else None
-    found = Scan(blocks, native.NativeKernel(1), codes=codes).search(batch, 5)
-    assert as_bytes(found) == as_bytes(FlatIndex(blocks, engine="numpy").search(batch, 5))
+    actual = Scan(blocks, native.NativeKernel(1), codes=codes).search(batch, 5)
+    assert as_bytes(actual) == as_bytes(FlatIndex(blocks, engine="numpy").search(batch, 5))
 
 
 @pytest.mark.skipif((native.library() or native.library_avx2()) is None, reason="not compiled, or an older processor")
@@ -212,26 +212,26 @@ def test_compiled_products_err_within_the_bound(
     queries, palette, seed, num_queries, dimension, with_codes, tiles, coarse, spread
 ):
     """With no error allowed for, the upper bounds that a step gives are its products as computed."""
-    vectors_ND, asked_QD = queries(seed, 40, dimension, palette), queries(seed + 1, num_queries, dimension, palette)
+    vectors_ND, batch_QD = queries(seed, 40, dimension, palette), queries(seed + 1, num_queries, dimension, palette)
     vectors_ND = vectors_ND * np.float32(spread)
     codes, kernel = encode(vectors_ND), native.NativeKernel(1, tiles=tiles, coarse=coarse)
-    batch = kernel.prepare(asked_QD, 40, with_codes)
-    rows = kernel.ready(codes.codes_ND, codes.scale_N[:, None]) if with_codes else kernel.ready(vectors_ND)
+    batch = kernel.prepare(batch_QD, 40, with_codes)
+    rows = kernel.prepare_rows(*((codes.codes_ND, codes.scale_N[:, None]) if with_codes else (vectors_ND,)))
     decoded_ND = (decode(codes.codes_ND, codes.scale_N) if with_codes else vectors_ND).astype(np.float64)
-    found = kernel.candidates(batch, rows, np.ones(40, np.int64), 1, np.zeros(num_queries))
-    assert len(found.query_M) == 40 * num_queries  # the 40 best of 40
-    norm_Q, norm = np.linalg.norm(asked_QD.astype(np.float64), axis=1), float(np.linalg.norm(decoded_ND, axis=1).max())
+    actual = kernel.candidates(batch, rows, np.ones(40, np.int64), 1, np.zeros(num_queries))
+    assert len(actual.query_M) == 40 * num_queries  # the 40 best of 40
+    norm_Q, norm = np.linalg.norm(batch_QD.astype(np.float64), axis=1), float(np.linalg.norm(decoded_ND, axis=1).max())
     assert kernel.max_norm(rows) == pytest.approx(norm, rel=1e-4)
     if batch.coarse:
         residual = 0.0 if with_codes else rounding_norms(vectors_ND).max()  # codes are exact in bfloat16
-        rounding_Q = rounding_norms(asked_QD)
+        rounding_Q = rounding_norms(batch_QD)
         bound_Q = score_error(norm_Q + rounding_Q, norm + residual, dimension, 0.0)
         bound_Q += norm_Q * residual + rounding_Q * (norm + residual)
     else:
         bound_Q = score_error(norm_Q + batch.rounding_Q, norm, dimension * batch.products, batch.input_rounding)
         bound_Q += batch.rounding_Q * norm
-    true_M = (asked_QD[found.query_M].astype(np.float64) * decoded_ND[found.passage_M]).sum(axis=1)
-    assert (np.abs(found.upper_M - true_M) <= bound_Q[found.query_M]).all()
+    true_M = (batch_QD[actual.query_M].astype(np.float64) * decoded_ND[actual.passage_M]).sum(axis=1)
+    assert (np.abs(actual.upper_M - true_M) <= bound_Q[actual.query_M]).all()
     assert (batch.rounding_Q <= norm_Q * dimension**0.5 / native.LARGEST_HALF).all()
 
 
@@ -253,10 +253,10 @@ def test_products_stay_coarse_where_few_passages_are_within_the_bound(shard, que
     blocks, batch = shard(3, 2000, 4, 64, dtype="float32"), queries(3, num_queries, 64)
     kernel = native.NativeKernel(1)
     kernel.vectors_per_step, steps = 200, count_steps(kernel)
-    found = Scan(blocks, kernel).search(batch, 20)
+    actual = Scan(blocks, kernel).search(batch, 20)
     assert len(steps) > 20
     assert all(steps)
-    assert as_bytes(found) == as_bytes(FlatIndex(blocks, engine="numpy").search(batch, 20))
+    assert as_bytes(actual) == as_bytes(FlatIndex(blocks, engine="numpy").search(batch, 20))
 
 
 @short
@@ -305,12 +305,12 @@ def test_what_rounding_takes_off_is_measured(queries, palette, seed, dimension, 
     kernel = native.NativeKernel(1)
     norm_N = rounding_norms(vectors_ND)
     floor = dimension**0.5 * 2.0**-62
-    assert kernel.max_residual(kernel.ready(vectors_ND)) == pytest.approx(norm_N.max(), rel=1e-4, abs=floor)
+    assert kernel.max_residual(kernel.prepare_rows(vectors_ND)) == pytest.approx(norm_N.max(), rel=1e-4, abs=floor)
     taken = kernel.prepare(vectors_ND, 5, False).coarse
     assert taken is not None
     np.testing.assert_allclose(taken.rounding_Q, norm_N, rtol=1e-9)
     vectors_ND[3, 0] = 2.0**120
-    assert kernel.max_residual(kernel.ready(vectors_ND)) == np.inf
+    assert kernel.max_residual(kernel.prepare_rows(vectors_ND)) == np.inf
 
 
 @built

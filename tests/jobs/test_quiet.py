@@ -24,7 +24,7 @@ OWN_LINES = re.compile(
     r"WARNING mvr_ray.distributed.build_index: views collapsed into one vector: .*|"  # of the random backbone
     r"mvr-ray: interrupted; the same command continues where it stopped"
 )
-WORKER_DIED = "WARNING mvr_ray.distributed.ray_internals: a Ray worker died; what it did is done again"
+WORKER_DIED = "WARNING mvr_ray.distributed.ray_internals: a Ray worker died; its work is retried"
 
 
 @pytest.fixture

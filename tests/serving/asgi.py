@@ -32,12 +32,12 @@ async def ask(
     chunks: Sequence[bytes] | None = None,
 ) -> Reply:
     """Send `body` as JSON, `raw` as it is, or `chunks` without a content-length."""
-    sent = raw if raw is not None else b"" if body is None else json.dumps(body).encode()
+    payload = raw if raw is not None else b"" if body is None else json.dumps(body).encode()
     told_headers = [*headers]
     if "content-type" not in {name.decode() for name, _ in told_headers}:
         told_headers.append((b"content-type", b"application/json"))
     if chunks is None:
-        told_headers.append((b"content-length", str(len(sent)).encode()))
+        told_headers.append((b"content-length", str(len(payload)).encode()))
     if token is not None:
         told_headers.append((b"authorization", f"Bearer {token}".encode()))
     scope = {
@@ -54,23 +54,23 @@ async def ask(
         "client": ("127.0.0.1", 1),
         "server": ("127.0.0.1", 80),
     }
-    told: list[dict[str, Any]] = []
-    parts = [sent] if chunks is None else list(chunks)
-    taken = 0
+    messages: list[dict[str, Any]] = []
+    parts = [payload] if chunks is None else list(chunks)
+    num_reads = 0
 
     async def receive() -> dict[str, Any]:
-        nonlocal taken
-        taken += 1
-        if taken > len(parts):
+        nonlocal num_reads
+        num_reads += 1
+        if num_reads > len(parts):
             return {"type": "http.disconnect"}
-        return {"type": "http.request", "body": parts[taken - 1], "more_body": taken < len(parts)}
+        return {"type": "http.request", "body": parts[num_reads - 1], "more_body": num_reads < len(parts)}
 
     async def send(message: dict[str, Any]) -> None:
-        told.append(message)
+        messages.append(message)
 
     await app(scope, receive, send)
-    start = next(m for m in told if m["type"] == "http.response.start")
-    text = b"".join(m.get("body", b"") for m in told if m["type"] == "http.response.body")
-    found = {name.decode().lower(): value.decode() for name, value in start["headers"]}
-    plain = json.loads(text) if text and found.get("content-type") == "application/json" else text.decode()
-    return Reply(start["status"], plain, found, taken)
+    start = next(m for m in messages if m["type"] == "http.response.start")
+    text = b"".join(m.get("body", b"") for m in messages if m["type"] == "http.response.body")
+    response_headers = {name.decode().lower(): value.decode() for name, value in start["headers"]}
+    plain = json.loads(text) if text and response_headers.get("content-type") == "application/json" else text.decode()
+    return Reply(start["status"], plain, response_headers, num_reads)

@@ -63,8 +63,8 @@ def corpus(store: Store, types: Mapping[str, str] = NO_FIELDS, fields: Content =
             store.put_file(file, f"{paths.corpus_dir('books')}/{name}")
         parts.append(dataclasses.replace(part, file=name))
     digest = corpus_digest(parts)
-    told = CorpusInfo("books", digest, len(PASSAGES), tuple(parts), (), {}, {}, fields=dict(types))
-    store.write_bytes(paths.corpus_json("books"), told.to_json())
+    info = CorpusInfo("books", digest, len(PASSAGES), tuple(parts), (), {}, {}, fields=dict(types))
+    store.write_bytes(paths.corpus_json("books"), info.to_json())
     return digest
 
 
@@ -95,7 +95,7 @@ def refine(root: Path) -> Manifest:
     with store.scratch() as scratch:
         folder = scratch / "shard"
         folder.mkdir()
-        assert write_changed(embeddings, folder, {first: now}, most_share=1.0), "the first file was written anew"
+        assert write_changed(embeddings, folder, {first: now}, max_changed_share=1.0), "the first file was written anew"
         meta = ShardMeta(0, entry.num_passages, entry.num_vectors + 1)
         laid_over = manifest.add_shard(store, "library", folder, meta)
     return manifest.publish(store, dataclasses.replace(before, parent=1, shards=(laid_over, *before.shards[1:])))

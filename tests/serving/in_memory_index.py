@@ -50,7 +50,7 @@ class InMemoryIndex:
     @contextmanager
     def pin(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator["InMemoryIndex"]:
         if version not in (None, 3):
-            raise MissingInputError(f"version 3 alone is open here, not {version}; leave version out")
+            raise MissingInputError(f"only version 3 is open here, not {version}; leave version out")
         yield self
 
     def follow(self) -> bool:
@@ -92,8 +92,8 @@ class InMemoryIndex:
         return self.search(self.embed(texts), k, **options)
 
     def embed(self, texts: Sequence[str]) -> FloatArray:
-        counted = [[float(text.lower().count(word)) for word in WORDS] for text in texts]
-        return np.array(counted, dtype=np.float32)
+        counts = [[float(text.lower().count(word)) for word in WORDS] for text in texts]
+        return np.array(counts, dtype=np.float32)
 
     def count_tokens(self, texts: Sequence[str]) -> int:
         return sum(len(text.split()) for text in texts)
@@ -104,7 +104,7 @@ class InMemoryIndex:
     def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> list[PassageScores]:
         """Every passage has a third, feedback view where the library has any: half of its first view."""
         rows = {passage.id: row for row, passage in enumerate(PASSAGES)}
-        found = []
+        all_scores = []
         for passage_id in passage_ids:
             if passage_id not in rows:
                 raise UnknownPassageError(f"index 'library' version 3 holds no passage {passage_id!r}; ask", passage_id)
@@ -114,8 +114,8 @@ class InMemoryIndex:
                 vectors_ND = np.concatenate([vectors_ND, vectors_ND[:1] / 2])
                 numbers_N = np.append(numbers_N, 2)
             scores_QN = queries_QD @ vectors_ND.T
-            found.append(PassageScores(passage_id, numbers_N, scores_QN, numbers_N[scores_QN.argmax(axis=1)]))
-        return found
+            all_scores.append(PassageScores(passage_id, numbers_N, scores_QN, numbers_N[scores_QN.argmax(axis=1)]))
+        return all_scores
 
     def missing_sources(self) -> list[str]:
         return []

@@ -62,8 +62,8 @@ def check(reply: Reply, operation: dict, body: object) -> None:
 @given(data=st.data())
 @settings(once, max_examples=200)
 def test_every_request_gets_a_documented_status(api, data) -> None:
-    told = api.openapi()
-    path, methods = data.draw(st.sampled_from(sorted(told["paths"].items())))
+    openapi = api.openapi()
+    path, methods = data.draw(st.sampled_from(sorted(openapi["paths"].items())))
     method, operation = data.draw(st.sampled_from(sorted(methods.items())))
     parts = {
         "id": data.draw(st.text() | st.sampled_from(["p1", "..", "a/b"])),
@@ -83,13 +83,13 @@ def test_every_request_gets_a_documented_status(api, data) -> None:
 @given(data=st.data())
 @settings(once, max_examples=200)
 def test_every_body_made_of_the_described_fields_gets_a_documented_status(api, path, data) -> None:
-    told = api.openapi()
-    operation = told["paths"][path]["post"]
+    openapi = api.openapi()
+    operation = openapi["paths"][path]["post"]
     name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-    schema = told["components"]["schemas"][name]
+    schema = openapi["components"]["schemas"][name]
     fields = {field: st.one_of(*[likely[field]] * 12, values) for field in schema["properties"]}
-    needed = {field: fields.pop(field) for field in schema["required"]}
-    body = data.draw(st.fixed_dictionaries(needed, optional=fields))
+    required_fields = {field: fields.pop(field) for field in schema["required"]}
+    body = data.draw(st.fixed_dictionaries(required_fields, optional=fields))
     reply = call(api, "POST", path, raw=json.dumps(body).encode(), token=READ)
     check(reply, operation, body)
     if reply.status == 200 and path == "/v1/search":

@@ -19,16 +19,16 @@ def test_a_question_is_answered_by_its_passage_and_the_snippet_that_matched() ->
     assert reply.status == 200
     assert (reply.body["index"], reply.body["version"], reply.body["coverage"]["share"]) == ("library", 3, 1.0)
     assert reply.body["exact"] == {"certified": True, "method": "flat", "rounds": 1, "rescored": 0, "recall": None}
-    [[found]] = reply.body["results"]
-    assert (found["id"], found["title"], found["score"], found["view"]) == ("p1", "Rivers", 1.0, 1)
-    assert found["snippet"] == {"start": 18, "stop": 39, "text": "The Rhine is shorter."}
+    [[hit]] = reply.body["results"]
+    assert (hit["id"], hit["title"], hit["score"], hit["view"]) == ("p1", "Rivers", 1.0, 1)
+    assert hit["snippet"] == {"start": 18, "stop": 39, "text": "The Rhine is shorter."}
 
 
 def test_an_approximate_answer_carries_the_recall_that_was_measured() -> None:
     library = InMemoryIndex(exact=Exactness(False, "hnsw", 1, 12, 0.9731))
     reply = call(app(library), "POST", "/v1/search", {"queries": ["nile"]})
-    told = {"certified": False, "method": "hnsw", "rounds": 1, "rescored": 12, "recall": 0.9731}
-    assert reply.body["exact"] == told
+    exact = {"certified": False, "method": "hnsw", "rounds": 1, "rescored": 12, "recall": 0.9731}
+    assert reply.body["exact"] == exact
 
 
 def test_text_and_its_vector_get_the_same_hits() -> None:
@@ -45,13 +45,13 @@ def test_k_beyond_the_corpus_gets_every_passage_once() -> None:
 
 def test_a_feedback_view_has_no_snippet() -> None:
     reply = call(app(InMemoryIndex(feedback=True)), "POST", "/v1/search", {"queries": ["hill"], "k": 1})
-    [[found]] = reply.body["results"]
-    assert (found["feedback"], found["view"], found["snippet"]) == (True, 2, None)
+    [[hit]] = reply.body["results"]
+    assert (hit["feedback"], hit["view"], hit["snippet"]) == (True, 2, None)
 
 
 def test_texts_stay_away_when_they_are_not_asked_for() -> None:
-    [[found]] = call(app(), "POST", "/v1/search", {"queries": ["hill"], "k": 1, "text": False}).body["results"]
-    assert (found["id"], found["text"], found["snippet"]) == ("p2", None, None)
+    [[hit]] = call(app(), "POST", "/v1/search", {"queries": ["hill"], "k": 1, "text": False}).body["results"]
+    assert (hit["id"], hit["text"], hit["snippet"]) == ("p2", None, None)
 
 
 REFUSALS = [
@@ -104,10 +104,10 @@ def test_ready_means_that_every_passage_was_searched() -> None:
     assert call(app(), "GET", "/readyz").status == 200
     reply = call(app(InMemoryIndex(missing=1)), "GET", "/readyz")
     assert reply.status == 503
-    told = {"ready": False, "index": "library", "version": 3, "coverage": pytest.approx(2 / 3)}
+    readiness = {"ready": False, "index": "library", "version": 3, "coverage": pytest.approx(2 / 3)}
     shards = [(0, 2, "searched", ""), (1, 1, "died", "")]
     assert reply.body == {
-        **told,
+        **readiness,
         "problems": [],
         "freshness": None,
         "shards": [dict(zip(("shard", "passages", "state", "reason"), one)) for one in shards],
@@ -121,11 +121,11 @@ def test_alive_says_so_without_a_search() -> None:
 
 
 def test_missing_passages_are_told_in_the_answer() -> None:
-    asked = {"queries": ["nile"], "min_coverage": 0.3}
-    reply = call(app(InMemoryIndex(missing=2)), "POST", "/v1/search", asked)
-    told = reply.body["coverage"]
-    assert (told["passages_searched"], told["passages_total"], reply.body["exact"]["certified"]) == (1, 3, False)
-    assert told["shards"][1] == {"shard": 1, "passages": 2, "state": "died", "reason": ""}
+    request = {"queries": ["nile"], "min_coverage": 0.3}
+    reply = call(app(InMemoryIndex(missing=2)), "POST", "/v1/search", request)
+    body = reply.body["coverage"]
+    assert (body["passages_searched"], body["passages_total"], reply.body["exact"]["certified"]) == (1, 3, False)
+    assert body["shards"][1] == {"shard": 1, "passages": 2, "state": "died", "reason": ""}
 
 
 def test_too_few_passages_searched_is_an_error_unless_allowed() -> None:

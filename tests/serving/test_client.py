@@ -136,11 +136,11 @@ def test_tokens_are_sent_and_their_refusals_told(address) -> None:
 def test_too_few_passages_searched_is_asked_again_until_the_time_is_over() -> None:
     short = SearchService(InMemoryIndex(missing=1), ServeConfig())
     with running(short) as at, Client(at, token=READ) as client:
-        began = time.monotonic()
+        start_s = time.monotonic()
         with pytest.raises(UnavailableError) as failure:
             client.search(["nile"], timeout_s=1.9)
         assert (failure.value.status, failure.value.code) == (503, "not_covered")
-        assert 1.0 <= time.monotonic() - began < 1.9
+        assert 1.0 <= time.monotonic() - start_s < 1.9
         assert client.search(["nile"], min_coverage=0.5).coverage.passages_searched == 2
         assert not client.ready().ready
 
@@ -237,14 +237,14 @@ def test_no_other_status_is_asked_again(status) -> None:
 def test_retry_after_is_kept_to_and_never_waited_for_beyond_the_time() -> None:
     script = [(503, {"retry-after": "1"}, error("overloaded")), (200, {}, FINE)]
     with closing(ScriptedServer(script)) as server, Client(server.address) as client:
-        began = time.monotonic()
+        start_s = time.monotonic()
         client.search(["nile"], timeout_s=5)
-        assert time.monotonic() - began >= 1
+        assert time.monotonic() - start_s >= 1
     with closing(ScriptedServer([(503, {"retry-after": "30"}, error("overloaded"))])) as server:
         with Client(server.address) as client, pytest.raises(UnavailableError) as refusal:
-            began = time.monotonic()
+            start_s = time.monotonic()
             client.search(["nile"], timeout_s=5)
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - start_s < 1
         assert (refusal.value.code, len(server.asked)) == ("overloaded", 1)
 
 
@@ -273,10 +273,10 @@ def test_where_nobody_listens_is_tried_until_the_time_is_over() -> None:
     server = ScriptedServer([])
     server.close()
     with Client(server.address) as client:
-        began = time.monotonic()
+        start_s = time.monotonic()
         with pytest.raises(UnreachableError, match=r"was not reached|gave no answer"):
             client.ready(timeout_s=0.4)
-        assert 0.1 < time.monotonic() - began < 2
+        assert 0.1 < time.monotonic() - start_s < 2
 
 
 def test_a_server_that_starts_late_is_found() -> None:
@@ -337,8 +337,8 @@ def test_what_is_no_address_is_refused() -> None:
 def test_the_client_imports_without_ray_and_torch() -> None:
     program = "import sys, mvr_ray.client; sys.exit(len({'ray', 'torch', 'transformers'} & set(sys.modules)))"
     root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
 
 
 def test_every_error_of_the_client_is_one_of_the_packages() -> None:

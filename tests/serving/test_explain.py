@@ -5,7 +5,7 @@ from in_memory_index import PASSAGES, SPANS, InMemoryIndex
 
 from mvr_ray.config import ServeConfig
 from mvr_ray.core.encoding.snippets import TITLE
-from mvr_ray.explanation import ExplainedView, Winner, stands_for
+from mvr_ray.explanation import ExplainedView, Winner, describe_view
 from mvr_ray.serving.explain import explain, passages_by_rank
 from mvr_ray.serving.schemas import ExplainRequest, RequestError, SearchRequest, Snippet
 from mvr_ray.serving.service import SearchService
@@ -50,7 +50,7 @@ def test_a_view_of_the_title_stands_for_the_title_in_explanations_hits_and_passa
     monkeypatch.setitem(SPANS, "p2", [TITLE, (0, 14)])
     [passage] = explain_in_memory(questions=["hill"], passages=["p2"]).passages
     assert passage.views[0] == ExplainedView(view=0, kind="title", text="Hills", scores=[1.0])
-    assert stands_for(passage.views[0]) == "title: Hills"
+    assert describe_view(passage.views[0]) == "title: Hills"
     assert passage.views[1].text == "A hill is low."
     service = SearchService(InMemoryIndex(), ServeConfig())
     [[hit]] = service.search(SearchRequest(queries=["hill"], k=1)).results

@@ -53,7 +53,7 @@ def ages(store: Store, version: Manifest, source: Path | None) -> tuple[float, f
     """Ages in hours, and files."""
     monitor = FreshnessMonitor(store, FollowConfig(source=source and str(source)), lambda: version)
     assert monitor.measure() is None
-    monitor.look()
+    monitor.update()
     freshness = monitor.measure()
     assert freshness is not None
     seconds = freshness.oldest_change_s, freshness.newest_passage_s
@@ -94,11 +94,11 @@ def test_a_source_that_cannot_be_listed_leaves_the_last_times_and_metrics_show_t
     write_change(tmp_path, "1.jsonl", hours=5)
     monitor = FreshnessMonitor(store, FollowConfig(source=str(tmp_path / "source")), lambda: version)
     metrics = Metrics()
-    metrics.watch_freshness(monitor)
+    metrics.add_freshness(monitor)
     assert b"\nmvr_ray_oldest_change_seconds" not in metrics.text()
-    monitor.look()
+    monitor.update()
     (tmp_path / "source").rename(tmp_path / "moved")
-    monitor.look()
+    monitor.update()
     values = dict(line.split(" ") for line in metrics.text().decode().splitlines() if not line.startswith("#"))
     assert float(values["mvr_ray_oldest_change_seconds"]) == pytest.approx(5 * 3600, abs=SLACK_S)
     assert float(values["mvr_ray_newest_passage_seconds"]) < SLACK_S

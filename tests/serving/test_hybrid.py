@@ -54,12 +54,12 @@ def test_a_request_has_the_weight_that_it_names_else_the_run_files(lexical_index
 def test_an_explanation_has_both_parts_of_the_score_that_ranks_the_passage(lexical_index, run_over):
     with open_router(run_over(lexical_index), local=True) as router:
         service = SearchService(router, ServeConfig(), hybrid=7.5)
-        found = dict(hits(service.search(SearchRequest(queries=[QUESTION], k=4))))
+        score_of = dict(hits(service.search(SearchRequest(queries=[QUESTION], k=4))))
         explanation = service.explain(ExplainRequest(questions=[QUESTION], k=4))
-        assert explanation.hybrid == 7.5 and [passage.id for passage in explanation.passages] == list(found)
+        assert explanation.hybrid == 7.5 and [passage.id for passage in explanation.passages] == list(score_of)
         for passage in explanation.passages:
             [winner] = passage.winners
-            assert winner.total == found[passage.id] and winner.lexical is not None
+            assert winner.total == score_of[passage.id] and winner.lexical is not None
             assert winner.total == pytest.approx(winner.lexical + 7.5 * winner.score, rel=1e-6)
         ranks = service.explain(ExplainRequest(questions=[QUESTION], k=4, hybrid="rrf"))
         own = dict(hits(service.search(SearchRequest(queries=[QUESTION], k=4, hybrid="rrf"))))

@@ -74,8 +74,9 @@ def test_only_an_admin_token_rolls_back(tmp_path) -> None:
     ):
         assert (refused.status, refused.body["error"]["code"]) == (403, "admin_needed")
     assert [one.version for one in catalog.all()] == [1, 2]
-    done = call(guarded, "POST", "/v1/versions/1/rollback", token=ADMIN)
-    assert (done.status, done.body["version"], done.body["operation"], done.body["live"]) == (200, 3, "rollback", True)
+    reply = call(guarded, "POST", "/v1/versions/1/rollback", token=ADMIN)
+    fields = [reply.body[name] for name in ("version", "operation", "live")]
+    assert (reply.status, *fields) == (200, 3, "rollback", True)
 
 
 def test_only_the_newest_version_is_promoted_and_only_by_an_admin(tmp_path) -> None:
@@ -177,21 +178,21 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
 
 @pytest.mark.chaos("flood over HTTP, 10x", "503 with Retry-After at the bound; what was let in is answered")
 def test_no_more_than_max_waiting_are_let_in_and_the_others_hear_it_at_once(record_property) -> None:
-    slow, places, num_asked = InMemoryIndex(), 3, 30
+    slow, places, num_tasks = InMemoryIndex(), 3, 30
     slow.gate.clear()
     guarded = app(slow, max_waiting=places, max_running=1, timeout_ms=5000)
 
     async def flood() -> tuple[list, list]:
-        asked = [asyncio.create_task(ask(guarded, "POST", "/v1/search", NILE)) for _ in range(num_asked)]
+        tasks = [asyncio.create_task(ask(guarded, "POST", "/v1/search", NILE)) for _ in range(num_tasks)]
         refused = []
-        for done in asyncio.as_completed(asked):
-            refused.append(await done)
-            if len(refused) == num_asked - places:
+        for reply in asyncio.as_completed(tasks):
+            refused.append(await reply)
+            if len(refused) == num_tasks - places:
                 break
         health = await ask(guarded, "GET", "/livez")
         assert health.status == 200
         slow.gate.set()
-        return refused, [one for one in await asyncio.gather(*asked) if one.status != 503]
+        return refused, [one for one in await asyncio.gather(*tasks) if one.status != 503]
 
     refused, answered = asyncio.run(flood())
     assert {(one.status, one.body["error"]["code"]) for one in refused} == {(503, "overloaded")}
@@ -200,7 +201,7 @@ def test_no_more_than_max_waiting_are_let_in_and_the_others_hear_it_at_once(reco
     assert [one.status for one in answered] == [200] * places
     assert {row[0]["id"] for one in answered for row in one.body["results"]} == {"p1"}
     assert call(guarded, "POST", "/v1/search", NILE).status == 200
-    figures = f"{num_asked} asked, {len(refused)} refused with Retry-After {max(retries_s)} s, {len(answered)} answered"
+    figures = f"{num_tasks} asked, {len(refused)} refused with Retry-After {max(retries_s)} s, {len(answered)} answered"
     record_property("figures", figures)
 
 
@@ -226,11 +227,11 @@ def test_a_place_is_free_again_when_the_work_has_ended_not_when_the_answer_was_l
 def test_what_waited_past_its_time_is_never_begun() -> None:
     slow = InMemoryIndex()
     slow.gate.clear()
-    begun: list[list[str]] = []
+    searches: list[list[str]] = []
     slow_search = slow.search_text
 
     def search_and_count(texts, k, **options):
-        begun.append(texts)
+        searches.append(texts)
         return slow_search(texts, k, **options)
 
     slow.search_text = search_and_count
@@ -238,7 +239,7 @@ def test_what_waited_past_its_time_is_never_begun() -> None:
 
     async def story() -> list[int]:
         first = asyncio.create_task(ask(guarded, "POST", "/v1/search", NILE))
-        while not begun:
+        while not searches:
             await asyncio.sleep(0.001)
         hurried = [(b"x-timeout-ms", b"40")]
         late = await asyncio.gather(*(ask(guarded, "POST", "/v1/search", NILE, headers=hurried) for _ in range(4)))
@@ -246,7 +247,7 @@ def test_what_waited_past_its_time_is_never_begun() -> None:
         return [one.status for one in (await first, *late)]
 
     assert asyncio.run(story()) == [200, 504, 504, 504, 504]
-    assert len(begun) == 1
+    assert len(searches) == 1
 
 
 def test_the_sender_may_ask_for_less_time() -> None:
@@ -305,9 +306,9 @@ def test_a_body_of_another_kind_is_not_read_as_json() -> None:
 
 
 def test_a_request_has_an_id_its_own_where_it_is_a_plain_word() -> None:
-    for given, kept in ((b"job-7.a_b", True), (b"a b", False), (b"x" * 65, False), (b"\xff", False)):
-        answer_id = call(app(), "GET", "/livez", headers=[(b"x-request-id", given)]).headers["x-request-id"]
-        assert (answer_id.encode("latin-1") == given) is kept
+    for request_id, is_valid in ((b"job-7.a_b", True), (b"a b", False), (b"x" * 65, False), (b"\xff", False)):
+        answer_id = call(app(), "GET", "/livez", headers=[(b"x-request-id", request_id)]).headers["x-request-id"]
+        assert (answer_id.encode("latin-1") == request_id) is is_valid
     assert (
         call(app(), "GET", "/nowhere").headers["x-request-id"] != call(app(), "GET", "/nowhere").headers["x-request-id"]
     )

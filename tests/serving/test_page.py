@@ -33,10 +33,10 @@ class Versions:
     """Version 3 is live; version 2 was before the refinement that made it."""
 
     def all(self) -> list[VersionInfo]:
-        told = {"created": "2026-11-21", "passages": 3, "vectors": 5, "shards": 2, "encoder": "made/f", "content": "c"}
+        info = {"created": "2026-11-21", "passages": 3, "vectors": 5, "shards": 2, "encoder": "made/f", "content": "c"}
         return [
-            VersionInfo(version=2, parent=1, operation="index", live=False, **told),
-            VersionInfo(version=3, parent=2, operation="refine", live=True, **told),
+            VersionInfo(version=2, parent=1, operation="index", live=False, **info),
+            VersionInfo(version=3, parent=2, operation="refine", live=True, **info),
         ]
 
 
@@ -163,8 +163,8 @@ def test_a_question_is_asked_with_the_keyboard_and_its_snippet_is_marked(tab):
         tab.locator(".views button").first.focus()
         tab.keyboard.press("Enter")
         tab.wait_for_selector("table")
-        told = [row.inner_text().split() for row in tab.locator("tbody tr").all()]
-        assert told[0][:3] == ["0", "(best)", "1.0000"] and told[1][:2] == ["1", "0.0000"]
+        cells = [row.inner_text().split() for row in tab.locator("tbody tr").all()]
+        assert cells[0][:3] == ["0", "(best)", "1.0000"] and cells[1][:2] == ["1", "0.0000"]
         button = tab.locator(".views button").first
         assert button.get_attribute("aria-expanded") == "true"
         button.click()
@@ -205,14 +205,14 @@ def test_the_page_greets_with_examples_that_are_searched_for_at_a_click(tab):
 def test_the_page_of_routes_shows_all_of_them_and_sends_requests_without_anything_from_elsewhere(tab):
     tokens = read_tokens(None, {"MVR_RAY_READ_TOKEN": "read-" + "a" * 32})
     with serve(VersionIndex(3), tokens) as address:
-        asked = []
-        tab.on("request", lambda request: asked.append(request.url))
+        urls = []
+        tab.on("request", lambda request: urls.append(request.url))
         tab.goto(f"{address}docs")
         tab.fill("#token", "read-" + "a" * 32)
         tab.keyboard.press("Enter")
         tab.wait_for_selector("#routes details")
-        shown = tab.locator("#routes summary code").all_inner_texts()
-        assert {"POST /v1/search", "POST /v1/embeddings", "GET /v1/versions/{n}", "GET /readyz"} <= set(shown)
+        titles = tab.locator("#routes summary code").all_inner_texts()
+        assert {"POST /v1/search", "POST /v1/embeddings", "GET /v1/versions/{n}", "GET /readyz"} <= set(titles)
         search = tab.locator("#routes details", has_text="POST /v1/search").first
         search.locator("summary").click()
         assert "Distinct passages a query." in search.inner_text() and "integer from 1 to 1000" in search.inner_text()
@@ -220,7 +220,7 @@ def test_the_page_of_routes_shows_all_of_them_and_sends_requests_without_anythin
         search.locator("button").click()
         search.locator("pre", has_text='"id": "p1"').wait_for()
         assert search.locator("pre").inner_text().startswith("200\n")
-        assert all(url.startswith((address, "data:")) for url in asked)
+        assert all(url.startswith((address, "data:")) for url in urls)
         assert all("401" in line for line in tab.wrong), "the first look at openapi.json alone is refused"
 
 
@@ -248,7 +248,7 @@ def test_passages_that_were_not_searched_are_told_by_badge_and_shard(tab):
         assert tab.locator(".badge").inner_text() == "partial: 1 of 3 passages"
         assert tab.locator("#shards li").first.is_visible()
         assert tab.locator("#shards li").all_inner_texts() == ["0: searched, 1", "1: died, 2"]
-        assert tab.locator("#shards-told").inner_text() == "1 of 2 shards are not searched"
+        assert tab.locator("#shards-summary").inner_text() == "1 of 2 shards are not searched"
 
 
 @pytest.mark.parametrize(

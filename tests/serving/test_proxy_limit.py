@@ -49,7 +49,9 @@ def test_requests_beyond_the_bound_are_refused_at_once_in_the_shape_of_errors_an
     assert [one.status for one in (*answers, *after)] == [200] * 7
     assert json.loads(answers[0].body) == {"own": 1} and answers[0].headers["x-own"] == "kept"
     assert (refusal.status, refusal.headers["retry-after"]) == (503, "1")
-    assert refusal.body["error"]["code"] == "overloaded" and "2 requests are here" in refusal.body["error"]["message"]
+    assert (
+        refusal.body["error"]["code"] == "overloaded" and "2 requests are in flight" in refusal.body["error"]["message"]
+    )
     assert len(replica.came) == 7
 
 
@@ -72,13 +74,13 @@ def test_a_request_whose_answer_has_gone_keeps_nobody_out_and_one_that_has_more_
         await more.wait()
         counts.append((await ask(limited_app, "POST", "/v1/search")).status)
         end.set()
-        while limited_app.admission.inside:
+        while limited_app.admission.in_flight:
             await asyncio.sleep(0)
         second = asyncio.create_task(ask(limited_app, "POST", "/v1/search"))
-        while not (first.done() or second.done()) and limited_app.admission.inside:
+        while not (first.done() or second.done()) and limited_app.admission.in_flight:
             await asyncio.sleep(0)
         over.set()
-        counts += [(await first).status, (await second).status, limited_app.admission.inside]
+        counts += [(await first).status, (await second).status, limited_app.admission.in_flight]
         return counts
 
     assert asyncio.run(asyncio.wait_for(story(), 30)) == [503, 200, 200, 0]
@@ -138,9 +140,9 @@ def test_a_replica_that_hangs_is_answered_for_when_the_time_of_the_request_is_ov
     limited_app = limiter(app, max_waiting=1, timeout_s=0.08)
     headers = [(b"x-timeout-ms", str(header_ms).encode())] if header_ms else []
     for _ in range(2):
-        began = time.monotonic()
+        start_s = time.monotonic()
         reply = call(limited_app, "POST", path, headers=[*headers, (b"x-request-id", b"r1")])
-        assert allowed_ms / 1000 <= time.monotonic() - began < 5
+        assert allowed_ms / 1000 <= time.monotonic() - start_s < 5
         assert (reply.status, reply.body["error"]["code"], reply.headers["x-request-id"]) == (504, "timeout", "r1")
         assert reply.body["error"]["message"] == f"no answer within {allowed_ms} ms"
 

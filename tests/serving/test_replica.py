@@ -5,7 +5,7 @@ import pytest
 from mvr_ray.client import Client, RefusedError
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError
-from mvr_ray.serving.replica import validated_tokens
+from mvr_ray.serving.replica import load_tokens
 
 READ = "read-" + "r" * 20
 
@@ -22,23 +22,23 @@ def run(**serve) -> RunConfig:
 
 def test_a_host_that_others_reach_is_not_deployed_without_tokens(monkeypatch) -> None:
     with pytest.raises(ConfigError, match=r"serve\.host 0\.0\.0\.0 .* no token"):
-        validated_tokens(run(host="0.0.0.0"))
+        load_tokens(run(host="0.0.0.0"))
     monkeypatch.setenv("MVR_RAY_READ_TOKEN", READ)
-    assert validated_tokens(run(host="0.0.0.0")).role(READ.encode()) == "read"
+    assert load_tokens(run(host="0.0.0.0")).role(READ.encode()) == "read"
 
 
 def test_an_empty_file_of_tokens_does_not_open_the_door(tmp_path) -> None:
     file = tmp_path / "tokens"
     file.write_text("# none yet\n")
     with pytest.raises(ConfigError, match="no token"):
-        validated_tokens(run(host="10.1.2.3", tokens_file=str(file)))
+        load_tokens(run(host="10.1.2.3", tokens_file=str(file)))
 
 
 def test_on_the_loopback_tokens_are_taken_where_there_are_any(tmp_path) -> None:
-    assert not validated_tokens(run())
+    assert not load_tokens(run())
     file = tmp_path / "tokens"
     file.write_text(f"read {READ}\n")
-    assert validated_tokens(run(tokens_file=str(file)))
+    assert load_tokens(run(tokens_file=str(file)))
 
 
 @pytest.mark.data
@@ -66,9 +66,9 @@ def test_a_version_that_is_published_is_answered_from_and_the_one_before_it_by_n
         before = client.search(["What was the oil crisis?"], k=5, timeout_s=60)
         assert client.rollback(1).version == 2 == client.versions().serving
         after = client.search(["What was the oil crisis?"], k=5, timeout_s=60)
-        named = client.search(["What was the oil crisis?"], k=5, version=1, timeout_s=60)
-        assert [one.version for one in (before, after, named)] == [1, 2, 1]
-        assert before.results == after.results == named.results
+        first_answer = client.search(["What was the oil crisis?"], k=5, version=1, timeout_s=60)
+        assert [one.version for one in (before, after, first_answer)] == [1, 2, 1]
+        assert before.results == after.results == first_answer.results
         assert client.explain(["What was the oil crisis?"], k=1, version=1, timeout_s=60).version == 1
         assert client.promote(2).version == 2
         with pytest.raises(RefusedError, match="unknown_version"):

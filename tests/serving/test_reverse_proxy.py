@@ -83,8 +83,8 @@ def test_a_body_where_none_belongs_or_without_a_token_is_refused_before_it_is_re
         wrong = SEARCH + b"Authorization: Bearer " + READ[:-1].encode() + b"\r\n"
         assert send(port(proxy), chunked_body(wrong, 30)) == RawReply(401, "wrong_token")
         assert memory_bytes(proxy.process_id) < 200_000_000
-        known = SEARCH + b"authorization: bearer  " + READ.encode() + b"\r\n"
-        assert send(port(proxy), chunked_body(known, 1)) == RawReply(422, "not_json")
+        authorized = SEARCH + b"authorization: bearer  " + READ.encode() + b"\r\n"
+        assert send(port(proxy), chunked_body(authorized, 1)) == RawReply(422, "not_json")
         with client(proxy, token=READ) as user:
             assert user.search(["nile"], k=1).results
 
@@ -110,7 +110,7 @@ def test_haproxy_that_was_killed_runs_again_and_who_came_meanwhile_is_answered()
         os.waitid(os.P_PID, proxy.process_id, os.WEXITED | os.WNOWAIT)
         with socket.create_connection(("127.0.0.1", port(proxy)), timeout=30) as raw:
             raw.sendall(GET + b"\r\n")
-            proxy.watch()
+            proxy.restart_if_ended()
             assert read_reply(raw).status == 200
 
 
@@ -158,9 +158,9 @@ def test_a_port_that_is_taken_is_an_error_before_anything_starts() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        taken = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"serve\.port {taken} cannot be listened at"):
-            ReverseProxy(ServeConfig(port=taken), TokenStore())
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"serve\.port {port} cannot be listened at"):
+            ReverseProxy(ServeConfig(port=port), TokenStore())
 
 
 def test_a_machine_without_haproxy_is_told_what_to_install(monkeypatch) -> None:

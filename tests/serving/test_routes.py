@@ -84,9 +84,9 @@ def test_versions_tell_what_is_published_live_and_served(tmp_path) -> None:
 
 def test_one_version_tells_how_it_was_made(tmp_path) -> None:
     catalog = version_catalog(tmp_path)
-    told = get(app(catalog=catalog), "/v1/versions/1").body
-    assert (told["version"], told["live"], told["vectors"], told["index_params"]) == (1, False, 5, {"kind": "flat"})
-    assert told["shard_list"][0]["bytes"] == len(b"vectors of version 1")
+    info = get(app(catalog=catalog), "/v1/versions/1").body
+    assert (info["version"], info["live"], info["vectors"], info["index_params"]) == (1, False, 5, {"kind": "flat"})
+    assert info["shard_list"][0]["bytes"] == len(b"vectors of version 1")
 
 
 @pytest.mark.parametrize("number", ["0", "3", "-1", "9" * 100])
@@ -116,9 +116,9 @@ def test_a_roll_back_publishes_the_old_content_and_changes_no_version(tmp_path) 
     server_app = app(catalog=catalog)
     before = [one.content for one in catalog.all()]
     assert call(server_app, "POST", "/v1/versions/1/rollback", token=ADMIN).body["version"] == 3
-    told = get(server_app, "/v1/versions").body
-    assert told["live"] == 3
-    assert [one["content"] for one in told["versions"]] == [*before, before[0]]
+    listing = get(server_app, "/v1/versions").body
+    assert listing["live"] == 3
+    assert [one["content"] for one in listing["versions"]] == [*before, before[0]]
 
 
 def test_of_two_publishers_the_second_is_told_of_the_conflict(tmp_path, monkeypatch) -> None:
@@ -227,17 +227,17 @@ def test_requests_answers_and_stages_are_counted() -> None:
 
 
 def test_the_description_names_every_route_its_bodies_limits_and_token() -> None:
-    told = get(app(max_k=77), "/openapi.json").body
-    assert told["paths"].keys() >= {
+    openapi = get(app(max_k=77), "/openapi.json").body
+    assert openapi["paths"].keys() >= {
         "/v1/search",
         "/v1/explain",
         "/v1/passages/{id}",
         "/v1/versions/{n}/rollback",
         "/metrics",
     }
-    assert told["components"]["schemas"]["SearchRequest"]["properties"]["k"]["maximum"] == 77
-    assert told["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
-    for path, methods in told["paths"].items():
+    assert openapi["components"]["schemas"]["SearchRequest"]["properties"]["k"]["maximum"] == 77
+    assert openapi["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
+    for path, methods in openapi["paths"].items():
         for method in methods.values():
             assert method["description"] and all(status in method["responses"] for status in ("200", "413")), path
 

@@ -57,8 +57,8 @@ def test_no_request_made_from_the_description_breaks_the_server_or_gets_what_is_
             command += ["--exclude-checks", "positive_data_acceptance", "--max-examples", EXAMPLES, "--seed", "1"]
             command += ["--continue-on-failure", "--request-timeout", "30", "--suppress-health-check", "all"]
             clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-            done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, check=False)
-        told = done.stdout + done.stderr
-        assert done.returncode == 0, told
-        assert "13 selected / 13 total" in told and "Tested: 13" in told, told
+            process = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True, check=False)
+        output = process.stdout + process.stderr
+        assert process.returncode == 0, output
+        assert "13 selected / 13 total" in output and "Tested: 13" in output, output
         assert service.readiness().ready

@@ -106,18 +106,18 @@ def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_wor
     small_index, run_over, proxy_waiting, serve_turn, tmp_path
 ):
     port = free_port()
-    with command(run_over(small_index, serve={"port": port}), tmp_path) as (server, said):
+    with command(run_over(small_index, serve={"port": port}), tmp_path) as (server, output):
         address = f"http://127.0.0.1:{port}"
         with Client(address, token=ADMIN, timeout_s=60) as client:
             answer = client.search(["What was the oil crisis?"], k=2)
             assert client.passage(answer.results[0][0].id).text == answer.results[0][0].text
             assert client.versions().serving == 1 and client.ready().ready
         processes = serving_processes()
-        began = births(log_lines(processes))
-        born = Counter(line.split(":")[0] for line in began.elements())
+        first_births = births(log_lines(processes))
+        born = Counter(line.split(":")[0] for line in first_births.elements())
         assert born["replica started"] == 1 <= born["searcher started"]
         assert {case: turned_away(port, case) for case in BAD} == {case: answer for case, (*_, answer) in BAD.items()}
-        told = asked_at_once(address, 4 * proxy_waiting)
+        replies = asked_at_once(address, 4 * proxy_waiting)
         with Client(address, timeout_s=60) as stranger, pytest.raises(RefusedError, match="no_token"):
             stranger.search(["What was the oil crisis?"])
         authorized = SEARCH_HEADERS + f"Authorization: Bearer {ADMIN}\r\n".encode()
@@ -126,7 +126,7 @@ def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_wor
             assert client.search(["What was the oil crisis?"], k=2).results == answer.results and client.ready().ready
         assert serving_processes() == processes
         lines = log_lines(processes)
-        assert births(lines) == began, "bad input has ended a replica or a searcher"
+        assert births(lines) == first_births, "bad input has ended a replica or a searcher"
         by_request = {line["request"]: line for line in lines if line["message"].startswith("request: ")}
         line = by_request["bad-unknown-version"]
         assert (line["level"], line["logger"]) == ("INFO", "mvr_ray.serving.middleware")
@@ -142,15 +142,15 @@ def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_wor
             assert client.ready().ready
         server.send_signal(signal.SIGINT)
         for line in server.stderr:
-            said.append(line)
+            output.append(line)
             if line == "stopping\n":
                 server.send_signal(signal.SIGINT)
-    assert server.returncode == 0, "".join(said)
-    refused = f"503 {proxy_waiting} requests are here already 1"  # by the proxy; the replica would take more
-    assert set(told) == {"200", refused} and told.count("200") >= proxy_waiting
+    assert server.returncode == 0, "".join(output)
+    refused = f"503 {proxy_waiting} requests are in flight already 1"  # by the proxy; the replica would take more
+    assert set(replies) == {"200", refused} and replies.count("200") >= proxy_waiting
     assert len(answer.results[0]) == 2 and answer.exact.certified and answer.coverage.share == 1
-    assert not any(ADMIN in line for line in said)
-    assert "stopping\n" in said and not any("Traceback" in line for line in said)
+    assert not any(ADMIN in line for line in output)
+    assert "stopping\n" in output and not any("Traceback" in line for line in output)
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
 
@@ -158,12 +158,12 @@ def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_wor
 def timed_search(address: str, timeout_ms: int) -> tuple[str, float]:
     """Status and code of the answer to one search, and the seconds until it came."""
     headers = {"content-type": "application/json", "authorization": f"Bearer {ADMIN}", "x-timeout-ms": str(timeout_ms)}
-    request, began = urllib.request.Request(f"{address}/v1/search", QUERY + b"}", headers), time.monotonic()
+    request, start_s = urllib.request.Request(f"{address}/v1/search", QUERY + b"}", headers), time.monotonic()
     try:
         with urllib.request.urlopen(request, timeout=60) as reply:
-            return f"{reply.status}", time.monotonic() - began
+            return f"{reply.status}", time.monotonic() - start_s
     except urllib.error.HTTPError as error:
-        return f"{error.code} {json.loads(error.read())['error']['code']}", time.monotonic() - began
+        return f"{error.code} {json.loads(error.read())['error']['code']}", time.monotonic() - start_s
 
 
 @pytest.mark.slow

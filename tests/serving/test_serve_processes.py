@@ -55,8 +55,8 @@ def server(small_index, run_over, serve_turn, tmp_path_factory) -> Iterator[Serv
     with command(run_over(small_index, serve=settings), tmp_path_factory.mktemp("served")) as (process, _):
         yield Server(port, process.pid)
         process.send_signal(signal.SIGINT)
-        said = process.stderr.read()
-    assert process.returncode == 0 and "Traceback" not in said
+        errors = process.stderr.read()
+    assert process.returncode == 0 and "Traceback" not in errors
 
 
 def processes(kind: str) -> list[int]:
@@ -100,16 +100,16 @@ def search_once(port: int) -> TimedReply:
         "authorization": f"Bearer {ADMIN}",
         "x-timeout-ms": str(TIMEOUT_MS),
     }
-    connection, began = http.client.HTTPConnection("127.0.0.1", port, timeout=60), time.monotonic()
+    connection, start_s = http.client.HTTPConnection("127.0.0.1", port, timeout=60), time.monotonic()
     try:
         connection.request("POST", "/v1/search", QUERY, headers)
         reply = connection.getresponse()
         body = json.loads(reply.read())
     except OSError as error:
-        return TimedReply(type(error).__name__, (), time.monotonic() - began)
+        return TimedReply(type(error).__name__, (), time.monotonic() - start_s)
     finally:
         connection.close()
-    took_s = time.monotonic() - began
+    took_s = time.monotonic() - start_s
     if reply.status != 200:
         return TimedReply(f"{reply.status} {body['error']['code']}", (), took_s)
     return TimedReply("200", tuple(hit["id"] for hit in body["results"][0]), took_s)
@@ -138,18 +138,18 @@ def load(port: int, threads: int = 3) -> Iterator[list[TimedReply]]:
 
 def wait_for(condition: Callable[[], bool], within_s: float) -> float:
     """Seconds until it held."""
-    began = time.monotonic()
+    start_s = time.monotonic()
     while not condition():
-        assert time.monotonic() - began < within_s, "it did not come to hold in time"
+        assert time.monotonic() - start_s < within_s, "it did not come to hold in time"
         threading.Event().wait(0.05)
-    return time.monotonic() - began
+    return time.monotonic() - start_s
 
 
 def exchange(port: int, method: str, path: str, body: bytes | None = None, **headers: str) -> str:
     """Status and error code of one request with the admin token."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    own = {"authorization": f"Bearer {ADMIN}", "content-type": "application/json"} | named
+    header_names = {name.replace("_", "-"): value for name, value in headers.items()}
+    own = {"authorization": f"Bearer {ADMIN}", "content-type": "application/json"} | header_names
     try:
         connection.request(method, path, body, own)
         reply = connection.getresponse()

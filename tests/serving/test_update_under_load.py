@@ -86,9 +86,9 @@ def run(run_over, tmp_path: Path, data_dir: Path) -> RunConfig:
 def command(run: RunConfig, folder: Path, *words: str) -> None:
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(run.model_dump(mode="json")))
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as end:
         main([words[0], str(file), *words[1:]])
-    assert not ended.value.code
+    assert not end.value.code
 
 
 @pytest.mark.chaos(
@@ -102,17 +102,16 @@ def test_no_answer_is_wrong_while_the_second_half_of_a_dump_arrives_as_an_update
     command(run, tmp_path, "prepare")
     command(run, tmp_path, "index")
     passages = list(Corpus.open(store, "corpus"))
-    chosen = np.random.default_rng(0).choice(len(passages), 200, replace=False)
-    questions = [" ".join(passages[row].text.split()[10:22]) for row in chosen]
+    sample = np.random.default_rng(0).choice(len(passages), 200, replace=False)
+    questions = [" ".join(passages[row].text.split()[10:22]) for row in sample]
     answers: list[tuple[int, SearchResponse]] = []
     enough, is_published = threading.Event(), threading.Event()
 
     def ask(number: int, client: Client) -> None:
         """Until the last version has answered, and enough was asked."""
-        asked = number
         while len(answers) < AT_LEAST or not is_published.is_set() or answers[-1][1].version < 3:
-            answers.append((asked % len(questions), client.search([questions[asked % len(questions)]], K)))
-            asked += THREADS
+            answers.append((number % len(questions), client.search([questions[number % len(questions)]], K)))
+            number += THREADS
             if len(answers) >= BEFORE:
                 enough.set()
 

@@ -69,11 +69,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         key, _ = self._key_and_query()
-        found = self.objects.get(key)
+        stored_object = self.objects.get(key)
         if "/" not in key:
             self._answer(200)
-        elif found:
-            self._answer(200, found.data, item=found)
+        elif stored_object:
+            self._answer(200, stored_object.data, item=stored_object)
         else:
             self._answer(404)
 
@@ -81,12 +81,12 @@ class Handler(BaseHTTPRequestHandler):
         key, query = self._key_and_query()
         if "/" not in key:
             self._answer(200, self._listing(key, query).encode())
-        elif found := self.objects.get(key):
-            low, high = 0, len(found.data)
-            if wanted := self.headers.get("Range"):
-                first, _, last = wanted.removeprefix("bytes=").partition("-")
+        elif stored_object := self.objects.get(key):
+            low, high = 0, len(stored_object.data)
+            if byte_range := self.headers.get("Range"):
+                first, _, last = byte_range.removeprefix("bytes=").partition("-")
                 low, high = int(first), min(int(last) + 1, high) if last else high
-            self._answer(206 if wanted else 200, found.data[low:high], item=found)
+            self._answer(206 if byte_range else 200, stored_object.data[low:high], item=stored_object)
         else:
             self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
 
@@ -111,8 +111,8 @@ class Handler(BaseHTTPRequestHandler):
             elif "partNumber" in query:
                 self.uploads[query["uploadId"]][int(query["partNumber"])] = data
             elif source := self.headers.get("x-amz-copy-source"):
-                if found := self.objects.get(unquote(source).lstrip("/")):
-                    self.objects[key] = StoredObject(found.data, datetime.now(UTC))
+                if stored_object := self.objects.get(unquote(source).lstrip("/")):
+                    self.objects[key] = StoredObject(stored_object.data, datetime.now(UTC))
                 else:
                     status = 404
             elif "/" in key and fault != "broken":
@@ -219,8 +219,8 @@ class Handler(BaseHTTPRequestHandler):
             key = name.removeprefix(f"{bucket}/")
             if not name.startswith(f"{bucket}/") or not key.startswith(prefix):
                 continue
-            head, found, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
-            if found:
+            head, has_delimiter, _ = key[len(prefix) :].partition(delimiter) if delimiter else (key, "", "")
+            if has_delimiter:
                 folders.add(prefix + head + delimiter)
             else:
                 contents.append(

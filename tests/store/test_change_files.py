@@ -186,9 +186,9 @@ def test_a_batch_is_due_by_bytes_or_by_age_of_files_that_are_whole(case: str):
 
 
 def test_a_backlog_is_what_comes_after_the_last_name_and_what_came_too_late():
-    done = [ChangeFile("b", 10, 0, ""), ChangeFile("d", 10, 0, "")]
+    prior = [ChangeFile("b", 10, 0, ""), ChangeFile("d", 10, 0, "")]
     files = list(map(file_named, "abcdef"))
-    assert Backlog.of(files, done) == ([file_named("e"), file_named("f")], [file_named("a"), file_named("c")])
+    assert Backlog.of(files, prior) == ([file_named("e"), file_named("f")], [file_named("a"), file_named("c")])
     assert Backlog.of(files, []) == (files, [])
 
 

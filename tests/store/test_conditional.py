@@ -107,9 +107,9 @@ def test_a_publisher_of_equal_content_in_the_same_second_is_not_taken_for_onesel
                 return None
 
         with ThreadPoolExecutor(2) as pool:
-            won = [made for made in pool.map(publish, range(2)) if made]
-        assert len(won) == 1
-        assert manifest.read(store, "i") == won[0]
+            winners = [version for version in pool.map(publish, range(2)) if version]
+        assert len(winners) == 1
+        assert manifest.read(store, "i") == winners[0]
 
 
 @pytest.mark.parametrize("kind", ["broken", "503", "409"])
@@ -138,12 +138,12 @@ def test_two_publishers_over_and_over_one_wins_each_number(serve: Serve, s3_serv
     with serve() as (store, script):
         described, start = draft(store, tmp_path / "made"), threading.Barrier(2)
         stores = [Store(store.root), Store(store.root)]
-        won: list[list[Manifest]] = []
+        winners: list[list[Manifest]] = []
 
-        def publish(own: Store, parent: int, who: int) -> Manifest | None:
+        def publish(own: Store, parent: int, number: int) -> Manifest | None:
             start.wait()
             try:
-                return manifest.publish(own, replace(described, parent=parent, config_digest=str(who)))
+                return manifest.publish(own, replace(described, parent=parent, config_digest=str(number)))
             except PublishConflictError:
                 return None
 
@@ -152,12 +152,12 @@ def test_two_publishers_over_and_over_one_wins_each_number(serve: Serve, s3_serv
                 if rng.random() < 1 / 3:
                     kind = rng.choice(["lost", "broken", "503", "409"])
                     script.faults.append(s3_server.Fault(f"versions/{parent + 1}.json", kind))
-                tried = pool.map(publish, stores, [parent] * 2, range(2))
-                won.append([made for made in tried if made])
-        assert [len(made) for made in won] == [1] * 40
+                versions = pool.map(publish, stores, [parent] * 2, range(2))
+                winners.append([version for version in versions if version])
+        assert [len(version) for version in winners] == [1] * 40
         assert manifest.list_versions(store, "i") == list(range(1, 41))
-        assert [manifest.read(store, "i", n) for n in range(1, 41)] == [made[0] for made in won]
-        assert {made[0].config_digest for made in won} == {"0", "1"}
+        assert [manifest.read(store, "i", n) for n in range(1, 41)] == [version[0] for version in winners]
+        assert {version[0].config_digest for version in winners} == {"0", "1"}
         created = [key for key, status in script.answered if status == 200 and key.endswith(".json")]
         assert len(created) == len(set(created))
 

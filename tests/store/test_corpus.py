@@ -88,10 +88,10 @@ def edited_part(base: tuple[Path, dict[str, Passage]], folder: Path, layers: Seq
             if how != "gone":
                 text = f"new in {len(files)}"
                 upserts[name] = before._replace(**({"text": text} if how == "new" else {"fields": (("n", -1),)}))
-        gone = sorted({f"{number:05d}" for number in edits} & set(now) - set(upserts))
-        now = {name: own for name, own in sorted((now | upserts).items()) if name not in gone}
+        deletions = sorted({f"{number:05d}" for number in edits} & set(now) - set(upserts))
+        now = {name: own for name, own in sorted((now | upserts).items()) if name not in deletions}
         files.append(folder / f"{folder.name}-changes-{len(files)}")
-        write_part_changes(files[-1], [upserts[name] for name in sorted(upserts)], gone, {"n": "int"})
+        write_part_changes(files[-1], [upserts[name] for name in sorted(upserts)], deletions, {"n": "int"})
     if whole:
         write_passages(folder / "whole", now.values(), {"n": "int"})
         return CorpusPart(folder / "whole", fields={"n": "int"}), now
@@ -117,19 +117,19 @@ def test_a_part_with_changes_reads_as_if_written_whole_and_its_difference_is_tol
     layers = [edits, later] if way == "over" else [later]
     after, others = edited_part(base_part, folder if way == "over" else folder / "after", layers, way == "whole")
     assert after.passages() == list(others.values())
-    told = difference(before, after)
+    report = difference(before, after)
     contents = {name: passage[1:3] for name, passage in passages.items()}
-    assert told.changed_rows == [
+    assert report.changed_rows == [
         row for row, passage in enumerate(others.values()) if contents.get(passage.id) != passage[1:3]
     ]
-    assert told.deleted_ids == [name for name in passages if name not in others]
+    assert report.deleted_ids == [name for name in passages if name not in others]
     lost = {*contents.values()} - {passage[1:3] for passage in others.values()}
-    sought = lost | {passage[1:3] for passage in others.values()} - {*contents.values()}
+    queries = lost | {passage[1:3] for passage in others.values()} - {*contents.values()}
     lacking: set[str] = set()
-    find_contents(before, sought - lost, lacking)
-    for found in (find_contents(after, sought - lost, lacking), find_contents(after, sought, set())):
-        assert found.keys() == sought - lost
-        assert all(others[name][1:3] == content for content, name in found.items())
+    find_contents(before, queries - lost, lacking)
+    for names in (find_contents(after, queries - lost, lacking), find_contents(after, queries, set())):
+        assert names.keys() == queries - lost
+        assert all(others[name][1:3] == content for content, name in names.items())
 
 
 @st.composite

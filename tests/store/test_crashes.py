@@ -97,27 +97,27 @@ def require_whole(store: Store, first: Manifest, folder: Path) -> bool:
 def test_a_publisher_killed_at_any_call_leaves_a_whole_live_version(tmp_path: Path, record_property):
     before = Store(tmp_path / "before")
     first = manifest.publish(before, replace(FIRST, shards=(add(before, tmp_path / "made"),)))
-    lived: list[bool] = []
+    outcomes: list[bool] = []
     for at in itertools.count(1):
         root = shutil.copytree(before.root, tmp_path / f"killed at {at}")
         store = Store(root)
         with publisher(store, finish_shard(tmp_path / f"new {at}", b"changed"), at) as process:
-            said, told = process.communicate()
+            output, errors = process.communicate()
         if process.returncode == 0:
             break
-        assert process.returncode == -signal.SIGKILL, told
+        assert process.returncode == -signal.SIGKILL, errors
         for digest in store.list(paths.shards_dir("i")):
             assert sorted(file.name for file in (root / paths.shard_dir("i", digest)).iterdir()) == sorted(
                 [paths.EMBEDDINGS, "index.bin", paths.SHARD_JSON]
             )
         again = finish_shard(tmp_path / f"again {at}", b"changed")
-        lived.append(require_whole(store, first, again))
-    calls = said.split()
-    assert len(said.splitlines()) == len(lived) == at - 1
+        outcomes.append(require_whole(store, first, again))
+    calls = output.split()
+    assert len(output.splitlines()) == len(outcomes) == at - 1
     assert {"create", "write", "fsync", "rename", "link", "utime", "unlink"} <= {*calls}
-    assert lived == sorted(lived) and {*lived} == {False, True}, "old until it is named, new from then on"
-    counts = ", ".join(f"{count} {name}" for name, count in sorted(Counter(said.splitlines()).items()))
-    record_property("figures", f"killed {len(lived)} times ({counts}); the new one was live after {sum(lived)}")
+    assert outcomes == sorted(outcomes) and {*outcomes} == {False, True}, "old until it is named, new from then on"
+    counts = ", ".join(f"{count} {name}" for name, count in sorted(Counter(output.splitlines()).items()))
+    record_property("figures", f"killed {len(outcomes)} times ({counts}); the new one was live after {sum(outcomes)}")
 
 
 @pytest.mark.chaos(
@@ -129,8 +129,8 @@ def test_an_update_killed_at_any_call_leaves_a_whole_corpus_and_ends_with_the_sa
 ):
     rows, changes = tmp_path / "rows.jsonl", tmp_path / "changes.jsonl"
     rows.write_text("".join(json.dumps(row(f"p{at:02d}", f"text {at}")) + "\n" for at in range(40)))
-    changed = [row("p01", "other words"), row("new", "new words"), {"id": "p02", "delete": True}]
-    changes.write_text("".join(json.dumps(one) + "\n" for one in changed))
+    new_rows = [row("p01", "other words"), row("new", "new words"), {"id": "p02", "delete": True}]
+    changes.write_text("".join(json.dumps(one) + "\n" for one in new_rows))
     cfg = PrepareConfig(corpus="corpus", num_shards=3, sources=[SourceConfig(path=str(rows))])
     before = Store(tmp_path / "before")
     prepare(cfg, before)
@@ -141,7 +141,7 @@ def test_an_update_killed_at_any_call_leaves_a_whole_corpus_and_ends_with_the_sa
     whole = Store(shutil.copytree(before.root, tmp_path / "whole"))
     update(cfg, whole, str(changes))
     new = Corpus.open(whole, "corpus")
-    lived: list[bool] = []
+    outcomes: list[bool] = []
     for at in itertools.count(1):
         store = Store(shutil.copytree(before.root, tmp_path / f"killed at {at}"))
         if (calls := run_and_kill(partial(update, cfg, store, str(changes)), at)) is None:
@@ -150,7 +150,7 @@ def test_an_update_killed_at_any_call_leaves_a_whole_corpus_and_ends_with_the_sa
         last = Corpus.open(store, "corpus")
         assert last.digest in (old.digest, new.digest) and last.find_damage() == []
         assert Corpus.open(store, "corpus", old.digest).find_damage() == []
-        lived.append(last.digest == new.digest)
+        outcomes.append(last.digest == new.digest)
         update(cfg, store, str(changes))
         again = Corpus.open(store, "corpus")
         assert (again.info.parts, again.number) == (new.info.parts, new.number)
@@ -160,8 +160,8 @@ def test_an_update_killed_at_any_call_leaves_a_whole_corpus_and_ends_with_the_sa
             file.name: file.num_bytes for file in whole.stored_files(paths.corpus_dir("corpus"))
         }.items()
         shutil.rmtree(store.root)
-    assert lived == sorted(lived) and {*lived} == {False, True}, "old until it is published, new from then on"
-    record_property("figures", f"killed {len(lived)} times; the new one was published after {sum(lived)}")
+    assert outcomes == sorted(outcomes) and {*outcomes} == {False, True}, "old until it is published, new from then on"
+    record_property("figures", f"killed {len(outcomes)} times; the new one was published after {sum(outcomes)}")
 
 
 def row(name: str, text: str) -> dict:
@@ -204,8 +204,8 @@ def test_a_publisher_killed_around_any_request_leaves_a_whole_live_version(
 ):
     """Before a request has had its effect is as good as before it was sent; after it, its answer is never read."""
     monkeypatch.setenv("MVR_RAY_CACHE", str(tmp_path / "cache"))
-    lived: dict[tuple[int, str], bool] = {}
-    asked: list[str] = []
+    live: dict[tuple[int, str], bool] = {}
+    requests: list[str] = []
     for at, moment in ((number, moment) for number in itertools.count() for moment in ("before", "after")):
         end = End(at, moment)
         with s3_server.serve(s3_server.Script([], [], hear=end.hear)) as root:
@@ -215,19 +215,19 @@ def test_a_publisher_killed_around_any_request_leaves_a_whole_live_version(
             with publisher(store, finish_shard(tmp_path / f"new {at} {moment}", b"changed")) as process:
                 end.of = process
                 end.began.set()
-                _, told = process.communicate()
+                _, errors = process.communicate()
             end.of = None
             if process.returncode == 0:
-                asked = end.heard
+                requests = end.heard
                 break
-            assert process.returncode == -signal.SIGKILL, told
+            assert process.returncode == -signal.SIGKILL, errors
             again = finish_shard(tmp_path / f"again {at} {moment}", b"changed")
-            lived[at, moment] = require_whole(store, first, again)
-    [number] = [number for number, request in enumerate(asked) if request.endswith(paths.manifest("i", 2))]
-    assert len(lived) == 2 * len(asked)
-    assert lived == {(n, when): n > number or (n, when) == (number, "after") for n, when in lived}
-    told = f"killed {len(lived)} times, around {len(asked)} requests; the new one was live after {sum(lived.values())}"
-    record_property("figures", told)
+            live[at, moment] = require_whole(store, first, again)
+    [number] = [number for number, request in enumerate(requests) if request.endswith(paths.manifest("i", 2))]
+    assert len(live) == 2 * len(requests)
+    assert live == {(n, when): n > number or (n, when) == (number, "after") for n, when in live}
+    text = f"killed {len(live)} times, around {len(requests)} requests; the new one was live after {sum(live.values())}"
+    record_property("figures", text)
 
 
 @pytest.fixture

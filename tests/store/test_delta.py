@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.store import paths
-from mvr_ray.store.delta import MOST_SHARE, num_changes, num_kept, open_embeddings, rewrite, write_changed
+from mvr_ray.store.delta import MAX_CHANGED_SHARE, num_changes, num_kept, open_embeddings, rewrite, write_changed
 from mvr_ray.store.embeddings import BATCH_PASSAGES, EmbeddingShard, EmbeddingWriter, Views
 from mvr_ray.store.files import sha256_of
 from mvr_ray.types import EmbeddingBlock
@@ -56,11 +56,11 @@ def content(shard: EmbeddingShard) -> list[tuple[str, list[int], bytes]]:
 
 
 def passages_in(shard: EmbeddingShard) -> dict[str, Views]:
-    found = {}
+    views_by_id = {}
     for block in shard.blocks():
         for name, start, stop in zip(block.ids, block.row_ptr, block.row_ptr[1:]):
-            found[name] = Views(block.view_numbers_N[start:stop], block.vectors_ND[start:stop])
-    return found
+            views_by_id[name] = Views(block.view_numbers_N[start:stop], block.vectors_ND[start:stop])
+    return views_by_id
 
 
 def check_first_rows(shard, folder):
@@ -97,20 +97,20 @@ def test_changes_laid_over_read_as_the_shard_written_whole(tmp_path_factory, cou
     in_base, base_count, hidden = set(truth), count, set()
     for number, (upserted, deleted) in enumerate(generations):
         upserts = {f"p{at:06d}": random_views(rng) for at in data.draw(st.permutations(sorted(upserted)))}
-        gone = {f"p{at:06d}" for at in deleted} - set(upserts)
-        truth = {name: views for name, views in (truth | upserts).items() if name not in gone}
+        deletions = {f"p{at:06d}" for at in deleted} - set(upserts)
+        truth = {name: views for name, views in (truth | upserts).items() if name not in deletions}
         if not truth:
             return
         folder, other = root / f"laid{number}", root / f"plain{number}"
         folder.mkdir()
-        kept = write_changed(laid, folder, upserts, sorted(gone))
-        hidden = {name for name in hidden | set(upserts) | gone if name in truth or name in in_base}
-        assert bool(kept) == (paths.EMBEDDINGS in kept) == (len(hidden) <= MOST_SHARE * base_count)
-        assert (folder / paths.CHANGES).exists() == bool(kept)
-        assert all(sha256_of(folder / name) == sha256_of(laid.path.with_name(name)) for name in kept)
-        if kept:
+        files = write_changed(laid, folder, upserts, sorted(deletions))
+        hidden = {name for name in hidden | set(upserts) | deletions if name in truth or name in in_base}
+        assert bool(files) == (paths.EMBEDDINGS in files) == (len(hidden) <= MAX_CHANGED_SHARE * base_count)
+        assert (folder / paths.CHANGES).exists() == bool(files)
+        assert all(sha256_of(folder / name) == sha256_of(laid.path.with_name(name)) for name in files)
+        if files:
             names = paths.embedding_files([file.name for file in folder.iterdir()])
-            assert names[:-1] == kept, "one file is new"
+            assert names[:-1] == files, "one file is new"
             event(f"files of changes: {len(names) - 1}")
         else:
             in_base, base_count, hidden = set(truth), len(truth), set()
@@ -121,20 +121,20 @@ def test_changes_laid_over_read_as_the_shard_written_whole(tmp_path_factory, cou
         assert (laid.num_passages, laid.num_vectors) == (plain.num_passages, plain.num_vectors)
         assert laid.ids() == plain.ids() == laid.arrow_ids().to_pylist() == sorted(truth)
         check_first_rows(laid, folder)
-        found = laid.find([f"p{at:06d}" for at in rng.permutation(92)])
-        assert set(found) == set(truth)
-        assert all(found[name].vectors_ND.tobytes() == truth[name].vectors_ND.tobytes() for name in truth)
-        assert all(np.array_equal(found[name].view_numbers_N, truth[name].view_numbers_N) for name in truth)
+        views = laid.find([f"p{at:06d}" for at in rng.permutation(92)])
+        assert set(views) == set(truth)
+        assert all(views[name].vectors_ND.tobytes() == truth[name].vectors_ND.tobytes() for name in truth)
+        assert all(np.array_equal(views[name].view_numbers_N, truth[name].view_numbers_N) for name in truth)
 
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=60))
 def test_files_of_changes_are_few_and_a_change_is_written_again_only_into_a_larger_file(updates):
     sizes: list[int] = []
     for own in updates:
-        kept = num_kept(sizes, own)
-        written = own + sum(sizes[kept:])
-        assert all(3 * written >= 5 * size for size in sizes[kept:])
-        sizes = [*sizes[:kept], written]
+        num_files = num_kept(sizes, own)
+        new_size = own + sum(sizes[num_files:])
+        assert all(3 * new_size >= 5 * size for size in sizes[num_files:])
+        sizes = [*sizes[:num_files], new_size]
         assert all(2 * before > 3 * after for before, after in pairwise(sizes))
     assert sum(sizes) == sum(updates) and 1.5 ** (len(sizes) - 1) <= sum(updates)
 
@@ -167,22 +167,22 @@ def test_changes_cross_blocks(tmp_path):
     last = 2 * (2 * BATCH_PASSAGES + 4)
     edges = [0, 1, 2 * BATCH_PASSAGES - 1, 2 * BATCH_PASSAGES, 2 * BATCH_PASSAGES + 1, last, last + 1]
     upserts = {f"p{at:06d}": random_views(rng) for at in edges}
-    gone = [f"p{at:06d}" for at in (2, 2 * BATCH_PASSAGES - 2, 2 * BATCH_PASSAGES + 2)]
-    truth = {name: views for name, views in (passages_in(shard) | upserts).items() if name not in gone}
+    deletions = [f"p{at:06d}" for at in (2, 2 * BATCH_PASSAGES - 2, 2 * BATCH_PASSAGES + 2)]
+    truth = {name: views for name, views in (passages_in(shard) | upserts).items() if name not in deletions}
     for folder in ("laid", "whole", "rewritten"):
         (tmp_path / folder).mkdir()
-    assert write_changed(shard, tmp_path / "laid", upserts, gone)
+    assert write_changed(shard, tmp_path / "laid", upserts, deletions)
     write_whole(tmp_path / "whole", truth)
-    rewrite(shard, tmp_path / "rewritten" / paths.EMBEDDINGS, upserts, gone)
+    rewrite(shard, tmp_path / "rewritten" / paths.EMBEDDINGS, upserts, deletions)
     assert content(open_views(tmp_path / "laid")) == content(open_views(tmp_path / "whole"))
     assert sha256_of(tmp_path / "rewritten" / paths.EMBEDDINGS) == sha256_of(tmp_path / "whole" / paths.EMBEDDINGS)
 
 
 def test_a_program_that_knows_no_deletions_does_not_read_past_them(tmp_path):
     shard = make_shard(tmp_path / "base", 40, 1)
-    for folder, gone in (("with", ["p000004"]), ("without", [])):
+    for folder, deletions in (("with", ["p000004"]), ("without", [])):
         (tmp_path / folder).mkdir()
-        assert write_changed(shard, tmp_path / folder, {"p000002": random_views(np.random.default_rng(1))}, gone)
+        assert write_changed(shard, tmp_path / folder, {"p000002": random_views(np.random.default_rng(1))}, deletions)
     formats = [
         pa.ipc.open_file(tmp_path / folder / paths.CHANGES).schema.metadata[b"format"] for folder in ("with", "without")
     ]
@@ -205,10 +205,10 @@ def test_blocks_with_few_changes_stay_mapped_and_those_with_many_are_copied_once
     (tmp_path / "new").mkdir()
     upserts = {name: random_views(rng) for name in [few[0], *many[1:]]}
     assert write_changed(shard, tmp_path / "new", upserts, [few[1], many[0]])
-    before, changed, after, copied, untouched = open_views(tmp_path / "new").blocks()
-    assert changed.ids == few[:1] and before.ids + few + after.ids == ids[:BATCH_PASSAGES]
+    before, changed_block, after, copied, untouched = open_views(tmp_path / "new").blocks()
+    assert changed_block.ids == few[:1] and before.ids + few + after.ids == ids[:BATCH_PASSAGES]
     assert copied.vectors_ND.flags.writeable and copied.vectors_ND.base is None
-    for block in (before, changed, after, untouched):
+    for block in (before, changed_block, after, untouched):
         assert not block.vectors_ND.flags.writeable, "mapped"
     assert len(copied.ids) == BATCH_PASSAGES - 1 and len(untouched.ids) == 10
 

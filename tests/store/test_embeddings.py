@@ -90,11 +90,11 @@ def test_any_passage_is_found_with_its_own_views_and_no_other(tmp_path: Path):
     rows = make_rows(2 * BATCH_PASSAGES + 10, 4)
     shard = write(tmp_path / "a.arrow", [to_block(rows)])
     edges = [0, 1, BATCH_PASSAGES - 1, BATCH_PASSAGES, 2 * BATCH_PASSAGES - 1, 2 * BATCH_PASSAGES, len(rows) - 1]
-    chosen = [rows[at] for at in (*edges, *range(7, len(rows), 97))]
+    sample = [rows[at] for at in (*edges, *range(7, len(rows), 97))]
     absent = ["", "a", "ä", "ä0", f"{rows[3][0]}0", f"{rows[-1][0]}0", "ö"]
-    found = shard.find([*absent, *(name for name, _ in reversed(chosen))])
-    assert same(sorted(found.items()), sorted(dict(chosen).items()))
-    assert all(views.vectors_ND.flags.owndata for views in found.values())
+    views_by_id = shard.find([*absent, *(name for name, _ in reversed(sample))])
+    assert same(sorted(views_by_id.items()), sorted(dict(sample).items()))
+    assert all(views.vectors_ND.flags.owndata for views in views_by_id.values())
     assert write(tmp_path / "empty.arrow", []).find(["a"]) == {}
 
 

@@ -63,18 +63,18 @@ def test_any_fields_are_read_back_as_they_were_from_json_lines_and_from_parquet(
     tmp_path_factory, types, num_passages, infers, data
 ):
     folder = tmp_path_factory.mktemp("fields")
-    drawn = {
+    cells = {
         f"p{number}": {name: data.draw(st.none() | VALUES[kind]) for name, kind in types.items()}
         for number in range(num_passages)
     }
-    expected = {name: {key: value for key, value in own.items() if value is not None} for name, own in drawn.items()}
+    expected = {name: {key: value for key, value in own.items() if value is not None} for name, own in cells.items()}
     as_json = {i: {key: to_json(value) for key, value in own.items()} for i, own in expected.items()}
     (folder / "rows.jsonl").write_text(lines(*(row(i, **own) for i, own in as_json.items())))
     declared = corpus_of(folder, folder / "rows.jsonl", fields=types)
     assert fields_of(declared) == expected
     assert declared.fields == types
-    columns = {name: pa.array([own[name] for own in drawn.values()], ARROW_TYPES[kind]) for name, kind in types.items()}
-    texts = {"id": list(drawn), "title": ["t"] * num_passages, "text": [f"text {i[1:]}" for i in drawn]}
+    columns = {name: pa.array([own[name] for own in cells.values()], ARROW_TYPES[kind]) for name, kind in types.items()}
+    texts = {"id": list(cells), "title": ["t"] * num_passages, "text": [f"text {i[1:]}" for i in cells]}
     pq.write_table(pa.table({**texts, **columns}), folder / "rows.parquet")
     from_parquet = corpus_of(folder, folder / "rows.parquet", fields="infer" if infers else types)
     assert fields_of(from_parquet) == expected
@@ -108,8 +108,8 @@ def test_the_fields_of_cranfield_are_those_of_its_file(tmp_path: Path, data_dir:
     rows = [json.loads(line) for line in (source / "corpus.jsonl").read_text().splitlines()]
     assert fields_of(corpus) == {one["_id"]: {name: one[name] for name in own if name in one} for one in rows}
     assert corpus.num_passages == len(rows) > 1000
-    found = corpus_of(tmp_path, source, fields="infer")
-    assert (found.fields, found.digest) == (own, corpus.digest)
+    inferred = corpus_of(tmp_path, source, fields="infer")
+    assert (inferred.fields, inferred.digest) == (own, corpus.digest)
 
 
 def test_a_header_of_a_tsv_file_names_further_columns(tmp_path: Path, write: Write):
@@ -118,8 +118,8 @@ def test_a_header_of_a_tsv_file_names_further_columns(tmp_path: Path, write: Wri
     source = write("rows.tsv", f"{header}w1\tA.\tT\t1958\ttrue\t0.5\n{header}w2\tB.\tT\t\t\t\n")
     declared = corpus_of(tmp_path, source, fields={"year": "int", "open": "bool", "share": "float"})
     assert fields_of(declared) == {"w1": {"year": 1958, "open": True, "share": 0.5}, "w2": {}}
-    found = corpus_of(tmp_path, source, fields="infer")
-    assert found.fields == {"open": "string", "share": "string", "year": "string"}
+    corpus = corpus_of(tmp_path, source, fields="infer")
+    assert corpus.fields == {"open": "string", "share": "string", "year": "string"}
     with pytest.raises(DataError, match=r"rows\.tsv:2: field 'year': '19a' is no int"):
         corpus_of(tmp_path, write("rows.tsv", "id\ttext\ttitle\tyear\nw1\tA.\tT\t19a\n"), fields={"year": "int"})
     with pytest.raises(DataError, match=r"rows\.tsv:2: 3 tab-separated columns, not 4"):

@@ -14,7 +14,7 @@ import pytest
 
 from mvr_ray.errors import MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import files as files_module
-from mvr_ray.store.files import Store, known_sha256_of
+from mvr_ray.store.files import Store, cached_sha256_of
 
 
 def test_what_is_written_is_read_back_and_replaced_whole(store: Store):
@@ -79,9 +79,9 @@ def test_of_many_processes_exactly_one_creates(tmp_path: Path):
         assert worker.stdin is not None
         worker.stdin.write("go\n")
         worker.stdin.flush()
-    said = [worker.communicate()[0].strip() for worker in workers]
-    assert sorted(said) == ["lost", "lost", "lost", "won"]
-    assert Store(tmp_path).read_bytes("v/1") == str(said.index("won")).encode()
+    outputs = [worker.communicate()[0].strip() for worker in workers]
+    assert sorted(outputs) == ["lost", "lost", "lost", "won"]
+    assert Store(tmp_path).read_bytes("v/1") == str(outputs.index("won")).encode()
 
 
 def test_without_hard_links_creation_is_still_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -208,13 +208,13 @@ def test_a_file_is_read_once_a_process_under_any_name_and_again_when_it_has_chan
     monkeypatch.setattr(files_module, "sha256_of", lambda path: (read.append(path), sha256_of(path))[1])
     path.write_bytes(b"first")
     for _ in range(2):
-        assert known_sha256_of(path) == sha256_of(path)
+        assert cached_sha256_of(path) == sha256_of(path)
     assert len(read) == 2, "what changed a moment ago may change again within one tick of its time"
     os.utime(path, (1, 1))
     os.link(path, link)
     for name in (path, link, path):
-        assert known_sha256_of(name) == sha256_of(path)
+        assert cached_sha256_of(name) == sha256_of(path)
     assert len(read) == 3
     path.write_bytes(b"other")  # of the same size
-    assert known_sha256_of(link) == sha256_of(path)
+    assert cached_sha256_of(link) == sha256_of(path)
     assert len(read) == 4

@@ -208,8 +208,8 @@ def test_a_leap_of_the_clock_while_publishing_leaves_a_whole_live_version(
         return create(self, path, data)
 
     monkeypatch.setattr(Store, "create_once", late)
-    told = r"version 2 lost \d+ files while it was published .*version 3 has version 1's content again; run the same"
-    with pytest.raises(ManifestError, match=told):
+    message = r"version 2 lost \d+ files while it was published .*version 3 has version 1's content again; run the same"
+    with pytest.raises(ManifestError, match=message):
         manifest.publish(store, describe([entry], parent=1))
     live = manifest.read(store, "i")
     assert live.version == 3 and live.content_digest() == first.content_digest()
@@ -218,8 +218,8 @@ def test_a_leap_of_the_clock_while_publishing_leaves_a_whole_live_version(
     assert manifest.verify(store, again).problems == []
     monkeypatch.setattr(time, "time", lambda: clock() - 10 * 86_400)
     assert collect(store, "i", keep=1, grace_s=3600) == [], "a clock that leaps back makes nothing old"
-    told = f"version 2 torn, version {live.version} is version 1 again, version {again.version} is the new one whole"
-    record_property("figures", told)
+    message = f"version 2 torn, version {live.version} is version 1 again, version {again.version} is the new one whole"
+    record_property("figures", message)
 
 
 @pytest.mark.chaos(
@@ -248,12 +248,12 @@ def test_who_cannot_withdraw_a_torn_version_is_told_that_it_is_torn(
     monkeypatch.setattr(Store, "create_once", tear)
     lost = r"version 2 lost \d+ files while it was published .*; version 1's content was not published after it "
     if other == "publishes":
-        told = (
+        message = (
             lost + r"\(.*version 3 is live.*\); version 3 of another publisher is live\. Never roll back to version 2"
         )
     else:
-        told = lost + r"\(.*\d of \d files missing.*\); it is live, and torn\. "
-    with pytest.raises(ManifestError, match=told) as refused:
+        message = lost + r"\(.*\d of \d files missing.*\); it is live, incomplete\. "
+    with pytest.raises(ManifestError, match=message) as refused:
         manifest.publish(store, describe([entry], parent=1))
     assert not isinstance(refused.value, PublishConflictError)
     assert manifest.verify(store, manifest.read(store, "i", 2)).problems

@@ -51,15 +51,15 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 
 def test_everything_read_is_written_and_counted(write: Write, store: Store):
     path = write("rows.jsonl", lines(*map(passage, range(40)), question(1, 3), question(2)))
-    seen = []
-    report = prepare(config(path, num_shards=3), store, lambda *args: seen.append(args))
+    calls = []
+    report = prepare(config(path, num_shards=3), store, lambda *args: calls.append(args))
     assert (report.passages_read, report.passages_written, report.parts) == (40, 40, 3)
     assert report.questions == {"q": 2}
     corpus = Corpus.open(store, "corpus")
     assert (corpus.num_passages, corpus.digest) == (40, report.digest)
     assert corpus.info.sources[0].num_bytes == path.stat().st_size
     assert corpus.info.questions == {"q": 2}
-    assert {what for what, _, _ in seen} == {"rows read", "parts sorted", "parts written"}
+    assert {what for what, _, _ in calls} == {"rows read", "parts sorted", "parts written"}
     assert read_questions(only_corpus(store), "q")[0] == Question("q1", "why?", (), ("p3",))
     assert corpus.find_damage() == []
 
@@ -104,7 +104,7 @@ def test_bad_rows_stop_the_stage_with_file_and_line_unless_allowed(write: Write,
     with pytest.raises(DataError, match="max_bad_rows=4"):
         prepare(config(path, max_bad_rows=4), store)
     report = prepare(config(path, max_bad_rows=5), store)
-    args = [str(row).partition("/sources/")[2].partition(" stands already")[0] for row in report.bad_rows]
+    args = [str(row).partition("/sources/")[2].partition(" already occurs")[0] for row in report.bad_rows]
     assert args == [
         "rows.jsonl:3: text is empty",
         "rows.jsonl:7: id is missing",
@@ -126,7 +126,7 @@ def test_repeats_in_training_files_are_kept_once_and_conflicts_are_bad(write: Wr
     report = prepare(config(write("a.json", json.dumps([row("same"), row("same")]))), Store(tmp_path / "a"))
     assert (report.passages_read, report.passages_written, report.duplicates) == (4, 2, 2)
     assert read_questions(only_corpus(Store(tmp_path / "a")), "q")[0].answer_starts == (0,)
-    with pytest.raises(DataError, match="passage id '1' stands already"):
+    with pytest.raises(DataError, match="passage id '1' already occurs"):
         prepare(config(write("b.json", json.dumps([row("same"), row("other")]))), Store(tmp_path / "b"))
 
 
@@ -143,11 +143,11 @@ def test_limits_keep_gold_first_by_draws_that_do_not_depend_on_order(write: Writ
     for name, ordered in (("a", rows), ("b", rows[::-1])):
         path, store = write(f"{name}.jsonl", lines(*ordered)), Store(tmp_path / name)
         report = prepare(config(path, max_passages=15, max_questions=5), store)
-        kept = {q.id for q in read_questions(only_corpus(store), "q")}
-        assert kept == draw([f"q{number}" for number in range(20)], 5, "questions")
+        question_ids = {q.id for q in read_questions(only_corpus(store), "q")}
+        assert question_ids == draw([f"q{number}" for number in range(20)], 5, "questions")
         ids = {p.id for p in Corpus.open(store, "corpus")}
         assert len(ids) == 15
-        assert {f"p{q[1:]}" for q in kept} <= ids
+        assert {f"p{q[1:]}" for q in question_ids} <= ids
         assert (report.passages_not_drawn, report.questions_not_drawn) == (45, 15)
         digests.add(report.digest)
     assert len(digests) == 1
@@ -157,9 +157,9 @@ def test_questions_without_a_drawn_gold_passage_go_and_are_counted(write: Write,
     rows = [passage(number) for number in range(10)] + [question(number, number) for number in range(10)]
     report = prepare(config(write("r.jsonl", lines(*rows, question(99))), max_passages=4), Store(tmp_path))
     ids = {p.id for p in Corpus.open(Store(tmp_path), "corpus")}
-    kept = read_questions(only_corpus(Store(tmp_path)), "q")
-    assert len(kept) == 5
-    assert {p for q in kept for p in q.positive_ids} == ids
+    questions = read_questions(only_corpus(Store(tmp_path)), "q")
+    assert len(questions) == 5
+    assert {p for q in questions for p in q.positive_ids} == ids
     assert report.questions_not_drawn == 6
 
 
@@ -257,7 +257,7 @@ def test_a_corpus_that_an_index_version_names_stays_with_its_questions_until_tha
         version = manifest.read(store, "i", number + 1)
         corpus = Corpus.open(store, "corpus", version.corpus_digest)
         assert {one.id for one in corpus} == {"p1", f"p{number + 2}"}
-        assert [asked.id for asked in read_questions(corpus, "q")] == [f"q{number}"]
+        assert [question.id for question in read_questions(corpus, "q")] == [f"q{number}"]
     first = manifest.read(store, "i", 1).corpus_digest
     removed = collect(store, "i", keep=1, grace_s=0)
     assert paths.corpus_version("corpus", first) in removed
@@ -307,8 +307,8 @@ def test_stopped_anywhere_the_corpus_stays_whole_and_the_same_command_finishes(
     store = Store(tmp_path / "store")
     before = prepare(config(old, num_shards=2), store)
     command = [sys.executable, "-c", STOPPED, store.root, str(new), str(at), stop]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode in (-9, -2, 1), done.stderr
+    process = subprocess.run(command, capture_output=True, text=True)
+    assert process.returncode in (-9, -2, 1), process.stderr
     corpus = Corpus.open(store, "corpus")
     assert corpus.find_damage() == []
     assert corpus.digest == before.digest
@@ -352,7 +352,7 @@ def test_real_squad_in_chunks_keeps_every_word_and_nearly_every_answer(data_dir:
     placed = 0
     for q in questions:
         text = gold[q.positive_ids[0]].text
-        known = [(a, s) for a, s in zip(q.answers, q.answer_starts, strict=True) if s >= 0]
-        assert all(text.startswith(answer, start) for answer, start in known)
-        placed += bool(known)
+        pairs = [(a, s) for a, s in zip(q.answers, q.answer_starts, strict=True) if s >= 0]
+        assert all(text.startswith(answer, start) for answer, start in pairs)
+        placed += bool(pairs)
     assert placed / len(questions) > 0.99

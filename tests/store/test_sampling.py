@@ -103,8 +103,8 @@ def test_answers_follow_their_chunk_with_true_offsets(text: str, words: int, dat
         assert home.start + place.answer_starts[0] == start
     else:
         assert place.answer_starts == (-1,)
-        begun = [p for p in chunks if p.start <= start]
-        assert home == (begun[-1] if begun else chunks[0])
+        candidates = [p for p in chunks if p.start <= start]
+        assert home == (candidates[-1] if candidates else chunks[0])
 
 
 def test_unknown_offsets_are_looked_for_and_unfound_answers_stay_unknown():

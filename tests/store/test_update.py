@@ -167,14 +167,14 @@ def test_an_update_is_the_same_on_every_kind_of_store_and_again_changes_nothing(
 def test_questions_follow_their_passages(tmp_path: Path, write: Write):
     store = Store(tmp_path / "store")
     corpus = make_corpus(store, write, {name: f"text of {name}" for name in "abcd"})
-    asked = [
+    questions = [
         Question("kept", "?", ("of a",), ("a",), ("c",), (5,), (1.0, 0.5)),
         Question("moved", "?", ("of b",), ("b", "a"), (), (5,)),
         Question("gone", "?", (), ("c",), ()),
         Question("changed", "?", ("of d",), ("d",), (), (5,)),
         Question("open", "?", ("x",)),
     ]
-    write_questions(corpus, "set", asked)
+    write_questions(corpus, "set", questions)
     file = write("c.jsonl", lines({"id": "b", "delete": True}, {"id": "c", "delete": True}, row("d", "now of d")))
     assert update(CONFIG, store, str(file)).questions_dropped == 1
     assert read_questions(Corpus.open(store, "corpus"), "set") == [
@@ -183,7 +183,7 @@ def test_questions_follow_their_passages(tmp_path: Path, write: Write):
         Question("changed", "?", ("of d",), ("d",), (), (-1,)),
         Question("open", "?", ("x",)),
     ]
-    assert read_questions(Corpus.open(store, "corpus", corpus.digest), "set") == asked
+    assert read_questions(Corpus.open(store, "corpus", corpus.digest), "set") == questions
 
 
 @pytest.mark.parametrize(

@@ -669,17 +669,17 @@ def test_an_earlier_report_gives_back_every_answer_of_a_reader_where_it_says_of_
         reading = {"sets": [{"questions": "dev", "asked": 10, "rows": lines, "values": values}]}
         report = {"reading": reading, "index": index}.get(step.stage, {"passages_written": 9})
         records[key] = StepRecord(key, step.stage, step.command, 1.0, report)
-    made = make_report(study, plan, records)
-    for name, content in made.files.items():
+    result = make_report(study, plan, records)
+    for name, content in result.files.items():
         (tmp_path / name).write_bytes(content)
-    found = read_report(tmp_path, study, plan)
+    actual = read_report(tmp_path, study, plan)
     if len(seeds) > 1:
-        assert not [record for record in found.values() if record.stage == "reading"]
+        assert not [record for record in actual.values() if record.stage == "reading"]
         return
-    assert found.keys() == records.keys()
-    again = make_report(study, plan, found)
-    assert again.tables == made.tables
-    assert again.files["answers.parquet"] == made.files["answers.parquet"]
+    assert actual.keys() == records.keys()
+    again = make_report(study, plan, actual)
+    assert again.tables == result.tables
+    assert again.files["answers.parquet"] == result.files["answers.parquet"]
 
 
 @pytest.mark.parametrize("path", STUDY_FILES, ids=lambda path: path.stem)

@@ -68,7 +68,7 @@ def test_a_papers_ppl_stands_beside_ours_only_where_passages_have_three_question
     assert (first["paper PPL"], first["PPL"], first["PPL of mean entropy"]) == ("3.19", "2.75", "2.25")
     assert (first["n"], first["questions a passage"]) == (100, "4.5")
     assert (second["paper PPL"], second["PPL"], second["paper LV"]) == ("", "2.5", "0.126")
-    assert "it does not stand beside fewer than 3 a passage" in table.note
+    assert "it is omitted for fewer than 3 a passage" in table.note
     assert "fewer than 3" not in view_table([many]).note
     assert (first["gold answer view wins"], first["most"]) == ("0.5", "0.75")
 

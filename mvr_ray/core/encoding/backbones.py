@@ -3,7 +3,7 @@
 A backbone is any text encoder that transformers loads without code of the model's own; of an encoder-decoder it is the
 encoder.
 
-Importing this module takes seconds, for transformers: what only embeds with a stored BERT does without it
+Importing this module imports transformers, which takes seconds; embedding with a stored BERT needs neither
 (`stored_backbone`).
 """
 
@@ -29,7 +29,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
 
 from mvr_ray.core.encoding.model_folder import read_modules
-from mvr_ray.core.encoding.stored_model import first_line, refuse_damage
+from mvr_ray.core.encoding.stored_model import first_line, translate_load_errors
 from mvr_ray.core.encoding.tower import KINDS, LoadedModel, Tower, quiet_transformers
 from mvr_ray.errors import EncoderError, MvrRayError
 
@@ -38,14 +38,14 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def open_tower(folder: str) -> Tower:
-    """Load a text encoder from a folder of sentence-transformers or transformers, or by its name from the hub or its
-    cache. Weights become float32.
+    """Load a text encoder from a folder of sentence-transformers or transformers, or by name from the hub or its cache.
+    Weights become float32.
 
     Raises EncoderError naming the folder and what is wrong with it.
     """
     what = f"backbone {folder}"
     _require_model(folder, "backbone", EncoderError)
-    with refuse_damage(what, "its files for sentence-transformers are damaged", EncoderError):
+    with translate_load_errors(what, "its files for sentence-transformers are damaged", EncoderError):
         modules = read_modules(folder)
     model_type = _model_type(folder, "backbone", EncoderError, modules.subfolder)
     config = _encoder_config(folder, model_type, modules.subfolder)
@@ -56,11 +56,11 @@ def open_tower(folder: str) -> Tower:
         folder, "backbone", factory, EncoderError, modules.subfolder, config=config, **options
     )
     if missing := [name for name in missing if "pooler." not in name]:
-        raise EncoderError(_lacking(what, model_type, missing))
+        raise EncoderError(_missing_weights(what, model_type, missing))
     for name in ("cls_token_id", "sep_token_id", "pad_token_id") if model_type in KINDS else ():
         if getattr(tokenizer, name) is None:
             raise EncoderError(f"the tokenizer of {what} has no {name[:3].upper()} token, which is needed")
-    with refuse_damage(what, "its modules do not fit its transformer", EncoderError):
+    with translate_load_errors(what, "its modules do not fit its transformer", EncoderError):
         return Tower(backbone, tokenizer, modules)
 
 
@@ -71,8 +71,8 @@ def _encoder_config(folder: str, model_type: str | None, subfolder: str) -> Any:
             f"{what} is of model type {model_type!r}, which transformers {transformers.__version__} does not have; if "
             f"the model brings code of its own, mvr_ray does not run it: take a model whose type transformers knows"
         )
-    path, options = _place(folder, subfolder)
-    with quiet_transformers(), refuse_damage(what, "take a whole config.json", EncoderError):
+    path, options = _location(folder, subfolder)
+    with quiet_transformers(), translate_load_errors(what, "take a whole config.json", EncoderError):
         config = AutoConfig.from_pretrained(path, trust_remote_code=False, **options)
     if type(config) not in MODEL_MAPPING or not hasattr(config, "hidden_size"):
         raise EncoderError(f"{what} is of model type {model_type!r}, which is no text encoder of transformers")
@@ -82,69 +82,69 @@ def _encoder_config(folder: str, model_type: str | None, subfolder: str) -> Any:
 
 
 def _encoder_factory(config: Any) -> tuple[Any, Any]:
-    """The class that loads an encoder of this configuration, and the models that it knows: of an encoder-decoder that
-    which loads the encoder alone."""
+    """Return the class that loads an encoder of this configuration, and the models that it supports. For an
+    encoder-decoder the class loads the encoder alone."""
     if type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING:
         return AutoModelForTextEncoding, MODEL_FOR_TEXT_ENCODING_MAPPING
     if getattr(config, "is_encoder_decoder", False):
         raise EncoderError(
-            f"a backbone of model type {config.model_type!r} has an encoder and a decoder, and transformers loads its "
-            f"encoder not alone; take one of the kind of BERT, T5 or Qwen"
+            f"a backbone of model type {config.model_type!r} has an encoder and a decoder, and transformers does not "
+            f"load its encoder alone; take one of the kind of BERT, T5 or Qwen"
         )
     return AutoModel, MODEL_MAPPING
 
 
-def open_task_model(folder: str, what: str, factory: str, refusal: type[MvrRayError], **options: Any) -> LoadedModel:
-    """Load a model by a class of transformers, or a backbone that is to become one. Weights become float32.
+def open_task_model(folder: str, what: str, factory: str, error_type: type[MvrRayError], **options: Any) -> LoadedModel:
+    """Load a model, or a backbone to train as one, by a class of transformers. Weights become float32.
 
-    Only the head may be missing. Raises `refusal` naming the folder and what is wrong with it.
+    Only the head may be missing. Raises `error_type` naming the folder and what is wrong with it.
     """
-    model_type = _model_type(folder, what, refusal)
-    weights = _load(folder, what, getattr(transformers, factory), refusal, **options)
+    model_type = _model_type(folder, what, error_type)
+    weights = _load(folder, what, getattr(transformers, factory), error_type, **options)
     body = f"{weights.model.base_model_prefix}."
     inside = [name for name in weights.missing if name.startswith(body) and ".pooler." not in name]
     if inside:
-        raise refusal(_lacking(f"{what} {folder}", model_type, inside))
+        raise error_type(_missing_weights(f"{what} {folder}", model_type, inside))
     return weights
 
 
-def read_config(folder: str, what: str, refusal: type[MvrRayError]) -> Any:
-    """The settings of a model, without its weights. Raises `refusal` where there are none."""
-    _model_type(folder, what, refusal)
-    with quiet_transformers(), refuse_damage(f"{what} {folder}", "take a whole config.json", refusal):
+def read_config(folder: str, what: str, error_type: type[MvrRayError]) -> Any:
+    """Read the settings of a model, without its weights. Raises `error_type` where there are none."""
+    _model_type(folder, what, error_type)
+    with quiet_transformers(), translate_load_errors(f"{what} {folder}", "take a whole config.json", error_type):
         return AutoConfig.from_pretrained(folder)
 
 
-def _require_model(folder: str, what: str, refusal: type[MvrRayError]) -> None:
-    """Raise `refusal` where there is no such folder, and no such model on the hub. `what` names it in messages."""
+def _require_model(folder: str, what: str, error_type: type[MvrRayError]) -> None:
+    """Raise `error_type` where there is no such folder, and no such model on the hub. `what` names it in messages."""
     if not Path(folder).is_dir() and not _HUB_NAME.fullmatch(folder):
-        raise refusal(
+        raise error_type(
             f"{what} folder {folder} does not exist; give a folder with config.json, model.safetensors and "
             f"tokenizer.json, or the name of a model on the Hugging Face hub"
         )
     if not Path(folder).is_dir():
-        _require_hub_model(folder, what, refusal)
+        _require_hub_model(folder, what, error_type)
 
 
-def _model_type(folder: str, what: str, refusal: type[MvrRayError], subfolder: str = "") -> str | None:
+def _model_type(folder: str, what: str, error_type: type[MvrRayError], subfolder: str = "") -> str | None:
     """Return the model type in config.json. `what` names the model in messages."""
-    _require_model(folder, what, refusal)
-    path, options = _place(folder, subfolder)
+    _require_model(folder, what, error_type)
+    path, options = _location(folder, subfolder)
     try:
-        with refuse_damage(f"{what} {folder}", "take a whole config.json", refusal, OSError):
+        with translate_load_errors(f"{what} {folder}", "take a whole config.json", error_type, OSError):
             config = PreTrainedConfig.get_config_dict(path, **options)[0]
     except OSError as error:
-        raise refusal(f"{what} {folder} has no readable config.json: {first_line(error)}") from None
+        raise error_type(f"{what} {folder} has no readable config.json: {first_line(error)}") from None
     if not config:
-        raise refusal(f"{what} {folder} has no config.json; give a folder that save_pretrained wrote")
+        raise error_type(f"{what} {folder} has no config.json; give a folder that save_pretrained wrote")
     model_type = config.get("model_type")
     return model_type if isinstance(model_type, str) else None
 
 
-def _require_hub_model(name: str, what: str, refusal: type[MvrRayError]) -> None:
-    """Raise `refusal` where the hub cannot be reached or refuses the model, which is asked once, and no copy is kept.
+def _require_hub_model(name: str, what: str, error_type: type[MvrRayError]) -> None:
+    """Raise `error_type` where the hub is unreachable or refuses the model, and no copy is cached.
 
-    Left alone, the hub's library tries to reach it for half a minute. An overloaded hub is left to it.
+    One request replaces the half minute of retries of the hub's library, which still handles an overloaded hub.
     """
     if isinstance(try_to_load_from_cache(name, "config.json"), str):
         return
@@ -158,38 +158,38 @@ def _require_hub_model(name: str, what: str, refusal: type[MvrRayError]) -> None
         reason = first_line(error)
     else:
         return
-    raise refusal(
+    raise error_type(
         f"{what} {name} is neither a folder ({Path(name).absolute()} does not exist) nor a model that can be fetched "
         f"from {hub.ENDPOINT} ({reason}); give a folder with config.json, model.safetensors and tokenizer.json, or a "
         f"model's name on a hub that can be reached"
     )
 
 
-def _place(folder: str, subfolder: str) -> tuple[str, dict[str, str]]:
-    """Where a library finds the files of a model's subfolder: path or name, and options."""
+def _location(folder: str, subfolder: str) -> tuple[str, dict[str, str]]:
+    """Return where a library finds the files of a model's subfolder: path or name, and options."""
     if not subfolder:
         return folder, {}
     return (str(Path(folder) / subfolder), {}) if Path(folder).is_dir() else (folder, {"subfolder": subfolder})
 
 
 def _load(
-    folder: str, what: str, factory: Any, refusal: type[MvrRayError], subfolder: str = "", **options: Any
+    folder: str, what: str, factory: Any, error_type: type[MvrRayError], subfolder: str = "", **options: Any
 ) -> LoadedModel:
-    path, place = _place(folder, subfolder)
+    path, location = _location(folder, subfolder)
     with (
         quiet_transformers(),
-        refuse_damage(f"{what} {folder}", "it needs model.safetensors and tokenizer.json", refusal),
+        translate_load_errors(f"{what} {folder}", "it needs model.safetensors and tokenizer.json", error_type),
     ):
         model, info = factory.from_pretrained(
-            path, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **place, **options
+            path, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **location, **options
         )
-        tokenizer = AutoTokenizer.from_pretrained(path, **place)
+        tokenizer = AutoTokenizer.from_pretrained(path, **location)
     if tokenizer is None or not tokenizer.is_fast:
-        raise refusal(f"{what} {folder} has no fast tokenizer, which character offsets need; add tokenizer.json")
+        raise error_type(f"{what} {folder} has no fast tokenizer, which character offsets need; add tokenizer.json")
     return LoadedModel(model, tokenizer, sorted(info["missing_keys"]))
 
 
-def _lacking(what: str, model_type: str | None, missing: list[str]) -> str:
+def _missing_weights(what: str, model_type: str | None, missing: list[str]) -> str:
     return (
         f"{what} lacks {len(missing)} weights of a {model_type} model (first: {missing[0]}); "
         f"they would be random, so take a complete checkpoint"

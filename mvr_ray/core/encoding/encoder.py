@@ -1,7 +1,7 @@
 """Encode questions as vectors and passages as views.
 
-What each strategy puts in and reads out is in `views`; the transformers are in `backbones`. Vectors come out in
-float32, of length 1 where the settings say so; `score_scale` belongs to the loss and never touches them.
+`views` defines the input and the readout of each strategy; `backbones` loads transformers. Vectors are float32, of
+length 1 where the settings say so; `score_scale` belongs to the loss and never changes them.
 
 Shapes: Q questions, P passages, V views per passage, T tokens, D dimension.
 """
@@ -29,7 +29,7 @@ from mvr_ray.core.encoding.precision import (
     Precision,
     PrecisionName,
     check,
-    reads_otherwise,
+    has_inference_pass,
     reads_unpadded,
 )
 from mvr_ray.core.encoding.snapshot import export_towers, read_parts, tower_names, write_parts
@@ -41,7 +41,7 @@ from mvr_ray.core.encoding.snippets import (
     load_punkt,
     snippet_spans,
 )
-from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel, parameter_groups, refuse_damage
+from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel, parameter_groups, translate_load_errors
 from mvr_ray.core.encoding.tower import Tower
 from mvr_ray.core.encoding.unpadded_cpu import Means, supports_unpadded_cpu
 from mvr_ray.core.encoding.views import MODEL_SETTINGS, EncoderSpec, Layout, Prompts, TextTokens, TokenizedPassage
@@ -51,11 +51,11 @@ from mvr_ray.types import FloatArray, Passage
 __all__ = ["DualEncoder", "EncoderSpec", "PassageViews", "TokenizedPassage"]
 
 PADDED_TOKENS = 1024
-"""Padded tokens that a CPU reads at once with a gradient: enough for full speed, few enough to waste little."""
+"""Padded tokens of one CPU pass with a gradient: enough for full speed, few enough to waste little."""
 
 
 class PassageViews(NamedTuple):
-    """views_PVD float32, zero where missing; mask_PV true where a view is. Every passage has at least one."""
+    """views_PVD float32, zero where missing; mask_PV marks existing views. Every passage has at least one."""
 
     views_PVD: Tensor
     mask_PV: Tensor
@@ -73,7 +73,7 @@ class DualEncoder(StoredModel):
 
     what: ClassVar[str] = "encoder snapshot"
     description_file: ClassVar[str] = "encoder.json"
-    refusal: ClassVar = EncoderError
+    error_type: ClassVar = EncoderError
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class DualEncoder(StoredModel):
         pools = spec.strategy == "pooling"
         for tower in towers:
             _check_strategy(spec, tower)
-            if spec.normalize or not pools:  # normalising is the spec's matter, but for a model read as it is
+            if spec.normalize or not pools:  # the spec decides on normalising, except for a model with its own pooling
                 tower.heads = tower.heads.without_last_normalize(before_truncation=not pools)
         tower = self.passage_tower
         prompts = [spec.query_prompt or "", spec.passage_prompt or ""]
@@ -105,10 +105,10 @@ class DualEncoder(StoredModel):
 
     @classmethod
     def from_backbone(cls, folder: str, spec: EncoderSpec, punkt: PunktParams | None = None) -> "DualEncoder":
-        """Make an untrained encoder from a folder of sentence-transformers or transformers, or from a hub model.
+        """Create an untrained encoder from a folder of sentence-transformers or transformers, or from a hub model.
 
-        Prompts and lengths that `spec` leaves at None are the model's own. `punkt` is needed when `spec.sentences` is
-        corpus; else None: the packaged one. Raises EncoderError where the model cannot be loaded, or cannot be read by
+        The model's own prompts and lengths replace None in `spec`. `punkt` is required when `spec.sentences` is corpus;
+        else None selects the packaged one. Raises EncoderError where the model cannot be loaded or does not support
         this strategy.
         """
         if spec.needs_sentences and spec.sentences == "corpus" and punkt is None:
@@ -133,11 +133,11 @@ class DualEncoder(StoredModel):
     def load(cls, folder: str | Path, only_embeds: bool = False) -> "DualEncoder":
         """Open a snapshot. Raises EncoderError if it is none, FingerprintError if its weights are not those saved.
 
-        `only_embeds`: without transformers, whose import takes seconds, where the backbone has a forward pass of our
-        own. It embeds to the same bytes, and can be neither trained nor saved nor moved to a GPU.
+        `only_embeds`: skip the import of transformers, which takes seconds, where mvr_ray has a forward pass for the
+        backbone. The encoder embeds to the same bytes, but cannot be trained, saved or moved to a GPU.
         """
         description = cls.read_description(Path(folder))
-        with refuse_damage(f"{cls.what} {folder}", "copy or make it again", cls.refusal):
+        with translate_load_errors(f"{cls.what} {folder}", "copy or make it again", cls.error_type):
             if only_embeds and description.get("precision") != "openvino":
                 encoder = cls(*read_parts(Path(folder), description, only_embeds)).eval()
                 if encoder.fingerprint == description["fingerprint"]:
@@ -154,8 +154,8 @@ class DualEncoder(StoredModel):
         self.write_description(Path(folder), dict(sorted(description.items())))
 
     def export(self, folder: str | Path) -> list[str]:
-        """Write a folder that sentence-transformers loads to the same vectors; returns what it cannot carry, a sentence
-        each. Two towers become the folders `question` and `passage` in it.
+        """Write a folder that sentence-transformers loads to the same vectors; returns what is lost, a sentence each.
+        Two towers become the folders `question` and `passage` in it.
 
         Raises EncoderError for strategies with viewers.
         """
@@ -187,7 +187,7 @@ class DualEncoder(StoredModel):
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits over all that changes an embedding. Reads every weight (about a second a gigabyte): keep it."""
+        """16 hex digits over all that changes an embedding. Reads every weight (about 1 s a gigabyte): cache it."""
         hasher = hashlib.blake2b(digest_size=8)
         hasher.update(json.dumps(self.spec.settings(), sort_keys=True).encode())
         digests = {name: _tower(tower).digest() for name, tower in self.towers.items()}
@@ -208,8 +208,8 @@ class DualEncoder(StoredModel):
     ) -> "DualEncoder":
         """Return an encoder with the same weights that embeds passages in another precision, under its own fingerprint.
 
-        Questions and training stay in float32. int8 finds its scales from `passages`. `gpu` says whether passages will
-        be embedded on one; None: the device where the encoder is now decides. Raises EncoderError where that device
+        Questions and training stay in float32. int8 calibrates its scales on `passages`. `gpu`: whether passages will
+        be embedded on one; None: as the encoder's current device. Raises EncoderError where that device
         does not support the precision.
         """
         check(self.passage_tower, precision, gpu)
@@ -218,8 +218,7 @@ class DualEncoder(StoredModel):
         return DualEncoder(self.spec, towers, self.splitter.params, Precision(precision, parts)).eval()
 
     def tokenize_queries(self, texts: Sequence[str]) -> list[TokenizedPassage]:
-        """Tokenize queries behind their prompt, cut to `max_query_tokens`. Raises EncoderError for a query without a
-        token."""
+        """Tokenize queries after their prompt, cut to `max_query_tokens`. Raises EncoderError for an empty query."""
         prompt = self.spec.query_prompt or ""
         encodings = _tokens(self.question_tower, [prompt + text for text in texts])
         for at, (text, encoding) in enumerate(zip(texts, encodings)):
@@ -230,7 +229,7 @@ class DualEncoder(StoredModel):
     def tokenize_passages(self, passages: Sequence[Passage], max_tokens: int = 0) -> list[TokenizedPassage]:
         """Tokenize passages and mark the tokens of each view; same passages, same arrays, on any machine.
 
-        `max_tokens` shortens passages further than the settings do, for training; 0 does not.
+        `max_tokens` shortens passages further than the settings, for training; 0: no further limit.
         """
         spec = self.spec
         if max_tokens:
@@ -264,11 +263,11 @@ class DualEncoder(StoredModel):
         """Find the character span of each view's snippet: `TITLE` where it is the title, None where the view is
         missing, has no snippet, or reads the whole passage."""
         spans: list[Span | None] = [None] * self.num_views
-        there = set(self.tokenize_passages([passage])[0].view_T.tolist())
-        if self.spec.title_view and passage.title.strip() and 0 in there:
+        present = set(self.tokenize_passages([passage])[0].view_T.tolist())
+        if self.spec.title_view and passage.title.strip() and 0 in present:
             spans[0] = TITLE
         for view, span in enumerate(self.snippets(passage), self.spec.first_text_view):
-            if view in there:
+            if view in present:
                 spans[view] = span
         return spans
 
@@ -281,13 +280,13 @@ class DualEncoder(StoredModel):
         return self._read(self.question_tower, self.tokenize_queries(texts), 1, FP32).views_PVD[:, 0]
 
     def encode_passages(self, batch: Sequence[TokenizedPassage]) -> PassageViews:
-        """Encode a batch of passages, differentiable. It is padded to its longest, which changes rounding only."""
+        """Encode a batch of passages, differentiable. Padding to the longest passage changes only rounding."""
         return self._read(self.passage_tower, batch, self.num_views, self.precision)
 
     def states(self, batch: Sequence[TokenizedPassage]) -> tuple[Tensor, Tensor]:
         """Compute states_PTD of the passage tower, and which tokens are real (the others are padding).
 
-        Without gradients it runs the unpadded forward pass where the backbone has one.
+        Without gradients this runs the unpadded forward pass where the backbone has one.
         """
         if self.spec.overlap_tokens:
             raise EncoderError("the windows of a long passage have no states of one passage; set overlap_tokens to 0")
@@ -300,10 +299,9 @@ class DualEncoder(StoredModel):
         return self.passage_tower.attentions(tokens.ids_PT, tokens.positions_PT, tokens.real_PT)
 
     def mean_pool_queries(self, texts: Sequence[str]) -> Tensor:
-        """Average all states of `[CLS] question [SEP]`: targets_QD of a warm start, as the backbone alone reads them,
-        through its heads.
+        """Average all states of `[CLS] question [SEP]`, through the heads: targets_QD of a warm start.
 
-        They are not normalised and have no dropout or gradient; the weights are the current ones.
+        Uses the current weights without normalisation, dropout or gradient.
         """
         return self._mean_pool(self.question_tower, self.tokenize_queries(texts))
 
@@ -312,7 +310,7 @@ class DualEncoder(StoredModel):
 
         A title that is a snippet has no separator after it here either.
 
-        Raises EncoderError where pieces are read alone: there is no reading of the whole to move towards.
+        Raises EncoderError where each piece is encoded alone: no state of the whole passage exists as a target.
         """
         if self.spec.has_pieces:
             raise EncoderError(
@@ -333,7 +331,7 @@ class DualEncoder(StoredModel):
         """Divide rows with these numbers of tokens into batches for `embed_batches` of at most `budget` tokens.
 
         Rows stay in order where nothing is padded, else they are sorted by length and padding counts. The unpadded CPU
-        pass and OpenVINO make their own blocks, so there all rows are one batch.
+        pass and OpenVINO form their own blocks, so they get all rows as one batch.
         """
         if self.precision.name in ON_OPENVINO or supports_unpadded_cpu(self.passage_tower.backbone):
             return [list(range(len(lengths)))] if lengths else []
@@ -341,16 +339,16 @@ class DualEncoder(StoredModel):
         return filled_batches(lengths, budget) if unpadded else token_batches(lengths, budget)
 
     def embed_batches(self, batches: Iterable[Sequence[TokenizedPassage]]) -> Iterator[EmbeddedViews]:
-        """Embed each batch. Results of a GPU are fetched after the next batch was started."""
-        before: _Fetch | None = None
+        """Embed each batch. A GPU's results are fetched after the next batch has started."""
+        previous: _Fetch | None = None
         for batch in batches:
             with self.inference():
-                coming = _Fetch(self.encode_passages(batch))
-            if before is not None:
-                yield before.wait()
-            before = coming
-        if before is not None:
-            yield before.wait()
+                fetch = _Fetch(self.encode_passages(batch))
+            if previous is not None:
+                yield previous.wait()
+            previous = fetch
+        if previous is not None:
+            yield previous.wait()
 
     def embed_passages(self, batch: Sequence[TokenizedPassage]) -> EmbeddedViews:
         """Embed one batch as float32, for indexing."""
@@ -389,7 +387,7 @@ class DualEncoder(StoredModel):
     def _joined_rows(
         self, tower: Tower, rows: Sequence[Sequence[TokenizedPassage]], num_views: int, precision: Precision
     ) -> Means:
-        """The means over all sequences of each passage. A piece has views of its own; windows share them."""
+        """Average over all sequences of each passage. A piece has its own views; windows share them."""
         passage_R = torch.repeat_interleave(torch.tensor([len(own) for own in rows])).to(self.device)
         views_RVD, count_RV = self._states(tower, [row for own in rows for row in own], num_views, precision)
         if self.spec.overlap_tokens:
@@ -401,7 +399,7 @@ class DualEncoder(StoredModel):
         return Means(views_PVD, count_PV)
 
     def _pool(self, tower: Tower, batch: Sequence[TokenizedPassage], precision: Precision) -> Means:
-        """The vectors of a pooling that is no mean over tokens, of texts of about one length at a time."""
+        """Pool by a mode that is no mean over tokens, over batches of texts of similar length."""
         groups = token_batches([passage.num_tokens for passage in batch], PADDED_TOKENS)
         parts = []
         for rows in groups:
@@ -409,16 +407,16 @@ class DualEncoder(StoredModel):
             states_PTD = self._token_states(tower, precision, [batch[row] for row in rows])
             with torch.autocast(states_PTD.device.type, enabled=False):
                 parts.append(tower.pooling.pool(states_PTD.float(), tokens.views_PT == 0))
-        back = torch.from_numpy(np.argsort(np.concatenate(groups)))
-        vectors_PD = torch.cat(parts)[back.to(self.device)]
+        inverse = torch.from_numpy(np.argsort(np.concatenate(groups)))
+        vectors_PD = torch.cat(parts)[inverse.to(self.device)]
         return Means(vectors_PD[:, None], torch.ones(len(batch), 1, dtype=torch.long, device=self.device))
 
     def _states(self, tower: Tower, batch: Sequence[TokenizedPassage], num_views: int, precision: Precision) -> Means:
-        """Run the unpadded pass where there is one, else the padded one, on a CPU over texts of about one length."""
-        if not self._learns() and reads_otherwise(tower, precision.name):
+        """Run the unpadded pass where there is one, else the padded one, on a CPU over texts of similar length."""
+        if not self._needs_gradient() and has_inference_pass(tower, precision.name):
             return self._inference.of(tower, precision).views(batch, num_views)
         if torch.is_autocast_enabled("cpu"):
-            from mvr_ray.core.encoding import training_pass  # it imports transformers, which a search does without
+            from mvr_ray.core.encoding import training_pass  # imports transformers, which a search does not need
 
             if training_pass.supports_training_pass(tower):
                 return training_pass.training_views(tower, batch, num_views)
@@ -426,63 +424,63 @@ class DualEncoder(StoredModel):
             return padded_views(tower, batch, num_views)
         groups = token_batches([passage.num_tokens for passage in batch], PADDED_TOKENS)
         parts = [padded_views(tower, [batch[row] for row in rows], num_views) for rows in groups]
-        back = torch.from_numpy(np.argsort(np.concatenate(groups)))
-        views_PVD, count_PV = (torch.cat(part)[back] for part in zip(*parts))
+        inverse = torch.from_numpy(np.argsort(np.concatenate(groups)))
+        views_PVD, count_PV = (torch.cat(part)[inverse] for part in zip(*parts))
         return Means(views_PVD, count_PV)
 
     def _token_states(self, tower: Tower, precision: Precision, batch: Sequence[TokenizedPassage]) -> Tensor:
-        """states_PTD of a tower in a precision; behind a text's end they say nothing."""
-        if self._learns() or not reads_otherwise(tower, precision.name):
+        """Compute states_PTD of a tower in a precision; states of padding are undefined."""
+        if self._needs_gradient() or not has_inference_pass(tower, precision.name):
             tokens = pad(tower, batch)
             return tower(tokens.ids_PT, tokens.positions_PT, tokens.real_PT)
         return self._inference.of(tower, precision).padded_states(batch)
 
-    def _learns(self) -> bool:
-        """Whether gradients or autocast may be needed, which the unpadded passes with their copied weights lack."""
+    def _needs_gradient(self) -> bool:
+        """Whether gradients or autocast may be needed, which the unpadded passes do not support."""
         return self.training or torch.is_grad_enabled() or torch.is_autocast_enabled(self.device.type)
 
     def _mean_pool(self, tower: Tower, batch: Sequence[TokenizedPassage]) -> Tensor:
-        plain = []
+        without_viewers = []
         for passage in batch:
             words = passage.input_ids[passage.input_ids < tower.num_words]
             if self.spec.has_viewers:
                 prefix = np.asarray(self.layout.prefix, words.dtype)
                 words = np.concatenate([prefix, words])[: tower.num_positions]
             positions = np.arange(len(words), dtype=np.int32) + np.int32(self.layout.first_position)
-            plain.append(TokenizedPassage(words, positions, np.zeros(len(words), np.int16)))
+            without_viewers.append(TokenizedPassage(words, positions, np.zeros(len(words), np.int16)))
         with self.inference():
-            tokens = pad(tower, plain)
+            tokens = pad(tower, without_viewers)
             states_PTD = tower(tokens.ids_PT, tokens.positions_PT, tokens.real_PT).float()
             return tower.heads((states_PTD * tokens.real_PT[..., None]).sum(1) / tokens.real_PT.sum(1, keepdim=True))
 
 
 def _join_whole_view(views_PVD: Tensor, count_PV: Tensor) -> Means:
-    """Make the first view the mean over the tokens of all views."""
+    """Replace the first view by the mean over the tokens of all views."""
     sum_PD, count_P = (views_PVD * count_PV[..., None]).sum(1), count_PV.sum(1)
     whole_PD = sum_PD / count_P.clamp(min=1)[:, None]
     return Means(torch.cat([whole_PD[:, None], views_PVD[:, 1:]], 1), torch.cat([count_P[:, None], count_PV[:, 1:]], 1))
 
 
 def complete_spec(spec: EncoderSpec, tower: Tower) -> EncoderSpec:
-    """Put the model's own prompts and lengths where `spec` has None."""
+    """Replace None in `spec` by the model's own prompts and lengths."""
     own_positions = spec.num_views if spec.strategy == "viewers" and spec.viewer_position == "own" else 0
     longest = min(tower.max_tokens, tower.num_positions - own_positions)
     return spec.fill(dict(zip(MODEL_SETTINGS, (*tower.prompts, longest, longest))))
 
 
 def _truncation(spec: EncoderSpec, tower: Tower) -> Truncation:
-    size, wanted = tower.vector_size(spec.strategy == "pooling"), spec.truncate_dim
-    if wanted is None or not 1 <= wanted <= size:
+    size, out_size = tower.vector_size(spec.strategy == "pooling"), spec.truncate_dim
+    if out_size is None or not 1 <= out_size <= size:
         raise EncoderError(
-            f"encoder truncate_dim is {wanted}, but the model's vectors have {size} dimensions; give 1 to {size}"
+            f"encoder truncate_dim is {out_size}, but the model's vectors have {size} dimensions; give 1 to {size}"
         )
-    return Truncation(wanted)
+    return Truncation(out_size)
 
 
 def _check_strategy(spec: EncoderSpec, tower: Tower) -> None:
-    """Prepare a tower for a strategy. Raises EncoderError where its model cannot be read by it."""
+    """Prepare a tower for a strategy. Raises EncoderError where the model does not support it."""
     if spec.strategy == "viewers":
-        tower.tell_positions()
+        tower.pass_positions()
     if spec.strategy == "snippets" and spec.readout == "viewer" and not tower.kind and tower.is_causal:
         raise EncoderError(
             f"strategy 'snippets' reads a viewer before its snippet, and a backbone of model type {tower.model_type!r} "
@@ -501,7 +499,7 @@ def _check_strategy(spec: EncoderSpec, tower: Tower) -> None:
 
 
 def _tokens(tower: Tower, texts: Sequence[str]) -> list[TextTokens]:
-    # Half a surrogate pair is no text to the tokenizer; a question mark takes its place, so offsets stay as they are.
+    # The tokenizer rejects half a surrogate pair; a question mark replaces it, so offsets stay the same.
     clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
     encodings = tower.tokenizer.backend_tokenizer.encode_batch(clean, add_special_tokens=False)
     return [TextTokens(encoding.ids, [end for _, end in encoding.offsets]) for encoding in encodings]
@@ -513,7 +511,7 @@ def _tower(module: nn.Module) -> Tower:
 
 
 class _Fetch:
-    """Copies views from the device to the host without waiting."""
+    """An asynchronous copy of views from the device to the host."""
 
     def __init__(self, views: PassageViews) -> None:
         self._views, self._event = views, None

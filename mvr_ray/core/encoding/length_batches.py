@@ -19,7 +19,7 @@ def token_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def filled_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Divide texts, in their order, into batches of at most `budget` tokens; a longer text has a batch of its own."""
+    """Divide texts, in order, into batches of at most `budget` tokens; a longer text has a batch of its own."""
     batches: list[list[int]] = []
     start = num_tokens = 0
     for row, length in enumerate(lengths):

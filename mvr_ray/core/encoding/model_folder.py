@@ -1,4 +1,4 @@
-"""Read and write what a sentence-transformers folder says beside its transformer: pooling, heads, prompts, lengths.
+"""Read and write the files of a sentence-transformers folder beside its transformer: pooling, heads, prompts, lengths.
 
     modules.json                           the modules in order, each with its folder
     config_sentence_transformers.json      prompts by name
@@ -6,7 +6,7 @@
     1_Pooling/config.json                  the modes
     2_Dense/config.json, model.safetensors a linear layer with its activation
 
-A folder without modules.json is a plain transformer: it pools by the mean, or by the last token if it was trained to
+A folder without modules.json is a plain transformer, pooled by the mean, or by the last token if it was trained to
 generate text. A truncation is written as a linear layer without bias whose weights are the first rows of the identity.
 """
 
@@ -27,9 +27,9 @@ LENGTHS = tuple(
     f"sentence_{kind}_config.json"
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-"""Names that the file of lengths has had."""
+"""Current and former names of the file of lengths."""
 QUERY_PROMPTS, PASSAGE_PROMPTS = ("query",), ("document", "passage", "corpus")
-"""Names of the prompts for each side, the first one counts."""
+"""Names of the prompts for each side; the first one present counts."""
 _LEGACY_MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -42,10 +42,10 @@ _LEGACY_MODES = {
 
 
 class SentenceModules(NamedTuple):
-    """What follows a transformer, and how texts are given to it.
+    """The modules after a transformer, and how its input texts are prepared.
 
-    `subfolder` is where the transformer lies, "" for the folder itself; `pooling` is None where there is no
-    modules.json, and `max_tokens` 0 where nothing is said of it.
+    `subfolder` is that of the transformer, "" for the folder itself; `pooling` is None without a modules.json, and
+    `max_tokens` is 0 where the folder sets none.
     """
 
     subfolder: str = ""
@@ -58,7 +58,7 @@ class SentenceModules(NamedTuple):
 
 
 def read_modules(folder: str) -> SentenceModules:
-    """Read the modules of a folder or of a hub model. Raises EncoderError for what mvr_ray does not compute."""
+    """Read the modules of a folder or of a hub model. Raises EncoderError for unsupported modules."""
     modules = _read_json(folder, MODULES)
     if modules is None:
         return SentenceModules()
@@ -81,7 +81,7 @@ def read_modules(folder: str) -> SentenceModules:
                 f"{MODULES} of backbone {folder} has a module {kind}; mvr_ray computes a Transformer followed by "
                 f"Pooling, Dense, Normalize and Dropout"
             )
-    lengths = next((found for name in LENGTHS if (found := _read_json(folder, _join(transformer, name)))), {})
+    lengths = next((content for name in LENGTHS if (content := _read_json(folder, _join(transformer, name)))), {})
     config = _read_json(folder, PROMPTS) or {}
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
 
@@ -102,7 +102,7 @@ def read_modules(folder: str) -> SentenceModules:
 def write_modules(folder: Path, modules: SentenceModules, size: int) -> None:
     """Write the files from which sentence-transformers makes the same vectors. `size`: dimensions of a token state.
 
-    Pooling and heads must be there; the transformer must lie in the folder itself.
+    Pooling and heads must be set; the transformer must lie in the folder itself.
     """
     assert modules.pooling is not None and modules.heads is not None and not modules.subfolder
     modes = modules.pooling.modes
@@ -154,7 +154,7 @@ def _dense(folder: str, path: str, settings: Mapping[str, Any]) -> nn.Module:
 
 
 def _write_dense(folder: Path, layer: Dense | Truncation, in_size: int) -> int:
-    """Write one linear layer; returns the dimension that it gives."""
+    """Write one linear layer; returns its output dimension."""
     if isinstance(layer, Truncation):
         weights = {"linear.weight": torch.eye(layer.out_size, in_size)}
         name, residual = "torch.nn.modules.linear.Identity", False
@@ -179,7 +179,7 @@ def _is_truncation(weight_OD: torch.Tensor) -> bool:
 
 
 def _subfolder(folder: str, path: Any) -> str:
-    """The path of a module, which must lie inside the model's folder."""
+    """Return the path of a module, which must lie inside the model's folder."""
     parts = PurePosixPath(str(path).replace("\\", "/"))
     if parts.is_absolute() or ".." in parts.parts:
         raise EncoderError(f"{MODULES} of backbone {folder} has the path {path!r}, which leaves the model's folder")
@@ -191,13 +191,13 @@ def _join(subfolder: str, name: str) -> str:
 
 
 def _file(folder: str, name: str) -> Path | None:
-    """A file of a local folder, or of a hub model, fetched or from the cache; None where the model has none."""
+    """Locate a file of a local folder, or of a hub model (fetched or cached); None where the model has none."""
     if Path(folder).is_dir():
         return Path(folder) / name if (Path(folder) / name).is_file() else None
     from huggingface_hub import constants as hub
     from transformers.utils import cached_file
 
-    # A file that cannot be asked for is no file that is absent: without its pooling a model would be read wrongly.
+    # An unreachable file is not an absent file: without its pooling a model would give wrong vectors.
     strict = not hub.HF_HUB_OFFLINE
     file = cached_file(
         folder, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=strict

@@ -1,14 +1,14 @@
-"""Run a tower by OpenVINO on a CPU, in float32 or int8: backbones without local attention, viewers as when padded.
+"""Run a tower by OpenVINO on a CPU, in float32 or int8: backbones without local attention, padded texts.
 
     (ids_PT, positions_PT, real_PT) -> states_PTD        `Tower.forward`, converted once for texts of any length
 
-Texts are sorted by length into padded batches of `BATCH_TOKENS`; each thread takes a batch by itself through the whole
-model. A batch's rows follow from the texts alone, so the bytes do not depend on how many threads there are. The states
-are those of the padded pass up to rounding, which is what they are tested against.
+Texts are sorted by length into padded batches of `BATCH_TOKENS`; each thread runs one batch through the whole model.
+The texts alone determine the rows of a batch, so the bytes do not depend on the number of threads. The states equal
+those of the padded pass up to rounding, as the tests check.
 
-In int8, NNCF has put scales around the products, found from passages: static quantisation with the steps of wide
-dimensions smoothed into the weights (SmoothQuant, Xiao et al. 2023). What is no product of bytes is in the precision
-that OpenVINO takes by itself on the processor. Only finding the scales needs NNCF.
+In int8, NNCF puts scales around the products, calibrated on passages: static quantisation that smooths the steps of
+wide dimensions into the weights (SmoothQuant, Xiao et al. 2023). All other operations run in OpenVINO's default
+precision on the processor. Only the calibration needs NNCF.
 
 Shapes: P texts, T tokens of the longest, V views of each, D dimension.
 """
@@ -41,12 +41,12 @@ INSTALL = "pip install 'mvr-ray[openvino]'"
 BATCH_TOKENS = 2048
 """Tokens of a batch, padding counted."""
 PRODUCTS = "f32"
-"""What it multiplies; by itself it takes bf16 where the processor has it."""
+"""Precision of the products; OpenVINO's default is bf16 where the processor has it."""
 INPUTS = ("ids_PT", "positions_PT", "real_PT")
 
 
 class StatesModule(nn.Module):
-    """`Tower.forward` with its three inputs alone, as the conversion takes it."""
+    """`Tower.forward` with only its three inputs, for the conversion."""
 
     def __init__(self, tower: Tower) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class StatesModule(nn.Module):
 
 
 class OpenVinoTower:
-    """A tower's weights of this moment, compiled for this machine; `int8`: what `quantize` gave for them."""
+    """A tower's current weights, compiled for this machine; `int8`: the result of `quantize` for them."""
 
     def __init__(self, tower: Tower, int8: Mapping[str, NDArray[np.uint8]] | None = None) -> None:
         openvino = import_openvino()
@@ -77,31 +77,31 @@ class OpenVinoTower:
             self._requests.put(compiled.create_infer_request())
 
     def views(self, batch: Sequence[TokenizedPassage], num_views: int) -> Means:
-        """The means of the states of each view's tokens, in float32."""
+        """Average the states of each view's tokens, in float32."""
         shape = (len(batch), num_views)
         views_PVD, count_PV = torch.empty(*shape, self.dimension), torch.empty(shape, dtype=torch.long)
 
-        def keep(rows: list[int], tokens: PaddedTokens, states_PTD: Tensor) -> None:
+        def store(rows: list[int], tokens: PaddedTokens, states_PTD: Tensor) -> None:
             views_PVD[rows], count_PV[rows] = mean_states(tokens, states_PTD, num_views)
 
-        self._run(batch, keep)
+        self._run(batch, store)
         return Means(views_PVD, count_PV)
 
     def padded_states(self, batch: Sequence[TokenizedPassage]) -> Tensor:
-        """states_PTD as long as the longest text, zero behind each, in float32."""
+        """Compute states_PTD in float32, zero on padding."""
         states_PTD = torch.zeros(len(batch), max(text.num_tokens for text in batch), self.dimension)
 
-        def keep(rows: list[int], tokens: PaddedTokens, own_PTD: Tensor) -> None:
+        def store(rows: list[int], tokens: PaddedTokens, own_PTD: Tensor) -> None:
             states_PTD[rows, : own_PTD.shape[1]] = own_PTD * tokens.real_PT[..., None]
 
-        self._run(batch, keep)
+        self._run(batch, store)
         return states_PTD
 
-    def _run(self, batch: Sequence[TokenizedPassage], keep: Callable[[list[int], PaddedTokens, Tensor], None]) -> None:
-        """Call `keep` with the rows, tokens and states of each batch.
+    def _run(self, batch: Sequence[TokenizedPassage], store: Callable[[list[int], PaddedTokens, Tensor], None]) -> None:
+        """Call `store` with the rows, tokens and states of each batch.
 
-        Each thread of Python's waits for its own request. A callback would run on a thread of OpenVINO's, and that
-        thread could wait for the interpreter while the interpreter, which frees the model, waits for it.
+        Each Python thread waits for its own request. A callback would run on a thread of OpenVINO and could deadlock:
+        it waits for the interpreter while the interpreter, freeing the model, waits for it.
         """
 
         def read(rows: list[int]) -> None:
@@ -109,7 +109,7 @@ class OpenVinoTower:
             request = self._requests.get()
             try:
                 request.infer(_arrays(tokens, self._inputs))
-                keep(rows, tokens, torch.from_numpy(request.get_output_tensor(0).data))
+                store(rows, tokens, torch.from_numpy(request.get_output_tensor(0).data))
             finally:
                 self._requests.put(request)
 
@@ -119,21 +119,21 @@ class OpenVinoTower:
 
 
 def to_openvino(tower: Tower) -> Any:
-    """`Tower.forward` as a model of OpenVINO's, for texts of any number and length."""
+    """Convert `Tower.forward` to an OpenVINO model, for texts of any number and length."""
     openvino = import_openvino()
     example = (torch.ones(2, 8, dtype=torch.long), torch.arange(8).expand(2, 8).contiguous(), torch.ones(2, 8) > 0)
     shapes = [openvino.PartialShape([-1, -1])] * len(example)
     training = tower.training
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what a trace fixes: all that a text changes is an input
+        warnings.simplefilter("ignore")  # about values that a trace fixes: all that varies by text is an input
         model = openvino.convert_model(StatesModule(tower).eval(), example_input=example, input=shapes)
     tower.train(training)
     return model
 
 
 def quantize(tower: Tower, texts: Sequence[TokenizedPassage]) -> dict[str, NDArray[np.uint8]]:
-    """`to_openvino(tower)` in int8, with scales from texts like those that are to be read: the bytes of OpenVINO's two
-    files, `model` and `weights`. Raises EncoderError without OpenVINO and NNCF."""
+    """Quantize `to_openvino(tower)` to int8, calibrated on representative texts: the bytes of OpenVINO's two files,
+    `model` and `weights`. Raises EncoderError without OpenVINO and NNCF."""
     openvino = import_openvino()
     if find_spec("nncf") is None:
         raise EncoderError(
@@ -141,21 +141,21 @@ def quantize(tower: Tower, texts: Sequence[TokenizedPassage]) -> dict[str, NDArr
             f"index.precision to fp32"
         )
     model = to_openvino(tower)
-    with without_telemetry(), redirect_stdout(io.StringIO()):  # it draws its progress there
+    with without_telemetry(), redirect_stdout(io.StringIO()):  # nncf draws its progress on stdout
         import nncf
 
         nncf.set_log_level(logging.ERROR)
         data = nncf.Dataset([_arrays(pad(tower, [text]), _inputs(model)) for text in texts])
-        lowered = nncf.quantize(model, data, subset_size=len(texts), model_type=nncf.ModelType.TRANSFORMER)
+        int8_model = nncf.quantize(model, data, subset_size=len(texts), model_type=nncf.ModelType.TRANSFORMER)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.xml"
-        openvino.save_model(lowered, path, compress_to_fp16=False)
+        openvino.save_model(int8_model, path, compress_to_fp16=False)
         files = {"model": path, "weights": path.with_suffix(".bin")}
         return {name: np.frombuffer(file.read_bytes(), np.uint8) for name, file in files.items()}
 
 
 def _inputs(model: Any) -> list[str]:
-    """Those of INPUTS that a model reads: a backbone without position ids reads no positions."""
+    """List the INPUTS that a model has: a backbone without position ids has no positions."""
     names = {name for node in model.inputs for name in node.get_names()}
     return [name for name in INPUTS if name in names]
 
@@ -165,7 +165,7 @@ def _arrays(tokens: PaddedTokens, names: Sequence[str]) -> dict[str, Any]:
 
 
 def import_openvino() -> Any:
-    """The library. Raises EncoderError without it."""
+    """Import the library. Raises EncoderError without it."""
     with without_telemetry():
         try:
             import openvino
@@ -179,12 +179,12 @@ def import_openvino() -> Any:
 
 @contextmanager
 def without_telemetry() -> Iterator[None]:
-    """Keep what is imported here from reporting its use to its maker, which it else does."""
-    absent = "openvino_telemetry" not in sys.modules
-    if absent:
+    """Disable the usage telemetry of libraries that are imported in the block."""
+    is_absent = "openvino_telemetry" not in sys.modules
+    if is_absent:
         sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
     try:
         yield
     finally:
-        if absent:
+        if is_absent:
             del sys.modules["openvino_telemetry"]

@@ -1,4 +1,4 @@
-"""Run a tower over padded texts: any backbone, with a gradient, on any device. Other passes are tested against it.
+"""Run a tower over padded texts: any backbone, with a gradient, on any device. The tests compare other passes with it.
 
 Shapes: P texts, T tokens of the longest, V views of each, D dimension.
 """
@@ -17,7 +17,7 @@ from mvr_ray.core.encoding.views import TokenizedPassage
 
 
 class PaddedTokens(NamedTuple):
-    """Token ids, position ids, the view that reads each token (-1: none), and which are no padding."""
+    """Token ids, position ids, the view that averages each token (-1: none), and which tokens are real."""
 
     ids_PT: Tensor
     positions_PT: Tensor
@@ -56,18 +56,18 @@ def mean_states(tokens: PaddedTokens, states_PTD: Tensor, num_views: int) -> Mea
 
 
 class PaddedTower:
-    """A copy of a tower's weights of this moment in `dtype`, for backbones that no unpadded pass takes."""
+    """A copy of a tower's current weights in `dtype`, for backbones without an unpadded pass."""
 
     def __init__(self, tower: Tower, dtype: torch.dtype) -> None:
         self.tower: Tower = copy.deepcopy(tower).to(dtype=dtype).eval()
 
     @torch.no_grad()
     def views(self, batch: Sequence[TokenizedPassage], num_views: int) -> Means:
-        """The means of the states of each view's tokens, in float32."""
+        """Average the states of each view's tokens, in float32."""
         return padded_views(self.tower, batch, num_views)
 
     @torch.no_grad()
     def padded_states(self, batch: Sequence[TokenizedPassage]) -> Tensor:
-        """states_PTD as long as the longest text, in float32; behind a text's end they say nothing."""
+        """Compute states_PTD in float32; states of padding are undefined."""
         tokens = pad(self.tower, batch)
         return self.tower(tokens.ids_PT, tokens.positions_PT, tokens.real_PT).float()

@@ -1,12 +1,12 @@
 """Pool token states into one vector as sentence-transformers does, and apply the layers that follow.
 
-Of a text's tokens `t = 1..T`, those of an excluded prompt left out:
+Over a text's tokens `t = 1..T`, without those of an excluded prompt:
 
     cls, lasttoken            the state of the first, of the last
     mean, max                 over all states, each dimension by itself
     mean_sqrt_len_tokens      sum / sqrt(number of tokens)
     weightedmean              sum t state_t / sum t, t counted from the text's first token
-    two or more               one behind the other
+    two or more               concatenated
 
 Shapes: P texts, T tokens, D dimension of a state, O dimension of a vector.
 """
@@ -26,7 +26,7 @@ PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmea
 
 @dataclass(frozen=True)
 class Pooling:
-    """The modes whose vectors are joined, and whether the tokens of a prompt enter them."""
+    """The modes whose vectors are concatenated, and whether they include the tokens of a prompt."""
 
     modes: tuple[PoolingMode, ...] = ("mean",)
     include_prompt: bool = True
@@ -41,11 +41,11 @@ class Pooling:
 
     @property
     def is_mean_of_tokens(self) -> bool:
-        """The vector is the mean over some of the tokens, so that every forward pass gives it as a view."""
+        """Whether the vector is the mean over some of the tokens, which every forward pass computes as a view."""
         return self.modes in (("mean",), ("cls",), ("lasttoken",))
 
     def members(self, num_tokens: int, num_excluded: int) -> range:
-        """The places of the tokens that enter; `num_excluded` tokens of prefix and prompt may stand out."""
+        """Return the positions of the pooled tokens; `num_excluded` tokens of prefix and prompt may be left out."""
         first = num_excluded if not self.include_prompt and num_excluded < num_tokens else 0
         if self.modes == ("cls",):
             return range(first, first + 1)
@@ -75,7 +75,7 @@ class Pooling:
 
 
 class Dense(nn.Module):
-    """A linear layer with an activation, and its input added where `residual` says so."""
+    """A linear layer with an activation; `residual` adds its input."""
 
     def __init__(self, in_size: int, out_size: int, bias: bool, activation: str, residual: bool = False) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Normalize(nn.Module):
 
 
 class Truncation(nn.Module):
-    """Keeps the first dimensions, of models that were trained for it (Matryoshka, Kusupati et al. 2022)."""
+    """Keeps the first dimensions, for models trained for truncation (Matryoshka, Kusupati et al. 2022)."""
 
     def __init__(self, out_size: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Truncation(nn.Module):
 
 
 class Heads(nn.ModuleList):
-    """The layers that follow pooling, in order."""
+    """The layers after pooling, in order."""
 
     def __init__(self, layers: Iterable[nn.Module] = ()) -> None:
         super().__init__(layers)
@@ -121,14 +121,14 @@ class Heads(nn.ModuleList):
         return vectors
 
     def out_size(self, size: int) -> int:
-        """Dimension of the result for vectors of this one."""
+        """Return the output dimension for an input dimension."""
         for layer in self:
             size = getattr(layer, "out_size", size)
         return size
 
     def without_last_normalize(self, before_truncation: bool = False) -> "Heads":
-        """The same layers less the `Normalize` at the end, and less one that only a truncation follows if
-        `before_truncation`."""
+        """Return the layers without the `Normalize` at the end, and with `before_truncation` also without one that only
+        a truncation follows."""
         layers: list[nn.Module] = list(self)
         rest: list[nn.Module] = []
         while layers and isinstance(layers[-1], (Normalize, Truncation) if before_truncation else Normalize):
@@ -138,12 +138,12 @@ class Heads(nn.ModuleList):
         return Heads([*layers, *rest])
 
     def description(self) -> list[dict[str, Any]]:
-        """What of the layers is not in their weights, by kind."""
+        """Describe the layers' settings outside their weights, by kind."""
         return [describe(layer) for layer in self]
 
 
 def describe(layer: nn.Module) -> dict[str, Any]:
-    """Kind and settings of one layer, as plain values."""
+    """Return kind and settings of one layer, as plain values."""
     settings: dict[str, Any] = {"kind": type(layer).__name__}
     if isinstance(layer, Dense):
         settings |= {"activation": type(layer.activation).__name__, "residual": layer.adds_input}

@@ -1,10 +1,10 @@
-"""Embed passages in fp32 or bf16 by layers of our own, or in fp32 or int8 by OpenVINO.
+"""Embed passages in fp32 or bf16 by mvr_ray's own layers, or in fp32 or int8 by OpenVINO.
 
-`fp32` is the reference. `bf16` multiplies numbers of two bytes. `openvino` multiplies in float32 by another library's
-products and `int8` numbers of one byte, with scales that were found once and belong to the encoder; both on a CPU, for
-every backbone but those with local attention. Another precision is another encoder, with a fingerprint of its own. Only
-reading without a gradient is lowered; training and questions never are. A GPU reads bf16 without padding where it can
-tell the attention where texts end.
+`fp32` is the reference. `bf16` multiplies numbers of two bytes. `openvino` multiplies in float32 by OpenVINO, and
+`int8` numbers of one byte, with scales that are calibrated once and belong to the encoder; both run on a CPU, for every
+backbone without local attention. Each precision is an encoder with its own fingerprint. Only inference on passages
+uses a lower precision; training and questions use float32. A GPU runs bf16 without padding where its attention accepts
+the bounds of texts.
 """
 
 import hashlib
@@ -27,18 +27,18 @@ PrecisionName = Literal["fp32", "bf16", "int8", "openvino"]
 ON_OPENVINO = ("int8", "openvino")
 
 LOCAL_ATTENTION = ("local_attention", "sliding_window")
-"""Settings of backbones with local attention. OpenVINO's gives NaN on padding that no token is near to."""
+"""Settings of backbones with local attention. OpenVINO's version gives NaN on padding far from every token."""
 
 
 class Precision(NamedTuple):
-    """A precision, and of int8 the model with its scales (`openvino_cpu.quantize`)."""
+    """A precision, and for int8 the model with its scales (`openvino_cpu.quantize`)."""
 
     name: PrecisionName
     parts: Mapping[str, NDArray[Any]] | None = None
 
     def digest(self) -> bytes:
-        """Digest name and parts; empty for fp32, whose fingerprints are older than other precisions. The text of an
-        int8 model is left out: its names are given anew each time."""
+        """Digest name and parts; empty for fp32, whose fingerprints are older than other precisions. Omits the text of
+        an int8 model, whose names change with each conversion."""
         if self.name == "fp32":
             return b""
         hasher = hashlib.blake2b(self.name.encode(), digest_size=32)
@@ -53,7 +53,7 @@ FP32 = Precision("fp32")
 
 
 class InferenceTower(Protocol):
-    """A tower laid out for reading without a gradient."""
+    """A tower prepared for inference without a gradient."""
 
     def views(self, batch: Sequence[TokenizedPassage], num_views: int) -> Means: ...
 
@@ -61,9 +61,9 @@ class InferenceTower(Protocol):
 
 
 class InferenceCache:
-    """Caches towers laid out for inference, and lays one out again when a weight has changed.
+    """Caches towers prepared for inference, and rebuilds one when a weight has changed.
 
-    Copies and pickles of the cache are empty: another process lays the weights out itself.
+    Copies and pickles of the cache are empty: another process prepares the weights itself.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class InferenceCache:
         return InferenceCache, ()
 
     def of(self, tower: Tower, precision: Precision) -> InferenceTower:
-        """Return the tower laid out in this precision. Raises EncoderError where the machine does not support it."""
+        """Return the tower prepared in this precision. Raises EncoderError where the machine does not support it."""
         parameters = self._parameters.get(id(tower)) or self._parameters.setdefault(id(tower), [*tower.parameters()])
         state = [(parameter.data_ptr(), parameter._version) for parameter in parameters]
         entry = self._towers.get((id(tower), precision.name))
@@ -84,7 +84,7 @@ class InferenceCache:
 
 
 def build_tower(tower: Tower, precision: Precision) -> InferenceTower:
-    """Copy the tower's current weights in the order and precision in which they are multiplied."""
+    """Copy the tower's current weights into the layout and precision of their products."""
     check(tower, precision.name)
     if precision.name == "int8":
         if "model" not in (precision.parts or {}):
@@ -99,7 +99,7 @@ def build_tower(tower: Tower, precision: Precision) -> InferenceTower:
     if not reads_unpadded(tower, precision.name):
         return PaddedTower(tower, dtype)
     if _on_gpu(tower):
-        from mvr_ray.core.encoding.unpadded_gpu import UnpaddedGpuTower  # seconds of imports, for GPUs alone
+        from mvr_ray.core.encoding.unpadded_gpu import UnpaddedGpuTower  # takes seconds to import; only GPUs need it
 
         return UnpaddedGpuTower(tower, dtype)
     return UnpaddedCpuTower(tower, dtype)
@@ -107,26 +107,26 @@ def build_tower(tower: Tower, precision: Precision) -> InferenceTower:
 
 def fastest_float(tower: Tower) -> PrecisionName:
     """Return the precision in which this processor embeds passages fastest within a cosine of 0.9999 of float32: bf16
-    where it multiplies bf16 by instructions of its own and texts are read without padding, else fp32."""
+    where it has bf16 instructions and texts run without padding, else fp32."""
     is_fast = multiplies_bf16(torch.device("cpu")) and supports_unpadded_cpu(tower.backbone)
     return "bf16" if is_fast else "fp32"
 
 
 def multiplies_bf16(device: torch.device) -> bool:
-    """Whether this processor, or a GPU, multiplies bf16 by instructions of its own."""
+    """Whether this processor, or a GPU, has instructions for bf16 products."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     has = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(has.get("amx_bf16") or has.get("avx512_bf16")) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def reads_otherwise(tower: Tower, precision: PrecisionName) -> bool:
-    """Whether reading without a gradient has a pass of its own, beside the one with a gradient."""
+def has_inference_pass(tower: Tower, precision: PrecisionName) -> bool:
+    """Whether inference has its own pass, other than the one with a gradient."""
     return precision != "fp32" or supports_unpadded_cpu(tower.backbone)
 
 
 def reads_unpadded(tower: Tower, precision: PrecisionName) -> bool:
-    """Whether texts are read end to end, without padding."""
+    """Whether texts run end to end, without padding."""
     if precision in ON_OPENVINO:
         return False
     if _on_gpu(tower):
@@ -137,21 +137,22 @@ def reads_unpadded(tower: Tower, precision: PrecisionName) -> bool:
 
 
 def check(tower: Tower, precision: PrecisionName, gpu: bool | None = None) -> None:
-    """Raise EncoderError unless this machine embeds passages with this tower in this precision. `gpu`: where it will be
-    done; absent: where the tower is."""
+    """Raise EncoderError unless this machine embeds passages with this tower in this precision. `gpu`: on a
+    GPU or not; None: on the tower's device."""
     if precision == "fp32":
         return
-    here = _on_gpu(tower)
-    lacking = _gpu_lacks(precision, here) if (here if gpu is None else gpu) else _cpu_lacks(tower, precision)
-    if lacking:
-        raise EncoderError(f"passages in {precision} need {lacking}; set index.precision to fp32 and index again")
+    on_gpu = _on_gpu(tower)
+    use_gpu = on_gpu if gpu is None else gpu
+    missing = _missing_on_gpu(precision, on_gpu) if use_gpu else _missing_on_cpu(tower, precision)
+    if missing:
+        raise EncoderError(f"passages in {precision} need {missing}; set index.precision to fp32 and index again")
 
 
 def _on_gpu(tower: Tower) -> bool:
     return next(tower.parameters()).device.type != "cpu"
 
 
-def _cpu_lacks(tower: Tower, precision: PrecisionName) -> str:
+def _missing_on_cpu(tower: Tower, precision: PrecisionName) -> str:
     backbone: Any = tower.backbone
     if precision in ON_OPENVINO and find_spec("openvino") is None:
         return f"the library openvino ({INSTALL})"
@@ -162,9 +163,9 @@ def _cpu_lacks(tower: Tower, precision: PrecisionName) -> str:
     return ""
 
 
-def _gpu_lacks(precision: PrecisionName, here: bool) -> str:
+def _missing_on_gpu(precision: PrecisionName, tower_on_gpu: bool) -> str:
     if precision in ON_OPENVINO:
         return "a CPU, and encoders have GPUs here (resources.gpus_per_encoder); bf16 is for GPUs"
-    if here and not torch.cuda.is_bf16_supported():
+    if tower_on_gpu and not torch.cuda.is_bf16_supported():
         return "a GPU that multiplies bfloat16, and this one does not"
     return ""

@@ -3,13 +3,13 @@
 encoder.json            format version, fingerprint, dimension, views, settings, precision (where it is not fp32); last
 punkt.json              sentence parameters
 int8.safetensors        of int8: the bytes of OpenVINO's two files, `model` and `weights`; scales.safetensors in its
-                        place where an earlier mvr_ray found them
+                        place where an earlier mvr_ray made them
 shared/                 the tower when tied; else question/ and passage/
     config.json  model.safetensors  tokenizer.json  ..  viewers.safetensors (where the strategy has viewers)
     modules.json  sentence_bert_config.json  1_Pooling/config.json  2_Dense/ ..    as sentence-transformers reads them
 
-A tower of one vector loads in sentence-transformers to the same vectors. Of strategies that read means of snippets it
-loads to the vector of a whole text, as questions are read; views cannot be carried, nor can viewers.
+A tower of one vector loads in sentence-transformers to the same vectors. For strategies with means of snippets it loads
+to the vector of a whole text, as for questions; sentence-transformers supports neither views nor viewers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ INT8_PARTS = {
         "down_zero_L",
     ),
 }
-"""The parts of int8 in the order in which they are digested, by the name of their file."""
+"""The parts of int8 in the order of their digest, by file name."""
 _LATER_SETTINGS: Mapping[str, Any] = {
     "title_view": False,
     "whole_view": False,
@@ -50,11 +50,11 @@ _LATER_SETTINGS: Mapping[str, Any] = {
     "overlap_tokens": 0,
     "truncate_dim": None,
 }
-"""Settings that older snapshots of this format lack, and what they have there; fingerprints are unchanged."""
+"""Settings that older snapshots of this format lack, with their values there; fingerprints are unchanged."""
 
 
 class Snapshot(NamedTuple):
-    """What an encoder is made from."""
+    """The stored parts of an encoder."""
 
     spec: EncoderSpec
     towers: list[Tower]
@@ -69,7 +69,7 @@ def tower_names(spec: EncoderSpec) -> Sequence[str]:
 def write_parts(
     folder: Path, spec: EncoderSpec, towers: Mapping[str, Tower], punkt: PunktParams, precision: Precision = FP32
 ) -> dict[str, Any]:
-    """Write all files but encoder.json; returns its fields that say how to read them."""
+    """Write all files except encoder.json; returns its fields that describe them."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, tower in towers.items():
         _write_tower(folder / name, spec, tower, name)
@@ -88,10 +88,10 @@ def write_parts(
 
 
 def export_towers(folder: Path, spec: EncoderSpec, towers: Mapping[str, Tower]) -> list[str]:
-    """Write what sentence-transformers loads: `folder` itself, or `question` and `passage` in it for two towers.
+    """Write a folder for sentence-transformers: `folder` itself, or `question` and `passage` in it for two towers.
 
-    Returns what it cannot carry, a sentence each. Raises EncoderError for strategies with viewers, whose embeddings
-    have no place there.
+    Returns what is lost, a sentence each. Raises EncoderError for strategies with viewers, whose embeddings cannot be
+    stored there.
     """
     if spec.has_viewers:
         raise EncoderError(
@@ -117,7 +117,7 @@ def export_towers(folder: Path, spec: EncoderSpec, towers: Mapping[str, Tower]) 
 
 
 def _write_tower(folder: Path, spec: EncoderSpec, tower: Tower, name: str) -> None:
-    """Write a tower, and what makes sentence-transformers read one text as a question is read."""
+    """Write a tower with modules by which sentence-transformers encodes a text like a question."""
     tower.save(folder)
     pooling = tower.pooling
     if spec.strategy != "pooling":
@@ -130,11 +130,11 @@ def _write_tower(folder: Path, spec: EncoderSpec, tower: Tower, name: str) -> No
 
 
 def read_parts(folder: Path, description: Mapping[str, Any], only_embeds: bool = False) -> Snapshot:
-    """Open the files that an encoder.json of these fields describes; `only_embeds`: without transformers where that can
-    be. Raises EncoderError naming what is wrong."""
+    """Open the files that an encoder.json of these fields describes; `only_embeds`: if possible without transformers.
+    Raises EncoderError naming the defect."""
     settings = description.get("spec", {})
-    differing = {field.name for field in fields(EncoderSpec)} ^ set(settings)
-    if wrong := sorted(differing - (set(_LATER_SETTINGS) - set(settings))):
+    differences = {field.name for field in fields(EncoderSpec)} ^ set(settings)
+    if wrong := sorted(differences - (set(_LATER_SETTINGS) - set(settings))):
         raise EncoderError(
             f"encoder.json in {folder} lacks or does not know these settings: {', '.join(wrong)}; "
             f"make the snapshot again"

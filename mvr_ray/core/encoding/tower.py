@@ -1,4 +1,4 @@
-"""Wrap a backbone in a tower: with its tokenizer, its viewers and what follows pooling.
+"""Wrap a backbone in a tower: with its tokenizer, its viewers, its pooling and its heads.
 
 The ids of viewers begin after the vocabulary's: `num_words` is the query's, `num_words + 1 + i` that of view i.
 
@@ -75,17 +75,17 @@ _ARCHITECTURE_OF_OTHERS = (
     "norm_rel_ebd",
     "share_att_key",
 )
-"""The same of model types that are not in `KINDS`."""
+"""The same for model types that are not in `KINDS`."""
 _TOKENIZER = ("added_tokens", "normalizer", "pre_tokenizer", "model", "post_processor")
-"""The parts of a tokenizer that bear on ids and offsets."""
+"""The parts of a tokenizer that determine ids and offsets."""
 
 
 @dataclass(frozen=True)
 class BackboneKind:
-    """How one model type counts positions, which it is always told.
+    """How one model type counts positions; mvr_ray always passes it position ids.
 
-    `offset`: the table's first rows that no token uses. `separators`: how many stand between the two texts of a pair.
-    `relative`: attention has a bias by the distance between two tokens, beside the table.
+    `offset`: the table begins with rows that no token uses. `separators`: number between the two texts of a pair.
+    `relative`: attention adds a bias by the distance between two tokens, beside the table.
     """
 
     offset: bool = False
@@ -100,13 +100,13 @@ KINDS = {
     "roberta": BackboneKind(offset=True, separators=2),
     "xlm-roberta": BackboneKind(offset=True, separators=2),
 }
-"""Other model types count positions themselves, unless viewers have positions of their own (`Tower.tell_positions`)."""
+"""Other model types count positions themselves, unless viewers need explicit positions (`Tower.pass_positions`)."""
 MAX_TOKENS = 8192
-"""Tokens that a model is given at once, whatever its own limit."""
+"""Most tokens of one input, regardless of the model's own limit."""
 
 
 class TextFrame(NamedTuple):
-    """Ids of the special tokens before and behind a text, and of those between a title and its text."""
+    """Ids of the special tokens before and after a text, and between a title and its text."""
 
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
@@ -124,7 +124,7 @@ class Tower(nn.Module):
         config: Any = backbone.config
         self.model_type = str(config.model_type)
         self.kind = KINDS.get(self.model_type)
-        self.tells_positions = self.kind is not None
+        self.passes_positions = self.kind is not None
         self.dimension = int(config.hidden_size)
         self.num_words = int(self._words.num_embeddings)
         padding_row, num_rows = _position_table(backbone)
@@ -148,43 +148,43 @@ class Tower(nn.Module):
 
     @property
     def pad_id(self) -> int:
-        """Id of the token behind shorter texts; attention never sees it."""
+        """Id of the padding token, which attention masks."""
         own = self.tokenizer.pad_token_id
         return 0 if own is None else int(own)
 
     def vector_size(self, pools: bool) -> int:
-        """Dimension of a vector: of the model's own pooling, or else of one state, through the heads."""
+        """Return the dimension of a vector: of the model's own pooling, or of one state, through the heads."""
         return self.heads.out_size(self.dimension * (len(self.pooling.modes) if pools else 1))
 
     @cached_property
     def is_causal(self) -> bool:
-        """Whether a token's state depends on the tokens before it alone, as the model itself shows."""
+        """Whether a token's state depends only on the tokens before it, measured on the model."""
         ids_1T = self._probe_ids()
         return torch.allclose(
             self._probe(ids_1T)[:, 0], self._probe(torch.cat([ids_1T[:, :-1], ids_1T[:, :1]], 1))[:, 0]
         )
 
-    def tell_positions(self) -> None:
-        """Give the backbone position ids from now on, which viewers at one position need.
+    def pass_positions(self) -> None:
+        """Pass position ids to the backbone from now on, which viewers at one position need.
 
-        Raises EncoderError where tokens are not ordered by position ids alone: a model that counts distances by place,
-        or reads from left to right, takes no notice of them.
+        Raises EncoderError where position ids alone do not order the tokens: a model that counts distances by place, or
+        reads from left to right, ignores them.
         """
-        if self.tells_positions:
+        if self.passes_positions:
             return
         ids_1T = self._probe_ids()
         places_T = torch.arange(ids_1T.shape[1])
         states_1TD = self._probe(ids_1T)
-        allowed = float((self._probe(ids_1T.flip(1)).flip(1) - states_1TD).abs().max()) / 100
-        self.tells_positions = True
+        tolerance = float((self._probe(ids_1T.flip(1)).flip(1) - states_1TD).abs().max()) / 100
+        self.passes_positions = True
         for first in dict.fromkeys((0, _position_table(self.backbone)[0] + 1)):
             with suppress(TypeError):
                 ordered_1TD = self._probe(ids_1T, first + places_T)
-                turned_1TD = self._probe(ids_1T.flip(1), first + places_T.flip(0)).flip(1)
-                if max(float((told - states_1TD).abs().max()) for told in (ordered_1TD, turned_1TD)) <= allowed:
+                reversed_1TD = self._probe(ids_1T.flip(1), first + places_T.flip(0)).flip(1)
+                if max(float((states - states_1TD).abs().max()) for states in (ordered_1TD, reversed_1TD)) <= tolerance:
                     self.first_position = first
                     return
-        self.tells_positions = False
+        self.passes_positions = False
         raise EncoderError(
             f"strategy 'viewers' puts viewers at one position, and in a backbone of model type {self.model_type!r} "
             f"position ids alone do not order the tokens; use a bert, distilbert, mpnet, roberta, xlm-roberta or "
@@ -196,7 +196,7 @@ class Tower(nn.Module):
 
     @torch.no_grad()
     def _probe(self, ids_1T: Tensor, positions_T: Tensor | None = None) -> Tensor:
-        """Run a few tokens without dropout."""
+        """Compute the states of a few tokens without dropout."""
         training = self.training
         self.eval()
         try:
@@ -208,10 +208,10 @@ class Tower(nn.Module):
             self.train(training)
 
     def add_viewers(self, num_views: int, init: str, seed: int) -> None:
-        """Give the query and each of `num_views` views a viewer: random, or noisy copies of [CLS].
+        """Add a viewer for the query and for each of `num_views` views: random, or noisy copies of [CLS].
 
-        The query's viewer is always a copy of [CLS]: there is one, so it has nothing to become equal to. Where a model
-        has no [CLS], the first of its special tokens stands for it.
+        The query's viewer is always a copy of [CLS]: a single viewer cannot collapse. Where a model has no [CLS], its
+        first special token replaces it.
         """
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(1 + num_views, self._words.embedding_dim, generator=generator) * VIEWER_STD
@@ -239,7 +239,7 @@ class Tower(nn.Module):
         return torch.where((ids >= self.num_words)[..., None], viewers, words(ids.clamp(max=self.num_words - 1)))
 
     def _run(self, ids_BT: Tensor, positions_BT: Tensor, real_BT: Tensor, **options: bool) -> Any:
-        inputs: dict[str, Tensor] = {"position_ids": positions_BT} if self.tells_positions else {}
+        inputs: dict[str, Tensor] = {"position_ids": positions_BT} if self.passes_positions else {}
         if self.kind or self.viewers is not None:
             inputs["inputs_embeds"] = self.embed_ids(ids_BT)
         else:
@@ -251,8 +251,8 @@ class Tower(nn.Module):
     def _moved_bias(self, positions_BT: Tensor, real_BT: Tensor) -> Tensor:
         """Correct MPNet's own attention bias, [B, heads, T, T], so that distances are those of the position ids.
 
-        transformers counts distances by place in the row, where each viewer at position 0 has a place of its own. The
-        correction is 0 where ids run with the row; keys on padding get the least number.
+        transformers counts distances by place in the row, where each viewer at position 0 has its own place. The
+        correction is 0 where position ids equal places; keys on padding get the lowest number.
         """
         encoder: Any = self.backbone.encoder
         places_T = torch.arange(positions_BT.shape[1], device=positions_BT.device)
@@ -275,7 +275,7 @@ class Tower(nn.Module):
             self.viewers = nn.Embedding.from_pretrained(load_file(folder / VIEWERS_FILE)["weight"], freeze=False)
 
     def digest(self) -> bytes:
-        """Digest weights, tokenizer and architecture; the digest is the same on every machine and after every load."""
+        """Digest weights, tokenizer and architecture; equal on every machine and after every load."""
         names = _ARCHITECTURE if self.kind else _ARCHITECTURE_OF_OTHERS
         digest = digest_of(self.backbone.config, self.tokenizer, self.state_dict(), names)
         layers = self.heads.description()
@@ -283,7 +283,7 @@ class Tower(nn.Module):
 
 
 class LoadedModel(NamedTuple):
-    """A transformer and its fast tokenizer. `missing` names the weights that the folder lacked: they are random."""
+    """A transformer and its fast tokenizer. `missing` names the weights that the folder lacks: they are random."""
 
     model: Any
     tokenizer: Any
@@ -291,14 +291,14 @@ class LoadedModel(NamedTuple):
 
 
 def _generates_text(config: Any) -> bool:
-    """Whether a plain model was trained to generate text, which sentence-transformers then pools by the last token."""
+    """Whether a plain model was trained to generate text: sentence-transformers pools such models by the last token."""
     names = getattr(config, "architectures", None) or [""]
     return names[0].endswith("ForCausalLM") and getattr(config, "is_causal", True) is not False
 
 
 def _position_table(backbone: nn.Module) -> tuple[int, int]:
-    """The row of padding in a backbone's table of positions, -1 without one, and the number of rows; where there is no
-    table, as many as the configuration says."""
+    """Return the padding row of a backbone's position table, -1 without one, and the number of rows; without a table
+    the number in the configuration."""
     config: Any = backbone.config
     for name, module in backbone.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
@@ -308,7 +308,7 @@ def _position_table(backbone: nn.Module) -> tuple[int, int]:
 
 
 def _text_frame(tokenizer: Any, kind: BackboneKind | None) -> TextFrame:
-    """What the tokenizer puts around a text; where it puts nothing, [CLS] and [SEP] if it has them."""
+    """Return the tokens that the tokenizer adds around a text; where it adds none, [CLS] and [SEP] if it has them."""
     encoding = tokenizer.backend_tokenizer.encode("a")
     words = [at for at, special in enumerate(encoding.special_tokens_mask) if not special] or [0]
     prefix, suffix = encoding.ids[: words[0]], encoding.ids[words[-1] + 1 :]
@@ -317,7 +317,7 @@ def _text_frame(tokenizer: Any, kind: BackboneKind | None) -> TextFrame:
         prefix, suffix = [cls_id], [sep_id]
     if sep_id is not None:
         separator = [sep_id] * (kind.separators if kind else 1)
-    else:  # models that generate text part a title from its text by a new line
+    else:  # models that generate text separate a title from its text by a new line
         separator = tokenizer.backend_tokenizer.encode("\n", add_special_tokens=False).ids
         if tokenizer.unk_token_id in separator:
             separator = []
@@ -350,7 +350,7 @@ def digest_of(
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Stop transformers from drawing bars and printing loading reports; callers check what these report."""
+    """Disable transformers' progress bars and loading reports; callers check what these report."""
     from transformers.utils import logging as transformers_logging
 
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()

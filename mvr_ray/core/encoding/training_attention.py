@@ -4,7 +4,7 @@
     dv = P' do,   dS = P * (do v' - rowsum(P * do v')),             dq = dS k / sqrt(d),   dk = dS' q / sqrt(d)
 
 torch's own backward pass for bfloat16 took 570 ms of a step over 48 questions and 11 passages of up to 192 tokens, this
-one 160 (torch 2.13, one core with AMX). P is computed anew in it, so memory holds one layer's at a time.
+one 160 (torch 2.13, one core with AMX). It recomputes P, so memory holds that of one layer at a time.
 
 Shapes: B texts, H heads, T tokens, E the width of a head.
 """
@@ -24,7 +24,7 @@ ATTENTION, REPLACED = "mvr_ray_training", "sdpa"
 
 @contextmanager
 def training_attention(transformers: Sequence[Any]) -> Iterator[None]:
-    """Let transformers that attend by torch's `scaled_dot_product_attention` do it in this way within the block."""
+    """Replace torch's `scaled_dot_product_attention` by this attention in the transformers, within the block."""
     changed = [model for model in transformers if model.config._attn_implementation == REPLACED]
     for model in changed:
         model.set_attn_implementation(ATTENTION)
@@ -36,7 +36,7 @@ def training_attention(transformers: Sequence[Any]) -> Iterator[None]:
 
 
 class MatrixAttention(torch.autograd.Function):
-    """o_BHTE of q_BHTE, k_BHTE, v_BHTE and a mask that is added to the scores, or None."""
+    """o_BHTE from q_BHTE, k_BHTE, v_BHTE and an additive mask or None."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -48,10 +48,10 @@ class MatrixAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, mask = ctx.saved_tensors
-        given_BHTE = gradients[0].contiguous()
+        gradient_BHTE = gradients[0].contiguous()
         weights_BHTT = _weights(q, k, mask, ctx.scale)
-        scores_BHTT = torch._softmax_backward_data(given_BHTE @ v.mT, weights_BHTT, -1, q.dtype).mul_(ctx.scale)
-        return scores_BHTT @ k, scores_BHTT.mT @ q, weights_BHTT.mT @ given_BHTE, None, None
+        scores_BHTT = torch._softmax_backward_data(gradient_BHTE @ v.mT, weights_BHTT, -1, q.dtype).mul_(ctx.scale)
+        return scores_BHTT @ k, scores_BHTT.mT @ q, weights_BHTT.mT @ gradient_BHTE, None, None
 
 
 def _weights(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -69,18 +69,18 @@ def _attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it. What is not in bfloat16, reads from left to right without a mask, shares keys among
-    heads or drops weights is left to torch."""
+    """Compute attention with the signature of transformers. torch handles other types than bfloat16, causal attention
+    without a mask, keys shared among heads, and dropout."""
     is_causal = attention_mask is None and options.get("is_causal", getattr(module, "is_causal", True))
     if query.dtype != torch.bfloat16 or query.is_cuda or dropout or is_causal or key.shape != query.shape:
-        own = {"dropout": dropout, "scaling": scaling, **options}
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **own)  # pyrefly: ignore
+        settings = {"dropout": dropout, "scaling": scaling, **options}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)  # pyrefly: ignore
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         attention_mask = query.new_zeros(()).masked_fill(~attention_mask, torch.finfo(query.dtype).min)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    attended = MatrixAttention.apply(query, key, value, attention_mask, scale)
-    assert isinstance(attended, Tensor)
-    return attended.transpose(1, 2).contiguous(), None
+    output = MatrixAttention.apply(query, key, value, attention_mask, scale)
+    assert isinstance(output, Tensor)
+    return output.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, _attend)

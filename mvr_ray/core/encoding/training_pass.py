@@ -1,8 +1,8 @@
 """Run a tower in training in bfloat16 on a CPU: the layers of `unpadded_cpu`, with a gradient.
 
-Texts of about one length attend in groups; everything else runs over the tokens of all groups at once, so that a layer
-is four products whatever the lengths, and its weights are rounded to bfloat16 once. States between the products stay in
-float32, as under autocast, so the gradient is that of the padded pass up to rounding.
+Attention runs over groups of texts of similar length; everything else runs over the tokens of all groups at once, so
+a layer is four products for any lengths, and its weights are rounded to bfloat16 once. States between the products stay
+in float32, as under autocast, so the gradient equals that of the padded pass up to rounding.
 
 Shapes: N tokens of all groups, P texts of a group, T tokens of its longest, H heads, D dimension, E = D / H.
 """
@@ -48,8 +48,8 @@ def training_views(
         states_ND = _states(tower, tokens, dtype)
         own = states_ND.split([group.ids_PT.numel() for group in tokens])
         parts = [mean_states(group, part.view(*group.ids_PT.shape, -1), num_views) for group, part in zip(tokens, own)]
-    back = torch.from_numpy(np.argsort(np.concatenate(groups)))
-    views_PVD, count_PV = (torch.cat(part)[back] for part in zip(*parts))
+    inverse = torch.from_numpy(np.argsort(np.concatenate(groups)))
+    views_PVD, count_PV = (torch.cat(part)[inverse] for part in zip(*parts))
     return Means(views_PVD, count_PV)
 
 
@@ -72,16 +72,16 @@ def _states(tower: Tower, tokens: Sequence[PaddedTokens], dtype: torch.dtype) ->
         own = layer.attention.self
         qkv_NE = product(x_ND, own.query, own.key, own.value)
         parts = qkv_NE.split([group.ids_PT.numel() for group in tokens])
-        attended = (_attend(part, len(own.ids_PT), heads, mask) for part, own, mask in zip(parts, tokens, masks))
-        attended_ND = torch.cat(list(attended))
-        x_ND = norm(x_ND + product(attended_ND, layer.attention.output.dense), layer.attention.output.LayerNorm)
+        outputs = (_attend(part, len(own.ids_PT), heads, mask) for part, own, mask in zip(parts, tokens, masks))
+        output_ND = torch.cat(list(outputs))
+        x_ND = norm(x_ND + product(output_ND, layer.attention.output.dense), layer.attention.output.LayerNorm)
         up_ND = F.gelu(product(x_ND, layer.intermediate.dense))
         x_ND = norm(x_ND + product(up_ND, layer.output.dense), layer.output.LayerNorm)
     return x_ND
 
 
 def _mask(tokens: PaddedTokens, dtype: torch.dtype) -> Tensor | None:
-    """What is added to the scores of a group's keys; None where nothing is padded."""
+    """Build the additive mask of a group's keys; None where nothing is padded."""
     if bool(tokens.real_PT.all()):
         return None
     return torch.zeros(tokens.real_PT.shape, dtype=dtype).masked_fill(~tokens.real_PT, -torch.inf)[:, None, None]
@@ -89,6 +89,6 @@ def _mask(tokens: PaddedTokens, dtype: torch.dtype) -> Tensor | None:
 
 def _attend(qkv_NE: Tensor, num_texts: int, heads: int, mask: Tensor | None) -> Tensor:
     q, k, v = qkv_NE.view(num_texts, -1, 3, heads, qkv_NE.shape[1] // (3 * heads)).permute(2, 0, 3, 1, 4)
-    attended = MatrixAttention.apply(q, k, v, mask, q.shape[-1] ** -0.5)
-    assert isinstance(attended, Tensor)
-    return attended.transpose(1, 2).reshape(len(qkv_NE), -1)
+    output = MatrixAttention.apply(q, k, v, mask, q.shape[-1] ** -0.5)
+    assert isinstance(output, Tensor)
+    return output.transpose(1, 2).reshape(len(qkv_NE), -1)

@@ -1,12 +1,11 @@
-"""A transformer's forward pass on a CPU, over texts laid end to end: no padding, and weights turned once for all.
+"""Run a transformer on a CPU over texts laid end to end: no padding, and weights reordered once.
 
     h = LN(word + position + type)
     each layer:  a = LN(h + W_o attention(W_qkv h)),   h = LN(a + W_down gelu(W_up a))
 
-Every text attends to itself alone; texts of one length do so together. Blocks of `BLOCK_TOKENS` go through all layers
-before the next begins, so that what lies between two products stays in the cache of a core. In fp32 the states are
-those of the padded pass (`Tower.forward`) up to rounding, which is what they are tested against; in bf16 the products
-read two bytes a number.
+Attention stays within each text; texts of one length share a call. A block of `BLOCK_TOKENS` goes through all layers
+before the next one begins, so that intermediate results stay in the cache of a core. In fp32 the states equal those of
+the padded pass (`Tower.forward`) up to rounding, as the tests check; in bf16 the products read two bytes a number.
 
 Shapes: N tokens of a block, B texts of one length, T their tokens, H heads, D dimension, E = 3 D.
 """
@@ -45,7 +44,7 @@ class Affine(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """One layer, as float32 without gradient."""
+    """The weights of one layer, float32 without gradient."""
 
     qkv: Affine
     out: Affine
@@ -58,23 +57,23 @@ class LayerWeights(NamedTuple):
 
 
 class Run(NamedTuple):
-    """So many texts of one length, one after the other."""
+    """A run of `count` texts of one length."""
 
     length: int
     count: int
 
 
 class Product:
-    """x W' + b, with gelu behind it where that is asked for, or with something added to it."""
+    """Computes x W' + b, followed by gelu or by an addition."""
 
     def __init__(self, affine: Affine, gelu: bool = False) -> None:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(affine.weight.contiguous(), BLOCK_TOKENS)
         self.bias = affine.bias.contiguous()
-        self.then = ("gelu", "none") if gelu else ("none", "")
+        self.post_op = ("gelu", "none") if gelu else ("none", "")
 
     def __call__(self, x_ND: Tensor) -> Tensor:
-        name, way = self.then
-        return torch.ops.mkldnn._linear_pointwise(x_ND, self.weight, self.bias, name, [], way)
+        name, algorithm = self.post_op
+        return torch.ops.mkldnn._linear_pointwise(x_ND, self.weight, self.bias, name, [], algorithm)
 
     def plus(self, x_ND: Tensor, other_ND: Tensor) -> Tensor:
         return torch.ops.mkldnn._linear_pointwise.binary(x_ND, other_ND, self.weight, self.bias, "add")
@@ -96,7 +95,7 @@ class FloatLayer:
 
 
 class UnpaddedCpuBackbone:
-    """A transformer's weights of this moment, laid out for reading texts without a gradient."""
+    """A transformer's current weights, prepared for inference."""
 
     def __init__(
         self,
@@ -104,7 +103,7 @@ class UnpaddedCpuBackbone:
         embed_ids: Callable[[Tensor], Tensor],
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`embed_ids` gives the words' vectors."""
+        """`embed_ids` looks up the words' vectors."""
         table: Any = backbone.embeddings
         self.embed_ids = embed_ids
         self.types_D = table.token_type_embeddings.weight.detach()
@@ -122,58 +121,58 @@ class UnpaddedCpuBackbone:
         types_N: Tensor | None = None,
         whole: bool = False,
     ) -> Tensor:
-        """states_ND of texts that stand end to end, in float32; texts of one length are best read side by side.
+        """Compute states_ND of texts laid end to end, in float32; fastest where texts of one length are adjacent.
 
-        `whole`: fill the block, as one of many.
+        `whole`: pad to a full block, as for one of many blocks.
         """
-        filling = filling_tokens(len(ids_N), whole)
-        ids_N, positions_N = F.pad(ids_N, (0, filling)), F.pad(positions_N, (0, filling))
+        num_padding = padding_tokens(len(ids_N), whole)
+        ids_N, positions_N = F.pad(ids_N, (0, num_padding)), F.pad(positions_N, (0, num_padding))
         x_ND = self.embed_ids(ids_N) + self.position_D[positions_N]
         if types_N is not None:
-            x_ND = x_ND + (self.types_D - self.types_D[0])[F.pad(types_N, (0, filling))]
+            x_ND = x_ND + (self.types_D - self.types_D[0])[F.pad(types_N, (0, num_padding))]
         x_ND = layer_norm(x_ND, self.norm, self.eps).to(self.dtype)
         runs = [Run(length, len(list(own))) for length, own in groupby(lengths)]
-        runs += [Run(FILL_TOKENS, filling // FILL_TOKENS), Run(filling % FILL_TOKENS, 1)]
+        runs += [Run(FILL_TOKENS, num_padding // FILL_TOKENS), Run(num_padding % FILL_TOKENS, 1)]
         runs = [run for run in runs if run.length and run.count]
         for layer in self.layers:
             x_ND = layer(x_ND, runs)
-        return x_ND[: len(x_ND) - filling].float()
+        return x_ND[: len(x_ND) - num_padding].float()
 
 
 class Means(NamedTuple):
-    """views_PVD, zero where no token is read, and count_PV, how many tokens each is the mean of."""
+    """views_PVD, zero for a view without tokens, and count_PV, the number of tokens in each mean."""
 
     views_PVD: Tensor
     count_PV: Tensor
 
 
 class UnpaddedCpuTower(UnpaddedCpuBackbone):
-    """A tower's weights laid out in the same way."""
+    """A tower's current weights, prepared for inference."""
 
     def __init__(self, tower: Tower, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(tower.backbone, tower.embed_ids, dtype)
         self.dimension = tower.dimension
 
     def __call__(self, batch: Sequence[TokenizedPassage], whole: bool = False) -> Tensor:
-        """states_ND of the texts' tokens, end to end, in float32. Texts of one length must stand together."""
+        """Compute states_ND of the texts' tokens, end to end, in float32. Texts of one length must be adjacent."""
         ids_N = torch.cat([torch.from_numpy(text.input_ids) for text in batch]).long()
         positions_N = torch.cat([torch.from_numpy(text.position_ids) for text in batch]).long()
         return self.states(ids_N, positions_N, (text.num_tokens for text in batch), whole=whole)
 
     def views(self, batch: Sequence[TokenizedPassage], num_views: int) -> Means:
-        """The means of the states of each view's tokens."""
+        """Average the states of each view's tokens."""
         shape = (len(batch), num_views)
         views_PVD, count_PV = torch.empty(*shape, self.dimension), torch.empty(shape, dtype=torch.long)
 
         def read(rows: list[int], whole: bool) -> None:
-            some = [batch[row] for row in rows]
-            views_PVD[rows], count_PV[rows] = view_means(self(some, whole), some, num_views)
+            texts = [batch[row] for row in rows]
+            views_PVD[rows], count_PV[rows] = view_means(self(texts, whole), texts, num_views)
 
         over_blocks([text.num_tokens for text in batch], read)
         return Means(views_PVD, count_PV)
 
     def padded_states(self, batch: Sequence[TokenizedPassage]) -> Tensor:
-        """states_PTD of the texts' tokens, as long as the longest text, zero behind each."""
+        """Compute states_PTD, zero on padding."""
         lengths = [text.num_tokens for text in batch]
         states_PTD = torch.zeros(len(lengths), max(lengths), self.dimension)
 
@@ -187,23 +186,23 @@ class UnpaddedCpuTower(UnpaddedCpuBackbone):
 
 
 def over_blocks(lengths: Sequence[int], read: Callable[[list[int], bool], None]) -> None:
-    """Call `read` with the rows of each block and whether to fill the block, without gradients.
+    """Call `read` with the rows of each block and whether to pad to a full block, without gradients.
 
-    Blocks are what the threads of this process share out: each takes one through all layers by itself, so that none
-    waits for another within a layer, and the bytes do not depend on how many there are.
+    Each thread runs one block through all layers, so that no thread waits within a layer, and the bytes do not depend
+    on the number of threads.
     """
-    todo = blocks(lengths)
-    many = len(todo) >= MANY_BLOCKS
+    batches = blocks(lengths)
+    many = len(batches) >= MANY_BLOCKS
     threads = torch.get_num_threads()
     each = map if threads == 1 else thread_pool(threads).map
-    for _ in each(torch.no_grad()(lambda rows: read(rows, many)), todo):
+    for _ in each(torch.no_grad()(lambda rows: read(rows, many)), batches):
         pass
 
 
 @lru_cache(maxsize=1)
 def thread_pool(threads: int) -> ThreadPoolExecutor:
-    """Threads whose operators each run on one core. What torch notes for threads yet to start is put back; a thread
-    takes that note when it first asks, which it therefore does before it is told."""
+    """Start threads whose operators each run on one core. `set_num_threads` also sets torch's default for new threads,
+    which is restored; a thread reads that default on its first `get_num_threads`, hence the call before the setting."""
     ready = Barrier(threads + 1)
 
     def begin() -> None:
@@ -233,22 +232,22 @@ def view_means(states_ND: Tensor, batch: Sequence[TokenizedPassage], num_views: 
     return Means(means.view(*shape, -1), torch.from_numpy(count).view(shape))
 
 
-def filling_tokens(num_tokens: int, whole: bool = False) -> int:
+def padding_tokens(num_tokens: int, whole: bool = False) -> int:
     """Number of padding tokens appended to a block: up to a multiple of 8, for long blocks of 64, and for one of many
-    blocks (`whole`) up to a full block, so that many blocks have one number of rows.
+    blocks (`whole`) up to a full block, so that all have one number of rows.
 
-    oneDNN and torch keep something for each number of rows that they have seen, 0.6 MB a product (1.4 GB after 6,000
-    blocks of any number), and take a millisecond to make it.
+    oneDNN and torch cache data for each number of rows, 0.6 MB a product (1.4 GB after 6,000 blocks of any number), and
+    take a millisecond to build it.
     """
     step = 8 if num_tokens <= FEW_TOKENS else FILL_TOKENS
     return -num_tokens % (BLOCK_TOKENS if whole and num_tokens < BLOCK_TOKENS else step)
 
 
 def attention(qkv_NE: Tensor, runs: Sequence[Run], heads: int) -> Tensor:
-    """softmax(q k' / sqrt(d)) v of every text and head, [N, D].
+    """Compute softmax(q k' / sqrt(d)) v of every text and head, [N, D].
 
-    Keys of two bytes are filled up to a multiple of `KEYS_STEP`, and the added ones masked: torch's products of other
-    numbers of them take up to half as long again.
+    Keys of two bytes are padded to a multiple of `KEYS_STEP`, and the padding is masked: torch's products of other
+    numbers of keys take up to half as long again.
     """
     dimension = qkv_NE.shape[1] // 3
     parts, start = [], 0
@@ -257,9 +256,9 @@ def attention(qkv_NE: Tensor, runs: Sequence[Run], heads: int) -> Tensor:
         q_BHTd, k_BHTd, v_BHTd = rows.permute(2, 0, 3, 1, 4)
         mask_1T = None
         if qkv_NE.dtype == torch.bfloat16 and length % KEYS_STEP:
-            filling = -length % KEYS_STEP
-            k_BHTd, v_BHTd = (F.pad(own, (0, 0, 0, filling)) for own in (k_BHTd, v_BHTd))
-            mask_1T = F.pad(qkv_NE.new_zeros(1, length), (0, filling), value=-torch.inf)
+            num_padding = -length % KEYS_STEP
+            k_BHTd, v_BHTd = (F.pad(own, (0, 0, 0, num_padding)) for own in (k_BHTd, v_BHTd))
+            mask_1T = F.pad(qkv_NE.new_zeros(1, length), (0, num_padding), value=-torch.inf)
         own_BHTd = F.scaled_dot_product_attention(q_BHTd, k_BHTd, v_BHTd, attn_mask=mask_1T)
         parts.append(own_BHTd.transpose(1, 2).reshape(count * length, dimension))
         start += length * count
@@ -307,21 +306,21 @@ def layer_weights(backbone: Any) -> list[LayerWeights]:
 
 
 def blocks(lengths: Sequence[int], budget: int = BLOCK_TOKENS) -> list[list[int]]:
-    """Rows in blocks of at most `budget` tokens: longest first, ties by row, each into the first block with room for it
-    (first fit decreasing). So most blocks are full, and all of one size. A longer text has a block of its own."""
+    """Pack rows into blocks of at most `budget` tokens by first fit decreasing: longest first, ties by row. So most
+    blocks are full, and all of one size. A longer text has a block of its own."""
     result: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # of blocks that may take more: how much, and which
+    open_blocks: list[tuple[int, int]] = []  # (free tokens, block) of blocks that may take more
     shortest = min(lengths, default=0)
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        at = next((at for at, (room, _) in enumerate(rooms) if room >= lengths[row]), len(rooms))
-        if at == len(rooms):
-            rooms.append((budget, len(result)))
+        at = next((at for at, (unused, _) in enumerate(open_blocks) if unused >= lengths[row]), len(open_blocks))
+        if at == len(open_blocks):
+            open_blocks.append((budget, len(result)))
             result.append([])
-        room, block = rooms[at]
+        unused, block = open_blocks[at]
         result[block].append(row)
-        rooms[at] = room - lengths[row], block
-        if rooms[at][0] < shortest:
-            del rooms[at]
+        open_blocks[at] = unused - lengths[row], block
+        if open_blocks[at][0] < shortest:
+            del open_blocks[at]
     return result
 
 

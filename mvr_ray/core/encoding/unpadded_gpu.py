@@ -1,12 +1,12 @@
-"""Passages without padding on a GPU: a batch in one row of tokens, and attention inside each text alone.
+"""Encode passages without padding on a GPU: a batch is one row of tokens, and attention stays within each text.
 
-    ids       t_1 .. t_a | u_1 .. u_b | ...      texts one after the other, bounds_B+1 where each begins
-    attention softmax(q k / sqrt(d)) v           of each text by itself: flash attention with those bounds on a GPU,
-                                                 elsewhere, or in float32, text by text as torch has it
+    ids       t_1 .. t_a | u_1 .. u_b | ...      texts one after the other, starts in bounds_B+1
+    attention softmax(q k / sqrt(d)) v           within each text: flash attention with those bounds on a GPU,
+                                                 elsewhere, or in float32, torch's attention text by text
     view      mean over its tokens' states       tokens sorted by view on the host, then one segmented sum in float32
 
-Nothing is multiplied that is not a token, so the cost follows the tokens and texts need no sorting by length. The
-views are those of the padded pass up to rounding: 1e-5 in float32, and what half the bits cost in bfloat16.
+Only tokens are multiplied, so the cost is proportional to tokens and texts need no sorting by length. The views equal
+those of the padded pass up to rounding: 1e-5 in float32, and the precision of half the bits in bfloat16.
 
 Shapes: T tokens of a batch, B = P texts, V views of each, D dimension, H heads.
 """
@@ -29,13 +29,13 @@ from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.types import IntArray
 
 ATTENTION = "mvr_ray_packed"
-"""The name by which transformers knows this attention."""
+"""Name of this attention in transformers."""
 
 HALVES = (torch.bfloat16, torch.float16)
 
 
 class FlatTokens(NamedTuple):
-    """A batch on the host: plain arrays, so that any process can make one.
+    """A batch on the host, as plain arrays that any process can build.
 
     ids_T, positions_T  int64
     bounds              int32 [B + 1], where each text begins
@@ -51,7 +51,7 @@ class FlatTokens(NamedTuple):
 
 
 def flatten_tokens(batch: Sequence[TokenizedPassage], num_views: int) -> FlatTokens:
-    """One batch of at least one text."""
+    """Flatten a batch of at least one text."""
     view_T = np.concatenate([text.view_T for text in batch]).astype(np.int64)
     text_T = np.repeat(np.arange(len(batch)), [text.num_tokens for text in batch])
     slot_T = np.where(view_T < 0, -1, text_T * num_views + view_T)
@@ -67,12 +67,12 @@ def flatten_tokens(batch: Sequence[TokenizedPassage], num_views: int) -> FlatTok
 
 
 def supports_unpadded_gpu(backbone: Any) -> bool:
-    """Whether its attention can be told where texts end, and reads all of a text: not so causal or local attention."""
+    """Whether its attention accepts the bounds of texts and covers a whole text: not causal or local attention."""
     return backbone.config.model_type in KINDS and getattr(backbone, "_supports_attention_backend", False)
 
 
 class UnpaddedGpuTower:
-    """A copy of a tower's weights of this moment, in `precision`, where the tower is."""
+    """A copy of a tower's current weights in `precision`, on the tower's device."""
 
     def __init__(self, tower: Tower, precision: torch.dtype = torch.bfloat16) -> None:
         self.tower: Tower = copy.deepcopy(tower).to(dtype=precision).eval()
@@ -83,9 +83,9 @@ class UnpaddedGpuTower:
 
     @torch.no_grad()
     def views(self, batch: Sequence[TokenizedPassage], num_views: int) -> Means:
-        """The means of the states of each view's tokens, on the device, in float32. Returns before a GPU is done."""
+        """Average the states of each view's tokens, on the device, in float32. Returns before a GPU has finished."""
         flat = flatten_tokens(batch, num_views)
-        order_M, count_PV = self._put(flat.order_M), self._put(flat.count_PV)
+        order_M, count_PV = self._to_device(flat.order_M), self._to_device(flat.count_PV)
         states_TD = self._states(flat)
         members_MD = states_TD.index_select(0, order_M).float()
         flat_count = count_PV.flatten()
@@ -94,12 +94,12 @@ class UnpaddedGpuTower:
 
     @torch.no_grad()
     def padded_states(self, batch: Sequence[TokenizedPassage]) -> Tensor:
-        """states_PTD as long as the longest text, zero behind each, in float32."""
+        """Compute states_PTD in float32, zero on padding."""
         states_TD = self._states(flatten_tokens(batch, 1)).float()
         return pad_sequence(list(states_TD.split([text.num_tokens for text in batch])), batch_first=True)
 
     def _states(self, flat: FlatTokens) -> Tensor:
-        ids_T, positions_T, bounds = map(self._put, flat[:3])
+        ids_T, positions_T, bounds = map(self._to_device, flat[:3])
         return self.tower(
             ids_T[None],
             positions_T[None],
@@ -109,7 +109,7 @@ class UnpaddedGpuTower:
             longest=int(np.diff(flat.bounds).max()),
         )[0]
 
-    def _put(self, array: IntArray) -> Tensor:
+    def _to_device(self, array: IntArray) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
@@ -127,7 +127,7 @@ def varlen_attention(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of each text by itself, as transformers calls it. [1, T, H, E], E the width of a head."""
+    """Compute attention within each text, with the signature of transformers. [1, T, H, E], E the width of a head."""
     heads = [one[0].transpose(0, 1) for one in (query_1HTE, key_1HTE, value_1HTE)]
     if query_1HTE.device.type == "cuda" and query_1HTE.dtype in HALVES:
         from torch.nn.attention.varlen import varlen_attn

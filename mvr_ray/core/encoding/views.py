@@ -1,10 +1,11 @@
 """Lay out tokens and read views from their states, by nine strategies.
 
-    pooling        [CLS] (title [SEP]) text [SEP]              the one view is what the model's own pooling gives
+    pooling        [CLS] (title [SEP]) text [SEP]              the one view is that of the model's own pooling
     cls            the same                                    the one view is the state of [CLS]        (DPR)
     mean           the same                                    the one view is the mean of all states
     first_k        the same                                    view i is the state of token i            (ME-BERT)
     snippet_means  the same                                    view i is the mean of the states of snippet i's tokens
+                                                               (late chunking, Günther et al. 2024)
       whole_view   the same                                    view 1 is that of `mean`, and the others are snippets
     viewers        [VIE_1]..[VIE_V] (title [SEP]) text [SEP]   view i is the state of viewer i           (MVR)
     snippets       (title [SEP]) [VIE_1] snippet_1 .. [SEP]    view i is the state of viewer i, or snippet_means
@@ -12,20 +13,20 @@
     sentences      [CLS] (title [SEP]) snippet_i [SEP], alone  view i is the state of its [CLS], or the mean of all
     splits         the same of V equally long splits           the same (both are baselines of MVR table 5)
 
-With `empty_snippets: kept` viewers without a snippet stand before the last [SEP], in the order of their numbers, as in
-CAMVR's figures 1 and 4; under `title_view` the first viewer always stands first, also where there is no title.
+With `empty_snippets: kept` viewers without a snippet stand before the last [SEP], in numerical order, as in CAMVR's
+figures 1 and 4; under `title_view` the first viewer always stands first, even without a title.
 
-Every view is the mean over a set of tokens, and a token belongs to one view at most; but the whole view is the mean
-over its own tokens, those of no snippet, and those of all snippets, as the encoder joins them. Questions are `[CLS]
+Every view is the mean over a set of tokens, and a token belongs to one view at most. The exception is the whole view:
+the encoder averages over its own tokens, those of no snippet, and those of all snippets. Questions are `[CLS]
 question [SEP]`, or `[VIE] question [SEP]` under viewers and snippets, and have one view. Segments are all 0. [CLS] and
-the last [SEP] stand for what the model's tokenizer puts around a text: nothing, or other tokens, for some. A prompt
-comes first in the text, or in the title where there is one; it enters a view only under pooling and mean, and under
-these not where the model's pooling leaves prompts out.
+the last [SEP] denote the tokens that the model's tokenizer adds around a text: some add others, or none. A prompt comes
+first in the text, or in the title where there is one; it enters a view only under pooling and mean, unless the model's
+pooling excludes prompts.
 
-Too long a passage loses text, never its viewers nor its last [SEP]: from the end, or, under `snippets`, from the ends
-of the longest snippets. A title keeps at most a quarter of the tokens. Under `snippet_means` with `overlap_tokens` it
-loses nothing: it becomes windows, sequences one after the other that begin alike (prompt, title) and share so many
-tokens of text with their neighbours. A token's state is read from the window in which it stands further from the end of
+Truncation removes text, never viewers or the last [SEP]: from the end, or, under `snippets`, from the ends of the
+longest snippets. A title keeps at most a quarter of the tokens. Under `snippet_means` with `overlap_tokens` nothing is
+truncated: a long passage becomes windows, consecutive sequences with the same beginning (prompt, title) that share so
+many tokens of text with their neighbours. A token's state comes from the window in which it is further from the end of
 the shared part, and a view is the mean over all windows.
 
 Shapes: T tokens, V views.
@@ -45,15 +46,15 @@ from mvr_ray.errors import EncoderError
 from mvr_ray.types import IntArray
 
 MODEL_SETTINGS = ("query_prompt", "passage_prompt", "max_query_tokens", "max_passage_tokens")
-"""What a spec may leave to the model."""
+"""Settings that a spec may leave to the model."""
 Strategy = Literal["pooling", "cls", "mean", "first_k", "viewers", "snippets", "snippet_means", "sentences", "splits"]
 
 
 @dataclass(frozen=True)
 class EncoderSpec:
-    """How texts become vectors. `mvr_ray.config.EncoderConfig` says what each setting means.
+    """How texts become vectors. `mvr_ray.config.EncoderConfig` documents each setting.
 
-    None: the model's own, which `DualEncoder.from_backbone` puts in its place; a stored encoder has no None.
+    `DualEncoder.from_backbone` replaces None by the model's own value; a stored encoder has no None.
     """
 
     strategy: Strategy = "snippet_means"
@@ -105,7 +106,6 @@ class EncoderSpec:
                 f"encoder title_view needs strategy 'snippets', use_title and 2 views or more; here they are "
                 f"{self.strategy!r}, use_title {self.use_title} and {self.num_views}; correct these, or leave it out"
             )
-
         if self.whole_view and (self.strategy != "snippet_means" or self.num_views < 2):
             raise EncoderError(
                 f"encoder whole_view needs strategy 'snippet_means' and 2 views or more; here they are "
@@ -113,7 +113,7 @@ class EncoderSpec:
             )
 
     def fill(self, own: Mapping[str, Any]) -> "EncoderSpec":
-        """Put the model's own values, by names of `MODEL_SETTINGS`, where this spec has None."""
+        """Replace None by the model's own values, given by names of `MODEL_SETTINGS`."""
         return replace(self, **{name: value for name, value in own.items() if getattr(self, name) is None})
 
     @property
@@ -126,33 +126,33 @@ class EncoderSpec:
 
     @property
     def has_snippets(self) -> bool:
-        """A view stands for a piece of the text."""
+        """Whether a view represents a piece of the text."""
         return self.strategy in ("snippets", "snippet_means") or self.has_pieces
 
     @property
     def first_text_view(self) -> int:
-        """The view of the text's first snippet, counted from 0: behind a view of the title, or of the whole passage."""
+        """The view of the text's first snippet, from 0: 1 after a view of the title or of the whole passage."""
         return int(self.title_view or self.whole_view)
 
     @property
     def has_pieces(self) -> bool:
-        """Every snippet is read alone, so that a passage is several sequences."""
+        """Whether every snippet is encoded alone, so that a passage is several sequences."""
         return self.strategy in ("sentences", "splits")
 
     @property
     def has_rows(self) -> bool:
-        """A passage may be several sequences: pieces, or windows."""
+        """Whether a passage may be several sequences: pieces, or windows."""
         return self.has_pieces or self.overlap_tokens > 0
 
     @property
     def passage_limit(self) -> int:
-        """`max_passage_tokens` of a spec in which nothing is left to the model."""
+        """`max_passage_tokens` of a complete spec."""
         assert self.max_passage_tokens is not None, "a spec that from_backbone has not completed"
         return self.max_passage_tokens
 
     @property
     def query_limit(self) -> int:
-        """`max_query_tokens` of a spec in which nothing is left to the model."""
+        """`max_query_tokens` of a complete spec."""
         assert self.max_query_tokens is not None, "a spec that from_backbone has not completed"
         return self.max_query_tokens
 
@@ -182,10 +182,10 @@ class EncoderSpec:
 
 
 class TokenizedPassage(NamedTuple):
-    """One text as tokens. Plain arrays, cheap to ship.
+    """One text as tokens, in plain arrays.
 
     input_ids     int32 [T], viewers beyond the vocabulary (`backbones.Tower`)
-    position_ids  int32 [T], rows of the backbone's position table; where pieces are read alone, each begins anew
+    position_ids  int32 [T], rows of the backbone's position table; each piece encoded alone restarts them
     view_T        int16 [T], the view whose mean this token's state enters, -1: none
     """
 
@@ -199,11 +199,11 @@ class TokenizedPassage(NamedTuple):
 
 
 TOKEN_ARRAYS = {"lengths": np.int32, "input_ids": np.int32, "position_ids": np.int32, "view_T": np.int16}
-"""What `pack_tokens` gives, and its types."""
+"""The arrays of `pack_tokens`, with their types."""
 
 
 def pack_tokens(texts: Sequence[TokenizedPassage]) -> dict[str, IntArray]:
-    """Lay texts end to end, which makes them cheap to send: one array a field, and `lengths`."""
+    """Lay texts end to end for cheap transport: one array a field, and `lengths`."""
     lengths, *fields = TOKEN_ARRAYS.items()
     arrays: dict[str, IntArray] = {lengths[0]: np.array([text.num_tokens for text in texts], lengths[1])}
     for name, dtype in fields:
@@ -212,7 +212,7 @@ def pack_tokens(texts: Sequence[TokenizedPassage]) -> dict[str, IntArray]:
 
 
 def unpack_tokens(arrays: Mapping[str, IntArray]) -> list[TokenizedPassage]:
-    """Undo `pack_tokens`, over one writable copy of the arrays."""
+    """Invert `pack_tokens`, over one writable copy of the arrays."""
     ends = np.cumsum(arrays["lengths"]).tolist()
     whole = [np.array(arrays[name], TOKEN_ARRAYS[name]) for name in TokenizedPassage._fields]
     starts = [0, *ends[:-1]]
@@ -221,19 +221,19 @@ def unpack_tokens(arrays: Mapping[str, IntArray]) -> list[TokenizedPassage]:
 
 @dataclass(frozen=True)
 class TextTokens:
-    """A text's token ids and where each ends in the text."""
+    """A text's token ids and the character offset where each token ends."""
 
     ids: list[int]
     ends: list[int]
 
     def split(self, num_chars: int) -> tuple[list[int], "TextTokens"]:
-        """Divide into the ids of the tokens that end within so many characters, and the rest, counted from there."""
+        """Split into the ids of the tokens in the first `num_chars` characters, and the rest, counted from there."""
         at = bisect_right(self.ends, num_chars) if num_chars else 0
         return self.ids[:at], TextTokens(self.ids[at:], [end - num_chars for end in self.ends[at:]])
 
 
 class Prompts(NamedTuple):
-    """Numbers of tokens that a query's and a passage's prompt have by themselves."""
+    """Numbers of tokens of a query's and a passage's prompt alone."""
 
     query: int = 0
     passage: int = 0
@@ -241,8 +241,8 @@ class Prompts(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What laying out tokens needs of a backbone: special ids, the position table, the first viewer's id, its pooling
-    and the lengths of its prompts."""
+    """A backbone's properties for laying out tokens: special ids, the position table, the first viewer's id,
+    its pooling and the lengths of its prompts."""
 
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
@@ -278,14 +278,14 @@ class Layout:
                 f"max_query_tokens is {spec.max_query_tokens}, too few beside a prompt of {self.prompts.query} tokens; "
                 f"give at least {least}, or shorten query_prompt"
             )
-        if 2 * spec.overlap_tokens > (room := spec.passage_limit * 3 // 4 - self.prompts.passage - 2):
+        if 2 * spec.overlap_tokens > (capacity := spec.passage_limit * 3 // 4 - self.prompts.passage - 2):
             raise EncoderError(
                 f"overlap_tokens is {spec.overlap_tokens}, more than half of what a window of "
-                f"{spec.max_passage_tokens} tokens has for text; lower it to {room // 2} or less"
+                f"{spec.max_passage_tokens} tokens has for text; lower it to {capacity // 2} or less"
             )
 
     def query(self, spec: EncoderSpec, ids: Sequence[int]) -> TokenizedPassage:
-        """Lay out a query. `ids` are those of its prompt and text."""
+        """Lay out a query. `ids`: token ids of its prompt and text."""
         prefix = (self.first_viewer,) if spec.has_viewers else self.prefix
         all_ids = [*prefix, *ids[: spec.query_limit - len(prefix) - len(self.suffix)], *self.suffix]
         if spec.strategy == "pooling":
@@ -314,7 +314,7 @@ class Layout:
         snippets: Sequence[Span],
         prompt: Sequence[int] = (),
     ) -> TokenizedPassage:
-        """Lay out a passage. `title` is empty where there is none; `snippets` where the strategy has none."""
+        """Lay out a passage. `title` may be empty; `snippets` is empty for strategies without snippets."""
         quarter = spec.passage_limit // 4
         head: list[int] = []
         if title and spec.title_view:
@@ -326,10 +326,10 @@ class Layout:
         head = [*prompt, *head]
         if spec.strategy == "viewers":
             return self._viewers(spec, head, text)
-        room = spec.passage_limit - len(self.prefix) - len(self.suffix) - len(head)
-        if spec.overlap_tokens and len(text.ids) > room:
-            return self._windows(spec, head, text, snippets, room)
-        text_ids = text.ids[:room]
+        capacity = spec.passage_limit - len(self.prefix) - len(self.suffix) - len(head)
+        if spec.overlap_tokens and len(text.ids) > capacity:
+            return self._windows(spec, head, text, snippets, capacity)
+        text_ids = text.ids[:capacity]
         if spec.has_pieces:
             return self._pieces(spec, head, TextTokens(text_ids, text.ends[: len(text_ids)]), snippets)
         ids = [*self.prefix, *head, *text_ids, *self.suffix]
@@ -356,30 +356,30 @@ class Layout:
         return [spec.first_text_view + snippet for snippet in snippet_of_token(ends, snippets)]
 
     def _windows(
-        self, spec: EncoderSpec, head: list[int], text: TextTokens, snippets: Sequence[Span], room: int
+        self, spec: EncoderSpec, head: list[int], text: TextTokens, snippets: Sequence[Span], capacity: int
     ) -> TokenizedPassage:
-        """Lay out windows of `room` tokens of text; the last one reaches back as far as it needs to be full."""
+        """Lay out windows of `capacity` tokens of text; the last one starts early enough to be full."""
         views = self._snippet_views(spec, text.ends, snippets)
-        last = len(text.ids) - room
-        starts = [*range(0, last, room - spec.overlap_tokens), last]
-        bounds = [0, *((start + before + room) // 2 for before, start in pairwise(starts)), len(text.ids)]
+        last = len(text.ids) - capacity
+        starts = [*range(0, last, capacity - spec.overlap_tokens), last]
+        bounds = [0, *((start + previous + capacity) // 2 for previous, start in pairwise(starts)), len(text.ids)]
         ids: list[int] = []
         positions: list[int] = []
         view_T: list[int] = []
         for start, (low, high) in zip(starts, pairwise(bounds)):
-            row = [*self.prefix, *head, *text.ids[start : start + room], *self.suffix]
-            own = [views[at] if low <= at < high else -1 for at in range(start, start + room)]
+            row = [*self.prefix, *head, *text.ids[start : start + capacity], *self.suffix]
+            own = [views[at] if low <= at < high else -1 for at in range(start, start + capacity)]
             ids += row
             positions += range(len(row))
             view_T += [-1] * (len(self.prefix) + len(head)) + own + [-1] * len(self.suffix)
         if spec.whole_view:
             own_head = len(self.prefix) + len(head)
-            view_T[:own_head] = self._members(self._mean, own_head + room, self.prompts.passage)[:own_head]
+            view_T[:own_head] = self._members(self._mean, own_head + capacity, self.prompts.passage)[:own_head]
             view_T[len(view_T) - len(self.suffix) :] = [0] * len(self.suffix)
         return self._arrays(ids, positions, view_T)
 
     def _viewers(self, spec: EncoderSpec, head: list[int], text: TextTokens) -> TokenizedPassage:
-        """Lay out MVR: viewers first, at position 0 or each at its own at the table's end; the text from position 1."""
+        """Lay out MVR: viewers first, at position 0 or at the table's last positions; the text from position 1."""
         num = spec.num_views
         text_ids = text.ids[: spec.passage_limit - num - len(self.suffix) - len(head)]
         rest = [*head, *text_ids, *self.suffix]
@@ -391,16 +391,16 @@ class Layout:
     def _snippets(
         self, spec: EncoderSpec, prompt: Sequence[int], head: list[int], text: TextTokens, snippets: Sequence[Span]
     ) -> TokenizedPassage:
-        """Put a viewer before each snippet, at ordinary positions; viewers without a snippet come last, or not at all.
+        """Put a viewer before each snippet, at ordinary positions; viewers without a snippet come last, or are omitted.
 
-        With a title view (CAMVR, figures 1 and 4) `head` is the title and view 0's snippet; the text has the others.
+        With a title view (CAMVR, figures 1 and 4) `head` is the title, view 0's snippet; the text has the others.
         """
         pieces: dict[int, list[int]] = {}
         for token, snippet in zip(text.ids, snippet_of_token(text.ends, snippets)):
             pieces.setdefault(spec.first_text_view + snippet, []).append(token)
-        every = spec.empty_snippets == "kept"
-        order = [*([0] if spec.title_view and (head or every) else []), *pieces] or [0]
-        order += [view for view in range(spec.num_views if every else 0) if view not in order]
+        keep_empty = spec.empty_snippets == "kept"
+        order = [*([0] if spec.title_view and (head or keep_empty) else []), *pieces] or [0]
+        order += [view for view in range(spec.num_views if keep_empty else 0) if view not in order]
         budget = spec.passage_limit - len(self.suffix) - len(prompt) - len(head) - len(order)
         lengths = shorten([len(piece) for piece in pieces.values()], budget)
         tokens = {view: piece[:length] for (view, piece), length in zip(pieces.items(), lengths)}
@@ -434,7 +434,7 @@ class Layout:
         return self._arrays(ids, positions, view_T)
 
     def rows(self, passage: TokenizedPassage) -> list[TokenizedPassage]:
-        """Split a passage into its sequences: the pieces that are encoded alone, or the windows."""
+        """Split a passage into its sequences: pieces or windows."""
         starts = np.flatnonzero(passage.position_ids == self.first_position)
         return [TokenizedPassage(*parts) for parts in zip(*(np.split(array, starts[1:]) for array in passage))]
 
@@ -453,8 +453,8 @@ def snippet_of_token(ends: Sequence[int], snippets: Sequence[Span]) -> list[int]
 
 
 def shorten(lengths: Sequence[int], budget: int) -> list[int]:
-    """Cut the longest until all fit the budget: every piece keeps min(its length, one common length), and what is then
-    left over goes to the first pieces, one each."""
+    """Cut the longest pieces to fit the budget: each keeps min(its length, a common length); the first cut pieces then
+    share the remaining tokens, one each."""
     if sum(lengths) <= budget:
         return list(lengths)
     rest, level = budget, 0
@@ -464,9 +464,9 @@ def shorten(lengths: Sequence[int], budget: int) -> list[int]:
             break
         rest -= length
     result = [min(length, level) for length in lengths]
-    spare = budget - sum(result)
+    remaining = budget - sum(result)
     for at, length in enumerate(lengths):
-        if spare and length > result[at]:
+        if remaining and length > result[at]:
             result[at] += 1
-            spare -= 1
+            remaining -= 1
     return result

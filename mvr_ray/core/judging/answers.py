@@ -2,16 +2,16 @@
 
 `string` mode: text and answer are put into Unicode NFD, cut into tokens (a run of letters, numbers or marks, else one
 character that is neither separator nor control), each token lower-cased; a hit is an answer whose tokens stand in a
-row in the passage. The title is not searched. What follows from the rules, and is kept:
+row in the passage. The title is not searched. Consequences of the rules, which mvr_ray keeps:
 
 - an answer without tokens (empty, blanks, zero-width) matches every passage; `strict` refuses such answers
 - `1000` is not in `1,000`, `Beyonce` not in `Beyoncé`, `fi` not in `ﬁ`; `U.S` is in `the U.S. army`
 - `don't` is three tokens; case is folded a token at a time by `str.lower`, so a final sigma ends its token
 
 `regex` mode (CuratedTREC): the answer is a pattern searched in the NFD text; one that does not compile never matches.
-`kilt` mode: both are normalised as for exact match, then the answer is sought as a substring.
+`kilt` mode: both are normalised as for exact match, then the answer is searched as a substring.
 
-A reader's answer is scored by SQuAD's rules: exact match and F1, over all answers the best.
+A reader's answer is scored by SQuAD's rules: exact match and F1, each the best over all answers.
 """
 
 import re
@@ -62,7 +62,7 @@ def exact_match_score(prediction: str, answers: Sequence[str]) -> bool:
 def f1_score(prediction: str, answers: Sequence[str]) -> float:
     """Compute SQuAD's F1: the overlap of multisets of normalised words, with the answer that overlaps best.
 
-    Where prediction and answer both normalise to nothing it is 1, as in SQuAD 2 (SQuAD 1.1's script says 0).
+    F1 is 1 where prediction and answer both normalise to nothing, as in SQuAD 2 (SQuAD 1.1's script says 0).
     """
     assert not isinstance(answers, str), "answers is a sequence of strings, not one string"
     words = Counter(normalize_answer(prediction).split())
@@ -70,16 +70,16 @@ def f1_score(prediction: str, answers: Sequence[str]) -> float:
 
 
 def empty_answers(answers: Sequence[str]) -> list[str]:
-    """Return the answers without a token, which by the string rule match every passage."""
+    """Return the answers without a token, which match every passage by the string rule."""
     return [answer for answer in answers if not tokenize(answer)]
 
 
 class AnswerMatcher:
-    """`has_answer` for many questions over the same passages: each passage is tokenised once.
+    """`has_answer` for many questions over the same passages: tokenises each passage once.
 
-    It caches prepared passages up to `max_cached_bytes`, dropping the least recently used, and the answers of the last
+    Caches prepared passages up to `max_cached_bytes` (least recently used first out), and the answers of the last
     `max_questions` questions. With `strict`, a question with an answer that matches everything raises DataError. Not
-    safe for several threads.
+    thread-safe.
     """
 
     def __init__(
@@ -106,11 +106,11 @@ class AnswerMatcher:
         return any(_contains(haystack, needle) for needle in needles)
 
     def mark(self, texts: Sequence[str], answers: Sequence[str]) -> list[bool]:
-        """For one question, whether each text holds an answer."""
+        """Return whether each text holds an answer of one question."""
         return [self.has_answer(text, answers) for text in texts]
 
     def index(self, answers: Sequence[Sequence[str]]) -> "AnswerIndex":
-        """Prepare the answers of many questions, for one passage after another."""
+        """Prepare the answers of many questions for matching passage by passage."""
         return AnswerIndex(self.match, [self._needles_of(one) for one in answers])
 
     def _needles_of(self, answers: Sequence[str]) -> "list[Needle]":
@@ -142,9 +142,9 @@ class AnswerMatcher:
 
 
 class AnswerIndex:
-    """Finds which of many questions have an answer in a passage. Made by `AnswerMatcher.index`.
+    """Finds which of many questions have an answer in a passage. Created by `AnswerMatcher.index`.
 
-    It prepares the passage once, and looks for an answer only where the passage has the answer's longest token.
+    Prepares the passage once, and searches for an answer only where the passage has the answer's longest token.
 
     Shapes: Q questions, A answers of all of them, P questions about one passage.
     """
@@ -158,7 +158,7 @@ class AnswerIndex:
         self._token_A = np.fromiter(tokens, np.int64, len(self._needles_A))
 
     def marks(self, text: str, question_P: IntArray) -> np.ndarray:
-        """Whether `text` holds an answer of each question, bool [P]."""
+        """Return whether `text` holds an answer of each question, bool [P]."""
         haystack = _haystack(text, self.match)
         has = np.zeros(len(self._number) + 1, bool)
         has[[0, *(number for word in set(haystack.split(" ")) if (number := self._number.get(word)))]] = True
@@ -166,14 +166,14 @@ class AnswerIndex:
         count_P = self._start_Q[question_P + 1] - first_P
         position = np.repeat(np.arange(len(question_P)), count_P)
         answer = np.arange(len(position)) + np.repeat(first_P - np.cumsum(count_P) + count_P, count_P)
-        marked_P = np.zeros(len(question_P), bool)
+        marks_P = np.zeros(len(question_P), bool)
         likely = np.flatnonzero(has[self._token_A[answer]])
         for at, number in zip(position[likely].tolist(), answer[likely].tolist()):
-            marked_P[at] = marked_P[at] or _contains(haystack, self._needles_A[number])
-        return marked_P
+            marks_P[at] = marks_P[at] or _contains(haystack, self._needles_A[number])
+        return marks_P
 
     def _token(self, needle: "Needle") -> int:
-        """Number of the longest token; 0 for substrings and patterns, which need not begin at a word."""
+        """Return the number of the longest token; 0 for substrings and patterns, which need not begin at a word."""
         longest = max(needle.split(" "), key=len) if self.match == "string" and isinstance(needle, str) else ""
         return self._number.setdefault(longest, len(self._number) + 1) if longest else 0
 
@@ -205,7 +205,7 @@ def _needles(answers: Sequence[str], match: Match) -> list[Needle]:
 
 
 def _overlap(words: Counter[str], reference: Counter[str]) -> float:
-    """Harmonic mean of precision and recall of one multiset of words against another."""
+    """Compute the harmonic mean of precision and recall of one multiset of words against another."""
     if not words or not reference:
         return float(words == reference)
     return 2 * (words & reference).total() / (words.total() + reference.total())

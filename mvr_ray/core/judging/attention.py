@@ -1,7 +1,7 @@
 """Measure how the attention of a passage's views differs, in the last layer.
 
 A view is the mean over its tokens' states, so its attention alpha is the mean over the same tokens and over the heads.
-For a viewer, which is one token, that is the row that CAMVR compares. Attention falls on all tokens of the passage.
+For a viewer, which is one token, this is the row that CAMVR compares. Attention covers all tokens of the passage.
 
     D(i, j) = sum_l alpha_jl log(alpha_jl / alpha_il) = KL(alpha_j || alpha_i)        (CAMVR, eq. 14)
 
@@ -33,7 +33,7 @@ class ViewAttention(NamedTuple):
 def view_attention(encoder: DualEncoder, batch: Sequence[TokenizedPassage]) -> list[ViewAttention]:
     """Compute the last layer's attention of every view of each passage, float64.
 
-    Raises EncoderError where pieces are read alone: their views share no tokens to attend to.
+    Raises EncoderError where each piece is encoded alone: such views attend to different tokens.
     """
     if encoder.spec.has_pieces:
         raise EncoderError(
@@ -41,10 +41,10 @@ def view_attention(encoder: DualEncoder, batch: Sequence[TokenizedPassage]) -> l
             f"attention is compared for strategies that read the whole passage"
         )
     backbone: Any = encoder.passage_tower.backbone
-    before = backbone.config._attn_implementation
+    implementation = backbone.config._attn_implementation
     training = encoder.training
     encoder.eval()
-    backbone.set_attn_implementation("eager")  # the fast kernels do not give their weights
+    backbone.set_attn_implementation("eager")  # the fast kernels do not return attention weights
     try:
         results: list[ViewAttention] = []
         for start in range(0, len(batch), _AT_ONCE):
@@ -55,7 +55,7 @@ def view_attention(encoder: DualEncoder, batch: Sequence[TokenizedPassage]) -> l
             results += [_of_views(mean_TT, own, encoder.num_views) for mean_TT, own in zip(mean_PTT, part)]
         return results
     finally:
-        backbone.set_attn_implementation(before)
+        backbone.set_attn_implementation(implementation)
         encoder.train(training)
 
 
@@ -71,7 +71,7 @@ def attention_kl_table(passages: Sequence[ViewAttention]) -> FloatArray:
     """Average D(i, j) of CAMVR eq. 14 over the passages that have both views. float64 [V, V], row i, column j.
 
     D(i, j) is KL(view j || view i), in nats: the column's view comes first. NaN where no passage has both. A share
-    below 1e-12 counts as 1e-12. All zero: every view reads alike.
+    below 1e-12 counts as 1e-12. All zero: all views have the same attention.
     """
     num_views = len(passages[0].mask_V)
     sum_VV, count_VV = np.zeros((num_views, num_views)), np.zeros((num_views, num_views))

@@ -1,7 +1,7 @@
 """Raise the collapse alarm when the views of a passage have become one vector.
 
-Viewers that share a position can end as equal vectors whatever they start from; the index then pays for V views and
-holds one. How to read the numbers: docs/math.md.
+Viewers that share a position can converge to equal vectors from any start; the index then stores V copies of one view.
+docs/math.md explains the numbers.
 
 Shapes: P passages, V views per passage, D dimension.
 """
@@ -20,7 +20,7 @@ MIN_LV = 0.001
 
 @dataclass(frozen=True)
 class Collapse:
-    """`mean_pair_cosine` and `lv` are None where no passage has two views to compare, `lv` also of a passage alone."""
+    """`mean_pair_cosine` and `lv` are None where no passage has two views; `lv` also for a single passage."""
 
     mean_pair_cosine: float | None
     lv: float | None
@@ -31,13 +31,13 @@ class Collapse:
 def collapse_report(views_PVD: FloatArray | Tensor, mask_PV: np.ndarray | Tensor) -> Collapse:
     """Compare the views of each passage: mean pair cosine above 0.999, or local variation below 0.001, is collapse.
 
-    Local variation is of cosines, as `metrics.lv`; each passage is asked by the mean view of the passage after it.
+    Local variation is of cosines, as `metrics.lv`; the mean view of the next passage is the query of each passage.
     """
     views_PVD = np.asarray(_numpy(views_PVD), np.float32)
     mask_PV = np.asarray(_numpy(mask_PV), bool)
     cosine = metrics.view_pair_cosine(views_PVD, mask_PV)
     means_PD = (views_PVD * mask_PV[..., None]).sum(1) / np.maximum(mask_PV.sum(1, keepdims=True), 1)
-    # A passage alone would be asked by its own mean, to which two views are always equally near.
+    # A single passage's query would be its own mean, to which two views are always equally near.
     lv = metrics.lv(np.roll(means_PD, -1, axis=0), views_PVD, mask_PV) if len(views_PVD) > 1 else None
     if cosine is None:
         return Collapse(None, None, False, f"none of {len(views_PVD)} passages has two views to compare")

@@ -1,7 +1,7 @@
 """Compute metrics of rankings with intervals and tests, and measures of how views differ.
 
-Ranking metrics give one value a question, so that intervals and tests come from the same numbers. Ranks count from 0;
--1 is "not found". View metrics are None where there is nothing to measure.
+Ranking metrics return one value a question, so that intervals and tests use the same numbers. Ranks count from 0;
+-1 means not among the hits. View metrics are None where they are undefined.
 
 Shapes: Q questions, K hits, V views, P passages, D dimension.
 """
@@ -29,32 +29,32 @@ class Interval(NamedTuple):
 
 
 def first_ranks(relevant: Sequence[Sequence[bool]] | BoolArray) -> IntArray:
-    """Rank of each question's first relevant hit, -1 where none is. Lists may differ in length. int64 [Q]."""
+    """Return the rank of each question's first relevant hit, -1 without one. Lists may differ in length. int64 [Q]."""
     ranks = (next((rank for rank, hit in enumerate(row) if hit), -1) for row in relevant)
     return np.fromiter(ranks, np.int64, len(relevant))
 
 
 def hit_within(ranks_Q: IntArray, k: int) -> FloatArray:
-    """1.0 where a relevant hit stands among the first k, else 0.0."""
+    """Return 1.0 where a relevant hit is among the first k, else 0.0."""
     return ((ranks_Q >= 0) & (ranks_Q < k)).astype(np.float64)
 
 
 def top_k_accuracy(ranks_Q: IntArray, ks: Sequence[int]) -> dict[int, float]:
-    """Share (0..1) of questions with a relevant hit among the first k, for each k."""
+    """Return the share (0..1) of questions with a relevant hit among the first k, for each k."""
     return {k: float(hit_within(ranks_Q, k).mean()) for k in ks}
 
 
 def reciprocal_ranks(ranks_Q: IntArray, cutoff: int | None = None) -> FloatArray:
-    """1 / (rank + 1) of the first relevant hit; 0 where none stands among the first `cutoff` (MS MARCO's has 10)."""
-    found_Q = (ranks_Q >= 0) & (ranks_Q < (cutoff or np.iinfo(np.int64).max))
-    return np.where(found_Q, 1.0 / (np.maximum(ranks_Q, 0) + 1), 0.0)
+    """Compute 1 / (rank + 1) of the first relevant hit; 0 without one among the first `cutoff` (MS MARCO: 10)."""
+    hit_Q = (ranks_Q >= 0) & (ranks_Q < (cutoff or np.iinfo(np.int64).max))
+    return np.where(hit_Q, 1.0 / (np.maximum(ranks_Q, 0) + 1), 0.0)
 
 
 def ndcg(rankings: Sequence[Sequence[str]], relevance: Sequence[Mapping[str, int]], cutoff: int) -> FloatArray:
     """Compute normalised discounted cumulative gain of each question, as trec_eval does: the gain is the grade.
 
     `rankings` holds passage ids, best first; `relevance` the grade of each judged one (grades below 1 gain nothing). A
-    question without a relevant passage scores 0. Of an id that stands twice only the first counts.
+    question without a relevant passage scores 0. A repeated id counts once, at its first rank.
     """
     values = []
     for ids, grades in zip(rankings, relevance, strict=True):
@@ -71,8 +71,8 @@ def cluster_interval(
 
     Questions of one article share its passages and its style, so their values are not independent: whole groups are
     resampled, with all their values. The quantiles are those of Hesterberg's expanded percentile interval (The American
-    Statistician 69(4), 2015), which is as wide for few groups as Student's t is. Where there is one group only, its
-    values count as independent. Same values, groups and seed, same interval.
+    Statistician 69(4), 2015), which is as wide as Student's t for few groups. The values of a single group count as
+    independent. Same values, groups and seed, same interval.
     """
     sum_G, count_G = _group_sums(values_Q, groups_Q)
     rng = np.random.default_rng(seed)
@@ -80,8 +80,8 @@ def cluster_interval(
     part = max(1, _NUMBERS_AT_ONCE // len(sum_G))
     for start in range(0, num, part):
         size = min(part, num - start)
-        drawn_G = rng.multinomial(len(sum_G), np.full(len(sum_G), 1 / len(sum_G)), size).astype(np.float64)
-        means[start : start + size] = (drawn_G @ sum_G) / (drawn_G @ count_G)
+        draws_G = rng.multinomial(len(sum_G), np.full(len(sum_G), 1 / len(sum_G)), size).astype(np.float64)
+        means[start : start + size] = (draws_G @ sum_G) / (draws_G @ count_G)
     tail = _expanded_tail(len(sum_G), confidence)
     low, high = np.quantile(means, [tail, 1 - tail])
     return Interval(float(low), float(high))
@@ -90,10 +90,10 @@ def cluster_interval(
 def interval_over_seeds(
     values_SQ: FloatArray, groups_Q: Groups, seed: int = 0, num: int = 1000, confidence: float = 0.95
 ) -> Interval:
-    """Interval of the mean over seeds and questions, where each seed stands for a training and answered all questions.
+    """Compute the interval of the mean over seeds and questions; each seed is one training, measured on all questions.
 
     Seeds and articles are two sources of error: the distance of each end of `cluster_interval` of the seeds' mean, and
-    the half width of Student's interval over the seeds, are added as squares. One seed: that over articles alone.
+    the half width of Student's interval over the seeds, are added as squares. One seed: the interval over articles.
     """
     values_SQ = np.atleast_2d(np.asarray(values_SQ, np.float64))
     mean_Q = values_SQ.mean(axis=0)
@@ -111,11 +111,11 @@ def interval_over_seeds(
 def paired_test(
     a_Q: FloatArray, b_Q: FloatArray, groups_Q: Groups | None = None, seed: int = 0, num: int = 10_000
 ) -> float:
-    """Two-sided p of "a and b are exchangeable": permutation of paired values by sign flips.
+    """Compute the two-sided p of "a and b are exchangeable": permutation of paired values by sign flips.
 
-    With `groups_Q` the values of a group (an article) are flipped together, for they are not independent; without, each
-    question is flipped alone. Exact (every flip is tried) where the groups on which a and b differ are few; else `num`
-    random flips, of which the observed one counts as one, so that p is never 0.
+    With `groups_Q` the values of a group (an article) are flipped together, as they are not independent; without, each
+    question is flipped alone. Exact (every flip is tried) where a and b differ on few groups; else `num` random flips,
+    with the observed one counted as one of them, so that p is never 0.
     """
     difference_Q = np.asarray(a_Q, np.float64) - np.asarray(b_Q, np.float64)
     difference_G = difference_Q if groups_Q is None else _group_sums(difference_Q, groups_Q).sum_G
@@ -129,12 +129,12 @@ def paired_test(
         return 1.0
     rng = np.random.default_rng(seed)
     part = max(1, _NUMBERS_AT_ONCE // size)
-    as_far = 1
+    num_as_far = 1
     for start in range(0, num, part):
         flips = rng.integers(0, 2, (min(part, num - start), size), dtype=np.int8)
         sums = difference_M.sum() - 2 * (flips @ difference_M)
-        as_far += int((np.abs(sums) >= distance).sum())
-    return as_far / (num + 1)
+        num_as_far += int((np.abs(sums) >= distance).sum())
+    return num_as_far / (num + 1)
 
 
 class _GroupSums(NamedTuple):
@@ -143,7 +143,7 @@ class _GroupSums(NamedTuple):
 
 
 def _group_sums(values_Q: FloatArray, groups_Q: Groups) -> _GroupSums:
-    """Sum and number of each group's values; of a single group, every value alone."""
+    """Return sum and number of each group's values; the values of a single group count as groups of their own."""
     values_Q = np.asarray(values_Q, np.float64)
     assert len(values_Q) == len(groups_Q), "every value has a group"
     assert len(values_Q), "an interval over no questions"
@@ -155,7 +155,7 @@ def _group_sums(values_Q: FloatArray, groups_Q: Groups) -> _GroupSums:
 
 
 def _expanded_tail(num_groups: int, confidence: float) -> float:
-    """The quantile whose normal deviate is that of Student's t for so many groups, and of a variance over n - 1."""
+    """Return the quantile whose normal deviate is that of Student's t for `num_groups`, with a variance over n - 1."""
     from scipy import stats
 
     if num_groups < 2:
@@ -165,10 +165,11 @@ def _expanded_tail(num_groups: int, confidence: float) -> float:
 
 
 def lv(queries_QD: FloatArray, views_QVD: FloatArray, mask_QV: BoolArray | None = None) -> float | None:
-    """Local variation (MVR, eq. 9): how far the best view's score stands above the mean of the passage's other views.
+    """Compute local variation (MVR, eq. 9): the best view's score less the mean of the passage's other views.
 
-    Question i against the views of its passage i. The paper leaves the scores' normalisation open; here they are
-    cosines, so that models compare. Mean over the questions whose passage has at least two views. Near 0: collapsed.
+    Question i is scored with the views of passage i. The paper leaves the scores' normalisation open; here they are
+    cosines, so that models are comparable. Mean over the questions whose passage has at least two views. Near 0:
+    collapsed.
     """
     scores_QV = np.einsum("qd,qvd->qv", _unit(queries_QD), _unit(views_QVD))
     mask_QV = np.ones(scores_QV.shape, bool) if mask_QV is None else mask_QV
@@ -182,9 +183,9 @@ def lv(queries_QD: FloatArray, views_QVD: FloatArray, mask_QV: BoolArray | None 
 
 
 def winning_views(scores_QV: FloatArray, mask_QV: BoolArray | None = None, margin: float = 1e-3) -> IntArray:
-    """The lowest view within `margin` of the best one: what a near-tie decides is noise. int64 [Q].
+    """Return the lowest view within `margin` of the best one, since noise decides near-ties. int64 [Q].
 
-    For cosines the margin is 1e-3; scores on another scale need another.
+    The default margin is for cosines; scores on another scale need another.
     """
     scores_QV = np.asarray(scores_QV, np.float64)
     if mask_QV is not None:
@@ -193,17 +194,17 @@ def winning_views(scores_QV: FloatArray, mask_QV: BoolArray | None = None, margi
 
 
 def ppl(view_Q: IntArray, passage_Q: IntArray) -> float | None:
-    """Perplexity of view usage (MVR, eq. 10), read as the mean of exponents: exp of the entropy of the winning views of
-    one passage's questions, averaged over passages. 1: always one view.
+    """Compute the perplexity of view usage (MVR, eq. 10) as the mean of exponents: exp of the entropy of the winning
+    views of one passage's questions, averaged over passages. 1: always one view.
 
-    It is at most the number of questions a passage. It proves nothing by itself: collapsed views tie, and noise then
-    picks among them; so take `view_Q` from `winning_views`, and read it with `lv`.
+    At most the number of questions a passage. Not conclusive alone: noise picks among tied, collapsed views; so take
+    `view_Q` from `winning_views`, and compare `lv`.
     """
     return float(np.exp(_view_entropies(view_Q, passage_Q)).mean()) if len(view_Q) else None
 
 
 def ppl_of_mean_entropy(view_Q: IntArray, passage_Q: IntArray) -> float | None:
-    """Perplexity of view usage (MVR, eq. 10), read as the exponent of the mean: exp of the passages' mean entropy.
+    """Compute the perplexity of view usage (MVR, eq. 10) as the exponent of the mean: exp of the mean entropy.
 
     Never above `ppl` (Jensen's inequality), and equal to it where every passage has the same entropy.
     """
@@ -211,7 +212,7 @@ def ppl_of_mean_entropy(view_Q: IntArray, passage_Q: IntArray) -> float | None:
 
 
 def _view_entropies(view_Q: IntArray, passage_Q: IntArray) -> FloatArray:
-    """Entropy in nats of the winning views of each passage's questions. float64 [P]"""
+    """Compute the entropy in nats of the winning views of each passage's questions. float64 [P]"""
     pairs, count_X = np.unique(np.stack([passage_Q, view_Q]), axis=1, return_counts=True)
     _, row_X, count_P = np.unique(pairs[0], return_inverse=True, return_counts=True)
     total_P = np.bincount(row_X, count_X, len(count_P))
@@ -220,7 +221,7 @@ def _view_entropies(view_Q: IntArray, passage_Q: IntArray) -> FloatArray:
 
 
 def view_pair_cosine(views_PVD: FloatArray, mask_PV: BoolArray | None = None) -> float | None:
-    """Mean cosine between two views of a passage, averaged over passages with at least two. Above 0.999: collapsed."""
+    """Average the cosine of two views of a passage over passages with at least two. Above 0.999: collapsed."""
     unit_PVD = _unit(views_PVD)
     if mask_PV is None:
         mask_PV = np.ones(unit_PVD.shape[:2], bool)
@@ -236,9 +237,9 @@ def view_pair_cosine(views_PVD: FloatArray, mask_PV: BoolArray | None = None) ->
 
 
 def gold_answer_view_share(view_Q: IntArray, answer_view_Q: IntArray) -> float | None:
-    """Share of questions for which, within the gold passage, the view of the answer's snippet wins; -1: view unknown.
+    """Return the share of questions whose answer's snippet wins among the gold passage's views; -1: view unknown.
 
-    Ours. CAMVR's answer-view accuracy (eq. 15) looks at the retrieved passages: `answer_view/top-k` of `analyze`.
+    Ours. CAMVR's answer-view accuracy (eq. 15) is over the retrieved passages: `answer_view/top-k` of `analyze`.
     """
     known_Q = answer_view_Q >= 0
     return float((view_Q[known_Q] == answer_view_Q[known_Q]).mean()) if known_Q.any() else None

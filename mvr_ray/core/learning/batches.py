@@ -1,8 +1,8 @@
 """Plan which questions train together in an epoch, and join the passages of a batch.
 
-The plan is drawn from (seed, epoch) alone, so it is the same for any number of workers and after any restart. A batch
-is B questions and the distinct passages that they bring, which every question meets; a rank encodes a slice of the
-questions and a slice of the passages, and these need not belong together.
+The plan depends on (seed, epoch) alone, so it is the same for any number of workers and after any restart. A batch is B
+questions and their distinct passages, all scored with every question; a rank encodes a slice of the questions and a
+slice of the passages, which need not belong together.
 
 Shapes: E examples (questions with a passage), S steps, B questions a batch, Q = B, P distinct passages, W ranks.
 """
@@ -15,14 +15,14 @@ import numpy as np
 from mvr_ray.types import IntArray, Passage
 
 _PLAN = 1
-"""Keeps this module's random streams apart from those of others with the same seed."""
+"""Separates this module's random streams from those of others with the same seed."""
 
 
 class Example(NamedTuple):
     """A question, its answers, its passage, hard negatives, and the ids of further passages that also answer it.
 
     `answer_start` is a character offset in the passage's text, -1 where unknown; the answer ends before `answer_stop`.
-    `teacher` are a cross-encoder's scores of the passage and of each hard negative, or nothing.
+    `teacher`: a cross-encoder's scores of the passage and of each hard negative, or empty.
     """
 
     text: str
@@ -36,12 +36,12 @@ class Example(NamedTuple):
 
 
 class JoinedBatch(NamedTuple):
-    """Questions and the distinct passages of all of them: each positive once, then each hard negative once.
+    """Questions and their distinct passages: each positive once, then each hard negative once.
 
     positive_Q      int64, row of the question's passage
     known_QP        true where a passage is another positive of the question
     answer_start_Q  int64, -1 where unknown
-    teacher_QP      float32, a cross-encoder's score of the pair, NaN where it scored none
+    teacher_QP      float32, a cross-encoder's score of the pair, NaN without one
     """
 
     texts: list[str]
@@ -54,7 +54,7 @@ class JoinedBatch(NamedTuple):
 
 
 class RankShare(NamedTuple):
-    """What one rank encodes: rows of the joined questions and passages; `real_P` is false where a row only pads."""
+    """The part of one rank: rows of the joined questions and passages; `real_P` is false for padding."""
 
     questions: range
     passages: list[int]
@@ -66,8 +66,8 @@ def plan_epoch(
 ) -> IntArray:
     """Plan examples_SB: every example once, in random order, the last batch filled up from the beginning.
 
-    Questions of one passage stand together, at most `per_passage` of them (only the end of a batch can part them). With
-    articles given, passages of one article stand together too, half a batch at most, so that each batch mixes several.
+    Questions of one passage are adjacent, at most `per_passage` of them (only the end of a batch can separate them).
+    With articles, passages of one article are adjacent too, half a batch at most, so that each batch mixes several.
     """
     rng = np.random.default_rng([seed, epoch, _PLAN])
     order_E = rng.permutation(len(passage_E))
@@ -80,8 +80,8 @@ def plan_epoch(
             by_article_E = np.argsort(article_E[order_E], kind="stable")
             order_E, group_E = order_E[by_article_E], group_E[by_article_E]
             order_E = order_E[_shuffle_groups(_runs(article_E[order_E], max(1, batch // 2)), rng)]
-    missing = -len(order_E) % batch
-    return np.concatenate([order_E, order_E[:missing]]).reshape(-1, batch)
+    num_repeats = -len(order_E) % batch
+    return np.concatenate([order_E, order_E[:num_repeats]]).reshape(-1, batch)
 
 
 def _runs(key_E: IntArray, longest: int) -> IntArray:
@@ -128,19 +128,19 @@ def join_batch(examples: Sequence[Example]) -> JoinedBatch:
     )
 
 
-def negatives_for(at: int, examples: Sequence[Example], most: int) -> list[Passage]:
+def negatives_for(at: int, examples: Sequence[Example], limit: int) -> list[Passage]:
     """Choose passages that do not answer example `at`: its hard negatives, else those of the next examples.
 
-    A passage in which the answer's words stand, or that is another positive, is none.
+    A passage that contains the answer's words, or is another positive, is excluded.
     """
     own = examples[at]
     if own.negatives:
-        return list(own.negatives[:most])
+        return list(own.negatives[:limit])
     answer = own.passage.text[own.answer_start : own.answer_stop].lower() if own.answer_start >= 0 else ""
     positive_ids = {own.passage.id, *own.known_ids}
     negatives: dict[str, Passage] = {}
     for other in (*examples[at + 1 :], *examples[:at]):
-        if len(negatives) == most:
+        if len(negatives) == limit:
             break
         if other.passage.id not in positive_ids and not (answer and answer in other.passage.text.lower()):
             negatives[other.passage.id] = other.passage

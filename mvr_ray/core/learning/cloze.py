@@ -1,7 +1,7 @@
 """Make questions without labels: a sentence of a passage asks for the rest of it (inverse cloze, Lee et al. 2019).
 
-The sentence is taken out of its passage, except now and then, so that exact words keep some weight. Where it stood is
-known, which gives the answer's snippet for CAMVR.
+The sentence is removed from its passage, except with probability `keep_share`, so that exact words keep some weight.
+Its position determines the answer's snippet for CAMVR.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from mvr_ray.core.learning.batches import Example
 from mvr_ray.types import Passage
 
 MIN_WORDS = 4
-"""Shorter sentences ask nothing; they are drawn only where there is no other."""
+"""Shorter sentences are drawn only where there is no other."""
 
 
 def cloze_example(passage: Passage, splitter: Splitter, keep_share: float, rng: np.random.Generator) -> Example:
-    """Make one question from one passage. A passage of a single sentence keeps it."""
+    """Build one question from one passage. A passage of a single sentence keeps it."""
     spans = sentence_spans(passage.text, splitter)
     if not spans:
         return Example(passage.title or passage.id, passage)
@@ -32,5 +32,5 @@ def cloze_example(passage: Passage, splitter: Splitter, keep_share: float, rng: 
 
 
 def _draw(text: str, spans: Sequence[Span], rng: np.random.Generator) -> Span:
-    worth = [span for span in spans if len(text[span[0] : span[1]].split()) >= MIN_WORDS] or list(spans)
-    return worth[int(rng.integers(len(worth)))]
+    candidates = [span for span in spans if len(text[span[0] : span[1]].split()) >= MIN_WORDS] or list(spans)
+    return candidates[int(rng.integers(len(candidates)))]

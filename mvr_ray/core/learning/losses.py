@@ -9,8 +9,8 @@ With f_v = scale x <q, p_v> for each view that the passage has, and f = max_v f_
            (MVR eq. 8)   t = max(floor, exp(-decay x epoch)), in both
     CAMVR  (CAMVR 13)    global alone, and f(q,p+) = f_a, a the view of the snippet that holds the answer
 
-Everything is a mean over the questions. All passages of the batch that are not the question's positive are negatives,
-save those told to be positives too. A row of `mask_PV` with no view at all is padding: its passage takes no part.
+Every term is a mean over the questions. All passages of the batch except the question's positives, known ones included,
+are negatives. A row of `mask_PV` without a view is padding: its passage is ignored.
 
 Shapes: Q questions, P passages, V views per passage, D dimension.
 """
@@ -31,12 +31,12 @@ class LossTerms(NamedTuple):
 
 
 def temperature(epoch: float, decay: float, floor: float) -> float:
-    """MVR eq. 8: 1 at the start, `floor` at last."""
+    """Compute MVR eq. 8: 1 at the start, then decaying to `floor`."""
     return max(floor, math.exp(-decay * epoch))
 
 
 def pairwise_scores(queries_QD: Tensor, views_PVD: Tensor, mask_PV: Tensor) -> Tensor:
-    """scores_QPV, every question with every view; -inf where a view is missing."""
+    """Compute scores_QPV, every question with every view; -inf where a view is missing."""
     scores_QPV = torch.einsum("qd,pvd->qpv", queries_QD, views_PVD)
     return scores_QPV.masked_fill(~mask_PV, -torch.inf)
 
@@ -71,11 +71,11 @@ def camvr_loss(
     one (ours; the paper's loss is eq. 13 alone, a local weight of 0).
 
     positive_Q holds the row of each question's positive; known_QP is true where a passage is another positive of the
-    question, which is then no negative.
+    question, which is then excluded from the negatives.
 
-    answer_QV marks the views whose snippets hold the answer: the paper knows one, of several the best counts (ours).
-    Where a question has none, or only such as its passage lacks (cut off by truncation), its best view stands in. With
-    `answer_share` below 1 the rest of the loss is MVR's, the positive by its best view (ours).
+    answer_QV marks the views whose snippets hold the answer: the paper has one; of several the best counts (ours).
+    Without one, or where truncation removed them all, the best view replaces it. With `answer_share` below 1 the rest
+    of the loss is MVR's, the positive by its best view (ours).
     """
     scores_QPV = scale / tau * pairwise_scores(queries_QD, views_PVD, mask_PV)
     best_QP = scores_QPV.amax(-1)
@@ -96,9 +96,9 @@ def distillation_loss(
 ) -> Tensor:
     """Compare the scores of a question's passages with a teacher's: the mean over questions of
     KL( softmax over p of teacher || softmax over p of f ), a list at a time as in RocketQAv2 (Ren et al. 2021), which
-    trains both models together where ours has a finished teacher.
+    trains both models together; here the teacher is fixed.
 
-    teacher_QP is NaN where the teacher has no score. Questions with fewer than two scored passages count nothing.
+    teacher_QP is NaN where the teacher has no score. Questions with fewer than two scored passages contribute 0.
     """
     student_QP = scale * pairwise_scores(queries_QD, views_PVD, mask_PV).amax(-1)
     scored_QP = ~teacher_QP.isnan()
@@ -108,12 +108,12 @@ def distillation_loss(
     teacher_log_QP = teacher_QP.masked_fill(~scored_QP, -torch.inf)[several_Q].log_softmax(-1)
     student_log_QP = student_QP.masked_fill(~scored_QP, -torch.inf)[several_Q].log_softmax(-1)
     scored_QP = scored_QP[several_Q]
-    apart_QP = (teacher_log_QP - student_log_QP).masked_fill(~scored_QP, 0.0)
-    return (teacher_log_QP.exp() * apart_QP).sum(-1).mean()
+    log_ratio_QP = (teacher_log_QP - student_log_QP).masked_fill(~scored_QP, 0.0)
+    return (teacher_log_QP.exp() * log_ratio_QP).sum(-1).mean()
 
 
 def _softmax_loss(best_QP: Tensor, positive: Tensor, positive_Q: Tensor, known_QP: Tensor | None) -> Tensor:
-    """Mean of -log softmax of the positive's score among it and the negatives' best ones."""
+    """Compute the mean of -log softmax of the positive's score among it and the negatives' best scores."""
     others_QP = torch.zeros_like(best_QP, dtype=torch.bool) if known_QP is None else known_QP.clone()
     others_QP.scatter_(1, positive_Q[:, None], True)
     negatives_QP = best_QP.masked_fill(others_QP, -torch.inf)
@@ -126,5 +126,5 @@ def _positive(best_QP: Tensor, positive_Q: Tensor) -> Tensor:
 
 
 def _own_views(scores_QPV: Tensor, positive_Q: Tensor) -> Tensor:
-    """The scores of each question with its own positive's views, QV."""
+    """Select the scores of each question with its own positive's views, QV."""
     return scores_QPV[torch.arange(len(positive_Q), device=scores_QPV.device), positive_Q]

@@ -1,13 +1,13 @@
 """Run one training step on one rank of several: gather, loss, gradients, schedule. No files, no Ray.
 
 Every rank encodes its share, gathers the vectors of all, and computes the same loss on the joined batch. The gradient
-of the mean of the ranks' losses comes back through the gather, and the parameters' gradients are averaged once a step:
-W ranks do exactly what one process does with the joined batch. (Data parallelism by hand: the hooks of
-DistributedDataParallel fire at every backward pass, and the gradient cache has many.)
+of the mean of the ranks' losses flows back through the gather, and the parameters' gradients are averaged once a step:
+W ranks compute exactly what one process computes on the joined batch. (DistributedDataParallel does not fit: its hooks
+fire at every backward pass, and the gradient cache has many.)
 
 The gradient cache (Gao et al. 2021) encodes twice: without a graph for the vectors, then chunk by chunk with one, so
-that memory does not grow with the batch. Dropout is drawn anew from (seed, step, rank, side, chunk) before each
-chunk, hence the same both times, and the same after a restart.
+that memory does not grow with the batch. Before each chunk (seed, step, rank, side, chunk) seeds the dropout, which is
+hence the same both times, and the same after a restart.
 
 Shapes: Q questions, P passages, V views per passage, D dimension; W ranks.
 """
@@ -40,14 +40,14 @@ class ViewBatch(Protocol):
 
 
 class TrainableEncoder(Protocol):
-    """What a step needs of a dual encoder."""
+    """The methods of a dual encoder that a step uses."""
 
     def encode_queries(self, texts: Sequence[str]) -> Tensor: ...
     def encode_passages(self, batch: Sequence[Any]) -> ViewBatch: ...
 
 
 class RankInputs(NamedTuple):
-    """What this rank encodes in a step. `real_P` is false where a passage only pads; all ranks hold equally many."""
+    """The inputs of this rank in a step. `real_P` is false for padding; all ranks have equally many passages."""
 
     texts: Sequence[str]
     passages: Sequence[Any]
@@ -55,7 +55,7 @@ class RankInputs(NamedTuple):
 
 
 class PassSettings(NamedTuple):
-    """How a step runs: `chunk` texts or passages a pass (0: all in one), the precision, and the seeds of dropout."""
+    """Settings of a step: `chunk` texts or passages a pass (0: all in one), the precision, and the seeds of dropout."""
 
     chunk: int = 0
     precision: torch.dtype = torch.float32
@@ -64,7 +64,7 @@ class PassSettings(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """The joined batch's vectors, cut off from the graph."""
+    """The joined batch's vectors, detached from the graph."""
 
     terms: LossTerms
     queries_QD: Tensor
@@ -81,7 +81,7 @@ def rank() -> int:
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenate the ranks' rows; backward gives each rank its rows of the ranks' summed gradients."""
+    """Concatenates the ranks' rows; backward returns each rank's rows of the ranks' summed gradients."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor) -> Tensor:
@@ -123,9 +123,9 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
 def loss_and_gradients(
     encoder: TrainableEncoder, share: RankInputs, loss: LossFunction, settings: PassSettings, scale: float = 1.0
 ) -> StepOutput:
-    """Add this rank's gradients of `scale` x the joined batch's loss; `average_gradients` must follow.
+    """Add this rank's gradients of `scale` x the joined batch's loss; call `average_gradients` next.
 
-    With a chunk the result is the same, up to rounding, in two passes of less memory.
+    A chunk gives the same result, up to rounding, in two passes with less memory.
     """
     with_cache = 0 < settings.chunk < max(len(share.texts), len(share.passages))
     with torch.no_grad() if with_cache else nullcontext():
@@ -160,9 +160,9 @@ def distil_gradients(
     settings: PassSettings,
     scale: float = 1.0,
 ) -> Tensor:
-    """Warm start: add the gradients of 1 - cosine between the readout and given targets, questions plus passages.
+    """Add the gradients of a warm start: 1 - cosine between the readout and the targets, questions plus passages.
 
-    A passage is read as the mean of its views: pulling each view to one target would make them equal. `num_passages`
+    A passage's readout is the mean of its views: one target for each view would make them equal. `num_passages`
     counts those of the joined batch. Returns this rank's part of the loss; the ranks' mean is the loss.
     """
     chunk = settings.chunk or max(len(share.texts), len(share.passages))
@@ -175,8 +175,8 @@ def distil_gradients(
     for encode, (target, real) in zip(_passage_passes(encoder, share, settings), targets):
         views = encode()
         mean_PD = (views.views_PVD * views.mask_PV[..., None]).sum(1)
-        far = (1 - F.cosine_similarity(mean_PD, target)) * real
-        loss = far.sum() * world_size() / num_passages
+        distance_P = (1 - F.cosine_similarity(mean_PD, target)) * real
+        loss = distance_P.sum() * world_size() / num_passages
         (loss * scale).backward()
         total += loss.detach()
     return total
@@ -192,8 +192,8 @@ def _query_passes(
 def _passage_passes(
     encoder: TrainableEncoder, share: RankInputs, settings: PassSettings
 ) -> Iterator[Callable[[], ViewBatch]]:
-    for number, some in enumerate(chunks(share.passages, settings.chunk)):
-        yield partial(run_seeded, settings, (1, number), share.real_P.device, partial(encoder.encode_passages, some))
+    for number, batch in enumerate(chunks(share.passages, settings.chunk)):
+        yield partial(run_seeded, settings, (1, number), share.real_P.device, partial(encoder.encode_passages, batch))
 
 
 def run_seeded(settings: PassSettings, which: tuple[int, int], device: torch.device, encode: Callable[[], Any]) -> Any:
@@ -215,7 +215,7 @@ def chunks(items: Sequence[Any], chunk: int) -> Iterator[Sequence[Any]]:
 
 
 def lr_factor(step: int, total: int, warmup_share: float) -> float:
-    """Linear warm-up to 1, then linear decay that would reach 0 one step after the last."""
+    """Return the factor of linear warm-up to 1, then linear decay that would reach 0 one step after the last."""
     warmup = math.ceil(warmup_share * total)
     if step < warmup:
         return (step + 1) / warmup
@@ -223,7 +223,7 @@ def lr_factor(step: int, total: int, warmup_share: float) -> float:
 
 
 def winning_views(output: StepOutput, positive_Q: Tensor) -> Tensor:
-    """Find views_Q: which view of its passage answers each question best."""
-    own_QVD, there_QV = output.views_PVD[positive_Q], output.mask_PV[positive_Q]
-    scores_QV = torch.einsum("qd,qvd->qv", output.queries_QD, own_QVD).masked_fill(~there_QV, -torch.inf)
+    """Find views_Q: the view of its passage that scores best with each question."""
+    own_QVD, mask_QV = output.views_PVD[positive_Q], output.mask_PV[positive_Q]
+    scores_QV = torch.einsum("qd,qvd->qv", output.queries_QD, own_QVD).masked_fill(~mask_QV, -torch.inf)
     return scores_QV.argmax(-1)

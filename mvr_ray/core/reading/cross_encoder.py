@@ -2,8 +2,8 @@
 
     s(q, p) = head( [CLS] question [SEP] title text [SEP] )           Nogueira and Cho 2019; RocketQA (Qu et al. 2021)
 
-Far slower than two encoders and far better: nothing of a passage can be computed before the question is known. It
-finds unlabelled answers among the hits of a search (`share_beside`), and serves as a teacher.
+Far slower than two encoders and far more accurate: passages cannot be encoded before the question is known. It detects
+unlabelled answers among the hits of a search (`share_beside`), and serves as a teacher.
 
 Trained on a question's positive among its negatives (Gao, Dai and Callan 2021, eq. 5):
 
@@ -29,8 +29,8 @@ from mvr_ray.types import FloatArray, Passage
 
 @dataclass(frozen=True)
 class PairSpec:
-    """How pairs are put in: at most so many tokens of both and the special ones; the passage is cut, then the question
-    where it alone has more than `max_question_tokens`."""
+    """Lengths of inputs: `max_tokens` of question, passage and special tokens. The passage is cut to fit, a question to
+    `max_question_tokens`."""
 
     max_tokens: int = 256
     max_question_tokens: int = 64
@@ -42,13 +42,13 @@ class Pair(NamedTuple):
 
 
 class CrossEncoder(TaskModel):
-    """A model that scores pairs, with its tokenizer. Make it with `open`, `from_backbone` or `load`."""
+    """A model that scores pairs, with its tokenizer. Create it with `open`, `from_backbone` or `load`."""
 
     what: ClassVar[str] = "cross-encoder"
     task: ClassVar[str] = "cross_encoder"
     description_file: ClassVar[str] = "cross_encoder.json"
     head: ClassVar[str] = "scoring pairs"
-    refusal: ClassVar = CrossEncoderError
+    error_type: ClassVar = CrossEncoderError
     factory: ClassVar = "AutoModelForSequenceClassification"
     default_spec: ClassVar = PairSpec()
 
@@ -62,14 +62,14 @@ class CrossEncoder(TaskModel):
 
     @classmethod
     def open_model(cls, folder: str) -> LoadedModel:
-        """Load any model that scores a pair of texts by one logit, or by two, no and yes."""
+        """Load a model that scores a pair of texts by one logit, or by two: no and yes."""
         from mvr_ray.core.encoding.backbones import open_task_model, read_config  # imports transformers
 
-        config = read_config(folder, cls.what, cls.refusal)
+        config = read_config(folder, cls.what, cls.error_type)
         if not any("SequenceClassification" in name for name in config.architectures or ()):
-            return open_task_model(folder, cls.what, cls.factory, cls.refusal, num_labels=1)
+            return open_task_model(folder, cls.what, cls.factory, cls.error_type, num_labels=1)
         if int(config.num_labels or 1) > 2:
-            raise cls.refusal(
+            raise cls.error_type(
                 f"cross-encoder {folder} has {config.num_labels} labels; take a model that scores with one or two"
             )
         return super().open_model(folder)
@@ -96,13 +96,15 @@ class CrossEncoder(TaskModel):
         return question[: tokens["offset_mapping"][-1][1]]
 
     def forward(self, batch: Sequence[dict[str, list[int]]]) -> Tensor:
-        """scores_B of one padded batch, differentiable; padding changes nothing but rounding."""
+        """Compute scores_B of one padded batch, differentiable; padding changes only rounding."""
         inputs = self.tokenizer.pad(list(batch), padding="longest", return_tensors="pt").to(self.device)
         types = {"token_type_ids": inputs["token_type_ids"]} if self.with_types else {}
-        return _one(self.model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **types).logits)
+        return _pair_scores(
+            self.model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **types).logits
+        )
 
     def score(self, pairs: Sequence[Pair], tokens_per_batch: int = 8192) -> FloatArray:
-        """Score pairs as float32, in their order. What is read together follows from `pairs` alone (see `infer`)."""
+        """Score pairs as float32, in order. `pairs` alone determine the batches (see `infer`)."""
         inputs = self.tokenize(pairs) if pairs else []
         scores = np.zeros(len(pairs), np.float32)
 
@@ -117,7 +119,7 @@ class CrossEncoder(TaskModel):
     def forward_unpadded(
         self, batch: Sequence[dict[str, list[int]]], backbone: UnpaddedCpuBackbone, whole: bool
     ) -> Tensor:
-        """scores_B of pairs that stand end to end; heads look at the first token of each."""
+        """Compute scores_B of pairs laid end to end; heads read the first token of each."""
         lengths = [len(one["input_ids"]) for one in batch]
         ids_N, types_N = (
             torch.tensor([number for one in batch for number in one[name]]) if name in batch[0] else None
@@ -129,24 +131,24 @@ class CrossEncoder(TaskModel):
         first_B1D = states_ND[np.cumsum([0, *lengths[:-1]])][:, None]
         model: Any = self.model
         pooler = getattr(model.base_model, "pooler", None)
-        return _one(model.classifier(first_B1D if pooler is None else pooler(first_B1D)))
+        return _pair_scores(model.classifier(first_B1D if pooler is None else pooler(first_B1D)))
 
 
-def _one(logits: Tensor) -> Tensor:
-    """scores_B of a head with one output, or with one for no and one for yes."""
+def _pair_scores(logits: Tensor) -> Tensor:
+    """Compute scores_B of a head with one output, or with one for no and one for yes."""
     logits = logits.float()
     return logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]
 
 
 def listwise_loss(scores_B: Tensor, sizes: Sequence[int]) -> Tensor:
-    """losses_Q of questions whose candidates stand one after the other, `sizes` of each, the positive first."""
+    """Compute losses_Q of questions with consecutive candidates, `sizes` of each, the positive first."""
     return torch.stack([own.logsumexp(0) - own[0] for own in scores_B.split(list(sizes))])
 
 
 def share_beside(positive: float, scores: FloatArray) -> FloatArray:
-    """Compute the chance of each candidate to be the answer beside the known positive alone: 1 / (1 + exp(s+ - s)).
+    """Compute each candidate's softmax share against the known positive alone: 1 / (1 + exp(s+ - s)).
 
-    Scores of a cross-encoder are shifts of each other from one question to the next, so an absolute threshold (RocketQA
-    keeps negatives below 0.1) would mean another thing for each; this one stands on the question's own positive.
+    Scores of a cross-encoder are shifted from question to question, so an absolute threshold (RocketQA keeps negatives
+    below 0.1) differs in meaning; this share is relative to the question's own positive.
     """
     return 1.0 / (1.0 + np.exp(np.float64(positive) - np.asarray(scores, np.float64)))

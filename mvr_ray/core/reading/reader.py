@@ -1,8 +1,8 @@
 """Find the words of a passage that answer a question, and choose among several passages (an extractive reader).
 
 A passage's answer is the best span over its windows; a question's answer is that of the passage where this is largest
-(BERTserini, Yang et al. 2019, adds up logits and weighs the retrieval in; that the null token's logits are taken off
-is as in Devlin et al. 2019, section 4.3, and tells a window without the answer from one with it):
+(BERTserini, Yang et al. 2019, sums logits and adds the weighted retrieval score; subtracting the null token's logits
+follows Devlin et al. 2019, section 4.3, and separates windows with and without the answer):
 
     f(q, p) = max over windows and spans of (start + end - null)  +  w x score(q, p)
 
@@ -46,7 +46,7 @@ class Span(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """Logits of the windows' tokens, and which of these an answer may begin or end with; [CLS] stands for none."""
+    """Logits of the windows' tokens, and the candidates for the ends of an answer; [CLS] means no answer."""
 
     start_FT: Tensor
     end_FT: Tensor
@@ -54,7 +54,7 @@ class Logits(NamedTuple):
 
 
 class _WindowSpan(NamedTuple):
-    """A window's best span, in tokens of the passage. The least is the best: `cost` is its score, negative."""
+    """A window's best span, in tokens of the passage. `cost` is the negative score, so the minimum is the best."""
 
     cost: float
     first: int
@@ -64,13 +64,13 @@ class _WindowSpan(NamedTuple):
 
 
 class Reader(TaskModel):
-    """A question-answering model with its tokenizer. Make it with `open`, `from_backbone` or `load`."""
+    """A question-answering model with its tokenizer. Create it with `open`, `from_backbone` or `load`."""
 
     what: ClassVar[str] = "reader"
     task: ClassVar[str] = "reader"
     description_file: ClassVar[str] = "reader.json"
     head: ClassVar[str] = "extractive question answering"
-    refusal: ClassVar = ReaderError
+    error_type: ClassVar = ReaderError
     factory: ClassVar = "AutoModelForQuestionAnswering"
     default_spec: ClassVar = ReaderSpec()
 
@@ -82,8 +82,8 @@ class Reader(TaskModel):
     def read(self, requests: Sequence[ReadRequest], tokens_per_batch: int = 8192) -> list[list[Span | None]]:
         """Find the best span of every passage of every question; None where a passage has no token.
 
-        Equal scores: the earlier start, then the shorter span. Windows are read as `infer` says: what is read together,
-        and with it every last bit, follows from `requests` alone.
+        Equal scores: the earlier start, then the shorter span. `infer` runs the windows; `requests` alone determine the
+        batches, and so every bit of the result.
         """
         tokens = self.windower.tokenize(text for item in requests for text in item.passages)
         owners: list[tuple[int, int]] = []
@@ -91,9 +91,9 @@ class Reader(TaskModel):
         for row, item in enumerate(requests):
             frame = self.windower.frame(item.question)
             for column, text in enumerate(item.passages):
-                own = self.windower.windows(frame, tokens[text])
-                owners += [(row, column)] * len(own)
-                windows += own
+                passage_windows = self.windower.windows(frame, tokens[text])
+                owners += [(row, column)] * len(passage_windows)
+                windows += passage_windows
         spans: dict[int, _WindowSpan] = {}
 
         def take(rows: list[int], logits: Logits) -> None:
@@ -112,7 +112,7 @@ class Reader(TaskModel):
         ]
 
     def forward(self, windows: Sequence[Window]) -> Logits:
-        """Logits of a batch, differentiable; padding changes nothing but rounding."""
+        """Compute the logits of a batch, differentiable; padding changes only rounding."""
         batch = self.windower.pad(windows)
         ids_FT, types_FT, real_FT, _, candidate_FT = (torch.from_numpy(array).to(self.device) for array in batch)
         types = {"token_type_ids": types_FT} if self.with_types else {}
@@ -120,7 +120,7 @@ class Reader(TaskModel):
         return Logits(out.start_logits.float(), out.end_logits.float(), candidate_FT)
 
     def forward_unpadded(self, batch: Sequence[Window], backbone: UnpaddedCpuBackbone, whole: bool) -> Logits:
-        """Compute the logits of windows that stand end to end; 0 on padding."""
+        """Compute the logits of windows laid end to end; 0 on padding."""
         ids_FT, types_FT, real_FT, _, candidate_FT = (torch.from_numpy(array) for array in self.windower.pad(batch))
         types_N = types_FT[real_FT].long() if self.with_types else None
         positions_N = torch.arange(real_FT.shape[1]).expand_as(real_FT)[real_FT] + self.first_position
@@ -146,32 +146,32 @@ class Reader(TaskModel):
             )
 
     def _check(self, name: str) -> None:
-        """Raise ReaderError for settings beyond the model's positions, or that leave a window no new token."""
-        spec, positions, room = self.spec, self.positions, self.windower.room_tokens
+        """Raise ReaderError for lengths beyond the model's positions, or overlaps that leave a window no new token."""
+        spec, positions, text_tokens = self.spec, self.positions, self.windower.max_passage_tokens
         if spec.max_tokens > positions:
             raise ReaderError(
                 f"max_tokens is {spec.max_tokens}, but reader {name} has {positions} positions; lower read.max_tokens "
                 f"to {positions} or less"
             )
-        if room <= spec.overlap_tokens:
+        if text_tokens <= spec.overlap_tokens:
             raise ReaderError(
-                f"max_tokens is {spec.max_tokens}, which leaves {max(0, room)} for the passage beside a question of "
-                f"{spec.max_question_tokens}, no more than the {spec.overlap_tokens} that windows share; raise "
-                f"read.max_tokens, or lower read.overlap_tokens or read.max_question_tokens"
+                f"max_tokens is {spec.max_tokens}, which leaves {max(0, text_tokens)} for the passage beside a "
+                f"question of {spec.max_question_tokens}, no more than the {spec.overlap_tokens} that windows share; "
+                f"raise read.max_tokens, or lower read.overlap_tokens or read.max_question_tokens"
             )
 
 
 def choose(spans: Sequence[Span | None], scores: Sequence[float], weight: float = 0.0) -> int:
     """Return the row of the passage that answers best, -1 where none has a span. Of equals the higher rank wins.
 
-    `scores` are the retrieval's, one a passage; they are not looked at where the weight is 0.
+    `scores` are those of retrieval, one a passage; ignored where the weight is 0.
     """
-    worth = {
+    total_scores = {
         row: span.score + (weight * score if weight else 0.0)
         for row, (span, score) in enumerate(zip(spans, scores, strict=True))
         if span is not None
     }
-    return max(worth, key=lambda row: (worth[row], -row), default=-1)
+    return max(total_scores, key=lambda row: (total_scores[row], -row), default=-1)
 
 
 def _span(text: str, tokens: PassageTokens, best: _WindowSpan) -> Span:

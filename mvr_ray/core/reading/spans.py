@@ -2,10 +2,10 @@
 
     score(s, e)  = start_s + end_e                                          s <= e < s + L, both tokens of the text
     log p(s, e)  = log softmax(start)_s + log softmax(end)_e                over the text's tokens and the null token
-    loss         = -log p(s*, e*) / 2                                       (null, null) where the answer is elsewhere
+    loss         = -log p(s*, e*) / 2                                       (null, null) where the window has no answer
 
-The null token is [CLS] (Devlin et al. 2019, section 4.3). What is neither text nor null - the question, separators,
-padding - has no share in the softmax.
+The null token is [CLS] (Devlin et al. 2019, section 4.3). The softmax excludes all other tokens: the question,
+separators, padding.
 
 Shapes: F windows, T tokens; L the most tokens of an answer.
 """
@@ -48,22 +48,22 @@ def best_spans(start_FT: FloatArray, end_FT: FloatArray, text_FT: NDArray[np.boo
     rows_F = np.arange(len(best_FT))
     start_F = best_FT.argmax(axis=1)
     score_F, end_F = best_FT[rows_F, start_F], start_F + more_FT[rows_F, start_F]
-    found_F = score_F > -np.inf
-    return BestSpans(np.where(found_F, start_F, NOWHERE), np.where(found_F, end_F, NOWHERE), score_F)
+    has_text_F = score_F > -np.inf
+    return BestSpans(np.where(has_text_F, start_F, NOWHERE), np.where(has_text_F, end_F, NOWHERE), score_F)
 
 
 def span_losses(start_FT: Tensor, end_FT: Tensor, candidate_FT: Tensor, start_F: Tensor, end_F: Tensor) -> Tensor:
-    """loss_F of windows whose true span has these ends; both must be candidates, which text and null tokens are."""
-    barred_FT = ~candidate_FT
+    """Compute loss_F of windows whose true span has these ends; both must be candidates: text or null tokens."""
+    excluded_FT = ~candidate_FT
     losses = (
-        F.cross_entropy(logits_FT.masked_fill(barred_FT, -torch.inf), target_F, reduction="none")
+        F.cross_entropy(logits_FT.masked_fill(excluded_FT, -torch.inf), target_F, reduction="none")
         for logits_FT, target_F in ((start_FT, start_F), (end_FT, end_F))
     )
     return sum(losses, start=torch.zeros((), dtype=start_FT.dtype, device=start_FT.device)) / 2
 
 
 def log_shares(logits_FT: FloatArray, candidate_FT: NDArray[np.bool_]) -> FloatArray:
-    """Log softmax over the candidates, in float64; -inf elsewhere. Every window needs a candidate."""
+    """Compute log softmax over the candidates, in float64; -inf elsewhere. Every window needs a candidate."""
     logits_FT = np.where(candidate_FT, np.asarray(logits_FT, np.float64), -np.inf)
     logits_FT -= logits_FT.max(axis=1, keepdims=True)
     with np.errstate(divide="ignore"):

@@ -1,6 +1,6 @@
 """Open, store and train a pretrained transformer with a head for one task.
 
-The head may be the folder's own, or drawn from a seed where training is to start from a backbone.
+The head is the folder's own, or drawn from a seed for training from a backbone.
 """
 
 import hashlib
@@ -18,22 +18,22 @@ from mvr_ray.core.encoding.tower import LoadedModel, digest_of, save_model
 from mvr_ray.core.encoding.unpadded_cpu import UnpaddedCpuBackbone, over_blocks, supports_unpadded_cpu
 
 HEAD_STD = 0.02
-"""Spread of a new head's weights."""
+"""Standard deviation of a new head's weights."""
 
 
 class TaskModel(StoredModel):
-    """A model and its tokenizer. Make it with `open`, `from_backbone` or `load` of a subclass."""
+    """A model and its tokenizer. Create it with `open`, `from_backbone` or `load` of a subclass."""
 
     task: ClassVar[str]
-    """The `train.task` that makes one."""
+    """The `train.task` that trains it."""
     head: ClassVar[str]
-    """The head's task, for the message about a folder without one."""
+    """The head's task, in the message about a folder without a head."""
     factory: ClassVar[str]
-    """The class of transformers that opens one."""
+    """The class of transformers that opens it."""
     default_spec: ClassVar[Any]
 
     def __init__(self, weights: LoadedModel, spec: Any, name: str) -> None:
-        """`name` is the folder's, for messages. `spec` None: the default one."""
+        """`name` is that of the folder, for messages. `spec` None: the default one."""
         super().__init__()
         model, tokenizer, self.new_weights = weights
         self.model = model
@@ -50,14 +50,14 @@ class TaskModel(StoredModel):
         """Load a model with the task's head; `missing` names weights of the head that the folder lacks."""
         from mvr_ray.core.encoding.backbones import open_task_model  # imports transformers
 
-        return open_task_model(folder, cls.what, cls.factory, cls.refusal)
+        return open_task_model(folder, cls.what, cls.factory, cls.error_type)
 
     @classmethod
     def open(cls, folder: str, spec: Any = None) -> Self:
-        """Open a trained model by folder or hub name. Raises `refusal` where it has no head."""
+        """Open a trained model by folder or hub name. Raises `error_type` where it has no head."""
         weights = cls.open_model(folder)
         if weights.missing:
-            raise cls.refusal(
+            raise cls.error_type(
                 f"{cls.what} {folder} has no head for {cls.head} (missing: {', '.join(weights.missing)}); take "
                 f"a model that was trained for that, or train one from it (mvr-ray train CONFIG train.task={cls.task} "
                 f"encoder.backbone={folder})"
@@ -77,14 +77,14 @@ class TaskModel(StoredModel):
 
     @classmethod
     def load(cls, folder: str | Path, spec: Any = None) -> Self:
-        """Open what `save` wrote. Raises `refusal` if it is none, FingerprintError if its files have changed."""
+        """Open what `save` wrote. Raises `error_type` if it is none, FingerprintError if its files have changed."""
         description = cls.read_description(Path(folder))
         model = cls.open(str(folder), spec)
         model.check_fingerprint(folder, description)
         return model
 
     def save(self, folder: str | Path) -> None:
-        """Write a Hugging Face folder, and last the file that says what it is."""
+        """Write a Hugging Face folder, and last its description."""
         save_model(self.model, self.tokenizer, Path(folder))
         self.write_description(Path(folder), {"format_version": FORMAT_VERSION, "fingerprint": self.fingerprint})
 
@@ -93,7 +93,7 @@ class TaskModel(StoredModel):
         return [self.model]
 
     def unpadded_backbone(self) -> UnpaddedCpuBackbone | None:
-        """Lay the backbone's current weights out for the unpadded CPU pass; None where it has none."""
+        """Prepare the backbone's current weights for the unpadded CPU pass; None where it has none."""
         backbone: Any = self.model.base_model
         return (
             UnpaddedCpuBackbone(backbone, backbone.get_input_embeddings()) if supports_unpadded_cpu(backbone) else None
@@ -101,7 +101,7 @@ class TaskModel(StoredModel):
 
     @abstractmethod
     def forward_unpadded(self, batch: Sequence[Any], backbone: UnpaddedCpuBackbone, whole: bool) -> Any:
-        """What `forward` gives, of inputs that stand end to end; `whole` as in `UnpaddedCpuBackbone.states`."""
+        """Compute the result of `forward` from inputs laid end to end; `whole` as in `UnpaddedCpuBackbone.states`."""
 
     def infer(
         self,
@@ -110,10 +110,10 @@ class TaskModel(StoredModel):
         tokens_per_batch: int,
         take: Callable[[list[int], Any], None],
     ) -> None:
-        """Give `take` the rows and the outputs of every batch of inputs that have so many tokens.
+        """Call `take` with the rows and the outputs of every batch; `lengths` are the inputs' numbers of tokens.
 
-        On a CPU inputs stand end to end in blocks, else they are padded to so many tokens a batch. What is read
-        together follows from `lengths` alone.
+        With an unpadded pass inputs run end to end in blocks, else padded, `tokens_per_batch` a batch. `lengths` alone
+        determine the batches.
         """
         backbone = self.unpadded_backbone()
 
@@ -136,13 +136,13 @@ class TaskModel(StoredModel):
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits over weights, tokenizer and architecture. Reads every weight: keep it."""
+        """16 hex digits over weights, tokenizer and architecture. Reads every weight: cache it."""
         digest = digest_of(self.model.config, self.tokenizer, self.model.state_dict())
         return hashlib.blake2b(digest, digest_size=8).hexdigest()
 
     @property
     def positions(self) -> int:
-        """How many positions the model has. Tables of the RoBERTa kind begin after the padding id."""
+        """Number of positions of the model. Tables of the RoBERTa kind begin after the padding id."""
         limits = [int(self.tokenizer.model_max_length)]
         rows = getattr(self.model.config, "max_position_embeddings", 0)
         if rows > 0:
@@ -152,6 +152,6 @@ class TaskModel(StoredModel):
         return min(limits)
 
     def parameter_groups(self, lr: float, head_lr_factor: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Groups for AdamW: matrices, vectors (biases and norms, never decayed), and a new head at its own rate."""
+        """Make AdamW's groups: matrices, vectors (biases and norms, never decayed), and a new head at its own rate."""
         head = ("head", self.new_weights.__contains__, head_lr_factor)
         return parameter_groups(self.model.named_parameters(), head, lr, weight_decay)

@@ -1,9 +1,9 @@
 """Cut a question and a passage into overlapping windows, the inputs of an extractive reader.
 
-    [CLS] question [SEP] tokens w .. w + n of the passage [SEP]            or as the model's tokenizer puts a pair
+    [CLS] question [SEP] tokens w .. w + n of the passage [SEP]            or as the tokenizer lays out a pair
 
-Question and passage are tokenised apart, as tokenizers do with a pair, so that a passage's tokens and their characters
-are the same under every question and in every window. Titles are left out: an answer is a piece of the text.
+Question and passage are tokenised separately, as tokenizers do with a pair, so a passage's tokens and their characters
+are the same for every question and window. Titles are excluded: an answer is a piece of the text.
 
 Shapes: F windows, T tokens of the longest one.
 """
@@ -20,10 +20,10 @@ from mvr_ray.types import IntArray
 
 @dataclass(frozen=True)
 class ReaderSpec:
-    """How texts are put in and answers taken out.
+    """Lengths of inputs and answers, and how spans are scored.
 
-    `max_tokens` counts question, window and special tokens. With `minus_null` a span's score is what it has above the
-    null token of its window; without, its logits alone.
+    `max_tokens` counts question, window and special tokens. With `minus_null` a span's score is its logits less those
+    of its window's null token; without, its logits alone.
     """
 
     max_tokens: int = 384
@@ -42,17 +42,17 @@ class PassageTokens(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """The tokens before and after the passage in the input of one question, and the segments of all three."""
+    """The tokens before and after the passage in one question's input, and the segments of all three."""
 
-    before: IntArray
-    after: IntArray
-    before_types: IntArray
-    after_types: IntArray
+    prefix: IntArray
+    suffix: IntArray
+    prefix_types: IntArray
+    suffix_types: IntArray
     passage_type: int
 
 
 class Window(NamedTuple):
-    """One input: the passage's tokens `offset` up to `offset + num_text` stand from `first` on, [CLS] at `null`."""
+    """One input: the passage's tokens `offset` up to `offset + num_text` begin at `first`, [CLS] is at `null`."""
 
     input_ids: IntArray
     type_ids: IntArray
@@ -66,7 +66,7 @@ class Window(NamedTuple):
         return self.first + token - self.offset
 
     def holds(self, first: int, last: int) -> bool:
-        """Whether all tokens `first` to `last` of the passage stand in this window."""
+        """Whether all tokens `first` to `last` of the passage are in this window."""
         return self.offset <= first <= last < self.offset + self.num_text
 
 
@@ -81,7 +81,7 @@ class PaddedWindows(NamedTuple):
 
 
 class Windower:
-    """Cuts texts for one model by its tokenizer, which it takes over: truncation and padding are turned off."""
+    """Cuts texts into windows with a model's tokenizer, whose truncation and padding it turns off."""
 
     def __init__(self, tokenizer: Any, spec: ReaderSpec) -> None:
         self.spec = spec
@@ -92,10 +92,10 @@ class Windower:
         self._pad_id = tokenizer.pad_token_id or 0
 
     @property
-    def room_tokens(self) -> int:
-        """Passage tokens beside the longest question."""
-        special = self._backend.num_special_tokens_to_add(is_pair=True)
-        return self.spec.max_tokens - self.spec.max_question_tokens - special
+    def max_passage_tokens(self) -> int:
+        """Passage tokens of a window with the longest question."""
+        num_special = self._backend.num_special_tokens_to_add(is_pair=True)
+        return self.spec.max_tokens - self.spec.max_question_tokens - num_special
 
     def tokenize(self, texts: Iterable[str]) -> dict[str, PassageTokens]:
         """Tokenize each distinct text."""
@@ -115,16 +115,16 @@ class Windower:
         pair = self._backend.post_process(question_tokens, probe, add_special_tokens=True)
         inside = [at for at, sequence in enumerate(pair.sequence_ids) if sequence == 1]
         ids, types = np.array(pair.ids, np.int64), np.array(pair.type_ids, np.int64)
-        before, after = slice(0, inside[0]), slice(inside[-1] + 1, None)
-        return Frame(ids[before], ids[after], types[before], types[after], int(types[inside[0]]))
+        prefix, suffix = slice(0, inside[0]), slice(inside[-1] + 1, None)
+        return Frame(ids[prefix], ids[suffix], types[prefix], types[suffix], int(types[inside[0]]))
 
     def windows(self, frame: Frame, passage: PassageTokens) -> list[Window]:
         """Cut the fewest windows that cover all of the passage's tokens, in order; none where it has none."""
-        room = self.spec.max_tokens - len(frame.before) - len(frame.after)
-        step = room - self.spec.overlap_tokens
+        size = self.spec.max_tokens - len(frame.prefix) - len(frame.suffix)
+        step = size - self.spec.overlap_tokens
         total = len(passage.ids)
-        count = 1 + max(0, -(-(total - room) // step)) if total else 0
-        return [self._window(frame, passage.ids[start : start + room], start) for start in range(0, count * step, step)]
+        count = 1 + max(0, -(-(total - size) // step)) if total else 0
+        return [self._window(frame, passage.ids[start : start + size], start) for start in range(0, count * step, step)]
 
     def pad(self, windows: Sequence[Window]) -> PaddedWindows:
         """Pad a batch to its longest window."""
@@ -140,13 +140,13 @@ class Windower:
         return PaddedWindows(ids_FT, types_FT, real_FT, text_FT, candidate_FT)
 
     def _window(self, frame: Frame, piece: IntArray, offset: int) -> Window:
-        ids = np.concatenate([frame.before, piece, frame.after])
+        ids = np.concatenate([frame.prefix, piece, frame.suffix])
         middle = np.full(len(piece), frame.passage_type, np.int64)
         nulls = np.flatnonzero(ids == self._cls_id)
         return Window(
             input_ids=ids,
-            type_ids=np.concatenate([frame.before_types, middle, frame.after_types]),
-            first=len(frame.before),
+            type_ids=np.concatenate([frame.prefix_types, middle, frame.suffix_types]),
+            first=len(frame.prefix),
             offset=offset,
             num_text=len(piece),
             null=int(nulls[0]) if len(nulls) else 0,
@@ -154,5 +154,5 @@ class Windower:
 
 
 def _clean(text: str) -> str:
-    """Half a surrogate pair is no text to a tokenizer; a question mark takes its place, so offsets stay as they are."""
+    """Replace half a surrogate pair, which a tokenizer rejects, by a question mark; offsets stay the same."""
     return text.encode("utf-8", "replace").decode("utf-8")

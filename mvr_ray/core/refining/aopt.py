@@ -5,23 +5,23 @@ A vector x (a view, or a query) has partners y (queries, or views), some positiv
     loss(x) = -log( sum_pos <x, y> / sum_all <x, y> ) = -log( <x, A> / <x, B> ),   A = sum_pos y,  B = sum_all y
 
 so its gradient is -A / <x, A> + B / <x, B>, and a step (eq. 14) is x - eta * gradient. It is orthogonal to x: a norm
-only grows. A and B of all vectors are two sparse matrix products, and add up over shards (`LabelSums`).
+only grows. A and B of all vectors are two sparse matrix products, additive over shards (`LabelSums`).
 
-The linear forms move a vector in one shot, by the means of its positive and of its negative partners:
+The linear forms move a vector once, by the means of its positive and of its negative partners:
 
     rocchio    eq. 7    q' = alpha q + beta mean_pos(p) + gamma mean_neg(p)    (the paper writes -gamma with gamma > 0)
     linear     eq. 9    p' = alpha p + beta mean_pos(q) + gamma mean_neg(q)
 
-They lengthen what they move, and a longer vector scores higher with every question. `keep_length` brings moved vectors
-back to the length that they had.
+They lengthen the moved vectors, and a longer vector scores higher with every question. `keep_length` restores the
+lengths.
 
-Each form is one function from two sides, passages and queries; hybrid is one side after the other.
+Each form is one function for both sides, passages and queries; hybrid runs one side after the other.
 
-Sums are float64, and so is what is made of them. `single` keeps both in float32, and reads partners in whole numbers of
-16 bits, at a sixth of the time in torch and a small part of that in the compiled loop (`native_step`): sums are then
-added one by one in the order of the labels, on any number of threads, so they are the same bytes everywhere. They err
-by at most sum max|y| / 65534 + (n + 1) 2^-24 sum |y| for n partners, which a step of size eta passes on times eta: what
-rounds the gradient leaves small steps their size.
+Sums and results are float64. `single` keeps both in float32, and reads partners as 16-bit integers, at a sixth of the
+time in torch and a small part of that in the compiled loop (`native_step`): terms are then added one by one in the
+order of the labels, on any number of threads, so sums are the same bytes everywhere. Their error is at most
+sum max|y| / 65534 + (n + 1) 2^-24 sum |y| for n partners, times eta in a step of size eta: rounding the gradient does
+not change the size of small steps.
 
 Shapes: N vectors to move, Q partners, D dimension, M vectors that moved.
 """
@@ -46,10 +46,10 @@ _PAIRS_AT_ONCE = 65_536
 
 
 class LabelSums(NamedTuple):
-    """What the ratio loss needs of a vector's partners; may be added up over disjoint parts of them (float64).
+    """The sums over a vector's partners in the ratio loss; additive over disjoint sets of partners (float64).
 
     positive_ND, total_ND    sums of positive, and of all, partner vectors
-    num_positive_N, num_negative_N    how many there are
+    num_positive_N, num_negative_N    their numbers
     """
 
     positive_ND: FloatArray
@@ -67,13 +67,13 @@ class LabelSums(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """What one step did. `vectors_MD` replace vectors `moved_M` (ascending); float32, or float64 if they came so.
+    """The result of one step. `vectors_MD` replace vectors `moved_M` (ascending); float32, or float64 as the input.
 
     loss                 mean loss of the moved vectors before the step, nan where none moved or the form has no loss
-    num_outside_domain   labelled both ways, but a sum of scores was at or below the guard: left where it was
-    num_no_positive      labelled, never positively: left
-    num_no_negative      labelled, never negatively: left (the linear form moves it)
-    num_negative_loss    moved with a loss below zero, for its negatives' scores sum below zero: a sign of overdoing it
+    num_outside_domain   labelled both ways, but a sum of scores was at or below the guard: not moved
+    num_no_positive      labelled, never positively: not moved
+    num_no_negative      labelled, never negatively: not moved (except by the linear form)
+    num_negative_loss    moved with a loss below zero, as its negatives' scores sum below zero: a sign of large steps
     """
 
     moved_M: IntArray
@@ -89,14 +89,13 @@ class StepResult(NamedTuple):
         return len(self.moved_M)
 
     def keep_length(self, vectors_ND: FloatArray) -> "StepResult":
-        """Scale every moved vector to the length that it has in `vectors_ND`; one that was moved to zero has no
-        direction, and stays where it was."""
+        """Scale every moved vector to its length in `vectors_ND`; restore one moved to zero, which has no direction."""
         before_MD = vectors_ND[self.moved_M].astype(np.float64)
         after_MD = self.vectors_MD.astype(np.float64)
         length_M = np.sqrt(np.einsum("md,md->m", after_MD, after_MD))
         scale_M = np.sqrt(np.einsum("md,md->m", before_MD, before_MD)) / np.where(length_M > 0, length_M, 1.0)
-        kept_MD = np.where(length_M[:, None] > 0, after_MD * scale_M[:, None], before_MD)
-        return self._replace(vectors_MD=kept_MD.astype(self.vectors_MD.dtype))
+        scaled_MD = np.where(length_M[:, None] > 0, after_MD * scale_M[:, None], before_MD)
+        return self._replace(vectors_MD=scaled_MD.astype(self.vectors_MD.dtype))
 
 
 def passage_step(
@@ -108,7 +107,7 @@ def passage_step(
     guard: float = 1e-3,
     single: bool = False,
 ) -> StepResult:
-    """Run the passage-centric step, eqs. 13 and 14, of all views at once.
+    """Run the passage-centric step, eqs. 13 and 14, on all views at once.
 
     `single`: in float32, where the package was built with a compiler or torch is installed.
     """
@@ -120,12 +119,12 @@ def passage_step(
 def query_step(
     queries_QD: FloatArray, views_ND: FloatArray, labels: LabelMatrices, *, step_size: float, guard: float = 1e-3
 ) -> StepResult:
-    """Run the query-centric step down eq. 11, of all queries at once; `labels` as for the passage side."""
+    """Run the query-centric step down eq. 11, on all queries at once; `labels` as for the passage side."""
     return _step_in_parts(queries_QD, views_ND, labels.transpose(), step_size, guard)
 
 
 def label_sums(partners_QD: FloatArray, labels: LabelMatrices) -> LabelSums:
-    """Compute A and B of every row of the label matrices. Sums of several shards add up before a step."""
+    """Compute A and B of every row of the label matrices. Sum them over all shards before a step."""
     partners_QD = partners_QD.astype(np.float64)
     positive_ND = labels.positive_NQ @ partners_QD
     total_ND = positive_ND + labels.negative_NQ @ partners_QD
@@ -166,7 +165,7 @@ def softmax_step(
     """Run one step down multi-positive InfoNCE, -log( sum_pos exp(s/t) / sum_all exp(s/t) ), which has no domain.
 
     Its gradient is (sum_all a y - sum_pos b y) / t with a the softmax over all partners and b over the positive ones.
-    For the query side give `labels.transpose()`.
+    For the query side pass `labels.transpose()`.
     """
     rows_M, no_positive, no_negative = _labelled_both_ways(
         _row_counts(labels.positive_NQ), _row_counts(labels.negative_NQ)
@@ -180,10 +179,10 @@ def softmax_step(
     log_total_M = np.logaddexp(log_positive_M, _logsumexp_rows(negative, negative_MQ.indptr))
     losses_M = log_total_M - log_positive_M
     to_positive_MQ = _with_data(positive_MQ, np.exp(positive - np.repeat(log_positive_M, np.diff(positive_MQ.indptr))))
-    away_MQ = _with_data(positive_MQ, np.exp(positive - np.repeat(log_total_M, np.diff(positive_MQ.indptr)))) + (
+    to_total_MQ = _with_data(positive_MQ, np.exp(positive - np.repeat(log_total_M, np.diff(positive_MQ.indptr)))) + (
         _with_data(negative_MQ, np.exp(negative - np.repeat(log_total_M, np.diff(negative_MQ.indptr))))
     )
-    x_MD += step_size / temperature * ((to_positive_MQ - away_MQ) @ y_QD)
+    x_MD += step_size / temperature * ((to_positive_MQ - to_total_MQ) @ y_QD)
     return StepResult(
         moved_M=rows_M,
         vectors_MD=x_MD.astype(_result_type(vectors_ND)),
@@ -204,20 +203,20 @@ def linear_step(
     beta: float = 0.6,
     gamma: float = -0.1,
 ) -> StepResult:
-    """Move passages by the linear form, eq. 9: alpha x + beta mean(positives) + gamma mean(negatives), in one shot.
+    """Move passages by the linear form, eq. 9: alpha x + beta mean(positives) + gamma mean(negatives).
 
-    The mean of no vectors is zero. A vector without a positive stays: nearly every retrieved passage is a negative of
-    something, so moving those would dirty the whole index.
+    The mean of no vectors is zero. A vector without a positive does not move: nearly every retrieved passage is a
+    negative of some question, so moving those would dirty the whole index.
     """
-    labelled_M = np.flatnonzero(_row_counts(labels.positive_NQ) + _row_counts(labels.negative_NQ))
+    rows_M = np.flatnonzero(_row_counts(labels.positive_NQ) + _row_counts(labels.negative_NQ))
     step = linear_combination(
-        vectors_ND[labelled_M],
-        label_sums(partners_QD, labels.rows(labelled_M)),
+        vectors_ND[rows_M],
+        label_sums(partners_QD, labels.rows(rows_M)),
         alpha=alpha,
         beta=beta,
         gamma=gamma,
     )
-    return step._replace(moved_M=labelled_M[step.moved_M])
+    return step._replace(moved_M=rows_M[step.moved_M])
 
 
 def rocchio_step(
@@ -241,7 +240,7 @@ def linear_combination(
     beta: float,
     gamma: float,
 ) -> StepResult:
-    """Move vectors by the linear form (eqs. 7 and 9) from its sums, such as those of queries over several shards."""
+    """Move vectors by the linear form (eqs. 7 and 9) from sums, such as those of queries over several shards."""
     num_positive_N, num_negative_N = sums.num_positive_N, sums.num_negative_N
     rows_M = np.flatnonzero(num_positive_N)
     positive_MD, negative_MD = sums.positive_ND[rows_M], sums.total_ND[rows_M] - sums.positive_ND[rows_M]
@@ -262,12 +261,12 @@ def linear_combination(
 def _step_in_parts(
     vectors_ND: FloatArray, partners_QD: FloatArray, labels: LabelMatrices, step_size: float, guard: float
 ) -> StepResult:
-    """Run `ratio_step` on some labelled vectors at a time, which bounds memory."""
+    """Run `ratio_step` on batches of labelled vectors, which bounds memory."""
     partners_QD = partners_QD.astype(np.float64)
-    labelled_M = np.flatnonzero(_row_counts(labels.positive_NQ) + _row_counts(labels.negative_NQ))
+    rows_M = np.flatnonzero(_row_counts(labels.positive_NQ) + _row_counts(labels.negative_NQ))
     parts = []
-    for start in range(0, max(len(labelled_M), 1), _ROWS_AT_ONCE):
-        rows = labelled_M[start : start + _ROWS_AT_ONCE]
+    for start in range(0, max(len(rows_M), 1), _ROWS_AT_ONCE):
+        rows = rows_M[start : start + _ROWS_AT_ONCE]
         sums = label_sums(partners_QD, labels.rows(rows))
         step = ratio_step(vectors_ND[rows], sums, step_size=step_size, guard=guard)
         parts.append(step._replace(moved_M=rows[step.moved_M]))
@@ -289,8 +288,8 @@ def _single_step(
 ) -> StepResult:
     """Run `ratio_step` in float32 on the vectors with both kinds of labels."""
     both = _labelled_both_ways(_row_counts(labels.positive_NQ), _row_counts(labels.negative_NQ))
-    take = _stepped_by_torch if native_step.library() is None else native_step.step
-    moved_MD, scores_M2 = take(vectors_ND, partners_QD, labels, both.rows_M, step_size)
+    run_step = _torch_step if native_step.library() is None else native_step.step
+    moved_MD, scores_M2 = run_step(vectors_ND, partners_QD, labels, both.rows_M, step_size)
     inside_M = (scores_M2 > guard).all(axis=1)
     losses_M = np.diff(np.log(scores_M2[inside_M].astype(np.float64)), axis=1)
     return StepResult(
@@ -304,10 +303,10 @@ def _single_step(
     )
 
 
-def _stepped_by_torch(
+def _torch_step(
     vectors_ND: FloatArray, partners_QD: FloatArray, labels: LabelMatrices, rows_M: IntArray, step_size: float
 ) -> native_step.StepVectors:
-    """Compute what `native_step.step` does, in torch, some vectors at a time."""
+    """Run `native_step.step` in torch, in batches of vectors."""
     import torch
 
     positive_MQ, negative_MQ = labels.rows(rows_M)
@@ -331,7 +330,7 @@ def _stepped_by_torch(
 
 
 def _bag_sums(partners: "torch.Tensor", labels_MQ: csr_array, start: int, stop: int) -> "torch.Tensor":
-    """Sums of the partners of rows `start` up to `stop`."""
+    """Sum the partners of rows `start` up to `stop`."""
     import torch
 
     first, last = labels_MQ.indptr[start], labels_MQ.indptr[stop]
@@ -364,18 +363,18 @@ def _result_type(vectors_ND: FloatArray) -> type[np.floating]:
 
 
 def _log_terms(x_MD: FloatArray, y_QD: FloatArray, labels_MQ: csr_array, temperature: float) -> NDArray[np.float64]:
-    """log(weight) + <x, y> / temperature of every label, in matrix order."""
+    """Compute log(weight) + <x, y> / temperature of every label, in matrix order."""
     row_L = np.repeat(np.arange(len(x_MD)), np.diff(labels_MQ.indptr))
     terms_L = np.log(labels_MQ.data)
     for start in range(0, len(row_L), _PAIRS_AT_ONCE):
-        here = slice(start, start + _PAIRS_AT_ONCE)
-        scores = np.einsum("ld,ld->l", x_MD[row_L[here]], y_QD[labels_MQ.indices[here]])
-        terms_L[here] += scores / temperature
+        part = slice(start, start + _PAIRS_AT_ONCE)
+        scores = np.einsum("ld,ld->l", x_MD[row_L[part]], y_QD[labels_MQ.indices[part]])
+        terms_L[part] += scores / temperature
     return terms_L
 
 
 def _logsumexp_rows(terms_L: FloatArray, indptr: IntArray) -> FloatArray:
-    """log(sum(exp)) of each matrix row; no row is empty."""
+    """Compute log(sum(exp)) of each matrix row; no row is empty."""
     if len(indptr) == 1:
         return np.empty(0)
     top_M = np.maximum.reduceat(terms_L, indptr[:-1])

@@ -1,13 +1,13 @@
-"""Make feedback views: extra views of a passage from the questions that it answered, beside its own views.
+"""Build feedback views: extra views of a passage from the questions that it answered, beside its own views.
 
     view of a cluster C of the passage's positive questions     w |p| m / |m|,     m = sum_C q
 
-with w below 1, |p| the mean norm of the passage's own views, and at most so many clusters a passage, by k-means on the
-sphere: each question joins the centre of largest cosine, each centre becomes the direction of its questions' sum.
+with w below 1, |p| the mean norm of the passage's own views, and at most `clusters` clusters a passage, by spherical
+k-means: each question joins the centre of largest cosine, each centre becomes the direction of its questions' sum.
 
-The same vectors give the same bytes, in whatever order the questions come and whatever else is in the shard: nothing
-is drawn, questions are put in the order of their bytes before anything is added up, sums are in float64, and ties go
-to the first. Centres start far apart (Gonzalez, Theoretical Computer Science 38, 1985): the question farthest from the
+The same vectors give the same bytes, for any order of the questions and any other content of the shard: nothing is
+random, questions are sorted by their bytes before summation, sums are in float64, and ties go to the first. Centres
+start by farthest-first traversal (Gonzalez, Theoretical Computer Science 38, 1985): the question farthest from the
 direction of all, then the one farthest from the centres so far.
 
 Shapes: P passages, N vectors, Q questions, A distinct questions of the labels, F feedback views, X pairs of a passage
@@ -24,7 +24,7 @@ from mvr_ray.core.searching.exact import distinct
 from mvr_ray.types import FloatArray, IntArray
 
 SAME_COSINE = 1 - 1e-6
-"""Questions nearer than this, a thousandth of their length apart, are one: rounding in float32 is far below it."""
+"""Questions above this cosine, within a thousandth of their length, count as equal; float32 rounding is far smaller."""
 MAX_ROUNDS = 20
 _CANCEL_SHARE = 1e-6
 _ROWS_AT_ONCE = 16_384
@@ -33,11 +33,11 @@ _ROWS_AT_ONCE = 16_384
 class FeedbackViews(NamedTuple):
     """Extra views of the passages that have positive questions.
 
-    passage_F      passage numbers, ascending; a passage with several views stands several times, the view made from
-                   the most questions first
+    passage_F      passage numbers, ascending; a passage with several views is repeated, the view of the most questions
+                   first
     vectors_FD     float32, weight x the passage's norm x the unit mean of the cluster's questions
-    num_questions_F    questions behind each
-    num_cancelled  clusters whose questions cancel out, so that they have no direction and get no view
+    num_questions_F    questions of each
+    num_cancelled  clusters whose questions cancel out, so that they have no direction and no view
     """
 
     passage_F: IntArray
@@ -54,20 +54,20 @@ def feedback_views(
     weight: float = 0.8,
     clusters: int = 1,
     share_Q: FloatArray | None = None,
-    away_PD: FloatArray | None = None,
+    offset_PD: FloatArray | None = None,
 ) -> FeedbackViews:
-    """Make at most `clusters` extra views for every passage with a positive label; its own views do not change.
+    """Build at most `clusters` extra views for every passage with a positive label; its own views do not change.
 
-    `norms_P` is the norm of each passage's own views (see `own_norms`), so that a weight below 1 keeps a new view from
-    outshining them. Each question counts once a passage; with `share_Q` it counts so much in the mean. `away_PD` is
-    taken from the mean of each of the passage's clusters.
+    `norms_P` is the norm of each passage's own views (see `own_norms`); a weight below 1 keeps new views shorter than
+    them. Each question counts once a passage, with weight `share_Q` in the mean. `offset_PD` is subtracted from the
+    mean of each of the passage's clusters.
     """
     positive = labels.take(labels.positive_L)
     pair_X = distinct(positive.passage_L * max(len(queries_QD), 1) + positive.question_L)
     passage_X, question_X = np.divmod(pair_X, max(len(queries_QD), 1))
-    asked_A, column_X = np.unique(question_X, return_inverse=True)
-    order_A = _by_bytes(queries_QD[asked_A])
-    vectors_AD = queries_QD[asked_A[order_A]].astype(np.float64)
+    questions_A, column_X = np.unique(question_X, return_inverse=True)
+    order_A = _by_bytes(queries_QD[questions_A])
+    vectors_AD = queries_QD[questions_A[order_A]].astype(np.float64)
     column_X = np.argsort(order_A)[column_X]
 
     length_A = np.linalg.norm(vectors_AD, axis=1)
@@ -81,33 +81,33 @@ def feedback_views(
     view_F, row_X = np.unique(passage_X * clusters + cluster_X, return_inverse=True)
     passage_F = view_F // clusters
     share_X = np.ones(len(pair_X)) if share_Q is None else share_Q[question_X].astype(np.float64)
-    shares_FA = csr_array((share_X, (row_X, column_X)), shape=(len(view_F), len(asked_A)))
-    shares_FA.sum_duplicates()  # puts each row's questions in order
+    shares_FA = csr_array((share_X, (row_X, column_X)), shape=(len(view_F), len(questions_A)))
+    shares_FA.sum_duplicates()  # sorts each row's questions
     total_F = np.bincount(row_X, share_X, len(view_F))
     mean_FD = (shares_FA @ vectors_AD) / total_F[:, None]
-    if away_PD is not None:
-        mean_FD -= away_PD[passage_F]
+    if offset_PD is not None:
+        mean_FD -= offset_PD[passage_F]
     length_F = np.linalg.norm(mean_FD, axis=1)
-    kept_F = length_F > _CANCEL_SHARE * (shares_FA @ length_A) / total_F
-    scale_F = weight * norms_P[passage_F[kept_F]] / length_F[kept_F]
-    vectors_FD = (mean_FD[kept_F] * scale_F[:, None]).astype(np.float32)
-    count_F = np.bincount(row_X, minlength=len(view_F))[kept_F]
-    return FeedbackViews(passage_F[kept_F], vectors_FD, count_F, int((~kept_F).sum()))
+    has_direction_F = length_F > _CANCEL_SHARE * (shares_FA @ length_A) / total_F
+    scale_F = weight * norms_P[passage_F[has_direction_F]] / length_F[has_direction_F]
+    vectors_FD = (mean_FD[has_direction_F] * scale_F[:, None]).astype(np.float32)
+    count_F = np.bincount(row_X, minlength=len(view_F))[has_direction_F]
+    return FeedbackViews(passage_F[has_direction_F], vectors_FD, count_F, int((~has_direction_F).sum()))
 
 
-def spherical_clusters(unit_ND: FloatArray, most: int) -> IntArray:
-    """Cluster unit vectors: cluster 0 is the largest, equals in order of bytes. int64 [N], at most `most` clusters.
+def spherical_clusters(unit_ND: FloatArray, max_clusters: int) -> IntArray:
+    """Cluster unit vectors: cluster 0 is the largest, ties in order of bytes. int64 [N], at most `max_clusters`
+    clusters.
 
-    There are fewer clusters than `most` where there are fewer distinct vectors (SAME_COSINE), or where a centre loses
-    all of its own.
+    There are fewer where there are fewer distinct vectors (SAME_COSINE), or where a centre loses all its vectors.
     """
     order_N = _by_bytes(unit_ND)
     sorted_ND = unit_ND[order_N].astype(np.float64)
-    centres_CD = _far_apart(sorted_ND, most)
+    centres_CD = _farthest_vectors(sorted_ND, max_clusters)
     group_N = np.zeros(len(sorted_ND), np.int64)
     for _ in range(MAX_ROUNDS if len(centres_CD) > 1 else 0):
-        before_N, group_N = group_N, _cosines(sorted_ND, centres_CD).argmax(axis=1)
-        if np.array_equal(before_N, group_N):
+        previous_N, group_N = group_N, _cosines(sorted_ND, centres_CD).argmax(axis=1)
+        if np.array_equal(previous_N, group_N):
             break
         for cluster in distinct(group_N):
             sum_D = sorted_ND[group_N == cluster].sum(axis=0)
@@ -137,11 +137,11 @@ def own_norms(vectors_ND: FloatArray, row_ptr: IntArray, view_numbers_N: IntArra
     return np.bincount(passage_N, norms_N, len(row_ptr) - 1) / np.maximum(count_P, 1)
 
 
-def _far_apart(sorted_ND: FloatArray, most: int) -> FloatArray:
-    """Copy at most so many distinct vectors, each farthest from those before it."""
+def _farthest_vectors(sorted_ND: FloatArray, max_vectors: int) -> FloatArray:
+    """Copy at most `max_vectors` distinct vectors, each farthest from those before it."""
     nearest_N = _cosines(sorted_ND, sorted_ND.sum(axis=0)[None])[:, 0]
     rows: list[int] = []
-    while len(rows) < most:
+    while len(rows) < max_vectors:
         farthest = int(nearest_N.argmin())
         if rows and nearest_N[farthest] > SAME_COSINE:
             break
@@ -152,11 +152,11 @@ def _far_apart(sorted_ND: FloatArray, most: int) -> FloatArray:
 
 
 def _cosines(unit_ND: FloatArray, centres_CD: FloatArray) -> FloatArray:
-    """Multiply every vector with every centre, each product alone: a matrix product rounds by its shape and threads."""
+    """Multiply every vector with every centre separately: a matrix product rounds by its shape and threads."""
     return np.einsum("nd,cd->nc", unit_ND, centres_CD)
 
 
 def _by_bytes(vectors_ND: FloatArray) -> IntArray:
-    """Order the rows by their bytes, which does not depend on where they stood."""
+    """Sort the rows by their bytes, independently of their input order."""
     rows = [row.tobytes() for row in np.ascontiguousarray(vectors_ND)]
     return np.array(sorted(range(len(rows)), key=rows.__getitem__), np.int64)

@@ -1,13 +1,13 @@
 """Run AOpt's step in float32 by the loop compiled from `step.c`.
 
-The loop exists where the package was built with a C compiler; without it `aopt` does the same in torch, in many passes
-over memory.
+The loop exists where the package was built with a C compiler; without it `aopt` computes the same in torch, in many
+passes over memory.
 
-Partners are read in whole numbers of 16 bits (`to_int16`), for what takes the time is reading them.
+Partners are 16-bit integers (`to_int16`), since the time is that of reading them.
 
-Sums are added one by one in the order of the labels. Products are summed in 16 lanes, each in order, then in pairs. A
-vector's result depends on that vector alone, so shares of them may go to any number of threads; Python's lock is not
-held meanwhile.
+Terms are added one by one in the order of the labels. Products are summed in 16 lanes, each in order, then in pairs. A
+vector's result depends on that vector alone, so any number of threads may share the vectors; the loop releases Python's
+lock.
 
 Shapes: N vectors, Q partners, M vectors that move, D dimension.
 """
@@ -29,19 +29,19 @@ from mvr_ray.types import FloatArray, IntArray
 LIBRARY, INTERFACE = "mvr_ray.core._step", 2
 LANES = 16  # as in step.c
 KINDS = {"float32": 0, "float16": 1}
-ROWS_AT_ONCE = 1024  # a thread takes the next so many when it is done with its own
-MOST, TINY, LINE = 32767, np.float32(2.0**-110), 64
+ROWS_AT_ONCE = 1024  # a thread's batch
+LARGEST, TINY, LINE = 32767, np.float32(2.0**-110), 64
 
 
 class StepVectors(NamedTuple):
-    """Where a step of size `step_size` takes M vectors, and <x, A> and <x, B> before it, all float32."""
+    """M vectors after a step of size `step_size`, and <x, A> and <x, B> before it, all float32."""
 
     moved_MD: NDArray[np.float32]
     scores_M2: NDArray[np.float32]
 
 
 class Int16Vectors(NamedTuple):
-    """Vector q is unit_Q[q] whole_QD[q], no component further off than max|q| / 65534 and roundings, or than 2^-110."""
+    """Vector q is unit_Q[q] whole_QD[q]; a component errs by at most max|q| / 65534 and roundings, or by 2^-110."""
 
     whole_QD: NDArray[np.int16]
     unit_Q: NDArray[np.float32]
@@ -56,7 +56,7 @@ class _Labels(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled loop, or None where it was not built."""
+    """Load the compiled loop; None where it was not built."""
     loop = native.load_library(LIBRARY, INTERFACE)
     if loop is None:
         return None
@@ -69,40 +69,40 @@ def library() -> ctypes.CDLL | None:
 
 
 def to_int16(vectors_QD: FloatArray, threads: int | None = None) -> Int16Vectors:
-    """Convert each vector to whole numbers of a unit of its own, the largest of them 32,767; the same with and without
+    """Convert each vector to 16-bit integers with a unit of its own, the largest 32,767; the same with and without
     `library`. A vector of numbers below 2^-110 is zero; the unit of one with an infinity or NaN is NaN."""
     vectors_QD = np.ascontiguousarray(vectors_QD, np.float32)
     loop, (count, dimension) = library(), vectors_QD.shape
     if loop is None:
         return _to_int16_plain(vectors_QD)
-    room = np.empty(2 * vectors_QD.size + LINE, np.uint8)
-    start = -room.ctypes.data % LINE
-    whole = room[start:][: 2 * vectors_QD.size].view(np.int16)
+    buffer = np.empty(2 * vectors_QD.size + LINE, np.uint8)
+    start = -buffer.ctypes.data % LINE
+    whole = buffer[start:][: 2 * vectors_QD.size].view(np.int16)
     result = Int16Vectors(whole.reshape(count, dimension), np.empty(count, np.float32))
 
-    def share(low: int, high: int) -> None:
+    def run_rows(low: int, high: int) -> None:
         addresses = result.whole_QD.ctypes.data, result.unit_Q.ctypes.data
         loop.mvr_round(vectors_QD.ctypes.data, low, high, dimension, *addresses)
 
-    _share_out(share, count, threads)
+    _run_in_threads(run_rows, count, threads)
     return result
 
 
 def _to_int16_plain(vectors_QD: NDArray[np.float32]) -> Int16Vectors:
-    most_Q = np.abs(vectors_QD).max(axis=1, initial=0)
+    largest_Q = np.abs(vectors_QD).max(axis=1, initial=0)
     finite_Q = np.isfinite(vectors_QD).all(axis=1)
-    zero_Q = (most_Q < TINY) | ~finite_Q
+    zero_Q = (largest_Q < TINY) | ~finite_Q
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        inverse_Q = np.where(zero_Q, 0, np.float32(MOST) / most_Q).astype(np.float32)
+        inverse_Q = np.where(zero_Q, 0, np.float32(LARGEST) / largest_Q).astype(np.float32)
         whole_QD = np.where(zero_Q[:, None], 0, np.rint(vectors_QD * inverse_Q[:, None])).astype(np.int16)
-    unit_Q = np.where(most_Q < TINY, 0, most_Q / np.float32(MOST)).astype(np.float32)
+    unit_Q = np.where(largest_Q < TINY, 0, largest_Q / np.float32(LARGEST)).astype(np.float32)
     return Int16Vectors(whole_QD, np.where(finite_Q, unit_Q, np.float32(np.nan)).astype(np.float32))
 
 
-def _share_out(share: Callable[[int, int], None], count: int, threads: int | None) -> None:
-    """Have threads take `ROWS_AT_ONCE` of so many rows at a time."""
+def _run_in_threads(run_rows: Callable[[int, int], None], count: int, threads: int | None) -> None:
+    """Run batches of `ROWS_AT_ONCE` of `count` rows in threads."""
     with ThreadPoolExecutor(threads or native.num_threads()) as pool:
-        list(pool.map(lambda low: share(low, min(low + ROWS_AT_ONCE, count)), range(0, count, ROWS_AT_ONCE)))
+        list(pool.map(lambda low: run_rows(low, min(low + ROWS_AT_ONCE, count)), range(0, count, ROWS_AT_ONCE)))
 
 
 def step(
@@ -113,12 +113,12 @@ def step(
     step_size: float,
     threads: int | None = None,
 ) -> StepVectors:
-    """Step vectors `rows_M`, of which some may lie outside the loss's domain. `library` must not be None.
+    """Step vectors `rows_M`, some of which may lie outside the loss's domain. `library` must not be None.
 
-    `threads`: as many as torch uses where it is loaded, else as OpenMP is told to, unless said otherwise.
+    `threads` None: the number of torch where it is loaded, else OMP_NUM_THREADS or one a processor.
     """
     loop = library()
-    assert loop is not None, "ask `library` first"
+    assert loop is not None, "check `library` first"
     dimension = vectors_ND.shape[1]
     shape = (len(vectors_ND), len(partners_QD))
     if partners_QD.shape[1] != dimension or any(matrix.shape != shape for matrix in labels):
@@ -133,7 +133,7 @@ def step(
     both = (_Labels * 2)(*(_Labels(ptr.ctypes.data, index.ctypes.data, ptr.itemsize == 8) for ptr, index in numbers))
     result = StepVectors(np.empty((len(rows_M), dimension), np.float32), np.empty((len(rows_M), 2), np.float32))
 
-    def share(low: int, high: int) -> None:
+    def run_rows(low: int, high: int) -> None:
         space = np.zeros(3 * -(-dimension // LANES) * LANES, np.float32)
         loop.mvr_step(
             KINDS[vectors_ND.dtype.name], vectors_ND.ctypes.data, partners.whole_QD.ctypes.data,
@@ -141,11 +141,11 @@ def step(
             result.moved_MD.ctypes.data, result.scores_M2.ctypes.data, space.ctypes.data,
         )  # fmt: skip
 
-    _share_out(share, len(rows_M), threads)
+    _run_in_threads(run_rows, len(rows_M), threads)
     return result
 
 
 def _numbers(matrix: csr_array) -> tuple[IntArray, IntArray]:
-    """Return each row's start and all columns, both in 4 bytes a number or both in 8."""
+    """Return each row's start and all columns, both in 4 or both in 8 bytes a number."""
     width = np.int32 if matrix.indptr.itemsize == matrix.indices.itemsize == 4 else np.int64
     return np.ascontiguousarray(matrix.indptr, width), np.ascontiguousarray(matrix.indices, width)

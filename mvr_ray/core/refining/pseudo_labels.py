@@ -1,7 +1,7 @@
-"""Label hits by answers: which view of which passage did, or did not, answer a question (AOpt, eq. 8).
+"""Label hits by answers: the views of passages that did, or did not, answer a question (AOpt, eq. 8).
 
-A label is a question, a passage, the view that won, and a sign. A passage number is whatever the caller counts by (a
-row of one shard, or of all shards laid end to end). Labels are in order of question, then passage, each pair once.
+A label is a question, a passage, the view that won, and a sign. The caller defines passage numbers (a row of one
+shard, or of all shards laid end to end). Labels are in order of question, then passage, each pair once.
 
 Shapes: Q questions, K hits, L labels, N view vectors, D dimension.
 """
@@ -30,7 +30,7 @@ class Labels(NamedTuple):
     positive_L: BoolArray
 
     def take(self, chosen_L: BoolArray | IntArray) -> "Labels":
-        """Select labels by mask or position (such as one shard's)."""
+        """Select labels by mask or position."""
         return Labels(
             self.question_L[chosen_L], self.passage_L[chosen_L], self.view_L[chosen_L], self.positive_L[chosen_L]
         )
@@ -64,8 +64,8 @@ def labels_from_hits(
 ) -> Labels:
     """Label the retrieved passages of each question, best first, -1 on padding.
 
-    `all` is eq. 8: relevant hits are positive, the rest negative. `first` keeps only the best-ranked relevant hit as
-    positive; the other relevant ones get no label, for they do hold the answer.
+    `all` is eq. 8: relevant hits are positive, the rest negative. `first` labels only the best-ranked relevant hit as
+    positive; the other relevant hits get no label, as they hold the answer.
     """
     real_QK = passage_QK >= 0
     relevant_QK = relevant_QK & real_QK
@@ -95,27 +95,27 @@ def winning_slots(
 ) -> IntArray:
     """Find the vector number of the passage's best view for each (question, passage), first on ties. int64 [L].
 
-    Scores are sums of float64 products rounded to float32, as everywhere. Every passage has a view.
+    Scores are sums of float64 products rounded to float32. Every passage must have a view.
     """
     slot_L = np.empty(len(question_L), np.int64)
     counts_L = np.diff(row_ptr)[passage_L]
-    assert (counts_L > 0).all(), "a judged passage has no view"
+    assert (counts_L > 0).all(), "a labelled passage has no view"
     ends_L = np.cumsum(counts_L)
     start = 0
     while start < len(question_L):
         num_before = ends_L[start - 1] if start else 0
         stop = max(start + 1, int(np.searchsorted(ends_L, num_before + _PAIRS_AT_ONCE, side="right")))
-        here = slice(start, stop)
-        count_C = counts_L[here]
+        part = slice(start, stop)
+        count_C = counts_L[part]
         first_C = np.cumsum(count_C) - count_C
         pair_X = np.repeat(np.arange(len(count_C)), count_C)
-        slot_X = row_ptr[passage_L[here]][pair_X] + np.arange(len(pair_X)) - first_C[pair_X]
-        products_XD = vectors_ND[slot_X].astype(np.float64) * queries_QD[question_L[here]][pair_X]
+        slot_X = row_ptr[passage_L[part]][pair_X] + np.arange(len(pair_X)) - first_C[pair_X]
+        products_XD = vectors_ND[slot_X].astype(np.float64) * queries_QD[question_L[part]][pair_X]
         score_X = products_XD.sum(axis=1).astype(np.float32)
         best_C = np.maximum.reduceat(score_X, first_C)
         wins_X = np.flatnonzero(score_X == best_C[pair_X])
         _, lowest_C = np.unique(pair_X[wins_X], return_index=True)
-        slot_L[here] = slot_X[wins_X[lowest_C]]
+        slot_L[part] = slot_X[wins_X[lowest_C]]
         start = stop
     return slot_L
 
@@ -123,7 +123,7 @@ def winning_slots(
 def label_matrices(
     slot_L: IntArray, question_L: IntArray, positive_L: BoolArray, num_vectors: int, num_questions: int
 ) -> LabelMatrices:
-    """Make the sparse vectors x questions matrices of the labels. To step only labelled vectors, number those alone."""
+    """Build the sparse vectors x questions matrices of the labels. To step only labelled vectors, number only those."""
 
     def matrix(chosen_L: BoolArray) -> csr_array:
         where = (slot_L[chosen_L], question_L[chosen_L])

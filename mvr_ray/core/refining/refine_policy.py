@@ -1,15 +1,15 @@
 """Decide from numbers alone what the refinement loop does next.
 
 Accuracy of the gate sets (held-out questions) and of the labelled questions is measured before the first round and
-after each. The gate says what a refinement may cost: a round is *acceptable* if no gate set, nor the labelled questions
-themselves, lost more than `max_heldout_loss` points. A round is better than another if it answers more of the labelled
-questions, then if the mean of the gate sets is higher, then if it moved less. Rounds go on until `patience` of them
-have brought no better one, acceptable or not (a small gate wavers about its bound), or rounds are used up, or nothing
-moves. The best acceptable one is then restored; where there is none, refinement is rejected. The loss decides nothing:
-it falls while accuracy collapses.
+after each. The gate limits the cost of a refinement: a round is *acceptable* if no gate set, nor the labelled
+questions, lost more than `max_heldout_loss` points. A round is better than another if it answers more of the labelled
+questions, then if the mean of the gate sets is higher, then if it moved less. Rounds continue until `patience` of them
+have brought no better one, acceptable or not (a small gate fluctuates about its bound), or `max_rounds` is reached, or
+nothing moves. Then the best acceptable round is restored; without one, refinement is rejected. The loss is no
+criterion: it falls while accuracy collapses.
 
-Before that, the weight of feedback views is chosen among some that were tried (`choose_weight`): within the gate's
-bound, too, what the labelled questions gain decides.
+Before that, `choose_weight` selects the weight of feedback views among trials: within the gate's bound, the weight with
+the highest accuracy of the labelled questions.
 """
 
 import math
@@ -20,7 +20,7 @@ ONE_SHOT = ("linear", "rocchio")
 """Methods of one round, without a loss."""
 MOVES_QUERIES = ("query", "hybrid", "rocchio")
 KEEPS_PASSAGES = ("query", "rocchio")
-"""Methods that move queries alone: every passage stays as published."""
+"""Methods that move only queries: every passage stays as published."""
 _POINT_NOISE = 1e-9  # 66.9 - 65.9 is a little more than 1 in floating point
 
 
@@ -28,9 +28,9 @@ _POINT_NOISE = 1e-9  # 66.9 - 65.9 is a little more than 1 in floating point
 class RefineState:
     """Accuracy in points (0..100) after each round r; r = 0 is before refinement.
 
-    `heldout_RG[r][g]` is that of gate set g, `labelled_R[r]` that of the labelled questions, 0 throughout where nothing
-    tells what answers them. `last_moved` is how many vectors the latest round moved or added, None where that is
-    unknown or no round ran.
+    `heldout_RG[r][g]` is that of gate set g, `labelled_R[r]` that of the labelled questions, all 0 where their
+    answers are unknown. `last_moved`: vectors that the latest round moved or added, None where unknown or before the
+    first round.
     """
 
     heldout_RG: tuple[tuple[float, ...], ...]
@@ -52,7 +52,7 @@ class RefineState:
         return len(self.heldout_RG) - 1
 
     def loss_after(self, r: int) -> float:
-        """Points that the set with the largest loss has lost after round r (negative if all have gained)."""
+        """Return the largest loss of any set after round r, in points (negative if all have gained)."""
         return worst_loss((self.labelled_R[0], *self.heldout_RG[0]), (self.labelled_R[r], *self.heldout_RG[r]))
 
     def acceptable(self, last: int) -> list[int]:
@@ -75,7 +75,7 @@ class Continue:
 
 @dataclass(frozen=True)
 class Stop:
-    """Restore this round and publish it; round 0 means that there is nothing to publish."""
+    """Restore this round and publish it; round 0: publish nothing."""
 
     reason: str
     best_round: int
@@ -83,7 +83,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Reject:
-    """Publish nothing. `lost_points` is what the worst set lost in the least harmful round."""
+    """Publish nothing. `lost_points`: the worst set's loss in the least harmful round."""
 
     reason: str
     lost_points: float
@@ -104,18 +104,18 @@ class TriedWeight:
 def choose_weight(before_G: tuple[float, ...], trials: Sequence[TriedWeight], max_heldout_loss: float) -> float:
     """Choose the weight of highest labelled accuracy among those that cost no gate set more than `max_heldout_loss`.
 
-    Where every weight costs more, the one whose worst gate set lost least: rounds then end as for one weight. Ties go
-    to the smaller weight.
+    Where every weight costs more, choose the one with the smallest worst loss: rounds then end as for one weight. Ties
+    go to the smaller weight.
     """
-    loss_of = {one.weight: worst_loss(before_G, one.heldout_G) for one in trials}
-    acceptable = [one for one in trials if loss_of[one.weight] <= max_heldout_loss + _POINT_NOISE]
+    loss_of = {trial.weight: worst_loss(before_G, trial.heldout_G) for trial in trials}
+    acceptable = [trial for trial in trials if loss_of[trial.weight] <= max_heldout_loss + _POINT_NOISE]
     if acceptable:
-        return max(acceptable, key=lambda one: (one.labelled, -one.weight)).weight
+        return max(acceptable, key=lambda trial: (trial.labelled, -trial.weight)).weight
     return min(loss_of, key=lambda weight: (loss_of[weight], weight))
 
 
 def worst_loss(before_G: Sequence[float], now_G: Sequence[float]) -> float:
-    """Points that the worst gate set has lost (negative if all have gained)."""
+    """Return the largest loss of any gate set, in points (negative if all have gained)."""
     return max(before - now for before, now in zip(before_G, now_G, strict=True))
 
 

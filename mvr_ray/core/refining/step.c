@@ -1,11 +1,11 @@
-/* AOpt's step in float32 for many vectors; `native_step.py` calls it, and says what it means.
+/* AOpt's step in float32 for many vectors, called by `native_step.py`, which defines it.
 
-   A vector's partners lie all over memory and are read once: the time is that of reading them. So they are read as
-   whole numbers of 16 bits, those that come next are asked for while these are added, and sums, products and the step
-   are made while all is in the first cache.
+   A vector's partners are scattered in memory and read once: the time is that of reading them. So they are 16-bit
+   integers, the next ones are prefetched while these are added, and sums, products and the step are computed while all
+   is in the first-level cache.
 
-   Every sum has one order, written in lanes of 16, and no product is fused with a sum: the bytes are the same for any
-   number of threads, and on any processor that computes as IEEE 754 has it.
+   Every sum has one order, in lanes of 16, and no product is fused with a sum: the bytes are the same for any number of
+   threads, and on any processor with IEEE 754 arithmetic.
 
    Shapes: M vectors that move, D dimension. */
 
@@ -24,10 +24,10 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 #define LANES 16
-#define LINE 64  /* bytes of memory that come at once */
-#define AHEAD 24 /* partners asked for before their use: some 18 kB of 384 dimensions, half of a first cache */
-#define MOST 32767
-#define TINY 0x1p-110f /* of less, units would not be normal numbers */
+#define LINE 64  /* bytes of a cache line */
+#define AHEAD 24 /* partners prefetched before their use: some 18 kB of 384 dimensions, half of a first-level cache */
+#define LARGEST 32767
+#define TINY 0x1p-110f /* below it, units would not be normal numbers */
 
 typedef float Lanes __attribute__((vector_size(LANES * sizeof(float)), aligned(4), may_alias));
 typedef int32_t WholeLanes __attribute__((vector_size(LANES * sizeof(int32_t))));
@@ -45,34 +45,34 @@ INLINE int64_t number(const void *from, int wide, int64_t at) {
     return wide ? ((const int64_t *)from)[at] : ((const int32_t *)from)[at];
 }
 
-/* All partners of some rows, one after the other: of each row the positive ones, then the negative ones. */
+/* Iterates over the partners of some rows: of each row the positive ones, then the negative ones. */
 typedef struct {
     const Labels *labels; /* of both signs */
     const int64_t *row_M;
     int64_t row, last, at, stop;
     int sign;
-} Walk;
+} PartnerIterator;
 
-/* The next partner, or -1 behind the last. */
-INLINE int64_t next(Walk *w) {
+/* Returns the next partner, or -1 after the last. */
+INLINE int64_t next(PartnerIterator *w) {
     while (w->at == w->stop) {
         if (w->sign == 1 && ++w->row >= w->last) return w->row = w->last, -1;
         w->sign = !w->sign;
-        const Labels *own = w->labels + w->sign;
-        w->at = number(own->start, own->wide, w->row_M[w->row]);
-        w->stop = number(own->start, own->wide, w->row_M[w->row] + 1);
+        const Labels *side = w->labels + w->sign;
+        w->at = number(side->start, side->wide, w->row_M[w->row]);
+        w->stop = number(side->start, side->wide, w->row_M[w->row] + 1);
     }
-    const Labels *own = w->labels + w->sign;
-    return number(own->index, own->wide, w->at++);
+    const Labels *side = w->labels + w->sign;
+    return number(side->index, side->wide, w->at++);
 }
 
-/* Partner q is `unit_Q[q]` times its whole numbers. */
+/* Partner q is `unit_Q[q]` times its integers. */
 typedef struct {
     const int16_t *whole_QD;
     const float *unit_Q;
 } Partners;
 
-INLINE void ask_for(const Partners *from, int64_t partner, int dimension) {
+INLINE void prefetch(const Partners *from, int64_t partner, int dimension) {
     const int16_t *row = from->whole_QD + partner * dimension;
     for (int d = 0; d < dimension; d += LINE / (int)sizeof(int16_t)) __builtin_prefetch(row + d);
     __builtin_prefetch(row + dimension - 1);
@@ -101,11 +101,11 @@ INLINE float dot(const float *x, const float *y, int padded) {
     return lane[0];
 }
 
-/* Exact; infinities and what is no number stay so. */
+/* Exact; infinities and NaN are kept. */
 INLINE void widen(const uint16_t *half, float *to, int count) {
     for (int i = 0; i < count; i++) {
         const uint32_t rest = half[i] & 0x7fff;
-        const float small = (float)(int32_t)rest * 0x1p-24f; /* the value where the exponent is that of zero */
+        const float small = (float)(int32_t)rest * 0x1p-24f; /* the value of a subnormal number */
         uint32_t bits;
         memcpy(&bits, &small, sizeof bits);
         const uint32_t large = (rest << 13) + (rest < 0x7c00 ? 112u << 23 : 224u << 23);
@@ -114,17 +114,17 @@ INLINE void widen(const uint16_t *half, float *to, int count) {
     }
 }
 
-INLINE unsigned plain_state(void) {
+INLINE unsigned set_plain_state(void) {
 #if defined(__x86_64__)
     const unsigned state = _mm_getcsr();
-    _mm_setcsr(0x1f80); /* round to nearest, no flushing of small numbers, whatever the caller's thread has set */
+    _mm_setcsr(0x1f80); /* round to nearest, no flushing of small numbers, regardless of the caller's setting */
     return state;
 #else
     return 0;
 #endif
 }
 
-INLINE void put_back(unsigned state) {
+INLINE void restore_state(unsigned state) {
 #if defined(__x86_64__)
     _mm_setcsr(state);
 #else
@@ -132,66 +132,66 @@ INLINE void put_back(unsigned state) {
 #endif
 }
 
-/* Rows `first` up to `last` in whole numbers of their own unit, the largest being MOST; the nearest, even ones on ties.
-   A row of numbers below TINY is zero, and the unit of one with what is no number is none. */
+/* Rounds rows `first` up to `last` to integers of their own unit, the largest being LARGEST; to even on ties.
+   A row of numbers below TINY is zero, and the unit of a row with an infinity or NaN is NaN. */
 EACH void mvr_round(const float *rows, int64_t first, int64_t last, int dimension, int16_t *whole, float *unit) {
-    const unsigned state = plain_state();
+    const unsigned state = set_plain_state();
     for (int64_t row = first; row < last; row++) {
         const float *from = rows + row * dimension;
-        float most = 0, none = 0;
+        float largest = 0, nan = 0;
         for (int d = 0; d < dimension; d++) {
             const float size = from[d] < 0 ? -from[d] : from[d];
-            most = size > most ? size : most;
-            none += from[d] * 0;
+            largest = size > largest ? size : largest;
+            nan += from[d] * 0;
         }
-        const int zero = most < TINY || none != 0;
-        const float inverse = zero ? 0 : MOST / most;
-        unit[row] = most < TINY ? none : most / MOST + none;
+        const int zero = largest < TINY || nan != 0;
+        const float inverse = zero ? 0 : LARGEST / largest;
+        unit[row] = largest < TINY ? nan : largest / LARGEST + nan;
         for (int d = 0; d < dimension; d++) {
-            const float near = zero ? 0 : from[d] * inverse + 0x1.8p23f; /* whole numbers are a unit apart there */
+            const float near = zero ? 0 : from[d] * inverse + 0x1.8p23f; /* floats there are integers apart */
             whole[row * dimension + d] = (int16_t)(int32_t)(near - (zero ? 0 : 0x1.8p23f));
         }
     }
-    put_back(state);
+    restore_state(state);
 }
 
-/* Steps of vectors `row_M[first]` up to `row_M[last]`: moved_MD, and in score_M2 the products <x, A> and <x, B>.
-   `space` has room for three vectors of whole lanes, and is zero. */
+/* Steps vectors `row_M[first]` up to `row_M[last]`: moved_MD, and in score_M2 the products <x, A> and <x, B>.
+   `space` holds three vectors of whole lanes, and is zero. */
 EACH void mvr_step(int kind, const void *vectors, const int16_t *whole_QD, const float *unit_Q, int dimension,
                    const Labels *labels, const int64_t *row_M, int64_t first, int64_t last, float step_size,
                    float *moved_MD, float *score_M2, float *space) {
-    const unsigned state = plain_state();
+    const unsigned state = set_plain_state();
     const Partners partners = {whole_QD, unit_Q};
     const int padded = (dimension + LANES - 1) / LANES * LANES;
     float *x = space, *sum[2] = {space + padded, space + 2 * padded};
-    Walk coming = {labels, row_M, first - 1, last, 0, 0, 1};
+    PartnerIterator ahead = {labels, row_M, first - 1, last, 0, 0, 1};
     for (int i = 0; i < AHEAD; i++) {
-        const int64_t partner = next(&coming);
-        if (partner >= 0) ask_for(&partners, partner, dimension);
+        const int64_t partner = next(&ahead);
+        if (partner >= 0) prefetch(&partners, partner, dimension);
     }
     for (int64_t m = first; m < last; m++) {
         const int64_t row = row_M[m];
         if (kind == FLOAT16) widen((const uint16_t *)vectors + row * dimension, x, dimension);
         else memcpy(x, (const float *)vectors + row * dimension, dimension * sizeof(float));
         for (int sign = 0; sign < 2; sign++) {
-            const Labels *own = labels + sign;
-            const int64_t stop = number(own->start, own->wide, row + 1);
+            const Labels *side = labels + sign;
+            const int64_t stop = number(side->start, side->wide, row + 1);
             memset(sum[sign], 0, dimension * sizeof(float));
-            for (int64_t at = number(own->start, own->wide, row); at < stop; at++) {
-                const int64_t partner = next(&coming);
-                if (partner >= 0) ask_for(&partners, partner, dimension);
-                add(sum[sign], &partners, number(own->index, own->wide, at), dimension);
+            for (int64_t at = number(side->start, side->wide, row); at < stop; at++) {
+                const int64_t partner = next(&ahead);
+                if (partner >= 0) prefetch(&partners, partner, dimension);
+                add(sum[sign], &partners, number(side->index, side->wide, at), dimension);
             }
         }
-        const float good = dot(x, sum[0], padded), every = good + dot(x, sum[1], padded);
-        score_M2[2 * m] = good, score_M2[2 * m + 1] = every;
-        const float from_every = step_size / every, to_good = step_size / good - from_every;
-        float *moved = moved_MD + m * dimension;
-        for (int d = 0; d < dimension; d++) moved[d] = x[d] + sum[0][d] * to_good - sum[1][d] * from_every;
+        const float positive = dot(x, sum[0], padded), total = positive + dot(x, sum[1], padded);
+        score_M2[2 * m] = positive, score_M2[2 * m + 1] = total;
+        const float from_total = step_size / total, to_positive = step_size / positive - from_total;
+        float *out = moved_MD + m * dimension;
+        for (int d = 0; d < dimension; d++) out[d] = x[d] + sum[0][d] * to_positive - sum[1][d] * from_total;
     }
-    put_back(state);
+    restore_state(state);
 }
 #endif
 
-/* A new number with every change of a function's arguments or of a struct, here and in `native_step.py`. */
+/* Increase the number when arguments or structs change, here and in `native_step.py`. */
 int mvr_interface(void) { return 2; }

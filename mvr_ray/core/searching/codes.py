@@ -2,8 +2,8 @@
 
     c = rint(v / s),  s = max_d |v_d| / 127,  w = fl32(s c),  r = |v - w|
 
-A scan that reads w in place of v errs by at most |q| r more (Cauchy-Schwarz), so what the bound cannot exclude is
-scored with v itself and the answer is that of exhaustive search, from a quarter of float32's bytes.
+A scan that reads w in place of v errs by at most |q| r more (Cauchy-Schwarz). Passages that the bound cannot exclude
+are scored with v, so the result is that of exhaustive search, from a quarter of float32's bytes.
 
 Shapes: N vectors, D dimension.
 """
@@ -26,9 +26,9 @@ class Codes(NamedTuple):
     scale_N: NDArray[np.float32]
     residual_N: NDArray[np.float32]
 
-    def rows(self, which: slice | IntArray) -> "Codes":
-        """The codes of some vectors; not copied where `which` is a slice."""
-        return Codes(self.codes_ND[which], self.scale_N[which], self.residual_N[which])
+    def rows(self, index: slice | IntArray) -> "Codes":
+        """Select the codes of some vectors; a slice makes no copy."""
+        return Codes(self.codes_ND[index], self.scale_N[index], self.residual_N[index])
 
 
 def encode(vectors_ND: FloatArray) -> Codes:
@@ -41,8 +41,8 @@ def encode(vectors_ND: FloatArray) -> Codes:
     scale_N = (largest_N / LEVELS).astype(np.float32)
     divisor_N1 = np.where(scale_N > 0, scale_N, 1).astype(np.float64)[:, None]
     codes_ND = np.clip(np.rint(wide_ND / divisor_N1), -LEVELS, LEVELS).astype(np.int8)
-    away_N = np.linalg.norm(wide_ND - decode(codes_ND, scale_N), axis=1) * (1 + 2.0**-40)
-    return Codes(codes_ND, scale_N, np.nextafter(away_N.astype(np.float32), np.float32(np.inf)))
+    distance_N = np.linalg.norm(wide_ND - decode(codes_ND, scale_N), axis=1) * (1 + 2.0**-40)
+    return Codes(codes_ND, scale_N, np.nextafter(distance_N.astype(np.float32), np.float32(np.inf)))
 
 
 def decode(codes_ND: NDArray[np.int8], scale_N: NDArray[np.float32]) -> NDArray[np.float32]:

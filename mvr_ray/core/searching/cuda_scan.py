@@ -1,21 +1,21 @@
-"""Run the fast half of a scan on a GPU as one kernel: from halves or eight-bit codes to each passage's best score.
+"""Run the approximate half of a scan as one GPU kernel: from fp16 vectors or int8 codes to each passage's best score.
 
     best(q, p) = max_v  2^e s_pv sum_d h_d c_pvd         h = fp16(2^-e q), e the exponent of q's largest component
 
 A block of threads reads the views of some passages once, multiplies them with up to 64 queries on the tensor cores,
-and takes the maximum over the views in registers. What reaches memory is a number a query and passage; neither float32
-vectors nor scores of single views ever do. At one query the time is that of reading the vectors.
+and takes the maximum over the views in registers. It writes one number a query and passage, and neither float32
+vectors nor scores of single views. For one query the time is that of reading the vectors.
 
 **Error.** Codes and halves are exact as factors, and products of two halves are exact in float32. Rounding q to h errs
 by 2^-11 a component relative to it, or by 2^-25 of the largest one where h is subnormal. Tensor cores add with
 truncation and a few spare bits (Fasi, Higham, Mikaitis, Pranesh 2021, PeerJ Comput. Sci. 7:e330), which 8 u an addition
-cover many times over; for D <= 1016 that is under 2^-11 in all. So 2^-11 is given as the rounding of a factor: the
-bound of `scan` squares it, once for q and once for the sums. Longer or float32 vectors go the plain way.
+cover many times over; for D <= 1016 that is under 2^-11 in all. So the rounding of a factor is 2^-11: the bound of
+`scan` squares it, once for q and once for the sums. torch handles longer or float32 vectors.
 
-**Selection** looks at blocks of 32 passages: the K best are among those of the K blocks with the best maxima, and only
-blocks whose maximum can still matter are opened.
+**Selection** works on blocks of 32 passages: the K best are among those of the K blocks with the best maxima, and only
+blocks whose maximum reaches the lower bound are read.
 
-Shapes: Q queries, P passages of the step, N vectors of the step, D dimension, K best kept, B blocks, M survivors.
+Shapes: Q queries, P passages of the step, N vectors of the step, D dimension, K best kept, B blocks, M candidates.
 """
 
 import importlib.util
@@ -34,38 +34,38 @@ from mvr_ray.types import FloatArray, IntArray
 log = logging.getLogger(__name__)
 
 BLOCK = 32
-LONGEST = 1016
-MOST_VIEWS = 64
-ROWS_A_TILE = 128
-STARTS_KEPT = 4096
-LARGEST_STEP = 1 << 24
-BYTES_A_VECTOR = 8192
-"""Free memory a vector of a step: scores of 256 queries, one view a passage, are an eighth of it."""
+MAX_DIMENSION = 1016
+MAX_VIEWS = 64
+ROWS_PER_TILE = 128
+MAX_CACHED_STARTS = 4096
+MAX_STEP = 1 << 24
+BYTES_PER_VECTOR = 8192
+"""Free memory for each vector of a step: scores of 256 queries, one view a passage, take an eighth of it."""
 
 
 class Tuning(NamedTuple):
-    """How a block of threads works: vectors that it scores at once, how much of each it reads at once, warps, stages.
+    """Launch settings: vectors and bytes of each that a block of threads reads at once, warps, stages.
 
     Three stages of this size fit the shared memory of any card since Ampere.
     """
 
-    rows: int = ROWS_A_TILE
+    rows: int = ROWS_PER_TILE
     row_bytes: int = 128
     warps: int = 4
     stages: int = 3
 
 
 class DeviceRows(NamedTuple):
-    """Vectors of a step as they lie on the device: halves, or codes with their scales."""
+    """Vectors of a step on the device, as stored: fp16, or codes with their scales."""
 
     rows_ND: torch.Tensor
     scale_N1: torch.Tensor | None
 
 
 class FusedKernel(TorchKernel):
-    """Computes what `TorchKernel` does, without its memory traffic. Steps are `DeviceRows`, which are not converted.
+    """A `TorchKernel` without its memory traffic. Steps are `DeviceRows`, which are not converted.
 
-    Where Triton is absent or cannot compile, torch computes the scores, in the same blocks.
+    Without Triton, or where it cannot compile, torch computes the scores, in the same blocks.
     """
 
     def __init__(self, device: str = "cuda", tuning: Tuning | None = None) -> None:
@@ -75,22 +75,22 @@ class FusedKernel(TorchKernel):
         self._starts: dict[int, tuple[IntArray, torch.Tensor]] = {}
         if self.device.type == "cuda":
             free_bytes = torch.cuda.mem_get_info(self.device)[0]
-            self.vectors_per_step = min(LARGEST_STEP, max(GPU_STEP, free_bytes // BYTES_A_VECTOR))
+            self.vectors_per_step = min(MAX_STEP, max(GPU_STEP, free_bytes // BYTES_PER_VECTOR))
         if self.fused and self.device.type == "cuda":
-            self._try_out()
+            self._test_kernel()
 
     @property
     def input_rounding(self) -> float:
         return max(2.0**-11, super().input_rounding)
 
-    def ready(self, rows_ND: torch.Tensor, scale_N1: torch.Tensor | None = None) -> DeviceRows:
+    def prepare_rows(self, rows_ND: torch.Tensor, scale_N1: torch.Tensor | None = None) -> DeviceRows:
         """Return the rows unchanged."""
         return DeviceRows(rows_ND, scale_N1)
 
-    def max_norm(self, ready: DeviceRows) -> float:
+    def max_norm(self, step_rows: DeviceRows) -> float:
         highest = torch.zeros((), device=self.device)
-        for at in range(0, len(ready.rows_ND), GPU_STEP):
-            plain_ND = self._plain(ready, slice(at, at + GPU_STEP))
+        for at in range(0, len(step_rows.rows_ND), GPU_STEP):
+            plain_ND = self._plain(step_rows, slice(at, at + GPU_STEP))
             highest = torch.maximum(highest, plain_ND.square().sum(1).max().sqrt())
         return float(highest)
 
@@ -99,16 +99,16 @@ class FusedKernel(TorchKernel):
     ) -> torch.Tensor:
         """Compute best_QP, with columns of -inf up to a whole number of blocks."""
         rows_ND, num_queries = vectors_ND.rows_ND, len(queries_QD)
-        most = uniform or int(counts_P.max())
+        max_views = uniform or int(counts_P.max())
         width = -(-len(counts_P) // BLOCK) * BLOCK
-        halves = rows_ND.dtype in (torch.int8, torch.float16)
-        if not self.fused or not halves or rows_ND.shape[1] > LONGEST or most > MOST_VIEWS:
+        is_half = rows_ND.dtype in (torch.int8, torch.float16)
+        if not self.fused or not is_half or rows_ND.shape[1] > MAX_DIMENSION or max_views > MAX_VIEWS:
             return self._best_plain(queries_QD, vectors_ND, counts_P, uniform, width)
         from mvr_ray.core.searching.cuda_kernel import best_views
 
-        half_QD, power_Q = _halves(queries_QD)
+        half_QD, power_Q = _half_queries(queries_QD)
         best_QP = torch.empty(num_queries, width, device=self.device)
-        slots = 1 << (most - 1).bit_length()
+        slots = 1 << (max_views - 1).bit_length()
         passages = max(1, self.tuning.rows // slots)
         query_tile = 16 if num_queries <= 16 else 32 if num_queries <= 32 else 64
         query_tiles = -(-num_queries // query_tile)
@@ -139,8 +139,8 @@ class FusedKernel(TorchKernel):
         )
         return best_QP
 
-    def _try_out(self) -> None:
-        """Turn the kernel off where it cannot be compiled or started: no C compiler, an old card, no memory."""
+    def _test_kernel(self) -> None:
+        """Disable the kernel where it cannot be compiled or started: no C compiler, an old card, no memory."""
         from triton.errors import TritonError  # pyrefly: ignore[missing-import]
 
         rows_ND = torch.ones(8, 16, dtype=torch.float16, device=self.device)
@@ -164,20 +164,20 @@ class FusedKernel(TorchKernel):
         low_QK = torch.cat([low_QK, high_QK - error_Q1], dim=1).topk(keep, dim=1).values
         query_O, block_O = torch.nonzero(highest_QB + error_Q1 >= low_QK[:, -1:], as_tuple=True)
         upper_OP = best_QBP[query_O, block_O] + error_Q1[query_O]
-        there_OP = (upper_OP >= low_QK[query_O, -1:]) & (upper_OP > -torch.inf)
-        opened_M, inside_M = torch.nonzero(there_OP, as_tuple=True)
-        passage_M = block_O[opened_M] * BLOCK + inside_M
-        candidates = (query_O[opened_M], passage_M, upper_OP[opened_M, inside_M])
+        candidate_OP = (upper_OP >= low_QK[query_O, -1:]) & (upper_OP > -torch.inf)
+        block_M, inside_M = torch.nonzero(candidate_OP, as_tuple=True)
+        passage_M = block_O[block_M] * BLOCK + inside_M
+        candidates = (query_O[block_M], passage_M, upper_OP[block_M, inside_M])
         return low_QK, Candidates(*(one.cpu().numpy() for one in candidates))
 
-    def _plain(self, vectors: DeviceRows, which: slice) -> torch.Tensor:
-        scale_N1 = None if vectors.scale_N1 is None else vectors.scale_N1[which]
-        return super().ready(vectors.rows_ND[which], scale_N1)
+    def _plain(self, vectors: DeviceRows, index: slice) -> torch.Tensor:
+        scale_N1 = None if vectors.scale_N1 is None else vectors.scale_N1[index]
+        return super().prepare_rows(vectors.rows_ND[index], scale_N1)
 
     def _best_plain(
         self, queries_QD: torch.Tensor, vectors: DeviceRows, counts_P: IntArray, uniform: int, width: int
     ) -> torch.Tensor:
-        """Compute the scores in torch, some vectors at a time."""
+        """Compute the scores in torch, in batches of vectors."""
         starts_P = np.cumsum([0, *counts_P])
         parts, low = [], 0
         while low < len(counts_P):
@@ -192,7 +192,7 @@ class FusedKernel(TorchKernel):
         """Return the bounds of the passages' views on the device, cached for the array of counts."""
         entry = self._starts.get(id(counts_P))
         if entry is None:
-            if len(self._starts) >= STARTS_KEPT:  # filtered searches have counts of their own
+            if len(self._starts) >= MAX_CACHED_STARTS:  # filtered searches have their own counts
                 self._starts.clear()
             starts = self.put(np.cumsum([0, *counts_P]).astype(np.int32))
             entry = self._starts[id(counts_P)] = (counts_P, starts)
@@ -200,13 +200,13 @@ class FusedKernel(TorchKernel):
 
 
 def _can_compile(device_type: str) -> bool:
-    """Triton compiles for GPUs; elsewhere TRITON_INTERPRET=1 lets its interpreter check the kernel."""
-    there = importlib.util.find_spec("triton") is not None
-    return there and (device_type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    """Whether Triton can compile the kernel: for GPUs, or with TRITON_INTERPRET=1 for its interpreter elsewhere."""
+    has_triton = importlib.util.find_spec("triton") is not None
+    return has_triton and (device_type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
-def _halves(queries_QD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries as halves of at most 2, and the power of two that each was divided by."""
+def _half_queries(queries_QD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Convert queries to fp16 of at most 2; also return the power of two that divides each."""
     largest_Q1 = queries_QD.abs().amax(1, keepdim=True)
     exponent_Q1 = torch.frexp(largest_Q1).exponent.clamp(-126, 127)
     power_Q1 = torch.ldexp(torch.ones_like(largest_Q1), exponent_Q1)

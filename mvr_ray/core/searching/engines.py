@@ -1,4 +1,4 @@
-"""Choose the kernel of a scan: compiled loops, a GPU's, torch's or numpy's."""
+"""Choose the kernel of a scan: compiled loops, a GPU kernel, torch or numpy."""
 
 import importlib.util
 from typing import Any, NamedTuple
@@ -9,32 +9,32 @@ from mvr_ray.errors import ShardIndexError
 ENGINES = ("auto", "native", "torch", "numpy")
 
 
-class KernelForFew(NamedTuple):
-    """A kernel that is faster than `make_kernel`'s for up to so many queries, where up to this share of the passages
-    passes the filter; 1 where it is without a filter, too."""
+class SmallBatchKernel(NamedTuple):
+    """A kernel that is faster than that of `make_kernel` for up to `max_queries` queries, where up to `max_share` of
+    the passages pass the filter; 1: also without a filter."""
 
     kernel: Kernel[Any, Any]
-    most_queries: int
-    most_share: float
+    max_queries: int
+    max_share: float
 
 
-def make_kernel_for_few(engine: str, device: str, threads: int | None) -> KernelForFew | None:
-    """Make it for the same arguments as `make_kernel`; None where there is none.
+def make_small_batch_kernel(engine: str, device: str, threads: int | None) -> SmallBatchKernel | None:
+    """Create it for the same arguments as `make_kernel`; None where there is none.
 
-    The loops for AVX2 read no vector that does not pass a filter, where those for AVX-512 copy the others together or
-    read all; torch's product of matrices is slower for few queries in any case.
+    The loops for AVX2 read only vectors that pass a filter, while those for AVX-512 copy these together or read all;
+    torch's matrix product is always slower for few queries.
     """
     from mvr_ray.core.searching.native import Avx2Kernel, library, library_avx2
 
     if engine != "auto" or device != "cpu" or library_avx2() is None:
         return None
     kernel = Avx2Kernel(threads)
-    return KernelForFew(kernel, 8, 1.0) if library() is None else KernelForFew(kernel, 4, 0.4)
+    return SmallBatchKernel(kernel, 8, 1.0) if library() is None else SmallBatchKernel(kernel, 4, 0.4)
 
 
 def make_kernel(engine: str = "auto", device: str = "cpu", threads: int | None = None) -> Kernel[Any, Any]:
-    """`engine`: native, torch, numpy, or auto: on a CPU native where it was built and this processor can run it; then
-    torch where it is installed."""
+    """Create the kernel of an engine: native, torch, numpy, or auto. auto selects native on a CPU that supports it if
+    it was built, else torch if installed."""
     if engine not in ENGINES:
         raise ShardIndexError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}")
     if engine == "native" or (engine == "auto" and device == "cpu"):

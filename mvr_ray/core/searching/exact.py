@@ -4,7 +4,7 @@
     s(q, p)   = max_v s(q, p_v)               a passage scores as its best view (MVR, eq. 4)
 
 A product of two float32 numbers is exact in float64, and the sum is a fixed tree of additions over the last axis alone.
-So a score depends on its two vectors and on nothing else: no batch shape, no thread, no library version.
+So a score depends only on its two vectors: not on batch shape, threads or library versions.
 
 Shapes: Q queries, C candidates per query, M (query, passage) pairs, N vectors, P passages, D dimension.
 """
@@ -33,15 +33,15 @@ class Pairs(NamedTuple):
 
 
 class ScoredPairs(NamedTuple):
-    """Pairs with their exact score and the view number that won (lowest on ties)."""
+    """Pairs with their exact score and the winning view's number (lowest on ties)."""
 
     query_M: IntArray
     row_M: IntArray
     score_M: FloatArray
     view_M: IntArray
 
-    def take(self, places: IntArray) -> "ScoredPairs":
-        return ScoredPairs(self.query_M[places], self.row_M[places], self.score_M[places], self.view_M[places])
+    def take(self, index: IntArray) -> "ScoredPairs":
+        return ScoredPairs(self.query_M[index], self.row_M[index], self.score_M[index], self.view_M[index])
 
 
 def join_pairs(parts: Sequence[ScoredPairs]) -> ScoredPairs:
@@ -57,8 +57,8 @@ def join_pairs(parts: Sequence[ScoredPairs]) -> ScoredPairs:
 def exact_scores(queries: FloatArray, vectors: FloatArray) -> NDArray[np.float32]:
     """Multiply over the last axis; the leading axes broadcast, as in `exact_scores(q_QD[:, None], v_QCD)`.
 
-    The sum adds the upper half of the products onto the lower half until one is left. Elementwise additions of float64
-    have one right answer each, so the result is the same on every machine.
+    The sum adds the upper half of the products to the lower half until one is left. Elementwise additions of float64
+    are exactly rounded, so the result is the same on every machine.
     """
     if queries.shape[-1] != vectors.shape[-1]:
         raise ShardIndexError(
@@ -106,10 +106,10 @@ def check_k(k: int) -> int:
 
 
 class BlockTable:
-    """Finds a passage's block by its row, over the blocks of one shard. Holds no vector."""
+    """The blocks of one shard by row. Copies no vector."""
 
     def __init__(self, blocks: Sequence[EmbeddingBlock], *, use_native: bool = True) -> None:
-        """`use_native`: score with the compiled loops of `native` where they exist."""
+        """`use_native`: score with the compiled loops of `native` where available."""
         self.blocks = [block for block in blocks if len(block.ids)]
         self.compiled_rows = [native.rows_of(block) if use_native else None for block in self.blocks]
         dimensions = sorted({block.vectors_ND.shape[1] for block in blocks})
@@ -126,12 +126,12 @@ class BlockTable:
 
     @cached_property
     def scorable_rows(self) -> IntArray:
-        """The rows of passages that have a view, ascending."""
+        """Rows of passages with a view, ascending."""
         counts = [np.diff(block.row_ptr) for block in self.blocks]
         return np.flatnonzero(np.concatenate([np.zeros(0, np.int64), *counts]))
 
     def rows_of(self, mask_P: NDArray[np.bool_]) -> IntArray:
-        """The rows of a mask's passages that have a view, ascending. Raises ShardIndexError for one of other rows."""
+        """Return the rows of a mask's passages with a view, ascending. Raises ShardIndexError for a wrong length."""
         if mask_P.shape != (self.num_passages,):
             raise ShardIndexError(f"a mask of {len(mask_P)} rows does not fit {self.num_passages} passages")
         if self.num_scorable == self.num_passages:
@@ -151,9 +151,9 @@ class BlockTable:
         bounds = np.searchsorted(row_M, self.starts)
         local_M = row_M - np.repeat(self.starts[:-1], np.diff(bounds))
         spans = [(at, low, high) for at, (low, high) in enumerate(pairwise(bounds.tolist())) if low < high]
-        compiled = [(rows, low, high) for at, low, high in spans if (rows := self.compiled_rows[at])]
-        if compiled:
-            native.rescore(compiled, queries_QD, query_M, local_M, score_M, view_M)
+        native_spans = [(rows, low, high) for at, low, high in spans if (rows := self.compiled_rows[at])]
+        if native_spans:
+            native.rescore(native_spans, queries_QD, query_M, local_M, score_M, view_M)
         for at, low, high in spans:
             if self.compiled_rows[at] is None:
                 own = slice(low, high)
@@ -169,7 +169,7 @@ def _rescore_block(
     score_M: FloatArray,
     view_M: IntArray,
 ) -> None:
-    """Fill `score_M` and `view_M`, a bounded number of vectors at a time."""
+    """Fill `score_M` and `view_M`, in batches of a bounded number of vectors."""
     count_M = block.row_ptr[row_M + 1] - block.row_ptr[row_M]
     chunk_M = (np.cumsum(count_M) - count_M) // VECTORS_AT_ONCE
     edges = [*np.flatnonzero(np.diff(chunk_M, prepend=-1)).tolist(), len(row_M)]
@@ -192,11 +192,11 @@ def best_first(scores: ScoredPairs, k: int) -> ScoredPairs:
 
 
 def distinct(values: IntArray) -> IntArray:
-    """Return the values in ascending order, each once [N]. np.unique of numpy 2.4 hashes: it is twenty times slower."""
+    """Return the values in ascending order, each once [N]. np.unique of numpy 2.4 hashes: twenty times slower."""
     ascending = np.sort(values, axis=None)
     return ascending[np.concatenate([np.ones(min(len(ascending), 1), bool), ascending[1:] != ascending[:-1]])]
 
 
 def ranks(query_M: IntArray) -> IntArray:
-    """Number each pair within its query; pairs are sorted by query."""
+    """Number the pairs within each query; pairs are sorted by query."""
     return np.arange(len(query_M)) - np.searchsorted(query_M, query_M)

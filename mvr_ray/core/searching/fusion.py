@@ -1,9 +1,9 @@
-"""Reciprocal rank fusion of rankings (Cormack et al., SIGIR 2009): no weight, so no questions to choose it.
+"""Fuse rankings by reciprocal ranks (Cormack et al., SIGIR 2009): no weight, so no questions to choose it.
 
     f(p) = sum over lists with p of  1 / (60 + rank of p)        ranks count from 1
 
-A passage that a list lacks gets nothing from it, so the length of the lists is part of what the score is. Ties go to
-the lower passage id.
+A list contributes 0 to passages that it lacks, so scores depend on the length of the lists. Ties go to the lower
+passage id.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from mvr_ray.types import Hit
 
 RANK_OFFSET = 60
 LIST_DEPTH = 100
-"""Hits of each list; more where more are asked for."""
+"""Hits of each list; more where k is larger."""
 
 
 def fuse_ranks(lists: Sequence[Sequence[Hit]], k: int) -> list[Hit]:
-    """Return the best k hits of several rankings, as the last list has them where it does."""
+    """Return the best k hits of several rankings, with the fields of the last list that has them."""
     scores: dict[str, float] = {}
     hits: dict[str, Hit] = {}
     for ranking in lists:

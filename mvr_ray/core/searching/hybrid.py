@@ -2,11 +2,11 @@
 
     f(q, p) = fl32( b(q, p) + w d(q, p) )      b BM25, d the dense score, w >= 0 the weight; sum and product in float64
 
-The words give b of every passage of the shard, the dense search its best passages and its frontier d*: no passage left
-out has a greater d. f grows with both parts, so a passage left out scores at most f* = fl32(b + w d*). The candidates
-are the best of both sides; every passage whose f* reaches the k-th of them is a candidate, too. Where these are many,
-the dense search goes deeper first, which lowers d*. What remains left out scores below the k-th, so the hits are those
-of exhaustive search over both scores, to the last tie. Passages without a word of the query have b = 0 and take part
+The lexical index gives b of every passage of the shard, the dense search its best passages and its frontier d*: no
+passage left out has a greater d. f grows with both parts, so a passage left out scores at most f* = fl32(b + w d*). The
+candidates are the best of both sides; every passage whose f* reaches the k-th of them is a candidate, too. Where these
+are many, a deeper dense search first lowers d*. Passages left out then score below the k-th, so the hits are those of
+exhaustive search over both scores, ties included. Passages without a word of the query have b = 0 and are candidates
 like any other.
 
 An approximate dense index has no frontier: the best of both sides are scored exactly, and others may be missing.
@@ -23,18 +23,19 @@ from mvr_ray.core.searching.exact import Pairs, ScoredPairs
 from mvr_ray.types import CountedHits, FloatArray, IntArray, ShardHits
 
 DEPTH_FACTOR = 4
-"""Each further dense search goes so many times as deep; so many times its depth may be scored beyond its hits."""
-LEAST_DEPTH = 100
-"""Of the first dense search: a scan for so many takes hardly longer than one for a few, and its frontier is lower."""
+"""Factor between the depths of consecutive dense searches, and from a depth to the most passages scored beyond its
+hits."""
+MIN_DEPTH = 100
+"""Minimum depth of the first dense search: a scan of this depth takes hardly longer, and its frontier is lower."""
 
 DenseSearch = Callable[[IntArray, int], ShardHits]
-"""Searches for some queries (positions) with a depth."""
+"""Searches for queries, given by position, to a depth."""
 Rescore = Callable[[Pairs], ScoredPairs]
 """Scores pairs by all views of their passages; the result is in order of row."""
 
 
 def hybrid_scores(lexical: FloatArray, dense: FloatArray, weight: float) -> NDArray[np.float32]:
-    """Sum both scores of the same passages. It grows with both, after rounding as well."""
+    """Sum both scores of the same passages. Monotonic in both, after rounding as well."""
     return (np.asarray(lexical, np.float64) + weight * np.asarray(dense, np.float64)).astype(np.float32)
 
 
@@ -48,55 +49,55 @@ def hybrid_search(
     k: int,
     *,
     exact: bool = True,
-    least_depth: int = LEAST_DEPTH,
+    min_depth: int = MIN_DEPTH,
 ) -> CountedHits:
-    """The best k rows of every query by the sum of both scores.
+    """Find the best k rows of every query by the sum of both scores.
 
-    `lexical_scores` gives b of all rows for one query, `rows_P` are the rows that may be hits, ascending. Hits name the
-    view that won; the frontier is at least the score of every row that was left out, +inf where `exact` is false.
+    `lexical_scores` returns b of all rows for one query; `rows_P` are the rows that may be hits, ascending. Hits have
+    the winning view; the frontier bounds the score of every row left out, +inf where `exact` is false.
     """
     hits = _no_hits(num_queries, k)
     rescored_Q = np.zeros(num_queries, np.int64)
     queries = np.arange(num_queries)
-    depth = min(max(k, least_depth), len(rows_P))
+    depth = min(max(k, min_depth), len(rows_P))
     while len(queries) and len(rows_P):
         dense = search(queries, depth)
-        deeper = []
+        deeper_queries = []
         for at, query in enumerate(queries.tolist()):
-            one = _Candidates(query, rows_P, lexical_scores(query)[rows_P], weight, rescore)
-            one.add_hits(dense.rows_QK[at], dense.scores_QK[at], dense.views_QK[at])
-            one.add_rows(_best(one.lexical_P, k))
+            candidates = _Candidates(query, rows_P, lexical_scores(query)[rows_P], weight, rescore)
+            candidates.add_hits(dense.rows_QK[at], dense.scores_QK[at], dense.views_QK[at])
+            candidates.add_rows(_best(candidates.lexical_P, k))
             if not exact:
-                frontier = -np.inf if one.is_candidate_P.all() else np.inf
-            elif dense.frontier_Q[at] == -np.inf:  # the dense search gave every row
+                frontier = -np.inf if candidates.is_candidate_P.all() else np.inf
+            elif dense.frontier_Q[at] == -np.inf:  # the dense search returned every row
                 frontier = -np.inf
             else:
-                bound_P = hybrid_scores(one.lexical_P, dense.frontier_Q[at], weight)
-                bound_P[one.is_candidate_P] = -np.inf
-                reaching = np.flatnonzero((bound_P >= one.kth(k)) & (bound_P > -np.inf))
-                if len(reaching) > DEPTH_FACTOR * depth and depth < len(rows_P):
-                    deeper.append(query)
-                    rescored_Q[query] += one.num_rescored
+                bound_P = hybrid_scores(candidates.lexical_P, dense.frontier_Q[at], weight)
+                bound_P[candidates.is_candidate_P] = -np.inf
+                open_places = np.flatnonzero((bound_P >= candidates.kth_score(k)) & (bound_P > -np.inf))
+                if len(open_places) > DEPTH_FACTOR * depth and depth < len(rows_P):
+                    deeper_queries.append(query)
+                    rescored_Q[query] += candidates.num_rescored
                     continue
-                one.add_rows(reaching)
-                bound_P[one.is_candidate_P] = -np.inf
+                candidates.add_rows(open_places)
+                bound_P[candidates.is_candidate_P] = -np.inf
                 frontier = bound_P.max(initial=-np.inf)
-            rows_K, scores_K, views_K, next_score = one.best(k)
+            rows_K, scores_K, views_K, next_score = candidates.best(k)
             hits.rows_QK[query, : len(rows_K)] = rows_K
             hits.scores_QK[query, : len(rows_K)] = scores_K
             hits.views_QK[query, : len(rows_K)] = views_K
             hits.frontier_Q[query] = max(frontier, next_score)
-            rescored_Q[query] += one.num_rescored
-        queries, depth = np.array(deeper, np.int64), min(DEPTH_FACTOR * depth, len(rows_P))
+            rescored_Q[query] += candidates.num_rescored
+        queries, depth = np.array(deeper_queries, np.int64), min(DEPTH_FACTOR * depth, len(rows_P))
     return CountedHits(hits, rescored_Q)
 
 
 def lexical_search(
     rescore: Rescore, lexical_scores: Callable[[int], FloatArray], rows_P: IntArray, num_queries: int, k: int
 ) -> CountedHits:
-    """The best k rows of every query by BM25 alone, of those that have a word of it; exact beside any dense index.
+    """Find the best k rows of every query by BM25 alone, among those with a word of it; exact with any dense index.
 
-    Hits name the view with the best dense score, which does not count.
+    Hits have the view of the best dense score, which does not affect the ranking.
     """
     hits, rescored_Q = _no_hits(num_queries, k), np.zeros(num_queries, np.int64)
     for query in range(num_queries):
@@ -123,7 +124,7 @@ def _no_hits(num_queries: int, k: int) -> ShardHits:
 
 
 class _Candidates:
-    """The passages of one query whose both scores are there. Places are those in `rows_P`."""
+    """The passages of one query with both scores known. Places are positions in `rows_P`."""
 
     def __init__(self, query: int, rows_P: IntArray, lexical_P: FloatArray, weight: float, rescore: Rescore) -> None:
         self.query, self.rows_P, self.lexical_P, self.weight, self.rescore = query, rows_P, lexical_P, weight, rescore
@@ -133,25 +134,25 @@ class _Candidates:
         self.num_rescored = 0
 
     def add_hits(self, rows_K: IntArray, dense_K: FloatArray, view_K: IntArray) -> None:
-        """Take hits of the dense search; a row of -1 is padding."""
+        """Add hits of the dense search; a row of -1 is padding."""
         is_hit = rows_K >= 0
         self._add(np.searchsorted(self.rows_P, rows_K[is_hit]), dense_K[is_hit], view_K[is_hit])
 
     def add_rows(self, places: IntArray) -> None:
-        """Score the dense side of those among these that are not candidates yet."""
+        """Add rows, computing the dense scores of new candidates."""
         new = np.sort(places[~self.is_candidate_P[places]])
         if len(new):
             pairs = self.rescore(Pairs(np.full(len(new), self.query), self.rows_P[new]))
             self._add(np.searchsorted(self.rows_P, pairs.row_M), pairs.score_M, pairs.view_M)
             self.num_rescored += len(new)
 
-    def kth(self, k: int) -> float:
-        """The k-th best score so far, -inf where there are fewer."""
+    def kth_score(self, k: int) -> float:
+        """Return the k-th best score so far, -inf where there are fewer."""
         scores = self.score_P[self.is_candidate_P]
         return float(np.partition(scores, len(scores) - k)[len(scores) - k]) if len(scores) >= k else -np.inf
 
     def best(self, k: int) -> tuple[IntArray, FloatArray, IntArray, float]:
-        """Rows, scores and views of the best k, score descending, then row ascending; and the next score."""
+        """Return rows, scores and views of the best k, score descending, then row ascending; and the next score."""
         places = np.flatnonzero(self.is_candidate_P)
         order = places[np.argsort(-self.score_P[places], kind="stable")]
         next_score = float(self.score_P[order[k]]) if len(order) > k else -np.inf
@@ -165,6 +166,6 @@ class _Candidates:
 
 
 def _best(scores_P: FloatArray, k: int) -> IntArray:
-    """The places of the best k positive scores."""
+    """Find the places of the best k positive scores."""
     places = np.flatnonzero(scores_P > 0)
     return places if len(places) <= k else places[np.argpartition(-scores_P[places], k - 1)[:k]]

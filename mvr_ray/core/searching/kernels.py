@@ -1,7 +1,7 @@
 """Compute approximate scores of one step of a scan, in numpy or torch (CPU or GPU); `native` has the compiled loops.
 
-A kernel multiplies, takes the best view of each passage, and tells which passages may still be among the best k. It may
-err by a known bound; what it lets through is scored exactly elsewhere (`exact`), so two kernels give the same answers.
+A kernel multiplies, takes the best view of each passage, and returns the passages that may still be among the best k.
+Its error has a known bound, and `exact` scores its candidates exactly, so all kernels give the same hits.
 
 Shapes: Q queries, P passages of the step, N vectors of the step, D dimension, K best kept.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Array = TypeVar("Array")
 
-CPU_STEP = 4096  # vectors whose float32 form stays in a cache: converting them then costs no memory traffic
+CPU_STEP = 4096  # vectors whose float32 form fits a cache: converting them costs no memory traffic
 GPU_STEP = 131072
 GATHER_SHARE = 0.15
 
@@ -35,25 +35,25 @@ class Candidates(NamedTuple):
 
 
 class Coarse(NamedTuple):
-    """How much coarse products, faster than fine ones, round off their factors: norms, as for codes."""
+    """Rounding of the factors of coarse products, which are faster than fine ones: norms, as for codes."""
 
     rounding_Q: FloatArray
     """Of each query, float64."""
     max_residual: Callable[[Any], float]
-    """Given a step as `Kernel.ready` made it, the largest of its vectors in float32; infinite where one cannot be."""
+    """Returns the largest residual of a prepared step in float32; infinite where a vector is too large."""
 
 
 class PreparedQueries(Protocol):
-    """What a kernel keeps of some queries, and how well it multiplies them."""
+    """A kernel's queries, and the precision of its products with them."""
 
     rounding_Q: FloatArray
-    """The norm of what rounding took off each query, float64."""
+    """The norm of each query's rounding error, float64."""
     input_rounding: float
     """Relative error of a factor that is multiplied in less than float32 (TF32, bfloat16), else 0."""
     products: int
-    """How many products are summed for each dimension, or more where their magnitudes are larger than the term's."""
+    """Products summed for each dimension, or more where their magnitudes exceed the term's."""
     coarse: Coarse | None
-    """Set by the caller: multiply the next steps coarsely, one product a dimension; None: as exactly as possible."""
+    """Set by the caller: multiply the next steps coarsely, one product a dimension; None: by fine products."""
 
 
 Queries = TypeVar("Queries", bound=PreparedQueries)
@@ -72,23 +72,23 @@ class PlainQueries(Generic[Array]):
 
 
 class Kernel(Protocol[Array, Queries]):
-    """Arrays of type `Array` live on the kernel's device."""
+    """Computes approximate scores. Arrays of type `Array` are on the kernel's device."""
 
     vectors_per_step: int
     threads: int
-    """How many of the kernel's calls may run side by side, each for a share of the steps."""
+    """Number of the kernel's calls that may run concurrently, each on different steps."""
     gather_share: float
-    """Of a step's passages: where fewer pass a filter, copying theirs together costs less than passing over others."""
+    """Share of a step's passages that pass a filter below which copying their vectors costs less than masking."""
 
     def put(self, rows: NDArray[Any]) -> Array:
         """Copy host rows to the device, in their own dtype."""
         ...
 
-    def ready(self, rows_ND: Array, scale_N1: Array | None = None) -> Any:
-        """Prepare a step for the two methods below, such as vectors in float32; codes come with their scales."""
+    def prepare_rows(self, rows_ND: Array, scale_N1: Array | None = None) -> Any:
+        """Prepare a step for `max_norm` and `candidates`, such as vectors in float32; codes come with their scales."""
         ...
 
-    def max_norm(self, ready: Any) -> float:
+    def max_norm(self, step_rows: Any) -> float:
         """Compute the largest Euclidean norm in float32."""
         ...
 
@@ -99,7 +99,7 @@ class Kernel(Protocol[Array, Queries]):
     def candidates(
         self,
         queries: Queries,
-        ready: Any,
+        step_rows: Any,
         counts_P: IntArray,
         uniform: int,
         error_Q: FloatArray,
@@ -108,25 +108,25 @@ class Kernel(Protocol[Array, Queries]):
         """Find the passages of a step that may be among the best K, and raise the lower bounds.
 
         `counts_P` are the passages' numbers of views, all at least 1, and `uniform` the common one, 0 where they
-        differ. `error_Q` bounds a product's error. Passages outside the mask (contiguous) are passed over.
+        differ. `error_Q` bounds a product's error. The mask (contiguous) excludes passages.
         """
         ...
 
-    def lows(self, queries: Queries) -> FloatArray:
+    def lower_bounds(self, queries: Queries) -> FloatArray:
         """Return the K best lower bounds of each query, in any order, on the host."""
         ...
 
-    def kth(self, queries: Queries) -> FloatArray:
-        """Return the least of those."""
+    def kth_bounds(self, queries: Queries) -> FloatArray:
+        """Return the K-th best lower bound of each query."""
         ...
 
-    def restart(self, queries: Queries, low_QK: FloatArray) -> None:
-        """Replace the lower bounds by these, best first."""
+    def set_lower_bounds(self, queries: Queries, low_QK: FloatArray) -> None:
+        """Replace the lower bounds, given best first."""
         ...
 
 
 class HostKernel:
-    """What kernels whose arrays are numpy's have in common: the lower bounds."""
+    """The base of kernels on numpy arrays: the lower bounds."""
 
     threads = 1
 
@@ -157,54 +157,54 @@ class HostKernel:
         k, both = queries.low_QK.shape[1], np.concatenate([queries.low_QK, new_QM], axis=1)
         queries.low_QK = -np.sort(np.partition(-both, k - 1, axis=1)[:, :k], axis=1)
         upper_M = upper_QP[query_M, passage_M]
-        inside = upper_M >= queries.low_QK[query_M, -1]
-        return Candidates(query_M[inside], passage_M[inside], upper_M[inside])
+        is_candidate_M = upper_M >= queries.low_QK[query_M, -1]
+        return Candidates(query_M[is_candidate_M], passage_M[is_candidate_M], upper_M[is_candidate_M])
 
-    def lows(self, queries: PlainQueries[FloatArray]) -> FloatArray:
+    def lower_bounds(self, queries: PlainQueries[FloatArray]) -> FloatArray:
         return queries.low_QK
 
-    def kth(self, queries: PlainQueries[FloatArray]) -> FloatArray:
+    def kth_bounds(self, queries: PlainQueries[FloatArray]) -> FloatArray:
         return queries.low_QK[:, -1]
 
-    def restart(self, queries: PlainQueries[FloatArray], low_QK: FloatArray) -> None:
+    def set_lower_bounds(self, queries: PlainQueries[FloatArray], low_QK: FloatArray) -> None:
         queries.low_QK = low_QK
 
 
 class NumpyKernel(HostKernel):
-    """The kernel of a machine without torch."""
+    """Computes scores in numpy, on machines without torch."""
 
     vectors_per_step = CPU_STEP
     gather_share = GATHER_SHARE
 
-    def ready(self, rows_ND: FloatArray, scale_N1: FloatArray | None = None) -> Any:
+    def prepare_rows(self, rows_ND: FloatArray, scale_N1: FloatArray | None = None) -> Any:
         vectors_ND = rows_ND.astype(np.float32, copy=False)
         return vectors_ND if scale_N1 is None else vectors_ND * scale_N1
 
-    def max_norm(self, ready: Any) -> float:
+    def max_norm(self, step_rows: Any) -> float:
         with np.errstate(over="ignore", invalid="ignore"):
-            return float(np.sqrt(np.einsum("nd,nd->n", ready, ready).max()))
+            return float(np.sqrt(np.einsum("nd,nd->n", step_rows, step_rows).max()))
 
     def candidates(
         self,
         queries: PlainQueries[FloatArray],
-        ready: Any,
+        step_rows: Any,
         counts_P: IntArray,
         uniform: int,
         error_Q: FloatArray,
         mask_P: NDArray[np.bool_] | None = None,
     ) -> Candidates:
-        return self.select(queries, self.best_views(queries.queries_QD, ready, counts_P, uniform), error_Q, mask_P)
+        return self.select(queries, self.best_views(queries.queries_QD, step_rows, counts_P, uniform), error_Q, mask_P)
 
-    def best_views(self, queries_QD: FloatArray, ready: Any, counts_P: IntArray, uniform: int) -> FloatArray:
+    def best_views(self, queries_QD: FloatArray, step_rows: Any, counts_P: IntArray, uniform: int) -> FloatArray:
         """Compute best_QP, each passage's best inner product."""
-        scores_QN = queries_QD @ ready.T
+        scores_QN = queries_QD @ step_rows.T
         if uniform:
             return scores_QN.reshape(len(queries_QD), -1, uniform).max(axis=2)
         return np.maximum.reduceat(scores_QN, np.cumsum(counts_P) - counts_P, axis=1)
 
 
 class TorchKernel:
-    """Torch on a CPU or a GPU. It has threads of its own."""
+    """Computes scores in torch on a CPU or a GPU, with torch's own threads."""
 
     threads = 1
     gather_share = GATHER_SHARE
@@ -221,7 +221,7 @@ class TorchKernel:
 
     @property
     def input_rounding(self) -> float:
-        """How coarsely any of torch's backends may round factors now: 0 unless TF32 or bfloat16 is switched on."""
+        """The largest current rounding of factors in torch's backends: 0 unless TF32 or bfloat16 is enabled."""
         import torch
 
         cuda, onednn = torch.backends.cuda.matmul, torch.backends.mkldnn
@@ -241,11 +241,11 @@ class TorchKernel:
 
         return torch.from_numpy(_as_writeable(rows)).to(self.device)
 
-    def ready(self, rows_ND: "torch.Tensor", scale_N1: "torch.Tensor | None" = None) -> Any:
+    def prepare_rows(self, rows_ND: "torch.Tensor", scale_N1: "torch.Tensor | None" = None) -> Any:
         return rows_ND.float() if scale_N1 is None else rows_ND.float().mul_(scale_N1)
 
-    def max_norm(self, ready: Any) -> float:
-        return float(ready.square().sum(1).max().sqrt())
+    def max_norm(self, step_rows: Any) -> float:
+        return float(step_rows.square().sum(1).max().sqrt())
 
     def prepare(self, queries_QD: NDArray[np.float32], limit: int, with_codes: bool) -> "PlainQueries[torch.Tensor]":
         low_QK = self.put(np.full((len(queries_QD), limit), -np.inf, np.float32))
@@ -254,7 +254,7 @@ class TorchKernel:
     def candidates(
         self,
         queries: "PlainQueries[torch.Tensor]",
-        ready: Any,
+        step_rows: Any,
         counts_P: IntArray,
         uniform: int,
         error_Q: FloatArray,
@@ -262,7 +262,7 @@ class TorchKernel:
     ) -> Candidates:
         import torch
 
-        best_QP = self.best_views(queries.queries_QD, ready, counts_P, uniform)
+        best_QP = self.best_views(queries.queries_QD, step_rows, counts_P, uniform)
         if mask_P is not None:
             best_QP[:, : len(mask_P)].masked_fill_(~self.put(mask_P), -torch.inf)
         queries.low_QK, candidates = self.select(best_QP, error_Q, queries.low_QK)
@@ -272,7 +272,7 @@ class TorchKernel:
         self, best_QP: "torch.Tensor", error_Q: FloatArray, low_QK: "torch.Tensor"
     ) -> "tuple[torch.Tensor, Candidates]":
         """Raise the lower bounds by these scores, and find the passages that may be among the best K. A score of -inf
-        is that of no passage."""
+        is padding."""
         import torch
 
         error_Q1 = self.put(error_Q[:, None].astype(np.float32))
@@ -284,8 +284,8 @@ class TorchKernel:
             new_QM = best_QP.new_full((len(best_QP), int(rank_M.max()) + 1), -torch.inf)
             new_QM[query_M, rank_M] = (best_QP - error_Q1)[query_M, passage_M]
             low_QK = torch.cat([low_QK, new_QM], dim=1).topk(low_QK.shape[1], dim=1).values
-            inside = upper_QP[query_M, passage_M] >= low_QK[query_M, -1]
-            query_M, passage_M = query_M[inside], passage_M[inside]
+            is_candidate_M = upper_QP[query_M, passage_M] >= low_QK[query_M, -1]
+            query_M, passage_M = query_M[is_candidate_M], passage_M[is_candidate_M]
         upper_M = upper_QP[query_M, passage_M]
         return low_QK, Candidates(query_M.cpu().numpy(), passage_M.cpu().numpy(), upper_M.cpu().numpy())
 
@@ -295,7 +295,7 @@ class TorchKernel:
         """Compute best_QP, each passage's best inner product."""
         import torch
 
-        scores_NQ = vectors_ND @ queries_QD.T  # views of a passage are then whole rows: the maximum vectorises over Q
+        scores_NQ = vectors_ND @ queries_QD.T  # a passage's views are whole rows: the maximum vectorises over Q
         if uniform:
             best_PQ = scores_NQ.view(-1, uniform, len(queries_QD)).amax(1)
         else:
@@ -303,13 +303,13 @@ class TorchKernel:
             best_PQ = torch.segment_reduce(scores_NQ, "max", lengths=lengths_P, axis=0)
         return best_PQ.T.contiguous()
 
-    def lows(self, queries: "PlainQueries[torch.Tensor]") -> FloatArray:
+    def lower_bounds(self, queries: "PlainQueries[torch.Tensor]") -> FloatArray:
         return queries.low_QK.cpu().numpy()
 
-    def kth(self, queries: "PlainQueries[torch.Tensor]") -> FloatArray:
+    def kth_bounds(self, queries: "PlainQueries[torch.Tensor]") -> FloatArray:
         return queries.low_QK[:, -1].cpu().numpy()
 
-    def restart(self, queries: "PlainQueries[torch.Tensor]", low_QK: FloatArray) -> None:
+    def set_lower_bounds(self, queries: "PlainQueries[torch.Tensor]", low_QK: FloatArray) -> None:
         queries.low_QK = self.put(low_QK)
 
 

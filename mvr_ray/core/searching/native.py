@@ -1,33 +1,33 @@
 """Scan with loops compiled from `scan.c`, for processors with AVX-512 and VNNI, or with AVX2.
 
 The loops exist where the package was built with a C compiler; without them, or on other processors, the kernels of
-`kernels` give the same answers. Vectors are read as they are stored, half precision being widened in registers. With
-AVX2 alone (`Avx2Kernel`) the loops are for a few queries: torch's product of matrices is faster for many. Those for
-AVX-512 take and compare the best view of each passage in registers too, so that scores never reach memory.
+`kernels` give the same hits. Vectors are read as stored; half precision is widened in registers. With AVX2 alone
+(`Avx2Kernel`) the loops are for a few queries: torch's matrix product is faster for many. Those for AVX-512 also take
+and compare the best view of each passage in registers, so scores never reach memory.
 
-Of eight-bit codes the products are integers. To that end a query is rounded to sixteen bits,
+Products with int8 codes are integers, from queries rounded to sixteen bits,
 
     q' = t n,  n = rint(q / t) = 256 h + l,  t = max_d |q_d| / 32512,  |h|, |l| <= 128
 
-and the bound of `scan` grows by |q - q'| max|w|. The integers are exact; what is made of them is rounded at most six
-times, within the 16 terms that `score_error` adds.
+and the bound of `scan` grows by |q - q'| max|w|. The integers are exact; further operations round at most six times,
+within the 16 terms that `score_error` adds.
 
 **Coarse products.** Where the processor multiplies bfloat16, batches are filtered by v' and q', the vectors and queries
-rounded to it: half the bytes, twice the rate of float32 in vector registers, twenty times with AMX. This is the case of
-codes (`scan`): with |q - q'| and the largest |v - v'| of a step as they are, not as they might be, the bound is
+rounded to it: half the bytes, twice the rate of float32 in vector registers, twenty times with AMX. The bound is that
+of codes (`scan`), with the measured |q - q'| and largest |v - v'| of a step:
 
-    |q| max|v - v'| + |q - q'| max|v'|  and what summing D exact products in float32 adds;
+    |q| max|v - v'| + |q - q'| max|v'|  + the error of summing D exact products in float32;
 
-the relative error of a value is at most 2^-8, of a vector's norm about 2^-10. `scan` asks for fine products when too
-many passages are within it. Values of 2^120 and more are multiplied in float32.
+the relative error of a value is at most 2^-8, of a vector's norm about 2^-10. `scan` switches to fine products when
+too many passages are within it. Values of 2^120 and more are multiplied in float32.
 
-**Fine products** with AMX, where Linux lets the process use it, are of sums of two bfloat16, x = x_1 + x_2 + x', with
-|x_2| <= 2^-8 |x|, |x'| <= 2^-17 |x|. Of them q_1 v_1 + q_1 v_2 + q_2 v_1 are made, which leaves out q_2 v_2 + q' v +
-(q_1 + q_2) v', less than 2^-15 |q_d v_d| a term; three products a term are summed in float32, whose magnitudes add up
+**Fine products** with AMX, where Linux grants it to the process, use sums of two bfloat16, x = x_1 + x_2 + x', with
+|x_2| <= 2^-8 |x|, |x'| <= 2^-17 |x|. They compute q_1 v_1 + q_1 v_2 + q_2 v_1, which omits q_2 v_2 + q' v +
+(q_1 + q_2) v', less than 2^-15 |q_d v_d| a term; three products a term are summed in float32, with magnitudes that sum
 to at most (1 + 2^-6) |q_d v_d|. A relative rounding r of 2^-16 and, for the 2^-6, 4 D terms in the bound of `scan`
 cover that for any D. Without AMX, fine products are of float32.
 
-Threads are the scan's: each takes steps (`threads`), and Python's lock is not held meanwhile.
+The scan's threads (`threads`) call the loops, which release Python's lock.
 
 Shapes: Q queries, P passages of a step, N vectors, D dimension, K best lower bounds kept, M candidates.
 """
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 LIBRARY, INTERFACE = "mvr_ray.core.searching._scan", 6
 KINDS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.int8): 2}
 STEP = 32768
-AHEAD_BYTES = 16384  # how far before its use memory is asked for, into the second cache
+AHEAD_BYTES = 16384  # prefetch distance, into the second-level cache
 LANES, PANEL, BLOCK, SLICE = 16, 48, 32, 192  # as in scan.c; the slice in dimensions
 LARGE = 2.0**100
 LARGEST_HALF = 127 * 256
@@ -62,13 +62,13 @@ LARGEST_HALF = 127 * 256
 class _SearchArgs(ctypes.Structure):
     _fields_ = (
         ("queries", ctypes.c_int32),
-        ("kept", ctypes.c_int32),
+        ("limit", ctypes.c_int32),
         ("mask_P", ctypes.c_void_p),
         ("error_Q", ctypes.c_void_p),
         ("low_QK", ctypes.c_void_p),
         ("cut_Q", ctypes.c_void_p),
-        ("room", ctypes.c_int64),
-        ("num_found", ctypes.c_int64),
+        ("capacity", ctypes.c_int64),
+        ("num_candidates", ctypes.c_int64),
         ("query_M", ctypes.c_void_p),
         ("passage_M", ctypes.c_void_p),
         ("upper_M", ctypes.c_void_p),
@@ -76,7 +76,7 @@ class _SearchArgs(ctypes.Structure):
 
 
 def load_library(name: str, interface: int) -> ctypes.CDLL | None:
-    """Load the compiled module of this name; None where it was not built, or from sources of another interface."""
+    """Load the compiled module of this name; None where it was not built, or with another interface."""
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.origin:
         return None
@@ -132,13 +132,13 @@ class _QueryArgs(ctypes.Structure):
 
 
 class NativeRows(NamedTuple):
-    """A step's vectors as they are stored, or its codes and their scales."""
+    """A step's vectors as stored, or its codes and their scales."""
 
     rows_ND: NDArray[Any]
     scale_N: NDArray[np.float32] | None
 
 
-def _as_stored(rows_ND: NDArray[Any], scale_N1: NDArray[Any] | None) -> NativeRows:
+def _stored_rows(rows_ND: NDArray[Any], scale_N1: NDArray[Any] | None) -> NativeRows:
     rows_ND = np.ascontiguousarray(rows_ND)
     if rows_ND.dtype not in KINDS:
         rows_ND = rows_ND.astype(np.float32)
@@ -147,8 +147,8 @@ def _as_stored(rows_ND: NDArray[Any], scale_N1: NDArray[Any] | None) -> NativeRo
 
 @dataclass
 class NativeQueries:
-    """Queries in the order in which the loops read them, the K best lower bounds of each as a heap, buffers, and the
-    addresses of all these for the loops."""
+    """Queries in the order of the loops, the K best lower bounds of each as a heap, buffers, and the addresses of all
+    these for the loops."""
 
     panels: NDArray[Any]
     tiles: NDArray[Any] | None
@@ -168,17 +168,17 @@ class NativeQueries:
 
     def __post_init__(self) -> None:
         columns = self.query_M, self.passage_M, self.upper_M
-        room = len(self.query_M)
-        self.search = _SearchArgs(
-            *self.low_QK.shape, None, None, None, _address(self.cut_Q), room, 0, *map(_address, columns)
+        capacity = len(self.query_M)
+        self.search_args = _SearchArgs(
+            *self.low_QK.shape, None, None, None, _address(self.cut_Q), capacity, 0, *map(_address, columns)
         )
         whole = self.panels, self.tiles, None, self.bias, self.unit_Q
-        self.question = _QueryArgs(*(_address(part) for part in whole))
+        self.query_args = _QueryArgs(*(_address(part) for part in whole))
         self.space_at = _address(self.space)
 
 
 class NativeKernel:
-    """Runs the loops of `scan.c`. Raises RuntimeError where `library` is None."""
+    """Runs the AVX-512 loops of `scan.c`. Raises RuntimeError where `library` is None."""
 
     vectors_per_step = STEP
     gather_share = GATHER_SHARE
@@ -195,24 +195,24 @@ class NativeKernel:
 
     @property
     def halves_are_faster(self) -> bool:
-        """Whether batches of queries scan vectors of half precision faster than their codes: both are widened to
-        bfloat16, and codes leave more candidates. With AMX codes are faster (benchmarks/README.md, kernels)."""
+        """Whether batches of queries scan fp16 vectors faster than their codes: both are widened to bfloat16, and codes
+        leave more candidates. With AMX codes are faster (benchmarks/README.md, kernels)."""
         return self.coarse and not self.tiles
 
     def put(self, rows: NDArray[Any]) -> NDArray[Any]:
         return rows
 
-    def ready(self, rows_ND: NDArray[Any], scale_N1: NDArray[Any] | None = None) -> NativeRows:
-        return _as_stored(rows_ND, scale_N1)
+    def prepare_rows(self, rows_ND: NDArray[Any], scale_N1: NDArray[Any] | None = None) -> NativeRows:
+        return _stored_rows(rows_ND, scale_N1)
 
-    def max_norm(self, ready: NativeRows) -> float:
-        kind, (count, dimension) = KINDS[ready.rows_ND.dtype], ready.rows_ND.shape
-        return self.loops.mvr_max_norm(kind, ready.rows_ND.ctypes.data, _address(ready.scale_N), count, dimension)
+    def max_norm(self, step_rows: NativeRows) -> float:
+        rows_ND, scale_N = step_rows
+        return self.loops.mvr_max_norm(KINDS[rows_ND.dtype], _address(rows_ND), _address(scale_N), *rows_ND.shape)
 
-    def max_residual(self, ready: NativeRows) -> float:
-        """The largest norm of what bfloat16 takes off a vector, in float32; infinite if a value is 2^120 or more."""
-        kind, (count, dimension) = KINDS[ready.rows_ND.dtype], ready.rows_ND.shape
-        return self.loops.mvr_max_residual(kind, ready.rows_ND.ctypes.data, count, dimension)
+    def max_residual(self, step_rows: NativeRows) -> float:
+        """Compute the largest norm of a bfloat16 rounding error, in float32; infinite if a value is 2^120 or more."""
+        kind, (count, dimension) = KINDS[step_rows.rows_ND.dtype], step_rows.rows_ND.shape
+        return self.loops.mvr_max_residual(kind, step_rows.rows_ND.ctypes.data, count, dimension)
 
     def prepare(self, queries_QD: FloatArray, limit: int, with_codes: bool) -> NativeQueries:
         num_queries, dimension = queries_QD.shape
@@ -234,7 +234,7 @@ class NativeKernel:
                     short = _pack_tiles([high]) if self.tiles else _pack_short(high)
                     coarse = Coarse(rounding_CQ, self.max_residual)
         split = tiles is not None and not with_codes
-        room, width = 2 * BLOCK * num_queries + 4096, -(-dimension // 64) * 64
+        capacity, width = 2 * BLOCK * num_queries + 4096, -(-dimension // 64) * 64
         return NativeQueries(
             panels,
             tiles,
@@ -247,16 +247,16 @@ class NativeKernel:
             coarse=coarse,
             low_QK=np.full((num_queries, limit), -np.inf, np.float32),
             cut_Q=np.full(num_padded, np.inf, np.float32),
-            query_M=np.empty(room, np.int64),
-            passage_M=np.empty(room, np.int64),
-            upper_M=np.empty(room, np.float32),
+            query_M=np.empty(capacity, np.int64),
+            passage_M=np.empty(capacity, np.int64),
+            upper_M=np.empty(capacity, np.float32),
             space=np.zeros(16 + num_padded * (1 + BLOCK) + 2 * BLOCK * width + BLOCK * SLICE, np.float32),
         )
 
     def candidates(
         self,
         queries: NativeQueries,
-        ready: NativeRows,
+        step_rows: NativeRows,
         counts_P: IntArray,
         uniform: int,
         error_Q: FloatArray,
@@ -264,36 +264,35 @@ class NativeKernel:
     ) -> Candidates:
         error_Q = np.ascontiguousarray(error_Q, np.float32)
         counts_P = np.ascontiguousarray(counts_P, np.int64)
-        search, question = queries.search, queries.question
-        search.error_Q, search.low_QK, search.mask_P = map(_address, (error_Q, queries.low_QK, mask_P))
-        question.coarse = _address(queries.short if queries.coarse else None)
-        kind, rows, scales = KINDS[ready.rows_ND.dtype], _address(ready.rows_ND), _address(ready.scale_N)
-        counts, dimension = _address(counts_P), ready.rows_ND.shape[1]
+        search_args, query_args = queries.search_args, queries.query_args
+        search_args.error_Q, search_args.low_QK, search_args.mask_P = map(_address, (error_Q, queries.low_QK, mask_P))
+        query_args.coarse = _address(queries.short if queries.coarse else None)
+        kind, rows, scales = KINDS[step_rows.rows_ND.dtype], _address(step_rows.rows_ND), _address(step_rows.scale_N)
+        counts, dimension = _address(counts_P), step_rows.rows_ND.shape[1]
         passage, parts = 0, []
         while passage < len(counts_P):
-            search.num_found = 0
+            search_args.num_candidates = 0
             passage = self.loops.mvr_scan(
-                kind, rows, scales, counts, passage, len(counts_P), dimension, ctypes.addressof(question), AHEAD_BYTES,
-                ctypes.addressof(search), queries.space_at,
+                kind, rows, scales, counts, passage, len(counts_P), dimension, ctypes.addressof(query_args),
+                AHEAD_BYTES, ctypes.addressof(search_args), queries.space_at,
             )  # fmt: skip
-            parts.append(
-                [column[: search.num_found].copy() for column in (queries.query_M, queries.passage_M, queries.upper_M)]
-            )
+            columns, count = (queries.query_M, queries.passage_M, queries.upper_M), search_args.num_candidates
+            parts.append([column[:count].copy() for column in columns])
         return Candidates(*parts[0]) if len(parts) == 1 else Candidates(*map(np.concatenate, zip(*parts)))
 
-    def lows(self, queries: NativeQueries) -> FloatArray:
+    def lower_bounds(self, queries: NativeQueries) -> FloatArray:
         return queries.low_QK
 
-    def kth(self, queries: NativeQueries) -> FloatArray:
+    def kth_bounds(self, queries: NativeQueries) -> FloatArray:
         return queries.low_QK[:, 0]
 
-    def restart(self, queries: NativeQueries, low_QK: FloatArray) -> None:
-        queries.low_QK = np.ascontiguousarray(low_QK[:, ::-1], np.float32)  # ascending numbers are a heap
+    def set_lower_bounds(self, queries: NativeQueries, low_QK: FloatArray) -> None:
+        queries.low_QK = np.ascontiguousarray(low_QK[:, ::-1], np.float32)  # an ascending array is a heap
 
 
 @dataclass
 class RoundedQueries(PlainQueries[NDArray[Any]]):
-    """Queries in float32, or for codes in sixteen bits, each in its unit."""
+    """Queries in float32, or for codes as 16-bit integers, each with its unit."""
 
     unit_Q: NDArray[np.float32] | None = None
 
@@ -311,12 +310,12 @@ class Avx2Kernel(HostKernel):
         self.loops = loops
         self.threads = threads or num_threads()
 
-    def ready(self, rows_ND: NDArray[Any], scale_N1: NDArray[Any] | None = None) -> NativeRows:
-        return _as_stored(rows_ND, scale_N1)
+    def prepare_rows(self, rows_ND: NDArray[Any], scale_N1: NDArray[Any] | None = None) -> NativeRows:
+        return _stored_rows(rows_ND, scale_N1)
 
-    def max_norm(self, ready: NativeRows) -> float:
-        kind, (count, dimension) = KINDS[ready.rows_ND.dtype], ready.rows_ND.shape
-        return self.loops.mvr_max_norm_avx2(kind, _address(ready.rows_ND), _address(ready.scale_N), count, dimension)
+    def max_norm(self, step_rows: NativeRows) -> float:
+        rows_ND, scale_N = step_rows
+        return self.loops.mvr_max_norm_avx2(KINDS[rows_ND.dtype], _address(rows_ND), _address(scale_N), *rows_ND.shape)
 
     def prepare(self, queries_QD: NDArray[np.float32], limit: int, with_codes: bool) -> RoundedQueries:
         plain = super().prepare(np.ascontiguousarray(queries_QD, np.float32), limit, with_codes)
@@ -328,47 +327,47 @@ class Avx2Kernel(HostKernel):
     def candidates(
         self,
         queries: RoundedQueries,
-        ready: NativeRows,
+        step_rows: NativeRows,
         counts_P: IntArray,
         uniform: int,
         error_Q: FloatArray,
         mask_P: NDArray[np.bool_] | None = None,
     ) -> Candidates:
-        """As of other kernels; vectors outside the mask are not read."""
+        """Find candidates as other kernels do, without reading vectors outside the mask."""
         counts_P = np.ascontiguousarray(counts_P, np.int64)
         first_P = np.cumsum(counts_P) - counts_P
         if mask_P is None:
-            return self.select(queries, self.best_views(queries, ready, first_P, counts_P), error_Q)
+            return self.select(queries, self.best_views(queries, step_rows, first_P, counts_P), error_Q)
         passing_M = np.flatnonzero(mask_P)
-        best_QM = self.best_views(queries, ready, first_P[passing_M], counts_P[passing_M])
+        best_QM = self.best_views(queries, step_rows, first_P[passing_M], counts_P[passing_M])
         candidates = self.select(queries, best_QM, error_Q)
         return candidates._replace(passage_M=passing_M[candidates.passage_M])
 
     def best_views(
-        self, queries: RoundedQueries, ready: NativeRows, first_P: IntArray, counts_P: IntArray
+        self, queries: RoundedQueries, step_rows: NativeRows, first_P: IntArray, counts_P: IntArray
     ) -> NDArray[np.float32]:
-        """Compute best_QP, the best inner product of the `counts_P` vectors from `first_P` on."""
+        """Compute best_QP, the best inner product over `counts_P` vectors from `first_P` on."""
         best_QP = np.empty((len(queries.queries_QD), len(counts_P)), np.float32)
         self.loops.mvr_best_views(
-            KINDS[ready.rows_ND.dtype], _address(ready.rows_ND), _address(ready.scale_N), _address(first_P),
-            _address(counts_P), len(counts_P), ready.rows_ND.shape[1], _address(queries.queries_QD),
+            KINDS[step_rows.rows_ND.dtype], _address(step_rows.rows_ND), _address(step_rows.scale_N), _address(first_P),
+            _address(counts_P), len(counts_P), step_rows.rows_ND.shape[1], _address(queries.queries_QD),
             _address(queries.unit_Q), len(best_QP), _address(best_QP),
         )  # fmt: skip
         return best_QP
 
 
 class BlockRows:
-    """Where a block lies, for the compiled loop of exact scores."""
+    """A block's addresses for the compiled loop of exact scores."""
 
     def __init__(self, block: EmbeddingBlock) -> None:
         row_ptr = np.ascontiguousarray(block.row_ptr, np.int64)
         number_N = np.ascontiguousarray(block.view_numbers_N, np.int16)
-        self.kept = block.vectors_ND, row_ptr, number_N
-        self.arguments = KINDS[block.vectors_ND.dtype], *map(_address, self.kept), block.vectors_ND.shape[1]
+        self.arrays = block.vectors_ND, row_ptr, number_N
+        self.arguments = KINDS[block.vectors_ND.dtype], *map(_address, self.arrays), block.vectors_ND.shape[1]
 
 
 def rows_of(block: EmbeddingBlock) -> BlockRows | None:
-    """Where a block lies; None where the compiled loop cannot score its passages."""
+    """Return a block's addresses; None where the compiled loop cannot score its passages."""
     vectors_ND = block.vectors_ND
     if vectors_ND.dtype not in (np.float32, np.float16) or not vectors_ND.flags.c_contiguous:
         return None
@@ -383,10 +382,10 @@ def rescore(
     score_M: NDArray[np.float32],
     view_M: NDArray[np.int16],
 ) -> None:
-    """Fill `score_M` and `view_M` with the scores of `exact`, to the last bit: for each span of the pairs, its block.
-    `row_M` are rows in the block. Indices are int64 and contiguous."""
+    """Fill `score_M` and `view_M` with the scores of `exact`, bit for bit. Each span is a block with its range of
+    pairs; `row_M` are rows in the block. Indices are int64 and contiguous."""
     loops = library() or library_avx2()
-    assert loops is not None, "ask `rows_of` first"
+    assert loops is not None, "check `rows_of` first"
     wide, terms = np.zeros(queries_QD.size + 8), np.empty(queries_QD.shape[1] + 8)
     wide[: queries_QD.size] = queries_QD.ravel()
     query, row, score, view = query_M.ctypes.data, row_M.ctypes.data, score_M.ctypes.data, view_M.ctypes.data
@@ -399,16 +398,16 @@ def rescore(
 
 
 def _pack_floats(queries_QD: FloatArray, num_padded: int) -> NDArray[np.float32]:
-    """Panels of 48 queries, the last of 16, 32 or 48, each [D, queries]; one query between zeros, [16 + D + 16]."""
+    """Pack panels of 48 queries, the last of 16, 32 or 48, each [D, queries]; one query: [16 + D + 16] with zeros."""
     if len(queries_QD) == 1:
         return np.pad(queries_QD[0].astype(np.float32, copy=False), LANES)
-    every = np.zeros((num_padded, queries_QD.shape[1]), np.float32)
-    every[: len(queries_QD)] = queries_QD
-    return np.concatenate([every[at : at + PANEL].T.ravel() for at in range(0, num_padded, PANEL)])
+    padded_QD = np.zeros((num_padded, queries_QD.shape[1]), np.float32)
+    padded_QD[: len(queries_QD)] = queries_QD
+    return np.concatenate([padded_QD[at : at + PANEL].T.ravel() for at in range(0, num_padded, PANEL)])
 
 
 class _SplitQueries(NamedTuple):
-    """Both bfloat16 parts of padded queries, and the norms of what the first leaves of them."""
+    """Both bfloat16 parts of padded queries, and the norms of the rounding errors of the first."""
 
     high_QD: NDArray[np.uint16]
     low_QD: NDArray[np.uint16]
@@ -417,30 +416,30 @@ class _SplitQueries(NamedTuple):
 
 def _split_queries(queries_QD: FloatArray, num_padded: int) -> _SplitQueries:
     num_queries, dimension = queries_QD.shape
-    every = np.zeros((num_padded, -(-dimension // 32) * 32), np.float32)
-    every[:num_queries, :dimension] = queries_QD
-    high = _bfloat16(every)
-    rest = every - (high.astype(np.uint32) << 16).view(np.float32)
-    rounding_Q = np.linalg.norm(rest[:num_queries].astype(np.float64), axis=1) * (1 + 2.0**-40)
-    return _SplitQueries(high, _bfloat16(rest), rounding_Q)
+    padded_QD = np.zeros((num_padded, -(-dimension // 32) * 32), np.float32)
+    padded_QD[:num_queries, :dimension] = queries_QD
+    high = _bfloat16(padded_QD)
+    remainder_QD = padded_QD - (high.astype(np.uint32) << 16).view(np.float32)
+    rounding_Q = np.linalg.norm(remainder_QD[:num_queries].astype(np.float64), axis=1) * (1 + 2.0**-40)
+    return _SplitQueries(high, _bfloat16(remainder_QD), rounding_Q)
 
 
 def _pack_tiles(parts: Sequence[NDArray[np.uint16]]) -> NDArray[np.uint16]:
-    """bfloat16 parts of queries, [16 queries][D / 32][part][16 pairs of D][query][2]."""
+    """Pack bfloat16 parts of queries, [16 queries][D / 32][part][16 pairs of D][query][2]."""
     num_padded, width = parts[0].shape
     pairs = np.stack(parts).reshape(len(parts), num_padded // LANES, LANES, width // 32, 16, 2)
     return np.ascontiguousarray(pairs.transpose(1, 3, 0, 4, 2, 5)).ravel()
 
 
 def _pack_short(high_QD: NDArray[np.uint16]) -> NDArray[np.uint16]:
-    """Panels of 48 queries, the last of 16, 32 or 48, each [D / 2][queries][2]."""
+    """Pack panels of 48 queries, the last of 16, 32 or 48, each [D / 2][queries][2]."""
     num_padded, width = high_QD.shape
     pairs = high_QD.reshape(num_padded, width // 2, 2)
     return np.concatenate([pairs[at : at + PANEL].transpose(1, 0, 2).ravel() for at in range(0, num_padded, PANEL)])
 
 
 def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The upper half of float32's bits, rounded to the nearest, to even on ties."""
+    """Round to the upper half of float32's bits, to even on ties."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
@@ -465,14 +464,14 @@ def _round_queries(queries_QD: FloatArray) -> _WholeQueries:
     unit_Q = (np.abs(wide_QD).max(axis=1, initial=0.0) / LARGEST_HALF).astype(np.float32)
     divisor_Q1 = np.where(unit_Q > 0, unit_Q, np.inf).astype(np.float64)[:, None]
     whole_QD = np.clip(np.rint(wide_QD / divisor_Q1), -LARGEST_HALF, LARGEST_HALF)
-    away_QD = wide_QD - whole_QD * unit_Q[:, None].astype(np.float64)
-    return _WholeQueries(whole_QD, unit_Q, np.linalg.norm(away_QD, axis=1) * (1 + 2.0**-40))
+    error_QD = wide_QD - whole_QD * unit_Q[:, None].astype(np.float64)
+    return _WholeQueries(whole_QD, unit_Q, np.linalg.norm(error_QD, axis=1) * (1 + 2.0**-40))
 
 
 def _pack_codes(queries_QD: FloatArray, num_padded: int) -> _CodeQueries:
-    """The halves h and l, the constants that take off what making codes unsigned put on, t, and |q - q'|."""
+    """Pack the halves h and l, the constants that correct for unsigned codes, t, and |q - q'|."""
     num_queries, dimension = queries_QD.shape
-    alone = num_queries == 1 and dimension <= 8192
+    is_single = num_queries == 1 and dimension <= 8192
     whole_QD, unit_Q, rounding_Q = _round_queries(queries_QD)
     width = -(-dimension // 64) * 64
     halves_2QD = np.zeros((2, num_padded, width), np.int32)
@@ -481,7 +480,7 @@ def _pack_codes(queries_QD: FloatArray, num_padded: int) -> _CodeQueries:
     halves_2QD[1] -= 256 * halves_2QD[0]
     units = np.zeros(num_padded, np.float32)
     units[:num_queries] = unit_Q
-    if alone:
+    if is_single:
         panels = halves_2QD[:, 0]
         bias = -128 * panels.reshape(2, -1, LANES, 4).sum(axis=(1, 3))
     else:
@@ -498,7 +497,7 @@ def _address(array: NDArray[Any] | None) -> int | None:
 
 
 def num_threads() -> int:
-    """Number of threads: torch's where it is loaded, else OMP_NUM_THREADS, else one a processor."""
+    """Return the number of threads: torch's where it is loaded, else OMP_NUM_THREADS, else one a processor."""
     torch = sys.modules.get("torch")
     if torch is not None:
         return torch.get_num_threads()

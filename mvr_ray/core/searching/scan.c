@@ -1,14 +1,14 @@
-/* The hot loops of exact search for processors with AVX-512 and VNNI; `native.py` calls them, and says what they mean.
-   Those at the end are for processors with AVX2 alone.
+/* The hot loops of exact search for processors with AVX-512 and VNNI, called by `native.py`, which documents them.
+   Those at the end are for processors with only AVX2.
 
-   A tile is ROWS vectors in a row. Its inner products with a panel of queries stay in registers: the best view of each
-   passage is taken there, and compared there with what a passage must reach, so that scores never go to memory. A
-   passage may spread over tiles; `best` carries its maximum from one to the next.
+   A tile is ROWS consecutive vectors. Its inner products with a panel of queries stay in registers, as do the maximum
+   over each passage's views and its comparison with the cut, so scores never reach memory. A passage may span tiles;
+   `best` carries its maximum from one to the next.
 
    A factor x is high + low + rest, high and low being bfloat16. Coarse scores are the product of the high parts, and
-   `native.py` bounds what they leave out. Fine ones are sums of float32; or, where the processor has AMX, of three of
-   the four products, and it bounds the fourth and the rests. AMX takes 32 rows and 32 queries at a time, coarse or
-   fine; without it, coarse products of two dimensions go through the vector registers at once.
+   `native.py` bounds their error. Fine ones are sums of float32; or, where the processor has AMX, of three of the four
+   products, and it bounds the fourth and the rests. AMX multiplies 32 rows with 32 queries at a time, coarse or fine;
+   without it, vector registers compute coarse products of two dimensions at once.
 
    Shapes: Q queries, P passages, N vectors, D dimension, K best lower bounds kept for each query. */
 
@@ -34,12 +34,12 @@
 #define UNROLL _Pragma("GCC unroll 8")
 #define ROWS 8
 #define LANES 16
-#define BLOCK 32 /* rows that go through matrix tiles together: two tiles of 16 */
-#define AHEAD_IN_ORDER 8192 /* bytes, into the first cache */
+#define BLOCK 32 /* rows of a block for matrix tiles: two tiles of 16 */
+#define AHEAD_IN_ORDER 8192 /* prefetch distance in bytes, into the first-level cache */
 #define TILE 512 /* two-byte values of a matrix tile */
-#define SLICE 6 /* times 32 dimensions: both parts of a block's rows stay in the first cache; twice as long of one */
-#define LARGE 0x1p120f /* beyond, a bfloat16 could be infinite */
-#define PLAIN_STATE 0x1f80 /* round to nearest, no flushing of small numbers, whatever the caller's thread has set */
+#define SLICE 6 /* times 32 dimensions: both parts of a block's rows fit the first-level cache; twice as long for one */
+#define LARGE 0x1p120f /* above, a bfloat16 could be infinite */
+#define PLAIN_STATE 0x1f80 /* round to nearest, no flushing of small numbers, regardless of the caller */
 
 enum { FLOAT32, FLOAT16, INT8 };
 
@@ -50,7 +50,7 @@ int mvr_supported(void) {
            __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
 }
 
-/* Whether products of bfloat16 may be made in vector registers. */
+/* Whether vector registers multiply bfloat16. */
 int mvr_short(void) {
     __builtin_cpu_init();
     return mvr_supported() && __builtin_cpu_supports("avx512bf16");
@@ -69,50 +69,50 @@ int mvr_tiles(void) {
 #endif
 }
 
-/* Whether a single stream is read faster than eight: so on processors of AMD (`benchmarks/notes.md`). */
+/* Whether one stream is read faster than eight, as on AMD processors (`benchmarks/notes.md`). */
 static int mvr_in_order(void) {
     __builtin_cpu_init();
     return __builtin_cpu_is("amd");
 }
 
-/* What is known of the queries, and what was found. `low_QK` holds a heap a query, the least first. Passages whose byte
-   of `mask_P` is 0 are passed over; NULL where there are none. */
+/* Lower bounds and candidates of the queries. `low_QK` holds a min-heap a query. Passages with a 0 in `mask_P` are
+   skipped; NULL without a mask. */
 typedef struct {
-    int32_t queries, kept;
+    int32_t num_queries, limit;
     const uint8_t *mask_P;
     const float *error_Q;
     float *low_QK, *cut_Q; /* a score below cut_Q cannot matter; cut_Q is padded to whole panels with +inf */
-    int64_t room, found;
+    int64_t capacity, num_candidates;
     int64_t *query_M, *passage_M;
     float *upper_M;
 } Search;
 
-/* Queries as the loops read them. `tiles` are the bfloat16 panels, or codes' own; NULL where AMX is not to be used.
-   `coarse` are panels of high parts, for AMX if `tiles` are there; NULL where products are to be fine. */
+/* Queries as the loops read them. `tiles` are the bfloat16 panels, or codes' own; NULL without AMX.
+   `coarse` are panels of high parts, for AMX if `tiles` are set; NULL for fine products. */
 typedef struct {
     const void *packed, *tiles, *coarse;
     const int32_t *bias;
     const float *unit_Q;
-} Asked;
+} Queries;
 
 FAST static float cut(float low, float error) {
     float value = low - error;
     return value - (fabsf(low) + error) * 0x1p-21f; /* -inf stays -inf */
 }
 
-/* One score that reached the cut: keep it if `a + e` reaches the k-th lower bound, and let `a - e` take its place. */
-FAST static void emit(Search *s, int query, int64_t passage, float score) {
+/* Adds a score above the cut if `a + e` reaches the k-th lower bound, which `a - e` may replace. */
+FAST static void add_candidate(Search *s, int query, int64_t passage, float score) {
     if (s->mask_P && !s->mask_P[passage]) return;
-    float *heap = s->low_QK + (int64_t)query * s->kept, error = s->error_Q[query];
+    float *heap = s->low_QK + (int64_t)query * s->limit, error = s->error_Q[query];
     if (!(score + error >= heap[0])) return;
-    s->query_M[s->found] = query;
-    s->passage_M[s->found] = passage;
-    s->upper_M[s->found++] = score + error;
+    s->query_M[s->num_candidates] = query;
+    s->passage_M[s->num_candidates] = passage;
+    s->upper_M[s->num_candidates++] = score + error;
     float low = score - error;
     if (!(low > heap[0])) return;
     int at = 0;
-    for (int child; (child = 2 * at + 1) < s->kept; at = child) {
-        if (child + 1 < s->kept && heap[child + 1] < heap[child]) child++;
+    for (int child; (child = 2 * at + 1) < s->limit; at = child) {
+        if (child + 1 < s->limit && heap[child + 1] < heap[child]) child++;
         if (heap[child] >= low) break;
         heap[at] = heap[child];
     }
@@ -120,24 +120,24 @@ FAST static void emit(Search *s, int query, int64_t passage, float score) {
     s->cut_Q[query] = cut(heap[0], error);
 }
 
-FAST static void emit_lanes(Search *s, unsigned mask, int first, int64_t passage, __m512 scores) {
+FAST static void add_candidates(Search *s, unsigned mask, int first, int64_t passage, __m512 scores) {
     float lanes[LANES];
     _mm512_storeu_ps(lanes, scores);
     for (; mask; mask &= mask - 1) {
         int lane = __builtin_ctz(mask);
-        emit(s, first + lane, passage, lanes[lane]);
+        add_candidate(s, first + lane, passage, lanes[lane]);
     }
 }
 
-/* The scores of a tile's rows with LANES queries: maximum over each passage's rows, and out with the good ones.
+/* Takes the maximum over each passage's rows in a tile for LANES queries, and adds the candidates.
    Bit r of `ends` is set where row r is the last of its passage. */
-INLINE void settle(Search *s, const __m512 *score_R, unsigned ends, int64_t passage, int first, float *best) {
+INLINE void reduce_rows(Search *s, const __m512 *score_R, unsigned ends, int64_t passage, int first, float *best) {
     __m512 most = _mm512_loadu_ps(best);
     UNROLL for (int r = 0; r < ROWS; r++) {
         most = _mm512_max_ps(most, score_R[r]);
         if (ends >> r & 1) {
             unsigned mask = _mm512_cmp_ps_mask(most, _mm512_loadu_ps(s->cut_Q + first), _CMP_GE_OQ);
-            if (__builtin_expect(mask, 0)) emit_lanes(s, mask, first, passage, most);
+            if (__builtin_expect(mask, 0)) add_candidates(s, mask, first, passage, most);
             passage++;
             most = _mm512_set1_ps(-INFINITY);
         }
@@ -157,15 +157,15 @@ INLINE void float_panel(Search *s, const float *tile_RD, const float *panel, int
             UNROLL for (int w = 0; w < width; w++) sum[w][r] = _mm512_fmadd_ps(one, query[w], sum[w][r]);
         }
     }
-    UNROLL for (int w = 0; w < width; w++) settle(s, sum[w], ends, passage, first + w * LANES, best + w * LANES);
+    UNROLL for (int w = 0; w < width; w++) reduce_rows(s, sum[w], ends, passage, first + w * LANES, best + w * LANES);
 }
 
 /* Panels of 48 queries, the last of 16, 32 or 48: [panel][D][queries of the panel]. */
-FAST static void float_tile(Search *s, const float *tile_RD, const float *asked, int dimension, unsigned ends,
+FAST static void float_tile(Search *s, const float *tile_RD, const float *panels, int dimension, unsigned ends,
                             int64_t passage, float *best_Q) {
-    for (int first = 0; first < s->queries;) {
-        int left = s->queries - first;
-        const float *panel = asked + (int64_t)first * dimension;
+    for (int first = 0; first < s->num_queries;) {
+        int left = s->num_queries - first;
+        const float *panel = panels + (int64_t)first * dimension;
         float *best = best_Q + first;
         if (left > 2 * LANES) {
             float_panel(s, tile_RD, panel, dimension, 3, ends, passage, first, best), first += 3 * LANES;
@@ -179,10 +179,10 @@ FAST static void float_tile(Search *s, const float *tile_RD, const float *asked,
 
 /* Integer products of codes, made unsigned by adding 128, with queries of 16 bits in two halves, high and low. Panels
    of 16 queries: [panel][D / 4][high, low][16 queries][4]. `bias` takes the 128 off again: [panel][high, low][16]. */
-FAST static void code_tile(Search *s, const uint8_t *tile_RD, int stride, const float *scale_R, const int8_t *asked,
+FAST static void code_tile(Search *s, const uint8_t *tile_RD, int stride, const float *scale_R, const int8_t *panels,
                            const int32_t *bias, const float *unit_Q, unsigned ends, int64_t passage, float *best_Q) {
-    for (int first = 0; first < s->queries; first += LANES) {
-        const int8_t *panel = asked + (int64_t)first * stride * 2;
+    for (int first = 0; first < s->num_queries; first += LANES) {
+        const int8_t *panel = panels + (int64_t)first * stride * 2;
         __m512i high[ROWS], low[ROWS];
         __m512i no_high = _mm512_loadu_si512(bias + first * 2), no_low = _mm512_loadu_si512(bias + first * 2 + LANES);
         UNROLL for (int r = 0; r < ROWS; r++) high[r] = no_high, low[r] = no_low;
@@ -202,7 +202,7 @@ FAST static void code_tile(Search *s, const uint8_t *tile_RD, int stride, const 
             __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high[r]), _mm512_set1_ps(256), _mm512_cvtepi32_ps(low[r]));
             score_R[r] = _mm512_mul_ps(sum, _mm512_mul_ps(unit, _mm512_set1_ps(scale_R[r])));
         }
-        settle(s, score_R, ends, passage, first, best_Q + first);
+        reduce_rows(s, score_R, ends, passage, first, best_Q + first);
     }
 }
 
@@ -214,8 +214,8 @@ INLINE __m512 load_row(int kind, const char *rows, int64_t at, __mmask16 rest) {
 
 /* Dimensions from 32 `first` on of rows, `chunks` times 32, as two bfloat16 parts, or as the high one if `low` is NULL:
    row r from `r / 16 * apart + r % 16 * stride` on, the next 32 dimensions a `step` further. False if one is large.
-   `asks`: for the rows of the next block meanwhile. */
-SHORT static inline __attribute__((always_inline)) int split(const int kind, const int both, const int asks,
+   `prefetch_next`: also prefetch the rows of the next block. */
+SHORT static inline __attribute__((always_inline)) int split(const int kind, const int both, const int prefetch_next,
                                                              const char *rows, int count, int dimension, int first,
                                                              int chunks, int64_t apart, int64_t stride, int64_t step,
                                                              uint16_t *high, uint16_t *low) {
@@ -229,16 +229,16 @@ SHORT static inline __attribute__((always_inline)) int split(const int kind, con
             const __m512 a = load_row(kind, rows, start + c * 32, (__mmask16)rest);
             const __m512 b = load_row(kind, rows, start + c * 32 + LANES, (__mmask16)(rest >> 16));
             const char *next = rows + (start + c * 32 + (int64_t)BLOCK * dimension) * size;
-            if (asks) _mm_prefetch(next, _MM_HINT_T1);
-            if (asks && kind == FLOAT32) _mm_prefetch(next + 64, _MM_HINT_T1);
+            if (prefetch_next) _mm_prefetch(next, _MM_HINT_T1);
+            if (prefetch_next && kind == FLOAT32) _mm_prefetch(next + 64, _MM_HINT_T1);
             most = _mm512_max_ps(most, _mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
             const __m512i upper = (__m512i)_mm512_cvtne2ps_pbh(b, a);
             _mm512_store_si512(high + to, upper);
             if (!both) continue;
-            const __m512i kept_a = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(upper)), 16);
-            const __m512i kept_b = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(upper, 1)), 16);
-            const __m512 rest_a = _mm512_sub_ps(a, _mm512_castsi512_ps(kept_a));
-            const __m512 rest_b = _mm512_sub_ps(b, _mm512_castsi512_ps(kept_b));
+            const __m512i rounded_a = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(upper)), 16);
+            const __m512i rounded_b = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(upper, 1)), 16);
+            const __m512 rest_a = _mm512_sub_ps(a, _mm512_castsi512_ps(rounded_a));
+            const __m512 rest_b = _mm512_sub_ps(b, _mm512_castsi512_ps(rounded_b));
             _mm512_store_si512(low + to, (__m512i)_mm512_cvtne2ps_pbh(rest_b, rest_a));
         }
     }
@@ -256,15 +256,15 @@ SHORT static int split_tiles(int kind, const char *rows, int count, int dimensio
     return split(FLOAT16, 0, 1, rows, count, dimension, first, chunks, apart, 32, TILE, high, low);
 }
 
-/* Adds to the scores of a block with one or two panels of 16 queries, [panel][32 rows][16 queries], what a slice of the
-   dimensions brings. Panels: [D / 32][high, low][16 pairs of D][16 queries][2], `apart` from each other; coarse ones
+/* Adds to the scores of a block with one or two panels of 16 queries, [panel][32 rows][16 queries], the products of a
+   slice of dimensions. Panels: [D / 32][high, low][16 pairs of D][16 queries][2], `apart` from each other; coarse ones
    have no low part, nor have the rows. */
 TILES static inline __attribute__((always_inline)) void tile_products(const uint16_t *high, const uint16_t *low,
                                                                       const uint16_t *panel, int64_t apart, int chunks,
-                                                                      const int fine, const int two, int begun,
+                                                                      const int fine, const int two, int accumulate,
                                                                       float *score) {
-    __asm__ volatile("" ::: "memory"); /* the compiler does not know that tiles are loaded from memory */
-    if (begun) {
+    __asm__ volatile("" ::: "memory"); /* the compiler does not see that tiles are loaded from memory */
+    if (accumulate) {
         _tile_loadd(0, score, 64);
         _tile_loadd(2, score + 256, 64);
         if (two) {
@@ -320,51 +320,52 @@ TILES static inline __attribute__((always_inline)) void tile_products(const uint
 }
 
 /* `score` as above, of one panel. */
-FAST static void settle_block(Search *s, const float *score, unsigned ends, int64_t passage, int first, float *best) {
+FAST static void reduce_block(Search *s, const float *score, unsigned ends, int64_t passage, int first, float *best) {
     for (int r = 0; r < BLOCK; r += ROWS, ends >>= ROWS) {
         __m512 score_R[ROWS];
         UNROLL for (int i = 0; i < ROWS; i++) score_R[i] = _mm512_loadu_ps(score + (r + i) * LANES);
-        settle(s, score_R, ends & 0xff, passage, first, best);
+        reduce_rows(s, score_R, ends & 0xff, passage, first, best);
         passage += __builtin_popcount(ends & 0xff);
     }
 }
 
-/* False, and nothing is settled, if a row is too large for bfloat16. Coarse panels need the high parts of the rows,
+/* False, without candidates, if a row is too large for bfloat16. Coarse panels need the high parts of the rows,
    whose slices may then be twice as long: `low` must follow `high`. */
 TILES static inline __attribute__((always_inline)) int float_block(Search *s, int kind, const char *rows, int count,
-                                                                   int dimension, const uint16_t *asked, const int fine,
-                                                                   uint16_t *high, uint16_t *low, float *score,
-                                                                   unsigned ends, int64_t passage, float *best_Q) {
+                                                                   int dimension, const uint16_t *panels,
+                                                                   const int fine, uint16_t *high, uint16_t *low,
+                                                                   float *score, unsigned ends, int64_t passage,
+                                                                   float *best_Q) {
     const int chunks = (dimension + 31) / 32, slice = fine ? SLICE : 2 * SLICE;
     const int64_t apart = (int64_t)chunks * (1 + fine) * TILE;
     for (int from = 0; from < chunks; from += slice) {
         const int some = chunks - from < slice ? chunks - from : slice;
         if (!split_tiles(kind, rows, count, dimension, from, some, high, fine ? low : NULL)) return 0;
-        for (int first = 0; first < s->queries; first += 2 * LANES) {
-            const uint16_t *panel = asked + first / LANES * apart + (int64_t)from * (1 + fine) * TILE;
+        for (int first = 0; first < s->num_queries; first += 2 * LANES) {
+            const uint16_t *panel = panels + first / LANES * apart + (int64_t)from * (1 + fine) * TILE;
             float *own = score + (int64_t)first * BLOCK;
-            if (s->queries - first > LANES) tile_products(high, low, panel, apart, some, fine, 1, from, own);
+            if (s->num_queries - first > LANES) tile_products(high, low, panel, apart, some, fine, 1, from, own);
             else tile_products(high, low, panel, apart, some, fine, 0, from, own);
         }
     }
-    for (int first = 0; first < s->queries; first += LANES)
-        settle_block(s, score + (int64_t)first * BLOCK, ends, passage, first, best_Q + first);
+    for (int first = 0; first < s->num_queries; first += LANES)
+        reduce_block(s, score + (int64_t)first * BLOCK, ends, passage, first, best_Q + first);
     return 1;
 }
 
-TILES static int fine_block(Search *s, int kind, const char *rows, int count, int dimension, const uint16_t *asked,
+TILES static int fine_block(Search *s, int kind, const char *rows, int count, int dimension, const uint16_t *panels,
                             uint16_t *high, uint16_t *low, float *score, unsigned ends, int64_t passage,
                             float *best_Q) {
-    return float_block(s, kind, rows, count, dimension, asked, 1, high, low, score, ends, passage, best_Q);
+    return float_block(s, kind, rows, count, dimension, panels, 1, high, low, score, ends, passage, best_Q);
 }
 
-TILES static int coarse_block(Search *s, int kind, const char *rows, int count, int dimension, const uint16_t *asked,
+TILES static int coarse_block(Search *s, int kind, const char *rows, int count, int dimension, const uint16_t *panels,
                               uint16_t *high, uint16_t *low, float *score, unsigned ends, int64_t passage,
                               float *best_Q) {
-    return float_block(s, kind, rows, count, dimension, asked, 0, high, low, score, ends, passage, best_Q);
+    return float_block(s, kind, rows, count, dimension, panels, 0, high, low, score, ends, passage, best_Q);
 }
 
-/* Memory from `next` on, `step` bytes for each dimension, is asked for between the products. */
+/* Prefetches memory from `next` on, `step` bytes for each dimension, between the products. */
 SHORT static inline __attribute__((always_inline)) void short_panel(Search *s, const uint16_t *tile_RD,
                                                                     const float *scale_R, const uint16_t *panel,
                                                                     int width, const int wide, const char *next,
@@ -386,15 +387,15 @@ SHORT static inline __attribute__((always_inline)) void short_panel(Search *s, c
     UNROLL for (int w = 0; w < wide; w++) {
         UNROLL for (int r = 0; r < ROWS && scale_R; r++)
             sum[w][r] = _mm512_mul_ps(sum[w][r], _mm512_set1_ps(scale_R[r]));
-        settle(s, sum[w], ends, passage, first + w * LANES, best + w * LANES);
+        reduce_rows(s, sum[w], ends, passage, first + w * LANES, best + w * LANES);
     }
 }
 
-/* The same as `coarse_block` without matrix tiles; codes are whole numbers that bfloat16 has exactly. Panels of 48
-   queries, the last of 16, 32 or 48: [panel][D / 2][queries of the panel][2], D up to a multiple of 32. `high` has room
-   for a block of such rows. */
+/* The same as `coarse_block` without matrix tiles; codes are integers that bfloat16 represents exactly. Panels of 48
+   queries, the last of 16, 32 or 48: [panel][D / 2][queries of the panel][2], D up to a multiple of 32. `high` holds a
+   block of such rows. */
 SHORT static int short_block(Search *s, int kind, const char *rows, const float *scale_N, int count, int dimension,
-                             const uint16_t *asked, uint16_t *high, unsigned ends, int64_t passage, float *best_Q) {
+                             const uint16_t *panels, uint16_t *high, unsigned ends, int64_t passage, float *best_Q) {
     const int chunks = (dimension + 31) / 32, width = chunks * 32;
     const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1;
     const int64_t apart = (int64_t)16 * width;
@@ -402,9 +403,9 @@ SHORT static int short_block(Search *s, int kind, const char *rows, const float 
           : kind == FLOAT16 ? split(FLOAT16, 0, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)
                             : split(INT8, 0, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)))
         return 0;
-    for (int first = 0; first < s->queries; first += 3 * LANES) {
-        const int left = s->queries - first;
-        const uint16_t *panel = asked + (int64_t)first * width;
+    for (int first = 0; first < s->num_queries; first += 3 * LANES) {
+        const int left = s->num_queries - first;
+        const uint16_t *panel = panels + (int64_t)first * width;
         float *best = best_Q + first;
         int64_t at = passage;
         for (int r = 0; r < count; r += ROWS) {
@@ -425,13 +426,13 @@ SHORT static int short_block(Search *s, int kind, const char *rows, const float 
     return 1;
 }
 
-/* The same of codes: products of signed bytes are exact, in panels as `code_tile` has them. */
+/* The same for codes: products of signed bytes are exact, in the panels of `code_tile`. */
 TILES static void code_block(Search *s, const int8_t *rows, int64_t stride, int width, const float *scale_R,
-                             const int8_t *asked, const float *unit_Q, float *score, unsigned ends, int64_t passage,
+                             const int8_t *panels, const float *unit_Q, float *score, unsigned ends, int64_t passage,
                              float *best_Q) {
     int32_t sum[4 * 256];
-    for (int first = 0; first < s->queries; first += LANES) {
-        const int8_t *panel = asked + (int64_t)first * width * 2;
+    for (int first = 0; first < s->num_queries; first += LANES) {
+        const int8_t *panel = panels + (int64_t)first * width * 2;
         __asm__ volatile("" ::: "memory");
         _tile_zero(0);
         _tile_zero(1);
@@ -461,11 +462,11 @@ TILES static void code_block(Search *s, const int8_t *rows, int64_t stride, int 
             const __m512 one = _mm512_mul_ps(both, _mm512_mul_ps(unit, _mm512_set1_ps(scale_R[r])));
             _mm512_storeu_ps(score + r * LANES, one);
         }
-        settle_block(s, score, ends, passage, first, best_Q + first);
+        reduce_block(s, score, ends, passage, first, best_Q + first);
     }
 }
 
-/* A constant, since the compiler takes no more than its first bytes to be read. */
+/* A constant, since the compiler assumes that only its first bytes are read. */
 static const struct {
     uint8_t palette, start, none[14];
     uint16_t bytes[16];
@@ -486,67 +487,67 @@ INLINE __m256 lane_sums(const __m512 *sum) {
     return _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
 }
 
-/* One query: rows are read along D, so that each byte of the vectors is touched once. */
+/* One query: rows are read along D, so that each byte of the vectors is read once. */
 INLINE __m256 float_rows(const char *tile, const int half, const float *query, int dimension, int ahead) {
     const int64_t size = half ? 2 : 4, stride = dimension * size;
     __m512 sum[ROWS];
     UNROLL for (int r = 0; r < ROWS; r++) sum[r] = _mm512_setzero_ps();
     for (int d = 0; d < dimension; d += LANES) {
         const __mmask16 rest = dimension - d >= LANES ? 0xffff : (__mmask16)((1u << (dimension - d)) - 1);
-        const __m512 asked = _mm512_maskz_loadu_ps(rest, query + d);
+        const __m512 values = _mm512_maskz_loadu_ps(rest, query + d);
         UNROLL for (int r = 0; r < ROWS; r++) {
             const char *row = tile + r * stride;
             if (!half || d & LANES) _mm_prefetch(row + d * size + ahead, _MM_HINT_T1);
-            sum[r] = _mm512_fmadd_ps(load_row(half, row, d, rest), asked, sum[r]);
+            sum[r] = _mm512_fmadd_ps(load_row(half, row, d, rest), values, sum[r]);
         }
     }
     return lane_sums(sum);
 }
 
-/* One query for rows that are read one after the other: each begins `skew` numbers behind a place where lanes begin in
-   memory, and so does the query, between zeros. Loads are from such places, for one across two lines costs two. */
+/* One query for rows read one after the other: each begins `skew` numbers after an aligned address, and so does the
+   query, between zeros. Loads are aligned, as one across two cache lines costs two. */
 typedef struct {
     int skew;
     const float *query;
     const int8_t *high, *low;
     __m512i bias_high, bias_low;
-} Along;
+} AlignedQuery;
 
-/* False where rows do not all begin equally far behind a line, or numbers not where their size allows. */
-FAST static int move_along(int kind, const char *rows, const Asked *asked, int dimension, int width, char *space,
-                           Along *along) {
+/* False where rows differ in alignment to cache lines, or numbers are not aligned to their size. */
+FAST static int align_query(int kind, const char *rows, const Queries *queries, int dimension, int width, char *space,
+                           AlignedQuery *aligned) {
     const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1, lanes = kind == INT8 ? 64 : LANES;
     if (dimension < 64 || dimension % lanes || (uintptr_t)rows % size) return 0;
-    along->skew = (int)((uintptr_t)rows % (lanes * size)) / size;
+    aligned->skew = (int)((uintptr_t)rows % (lanes * size)) / size;
     if (kind != INT8) {
-        along->query = memset(space, 0, (dimension + LANES) * sizeof(float));
-        memcpy((float *)space + along->skew, (const float *)asked->packed + LANES, dimension * sizeof(float));
+        aligned->query = memset(space, 0, (dimension + LANES) * sizeof(float));
+        memcpy((float *)space + aligned->skew, (const float *)queries->packed + LANES, dimension * sizeof(float));
         return 1;
     }
-    const __m512i made_unsigned = _mm512_set1_epi8(-128);
-    const int8_t *halves = asked->packed;
-    along->high = memset(space, 0, 2 * (dimension + 64));
-    along->low = along->high + dimension + 64;
-    memcpy(space + along->skew, halves, dimension);
-    memcpy(space + dimension + 64 + along->skew, halves + width, dimension);
-    along->bias_high = along->bias_low = _mm512_setzero_si512();
+    const __m512i to_unsigned = _mm512_set1_epi8(-128);
+    const int8_t *halves = queries->packed;
+    aligned->high = memset(space, 0, 2 * (dimension + 64));
+    aligned->low = aligned->high + dimension + 64;
+    memcpy(space + aligned->skew, halves, dimension);
+    memcpy(space + dimension + 64 + aligned->skew, halves + width, dimension);
+    aligned->bias_high = aligned->bias_low = _mm512_setzero_si512();
     for (int d = 0; d < dimension + 64; d += 64) {
-        along->bias_high = _mm512_dpbusd_epi32(along->bias_high, made_unsigned, _mm512_load_si512(along->high + d));
-        along->bias_low = _mm512_dpbusd_epi32(along->bias_low, made_unsigned, _mm512_load_si512(along->low + d));
+        aligned->bias_high = _mm512_dpbusd_epi32(aligned->bias_high, to_unsigned, _mm512_load_si512(aligned->high + d));
+        aligned->bias_low = _mm512_dpbusd_epi32(aligned->bias_low, to_unsigned, _mm512_load_si512(aligned->low + d));
     }
-    along->bias_high = _mm512_sub_epi32(_mm512_setzero_si512(), along->bias_high);
-    along->bias_low = _mm512_sub_epi32(_mm512_setzero_si512(), along->bias_low);
+    aligned->bias_high = _mm512_sub_epi32(_mm512_setzero_si512(), aligned->bias_high);
+    aligned->bias_low = _mm512_sub_epi32(_mm512_setzero_si512(), aligned->bias_low);
     return 1;
 }
 
-/* Rows one after the other with four sums each, for `mvr_in_order`; what stands before and behind a row is masked. */
-INLINE __m256 float_rows_by_line(const char *part, const int half, const Along *along, int dimension) {
+/* Rows one after the other with four sums each, for `mvr_in_order`; numbers before and after a row are masked. */
+INLINE __m256 float_rows_by_line(const char *part, const int half, const AlignedQuery *aligned, int dimension) {
     const int64_t size = half ? 2 : 4, step = LANES * size, stride = dimension * size;
-    const __mmask16 first = (__mmask16)(0xffffu << along->skew), last = (__mmask16)((1u << along->skew) - 1);
-    const char *row = part - along->skew * size;
+    const __mmask16 first = (__mmask16)(0xffffu << aligned->skew), last = (__mmask16)((1u << aligned->skew) - 1);
+    const char *row = part - aligned->skew * size;
     __m512 sum[ROWS];
     for (int r = 0; r < ROWS; r++, row += stride) {
-        const float *query = along->query;
+        const float *query = aligned->query;
         const char *at = row, *end = row + stride;
         __m512 one[4];
         UNROLL for (int i = 0; i < 4; i++) {
@@ -595,16 +596,17 @@ INLINE __m256 code_rows(const int8_t *tile, const float *scale_R, const int8_t *
     return _mm256_mul_ps(lane_sums(sum), _mm256_mul_ps(_mm256_set1_ps(unit), _mm256_loadu_ps(scale_R)));
 }
 
-/* Rows one after the other; what stands before and behind a row meets zeros. */
-INLINE __m256 code_rows_by_line(const char *part, const float *scale_R, const Along *along, float unit, int dimension) {
+/* Rows one after the other; numbers before and after a row are multiplied by zeros. */
+INLINE __m256 code_rows_by_line(const char *part, const float *scale_R, const AlignedQuery *aligned, float unit,
+                                 int dimension) {
     const __m512i flip = _mm512_set1_epi8(-128);
-    const __mmask64 first = ~0ull << along->skew, last = (1ull << along->skew) - 1;
-    const char *row = part - along->skew;
+    const __mmask64 first = ~0ull << aligned->skew, last = (1ull << aligned->skew) - 1;
+    const char *row = part - aligned->skew;
     __m512 sum[ROWS];
     for (int r = 0; r < ROWS; r++, row += dimension) {
         const char *at = row, *end = row + dimension;
-        const int8_t *high = along->high, *low = along->low;
-        __m512i large = along->bias_high, small = along->bias_low;
+        const int8_t *high = aligned->high, *low = aligned->low;
+        __m512i large = aligned->bias_high, small = aligned->bias_low;
         __m512i codes = _mm512_xor_si512(_mm512_maskz_loadu_epi8(first, at), flip);
         _mm_prefetch(at + AHEAD_IN_ORDER, _MM_HINT_T0);
         large = _mm512_dpbusd_epi32(large, codes, _mm512_load_si512(high));
@@ -625,22 +627,22 @@ INLINE __m256 code_rows_by_line(const char *part, const float *scale_R, const Al
     return _mm256_mul_ps(lane_sums(sum), _mm256_mul_ps(_mm256_set1_ps(unit), _mm256_loadu_ps(scale_R)));
 }
 
-/* Scores of the tile's rows with the one query; `along` is NULL where they are not read one after the other. */
-INLINE __m256 one_query(int kind, const char *part, const float *scale_R, const Asked *asked, const Along *along,
-                        int dimension, int width, int ahead) {
-    const int8_t *halves = asked->packed, *codes = (const int8_t *)part;
-    const float *query = (const float *)asked->packed + LANES;
-    if (along && kind == FLOAT32) return float_rows_by_line(part, 0, along, dimension);
-    if (along && kind == FLOAT16) return float_rows_by_line(part, 1, along, dimension);
-    if (along) return code_rows_by_line(part, scale_R, along, asked->unit_Q[0], dimension);
+/* Scores of the tile's rows with the one query; `aligned` is NULL unless they are read one after the other. */
+INLINE __m256 one_query(int kind, const char *part, const float *scale_R, const Queries *queries,
+                        const AlignedQuery *aligned, int dimension, int width, int ahead) {
+    const int8_t *halves = queries->packed, *codes = (const int8_t *)part;
+    const float *query = (const float *)queries->packed + LANES;
+    if (aligned && kind == FLOAT32) return float_rows_by_line(part, 0, aligned, dimension);
+    if (aligned && kind == FLOAT16) return float_rows_by_line(part, 1, aligned, dimension);
+    if (aligned) return code_rows_by_line(part, scale_R, aligned, queries->unit_Q[0], dimension);
     if (kind == FLOAT32) return float_rows(part, 0, query, dimension, ahead);
     if (kind == FLOAT16) return float_rows(part, 1, query, dimension, ahead);
-    return code_rows(codes, scale_R, halves, halves + width, asked->bias, asked->unit_Q[0], dimension, ahead);
+    return code_rows(codes, scale_R, halves, halves + width, queries->bias, queries->unit_Q[0], dimension, ahead);
 }
 
-/* Scores of one query: the maximum over each passage's rows, and out with the good ones. Where no row and nothing of
-   the passage that came over reaches the cut, no passage does, and only what goes over is told. */
-INLINE void settle_one(Search *s, __m256 score, int rows, unsigned ends, int64_t passage, float *best) {
+/* The same for one query. Where neither a row nor the open passage's maximum reaches the cut, no passage does, and only
+   the maximum of the next open passage is computed. */
+INLINE void reduce_one(Search *s, __m256 score, int rows, unsigned ends, int64_t passage, float *best) {
     const __m256 low = _mm256_set1_ps(-INFINITY);
     score = _mm256_mask_mov_ps(low, (__mmask8)((1u << rows) - 1), score);
     if (!_mm256_cmp_ps_mask(score, _mm256_set1_ps(s->cut_Q[0]), _CMP_GE_OQ) && !(*best >= s->cut_Q[0])) {
@@ -662,7 +664,7 @@ INLINE void settle_one(Search *s, __m256 score, int rows, unsigned ends, int64_t
     for (int r = 0; r < rows; r++) {
         most = score_R[r] > most ? score_R[r] : most;
         if (ends >> r & 1) {
-            if (__builtin_expect(most >= s->cut_Q[0], 0)) emit(s, 0, passage, most);
+            if (__builtin_expect(most >= s->cut_Q[0], 0)) add_candidate(s, 0, passage, most);
             passage++;
             most = -INFINITY;
         }
@@ -680,32 +682,32 @@ FAST static const char *widen(const char *rows, int values, float *wide) {
     return (const char *)wide;
 }
 
-/* Passages `first` to `passages` of a step, or as many as there is room for: the number of the next one to scan.
-   `rows` are the step's vectors, [N, D], or codes with their scales. `space` is room for a maximum and a block of
+/* Scans passages `first` to `passages` of a step, up to the capacity; returns the next passage to scan.
+   `rows` are the step's vectors, [N, D], or codes with their scales. `space` holds a maximum and a block of
    scores a query, two blocks of rows in float32 (D up to a multiple of 64), and the slices of a block. */
 FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const int64_t *count_P, int64_t first,
-                      int64_t passages, int dimension, const Asked *asked, int ahead, Search *s, void *space) {
+                      int64_t passages, int dimension, const Queries *queries, int ahead, Search *s, void *space) {
     const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1, width = (dimension + 63) / 64 * 64;
-    const int alone = s->queries == 1 && (kind != INT8 || dimension <= 8192); /* beyond, sums of codes could overflow */
-    const int padded = (s->queries + LANES - 1) / LANES * LANES;
-    const int tiled = !alone && asked->tiles, shortened = !alone && !tiled && asked->coarse;
-    const int block = tiled || shortened ? BLOCK : ROWS;
+    const int single = s->num_queries == 1 && (kind != INT8 || dimension <= 8192); /* sums of codes may overflow */
+    const int padded = (s->num_queries + LANES - 1) / LANES * LANES;
+    const int use_tiles = !single && queries->tiles, use_bf16 = !single && !use_tiles && queries->coarse;
+    const int block = use_tiles || use_bf16 ? BLOCK : ROWS;
     float *best_Q = (float *)(((uintptr_t)space + 63) & ~(uintptr_t)63);
     float *wide = best_Q + padded, *rest = wide + (int64_t)BLOCK * width, *score = rest + (int64_t)BLOCK * width;
     uint16_t *high = (uint16_t *)(score + (int64_t)BLOCK * padded), *low = high + BLOCK * SLICE * 32;
-    Along moved, *along = NULL;
-    if (alone && mvr_in_order() && move_along(kind, rows, asked, dimension, width, (char *)wide, &moved))
-        along = &moved;
+    AlignedQuery buffer, *aligned = NULL;
+    if (single && mvr_in_order() && align_query(kind, rows, queries, dimension, width, (char *)wide, &buffer))
+        aligned = &buffer;
     const unsigned state = _mm_getcsr();
     _mm_setcsr(PLAIN_STATE);
-    if (tiled) open_tiles();
+    if (use_tiles) open_tiles();
     int64_t total = 0, at = 0, passage = first;
     for (int64_t p = 0; p < passages; p++) *(p < first ? &at : &total) += count_P[p];
     total += at;
     for (int q = 0; q < padded; q++) best_Q[q] = -INFINITY;
-    for (int q = 0; q < s->queries; q++) s->cut_Q[q] = cut(s->low_QK[(int64_t)q * s->kept], s->error_Q[q]);
+    for (int q = 0; q < s->num_queries; q++) s->cut_Q[q] = cut(s->low_QK[(int64_t)q * s->limit], s->error_Q[q]);
     for (int64_t left = passage < passages ? count_P[passage] : 0; at < total; at += block) {
-        if (s->room - s->found < (int64_t)block * s->queries) break;
+        if (s->capacity - s->num_candidates < (int64_t)block * s->num_queries) break;
         const int here = total - at < block ? (int)(total - at) : block;
         int64_t before = passage;
         unsigned ends = 0;
@@ -720,30 +722,31 @@ FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const in
         const float *scale_R = kind == INT8 ? scale_N + at : some;
         if (kind == INT8 && here < block) scale_R = memcpy(some, scale_R, here * sizeof(float));
         if (here < block)
-            part = memcpy((char *)rest + (along ? along->skew * size : 0), part, (size_t)here * dimension * size);
-        if (alone) {
-            const __m256 score_R = one_query(kind, part, scale_R, asked, along, dimension, width, ahead);
-            settle_one(s, score_R, here, ends, before, best_Q);
+            part = memcpy((char *)rest + (aligned ? aligned->skew * size : 0), part, (size_t)here * dimension * size);
+        if (single) {
+            const __m256 score_R = one_query(kind, part, scale_R, queries, aligned, dimension, width, ahead);
+            reduce_one(s, score_R, here, ends, before, best_Q);
             continue;
         }
         for (int line = 0; line < here * dimension * size && kind == INT8; line += 64)
             _mm_prefetch(part + ahead + line, _MM_HINT_T1);
-        if (tiled && kind == INT8) {
+        if (use_tiles && kind == INT8) {
             const int8_t *codes = (const int8_t *)part;
             const int aligned = dimension == width && here == block;
             for (int r = 0; r < here && !aligned; r++)
                 memcpy((int8_t *)wide + r * width, part + r * dimension, dimension);
             if (!aligned) codes = (const int8_t *)wide;
-            code_block(s, codes, width, width, scale_R, asked->tiles, asked->unit_Q, score, ends, before, best_Q);
+            code_block(s, codes, width, width, scale_R, queries->tiles, queries->unit_Q, score, ends, before, best_Q);
             continue;
         }
-        if (tiled && kind != INT8 &&
-            (asked->coarse
-                 ? coarse_block(s, kind, part, here, dimension, asked->coarse, high, low, score, ends, before, best_Q)
-                 : fine_block(s, kind, part, here, dimension, asked->tiles, high, low, score, ends, before, best_Q)))
+        if (use_tiles && kind != INT8 &&
+            (queries->coarse
+                 ? coarse_block(s, kind, part, here, dimension, queries->coarse, high, low, score, ends, before, best_Q)
+                 : fine_block(s, kind, part, here, dimension, queries->tiles, high, low, score, ends, before, best_Q)))
             continue;
-        if (shortened &&
-            short_block(s, kind, part, scale_R, here, dimension, asked->coarse, (uint16_t *)wide, ends, before, best_Q))
+        if (use_bf16 &&
+            short_block(s, kind, part, scale_R, here, dimension, queries->coarse, (uint16_t *)wide, ends, before,
+                        best_Q))
             continue;
         for (int r = 0; r < here; r += ROWS, ends >>= ROWS) {
             const char *from = part + (int64_t)r * dimension * size;
@@ -751,16 +754,16 @@ FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const in
                 uint8_t *codes = (uint8_t *)wide;
                 for (int i = 0; i < ROWS; i++)
                     for (int d = 0; d < dimension; d++) codes[i * width + d] = (uint8_t)from[i * dimension + d] ^ 0x80;
-                code_tile(s, codes, width, scale_R, asked->packed, asked->bias, asked->unit_Q, ends & 0xff, before,
-                          best_Q);
+                code_tile(s, codes, width, scale_R, queries->packed, queries->bias, queries->unit_Q, ends & 0xff,
+                          before, best_Q);
             } else {
                 if (kind == FLOAT16) from = widen(from, ROWS * dimension, wide);
-                float_tile(s, (const float *)from, asked->packed, dimension, ends & 0xff, before, best_Q);
+                float_tile(s, (const float *)from, queries->packed, dimension, ends & 0xff, before, best_Q);
             }
             before += __builtin_popcount(ends & 0xff);
         }
     }
-    if (tiled) close_tiles();
+    if (use_tiles) close_tiles();
     _mm_setcsr(state);
     return passage;
 }
@@ -787,7 +790,7 @@ FAST float mvr_max_norm(int kind, const void *rows, const float *scale_N, int64_
     return most;
 }
 
-/* The largest norm of what bfloat16 leaves of a vector, in float32; infinite if a value is large. */
+/* The largest norm of a vector's bfloat16 rounding error, in float32; infinite if a value is large. */
 SHORT float mvr_max_residual(int kind, const void *rows, int64_t count, int dimension) {
     float most = 0;
     for (int64_t n = 0; n < count; n++) {
@@ -796,9 +799,9 @@ SHORT float mvr_max_residual(int kind, const void *rows, int64_t count, int dime
             const __mmask16 rest = dimension - d >= LANES ? 0xffff : (__mmask16)((1u << (dimension - d)) - 1);
             const __m512 row = kind == FLOAT32 ? load_row(FLOAT32, rows, n * dimension + d, rest)
                                                : load_row(FLOAT16, rows, n * dimension + d, rest);
-            const __m512i kept = _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(row)), 16);
-            const __m512 away = _mm512_sub_ps(row, _mm512_castsi512_ps(kept));
-            sum = _mm512_fmadd_ps(away, away, sum);
+            const __m512i rounded = _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(row)), 16);
+            const __m512 error = _mm512_sub_ps(row, _mm512_castsi512_ps(rounded));
+            sum = _mm512_fmadd_ps(error, error, sum);
             largest = _mm512_max_ps(largest, _mm512_abs_ps(row));
         }
         if (!(_mm512_reduce_max_ps(largest) < LARGE)) return INFINITY;
@@ -813,8 +816,8 @@ INLINE __m512d load_wide(int kind, const void *rows, int64_t at, __mmask8 rest) 
     return _mm512_cvtps_pd(_mm256_cvtph_ps(_mm_maskz_loadu_epi16(rest, (const uint16_t *)rows + at)));
 }
 
-/* An inner product as `exact.py` has it: products in float64, which are exact, the upper half added onto the lower
-   until one is left. Where D divides by four, the first two additions are made at once, in the same order. */
+/* The inner product of `exact.py`: products in float64, which are exact, the upper half added to the lower until one is
+   left. Where four divides D, the first two additions are done at once, in the same order. */
 INLINE float exact_score(const int kind, const void *rows, int64_t start, const double *query, int dimension,
                          double *terms) {
     const int parts = dimension % 4 ? 1 : 4, part = dimension / parts;
@@ -832,7 +835,7 @@ INLINE float exact_score(const int kind, const void *rows, int64_t start, const 
     }
     int left = part;
     for (; left > 16 && left % 2 == 0; left /= 2)
-        for (int d = 0; d < left / 2; d += 8) { /* what is written beyond the half is never read */
+        for (int d = 0; d < left / 2; d += 8) { /* values written above the half are never read */
             const __m512d upper = _mm512_loadu_pd(terms + left / 2 + d);
             _mm512_storeu_pd(terms + d, _mm512_add_pd(_mm512_loadu_pd(terms + d), upper));
         }
@@ -849,23 +852,23 @@ FAST static float exact_score_avx512(int kind, const void *rows, int64_t start, 
                            : exact_score(FLOAT16, rows, start, query, dimension, terms);
 }
 
-#define SHORTER __attribute__((target("avx2,fma,f16c")))
+#define AVX2 __attribute__((target("avx2,fma,f16c")))
 
-/* Whether the functions below may be called. */
+/* Whether the processor supports the functions below. */
 int mvr_supported_avx2(void) {
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
 /* Eight values in float32. */
-SHORTER static inline __attribute__((always_inline)) __m256 load_eight(const int kind, const char *at) {
+AVX2 static inline __attribute__((always_inline)) __m256 load_eight(const int kind, const char *at) {
     if (kind == FLOAT32) return _mm256_loadu_ps((const float *)at);
     if (kind == FLOAT16) return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at)));
 }
 
 /* The inner product of a row with a query; with itself if that is NULL. */
-SHORTER static inline __attribute__((always_inline)) float row_product(const int kind, const char *row,
+AVX2 static inline __attribute__((always_inline)) float row_product(const int kind, const char *row,
                                                                        const float *query, int dimension) {
     const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1, rest = dimension % 8;
     __m256 sum[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
@@ -882,11 +885,11 @@ SHORTER static inline __attribute__((always_inline)) float row_product(const int
     }
     if (rest) {
         char last[32] = {0};
-        float asked[8] = {0};
+        float query_rest[8] = {0};
         memcpy(last, row + d * size, rest * size);
-        if (query) memcpy(asked, query + d, rest * sizeof(float));
+        if (query) memcpy(query_rest, query + d, rest * sizeof(float));
         const __m256 eight = load_eight(kind, last);
-        sum[1] = _mm256_fmadd_ps(eight, query ? _mm256_loadu_ps(asked) : eight, sum[1]);
+        sum[1] = _mm256_fmadd_ps(eight, query ? _mm256_loadu_ps(query_rest) : eight, sum[1]);
     }
     const __m256 all = _mm256_add_ps(_mm256_add_ps(sum[0], sum[1]), _mm256_add_ps(sum[2], sum[3]));
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
@@ -895,28 +898,28 @@ SHORTER static inline __attribute__((always_inline)) float row_product(const int
 }
 
 /* The inner product of a row of codes with a query in sixteen bits, up to 32,512 in size: the integers are exact. */
-SHORTER static inline double code_product(const int8_t *row, const int16_t *query, int dimension) {
+AVX2 static inline double code_product(const int8_t *row, const int16_t *query, int dimension) {
     __m256d sum = _mm256_setzero_pd();
-    for (int first = 0; first < dimension; first += 4096) { /* of so many products 32 bits hold any lane's sum */
+    for (int first = 0; first < dimension; first += 4096) { /* 32 bits hold the sum of this many products */
         const int last = dimension - first > 4096 ? first + 4096 : dimension;
         __m256i lanes[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
         int d = first;
         for (; d + 32 <= last; d += 32) {
             UNROLL for (int i = 0; i < 2; i++) {
                 const __m256i codes = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(row + d + 16 * i)));
-                const __m256i asked = _mm256_loadu_si256((const __m256i *)(query + d + 16 * i));
-                lanes[i] = _mm256_add_epi32(lanes[i], _mm256_madd_epi16(codes, asked));
+                const __m256i values = _mm256_loadu_si256((const __m256i *)(query + d + 16 * i));
+                lanes[i] = _mm256_add_epi32(lanes[i], _mm256_madd_epi16(codes, values));
             }
         }
         for (; d < last; d += 16) {
             int8_t codes[16] = {0};
-            int16_t asked[16] = {0};
+            int16_t values[16] = {0};
             const int rest = last - d < 16 ? last - d : 16;
             memcpy(codes, row + d, rest);
-            memcpy(asked, query + d, rest * sizeof(int16_t));
+            memcpy(values, query + d, rest * sizeof(int16_t));
             lanes[0] = _mm256_add_epi32(
                 lanes[0], _mm256_madd_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)codes)),
-                                            _mm256_loadu_si256((const __m256i *)asked)));
+                                            _mm256_loadu_si256((const __m256i *)values)));
         }
         UNROLL for (int i = 0; i < 2; i++) {
             sum = _mm256_add_pd(sum, _mm256_cvtepi32_pd(_mm256_castsi256_si128(lanes[i])));
@@ -927,7 +930,7 @@ SHORTER static inline double code_product(const int8_t *row, const int16_t *quer
     return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
 }
 
-SHORTER static inline __attribute__((always_inline)) void best_views(const int kind, const char *rows,
+AVX2 static inline __attribute__((always_inline)) void best_views(const int kind, const char *rows,
                                                                      const float *scale_N, const int64_t *first_P,
                                                                      const int64_t *count_P, int64_t passages,
                                                                      int dimension, const void *queries_QD,
@@ -955,8 +958,8 @@ SHORTER static inline __attribute__((always_inline)) void best_views(const int k
 }
 
 /* The best inner product with each query, in float32, of the `count_P` rows from `first_P` on of each passage. Queries
-   are float32; for codes int16, each in its unit. */
-SHORTER void mvr_best_views(int kind, const char *rows, const float *scale_N, const int64_t *first_P,
+   are float32; for codes int16, each with its unit. */
+AVX2 void mvr_best_views(int kind, const char *rows, const float *scale_N, const int64_t *first_P,
                             const int64_t *count_P, int64_t passages, int dimension, const void *queries_QD,
                             const float *unit_Q, int queries, float *best_QP) {
     if (kind == FLOAT32)
@@ -968,7 +971,7 @@ SHORTER void mvr_best_views(int kind, const char *rows, const float *scale_N, co
 }
 
 /* The same as `mvr_max_norm`. */
-SHORTER float mvr_max_norm_avx2(int kind, const char *rows, const float *scale_N, int64_t count, int dimension) {
+AVX2 float mvr_max_norm_avx2(int kind, const char *rows, const float *scale_N, int64_t count, int dimension) {
     float most = 0;
     for (int64_t n = 0; n < count; n++) {
         const int64_t at = n * dimension;
@@ -982,19 +985,19 @@ SHORTER float mvr_max_norm_avx2(int kind, const char *rows, const float *scale_N
     return most;
 }
 
-SHORTER static inline __attribute__((always_inline)) __m256d load_four(const int kind, const void *rows, int64_t at) {
+AVX2 static inline __attribute__((always_inline)) __m256d load_four(const int kind, const void *rows, int64_t at) {
     if (kind == FLOAT32) return _mm256_cvtps_pd(_mm_loadu_ps((const float *)rows + at));
     return _mm256_cvtps_pd(_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)((const uint16_t *)rows + at))));
 }
 
-SHORTER static inline __attribute__((always_inline)) double one_product(const int kind, const void *rows, int64_t start,
+AVX2 static inline __attribute__((always_inline)) double one_product(const int kind, const void *rows, int64_t start,
                                                                         const double *query, int d) {
     const int64_t at = start + d;
     return query[d] * (kind == FLOAT32 ? ((const float *)rows)[at] : _cvtsh_ss(((const uint16_t *)rows)[at]));
 }
 
 /* As `exact_score`. */
-SHORTER static inline __attribute__((always_inline)) float exact_score_in_fours(const int kind, const void *rows,
+AVX2 static inline __attribute__((always_inline)) float exact_score_in_fours(const int kind, const void *rows,
                                                                                 int64_t start, const double *query,
                                                                                 int dimension, double *terms) {
     const int parts = dimension % 4 ? 1 : 4, part = dimension / parts;
@@ -1020,7 +1023,7 @@ SHORTER static inline __attribute__((always_inline)) float exact_score_in_fours(
     }
     int left = part;
     for (; left > 8 && left % 2 == 0; left /= 2)
-        for (int t = 0; t < left / 2; t += 4) { /* what is written beyond the half is never read */
+        for (int t = 0; t < left / 2; t += 4) { /* values written above the half are never read */
             const __m256d upper = _mm256_loadu_pd(terms + left / 2 + t);
             _mm256_storeu_pd(terms + t, _mm256_add_pd(_mm256_loadu_pd(terms + t), upper));
         }
@@ -1031,7 +1034,7 @@ SHORTER static inline __attribute__((always_inline)) float exact_score_in_fours(
     return dimension ? (float)(terms[0] + 0.0) : 0;
 }
 
-SHORTER static float exact_score_avx2(int kind, const void *rows, int64_t start, const double *query, int dimension,
+AVX2 static float exact_score_avx2(int kind, const void *rows, int64_t start, const double *query, int dimension,
                                       double *terms) {
     return kind == FLOAT32 ? exact_score_in_fours(FLOAT32, rows, start, query, dimension, terms)
                            : exact_score_in_fours(FLOAT16, rows, start, query, dimension, terms);
@@ -1072,5 +1075,5 @@ int mvr_short(void) { return 0; }
 int mvr_tiles(void) { return 0; }
 #endif
 
-/* A new number with every change of a function's arguments or of a struct, here and in `native.py`. */
+/* Increase the number when arguments or structs change, here and in `native.py`. */
 int mvr_interface(void) { return 6; }

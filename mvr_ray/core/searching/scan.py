@@ -1,43 +1,42 @@
 """Find the exact top k over all vectors of a shard at the speed of a float32 matrix product.
 
 Each step multiplies some thousands of vectors with the queries, takes the best view of each passage, and keeps passages
-that may be among the best k. At the end those few are scored exactly (`exact`) and sorted: score descending, row
+that may be among the best k. At the end these candidates are scored exactly (`exact`) and sorted: score descending, row
 ascending.
 
-**Why nothing is lost.** Let u = 2^-24 and g(n) = n u / (1 - n u). In whatever order a float32 sum of D products is
-formed, with or without fused operations, it errs by at most g(D) sum_d |q_d v_d| <= g(D) |q| |v| (Higham, Accuracy and
+**Why it is exact.** Let u = 2^-24 and g(n) = n u / (1 - n u). For any order of summation, with or without fused
+operations, a float32 sum of D products errs by at most g(D) sum_d |q_d v_d| <= g(D) |q| |v| (Higham, Accuracy and
 Stability of Numerical Algorithms, sec. 3.1, then Cauchy-Schwarz). If the hardware first rounds factors by a relative r
 (TF32: 2^-10), the bound is ((1 + r)^2 (1 + g(D)) - 1) |q| |v|. Results below 2^-126 may be flushed to zero, factors
 too: at most 2^-126 (2 + |q| + |v|) a term. The exact score s is itself rounded once to float32 (u |q| |v|), and so are
-`a + e` and `a - e` below (about u |q| |v| each). With 16 more terms to cover those three and what else a kernel may
-round, and the largest norm of a step for |v|,
+`a + e` and `a - e` below (about u |q| |v| each). With 16 more terms to cover those three and a kernel's other
+roundings, and the largest norm of a step for |v|,
 
     e = ((1 + r)^2 (1 + g(D + 16)) - 1) |q| max|v| + 2 D 2^-126 (2 + |q| + max|v|)
 
-bounds |a - s| for a passage's best view as for each one, since a maximum errs no more than its parts. So
+bounds |a - s| for each view, and so for a passage's best view, since a maximum errs no more than its parts. So
 a - e <= s <= a + e. Let L be the k-th largest `a - e` seen: k passages score at least L. A passage with `a + e < L`
-scores less than all of those, ties included, and is dropped at once, since L only grows.
+scores less than all of those, ties included, and can be dropped, since L only grows.
 
 **Eight bits.** With codes, a step multiplies w in place of v (`codes`), and e grows by |q| max r, the largest residual
-of the step. A kernel that rounds queries too, to q', adds |q - q'| max|w|. The candidates are scored with v as ever, so
-only their number changes. One that sums several products a dimension has as many times D terms.
+of the step. A kernel that rounds queries too, to q', adds |q - q'| max|w|. The candidates are still scored with v, so
+only their number changes. A kernel that sums n products a dimension has n D terms.
 
-**Coarse and fine.** Where a kernel has coarse products (`kernels.Coarse`), the vectors and queries that it multiplies
-stand in for codes, and a step is scanned by them first: e is some twenty times as large, so more passages are
-candidates. When they are more than twice the best k and a hundredth of the passages seen, exact scores cost more than
-coarse products save: the step is undone, the lower bounds being what they were before it, and from it on products are
-fine.
+**Coarse and fine.** Where a kernel has coarse products (`kernels.Coarse`), its rounded vectors and queries replace
+codes, and a step is first scanned by them: e is some twenty times as large, so more passages are candidates. When these
+exceed twice the best k plus a hundredth of the passages scanned, exact scores cost more than coarse products save: the
+step is undone, the previous lower bounds are restored, and further products are fine.
 
-**Filters.** A mask says which passages may be found. The others are passed over before a lower bound is raised: L is
-then the k-th largest among those that pass, and the reasoning above holds for them alone. Where few of a step
-pass, their vectors alone are multiplied: read in place, or copied together first, as the kernel can. Where few of a
-shard pass (`VIEWS_A_STEP`), there is no step: all of them are scored exactly.
+**Filters.** A mask selects the passages that may be hits. The others are skipped before a lower bound is raised: L is
+then the k-th largest among those that pass, to which the reasoning above applies. Where few of a step pass, only their
+vectors are multiplied: read in place, or copied first, depending on the kernel. Where few of a shard pass
+(`VIEWS_A_STEP`), all of them are scored exactly without a scan.
 
-**Threads.** Each thread of a kernel takes the next free step, for all queries; the best of the lower bounds
-of all threads is a lower bound for the whole.
+**Threads.** Each thread of a kernel takes the next free step, for all queries; the best lower bounds of all threads
+are lower bounds for the whole shard.
 
-**Memory** is the best k, a bounded number of candidates (when ties let too many through, they are scored exactly and
-cut to k on the way), and, where the kernel needs them, a step's vectors as float32 and its scores for 256 queries.
+**Memory** holds the best k, a bounded number of candidates (with too many, because of ties, they are scored exactly and
+cut to k meanwhile), and, where the kernel needs them, a step's vectors as float32 and its scores for 256 queries.
 
 Shapes: Q queries, P passages, N vectors, K best kept, M candidates, D dimension.
 """
@@ -64,11 +63,11 @@ from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, Sha
 QUERIES_AT_ONCE = 256
 CANDIDATES_AT_ONCE = 1 << 18
 PAIRS_WORTH_THREADS = 2048
-VIEWS_A_STEP = 1024  # exact scores of so many take what a step takes around its loops
-COARSE_SHARE = 0.01  # of the passages seen: scoring one exactly takes what coarse products spare on a hundred
+VIEWS_A_STEP = 1024  # scoring this many exactly takes as long as a step's overhead
+COARSE_SHARE = 0.01  # of the passages scanned: one exact score takes as long as coarse products save on a hundred
 UNIT = 2.0**-24
 TINY = 2.0**-126
-LARGEST_SQUARED_NORM = 1e15  # norms below are what their float32 squares say
+LARGEST_SQUARED_NORM = 1e15  # below it, float32 squares give the norm
 
 
 def score_error(query_norm_Q: FloatArray, vector_norm: float, dimension: int, input_rounding: float) -> FloatArray:
@@ -79,13 +78,13 @@ def score_error(query_norm_Q: FloatArray, vector_norm: float, dimension: int, in
 
 
 class Step(NamedTuple):
-    """Passages multiplied at once. Those without a view are not among them.
+    """Passages multiplied at once, without those that have no view.
 
     row_P     row in the shard
     counts_P  number of views
     uniform   the common number of views, 0 where they differ
     vectors   of the block, N of them
-    codes     of these vectors, where they are scanned in place of them
+    codes     of these vectors, scanned in their place
     """
 
     row_P: IntArray
@@ -96,12 +95,12 @@ class Step(NamedTuple):
 
 
 class StepPart(NamedTuple):
-    """What of a step is scanned under a filter.
+    """The part of a step that is scanned under a filter.
 
     number     of the step
     step       it, or its passing passages alone
     mask_P     its passing passages, None where all pass
-    vectors_M  which of its vectors are copied together, None where all are scanned
+    vectors_M  the vectors to copy for the scan, None where all are scanned
     """
 
     number: int
@@ -115,8 +114,8 @@ class StepPart(NamedTuple):
 
 
 def passing_part(number: int, step: Step, mask_P: NDArray[np.bool_], gather_share: float) -> StepPart | None:
-    """What of a step passes a mask over the rows of the shard; None where nothing does. Where less than `gather_share`
-    does, these passages alone."""
+    """Select the part of a step that passes a mask over the rows of the shard, None where nothing passes. Where less
+    than `gather_share` passes, the part has only these passages."""
     own_P = mask_P[step.row_P]
     num_passing = int(np.count_nonzero(own_P))
     if num_passing == len(own_P):
@@ -130,7 +129,7 @@ def passing_part(number: int, step: Step, mask_P: NDArray[np.bool_], gather_shar
 
 
 def cut_steps(table: BlockTable, vectors_per_step: int, codes: Sequence[Codes | None]) -> Iterator[Step]:
-    """Cut the blocks, each with its codes, into steps of about `vectors_per_step` vectors; no step parts a passage."""
+    """Cut the blocks, each with its codes, into steps of about `vectors_per_step` vectors; no step splits a passage."""
     for block, first_row, own in zip(table.blocks, table.starts, codes):
         ptr = np.asarray(block.row_ptr)
         low, last = 0, len(block.ids)
@@ -149,9 +148,8 @@ def cut_steps(table: BlockTable, vectors_per_step: int, codes: Sequence[Codes | 
 
 
 class Scan(Generic[Array, Queries]):
-    """Searches all vectors of one shard, any number of times. It keeps norms only, 24 bytes a step, unless `resident`
-    keeps the vectors on the kernel's device. With `codes` (of each block's vectors) it scans these in place of the
-    vectors, which it then reads for candidates only."""
+    """Searches all vectors of one shard. Caches norms, 24 bytes a step, and with `resident` the vectors on the kernel's
+    device. With `codes` (of each block's vectors) it scans these, and reads vectors for candidates only."""
 
     def __init__(
         self,
@@ -177,7 +175,7 @@ class Scan(Generic[Array, Queries]):
         self.resident = [self._put(step) for step in self.steps] if resident else []
 
     def of_vectors(self) -> "Scan[Array, Queries]":
-        """Make a scan of the vectors themselves, over the same steps."""
+        """Create a scan of the vectors in place of the codes, over the same steps."""
         scan = copy.copy(self)
         scan.has_codes, scan.resident = False, []
         scan.steps = [step._replace(codes=None) for step in self.steps]
@@ -194,22 +192,24 @@ class Scan(Generic[Array, Queries]):
     ) -> CountedHits:
         """Find the exact top k of the passages in the mask (None: of all). `queries_QD` float32 and finite; k >= 1.
 
-        One more than k is ranked, so that `frontier_Q` is the exact score of the best passage left out.
+        k + 1 passages are ranked, so `frontier_Q` is the exact score of the best passage left out.
         """
-        if mask_P is not None and (scored := self._score_few(queries_QD, k, mask_P)):
-            return scored
-        steps = self._parts_of(mask_P)
+        if mask_P is not None and (counted_hits := self._score_few(queries_QD, k, mask_P)):
+            return counted_hits
+        steps = self._step_parts(mask_P)
         limit = min(k + 1, sum(part.num_passages for part in steps))
         starts = range(0, len(queries_QD), self.queries_at_once) if limit else []
         parts = [queries_QD[at : at + self.queries_at_once] for at in starts]
         batches = [_join(own) for own in zip(*self._by_threads(parts, limit, steps))] if parts else []
         hits = pack_hits([batch.finish() for batch in batches], [len(part) for part in parts], len(queries_QD), k)
-        rescored_Q = np.concatenate([batch.rescored_Q for batch in batches]) if batches else _none(len(queries_QD))
+        rescored_Q = (
+            np.concatenate([batch.rescored_Q for batch in batches]) if batches else _zero_counts(len(queries_QD))
+        )
         return CountedHits(hits, rescored_Q)
 
     def _score_few(self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_]) -> CountedHits | None:
-        """Score all passages of a mask exactly where they are few; None where they are not, or where a score is not
-        finite: the scan then says of which passage."""
+        """Score all passages of a mask exactly where they are few; None where they are many, or where a score is not
+        finite, as the scan names that passage."""
         row_P, num_queries = self.table.rows_of(mask_P), len(queries_QD)
         num_views = len(row_P) * num_queries * self.table.num_vectors / max(self.table.num_passages, 1)
         if self.resident or not 0 < num_views <= self.views_a_step * (len(self.steps) + 4):
@@ -221,8 +221,8 @@ class Scan(Generic[Array, Queries]):
         best = best_first(scores, k + 1)
         return CountedHits(pack_hits([best], [num_queries], num_queries, k), np.full(num_queries, len(row_P)))
 
-    def _parts_of(self, mask_P: NDArray[np.bool_] | None) -> list[StepPart]:
-        """The steps to scan for the passages of a mask, over the rows of the shard."""
+    def _step_parts(self, mask_P: NDArray[np.bool_] | None) -> list[StepPart]:
+        """Select the parts of steps to scan for the passages of a mask over the rows of the shard."""
         if mask_P is None:
             return [StepPart(number, step) for number, step in enumerate(self.steps)]
         parts = (passing_part(number, step, mask_P, self.kernel.gather_share) for number, step in enumerate(self.steps))
@@ -233,52 +233,54 @@ class Scan(Generic[Array, Queries]):
     ) -> "list[list[QueryBatch[Array, Queries]]]":
         """Scan with several threads; each returns its batches, one for each part of the queries.
 
-        A free thread takes the next step, so a thread that starts late delays none.
+        A free thread takes the next step, so a late thread delays no other.
         """
-        todo = deque(steps)
+        queue = deque(steps)
         others = min(self.kernel.threads, len(steps)) - 1
         if others < 1:
-            return [self._scan(parts, limit, todo)]
-        helping = [_pool().submit(self._scan, parts, limit, todo) for _ in range(others)]
+            return [self._scan(parts, limit, queue)]
+        futures = [_pool().submit(self._scan, parts, limit, queue) for _ in range(others)]
         try:
-            own = self._scan(parts, limit, todo)
+            own = self._scan(parts, limit, queue)
         finally:
-            todo.clear()
-            begun = [other for other in helping if not other.cancel()]
-            wait(begun)
-        return [own, *(other.result() for other in begun)]
+            queue.clear()
+            running = [other for other in futures if not other.cancel()]
+            wait(running)
+        return [own, *(other.result() for other in running)]
 
     def _scan(
-        self, parts: Sequence[FloatArray], limit: int, todo: deque[StepPart]
+        self, parts: Sequence[FloatArray], limit: int, queue: deque[StepPart]
     ) -> "list[QueryBatch[Array, Queries]]":
-        """Scan the steps that this thread takes from `todo`, in ascending order, for each part."""
+        """Scan the steps that this thread takes from `queue`, in ascending order, for each part."""
         batches = [QueryBatch(self, part, limit) for part in parts]
-        for part in _take(todo):
+        for part in _pop_parts(queue):
             number, vectors_M = part.number, part.vectors_M
             coarse = next((batch.queries.coarse for batch in batches if batch.queries.coarse), None)
-            ready = None
-            if vectors_M is None or not self._is_measured(number, coarse):  # bounds are those of a whole step
-                ready = self.kernel.ready(*(self.resident[number] if self.resident else self._put(self.steps[number])))
-                self._measure(number, ready, coarse)
+            step_rows = None
+            if vectors_M is None or not self._is_measured(number, coarse):  # bounds are over the whole step
+                step_rows = self.kernel.prepare_rows(
+                    *(self.resident[number] if self.resident else self._put(self.steps[number]))
+                )
+                self._measure(number, step_rows, coarse)
             if vectors_M is not None:
-                ready = self.kernel.ready(*self._gather(number, vectors_M))
+                step_rows = self.kernel.prepare_rows(*self._gather(number, vectors_M))
             for batch in batches:
-                batch.scan(part, ready, self.norms[number], self.residuals[number], self.coarse_residuals[number])
+                batch.scan(part, step_rows, self.norms[number], self.residuals[number], self.coarse_residuals[number])
         return batches
 
     def _is_measured(self, number: int, coarse: Coarse | None) -> bool:
         needs_residual = coarse is not None and not self.has_codes
         return self.norms[number] >= 0 and (self.coarse_residuals[number] >= 0 or not needs_residual)
 
-    def _measure(self, number: int, ready: Any, coarse: Coarse | None) -> None:
-        """Bound norms and residuals of a step, where they are not known yet."""
+    def _measure(self, number: int, step_rows: Any, coarse: Coarse | None) -> None:
+        """Measure bounds of norms and residuals of a step, unless cached."""
         if self.norms[number] < 0:
-            self.norms[number] = _round_up(self._norm(self.steps[number], self.kernel.max_norm(ready)))
+            self.norms[number] = _round_up(self._norm(self.steps[number], self.kernel.max_norm(step_rows)))
         if coarse and self.coarse_residuals[number] < 0 and not self.has_codes:
-            self.coarse_residuals[number] = self._coarse_residual(coarse.max_residual(ready))
+            self.coarse_residuals[number] = self._coarse_residual(coarse.max_residual(step_rows))
 
     def rescore(self, queries_QD: FloatArray, pairs: Pairs) -> list[ScoredPairs]:
-        """Score pairs exactly, in parts; many pairs by all threads."""
+        """Score pairs exactly, in parts; all threads share many pairs."""
         count, threads = len(pairs.row_M), self.kernel.threads
         if threads == 1 or count < PAIRS_WORTH_THREADS:
             return [self.table.rescore(queries_QD, pairs)]
@@ -287,7 +289,7 @@ class Scan(Generic[Array, Queries]):
         return list(_pool().map(lambda part: self.table.rescore(queries_QD, part), parts))
 
     def _gather(self, number: int, vectors_M: IntArray) -> tuple[Array, Array | None]:
-        """Some vectors of a step, or their codes with scales, on the kernel's device."""
+        """Copy some vectors of a step, or their codes with scales, to the kernel's device."""
         if self.resident:
             resident: tuple[Any, Any] = self.resident[number]
             rows, scales = resident
@@ -303,11 +305,11 @@ class Scan(Generic[Array, Queries]):
         return self.kernel.put(step.codes.codes_ND), self.kernel.put(step.codes.scale_N[:, None])
 
     def _residual(self, step: Step) -> float:
-        """Largest distance of a code of the step from its vector."""
+        """Return the largest distance of a code of the step from its vector."""
         return 0.0 if step.codes is None else float(step.codes.residual_N.max())
 
     def _norm(self, step: Step, norm: float) -> float:
-        """Upper bound of the vectors' norms. Moderate float32 squares are trusted within their error."""
+        """Bound the vectors' norms from above. Moderate float32 squares are accurate within their error."""
         if norm < LARGEST_SQUARED_NORM:
             return self._round_up_norm(norm)
         norm_N = np.linalg.norm(step.vectors_ND.astype(np.float64), axis=1) + self._residual(step)
@@ -320,11 +322,11 @@ class Scan(Generic[Array, Queries]):
         return float(norm_N.max()) * (1 + 2.0**-40)
 
     def _coarse_residual(self, residual: float) -> float:
-        """Upper bound of what coarse products take off the vectors; infinite if that is unknown."""
+        """Bound the rounding of the vectors in coarse products from above; infinite if unknown."""
         return _round_up(self._round_up_norm(residual)) if residual < LARGEST_SQUARED_NORM else math.inf
 
     def _round_up_norm(self, norm: float) -> float:
-        """Upper bound of a norm computed in float32."""
+        """Bound a norm computed in float32 from above."""
         terms = (self.table.dimension + 2) * UNIT
         return norm * (1 + terms / (1 - terms)) + self.table.dimension**0.5 * 2.0**-62
 
@@ -333,51 +335,51 @@ class QueryBatch(Generic[Array, Queries]):
     """Lower bounds and candidates of some queries, over the steps scanned so far."""
 
     def __init__(self, scan: Scan[Array, Queries], queries_QD: FloatArray, limit: int) -> None:
-        self.scan_of, self.queries_QD, self.limit = scan, queries_QD, limit
+        self.parent, self.queries_QD, self.limit = scan, queries_QD, limit
         self.norm_Q = np.linalg.norm(queries_QD.astype(np.float64), axis=1) * (1 + 2.0**-40)
         self.queries: Queries = scan.kernel.prepare(queries_QD, limit, scan.has_codes)
-        self.pending: list[ScoredPairs] = []  # upper bounds in place of scores
+        self.pending: list[ScoredPairs] = []  # with upper bounds as scores
         self.num_pending = 0
         self.exact: list[ScoredPairs] = []
-        self.rescored_Q = _none(len(queries_QD))
+        self.rescored_Q = _zero_counts(len(queries_QD))
         self.errors: dict[tuple[float, float, bool], FloatArray] = {}
         self.max_pending = scan.candidates_at_once + 4 * limit * len(queries_QD)
         self.num_seen = 0
 
-    def scan(self, part: StepPart, ready: Any, norm: float, residual: float, coarse_residual: float) -> None:
-        """Scan one step. `coarse_residual` bounds what coarse products round off the step's vectors; off codes they
-        round nothing."""
+    def scan(self, part: StepPart, step_rows: Any, norm: float, residual: float, coarse_residual: float) -> None:
+        """Scan one step. `coarse_residual` bounds the rounding of the step's vectors in coarse products; codes are
+        exact there."""
         self.num_seen += part.num_passages
-        if self.queries.coarse and not self.scan_of.has_codes:
-            if math.isfinite(coarse_residual) and self._scan_coarsely(part, ready, norm, coarse_residual):
+        if self.queries.coarse and not self.parent.has_codes:
+            if math.isfinite(coarse_residual) and self._scan_coarsely(part, step_rows, norm, coarse_residual):
                 return
             self.queries.coarse = None
-        self._add(part, ready, self._error(norm, residual, coarse=self.queries.coarse is not None))
+        self._add(part, step_rows, self._error(norm, residual, coarse=self.queries.coarse is not None))
         if self.num_pending > self.max_pending:
-            self._drop_hopeless()
+            self._prune_pending()
             if self.num_pending > self.max_pending // 2:
-                self._settle()
+                self._rescore_pending()
 
-    def _scan_coarsely(self, part: StepPart, ready: Any, norm: float, residual: float) -> bool:
+    def _scan_coarsely(self, part: StepPart, step_rows: Any, norm: float, residual: float) -> bool:
         """Scan a step by coarse products; undo it and return False if too many passages remain candidates."""
-        kernel = self.scan_of.kernel
-        before_QK = kernel.lows(self.queries).copy()
-        self._add(part, ready, self._error(norm, residual, coarse=True))
-        most = len(self.queries_QD) * (2 * self.limit + COARSE_SHARE * self.num_seen)
-        if self.num_pending > most:
-            self._drop_hopeless()
-        if self.num_pending <= most:
+        kernel = self.parent.kernel
+        previous_QK = kernel.lower_bounds(self.queries).copy()
+        self._add(part, step_rows, self._error(norm, residual, coarse=True))
+        max_pending = len(self.queries_QD) * (2 * self.limit + COARSE_SHARE * self.num_seen)
+        if self.num_pending > max_pending:
+            self._prune_pending()
+        if self.num_pending <= max_pending:
             return True
-        kernel.restart(self.queries, -np.sort(-before_QK, axis=1))
-        every = self.pending[0]
-        self.pending = [every.take(np.flatnonzero(every.row_M < part.step.row_P[0]))]
+        kernel.set_lower_bounds(self.queries, -np.sort(-previous_QK, axis=1))
+        pending = self.pending[0]
+        self.pending = [pending.take(np.flatnonzero(pending.row_M < part.step.row_P[0]))]
         self.num_pending = len(self.pending[0].row_M)
         return False
 
-    def _add(self, part: StepPart, ready: Any, error_Q: FloatArray) -> None:
+    def _add(self, part: StepPart, step_rows: Any, error_Q: FloatArray) -> None:
         """Add the step's candidates."""
-        step, kernel = part.step, self.scan_of.kernel
-        candidates = kernel.candidates(self.queries, ready, step.counts_P, step.uniform, error_Q, part.mask_P)
+        step, kernel = part.step, self.parent.kernel
+        candidates = kernel.candidates(self.queries, step_rows, step.counts_P, step.uniform, error_Q, part.mask_P)
         if len(candidates.query_M):
             row_M = step.row_P[candidates.passage_M]
             views_M = np.zeros(len(row_M), np.int16)
@@ -385,7 +387,8 @@ class QueryBatch(Generic[Array, Queries]):
             self.num_pending += len(row_M)
 
     def _error(self, norm: float, residual: float, coarse: bool = False) -> FloatArray:
-        """Return the bound e of the module's docstring, with what codes, coarse products and rounded queries add."""
+        """Return the bound e of the module's docstring, with the terms for codes, coarse products and rounded
+        queries."""
         key = norm, residual, coarse
         if key not in self.errors:
             self.errors[key] = self._new_error(norm, residual, coarse)
@@ -398,85 +401,85 @@ class QueryBatch(Generic[Array, Queries]):
                 f"overflow float32 scores; normalise the embeddings"
             )
         rounding_Q, input_rounding = self.queries.rounding_Q, self.queries.input_rounding
-        num_terms = self.scan_of.table.dimension * self.queries.products
+        num_terms = self.parent.table.dimension * self.queries.products
         if coarse and self.queries.coarse:
             rounding_Q, input_rounding = self.queries.coarse.rounding_Q, 0.0
-            num_terms, norm = self.scan_of.table.dimension, norm + residual
+            num_terms, norm = self.parent.table.dimension, norm + residual
         error_Q = score_error(self.norm_Q + rounding_Q, norm, num_terms, input_rounding)
         error_Q += (self.norm_Q * residual + rounding_Q * norm) * (1 + 2.0**-20)
         return error_Q.astype(np.float32)
 
     def absorb(self, other: "QueryBatch[Array, Queries]") -> None:
-        """Take over the results of another share of the steps for the same queries."""
-        kernel = self.scan_of.kernel
-        low_QK = np.concatenate([kernel.lows(self.queries), kernel.lows(other.queries)], axis=1)
-        kernel.restart(self.queries, -np.sort(-low_QK, axis=1)[:, : self.limit])
+        """Merge the results of other steps for the same queries."""
+        kernel = self.parent.kernel
+        low_QK = np.concatenate([kernel.lower_bounds(self.queries), kernel.lower_bounds(other.queries)], axis=1)
+        kernel.set_lower_bounds(self.queries, -np.sort(-low_QK, axis=1)[:, : self.limit])
         self.pending += other.pending
         self.exact += other.exact
         self.rescored_Q += other.rescored_Q
 
     def finish(self) -> ScoredPairs:
-        self._drop_hopeless()
-        self._settle()
+        self._prune_pending()
+        self._rescore_pending()
         return self.exact[0] if len(self.exact) == 1 else best_first(join_pairs(self.exact), self.limit)
 
-    def _drop_hopeless(self) -> None:
+    def _prune_pending(self) -> None:
         if not self.pending:
             return
-        every = join_pairs(self.pending)
-        kth_Q = self.scan_of.kernel.kth(self.queries)
-        self.pending = [every.take(np.flatnonzero(every.score_M >= kth_Q[every.query_M]))]
+        pending = join_pairs(self.pending)
+        kth_Q = self.parent.kernel.kth_bounds(self.queries)
+        self.pending = [pending.take(np.flatnonzero(pending.score_M >= kth_Q[pending.query_M]))]
         self.num_pending = len(self.pending[0].row_M)
 
-    def _settle(self) -> None:
-        """Score the candidates exactly and keep the best; their scores are lower bounds from now on."""
+    def _rescore_pending(self) -> None:
+        """Score the candidates exactly and keep the best; their scores become the lower bounds."""
         if not self.pending:
             return
-        every = join_pairs(self.pending)
-        self.rescored_Q += np.bincount(every.query_M, minlength=len(self.queries_QD))
-        scores = self.scan_of.rescore(self.queries_QD, Pairs(every.query_M, every.row_M))
+        pending = join_pairs(self.pending)
+        self.rescored_Q += np.bincount(pending.query_M, minlength=len(self.queries_QD))
+        scores = self.parent.rescore(self.queries_QD, Pairs(pending.query_M, pending.row_M))
         best = best_first(join_pairs([*self.exact, *scores]), self.limit)
         self.exact, self.pending, self.num_pending = [best], [], 0
         low_QK = np.full((len(self.queries_QD), self.limit), -np.inf, np.float32)
         low_QK[best.query_M, ranks(best.query_M)] = best.score_M
-        self.scan_of.kernel.restart(self.queries, low_QK)
+        self.parent.kernel.set_lower_bounds(self.queries, low_QK)
 
 
 @functools.cache
 def _pool() -> ThreadPoolExecutor:
-    """The threads that help with scans, kept for the next ones: to start them takes longer than a small scan."""
+    """Return the threads for scans, which are reused: starting them takes longer than a small scan."""
     return ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="mvr_ray-scan")
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # threads stay behind
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a fork does not copy threads
 
 
-def _take(todo: deque[StepPart]) -> Iterator[StepPart]:
-    """Yield one part after the other from the left, until there are none."""
+def _pop_parts(queue: deque[StepPart]) -> Iterator[StepPart]:
+    """Yield parts from the left until the queue is empty."""
     while True:
         try:
-            yield todo.popleft()
+            yield queue.popleft()
         except IndexError:
             return
 
 
 def _codes_of_blocks(blocks: Sequence[EmbeddingBlock], codes: Sequence[Codes]) -> list[Codes]:
-    """The codes of those blocks that have passages. Raises ShardIndexError unless each block has as many as vectors."""
+    """Return the codes of the blocks with passages. Raises ShardIndexError unless each block has a code a vector."""
     sizes = [int(block.row_ptr[-1] - block.row_ptr[0]) for block in blocks]
-    given = [len(own.codes_ND) for own in codes]
-    if given != sizes:
+    num_codes = [len(own.codes_ND) for own in codes]
+    if num_codes != sizes:
         raise ShardIndexError(
-            f"there are codes of {sum(given)} vectors, the embeddings are {sum(sizes)}; build the index again"
+            f"there are codes of {sum(num_codes)} vectors, the embeddings are {sum(sizes)}; build the index again"
         )
     return [own for block, own in zip(blocks, codes) if len(block.ids)]
 
 
-def _none(num_queries: int) -> IntArray:
+def _zero_counts(num_queries: int) -> IntArray:
     return np.zeros(num_queries, np.int64)
 
 
 def _round_up(value: float) -> float:
-    """Round up to six bits, so that most steps of a shard have the same bound and the same error."""
+    """Round up to six bits, so that most steps of a shard share a bound and an error."""
     mantissa, exponent = math.frexp(value)
     return math.ldexp(math.ceil(mantissa * 64) / 64, exponent)
 
@@ -489,7 +492,7 @@ def _join(batches: "Sequence[QueryBatch[Array, Queries]]") -> "QueryBatch[Array,
 
 
 def pack_hits(scores: Sequence[ScoredPairs], sizes: Sequence[int], num_queries: int, k: int) -> ShardHits:
-    """Make hits from best-first pairs of consecutive batches of queries, the (k + 1)-th as the frontier."""
+    """Build hits from best-first pairs of consecutive batches of queries, the (k + 1)-th as the frontier."""
     rows_QK = np.full((num_queries, k), -1, np.int64)
     scores_QK = np.full((num_queries, k), -np.inf, np.float32)
     views_QK = np.full((num_queries, k), -1, np.int16)

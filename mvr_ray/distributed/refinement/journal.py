@@ -1,15 +1,15 @@
-"""Keep the state of a running refinement in the store, so that the same command continues it.
+"""Store the state of a running refinement, so that the same command resumes it.
 
-    <staging>/refine-<key>/journal.json            ranks before, accuracy and report of each round done, and of each
-                                                   weight tried
-    <staging>/refine-<key>/weight-<i>/shard-*.npz  what the i-th weight of feedback views would change in each shard
-    <staging>/refine-<key>/round-<r>/shard-*.npz   what round r has changed in each shard
-    <staging>/refine-<key>/round-<r>/queries.npy   labelled questions after round r, where they move
+    <staging>/refine-<key>/journal.json            ranks before, accuracy and report of each finished round and
+                                                   trial weight
+    <staging>/refine-<key>/weight-<i>/shard-*.npz  changes of the i-th weight of feedback views to each shard
+    <staging>/refine-<key>/round-<r>/shard-*.npz   changes of round r to each shard
+    <staging>/refine-<key>/round-<r>/queries.npy   labelled questions after round r, if they move
     <staging>/refine-<key>/report.json             the outcome, from just before the publish
 
-The key is made of what decides the result: this format, the version refined, the refine section, every question. A
-round counts once the journal names it; the journal is replaced as a whole. Only the latest and the best round are kept.
-Behind the content of each file is its digest: where one is damaged, the refinement begins anew.
+The key is a digest of everything that determines the result: this format, the base version, the refine section, every
+question. A round counts once the journal names it; the journal is replaced as a whole. Only the latest and the best
+round are kept. Each file ends with its digest: where one is damaged, the refinement restarts.
 """
 
 import hashlib
@@ -36,11 +36,11 @@ from mvr_ray.types import FloatArray
 log = logging.getLogger(__name__)
 
 _FORMAT = 2
-"""Part of the key: what was begun under another one is not continued."""
+"""Part of the key: a refinement started under another format is not resumed."""
 
 
 class RoundRecord(NamedTuple):
-    """A finished round; `labelled` and `heldout` (a value for each gate set) in points, as they decide."""
+    """A finished round; `labelled` and `heldout` (a value for each gate set) in points, for the policy."""
 
     report: RoundReport
     labelled: float
@@ -49,7 +49,7 @@ class RoundRecord(NamedTuple):
 
 
 class WeightRecord(NamedTuple):
-    """A weight that has been tried; `labelled` and `heldout` in points, as they decide."""
+    """A finished trial of a weight; `labelled` and `heldout` in points, for the policy."""
 
     report: WeightReport
     labelled: float
@@ -57,7 +57,7 @@ class WeightRecord(NamedTuple):
 
 
 class Journal:
-    """The record of one refinement of one version. Empty where nothing has been done yet."""
+    """The record of one refinement of one version, initially empty."""
 
     def __init__(self, store: Store, base: Manifest, run: RunConfig, questions: RefineQuestions) -> None:
         decides = (_FORMAT, base.content_digest(), base.version, run.digest("refine"), questions.digest())
@@ -69,17 +69,17 @@ class Journal:
         self.heldout_before: tuple[float, ...] = ()
         self.rounds: list[RoundRecord] = []
         self.weights: list[WeightRecord] = []
-        if kept := self._read():
-            self.before = Ranks(np.array(kept["answer_ranks"], np.int64), np.array(kept["gold_ranks"], np.int64))
-            self.labelled_before = kept["labelled_before"]
-            self.heldout_before = tuple(kept["heldout_before"])
+        if fields := self._read():
+            self.before = Ranks(np.array(fields["answer_ranks"], np.int64), np.array(fields["gold_ranks"], np.int64))
+            self.labelled_before = fields["labelled_before"]
+            self.heldout_before = tuple(fields["heldout_before"])
             self.rounds = [
                 RoundRecord(RoundReport(**row["report"]), row["labelled"], tuple(row["heldout"]), row["num_moved"])
-                for row in kept["rounds"]
+                for row in fields["rounds"]
             ]
             self.weights = [
                 WeightRecord(WeightReport(**row["report"]), row["labelled"], tuple(row["heldout"]))
-                for row in kept["weights"]
+                for row in fields["weights"]
             ]
 
     @property
@@ -87,21 +87,21 @@ class Journal:
         return f"{self.folder}/journal.json"
 
     def _read(self) -> dict[str, Any] | None:
-        """What the journal says; None where there is none, or a damaged one: the refinement begins anew."""
+        """Read the journal; None where it is missing or damaged: the refinement then restarts."""
         try:
             return json.loads(read_staged(self.store, self._path)) if self.store.exists(self._path) else None
         except StagingError as error:
-            log.warning("refinement begins anew: %s", error)
+            log.warning("refinement restarts: %s", error)
             self.delete()
             return None
 
     @property
     def heldout_RG(self) -> tuple[tuple[float, ...], ...]:
-        return (self.heldout_before, *(done.heldout for done in self.rounds))
+        return (self.heldout_before, *(record.heldout for record in self.rounds))
 
     @property
     def labelled_R(self) -> tuple[float, ...]:
-        return (self.labelled_before, *(done.labelled for done in self.rounds))
+        return (self.labelled_before, *(record.labelled for record in self.rounds))
 
     def begin(self, before: Ranks, labelled_points: float, heldout: Sequence[float]) -> None:
         self.before, self.labelled_before, self.heldout_before = before, labelled_points, tuple(heldout)
@@ -116,19 +116,19 @@ class Journal:
         self._write()
 
     def _write(self) -> None:
-        assert self.before is not None, "a round before the beginning"
-        kept = {
+        assert self.before is not None, "a round before `begin`"
+        fields = {
             "answer_ranks": self.before.answer_T.tolist(),
             "gold_ranks": self.before.gold_T.tolist(),
             "labelled_before": self.labelled_before,
             "heldout_before": self.heldout_before,
-            "rounds": [{**done._asdict(), "report": done.report._asdict()} for done in self.rounds],
-            "weights": [{**done._asdict(), "report": done.report._asdict()} for done in self.weights],
+            "rounds": [{**record._asdict(), "report": record.report._asdict()} for record in self.rounds],
+            "weights": [{**record._asdict(), "report": record.report._asdict()} for record in self.weights],
         }
-        self.store.write_bytes(self._path, with_trailer(json.dumps(kept).encode()))
+        self.store.write_bytes(self._path, with_trailer(json.dumps(fields).encode()))
 
     def keep_only(self, rounds: set[int]) -> None:
-        """Drop the states of other rounds, and of weights that were tried."""
+        """Delete the states of other rounds, and of trial weights."""
         states = [StateId("round", number) for number in range(1, len(self.rounds) + 1) if number not in rounds]
         for state in [*states, *(StateId("weight", number) for number in range(len(self.weights)))]:
             if self.store.exists(folder := state.folder(self.folder)):
@@ -149,7 +149,7 @@ class Journal:
         self.store.write_bytes(f"{self.folder}/report.json", with_trailer(report.to_json().encode()))
 
     def saved_report(self) -> RefineReport | None:
-        """The outcome, where it was saved and is not damaged."""
+        """The saved outcome, if present and not damaged."""
         path = f"{self.folder}/report.json"
         try:
             return RefineReport.from_json(read_staged(self.store, path).decode()) if self.store.exists(path) else None

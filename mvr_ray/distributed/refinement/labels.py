@@ -1,7 +1,7 @@
-"""Label the hits of one round: from answers, from gold passages, or from outside judgements.
+"""Label the hits of one round: from answers, gold passages, or external judgements.
 
-Answers label what was retrieved (AOpt, eq. 8). Gold passages and judgements are certain, so they are labelled whether
-retrieved or not, at the view that scores best now; other hits are negatives of gold labels only.
+Answers label retrieved passages (AOpt, eq. 8). Gold passages and judgements are certain, so they are labelled whether
+retrieved or not, at the best-scoring view; other hits are negatives of gold labels only.
 
 Shapes: L labelled questions, K hits, D dimension.
 """
@@ -26,7 +26,7 @@ def label_round(
     queries_LD: FloatArray,
     hits: ShardHits,
 ) -> Labels:
-    """Labels of the hits of the labelled questions at a state; passages are numbered through all shards."""
+    """Label the hits of the labelled questions at a state; passages are numbered through all shards."""
     if evaluator.feedback:
         return winning_labels(refiners, at, queries_LD, evaluator.feedback)
     passage_LK, view_LK = hits.rows_QK[:, : refine.depth], hits.views_QK[:, : refine.depth]
@@ -34,12 +34,12 @@ def label_round(
     if refine.labels == "answers":
         return labels_from_hits(passage_LK, view_LK, evaluator.bears_answer(rows_L, passage_LK), refine.positives)
     labels = labels_from_hits(passage_LK, view_LK, evaluator.is_gold(rows_L, passage_LK), "all")
-    missed = [
+    unretrieved = [
         JudgedPair(row, passage, True)
         for row, hit_K in enumerate(passage_LK)
         for passage in sorted(evaluator.gold_T[row].difference(hit_K.tolist()))
     ]
-    more = winning_labels(refiners, at, queries_LD, missed)
+    more = winning_labels(refiners, at, queries_LD, unretrieved)
     both = Labels(
         np.concatenate([labels.question_L, more.question_L]),
         np.concatenate([labels.passage_L, more.passage_L]),
@@ -50,7 +50,7 @@ def label_round(
 
 
 def winning_labels(refiners: RefinerPool, at: StateId, queries_LD: FloatArray, pairs: Sequence[JudgedPair]) -> Labels:
-    """Judged pairs with the view that scores best now; in order of question, then passage."""
+    """Label judged pairs at their best-scoring view, in order of question, then passage."""
     question_L, passage_L, positive_L = (np.array(column) for column in zip(*sorted(pairs))) if pairs else ([], [], [])
     labels = Labels(
         np.asarray(question_L, np.int64),

@@ -1,7 +1,7 @@
-"""Run the rounds of one refinement: act as `refine_policy` decides, and keep the journal.
+"""Run the rounds of one refinement: execute the actions of `refine_policy`, and write the journal.
 
-Where several weights of feedback views are given, each is tried from the labels of the first round before it is made;
-what was found stands in the journal, so a run that is continued chooses alike.
+With several weights of feedback views, each is tried on the labels of the first round before that round; the journal
+records the results, so a resumed run chooses the same weight.
 
 Shapes: T questions in the table, L labelled ones (the first of the table), K hits, D dimension.
 """
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class RefinementLoop:
-    """Runs rounds until the policy ends them, and measures before and after."""
+    """Run rounds until the policy ends them, and measure before and after."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class RefinementLoop:
         progress: Progress,
         keep_length: bool = True,
     ) -> None:
-        """`keep_length`: moved vectors are brought back to the length that they had."""
+        """`keep_length`: rescale moved vectors to their original length."""
         self.refine, self.questions, self.queries_TD = refine, questions, queries_TD
         self.keep_length = keep_length
         self.refiners, self.journal, self.progress = refiners, journal, progress
@@ -74,7 +74,7 @@ class RefinementLoop:
         self.weights = weights_to_try(refine)
 
     def run(self) -> Stop | Reject:
-        """All rounds that are still to do: retrieve, label, step, measure, decide."""
+        """Run all remaining rounds: retrieve, label, step, measure, decide."""
         number = len(self.journal.rounds)
         queries_LD = self.queries_at(number)
         hits = self.retrieve(number, queries_LD)
@@ -92,14 +92,14 @@ class RefinementLoop:
         return action
 
     def retrieve(self, number: int, queries_LD: FloatArray) -> ShardHits:
-        """Hits of the labelled questions after a round."""
+        """Search for the labelled questions after a round."""
         return self.search(self.state_id(number), self.labelled, queries_LD, f"refine round {number}: retrieve")
 
     def label(self, number: int, queries_LD: FloatArray, hits: ShardHits) -> Labels:
         return label_round(self.refine, self.evaluator, self.refiners, self.state_id(number), queries_LD, hits)
 
     def measure_before(self, hits: ShardHits) -> None:
-        """Rank every question in the published version, and begin the journal with that."""
+        """Rank every question in the published version, and start the journal with these ranks."""
         ranks = self.evaluator.rank(self.evaluator.no_ranks(), self.labelled, hits)
         ranks = self.rank_others(PUBLISHED, ranks, self.questions.gate_rows(), "gate")
         ranks = self.rank_others(PUBLISHED, ranks, self.questions.other_rows(), "report")
@@ -117,8 +117,7 @@ class RefinementLoop:
         )
 
     def try_weights(self, labels: Labels, queries_LD: FloatArray) -> None:
-        """Make, search and measure what a first round with each weight would publish; the journal knows the weights
-        that have been tried."""
+        """Make, search and measure the state of a first round with each weight that the journal does not have yet."""
         by_shard = self.refiners.split(labels)
         for number in range(len(self.journal.weights), len(self.weights)):
             at = StateId("weight", number)
@@ -137,15 +136,15 @@ class RefinementLoop:
             logger.info("refine weight %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
 
     def weight(self) -> float:
-        """The weight of feedback views in force: the only one, or the one chosen when all had been tried."""
+        """The weight of feedback views in use: the only one, or the choice after trying all."""
         if len(self.weights) == 1:
             return self.weights[0]
-        tried = [TriedWeight(done.report.weight, done.labelled, done.heldout) for done in self.journal.weights]
-        assert len(tried) == len(self.weights), "a weight has not been tried yet"
-        return choose_weight(self.journal.heldout_before, tried, self.refine.max_heldout_loss)
+        weights = [TriedWeight(row.report.weight, row.labelled, row.heldout) for row in self.journal.weights]
+        assert len(weights) == len(self.weights), "a weight has not been tried yet"
+        return choose_weight(self.journal.heldout_before, weights, self.refine.max_heldout_loss)
 
     def settings(self) -> dict[str, float]:
-        """What a manifest says about the feedback views of this refinement, if it makes any."""
+        """Settings of this refinement's feedback views for the manifest, if it makes any."""
         if not self.weights:
             return {}
         return {"feedback_weight": self.weight(), "feedback_clusters": self.refine.feedback_clusters}
@@ -166,7 +165,7 @@ class RefinementLoop:
         return self.refiners.search(at, queries_QD, self.depth, what, self.progress)
 
     def rank_others(self, at: StateId, ranks: Ranks, rows: list[int], what: str) -> Ranks:
-        """`ranks` with those of questions that are not labelled filled in, at a state."""
+        """Fill in `ranks` of questions that are not labelled, at a state."""
         where = np.array(rows, np.int64)
         name = f"{at.kind} {self.weights[at.number] if at.kind == 'weight' else at.number:g}"
         hits = self.search(at, where, self.queries_TD[where], f"refine {name}: {what}")
@@ -176,23 +175,23 @@ class RefinementLoop:
         return [100 * self.evaluator.top1([gate.group], gate.kind, ranks) for gate in self.gates]
 
     def labelled_points(self, ranks: Ranks) -> float:
-        """Top-1 of the labelled questions in points, 0 where nothing tells what answers them."""
-        known = self.questions.groups[0]
-        kind = deciding_kind(self.evaluator, self.refine, known)
-        return 100 * self.evaluator.top1([known], kind, ranks) if kind else 0.0
+        """Top-1 of the labelled questions in points, 0 where they have neither answers nor gold passages."""
+        labelled = self.questions.groups[0]
+        kind = deciding_kind(self.evaluator, self.refine, labelled)
+        return 100 * self.evaluator.top1([labelled], kind, ranks) if kind else 0.0
 
     def top1s(self, ranks: Ranks) -> dict[str, Any]:
         """Fields of a RoundReport or WeightReport: labelled and gate questions, by answers and by gold passages."""
-        known, gate = self.questions.groups[:1], self.questions.gates
+        labelled, gate = self.questions.groups[:1], self.questions.gates
         return {
-            "labelled_top1": self.evaluator.top1(known, "answer", ranks),
-            "labelled_gold_top1": self.evaluator.top1(known, "gold", ranks),
+            "labelled_top1": self.evaluator.top1(labelled, "answer", ranks),
+            "labelled_gold_top1": self.evaluator.top1(labelled, "gold", ranks),
             "gate_top1": self.evaluator.top1(gate, "answer", ranks),
             "gate_gold_top1": self.evaluator.top1(gate, "gold", ranks),
         }
 
     def step(self, number: int, labels: Labels, queries_LD: FloatArray) -> tuple[FloatArray, "RoundStep"]:
-        """One step from the state after round `number` to the next: queries first where both move (AOpt, hybrid)."""
+        """Step from the state after round `number` to the next: queries first where both move (AOpt, hybrid)."""
         refine, by_shard = self.refine, self.refiners.split(labels)
         at, to = self.state_id(number), self.state_id(number + 1)
         queries_step: ShardStep | None = None
@@ -216,8 +215,8 @@ class RefinementLoop:
     def _move_queries(
         self, at: StateId, by_shard: dict[int, Labels], queries_LD: FloatArray
     ) -> tuple[FloatArray, ShardStep]:
-        """Move the queries (eq. 7, or a step down eq. 11) by every shard's sums, added in shard order, a block of
-        queries at a time."""
+        """Move the queries (eq. 7, or a descent step of eq. 11) by every shard's sums, added in shard order, a block
+        of queries at a time."""
         refine = self.refine
         moved_LD, steps = queries_LD.copy(), []
         for low in range(0, len(queries_LD), QUERY_BLOCK):
@@ -240,8 +239,8 @@ class RefinementLoop:
             step = step.keep_length(block_QD) if self.keep_length else step
             moved_LD[low + step.moved_M] = step.vectors_MD
             steps.append(step)
-        began_LD = self.queries_TD[: len(queries_LD)].astype(np.float64)
-        drift_L = np.linalg.norm(moved_LD - began_LD, axis=1)
+        original_LD = self.queries_TD[: len(queries_LD)].astype(np.float64)
+        drift_L = np.linalg.norm(moved_LD - original_LD, axis=1)
         return moved_LD, ShardStep(
             num_moved=sum(step.num_moved for step in steps),
             moved_passages=0,
@@ -255,7 +254,7 @@ class RefinementLoop:
         )
 
     def measure_round(self, number: int, step: "RoundStep", hits: ShardHits) -> None:
-        """Measure the state after a round, and make the round count."""
+        """Measure the state after a round, and commit the round to the journal."""
         ranks = self.evaluator.rank(self.evaluator.no_ranks(), self.labelled, hits)
         if self.refine.method in KEEPS_PASSAGES:
             ranks = self._same_as_before(ranks, self.questions.gate_rows())
@@ -273,7 +272,7 @@ class RefinementLoop:
         logger.info("refine %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
 
     def best_so_far(self) -> int:
-        """The round that would be restored if rounds ended now; where none is acceptable, the least harmful one."""
+        """The round to restore if rounds ended now; where none is acceptable, the least harmful one."""
         state = self.state()
         match next_action(replace(state, max_rounds=len(self.journal.rounds), last_moved=None)):
             case Stop(best_round=best):
@@ -282,7 +281,7 @@ class RefinementLoop:
                 return state.least_harmful()
 
     def accuracies(self, number: int) -> list[Accuracy]:
-        """Before and after, every group, with the state of a round in force."""
+        """Accuracy of every group before refinement and at the state of a round."""
         assert self.journal.before is not None, "nothing was measured before"
         if number == 0:
             return self.evaluator.accuracies(self.journal.before, self.journal.before)
@@ -297,7 +296,7 @@ class RefinementLoop:
         return self.evaluator.accuracies(self.journal.before, after)
 
     def _same_as_before(self, ranks: Ranks, rows: list[int]) -> Ranks:
-        """Where no passage moves, questions that do not move keep their ranks."""
+        """Copy the ranks before: if no passage moves, unmoved questions keep their ranks."""
         assert self.journal.before is not None, "nothing was measured before"
         for now_T, before_T in zip(ranks, self.journal.before):
             now_T[rows] = before_T[rows]
@@ -305,15 +304,15 @@ class RefinementLoop:
 
 
 def weights_to_try(refine: RefineConfig) -> tuple[float, ...]:
-    """The weights that feedback views may get, ascending, each once."""
+    """The weights of feedback views to try, ascending, each once."""
     if refine.method != "feedback_views":
         return ()
-    given = refine.feedback_weight
-    return tuple(sorted(set(given))) if isinstance(given, list) else (given,)
+    weights = refine.feedback_weight
+    return tuple(sorted(set(weights))) if isinstance(weights, list) else (weights,)
 
 
 class RoundStep(NamedTuple):
-    """What one step did, from the labels on."""
+    """Result of one step and the counts of its labels."""
 
     num_positive: int
     num_negative: int
@@ -329,7 +328,7 @@ class RoundStep(NamedTuple):
         return sum(part.num_moved for part in self.parts)
 
     def summary(self, num_passages: int, num_questions: int) -> dict[str, Any]:
-        """Fields of a RoundReport. The moved share is of passages, or of questions where only these move."""
+        """Fields of a RoundReport. The moved share is of passages, or of questions if only questions move."""
         num_drifted = sum(part.num_drifted for part in self.parts)
         share = sum(part.moved_passages for part in self.shards) / num_passages
         if not self.shards and self.queries is not None:

@@ -1,6 +1,6 @@
-"""Measure how well hits answer questions: first ranks, accuracy of each group, and the numbers of a gate.
+"""Measure hits against answers and gold passages: first ranks, accuracy of each group, and the gate sets.
 
-Shapes: T questions in the table, Q of them searched for, K hits.
+Shapes: T questions in the table, Q searched questions, K hits.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ UNSEARCHED = -2
 
 
 class Ranks(NamedTuple):
-    """Rank of the first answer-bearing and of the first gold hit, int64 [T]; -1 not found, -2 not searched for."""
+    """Rank of the first answer-bearing and of the first gold hit, int64 [T]; -1 not found, -2 not searched."""
 
     answer_T: IntArray
     gold_T: IntArray
@@ -34,7 +34,7 @@ class Ranks(NamedTuple):
 
 
 class JudgedPair(NamedTuple):
-    """An outside judgement of a labelled question and a passage, both by number."""
+    """An external judgement of a labelled question and a passage, both by number."""
 
     question: int
     passage: int
@@ -42,9 +42,9 @@ class JudgedPair(NamedTuple):
 
 
 class Evaluator:
-    """Knows the answers and gold passages of every question, and asks the refiners what a passage holds.
+    """Holds the answers and gold passages of every question; the refiners match answers to passages.
 
-    An answer without a letter, number or sign would match every passage and teach nonsense: it is left out.
+    Answers without a letter, number or sign are omitted: they would match every passage.
     """
 
     def __init__(self, questions: RefineQuestions, refiners: RefinerPool) -> None:
@@ -52,9 +52,9 @@ class Evaluator:
         self.answers_T = [
             tuple(answer for answer in question.answers if not empty_answers([answer])) for question in questions.table
         ]
-        located = refiners.locate(passage_id for question in questions.table for passage_id in question.positive_ids)
+        number_of = refiners.locate(passage_id for question in questions.table for passage_id in question.positive_ids)
         self.gold_T = [
-            {located[passage_id] for passage_id in question.positive_ids if passage_id in located}
+            {number_of[passage_id] for passage_id in question.positive_ids if passage_id in number_of}
             for question in questions.table
         ]
         self.feedback = self._feedback()
@@ -64,16 +64,16 @@ class Evaluator:
         }
 
     def _feedback(self) -> list[JudgedPair]:
-        """Outside judgements by passage number, each pair once."""
-        judged = self.questions.feedback or ()
-        located = self.refiners.locate(label.passage_id for label in judged)
-        unknown = sorted({label.passage_id for label in judged if label.passage_id not in located})
+        """External judgements by passage number, each pair once."""
+        labels = self.questions.feedback or ()
+        number_of = self.refiners.locate(label.passage_id for label in labels)
+        unknown = sorted({label.passage_id for label in labels if label.passage_id not in number_of})
         if unknown:
             raise DataError(
                 f"refine.feedback judges {len(unknown)} passages that the index does not hold (first: "
                 f"{unknown[0]!r}); use passage ids of its corpus"
             )
-        return sorted({JudgedPair(label.question, located[label.passage_id], label.positive) for label in judged})
+        return sorted({JudgedPair(label.question, number_of[label.passage_id], label.positive) for label in labels})
 
     def bears_answer(self, rows_Q: IntArray, passage_QK: IntArray) -> np.ndarray:
         return self.refiners.mark(rows_Q, self.answers_T, passage_QK)
@@ -86,24 +86,24 @@ class Evaluator:
         return Ranks(np.full(size, UNSEARCHED, np.int64), np.full(size, UNSEARCHED, np.int64))
 
     def rank(self, ranks: Ranks, rows_Q: IntArray, hits: ShardHits) -> Ranks:
-        """`ranks` with those of the searched questions filled in."""
+        """Fill in `ranks` of the searched questions."""
         answer_T, gold_T = ranks.answer_T.copy(), ranks.gold_T.copy()
         answer_T[rows_Q] = first_ranks(self.bears_answer(rows_Q, hits.rows_QK))
         gold_T[rows_Q] = first_ranks(self.is_gold(rows_Q, hits.rows_QK))
         return Ranks(answer_T, gold_T)
 
     def members(self, group: QuestionGroup, kind: Kind) -> IntArray:
-        """The questions of a group that can be judged so."""
+        """The questions of a group that have answers, or gold passages (`kind`)."""
         rows = np.array(group.members, np.int64)
         return rows[self.judged_T[kind][rows]]
 
     def top1(self, groups: Sequence[QuestionGroup], kind: Kind, ranks: Ranks) -> float:
-        """Top-1 accuracy over some groups as a share, nan where no question of theirs can be judged so."""
+        """Top-1 accuracy over some groups as a share, nan if they have no `members` of this kind."""
         rows = np.concatenate([self.members(group, kind) for group in groups])
         return top_k_accuracy(ranks.of(kind)[rows], [1])[1] if len(rows) else float("nan")
 
     def accuracies(self, before: Ranks, after: Ranks) -> list[Accuracy]:
-        """Every group that has been searched for, by answers and by gold passages."""
+        """Accuracy of every group, by answers and by gold passages."""
         rows = []
         for group in self.questions.groups:
             for kind in KINDS:
@@ -116,23 +116,23 @@ class Evaluator:
 
 
 class GateSet(NamedTuple):
-    """A group that decides, and by what."""
+    """A gate group and the kind of accuracy that decides."""
 
     group: QuestionGroup
     kind: Kind
 
 
 def deciding_kind(evaluator: Evaluator, refine: RefineConfig, group: QuestionGroup) -> Kind | None:
-    """What a group is judged by: what the labels are made from, else the other; None where it can not be judged."""
-    wanted: Sequence[Kind] = ("answer", "gold") if refine.labels == "answers" else ("gold", "answer")
-    return next((kind for kind in wanted if len(evaluator.members(group, kind))), None)
+    """The kind of accuracy that decides for a group: the kind of the labels, else the other; None without either."""
+    kinds: Sequence[Kind] = ("answer", "gold") if refine.labels == "answers" else ("gold", "answer")
+    return next((kind for kind in kinds if len(evaluator.members(group, kind))), None)
 
 
 def gate_sets(evaluator: Evaluator, refine: RefineConfig) -> list[GateSet]:
-    """The held-out questions that say what rounds may cost.
+    """Select the held-out gate sets, which limit the loss of accuracy.
 
-    ConfigError for a set that can not be judged: of the gate, and on the query side the labelled questions too, since
-    nothing held out can change there and they alone tell one round from another.
+    Raises ConfigError for a set without answers and gold passages: a gate, and on the query side also the labelled
+    questions, since only these change there from round to round.
     """
 
     def gate_set(group: QuestionGroup) -> GateSet:

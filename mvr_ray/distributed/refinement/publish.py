@@ -1,4 +1,4 @@
-"""Publish the restored round: rewrite the shards that changed, share the rest, describe the version.
+"""Describe the version of the restored round: rewrite changed shards, share the rest, save moved queries.
 
 Shapes: L labelled questions, D dimension.
 """
@@ -28,11 +28,11 @@ def describe(
     accuracy: Sequence[Accuracy],
     settings: Mapping[str, float],
 ) -> tuple[Manifest, int]:
-    """The manifest of the version as it stands at a state, its changed shards written, and how many changed."""
-    written = refiners.write(at, run.index.recall_sample)
-    dirty = sum(shard.dirty_passages for shard in written)
-    is_approximate, least = base.index_params["kind"] != "flat", promised_recall(base)
-    measured = recall_metrics(
+    """Write the changed shards at a state; returns the manifest of the version and the number of changed shards."""
+    shards = refiners.write(at, run.index.recall_sample)
+    num_dirty = sum(shard.dirty_passages for shard in shards)
+    is_approximate, recall_floor = base.index_params["kind"] != "flat", promised_recall(base)
+    recalls = recall_metrics(
         [
             BuiltShard(
                 shard.entry,
@@ -40,28 +40,28 @@ def describe(
                 None,
                 None,
                 is_updated=False if is_approximate and shard.dirty_passages else None,
-                least_recall=least,
+                least_recall=recall_floor,
             )
-            for shard in written
+            for shard in shards
         ]
     )
-    kept = {name: value for name, value in base.metrics.items() if "/" not in name and name not in RECALL_METRICS}
+    metrics = {name: value for name, value in base.metrics.items() if "/" not in name and name not in RECALL_METRICS}
     refined = dataclasses.replace(
         base,
         operation=f"refine:{run.refine.method}",
         parent=base.version,
-        shards=tuple(shard.entry for shard in written),
-        recall=measured.get("recall"),
-        metrics={**kept, **measured, **as_metrics(accuracy)},
+        shards=tuple(shard.entry for shard in shards),
+        recall=recalls.get("recall"),
+        metrics={**metrics, **recalls, **as_metrics(accuracy)},
         config_digest=run.digest("refine"),
-        dirty_share=dirty / max(base.num_passages, 1),
+        dirty_share=num_dirty / max(base.num_passages, 1),
         refinement=dict(settings),
     )
-    return refined, sum(shard.dirty_passages > 0 for shard in written)
+    return refined, sum(shard.dirty_passages > 0 for shard in shards)
 
 
 def as_metrics(accuracy: Sequence[Accuracy]) -> dict[str, float]:
-    """Accuracy after refinement, by protocol, group and kind: a transductive number can not pass for a held-out one."""
+    """Accuracy after refinement as metrics; their names keep transductive and held-out accuracy apart."""
     return {
         f"{row.protocol}/{row.group}/{row.kind}/top{k}": value
         for row in accuracy
@@ -70,9 +70,9 @@ def as_metrics(accuracy: Sequence[Accuracy]) -> dict[str, float]:
 
 
 def save_queries(store: Store, index: str, questions: Sequence[Question], queries_LD: FloatArray) -> str:
-    """Keep moved query vectors as an embeddings file, a question a row, one view each; returns its digest.
+    """Save moved query vectors as an embeddings file, a question a row, one view each; returns its digest.
 
-    Of questions with one id the first is kept.
+    Of questions with the same id the first one is saved.
     """
     first = {question.id: row for row, question in reversed(list(enumerate(questions)))}
     ids = sorted(first)

@@ -1,8 +1,8 @@
-"""Select the questions that a refinement learns from, that decide about it, and that only report on it.
+"""Select the labelled, gate and reporting questions of a refinement.
 
-Labelled questions give the labels (transductive: what is measured on them has seen its own answers). Gate questions
-stop the rounds and hold back a bad publish. The rest is held out. Leakage is judged by text: a question that is
-asked word for word in the labelled set counts as labelled wherever else it stands.
+Labelled questions give the labels (transductive: measurements on them use their own answers). Gate questions stop the
+rounds and prevent a bad publish. The rest is held out. Leakage is judged by text: a question with the exact text of a
+labelled one counts as labelled in every other set.
 
 Letters: T all questions in one table (labelled first), L labelled ones.
 """
@@ -28,7 +28,7 @@ GATE_FOLDS = 5
 
 
 class FeedbackLabel(NamedTuple):
-    """One judgement from outside: this passage does (or does not) answer labelled question `question`."""
+    """One external judgement: this passage does (or does not) answer labelled question `question`."""
 
     question: int
     passage_id: str
@@ -36,7 +36,7 @@ class FeedbackLabel(NamedTuple):
 
 
 class QuestionGroup(NamedTuple):
-    """Questions measured together: `members` point into the table."""
+    """Questions measured together: `members` are table rows."""
 
     name: str
     protocol: Protocol
@@ -45,9 +45,9 @@ class QuestionGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class RefineQuestions:
-    """The table of all questions, the first `num_labelled` of them labelled; groups to measure; outside labels.
+    """The table of all questions, the first `num_labelled` of them labelled; groups to measure; external labels.
 
-    The first group is the labelled questions, the next `num_gates` decide, the rest only report.
+    The first group is the labelled questions, the next `num_gates` are gates, the rest only report.
     """
 
     table: tuple[Question, ...]
@@ -61,22 +61,22 @@ class RefineQuestions:
         return self.groups[1 : 1 + self.num_gates]
 
     def gate_rows(self) -> list[int]:
-        """Table rows of every question that decides, each once, ascending."""
+        """Table rows of every gate question, each once, ascending."""
         return sorted({row for group in self.gates for row in group.members})
 
     def other_rows(self) -> list[int]:
-        """Table rows of the questions that are only reported on."""
+        """Table rows of the questions that are only reported."""
         return sorted(set(range(self.num_labelled, len(self.table))).difference(self.gate_rows()))
 
     def digest(self) -> str:
-        """Changes with every word that refinement learns from or is judged by."""
+        """Digest over all questions, groups and feedback."""
         return hashlib.sha256(repr((self.table, self.groups, self.feedback)).encode()).hexdigest()
 
 
 def gather(corpus: Corpus, refine: RefineConfig) -> RefineQuestions:
-    """Read every question set that the refine section names, and keep labelled, gate and held-out ones apart.
+    """Read every question set of the refine section, and separate labelled, gate and held-out ones.
 
-    Raises ConfigError where nothing can be learned from or nothing is held out, DataError for a bad feedback file.
+    Raises ConfigError without labelled or without held-out questions, DataError for a bad feedback file.
     """
     if refine.questions is None and refine.feedback is None:
         raise ConfigError(
@@ -84,10 +84,10 @@ def gather(corpus: Corpus, refine: RefineConfig) -> RefineQuestions:
         )
     stored = read_questions(corpus, refine.questions) if refine.questions else []
     name = refine.questions or "feedback"
-    judged: list[tuple[Question, str, bool]] = []
+    judgements: list[tuple[Question, str, bool]] = []
     if refine.feedback:
-        judged = read_feedback(resolve_path(refine.feedback), stored)
-        labelled = list({question: None for question, _, _ in judged})
+        judgements = read_feedback(resolve_path(refine.feedback), stored)
+        labelled = list({question: None for question, _, _ in judgements})
     else:
         labelled = list(stored)
 
@@ -95,20 +95,20 @@ def gather(corpus: Corpus, refine: RefineConfig) -> RefineQuestions:
     if refine.gate:
         gates = [(gate, read_questions(corpus, gate)) for gate in refine.gate]
     else:
-        held = [question for question in labelled if _fold(question.text, refine.seed) == 0]
-        if not held or len(held) == len(labelled):
+        gate_questions = [question for question in labelled if _fold(question.text, refine.seed) == 0]
+        if not gate_questions or len(gate_questions) == len(labelled):
             raise ConfigError(
                 f"refine.gate is empty, and {name!r} with {len(labelled)} questions is too small to hold a fifth of "
                 f"it back; name a held-out question set in refine.gate"
             )
         labelled = [question for question in labelled if _fold(question.text, refine.seed) != 0]
-        gates = [(f"{name}/gate", held)]
+        gates = [(f"{name}/gate", gate_questions)]
     reports = [(report, read_questions(corpus, report)) for report in refine.report]
     questions = arrange(name, labelled, gates, reports)
-    kept = {question: row for row, question in enumerate(questions.table[: questions.num_labelled])}
+    row_of = {question: row for row, question in enumerate(questions.table[: questions.num_labelled])}
     if refine.feedback is None:
         return questions
-    feedback = tuple(FeedbackLabel(kept[q], passage, good) for q, passage, good in judged if q in kept)
+    feedback = tuple(FeedbackLabel(row_of[q], passage, good) for q, passage, good in judgements if q in row_of)
     return replace(questions, feedback=feedback)
 
 
@@ -118,8 +118,8 @@ def arrange(
     gates: Sequence[tuple[str, Sequence[Question]]],
     reports: Sequence[tuple[str, Sequence[Question]]],
 ) -> RefineQuestions:
-    """One table and its groups. A gate question asked word for word among the labelled is dropped from the gate; a
-    reported set is split by protocol, and its labelled or gate members point at the rows that are there already."""
+    """Build the table and its groups. A gate question with the exact text of a labelled one is dropped from the gate;
+    a reported set is split by protocol, and its labelled or gate members refer to the existing rows."""
     if not label_questions:
         raise ConfigError(f"refinement has no labelled question: {name!r} is empty")
     table = list(label_questions)
@@ -152,54 +152,54 @@ def arrange(
 
     num_gates = len(groups) - 1
     for report, questions in reports:
-        split: dict[Protocol, list[int]] = {"transductive": [], "gate": [], "held-out": []}
+        rows_of: dict[Protocol, list[int]] = {"transductive": [], "gate": [], "held-out": []}
         for question in questions:
             if question.text in row_of_text:
                 row = row_of_question.get(question, row_of_text[question.text])
-                split["transductive"].append(row)
+                rows_of["transductive"].append(row)
             elif question.text in gate_rows:
-                split["gate"].append(row_of_question.get(question, gate_rows[question.text]))
+                rows_of["gate"].append(row_of_question.get(question, gate_rows[question.text]))
             else:
                 if question not in row_of_question:
                     row_of_question[question] = len(table)
                     table.append(question)
-                split["held-out"].append(row_of_question[question])
-        known = {(group.name, group.protocol) for group in groups}
+                rows_of["held-out"].append(row_of_question[question])
+        existing = {(group.name, group.protocol) for group in groups}
         groups += [
             QuestionGroup(report, protocol, tuple(members))
-            for protocol, members in split.items()
-            if members and (report, protocol) not in known
+            for protocol, members in rows_of.items()
+            if members and (report, protocol) not in existing
         ]
     return RefineQuestions(tuple(table), len(label_questions), tuple(groups), num_gates)
 
 
 def read_feedback(path: Path, questions: Sequence[Question]) -> list[tuple[Question, str, bool]]:
-    """Judgements (question, passage id, positive) of a JSONL file of {question, passage_id, label: 1|-1}.
+    """Read judgements (question, passage id, positive) from a JSONL file of {question, passage_id, label: 1|-1}.
 
     `question` is the id of a stored question, else a text; a text that is not stored becomes a question whose
-    positive passages are those judged 1. A pair judged twice must be judged alike.
+    positive passages are those judged 1. Repeated judgements of a pair must agree.
     """
     if not path.is_file():
         raise ConfigError(f"refine.feedback: file {path} does not exist")
     by_key = {question.text: question for question in reversed(questions)}
     by_key.update({question.id: question for question in reversed(questions)})
-    seen: dict[tuple[str, str], bool] = {}
+    judgements: dict[tuple[str, str], bool] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
             continue
-        asked, passage_id, positive = _feedback_row(line, f"{path}:{number}")
-        if seen.setdefault((asked, passage_id), positive) != positive:
-            raise DataError(f"{path}:{number}: passage {passage_id!r} of {asked!r} is judged both 1 and -1; keep one")
-    if not seen:
+        key, passage_id, positive = _feedback_row(line, f"{path}:{number}")
+        if judgements.setdefault((key, passage_id), positive) != positive:
+            raise DataError(f"{path}:{number}: passage {passage_id!r} of {key!r} is judged both 1 and -1; keep one")
+    if not judgements:
         raise DataError(f"{path}: no feedback; each line is {{question, passage_id, label: 1|-1}}")
     positives: dict[str, list[str]] = {}
-    for (asked, passage_id), positive in seen.items():
-        positives.setdefault(asked, []).extend([passage_id] if positive else [])
-    made = {
-        asked: by_key.get(asked) or Question(f"feedback-{_hash(asked, 0):016x}", asked, (), tuple(sorted(ids)))
-        for asked, ids in positives.items()
+    for (key, passage_id), positive in judgements.items():
+        positives.setdefault(key, []).extend([passage_id] if positive else [])
+    question_of = {
+        key: by_key.get(key) or Question(f"feedback-{_hash(key, 0):016x}", key, (), tuple(sorted(ids)))
+        for key, ids in positives.items()
     }
-    return [(made[asked], passage_id, positive) for (asked, passage_id), positive in seen.items()]
+    return [(question_of[key], passage_id, positive) for (key, passage_id), positive in judgements.items()]
 
 
 def _feedback_row(line: str, where: str) -> tuple[str, str, bool]:
@@ -209,12 +209,12 @@ def _feedback_row(line: str, where: str) -> tuple[str, str, bool]:
         raise DataError(f"{where}: not JSON ({error}); a line is {{question, passage_id, label: 1|-1}}") from None
     if not isinstance(row, dict) or {"question", "passage_id", "label"} - row.keys():
         raise DataError(f"{where}: a line is {{question, passage_id, label: 1|-1}}, this one is {line[:120]!r}")
-    asked, passage_id, label = row["question"], row["passage_id"], row["label"]
-    if not isinstance(asked, str) or not asked.strip() or not isinstance(passage_id, str):
+    question, passage_id, label = row["question"], row["passage_id"], row["label"]
+    if not isinstance(question, str) or not question.strip() or not isinstance(passage_id, str):
         raise DataError(f"{where}: question and passage_id must be non-empty text, given {line[:120]!r}")
     if label not in (1, -1) or isinstance(label, bool):
         raise DataError(f"{where}: label is 1 (answers the question) or -1 (does not), given {label!r}")
-    return asked, passage_id, label == 1
+    return question, passage_id, label == 1
 
 
 def _hash(text: str, seed: int) -> int:
@@ -222,5 +222,5 @@ def _hash(text: str, seed: int) -> int:
 
 
 def _fold(text: str, seed: int) -> int:
-    """Stable draw of a question by its text: the same text never stands on both sides."""
+    """Fold of a question, by a hash of its text: equal texts always share a fold."""
     return _hash(text, seed) % GATE_FOLDS

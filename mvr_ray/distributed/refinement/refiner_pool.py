@@ -1,8 +1,8 @@
 """Drive the refiner actors: scatter to all shards, gather in shard order, merge.
 
-Nothing here depends on which actor holds which shard: what is found is exact and merged by score and id, and every
-other answer is per shard and is summed in shard order, so one refiner and eight give the same bytes. Ray restarts a
-killed actor from files, and it brings itself to the state that a call names; an actor that hangs is killed.
+Results do not depend on which actor holds which shard: hits are exact and merged by score and id, and all other results
+are per shard and summed in shard order, so one refiner and eight give the same bytes. Ray restarts a killed actor from
+files, and the actor loads the state that a call names; an actor that hangs is killed.
 
 Shapes: Q queries, K hits, L labels. Passages are numbered through all shards: `shard_start[shard] + row`.
 """
@@ -18,7 +18,7 @@ import numpy as np
 from mvr_ray.core.refining.aopt import LabelSums
 from mvr_ray.core.refining.pseudo_labels import Labels
 from mvr_ray.core.searching.exact import distinct
-from mvr_ray.core.searching.merging import first_depth, merge, overlay_hits, uncertain_queries
+from mvr_ray.core.searching.merging import first_depth, merge, replace_hits, uncertain_queries
 from mvr_ray.distributed import session
 from mvr_ray.distributed.ray_errors import translate_ray_errors
 from mvr_ray.distributed.refinement.shard_refiner import (
@@ -38,27 +38,27 @@ from mvr_ray.types import FloatArray, IntArray, Progress, ShardHits
 
 log = logging.getLogger(__name__)
 
-QUERY_BLOCK = 256  # queries scattered at a time; bounds what is in flight to two blocks of hits a shard
+QUERY_BLOCK = 256  # queries scattered at a time: at most two blocks of hits a shard are in flight
 LABEL_BLOCK = 1_000_000
 MAX_RESTARTS = 4
 START_S = 120.0
-"""Added where actors have yet to start: they import torch and open their shards."""
+"""Added to the time limit until actors have started: they import torch and open their shards."""
 
 T = TypeVar("T")
 
 
 class LabelCache:
-    """Which pairs of a passage and a question hold an answer, remembered across rounds in two flat arrays.
+    """Cache of whether a passage answers a question, kept across rounds in two flat arrays.
 
-    A key is `passage * num_questions + question`: keys in order go passage by passage, whose text is then read once.
+    A key is `passage * num_questions + question`: sorted keys group by passage, so its text is read once.
     """
 
     def __init__(self) -> None:
         self.keys_X: IntArray = np.empty(0, np.int64)
-        self.known_X: np.ndarray = np.empty(0, bool)
+        self.values_X: np.ndarray = np.empty(0, bool)
 
     def missing(self, keys: IntArray) -> IntArray:
-        """Those of the keys that are not known, in order, each once."""
+        """The keys that the cache lacks, sorted, each once."""
         keys = distinct(keys)
         if not len(self.keys_X):
             return keys
@@ -66,24 +66,24 @@ class LabelCache:
         return keys[self.keys_X[at] != keys]
 
     def add(self, keys: IntArray, values: np.ndarray) -> None:
-        joined = np.concatenate([self.keys_X, keys])
-        order = np.argsort(joined, kind="stable")
-        self.keys_X, self.known_X = joined[order], np.concatenate([self.known_X, values])[order]
+        all_keys = np.concatenate([self.keys_X, keys])
+        order = np.argsort(all_keys, kind="stable")
+        self.keys_X, self.values_X = all_keys[order], np.concatenate([self.values_X, values])[order]
 
     def get(self, keys: IntArray) -> np.ndarray:
         values = np.empty(len(keys), bool)
-        order = np.argsort(keys)  # looked up in order, neighbours are in the cache
-        values[order] = self.known_X[np.searchsorted(self.keys_X, keys[order])]
+        order = np.argsort(keys)  # sorted lookups hit the CPU cache
+        values[order] = self.values_X[np.searchsorted(self.keys_X, keys[order])]
         return values
 
 
 class RefinerPool:
-    """All shards of one index version, held by `count` actors. Use as a context manager."""
+    """All shards of one index version in `count` actors. Use as a context manager."""
 
     def __init__(
         self, task: RefinerTask, num_shards: int, count: int, cpus: float, hang_s: float | None = None
     ) -> None:
-        """`num_shards` is what passage ids are hashed to; the largest shards go first, to the least loaded actor.
+        """Passage ids hash to `num_shards`; shards are assigned, largest first, to the least loaded actor.
 
         An actor that finishes no call for `hang_s` (HANG_S by default) is killed and restarted.
         """
@@ -100,9 +100,9 @@ class RefinerPool:
             number = min(range(len(loads)), key=lambda n: loads[n][0])
             loads[number] = (loads[number][0] + counts[shard], [*loads[number][1], shard])
         self.start_of = dict(zip(self.shards, self.shard_start.tolist()))
-        tasks = [task.holding({shard: self.start_of[shard] for shard in shards}) for _, shards in loads]
+        tasks = [task.with_shards({shard: self.start_of[shard] for shard in shards}) for _, shards in loads]
         self.actors = [_new_refiner(own, cpus) for own in tasks]
-        self.searchers = [(actor, held) for actor, (held, _) in zip(self.actors, loads) if held]
+        self.searchers = [(actor, num_passages) for actor, (num_passages, _) in zip(self.actors, loads) if num_passages]
         self.holder: dict[int, Any] = {}
         for actor, (_, shards) in zip(self.actors, loads):
             self.holder.update(dict.fromkeys(shards, actor))
@@ -119,16 +119,16 @@ class RefinerPool:
                 ray.kill(actor)
 
     def results(self, calls: Sequence["Call"]) -> list[Any]:
-        """The results of calls, in their order. Actors that hang are killed, and their calls run again after a restart.
+        """Wait for the results of calls, in their order. Hanging actors are killed; Ray restarts them and their calls.
 
-        Raises ResourceError where an actor dies or hangs again and again.
+        Raises ResourceError where an actor dies or hangs repeatedly.
         """
         if not session.in_ray():
             return [call.ref for call in calls]
         import ray
 
         waiting = [call.ref for call in calls]
-        hung = 0
+        num_hangs = 0
         with translate_ray_errors("refinement"):
             while waiting:
                 bound_s = self.hang_s if self.started else self.hang_s + START_S
@@ -136,20 +136,20 @@ class RefinerPool:
                 self.started = bool(finished)
                 if finished:
                     continue
-                hung += 1
-                if hung > MAX_RESTARTS:
+                num_hangs += 1
+                if num_hangs > MAX_RESTARTS:
                     raise ResourceError(
-                        f"refiners finished no call for {self.hang_s:g} s, {hung} times; see what hangs on their "
+                        f"refiners finished no call for {self.hang_s:g} s, {num_hangs} times; see what hangs on their "
                         f"machines (py-spy dump), then run the same command again, it continues"
                     )
                 pending = set(waiting)
                 for actor in {call.actor for call in calls if call.ref in pending}:
-                    log.warning("refiner hangs and is restarted: index=%s after_s=%g", self.index, self.hang_s)
+                    log.warning("refiner hangs, restarting it: index=%s after_s=%g", self.index, self.hang_s)
                     ray.kill(actor, no_restart=False)
             return ray.get([call.ref for call in calls])
 
     def per_shard(self, arguments: Mapping[int, T], method: Callable[[Any, int, T], Any]) -> list[Any]:
-        """Results of `method(actor, shard, argument)` for each shard named, in shard order."""
+        """Call `method(actor, shard, argument)` for each shard of `arguments`; results in shard order."""
         shards = sorted(arguments)
         return self.results([Call(self.holder[s], method(self.holder[s], s, arguments[s])) for s in shards])
 
@@ -159,11 +159,11 @@ class RefinerPool:
         return at, passages - self.shard_start[at]
 
     def in_shard(self, passages: IntArray, shard: int) -> np.ndarray:
-        """Which numbered passages a shard holds."""
+        """Mask of the numbered passages that a shard holds."""
         return self.place(passages)[0] == self.shards.index(shard)
 
     def locate(self, ids: Iterable[str]) -> dict[str, int]:
-        """Numbers of the passages that are in the index; unknown ids are left out."""
+        """Numbers of the passages that are in the index; unknown ids are omitted."""
         by_shard: dict[int, list[str]] = {shard: [] for shard in self.shards}
         for passage_id in sorted(set(ids)):
             by_shard.setdefault(shard_of(passage_id, self.num_shards), []).append(passage_id)
@@ -177,10 +177,10 @@ class RefinerPool:
         }
 
     def search(self, at: StateId, queries_QD: FloatArray, k: int, what: str, progress: Progress) -> ShardHits:
-        """Exact top k of every query over all shards at a state; k is cut to the number of passages.
+        """Search all shards exactly for the top k of every query at a state; k is limited to the number of passages.
 
-        Every actor answers for its shards together as one shard would. As a router does, the pool first asks for as
-        many rows as settle most queries, and then for k rows where the merge is uncertain.
+        Every actor returns the hits of its shards as of one shard. Like a router, the pool first requests as many rows
+        as settle most queries, and then k rows where the merge is uncertain.
         """
         k = min(k, self.num_passages)
         first = first_depth(k, [size for _, size in self.searchers], min(QUERY_BLOCK, len(queries_QD)))
@@ -203,7 +203,7 @@ class RefinerPool:
                     part = queries_QD[block][queries_S[number]]
                     calls.append(Call(actor, actor.search.remote(at, part, k)))
                 for number, hits in zip(again, self.results(calls)):
-                    lists[number] = 0, overlay_hits(lists[number][1], hits, queries_S[number])
+                    lists[number] = 0, replace_hits(lists[number][1], hits, queries_S[number])
                 merged = merge(lists, k, self.ids_of)
             tables.append(merged)
             progress(what, min(block.stop, len(queries_QD)), len(queries_QD))
@@ -220,7 +220,7 @@ class RefinerPool:
         return ids.tolist()
 
     def mark(self, questions_Q: IntArray, answers: Sequence[tuple[str, ...]], passage_QK: IntArray) -> np.ndarray:
-        """Whether each hit holds an answer of its question, bool [Q, K]; asked once a (question, passage).
+        """Test whether each hit holds an answer of its question, bool [Q, K]; once per (question, passage).
 
         `answers` belong to all table rows, `questions_Q` are the table rows of the hits' questions.
         """
@@ -229,36 +229,36 @@ class RefinerPool:
         missing = self.labels.missing(keys_QK[real_QK])
         blocks = [missing[low : low + LABEL_BLOCK] for low in range(0, len(missing), LABEL_BLOCK)]
         if blocks:
-            self.labels.add(missing, np.concatenate([self._ask_answers(keys, answers) for keys in blocks]))
+            self.labels.add(missing, np.concatenate([self._mark_pairs(keys, answers) for keys in blocks]))
         marked_QK = np.zeros(passage_QK.shape, bool)
         marked_QK[real_QK] = self.labels.get(keys_QK[real_QK])
         return marked_QK
 
-    def _ask_answers(self, keys: IntArray, answers: Sequence[tuple[str, ...]]) -> np.ndarray:
+    def _mark_pairs(self, keys: IntArray, answers: Sequence[tuple[str, ...]]) -> np.ndarray:
         passages, questions = np.divmod(keys, len(answers))
         at, rows = self.place(passages)
         places, calls = [], []
         for number in distinct(at):
-            here = np.flatnonzero(at == number)
-            own, inverse = np.unique(questions[here], return_inverse=True)
+            key_rows = np.flatnonzero(at == number)
+            own, inverse = np.unique(questions[key_rows], return_inverse=True)
             shard = self.shards[number]
             actor = self.holder[shard]
             texts = [answers[question] for question in own]
-            calls.append(Call(actor, actor.mark.remote(shard, rows[here], inverse, texts)))
-            places.append(here)
+            calls.append(Call(actor, actor.mark.remote(shard, rows[key_rows], inverse, texts)))
+            places.append(key_rows)
         marked = np.zeros(len(keys), bool)
-        for here, values in zip(places, self.results(calls)):
-            marked[here] = values
+        for key_rows, values in zip(places, self.results(calls)):
+            marked[key_rows] = values
         return marked
 
     def split(self, labels: Labels) -> dict[int, Labels]:
-        """Labels of every shard (perhaps none), in the order given; passages become rows of the shard."""
+        """Split labels by shard (perhaps none), keeping their order; passages become rows of the shard."""
         at_L, row_L = self.place(labels.passage_L)
         by_row = labels._replace(passage_L=row_L)
         return {shard: by_row.take(at_L == number) for number, shard in enumerate(self.shards)}
 
     def winners(self, at: StateId, by_shard: Mapping[int, Labels], queries_LD: FloatArray) -> dict[int, IntArray]:
-        """By shard with labels: the view that scores best at a state, for each label."""
+        """Best-scoring view of each label at a state, by shard with labels."""
         parts = {shard: part for shard, part in by_shard.items() if len(part.question_L)}
 
         def call(actor: Any, shard: int, part: Labels) -> Any:
@@ -268,7 +268,7 @@ class RefinerPool:
         return dict(zip(sorted(parts), self.per_shard(parts, call)))
 
     def query_sums(self, at: StateId, by_shard: Mapping[int, Labels], num_queries: int) -> list[LabelSums]:
-        """Each shard's part of the queries' sums (eqs. 7 and 11)."""
+        """Compute each shard's part of the queries' sums (eqs. 7 and 11)."""
         return self.per_shard(by_shard, lambda actor, s, part: actor.query_sums.remote(at, s, part, num_queries))
 
     def move(
@@ -280,8 +280,8 @@ class RefinerPool:
         settings: GradientSettings | LinearSettings,
     ) -> list[ShardStep]:
         """Move the labelled views of every shard from one state to the next."""
-        sent = share(queries_LD)
-        return self.per_shard(by_shard, lambda actor, s, part: actor.move.remote(at, to, s, part, sent, settings))
+        queries = share(queries_LD)
+        return self.per_shard(by_shard, lambda actor, s, part: actor.move.remote(at, to, s, part, queries, settings))
 
     def add_feedback(
         self,
@@ -291,27 +291,27 @@ class RefinerPool:
         queries_LD: FloatArray,
         settings: FeedbackSettings,
     ) -> list[ShardStep]:
-        """Give the positively labelled passages of every shard their feedback views, from one state to the next."""
-        sent = share(queries_LD)
+        """Add feedback views to the positively labelled passages of every shard, from one state to the next."""
+        queries = share(queries_LD)
         return self.per_shard(
-            by_shard, lambda actor, s, part: actor.add_feedback.remote(at, to, s, part, sent, settings)
+            by_shard, lambda actor, s, part: actor.add_feedback.remote(at, to, s, part, queries, settings)
         )
 
     def write(self, at: StateId, recall_sample: int) -> list[WrittenShard]:
-        """Put every shard at rest as it is at a state."""
+        """Write every shard at a state to the store."""
         parts = dict.fromkeys(self.shards, recall_sample)
         return self.per_shard(parts, lambda actor, shard, sample: actor.write.remote(at, shard, sample))
 
 
 class Call(NamedTuple):
-    """A call that an actor works on, and the reference of its result; of a `LocalRefiner` the result itself."""
+    """A call to an actor, and the reference of its result; for a `LocalRefiner` the result itself."""
 
     actor: Any
     ref: Any
 
 
 def _new_refiner(task: RefinerTask, cpus: float) -> Any:
-    """An actor over the task's shards in a Ray session, else the same in this process."""
+    """Create a refiner of the task's shards: an actor in a Ray session, else an object in this process."""
     if not session.in_ray():
         return LocalRefiner(ShardRefiner(task))
     import ray
@@ -321,7 +321,7 @@ def _new_refiner(task: RefinerTask, cpus: float) -> Any:
 
 
 class LocalRefiner:
-    """Stands for an actor where there is none: `refiner.METHOD.remote(...)` calls the method at once."""
+    """Local substitute for an actor: `refiner.METHOD.remote(...)` calls the method directly."""
 
     def __init__(self, refiner: ShardRefiner) -> None:
         self._refiner = refiner
@@ -337,7 +337,7 @@ class LocalMethod(NamedTuple):
 
 
 def _in_flight(requests: Iterator[Any], width: int) -> Iterator[Any]:
-    """Draw `width` items ahead of the one handed out, so that the next request runs while an answer is merged."""
+    """Keep `width` requests in flight, so that the next one runs while a result is merged."""
     waiting = deque(islice(requests, width))
     while waiting:
         yield waiting.popleft()

@@ -1,8 +1,8 @@
 """Report a refinement: its rounds, and accuracy before and after, separate by protocol.
 
-Accuracies are shares in 0..1. "answer" counts a question whose top k hold an answer-bearing passage, "gold" one whose
-top k hold a gold passage. Transductive rows are about the labelled questions themselves and never stand in one row
-with held-out ones.
+Accuracies are shares in 0..1. "answer" counts a question with an answer-bearing passage in its top k, "gold" one with a
+gold passage in its top k. Transductive rows measure the labelled questions themselves, never together with held-out
+ones.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ Kind = Literal["answer", "gold"]
 
 
 class Accuracy(NamedTuple):
-    """Top-k accuracy of one group of questions before and after, a column each so that it prints as a table."""
+    """Top-k accuracy of one group of questions before and after, one column each so that rows print as a table."""
 
     group: str
     protocol: Protocol
@@ -44,11 +44,11 @@ class Accuracy(NamedTuple):
 
 
 class RoundReport(NamedTuple):
-    """One round: the labels it saw, what it moved, and accuracy after it.
+    """One round: its labels, its moves, and accuracy after it.
 
     moved_share   passages (or, on the query side, labelled questions) that moved by any amount (churn)
-    drift_mean    mean and maximum distance of what has moved so far from where it began
-    skipped_*     views or questions left alone: outside the loss's domain, without a positive, without a negative
+    drift_mean    mean and maximum distance of the moved vectors from their original values
+    skipped_*     views or questions not moved: outside the loss's domain, without a positive, without a negative
     """
 
     number: int
@@ -68,7 +68,7 @@ class RoundReport(NamedTuple):
 
 
 class WeightReport(NamedTuple):
-    """A weight of feedback views as tried in the first round: top-1 shares, and what it costs the worst gate set."""
+    """A trial of a weight of feedback views in the first round: top-1 shares, and the loss of the worst gate set."""
 
     weight: float
     labelled_top1: float
@@ -80,9 +80,9 @@ class WeightReport(NamedTuple):
 
 @dataclass(frozen=True)
 class RefineReport:
-    """`published` is None where nothing was published; `reason` says why, or why the rounds ended.
+    """Result of a refinement. `published` is None without a publication; `reason` says why, or why the rounds ended.
 
-    `settings` are those that feedback views were made with, as in the manifest; `weights` what was tried, if several.
+    `settings` of the feedback views, as in the manifest; `weights` are the trials, if several.
     """
 
     index: str
@@ -109,7 +109,7 @@ class RefineReport:
 
     @classmethod
     def from_json(cls, text: str) -> "RefineReport":
-        """The report as saved, `published` left empty."""
+        """Read a saved report; `published` stays None."""
         plain = json.loads(text)
         rows = [Accuracy(**row) for row in plain.pop("accuracy")]
         rounds = tuple(RoundReport(**row) for row in plain.pop("rounds"))
@@ -118,9 +118,9 @@ class RefineReport:
         return cls(accuracy=tuple(rows), rounds=rounds, weights=weights, **plain)
 
     def lines(self) -> list[str]:
-        """What a user reads: one line per group and kind, one per weight tried, then the outcome."""
+        """Text for the user: one line per group and kind, one per weight tried, then the outcome."""
         width = max((len(row.group) for row in self.accuracy), default=0)
-        said = [
+        lines = [
             f"{row.protocol:<12} {row.group:<{width}} {row.kind:<6} n={row.num_questions:<6} "
             + "  ".join(
                 f"top-{k} {100 * was:.1f} -> {100 * now:.1f}"
@@ -129,9 +129,9 @@ class RefineReport:
             for row in self.accuracy
         ]
         end = f"published version {self.published.version}" if self.published else "not published"
-        said += [
+        lines += [
             f"weight {row.weight:g}: top-1 {100 * row.labelled_top1:.1f} labelled, {100 * row.gate_top1:.1f} gate "
             f"(gold {100 * row.labelled_gold_top1:.1f}, {100 * row.gate_gold_top1:.1f}), costs {row.lost_points:.1f}"
             for row in self.weights
         ]
-        return [*said, f"{self.method}: {end}, {100 * self.dirty_share:.1f} % of passages changed; {self.reason}"]
+        return [*lines, f"{self.method}: {end}, {100 * self.dirty_share:.1f} % of passages changed; {self.reason}"]

@@ -1,9 +1,9 @@
-"""Refine some shards of an index version in one actor, with moved views laid over the stored ones in memory.
+"""Refine some shards of an index version in one actor, with moved views overlaid on the stored ones in memory.
 
-A plain class; `refiner_pool` makes actors of it. It is built from names and digests, never from objects, and every
-call names the state (`at`) that it works on: a call for another state than the one in memory loads that state from the
-staging folder first. So a call may be retried in a new process at any moment, and a round that runs twice ends the
-same. Each shard is worked on alone: which shards share a process changes no byte.
+A plain class; `refiner_pool` makes actors of it. Its arguments are names and digests, never objects, and every call
+names the state (`at`) that it works on: a call for another state than the one in memory first loads that state from
+the staging folder. So a call may be retried in a new process at any moment, and a repeated round gives the same
+result. Shards are independent: the bytes do not depend on which shards share a process.
 
 Shapes: Q queries, K hits, L labels of one shard, M moved views, F feedback views, D dimension.
 """
@@ -22,29 +22,29 @@ from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.refining import aopt, feedback
 from mvr_ray.core.refining.pseudo_labels import Labels, label_matrices, winning_slots
 from mvr_ray.core.searching.exact import distinct
-from mvr_ray.core.searching.merging import merge, overlay_hits
+from mvr_ray.core.searching.merging import merge, replace_hits
 from mvr_ray.distributed.refinement.state import PUBLISHED, ShardChanges, StateId, StoredViews, read_staged
 from mvr_ray.distributed.shards import build_shard, keep_codes, shard_recall
 from mvr_ray.index.base import IndexParams, ShardIndex
 from mvr_ray.index.kinds import open_index
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.delta import MOST_SHARE, open_embeddings, rewrite, write_changed
+from mvr_ray.store.delta import MAX_CHANGED_SHARE, open_embeddings, rewrite, write_changed
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry, open_shard
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, ShardHits
 
 FLAT = IndexParams(kind="flat")
-QUESTIONS_KEPT = 1 << 18
-"""Answers are looked for passage by passage, each time of nearly all questions: what is forgotten is prepared again."""
+MAX_CACHED_QUESTIONS = 1 << 18
+"""Answers are matched passage by passage, for nearly all questions each time; evicted ones are prepared again."""
 
 
 @dataclass(frozen=True)
 class RefinerTask:
-    """What an actor is built from. `staging` is the folder of the states, relative to the store; `starts` are the
-    numbers of the shards' first passages, through the whole index. A shard of which more than `compact_share` changed
-    is written whole."""
+    """Arguments of a refiner. `staging` is the folder of the states, relative to the store; `starts` are the numbers of
+    the shards' first passages in the whole index. A shard of which more than `compact_share` changed is written
+    whole."""
 
     store: str
     manifest: Manifest
@@ -52,10 +52,10 @@ class RefinerTask:
     threads: int = 1
     shards: tuple[int, ...] = ()
     starts: tuple[int, ...] = ()
-    compact_share: float = MOST_SHARE
+    compact_share: float = MAX_CHANGED_SHARE
 
-    def holding(self, start_of: Mapping[int, int]) -> "RefinerTask":
-        """With these shards, each with its first passage's number."""
+    def with_shards(self, start_of: Mapping[int, int]) -> "RefinerTask":
+        """Copy the task with these shards, each with the number of its first passage."""
         shards = tuple(sorted(start_of))
         return replace(self, shards=shards, starts=tuple(start_of[shard] for shard in shards))
 
@@ -78,14 +78,14 @@ class LinearSettings(NamedTuple):
 
 
 class FeedbackSettings(NamedTuple):
-    """Feedback views: their norm over that of the passage's own views, and how many a passage at most."""
+    """Feedback views: their norm relative to the passage's own views, and the maximum per passage."""
 
     weight: float
     clusters: int
 
 
 class ShardStep(NamedTuple):
-    """What one step did to one shard. Drift is the distance of everything moved so far from the published version."""
+    """Result of one step on one shard. Drift is the distance of all moved vectors from the published version."""
 
     num_moved: int
     moved_passages: int
@@ -99,7 +99,7 @@ class ShardStep(NamedTuple):
 
 
 class WrittenShard(NamedTuple):
-    """A shard at rest; `recall` where its index is approximate."""
+    """A stored shard; `recall` where its index is approximate."""
 
     entry: ShardEntry
     dirty_passages: int
@@ -120,14 +120,14 @@ class ShardRefiner:
         self.blocks: dict[int, tuple[StateId, list[EmbeddingBlock]]] = {}
         self.index: tuple[StateId, ShardIndex] | None = None
         self.ids: dict[int, list[str]] = {}
-        self.matcher = AnswerMatcher(max_questions=QUESTIONS_KEPT)
+        self.matcher = AnswerMatcher(max_questions=MAX_CACHED_QUESTIONS)
 
     def search(self, at: StateId, queries_QD: FloatArray, k: int) -> ShardHits:
-        """Exact top k of all shards here together at a state: score descending, then passage id ascending; rows are
-        numbers through the whole index.
+        """Search all shards of the actor exactly at a state: score descending, then passage id ascending; rows are
+        numbers in the whole index.
 
-        The scan ranks passages of equal scores by their row here. Where the score of the last row goes on behind it,
-        each shard is searched alone, which finds the lower ids.
+        The scan ranks passages of equal scores by their local row. Where omitted passages tie with the last row, each
+        shard is searched separately, which finds the lower ids.
         """
         hits = self._index(at).search(queries_QD, k)
         if len(self.task.shards) == 1:
@@ -142,11 +142,11 @@ class ShardRefiner:
             for shard, start in zip(self.task.shards, self.task.starts)
             if self.entries[shard].num_passages
         ]
-        alone = [(start, index.search(queries_QD[tied_Q], k)) for start, index in lists]
-        return overlay_hits(merged, merge(alone, k, self._ids_of_numbers), tied_Q)
+        shard_hits = [(start, index.search(queries_QD[tied_Q], k)) for start, index in lists]
+        return replace_hits(merged, merge(shard_hits, k, self._ids_of_numbers), tied_Q)
 
     def _split(self, hits: ShardHits) -> list[tuple[int, ShardHits]]:
-        """Hits of all shards here by shard: its start, and its own rows at the places that they have among all."""
+        """Split hits by shard: its start, and its own rows at their positions among all."""
         first = np.cumsum([0, *(self.entries[shard].num_passages for shard in self.task.shards)])
         lists = []
         for start, low, high in zip(self.task.starts, first, first[1:]):
@@ -171,24 +171,24 @@ class ShardRefiner:
 
     def ids_of(self, shard: int, rows: Sequence[int]) -> list[str]:
         """Passage ids of some rows."""
-        known = self._ids(shard)
-        return [known[row] for row in rows]
+        ids = self._ids(shard)
+        return [ids[row] for row in rows]
 
     def locate(self, shard: int, ids: Sequence[str]) -> list[int]:
         """Row of each passage id, -1 where the shard does not hold it."""
-        known = self._ids(shard)
-        rows = [bisect_left(known, passage_id) for passage_id in ids]
-        return [row if row < len(known) and known[row] == wanted else -1 for row, wanted in zip(rows, ids)]
+        all_ids = self._ids(shard)
+        rows = [bisect_left(all_ids, passage_id) for passage_id in ids]
+        return [row if row < len(all_ids) and all_ids[row] == passage_id else -1 for row, passage_id in zip(rows, ids)]
 
     def mark(self, shard: int, row_L: IntArray, answer_L: IntArray, answers: Sequence[tuple[str, ...]]) -> np.ndarray:
-        """Whether each passage holds one of `answers[answer_L[i]]`."""
+        """Test whether each passage holds one of `answers[answer_L[i]]`."""
         ids, index = self._ids(shard), self.matcher.index(answers)
         marked_L = np.zeros(len(row_L), bool)
         order_L = np.argsort(row_L, kind="stable")
         rows, first = np.unique(row_L[order_L], return_index=True)
-        for row, asked in zip(rows.tolist(), np.split(order_L, first[1:])):
+        for row, labels_of_row in zip(rows.tolist(), np.split(order_L, first[1:])):
             text = self.corpus.get([ids[row]])[ids[row]].text
-            marked_L[asked] = index.marks(text, answer_L[asked])
+            marked_L[labels_of_row] = index.marks(text, answer_L[labels_of_row])
         return marked_L
 
     def winners(self, at: StateId, shard: int, query_L: IntArray, row_L: IntArray, queries_QD: FloatArray) -> IntArray:
@@ -200,7 +200,7 @@ class ShardRefiner:
         return now.view_numbers_N[slot_L]
 
     def query_sums(self, at: StateId, shard: int, labels: Labels, num_queries: int) -> aopt.LabelSums:
-        """For the query side (eqs. 7 and 11): this shard's part of each query's sums."""
+        """Compute this shard's part of each query's sums (query side, eqs. 7 and 11)."""
         slot_M, inverse_L = np.unique(self._slots(shard, labels), return_inverse=True)
         views_MD = self.views[shard].vectors(slot_M, self._state(at, shard))
         matrices = label_matrices(inverse_L, labels.question_L, labels.positive_L, len(slot_M), num_queries)
@@ -215,7 +215,7 @@ class ShardRefiner:
         queries_QD: FloatArray,
         settings: GradientSettings | LinearSettings,
     ) -> ShardStep:
-        """Move the labelled views (AOpt) from one state to the next, and keep that."""
+        """Move the labelled views (AOpt) from state `at`, and save the result as `to`."""
         state = self._state(at, shard)
         slot_M, inverse_L = np.unique(self._slots(shard, labels), return_inverse=True)
         views_MD = self.views[shard].vectors(slot_M, state)
@@ -228,7 +228,7 @@ class ShardRefiner:
         step = step.keep_length(views_MD) if keep_length else step
         moved_M = slot_M[step.moved_M]
         state = state.with_moved(moved_M, step.vectors_MD)
-        self._keep(to, shard, state)
+        self._save(to, shard, state)
         drift_M = self.views[shard].drift(state)
         return ShardStep(
             num_moved=step.num_moved,
@@ -251,36 +251,36 @@ class ShardRefiner:
         queries_QD: FloatArray,
         settings: FeedbackSettings,
     ) -> ShardStep:
-        """Give every positively labelled passage its feedback views, and keep the state as `to`.
+        """Add feedback views to every positively labelled passage, and save the state as `to`.
 
-        They replace what the passage has of earlier rounds, or of the version that is refined.
+        They replace feedback views of earlier rounds and of the base version.
         """
         state, views = self._state(at, shard), self.views[shard]
         rows_F, inverse_L = np.unique(labels.passage_L, return_inverse=True)
-        own = views.gather(rows_F)
-        norms_F = feedback.own_norms(own.vectors_ND, own.row_ptr, own.view_numbers_N, self.manifest.num_views)
+        block = views.gather(rows_F)
+        norms_F = feedback.own_norms(block.vectors_ND, block.row_ptr, block.view_numbers_N, self.manifest.num_views)
         labels = labels._replace(passage_L=inverse_L)
-        made = feedback.feedback_views(queries_QD, labels, norms_F, weight=settings.weight, clusters=settings.clusters)
-        now = ShardChanges.none(queries_QD.shape[1]).with_feedback(rows_F[made.passage_F], made.vectors_FD)
-        self._keep(to, shard, now)
+        added = feedback.feedback_views(queries_QD, labels, norms_F, weight=settings.weight, clusters=settings.clusters)
+        now = ShardChanges.none(queries_QD.shape[1]).with_feedback(rows_F[added.passage_F], added.vectors_FD)
+        self._save(to, shard, now)
         changed = state.feedback_changes(now)
-        return ShardStep(len(changed), len(changed), 0.0, made.num_cancelled, 0, 0, 0.0, 0.0, 0)
+        return ShardStep(len(changed), len(changed), 0.0, added.num_cancelled, 0, 0, 0.0, 0.0, 0)
 
     def write(self, at: StateId, shard: int, recall_sample: int) -> WrittenShard:
-        """The shard at a state at rest: its old entry where no stored byte differs, else a new one."""
+        """Write the shard at a state; returns its old entry if no stored byte differs, else a new one."""
         entry = self.entries[shard]
         changes = self.views[shard].changes(self._state(at, shard), self.manifest.num_views)
         if changes:
             with self.store.scratch() as scratch:
                 folder = scratch / "shard"
                 folder.mkdir()
-                params, stored, known = IndexParams(**self.manifest.index_params), self.stored[shard], {}
+                params, stored, known_files = IndexParams(**self.manifest.index_params), self.stored[shard], {}
                 if params.kind != "flat":
                     rewrite(stored, folder / paths.EMBEDDINGS, changes)
-                elif kept := write_changed(stored, folder, changes, most_share=self.task.compact_share):
-                    known = {name: entry.files[name] for name in kept}
-                    known |= keep_codes(params, stored.path.parent, entry.files, folder)
-                entry = build_shard(self.store, self.manifest, shard, folder, known)
+                elif names := write_changed(stored, folder, changes, max_changed_share=self.task.compact_share):
+                    known_files = {name: entry.files[name] for name in names}
+                    known_files |= keep_codes(params, stored.path.parent, entry.files, folder)
+                entry = build_shard(self.store, self.manifest, shard, folder, known_files)
         return WrittenShard(entry, len(changes), shard_recall(self.store, self.manifest, entry, recall_sample))
 
     def _embeddings(self, shard: int) -> EmbeddingShard:
@@ -289,7 +289,7 @@ class ShardRefiner:
 
     @cached_property
     def corpus(self) -> Corpus:
-        """Where texts come from. Its parts need not be the index's shards, so passages are asked for by id."""
+        """Source of the texts. Its parts may differ from the index's shards, so passages are read by id."""
         return Corpus.open(self.store, self.manifest.corpus, self.manifest.corpus_digest)
 
     def _ids(self, shard: int) -> list[str]:
@@ -301,32 +301,32 @@ class ShardRefiner:
         return self.views[shard].slots(labels.passage_L, labels.view_L)
 
     def _state(self, at: StateId, shard: int) -> ShardChanges:
-        held = self.states.get(shard)
-        if held is None or held[0] != at:
+        cached = self.states.get(shard)
+        if cached is None or cached[0] != at:
             dimension = self.manifest.dimension
             state = (
                 ShardChanges.none(dimension)
                 if at == PUBLISHED
                 else ShardChanges.from_bytes(read_staged(self.store, at.shard_path(self.task.staging, shard)))
             )
-            self.states[shard] = held = (at, state)
-        return held[1]
+            self.states[shard] = cached = (at, state)
+        return cached[1]
 
-    def _keep(self, at: StateId, shard: int, state: ShardChanges) -> None:
+    def _save(self, at: StateId, shard: int, state: ShardChanges) -> None:
         self.store.write_bytes(at.shard_path(self.task.staging, shard), with_trailer(state.to_bytes()))
         self.states[shard] = (at, state)
 
     def _blocks(self, at: StateId, shard: int) -> list[EmbeddingBlock]:
-        held = self.blocks.get(shard)
-        if held is None or held[0] != at:
-            self.index = None  # it holds the blocks that go
+        cached = self.blocks.get(shard)
+        if cached is None or cached[0] != at:
+            self.index = None  # it refers to the blocks to replace
             self.blocks.pop(shard, None)
             current = self.views[shard].current(self._state(at, shard), self.manifest.num_views)
-            self.blocks[shard] = held = (at, current)
-        return held[1]
+            self.blocks[shard] = cached = (at, current)
+        return cached[1]
 
     def _index(self, at: StateId) -> ShardIndex:
-        """One over all shards: a passage must then be among the best of them all to be scored exactly."""
+        """One index over all shards, so that only passages among the best of them all are scored exactly."""
         if self.index is None or self.index[0] != at:
             filled = [shard for shard in self.task.shards if self.entries[shard].num_passages]
             blocks = [block for shard in filled for block in self._blocks(at, shard)]

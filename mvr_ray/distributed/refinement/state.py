@@ -1,8 +1,8 @@
-"""Hold what refinement has changed in one shard so far, and show the shard with these changes.
+"""Hold the changes of refinement to one shard, and overlay them on its stored views.
 
-The embeddings of a version are never touched: a state holds only moved views (in float32, so that small steps add
-up) and feedback views; the current blocks are the version's with these laid over, in the stored type, so that what
-is measured is what would be published.
+The embeddings of a version never change: a state holds only moved views (in float32, so that small steps add up) and
+feedback views; the current blocks are the version's with these overlaid, in the stored type, so that measurements
+equal those of the published version.
 
 Shapes: P passages of the shard, N their view vectors, M moved views, F new feedback views, D dimension.
 """
@@ -25,21 +25,21 @@ VIEW_BASE = 1 << 16  # above every view number (int16)
 
 
 def read_staged(store: Store, path: str) -> bytes:
-    """Read a file of unfinished refinement. Raises StagingError where it is missing, cut short or damaged."""
+    """Read a file of unfinished refinement. Raises StagingError where it is missing, truncated or damaged."""
     try:
         return bytes(without_trailer(store.read_bytes(path), store.where(path)))
     except (DigestError, MissingInputError) as error:
-        raise StagingError(f"{error}; the refinement begins anew") from error
+        raise StagingError(f"{error}; the refinement restarts") from error
 
 
 class StateId(NamedTuple):
-    """Names a state of the index: after a round, or with a weight of feedback views that is only tried."""
+    """Identifies a state of the index: after a round, or of a trial weight of feedback views."""
 
     kind: Literal["round", "weight"]
     number: int
 
     def folder(self, staging: str) -> str:
-        """Where the staging folder holds this state."""
+        """Path of this state in the staging folder."""
         return f"{staging}/{self.kind}-{self.number}"
 
     def shard_path(self, staging: str, shard: int) -> str:
@@ -47,13 +47,13 @@ class StateId(NamedTuple):
 
 
 PUBLISHED = StateId("round", 0)
-"""The version as it is published, before the first round."""
+"""The published version, before the first round."""
 
 
 @dataclass(frozen=True)
 class ShardChanges:
-    """The changes of one shard after some rounds. `moved_M` are vector numbers in the shard, `feedback_F` rows, each as
-    often as its passage has new feedback views."""
+    """The changes of one shard after some rounds. `moved_M` are vector numbers in the shard, `feedback_F` rows,
+    repeated for each new feedback view of the passage."""
 
     moved_M: IntArray
     moved_MD: FloatArray
@@ -66,20 +66,20 @@ class ShardChanges:
         return cls(none, empty, none, empty)
 
     def with_moved(self, slots_M: IntArray, vectors_MD: FloatArray) -> "ShardChanges":
-        """These views moved again or for the first time; slots are distinct."""
-        kept = ~np.isin(self.moved_M, slots_M)
-        slots = np.concatenate([self.moved_M[kept], slots_M])
-        vectors = np.concatenate([self.moved_MD[kept], vectors_MD.astype(np.float32)])
+        """Set the vectors of these views; slots are distinct."""
+        stays_M = ~np.isin(self.moved_M, slots_M)
+        slots = np.concatenate([self.moved_M[stays_M], slots_M])
+        vectors = np.concatenate([self.moved_MD[stays_M], vectors_MD.astype(np.float32)])
         order = np.argsort(slots, kind="stable")
         return ShardChanges(slots[order], vectors[order], self.feedback_F, self.feedback_FD)
 
     def with_feedback(self, rows_F: IntArray, vectors_FD: FloatArray) -> "ShardChanges":
-        """Exactly these passages have new feedback views; a passage's keep the order in which they are given."""
+        """Replace all feedback views by these; those of one passage keep their order."""
         order = np.argsort(rows_F, kind="stable")
         return ShardChanges(self.moved_M, self.moved_MD, rows_F[order], vectors_FD[order].astype(np.float32))
 
     def feedback_changes(self, other: "ShardChanges") -> IntArray:
-        """Passages whose feedback views differ between two states: there in one only, or another vector."""
+        """Rows whose feedback views differ between two states: present in one only, or with another vector."""
         keys, other_keys = (state.feedback_F * VIEW_BASE + ordinals(state.feedback_F) for state in (self, other))
         common, mine, theirs = np.intersect1d(keys, other_keys, True, return_indices=True)
         differs = (self.feedback_FD[mine] != other.feedback_FD[theirs]).any(axis=1)
@@ -123,14 +123,14 @@ class StoredViews:
         return slots_L
 
     def vectors(self, slots_M: IntArray, state: ShardChanges) -> FloatArray:
-        """float32 copies of these views as they stand: the moved ones from the state, the rest as stored."""
+        """float32 copies of the current views: moved ones from the state, the rest as stored."""
         out_MD = np.empty((len(slots_M), state.moved_MD.shape[1]), np.float32)
         block_M = np.searchsorted(self.vector_start, slots_M, side="right") - 1
         for number in distinct(block_M):
-            here = block_M == number
-            out_MD[here] = self.blocks[number].vectors_ND[slots_M[here] - self.vector_start[number]]
-        found_M = np.isin(slots_M, state.moved_M)
-        out_MD[found_M] = state.moved_MD[np.searchsorted(state.moved_M, slots_M[found_M])]
+            is_in_block = block_M == number
+            out_MD[is_in_block] = self.blocks[number].vectors_ND[slots_M[is_in_block] - self.vector_start[number]]
+        is_moved_M = np.isin(slots_M, state.moved_M)
+        out_MD[is_moved_M] = state.moved_MD[np.searchsorted(state.moved_M, slots_M[is_moved_M])]
         return out_MD
 
     def rows(self, slots_M: IntArray) -> IntArray:
@@ -143,12 +143,12 @@ class StoredViews:
         return {row: self.blocks[number].ids[row - self.row_start[number]] for row, number in zip(rows, at)}
 
     def drift(self, state: ShardChanges) -> FloatArray:
-        """Distance of each moved view from where the version has it, float64 [M]."""
+        """Distance of each moved view from its stored vector, float64 [M]."""
         stored_MD = self.vectors(state.moved_M, ShardChanges.none(state.moved_MD.shape[1]))
         return np.linalg.norm(state.moved_MD.astype(np.float64) - stored_MD, axis=1)
 
     def gather(self, rows_F: IntArray) -> EmbeddingBlock:
-        """Copies of some passages (ascending) as one block."""
+        """Copy some passages (ascending) into one block."""
         first_F = np.searchsorted(self.keys_N, rows_F * VIEW_BASE)
         counts_F = np.searchsorted(self.keys_N, (rows_F + 1) * VIEW_BASE) - first_F
         row_ptr = np.concatenate([[0], np.cumsum(counts_F)]).astype(np.int64)
@@ -168,22 +168,22 @@ class StoredViews:
     def _overlaid_alone(
         self, block: EmbeddingBlock, rows_F: IntArray, state: ShardChanges, num_views: int
     ) -> EmbeddingBlock:
-        """`block`, which holds the stored views of these rows, with the state laid over it; no other row is looked at.
+        """Overlay the state on `block`, which holds the stored views of these rows, without reading other rows.
 
-        Every row that the state changes is among them.
+        The rows include every row that the state changes.
         """
         first_F = np.searchsorted(self.keys_N, rows_F * VIEW_BASE)
         moved_F = np.searchsorted(rows_F, self.rows(state.moved_M))
-        own = ShardChanges(
+        changes = ShardChanges(
             state.moved_M - first_F[moved_F] + block.row_ptr[moved_F],
             state.moved_MD,
             np.searchsorted(rows_F, state.feedback_F),
             state.feedback_FD,
         )
-        return StoredViews([block])._overlaid(0, own, num_views)
+        return StoredViews([block])._overlaid(0, changes, num_views)
 
     def current(self, state: ShardChanges, num_views: int) -> list[EmbeddingBlock]:
-        """The blocks with the state laid over them; a block without a change is the stored one, not a copy."""
+        """Overlay the state on all blocks; a block without a change is the stored one, not a copy."""
         return [self._overlaid(number, state, num_views) for number in range(len(self.blocks))]
 
     def _overlaid(self, number: int, state: ShardChanges, num_views: int) -> EmbeddingBlock:
@@ -208,7 +208,7 @@ class StoredViews:
         )
         extra_FD = state.feedback_FD[first:last].astype(vectors_ND.dtype)
         vectors_ND = np.concatenate([vectors_ND[kept_N], extra_FD])
-        order = np.argsort(row_N, kind="stable")  # new views stand behind their passage's own, which are below V
+        order = np.argsort(row_N, kind="stable")  # stable: new views follow their passage's own
         counts_P = np.bincount(row_N, minlength=len(block.ids))
         return EmbeddingBlock(
             ids=block.ids,
@@ -218,7 +218,7 @@ class StoredViews:
         )
 
     def changes(self, state: ShardChanges, num_views: int) -> dict[str, Views]:
-        """Every passage whose stored bytes differ under this state, with all its views as they are then."""
+        """Passages whose stored bytes differ at this state, with all their current views."""
         rows = distinct(np.concatenate([self.rows(state.moved_M), state.feedback_F]))
         old = self.gather(rows)
         new = self._overlaid_alone(old, rows, state, num_views)
@@ -232,7 +232,7 @@ def _same_bytes(before: Views, after: Views) -> bool:
 
 
 def ordinals(rows_F: IntArray) -> IntArray:
-    """How many equal rows stand before each one, of rows that ascend."""
+    """Number of equal rows before each one, for ascending rows."""
     return np.arange(len(rows_F)) - np.searchsorted(rows_F, rows_F)
 
 

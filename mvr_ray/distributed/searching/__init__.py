@@ -1,1 +1,1 @@
-"""Searchers of one index, in parts: what they hold and where, how they are asked, and who is told when one is lost."""
+"""Opens the shards of an index on searchers, searches them and replaces searchers that are lost."""

@@ -1,13 +1,12 @@
-"""Batches searches that arrive while others run: one call of each searcher answers them all.
+"""Batches searches that arrive while others run: one call of each searcher answers several searches.
 
-    alone     fewer than `at_once` calls run: a search goes at once, in its caller's thread, as if nothing stood here
-    wait      else it stands in line until a call ends, but not for longer than twice the median call takes, nor for
-              longer than a quarter of its own time
-    together  those in line with the same k, filter and weight of words are asked as one batch of at most `most` queries
-    apart     each has its own rows when all shards have answered; at its own deadline it has what came until then
+    direct   while fewer than `concurrent_calls` calls run, a search goes to the fleet at once, in its caller's thread
+    queue    otherwise it waits until a call ends, at most twice the median duration of a call and a quarter of its time
+    batch    queued searches with equal k, filter and hybrid weight share one call of at most `max_queries` queries
+    split    each search gets its own rows when all shards answered, or at its deadline those that arrived until then
 
-What a score is depends on its two vectors alone (`core.searching.exact`), so an exact answer is the same to the last
-bit, however many were asked together. Second rounds name queries of one search, and go as they are.
+A score depends on its two vectors alone (`core.searching.exact`), so an exact answer is the same to the last bit in any
+batch. Second rounds ask about queries of one search and bypass the queue.
 
 Shapes: Q queries, D dimension.
 """
@@ -29,27 +28,26 @@ from mvr_ray.distributed.searching.messages import ScanRequest, ShardFailure, Sh
 from mvr_ray.distributed.searching.searcher import Fleet, OnPartial
 from mvr_ray.types import HybridQueries, ShardHits
 
-AT_ONCE = 2
-"""One call is searched while the answer of the other is on its way and the next one is being put together."""
-MOST = 64
+CALLS = 2
+"""Searchers work on one call while the router merges the answer of the other and prepares the next one."""
+MAX_QUERIES = 64
 THREADS = 64
-"""Calls that may run at the same time, where searchers are so slow that searches in line run out of patience."""
+"""Limit of concurrent calls: searches that wait too long start further ones."""
 
 
 class _Search:
-    """One search in line. `rows` are its queries in the batch that it goes with."""
+    """One queued search. `rows` are its queries in its batch."""
 
     def __init__(self, request: ScanRequest, deadline: Deadline) -> None:
         self.request, self.deadline = request, deadline
         self.rows = slice(0, 0)
         self.request_id = logs.request_id()
         self.batch: _SearchBatch | None = None
-        self.sent = threading.Event()
+        self.start_event = threading.Event()
 
-    def goes_with(self, other: "_Search") -> bool:
-        return self._kind() == other._kind()
-
-    def _kind(self) -> tuple[Any, ...]:
+    @property
+    def batch_key(self) -> tuple[Any, ...]:
+        """Searches with equal keys may share a batch."""
         one = self.request
         return one.k, one.shards, one.version, one.filter, one.hybrid and one.hybrid.weight
 
@@ -59,11 +57,12 @@ class _Search:
 
 
 class _SearchBatch:
-    """Searches asked together, and what has come for them."""
+    """Searches of one call, and the partial results of that call."""
 
     def __init__(self, searches: Sequence[_Search]) -> None:
         self.searches = searches
-        self.heard: list[ShardResult | ShardFailure] = []
+        self.results: list[ShardResult] = []
+        self.failures: list[ShardFailure] = []
         self.future: Future[ShardResults] | None = None
         first = 0
         for search in searches:
@@ -71,8 +70,9 @@ class _SearchBatch:
             search.batch = self
             first = search.rows.stop
 
-    def whole(self) -> ScanRequest:
-        """All searches as one."""
+    @property
+    def request(self) -> ScanRequest:
+        """One request with the queries of all searches."""
         requests = [search.request for search in self.searches]
         first = requests[0]
         texts = [text for request in requests if request.hybrid for text in request.hybrid.texts]
@@ -81,36 +81,35 @@ class _SearchBatch:
 
     @property
     def deadline(self) -> Deadline:
-        """That of the search which may take longest."""
+        """The latest deadline of the searches."""
         return max((search.deadline for search in self.searches), key=lambda deadline: deadline.due_s)
 
-    def on_partial(self, some: ShardResults) -> None:
-        self.heard += [*some.results, *some.failures]
+    def add_partial(self, part: ShardResults) -> None:
+        self.results += part.results
+        self.failures += part.failures
 
-    def now(self, shards: Sequence[int]) -> ShardResults:
-        """What has come; the other shards are late."""
-        heard = list(self.heard)
-        found = [one for one in heard if isinstance(one, ShardResult)]
-        told = [one for one in heard if isinstance(one, ShardFailure)]
-        known = {one.shard for one in found} | {shard for one in told for shard in one.shards}
+    def partial_results(self, shards: Sequence[int]) -> ShardResults:
+        """The results so far; the remaining shards count as late."""
+        results, failures = list(self.results), list(self.failures)
+        known = {one.shard for one in results} | {shard for one in failures for shard in one.shards}
         late = tuple(shard for shard in shards if shard not in known)
-        return ShardResults(found, [*told, ShardFailure(late, "late")] if late else told)
+        return ShardResults(results, [*failures, ShardFailure(late, "late")] if late else failures)
 
 
 class DynamicBatcher:
-    """A fleet before which searches of many threads are put together."""
+    """A fleet that batches the searches of concurrent threads."""
 
-    def __init__(self, fleet: Fleet, most: int = MOST, at_once: int = AT_ONCE) -> None:
+    def __init__(self, fleet: Fleet, max_queries: int = MAX_QUERIES, concurrent_calls: int = CALLS) -> None:
         self.fleet = fleet
-        self.most = most
-        self.at_once = at_once
+        self.max_queries = max_queries
+        self.concurrent_calls = concurrent_calls
         self.searches = 0
         self.calls = 0
         self._running = 0
-        self._line: deque[_Search] = deque()
+        self._queue: deque[_Search] = deque()
         self._seconds: deque[float] = deque(maxlen=32)
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="together")
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="mvr-batch")
 
     def ready(self) -> None:
         self.fleet.ready()
@@ -119,67 +118,71 @@ class DynamicBatcher:
         return self.fleet.views(ids, deadline)
 
     def fan_out(
-        self, request: ScanRequest, deadline: Deadline, *, again: bool = False, on_partial: OnPartial | None = None
+        self, request: ScanRequest, deadline: Deadline, *, admit: bool = False, on_partial: OnPartial | None = None
     ) -> ShardResults:
-        """As the fleet answers, which this search shares with others; raises what the fleet raises."""
+        """Search with the fleet, possibly in a batch with other searches; raises what the fleet raises."""
         search = _Search(request, deadline)
-        if on_partial is not None or again or search.size >= self.most:
-            return self.fleet.fan_out(request, deadline, again=again, on_partial=on_partial)
+        if on_partial is not None or admit or search.size >= self.max_queries:
+            return self.fleet.fan_out(request, deadline, admit=admit, on_partial=on_partial)
         began_s = time.monotonic()
         with self._lock:
             self.searches += 1
-            alone = self._running < self.at_once and not self._line
-            if alone:
+            is_direct = self._running < self.concurrent_calls and not self._queue
+            if is_direct:
                 self._running += 1
                 self.calls += 1
             else:
-                self._line.append(search)
-        if alone:
+                self._queue.append(search)
+        if is_direct:
             try:
                 return self.fleet.fan_out(request, deadline)
             finally:
                 self._finish_call(began_s)
-        if not search.sent.wait(self._patience_s(deadline.left_s)):
+        if not search.start_event.wait(self._max_wait_s(deadline.left_s)):
             self._send_next(search)
-            search.sent.wait()
+            search.start_event.wait()
         return self._answer(search)
 
     def _answer(self, search: _Search) -> ShardResults:
         batch = search.batch
-        assert batch is not None and batch.future is not None, "a search was sent without a batch"
+        assert batch is not None and batch.future is not None, "a search started without a batch"
         try:
             answers = batch.future.result(search.deadline.left_s)
         except TimeoutError:
-            answers = batch.now(search.request.shards)
-        return ShardResults([_cut(one, search.rows) for one in answers.results], answers.failures)
+            answers = batch.partial_results(search.request.shards)
+        return ShardResults([_select_queries(one, search.rows) for one in answers.results], answers.failures)
 
-    def _patience_s(self, left_s: float) -> float:
+    def _max_wait_s(self, left_s: float) -> float:
         with self._lock:
-            usual_s = float(np.median(self._seconds)) if self._seconds else left_s
-        return min(left_s / 4, 2 * usual_s)
+            median_s = float(np.median(self._seconds)) if self._seconds else left_s
+        return min(left_s / 4, 2 * median_s)
 
-    def _send_next(self, impatient: _Search | None = None) -> None:
-        """Ask for the first in line and those that go with it; where one is impatient, for it and its like."""
+    def _send_next(self, overdue: _Search | None = None) -> None:
+        """Send the batch of the first queued search if a call is free; send that of an `overdue` search in any case."""
         with self._lock:
-            first = impatient or (self._line[0] if self._line else None)
-            if first is None or first not in self._line or (impatient is None and self._running >= self.at_once):
+            first = overdue or (self._queue[0] if self._queue else None)
+            if (
+                first is None
+                or first not in self._queue
+                or (overdue is None and self._running >= self.concurrent_calls)
+            ):
                 return
-            together, size = [first], first.size
-            for search in self._line:
-                if search is not first and search.goes_with(first) and size + search.size <= self.most:
-                    together.append(search)
+            searches, size, key = [first], first.size, first.batch_key
+            for search in self._queue:
+                if search is not first and search.batch_key == key and size + search.size <= self.max_queries:
+                    searches.append(search)
                     size += search.size
-            for search in together:
-                self._line.remove(search)
+            for search in searches:
+                self._queue.remove(search)
             self._running += 1
             self.calls += 1
-        batch, began_s = _SearchBatch(together), time.monotonic()
+        batch, began_s = _SearchBatch(searches), time.monotonic()
         with logs.request_context(first.request_id):
             run = copy_context().run  # log lines of a batch carry the request of its first search
-        fan_out = partial(self.fleet.fan_out, on_partial=batch.on_partial)
-        batch.future = self._threads.submit(run, fan_out, batch.whole(), batch.deadline)
-        for search in together:
-            search.sent.set()
+        fan_out = partial(self.fleet.fan_out, on_partial=batch.add_partial)
+        batch.future = self._threads.submit(run, fan_out, batch.request, batch.deadline)
+        for search in searches:
+            search.start_event.set()
         batch.future.add_done_callback(lambda _: self._finish_call(began_s))
 
     def _finish_call(self, began_s: float) -> None:
@@ -189,8 +192,8 @@ class DynamicBatcher:
         self._send_next()
 
 
-def _cut(result: ShardResult, rows: slice) -> ShardResult:
-    """One search's part of a shard's answer; `ids_R` may name rows of others too."""
+def _select_queries(result: ShardResult, rows: slice) -> ShardResult:
+    """A shard's result for one search; its `ids_R` may include rows of other searches."""
     hits = result.hits
     own = hits.rows_QK[rows], hits.scores_QK[rows], hits.views_QK[rows], hits.frontier_Q[rows]
     return result._replace(hits=ShardHits(*own), rescored_Q=result.rescored_Q[rows])

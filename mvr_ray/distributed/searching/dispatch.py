@@ -1,12 +1,12 @@
 """Dispatches a request to one replica of every group of searchers, and takes the first answer of each.
 
-    admit    the less loaded replica; where all have `queue` calls waiting, the whole request is refused at once
-    wait     until all groups answered or the time is over
-    hedge    a group that is slower than its own 95th percentile is asked once more, of another replica (`hedging`)
-    replace  a group whose replica died is asked of another one
+    admit    the least loaded replica; if all replicas of a group have `queue` calls waiting, the request is refused
+    wait     until all groups answered or the deadline
+    hedge    a group slower than its own 95th percentile gets a second call, to another replica (`hedging`)
+    replace  a group whose replica died gets a call to another one
 
-A replica that died or hung is not asked until it answers again: a call is sent after it that returns when it has
-started and opened its shards. What is kept here (loads, latencies, who is down) is what this process knows itself.
+A replica that died or hung first gets the call that opens its shards, and no other until it has answered that one.
+Loads, latencies and replica states are those that this process observes.
 """
 
 import itertools
@@ -32,9 +32,9 @@ from mvr_ray.types import FleetCounts
 log = logging.getLogger(__name__)
 
 QUEUE = 64
-CALM_S = 1.0
-"""For so long after a refusal nobody is asked twice."""
-LEAST_RETRY_S = 0.1
+HEDGE_PAUSE_S = 1.0
+"""Seconds after a refusal without second calls."""
+MIN_RETRY_S = 0.1
 
 
 class ShardRequest(NamedTuple):
@@ -47,15 +47,16 @@ class ShardRequest(NamedTuple):
 class Replica(Connection):
     """One searcher, as this process knows it.
 
-    `state` is empty while it answers, else why it does not. `killed` names the life that was ended because it hung.
+    `state` is empty while it answers, else the reason why it does not. `open_ref` is the pending call that opens its
+    shards after a restart. `killed_instance` was killed because it hung. `last_call` numbers its last call.
     """
 
     def __init__(self, actor: Any, num_threads: int) -> None:
         super().__init__(actor, num_threads)
-        self.turn = 0
+        self.last_call = 0
         self.state = ""
-        self.again: Any = None
-        self.killed: str | None = None
+        self.open_ref: Any = None
+        self.killed_instance: str | None = None
 
 
 class _Call(NamedTuple):
@@ -66,240 +67,239 @@ class _Call(NamedTuple):
 
 
 class Responses(NamedTuple):
-    """Messages by group, and of every other group why it gave none."""
+    """Messages by group, and the reasons of the groups without one."""
 
     answers: dict[int, pa.Buffer]
-    silent: dict[int, str]
+    failures: dict[int, str]
 
 
 class _Request(NamedTuple):
-    """One request under way: what it asks of each group, what came, who was asked, the calls that run, and
-    who was asked because another was slow."""
+    """A running request: its messages, responses, the replicas called and the running calls. `hedges`: the replicas
+    called because another one was slow."""
 
     requests: Mapping[int, ShardRequest]
     deadline: Deadline
     answers: dict[int, pa.Buffer]
-    silent: dict[int, str]
-    tried: dict[int, list[Replica]]
+    failures: dict[int, str]
+    attempts: dict[int, list[Replica]]
     calls: dict[Future[pa.Buffer], _Call]
-    hedged: dict[int, Replica]
+    hedges: dict[int, Replica]
 
     @property
-    def waits(self) -> bool:
-        return len(self.answers) + len(self.silent) < len(self.requests)
+    def is_pending(self) -> bool:
+        return len(self.answers) + len(self.failures) < len(self.requests)
 
-    def waits_for(self, group: int) -> bool:
-        return group not in self.answers and group not in self.silent
+    def needs_answer(self, group: int) -> bool:
+        return group not in self.answers and group not in self.failures
 
-    def is_asked(self, group: int) -> bool:
+    def has_call(self, group: int) -> bool:
         return any(call.group == group for call in self.calls.values())
 
 
 class Dispatcher:
-    """Groups of searchers that hold the same shards. Safe to use from several threads."""
+    """Dispatches calls to groups of searchers that hold the same shards. Safe to use from several threads."""
 
-    def __init__(self, groups: Sequence[Sequence[Any]], restart: Callable[[int, Any], Any], queue: int = QUEUE) -> None:
-        """`restart(group, actor)` sends the call that is answered when the actor holds its shards."""
+    def __init__(self, groups: Sequence[Sequence[Any]], reopen: Callable[[int, Any], Any], queue: int = QUEUE) -> None:
+        """`reopen(group, actor)` sends the call that an actor answers when it holds its shards."""
         self.queue = queue
         self.groups = [[Replica(actor, queue) for actor in actors] for actors in groups]
         self.budget = HedgeBudget()
         self.latencies = [Latencies() for _ in groups]
         self.refused = 0
         self.hedge_wins = 0
-        self._restart = restart
+        self._reopen = reopen
         self._lock = threading.Lock()
-        self._turns = 0
+        self._num_calls = 0
         self._prefix = uuid.uuid4().hex
         self._numbers = itertools.count()
-        self._refused_s = -CALM_S
+        self._refused_s = -HEDGE_PAUSE_S
 
     def gather(
         self,
         requests: Mapping[int, ShardRequest],
         deadline: Deadline,
         *,
-        is_admitted: bool = False,
+        admit: bool = False,
         on_partial: Callable[[pa.Buffer], None] | None = None,
     ) -> Responses:
-        """Each group's first answer. `is_admitted`: a part of a request that was let in before, which no bound refuses.
-        `on_partial` is told every group's answer when it comes.
+        """Return each group's first answer. `admit`: never refuse the request, since an earlier round was admitted.
+        `on_partial` is called with every group's answer when it arrives.
 
         Raises OverloadedError, and what a searcher raised for the request itself.
         """
         began_s = time.monotonic()
-        chosen, silent = self._admit(requests, is_admitted)
-        at = _Request(requests, deadline, {}, silent, {group: [replica] for group, replica in chosen.items()}, {}, {})
-        unsent = list(chosen.items())
+        replicas, failures = self._admit(requests, admit)
+        running = _Request(requests, deadline, {}, failures, {group: [one] for group, one in replicas.items()}, {}, {})
+        unsent = list(replicas.items())
         try:
             while unsent:
-                self._call(at, *unsent.pop())
-            hedge_s = {group: self._hedge_s(group, began_s) for group in chosen}
-            while at.calls and at.waits:
+                self._call(running, *unsent.pop())
+            hedge_s = {group: self._hedge_s(group, began_s) for group in replicas}
+            while running.calls and running.is_pending:
                 now_s = time.monotonic()
                 for group in [group for group, due_s in hedge_s.items() if due_s <= now_s]:
                     del hedge_s[group]
-                    if at.waits_for(group):
-                        self._call_other(at, group, hedge=True)
+                    if running.needs_answer(group):
+                        self._call_other(running, group, hedge=True)
                 until_s = min([deadline.due_s, *hedge_s.values()])
                 when = FIRST_COMPLETED if self._has_replicas or on_partial else ALL_COMPLETED
-                done, running = wait(at.calls, max(until_s - now_s, 0.0), return_when=when)
-                for future in done:
-                    answer = self._take_answer(at, future)
+                completed, others = wait(running.calls, max(until_s - now_s, 0.0), return_when=when)
+                for future in completed:
+                    answer = self._take_answer(running, future)
                     if on_partial and answer is not None:
                         on_partial(answer)
-                if running and until_s == deadline.due_s and time.monotonic() >= until_s:
+                if others and until_s == deadline.due_s and time.monotonic() >= until_s:
                     break
-            for call in at.calls.values():
-                if at.waits_for(call.group):
-                    at.silent[call.group] = call.replica.state or "late"
+            for call in running.calls.values():
+                if running.needs_answer(call.group):
+                    running.failures[call.group] = call.replica.state or "late"
         finally:
-            self._leave(at.calls)
+            self._cancel(running.calls)
             for _, replica in unsent:
-                replica.book(-1)
-        return Responses(at.answers, at.silent)
+                replica.add_waiting(-1)
+        return Responses(running.answers, running.failures)
 
     @property
     def _has_replicas(self) -> bool:
         return any(len(replicas) > 1 for replicas in self.groups)
 
     def counts(self) -> FleetCounts:
-        """What became of calls so far, and how many wait."""
+        """Counts of hedged and refused calls so far, and of waiting calls."""
         with self._lock:
             waiting = [replica.waiting for replicas in self.groups for replica in replicas]
             return FleetCounts(self.budget.hedges, self.hedge_wins, self.refused, sum(waiting), max(waiting, default=0))
 
-    def down(self, replica: Replica, group: int, state: str, killed_life: str | None = None) -> None:
-        """Ask this replica no more until it has started again; `killed_life` names the life that must not answer."""
+    def mark_down(self, replica: Replica, group: int, state: str, killed_instance: str | None = None) -> None:
+        """Send this replica no calls until it has restarted; `killed_instance` names the instance that was killed."""
         with self._lock:
             if not replica.state:
-                replica.killed = killed_life
+                replica.killed_instance = killed_instance
                 log.warning("searcher lost: group=%d state=%s", group, state)
                 replica.state = state
-                replica.again = self._restart(group, replica.actor)
+                replica.open_ref = self._reopen(group, replica.actor)
                 replica.close()
 
     def replace(self, group: int, number: int, actor: Any) -> Replica:
-        """From now on ask another searcher, which has opened the group's shards; gives the one before it."""
+        """Send calls to another searcher, which has opened the group's shards; return the former one."""
         with self._lock:
             before, self.groups[group][number] = self.groups[group][number], Replica(actor, self.queue)
         return before
 
     def close(self) -> None:
-        """Nobody is asked any more."""
+        """Close all connections."""
         for replicas in self.groups:
             for replica in replicas:
                 replica.close()
 
-    def up(self, replica: Replica) -> None:
-        """It answers: ask it again."""
+    def mark_up(self, replica: Replica) -> None:
+        """Send calls to a replica that answers again."""
         with self._lock:
-            replica.state, replica.again = "", None
+            replica.state, replica.open_ref = "", None
 
-    def _admit(
-        self, requests: Mapping[int, ShardRequest], is_admitted: bool
-    ) -> tuple[dict[int, Replica], dict[int, str]]:
-        chosen: dict[int, Replica] = {}
-        silent: dict[int, str] = {}
+    def _admit(self, requests: Mapping[int, ShardRequest], admit: bool) -> tuple[dict[int, Replica], dict[int, str]]:
+        selected: dict[int, Replica] = {}
+        failures: dict[int, str] = {}
         with self._lock:
             for group in requests:
-                there = [replica for replica in self.groups[group] if self._answers(group, replica)]
-                if not there:
-                    silent[group] = self.groups[group][0].state
+                available = [replica for replica in self.groups[group] if self._is_available(group, replica)]
+                if not available:
+                    failures[group] = self.groups[group][0].state
                     continue
-                least = min(there, key=lambda replica: (replica.waiting, replica.turn))
-                if least.waiting >= self.queue and not is_admitted:
+                least = min(available, key=lambda replica: (replica.waiting, replica.last_call))
+                if least.waiting >= self.queue and not admit:
                     raise self._refuse(group, least)
-                chosen[group] = least
-            for replica in chosen.values():
-                self._book(replica)
+                selected[group] = least
+            for replica in selected.values():
+                self._count_call(replica)
                 self.budget.call()
-        return chosen, silent
+        return selected, failures
 
     def _refuse(self, group: int, replica: Replica) -> OverloadedError:
         self.refused += 1
         self._refused_s = time.monotonic()
-        retry_s = max(LEAST_RETRY_S, replica.waiting * self.latencies[group].median_s() / 2)
+        retry_s = max(MIN_RETRY_S, replica.waiting * self.latencies[group].median_s() / 2)
         return OverloadedError(
-            f"{replica.waiting} calls wait for the least loaded searcher of group {group}, as many as may "
+            f"{replica.waiting} calls wait for the least loaded searcher of group {group}, the most that may "
             f"(resources.searcher_queue={self.queue}); ask again in {retry_s:.1f} s, or use more searchers or replicas",
             retry_s,
         )
 
-    def _call_other(self, at: _Request, group: int, hedge: bool = False) -> bool:
-        """Ask a replica of the group that was not asked yet; False where there is none, or a hedge is not allowed."""
+    def _call_other(self, running: _Request, group: int, hedge: bool = False) -> bool:
+        """Call a further replica of the group; False if there is none, or a hedge is not allowed."""
         with self._lock:
-            others = [one for one in self.groups[group] if one not in at.tried[group] and self._answers(group, one)]
+            attempts = running.attempts[group]
+            others = [one for one in self.groups[group] if one not in attempts and self._is_available(group, one)]
             if not others:
                 return False
-            other = min(others, key=lambda replica: (replica.waiting, replica.turn))
-            shedding = time.monotonic() - self._refused_s < CALM_S or other.waiting >= self.queue
-            if hedge and (shedding or not self.budget.take()):
+            other = min(others, key=lambda replica: (replica.waiting, replica.last_call))
+            is_shedding = time.monotonic() - self._refused_s < HEDGE_PAUSE_S or other.waiting >= self.queue
+            if hedge and (is_shedding or not self.budget.take()):
                 return False
-            self._book(other)
-        at.tried[group].append(other)
+            self._count_call(other)
+        attempts.append(other)
         if hedge:
-            at.hedged[group] = other
-        self._call(at, group, other)
+            running.hedges[group] = other
+        self._call(running, group, other)
         return True
 
-    def _call(self, at: _Request, group: int, replica: Replica) -> None:
+    def _call(self, running: _Request, group: int, replica: Replica) -> None:
         name = f"{logs.request_id()}/{self._prefix}-{next(self._numbers)}"
         call = _Call(group, replica, name, time.monotonic())
-        method, message = at.requests[group]
-        at.calls[replica.call(method, name, message, at.deadline)] = call
+        method, message = running.requests[group]
+        running.calls[replica.call(method, name, message, running.deadline)] = call
 
     def _hedge_s(self, group: int, began_s: float) -> float:
         after_s = self.latencies[group].hedge_after_s() if len(self.groups[group]) > 1 else None
         return float("inf") if after_s is None else began_s + after_s
 
-    def _answers(self, group: int, replica: Replica) -> bool:
-        """Whether a replica may be asked: one that was down, when it has answered the call sent to it since."""
+    def _is_available(self, group: int, replica: Replica) -> bool:
+        """Whether a replica may be called: one that was down, if it has answered its `open_ref`."""
         if not replica.state:
             return True
-        done, _ = ray.wait([replica.again], timeout=0)
-        if not done:
+        ready, _ = ray.wait([replica.open_ref], timeout=0)
+        if not ready:
             return False
         try:
-            if ray.get(replica.again) == replica.killed:
-                replica.again = self._restart(group, replica.actor)
+            if ray.get(replica.open_ref) == replica.killed_instance:
+                replica.open_ref = self._reopen(group, replica.actor)
                 return False
         except RayActorError:
-            replica.again = self._restart(group, replica.actor)
+            replica.open_ref = self._reopen(group, replica.actor)
             return False
-        except (MvrRayError, RayTaskError) as error:  # it lives; what it cannot open it tells with every answer
+        except (MvrRayError, RayTaskError) as error:  # it runs; its answers report the shards that it cannot open
             log.warning("searcher back with damage: group=%d reason=%s", group, error)
         log.info("searcher back: group=%d", group)
-        replica.state, replica.again = "", None
+        replica.state, replica.open_ref = "", None
         return True
 
-    def _book(self, replica: Replica) -> None:
-        self._turns += 1
-        replica.turn = self._turns
-        replica.book(1)
+    def _count_call(self, replica: Replica) -> None:
+        self._num_calls += 1
+        replica.last_call = self._num_calls
+        replica.add_waiting(1)
 
-    def _take_answer(self, at: _Request, future: "Future[pa.Buffer]") -> pa.Buffer | None:
-        """Take an answer, or where its searcher died ask another one; gives the answer if it is its group's first."""
-        group, replica, _, began_s = at.calls.pop(future)
+    def _take_answer(self, running: _Request, future: "Future[pa.Buffer]") -> pa.Buffer | None:
+        """Take an answer and return it if it is its group's first; if the searcher died, call another one."""
+        group, replica, _, began_s = running.calls.pop(future)
         try:
             answer = future.result()
         except ConnectionLost as error:
             log.warning("searcher lost: %s", error)
-            self.down(replica, group, "died")
-            if at.waits_for(group) and not self._call_other(at, group) and not at.is_asked(group):
-                at.silent[group] = replica.state or "died"
+            self.mark_down(replica, group, "died")
+            if running.needs_answer(group) and not self._call_other(running, group) and not running.has_call(group):
+                running.failures[group] = replica.state or "died"
             return None
-        first = at.waits_for(group)
+        first = running.needs_answer(group)
         with self._lock:
-            self.hedge_wins += first and at.hedged.get(group) is replica
+            self.hedge_wins += first and running.hedges.get(group) is replica
             self.latencies[group].add(time.monotonic() - began_s)
-        return at.answers.setdefault(group, answer) if first else None
+        return running.answers.setdefault(group, answer) if first else None
 
-    def _leave(self, running: Mapping[Any, _Call]) -> None:
-        """Wait no longer for these: those still in a queue are passed by when their turn comes, those that run run.
+    def _cancel(self, calls: Mapping[Any, _Call]) -> None:
+        """Cancel these calls: searchers skip those still queued and finish those that run.
 
-        Not by `ray.cancel`: it does not reach a call that waits in an actor's concurrency group.
+        `ray.cancel` does not reach a call that waits in an actor's concurrency group.
         """
-        for call in running.values():
+        for call in calls.values():
             call.replica.actor.cancel.options(concurrency_group="health").remote(call.name)
             with self._lock:
                 self.latencies[call.group].add(time.monotonic() - call.began_s)

@@ -1,11 +1,11 @@
 """Detects searchers that hang: alive for Ray, but with a request path that does not answer.
 
-A probe, a real search for one query, goes through the same queue as everybody's. It may wait there for its turn, as
-long as the searcher ends calls or opens files, which its heartbeat tells from beside the queue.
+A probe is a real search for one query in the searcher's request queue. It may wait there as long as the searcher ends
+calls or opens files, which its heartbeat reports outside the queue.
 
-    hung  <=>  a probe waits, and for `hung_s` the searcher ended no call, opened no file and did not start anew
+    hung  <=>  a probe waits, and for `hung_s` the searcher ended no call, opened no file and did not restart
 
-Who hangs is killed, and Ray starts it again.
+A hung searcher is killed; Ray restarts it.
 """
 
 import logging
@@ -26,76 +26,76 @@ HEARTBEAT_TIMEOUT_S = 2.0
 
 
 class LastHeartbeat(NamedTuple):
-    """The last sign of work that a searcher gave, and when."""
+    """The last heartbeat that showed progress, and its time."""
 
     heartbeat: Heartbeat | None
     at_s: float
 
     def after(self, heartbeat: Heartbeat | None, now_s: float) -> "LastHeartbeat":
-        """With what was heard now (None: nothing): a new sign where work went on, else the old one."""
-        if heartbeat is None or (heartbeat == self.heartbeat and not heartbeat.opening):
+        """This one, or the new heartbeat if it shows progress. None: the searcher did not answer."""
+        if heartbeat is None or (heartbeat == self.heartbeat and not heartbeat.is_opening):
             return self
         return LastHeartbeat(heartbeat, now_s)
 
 
 class HealthMonitor:
-    """Looks after the searchers of one dispatcher, one look after the other."""
+    """Probes the searchers of one dispatcher and kills those that hang. Not safe to use from several threads."""
 
     def __init__(self, dispatcher: Dispatcher, hung_s: float) -> None:
         self.dispatcher = dispatcher
         self.hung_s = hung_s
         self._probes: dict[Replica, Any] = {}
-        self._signs: dict[Replica, LastHeartbeat] = {}
+        self._heartbeats: dict[Replica, LastHeartbeat] = {}
 
-    def look(self, now_s: float) -> int:
-        """Send probes, on_partial heartbeats, and replace who hangs; gives how many did."""
-        there = [(group, one) for group, many in enumerate(self.dispatcher.groups) for one in many if not one.state]
-        heartbeats = {one: one.actor.heartbeat.options(concurrency_group="health").remote() for _, one in there}
-        if heartbeats:
-            ray.wait(list(heartbeats.values()), num_returns=len(heartbeats), timeout=HEARTBEAT_TIMEOUT_S)
-        hung = 0
-        for group, one in there:
-            heartbeat, lost = _heartbeat_of(heartbeats[one])
-            if lost:
-                self._forget(one)
-                self.dispatcher.down(one, group, "died")
-            elif self._hangs(one, heartbeat, now_s):
-                last = self._signs[one].heartbeat
-                log.error("searcher hangs, killed: group=%d without_sign_s=%.0f", group, now_s - self._signs[one].at_s)
-                self._forget(one)
-                self.dispatcher.down(one, group, "hung", last.born if last else None)
-                ray.kill(one.actor, no_restart=False)
-                hung += 1
-        return hung
+    def check(self, now_s: float) -> int:
+        """Send probes, read heartbeats, and kill hung searchers; return their number."""
+        up = [(group, one) for group, many in enumerate(self.dispatcher.groups) for one in many if not one.state]
+        refs = {one: one.actor.heartbeat.options(concurrency_group="health").remote() for _, one in up}
+        if refs:
+            ray.wait(list(refs.values()), num_returns=len(refs), timeout=HEARTBEAT_TIMEOUT_S)
+        num_hung = 0
+        for group, replica in up:
+            heartbeat, is_dead = _get_heartbeat(refs[replica])
+            if is_dead:
+                self._remove(replica)
+                self.dispatcher.mark_down(replica, group, "died")
+            elif self._hangs(replica, heartbeat, now_s):
+                last, at_s = self._heartbeats[replica]
+                log.error("searcher hangs, killed: group=%d without_progress_s=%.0f", group, now_s - at_s)
+                self._remove(replica)
+                self.dispatcher.mark_down(replica, group, "hung", last.instance_id if last else None)
+                ray.kill(replica.actor, no_restart=False)
+                num_hung += 1
+        return num_hung
 
-    def running(self, every_s: float) -> AbstractContextManager[None]:
-        """Looks every so many seconds, in a thread, until the block ends."""
+    def run_periodically(self, interval_s: float) -> AbstractContextManager[None]:
+        """Check every `interval_s` seconds in a background thread until the block ends."""
 
-        def look() -> float:
+        def check() -> float:
             try:
-                self.look(time.monotonic())
+                self.check(time.monotonic())
             except ray.exceptions.RayError as error:
                 log.warning("probe not sent: %s", str(error).partition("\n")[0])
-            return every_s
+            return interval_s
 
-        return run_periodically(look, every_s, "mvr-health", join_s=None)
+        return run_periodically(check, interval_s, "mvr-health", join_s=None)
 
-    def _hangs(self, one: Replica, heartbeat: Heartbeat | None, now_s: float) -> bool:
-        waiting = self._probes.get(one)
-        if waiting is None or ray.wait([waiting], timeout=0)[0]:
-            self._probes[one] = one.actor.probe.remote()
-            self._signs[one] = LastHeartbeat(heartbeat, now_s)
+    def _hangs(self, replica: Replica, heartbeat: Heartbeat | None, now_s: float) -> bool:
+        probe = self._probes.get(replica)
+        if probe is None or ray.wait([probe], timeout=0)[0]:
+            self._probes[replica] = replica.actor.probe.remote()
+            self._heartbeats[replica] = LastHeartbeat(heartbeat, now_s)
             return False
-        self._signs[one] = self._signs[one].after(heartbeat, now_s)
-        return now_s - self._signs[one].at_s >= self.hung_s
+        self._heartbeats[replica] = self._heartbeats[replica].after(heartbeat, now_s)
+        return now_s - self._heartbeats[replica].at_s >= self.hung_s
 
-    def _forget(self, one: Replica) -> None:
-        self._probes.pop(one, None)
-        self._signs = {other: sign for other, sign in self._signs.items() if other is not one}
+    def _remove(self, replica: Replica) -> None:
+        self._probes.pop(replica, None)
+        self._heartbeats.pop(replica, None)
 
 
-def _heartbeat_of(ref: Any) -> tuple[Heartbeat | None, bool]:
-    """A heartbeat, None where none came in time; and whether its searcher is gone."""
+def _get_heartbeat(ref: Any) -> tuple[Heartbeat | None, bool]:
+    """A heartbeat, None if it did not arrive in time; and whether the searcher is dead."""
     if not ray.wait([ref], timeout=0)[0]:
         return None, False
     try:

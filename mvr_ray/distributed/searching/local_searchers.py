@@ -1,4 +1,4 @@
-"""Holds versions of an index on one searcher in this process, without Ray; and the protocol of all holders."""
+"""Holds versions of an index on one searcher in this process, without Ray; defines the protocol of all holders."""
 
 from typing import Protocol
 
@@ -19,14 +19,14 @@ class Searchers(Protocol):
     """Holders of versions of one index."""
 
     def fleet(self, manifest: Manifest) -> ExactFleet:
-        """Of a version whose shards are opened when first asked for."""
+        """The fleet of a version; a search opens the shards that are not open."""
         ...
 
     def load(self, manifest: Manifest) -> Fleet:
-        """Of a version whose shards are all open and have answered a probe.
+        """Open all shards of a version, probe them, and return its fleet.
 
-        Raises ResourceError where it has no room or a searcher died, StorageError where a file is damaged; then
-        nothing of it stays open.
+        Raises ResourceError for too little memory or a dead searcher, StorageError for a damaged file; then nothing of
+        the version stays open.
         """
         ...
 
@@ -38,7 +38,7 @@ class Searchers(Protocol):
 
 
 class LocalSearchers:
-    """One searcher in this process."""
+    """Holds versions of an index on one searcher in this process."""
 
     def __init__(self, task: SearcherTask, limit_bytes: int = 0) -> None:
         self.task = task
@@ -51,8 +51,8 @@ class LocalSearchers:
 
     def load(self, manifest: Manifest) -> LocalFleet:
         fleet = self.fleet(manifest)
-        bytes_of = assignment_bytes(manifest, fleet.task.shards)
-        require_memory(version_name(manifest), [bytes_of], [self.searcher.memory()], self.limit_bytes)
+        needs = assignment_bytes(manifest, fleet.task.shards)
+        require_memory(version_name(manifest), [needs], [self.searcher.memory()], self.limit_bytes)
         try:
             fleet.ready()
             self.searcher.probe(manifest.version)

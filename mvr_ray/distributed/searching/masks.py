@@ -1,9 +1,9 @@
-"""Evaluates filters over the passages of open shards, and keeps the masks.
+"""Evaluates filters over the passages of open shards, and caches the masks.
 
-A version names its corpus by digest, so the fields are those that the version was made with. Passages are matched by
-id, since a version may have another number of shards than its corpus has parts; a passage of shard s of S is in a part
-c of C for which s = c modulo gcd(S, C), as both are the same hash of its id. A part is read whole when it is first
-opened, to compare its digest; after that a new filter reads the columns that it names.
+A version names its corpus by digest, so the fields are those at the version's creation. Passages are matched by id,
+since a version may have another number of shards than its corpus has parts; a passage of shard s of S is in a part
+c of C for which s = c modulo gcd(S, C), as both are the same hash of its id. Opening a part reads it whole, to compare
+its digest; after that a new filter reads only the columns that it names.
 
 Shapes: P passages of a shard.
 """
@@ -27,13 +27,13 @@ from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import IntArray
 
 MASK_BYTES = 1 << 28
-"""Masks that a searcher keeps, a byte a passage; those that were used last stay."""
+"""Size of a searcher's cache of masks, a byte a passage; the least recently used ones are evicted."""
 Mask = NDArray[np.bool_]
 pc: Any = pyarrow.compute
 
 
 class MaskCache:
-    """Masks of shards under filters, by version. Safe to use from several threads."""
+    """Caches the masks of shards under filters, by version. Safe to use from several threads."""
 
     def __init__(self, store: str, limit_bytes: int = MASK_BYTES) -> None:
         self.store = store
@@ -45,9 +45,9 @@ class MaskCache:
         self._lock = threading.Lock()
 
     def mask(self, manifest: Manifest, shard: int, ids: pa.Array, filter: str) -> Mask:
-        """Of each passage of a shard, whether the filter (its JSON) is true of it [P]. `ids` are the shard's.
+        """For each passage of a shard, whether it passes the filter (its JSON) [P]. `ids` are the shard's.
 
-        Raises FilterError, and StorageError or MissingInputError where the version's corpus is damaged or gone.
+        Raises FilterError, and StorageError or MissingInputError if the version's corpus is damaged or missing.
         """
         key = manifest.version, shard, filter
         with self._lock:
@@ -64,7 +64,7 @@ class MaskCache:
         return mask_P
 
     def drop(self, version: int) -> None:
-        """Forget a version."""
+        """Remove a version's masks."""
         with self._lock:
             self._corpora.pop(version, None)
             self._rows = {key: rows for key, rows in self._rows.items() if key[0] != version}
@@ -88,7 +88,7 @@ class MaskCache:
 
 
 def _rows_of(ids: pa.Array, corpus_ids: pa.ChunkedArray, manifest: Manifest, shard: int) -> IntArray | None:
-    """Where the passages of a shard stand among those of its parts; None: they are the same ones in the same order."""
+    """The rows of a shard's passages among those of its parts; None: they are the same ones in the same order."""
     if corpus_ids.equals(pa.chunked_array([ids])):
         return None
     rows = pc.index_in(ids, value_set=corpus_ids)

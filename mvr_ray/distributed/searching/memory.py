@@ -1,8 +1,8 @@
-"""Checks that a version fits into memory beside the live one, from the manifest's bytes, before a file is read.
+"""Checks from a manifest, before a file is read, that a version fits into memory beside the live one.
 
     needed on a searcher = bytes of the version's shards there that it does not hold yet
 
-Files of a flat index are mapped, others are loaded; both are counted whole, so this is an upper bound.
+Files of a flat index are mapped, others are loaded; both count in full, so this is an upper bound.
 """
 
 import os
@@ -18,7 +18,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 class MemoryUsage(NamedTuple):
-    """What a searcher has: its machine, bytes free there, and the bytes of each shard that it holds, by key."""
+    """A searcher's machine, the bytes free there, and the bytes of each shard that the searcher holds, by key."""
 
     node: str
     free_bytes: int
@@ -28,23 +28,23 @@ class MemoryUsage(NamedTuple):
 def require_memory(
     what: str, shards: Sequence[Mapping[str, int]], usages: Sequence[MemoryUsage], limit_bytes: int = 0
 ) -> int:
-    """Bytes to open so that each searcher holds its `shards` (bytes by key); `usages` are the searchers', in order.
+    """Count the bytes to open so that each searcher holds its `shards` (bytes by key); `usages` are in the same order.
 
-    `limit_bytes` bounds what one searcher may hold; 0: searchers of one machine share what is free there. Raises
-    InsufficientMemoryError with the bytes needed and the bytes that there are.
+    `limit_bytes` bounds the bytes of one searcher; 0: the searchers of one machine share its free memory. Raises
+    InsufficientMemoryError with the bytes needed and the bytes available.
     """
     needed: dict[str, int] = {}
-    for wanted, room in zip(shards, usages, strict=True):
-        added = sum(num_bytes for key, num_bytes in wanted.items() if key not in room.held)
-        held = sum(room.held.values())
+    for own, usage in zip(shards, usages, strict=True):
+        added = sum(num_bytes for key, num_bytes in own.items() if key not in usage.held)
+        held = sum(usage.held.values())
         if limit_bytes and held + added > limit_bytes:
             raise InsufficientMemoryError(
-                f"{what} not opened: a searcher on {room.node} holds {held:,} bytes and needs {added:,} more, "
+                f"{what} not opened: a searcher on {usage.node} holds {held:,} bytes and needs {added:,} more, "
                 f"{held + added:,} in all; resources.searcher_bytes allows {limit_bytes:,}. "
                 f"Use more searchers, or raise it"
             )
-        needed[room.node] = needed.get(room.node, 0) + added
-    free = {room.node: room.free_bytes for room in usages}
+        needed[usage.node] = needed.get(usage.node, 0) + added
+    free = {usage.node: usage.free_bytes for usage in usages}
     for node, num_bytes in needed.items():
         if not limit_bytes and num_bytes > free[node]:
             raise InsufficientMemoryError(
@@ -55,7 +55,7 @@ def require_memory(
 
 
 def free_bytes() -> int:
-    """Memory that this process may still take: the machine's, or less where a container is held to less."""
+    """Memory available to this process: the machine's, or less under the limit of a container."""
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if _MEMINFO.is_file():
         lines = dict(line.split(":") for line in _MEMINFO.read_text().splitlines() if ":" in line)
@@ -69,7 +69,7 @@ def node_name() -> str:
 
 
 def _cached_bytes() -> int:
-    """File pages that the kernel gives back when memory is short."""
+    """Bytes of file pages that the kernel can reclaim."""
     path = _CGROUP / "memory.stat"
     if not path.is_file():
         return 0
@@ -78,6 +78,6 @@ def _cached_bytes() -> int:
 
 
 def _number(path: Path) -> int | None:
-    """None where there is no such file, or no limit ("max")."""
+    """The number in a file; None if the file is missing or says "max" (no limit)."""
     text = path.read_text().strip() if path.is_file() else ""
     return int(text) if text.isdigit() else None

@@ -1,12 +1,12 @@
-"""Encodes what routers and searchers exchange as Arrow record batches, one message each way.
+"""Encodes the messages between routers and searchers as Arrow record batches, one each way.
 
     scan     a row for each query [D]; settings            ->  a row for each shard and query: its best K, its frontier
     views    settings name the passages                    ->  a row for each stored view
 
-Settings and the shards that failed are JSON in the schema's metadata. Decoding creates arrays, strings and numbers, and
+Settings and failures of shards are JSON in the schema's metadata. Decoding creates arrays, strings and numbers, and
 runs no code.
 
-Shapes: Q queries, K hits, D dimension, R distinct rows that were hit.
+Shapes: Q queries, K hits, D dimension, R distinct rows among the hits.
 """
 
 import json
@@ -23,8 +23,8 @@ _SETTINGS = b"mvr_ray"
 
 
 class ScanRequest(NamedTuple):
-    """The best `k` passages of each of these shards of one version, for every query, that pass a filter (its JSON;
-    empty: there is none)."""
+    """A request for each query's best `k` passages of each of these shards of one version that pass a filter (its JSON;
+    empty: none)."""
 
     queries_QD: FloatArray
     k: int
@@ -35,14 +35,14 @@ class ScanRequest(NamedTuple):
 
 
 class ViewsRequest(NamedTuple):
-    """The stored views of these passages, by the shard that holds them."""
+    """A request for the stored views of these passages, by the shard that holds them."""
 
     ids: Mapping[int, Sequence[str]]
     version: int
 
 
 class ShardFailure(NamedTuple):
-    """Shards that gave no answer, and why: `died`, `late`, `hung` or `damaged`; `detail` says more where there is."""
+    """Shards without an answer, and the reason: `died`, `late`, `hung` or `damaged`; `detail` may say more."""
 
     shards: tuple[int, ...]
     reason: str
@@ -116,10 +116,10 @@ def decode_results(message: pa.Buffer) -> ShardResults:
     frontier, rescored = (batch.column(name).to_numpy() for name in ("frontier", "rescored"))
     results = []
     for number, shard in enumerate(shards):
-        at = slice(number * num_queries, (number + 1) * num_queries)
-        hits = ShardHits(row[at], score[at], view[at], frontier[at])
-        rows_R, ids_R = (batch.column(name)[at.start].values for name in ("rows_R", "ids_R"))
-        results.append(ShardResult(shard, hits, rescored[at], rows_R.to_numpy(), ids_R))
+        own = slice(number * num_queries, (number + 1) * num_queries)
+        hits = ShardHits(row[own], score[own], view[own], frontier[own])
+        rows_R, ids_R = (batch.column(name)[own.start].values for name in ("rows_R", "ids_R"))
+        results.append(ShardResult(shard, hits, rescored[own], rows_R.to_numpy(), ids_R))
     return ShardResults(results, [_failure(fields) for fields in settings["failures"]])
 
 
@@ -183,7 +183,7 @@ def _stack(lists: Sequence[np.ndarray], width: int, padding: float, dtype: Any) 
 
 
 def _first_of_each(values: Any, offsets: IntArray, num_queries: int) -> pa.ListArray:
-    """A list for each shard and query: the shard's values stand with its first query."""
+    """A list for each shard and query; the list of a shard's first query has all its values, the others are empty."""
     ends = np.repeat(offsets[1:], num_queries)
     return pa.ListArray.from_arrays(pa.array(np.concatenate([[0], ends]).astype(np.int32)), pa.array(values))
 

@@ -1,13 +1,12 @@
 """Places searcher groups on nodes by weighted rendezvous, and moves them when nodes join or leave.
 
-    start    the replicas of a group run on its first choices among the nodes, each on another one
-    leaves   Ray starts the lost searchers elsewhere; no other one moves, unless its node is then over its bound
-    joins    a group that prefers the new node is opened there and answers a probe; the old searcher ends when its last
-             call has
+    start    the replicas of a group run on its most preferred nodes, each on a different one
+    leave    Ray restarts the lost searchers elsewhere; no other one moves, unless its node is then over its bound
+    join     a group that prefers the new node is opened there and answers a probe; the old searcher ends after its
+             last call
 
-The laws are those of `rendezvous`: holders are nodes, weighted by their memory, and what is placed is a group with all
-its shards, so only the shards of that node are read again. A node with too few CPUs for its
-searchers leaves the rest to Ray, which spreads them.
+`rendezvous` places groups, each with all its shards, on nodes weighted by their memory, so only the shards of that node
+are read again. Searchers for which a node has too few CPUs are left to Ray, which spreads them.
 """
 
 import logging
@@ -53,39 +52,36 @@ log = logging.getLogger(__name__)
 OPEN_TIMEOUT_S = 3600.0
 ANSWER_TIMEOUT_S = 30.0
 DRAIN_S = 60.0
-"""A searcher that was replaced is ended when its calls have ended, or after so long."""
-LOOK_S = 5.0
+"""Time limit for the running calls of a replaced searcher; then it is killed."""
+INTERVAL_S = 5.0
 _POLL_S = 0.02
 _remote: Any = ray.remote
 
 
 class NodeCapacity(NamedTuple):
-    """What one node offers to searchers: how many it has CPUs and GPUs for, and its memory."""
+    """The number of searchers for which a node has CPUs and GPUs, and its memory."""
 
-    places: int
+    max_searchers: int
     memory_bytes: float
 
 
 class SearcherActor(ShardSearcher):
-    """A searcher that is an actor: answers messages over Flight and by Ray, one at a time whichever way they came.
-
-    It knows where it is, and its log is read by machines.
-    """
+    """Runs a searcher as an actor: answers messages over Flight and Ray, one at a time, and logs JSON to stderr."""
 
     def __init__(self, task: SearcherTask) -> None:
         logs.to_stderr()
         super().__init__(task)
-        self.turn = FairLock()
+        self.request_lock = FairLock()
         self._server: SearcherServer | None = None
-        self._scrubbing = ExitStack()
-        self._scrubbing.enter_context(Scrubber(self, task.scrub_bytes_s).running())
-        log.info("searcher started: pid=%d born=%s", os.getpid(), self.born)
+        self._resources = ExitStack()
+        self._resources.enter_context(Scrubber(self, task.scrub_bytes_s).run_periodically())
+        log.info("searcher started: pid=%d instance=%s", os.getpid(), self.instance_id)
 
     def node(self) -> str:
         return ray.get_runtime_context().get_node_id()
 
     def endpoint(self) -> SearcherAddress:
-        """Where it listens, from the first time that a caller asks."""
+        """The address of the server, which the first call starts."""
         if self._server is None:
             node = next(node for node in ray.nodes() if node["NodeID"] == self.node())
             host = "127.0.0.1" if session.PRIVATE_LABEL in node["Labels"] else node["NodeManagerAddress"]
@@ -96,41 +92,42 @@ class SearcherActor(ShardSearcher):
         """Answer the message of a method, `scan` or `views`."""
         if method == "scan":
             request = decode_scan(message)
-            with self.turn:
+            with self.request_lock:
                 results = self.scan(request, call)
             return encode_results(results, len(request.queries_QD))
         if method == "views":
             ids, version = decode_views_request(message)
-            with self.turn:
+            with self.request_lock:
                 views = self.views(ids, version, call)
             return encode_views(views)
-        raise ShardIndexError(f"a searcher has no method {method[:80]!r}; scan and views are there")
+        raise ShardIndexError(f"a searcher has no method {method[:80]!r}; its methods are scan and views")
 
     def probe(self, version: int | None = None) -> list[int]:
-        with self.turn:
+        with self.request_lock:
             return super().probe(version)
 
 
 class Groups(Protocol):
-    """Searchers in groups, and what they hold."""
+    """Searchers in groups, and their shards."""
 
     groups: list[list[Any]]
-    placed: dict[int, list[ShardAssignment]]
+    assignments: dict[int, list[ShardAssignment]]
     dispatcher: Dispatcher
     limit_bytes: int
-    changing: threading.Lock
-    """Held while a version is opened, so while `placed` says more than searchers hold."""
+    change_lock: threading.Lock
+    """Held while a version is opened: `assignments` then name shards that searchers do not hold yet."""
 
 
 def node_capacities(cpus: float, gpus: float) -> dict[str, NodeCapacity]:
-    """The live nodes that have room for a searcher of so many CPUs and GPUs, by id."""
-    found = {}
+    """The capacities of the live nodes that can run a searcher with so many CPUs and GPUs, by id."""
+    capacities = {}
     for node in ray.nodes():
-        has = node["Resources"]
-        fits = [int(has.get(name, 0) // want) for name, want in (("CPU", cpus), ("GPU", gpus)) if want > 0]
-        if node["Alive"] and min(fits, default=1) > 0:
-            found[node["NodeID"]] = NodeCapacity(min(fits, default=1), max(float(has.get("memory", 0)), 1.0))
-    return found
+        resources = node["Resources"]
+        counts = [int(resources.get(name, 0) // need) for name, need in (("CPU", cpus), ("GPU", gpus)) if need > 0]
+        if node["Alive"] and min(counts, default=1) > 0:
+            memory_bytes = max(float(resources.get("memory", 0)), 1.0)
+            capacities[node["NodeID"]] = NodeCapacity(min(counts, default=1), memory_bytes)
+    return capacities
 
 
 def assign_nodes(
@@ -139,163 +136,160 @@ def assign_nodes(
     replicas: int,
     before: Mapping[int, tuple[str, ...]] | None = None,
 ) -> rendezvous.Placement:
-    """Group -> the nodes of its replicas, in order of preference; fewer where a node has no place left, or where
-    there are fewer nodes.
+    """Group -> the nodes of its replicas, in order of preference; fewer if a node's capacity is used up, or if there
+    are fewer nodes.
     """
     if not node_capacities:
         return dict.fromkeys(group_bytes, ())
-    weights = {node: seat.memory_bytes for node, seat in node_capacities.items()}
-    placed = rendezvous.place(group_bytes, weights, replicas, before)
-    left = {node: seat.places for node, seat in node_capacities.items()}
-    taken: dict[int, list[str]] = {group: [] for group in placed}
-    for stays in (True, False):  # who is there already has the first claim to its node's places
-        for group, nodes in placed.items():
+    weights = {node: capacity.memory_bytes for node, capacity in node_capacities.items()}
+    placement = rendezvous.place(group_bytes, weights, replicas, before)
+    free = {node: capacity.max_searchers for node, capacity in node_capacities.items()}
+    assignments: dict[int, list[str]] = {group: [] for group in placement}
+    for stays in (True, False):  # searchers that run on a node take its capacity first
+        for group, nodes in placement.items():
             for node in nodes:
-                if (node in (before or {}).get(group, ())) is stays and left[node]:
-                    left[node] -= 1
-                    taken[group].append(node)
-    return {group: tuple(node for node in nodes if node in taken[group]) for group, nodes in placed.items()}
+                if (node in (before or {}).get(group, ())) is stays and free[node]:
+                    free[node] -= 1
+                    assignments[group].append(node)
+    return {group: tuple(node for node in nodes if node in assignments[group]) for group, nodes in placement.items()}
 
 
 def new_searcher(task: SearcherTask, resources: ResourcesConfig, node: str | None) -> Any:
-    """An actor that restarts by itself, on this node as long as that is there and has room, else wherever there is."""
-    where: Any = "SPREAD" if node is None else NodeAffinitySchedulingStrategy(node, True, _spill_on_unavailable=True)
-    made = _remote(concurrency_groups={"health": 1, "load": 1})(SearcherActor).options(
+    """Create an actor that Ray restarts, on this node while it is alive and has resources, else on any node."""
+    strategy: Any = "SPREAD" if node is None else NodeAffinitySchedulingStrategy(node, True, _spill_on_unavailable=True)
+    actor_class = _remote(concurrency_groups={"health": 1, "load": 1})(SearcherActor).options(
         num_cpus=resources.cpus_per_searcher,
         num_gpus=resources.gpus_per_searcher,
         max_restarts=-1,
         max_task_retries=0,
-        scheduling_strategy=where,
+        scheduling_strategy=strategy,
     )
-    return made.remote(task)
+    return actor_class.remote(task)
 
 
 class Rebalancer:
-    """Brings searchers to the nodes that their groups prefer, one look after the other."""
+    """Moves searchers to the nodes that their groups prefer. Not safe to use from several threads."""
 
     def __init__(self, searchers: Groups, task: SearcherTask, resources: ResourcesConfig) -> None:
-        """`task` is what new searchers are made of."""
+        """`task`: for new searchers."""
         self.searchers = searchers
         self.task = task
         self.resources = resources
-        self._seen: frozenset[str] = frozenset()
+        self._nodes: frozenset[str] = frozenset()
         self._failed: set[tuple[int, str]] = set()
 
-    def look(self) -> list[rendezvous.Move]:
-        """Where nodes came or went since the last look: move who prefers another one; gives the moves that were made.
+    def rebalance(self) -> list[rendezvous.Move]:
+        """Move searchers whose groups prefer another node, if nodes joined or left since the last call; return the
+        moves.
 
-        While a searcher does not say where it is, nobody moves; the next look tries again.
+        Moves none while a searcher does not report its node; the next call tries again.
         """
-        own = node_capacities(self.resources.cpus_per_searcher, self.resources.gpus_per_searcher)
-        if frozenset(own) == self._seen:
+        capacities = node_capacities(self.resources.cpus_per_searcher, self.resources.gpus_per_searcher)
+        if frozenset(capacities) == self._nodes:
             return []
-        there = self._nodes()
-        if there is None:
+        nodes_of = self._searcher_nodes()
+        if nodes_of is None:
             return []
-        before = {group: tuple(dict.fromkeys(nodes)) for group, nodes in there.items()}
-        after = assign_nodes(self._bytes(), own, self.resources.replicas, before)
-        made = []
+        before = {group: tuple(dict.fromkeys(nodes)) for group, nodes in nodes_of.items()}
+        after = assign_nodes(self._bytes(), capacities, self.resources.replicas, before)
+        moves = []
         for move in rendezvous.moves(before, after):
-            if (move.shard, move.to) not in self._failed and self._move(move, there[move.shard]):
-                made.append(move)
-        self._seen = frozenset(own)
-        self._failed = {(group, node) for group, node in self._failed if node in own}
-        return made
+            if (move.shard, move.to) not in self._failed and self._move(move, nodes_of[move.shard]):
+                moves.append(move)
+        self._nodes = frozenset(capacities)
+        self._failed = {(group, node) for group, node in self._failed if node in capacities}
+        return moves
 
-    def running(self, every_s: float = LOOK_S) -> AbstractContextManager[None]:
-        """Looks every so many seconds, in a thread, until the block ends."""
+    def run_periodically(self, interval_s: float = INTERVAL_S) -> AbstractContextManager[None]:
+        """Rebalance every `interval_s` seconds in a background thread until the block ends."""
 
-        def look() -> float:
+        def rebalance() -> float:
             try:
-                self.look()
+                self.rebalance()
             except RayError as error:
-                log.warning("nodes not looked at: %s", str(error).partition("\n")[0])
-            return every_s
+                log.warning("not rebalanced: %s", str(error).partition("\n")[0])
+            return interval_s
 
-        return run_periodically(look, every_s, "mvr-rebalancer")
+        return run_periodically(rebalance, interval_s, "mvr-rebalancer")
 
-    def _nodes(self) -> dict[int, list[str]] | None:
-        """The node of each searcher, by group; None where one does not say (it is starting again)."""
-        waiting = [
+    def _searcher_nodes(self) -> dict[int, list[str]] | None:
+        """The node of each searcher, by group; None if one does not answer (it is restarting)."""
+        groups = [
             [actor.node.options(concurrency_group="health").remote() for actor in actors]
             for actors in self.searchers.groups
         ]
         try:
-            return dict(enumerate(ray.get(refs, timeout=ANSWER_TIMEOUT_S) for refs in waiting))
+            return dict(enumerate(ray.get(refs, timeout=ANSWER_TIMEOUT_S) for refs in groups))
         except (RayError, GetTimeoutError):
             return None
 
     def _bytes(self) -> dict[int, int]:
-        """What each group holds of all versions that are open, and at least something."""
+        """The bytes that each group holds of all open versions, plus one."""
         total: Counter[int] = Counter(dict.fromkeys(range(len(self.searchers.groups)), 1))
-        for assignments in list(self.searchers.placed.values()):
+        for assignments in list(self.searchers.assignments.values()):
             for group, (manifest, shards) in enumerate(assignments):
                 total[group] += sum(entry.num_bytes for entry in manifest.shards if entry.shard in shards)
         return dict(total)
 
     def _move(self, move: rendezvous.Move, nodes: list[str]) -> bool:
-        """Open a group's shards on another node and put that searcher in the place of one of the group's."""
+        """Open a group's shards on another node, and replace one of the group's searchers by the new one."""
         group, _, target = move
-        doubled = [node for node, count in Counter(nodes).items() if count > 1]
-        leaves = move.source if move.source is not None else next(iter(doubled), None)
-        if leaves is None:
+        shared_nodes = [node for node, count in Counter(nodes).items() if count > 1]
+        source = move.source if move.source is not None else next(iter(shared_nodes), None)
+        if source is None:
             return False
-        number = nodes.index(leaves)
+        number = nodes.index(source)
         began = time.monotonic()
         actor = new_searcher(self.task, self.resources, target)
-        opened: set[int] = set()
+        versions: set[int] = set()
         try:
             with translate_ray_errors("moving a searcher"):
-                while (old := self._replace_searcher(group, number, actor, opened)) is None:
-                    placed = dict(self.searchers.placed)
-                    self._open_shards(
-                        actor, [placed[version][group] for version in placed if version not in opened], target
-                    )
-                    opened |= placed.keys()
+                while (old := self._replace_searcher(group, number, actor, versions)) is None:
+                    current = dict(self.searchers.assignments)
+                    self._open_shards(actor, [current[one][group] for one in current if one not in versions], target)
+                    versions |= current.keys()
         except (MvrRayError, RayError) as error:
-            log.warning("searcher stays: group=%d node=%s reason=%s", group, leaves[:8], error)
+            log.warning("searcher stays: group=%d node=%s reason=%s", group, source[:8], error)
             self._failed.add((group, target))
             ray.kill(actor)
             return False
         nodes[number] = target
-        for version in opened - set(self.searchers.placed):  # dropped meanwhile
+        for version in versions - set(self.searchers.assignments):  # dropped meanwhile
             actor.drop.options(concurrency_group="load").remote(version)
         log.info(
             "searcher moved: group=%d from=%s to=%s seconds=%.1f",
-            *(group, leaves[:8], target[:8], time.monotonic() - began),
+            *(group, source[:8], target[:8], time.monotonic() - began),
         )
         _end(old)
         return True
 
     def _open_shards(self, actor: Any, assignments: Sequence[ShardAssignment], target: str) -> None:
-        """Return when it is where it shall be, has room for the shards, has opened them and answers a search."""
+        """Check the actor's node and memory, open the shards on it, and probe it."""
         node = ray.get(actor.node.options(concurrency_group="health").remote(), timeout=ANSWER_TIMEOUT_S)
         if node != target:
             raise MvrRayError(f"Ray started it on node {node[:8]}, not on {target[:8]}")
-        bytes_of: dict[str, int] = {}
+        needs: dict[str, int] = {}
         for manifest, shards in assignments:
-            bytes_of |= assignment_bytes(manifest, shards)
-        room = MemoryUsage(
-            *ray.get(actor.memory.options(concurrency_group="health").remote(), timeout=ANSWER_TIMEOUT_S)
-        )
-        require_memory("a moved searcher's shards", [bytes_of], [room], self.searchers.limit_bytes)
+            needs |= assignment_bytes(manifest, shards)
+        memory = ray.get(actor.memory.options(concurrency_group="health").remote(), timeout=ANSWER_TIMEOUT_S)
+        require_memory("a moved searcher's shards", [needs], [MemoryUsage(*memory)], self.searchers.limit_bytes)
         ray.get(actor.open.options(concurrency_group="load").remote(list(assignments)), timeout=OPEN_TIMEOUT_S)
         ray.get(actor.probe.remote(), timeout=ANSWER_TIMEOUT_S)
 
     def _replace_searcher(self, group: int, number: int, actor: Any, versions: set[int]) -> Replica | None:
-        """Send calls to the new searcher from now on, and return the old one. None where `versions`, which the new one
-        opened, are not all: others may have come meanwhile.
+        """Send calls to the new searcher, and return the old one. Return None if `versions`, which the new one has
+        opened, are not all: the index may have opened further ones meanwhile.
         """
-        with self.searchers.changing:
-            if not versions or not versions.issuperset(self.searchers.placed):
+        with self.searchers.change_lock:
+            if not versions or not versions.issuperset(self.searchers.assignments):
                 return None
             self.searchers.groups[group][number] = actor
             return self.searchers.dispatcher.replace(group, number, actor)
 
 
 def _end(old: Replica) -> None:
-    until = time.monotonic() + DRAIN_S
-    while old.waiting and time.monotonic() < until:
+    end_s = time.monotonic() + DRAIN_S
+    while old.waiting and time.monotonic() < end_s:
         time.sleep(_POLL_S)
     ray.kill(old.actor)
     old.close()

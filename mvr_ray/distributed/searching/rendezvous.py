@@ -1,25 +1,25 @@
 """Assigns shards to holders by weighted rendezvous hashing under a bound on bytes.
 
     preference   s(shard, holder) = w / -ln u,   u = hash(shard, holder) in (0, 1)     the highest is the first choice
-    share        what a holder should keep: min(T, l w), with l such that all shares sum to R T
-    bound        kept bytes <= (1 + slack) share + b,   b the largest shard
+    share        a holder's target bytes: min(T, l w), with l such that all shares sum to R T
+    bound        a holder's bytes <= (1 + slack) share + b,   b the largest shard
 
-Alone, the highest preference is weighted rendezvous (Schindelhauer and Schomaker 2005; -w / ln u is the race of
-exponential clocks, so a holder is first with probability w / W): a holder that comes or goes moves only its own shards,
-but balance is left to chance. Here a shard goes to the first of its choices that has room below the bound, and what is
-placed already stays, unless a holder is over its bound or a newcomer is preferred. So
+The highest preference alone is weighted rendezvous (Schindelhauer and Schomaker 2005; -w / ln u is the race of
+exponential clocks, so a holder is first with probability w / W): a holder that joins or leaves moves only its own
+shards, but balance is left to chance. Here a shard goes to the first of its choices that stays within its bound, and an
+assigned shard stays, unless its holder is over its bound or the shard prefers a new holder. So
 
-    nothing changes           nothing moves
-    a holder goes             its shards move, and no other: every share grows
-    a holder comes            a shard moves to it; away from a holder that is now over its bound too, as long as
-                              newcomers (who keep nothing yet) have room
-    one replica (R = 1)       the bound always holds: were there no room for a shard of x <= b bytes anywhere, the
-                              holders would keep more than sum ((1 + slack) share + b - x) >= T bytes together
-    several                   the least preferred copy gives way where later copies would find no room; where they find
-                              none all the same, the least filled holders take them. The worst of 29,000 random clusters
-                              was 1.25 bounds; tests hold it to 1.5
+    no change                 no shard moves
+    a holder leaves           its shards move, and no other: every share grows
+    a holder joins            shards move to it; shards of a holder that is now over its bound move too, first to new
+                              holders (those without shards) while they have capacity
+    one replica (R = 1)       the bound always holds: if no holder had capacity for a shard of x <= b bytes, the
+                              holders would have more than sum ((1 + slack) share + b - x) >= T bytes together
+    several                   the least preferred copy is displaced where later copies would find no capacity; if they
+                              still find none, the least filled holders take them. The worst of 29,000 random clusters
+                              was 1.25 bounds; tests assert at most 1.5
 
-Shapes: T bytes of all shards, R replicas, w weight, W all weights. The order in which things are given changes nothing.
+Shapes: T bytes of all shards, R replicas, w weight, W all weights. The order of the arguments' items has no effect.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ SLACK = 0.1
 
 
 class Move(NamedTuple):
-    """A copy of a shard that `to` has to load; `source` lets one go, None where a copy is new."""
+    """A copy of a shard that `to` must load; `source` releases one, None if the copy is additional."""
 
     shard: int
     source: str | None
@@ -50,56 +50,55 @@ def place(
     before: Mapping[int, tuple[str, ...]] | None = None,
     slack: float = SLACK,
 ) -> Placement:
-    """Give each shard to `replicas` holders, or to all where there are fewer. `before`: who keeps what now.
+    """Assign each shard to `replicas` holders, or to all if there are fewer. `before`: the current holders.
 
-    `weights` are what holders can take, in any unit, such as bytes of memory. ResourceError without a holder.
+    `weights`: the holders' capacities in any unit, such as bytes of memory. Raises ResourceError without a holder.
     """
     _check(shard_bytes, weights, replicas, slack)
     limits = bounds(shard_bytes, weights, replicas, slack)
     copies = min(replicas, len(weights))
-    known = {holder for holders in (before or {}).values() for holder in holders}
-    newcomers = set(weights) - known
+    new_holders = set(weights) - {holder for holders in (before or {}).values() for holder in holders}
     order = sorted(shard_bytes, key=lambda shard: (-shard_bytes[shard], shard))
     choices = {
         shard: sorted(weights, key=lambda holder: (-preference(shard, holder, weights[holder]), holder))
         for shard in order
     }
-    kept = {
+    current = {
         shard: [holder for holder in choices[shard] if holder in (before or {}).get(shard, ())][:copies]
         for shard in order
     }
-    load = _loads(kept, shard_bytes, weights)
+    load = _loads(current, shard_bytes, weights)
     for shard in order:
-        if any(load[holder] > limits[holder] for holder in kept[shard]):
-            _give_to_newcomers(shard, shard_bytes[shard], choices[shard][:copies], kept[shard], newcomers, load, limits)
-    displaced = _take_over_limit(order, kept, shard_bytes, limits)
-    load = _loads(kept, shard_bytes, weights)
-    later = _Later(sum(shard_bytes.values()), sum(shard_bytes[s] * (copies - len(kept[s])) for s in order))
+        if any(load[holder] > limits[holder] for holder in current[shard]):
+            _move_to_new(shard_bytes[shard], choices[shard][:copies], current[shard], new_holders, load, limits)
+    displaced = _remove_over_limit(order, current, shard_bytes, limits)
+    load = _loads(current, shard_bytes, weights)
+    rest = _Rest(sum(shard_bytes.values()), sum(shard_bytes[s] * (copies - len(current[s])) for s in order))
     for shard in order:
-        size, missing = shard_bytes[shard], copies - len(kept[shard])
-        later = _Later(later.num_bytes - size, later.demand - size * missing)
-        free = [holder for holder in choices[shard] if holder not in kept[shard]]
+        size, missing = shard_bytes[shard], copies - len(current[shard])
+        rest = _Rest(rest.num_bytes - size, rest.demand - size * missing)
+        free = [holder for holder in choices[shard] if holder not in current[shard]]
         if shard in displaced:
-            free.sort(key=lambda holder: holder not in newcomers)
-        for holder in _filling(size, missing, free, load, limits, later):
-            kept[shard].append(holder)
+            free.sort(key=lambda holder: holder not in new_holders)
+        for holder in _select_holders(size, missing, free, load, limits, rest):
+            current[shard].append(holder)
             load[holder] += size
     for shard in order if before else []:
-        _give_to_newcomers(shard, shard_bytes[shard], choices[shard][:copies], kept[shard], newcomers, load, limits)
-    return {shard: tuple(h for h in choices[shard] if h in kept[shard]) for shard in sorted(shard_bytes)}
+        _move_to_new(shard_bytes[shard], choices[shard][:copies], current[shard], new_holders, load, limits)
+    return {shard: tuple(h for h in choices[shard] if h in current[shard]) for shard in sorted(shard_bytes)}
 
 
 def bounds(
     shard_bytes: Mapping[int, int], weights: Mapping[str, float], replicas: int, slack: float = SLACK
 ) -> dict[str, float]:
-    """The most bytes that each holder is given."""
+    """The maximum bytes of each holder."""
     largest = max(shard_bytes.values(), default=0)
     shares = fair_shares(sum(shard_bytes.values()), weights, replicas)
     return {holder: (1 + slack) * share + largest for holder, share in shares.items()}
 
 
 def fair_shares(total: int, weights: Mapping[str, float], replicas: int) -> dict[str, float]:
-    """Bytes in proportion to weight, but to none more than all shards once: the rest goes to the others."""
+    """Bytes in proportion to weight, at most those of all shards once; the other holders share the rest."""
     shares: dict[str, float] = {}
     open_weight, copies = math.fsum(weights.values()), float(min(replicas, len(weights)))
     for holder in sorted(weights, key=lambda holder: (-weights[holder], holder)):
@@ -110,20 +109,20 @@ def fair_shares(total: int, weights: Mapping[str, float], replicas: int) -> dict
 
 
 def preference(shard: int, holder: str, weight: float) -> float:
-    """How much a shard wants a holder: the largest of independent draws is `holder`'s with probability w / W."""
+    """A shard's preference for a holder; `holder` has the largest one with probability w / W."""
     digest = hashlib.blake2b(f"{shard} {holder}".encode(), digest_size=8).digest()
     uniform = (int.from_bytes(digest, "big") + 0.5) / 2**64
     return weight / -math.log(uniform) if uniform < 1 else math.inf
 
 
 def moves(before: Mapping[int, tuple[str, ...]], after: Mapping[int, tuple[str, ...]]) -> list[Move]:
-    """What has to be loaded to get from one placement to another, by shard; new copies are paired with old ones."""
-    found: list[Move] = []
+    """The copies to load to get from one placement to another, by shard; each new copy is paired with an old one."""
+    moves: list[Move] = []
     for shard in sorted(after):
-        left = [holder for holder in before.get(shard, ()) if holder not in after[shard]]
-        come = [holder for holder in after[shard] if holder not in before.get(shard, ())]
-        found += [Move(shard, left[n] if n < len(left) else None, holder) for n, holder in enumerate(come)]
-    return found
+        old = [holder for holder in before.get(shard, ()) if holder not in after[shard]]
+        new = [holder for holder in after[shard] if holder not in before.get(shard, ())]
+        moves += [Move(shard, old[n] if n < len(old) else None, holder) for n, holder in enumerate(new)]
+    return moves
 
 
 def _loads(
@@ -136,75 +135,74 @@ def _loads(
     return load
 
 
-def _take_over_limit(
+def _remove_over_limit(
     order: list[int], current: dict[int, list[str]], shard_bytes: Mapping[int, int], limits: Mapping[str, float]
 ) -> set[int]:
-    """Take from each holder what is over its bound, the smallest first to go; gives the shards that lost a copy."""
-    load, found = dict.fromkeys(limits, 0), set()
+    """Remove the smallest shards of each holder that is over its bound; return the shards that lost a copy."""
+    load, displaced = dict.fromkeys(limits, 0), set()
     for shard in order:
         for holder in list(current[shard]):
             if load[holder] + shard_bytes[shard] <= limits[holder]:
                 load[holder] += shard_bytes[shard]
             else:
                 current[shard].remove(holder)
-                found.add(shard)
-    return found
+                displaced.add(shard)
+    return displaced
 
 
-def _give_to_newcomers(
-    shard: int,
+def _move_to_new(
     size: int,
     target: list[str],
     current: list[str],
-    newcomers: set[str],
+    new_holders: set[str],
     load: dict[str, int],
     limits: Mapping[str, float],
 ) -> None:
-    """Let newcomers that are among the shard's first choices take the place of holders that are not."""
+    """Replace holders outside the shard's first choices by new holders among these."""
     for holder in target:
         outside = [other for other in current if other not in target]
-        if holder in newcomers and holder not in current and outside and load[holder] + size <= limits[holder]:
+        if holder in new_holders and holder not in current and outside and load[holder] + size <= limits[holder]:
             current.remove(outside[-1])
             load[outside[-1]] -= size
             current.append(holder)
             load[holder] += size
 
 
-class _Later(NamedTuple):
-    """Shards still to be filled: their bytes, and the bytes of all copies that they still need."""
+class _Rest(NamedTuple):
+    """The shards not assigned yet: their bytes, and the bytes of all copies that they need."""
 
     num_bytes: int
     demand: int
 
 
-def _filling(
-    size: int, missing: int, free: list[str], load: Mapping[str, int], limits: Mapping[str, float], later: _Later
+def _select_holders(
+    size: int, missing: int, free: list[str], load: Mapping[str, int], limits: Mapping[str, float], rest: _Rest
 ) -> list[str]:
-    """Who takes a shard's missing copies: its first choices with room, failing that the least filled.
+    """Select holders for a shard's missing copies: its first choices with capacity, else the least filled.
 
-    No holder can take more of later shards than each once, so one that has most room may have to be taken now.
+    A holder can take each later shard only once, so the one with the most capacity may have to take this one.
     """
-    room = [holder for holder in free if load[holder] + size <= limits[holder]]
-    least = sorted((h for h in free if h not in room), key=lambda h: ((load[h] + size) / limits[h], free.index(h)))
-    chosen = [*room, *least][:missing]
-    others = sorted(room[missing:], key=lambda h: (limits[h] - load[h], -free.index(h)))
-    for number in reversed(range(min(missing, len(room)))):
-        after = {h: max(0.0, limits[h] - load[h] - size * (h in chosen)) for h in limits}
-        enough = math.fsum(min(left, later.num_bytes) for left in after.values()) >= later.demand
+    fitting = [holder for holder in free if load[holder] + size <= limits[holder]]
+    least = sorted((h for h in free if h not in fitting), key=lambda h: ((load[h] + size) / limits[h], free.index(h)))
+    holders = [*fitting, *least][:missing]
+    others = sorted(fitting[missing:], key=lambda h: (limits[h] - load[h], -free.index(h)))
+    for number in reversed(range(min(missing, len(fitting)))):
+        capacity = {h: max(0.0, limits[h] - load[h] - size * (h in holders)) for h in limits}
+        is_enough = math.fsum(min(one, rest.num_bytes) for one in capacity.values()) >= rest.demand
         if (
-            enough
+            is_enough
             or not others
-            or limits[others[-1]] - load[others[-1]] <= limits[chosen[number]] - load[chosen[number]]
+            or limits[others[-1]] - load[others[-1]] <= limits[holders[number]] - load[holders[number]]
         ):
             break
-        chosen[number] = others.pop()
-    return chosen
+        holders[number] = others.pop()
+    return holders
 
 
 def _check(shard_bytes: Mapping[int, int], weights: Mapping[str, float], replicas: int, slack: float) -> None:
     if not weights:
-        raise ResourceError(f"no holder for {len(shard_bytes)} shards; start a searcher, or wait until one is there")
-    wrong = [holder for holder, weight in weights.items() if not 0 < weight < math.inf]
-    if wrong:
-        raise ValueError(f"holder {wrong[0]!r} has weight {weights[wrong[0]]}; it must be positive and finite")
+        raise ResourceError(f"no holder for {len(shard_bytes)} shards; start a searcher, or wait until one is up")
+    invalid = [holder for holder, weight in weights.items() if not 0 < weight < math.inf]
+    if invalid:
+        raise ValueError(f"holder {invalid[0]!r} has weight {weights[invalid[0]]}; it must be positive and finite")
     assert replicas >= 1 and slack >= 0 and all(size >= 0 for size in shard_bytes.values())

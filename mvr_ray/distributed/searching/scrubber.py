@@ -1,11 +1,10 @@
-"""Read open shards again at a bounded rate, withdraw those whose bytes have changed, and open repaired ones again.
+"""Reads open shards again at a bounded rate, withdraws those whose bytes have changed, and reopens repaired ones.
 
-A shard's files, its words' among them, are compared with their digests when they are opened, and mapped after that:
-what overwrites them later changes answers. The scrubber reads the very files that are mapped, over and over; a shard
-whose file has other bytes is damaged from then on, so the next answers are without it, and say so: all answers, or
-those by words. Searches that are under way end with it.
+Opening compares a shard's files, including its lexical part, with their digests and maps them; bytes overwritten later
+would change answers. The scrubber reads the mapped files repeatedly, and withdraws a shard with changed bytes: the next
+answers (all, or those of hybrid searches) report it as damaged. Running searches still use it.
 
-A damaged shard is tried again after a pause that doubles: one that was repaired in its place answers again.
+The scrubber tries to reopen a damaged shard after a pause that doubles, so a shard repaired in place answers again.
 """
 
 import hashlib
@@ -16,48 +15,48 @@ from time import monotonic
 
 from mvr_ray.distributed.periodic import run_periodically
 from mvr_ray.distributed.searching.searcher import Key, ShardSearcher
-from mvr_ray.store.files import forget_sha256_of
+from mvr_ray.store.files import drop_cached_sha256_of
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
+INTERVAL_S = 1.0
 PIECE_BYTES = 1 << 20
 FIRST_RETRY_S = 5.0
-LONGEST_RETRY_S = 300.0
+MAX_RETRY_S = 300.0
 
 
 class Scrubber:
-    """Looks after the shards of one searcher. Not safe to use from several threads."""
+    """Verifies the open shards of one searcher. Not safe to use from several threads."""
 
     def __init__(self, searcher: ShardSearcher, bytes_s: int) -> None:
-        """`bytes_s`: how much is read each second; 0: nothing."""
+        """`bytes_s`: bytes to read each second; 0: none."""
         self.searcher = searcher
         self.bytes_s = bytes_s
         self._reading = self._read_all()
         self._pauses: dict[Key, tuple[float, float]] = {}
 
-    def running(self) -> AbstractContextManager[None]:
-        """Looks every second, in a thread, until the block ends."""
+    def run_periodically(self) -> AbstractContextManager[None]:
+        """Scrub every second in a background thread until the block ends."""
 
-        def look() -> float:
-            self.look(monotonic())
-            return LOOK_S
+        def scrub() -> float:
+            self.scrub(monotonic())
+            return INTERVAL_S
 
-        return run_periodically(look, LOOK_S, "mvr-scrubber")
+        return run_periodically(scrub, INTERVAL_S, "mvr-scrubber")
 
-    def look(self, now_s: float) -> None:
-        """Read a second's worth of what is open, and try what is damaged and due."""
-        budget = int(self.bytes_s * LOOK_S)
+    def scrub(self, now_s: float) -> None:
+        """Read one second's share of the open files, and retry the damaged shards that are due."""
+        budget = int(self.bytes_s * INTERVAL_S)
         while budget > 0:
             num_bytes = next(self._reading, 0)
-            if not num_bytes:  # all was read; the next look begins anew
+            if not num_bytes:  # the pass is complete; the next call begins another one
                 self._reading = self._read_all()
                 break
             budget -= num_bytes
         self._retry(now_s)
 
     def _read_all(self) -> Iterator[int]:
-        """Read every file of every open shard once; yields the bytes of each piece."""
+        """Read every file of every open shard once; yield the number of bytes of each piece."""
         for key, files in self.searcher.open_files():
             for file in files:
                 digest, start, problem = hashlib.sha256(), 0, ""
@@ -73,7 +72,7 @@ class Scrubber:
                 if problem:
                     reason = f"{file.path} {problem}; repair it: mvr-ray versions CONFIG repair"
                     log.error("shard withdrawn: %s", reason)
-                    forget_sha256_of(file.path)
+                    drop_cached_sha256_of(file.path)
                     self.searcher.withdraw(key, files, reason)
                     break
 
@@ -82,6 +81,6 @@ class Scrubber:
         pauses = {key: self._pauses.get(key, (now_s + FIRST_RETRY_S, FIRST_RETRY_S)) for key in damaged}
         for key, (due_s, pause_s) in pauses.items():
             if now_s >= due_s and not self.searcher.reopen(key):
-                pause_s = min(2 * pause_s, LONGEST_RETRY_S)
+                pause_s = min(2 * pause_s, MAX_RETRY_S)
                 pauses[key] = now_s + pause_s, pause_s
         self._pauses = pauses

@@ -1,10 +1,9 @@
 """Holds shards of several versions of an index, each shard once, and scans them.
 
-A searcher is a plain class built from names and digests, so an actor that died can start again anywhere and be the
-same: what it does not hold it opens when asked, and a version that it was not told of it reads from the store. A
-shard's files are read once and compared with their digests before anything opens them; versions that name the same
-shard (by its digest) share it. A damaged shard is told with the answer, and the others are searched. Besides searching,
-a shard can be asked for the stored views of some passages.
+A searcher is a plain class built from names and digests, so Ray can restart a dead actor on any node: a request opens
+shards that are not open, and reads the manifest of an unknown version from the store. A shard's files are read once and
+compared with their digests before they are opened; versions that name the same shard (by its digest) share it. The
+answer reports a damaged shard and has the results of the others. A searcher also returns the stored views of passages.
 
 Shapes: Q queries, K hits, D dimension.
 """
@@ -43,16 +42,13 @@ T = TypeVar("T")
 NO_WORDS_HINT = "index them, without encoding again: mvr-ray index CONFIG index.lexical=true"
 
 Key = str
-"""What an open shard is: its digest, a space, and how it is indexed."""
-
-
-FORGOTTEN = 4096
-"""Calls to pass by that are remembered; those that ended before they were to be forgotten make up most."""
+"""The identity of an open shard: its digest, a space, and its index parameters."""
+MAX_CANCELLED = 4096
+"""Cancelled calls to remember; most of them end before the cancellation arrives."""
 
 
 class SearcherTask(NamedTuple):
-    """What a searcher is made of. `device` is cpu or cuda; `tls_dir` and `scrub_bytes_s` as in the run
-    file."""
+    """The settings of a searcher. `device` is cpu or cuda; `tls_dir` and `scrub_bytes_s` as in the run file."""
 
     store: str
     manifest: Manifest
@@ -64,7 +60,7 @@ class SearcherTask(NamedTuple):
 
 
 class ShardAssignment(NamedTuple):
-    """Shards of one version that a searcher is to hold."""
+    """Shards of one version, assigned to a searcher."""
 
     manifest: Manifest
     shards: tuple[int, ...]
@@ -74,18 +70,18 @@ OnPartial = Callable[[ShardResults], None]
 
 
 class Heartbeat(NamedTuple):
-    """What a searcher says beside its work: `born` names its life, `finished` counts the calls that it ended.
+    """A searcher's progress: `instance_id` changes with every restart, `num_finished` counts the calls that ended.
 
-    While it is `opening` files it ends none.
+    While `is_opening` files, a searcher ends no call.
     """
 
-    born: str
-    finished: int
-    opening: bool
+    instance_id: str
+    num_finished: int
+    is_opening: bool
 
 
 class _Version(NamedTuple):
-    """A manifest, with its entries by shard, what each is when open, and the words of each where it has them."""
+    """A manifest, with its entries by shard, and the keys of shards, postings and statistics."""
 
     manifest: Manifest
     entries: dict[int, ShardEntry]
@@ -99,7 +95,7 @@ class _Version(NamedTuple):
         return cls(manifest, entries, shard_keys(manifest), postings_keys(manifest), statistics_key(manifest))
 
     def words_key(self, shard: int) -> Key | None:
-        """What the words of a shard are, postings and statistics; None for a version without."""
+        """The key of a shard's lexical index (postings and statistics); None for a version without words."""
         return f"{self.postings_keys[shard]} {self.statistics_key}" if self.statistics_key else None
 
     def all_keys(self) -> set[Key]:
@@ -108,7 +104,7 @@ class _Version(NamedTuple):
 
 
 class OpenFile(NamedTuple):
-    """A file of an open shard, whatever has its path by now, and what the manifest says of it."""
+    """An open file of a shard, even if its path names another file now, and its entry in the manifest."""
 
     path: Path
     handle: pa.NativeFile
@@ -124,7 +120,7 @@ class OpenShard(NamedTuple):
     table: BlockTable | None = None
 
     def as_flat(self, task: SearcherTask) -> "OpenShard":
-        """The same shard without its index: every view is scanned."""
+        """The same shard with a flat index, which scans every view."""
         if self.index is None or self.index.exact:
             return self
         flat = open_index(IndexParams(), self.embedded.blocks(), Path(), device=task.device, threads=task.threads)
@@ -132,279 +128,282 @@ class OpenShard(NamedTuple):
 
 
 class ShardSearcher:
-    """Some shards of some versions. Opens them when told or first asked to. Safe to use from several threads."""
+    """Searches shards of several versions. Opens them on request or at the first search. Safe to use from several
+    threads."""
 
     def __init__(self, task: SearcherTask) -> None:
         self.task = task
-        self.born = uuid.uuid4().hex
+        self.instance_id = uuid.uuid4().hex
         self._versions: dict[int, _Version] = {}
-        self._dropped: set[int] = set()
-        self._held: dict[Key, OpenShard] = {}
+        self._dropped_versions: set[int] = set()
+        self._shards: dict[Key, OpenShard] = {}
         self._postings: dict[Key, Postings] = {}
         self._statistics: dict[Key, CorpusStatistics] = {}
         self._word_files: dict[Key, tuple[OpenFile, ...]] = {}
         self._damaged: dict[Key, str] = {}
-        self._opening = threading.Lock()
-        self._books = threading.Lock()
-        self._finished = 0
-        self._forgotten: dict[str, None] = {}
+        self._open_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._num_finished = 0
+        self._cancelled: dict[str, None] = {}
         self._masks = MaskCache(task.store)
 
     def open(self, assignments: Sequence[ShardAssignment] = ()) -> str:
-        """Open every shard of these, beside what is held; of the task's where none are given. Gives `born`.
+        """Open every shard of the assignments (by default the task's) beside the open ones; return `instance_id`.
 
-        Raises DigestError, ManifestError or another StorageError where a shard's files are not what the manifest says,
-        when all others are open. A shard that was found damaged is read again.
+        Raises DigestError, ManifestError or another StorageError if a shard's files differ from the manifest, after all
+        others are open. Reads damaged shards again.
         """
-        failed: MvrRayError | None = None
+        failure: MvrRayError | None = None
         for manifest, shards in assignments or [ShardAssignment(self.task.manifest, self.task.shards)]:
-            of = _Version.of(manifest)
-            with self._books:
-                self._versions[manifest.version] = of
-                self._dropped.discard(manifest.version)
+            version = _Version.of(manifest)
+            with self._lock:
+                self._versions[manifest.version] = version
+                self._dropped_versions.discard(manifest.version)
             for shard in shards:
-                for key, opens in ((of.keys[shard], self._open), (of.words_key(shard), self._open_words)):
+                for key, opens in ((version.keys[shard], self._open), (version.words_key(shard), self._open_words)):
                     try:
                         if key is not None:
-                            opens(of, shard)
+                            opens(version, shard)
                     except MvrRayError as error:
                         self._damaged[key or ""] = str(error)
-                        failed = failed or error
-        if failed:
-            raise failed
-        return self.born
+                        failure = failure or error
+        if failure:
+            raise failure
+        return self.instance_id
 
     def drop(self, version: int) -> None:
-        """Forget a version, and what of its shards no other one names. A search that runs over it ends well."""
+        """Release a version and its shards that no other version names. A search that runs on them can finish."""
         self._masks.drop(version)
-        with self._books:
-            self._dropped.add(version)
+        with self._lock:
+            self._dropped_versions.add(version)
             self._versions.pop(version, None)
-            named = {key for one in self._versions.values() for key in one.all_keys()}
-            for kept in (self._held, self._postings, self._statistics, self._word_files, self._damaged):
-                for key in [key for key in kept if key not in named]:
-                    del kept[key]
+            keys = {key for one in self._versions.values() for key in one.all_keys()}
+            for cache in (self._shards, self._postings, self._statistics, self._word_files, self._damaged):
+                for key in [key for key in cache if key not in keys]:
+                    del cache[key]
 
     def health(self) -> list[str]:
-        """Digests of the shards that are open now; answered even while a search runs."""
-        return sorted({key.partition(" ")[0] for key in list(self._held)})
+        """Digests of the shards that are open now; also answers during a search."""
+        return sorted({key.partition(" ")[0] for key in list(self._shards)})
 
     def open_files(self) -> list[tuple[Key, tuple["OpenFile", ...]]]:
-        """The files of each shard and of its words that are open."""
-        return [(key, held.files) for key, held in list(self._held.items())] + list(self._word_files.items())
+        """The open files of each shard and of its words."""
+        return [(key, shard.files) for key, shard in list(self._shards.items())] + list(self._word_files.items())
 
     def damaged_keys(self) -> list[Key]:
         return list(self._damaged)
 
     def withdraw(self, key: Key, files: tuple["OpenFile", ...], reason: str) -> None:
-        """Let go a shard, or words, whose files have changed since they were opened; searches find the shard, or those
-        by words all that these belong to, damaged from now on."""
-        with self._books:
-            if key in self._held and self._held[key].files is files:
+        """Release a shard, or words, whose files have changed since they were opened, and mark as damaged the shard,
+        or for hybrid searches every shard with these words."""
+        with self._lock:
+            if key in self._shards and self._shards[key].files is files:
                 self._damaged[key] = reason
-                del self._held[key]
+                del self._shards[key]
             elif self._word_files.get(key) is files:
-                for kept in (self._word_files, self._postings, self._statistics):
-                    kept.pop(key, None)
-                for of in self._versions.values():
-                    own = [shard for shard, one in of.postings_keys.items() if key in (one, of.statistics_key)]
-                    self._damaged |= {of.words_key(shard) or "": reason for shard in own}
+                for cache in (self._word_files, self._postings, self._statistics):
+                    cache.pop(key, None)
+                for version in self._versions.values():
+                    shards = [
+                        shard for shard, one in version.postings_keys.items() if key in (one, version.statistics_key)
+                    ]
+                    self._damaged |= {version.words_key(shard) or "": reason for shard in shards}
 
     def reopen(self, key: Key) -> bool:
-        """Try to open a damaged shard, or its words, again; whether it is open, or no version names it any more."""
-        for of in list(self._versions.values()):
-            for shard, own in of.keys.items():
-                opens = {own: self._open, of.words_key(shard): self._open_words}.get(key)
+        """Try to open a damaged shard, or its words, again. True if it is open, or if no version names it any more."""
+        for version in list(self._versions.values()):
+            for shard, shard_key in version.keys.items():
+                opens = {shard_key: self._open, version.words_key(shard): self._open_words}.get(key)
                 if opens is not None:
                     try:
-                        opens(of, shard)
+                        opens(version, shard)
                     except (MvrRayError, OSError) as error:
                         self._damaged[key] = str(error)
                         return False
-                    version = of.manifest
-                    log.info("shard open again: index=%s version=%d shard=%d", version.index, version.version, shard)
+                    index, number = version.manifest.index, version.manifest.version
+                    log.info("shard open again: index=%s version=%d shard=%d", index, number, shard)
                     return True
         self._damaged.pop(key, None)
         return True
 
     def heartbeat(self) -> Heartbeat:
-        return Heartbeat(self.born, self._finished, self._opening.locked())
+        return Heartbeat(self.instance_id, self._num_finished, self._open_lock.locked())
 
     def memory(self) -> MemoryUsage:
-        """What is held here, and what is free on this machine."""
-        held = {key: one.num_bytes for key, one in list(self._held.items())}
-        held |= {key: one.num_bytes for kept in (self._postings, self._statistics) for key, one in list(kept.items())}
+        """The bytes held here, and those free on this machine."""
+        caches = self._shards, self._postings, self._statistics
+        held = {key: one.num_bytes for cache in caches for key, one in list(cache.items())}
         return MemoryUsage(node_name(), free_bytes(), held)
 
     def scan(self, request: ScanRequest, call: str = "") -> ShardResults:
-        """The best k passages of each of the request's shards for every query. A shard is told as damaged where it has
-        a filter and the passages' fields cannot be read, or ranks by words, too, and these cannot.
+        """Search each of the request's shards for every query's best k passages. A shard counts as damaged also if a
+        filter cannot read its passages' fields, or a hybrid search its words.
 
-        Nothing for a `call` that was cancelled. A call's name begins with its request's, before a slash.
+        Returns nothing for a `call` that was cancelled. A call's name begins with its request's, before a slash.
         """
         answer = ShardResults([], [])
-        if self._passed_by(call):
+        if self._is_cancelled(call):
             return answer
-        of, hybrid = self._version(request.version), request.hybrid
+        version, hybrid = self._get_version(request.version), request.hybrid
         words = tokenize(hybrid.texts) if hybrid else []
         for shard in request.shards:
-            held = self._get_open(of, shard, call)
-            if isinstance(held, ShardFailure):
-                answer.failures.append(held)
+            open_shard = self._get_open(version, shard, call)
+            if isinstance(open_shard, ShardFailure):
+                answer.failures.append(open_shard)
                 continue
-            mask_P = self._mask(of, shard, held, request.filter)
-            lexical = self._get_words(of, shard, call) if hybrid else None
+            mask_P = self._mask(version, shard, open_shard, request.filter)
+            lexical = self._get_words(version, shard, call) if hybrid else None
             if isinstance(mask_P, ShardFailure):
                 answer.failures.append(mask_P)
             elif isinstance(lexical, ShardFailure):
                 answer.failures.append(lexical)
             elif hybrid and lexical:
-                answer.results.append(_scan_hybrid(held, lexical, shard, request, words, mask_P))
+                answer.results.append(_scan_hybrid(open_shard, lexical, shard, request, words, mask_P))
             else:
-                answer.results.append(_scan(held, shard, request.queries_QD, request.k, mask_P))
-        self._finished += 1
+                answer.results.append(_scan(open_shard, shard, request.queries_QD, request.k, mask_P))
+        self._num_finished += 1
         return answer
 
     def exact(self, queries_QD: FloatArray, k: int, shards: Sequence[int], version: int) -> list[ShardResult]:
-        """The true best k of these shards, whatever their index is; those that cannot be opened are left out."""
-        of = self._version(version)
-        opened = [(shard, self._get_open(of, shard)) for shard in shards]
+        """Search these shards exhaustively for the true best k; omits those that cannot be opened."""
+        own = self._get_version(version)
+        open_shards = [(shard, self._get_open(own, shard)) for shard in shards]
         return [
-            _scan(held.as_flat(self.task), shard, queries_QD, k)
-            for shard, held in opened
-            if isinstance(held, OpenShard)
+            _scan(one.as_flat(self.task), shard, queries_QD, k)
+            for shard, one in open_shards
+            if isinstance(one, OpenShard)
         ]
 
     def views(self, ids: Mapping[int, Sequence[str]], version: int | None = None, call: str = "") -> ViewResults:
         """The stored views of these passages, by shard; ids that a shard does not hold are absent."""
         answer = ViewResults({}, [])
-        if self._passed_by(call):
+        if self._is_cancelled(call):
             return answer
-        of = self._version(version)
+        own = self._get_version(version)
         for shard, names in ids.items():
-            held = self._get_open(of, shard, call)
-            if isinstance(held, OpenShard):
-                answer.views.update(held.embedded.find(names))
+            open_shard = self._get_open(own, shard, call)
+            if isinstance(open_shard, OpenShard):
+                answer.views.update(open_shard.embedded.find(names))
             else:
-                answer.failures.append(held)
-        self._finished += 1
+                answer.failures.append(open_shard)
+        self._num_finished += 1
         return answer
 
     def cancel(self, call: str) -> None:
-        """Nobody waits for this call any more: pass it by if it has not begun."""
-        with self._books:
-            self._forgotten[call] = None
-            while len(self._forgotten) > FORGOTTEN:
-                del self._forgotten[next(iter(self._forgotten))]
+        """Skip this call if it has not begun."""
+        with self._lock:
+            self._cancelled[call] = None
+            while len(self._cancelled) > MAX_CANCELLED:
+                del self._cancelled[next(iter(self._cancelled))]
 
     def probe(self, version: int | None = None) -> list[int]:
-        """A real search for one query in what is open of one version, or of all; gives how many hits a shard found."""
-        versions = list(self._versions.values()) if version is None else [self._version(version)]
-        wanted = {key: one.manifest.dimension for one in versions for key in one.keys.values()}
-        found = []
-        for key, dimension in wanted.items():
-            held = self._held.get(key)
-            if held is not None:
+        """Search the open shards of one version, or of all, for one query; return the number of hits of each."""
+        versions = list(self._versions.values()) if version is None else [self._get_version(version)]
+        dimensions = {key: one.manifest.dimension for one in versions for key in one.keys.values()}
+        counts = []
+        for key, dimension in dimensions.items():
+            open_shard = self._shards.get(key)
+            if open_shard is not None:
                 query_1D = np.eye(1, dimension, dtype=np.float32)
-                found.append(int((_scan(held, -1, query_1D, 1).hits.rows_QK >= 0).sum()))
-        self._finished += 1
-        return found
+                counts.append(int((_scan(open_shard, -1, query_1D, 1).hits.rows_QK >= 0).sum()))
+        self._num_finished += 1
+        return counts
 
-    def _mask(self, of: _Version, shard: int, open_shard: OpenShard, filter: str) -> Mask | ShardFailure | None:
+    def _mask(self, version: _Version, shard: int, open_shard: OpenShard, filter: str) -> Mask | ShardFailure | None:
         if not filter or not open_shard.embedded.num_passages:
             return None
         try:
-            return self._masks.mask(of.manifest, shard, open_shard.ids, filter)
+            return self._masks.mask(version.manifest, shard, open_shard.ids, filter)
         except (StorageError, MissingInputError) as error:
-            log.error("no fields: index=%s shard=%d reason=%s", of.manifest.index, shard, error)
+            log.error("no fields: index=%s shard=%d reason=%s", version.manifest.index, shard, error)
             return ShardFailure((shard,), "damaged", str(error))
 
-    def _passed_by(self, call: str) -> bool:
-        with self._books:
-            forgotten = call in self._forgotten
-            self._forgotten.pop(call, None)
-        self._finished += forgotten
-        return forgotten
+    def _is_cancelled(self, call: str) -> bool:
+        with self._lock:
+            is_cancelled = call in self._cancelled
+            self._cancelled.pop(call, None)
+        self._num_finished += is_cancelled
+        return is_cancelled
 
-    def _version(self, version: int | None) -> _Version:
-        index, version = self.task.manifest.index, self.task.manifest.version if version is None else version
-        of = self._versions.get(version)
-        if of is not None:
-            return of
-        if version in self._dropped:
-            raise ShardIndexError(f"index {index!r} version {version} was dropped here; ask the live one")
+    def _get_version(self, number: int | None) -> _Version:
         own = self.task.manifest
-        of = _Version.of(own if version == own.version else manifests.read(Store(self.task.store), index, version))
-        with self._books:
-            return self._versions.setdefault(version, of)
+        number = own.version if number is None else number
+        version = self._versions.get(number)
+        if version is not None:
+            return version
+        if number in self._dropped_versions:
+            raise ShardIndexError(f"index {own.index!r} version {number} was dropped here; ask the live one")
+        manifest = own if number == own.version else manifests.read(Store(self.task.store), own.index, number)
+        version = _Version.of(manifest)
+        with self._lock:
+            return self._versions.setdefault(number, version)
 
-    def _get_open(self, of: _Version, shard: int, call: str = "") -> OpenShard | ShardFailure:
-        return self._held.get(of.keys[shard]) or self._open_late(self._open, of, shard, of.keys[shard], call)
+    def _get_open(self, version: _Version, shard: int, call: str = "") -> OpenShard | ShardFailure:
+        key = version.keys[shard]
+        return self._shards.get(key) or self._try_open(self._open, version, shard, key, call)
 
-    def _get_words(self, of: _Version, shard: int, call: str) -> LexicalIndex | ShardFailure:
-        key = of.words_key(shard)
+    def _get_words(self, version: _Version, shard: int, call: str) -> LexicalIndex | ShardFailure:
+        key = version.words_key(shard)
         if key is None:
             raise ShardIndexError(
-                f"index {of.manifest.index!r} version {of.manifest.version} has no words of its passages; "
+                f"index {version.manifest.index!r} version {version.manifest.version} has no words of its passages; "
                 f"{NO_WORDS_HINT}"
             )
-        return self._open_late(self._open_words, of, shard, key, call)
+        return self._try_open(self._open_words, version, shard, key, call)
 
-    def _open_late(
-        self, opens: Callable[[_Version, int], T], of: _Version, shard: int, key: Key, call: str
+    def _try_open(
+        self, opens: Callable[[_Version, int], T], version: _Version, shard: int, key: Key, call: str
     ) -> T | ShardFailure:
-        """What a call opens that nothing opened before; a failure where its files are damaged."""
+        """Open a shard, or its words, during a call; return a failure if its files are damaged."""
         if key not in self._damaged:
             with logs.request_context(call.rpartition("/")[0]):
                 try:
-                    return opens(of, shard)
+                    return opens(version, shard)
                 except MvrRayError as error:
-                    log.error("shard damaged: index=%s shard=%d reason=%s", of.manifest.index, shard, error)
+                    log.error("shard damaged: index=%s shard=%d reason=%s", version.manifest.index, shard, error)
                     self._damaged[key] = str(error)
         return ShardFailure((shard,), "damaged", self._damaged[key])
 
-    def _open(self, of: _Version, shard: int) -> OpenShard:
-        key = of.keys[shard]
-        with self._opening:
-            held = self._held.get(key)
-            if held is None:
-                held = self._read(of.manifest, of.entries[shard])
-                with self._books:
-                    self._held[key] = held
+    def _open(self, version: _Version, shard: int) -> OpenShard:
+        key = version.keys[shard]
+        with self._open_lock:
+            open_shard = self._shards.get(key)
+            if open_shard is None:
+                open_shard = self._read(version.manifest, version.entries[shard])
+                with self._lock:
+                    self._shards[key] = open_shard
                     self._damaged.pop(key, None)
-        return held
+        return open_shard
 
-    def _open_words(self, of: _Version, shard: int) -> LexicalIndex:
-        entry, lexical = of.entries[shard], of.manifest.lexical
+    def _open_words(self, version: _Version, shard: int) -> LexicalIndex:
+        entry, lexical, statistics_key = version.entries[shard], version.manifest.lexical, version.statistics_key
         assert lexical, "the version has no words"
-        key, files = of.postings_keys[shard], lexical.postings[of.manifest.shards.index(entry)]
-        postings, statistics = self._postings.get(key), self._statistics.get(of.statistics_key)
-        if postings is not None and statistics is not None and of.words_key(shard) not in self._damaged:
+        key, files = version.postings_keys[shard], lexical.postings[version.manifest.shards.index(entry)]
+        postings, statistics = self._postings.get(key), self._statistics.get(statistics_key)
+        if postings is not None and statistics is not None and version.words_key(shard) not in self._damaged:
             return LexicalIndex(postings, statistics)
-        with self._opening:
-            postings = self._read_words(self._postings, Postings, of, key, files)
-            statistics = self._read_words(self._statistics, CorpusStatistics, of, of.statistics_key, lexical.statistics)
+        with self._open_lock:
+            postings = self._read_words(self._postings, Postings, key, files)
+            statistics = self._read_words(self._statistics, CorpusStatistics, statistics_key, lexical.statistics)
         if postings.num_passages != entry.num_passages:
             raise ManifestError(
-                f"the words of shard {shard} of index {of.manifest.index!r} are those of {postings.num_passages} "
+                f"the words of shard {shard} of index {version.manifest.index!r} are those of {postings.num_passages} "
                 f"passages, its manifest says {entry.num_passages}. Roll back, or index again"
             )
-        with self._books:
-            self._damaged.pop(of.words_key(shard) or "", None)
+        with self._lock:
+            self._damaged.pop(version.words_key(shard) or "", None)
         return LexicalIndex(postings, statistics)
 
-    def _read_words(
-        self, cache: dict[Key, T], kind: Callable[..., T], of: _Version, key: Key, files: Sequence[FileEntry]
-    ) -> T:
-        """What of words is held under a key, read where it is not."""
-        held = cache.get(key)
-        if held is None:
-            paths = manifests.open_lexical(Store(self.task.store), of.manifest.index, files)
+    def _read_words(self, cache: dict[Key, T], kind: Callable[..., T], key: Key, files: Sequence[FileEntry]) -> T:
+        """The postings or statistics of a key, read from the store if the cache lacks them."""
+        value = cache.get(key)
+        if value is None:
+            paths = manifests.open_lexical(Store(self.task.store), self.task.manifest.index, files)
             open_files = tuple(OpenFile(path, pa.OSFile(str(path)), file) for path, file in zip(paths, files))
-            held = kind(*paths)
-            with self._books:
-                cache[key], self._word_files[key] = held, open_files
-        return held
+            value = kind(*paths)
+            with self._lock:
+                cache[key], self._word_files[key] = value, open_files
+        return value
 
     def _read(self, manifest: Manifest, entry: ShardEntry) -> OpenShard:
         shard = entry.shard
@@ -437,10 +436,10 @@ class Fleet(Protocol):
         ...
 
     def fan_out(
-        self, request: ScanRequest, deadline: Deadline, *, again: bool = False, on_partial: OnPartial | None = None
+        self, request: ScanRequest, deadline: Deadline, *, admit: bool = False, on_partial: OnPartial | None = None
     ) -> ShardResults:
-        """Scan the request's shards. `again`: a further round of a search, which no bound on queues refuses.
-        `on_partial` gets each part of the answer as it comes, where parts come one by one."""
+        """Scan the request's shards. `admit`: never refuse the request for a full queue (a second round).
+        `on_partial` is called with each part of the answer when it arrives, if parts arrive separately."""
         ...
 
     def views(self, ids: Mapping[int, Sequence[str]], deadline: Deadline) -> ViewResults:
@@ -449,16 +448,16 @@ class Fleet(Protocol):
 
 
 class ExactFleet(Fleet, Protocol):
-    """A fleet that can be asked past its indexes."""
+    """A fleet that can also search exhaustively."""
 
     def exact(self, queries_QD: FloatArray, k: int, deadline: Deadline) -> list[ShardResult]: ...
 
 
 class LocalFleet:
-    """One searcher in this process, which takes the time that it takes."""
+    """Searches with one searcher in this process; ignores deadlines."""
 
     def __init__(self, task: SearcherTask, searcher: ShardSearcher | None = None) -> None:
-        """`searcher` is one that holds other versions too."""
+        """`searcher` may hold other versions too."""
         self.task = task
         self.searcher = searcher or ShardSearcher(task)
 
@@ -466,12 +465,12 @@ class LocalFleet:
         self.searcher.open([ShardAssignment(self.task.manifest, self.task.shards)])
 
     def fan_out(
-        self, request: ScanRequest, deadline: Deadline, *, again: bool = False, on_partial: OnPartial | None = None
+        self, request: ScanRequest, deadline: Deadline, *, admit: bool = False, on_partial: OnPartial | None = None
     ) -> ShardResults:
         return self.searcher.scan(request)
 
     def exact(self, queries_QD: FloatArray, k: int, deadline: Deadline) -> list[ShardResult]:
-        """The true best k of every shard, by exhaustive search."""
+        """Search every shard exhaustively for the true best k."""
         return self.searcher.exact(queries_QD, k, self.task.shards, self.task.manifest.version)
 
     def views(self, ids: Mapping[int, Sequence[str]], deadline: Deadline) -> ViewResults:
@@ -479,19 +478,19 @@ class LocalFleet:
 
 
 def shard_keys(manifest: Manifest) -> dict[int, Key]:
-    """What each shard of a version is when open. The same files, indexed with other parameters, are another thing."""
+    """The key of each shard of a version. The same files with other index parameters have another key."""
     params = json.dumps(manifest.index_params, sort_keys=True)
     return {entry.shard: f"{entry.digest} {params}" for entry in manifest.shards}
 
 
 def postings_keys(manifest: Manifest) -> dict[int, Key]:
-    """What the postings of each shard of a version are when open; empty for a version without words."""
+    """The key of the postings of each shard of a version; empty for a version without words."""
     postings = manifest.lexical.postings if manifest.lexical else ()
     return {entry.shard: _words_key(files) for entry, files in zip(manifest.shards, postings)}
 
 
 def statistics_key(manifest: Manifest) -> Key:
-    """What the statistics of a version's corpus are when open; empty for a version without words."""
+    """The key of the statistics of a version's corpus; empty for a version without words."""
     return _words_key(manifest.lexical.statistics) if manifest.lexical else ""
 
 
@@ -500,15 +499,15 @@ def _words_key(files: Sequence[FileEntry]) -> Key:
 
 
 def assignment_bytes(manifest: Manifest, shards: Sequence[int]) -> dict[Key, int]:
-    """The bytes of what a searcher holds of these shards, by key."""
+    """The bytes of these shards and their words in a searcher, by key."""
     keys, words = shard_keys(manifest), postings_keys(manifest)
-    own = {keys[entry.shard]: entry.num_bytes for entry in manifest.shards if entry.shard in shards}
+    bytes_of = {keys[entry.shard]: entry.num_bytes for entry in manifest.shards if entry.shard in shards}
     if manifest.lexical:
         files = {statistics_key(manifest): manifest.lexical.statistics}
         files |= {words[entry.shard]: one for entry, one in zip(manifest.shards, manifest.lexical.postings)}
-        named = {statistics_key(manifest), *(words[shard] for shard in shards)}
-        own |= {key: sum(file.num_bytes for file in files[key]) for key in named}
-    return own
+        word_keys = {statistics_key(manifest), *(words[shard] for shard in shards)}
+        bytes_of |= {key: sum(file.num_bytes for file in files[key]) for key in word_keys}
+    return bytes_of
 
 
 def _scan_hybrid(

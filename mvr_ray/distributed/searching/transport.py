@@ -1,11 +1,11 @@
-"""Carries calls to a searcher over Arrow Flight; by Ray's own calls where no connection can be had.
+"""Sends calls to a searcher over Arrow Flight; as Ray actor calls while there is no connection.
 
-    serve     a searcher listens on its node's address, on a free port: in a private cluster on the loopback alone
-    connect   a caller asks the actor, by Ray, for the address and the bearer token; the connection is made in a thread,
-              and calls go by Ray until it stands
-    call      an action named by the method and the call, an Arrow message each way (`messages`); no code is carried
+    serve     a searcher listens on a free port of its node's address; in a private cluster only on the loopback
+    connect   a caller gets the address and the bearer token from the actor through Ray; a thread connects, and calls go
+              by Ray until it is connected
+    call      an action named by the method and the call, an Arrow message each way (`messages`); no code is sent
     refuse    a caller without the token reaches no method
-    lose      a call whose connection breaks goes by Ray: to the searcher's next life, or it fails as a dead actor's
+    lose      a call whose connection breaks is repeated by Ray: the restarted searcher answers it, or the call fails
 
 With `resources.tls_dir` the connection is encrypted, and the searcher proves that it holds the certificate's key.
 """
@@ -36,27 +36,27 @@ from mvr_ray.errors import MvrRayError
 log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
-"""For asking where a searcher listens, and for its first answer there."""
+"""Timeout of the call for a searcher's address, and of the first answer there."""
 RETRY_S = 30.0
-"""Wait before another attempt where a connection failed."""
+"""Delay before another attempt to connect after a failed one."""
 RESTART_RETRY_S = 1.0
-"""Wait before another attempt where the actor itself did not answer: it is starting again."""
+"""Delay before another attempt if the actor did not answer because it restarts."""
 LINGER_S = 60.0
-"""A call that its caller gave up on still counts as load until it ends, but for no longer than this."""
+"""A call counts as load until it ends, at most this long after its deadline."""
 HELLO = "hello"
-"""The action that shows that a connection stands."""
+"""The action that tests a connection."""
 TLS_NAME = "mvr-ray"
-"""The DNS name in the searchers' certificate, whatever their addresses are."""
+"""The DNS name in the searchers' certificate, independent of their addresses."""
 _KEEPALIVE = [("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 10_000)]
-"""A peer whose machine is gone is detected within 20 s."""
+"""gRPC keepalive detects a dead peer within 20 s."""
 _BROKEN = flight.FlightUnavailableError, flight.FlightUnauthenticatedError, flight.FlightCancelledError
 
 Handle = Callable[[str, str, pa.Buffer], pa.Buffer]
-"""Answers a method's message; the second argument is the call's name."""
+"""A function that answers a method's message; the second argument is the call's name."""
 
 
 class SearcherAddress(NamedTuple):
-    """Where a searcher listens, and what callers must know. Only callers of the actor are told."""
+    """A searcher's URI, bearer token and certificate authority. Only callers of the actor get it."""
 
     uri: str
     token: str
@@ -64,7 +64,7 @@ class SearcherAddress(NamedTuple):
 
 
 class ConnectionLost(ConnectionError):
-    """A connection broke while a call ran."""
+    """A connection that broke during a call."""
 
 
 class FairLock:
@@ -72,42 +72,42 @@ class FairLock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._taken = False
-        self._line: deque[threading.Lock] = deque()
+        self._is_locked = False
+        self._waiters: deque[threading.Lock] = deque()
 
     def __enter__(self) -> None:
         with self._lock:
-            if not self._taken:
-                self._taken = True
+            if not self._is_locked:
+                self._is_locked = True
                 return
-            mine = threading.Lock()
-            mine.acquire()
-            self._line.append(mine)
-        mine.acquire()
+            waiter = threading.Lock()
+            waiter.acquire()
+            self._waiters.append(waiter)
+        waiter.acquire()
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            if self._line:
-                self._line.popleft().release()
+            if self._waiters:
+                self._waiters.popleft().release()
             else:
-                self._taken = False
+                self._is_locked = False
 
 
 class SearcherServer(flight.FlightServerBase):
-    """Serves one searcher's methods over Flight, each call in a thread of gRPC's."""
+    """Serves one searcher's methods over Flight, each call in a gRPC thread."""
 
     def __init__(self, handle: Handle, host: str, tls_dir: str = "") -> None:
         """`tls_dir` holds `tls.crt`, `tls.key` and `ca.crt`; empty: no encryption."""
         token, tls = secrets.token_urlsafe(32), Path(tls_dir)
         scheme, pairs = ("grpc+tls", [_certificate(tls)]) if tls_dir else ("grpc", None)
-        place = f"{scheme}://{f'[{host}]' if ':' in host else host}"
-        super().__init__(f"{place}:0", tls_certificates=pairs, middleware={"token": _TokenCheck(token)})
+        origin = f"{scheme}://{f'[{host}]' if ':' in host else host}"
+        super().__init__(f"{origin}:0", tls_certificates=pairs, middleware={"token": _TokenCheck(token)})
         authority = (tls / "ca.crt").read_bytes() if tls_dir else b""
-        self.endpoint = SearcherAddress(f"{place}:{self.port}", token, authority)
+        self.endpoint = SearcherAddress(f"{origin}:{self.port}", token, authority)
         self._handle = handle
 
     def do_action(self, context: Any, action: flight.Action) -> Iterator[flight.Result]:
-        """Answer one call. Errors of ours keep their type; others are told as Flight tells them."""
+        """Answer one call. An MvrRayError keeps its type; others become Flight's errors."""
         method, _, call = action.type.partition(" ")
         if method == HELLO:
             yield flight.Result(action.body)
@@ -115,14 +115,14 @@ class SearcherServer(flight.FlightServerBase):
         try:
             yield flight.Result(self._handle(method, call, action.body))
         except MvrRayError as error:
-            told = json.dumps([type(error).__name__, str(error)])
-            raise flight.FlightServerError(str(error), extra_info=told.encode()) from None
+            details = json.dumps([type(error).__name__, str(error)])
+            raise flight.FlightServerError(str(error), extra_info=details.encode()) from None
 
 
 class Connection:
-    """A caller's way to one searcher. Safe to use from several threads.
+    """Sends a caller's calls to one searcher. Safe to use from several threads.
 
-    `waiting` counts the calls that wait or run there, those included that their caller gave up on.
+    `waiting` counts the calls that wait or run there, including those past their deadline.
     """
 
     def __init__(self, actor: Any, num_threads: int) -> None:
@@ -140,13 +140,13 @@ class Connection:
     def is_connected(self) -> bool:
         return self._client is not None
 
-    def book(self, calls: int) -> None:
-        """Count calls that are going to be made, or with a negative number such as were not."""
+    def add_waiting(self, calls: int) -> None:
+        """Add to the number of waiting calls before they are sent; a negative number removes unsent ones."""
         with self._lock:
             self.waiting += calls
 
     def call(self, method: str, call: str, message: pa.Buffer, deadline: Deadline) -> "Future[pa.Buffer]":
-        """The answer to a booked call, later. The future raises what the searcher raised, and ConnectionLost."""
+        """Send a call that `add_waiting` has counted. The future raises what the searcher raised, or ConnectionLost."""
         future: Future[pa.Buffer] = Future()
         with self._lock:
             self._running.add(future)
@@ -154,7 +154,7 @@ class Connection:
         return future
 
     def close(self) -> None:
-        """Fail the calls that run: the searcher is not to be asked now. The next call connects anew."""
+        """Fail the running calls, because the searcher is down. The next call connects again."""
         with self._lock:
             running, self._running, self._client = self._running, set(), None
             self._epoch += 1
@@ -166,8 +166,8 @@ class Connection:
     def _call(self, future: "Future[pa.Buffer]", method: str, call: str, message: pa.Buffer, timeout_s: float) -> None:
         answer, failure = None, None
         try:
-            answer = self._ask(method, call, message, timeout_s)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the caller must get it
+            answer = self._send(method, call, message, timeout_s)
+        except BaseException as error:  # noqa: BLE001 - the caller must get every error
             failure = error
         with self._lock:
             if future not in self._running:  # closed meanwhile
@@ -177,29 +177,29 @@ class Connection:
         with suppress(InvalidStateError):
             future.set_exception(failure) if failure else future.set_result(answer)
 
-    def _ask(self, method: str, call: str, message: pa.Buffer, timeout_s: float) -> pa.Buffer:
-        """Over Flight where a connection stands. Where it breaks, Ray knows whether the searcher is another one now."""
+    def _send(self, method: str, call: str, message: pa.Buffer, timeout_s: float) -> pa.Buffer:
+        """Send over Flight if connected. By Ray otherwise, or if the connection breaks: Ray finds a restarted actor."""
         client = self._usable_client()
         try:
             if client is not None:
                 with suppress(*_BROKEN):
                     return _act(*client, f"{method} {call}", message, timeout_s)
-                self._forget_client(client)
+                self._remove_client(client)
             return ray.get(self.actor.handle.remote(method, call, message), timeout=timeout_s)
         except (RayActorError, GetTimeoutError, flight.FlightTimedOutError) as error:
             raise ConnectionLost(str(error).partition("\n")[0]) from error
         except RayTaskError as error:
             raise unwrap_error(error, "searching") from error
         except flight.FlightServerError as error:
-            raise _own_error(error) from error
+            raise _decode_error(error) from error
 
-    def _forget_client(self, client: tuple[flight.FlightClient, str]) -> None:
+    def _remove_client(self, client: tuple[flight.FlightClient, str]) -> None:
         with self._lock:
             if self._client is client:
                 self._client = None
 
     def _usable_client(self) -> tuple[flight.FlightClient, str] | None:
-        """The connection; None while there is none, which this call has attempted in a thread."""
+        """The connection; if there is none, start connecting in a thread and return None."""
         with self._lock:
             idle = self._client is None and not self._connecting and time.monotonic() >= self._not_before_s
             self._connecting = self._connecting or idle
@@ -216,10 +216,10 @@ class Connection:
             ref = self.actor.endpoint.options(concurrency_group="health").remote()
             uri, token, authority = ray.get(ref, timeout=CONNECT_S)
             options: Any = {"tls_root_certs": authority, "override_hostname": TLS_NAME} if authority else {}
-            opened = flight.FlightClient(uri, generic_options=_KEEPALIVE, **options)
-            _act(opened, token, HELLO, pa.py_buffer(b""), CONNECT_S)
-            client = opened, token
-        except RayError as error:  # the actor is starting again, or gone
+            new_client = flight.FlightClient(uri, generic_options=_KEEPALIVE, **options)
+            _act(new_client, token, HELLO, pa.py_buffer(b""), CONNECT_S)
+            client = new_client, token
+        except RayError as error:  # the actor restarts, or is dead
             retry_s = RESTART_RETRY_S
             log.info("not connected yet: %s", str(error).partition("\n")[0])
         except (pa.ArrowException, OSError) as error:
@@ -238,8 +238,8 @@ class _TokenCheck(flight.ServerMiddlewareFactory):
 
     def start_call(self, info: Any, headers: dict[str, list[Any]]) -> None:
         """Raises FlightUnauthenticatedError."""
-        given = [one.encode() if isinstance(one, str) else one for one in headers.get("authorization", [])]
-        if len(given) != 1 or not hmac.compare_digest(given[0], self._expected):
+        values = [one.encode() if isinstance(one, str) else one for one in headers.get("authorization", [])]
+        if len(values) != 1 or not hmac.compare_digest(values[0], self._expected):
             log.warning("call refused: no valid token")
             raise flight.FlightUnauthenticatedError("no valid token")
 
@@ -249,8 +249,8 @@ def _act(client: flight.FlightClient, token: str, action: str, message: pa.Buffe
     return next(iter(client.do_action(flight.Action(action, message), options))).body
 
 
-def _own_error(error: flight.FlightServerError) -> BaseException:
-    """The error of ours that a searcher raised, or else Flight's."""
+def _decode_error(error: flight.FlightServerError) -> BaseException:
+    """The MvrRayError that a searcher raised, else Flight's error."""
     try:
         name, message = json.loads(error.extra_info)
         kind = getattr(errors, name)

@@ -1,11 +1,11 @@
-"""Keeps a few versions open beside the live one for calls that name them, and decides which one to evict.
+"""Keeps a few versions open beside the live one for calls that name them, and selects which one to evict.
 
-places   so many beside the live version; a further guest takes the place of the one that nobody called for longest
-rest     a guest that was called a moment ago stays: who names many versions in turn is told to wait, instead of
-         having each of them read again for every call
-one      is opened at a time, in a thread of its own, and stays when those who asked for it have gone
-wait     only some calls may, and none past its own time; the others are told when to ask again, so that those who
-         ask the live version find a thread
+capacity  a fixed number of versions; a further one replaces the least recently called
+idle time a version is evicted only some time after its last call; until then calls for a further version are
+          refused, so calls that name many versions in turn cannot make each one be read again for every call
+loading   one version at a time, in a background thread; it stays open if its callers time out
+waiting   a limited number of calls, each until its deadline; others are refused with a retry time, so that
+          calls to the live version find a free thread
 """
 
 import threading
@@ -20,118 +20,118 @@ from mvr_ray.store.manifest import Manifest
 
 T = TypeVar("T")
 
-PLACES = 2
-"""Two versions are compared with each other as well as with the live one."""
-REST_S = 30.0
-"""For so long after a call a guest keeps its place, and a version with a damaged file is not read again."""
-WAITS = 4
-LONGEST_RETRY_S = 60.0
+MAX_VERSIONS = 2
+"""Two versions can be compared with each other and with the live one."""
+MIN_IDLE_S = 30.0
+"""Seconds since its last call after which a version may be evicted, and after which a damaged one is read again."""
+MAX_WAITING = 4
+MAX_RETRY_S = 60.0
 
 
 class CachedVersion(NamedTuple):
-    """An open version beside the live one: calls under way on it, and when one last began or ended (monotonic)."""
+    """An open version beside the live one: its running calls, and when a call last began or ended (monotonic)."""
 
     version: int
     calls: int
     called_s: float
 
 
-def evict(name: str, guests: Sequence[CachedVersion], why: str, now_s: float, rest_s: float) -> int:
-    """The version that goes for `name`: of those at rest the one that nobody called for longest.
+def evict(name: str, versions: Sequence[CachedVersion], reason: str, now_s: float, min_idle_s: float) -> int:
+    """Select the version to evict for `name`: of the idle ones the least recently called.
 
-    Raises OverloadedError where none rests, with `why` one must go and when one may.
+    Raises OverloadedError, with the reason for an eviction and a retry time, if none is idle.
     """
-    resting = [guest for guest in guests if not guest.calls and now_s - guest.called_s >= rest_s]
-    if resting:
-        return min(resting, key=lambda guest: (guest.called_s, guest.version)).version
-    retry_s = max(1.0, min(guest.called_s + rest_s - now_s for guest in guests))
-    open_here = ", ".join(str(guest.version) for guest in guests)
+    idle = [one for one in versions if not one.calls and now_s - one.called_s >= min_idle_s]
+    if idle:
+        return min(idle, key=lambda one: (one.called_s, one.version)).version
+    retry_s = max(1.0, min(one.called_s + min_idle_s - now_s for one in versions))
+    numbers = ", ".join(str(one.version) for one in versions)
     raise OverloadedError(
-        f"{name} not opened: {why}, and who is open beside the live version (version {open_here}) was called less "
-        f"than {rest_s:g} s ago and stays; ask again in {retry_s:.0f} s",
+        f"{name} not opened: {reason}, and what is open beside the live version (version {numbers}) was called less "
+        f"than {min_idle_s:g} s ago and stays; ask again in {retry_s:.0f} s",
         retry_s,
     )
 
 
-class _Opening(NamedTuple):
+class _Load(NamedTuple):
     version: int
     began_s: float
-    done: "Future[None]"
+    future: "Future[None]"
 
 
 class VersionLoader:
-    """Opens one version at a time for calls that wait no longer than they may. Safe to use from several threads."""
+    """Opens one version at a time for calls, which wait until their deadlines. Safe to use from several threads."""
 
-    def __init__(self, open_one: Callable[[Manifest], None], most_waiting: int = WAITS, rest_s: float = REST_S) -> None:
-        """`open_one` runs in a thread of its own. `most_waiting`: calls that may wait at the same time."""
-        self.most_waiting = most_waiting
-        self.rest_s = rest_s
-        self._open_one = open_one
-        self._now: _Opening | None = None
+    def __init__(
+        self, open_version: Callable[[Manifest], None], max_waiting: int = MAX_WAITING, min_idle_s: float = MIN_IDLE_S
+    ) -> None:
+        """`open_version` runs in a background thread. `max_waiting`: calls that may wait at the same time."""
+        self.max_waiting = max_waiting
+        self.min_idle_s = min_idle_s
+        self._open_version = open_version
+        self._current: _Load | None = None
         self._waiting = 0
         self._damaged: dict[int, tuple[float, StorageError]] = {}
         self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mvr-guest")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="mvr-load")
 
-    def wait_for(self, manifest: Manifest, deadline: Deadline, there: Callable[[], T | None]) -> T:
-        """What `there()` gives when the version is open.
+    def wait_for(self, manifest: Manifest, deadline: Deadline, get: Callable[[], T | None]) -> T:
+        """Open a version, and return what `get()` gives then.
 
-        Raises what opening it raised; OverloadedError where it is not open by the deadline, or as many wait as may.
+        Raises what opening it raises; OverloadedError if it is not open by the deadline, or if too many calls wait.
         """
-        waits = False
+        is_waiting = False
         try:
-            while (found := there()) is None:
-                opening = self._start(manifest)
-                if not waits:
-                    waits = self._let_wait(manifest, opening)
+            while (value := get()) is None:
+                load = self._start(manifest)
+                if not is_waiting:
+                    self._add_waiting(manifest, load)
+                    is_waiting = True
                 try:
-                    opening.done.exception(deadline.left_s)
+                    load.future.exception(deadline.left_s)
                 except TimeoutError:
-                    raise _later(manifest, opening, "is not open yet") from None
-                if opening.version == manifest.version:
-                    opening.done.result()
-            return found
+                    raise _retry_later(manifest, load, "is not open yet") from None
+                if load.version == manifest.version:
+                    load.future.result()
+            return value
         finally:
-            if waits:
+            if is_waiting:
                 with self._lock:
                     self._waiting -= 1
 
-    def _let_wait(self, manifest: Manifest, opening: _Opening) -> bool:
+    def _add_waiting(self, manifest: Manifest, load: _Load) -> None:
         with self._lock:
-            if self._waiting >= self.most_waiting:
-                told = f"is not open, and {self._waiting} calls wait for versions already, as many as may"
-                raise _later(manifest, opening, told)
+            if self._waiting >= self.max_waiting:
+                reason = f"is not open, and {self._waiting} calls wait for versions already, the most that may"
+                raise _retry_later(manifest, load, reason)
             self._waiting += 1
-        return True
 
-    def _start(self, manifest: Manifest) -> _Opening:
-        """The opening that is under way, or else one of this version. Raises StorageError where it was just found
-        damaged.
-        """
+    def _start(self, manifest: Manifest) -> _Load:
+        """The running load, else a new one of this version. Raises StorageError for a version damaged a moment ago."""
         with self._lock:
-            if self._now is not None and not self._now.done.done():
-                return self._now
-            found_s, error = self._damaged.get(manifest.version, (0.0, None))
-            if error is not None and time.monotonic() - found_s < self.rest_s:
+            if self._current is not None and not self._current.future.done():
+                return self._current
+            failed_s, error = self._damaged.get(manifest.version, (0.0, None))
+            if error is not None and time.monotonic() - failed_s < self.min_idle_s:
                 raise error
-            done = self._thread.submit(self._open, manifest)
-            self._now = _Opening(manifest.version, time.monotonic(), done)
-            return self._now
+            future = self._thread.submit(self._open, manifest)
+            self._current = _Load(manifest.version, time.monotonic(), future)
+            return self._current
 
     def _open(self, manifest: Manifest) -> None:
         try:
-            self._open_one(manifest)
+            self._open_version(manifest)
         except StorageError as error:
             with self._lock:
                 self._damaged[manifest.version] = time.monotonic(), error
             raise
 
 
-def _later(manifest: Manifest, opening: _Opening, reason: str) -> OverloadedError:
-    """It has taken so long already: it may take as long again."""
-    retry_s = min(max(1.0, time.monotonic() - opening.began_s), LONGEST_RETRY_S)
+def _retry_later(manifest: Manifest, load: _Load, reason: str) -> OverloadedError:
+    """An error whose retry time is the load's duration so far."""
+    retry_s = min(max(1.0, time.monotonic() - load.began_s), MAX_RETRY_S)
     return OverloadedError(
-        f"index {manifest.index!r} version {manifest.version} {reason}: version {opening.version} is being opened "
+        f"index {manifest.index!r} version {manifest.version} {reason}: version {load.version} is being opened "
         f"beside the live one; ask again in {retry_s:.0f} s",
         retry_s,
     )

@@ -3,11 +3,11 @@
     <store>/training/<name>/<key>/step-00000100/model.safetensors  optimiser.safetensors  state.json
     <store>/training/<name>/<key>/best-00000080/model.safetensors
     <store>/training/<name>/<key>/snapshot-00000040/model.safetensors     of each of `train.snapshot_steps`
-    <store>/training/<name>/<key>/latest.json        the step and the sha256 of every file that it rests on: written
+    <store>/training/<name>/<key>/latest.json        the step and the sha256 of every file that it needs: written
                                                      last, so that a checkpoint counts once it is whole
-    <store>/training/<name>/<key>/finished.json      instead of all these once the snapshot is saved: what came out
+    <store>/training/<name>/<key>/finished.json      replaces all these once the model is saved: its record
 
-Dropout, batches and learning rates are functions of (seed, step): no random state has to be kept.
+Dropout, batches and learning rates are functions of (seed, step): no random state is saved.
 """
 
 import json
@@ -34,7 +34,7 @@ RECORD_FORMAT = 1
 
 @dataclass
 class EpochSums:
-    """What the metrics of the running epoch are made from."""
+    """Running sums for the metrics of the current epoch."""
 
     steps: int = 0
     loss: float = 0.0
@@ -45,8 +45,8 @@ class EpochSums:
 
 @dataclass
 class TrainState:
-    """How far a training is. `step` counts finished steps, those of the warm start first. `precision` is what
-    `train.precision: auto` chose."""
+    """Progress of a training. `step` counts finished steps, those of the warm start first. `precision` is the choice
+    of `train.precision: auto`."""
 
     step: int = 0
     best_step: int = -1
@@ -71,22 +71,22 @@ class TrainState:
 
 
 class Checkpoints:
-    """Reads and writes the checkpoints of one training; only rank 0 writes."""
+    """Read and write the checkpoints of one training; only rank 0 writes."""
 
     def __init__(self, store: Store, folder: str) -> None:
         self._store = store
         self._folder = folder
-        self._digests: dict[str, str] = {}  # of what this object wrote
+        self._digests: dict[str, str] = {}  # of files written by this object
 
     def latest_step(self) -> int:
         """Step of the newest whole checkpoint, -1 when there is none.
 
-        Raises FormatError for one of a newer program, StorageError where it is not told.
+        Raises FormatError for one of a newer program, StorageError where its record is damaged.
         """
         return self._latest().get("step", -1)
 
     def save(self, model: nn.Module, optimiser: torch.optim.Optimizer, state: TrainState) -> None:
-        """Write a checkpoint, point to it, and drop what nothing points to."""
+        """Write a checkpoint, record it as the latest, and delete the ones before."""
         name = _folder_name("step", state.step)
         with self._store.scratch() as scratch:
             folder = scratch / name
@@ -95,17 +95,17 @@ class Checkpoints:
             _save_tensors(_flat(optimiser), folder / "optimiser.safetensors")
             (folder / "state.json").write_bytes(state.to_json())
             self._put(folder, name)
-        kept = {name, _folder_name("best", state.best_step)}
-        kept |= {entry for entry in self._store.list(self._folder) if entry.startswith("snapshot-")}
+        folders = {name, _folder_name("best", state.best_step)}
+        folders |= {entry for entry in self._store.list(self._folder) if entry.startswith("snapshot-")}
         digests = self._latest().get("files", {}) | self._digests
-        self._digests = {file: digest for file, digest in digests.items() if file.partition("/")[0] in kept}
+        self._digests = {file: digest for file, digest in digests.items() if file.partition("/")[0] in folders}
         self._write(LATEST, {"step": state.step, "files": self._digests})
         for entry in self._store.list(self._folder):
-            if entry.startswith(("step-", "best-")) and entry not in kept:
+            if entry.startswith(("step-", "best-")) and entry not in folders:
                 self._store.delete_dir(f"{self._folder}/{entry}")
 
     def save_weights(self, model: nn.Module, step: int, kind: Literal["best", "snapshot"]) -> None:
-        """Keep these weights; they count once a checkpoint says so."""
+        """Save these weights; they count once a checkpoint names them."""
         with self._store.scratch() as scratch:
             folder = scratch / _folder_name(kind, step)
             folder.mkdir()
@@ -113,13 +113,13 @@ class Checkpoints:
             self._put(folder, folder.name)
 
     def state(self, step: int) -> TrainState:
-        return TrainState.from_json(self._whole(_folder_name("step", step), "state.json").read_bytes())
+        return TrainState.from_json(self._local_file(_folder_name("step", step), "state.json").read_bytes())
 
     def load_model(self, model: nn.Module, step: int, kind: WeightsKind = "step") -> None:
-        model.load_state_dict(load_file(self._whole(_folder_name(kind, step), "model.safetensors")))
+        model.load_state_dict(load_file(self._local_file(_folder_name(kind, step), "model.safetensors")))
 
     def load_optimiser(self, optimiser: torch.optim.Optimizer, step: int) -> None:
-        tensors = load_file(self._whole(_folder_name("step", step), "optimiser.safetensors"))
+        tensors = load_file(self._local_file(_folder_name("step", step), "optimiser.safetensors"))
         state: dict[int, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             number, _, name = key.partition("/")
@@ -127,7 +127,7 @@ class Checkpoints:
         optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
 
     def finish(self, record: Mapping[str, Any]) -> None:
-        """The training is over: keep what is recorded of it, drop the checkpoints."""
+        """Write the final record and delete the checkpoints."""
         self._write(FINISHED, record)
         self._store.delete(f"{self._folder}/{LATEST}")
         for entry in self._store.list(self._folder):
@@ -135,7 +135,7 @@ class Checkpoints:
                 self._store.delete_dir(f"{self._folder}/{entry}")
 
     def result(self) -> dict[str, Any]:
-        """What `finish` kept, empty before. Raises FormatError for that of a newer program, StorageError for damage."""
+        """The record of `finish`, empty before. Raises FormatError for a newer program's, StorageError for damage."""
         return self._read(FINISHED, {"fingerprint": str, "metrics": dict, "epochs": list})
 
     def _write(self, name: str, fields: Mapping[str, Any]) -> None:
@@ -145,7 +145,7 @@ class Checkpoints:
     def _read(
         self, name: str, types: Mapping[str, type], defaults: Mapping[str, Any] = MappingProxyType({})
     ) -> dict[str, Any]:
-        """Fields of a record of these types, nothing where there is no record."""
+        """Read the fields of a record, checked by type; empty where there is no record."""
         path = f"{self._folder}/{name}"
         if not self._store.exists(path):
             return {}
@@ -153,8 +153,8 @@ class Checkpoints:
         try:
             fields = {**defaults, **parse_json(self._store.read_bytes(path), where)}
             require_format(fields, RECORD_FORMAT, where, cure)
-            if wrong := [field for field, kind in types.items() if not isinstance(fields.get(field), kind)]:
-                raise StorageError(f"{', '.join(wrong)} missing or of another type")
+            if invalid_fields := [field for field, kind in types.items() if not isinstance(fields.get(field), kind)]:
+                raise StorageError(f"{', '.join(invalid_fields)} missing or of another type")
         except FormatError:
             raise
         except StorageError as error:
@@ -162,16 +162,16 @@ class Checkpoints:
         return {field: fields[field] for field in types}
 
     def _latest(self) -> dict[str, Any]:
-        """The newest checkpoint's `step`, and `files`, their digests; older programs wrote none."""
+        """`step` of the newest checkpoint and `files`, their digests, which older programs did not write."""
         return self._read(LATEST, {"step": int, "files": dict}, {"files": {}})
 
-    def _whole(self, name: str, file: str) -> Path:
-        """A local copy of a checkpoint's file. Raises StorageError where it is missing or not what was written."""
+    def _local_file(self, name: str, file: str) -> Path:
+        """A local copy of a checkpoint's file. Raises StorageError where it is missing or differs from its digest."""
         local = self._store.local_path(f"{self._folder}/{name}") / file
         expected = self._latest().get("files", {}).get(f"{name}/{file}")
         try:
             if expected and sha256_of(local) != expected:
-                raise DigestError("its sha256 is not the one that was recorded")
+                raise DigestError("its sha256 differs from the recorded one")
         except (OSError, DigestError) as error:
             raise StorageError(
                 f"{self._store.where(self._folder)}/{name}/{file} is damaged ({error}); {self._cure()}"
@@ -182,7 +182,7 @@ class Checkpoints:
         return f"delete {self._store.where(self._folder)} and train from the start"
 
     def _put(self, folder: Path, name: str) -> None:
-        """A folder of that name can only be what a killed run left: it gives way."""
+        """Upload a folder, replacing one that a killed run left."""
         self._digests |= {f"{name}/{file.name}": sha256_of(file) for file in folder.iterdir()}
         self._store.delete_dir(f"{self._folder}/{name}")
         self._store.upload_dir(folder, f"{self._folder}/{name}")
@@ -194,7 +194,7 @@ def _folder_name(kind: WeightsKind, step: int) -> str:
 
 def _flat(optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
     state = optimiser.state_dict()["state"]
-    return {f"{number}/{name}": tensor for number, held in state.items() for name, tensor in held.items()}
+    return {f"{number}/{name}": tensor for number, values in state.items() for name, tensor in values.items()}
 
 
 def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:

@@ -1,8 +1,8 @@
-"""Teach a backbone to score pairs: a question's passage among passages that do not answer it.
+"""Train a cross-encoder: score a question's passage above passages that do not answer it.
 
 The negatives are `train.num_hard_negatives` of the question's mined ones, else passages of its batch. Rank r of W
 takes the questions r, r + W, .. of a batch, and the loss is the mean over all of them, so W ranks have the loss and
-gradient of one process. Placing, checkpoints and resuming are those of the retriever's training.
+gradient of one process. Placement, checkpoints and resuming are as in the retriever's training.
 
 Shapes: Q questions, C candidates of a question, B pairs.
 """
@@ -36,7 +36,7 @@ DEV_CANDIDATES = 8
 
 
 class CrossEncoderEpoch(NamedTuple):
-    """One epoch's metrics. `dev_top1`: how often a dev question's passage scores best of `DEV_CANDIDATES`."""
+    """One epoch's metrics. `dev_top1`: share of dev questions whose passage scores best of `DEV_CANDIDATES`."""
 
     epoch: int
     step: int
@@ -45,7 +45,7 @@ class CrossEncoderEpoch(NamedTuple):
 
 
 def open_job(run: RunConfig) -> TrainingJob:
-    """What a rank trains with."""
+    """Open the model and data of a rank."""
     store = Store(run.store.path)
     corpus = Corpus.open(store, run.prepare.corpus)
     model = CrossEncoder.from_backbone(resolve_model(run.encoder.backbone), pair_spec(run), run.train.seed)
@@ -69,7 +69,7 @@ class CrossEncoderLoop(TaskModelLoop):
 
 
 def candidates_of(examples: Sequence[Example], num_negatives: int) -> list[list[Pair]]:
-    """The pairs of each example's question: with its passage first, then with passages that do not answer it."""
+    """Pair each example's question with its passage first, then with passages that do not answer it."""
     return [
         [Pair(example.text, passage) for passage in (example.passage, *negatives_for(at, examples, num_negatives))]
         for at, example in enumerate(examples)
@@ -77,7 +77,7 @@ def candidates_of(examples: Sequence[Example], num_negatives: int) -> list[list[
 
 
 def dev_accuracy(model: CrossEncoder, dev: DevSet, tokens_per_batch: int) -> float:
-    """Share of dev questions whose own passage scores above the others; equal is not enough."""
+    """Share of dev questions whose own passage scores strictly above the others."""
     texts, num = dev.texts[:DEV_QUESTIONS], len(dev.passages)
     most = min(DEV_CANDIDATES, num)
     pairs = [
@@ -97,7 +97,7 @@ TASK = TrainingTask(CROSS_ENCODERS, _name, open_job, CrossEncoderLoop, CrossEnco
 
 
 def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
-    """Train `encoder.backbone` to score pairs; the snapshot is then the newest of `train.cross_encoder`.
+    """Train `encoder.backbone` to score pairs and record it as the newest of `train.cross_encoder`.
 
     Raises as `train_model`.
     """

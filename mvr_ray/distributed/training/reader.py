@@ -1,7 +1,7 @@
-"""Teach a backbone to read: span cross entropy on the gold passages of questions whose answers have a known place.
+"""Train a reader: span cross entropy on the gold passages of questions with known answer offsets.
 
 Every window of the passage is an input; where the answer is not wholly in it, both ends are the null token ([CLS]).
-Each question also meets `train.num_hard_negatives` passages that do not answer it: without them a reader finds a good
+Each question also has `train.num_hard_negatives` passages that do not answer it: without them a reader finds a good
 answer in every passage, and cannot choose among those of a ranking.
 
 Shapes: F windows, T tokens.
@@ -37,7 +37,7 @@ _WINDOWS = 2
 
 
 class ReaderEpoch(NamedTuple):
-    """One epoch's metrics; those of dev questions are on their gold passages."""
+    """One epoch's metrics; dev metrics are on gold passages."""
 
     epoch: int
     step: int
@@ -47,7 +47,7 @@ class ReaderEpoch(NamedTuple):
 
 
 class Target(NamedTuple):
-    """A window and where the answer's ends stand in it."""
+    """A window and the positions of the answer's ends in it."""
 
     window: Window
     start: int
@@ -60,7 +60,7 @@ class DevScores(NamedTuple):
 
 
 def open_job(run: RunConfig) -> TrainingJob:
-    """What a rank trains with."""
+    """Open the model and data of a rank."""
     store = Store(run.store.path)
     corpus = Corpus.open(store, run.prepare.corpus)
     model = Reader.from_backbone(resolve_model(run.encoder.backbone), reader_spec(run), run.train.seed)
@@ -86,25 +86,26 @@ class ReaderLoop(TaskModelLoop):
 
 
 def targets_of(reader: Reader, examples: Sequence[Example], num_negatives: int = 0) -> list[Target]:
-    """Windows of each example's passage with the answer's ends in it, then of passages that do not answer it."""
-    windower, made = reader.windower, []
-    asked = [(example, negatives_for(at, examples, num_negatives)) for at, example in enumerate(examples)]
-    tokens = windower.tokenize(passage.text for own, others in asked for passage in (own.passage, *others))
-    for example, others in asked:
+    """Make windows of each example's passage with the answer's ends, then of passages that do not answer it."""
+    windower, units = reader.windower, []
+    groups = [(example, negatives_for(at, examples, num_negatives)) for at, example in enumerate(examples)]
+    tokens = windower.tokenize(passage.text for example, others in groups for passage in (example.passage, *others))
+    for example, others in groups:
         frame, passage = windower.frame(example.text), tokens[example.passage.text]
         first, last = tokens_of(passage.starts, passage.stops, example.answer_start, example.answer_stop)
         for window in windower.windows(frame, passage):
             inside = first >= 0 and window.holds(first, last)
             ends = (window.place(first), window.place(last)) if inside else (window.null, window.null)
-            made.append(Target(window, *ends))
+            units.append(Target(window, *ends))
         for other in others:
-            made += [Target(window, window.null, window.null) for window in windower.windows(frame, tokens[other.text])]
-    return made
+            windows = windower.windows(frame, tokens[other.text])
+            units += [Target(window, window.null, window.null) for window in windows]
+    return units
 
 
 def dev_scores(reader: Reader, dev: list[DevReading], tokens_per_batch: int) -> DevScores:
-    found = reader.read([ReadRequest(item.question, [item.text]) for item in dev], tokens_per_batch)
-    texts = [item.text[span.start : span.stop] if span else "" for item, [span] in zip(dev, found)]
+    results = reader.read([ReadRequest(item.question, [item.text]) for item in dev], tokens_per_batch)
+    texts = [item.text[span.start : span.stop] if span else "" for item, [span] in zip(dev, results)]
     return DevScores(
         float(np.mean([exact_match_score(text, item.answers) for text, item in zip(texts, dev)])),
         float(np.mean([f1_score(text, item.answers) for text, item in zip(texts, dev)])),
@@ -119,5 +120,5 @@ TASK = TrainingTask(READERS, _name, open_job, ReaderLoop, ReaderEpoch, ("loss", 
 
 
 def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
-    """Train `encoder.backbone` to read; the snapshot is then the newest of `train.reader`. Raises as `train_model`."""
+    """Train `encoder.backbone` as a reader, the newest of `train.reader`. Raises as `train_model`."""
     return train_model(TASK, run, progress)

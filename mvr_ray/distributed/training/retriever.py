@@ -1,6 +1,6 @@
 """Train the retriever: the loss of a step over questions and passages, and the metrics of an epoch.
 
-The frame is in `steps`: the plan, the dropout and the rates are drawn from (seed, step).
+`steps` has the loop: batches, dropout and learning rates are functions of (seed, step).
 
 Shapes: Q questions, P passages, V views, D dimension; W ranks.
 """
@@ -42,11 +42,11 @@ log = logging.getLogger(__name__)
 _LOSSES = {"dpr": dpr_loss, "mvr": mvr_loss, "camvr": camvr_loss}
 COLLAPSE_PASSAGES = 64
 WARM_START_STEPS = 30
-"""Of viewers that no training has seen; what the study ingredients measured."""
+"""Warm start of untrained viewers; measured by the study ingredients."""
 
 
 class EpochReport(NamedTuple):
-    """One epoch's metrics. `view_shares` says how often each view was a question's best of its passage."""
+    """One epoch's metrics. `view_shares`: share of questions for which each view was the best of their passage."""
 
     epoch: int
     step: int
@@ -70,7 +70,7 @@ def make_schedule(run: RunConfig, model: DualEncoder, num_examples: int) -> Sche
 
 
 def loss_name(run: RunConfig, model: DualEncoder) -> str:
-    """Which loss `train.loss` means for this encoder. Raises ConfigError where it does not fit."""
+    """Resolve `train.loss` for this encoder. Raises ConfigError where the loss does not fit it."""
     if run.train.loss == "auto":
         if model.spec.has_snippets:
             return "camvr"
@@ -153,15 +153,15 @@ class RetrieverLoop(StepLoop):
             teacher_QP = torch.full(known_QP.shape, torch.nan, device=self.device)
             teacher_QP[:, : batch.teacher_QP.shape[1]] = torch.from_numpy(batch.teacher_QP).to(self.device)
             scale = self.full_spec.score_scale
-            taught = distillation_loss(queries_QD, views_PVD, mask_PV, teacher_QP, scale=scale)
-            return terms._replace(total=terms.total + self.cfg.distil_weight * taught)
+            distillation = distillation_loss(queries_QD, views_PVD, mask_PV, teacher_QP, scale=scale)
+            return terms._replace(total=terms.total + self.cfg.distil_weight * distillation)
 
         output = loss_and_gradients(self.model, self._share(batch), loss, self.settings, self.loss_scale)
         self._count(output, positive_Q)
         return float(output.terms.total)
 
     def _temperature(self, step: int) -> float:
-        """Of the step with this number: MVR eq. 8, or the fixed one."""
+        """Temperature of a step: MVR eq. 8, or the fixed one."""
         cfg = self.cfg
         if cfg.temperature is not None:
             return cfg.temperature
@@ -181,7 +181,7 @@ class RetrieverLoop(StepLoop):
         return float(loss) / world_size()
 
     def _answer_views(self, batch: JoinedBatch) -> np.ndarray:
-        """answers_QV, which views of its positive hold a question's answer: by its place, or by its words too."""
+        """answers_QV: whether a view of the positive holds an answer, by its offset, or also by its text."""
         answers_QV = np.zeros((len(batch.texts), self.model.num_views), bool)
         spans = {int(row): self.model.snippets(batch.passages[row]) for row in np.unique(batch.positive_Q)}
         first = self.model.spec.first_text_view
@@ -193,7 +193,7 @@ class RetrieverLoop(StepLoop):
                 text = batch.passages[row].text
                 for view, (begin, end) in enumerate(spans[row], first):
                     answers_QV[question, view] |= self.matcher.has_answer(text[begin:end], answers)
-        if self.model.spec.whole_view:  # it holds what a snippet holds
+        if self.model.spec.whole_view:  # the whole view covers every snippet
             answers_QV[:, 0] = answers_QV.any(1)
         return answers_QV
 
@@ -253,7 +253,7 @@ class RetrieverLoop(StepLoop):
         return join_batch(self.job.examples.get(sorted(set(numbers.tolist())), 0)).passages
 
     def _embed(self, passages: list[Passage]) -> PassageViews:
-        """Views as search will see them: evaluation mode and the encoder's own lengths."""
+        """Embed passages as for search: in evaluation mode, with the encoder's own lengths."""
         short, self.model.spec = self.model.spec, self.full_spec
         tokenized = self.model.tokenize_passages(passages)
         parts = [self.model.embed_passages(tokenized[at : at + 16]) for at in range(0, len(tokenized), 16)]

@@ -1,8 +1,8 @@
 """Run the training steps of one rank, with or without Ray: rates, checkpoints and resuming.
 
-A step is a function of the weights, the optimiser and its number: what is learned from, the dropout and the rates are
-drawn from (seed, step), so a run that was killed goes on from its last checkpoint to the same weights. What a step
-learns and what an epoch measures is a subclass's: `retriever` or `reader`.
+A step is a function of the weights, the optimiser and its number: batches, dropout and learning rates follow from
+(seed, step), so a killed run resumes from its last checkpoint and reaches the same weights. Subclasses define the loss
+of a step and the metrics of an epoch: `retriever` or `reader`.
 """
 
 import logging
@@ -32,7 +32,7 @@ LOG_INTERVAL_S = 10.0
 
 
 class Schedule(NamedTuple):
-    """Steps of the whole training: the warm start's, then `steps` of which an epoch has `epoch_steps`."""
+    """Steps of a training: `warm` of the warm start, then `steps`, `epoch_steps` an epoch."""
 
     warm: int
     steps: int
@@ -53,7 +53,7 @@ def plan_steps(cfg: TrainConfig, num_examples: int, warm: int = 0) -> Schedule:
 
 
 class StepLoop(ABC):
-    """Runs `learn` until the schedule ends. A model is a `StoredModel`."""
+    """Run `learn` until the schedule ends. A model is a `StoredModel`."""
 
     def __init__(
         self,
@@ -73,15 +73,15 @@ class StepLoop(ABC):
         self.device = device
         self.model = model.to(device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=cfg.precision == "fp16")
-        self.scaler.scale(torch.zeros((), device=device))  # it makes its scale when first used, and we use it by hand
+        self.scaler.scale(torch.zeros((), device=device))  # creates the lazily initialised scale
         self.parameters: list[nn.Parameter] = [p for p in self.model.parameters() if p.requires_grad]
         self.state = TrainState()
         self._plan: tuple[int, IntArray] | None = None
-        self._said = 0.0
+        self._last_log_s = 0.0
 
     @abstractmethod
     def begin(self, step: int) -> None:
-        """Look at the model as training starts from it, before the checkpoint of `step` (-1: none) is loaded."""
+        """Inspect the initial model, before the loop loads the checkpoint of `step` (-1: none)."""
 
     @abstractmethod
     def groups(self) -> list[dict[str, Any]]:
@@ -89,11 +89,11 @@ class StepLoop(ABC):
 
     @abstractmethod
     def learn(self) -> float:
-        """Add this rank's gradients of the step `state.step`, times `loss_scale`; returns the loss."""
+        """Add this rank's gradients of step `state.step`, times `loss_scale`; returns the loss."""
 
     @abstractmethod
     def end_epoch(self) -> None:
-        """Measure, keep the best weights, and begin the next epoch's sums."""
+        """Measure the epoch, save the best weights, and reset the epoch's sums."""
 
     def run(self) -> TrainState:
         """Train from the last checkpoint, or the start, to the end; every rank returns the final state."""
@@ -111,9 +111,9 @@ class StepLoop(ABC):
                 if self.state.step == self.schedule.warm:
                     optimiser = self._optimiser()
                 self._step(optimiser)
-                done = self.state.step - self.schedule.warm
-                if done in self.cfg.snapshot_steps and not rank():
-                    self.checkpoints.save_weights(self.model, done, "snapshot")
+                num_steps = self.state.step - self.schedule.warm
+                if num_steps in self.cfg.snapshot_steps and not rank():
+                    self.checkpoints.save_weights(self.model, num_steps, "snapshot")
                 if self._epoch_ended():
                     self.end_epoch()
                 if self._epoch_ended() or self.state.step % self.cfg.checkpoint_steps == 0:
@@ -143,7 +143,7 @@ class StepLoop(ABC):
         return float(self.scaler.get_scale()) if self.scaler.is_enabled() else 1.0
 
     def batch_numbers(self, passage_E: IntArray, article_E: IntArray | None) -> tuple[list[int], int]:
-        """Numbers of the examples that this step learns from, those of all ranks, and its epoch."""
+        """Numbers of this step's examples on all ranks, and its epoch."""
         step = self.state.step if self.warm else self.state.step - self.schedule.warm
         epoch, row = divmod(step, self.schedule.epoch_steps)
         if self._plan is None or self._plan[0] != epoch:
@@ -160,26 +160,26 @@ class StepLoop(ABC):
         return self._plan[1][row].tolist(), epoch
 
     def keep_best(self, accuracy: float | None) -> None:
-        """Keep these weights if they are the best so far, or if nothing says which are."""
+        """Save these weights if they are the best so far, or if there is no accuracy."""
         if accuracy is None or accuracy > self.state.best_accuracy:
             self.state.best_accuracy = -1.0 if accuracy is None else accuracy
             self.state.best_step = self.state.step
             self.checkpoints.save_weights(self.model, self.state.step, "best")
 
     def _resume(self) -> torch.optim.Optimizer:
-        """The state, weights and optimiser of the newest checkpoint that rank 0 sees, or of the start."""
+        """Load state, weights and optimiser of the newest checkpoint on rank 0, or initialise them."""
         step = self.checkpoints.latest_step()
         if world_size() > 1:
-            agreed = torch.tensor([step], device=self.device)
-            dist.broadcast(agreed, 0)
-            step = int(agreed.item())
+            common_step = torch.tensor([step], device=self.device)
+            dist.broadcast(common_step, 0)
+            step = int(common_step.item())
         self.begin(step)
         if step < 0:
             if self.cfg.precision == "auto":
                 self.state.precision = "bf16" if self._multiplies_bf16() else "fp32"
                 log.info("train.precision=auto chose=%s", self.state.precision)
             return self._optimiser()
-        log.info("training continues: step=%d of %d", step, self.schedule.total)
+        log.info("training resumes: step=%d of %d", step, self.schedule.total)
         self.state = self.checkpoints.state(step)
         self.checkpoints.load_model(self.model, step)
         optimiser = self._optimiser()
@@ -189,11 +189,11 @@ class StepLoop(ABC):
         return optimiser
 
     def _multiplies_bf16(self) -> bool:
-        """Whether the device of every rank does."""
-        least = torch.tensor([int(multiplies_bf16(self.device))], device=self.device)
+        """Whether the device of every rank multiplies in bf16."""
+        all_multiply = torch.tensor([int(multiplies_bf16(self.device))], device=self.device)
         if world_size() > 1:
-            dist.all_reduce(least, dist.ReduceOp.MIN)
-        return bool(least.item())
+            dist.all_reduce(all_multiply, dist.ReduceOp.MIN)
+        return bool(all_multiply.item())
 
     def _optimiser(self) -> torch.optim.Optimizer:
         groups = self.groups()
@@ -211,10 +211,10 @@ class StepLoop(ABC):
         torch.nn.utils.clip_grad_norm_(self.parameters, self.cfg.clip_norm)
         self.scaler.step(optimiser)
         self.scaler.update()
-        increment_version(self.parameters)  # which the fused step leaves out: copies for inference are made anew by it
+        increment_version(self.parameters)  # the fused step omits it; caches for inference rely on it
         warm = self.warm
         self.state.step += 1
-        self._tell(loss, warm)
+        self._report(loss, warm)
 
     def _set_rate(self, optimiser: torch.optim.Optimizer) -> None:
         step, schedule = self.state.step, self.schedule
@@ -223,19 +223,19 @@ class StepLoop(ABC):
         for group in optimiser.param_groups:
             group["lr"] = group["base_lr"] * factor
 
-    def _tell(self, loss: float, warm: bool) -> None:
+    def _report(self, loss: float, warm: bool) -> None:
         if rank():
             return
         step, total = self.state.step, self.schedule.total
         self.progress(f"train (loss {loss:.3f})", step, total)
         now = time.monotonic()
-        if now - self._said >= LOG_INTERVAL_S or step == total:
-            self._said = now
+        if now - self._last_log_s >= LOG_INTERVAL_S or step == total:
+            self._last_log_s = now
             log.info("step=%d of=%d phase=%s loss=%.4f", step, total, "warm start" if warm else "train", loss)
 
     def _epoch_ended(self) -> bool:
-        done = self.state.step - self.schedule.warm
-        return self.state.step == self.schedule.total or (done > 0 and done % self.schedule.epoch_steps == 0)
+        num_steps = self.state.step - self.schedule.warm
+        return self.state.step == self.schedule.total or (num_steps > 0 and num_steps % self.schedule.epoch_steps == 0)
 
     def _save(self, optimiser: torch.optim.Optimizer) -> None:
         if rank():

@@ -1,6 +1,6 @@
 """Train a model with a task head, a reader or a cross-encoder, by the mean loss over the units of a batch.
 
-A unit is what the loss is a mean over: a window of a reader, a question of a cross-encoder. Rank r of W takes the units
+The loss is a mean over units: windows of a reader, questions of a cross-encoder. Rank r of W takes the units
 r, r + W, .. of a batch, so W ranks have the loss and gradient of one process.
 """
 
@@ -36,7 +36,7 @@ class TaskModelLoop(StepLoop):
     epoch: ClassVar[type[Any]]
     """The report of an epoch: `epoch`, `step`, `loss` and the dev metrics."""
     dev_metrics: ClassVar[tuple[str, ...]]
-    """Names of the dev metrics; the last decides which epoch is best."""
+    """Names of the dev metrics; the last one selects the best epoch."""
 
     def __init__(self, job: TrainingJob, progress: Progress, device: torch.device) -> None:
         schedule = plan_steps(job.run.train, len(job.examples))
@@ -89,12 +89,12 @@ class TaskModelLoop(StepLoop):
         self.keep_best(dev[self.dev_metrics[-1]])
 
     def _measure_dev(self) -> tuple[float | None, ...]:
-        """Nothing without dev questions, and on other ranks than 0."""
+        """Measure on rank 0; None without dev questions and on other ranks."""
         return self.measure() if self.job.dev and not rank() else (None,) * len(self.dev_metrics)
 
 
 def checkpoints_of(run: RunConfig, name: str, model: TaskModel, corpus: Corpus) -> Checkpoints:
-    """Checkpoints lie under a digest of all that decides the weights."""
+    """Checkpoints under a digest of everything that determines the weights."""
     store = Store(run.store.path)
     sets = input_digests(corpus, run.train)
     parts = [model.task, run.digest("train"), asdict(model.spec), model.fingerprint, corpus.digest, *sets]

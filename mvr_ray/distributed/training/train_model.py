@@ -1,6 +1,6 @@
 """Train a model of any task, in this process or on workers, and store it as the newest of its name.
 
-The task says what is trained and how: its own loop defines what a step learns and what an epoch measures.
+The task's loop defines the loss of a step and the metrics of an epoch.
 """
 
 import logging
@@ -14,7 +14,7 @@ from mvr_ray.config import RunConfig
 from mvr_ray.distributed.models import ModelKind, latest_fingerprint, record_latest, save_model
 from mvr_ray.distributed.training.checkpoints import Checkpoints, TrainState
 from mvr_ray.distributed.training.steps import StepLoop
-from mvr_ray.distributed.training.workers import on_workers, own_device, threads
+from mvr_ray.distributed.training.workers import own_device, threads, train_on_workers
 from mvr_ray.errors import FormatError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
@@ -23,11 +23,11 @@ from mvr_ray.types import Progress
 log = logging.getLogger(__name__)
 
 SNAPSHOT = "-step-"
-"""Between a model's name and the steps after which its weights were kept."""
+"""Separates a model's name from the step of a weights snapshot."""
 
 
 class TrainingJob(NamedTuple):
-    """Everything a rank needs; `model` is as training starts from it, `dev` what its loop measures on."""
+    """Everything a rank needs; `model` has the initial weights, `dev` is the loop's dev set."""
 
     run: RunConfig
     model: Any
@@ -37,7 +37,7 @@ class TrainingJob(NamedTuple):
 
 
 class TrainedModel(NamedTuple):
-    """A trained model in the store: `folder` is its path there. `metrics` are those of its best epoch."""
+    """A trained model in the store: `folder` is its path there; `metrics` are of its best epoch."""
 
     name: str
     fingerprint: str
@@ -48,7 +48,7 @@ class TrainedModel(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingTask:
-    """One task. `metrics` are the fields of `epoch` that the model's metrics name; the last decides which is best."""
+    """One training task. `metrics` are the fields of `epoch` to report; the last one selects the best epoch."""
 
     kind: ModelKind[Any]
     name: Callable[[RunConfig], str]
@@ -58,12 +58,12 @@ class TrainingTask:
     metrics: tuple[str, ...]
 
     def learn(self, run: RunConfig, progress: Progress, device: torch.device) -> TrainState:
-        """One rank's training."""
+        """Train on one rank."""
         return self.loop(self.open_job(run), progress, device).run()
 
 
 def train_model(task: TrainingTask, run: RunConfig, progress: Progress) -> TrainedModel:
-    """Train as the `train` section says; the model is then the newest of its name.
+    """Train by the `train` section and record the model as the newest of its name.
 
     Raises ConfigError, DataError, MissingInputError or the model's own error before any worker starts, ResourceError
     when the workers cannot be placed or keep dying.
@@ -72,23 +72,23 @@ def train_model(task: TrainingTask, run: RunConfig, progress: Progress) -> Train
     _require_readable(task, store, name)
     with threads(run.resources.torch_threads):
         job = task.open_job(run)
-        finished = job.checkpoints.result()
-        if finished and store.exists(paths.model_dir(task.kind.room, name, finished["fingerprint"])):
-            return _announce(task, store, name, finished)
+        record_before = job.checkpoints.result()
+        if record_before and store.exists(paths.model_dir(task.kind.store_dir, name, record_before["fingerprint"])):
+            return _make_latest(task, store, name, record_before)
         log.info("training: %s examples=%d workers=%d", task.kind.model.what, len(job.examples), workers)
         if workers:
-            state = on_workers(run, task.learn, progress)
+            state = train_on_workers(run, task.learn, progress)
         else:
             state = task.loop(job, progress, own_device(run)).run()
         record = _save(task, store, name, job, state)
         _save_snapshots(task, store, name, job)
-        snapshot = _announce(task, store, name, record)
+        snapshot = _make_latest(task, store, name, record)
         job.checkpoints.finish(record)
         return snapshot
 
 
 def _require_readable(task: TrainingTask, store: Store, name: str) -> None:
-    """Raise FormatError where a newer program named the newest model. A damaged record is made again."""
+    """Raise FormatError where a newer program wrote the record of the newest model. A damaged one is replaced."""
     try:
         latest_fingerprint(store, task.kind, name)
     except FormatError:
@@ -98,7 +98,7 @@ def _require_readable(task: TrainingTask, store: Store, name: str) -> None:
 
 
 def _save(task: TrainingTask, store: Store, name: str, job: TrainingJob, state: TrainState) -> dict[str, Any]:
-    """Save the best weights; returns what is recorded of them."""
+    """Save the best weights; returns their record."""
     model = job.model.to("cpu").eval()
     if state.best_step >= 0:
         job.checkpoints.load_model(model, state.best_step, "best")
@@ -117,7 +117,7 @@ def _save(task: TrainingTask, store: Store, name: str, job: TrainingJob, state: 
 
 
 def _save_snapshots(task: TrainingTask, store: Store, name: str, job: TrainingJob) -> None:
-    """Save the weights of `train.snapshot_steps`, each as the newest model of a name of its own."""
+    """Save the weights of `train.snapshot_steps`, each as the newest model of its own name."""
     for step in job.run.train.snapshot_steps:
         job.checkpoints.load_model(job.model, step, "snapshot")
         own = f"{name}{SNAPSHOT}{step}"
@@ -125,9 +125,9 @@ def _save_snapshots(task: TrainingTask, store: Store, name: str, job: TrainingJo
         record_latest(store, task.kind, own, {**record, "epochs": []})
 
 
-def _announce(task: TrainingTask, store: Store, name: str, record: Mapping[str, Any]) -> TrainedModel:
-    """Name a model the newest one."""
+def _make_latest(task: TrainingTask, store: Store, name: str, record: Mapping[str, Any]) -> TrainedModel:
+    """Record a model as the newest of its name."""
     record_latest(store, task.kind, name, record)
     epochs = [task.epoch(**epoch) for epoch in record["epochs"]]
-    folder = paths.model_dir(task.kind.room, name, record["fingerprint"])
+    folder = paths.model_dir(task.kind.store_dir, name, record["fingerprint"])
     return TrainedModel(name, record["fingerprint"], folder, record["metrics"], epochs)

@@ -1,7 +1,7 @@
 """Run a training in this process, or on the workers of Ray Train.
 
-Ray Train places the workers, joins them in one process group and starts them again when one dies. Its own silent
-resume by name is avoided by a fresh name each time: the checkpoints are ours.
+Ray Train places the workers, joins them in one process group and restarts them when one dies. Each run gets a new
+name, so Ray Train never resumes silently by name: mvr_ray writes its own checkpoints.
 """
 
 import signal
@@ -29,14 +29,14 @@ from mvr_ray.store.files import Store
 from mvr_ray.types import Progress
 
 MAX_RESTARTS = 3
-"""How often the workers are started again after one died."""
+"""Maximum restarts of the workers after one died."""
 
 Learn = Callable[[RunConfig, Progress, torch.device], TrainState]
-"""What a worker does: train as the run says, on its device."""
+"""Training function of a worker, on its device."""
 
 
 def own_device(run: RunConfig) -> torch.device:
-    """Where training in this process happens."""
+    """The device for training in this process. Raises ResourceError where torch sees no GPU."""
     if not run.resources.gpus_per_trainer:
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -47,13 +47,13 @@ def own_device(run: RunConfig) -> torch.device:
     return torch.device("cuda")
 
 
-def on_workers(run: RunConfig, learn: Learn, progress: Progress) -> TrainState:
-    """`learn` on every worker of Ray Train, which are joined in one process group; returns rank 0's state.
+def train_on_workers(run: RunConfig, learn: Learn, progress: Progress) -> TrainState:
+    """Run `learn` on Ray Train workers in one process group; returns rank 0's state.
 
-    Workers that die are started again. Raises ResourceError when they cannot be placed or keep dying.
+    Ray Train restarts workers that die. Raises ResourceError when they cannot be placed or keep dying.
     """
     resources = run.resources
-    placed = run.model_copy(update={"store": StoreConfig(path=Store(run.store.path).address)})
+    worker_run = run.model_copy(update={"store": StoreConfig(path=Store(run.store.path).address)})
     count, cpus, gpus = resources.train_workers, resources.cpus_per_trainer, resources.gpus_per_trainer
     with ExitStack() as stack:
         info = stack.enter_context(session.connect(resources, dashboard=True))
@@ -64,7 +64,7 @@ def on_workers(run: RunConfig, learn: Learn, progress: Progress) -> TrainState:
         make_trainer: Any = TorchTrainer
         trainer = make_trainer(
             _worker,
-            train_loop_config={"run": placed.model_dump(mode="json"), "actor": actor, "learn": learn},
+            train_loop_config={"run": worker_run.model_dump(mode="json"), "actor": actor, "learn": learn},
             scaling_config=api.ScalingConfig(
                 num_workers=count,
                 use_gpu=gpus > 0,
@@ -81,12 +81,12 @@ def on_workers(run: RunConfig, learn: Learn, progress: Progress) -> TrainState:
             with _interruptible():
                 result = trainer.fit()
         except ray.train.TrainingFailedError as error:
-            raise _own_error(error) from error
+            raise _translate_failure(error) from error
     return TrainState.from_json(result.return_value.encode())
 
 
 def _worker(config: dict[str, Any]) -> str:
-    """One rank. Returns the final state as JSON; the driver gets rank 0's."""
+    """Train one rank. Returns the final state as JSON on rank 0, an empty text elsewhere."""
     run = RunConfig.model_validate(config["run"])
     torch.set_num_threads(run.resources.torch_threads)
     device = get_device()
@@ -97,9 +97,9 @@ def _worker(config: dict[str, Any]) -> str:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ray Train's own handler of Ctrl-C aborts the run, ends the process with status 0, and stays for ever after.
+    """Raise KeyboardInterrupt on Ctrl-C during Ray Train, and restore the previous handler.
 
-    Here the aborted run is a KeyboardInterrupt, as everywhere, and the handler that was there comes back.
+    Ray Train's own handler aborts the run, exits the process with status 0, and stays installed.
     """
     before = signal.getsignal(signal.SIGINT)
     try:
@@ -113,7 +113,7 @@ def _interruptible() -> Iterator[None]:
 
 @contextmanager
 def _storage(run: RunConfig, info: session.ClusterInfo) -> Iterator[str]:
-    """Where Ray Train keeps its own small files: this machine, or the store when there are several."""
+    """Folder for Ray Train's own small files: on this machine, or in the store if there are several machines."""
     if len(info.nodes) == 1 and not info.can_grow:
         with tempfile.TemporaryDirectory(prefix="mvr-train-", ignore_cleanup_errors=True) as folder:
             yield folder
@@ -126,23 +126,23 @@ def _storage(run: RunConfig, info: session.ClusterInfo) -> Iterator[str]:
         store.delete_dir(path)
 
 
-def _own_error(error: Exception) -> Exception:
+def _translate_failure(error: Exception) -> Exception:
     failures = getattr(error, "worker_failures", {})
     for failure in failures.values():
         cause = getattr(failure, "cause", failure)
         if isinstance(cause, MvrRayError):
             return cause
     first = next(iter(failures.values()), error)
-    told = str(first).strip().splitlines()
+    lines = str(first).strip().splitlines()
     return ResourceError(
-        f"training stopped after {MAX_RESTARTS} restarts: {told[-1] if told else type(first).__name__}; see whether a "
-        f"machine ran out of memory or left the cluster, then run the same command again, it continues"
+        f"training stopped after {MAX_RESTARTS} restarts: {lines[-1] if lines else type(first).__name__}; see whether "
+        f"a machine ran out of memory or left the cluster, then run the same command again, it continues"
     )
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Let torch use so many threads, and as many as before afterwards."""
+    """Set torch's number of threads in the block, and restore it afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -23,7 +23,7 @@ CONTEXTS = ("positive_ctxs", "hard_negative_ctxs", "negative_ctxs")
 
 
 def read_dpr_tsv(path: Path, prefix: str = "") -> Iterator[Record]:
-    """Read `id text title`, tab-separated; a row whose id is `id` is a header wherever it stands, as DPR has it.
+    """Read `id text title`, tab-separated; a row whose id is `id` is a header in any row, as in DPR.
 
     A header in the first row may name further columns, which come with each passage as extras.
     """

@@ -15,7 +15,7 @@ SCHEME = "hf:"
 
 
 def open_dataset(path: str, split: str) -> Iterable[Any]:
-    """The rows of a split. Raises MissingInputError where the library, the data set or the split is not there."""
+    """Open the rows of a split. Raises MissingInputError if the library, the data set or the split is missing."""
     try:
         import datasets
     except ImportError:
@@ -43,9 +43,9 @@ def _open_folder(folder: Path, split: str) -> Iterable[Any]:
 
     if not (folder / "dataset_dict.json").is_file() and not (folder / "dataset_info.json").is_file():
         return datasets.load_dataset(str(folder), split=split)
-    saved = datasets.load_from_disk(str(folder))
-    if isinstance(saved, datasets.Dataset):
-        return saved
-    if split not in saved:
-        raise DataError(f"source {folder} has no split {split!r}; it has {', '.join(sorted(map(str, saved)))}")
-    return saved[split]
+    dataset = datasets.load_from_disk(str(folder))
+    if isinstance(dataset, datasets.Dataset):
+        return dataset
+    if split not in dataset:
+        raise DataError(f"source {folder} has no split {split!r}; it has {', '.join(sorted(map(str, dataset)))}")
+    return dataset[split]

@@ -2,11 +2,11 @@
 
 The ids of page and revision are fields, `page_id` and `revision_id`.
 
-The XML is read as a stream, a page at a time, and mwparserfromhell parses the wikitext. What stays of it is what a
-reader sees as running text: paragraphs, headings, and list items, each on a line of its own. Templates, tables,
-references, files, categories, galleries, formulas and comments go. A heading with nothing under it goes as well.
+The XML is read as a stream, a page at a time, and mwparserfromhell parses the wikitext. The result is what
+a reader sees as running text: paragraphs, headings, and list items, each on a line of its own. Templates, tables,
+references, files, categories, galleries, formulas and comments are removed, and headings with nothing under them.
 
-What goes is taken out between mwparserfromhell's two steps, tokens and nodes: nodes take most of its time, and most are
+They are removed between mwparserfromhell's two steps, tokens and nodes: nodes take most of its time, and most are
 those of templates, tables and references. Markup of bold and italics is left to `plain_line`: parsed as nodes, a pair
 that is not closed would hide the references around it from the parser.
 """
@@ -105,7 +105,7 @@ def read_pages(path: Path) -> Iterator[Page]:
 
 
 def page_record(page: Page, file: str, prefix: str = "") -> Record:
-    """Make the passage of a page, or say why it gives none."""
+    """Make the passage of a page, or a bad or dropped row with the reason."""
     where = f"{file} (page {page.id or '?'}, revision {page.revision or '?'}, {page.title!r})"
     if not (page.id.isascii() and page.id.isdigit()) or not page.title or not page.namespace:
         return BadRow(where, "a page lacks its <id>, <title> or <ns>, which dumps have since export format 0.6")
@@ -128,7 +128,7 @@ def page_record(page: Page, file: str, prefix: str = "") -> Record:
 def plain_text(wikitext: str, hidden_names: frozenset[str] = HIDDEN_NAMES) -> str:
     """Return the running text of wikitext, a line each paragraph, heading and list item; single spaces between words.
 
-    Links to namespaces in `hidden_names` (lower case) show nothing. Markup that is not closed stays as text.
+    Links to namespaces in `hidden_names` (lower case) show nothing. Unclosed markup stays as text.
     """
     lines: list[str] = []
     headings: list[str] = []
@@ -252,12 +252,12 @@ def _link(link: Wikilink, hidden_names: frozenset[str]) -> Iterator[str]:
     target = str(link.title).strip()
     namespace = target.partition(":")[0] if ":" in target else ""
     if namespace.replace("_", " ").strip().lower() not in hidden_names:
-        shown = "".join(_visible(link.title if link.text is None else link.text, hidden_names))
-        yield shown.lstrip(": ") if link.text is None else shown
+        text = "".join(_visible(link.title if link.text is None else link.text, hidden_names))
+        yield text.lstrip(": ") if link.text is None else text
 
 
 def _character(entity: HTMLEntity) -> str:
-    """The character of an entity; one that no text can hold stays as it is written."""
+    """Return the character of an entity; one that no text can hold stays as written."""
     char = entity.normalize()
     return char if char.isprintable() or char.isspace() else "" if char == "\xad" else str(entity)
 
@@ -267,7 +267,7 @@ def _level(line: str) -> int:
 
 
 def _mark(run: str) -> int:
-    """How many apostrophes of a run are markup."""
+    """Return how many apostrophes of a run are markup."""
     if run[0] != "'":
         return 0
     return {1: 0, 4: 3}.get(len(run), min(len(run), 5))

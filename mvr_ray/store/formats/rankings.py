@@ -1,7 +1,7 @@
 """Write rankings as DPR reader JSON, TREC and MS MARCO runs, pyserini JSON, JSON lines and Parquet.
 
 A file appears whole when its last row is written. Those with passages' texts, DPR's JSON and JSON lines, are read back
-by `read_ranking`, row by row, whoever wrote them.
+by `read_ranking`, row by row, whichever program wrote them.
 """
 
 import itertools
@@ -84,8 +84,8 @@ def write_ranking(
     return next(numbers)
 
 
-def read_ranking(path: Path, most: int | None = None) -> Iterator[RankedQuestion]:
-    """Read the questions of a DPR reader JSON or JSON lines file, each with its first `most` passages.
+def read_ranking(path: Path, max_passages: int | None = None) -> Iterator[RankedQuestion]:
+    """Read the questions of a DPR reader JSON or JSON lines file, each with its first `max_passages` passages.
 
     A title or text that the file lacks is empty, a score NaN. Raises DataError naming the row that is none.
     """
@@ -94,7 +94,7 @@ def read_ranking(path: Path, most: int | None = None) -> Iterator[RankedQuestion
     number = -1
     with open_text(path) as file:
         for number, row in enumerate(_rows(file, path)):
-            yield _parse_ranking(row, number, path, most)
+            yield _parse_ranking(row, number, path, max_passages)
     if number < 0:
         raise DataError(f"ranking {path} holds no question")
 
@@ -114,7 +114,7 @@ def _rows(file: TextIO, path: Path) -> Iterator[Any]:
         raise DataError(f"{path}: neither a JSON array nor JSON lines; {_TEXTS}")
 
 
-def _parse_ranking(row: Any, number: int, path: Path, most: int | None) -> RankedQuestion:
+def _parse_ranking(row: Any, number: int, path: Path, max_passages: int | None) -> RankedQuestion:
     where = f"{path}, entry {number + 1}"
     hits = row.get("ctxs", row.get("hits")) if isinstance(row, dict) else None
     if not isinstance(hits, list) or not isinstance(row.get("question"), str):
@@ -122,7 +122,7 @@ def _parse_ranking(row: Any, number: int, path: Path, most: int | None) -> Ranke
     answers = row.get("answers") or []
     if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
         raise DataError(f"{where}: answers is {answers!r:.60}, not a list of texts")
-    passages = [_hit(hit, f"{where}, passage {at}") for at, hit in enumerate(hits[:most], 1)]
+    passages = [_hit(hit, f"{where}, passage {at}") for at, hit in enumerate(hits[:max_passages], 1)]
     name = row.get("id")
     question = Question(question_id(path, number) if name is None else str(name), row["question"], tuple(answers))
     return RankedQuestion(question, passages)

@@ -1,4 +1,4 @@
-"""Define the records that a source file yields, each with the place where it stands."""
+"""Define the records that a source file yields, each with its place in the file."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -10,8 +10,8 @@ NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
 
 
 class PassageRecord(NamedTuple):
-    """`repeats` marks sources in which one passage stands many times, as in DPR's training files. `extras` are what
-    came with the passage, as the source has it: `fields` are read from them."""
+    """`repeats` marks sources in which one passage occurs many times, as in DPR's training files. `extras` are
+    the other values of the passage, as in the source: `fields` are read from them."""
 
     passage: Passage
     where: str
@@ -25,7 +25,7 @@ class QuestionRecord(NamedTuple):
 
 
 class BadRow(NamedTuple):
-    """A row that cannot be used: malformed, empty, or naming what is not there."""
+    """A row that cannot be used: malformed, empty, or with a reference to a missing row."""
 
     where: str
     reason: str
@@ -49,8 +49,8 @@ class DroppedRow(NamedTuple):
 Record = PassageRecord | QuestionRecord | BadRow | DroppedRow
 
 
-class _Wrong(Exception):
-    """Why a row is bad; raised and caught in this module."""
+class _Fault(Exception):
+    """The reason why a row is bad; raised and caught in this module."""
 
 
 def passage_record(
@@ -62,13 +62,13 @@ def passage_record(
     repeats: bool = False,
     extras: Mapping[str, Any] = NO_EXTRAS,
 ) -> PassageRecord | BadRow:
-    """Make a passage from raw values, or say why it is none. The text is not changed, so that offsets stay true."""
+    """Make a passage from raw values, or a bad row with the reason. The text stays as it is, for its offsets."""
     try:
         name = prefix + _id(id_)
         body = _text(text, "text")
         heading = _text(title, "title", may_be_empty=True)
-    except _Wrong as wrong:
-        return BadRow(where, str(wrong))
+    except _Fault as error:
+        return BadRow(where, str(error))
     return PassageRecord(Passage(name, heading, body), where, repeats, extras)
 
 
@@ -82,14 +82,14 @@ def question_record(
     answer_starts: Any = (),
     prefix: str = "",
 ) -> QuestionRecord | BadRow:
-    """Make a question from raw values, or say why it is none. `prefix` goes before the passage ids."""
+    """Make a question from raw values, or a bad row with the reason. `prefix` goes before the passage ids."""
     try:
         starts = tuple(answer_starts or ())
         texts = tuple(_text(answer, "answer", may_be_empty=True) for answer in _list(answers, "answers"))
         if any(isinstance(start, bool) or not isinstance(start, int) for start in starts):
-            raise _Wrong(f"answer_starts holds something other than whole numbers: {starts!r}")
+            raise _Fault(f"answer_starts holds something other than whole numbers: {starts!r}")
         if starts and len(starts) != len(texts):
-            raise _Wrong(f"{len(texts)} answers and {len(starts)} answer starts")
+            raise _Fault(f"{len(texts)} answers and {len(starts)} answer starts")
         question = Question(
             id=_id(id_),
             text=_text(text, "question").strip(),
@@ -98,8 +98,8 @@ def question_record(
             hard_negative_ids=_ids(hard_negative_ids, "hard_negative_ids", prefix),
             answer_starts=starts,
         )
-    except _Wrong as wrong:
-        return BadRow(where, str(wrong))
+    except _Fault as error:
+        return BadRow(where, str(error))
     return QuestionRecord(question, where)
 
 
@@ -115,7 +115,7 @@ def slug(text: str) -> str:
 
 def _id(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise _Wrong(f"id is {value!r}, not a text or a whole number" if value not in ("", None) else "id is missing")
+        raise _Fault(f"id is {value!r}, not a text or a whole number" if value not in ("", None) else "id is missing")
     return _unicode(str(value), "id")
 
 
@@ -123,9 +123,9 @@ def _text(value: Any, name: str, may_be_empty: bool = False) -> str:
     if value is None and may_be_empty:
         return ""
     if not isinstance(value, str):
-        raise _Wrong(f"{name} is missing" if value is None else f"{name} is {value!r:.60}, not a text")
+        raise _Fault(f"{name} is missing" if value is None else f"{name} is {value!r:.60}, not a text")
     if not may_be_empty and not value.strip():
-        raise _Wrong(f"{name} is empty")
+        raise _Fault(f"{name} is empty")
     return _unicode(value, name)
 
 
@@ -134,7 +134,7 @@ def _unicode(value: str, name: str) -> str:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise _Wrong(f"{name} is not valid UTF-8: {value!r:.60}") from None
+            raise _Fault(f"{name} is not valid UTF-8: {value!r:.60}") from None
     return value
 
 
@@ -142,7 +142,7 @@ def _list(value: Any, name: str) -> Sequence[Any]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple):
-        raise _Wrong(f"{name} is {value!r:.60}, not a list")
+        raise _Fault(f"{name} is {value!r:.60}, not a list")
     return value
 
 

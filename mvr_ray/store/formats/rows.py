@@ -1,7 +1,7 @@
 """Read rows of passages and questions: JSON lines, Parquet, CSV, data sets; also NQ-open lines and summaries.
 
 A row with a `question` is a question: question, id, answers (or answer), positive_ids, hard_negative_ids,
-answer_starts. Any other row is a passage: id (or _id), title, text (or contents); what else it has are its extras.
+answer_starts. Any other row is a passage: id (or _id), title, text (or contents); its other values are its extras.
 `names` gives other names of these (`SourceConfig.fields`): the part of a passage or question by the field's name.
 """
 
@@ -57,8 +57,8 @@ def read_parquet(path: Path, prefix: str = "", names: Names = NO_NAMES) -> Itera
 
 def read_csv(path: Path, prefix: str = "", names: Names = NO_NAMES, delimiter: str = ",") -> Iterator[Record]:
     """Read passages under a header with id, text and title, which may be missing; other columns are extras."""
-    needed = [name for name in ("id", "text") if name not in names] if "question" not in names else []
-    for number, row in enumerate(csv_rows(path, [*needed, *filter(None, names.values())], delimiter)):
+    required_names = [name for name in ("id", "text") if name not in names] if "question" not in names else []
+    for number, row in enumerate(csv_rows(path, [*required_names, *filter(None, names.values())], delimiter)):
         if isinstance(row, BadRow):
             yield row
         else:
@@ -133,9 +133,9 @@ def _record(row: dict[str, Any], number: int, path: Path, where: str, prefix: st
 
 
 def _rename(row: dict[str, Any], number: int, path: Path, names: Names) -> dict[str, Any]:
-    """The row with the parts of a passage or question under their own names. A lone answer or id becomes a list."""
-    taken = {part for name in names.values() if name for part in (name, name.partition(".")[0])}
-    result = {key: value for key, value in row.items() if key not in taken}
+    """Rename the parts of a passage or question to their own names. A lone answer or id becomes a list."""
+    source_names = {part for name in names.values() if name for part in (name, name.partition(".")[0])}
+    result = {key: value for key, value in row.items() if key not in source_names}
     for part, name in names.items():
         value = question_id(path, number) if name is None else _lookup(row, name)
         result[part] = [value] if part in _LISTS and isinstance(value, str) else value
@@ -143,7 +143,7 @@ def _rename(row: dict[str, Any], number: int, path: Path, names: Names) -> dict[
 
 
 def _lookup(row: Any, name: str) -> Any:
-    """The value of a field; a name with dots reaches into objects."""
+    """Return the value of a field; a name with dots reaches into objects."""
     if name in row:
         return row[name]
     first, dot, rest = name.partition(".")
@@ -151,7 +151,7 @@ def _lookup(row: Any, name: str) -> Any:
 
 
 def passage_of(row: dict[str, Any], where: str, prefix: str = "") -> Record:
-    """Read a row that is a passage; a bad row where it is none. `where` names the row."""
+    """Read a row as a passage, or return a bad row. `where` names the row."""
     id_ = row["id"] if row.get("id") is not None else row.get("_id")
     text = row["text"] if row.get("text") is not None else row.get("contents")
     extras = {key: value for key, value in row.items() if key not in _OWN_KEYS}

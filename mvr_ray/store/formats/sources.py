@@ -1,4 +1,4 @@
-"""Read any source of a run file, and detect its format where none is set."""
+"""Read any source of a run file, and detect its format if none is set."""
 
 import json
 from collections.abc import Iterator
@@ -53,19 +53,19 @@ def read_source(source: SourceConfig) -> Iterator[Record]:
     """Stream the records of a source: passages if it gives passages, questions if it names a set for them.
 
     The files of a folder are read in name order; a BEIR folder is one source. Bad rows are yielded, not raised; a file
-    that breaks off, or whose format cannot be told, is a DataError.
+    that breaks off, or whose format cannot be detected, is a DataError.
     """
     path = resolve_path(source.path)
     for read in _readers(source, path):
         for record in read():
             match record:
                 case PassageRecord() | DroppedRow(is_passage=True):
-                    takes = source.passages
+                    is_selected = source.passages
                 case QuestionRecord() | DroppedRow():
-                    takes = source.questions is not None
+                    is_selected = source.questions is not None
                 case BadRow():
-                    takes = source.passages or source.questions is not None
-            if takes:
+                    is_selected = source.passages or source.questions is not None
+            if is_selected:
                 yield record
 
 
@@ -102,11 +102,11 @@ def format_of(source: SourceConfig) -> str:
         return "huggingface"
     path = resolve_path(source.path)
     whole = folder_format(source, path) if path.is_dir() else None
-    return whole or _tell_format(source_files(source)[0], source.path)
+    return whole or _detect_format(source_files(source)[0], source.path)
 
 
 def folder_format(source: SourceConfig, folder: Path) -> str | None:
-    """The format of a folder that is one source; None for a folder of files that are read one by one."""
+    """Return the format of a folder that is one source; None for a folder of files that are read one by one."""
     if source.format != "auto":
         return source.format if source.format in ("beir", "msmarco", "text", "huggingface") else None
     if _is_beir(folder):
@@ -115,8 +115,8 @@ def folder_format(source: SourceConfig, folder: Path) -> str | None:
         return "msmarco"
     if any((folder / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
         return "huggingface"
-    shown = [file for file in folder.iterdir() if not file.name.startswith(".") and file.is_file()]
-    return "text" if all(_is_text(file) for file in shown) and text_files(folder) else None
+    visible_files = [file for file in folder.iterdir() if not file.name.startswith(".") and file.is_file()]
+    return "text" if all(_is_text(file) for file in visible_files) and text_files(folder) else None
 
 
 def read_question_file(path: Path) -> list[Question]:
@@ -138,7 +138,7 @@ def read_question_file(path: Path) -> list[Question]:
 
 def _readers(source: SourceConfig, path: Path) -> Iterator[partial[Iterator[Record]]]:
     names = dict(sorted(source.fields.model_dump(exclude_defaults=True).items()))
-    wants_questions = source.questions is not None
+    takes_questions = source.questions is not None
     files, whole = source_files(source), folder_format(source, path) if path.is_dir() else None
     if source.path.startswith(SCHEME) or whole == "huggingface":
         name = source.path if source.path.startswith(SCHEME) else str(path)
@@ -147,7 +147,7 @@ def _readers(source: SourceConfig, path: Path) -> Iterator[partial[Iterator[Reco
     if whole in ("beir", "msmarco"):
         _refuse_names(source, whole, names)
         read = read_beir if whole == "beir" else read_msmarco
-        yield partial(read, path, source.id_prefix, source.split, source.passages, wants_questions)
+        yield partial(read, path, source.id_prefix, source.split, source.passages, takes_questions)
         return
     if source.format in ("beir", "huggingface"):
         expected = {
@@ -156,7 +156,7 @@ def _readers(source: SourceConfig, path: Path) -> Iterator[partial[Iterator[Reco
         }
         raise DataError(f"source {source.path} is a file, but {expected[source.format]}")
     for file in files:
-        format = whole or (source.format if source.format != "auto" else _tell_format(file, source.path, bool(names)))
+        format = whole or (source.format if source.format != "auto" else _detect_format(file, source.path, bool(names)))
         _refuse_names(source, format, names)
         if whole == "text":
             yield partial(read_text_file, file, source.id_prefix, path)
@@ -182,34 +182,34 @@ def _is_beir(path: Path) -> bool:
     return any((path / f"corpus.jsonl{end}").is_file() for end in ("", ".gz"))
 
 
-def _tell_format(file: Path, source: str, has_names: bool = False) -> str:
-    """`has_names`: the source names fields, so that its rows are none of a format with names of its own."""
+def _detect_format(file: Path, source: str, has_names: bool = False) -> str:
+    """Detect the format of a file. `has_names`: the source names fields, so it has no format with own names."""
     stem = file.name.lower().removesuffix(".gz").removesuffix(".bz2")
     if _is_beir(file.parent) and stem == "corpus.jsonl":
         return "beir"
     if stem.endswith(".parquet"):
         return "parquet"
     if stem.endswith(".tsv"):
-        return "tsv" if has_names else _tell_tsv(file)
+        return "tsv" if has_names else _detect_tsv(file)
     if stem.endswith(".csv"):
         with open_text(file) as text:
             return "qas_csv" if "\t" in text.readline() and not has_names else "csv"
     if stem.endswith((".jsonl", ".ndjson")):
-        return "jsonl" if has_names else _tell_lines(file)
+        return "jsonl" if has_names else _detect_lines(file)
     if stem.endswith(".json"):
-        return _tell_json(file)
+        return _detect_json(file)
     if stem.endswith(".xml") or ".xml-p" in stem:  # a dump in several files: pages-articles1.xml-p1p41242.bz2
         return "mediawiki"
     if _is_text(file):
         return "text"
     raise DataError(
-        f"the format of source {source} cannot be told from the name {file.name!r}; "
+        f"the format of source {source} cannot be detected from the name {file.name!r}; "
         f"set `format:` to one of {', '.join([*READERS, 'beir', 'huggingface'])}"
     )
 
 
-def _tell_tsv(file: Path) -> str:
-    """Rows of two columns are MS MARCO's; a header with id and text, in an order other than DPR's, is a table's own."""
+def _detect_tsv(file: Path) -> str:
+    """Two columns are MS MARCO's; a header with id and text, in an order other than DPR's, is that of a table."""
     with open_text(file) as text:
         columns = [name.strip().lower() for name in text.readline().split("\t")]
     if columns[:3] != ["id", "text", "title"] and {"id", "text"} <= set(columns):
@@ -217,7 +217,7 @@ def _tell_tsv(file: Path) -> str:
     return "msmarco" if len(columns) == 2 else "dpr_tsv"
 
 
-def _tell_lines(file: Path) -> str:
+def _detect_lines(file: Path) -> str:
     with open_text(file) as text:
         first = text.readline()
     try:
@@ -229,7 +229,7 @@ def _tell_lines(file: Path) -> str:
     return "nq_open" if keys == {"question", "answer"} else "jsonl"
 
 
-def _tell_json(file: Path) -> str:
+def _detect_json(file: Path) -> str:
     with open_text(file) as text:
         reader = JsonReader(text, str(file))
         if reader.peek() == "[":

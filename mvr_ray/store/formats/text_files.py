@@ -46,7 +46,7 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
         try:
             yield data
         except (EOFError, zlib.error, OSError) as error:
-            # gzip and bz2 tell damage by an OSError without a number, which errors of the system have.
+            # gzip and bz2 report damage by an OSError without a number, which errors of the system have.
             if not kind or isinstance(error, MvrRayError) or getattr(error, "errno", None) is not None:
                 raise
             raise DataError(f"{path} is a damaged or unfinished {kind} file: {error}; fetch it again") from error

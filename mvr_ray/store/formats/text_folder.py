@@ -24,8 +24,8 @@ _HEADING = re.compile(r"\s*#{1,6}[ \t]+(.+?)[ \t#]*(?:\n|\Z)|\s*(\S.*)\n(?:=+|-+
 def text_files(folder: Path) -> list[Path]:
     """List the text and Markdown files under a folder by their path; hidden files and folders are left out."""
     files = (path for path in folder.rglob("*") if path.name.lower().removesuffix(".gz").endswith(TEXT_ENDS))
-    shown = (path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
-    return sorted(path for path in shown if path.is_file())
+    visible_files = (path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    return sorted(path for path in visible_files if path.is_file())
 
 
 def read_text_file(path: Path, prefix: str = "", folder: Path | None = None) -> Iterator[Record]:

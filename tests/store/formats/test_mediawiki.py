@@ -164,9 +164,9 @@ def test_a_later_dump_changes_the_passages_of_its_changed_pages_alone(excerpt: s
         corpus = Corpus.open(store, "corpus")
         corpora.append({p.id: p for shard in range(3) for p in corpus.part(shard).passages()})
     first, second = corpora
-    changed = {name.partition("#")[0] for name in first.keys() | second.keys() if first.get(name) != second.get(name)}
+    pages = {name.partition("#")[0] for name in first.keys() | second.keys() if first.get(name) != second.get(name)}
     anarchism, autistic = "12", "25"
-    assert changed == {anarchism, autistic, "999"}
+    assert pages == {anarchism, autistic, "999"}
     assert not any(name.startswith(f"{autistic}#") for name in second)
     assert sum(name.startswith("999#") for name in second) == 3
     assert all(len(p.text.split()) <= 100 for p in second.values())
@@ -296,10 +296,10 @@ def test_a_later_dump_changes_the_pages_that_have_another_revision(write: Write,
     before = [page_at(str(number), f"The text of {number}.", 10 + number) for number in range(1, 5)]
     store = corpus_of("store", *before)
     redirect = page("3", "#REDIRECT [[T]]", more='<redirect title="T"/>')
-    changed, new = page_at("2", "A much longer text of two.", 20), page_at("5", "The text of five.", 15)
-    later = write("later.xml.bz2", bz2.compress(export(page_at("1", "x", 11), changed, redirect, new).encode()))
+    new_revision, new = page_at("2", "A much longer text of two.", 20), page_at("5", "The text of five.", 15)
+    later = write("later.xml.bz2", bz2.compress(export(page_at("1", "x", 11), new_revision, redirect, new).encode()))
     report = update(cfg, store, str(later))
-    expected = corpus_of("expected", before[0], changed, before[3], new)
+    expected = corpus_of("expected", before[0], new_revision, before[3], new)
     assert sorted(only_corpus(store)) == sorted(only_corpus(expected))
     assert {dict(passage.fields)["revision_id"] for passage in only_corpus(store)} == {11, 20, 14, 15}
     if not chunk_words:

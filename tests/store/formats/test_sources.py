@@ -355,10 +355,10 @@ def test_a_csv_header_that_cannot_be_used_is_told_with_its_columns(write: Write,
     with pytest.raises(DataError) as refusal:
         read(write("p.csv", text))
     message = str(refusal.value).partition("/sources/")[2]
-    needed = (
+    hint = (
         "Needed are id and text, in any order; other names can be given in the source's fields: {id: NAME, text: NAME}"
     )
-    assert message == f"p.csv: the header {problem}. {needed}"
+    assert message == f"p.csv: the header {problem}. {hint}"
 
 
 def test_files_that_are_missing_unknown_or_broken_are_named(write: Write, tmp_path: Path):
@@ -538,9 +538,9 @@ def test_a_data_set_of_hugging_face_is_read_from_a_folder(tmp_path: Path, monkey
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     rows = [{"doc": "a", "body": "A river."}, {"doc": "b", "body": "Mountains."}]
-    saved = datasets.Dataset.from_list(rows)
-    saved.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict({"train": saved, "test": saved.select([1])}).save_to_disk(tmp_path / "two")
+    dataset = datasets.Dataset.from_list(rows)
+    dataset.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": dataset, "test": dataset.select([1])}).save_to_disk(tmp_path / "two")
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     names = {"id": "doc", "text": "body"}
