@@ -90,7 +90,7 @@ def test_a_store_keeps_the_precision_that_its_passages_were_embedded_in(empty_st
     """The encoder in use on either kind of processor; the numbers are those of fp32, which every processor supports."""
     build = precision.build_tower
     monkeypatch.setattr(session, "in_ray", lambda: False)  # the patches below do not reach workers
-    monkeypatch.setattr(precision, "_cpu_lacks", lambda tower, name: "")
+    monkeypatch.setattr(precision, "_missing_on_cpu", lambda tower, name: "")
     monkeypatch.setattr(precision, "build_tower", lambda tower, own: build(tower, own._replace(name="fp32")))
     chosen, here = [first], {"local_passages": 1000}
     monkeypatch.setattr(encoders, "fastest_float", lambda tower: chosen[0])

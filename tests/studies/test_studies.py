@@ -690,7 +690,7 @@ def test_steps_side_by_side_never_need_or_disturb_each_other(path, at_once):
     waiting, running, records = list(plan.steps.values()), [], {}
     most = 0
     while waiting or running:
-        step = execute._next(waiting, records, running, at_once)
+        step = execute._next_step(waiting, records, running, at_once)
         if step is None:
             assert running, "nothing runs and nothing may start"
             finish = running.pop(chance.randrange(len(running)))
