@@ -43,5 +43,5 @@ class RouterDiagnostics:
         with self.live.pin(version) as router:
             queries_QD = check_queries(queries_QD, router.dimension)
             fleet = self.live.searchers.fleet(router.manifest)
-            results = fleet.exact(queries_QD, check_k(k), Deadline.after(self.live.timeout_s))
+            results = fleet.exact(queries_QD, check_k(k), Deadline.after(router.timeout_s))
             return MergedResults(results, shard_starts(router.manifest.shards), k).hits()

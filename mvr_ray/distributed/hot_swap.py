@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
 from mvr_ray.distributed.periodic import run_periodically
 from mvr_ray.distributed.ray_errors import ray_error_types, translate_ray_errors
-from mvr_ray.distributed.router import TIMEOUT_S, Observe, Router, searcher_task
+from mvr_ray.distributed.router import TIMEOUT_S, Observe, Router, RouterOptions, searcher_task
 from mvr_ray.distributed.searching import version_cache
 from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.local_searchers import LocalSearchers, Searchers, version_name
@@ -78,12 +78,9 @@ class HotSwapRouter:
         manifest: Manifest,
         searchers: Searchers,
         *,
-        timeout_s: float = TIMEOUT_S,
-        threads: int = 1,
-        gpu: bool = False,
-        observe: Observe | None = None,
         batching: bool = False,
         max_waiting: int = version_cache.MAX_WAITING,
+        **options: Unpack[RouterOptions],
     ) -> None:
         """`manifest`: the first live version; `ready`, or the first search, opens its shards. `batching`: concurrent
         searches share calls (`DynamicBatcher`). `max_waiting`: calls that may wait at the same time for versions to be
@@ -92,10 +89,7 @@ class HotSwapRouter:
         self.store = store
         self.index = manifest.index
         self.searchers = searchers
-        self.timeout_s = timeout_s
-        self.threads = threads
-        self.gpu = gpu
-        self.observe = observe
+        self.options = options
         self.batching = batching
         self.min_idle_s = version_cache.MIN_IDLE_S
         self._lock = threading.Lock()
@@ -126,7 +120,7 @@ class HotSwapRouter:
         pinned_version = self._acquire(version)
         if pinned_version is None:
             manifest = manifests.read(self.store, self.index, version)
-            deadline = deadline or Deadline.after(self.timeout_s)
+            deadline = deadline or Deadline.after(self._live.router.timeout_s)
             pinned_version = self._loader.wait_for(manifest, deadline, lambda: self._acquire(version))
         try:
             yield pinned_version.router
@@ -288,15 +282,7 @@ class HotSwapRouter:
                 log.info("dropped: index=%s version=%d", self.index, version)
 
     def _router(self, manifest: Manifest, fleet: Fleet) -> Router:
-        return Router(
-            self.store,
-            manifest,
-            DynamicBatcher(fleet) if self.batching else fleet,
-            timeout_s=self.timeout_s,
-            threads=self.threads,
-            gpu=self.gpu,
-            observe=self.observe,
-        )
+        return Router(self.store, manifest, DynamicBatcher(fleet) if self.batching else fleet, **self.options)
 
     @property
     def manifest(self) -> Manifest:
