@@ -24,6 +24,7 @@ from machine import ROOT
 from measure import FOLDER, Bar, Part, interleaved, speedup, write
 from rates import read_rates
 
+from mvr_ray.checksums import with_trailer
 from mvr_ray.config import RunConfig
 from mvr_ray.core.refining import aopt
 from mvr_ray.core.refining.pseudo_labels import LabelMatrices, Labels, label_matrices
@@ -311,7 +312,7 @@ def rebuilds(part: Part, run: RunConfig, staged: Path, of: StoredVersion, refine
             rows = np.sort(rng.permutation(entry.num_passages)[: round(DIRTY_SHARE * entry.num_passages)])
             vectors = rng.standard_normal((len(rows), made_up.D), dtype=np.float32) / made_up.D**0.5
             state = ShardChanges.none(made_up.D).with_feedback(rows, vectors)
-            store.write_bytes(at.shard_path(staging, entry.shard), state.to_bytes())
+            store.write_bytes(at.shard_path(staging, entry.shard), with_trailer(state.to_bytes()))
         load_state(at)
         began[0] = time.perf_counter()
         described, _ = describe(run, of.described, refiners, at, [], {})
