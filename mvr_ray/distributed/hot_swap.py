@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
 from mvr_ray.distributed.periodic import run_periodically
 from mvr_ray.distributed.ray_errors import ray_error_types, translate_ray_errors
-from mvr_ray.distributed.router import TIMEOUT_S, Observe, Router, RouterOptions, searcher_task
+from mvr_ray.distributed.router import TIMEOUT_S, Observe, Router, searcher_task
 from mvr_ray.distributed.searching import version_cache
 from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.local_searchers import LocalSearchers, Searchers, version_name
@@ -80,11 +80,11 @@ class HotSwapRouter:
         *,
         batching: bool = False,
         max_waiting: int = version_cache.MAX_WAITING,
-        **options: Unpack[RouterOptions],
+        **options: Any,
     ) -> None:
         """`manifest`: the first live version; `ready`, or the first search, opens its shards. `batching`: concurrent
         searches share calls (`DynamicBatcher`). `max_waiting`: calls that may wait at the same time for versions to be
-        opened.
+        opened. `options`: those of `Router`.
         """
         self.store = store
         self.index = manifest.index

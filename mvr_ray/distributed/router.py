@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -87,16 +87,6 @@ Observe = Callable[[str, float], None]
 """Gets a stage and its seconds: `encode` the questions, `search` the shards, `merge` their answers."""
 
 
-class RouterOptions(TypedDict, total=False):
-    """`timeout_s`: for an answer, unless a search sets its own (600). `threads` and `gpu`: for embedding questions in
-    this process (1, no). The searching threads call `observe`."""
-
-    timeout_s: float
-    threads: int
-    gpu: bool
-    observe: Observe | None
-
-
 class MatchingSnippet(NamedTuple):
     """What the best view represents: a snippet, the title, the whole passage, or a feedback view (no part of it)."""
 
@@ -112,14 +102,27 @@ class Router:
     failure = ""
     """As `HotSwapRouter.failure`; always empty, since this router moves to no other version."""
 
-    def __init__(self, store: Store, manifest: Manifest, fleet: Fleet, **options: Unpack[RouterOptions]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        manifest: Manifest,
+        fleet: Fleet,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        threads: int = 1,
+        gpu: bool = False,
+        observe: Observe | None = None,
+    ) -> None:
+        """`timeout_s`: of a search without a deadline. `threads` and `gpu`: for embedding questions in this process.
+        The searching threads call `observe`.
+        """
         self.store = store
         self.manifest = manifest
         self.fleet = fleet
-        self.timeout_s = options.get("timeout_s", TIMEOUT_S)
-        self.threads = options.get("threads", 1)
-        self.gpu = options.get("gpu", False)
-        self.observe = options.get("observe")
+        self.timeout_s = timeout_s
+        self.threads = threads
+        self.gpu = gpu
+        self.observe = observe
         sizes = [entry.num_passages for entry in manifest.shards]
         self._start_of = shard_starts(manifest.shards)
         self._first_depth = lru_cache(MAX_DEPTHS)(lambda k, num_queries: first_depth(k, sizes, num_queries))

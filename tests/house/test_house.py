@@ -184,6 +184,12 @@ def test_the_map_of_the_papers_has_every_table_and_figure_once_and_links_studies
     assert beside <= linked, "a study that stands beside a table is in the map"
 
 
+def test_no_report_names_a_folder_of_the_machine_that_made_it() -> None:
+    reports = [*ROOT.glob("benchmarks/results/studies/*/report.md"), *ROOT.glob("benchmarks/results/studies/*/*.json")]
+    assert reports
+    assert [path for path in reports if re.search(r"=/\w", path.read_text(encoding="utf-8"))] == []
+
+
 def test_the_readme_names_every_command() -> None:
     used = {words[1] for words in commands(ROOT / "README.md")}
     assert set(get_command(app).commands) - {"version"} <= used
