@@ -138,10 +138,16 @@ def run_stage(
 
             report = report._replace(ranks=[])
             run_record.add_file(QUESTION_RANKS, question_ranks_bytes(ranks))
+        if views := getattr(report, "values", None):
+            from mvr_ray.store.formats.question_views import QUESTION_VIEWS, question_views_bytes
+
+            report = report._replace(values=[])
+            run_record.add_file(QUESTION_VIEWS, question_views_bytes({(report.index, run.encoder.seed): views}))
         run_record.keep(report)
     plain = to_plain(report)
     plain = plain if isinstance(plain, dict) else {name: plain}
     folder = f"{run.store.path}/{run_record.folder}" if run_record.folder else ""
+    plain.pop("values", None)
     if plain.pop("ranks", None) is not None:
         plain["questions_file"] = f"{folder}/{next(iter(run_record.files))}" if ranks and folder else None
     if mode.as_json:

@@ -25,7 +25,7 @@ from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.snippets import TITLE, Span, snippet_spans, snippet_text
 from mvr_ray.core.judging import metrics
 from mvr_ray.core.judging.answers import AnswerMatcher
-from mvr_ray.core.judging.attention import attention_kl_table, mean_attention_kl, view_attention
+from mvr_ray.core.judging.attention import attention_kl, attention_kl_table, mean_attention_kl, view_attention
 from mvr_ray.core.searching.exact import distinct
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
@@ -41,11 +41,14 @@ from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedQuestion
 from mvr_ray.store.formats.question_ranks import QuestionRanks
+from mvr_ray.store.formats.question_views import QuestionViews
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.questions import read_questions
 from mvr_ray.types import EmbeddingBlock, FloatArray, Hit, IntArray, Passage, Progress, Question, no_progress
 
 ALL_VIEWS = "all views"
+ANSWER_VIEW = "answer view"
+"""The system of the ranks of the first hits that were matched by a snippet with the answer."""
 EXAMPLES = 2
 """Number of passages shown, with two questions each."""
 
@@ -68,7 +71,8 @@ class ViewExample(NamedTuple):
 
 
 class ViewReport(NamedTuple):
-    """`rows` hold retrieval by all views and by each alone, `ranks` the ranks of all views for every question.
+    """`rows` hold retrieval by all views and by each alone. `ranks` hold the ranks of the same systems for every
+    question, and those of the answer's view, and `values` the measures of every question.
 
     The other values are None if there is only one view.
 
@@ -82,6 +86,7 @@ class ViewReport(NamedTuple):
     gold_answer_view_share share of questions for which it is the view of the answer's snippet (ours)
     attention_kl           mean of the table below over the pairs i < j
     attention_kl_table     [V][V], D(i, j) = KL(view j || view i) of CAMVR eq. 14
+    attention_passages     number of passages over which it is the mean
     examples               passages with two questions whose answers are in different snippets, a question each
     """
 
@@ -100,9 +105,11 @@ class ViewReport(NamedTuple):
     attention_kl: float | None
     win_shares: list[float]
     attention_kl_table: list[list[float | None]]
+    attention_passages: int
     examples: list[ViewExample]
     rows: list[EvaluationRow]
     ranks: list[QuestionRanks]
+    values: list[QuestionViews]
 
 
 class OwnViews(NamedTuple):
@@ -146,7 +153,7 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
     queries_QD = encoder.embed_queries([question.text for question in questions])
     shards = _search(run, store, manifest, queries_QD, [q.positive_ids[0] for q in questions], progress)
     rows: list[EvaluationRow] = []
-    all_ranks: list[QuestionRanks] = []
+    ranks: list[QuestionRanks] = []
     article_of, start_of = articles_of(questions, passages), shard_starts(manifest.shards)
     for view in range(manifest.num_views + 1) if manifest.num_views > 1 else [1]:
         merged = MergedResults([shard.results[view] for shard in shards], start_of, max(run.evaluate.k)).hits()
@@ -154,21 +161,24 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
         ranked = judge_hits(questions, merged, passages, run.evaluate.match)
         result = system_result(system, name, ranked, article_of, run.evaluate)
         rows += result.rows
-        if view == manifest.num_views:
-            all_ranks.append(result.ranks)
+        ranks.append(result.ranks)
         if view == manifest.num_views and encoder.spec.has_snippets:
             matched = _answer_view_ranks(ranked, merged, passages, encoder, run.evaluate)
             rows += _answer_view_rows(name, matched, article_of, run.evaluate)
+            matched_Q = [matched.get(question_id) for question_id in result.ranks.question_ids]
+            unjudged_Q = [None] * len(matched_Q)
+            ranks.append(result.ranks._replace(system=ANSWER_VIEW, answer_ranks=matched_Q, gold_ranks=unjudged_Q))
     own = _own_views(questions, shards, manifest)
     spans = {i: _spans(encoder, passage) for i, passage in gold.items()}
     answer_Q = np.array([_answer_view(question, spans[question.positive_ids[0]]) for question in questions])
     known_Q = answer_Q if encoder.spec.has_snippets else np.full(len(questions), -1)
-    values = _view_values(questions, own, queries_QD, known_Q)
-    table_VV = np.empty((0, 0))
+    means = _view_values(questions, own, queries_QD, known_Q)
+    tables: dict[str, FloatArray] = {}
     if manifest.num_views > 1 and not encoder.spec.has_pieces:
         ids = list(dict.fromkeys(question.positive_ids[0] for question in questions))[: settings.attention_passages]
         attention = view_attention(encoder, encoder.tokenize_passages([gold[passage] for passage in ids]))
-        table_VV = attention_kl_table(attention)
+        tables = {passage: attention_kl(one) for passage, one in zip(ids, attention, strict=True)}
+    table_VV = attention_kl_table(list(tables.values())) if tables else np.empty((0, 0))
     return ViewReport(
         manifest.index,
         manifest.version,
@@ -176,12 +186,45 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
         name,
         len(questions),
         attention_kl=mean_attention_kl(table_VV),
-        attention_kl_table=[[None if np.isnan(value) else float(value) for value in row] for row in table_VV],
+        attention_kl_table=[[_defined(value) for value in row] for row in table_VV],
+        attention_passages=len(tables),
         examples=_examples(questions, own, queries_QD, answer_Q, gold, spans) if manifest.num_views > 1 else [],
         rows=rows,
-        ranks=all_ranks,
-        **values,
+        ranks=ranks,
+        values=_question_values(questions, article_of, own, queries_QD, known_Q, tables),
+        **means,
     )
+
+
+def _question_values(
+    questions: Sequence[Question],
+    article_of: Mapping[str, str],
+    own: OwnViews,
+    queries_QD: FloatArray,
+    answer_Q: IntArray,
+    tables: Mapping[str, FloatArray],
+) -> list[QuestionViews]:
+    """Measure every question. `tables` has the attention divergences of the measured passages."""
+    if own.mask_QV.shape[1] == 1:
+        return []
+    lv_Q = metrics.question_lv(queries_QD, own.views_QVD, own.mask_QV)
+    wins_Q = metrics.winning_views(_shares_of_longest(queries_QD, own.views_QVD), own.mask_QV)
+    divergence_of = {passage: mean_attention_kl(table_VV) for passage, table_VV in tables.items()}
+    return [
+        QuestionViews(
+            question.id,
+            article_of[question.id],
+            question.positive_ids[0],
+            _defined(lv),
+            bool(win == answer) if answer >= 0 else None,
+            divergence_of.get(question.positive_ids[0]),
+        )
+        for question, lv, win, answer in zip(questions, lv_Q, wins_Q, answer_Q, strict=True)
+    ]
+
+
+def _defined(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
 
 
 def _answer_view_ranks(

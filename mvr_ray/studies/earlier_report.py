@@ -5,22 +5,25 @@ the report has all its steps; all steps of other variants run.
 """
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mvr_ray.distributed.analyze import ALL_VIEWS, ANSWER_VIEW
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, QuestionRanks, read_question_ranks
+from mvr_ray.store.formats.question_views import QUESTION_VIEWS, QuestionViews, read_question_views
 from mvr_ray.studies.definition import Study
 from mvr_ray.studies.execute import StepRecord
 from mvr_ray.studies.report import ANSWERS
-from mvr_ray.studies.results import system_name
+from mvr_ray.studies.results import system_name, view_system_name
 from mvr_ray.studies.steps import StudyPlan
 
-REPORTED_STAGES = frozenset({"prepare", "train", "mine", "index", "refine", "evaluate", "reading"})
-"""Stages whose reports are complete in a study's report, with its files of ranks and answers of every question."""
+REPORTED_STAGES = frozenset({"prepare", "train", "mine", "index", "refine", "evaluate", "analyze", "reading"})
+"""Stages whose reports are complete in a study's report, with its files of ranks, answers and views."""
 
 
 def read_report(folder: Path, study: Study, plan: StudyPlan) -> dict[str, StepRecord]:
@@ -42,6 +45,7 @@ def read_report(folder: Path, study: Study, plan: StudyPlan) -> dict[str, StepRe
             f"{study.config.study}, size {study.size}"
         )
     ranks, answers = _ranks(folder / QUESTION_RANKS), _answers(folder / ANSWERS)
+    views = read_question_views(folder / QUESTION_VIEWS) if (folder / QUESTION_VIEWS).exists() else {}
     for run in plan.variants:
         for key in run.keys:
             if key not in records:
@@ -53,6 +57,12 @@ def read_report(folder: Path, study: Study, plan: StudyPlan) -> dict[str, StepRe
                 records[key] = records[key]._replace(report=report | {"sets": sets})
                 if not all(map(_has_every_answer, sets)):
                     del records[key]
+            elif records[key].stage == "analyze":
+                complete = None if run.at else _analysis(report, run.variant.name, run.seed, ranks, views)
+                if complete is None:
+                    del records[key]
+                else:
+                    records[key] = records[key]._replace(report=complete)
             elif records[key].stage == "evaluate" and "ranks" not in report:
                 own = {row["system"]: system_name(run.variant.name, row["system"]) for row in report["rows"]}
                 parts = [
@@ -62,6 +72,25 @@ def read_report(folder: Path, study: Study, plan: StudyPlan) -> dict[str, StepRe
                 ]
                 records[key] = records[key]._replace(report=report | {"ranks": [] if run.at else parts})
     return {key: step for key, step in records.items() if key in plan.steps and step.stage in REPORTED_STAGES}
+
+
+def _analysis(
+    report: dict[str, Any],
+    variant: str,
+    seed: int,
+    ranks: Mapping[tuple[str, int], Sequence[QuestionRanks]],
+    views: Mapping[tuple[str, int], Sequence[QuestionViews]],
+) -> dict[str, Any] | None:
+    """Return an analysis with its ranks and values of every question; None where the report's files lack some."""
+    systems = list(dict.fromkeys(row["system"] for row in report["rows"]))
+    if any("answer_view/" in row["metric"] for row in report["rows"]):
+        systems.append(ANSWER_VIEW)
+    names = {system: (view_system_name(variant, system), seed) for system in systems}
+    values = views.get((variant, seed), [])
+    if any(name not in ranks for name in names.values()) or (not values and systems != [ALL_VIEWS]):
+        return None
+    parts = [part._replace(system=system)._asdict() for system, name in names.items() for part in ranks[name]]
+    return report | {"ranks": parts, "values": [row._asdict() for row in values]}
 
 
 def _answers(path: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
+from mvr_ray.store.formats.question_views import QUESTION_VIEWS, QuestionViews, question_views_bytes
 from mvr_ray.studies import refinement_tables, retrieval_tables, training_tables, view_tables
 from mvr_ray.studies.definition import Study
 from mvr_ray.studies.execute import StepRecord, code_version, hardware
@@ -110,6 +111,13 @@ def make_report(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]
         for value in question_set["values"]
     ]:
         files[ANSWERS] = _parquet(answers)
+    if views := {
+        (run.variant.name, run.seed): [QuestionViews(**row) for row in records[key].report["values"]]
+        for run in plan.variants
+        for key in run.keys
+        if not run.at and records[key].stage == "analyze" and records[key].report["values"]
+    }:
+        files[QUESTION_VIEWS] = question_views_bytes(views)
     files["report.md"] = _markdown(content).encode()
     files["report.html"] = _page(content).encode()
     plain = {

@@ -40,8 +40,8 @@ class MetricValues(NamedTuple):
 
 
 class VariantResult(NamedTuple):
-    """The metrics of one variant, the ranks of every question by seed, and the reports of its steps by stage, one a
-    seed."""
+    """The metrics of one variant, the ranks of every question by seed, the reports of its steps by stage, one a seed,
+    and the ranks of each of its views by system of `analyze` and seed."""
 
     name: str
     paper: Mapping[str, float]
@@ -51,6 +51,7 @@ class VariantResult(NamedTuple):
     reports: dict[str, list[Report]]
     curve: Mapping[int, Mapping[str, Cell]] = MappingProxyType({})
     """The metrics by number of training steps, where the study measures a curve."""
+    view_ranks: Mapping[str, Mapping[int, QuestionRanks]] = MappingProxyType({})
 
 
 class _SystemRows(NamedTuple):
@@ -87,6 +88,7 @@ def _system_results(
     that of `evaluate`, and that of `analyze` has the system's name as prefix. BM25 is untrained: one seed is enough."""
     systems = {variant.name: _SystemRows({}, {}, [])}
     reports: dict[str, list[Report]] = {}
+    view_ranks: dict[str, dict[int, QuestionRanks]] = {}
     for run in runs:
         for key in sorted(run.keys, key=lambda key: records[key].stage == "evaluate"):
             stage, report = records[key].stage, records[key].report
@@ -99,7 +101,11 @@ def _system_results(
                     continue
                 rows, ranks, names = systems.setdefault(name, _SystemRows({}, {}, []))
                 if "metric" not in row:
-                    ranks[run.seed] = QuestionRanks(**row)._replace(seed=run.seed)
+                    one = QuestionRanks(**row)._replace(seed=run.seed)
+                    if stage == "analyze":
+                        view_ranks.setdefault(one.system, {})[run.seed] = one
+                    if stage == "evaluate" or one.system == ALL_VIEWS:
+                        ranks[run.seed] = one
                     continue
                 if row["system"] not in names:
                     names.append(row["system"])
@@ -110,7 +116,7 @@ def _system_results(
     for name, (rows, ranks, names) in systems.items():
         cells = {metric: _cell(metric, list(own.values()), list(ranks.values())) for metric, own in rows.items()}
         if name == variant.name:
-            yield VariantResult(name, variant.paper, variant.setting, cells, ranks, reports)
+            yield VariantResult(name, variant.paper, variant.setting, cells, ranks, reports, view_ranks=view_ranks)
         else:
             yield VariantResult(name, {}, "" if name == BM25 else "; ".join(names), cells, ranks, {})
 
@@ -143,7 +149,8 @@ def _cell(metric: str, rows: Sequence[Report], ranks: Sequence[QuestionRanks]) -
 
 
 def metric_values(parts: Sequence[QuestionRanks], metric: str) -> MetricValues | None:
-    """Compute every question's value of `answer/top-K` or `gold/top-K`, a row a part (seed); None for other metrics.
+    """Compute every question's value of `answer/top-K` or `gold/top-K`, a row a part (seed); None for other metrics,
+    and where no question has one.
 
     All parts must rank the same questions.
     """
@@ -153,6 +160,8 @@ def metric_values(parts: Sequence[QuestionRanks], metric: str) -> MetricValues |
     first = parts[0]
     ranks_SQ = [part.answer_ranks if kind == "answer" else part.gold_ranks for part in parts]
     places = [at for at, rank in enumerate(ranks_SQ[0]) if rank is not None]
+    if not places:
+        return None
     values_SQ = np.array([hits_within([ranks_Q[at] for at in places], int(cutoff)) for ranks_Q in ranks_SQ])
     return MetricValues(values_SQ, [first.question_ids[at] for at in places], [first.articles[at] for at in places])
 
@@ -164,15 +173,42 @@ def hits_within(ranks: Sequence[int | None], k: int) -> FloatArray:
 
 def compare_variants(better: VariantResult, than: VariantResult, metric: str) -> Difference | None:
     """Compute the difference of two variants on the same questions; None where their questions differ."""
-    seeds = sorted(set(better.ranks) & set(than.ranks))
-    if len(better.ranks) == 1 or len(than.ranks) == 1:  # an untrained system is compared with every seed
-        parts = [list(one.ranks.values()) for one in (better, than)]
+    return compare_ranks(better.ranks, than.ranks, metric)
+
+
+def compare_ranks(
+    better: Mapping[int, QuestionRanks], than: Mapping[int, QuestionRanks], metric: str
+) -> Difference | None:
+    """Compute the difference of two systems' ranks by seed; None where their questions differ."""
+    seeds = sorted(set(better) & set(than))
+    if len(better) == 1 or len(than) == 1:  # an untrained system is compared with every seed
+        parts = [list(one.values()) for one in (better, than)]
     else:
-        parts = [[one.ranks[seed] for seed in seeds] for one in (better, than)]
+        parts = [[one[seed] for seed in seeds] for one in (better, than)]
     a, b = (metric_values(part, metric) for part in parts)
     if a is None or b is None or a.ids_Q != b.ids_Q:
         return None
     return difference(a.values_SQ, b.values_SQ, a.articles_Q)
+
+
+def compare_views(better: VariantResult, than: VariantResult, measure: str) -> Difference | None:
+    """Compute the difference of a measure of `QuestionViews` (x 100) between two variants, over the questions for which
+    both have it; None without one. `attention_kl` is compared by passage."""
+    name = "passage_id" if measure == "attention_kl" else "question_id"
+    first, second = (
+        [
+            {row[name]: row for row in report["values"] if row[measure] is not None}
+            for report in one.reports.get("analyze", [])
+        ]
+        for one in (better, than)
+    )
+    known = [i for i in (first[0] if first else ()) if all(i in rows for rows in [*first, *second])]
+    if not known or not second:
+        return None
+    first_SQ, second_SQ = (
+        np.array([[float(rows[i][measure]) for i in known] for rows in part]) for part in (first, second)
+    )
+    return difference(first_SQ, second_SQ, [first[0][i]["article"] for i in known])
 
 
 def stage_reports(
@@ -185,5 +221,17 @@ def stage_reports(
 
 
 def question_ranks(results: Sequence[VariantResult]) -> list[QuestionRanks]:
-    """Return the ranks of every variant and seed for every question, under the variant's name."""
-    return [ranks._replace(system=result.name) for result in results for ranks in result.ranks.values()]
+    """Return the ranks of every variant and seed for every question, under the variant's name, and those of its views
+    under `view_system_name`."""
+    own = [ranks._replace(system=result.name) for result in results for ranks in result.ranks.values()]
+    return own + [
+        ranks._replace(system=view_system_name(result.name, system))
+        for result in results
+        for system, by_seed in result.view_ranks.items()
+        for ranks in by_seed.values()
+    ]
+
+
+def view_system_name(variant: str, system: str) -> str:
+    """Return the name of a system of `analyze` in a file of question ranks."""
+    return f"{variant}: {system}"

@@ -51,7 +51,7 @@ RULES = {
     "refine": StageRule(("refine",), ("index",), True),
     "evaluate": StageRule(("evaluate", "retrieve"), ("index", "refine"), True, report_fields="ranks"),
     "analyze": StageRule(
-        ("analyze", "evaluate"), ("index", "refine"), True, report_fields="eqs. 14 and 15 as in the paper, ranks"
+        ("analyze", "evaluate"), ("index", "refine"), True, report_fields="ranks and values of every question"
     ),
     "cost": StageRule(("encoder", "evaluate"), ("prepare",), True, alone=True),
     "refinement_grid": StageRule(

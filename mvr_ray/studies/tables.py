@@ -50,9 +50,9 @@ def format_cell(cell: Cell | None) -> str:
     return "" if cell is None else f"{100 * cell.value:.1f} ({100 * cell.low:.1f} to {100 * cell.high:.1f})"
 
 
-def format_change(points: float, low: float, high: float, p: float) -> str:
-    """Format a difference in points with its interval, and the p of the paired test."""
-    return f"{points:+.1f} ({low:+.1f} to {high:+.1f}), {p:.2g}"
+def format_change(value: float, low: float, high: float, p: float, decimals: int = 1) -> str:
+    """Format a difference with its interval, and the p of the paired test."""
+    return f"{value:+.{decimals}f} ({low:+.{decimals}f} to {high:+.{decimals}f}), {p:.2g}"
 
 
 def format_number(value: float | None) -> str:

@@ -14,10 +14,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mvr_ray.distributed.analyze import ALL_VIEWS
+from mvr_ray.comparison import Difference
+from mvr_ray.distributed.analyze import ALL_VIEWS, ANSWER_VIEW
 from mvr_ray.studies.definition import Study
-from mvr_ray.studies.results import VariantResult, stage_reports
-from mvr_ray.studies.tables import Row, Table, format_cell, format_number, format_percent, make_table, mean
+from mvr_ray.studies.results import VariantResult, compare_ranks, compare_views, stage_reports
+from mvr_ray.studies.tables import (
+    Row,
+    Table,
+    format_cell,
+    format_change,
+    format_number,
+    format_percent,
+    make_table,
+    mean,
+)
 
 MIN_QUESTIONS_FOR_PPL = 3
 """Mean questions a passage below which a paper's PPL is omitted: PPL cannot exceed that number, and the paper's
@@ -54,19 +64,54 @@ def view_table(results: Sequence[VariantResult]) -> Table | None:
             row |= {f"paper {column}": format_number(paper)} if name in paper_values else {}
             row[column] = format_number(mean([report[name] for report in reports]))
         row["most"] = format_number(mean([max(report["win_shares"]) for report in reports]))
-        rows.append(row | {"n": int(reports[0]["num_questions"]), "questions a passage": format_number(questions)})
+        row |= {"n": int(reports[0]["num_questions"]), "questions a passage": format_number(questions)}
+        first = _first_with_views(variants)
+        row[f"LV against {first.name}, p"] = _view_change(variant, first, "lv")
+        answered = _first_with_views(variants, "gold_answer_view")
+        row[f"gold answer view wins (points) against {answered.name}, p"] = _view_change(
+            variant, answered, "gold_answer_view"
+        )
+        rows.append(row)
     note = (
         "Cosine 1 and LV 0 mean that the views are one vector, and PPL is then meaningless; near-ties go to the lowest "
         "view. PPL (MVR eq. 10) is the mean over passages of exp(entropy), `of mean entropy` the exponent of the mean; "
         "the paper does not say which it uses. `most` is the share of questions won by the view that wins most. "
-        "Attention KL is the mean over pairs i < j. n: questions, with their number a passage."
-    )
+        "Attention KL is the mean over pairs i < j. n: questions, with their number a passage. "
+    ) + _TEST_NOTE
     if few_questions:
         note += (
             f" The paper's PPL is of 4.8 questions a passage, which bounds it; it is omitted for fewer than "
             f"{MIN_QUESTIONS_FOR_PPL} a passage."
         )
-    return make_table("Views", note, rows)
+    return make_table("Views", note, rows, drop_empty=True)
+
+
+_TEST_NOTE = (
+    "The last columns are differences on the same questions, with their intervals and the p of the paired test, which "
+    "flips whole articles."
+)
+
+
+def _first_with_views(variants: Sequence[VariantResult], measure: str = "lv") -> VariantResult:
+    """Return the first variant with this measure of several views, else the first one."""
+    with_measure = (
+        variant
+        for variant, report in stage_reports(variants, "analyze")
+        if any(row[measure] is not None for row in report["values"])
+    )
+    return next(with_measure, variants[0])
+
+
+def _view_change(variant: VariantResult, first: VariantResult, measure: str) -> str:
+    """Format the difference of a measure from the first variant's: in points for shares, else in its own unit."""
+    gap = compare_views(variant, first, measure) if variant is not first else None
+    if measure == "gold_answer_view":
+        return _format_gap(gap)
+    return format_change(gap.points / 100, gap.low / 100, gap.high / 100, gap.p, decimals=3) if gap else ""
+
+
+def _format_gap(gap: Difference | None) -> str:
+    return format_change(*gap[:4]) if gap else ""
 
 
 def alone_table(study: Study, results: Sequence[VariantResult]) -> Table | None:
@@ -80,8 +125,15 @@ def alone_table(study: Study, results: Sequence[VariantResult]) -> Table | None:
             for metric, cell in cells.items():
                 row[f"paper {metric}"] = format_percent(result.paper.get(f"{view}: {metric}"), decimals=2)
                 row[metric] = format_cell(cell)
-            rows.append(row | {"n": max((cell.n for cell in cells.values() if cell), default=0)})
-    note = "Percent of the questions that were analysed, with 95 % intervals over articles (CAMVR tables 2 and 7)."
+            row |= {"n": max((cell.n for cell in cells.values() if cell), default=0)}
+            metric, ranks = study.config.metrics[0], result.view_ranks
+            gap = compare_ranks(ranks[view], ranks[ALL_VIEWS], metric) if view in ranks and view != ALL_VIEWS else None
+            rows.append(row | {f"{metric} against all views, p": _format_gap(gap)})
+    note = (
+        "Percent of the questions that were analysed, with 95 % intervals over articles (CAMVR tables 2 and 7). The "
+        "last column is the difference from all views of the same variant in points, with its interval and the p of "
+        "the paired test, which flips whole articles."
+    )
     return make_table("Each view alone", note, rows, drop_empty=True)
 
 
@@ -98,11 +150,16 @@ def answer_view_table(results: Sequence[VariantResult]) -> Table | None:
             row |= {"paper overall": format_percent(paper), "overall": format_cell(overall)}
             row |= {"paper answer view": format_percent(paper_view), "answer view": format_cell(answer_view)}
             row |= {"paper other views": format_percent(rest)}
-            rows.append(row | {"other views": format_percent(overall.value - answer_view.value), "n": answer_view.n})
+            row |= {"other views": format_percent(overall.value - answer_view.value), "n": answer_view.n}
+            first = next(one for one in results if one.cells.get(f"{prefix}{k}"))
+            own, other = (one.view_ranks.get(ANSWER_VIEW, {}) for one in (result, first))
+            gap = compare_ranks(own, other, f"answer/top-{k}") if result is not first else None
+            rows.append(row | {f"answer view against {first.name}, p": _format_gap(gap)})
     note = (
         "Percent of the questions for which one of the first hits holds an answer (overall), and for which one of them "
         "was matched by a view whose own snippet holds it (answer view); other views: the difference. Snippets are "
-        "searched by the rule for passages; the title, and feedback views, hold no answer."
+        "searched by the rule for passages; the title, and feedback views, hold no answer. The last column is the "
+        "difference of answer view in points, its interval, and the p of the paired test, which flips whole articles."
     )
     return make_table("Answer view (CAMVR eq. 15)", note, rows, drop_empty=True)
 
@@ -110,10 +167,15 @@ def answer_view_table(results: Sequence[VariantResult]) -> Table | None:
 def attention_table(results: Sequence[VariantResult]) -> Table | None:
     """Tabulate the upper triangle of D(i, j) (CAMVR eq. 14 and table 3), the paper's rows above ours."""
     rows: list[Row] = []
-    for result in results:
-        reports = (report["attention_kl_table"] for report in result.reports.get("analyze", []))
-        tables = [table for table in reports if table]  # none for one view, or views that read different texts
-        num_views = len(tables[0]) if tables else 0
+    measured = [
+        result
+        for result in results
+        if any(report["attention_kl_table"] for report in result.reports.get("analyze", []))
+    ]  # none for one view, or views that read different texts
+    for result in measured:
+        reports = result.reports["analyze"]
+        tables = [report["attention_kl_table"] for report in reports]
+        num_views = len(tables[0])
         for i in range(num_views - 1):
             head: Row = {"variant": result.name, "view i": i + 1}
             columns = {f"j = {j + 1}": j for j in range(i + 1, num_views)}
@@ -122,12 +184,18 @@ def attention_table(results: Sequence[VariantResult]) -> Table | None:
                 figures = {column: "" if value is None else f"{value:.2f}" for column, value in paper.items()}
                 rows.append({**head, "figures": "paper", **figures})
             means = {column: mean([table[i][j] for table in tables]) for column, j in columns.items()}
-            rows.append({**head, "figures": "ours", **{column: format_number(kl) for column, kl in means.items()}})
+            row: Row = {**head, "figures": "ours", **{column: format_number(kl) for column, kl in means.items()}}
+            if i == 0:
+                row["n (passages)"] = reports[0]["attention_passages"]
+                row[f"mean against {measured[0].name}, p"] = _view_change(result, measured[0], "attention_kl")
+            rows.append(row)
     note = (
         "Row i, column j > i: D(i, j) = KL(attention of view j || attention of view i), in nats, of the last layer, "
-        "mean over heads and passages; the paper's are of 1,000 passages of Wikipedia."
+        "mean over heads and passages; the paper's are of 1,000 passages of Wikipedia. n, in a variant's first row: "
+        "passages. Beside it, the difference of the mean over i < j on the same passages, with its interval and the p "
+        "of the paired test, which flips whole articles."
     )
-    return make_table("Attention divergence between views (CAMVR eq. 14)", note, rows)
+    return make_table("Attention divergence between views (CAMVR eq. 14)", note, rows, drop_empty=True)
 
 
 def _paper_attention(result: VariantResult, i: int, j: int) -> float | None:

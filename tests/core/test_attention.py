@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,13 @@ from scipy import stats
 from transformers import AutoModel
 
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.judging.attention import ViewAttention, attention_kl_table, mean_attention_kl, view_attention
+from mvr_ray.core.judging.attention import (
+    ViewAttention,
+    attention_kl,
+    attention_kl_table,
+    mean_attention_kl,
+    view_attention,
+)
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import Passage
 
@@ -50,20 +57,24 @@ def test_a_view_attends_as_the_mean_of_its_tokens_does_whatever_it_is_padded_wit
                 assert attention_VT[view].sum() == pytest.approx(1, abs=1e-5)
 
 
+def kl_table(passages: Sequence[ViewAttention]) -> np.ndarray:
+    return attention_kl_table([attention_kl(passage) for passage in passages])
+
+
 def test_divergence_equals_a_loop_over_pairs_of_views_and_is_zero_for_equal_ones():
     rng = np.random.default_rng(3)
     masks = np.array([[True, True, True], [True, False, True], [True, False, False], [True, True, True]])
     passages = [ViewAttention(rng.random((3, 4 + n)) * mask[:, None], mask) for n, mask in enumerate(masks)]
-    table_VV = attention_kl_table(passages)
+    table_VV = kl_table(passages)
     for i, j in itertools.product(range(3), repeat=2):
         pairs = [(a[i], a[j]) for a, mask in passages if mask[i] and mask[j]]
         assert table_VV[i, j] == pytest.approx(np.mean([stats.entropy(y, x) for x, y in pairs]), abs=1e-12)
     alike = [ViewAttention(np.repeat(rng.random((1, 5)), 3, axis=0), np.ones(3, bool))]
-    np.testing.assert_allclose(attention_kl_table(alike), 0, atol=1e-12)
+    np.testing.assert_allclose(kl_table(alike), 0, atol=1e-12)
     apart = [ViewAttention(np.eye(2), np.ones(2, bool))]
-    assert attention_kl_table(apart)[0, 1] == pytest.approx(math.log(1e12), rel=1e-6)
+    assert kl_table(apart)[0, 1] == pytest.approx(math.log(1e12), rel=1e-6)
     never = [ViewAttention(np.ones((2, 4)), np.array([True, False]))]
-    assert np.isnan(attention_kl_table(never)).tolist() == [[False, True], [True, True]]
+    assert np.isnan(kl_table(never)).tolist() == [[False, True], [True, True]]
 
 
 def test_row_i_column_j_is_the_divergence_of_view_j_from_view_i_and_the_mean_is_of_the_upper_triangle():
@@ -73,7 +84,7 @@ def test_row_i_column_j_is_the_divergence_of_view_j_from_view_i_and_the_mean_is_
     d_02 = 1 / 8 * math.log(1 / 4) + 3 / 4 * math.log(3) + 1 / 8 * math.log(1 / 2)
     d_12 = 1 / 8 * math.log(1 / 2) + 3 / 4 * math.log(3) + 1 / 8 * math.log(1 / 4)
     d_20 = 1 / 2 * math.log(4) + 1 / 4 * math.log(1 / 3) + 1 / 4 * math.log(2)
-    table_VV = attention_kl_table([ViewAttention(a, np.ones(3, bool))])
+    table_VV = kl_table([ViewAttention(a, np.ones(3, bool))])
     expected = [[0, d_01, d_02], [d_01, 0, d_12], [d_20, d_20, 0]]
     np.testing.assert_allclose(table_VV, expected, atol=1e-12)
     assert abs(d_02 - d_20) > 0.02, "the two directions differ"
@@ -87,7 +98,7 @@ def test_viewers_at_one_position_of_minilm_read_alike_and_viewers_at_their_own_d
     def divergence(position: str) -> np.ndarray:
         spec = replace(SPEC, strategy="viewers", viewer_position=position)
         encoder = DualEncoder.from_backbone(str(minilm), spec)
-        return attention_kl_table(view_attention(encoder, encoder.tokenize_passages(PASSAGES)))
+        return kl_table(view_attention(encoder, encoder.tokenize_passages(PASSAGES)))
 
     apart = ~np.eye(3, dtype=bool)
     assert divergence("zero")[apart].max() < 1e-5

@@ -21,6 +21,7 @@ from mvr_ray.core.judging.metrics import (
     paired_test,
     ppl,
     ppl_of_mean_entropy,
+    question_lv,
     reciprocal_ranks,
     top_k_accuracy,
     view_pair_cosine,
@@ -166,14 +167,13 @@ def test_the_paired_test_of_real_values_equals_enumeration_and_is_never_zero():
     assert paired_test(np.ones(500), np.zeros(500), num=99) == pytest.approx(0.01)
 
 
-def slow_lv(queries, views, mask) -> float:
+def slow_question_lv(queries, views, mask) -> list[float]:
     values = []
     for query, own, mask_V in zip(queries, views, mask):
         scores = [query @ v / np.linalg.norm(query) / np.linalg.norm(v) for v, keep in zip(own, mask_V) if keep]
-        if len(scores) > 1:
-            scores.sort()
-            values.append(scores[-1] - np.mean(scores[:-1]))
-    return float(np.mean(values))
+        scores.sort()
+        values.append(scores[-1] - np.mean(scores[:-1]) if len(scores) > 1 else math.nan)
+    return values
 
 
 def slow_pair_cosine(views, mask) -> float:
@@ -193,7 +193,9 @@ def test_local_variation_and_pair_cosine_equal_loops_over_views_that_exist(seed:
     mask[:, 0] = True
     mask[0] = True
     views[~mask] = 0.0
-    assert lv(queries, views, mask) == pytest.approx(slow_lv(queries, views, mask))
+    expected_Q = slow_question_lv(queries, views, mask)
+    np.testing.assert_allclose(question_lv(queries, views, mask), expected_Q, atol=1e-12)
+    assert lv(queries, views, mask) == pytest.approx(np.nanmean(expected_Q))
     assert view_pair_cosine(views, mask) == pytest.approx(slow_pair_cosine(views, mask))
     assert lv(queries * 7, views * 3, mask) == pytest.approx(lv(queries, views, mask))
 
@@ -207,6 +209,7 @@ def test_collapsed_views_show_no_variation_and_pair_cosine_one():
 
 def test_with_one_view_there_is_nothing_to_measure():
     assert lv(np.ones((2, 3)), np.ones((2, 1, 3))) is None
+    assert np.isnan(question_lv(np.ones((2, 3)), np.ones((2, 1, 3)))).all()
     assert view_pair_cosine(np.ones((2, 1, 3))) is None
     assert ppl(np.empty(0, int), np.empty(0, int)) is None
     assert ppl_of_mean_entropy(np.empty(0, int), np.empty(0, int)) is None

@@ -11,8 +11,10 @@ from mvr_ray.config import EvaluateConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.snippets import TITLE, find_snippet, snippet_spans
 from mvr_ray.core.judging.answers import has_answer
+from mvr_ray.core.judging.attention import attention_kl, mean_attention_kl, view_attention
 from mvr_ray.distributed.analyze import (
     ALL_VIEWS,
+    ANSWER_VIEW,
     OwnViews,
     _answer_view_ranks,
     _examples,
@@ -69,6 +71,13 @@ def test_all_views_score_as_evaluate_says_and_each_alone_as_a_loop_over_its_vect
         found = np.mean([passage in question.positive_ids for passage, question in zip(best, questions)])
         assert values[f"view {view + 1}", "gold/top-1"] == pytest.approx(found)
     assert values[ALL_VIEWS, "gold/top-1"] > values["view 4", "gold/top-1"]
+    ranks = {part.system: part for part in report.ranks}
+    assert set(ranks) == {row.system for row in report.rows} | {ANSWER_VIEW}
+    for (system, metric), value in values.items():
+        kind, _, k = metric.partition("/top-")
+        if kind in ("answer", "gold"):
+            ranks_Q = ranks[system].answer_ranks if kind == "answer" else ranks[system].gold_ranks
+            assert np.mean([0 <= rank < int(k) for rank in ranks_Q]) == pytest.approx(value)
 
 
 def test_what_wins_is_counted_as_a_slow_loop_counts_it(small_index, run_over, stored):
@@ -78,6 +87,7 @@ def test_what_wins_is_counted_as_a_slow_loop_counts_it(small_index, run_over, st
     encoder = DualEncoder.load(small_index / paths.encoder_dir("encoder", report.encoder_fingerprint))
     texts = Corpus.open(store, "corpus").get(question.positive_ids[0] for question in questions)
     wins, right, lift, used = Counter(), [], [], {}
+    wins_of_answer = {}
     for question in questions:
         own = stored[question.positive_ids[0]]
         query_D = encoder.embed_queries([question.text])[0].astype(np.float64)
@@ -87,14 +97,21 @@ def test_what_wins_is_counted_as_a_slow_loop_counts_it(small_index, run_over, st
         used.setdefault(question.positive_ids[0], []).append(winner)
         answer = view_of_offset(encoder, texts[question.positive_ids[0]], question.answer_starts[0])
         right += [winner == answer] if answer >= 0 else []
+        wins_of_answer[question.id] = winner == answer if answer >= 0 else None
         if len(cosine) > 1:
             others = sorted(cosine.values())[:-1]
-            lift.append(max(cosine.values()) - np.mean(others))
+            lift.append((question.id, max(cosine.values()) - np.mean(others)))
     assert report.num_questions == len(questions)
     assert report.questions_per_passage == pytest.approx(len(questions) / len(used))
     assert report.win_shares == pytest.approx([wins[view] / len(questions) for view in range(4)])
     assert report.gold_answer_view_share == pytest.approx(np.mean(right))
-    assert report.lv == pytest.approx(np.mean(lift))
+    assert report.lv == pytest.approx(np.mean([value for _, value in lift]))
+    values = {views.question_id: views for views in report.values}
+    assert list(values) == [question.id for question in questions]
+    assert {i: views.lv for i, views in values.items() if views.lv is not None} == pytest.approx(dict(lift), abs=1e-6)
+    assert {i: views.gold_answer_view for i, views in values.items()} == wins_of_answer
+    assert [views.passage_id for views in report.values] == [question.positive_ids[0] for question in questions]
+    assert [views.article for views in report.values] == [texts[views.passage_id].title for views in report.values]
     entropies = [-sum(n / len(own) * math.log(n / len(own)) for n in Counter(own).values()) for own in used.values()]
     assert report.ppl == pytest.approx(np.mean([math.exp(entropy) for entropy in entropies]))
     assert report.ppl_of_mean_entropy == pytest.approx(math.exp(np.mean(entropies)))
@@ -105,6 +122,11 @@ def test_what_wins_is_counted_as_a_slow_loop_counts_it(small_index, run_over, st
     assert len(table) == 4 and all(table[view][view] == pytest.approx(0, abs=1e-9) for view in range(4))
     assert report.attention_kl == pytest.approx(np.mean([table[i][j] for i in range(4) for j in range(i + 1, 4)]))
     assert report.attention_kl > 0
+    divergence_of = {views.passage_id: views.attention_kl for views in report.values}
+    assert report.attention_passages == len(divergence_of) and None not in divergence_of.values()
+    for passage_id in list(divergence_of)[:3]:
+        [own] = view_attention(encoder, encoder.tokenize_passages([texts[passage_id]]))
+        assert divergence_of[passage_id] == pytest.approx(mean_attention_kl(attention_kl(own)), abs=1e-6)
 
 
 def test_the_answer_view_metric_asks_the_matched_snippets_of_the_retrieved_passages(small_index, run_over, stored):
@@ -129,6 +151,8 @@ def test_the_answer_view_metric_asks_the_matched_snippets_of_the_retrieved_passa
         ranks.append(matched.index(True) if True in matched else -1)
         elsewhere += ranks[-1] >= 0 and order[ranks[-1]] not in question.positive_ids
     assert elsewhere, "other passages than the gold one count"
+    [answer_view] = [part for part in report.ranks if part.system == ANSWER_VIEW]
+    assert answer_view.answer_ranks == ranks and answer_view.question_ids == [question.id for question in questions]
     for k in run.evaluate.k:
         row = values[f"answer_view/top-{k}"]
         assert row.value == pytest.approx(np.mean([0 <= rank < k for rank in ranks]))

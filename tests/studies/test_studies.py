@@ -14,7 +14,7 @@ from scipy import stats
 from mvr_ray.comparison import difference
 from mvr_ray.config import load_run
 from mvr_ray.core.judging.metrics import cluster_interval, interval_over_seeds, paired_test
-from mvr_ray.distributed.analyze import ALL_VIEWS
+from mvr_ray.distributed.analyze import ALL_VIEWS, ANSWER_VIEW
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.models import ENCODERS, latest_fingerprint
 from mvr_ray.distributed.refine import refine
@@ -24,7 +24,13 @@ from mvr_ray.errors import ConfigError, ResourceError, StudyError
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
-from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, QuestionRanks, read_question_ranks
+from mvr_ray.store.formats.question_ranks import (
+    QUESTION_RANKS,
+    QuestionRanks,
+    question_ranks_bytes,
+    read_question_ranks,
+)
+from mvr_ray.store.formats.question_views import QUESTION_VIEWS, QuestionViews
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.studies import execute
@@ -682,6 +688,64 @@ def test_an_earlier_report_gives_back_every_answer_of_a_reader_where_it_says_of_
     assert again.files["answers.parquet"] == result.files["answers.parquet"]
 
 
+def test_an_earlier_report_gives_back_an_analysis_where_it_has_the_ranks_and_values_of_every_question(write, tmp_path):
+    variants = [
+        {"name": name, "steps": ["index", "analyze"], "set": [f"encoder.num_views={views}"]}
+        for name, views in {"a": 2, "b": 3}.items()
+    ]
+    study = load_study(write({}, variants=variants, sizes={"quick": {"seeds": [1, 2]}}))
+    plan, chance = plan_study(study), np.random.default_rng(5)
+    ids = [f"q{at}" for at in range(10)]
+    means = {"view_pair_cosine": 0.5, "lv": 0.1, "ppl": 1.5, "ppl_of_mean_entropy": 1.4, "ppl_answer": 1.2}
+    means |= {"gold_answer_view_share": 0.5, "attention_kl": 0.2, "win_shares": [0.5, 0.5], "examples": []}
+    means |= {"num_questions": 10, "questions_per_passage": 5.0, "attention_passages": 2}
+    records = {}
+    for key, step in plan.steps.items():
+        if step.stage != "analyze":
+            report = (
+                {"shards": [], "dimension": 4, "dtype": "fp16"} if step.stage == "index" else {"passages_written": 9}
+            )
+            records[key] = StepRecord(key, step.stage, step.command, 1.0, report)
+            continue
+        systems = ["view 1", "view 2", ALL_VIEWS]
+        metrics = [(system, "answer/top-1") for system in systems] + [(ALL_VIEWS, "answer_view/top-1")]
+        row = {"questions": "dev", "value": 0.5, "low": 0.1, "high": 0.9, "n": 10}
+        ranks = [
+            QuestionRanks(system, "dev", ids, ARTICLES, chance.integers(-1, 3, 10).tolist(), [-1] * 10)._asdict()
+            for system in [*systems, ANSWER_VIEW]
+        ]
+        values = [
+            QuestionViews(i, article, f"p{article}", chance.random(), chance.random() < 0.5, 0.5)._asdict()
+            for i, article in zip(ids, ARTICLES, strict=True)
+        ]
+        table = [[0.0, chance.random()], [0.5, 0.0]]
+        rows = [row | {"system": system, "metric": metric} for system, metric in metrics]
+        report = means | {"attention_kl_table": table, "rows": rows, "ranks": ranks, "values": values}
+        records[key] = StepRecord(key, step.stage, step.command, 1.0, report)
+    result = make_report(study, plan, records)
+    for name, content in result.files.items():
+        (tmp_path / name).write_bytes(content)
+    actual = read_report(tmp_path, study, plan)
+    assert actual.keys() == records.keys()
+    again = make_report(study, plan, actual)
+    assert again.tables == result.tables
+    assert {"Views", "Each view alone", "Answer view (CAMVR eq. 15)"} < {table.title for table in result.tables}
+    files = {name for name in result.files if name.endswith(".parquet")}
+    assert files == {"questions.parquet", "views.parquet"}
+    assert all(again.files[name] == result.files[name] for name in files)
+    kept = [part for part in read_question_ranks(tmp_path / QUESTION_RANKS) if part.system != "a: view 2"]
+    (tmp_path / QUESTION_RANKS).write_bytes(question_ranks_bytes(kept))
+    assert _analyses(read_report(tmp_path, study, plan)) == _analyses(records) - {
+        run.keys[-1] for run in plan.variants[:2]
+    }
+    (tmp_path / QUESTION_VIEWS).unlink()
+    assert not _analyses(read_report(tmp_path, study, plan)), "without values none is complete"
+
+
+def _analyses(records: dict[str, StepRecord]) -> set[str]:
+    return {key for key, record in records.items() if record.stage == "analyze"}
+
+
 @pytest.mark.parametrize("path", STUDY_FILES, ids=lambda path: path.stem)
 @pytest.mark.parametrize("at_once", [1, 2, 5])
 def test_steps_side_by_side_never_need_or_disturb_each_other(path, at_once):
@@ -713,7 +777,7 @@ def test_steps_side_by_side_never_need_or_disturb_each_other(path, at_once):
 def test_the_papers_own_figures_stand_beside_ours():
     views = {"view_pair_cosine": 0.9, "ppl": 1.3, "ppl_of_mean_entropy": 1.2, "ppl_answer": None, "attention_kl": 0.2}
     counts = {"gold_answer_view_share": None, "num_questions": 90, "questions_per_passage": 4.5}
-    analysis = {"analyze": [{**views, **counts, "lv": 0.01, "win_shares": [0.7, 0.3]}]}
+    analysis = {"analyze": [{**views, **counts, "lv": 0.01, "win_shares": [0.7, 0.3], "values": []}]}
     lines = [
         {
             "system": name,

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from mvr_ray.core.judging.metrics import interval_over_seeds, paired_test
+from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.studies.definition import Study, load_study
 from mvr_ray.studies.results import VariantResult
 from mvr_ray.studies.tables import Cell, Table
@@ -19,9 +22,39 @@ from mvr_ray.studies.view_tables import (
 STUDIES = Path(__file__).resolve().parent.parent.parent / "configs" / "studies"
 
 
-def result(name: str, shares: dict[str, float] | None = None, paper: dict[str, float] | None = None, **reports):
+ARTICLES = [f"article {at // 4}" for at in range(40)]
+
+
+def result(
+    name: str,
+    shares: dict[str, float] | None = None,
+    paper: dict[str, float] | None = None,
+    view_ranks: dict[str, dict[int, QuestionRanks]] | None = None,
+    **reports,
+):
     cells = {metric: Cell(value, value - 0.1, value + 0.1, 1, 40) for metric, value in (shares or {}).items()}
-    return VariantResult(name, paper or {}, "", cells, {}, reports)
+    return VariantResult(name, paper or {}, "", cells, {}, reports, view_ranks=view_ranks or {})
+
+
+def ranks(system: str, seed: int, by_seed: int = 1) -> dict[int, QuestionRanks]:
+    """Random ranks of 40 questions of ten articles, for `by_seed` seeds."""
+    chance = np.random.default_rng(seed)
+    parts = [chance.integers(-1, 8, 40).tolist() for _ in range(by_seed)]
+    ids = [f"q{at}" for at in range(40)]
+    return {at: QuestionRanks(system, "dev", ids, ARTICLES, own, own, at) for at, own in enumerate(parts, 1)}
+
+
+def expected_change(better_SQ, than_SQ, articles, scale=100.0, decimals=1) -> str:
+    """A difference as a table shows it, from the metrics that have their own oracles."""
+    gap_SQ = np.asarray(better_SQ, float) - np.asarray(than_SQ, float)
+    low, high = interval_over_seeds(gap_SQ, articles)
+    p = paired_test(np.mean(better_SQ, axis=0), np.mean(than_SQ, axis=0), articles)
+    value, low, high = (scale * number for number in (gap_SQ.mean(), low, high))
+    return f"{value:+.{decimals}f} ({low:+.{decimals}f} to {high:+.{decimals}f}), {p:.2g}"
+
+
+def found(by_seed: dict[int, QuestionRanks], k: int) -> list[list[float]]:
+    return [[float(0 <= rank < k) for rank in part.answer_ranks] for part in by_seed.values()]
 
 
 def records(table: Table) -> list[dict]:
@@ -53,10 +86,63 @@ def test_every_view_alone_and_all_of_them_stand_beside_the_papers_at_every_k(stu
     assert alone_table(study, [result("none", {"lv": 1.0})]) is None
 
 
+def test_every_view_alone_is_tested_against_all_views_on_the_same_questions(study):
+    cells = {f"{view}: answer/top-1": 0.5 for view in ("view 1", "view 2", "all views")}
+    view_ranks = {view: ranks(view, seed, 2) for seed, view in enumerate(("view 1", "view 2", "all views"))}
+    rows = {row["view"]: row for row in records(alone_table(study, [result("two", cells, view_ranks=view_ranks)]))}
+    column = "answer/top-1 against all views, p"
+    for view in ("view 1", "view 2"):
+        pair = found(view_ranks[view], 1), found(view_ranks["all views"], 1)
+        assert rows[view][column] == expected_change(*pair, ARTICLES)
+    assert (rows["all views"][column], rows["view 1"]["n"]) == ("", 40)
+
+
 def analysis(**changes) -> dict:
     values = {"view_pair_cosine": 0.9, "lv": 0.1, "ppl": 2.5, "ppl_of_mean_entropy": 2.25, "ppl_answer": 2.0}
     values |= {"gold_answer_view_share": 0.5, "attention_kl": 0.2, "win_shares": [0.75, 0.25]}
-    return {**values, "num_questions": 100, "questions_per_passage": 4.5, **changes}
+    return {**values, "num_questions": 100, "questions_per_passage": 4.5, "values": [], **changes}
+
+
+def question_values(seed: int, has_answers: bool = True) -> list[dict]:
+    """Random measures of 40 questions, two a passage; some are not defined."""
+    chance = np.random.default_rng(seed)
+    lv, kl = chance.random(40), chance.random(20)
+    return [
+        {
+            "question_id": f"q{at}",
+            "article": ARTICLES[at],
+            "passage_id": f"p{at // 2}",
+            "lv": None if at == seed else float(lv[at]),
+            "gold_answer_view": bool(chance.random() < 0.5) if has_answers and at % 5 else None,
+            "attention_kl": float(kl[at // 2]) if at < 30 else None,
+        }
+        for at in range(40)
+    ]
+
+
+def test_variants_are_tested_against_the_first_that_has_the_measure_where_both_have_it():
+    of_variant = {"two": question_values(1, has_answers=False), "three": question_values(2), "four": question_values(3)}
+    more = question_values(4)
+    reports = {name: [analysis(values=values)] for name, values in of_variant.items()}
+    reports["four"].append(analysis(values=more))
+    variants = [result("one view", analyze=[analysis()]), *(result(name, analyze=own) for name, own in reports.items())]
+    table = view_table(variants)
+    rows = {row["variant"]: row for row in records(table)}
+    lv, wins = "LV against two, p", "gold answer view wins (points) against three, p"
+    assert table.columns[-2:] == [lv, wins]
+    assert [(rows[name][lv], rows[name][wins]) for name in ("one view", "two")] == [("", "")] * 2
+
+    def expected(name: str, than: str, measure: str, **shown) -> str:
+        parts = [[own] for own in (of_variant[name], of_variant[than])]
+        parts[0] += [more] if name == "four" else []
+        known = [at for at in range(40) if all(rows[at][measure] is not None for part in parts for rows in part)]
+        values = [[[float(rows[at][measure]) for at in known] for rows in part] for part in parts]
+        return expected_change(*values, [ARTICLES[at] for at in known], **shown)
+
+    for name in ("three", "four"):
+        assert rows[name][lv] == expected(name, "two", "lv", scale=1.0, decimals=3)
+    assert rows["four"][wins] == expected("four", "three", "gold_answer_view")
+    assert rows["three"][wins] == ""
 
 
 def test_a_papers_ppl_stands_beside_ours_only_where_passages_have_three_questions():
@@ -91,25 +177,45 @@ def test_other_views_are_overall_less_answer_view():
     assert answer_view_table([result("b", {"all views: answer/top-5": 0.5})]) is None
 
 
+def test_answer_views_are_tested_against_the_first_variants_at_every_k():
+    cells = {f"all views: {kind}/top-{k}": 0.5 for kind in ("answer", "answer_view") for k in (1, 5)}
+    both = [ranks("answer view", seed) for seed in (1, 2)]
+    variants = [result(name, cells, view_ranks={"answer view": own}) for name, own in zip("ab", both)]
+    rows = records(answer_view_table([result("without", {"all views: answer/top-5": 0.5}), *variants]))
+    column = "answer view against a, p"
+    assert [row[column] for row in rows[:2]] == ["", ""]
+    for row, k in zip(rows[2:], (1, 5), strict=True):
+        assert row[column] == expected_change(found(both[1], k), found(both[0], k), ARTICLES)
+
+
+def measured(table: list[list[float | None]], values: list[dict]) -> dict:
+    return {"attention_kl_table": table, "attention_passages": 15, "values": values}
+
+
 def test_the_upper_triangle_of_attention_has_the_papers_figures_above_ours():
     ours = [[0.0, 0.5, 0.25], [9.0, 0.0, None], [9.0, 9.0, 0.0]]
     more = [[0.0, 0.7, 0.25], [9.0, 0.0, 2.0], [9.0, 9.0, 0.0]]
     variants = [
         result("CAMVR", paper={"attention_kl/1,2": 0.5, "attention_kl/2,3": 0.21}, analyze=[
-            {"attention_kl_table": ours}, {"attention_kl_table": more}]),
-        result("MVR", paper={"attention_kl": 0.0}, analyze=[{"attention_kl_table": [[0.0, 1e-12], [1e-12, 0.0]]}]),
+            measured(ours, question_values(1)), measured(more, question_values(1))]),
+        result("MVR", paper={"attention_kl": 0.0}, analyze=[
+            measured([[0.0, 1e-12], [1e-12, 0.0]], question_values(2))]),
         result("pieces", analyze=[{"attention_kl_table": []}]),
         result("no analysis"),
     ]  # fmt: skip
     table = attention_table(variants)
-    assert table.columns == ["variant", "view i", "figures", "j = 2", "j = 3"]
+    passages = range(15)
+    kl, other = ([[own[2 * at]["attention_kl"] for at in passages]] for own in map(question_values, (2, 1)))
+    change = expected_change(kl, other, [ARTICLES[2 * at] for at in passages], scale=1.0, decimals=3)
+    n, test = "n (passages)", "mean against CAMVR, p"
+    assert table.columns == ["variant", "view i", "figures", "j = 2", "j = 3", n, test]
     assert table.rows == [
-        ["CAMVR", 1, "paper", "0.50", ""],
-        ["CAMVR", 1, "ours", "0.6", "0.25"],
-        ["CAMVR", 2, "paper", "", "0.21"],
-        ["CAMVR", 2, "ours", "", "2"],
-        ["MVR", 1, "paper", "0.00", ""],
-        ["MVR", 1, "ours", "1.0e-12", ""],
+        ["CAMVR", 1, "paper", "0.50", "", "", ""],
+        ["CAMVR", 1, "ours", "0.6", "0.25", 15, ""],
+        ["CAMVR", 2, "paper", "", "0.21", "", ""],
+        ["CAMVR", 2, "ours", "", "2", "", ""],
+        ["MVR", 1, "paper", "0.00", "", "", ""],
+        ["MVR", 1, "ours", "1.0e-12", "", 15, change],
     ]
     assert attention_table(variants[2:]) is None
 

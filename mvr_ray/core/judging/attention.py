@@ -67,23 +67,27 @@ def _of_views(mean_TT: FloatArray, passage: TokenizedPassage, num_views: int) ->
     return ViewAttention(attention_VT, count_V > 0)
 
 
-def attention_kl_table(passages: Sequence[ViewAttention]) -> FloatArray:
-    """Average D(i, j) of CAMVR eq. 14 over the passages that have both views. float64 [V, V], row i, column j.
+def attention_kl(passage: ViewAttention) -> FloatArray:
+    """Compute D(i, j) of CAMVR eq. 14 for one passage. float64 [V, V], row i, column j, NaN without both views.
 
-    D(i, j) is KL(view j || view i), in nats: the column's view comes first. NaN where no passage has both. A share
-    below 1e-12 counts as 1e-12. All zero: all views have the same attention.
+    D(i, j) is KL(view j || view i), in nats: the column's view comes first. A share below 1e-12 counts as 1e-12.
     """
-    num_views = len(passages[0].mask_V)
-    sum_VV, count_VV = np.zeros((num_views, num_views)), np.zeros((num_views, num_views))
-    for attention_VT, mask_V in passages:
-        total_V = np.where(mask_V, attention_VT.sum(1), 1.0)
-        share_VT = np.maximum(attention_VT / total_V[:, None], _FLOOR)
-        log_VT = np.log(share_VT)
-        divergence_VV = (share_VT * log_VT).sum(1) - log_VT @ share_VT.T
-        both_VV = mask_V[:, None] & mask_V
-        sum_VV += np.where(both_VV, divergence_VV, 0.0)
-        count_VV += both_VV
-    return np.where(count_VV > 0, sum_VV / np.maximum(count_VV, 1), np.nan)
+    attention_VT, mask_V = passage
+    total_V = np.where(mask_V, attention_VT.sum(1), 1.0)
+    share_VT = np.maximum(attention_VT / total_V[:, None], _FLOOR)
+    log_VT = np.log(share_VT)
+    divergence_VV = (share_VT * log_VT).sum(1) - log_VT @ share_VT.T
+    return np.where(mask_V[:, None] & mask_V, divergence_VV, np.nan)
+
+
+def attention_kl_table(tables_PVV: Sequence[FloatArray]) -> FloatArray:
+    """Average the `attention_kl` of passages, each pair of views over the passages that have both. float64 [V, V].
+
+    NaN where no passage has both. All zero: all views have the same attention.
+    """
+    stacked_PVV = np.asarray(tables_PVV)
+    count_VV = np.isfinite(stacked_PVV).sum(axis=0)
+    return np.where(count_VV > 0, np.nansum(stacked_PVV, axis=0) / np.maximum(count_VV, 1), np.nan)
 
 
 def mean_attention_kl(table_VV: FloatArray) -> float | None:

@@ -165,21 +165,25 @@ def _expanded_tail(num_groups: int, confidence: float) -> float:
 
 
 def lv(queries_QD: FloatArray, views_QVD: FloatArray, mask_QV: BoolArray | None = None) -> float | None:
-    """Compute local variation (MVR, eq. 9): the best view's score less the mean of the passage's other views.
+    """Compute local variation (MVR, eq. 9): the mean of `question_lv` over the questions whose passage has at least two
+    views; None without one."""
+    lv_Q = question_lv(queries_QD, views_QVD, mask_QV)
+    return None if np.isnan(lv_Q).all() else float(np.nanmean(lv_Q))
+
+
+def question_lv(queries_QD: FloatArray, views_QVD: FloatArray, mask_QV: BoolArray | None = None) -> FloatArray:
+    """Compute each question's local variation (MVR, eq. 9): the best view's score less the mean of the passage's other
+    views. float64 [Q], NaN where the passage has fewer than two views.
 
     Question i is scored with the views of passage i. The paper leaves the scores' normalisation open; here they are
-    cosines, so that models are comparable. Mean over the questions whose passage has at least two views. Near 0:
-    collapsed.
+    cosines, so that models are comparable. Near 0: collapsed.
     """
     scores_QV = np.einsum("qd,qvd->qv", _unit(queries_QD), _unit(views_QVD))
     mask_QV = np.ones(scores_QV.shape, bool) if mask_QV is None else mask_QV
     count_Q = mask_QV.sum(axis=1)
-    several_Q = count_Q > 1
-    if not several_Q.any():
-        return None
-    best_Q = np.where(mask_QV, scores_QV, -np.inf)[several_Q].max(axis=1)
-    sum_Q = np.where(mask_QV, scores_QV, 0.0)[several_Q].sum(axis=1)
-    return float((best_Q - (sum_Q - best_Q) / (count_Q[several_Q] - 1)).mean())
+    best_Q = np.where(mask_QV, scores_QV, -np.inf).max(axis=1)
+    others_Q = np.where(mask_QV, scores_QV, 0.0).sum(axis=1) - best_Q
+    return np.where(count_Q > 1, best_Q - others_Q / np.maximum(count_Q - 1, 1), np.nan)
 
 
 def winning_views(scores_QV: FloatArray, mask_QV: BoolArray | None = None, margin: float = 1e-3) -> IntArray:
