@@ -2,6 +2,7 @@
 
 import difflib
 import json
+from functools import cache
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -29,7 +30,7 @@ class Section(BaseModel):
 
 def explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:
     """Describe the errors of a file: each key with its value and what is allowed, or the nearest known key."""
-    whole = model.model_json_schema()
+    whole = _json_schema(model)
     lines: dict[str, str] = {}
     for problem in error.errors():
         schema, loc = _schema_at(whole, problem["loc"])
@@ -46,6 +47,12 @@ def explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:
         else:
             lines.setdefault(place, f"{_value_text(problem['input'])} is not {allowed_in_words(schema, whole)}")
     return f"{where}: " + "; ".join(f"{place}: {line}" for place, line in lines.items())
+
+
+@cache
+def _json_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """Return a model's JSON schema, which takes pydantic milliseconds to build. Callers do not change it."""
+    return model.model_json_schema()
 
 
 def _schema_at(whole: dict[str, Any], loc: tuple[int | str, ...]) -> tuple[dict[str, Any], tuple[int | str, ...]]:
