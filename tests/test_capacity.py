@@ -172,14 +172,14 @@ def test_gpus_are_planned_where_the_run_asks_for_them() -> None:
 
 
 def test_a_gpu_that_encodes_has_both_towers_and_in_bf16_less_of_each_batch() -> None:
-    def gpu_bytes(tokens: int, precision: str = "fp32", tied: bool = True) -> int:
-        data = {"resources": {"gpus_per_encoder": 1}, "encoder": {"tied": tied}}
+    def gpu_bytes(tokens: int, precision: str = "fp32", tie_towers: bool = True) -> int:
+        data = {"resources": {"gpus_per_encoder": 1}, "encoder": {"tied": tie_towers}}
         run = RunConfig.model_validate({**data, "index": {"tokens_per_batch": tokens, "precision": precision}})
         (line,) = (line for line in plan(run, 1000).lines if (line.kind, line.what) == ("gpu", "encoder"))
         return line.bytes_each
 
     parameters = backbone_sizes(RunConfig().encoder.backbone).parameters
-    assert gpu_bytes(8192, tied=False) - gpu_bytes(8192) == 4 * parameters
+    assert gpu_bytes(8192, tie_towers=False) - gpu_bytes(8192) == 4 * parameters
     (full, half) = (gpu_bytes(65_536, kind) - gpu_bytes(8192, kind) for kind in ("fp32", "bf16"))
     assert 2 * half < full
     assert gpu_bytes(64, "bf16") - gpu_bytes(64) > parameters
@@ -210,8 +210,8 @@ def test_blocks_that_changes_touch_are_as_many_as_when_they_are_drawn(passages: 
 
 
 def test_a_searcher_is_planned_without_torch_where_compiled_loops_scan(monkeypatch: pytest.MonkeyPatch) -> None:
-    def searcher(compiled: bool, **sections: dict[str, object]) -> int:
-        monkeypatch.setattr("mvr_ray.capacity.library", lambda: object() if compiled else None)
+    def searcher(has_kernels: bool, **sections: dict[str, object]) -> int:
+        monkeypatch.setattr("mvr_ray.capacity.library", lambda: object() if has_kernels else None)
         settings = {"prepare": {"num_shards": 8}, "resources": {"searchers": 2}} | sections
         lines = plan(RunConfig.model_validate(settings), 8_000).lines
         return next(line.bytes_each for line in lines if (line.kind, line.what) == ("memory", "searcher"))

@@ -24,16 +24,16 @@ def test_a_progress_line_tells_share_rate_and_time_left(count: int, total: int, 
     assert progress_line("encode", count, total, rate).removesuffix(", 0 s left") == line
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0.4, "0 s"), (59, "59 s"), (61, "1 min 1 s"), (7260, "2 h 1 min")])
-def test_durations_are_said_in_two_units(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (61, "1 min 1 s"), (7260, "2 h 1 min")])
+def test_durations_are_said_in_two_units(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "said"), [(0, "0 B"), (999, "999 B"), (64.6e9, "64.6 GB"), (1.5e6, "1.5 MB"), (2.58e14, "258 TB")]
+    ("num_bytes", "text"), [(0, "0 B"), (999, "999 B"), (64.6e9, "64.6 GB"), (1.5e6, "1.5 MB"), (2.58e14, "258 TB")]
 )
-def test_sizes_are_said_in_thousands(num_bytes: float, said: str) -> None:
-    assert size(num_bytes) == said
+def test_sizes_are_said_in_thousands(num_bytes: float, text: str) -> None:
+    assert size(num_bytes) == text
 
 
 def test_away_from_a_terminal_progress_is_first_and_last_line_and_one_an_interval() -> None:
@@ -119,8 +119,8 @@ def test_while_results_are_wanted_alone_what_others_print_goes_to_stderr(capsys)
 
 
 def test_what_an_answer_is_worth_is_said_in_a_few_words():
-    def certificate_text(certified: bool, method: str, recall: float | None = None) -> str:
-        return exactness(Exact(certified=certified, method=method, rounds=1, rescored=9, recall=recall))
+    def certificate_text(is_certified: bool, method: str, recall: float | None = None) -> str:
+        return exactness(Exact(certified=is_certified, method=method, rounds=1, rescored=9, recall=recall))
 
     assert certificate_text(True, "flat") == "exact"
     assert certificate_text(True, "flat over stored views") == "exact (flat over stored views)"

@@ -186,7 +186,7 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
         name,
         len(questions),
         attention_kl=mean_attention_kl(table_VV),
-        attention_kl_table=[[_defined(value) for value in row] for row in table_VV],
+        attention_kl_table=[[_none_if_nan(value) for value in row] for row in table_VV],
         attention_passages=len(tables),
         examples=_examples(questions, own, queries_QD, answer_Q, gold, spans) if manifest.num_views > 1 else [],
         rows=rows,
@@ -215,7 +215,7 @@ def _question_values(
             question.id,
             article_of[question.id],
             question.positive_ids[0],
-            _defined(lv),
+            _none_if_nan(lv),
             bool(win == answer) if answer >= 0 else None,
             divergence_of.get(question.positive_ids[0]),
         )
@@ -223,7 +223,7 @@ def _question_values(
     ]
 
 
-def _defined(value: float) -> float | None:
+def _none_if_nan(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 

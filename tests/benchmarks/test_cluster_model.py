@@ -13,14 +13,14 @@ from hypothesis import strategies as st
     batch=st.integers(1, 4),
     queue=st.integers(1, 6),
     rate=st.floats(0.5, 400),
-    shared=st.booleans(),
+    share_cores=st.booleans(),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=60)
 def test_every_query_is_served_or_refused_and_no_answer_comes_before_its_work(
-    groups, replicas, batch, queue, rate, shared, seed
+    groups, replicas, batch, queue, rate, share_cores, seed
 ):
-    cluster = Cluster(groups, replicas, (1.0, 1.6), shared, queue, batch, fault=Fault(0.05, 8.0))
+    cluster = Cluster(groups, replicas, (1.0, 1.6), share_cores, queue, batch, fault=Fault(0.05, 8.0))
     service = Service(0.002, 0.01, 0.004, spread=0.0)
     outcome = simulate(cluster, service, poisson(rate, 120, seed), Routing(0.0002, 0.0001, 0.0005), seed)
     served = outcome.latency_Q[~np.isnan(outcome.latency_Q)]

@@ -42,7 +42,7 @@ def view_of_offset(encoder: DualEncoder, passage: Passage, offset: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def stored(small_index) -> dict[str, dict[int, np.ndarray]]:
+def view_vectors(small_index) -> dict[str, dict[int, np.ndarray]]:
     found: dict[str, dict[int, np.ndarray]] = {}
     for entry in manifest.read(Store(str(small_index)), "index").shards:
         folder = small_index / paths.shard_dir("index", entry.digest)
@@ -54,7 +54,9 @@ def stored(small_index) -> dict[str, dict[int, np.ndarray]]:
     return found
 
 
-def test_all_views_score_as_evaluate_says_and_each_alone_as_a_loop_over_its_vectors(small_index, run_over, stored):
+def test_all_views_score_as_evaluate_says_and_each_alone_as_a_loop_over_its_vectors(
+    small_index, run_over, view_vectors
+):
     run = run_over(small_index)
     report = analyze(run)
     values = {(row.system, row.metric): row.value for row in report.rows}
@@ -65,8 +67,8 @@ def test_all_views_score_as_evaluate_says_and_each_alone_as_a_loop_over_its_vect
     encoder = DualEncoder.load(small_index / paths.encoder_dir("encoder", report.encoder_fingerprint))
     queries_QD = encoder.embed_queries([question.text for question in questions]).astype(np.float64)
     for view in range(4):
-        there = sorted(passage for passage, views in stored.items() if view in views)
-        scores_QP = queries_QD @ np.stack([stored[passage][view] for passage in there]).T
+        there = sorted(passage for passage, views in view_vectors.items() if view in views)
+        scores_QP = queries_QD @ np.stack([view_vectors[passage][view] for passage in there]).T
         best = [there[at] for at in scores_QP.argmax(axis=1)]
         found = np.mean([passage in question.positive_ids for passage, question in zip(best, questions)])
         assert values[f"view {view + 1}", "gold/top-1"] == pytest.approx(found)
@@ -80,7 +82,7 @@ def test_all_views_score_as_evaluate_says_and_each_alone_as_a_loop_over_its_vect
             assert np.mean([0 <= rank < int(k) for rank in ranks_Q]) == pytest.approx(value)
 
 
-def test_what_wins_is_counted_as_a_slow_loop_counts_it(small_index, run_over, stored):
+def test_what_wins_is_counted_as_a_slow_loop_counts_it(small_index, run_over, view_vectors):
     report = analyze(run_over(small_index))
     store = Store(str(small_index))
     questions = read_questions(only_corpus(store), "dev")
@@ -89,7 +91,7 @@ def test_what_wins_is_counted_as_a_slow_loop_counts_it(small_index, run_over, st
     wins, right, lift, used = Counter(), [], [], {}
     wins_of_answer = {}
     for question in questions:
-        own = stored[question.positive_ids[0]]
+        own = view_vectors[question.positive_ids[0]]
         query_D = encoder.embed_queries([question.text])[0].astype(np.float64)
         cosine = {v: query_D @ p / np.linalg.norm(query_D) / np.linalg.norm(p) for v, p in own.items()}
         winner = min(v for v, score in cosine.items() if score >= max(cosine.values()) - 1e-3)
@@ -129,7 +131,9 @@ def test_what_wins_is_counted_as_a_slow_loop_counts_it(small_index, run_over, st
         assert divergence_of[passage_id] == pytest.approx(mean_attention_kl(attention_kl(own)), abs=1e-6)
 
 
-def test_the_answer_view_metric_asks_the_matched_snippets_of_the_retrieved_passages(small_index, run_over, stored):
+def test_the_answer_view_metric_asks_the_matched_snippets_of_the_retrieved_passages(
+    small_index, run_over, view_vectors
+):
     """CAMVR eq. 15 by a loop: the snippet of each hit's best view, of any passage, and DPR's rule for answers."""
     run = run_over(small_index)
     report = analyze(run)
@@ -137,12 +141,12 @@ def test_the_answer_view_metric_asks_the_matched_snippets_of_the_retrieved_passa
     store = Store(str(small_index))
     questions = read_questions(only_corpus(store), "dev")
     encoder = DualEncoder.load(small_index / paths.encoder_dir("encoder", report.encoder_fingerprint))
-    texts = Corpus.open(store, "corpus").get(stored)
+    texts = Corpus.open(store, "corpus").get(view_vectors)
     spans = {i: encoder.view_spans(passage) for i, passage in texts.items()}
     queries_QD = encoder.embed_queries([question.text for question in questions]).astype(np.float64)
     ranks, elsewhere = [], 0
     for question, query_D in zip(questions, queries_QD):
-        best = {i: max((float(query_D @ p), -v) for v, p in views.items()) for i, views in stored.items()}
+        best = {i: max((float(query_D @ p), -v) for v, p in views.items()) for i, views in view_vectors.items()}
         order = sorted(best, key=lambda i: (-best[i][0], i))[: max(run.evaluate.k)]
         matched = []
         for i in order:
@@ -178,12 +182,14 @@ def test_a_feedback_view_the_title_and_a_missing_view_match_no_snippet(small_ind
     assert _answer_view_ranks(unanswered, [[]], passages, encoder, EvaluateConfig()) == {}
 
 
-def test_the_examples_are_passages_with_two_questions_answered_in_different_snippets(small_index, run_over, stored):
+def test_the_examples_are_passages_with_two_questions_answered_in_different_snippets(
+    small_index, run_over, view_vectors
+):
     report = analyze(run_over(small_index))
     store = Store(str(small_index))
     questions = {question.text: question for question in read_questions(only_corpus(store), "dev")}
     encoder = DualEncoder.load(small_index / paths.encoder_dir("encoder", report.encoder_fingerprint))
-    texts = Corpus.open(store, "corpus").get(stored)
+    texts = Corpus.open(store, "corpus").get(view_vectors)
     assert len(report.examples) == 4
     assert [one.passage_id for one in report.examples[::2]] == [one.passage_id for one in report.examples[1::2]]
     assert len({one.passage_id for one in report.examples}) == 2
@@ -192,7 +198,9 @@ def test_the_examples_are_passages_with_two_questions_answered_in_different_snip
         assert question.positive_ids[0] == passage.id and one.title == passage.title
         assert one.answer_view == view_of_offset(encoder, passage, question.answer_starts[0])
         query_D = encoder.embed_queries([one.question])[0].astype(np.float64)
-        expected = [float(query_D @ stored[passage.id][v]) if v in stored[passage.id] else None for v in range(4)]
+        expected = [
+            float(query_D @ view_vectors[passage.id][v]) if v in view_vectors[passage.id] else None for v in range(4)
+        ]
         assert one.scores == pytest.approx(expected, rel=1e-4)
     assert all(a.answer_view != b.answer_view for a, b in zip(report.examples[::2], report.examples[1::2]))
     assert analyze(run_over(small_index)).examples == report.examples

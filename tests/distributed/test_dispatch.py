@@ -323,14 +323,14 @@ def check_health(monitor: HealthMonitor, at_s: float, *well) -> int:
 @pytest.mark.slow
 @pytest.mark.chaos("hung searcher", "found by a probe, told as hung, replaced")
 @pytest.mark.ray
-@pytest.mark.parametrize("frozen", [False, True], ids=["its queue stands", "its process stands"])
-def test_a_hung_searcher_is_found_by_its_canary_told_and_replaced(open_with, frozen, record_property):
+@pytest.mark.parametrize("freeze", [False, True], ids=["its queue stands", "its process stands"])
+def test_a_hung_searcher_is_found_by_its_canary_told_and_replaced(open_with, freeze, record_property):
     with open_with() as router:
         dispatcher, (actor, other) = router.fleet.searchers.dispatcher, router.fleet.actors
         monitor = HealthMonitor(dispatcher, hung_s=30)
         assert [check_health(monitor, at_s, actor, other) for at_s in (0, 29, 58)] == [0, 0, 0]
         before = ray.get(actor.heartbeat.remote()).instance_id
-        if frozen:
+        if freeze:
             kill(actor, signal.SIGSTOP)
         else:
             shut(actor)

@@ -186,10 +186,10 @@ def test_a_chunk_is_embedded_while_the_one_before_is_written(empty_store, run_ov
     encoder, embedding, written = encode.ChunkEncoder(task), Event(), []
     embed, write = encode.embed_chunk, encode.ChunkEncoder._write
 
-    def record(*asked):
+    def record(*arguments):
         if written:
             embedding.set()
-        return embed(*asked)
+        return embed(*arguments)
 
     def slow(self, block, path):
         written.append(path)

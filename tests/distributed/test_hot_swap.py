@@ -289,21 +289,21 @@ def test_calls_for_a_version_that_is_being_opened_wait_within_their_time_and_not
             assert open_event.wait(60)
             return load(version)
 
-        def named(version: int, timeout_s: float) -> list[tuple[str, float, int]]:
+        def name_version(version: int, timeout_s: float) -> list[tuple[str, float, int]]:
             with live.pin(version, Deadline.after(timeout_s)) as router:
                 return search_one(router, 0)
 
         live.searchers.load = slow
-        waits = [threads.submit(named, 1, 60), threads.submit(named, 2, 60)]
+        waits = [threads.submit(name_version, 1, 60), threads.submit(name_version, 2, 60)]
         assert load_event.wait(60)
         while live._loader._waiting < 2:
             threading.Event().wait(0.001)
         with pytest.raises(OverloadedError, match="2 calls wait for versions already"):
-            named(1, 60)
+            name_version(1, 60)
         for _ in range(20):
             assert search_one(live, 1) == brute_force(VIEWS[3], QUERIES_QD[1], K)
         with pytest.raises(MissingInputError, match="no version 9"):
-            named(9, 60)
+            name_version(9, 60)
         open_event.set()
         assert [one.result(60) for one in waits] == [brute_force(VIEWS[n], QUERIES_QD[0], K) for n in (1, 2)]
 

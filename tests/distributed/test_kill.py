@@ -58,8 +58,10 @@ def run_file(run_over, tmp_path) -> Callable[[Path], str]:
     return write
 
 
-def killed_at(moment: str, words: list[str], seen: Callable[[int, str], None] = lambda *_: None, **environment) -> None:
-    """Start a command and SIGKILL it when its progress says `moment`; `seen` hears (process id, line) until then."""
+def killed_at(
+    moment: str, words: list[str], on_line: Callable[[int, str], None] = lambda *_: None, **environment
+) -> None:
+    """Start a command and SIGKILL it when its progress says `moment`; `on_line` gets (process id, line) until then."""
     lines = []
     with subprocess.Popen(
         [*COMMAND, *words], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=os.environ | environment
@@ -70,7 +72,7 @@ def killed_at(moment: str, words: list[str], seen: Callable[[int, str], None] = 
             if moment in line:
                 driver.send_signal(signal.SIGKILL)
                 break
-            seen(driver.pid, line)
+            on_line(driver.pid, line)
     assert driver.returncode == -signal.SIGKILL, "".join(lines)
 
 

@@ -31,13 +31,13 @@ def test_searchers_of_one_machine_share_what_is_free_there(searchers, left_bytes
 
 
 @given(SHARDS, SHARDS, st.integers(1, 400))
-def test_a_searcher_holds_no_more_than_its_limit(held, own, limit):
-    both = sum({**held, **own}.values())
+def test_a_searcher_holds_no_more_than_its_limit(present_files, own, limit):
+    both = sum({**present_files, **own}.values())
     if both > limit:
         with pytest.raises(ResourceError, match=rf"{both:,} in all; resources.searcher_bytes allows {limit:,}"):
-            require_memory("it", [own], [MemoryUsage("here", 0, held)], limit)
+            require_memory("it", [own], [MemoryUsage("here", 0, present_files)], limit)
     else:
-        require_memory("it", [own], [MemoryUsage("here", 0, held)], limit)
+        require_memory("it", [own], [MemoryUsage("here", 0, present_files)], limit)
 
 
 def test_free_memory_is_some_of_the_machines():

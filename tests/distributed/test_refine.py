@@ -76,8 +76,8 @@ def store(base_store, tmp_path) -> Path:
     return shutil.copytree(base_store, tmp_path / "store")
 
 
-def digests(published: manifest.Manifest) -> list[str]:
-    return [entry.digest for entry in published.shards] + sorted(published.refined_queries.values())
+def digests(version: manifest.Manifest) -> list[str]:
+    return [entry.digest for entry in version.shards] + sorted(version.refined_queries.values())
 
 
 def all_views(store: Path, version: int) -> dict[str, dict[int, bytes]]:
@@ -96,10 +96,10 @@ def accuracy(report, group: str, kind: str):
     return next(row for row in report.accuracy if (row.group, row.kind) == (group, kind))
 
 
-def feedback_and_own(found: dict[str, dict[int, bytes]]) -> list[dict[str, dict[int, bytes]]]:
+def feedback_and_own(views_of: dict[str, dict[int, bytes]]) -> list[dict[str, dict[int, bytes]]]:
     """The feedback views of the passages that have any, and the own views of all."""
-    extra = {p: {number: data for number, data in views.items() if number >= 4} for p, views in found.items()}
-    own = {p: {number: data for number, data in views.items() if number < 4} for p, views in found.items()}
+    extra = {p: {number: data for number, data in views.items() if number >= 4} for p, views in views_of.items()}
+    own = {p: {number: data for number, data in views.items() if number < 4} for p, views in views_of.items()}
     return [{p: views for p, views in extra.items() if views}, own]
 
 
@@ -145,7 +145,7 @@ class ViewLabels(NamedTuple):
     of_question: dict[str, tuple[list, list]]
 
 
-def labelled(store: Path, run: RunConfig) -> ViewLabels:
+def label_views(store: Path, run: RunConfig) -> ViewLabels:
     """Labels passage by passage, from version 1."""
     own_store = Store(str(store))
     described = manifest.read(own_store, "squad", 1)
@@ -178,7 +178,7 @@ def combine(x: np.ndarray, good: list, bad: list, refine: RefineConfig, keep_len
 def test_the_linear_form_equals_a_plain_reading_of_the_paper(store, keep_length):
     """By default, `keep_length` is true in an index of unit vectors."""
     run = config(store, method="linear", positives="all", beta=0.2, max_heldout_loss=100, keep_length=keep_length)
-    known = labelled(store, run)
+    known = label_views(store, run)
     moved: dict[str, dict[int, np.ndarray]] = {}
     for (passage_id, number), (good, bad) in known.of_view.items():
         if good:
@@ -203,7 +203,7 @@ def test_the_linear_form_equals_a_plain_reading_of_the_paper(store, keep_length)
 
 def test_rocchio_moves_the_labelled_queries_by_equation_7_and_no_passage(store):
     run = config(store, method="rocchio", positives="all", beta=0.2, max_heldout_loss=100)
-    known = labelled(store, run)
+    known = label_views(store, run)
     report = refining.refine(run)
     assert all_views(store, 2) == all_views(store, 1)
     assert (len(report.rounds), report.published.operation) == (1, "refine:rocchio")
@@ -353,7 +353,7 @@ WEIGHTS = {"feedback_weight": [0.5, 0.6, 0.7], "feedback_clusters": 2}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "until", "done"),
+    ("method", "until", "stage"),
     [
         ({"method": "hybrid"}, "refine round 3", ("refine: first", "refine round 1")),
         ({"method": "feedback_views", **WEIGHTS}, "refine weight 0.7", ("refine weight 0.5", "refine weight 0.6")),
@@ -361,7 +361,7 @@ WEIGHTS = {"feedback_weight": [0.5, 0.6, 0.7], "feedback_clusters": 2}
     ids=["rounds", "weights"],
 )
 def test_a_driver_killed_between_rounds_or_weights_continues_to_the_same_bytes(
-    base_store, tmp_path, method, until, done
+    base_store, tmp_path, method, until, stage
 ):
     whole = shutil.copytree(base_store, tmp_path / "whole")
     cut = shutil.copytree(base_store, tmp_path / "cut")
@@ -379,8 +379,8 @@ def test_a_driver_killed_between_rounds_or_weights_continues_to_the_same_bytes(
     assert manifest.list_versions(Store(str(cut)), "squad") == [1]
 
     retrieved = []
-    report = refining.refine(run, lambda what, done, total: retrieved.append(what))
-    assert not any(what.startswith(done) for what in retrieved[: len(retrieved) // 2])
+    report = refining.refine(run, lambda what, count, total: retrieved.append(what))
+    assert not any(what.startswith(stage) for what in retrieved[: len(retrieved) // 2])
     assert report.published is not None
     assert digests(report.published) == digests(expected.published)
     assert report.accuracy == expected.accuracy

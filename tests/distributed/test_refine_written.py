@@ -26,17 +26,17 @@ K = 9
 QUERIES_QD = np.random.default_rng(5).integers(-2, 3, (6, D)).astype(np.float32)
 
 
-def answers(root: Path, described: Manifest) -> list[list[tuple[str, float, int]]]:
-    task = SearcherTask(str(root), described, tuple(entry.shard for entry in described.shards))
-    answer = Router(Store(str(root)), described, LocalFleet(task)).search(QUERIES_QD, K)
+def answers(root: Path, version: Manifest) -> list[list[tuple[str, float, int]]]:
+    task = SearcherTask(str(root), version, tuple(entry.shard for entry in version.shards))
+    answer = Router(Store(str(root)), version, LocalFleet(task)).search(QUERIES_QD, K)
     assert answer.exact.certified and answer.coverage_share == 1.0
     return [[(hit.passage_id, hit.score, hit.view) for hit in hits] for hits in answer.hits]
 
 
-def teach(root: Path, described: Manifest, per_shard: dict[int, list[int]], at: int = 0) -> Manifest:
+def teach(root: Path, version: Manifest, per_shard: dict[int, list[int]], at: int = 0) -> Manifest:
     """Publish a version with a feedback view for these rows of each shard: the direction of a query each."""
-    shards = tuple(entry.shard for entry in described.shards)
-    task = RefinerTask(str(root), described, f"staging/{described.version}")
+    shards = tuple(entry.shard for entry in version.shards)
+    task = RefinerTask(str(root), version, f"staging/{version.version}")
     first = StateId("round", 1)
     refiner = ShardRefiner(task.with_shards(dict.fromkeys(shards, 0)))
     results = []
@@ -49,18 +49,18 @@ def teach(root: Path, described: Manifest, per_shard: dict[int, list[int]], at: 
         assert results[-1].dirty_passages == count
     entries = tuple(one.entry for one in results)
     fields = {
-        **described.__dict__,
+        **version.__dict__,
         "shards": entries,
-        "parent": described.version,
+        "parent": version.version,
         "operation": "refine:feedback_views",
     }
     return manifest.publish(Store(str(root)), Manifest(**fields))
 
 
-def with_feedback(root: Path, described: Manifest, views: Views) -> Views:
+def with_feedback(root: Path, version: Manifest, views: Views) -> Views:
     """Reconstruct all views from a router's scores; own views must equal `views`."""
-    task = SearcherTask(str(root), described, tuple(entry.shard for entry in described.shards))
-    router = Router(Store(str(root)), described, LocalFleet(task))
+    task = SearcherTask(str(root), version, tuple(entry.shard for entry in version.shards))
+    router = Router(Store(str(root)), version, LocalFleet(task))
     unit_QD = np.eye(D, dtype=np.float32)
     all_views = {}
     for name, scores in zip(views, router.explain(unit_QD, list(views))):

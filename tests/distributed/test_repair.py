@@ -29,12 +29,12 @@ INT8 = IndexParams(scan="int8")
 IVF = IndexParams(kind="faiss", factory="IVF2,Flat")
 
 
-def truncated(file: Path) -> None:
+def truncate(file: Path) -> None:
     file.chmod(0o644)
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def flipped(file: Path) -> None:
+def flip_byte(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 16
     file.chmod(0o644)
@@ -51,15 +51,15 @@ def missing(file: Path) -> None:
 
 
 DAMAGES = {
-    truncated: r"has \d+ bytes, not \d+",
-    flipped: "has another sha256 than",
+    truncate: r"has \d+ bytes, not \d+",
+    flip_byte: "has another sha256 than",
     lengthen: r"has \d+ bytes, not \d+",
     missing: "is missing",
 }
 
 
-def folder_of(root: Path, described: Manifest, shard: int) -> Path:
-    return root / paths.shard_dir(described.index, described.shards[shard].digest)
+def folder_of(root: Path, version: Manifest, shard: int) -> Path:
+    return root / paths.shard_dir(version.index, version.shards[shard].digest)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -72,24 +72,24 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_damaged_index_is_built_again_from_its_embeddings_to_the_same_bytes(
     tmp_path: Path, damage: Callable[[Path], None], params: IndexParams, record_property
 ):
-    described = publish_random_index(tmp_path, random_views(200, 3), 2, params)
-    store, folder = Store(str(tmp_path)), folder_of(tmp_path, described, 1)
+    version = publish_random_index(tmp_path, random_views(200, 3), 2, params)
+    store, folder = Store(str(tmp_path)), folder_of(tmp_path, version, 1)
     before = contents(folder)
-    hurt = [folder / name for name in described.shards[1].files if name != paths.EMBEDDINGS]
+    hurt = [folder / name for name in version.shards[1].files if name != paths.EMBEDDINGS]
     for file in hurt:
         damage(file)
-    report = manifest.verify(store, described)
+    report = manifest.verify(store, version)
     assert [(problem.shard, Path(problem.path).name) for problem in report.problems] == [(1, f.name) for f in hurt]
     with pytest.raises(DigestError, match=rf"of shard 1 {DAMAGES[damage]}.*next: mvr-ray versions CONFIG repair"):
         report.require()
     damaged = contents(folder)
 
-    [row] = repair(store, described).repairs
+    [row] = repair(store, version).repairs
     assert (row.shard, row.state, len(row.damaged)) == (1, "repaired", len(hurt))
     assert contents(folder) == before
     assert contents(tmp_path / row.set_aside) == damaged
-    assert manifest.verify(store, described).problems == []
-    assert repair(store, described).repairs == []
+    assert manifest.verify(store, version).problems == []
+    assert repair(store, version).repairs == []
     rebuilt = sum(len(before[file.name]) for file in hurt)
     record_property("figures", f"{len(hurt)} of {len(before)} files, {rebuilt:,} bytes built again")
 
@@ -98,11 +98,11 @@ def test_a_damaged_index_is_built_again_from_its_embeddings_to_the_same_bytes(
 def test_lost_embeddings_stay_in_their_place_and_the_command_that_encodes_them_is_named(
     tmp_path: Path, damage: Callable[[Path], None]
 ):
-    described = publish_random_index(tmp_path, random_views(60, 3), 3, INT8)
-    store, folder = Store(str(tmp_path)), folder_of(tmp_path, described, 2)
+    version = publish_random_index(tmp_path, random_views(60, 3), 3, INT8)
+    store, folder = Store(str(tmp_path)), folder_of(tmp_path, version, 2)
     damage(folder / paths.EMBEDDINGS)
     damaged = contents(folder)
-    report = repair(store, described)
+    report = repair(store, version)
     assert [(row.shard, row.state, row.set_aside) for row in report.repairs] == [(2, "lost", "")]
     assert contents(folder) == damaged
     message = r"shard 2 of index 'random' version 1 .*encode it again.*mvr-ray index CONFIG"
@@ -111,32 +111,32 @@ def test_lost_embeddings_stay_in_their_place_and_the_command_that_encodes_them_i
 
 
 def test_several_damaged_shards_are_repaired_apart_and_each_is_named(tmp_path: Path):
-    described = publish_random_index(tmp_path, random_views(90, 3), 4, INT8)
+    version = publish_random_index(tmp_path, random_views(90, 3), 4, INT8)
     store = Store(str(tmp_path))
-    codes = next(name for name in described.shards[0].files if name != paths.EMBEDDINGS)
-    flipped(folder_of(tmp_path, described, 0) / codes)
-    flipped(folder_of(tmp_path, described, 2) / paths.EMBEDDINGS)
-    missing(folder_of(tmp_path, described, 3) / codes)
-    report = repair(store, described)
+    codes = next(name for name in version.shards[0].files if name != paths.EMBEDDINGS)
+    flip_byte(folder_of(tmp_path, version, 0) / codes)
+    flip_byte(folder_of(tmp_path, version, 2) / paths.EMBEDDINGS)
+    missing(folder_of(tmp_path, version, 3) / codes)
+    report = repair(store, version)
     assert [(row.shard, row.state) for row in report.repairs] == [(0, "repaired"), (2, "lost"), (3, "repaired")]
     with pytest.raises(DigestError, match="1 of 3 not repaired; first: shard 2"):
         report.require()
 
 
 def test_a_repair_that_died_after_setting_aside_is_continued_and_nothing_set_aside_is_ever_removed(tmp_path: Path):
-    described = publish_random_index(tmp_path, random_views(90, 3), 2, INT8)
-    store, entry = Store(str(tmp_path)), described.shards[0]
-    whole = contents(folder_of(tmp_path, described, 0))
+    version = publish_random_index(tmp_path, random_views(90, 3), 2, INT8)
+    store, entry = Store(str(tmp_path)), version.shards[0]
+    whole = contents(folder_of(tmp_path, version, 0))
     codes = next(name for name in entry.files if name != paths.EMBEDDINGS)
-    flipped(folder_of(tmp_path, described, 0) / codes)
+    flip_byte(folder_of(tmp_path, version, 0) / codes)
     store.move_dir(paths.shard_dir("random", entry.digest), paths.quarantine_dir("random", entry.digest, 1))
-    [row] = repair(store, described).repairs
+    [row] = repair(store, version).repairs
     assert (row.state, row.set_aside) == ("repaired", "")
-    assert contents(folder_of(tmp_path, described, 0)) == whole
-    flipped(folder_of(tmp_path, described, 0) / paths.EMBEDDINGS)  # the quarantined copy is whole
-    [row] = repair(store, described).repairs
+    assert contents(folder_of(tmp_path, version, 0)) == whole
+    flip_byte(folder_of(tmp_path, version, 0) / paths.EMBEDDINGS)  # the quarantined copy is whole
+    [row] = repair(store, version).repairs
     assert (row.state, row.set_aside) == ("repaired", paths.quarantine_dir("random", entry.digest, 2))
-    assert manifest.verify(store, described).problems == []
+    assert manifest.verify(store, version).problems == []
     collect(store, "random", keep=1, grace_s=0)
     assert len(store.list(paths.quarantine_root("random"))) == 2
 
@@ -153,7 +153,7 @@ def test_what_a_refinement_lost_is_cured_by_a_version_that_does_not_need_it(tmp_
         first, parent=1, operation="refine:hybrid", shards=other.shards, refined_queries={"known": digest}
     )
     refined = manifest.publish(store, refined)
-    truncated(folder_of(tmp_path, refined, 0) / paths.EMBEDDINGS)
+    truncate(folder_of(tmp_path, refined, 0) / paths.EMBEDDINGS)
     store.write_bytes(paths.refined_queries("random", digest), b"moveD")
     report = repair(store, refined)
     assert [(row.shard, row.state) for row in report.repairs] == [(-1, "lost"), (0, "lost")]
@@ -169,21 +169,21 @@ def encoder_file(version: manifest.Manifest) -> str:
 
 
 def test_a_version_without_its_encoder_or_corpus_is_not_whole_and_nothing_rolls_back_to_it(tmp_path: Path):
-    described = publish_random_index(tmp_path / "store", random_views(9, 3), 2)
+    version = publish_random_index(tmp_path / "store", random_views(9, 3), 2)
     store = Store(str(tmp_path / "store"))
     run = RunConfig.model_validate({"store": {"path": str(tmp_path / "store")}, "index": {"name": "random"}})
-    path = paths.corpus_version(described.corpus, "c" * 32)
-    store.write_bytes(path, CorpusInfo(described.corpus, "c" * 32, 0, (), (), {}, {}).to_json())
-    manifest.publish(store, dataclasses.replace(described, parent=1, corpus_digest="c" * 32))
+    path = paths.corpus_version(version.corpus, "c" * 32)
+    store.write_bytes(path, CorpusInfo(version.corpus, "c" * 32, 0, (), (), {}, {}).to_json())
+    manifest.publish(store, dataclasses.replace(version, parent=1, corpus_digest="c" * 32))
     store.delete(path)
     wrong = {problem.path for problem in verify(store, manifest.read(store, "random", 2)).problems}
-    assert wrong == {encoder_file(described), path}
+    assert wrong == {encoder_file(version), path}
     with pytest.raises(MissingInputError, match=r"version 2 was not made live: .*encoder\.json is missing"):
         act(run, "rollback", 2)
-    store.write_bytes(encoder_file(described), b"{}")
+    store.write_bytes(encoder_file(version), b"{}")
     with pytest.raises(MissingInputError, match="corpus"):
         act(run, "rollback", 2)
-    empty_corpus(store, described.corpus)
+    empty_corpus(store, version.corpus)
     with pytest.raises(DigestError, match=r"encoders/none/f{16} is damaged"):
         act(run, "rollback", 1)
     assert manifest.list_versions(store, "random") == [1, 2]
@@ -203,7 +203,7 @@ def test_a_roll_back_reads_what_verify_reads_and_is_refused_where_a_byte_differs
     weights = weights / "shared" / "model.safetensors"
     for file in (shard, weights):
         whole = file.read_bytes()
-        flipped(file)
+        flip_byte(file)
         with pytest.raises(DigestError):
             act(run, "rollback", first.version)
         file.write_bytes(whole)
@@ -221,12 +221,12 @@ def with_encoder(store: Store, version: manifest.Manifest, backbone: Path) -> ma
 
 def test_verifying_a_version_reads_its_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     store, source = Store(str(tmp_path / "store")), tmp_path / "p.jsonl"
-    described = publish_random_index(tmp_path / "store", random_views(9, 3), 2)
+    version = publish_random_index(tmp_path / "store", random_views(9, 3), 2)
     source.write_text("".join(f'{{"id": "p{i:03d}", "title": "t", "text": "body {i}"}}\n' for i in range(9)))
     prepare(PrepareConfig(sources=[SourceConfig(path=str(source))], num_shards=2), store)
     corpus = Corpus.open(store, "corpus")
     own = {"corpus": "corpus", "corpus_digest": corpus.digest}
-    published = manifest.publish(store, dataclasses.replace(described, parent=1, **own))
+    published = manifest.publish(store, dataclasses.replace(version, parent=1, **own))
     store.write_bytes(encoder_file(published), b"{}")
     assert verify(store, published).num_files == manifest.verify(store, published).num_files + 2
     assert [problem.path for problem in verify(store, published).problems] == [
@@ -247,8 +247,8 @@ def test_verifying_a_version_reads_its_corpus(tmp_path: Path, capsys: pytest.Cap
 def test_the_command_names_repairs_and_verifies(
     tmp_path: Path, tiny_backbone: Path, capsys: pytest.CaptureFixture[str]
 ):
-    described = publish_random_index(tmp_path / "store", random_views(90, 3), 2, INT8)
-    with_encoder(Store(str(tmp_path / "store")), described, tiny_backbone)
+    version = publish_random_index(tmp_path / "store", random_views(90, 3), 2, INT8)
+    with_encoder(Store(str(tmp_path / "store")), version, tiny_backbone)
     run_file = tmp_path / "run.yaml"
     run_file.write_text(yaml.safe_dump({"store": {"path": str(tmp_path / "store")}, "index": {"name": "random"}}))
 
@@ -258,30 +258,30 @@ def test_the_command_names_repairs_and_verifies(
         output = capsys.readouterr()
         return int(ended.value.code or 0), output.out + output.err
 
-    codes = next(name for name in described.shards[1].files if name != paths.EMBEDDINGS)
-    flipped(folder_of(tmp_path / "store", described, 1) / codes)
+    codes = next(name for name in version.shards[1].files if name != paths.EMBEDDINGS)
+    flip_byte(folder_of(tmp_path / "store", version, 1) / codes)
     status, text = run_versions("verify")
     assert status == 1 and "of shard 1" in text and "versions CONFIG repair" in text
     status, text = run_versions("repair")
     assert status == 0 and "repaired" in text
     assert run_versions("verify")[0] == 0
-    flipped(folder_of(tmp_path / "store", described, 1) / paths.EMBEDDINGS)
-    (tmp_path / "store" / paths.quarantine_dir("random", described.shards[1].digest, 1) / paths.EMBEDDINGS).unlink()
+    flip_byte(folder_of(tmp_path / "store", version, 1) / paths.EMBEDDINGS)
+    (tmp_path / "store" / paths.quarantine_dir("random", version.shards[1].digest, 1) / paths.EMBEDDINGS).unlink()
     status, text = run_versions("repair")
     assert status == 1 and "mvr-ray index CONFIG" in text
 
 
 @pytest.mark.chaos("manifest of a newer format", "refused by name; rolling back past it works")
 def test_a_manifest_of_a_newer_format_is_refused_and_a_roll_back_past_it_works(tmp_path: Path, record_property):
-    described = publish_random_index(tmp_path, random_views(30, 3), 2)
+    version = publish_random_index(tmp_path, random_views(30, 3), 2)
     store = Store(str(tmp_path))
-    newer = json.loads(described.to_json()) | {"parent": 1, "version": 2, "format_version": manifest.NEWEST_FORMAT + 1}
+    newer = json.loads(version.to_json()) | {"parent": 1, "version": 2, "format_version": manifest.NEWEST_FORMAT + 1}
     store.create_once(paths.manifest("random", 2), json.dumps(newer).encode())
     refusal = r"2\.json has format version 4, this program reads 1 to 3; use the program that wrote it, or roll back"
     for ask in (manifest.read, lambda *where: collect(*where, keep=1, grace_s=0)):
         with pytest.raises(ManifestError, match=refusal):
             ask(store, "random")
     back = manifest.rollback(store, "random", 1)
-    assert manifest.read(store, "random") == back and back.shards == described.shards
+    assert manifest.read(store, "random") == back and back.shards == version.shards
     outcome = f"format {newer['format_version']} refused by 2 readers; version {back.version} has version 1's content"
     record_property("figures", outcome)

@@ -49,7 +49,7 @@ def answers(root: Path, version: Manifest, queries_QD: np.ndarray, k: int) -> li
     return [[(hit.passage_id, hit.score, hit.view) for hit in hits] for hits in answer.hits]
 
 
-def stored(root: Path, version: Manifest) -> Stored:
+def read_contents(root: Path, version: Manifest) -> Stored:
     """Every passage's view numbers and vectors as bytes; asserts that ids hash to their shards."""
     found: Stored = {}
     for entry in version.shards:
@@ -82,7 +82,7 @@ def test_every_answer_and_every_byte_is_the_same_over_any_number_of_shards(tmp_p
     queries_QD = np.random.default_rng(seed + 1).integers(-2, 3, (4, D)).astype(np.float32)
     k = data.draw(st.integers(1, num_passages + 3))
     assert [len(base.shards), len(made.shards)] == [before, after]
-    assert stored(root, made) == stored(root, base)
+    assert read_contents(root, made) == read_contents(root, base)
     expected = [brute_force(views, query_D, k) for query_D in queries_QD]
     assert answers(root, base, queries_QD, k) == answers(root, made, queries_QD, k) == expected
 
@@ -101,11 +101,11 @@ def test_feedback_views_and_moved_queries_go_along_and_the_way_back_ends_at_the_
     moved.write_bytes(b"vectors of moved questions")
     digest = manifest.add_refined_queries(Store(str(tmp_path)), "random", moved)
     now = manifest.publish(Store(str(tmp_path)), dataclasses.replace(refined, refined_queries={"known": digest}))
-    whole = stored(tmp_path, first)
+    whole = read_contents(tmp_path, first)
     assert max(len(numbers) for numbers, _ in whole.values()) > 2 * V  # int16: some passage has more views than V
     for num_shards in (12, 5, 8):
         now = dealt_here(tmp_path, now, num_shards)
-        assert stored(tmp_path, now) == whole
+        assert read_contents(tmp_path, now) == whole
         assert (now.refined_queries, now.refinement) == ({"known": digest}, refined.refinement)
         assert (now.num_passages, now.num_vectors) == (first.num_passages, first.num_vectors)
         assert manifest.verify(Store(str(tmp_path)), now).problems == []
@@ -222,7 +222,11 @@ def test_refinement_learns_the_same_and_indexing_goes_back_without_encoding(own_
     reports = [refine.refine(run_over(store, refine=refined)) for store in (own_index, other)]
     assert reports[0].published and reports[1].published
     assert reports[0].accuracy == reports[1].accuracy
-    assert stored(other, reports[1].published) == stored(own_index, reports[0].published) != stored(own_index, first)
+    assert (
+        read_contents(other, reports[1].published)
+        == read_contents(own_index, reports[0].published)
+        != read_contents(own_index, first)
+    )
     steps: list[str] = []
     run = run_over(other, index={"keep_refinement": False})
     back = build_index.index(run, lambda what, *_: steps.append(what))

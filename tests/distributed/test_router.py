@@ -320,8 +320,8 @@ def test_an_approximate_answer_says_so_and_its_scores_are_true(tmp_path):
 def test_an_answer_over_fewer_views_says_so_and_within_which_bound(tmp_path):
     version = publish_random_index(tmp_path, random_views(9, 1), 2, IndexParams(scan="int8"))
 
-    def method(bound: float) -> str:
-        metrics = {"pruned_views": 4.0, "pruned_bound": bound}
+    def method(pruned_bound: float) -> str:
+        metrics = {"pruned_views": 4.0, "pruned_bound": pruned_bound}
         answer = local(tmp_path, dataclasses.replace(version, metrics=metrics)).search(np.ones((1, D)), 3)
         assert answer.exact.certified
         return answer.exact.method
@@ -481,11 +481,11 @@ def test_a_passages_sentences_are_cut_once_and_another_text_under_its_id_anew(sm
         cut = []
         spans_of = type(router.encoder).view_spans
 
-        def counted(encoder, passage):
+        def count_calls(encoder, passage):
             cut.append(passage)
             return spans_of(encoder, passage)
 
-        monkeypatch.setattr(type(router.encoder), "view_spans", counted)
+        monkeypatch.setattr(type(router.encoder), "view_spans", count_calls)
         other = passage._replace(text="One sentence. " + passage.text)
         for shown in (passage, other):
             for _ in range(3):

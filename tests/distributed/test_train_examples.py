@@ -52,7 +52,7 @@ def ids(corpus: Corpus) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("answer_views", "first_view", "second", "unplaced"),
+    ("answer_views", "first_view", "second", "without_place"),
     [
         ("first", {}, [1], []),
         ("all", {}, [0, 1], [0, 1]),
@@ -62,7 +62,9 @@ def ids(corpus: Corpus) -> list[str]:
         ("all", {"strategy": "snippet_means", "whole_view": True}, [0, 1, 2], [0, 1, 2]),
     ],
 )
-def test_views_that_hold_an_answer_are_those_of_its_place_or_of_its_words(answer_views, first_view, second, unplaced):
+def test_views_that_hold_an_answer_are_those_of_its_place_or_of_its_words(
+    answer_views, first_view, second, without_place
+):
     """The place is that of the second sentence; a question whose answer has no place is found by words alone. With a
     title view the sentences have the views after it, and the title holds no answer; a whole view holds what they do."""
     text = "Paris is old. The capital is Paris. Nobody stayed."
@@ -82,7 +84,7 @@ def test_views_that_hold_an_answer_are_those_of_its_place_or_of_its_words(answer
     )
     answers_QV = loop._answer_views(batch)
     assert answers_QV.shape == (2, 4)
-    assert [np.flatnonzero(row).tolist() for row in answers_QV] == [second, unplaced]
+    assert [np.flatnonzero(row).tolist() for row in answers_QV] == [second, without_place]
 
 
 def test_a_question_learns_from_its_first_positive_that_is_there(corpus, ids):

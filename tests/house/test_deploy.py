@@ -37,8 +37,8 @@ TEXTS = {"type": "object", "additionalProperties": TEXT}
 KUBERNETES_OWN, KUBERNETES_LIST = {"type": "object"}, {"type": "array", "items": {"type": "object"}}
 
 
-def fields(required: str, **known: object) -> dict[str, Any]:
-    return {"type": "object", "properties": known, "required": required.split(), "additionalProperties": False}
+def fields(names: str, **properties: object) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": names.split(), "additionalProperties": False}
 
 
 GROUP = {"rayStartParams": TEXTS, "template": KUBERNETES_OWN, "resources": TEXTS, "labels": TEXTS}
@@ -110,12 +110,12 @@ def load(path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(params=["raycluster", "rayservice"])
-def described(request: pytest.FixtureRequest) -> dict[str, Any]:
+def manifest(request: pytest.FixtureRequest) -> dict[str, Any]:
     return load(ROOT / "deploy" / "kuberay" / f"{request.param}.yaml")
 
 
-def spec_of(described: dict[str, Any]) -> dict[str, Any]:
-    return described["spec"] if described["kind"] == "RayCluster" else described["spec"]["rayClusterConfig"]
+def spec_of(manifest: dict[str, Any]) -> dict[str, Any]:
+    return manifest["spec"] if manifest["kind"] == "RayCluster" else manifest["spec"]["rayClusterConfig"]
 
 
 def pods(spec: dict[str, Any]) -> list[dict[str, Any]]:
@@ -134,13 +134,13 @@ def test_ray_up_takes_the_file_and_refuses_it_with_a_word_misspelt(cloud: str) -
 
 @pytest.mark.parametrize("cloud", CLOUDS)
 def test_the_head_has_no_gpu_and_only_encoders_come_and_go_as_spot(cloud: str) -> None:
-    described = load(CLOUDS[cloud])
-    nodes = described["available_node_types"]
-    assert set(nodes) == {"head", "encoder", "searcher"} and described["head_node_type"] == "head"
+    manifest = load(CLOUDS[cloud])
+    nodes = manifest["available_node_types"]
+    assert set(nodes) == {"head", "encoder", "searcher"} and manifest["head_node_type"] == "head"
     assert [name for name, node in nodes.items() if node["resources"].get("GPU")] == ["encoder"]
     assert [name for name, node in nodes.items() if "spot" in str(node["node_config"]).lower()] == ["encoder"]
     assert nodes["encoder"]["min_workers"] == 0 < nodes["encoder"]["max_workers"]
-    assert described["max_workers"] >= nodes["encoder"]["max_workers"] + nodes["searcher"]["max_workers"]
+    assert manifest["max_workers"] >= nodes["encoder"]["max_workers"] + nodes["searcher"]["max_workers"]
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
@@ -160,20 +160,20 @@ def check_fits(gpus: int, cpus: int) -> None:
 
 def test_ports_of_ray_are_open_to_nobody_without_a_token() -> None:
     for path in CLOUDS.values():
-        described = load(path)
-        starts = [*described["head_start_ray_commands"], *described["worker_start_ray_commands"]]
+        manifest = load(path)
+        starts = [*manifest["head_start_ray_commands"], *manifest["worker_start_ray_commands"]]
         for command in starts:
             assert "ray start" not in command or "RAY_AUTH_MODE=token" in command
         assert any("--dashboard-host=127.0.0.1" in command for command in starts)
-        assert "~/.ray/auth_token" in described["file_mounts"]
-        assert "chmod 600 ~/.ray/auth_token" in described["setup_commands"]
+        assert "~/.ray/auth_token" in manifest["file_mounts"]
+        assert "chmod 600 ~/.ray/auth_token" in manifest["setup_commands"]
 
 
-def test_the_kubernetes_files_are_what_kuberay_takes_and_a_word_misspelt_is_not(described: dict[str, Any]) -> None:
-    takes = jsonschema.Draft202012Validator(KUBERAY[described["kind"]])
-    takes.validate(described)
-    spec = spec_of(described)
-    assert NAME.fullmatch(described["metadata"]["name"]) and spec["authOptions"] == {"mode": "token"}
+def test_the_kubernetes_files_are_what_kuberay_takes_and_a_word_misspelt_is_not(manifest: dict[str, Any]) -> None:
+    takes = jsonschema.Draft202012Validator(KUBERAY[manifest["kind"]])
+    takes.validate(manifest)
+    spec = spec_of(manifest)
+    assert NAME.fullmatch(manifest["metadata"]["name"]) and spec["authOptions"] == {"mode": "token"}
     for group in spec["workerGroupSpecs"]:
         assert 0 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
     for broken in (
@@ -184,14 +184,14 @@ def test_the_kubernetes_files_are_what_kuberay_takes_and_a_word_misspelt_is_not(
         lambda spec: spec["workerGroupSpecs"][0].update(maxReplicas="3"),
         lambda spec: spec["workerGroupSpecs"][0].pop("groupName"),
     ):
-        wrong = copy.deepcopy(described)
+        wrong = copy.deepcopy(manifest)
         broken(spec_of(wrong))
         assert not takes.is_valid(wrong)
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-def test_pods_are_what_kubernetes_takes_and_a_word_misspelt_is_not(described: dict[str, Any], version: str) -> None:
-    spec = spec_of(described)
+def test_pods_are_what_kubernetes_takes_and_a_word_misspelt_is_not(manifest: dict[str, Any], version: str) -> None:
+    spec = spec_of(manifest)
     for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
         template = {"metadata": {}, **group["template"]}
         assert set(template) == {"metadata", "spec"}
@@ -204,8 +204,8 @@ def test_pods_are_what_kubernetes_takes_and_a_word_misspelt_is_not(described: di
                 kubernetes_validate.validate(broken, version, strict=True)
 
 
-def test_pods_ask_for_what_they_may_use_and_mount_what_they_declare(described: dict[str, Any]) -> None:
-    for pod in pods(spec_of(described)):
+def test_pods_ask_for_what_they_may_use_and_mount_what_they_declare(manifest: dict[str, Any]) -> None:
+    for pod in pods(spec_of(manifest)):
         [container] = pod["containers"]
         assert NAME.fullmatch(container["name"])
         limits, requests = container["resources"]["limits"], container["resources"]["requests"]
@@ -222,8 +222,8 @@ def test_pods_ask_for_what_they_may_use_and_mount_what_they_declare(described: d
             assert toleration["operator"] == "Exists" or "value" in toleration
 
 
-def test_images_and_versions_are_those_of_the_ray_that_is_pinned(described: dict[str, Any]) -> None:
-    version, spec = importlib.metadata.version("ray"), spec_of(described)
+def test_images_and_versions_are_those_of_the_ray_that_is_pinned(manifest: dict[str, Any]) -> None:
+    version, spec = importlib.metadata.version("ray"), spec_of(manifest)
     assert spec["rayVersion"] == version
     for pod in pods(spec):
         image = pod["containers"][0]["image"]

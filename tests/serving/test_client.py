@@ -36,7 +36,7 @@ READ, ADMIN = "read-" + "r" * 20, "admin-" + "a" * 20
 ODD = ["a/b", "..", ".", "../../etc/passwd", "a b?c#d&e", "é漢🙂", "%2e%2e", "100%", "a//b/", "\x00"]
 
 
-class Odd(InMemoryIndex):
+class WithOddIds(InMemoryIndex):
     """Holds its own passages, and one under every id of ODD."""
 
     def passages(self, ids):
@@ -56,7 +56,7 @@ def running(service: SearchService) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory) -> SearchService:
-    return SearchService(Odd(), ServeConfig(max_k=20), version_catalog(tmp_path_factory.mktemp("shelf")))
+    return SearchService(WithOddIds(), ServeConfig(max_k=20), version_catalog(tmp_path_factory.mktemp("shelf")))
 
 
 @pytest.fixture(scope="module")

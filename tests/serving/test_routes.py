@@ -35,7 +35,7 @@ ODD = [
 ]
 
 
-class Odd(InMemoryIndex):
+class OddIdsOnly(InMemoryIndex):
     """Holds a passage under every id of ODD."""
 
     def passages(self, ids):
@@ -60,7 +60,7 @@ def get(server_app, path: str):
 
 @pytest.mark.parametrize("passage_id", ODD)
 def test_a_passage_is_found_by_its_id_whatever_it_holds(passage_id) -> None:
-    reply = get(app(Odd()), f"/v1/passages/{quote_all(passage_id)}")
+    reply = get(app(OddIdsOnly()), f"/v1/passages/{quote_all(passage_id)}")
     assert (reply.status, reply.body["id"], reply.body["text"]) == (200, passage_id, PASSAGES[0].text)
     assert reply.body["views"][1] == {"view": 1, "start": 18, "stop": 39, "text": "The Rhine is shorter."}
 

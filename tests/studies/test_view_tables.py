@@ -53,7 +53,7 @@ def expected_change(better_SQ, than_SQ, articles, scale=100.0, decimals=1) -> st
     return f"{value:+.{decimals}f} ({low:+.{decimals}f} to {high:+.{decimals}f}), {p:.2g}"
 
 
-def found(by_seed: dict[int, QuestionRanks], k: int) -> list[list[float]]:
+def hits(by_seed: dict[int, QuestionRanks], k: int) -> list[list[float]]:
     return [[float(0 <= rank < k) for rank in part.answer_ranks] for part in by_seed.values()]
 
 
@@ -92,7 +92,7 @@ def test_every_view_alone_is_tested_against_all_views_on_the_same_questions(stud
     rows = {row["view"]: row for row in records(alone_table(study, [result("two", cells, view_ranks=view_ranks)]))}
     column = "answer/top-1 against all views, p"
     for view in ("view 1", "view 2"):
-        pair = found(view_ranks[view], 1), found(view_ranks["all views"], 1)
+        pair = hits(view_ranks[view], 1), hits(view_ranks["all views"], 1)
         assert rows[view][column] == expected_change(*pair, ARTICLES)
     assert (rows["all views"][column], rows["view 1"]["n"]) == ("", 40)
 
@@ -132,12 +132,12 @@ def test_variants_are_tested_against_the_first_that_has_the_measure_where_both_h
     assert table.columns[-2:] == [lv, wins]
     assert [(rows[name][lv], rows[name][wins]) for name in ("one view", "two")] == [("", "")] * 2
 
-    def expected(name: str, than: str, measure: str, **shown) -> str:
+    def expected(name: str, than: str, measure: str, **numbers) -> str:
         parts = [[own] for own in (of_variant[name], of_variant[than])]
         parts[0] += [more] if name == "four" else []
         known = [at for at in range(40) if all(rows[at][measure] is not None for part in parts for rows in part)]
         values = [[[float(rows[at][measure]) for at in known] for rows in part] for part in parts]
-        return expected_change(*values, [ARTICLES[at] for at in known], **shown)
+        return expected_change(*values, [ARTICLES[at] for at in known], **numbers)
 
     for name in ("three", "four"):
         assert rows[name][lv] == expected(name, "two", "lv", scale=1.0, decimals=3)
@@ -185,10 +185,10 @@ def test_answer_views_are_tested_against_the_first_variants_at_every_k():
     column = "answer view against a, p"
     assert [row[column] for row in rows[:2]] == ["", ""]
     for row, k in zip(rows[2:], (1, 5), strict=True):
-        assert row[column] == expected_change(found(both[1], k), found(both[0], k), ARTICLES)
+        assert row[column] == expected_change(hits(both[1], k), hits(both[0], k), ARTICLES)
 
 
-def measured(table: list[list[float | None]], values: list[dict]) -> dict:
+def attention_report(table: list[list[float | None]], values: list[dict]) -> dict:
     return {"attention_kl_table": table, "attention_passages": 15, "values": values}
 
 
@@ -197,9 +197,9 @@ def test_the_upper_triangle_of_attention_has_the_papers_figures_above_ours():
     more = [[0.0, 0.7, 0.25], [9.0, 0.0, 2.0], [9.0, 9.0, 0.0]]
     variants = [
         result("CAMVR", paper={"attention_kl/1,2": 0.5, "attention_kl/2,3": 0.21}, analyze=[
-            measured(ours, question_values(1)), measured(more, question_values(1))]),
+            attention_report(ours, question_values(1)), attention_report(more, question_values(1))]),
         result("MVR", paper={"attention_kl": 0.0}, analyze=[
-            measured([[0.0, 1e-12], [1e-12, 0.0]], question_values(2))]),
+            attention_report([[0.0, 1e-12], [1e-12, 0.0]], question_values(2))]),
         result("pieces", analyze=[{"attention_kl_table": []}]),
         result("no analysis"),
     ]  # fmt: skip
