@@ -19,7 +19,7 @@ from mvr_ray.store.formats.question_views import QUESTION_VIEWS, QuestionViews, 
 from mvr_ray.studies.definition import Study
 from mvr_ray.studies.execute import StepRecord
 from mvr_ray.studies.report import ANSWERS
-from mvr_ray.studies.results import system_name, view_system_name
+from mvr_ray.studies.results import curve_system_name, system_name, view_system_name
 from mvr_ray.studies.steps import StudyPlan
 
 REPORTED_STAGES = frozenset({"prepare", "train", "mine", "index", "refine", "evaluate", "analyze", "reading"})
@@ -64,13 +64,16 @@ def read_report(folder: Path, study: Study, plan: StudyPlan) -> dict[str, StepRe
                 else:
                     records[key] = records[key]._replace(report=complete)
             elif records[key].stage == "evaluate" and "ranks" not in report:
-                own = {row["system"]: system_name(run.variant.name, row["system"]) for row in report["rows"]}
+                own = {
+                    row["system"]: curve_system_name(system_name(run.variant.name, row["system"]), run.at)
+                    for row in report["rows"]
+                }
                 parts = [
                     part._replace(system=system)._asdict()
                     for system, name in own.items()
                     for part in ranks.get((name, run.seed), [])
                 ]
-                records[key] = records[key]._replace(report=report | {"ranks": [] if run.at else parts})
+                records[key] = records[key]._replace(report=report | {"ranks": parts})
     return {key: step for key, step in records.items() if key in plan.steps and step.stage in REPORTED_STAGES}
 
 

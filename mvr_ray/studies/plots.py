@@ -64,7 +64,7 @@ def _learning_curves(study: Study, results: Sequence[VariantResult]) -> Iterator
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for result in results:
         ends = [report["epochs"][-1]["step"] for report in result.reports.get("train", [])[-1:] if report.get("epochs")]
-        points = {at: cells[metric] for at, cells in result.curve.items() if metric in cells}
+        points = {at: point.cells[metric] for at, point in result.curve.items() if metric in point.cells}
         if not points or metric not in result.cells:
             continue
         points |= {ends[0]: result.cells[metric]} if ends else {}

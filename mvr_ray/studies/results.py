@@ -49,8 +49,8 @@ class VariantResult(NamedTuple):
     cells: dict[str, Cell]
     ranks: dict[int, QuestionRanks]
     reports: dict[str, list[Report]]
-    curve: Mapping[int, Mapping[str, Cell]] = MappingProxyType({})
-    """The metrics by number of training steps, where the study measures a curve."""
+    curve: Mapping[int, "VariantResult"] = MappingProxyType({})
+    """The results after fewer training steps, by their number, where the study measures a curve."""
     view_ranks: Mapping[str, Mapping[int, QuestionRanks]] = MappingProxyType({})
 
 
@@ -71,10 +71,10 @@ def variant_results(study: Study, plan: StudyPlan, records: Mapping[str, StepRec
         if all(run.at for run in runs):
             continue
         systems = list(_system_results(study, variant, [run for run in runs if not run.at], records))
-        curves: dict[str, dict[int, Mapping[str, Cell]]] = {}
+        curves: dict[str, dict[int, VariantResult]] = {}
         for at in sorted({run.at for run in runs} - {0}):
             for curve_result in _system_results(study, variant, [run for run in runs if run.at == at], records):
-                curves.setdefault(curve_result.name, {})[at] = curve_result.cells
+                curves.setdefault(curve_result.name, {})[at] = curve_result
         results += [
             system._replace(curve={} if system.name == BM25 else curves.get(system.name, {})) for system in systems
         ]
@@ -221,17 +221,21 @@ def stage_reports(
 
 
 def question_ranks(results: Sequence[VariantResult]) -> list[QuestionRanks]:
-    """Return the ranks of every variant and seed for every question, under the variant's name, and those of its views
-    under `view_system_name`."""
-    own = [ranks._replace(system=result.name) for result in results for ranks in result.ranks.values()]
-    return own + [
-        ranks._replace(system=view_system_name(result.name, system))
-        for result in results
-        for system, by_seed in result.view_ranks.items()
-        for ranks in by_seed.values()
-    ]
+    """Return the ranks of every variant and seed for every question, under the variant's name, those of its views under
+    `view_system_name`, and those after fewer steps under `curve_system_name`."""
+    named: list[tuple[str, Mapping[int, QuestionRanks]]] = []
+    for result in results:
+        named.append((result.name, result.ranks))
+        named += [(view_system_name(result.name, system), ranks) for system, ranks in result.view_ranks.items()]
+        named += [(curve_system_name(result.name, at), point.ranks) for at, point in result.curve.items()]
+    return [ranks._replace(system=name) for name, by_seed in named for ranks in by_seed.values()]
 
 
 def view_system_name(variant: str, system: str) -> str:
     """Return the name of a system of `analyze` in a file of question ranks."""
     return f"{variant}: {system}"
+
+
+def curve_system_name(variant: str, at: int) -> str:
+    """Return the name of a variant after fewer training steps than it has, in a file of question ranks."""
+    return f"{variant}, {at} steps" if at else variant

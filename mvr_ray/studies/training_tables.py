@@ -4,8 +4,17 @@ import math
 from collections.abc import Sequence
 
 from mvr_ray.studies.definition import Study
-from mvr_ray.studies.results import CROSS_ENCODER, READER, VariantResult, stage_reports
-from mvr_ray.studies.tables import Row, Table, format_cell, format_number, format_percent, make_table, mean
+from mvr_ray.studies.results import CROSS_ENCODER, READER, VariantResult, compare_variants, stage_reports
+from mvr_ray.studies.tables import (
+    Row,
+    Table,
+    format_cell,
+    format_change,
+    format_number,
+    format_percent,
+    make_table,
+    mean,
+)
 
 
 def training_table(results: Sequence[VariantResult]) -> Table | None:
@@ -34,17 +43,25 @@ _LOSSES = {"loss": "loss", "loss_local": "local loss", "view_pair_cosine": "view
 
 
 def curve_table(study: Study, results: Sequence[VariantResult]) -> Table | None:
-    """Tabulate every trained variant over its training budget."""
-    rows: list[Row] = []
-    for result in results:
-        for metric in study.config.metrics if result.curve else []:
-            points = {f"{at} steps": cells.get(metric) for at, cells in sorted(result.curve.items())}
-            row: Row = {"variant": result.name, "metric": metric}
-            row |= {column: format_cell(cell) for column, cell in points.items()}
-            rows.append(row | {"at the end": format_cell(result.cells.get(metric))})
+    """Tabulate every trained variant over its training budget, with the paired test against the first one at the same
+    step."""
+    trained = [result for result in results if result.curve]
+    metrics, rows = study.config.metrics, []
+    for result in trained:
+        for at in [*sorted(result.curve), 0]:
+            point, first = (one.curve.get(at) if at else one for one in (result, trained[0]))
+            cells = {metric: point.cells.get(metric) if point else None for metric in metrics}
+            row: Row = {"variant": result.name, "steps": at or "all"}
+            row |= {metric: format_cell(cell) for metric, cell in cells.items()}
+            row["n"] = max((cell.n for cell in cells.values() if cell), default=0)
+            gap = compare_variants(point, first, metrics[0]) if point and first and result is not trained[0] else None
+            row[f"{metrics[0]} against {trained[0].name}, p"] = format_change(*gap[:4]) if gap else ""
+            rows.append(row)
     note = (
         "Percent, with 95 % intervals over articles, after a number of steps of one training: the learning rate "
-        "decays to zero at its end, so a shorter training may do better than the same steps of a longer one."
+        "decays to zero at its end, so a shorter training may do better than the same steps of a longer one. The last "
+        "column is the difference in points at the same step, its interval, and the p of the paired test, which flips "
+        "whole articles."
     )
     return make_table("Over the training budget", note, rows)
 

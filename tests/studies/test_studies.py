@@ -602,17 +602,22 @@ def test_a_curve_measures_the_weights_of_its_steps_and_a_part_reports_what_is_on
     assert content["facts"]["not run yet"] == "untrained"
     assert (tmp_path / "out" / "small-quick" / "curve.png").is_file()
     curve = next(table for table in content["tables"] if table["title"] == "Over the training budget")
-    assert curve["columns"] == ["variant", "metric", "1 steps", "2 steps", "at the end"]
+    metric = STUDY["metrics"][0]
+    assert curve["columns"][:2] == ["variant", "steps"]
+    assert curve["columns"][-2:] == ["n", f"{metric} against mean, p"]
+    rows = {row[1]: dict(zip(curve["columns"], row, strict=True)) for row in curve["rows"]}
+    assert list(rows) == [1, 2, "all"]
     plan, store = plan_study(load_study(path)), Store(small["store"]["path"])
-    for column, run in enumerate(plan.variants[:3], 2):
+    for run in plan.variants[:3]:
         index, encoder = (getattr(plan.steps[run.keys[1]].run, part).name for part in ("index", "encoder"))
         version = manifest.read(store, index)
         assert (version.encoder_name, version.encoder_fingerprint) == (
             encoder, latest_fingerprint(store, ENCODERS, encoder)
         )  # fmt: skip
         report = execute.read_step(store, run.keys[2]).report
-        [row] = [row for row in report["rows"] if row["metric"] == "gold/top-1"]
-        assert curve["rows"][0][column].startswith(f"{100 * row['value']:.1f} (")
+        [row] = [row for row in report["rows"] if row["metric"] == metric]
+        assert rows[run.at or "all"][metric].startswith(f"{100 * row['value']:.1f} (")
+        assert rows[run.at or "all"]["n"] == row["n"]
     steps = [(run.at, run.keys[0]) for run in plan.variants[:3]]
     assert len({key for _, key in steps}) == 1
     fingerprints = {

@@ -10,19 +10,21 @@ import torch
 
 from mvr_ray.config import resolve_path
 from mvr_ray.core.encoding.encoder import DualEncoder
+from mvr_ray.core.judging.metrics import interval_over_seeds, paired_test
 from mvr_ray.distributed.encoders import encoder_spec
 from mvr_ray.errors import MissingInputError
 from mvr_ray.store import prepare
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.studies import plots
 from mvr_ray.studies.cost import VIEWS, cost
 from mvr_ray.studies.definition import load_study
 from mvr_ray.studies.plots import draw_plots
 from mvr_ray.studies.results import CROSS_ENCODER, READER, VariantResult
 from mvr_ray.studies.retrieval_tables import index_table, reading_table
-from mvr_ray.studies.tables import make_table
-from mvr_ray.studies.training_tables import mining_table, training_table
+from mvr_ray.studies.tables import Cell, make_table
+from mvr_ray.studies.training_tables import curve_table, mining_table, training_table
 
 
 def result(name: str, **reports) -> VariantResult:
@@ -83,6 +85,34 @@ def test_training_is_told_by_its_last_epoch_over_seeds_beside_the_loss_of_equal_
     [row] = records(training_table([result("a", train=[training(1.0, True), training(2.0, False)])]))
     assert (row["steps"], row["loss"], row["local loss"], row["collapsed"]) == (40, "1.5", "2", "1 of 2")
     assert float(row["ln V"]) == pytest.approx(math.log(4), abs=1e-3)
+
+
+def test_every_point_of_a_curve_is_tested_against_the_first_variant_at_the_same_step(study):
+    chance, articles = np.random.default_rng(3), [f"article {at // 3}" for at in range(30)]
+    metric = study.config.metrics[0]
+    k = int(metric.rpartition("-")[2])
+
+    def point(name: str, **curve) -> VariantResult:
+        ranks_Q = chance.integers(-1, 4, 30).tolist()
+        ranks = QuestionRanks(name, "dev", [f"q{at}" for at in range(30)], articles, ranks_Q, ranks_Q, 1)
+        return VariantResult(name, {}, "", {metric: Cell(0.5, 0.4, 0.6, 1, 30)}, {1: ranks}, {}, **curve)
+
+    first, second = (point(name, curve={5: point(name), 9: point(name)}) for name in "ab")
+    late = point("c", curve={7: point("c")})
+    table = curve_table(study, [point("untrained"), first, second, late])
+    column = f"{metric} against a, p"
+    rows = {(row["variant"], row["steps"]): row for row in records(table)}
+    assert list(rows) == [*((name, at) for name in "ab" for at in (5, 9, "all")), ("c", 7), ("c", "all")]
+    assert {row["n"] for row in rows.values()} == {30}
+    for at in (5, 9, "all"):
+        own, other = (one if at == "all" else one.curve[at] for one in (second, first))
+        found_SQ = [[[float(0 <= rank < k) for rank in one.ranks[1].gold_ranks]] for one in (own, other)]
+        low, high = interval_over_seeds(100 * (np.array(found_SQ[0]) - np.array(found_SQ[1])), articles)
+        gap, p = 100 * (np.mean(found_SQ[0]) - np.mean(found_SQ[1])), paired_test(*map(np.ravel, found_SQ), articles)
+        assert rows["b", at][column] == f"{gap:+.1f} ({low:+.1f} to {high:+.1f}), {p:.2g}"
+        assert rows["a", at][column] == ""
+    assert rows["c", 7][column] == "" and rows["c", "all"][column], "the first variant was not measured at step 7"
+    assert curve_table(study, [point("untrained")]) is None
 
 
 def test_the_training_of_a_cross_encoder_and_of_a_reader_stands_below_that_of_encoders_without_dev_questions():
