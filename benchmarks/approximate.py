@@ -24,7 +24,7 @@ import matplotlib
 import numpy as np
 import synthetic
 import torch
-from measure import FOLDER, Bar, Part, interleaved, write
+from measure import FOLDER, Bar, Part, interleave, write
 
 from mvr_ray.index.base import IndexParams, ShardIndex, default_factory, measured_recall
 from mvr_ray.index.candidates import ApproximateIndex
@@ -136,28 +136,28 @@ def asking(index: ShardIndex, queries_QD: FloatArray) -> Callable[[], None]:
 
 def measure(part: Part, blocks: list[EmbeddingBlock], queries_QD: FloatArray, scratch: Path) -> list[Point]:
     flat = open_index(DEFAULT, blocks, scratch, threads=1)
-    known: dict[str, tuple[str, float, float, float]] = {}
+    figures: dict[str, tuple[str, float, float, float]] = {}
     cases: dict[str, Callable[[], None]] = {}
     at_rest = sum(block.vectors_ND.nbytes for block in blocks)
-    for number, built in enumerate(candidates()):
+    for number, candidate in enumerate(candidates()):
         folder = scratch / str(number)
         folder.mkdir()
-        started = time.perf_counter()
-        build_index(built.params, blocks, folder)
-        spent = time.perf_counter() - started
+        start_s = time.perf_counter()
+        build_index(candidate.params, blocks, folder)
+        build_s = time.perf_counter() - start_s
         size = (at_rest + sum(path.stat().st_size for path in folder.iterdir())) / flat.num_passages
-        for setting in built.settings:
+        for setting in candidate.settings:
             index = open_setting(setting, blocks, folder)
             recall = measured_recall(index, flat, queries_QD, K)
-            known[setting.name] = (built.family, recall, size, spent)
+            figures[setting.name] = (candidate.family, recall, size, build_s)
             cases[setting.name] = asking(index, queries_QD[:TIMED])
-            print(f"{setting.name}: recall {recall:.4f}, {size:.0f} bytes, built in {spent:.1f} s", flush=True)
-    samples = interleaved(cases)
+            print(f"{setting.name}: recall {recall:.4f}, {size:.0f} bytes, built in {build_s:.1f} s", flush=True)
+    samples = interleave(cases)
     part.add(samples, TIMED)
     points = []
     for name, seconds in samples.items():
-        family, recall, size, spent = known[name]
-        points.append(Point(name, family, recall, TIMED / float(np.median(seconds)), size, spent))
+        family, recall, size, build_s = figures[name]
+        points.append(Point(name, family, recall, TIMED / float(np.median(seconds)), size, build_s))
     return points
 
 
@@ -190,7 +190,7 @@ def insertion(scratch: Path) -> Iterator[tuple[str, float, float]]:
             index = open_index(dataclasses.replace(HNSW, hnsw_ef_search=ef), blocks, folder, threads=1)
             recalls[f"{name}, ef={ef}"] = measured_recall(index, flat, queries_QD, K)
             cases[f"{name}, ef={ef}"] = asking(index, queries_QD[:TIMED])
-    for name, seconds in interleaved(cases).items():
+    for name, seconds in interleave(cases).items():
         yield name, recalls[name], TIMED / float(np.median(seconds))
 
 

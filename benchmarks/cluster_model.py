@@ -98,12 +98,12 @@ class Outcome(NamedTuple):
     busy_share: float
 
     @property
-    def refused(self) -> int:
+    def refusals(self) -> int:
         return int(np.isnan(self.latency_Q).sum())
 
     def quantile_s(self, share: float) -> float:
-        served = self.latency_Q[~np.isnan(self.latency_Q)]
-        return float(np.quantile(served, share)) if len(served) else float("nan")
+        latencies = self.latency_Q[~np.isnan(self.latency_Q)]
+        return float(np.quantile(latencies, share)) if len(latencies) else float("nan")
 
 
 class _Host:
@@ -117,9 +117,9 @@ class _Host:
 
     def advance(self, now_s: float) -> None:
         if self.left:
-            done = (now_s - self.at_s) * self._rate()
+            progress_s = (now_s - self.at_s) * self._rate()
             for job in self.left:
-                self.left[job] -= done
+                self.left[job] -= progress_s
         self.at_s = now_s
 
     def next_end_s(self) -> float | None:
@@ -232,8 +232,8 @@ class Simulation:
 
     def _book(self, query: int, group: int, now_s: float) -> _Call | None:
         calls = self.open[query].setdefault(group, [])
-        asked = {call.replica for call in calls}
-        others = [one for one in range(self.cluster.replicas) if one not in asked]
+        replicas = {call.replica for call in calls}
+        others = [one for one in range(self.cluster.replicas) if one not in replicas]
         if not others:
             return None
         turn = self.calls  # equal loads take turns, as the router's do
@@ -310,10 +310,10 @@ class Simulation:
         self._start(now_s, searcher.host, self.service.work_s(len(searcher.running)) * factor, searcher)
 
     def _search_ended(self, now_s: float, searcher: _Searcher) -> None:
-        ended, searcher.running = searcher.running, []
+        calls, searcher.running = searcher.running, []
         searcher.busy_s += now_s - searcher.began_s
-        searcher.waiting -= len(ended)
-        for call in ended:
+        searcher.waiting -= len(calls)
+        for call in calls:
             self._push(now_s + self.routing.wire_s / 2, "reply", (call,))
         self._next_call(now_s, searcher)
 

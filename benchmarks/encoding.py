@@ -32,7 +32,7 @@ from floors import matrix_rate
 from lightning_ir_mvr import PINS as LIGHTNING
 from lightning_ir_mvr import lightning_environment
 from machine import ROOT, forget_peak, peak_bytes
-from measure import ROUNDS, Bar, Part, interleaved, speedup, write
+from measure import ROUNDS, Bar, Part, interleave, speedup, write
 from peers import PEERS, SENTENCE_TRANSFORMERS, Peer, environment
 from torch.profiler import ProfilerActivity, profile
 
@@ -107,9 +107,9 @@ def squad() -> Squad:
         with gzip.open(path, "rt", encoding="utf-8") as file:
             read[name] = [p for article in json.load(file)["data"] for p in article["paragraphs"]]
     dev = [paragraph["context"] for paragraph in read["dev"]]
-    asked = [(qa["question"], row) for row, paragraph in enumerate(read["dev"]) for qa in paragraph["qas"]]
+    pairs = [(qa["question"], row) for row, paragraph in enumerate(read["dev"]) for qa in paragraph["qas"]]
     everything = sorted([p["context"] for part in read.values() for p in part], key=lambda text: (-len(text), text))
-    return Squad(everything, dev, [question for question, _ in asked], np.array([row for _, row in asked]))
+    return Squad(everything, dev, [question for question, _ in pairs], np.array([row for _, row in pairs]))
 
 
 def sample(texts: Sequence[str], num: int) -> list[str]:
@@ -120,13 +120,13 @@ def sample(texts: Sequence[str], num: int) -> list[str]:
 
 def embed(encoder: DualEncoder, texts: Sequence[str]) -> FloatArray:
     """Process chunks one after the other as an encoder actor does: tokenise, sort, embed."""
-    found = []
+    parts = []
     for start in range(0, len(texts), WINDOW):
         passages = [Passage(str(row), "", text) for row, text in enumerate(texts[start : start + WINDOW])]
-        tokenized = encoder.tokenize_passages(passages)
-        block = embed_chunk(encoder, [p.id for p in passages], tokenized, TOKENS_PER_BATCH, "fp32")
-        found.append(block.vectors_ND)
-    return np.concatenate(found)
+        tokens = encoder.tokenize_passages(passages)
+        block = embed_chunk(encoder, [p.id for p in passages], tokens, TOKENS_PER_BATCH, "fp32")
+        parts.append(block.vectors_ND)
+    return np.concatenate(parts)
 
 
 def flops(encoder: DualEncoder, texts: Sequence[str]) -> float:
@@ -148,19 +148,19 @@ class Shares(NamedTuple):
 def shares(encoder: DualEncoder, texts: Sequence[str]) -> Shares:
     """Measure on one thread, so that operator time is wall time."""
     torch.set_num_threads(1)
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        started = time.perf_counter()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        start_s = time.perf_counter()
         embed(encoder, texts)
-        whole = time.perf_counter() - started
-    started = time.perf_counter()
+        whole = time.perf_counter() - start_s
+    start_s = time.perf_counter()
     encoder.tokenize_passages([Passage("", "", text) for text in texts])
-    before = time.perf_counter() - started
+    before = time.perf_counter() - start_s
     torch.set_num_threads(THREADS)
-    spent: dict[str, float] = {}
-    for event in seen.key_averages():
-        spent[event.key] = event.self_cpu_time_total / 1e6
-    inside = sum(seconds for name, seconds in spent.items() if any(part in name for part in PRODUCTS))
-    largest = sorted(spent.items(), key=lambda item: -item[1])[:8]
+    operator_s: dict[str, float] = {}
+    for event in profiler.key_averages():
+        operator_s[event.key] = event.self_cpu_time_total / 1e6
+    inside = sum(seconds for name, seconds in operator_s.items() if any(part in name for part in PRODUCTS))
+    largest = sorted(operator_s.items(), key=lambda item: -item[1])[:8]
     return Shares(1 - inside / whole, before / whole, {name: seconds / whole for name, seconds in largest})
 
 
@@ -174,22 +174,24 @@ def top(queries_QD: FloatArray, passages_PD: FloatArray, gold_Q: np.ndarray, k: 
 def accuracy(encoders: dict[str, DualEncoder], data: Squad) -> dict[str, dict[str, float]]:
     """Measure top-1 and top-20 of every precision: development questions over their paragraphs and others."""
     texts = data.dev + sample([text for text in data.paragraphs if text not in set(data.dev)], OTHERS)
-    chosen = np.linspace(0, len(data.questions) - 1, QUESTIONS).astype(int)
-    queries_QD = encoders["fp32"].embed_queries([data.questions[row] for row in chosen])
-    found, full_PD = {}, np.zeros(0)
+    rows = np.linspace(0, len(data.questions) - 1, QUESTIONS).astype(int)
+    queries_QD = encoders["fp32"].embed_queries([data.questions[row] for row in rows])
+    accuracies, full_PD = {}, np.zeros(0)
     for name, encoder in encoders.items():
         views_PD = embed(encoder, texts)
         full_PD = views_PD if name == "fp32" else full_PD
-        found[name] = {f"top{k}": top(queries_QD, views_PD, data.gold_Q[chosen], k) for k in (1, 5, 20)}
-        found[name]["cosine"] = float((views_PD * full_PD).sum(1).mean())
-    return found
+        accuracies[name] = {f"top{k}": top(queries_QD, views_PD, data.gold_Q[rows], k) for k in (1, 5, 20)}
+        accuracies[name]["cosine"] = float((views_PD * full_PD).sum(1).mean())
+    return accuracies
 
 
 def memory(num: int) -> dict[str, int]:
     """Measure the resident bytes of a worker before it embeds the passages, chunk by chunk, and its peak from then
     on."""
-    done = subprocess.run([sys.executable, __file__, "--memory", str(num)], capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    result = subprocess.run(
+        [sys.executable, __file__, "--memory", str(num)], capture_output=True, text=True, check=True
+    )
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 def worker(num: int) -> None:
@@ -204,8 +206,8 @@ def worker(num: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for start in range(0, num, WINDOW):
             passages = [Passage(f"{i:07d}", "", memory_text(i)) for i in range(start, min(start + WINDOW, num))]
-            tokenized = encoder.tokenize_passages(passages)
-            block = embed_chunk(encoder, [p.id for p in passages], tokenized, TOKENS_PER_BATCH, "fp16")
+            tokens = encoder.tokenize_passages(passages)
+            block = embed_chunk(encoder, [p.id for p in passages], tokens, TOKENS_PER_BATCH, "fp16")
             with EmbeddingWriter(Path(folder) / f"{start}.arrow", encoder.dimension, 1, "fp16") as writer:
                 writer.write(block)
     print(json.dumps({"before": before, "after": peak_bytes()}))
@@ -217,9 +219,9 @@ def large(peers: Path) -> Part:
     full = DualEncoder.from_backbone(str(backbone()), SPEC)
     paragraphs = squad().paragraphs
     encoders = {"fp32": full, "bf16": full.to_precision("bf16")}
-    drawn = sample(paragraphs, LARGE)
-    fifths = [drawn[at::ROUNDS] for at in range(ROUNDS)]
-    told = {"backbone": str(backbone()), "max_passage_tokens": TOKENS, "dimension": full.dimension, "batch": BATCH}
+    selection = sample(paragraphs, LARGE)
+    fifths = [selection[at::ROUNDS] for at in range(ROUNDS)]
+    settings = {"backbone": str(backbone()), "max_passage_tokens": TOKENS, "dimension": full.dimension, "batch": BATCH}
     pythons = {
         "sentence-transformers": environment(peers, "sentence-transformers", SENTENCE_TRANSFORMERS),
         "lightning-ir": lightning_environment(peers),
@@ -230,20 +232,20 @@ def large(peers: Path) -> Part:
     for number, texts in enumerate(fifths):
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
-            (folder / "task.json").write_text(json.dumps({**told, "threads": THREADS, "texts": texts}))
+            (folder / "task.json").write_text(json.dumps({**settings, "threads": THREADS, "texts": texts}))
             vectors_PD = np.zeros(0)
             for name, encoder in encoders.items():
                 embed(encoder, texts[:64])
-                started = time.perf_counter()
+                start_s = time.perf_counter()
                 found_PD = embed(encoder, texts)
-                samples.setdefault(f"mvr_ray {name}", []).append(time.perf_counter() - started)
+                samples.setdefault(f"mvr_ray {name}", []).append(time.perf_counter() - start_s)
                 vectors_PD = found_PD if name == "fp32" else vectors_PD
             for name, python in pythons.items():
                 with Peer(python, "encoding_peer.py", scratch, name, threads=THREADS) as peer:
                     peer.ask("warm")
-                    started = time.perf_counter()
+                    start_s = time.perf_counter()
                     peer.ask(f"save {name}")
-                    samples.setdefault(name, []).append(time.perf_counter() - started)
+                    samples.setdefault(name, []).append(time.perf_counter() - start_s)
                 theirs_PD = np.load(folder / f"{name}.npy", allow_pickle=False)
                 apart = max(apart, float(np.abs(theirs_PD - vectors_PD).max()))
         print(
@@ -264,10 +266,10 @@ def large_memory() -> Part:
     """Compare a worker of a million passages with one of ten thousand."""
     peaks = {size: memory(size) for size in LARGE_MEMORY}
     few, many = LARGE_MEMORY
-    grown = peaks[many]["after"] / peaks[few]["after"]
+    growth = peaks[many]["after"] / peaks[few]["after"]
     part = Part("encoding-memory", "An encoding worker's memory", "passages")
     part.bars = [
-        Bar(f"peak memory of a worker, {many:,} passages over {few:,}", grown, 1.05, at_least=False, note=NOTE_MEMORY)
+        Bar(f"peak memory of a worker, {many:,} passages over {few:,}", growth, 1.05, at_least=False, note=NOTE_MEMORY)
     ]
     part.facts = {"peak memory, mvr_ray": _describe_peaks(LARGE_MEMORY, list(peaks.values()))}
     return part
@@ -278,14 +280,14 @@ def backends(peers: Path, num: int) -> Part:
     sentence-transformers on each of its back ends, by default and in float32 and int8."""
     torch.set_num_threads(THREADS)
     data = squad()
-    texts, seen = sample(data.paragraphs, num), sample(data.paragraphs, CALIBRATION)
+    texts, calibration_texts = sample(data.paragraphs, num), sample(data.paragraphs, CALIBRATION)
     name, title = "encoding-backends", f"Encoding on a CPU by back end: {num} SQuAD paragraphs"
     if not torch.cpu._is_amx_tile_supported():
         name, title = f"{name}-no-amx", f"{title}, without AMX"
     part = Part(name, title, "passages")
     full = DualEncoder.from_backbone(str(backbone()), SPEC)
     encoders = {"fp32": full, "openvino": full.to_precision("openvino")}
-    for name, calibration in (("bf16", ()), ("int8", [Passage("", "", text) for text in seen])):
+    for name, calibration in (("bf16", ()), ("int8", [Passage("", "", text) for text in calibration_texts])):
         try:
             encoders[name] = full.to_precision(name, calibration)
         except EncoderError as error:
@@ -297,21 +299,21 @@ def backends(peers: Path, num: int) -> Part:
     cases: dict[str, Callable[[], Any]] = {
         f"mvr_ray {name}": lambda encoder=encoder: embed(encoder, texts) for name, encoder in encoders.items()
     }
-    told = {"backbone": str(backbone()), "max_passage_tokens": TOKENS, "dimension": full.dimension, "batch": BATCH}
+    settings = {"backbone": str(backbone()), "max_passage_tokens": TOKENS, "dimension": full.dimension, "batch": BATCH}
     truth_PD = embed(full, texts)
     cosines = {f"mvr_ray {name}": _cosine(embed(encoder, texts), truth_PD) for name, encoder in encoders.items()}
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        task = {**told, "threads": THREADS, "texts": texts, "calibration": seen}
+        task = {**settings, "threads": THREADS, "texts": texts, "calibration": calibration_texts}
         (Path(scratch) / "task.json").write_text(json.dumps(task))
         for name, (folder, pins) in BACKENDS.items():
-            words, unused = (scratch, name), ("torchvision",) if pins is ON_OPENVINO else ()
+            words, without = (scratch, name), ("torchvision",) if pins is ON_OPENVINO else ()
             peer = stack.enter_context(
-                Peer(environment(peers, folder, pins, unused), "encoding_peer.py", *words, threads=THREADS)
+                Peer(environment(peers, folder, pins, without), "encoding_peer.py", *words, threads=THREADS)
             )
             cases[name] = lambda peer=peer: peer.ask("passages")
             peer.ask(f"save {name}")
             cosines[name] = _cosine(np.load(Path(scratch) / f"{name}.npy", allow_pickle=False), truth_PD)
-        part.add(interleaved(cases), num)
+        part.add(interleave(cases), num)
     default = f"mvr_ray {fastest_float(full.passage_tower)}"
     part.facts["the default, index.precision: auto"] = default
     for ours, theirs in (
@@ -345,14 +347,14 @@ def measure_sizes(peers: Path, num: int, sizes: Sequence[int]) -> Part:
     data = squad()
     texts = sample(data.paragraphs, num)
     full = DualEncoder.from_backbone(str(backbone()), SPEC)
-    seen = sample(data.paragraphs, CALIBRATION)
+    calibration_texts = sample(data.paragraphs, CALIBRATION)
     encoders = {
         "fp32": full,
         "bf16": full.to_precision("bf16"),
-        "int8": full.to_precision("int8", [Passage("", "", text) for text in seen]),
+        "int8": full.to_precision("int8", [Passage("", "", text) for text in calibration_texts]),
     }
     part = Part("encoding", f"Encoding on a CPU: {num} SQuAD paragraphs", "passages")
-    told = {"backbone": str(backbone()), "max_passage_tokens": TOKENS, "dimension": full.dimension, "batch": BATCH}
+    settings = {"backbone": str(backbone()), "max_passage_tokens": TOKENS, "dimension": full.dimension, "batch": BATCH}
     pythons = {
         "sentence-transformers": environment(peers, "sentence-transformers", SENTENCE_TRANSFORMERS),
         "lightning-ir": lightning_environment(peers),
@@ -360,7 +362,9 @@ def measure_sizes(peers: Path, num: int, sizes: Sequence[int]) -> Part:
     }
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        (folder / "task.json").write_text(json.dumps({**told, "threads": THREADS, "texts": texts, "calibration": seen}))
+        (folder / "task.json").write_text(
+            json.dumps({**settings, "threads": THREADS, "texts": texts, "calibration": calibration_texts})
+        )
         running = {
             name: Peer(python, "encoding_peer.py", scratch, name, threads=THREADS) for name, python in pythons.items()
         }
@@ -369,34 +373,34 @@ def measure_sizes(peers: Path, num: int, sizes: Sequence[int]) -> Part:
         }
         cases |= {name: (lambda peer=peer: peer.ask("passages")) for name, peer in running.items()}
         print(f"timing {', '.join(cases)}", flush=True)
-        part.add(interleaved(cases), num)
+        part.add(interleave(cases), num)
         ours_PD = embed(full, texts)
         apart = {}
         for name, peer in running.items():
             peer.ask(f"save {name}")
             apart[name] = float(np.abs(np.load(folder / f"{name}.npy", allow_pickle=False) - ours_PD).max())
             peer.close()
-        grown: dict[str, list[dict[str, int]]] = {"mvr_ray": [], "sentence-transformers": []}
+        memory_peaks: dict[str, list[dict[str, int]]] = {"mvr_ray": [], "sentence-transformers": []}
         for size in sizes:
             print(f"memory, {size:,} passages, each in a new process", flush=True)
-            grown["mvr_ray"].append(memory(size))
+            memory_peaks["mvr_ray"].append(memory(size))
             name = "sentence-transformers"
             with Peer(pythons[name], "encoding_peer.py", scratch, name, threads=THREADS) as peer:
-                grown[name].append(peer.ask(f"memory {size}"))
+                memory_peaks[name].append(peer.ask(f"memory {size}"))
     print("accuracy", flush=True)
-    found = accuracy(encoders, data)
+    accuracies = accuracy(encoders, data)
     print("shares", flush=True)
     outside = {name: shares(encoders[name], texts[: num // 2]) for name in ("fp32", "bf16")}
     rate, work = matrix_rate(THREADS), flops(full, texts)
     part.floors = {name: work / rate for name in part.samples if "bf16" not in name and "int8" not in name}
-    part.bars = bars(part, apart, found, dict(zip(sizes, grown["mvr_ray"])), outside["fp32"].outside)
+    part.bars = bars(part, apart, accuracies, dict(zip(sizes, memory_peaks["mvr_ray"])), outside["fp32"].outside)
     tokens = [passage.num_tokens for passage in full.tokenize_passages([Passage("", "", text) for text in texts])]
     part.facts = {
         "tokens of a paragraph": f"mean {np.mean(tokens):.0f}, at most {TOKENS}",
         "floor": f"the model's products without padding at {rate / 1e9:.0f} GFLOP/s in fp32, on {THREADS} threads",
         "largest difference from our vectors in fp32": apart,
-        **{f"{name} on {QUESTIONS} questions": figures for name, figures in found.items()},
-        **{f"peak memory, {name}": _describe_peaks(sizes, peaks) for name, peaks in grown.items()},
+        **{f"{name} on {QUESTIONS} questions": figures for name, figures in accuracies.items()},
+        **{f"peak memory, {name}": _describe_peaks(sizes, peaks) for name, peaks in memory_peaks.items()},
         **{f"share of time in {name}, one thread": _parts(one) for name, one in outside.items()},
         "peers": f"{', '.join(SENTENCE_TRANSFORMERS)}; {', '.join(LIGHTNING)}",
     }
@@ -417,7 +421,7 @@ def speed_bars(part: Part) -> list[Bar]:
         return speedup(part.samples, case if case in part.samples else f"mvr_ray {case}", peer)
 
     names = {"dpr": "DPR's loop"}
-    wanted = (
+    targets = (
         ("fp32", "sentence-transformers", 1.15, ""),
         ("fp32", "lightning-ir", 1.15, ""),
         ("fp32", "dpr", 3.0, NOTE_DPR),
@@ -427,7 +431,7 @@ def speed_bars(part: Part) -> list[Bar]:
     )
     return [
         Bar(f"{case}, passages/s over {names.get(peer, peer)}", faster(case, peer), least, note=note)
-        for case, peer, least, note in wanted
+        for case, peer, least, note in targets
         if {case, f"mvr_ray {case}"} & part.samples.keys()
     ]
 
@@ -435,20 +439,20 @@ def speed_bars(part: Part) -> list[Bar]:
 def bars(
     part: Part,
     apart: dict[str, float],
-    found: dict[str, dict[str, float]],
-    grown: dict[int, dict[str, int]],
+    accuracies: dict[str, dict[str, float]],
+    peaks: dict[int, dict[str, int]],
     outside: float,
 ) -> list[Bar]:
-    few, many = min(grown), max(grown)
-    lost = {name: found["fp32"]["top20"] - found[name]["top20"] for name in ("bf16", "int8")}
+    few, many = min(peaks), max(peaks)
+    drops = {name: accuracies["fp32"]["top20"] - accuracies[name]["top20"] for name in ("bf16", "int8")}
     return [
         *speed_bars(part),
         Bar("largest difference of a vector from any peer's", max(apart.values()), 1e-5, at_least=False, unit=""),
-        Bar("int8, points of top-20 accuracy lost", lost["int8"], 0.5, at_least=False, unit="points"),
-        Bar("bf16, points of top-20 accuracy lost", lost["bf16"], 0.5, at_least=False, unit="points"),
+        Bar("int8, points of top-20 accuracy lost", drops["int8"], 0.5, at_least=False, unit="points"),
+        Bar("bf16, points of top-20 accuracy lost", drops["bf16"], 0.5, at_least=False, unit="points"),
         Bar(
             f"peak memory of a worker, {many:,} passages over {few:,}",
-            grown[many]["after"] / grown[few]["after"],
+            peaks[many]["after"] / peaks[few]["after"],
             1.05,
             at_least=False,
             note=NOTE_MEMORY,
@@ -468,18 +472,18 @@ def main() -> None:
     words.add_argument("--large-memory", action="store_true", help="only that memory: eight minutes")
     words.add_argument("--backends", action="store_true", help="our layers against ONNX Runtime and OpenVINO")
     words.add_argument("--memory", type=int, default=0, help=argparse.SUPPRESS)
-    chosen = words.parse_args()
-    if chosen.memory:
-        worker(chosen.memory)
-    elif chosen.backends:
-        write(backends(chosen.peers.resolve(), chosen.passages))
-    elif chosen.large:
-        write(large(chosen.peers.resolve()))
+    args = words.parse_args()
+    if args.memory:
+        worker(args.memory)
+    elif args.backends:
+        write(backends(args.peers.resolve(), args.passages))
+    elif args.large:
+        write(large(args.peers.resolve()))
         write(large_memory())
-    elif chosen.large_memory:
+    elif args.large_memory:
         write(large_memory())
     else:
-        write(measure_sizes(chosen.peers.resolve(), chosen.passages, chosen.memory_passages))
+        write(measure_sizes(args.peers.resolve(), args.passages, args.memory_passages))
 
 
 if __name__ == "__main__":

@@ -159,16 +159,16 @@ def main(folder: Path, name: str) -> None:
     print(json.dumps({"ready": name}), flush=True)
     for line in sys.stdin:
         word, _, argument = line.strip().partition(" ")
-        told: dict[str, Any] = {}
+        answer: dict[str, Any] = {}
         if word == "memory":
-            told = memory(embed, int(argument))
+            answer = memory(embed, int(argument))
         elif word == "warm":
             embed(task["texts"][: task["batch"]])
         else:
             vectors_PD = embed(task["texts"])
             if word == "save":
                 np.save(folder / f"{argument}.npy", vectors_PD, allow_pickle=False)
-        print(json.dumps(told), flush=True)
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

@@ -75,11 +75,11 @@ class Qdrant:
         self.folder.mkdir()
         self.shard = self.edge.EdgeShard.create(str(self.folder), self.config)
         self.shard.update(self.edge.UpdateOperation.create_field_index("n", self.edge.PayloadSchemaType.Integer))
-        seen, halves = 0, 0
+        count, halves = 0, 0
         for rows, fields, vectors_PVD in batches:
             self._put(rows, fields, vectors_PVD)
-            seen += len(rows)
-            if self.segments == 2 and not halves and seen >= self.half:
+            count += len(rows)
+            if self.segments == 2 and not halves and count >= self.half:
                 self.shard.optimize()
                 halves = 1
         self.shard.optimize()
@@ -154,10 +154,10 @@ class Lance:
         query = self.table.search([query_D]).distance_type("cosine").limit(k).select(["id", "_distance"])
         if share < ALL:
             query = query.where(f"n < {share}", prefilter=True)
-        found = query.to_arrow()
+        hits = query.to_arrow()
         length = float(np.linalg.norm(query_D))
-        scores = (1 - found["_distance"].to_numpy()) * length
-        return list(zip(found["id"].to_pylist(), scores.tolist()))
+        scores = (1 - hits["_distance"].to_numpy()) * length
+        return list(zip(hits["id"].to_pylist(), scores.tolist()))
 
     def search_batch(self, queries_QD: np.ndarray, k: int) -> list[list[tuple[int, float]]]:
         return [self.search(query_D, k, ALL) for query_D in queries_QD]
@@ -195,9 +195,9 @@ class Milvus:
 
     def search(self, query_D: np.ndarray, k: int, share: int) -> list[tuple[int, float]]:
         condition = f"n < {share}" if share < ALL else ""
-        [found] = self.client.search("passages", [query_D], filter=condition, limit=k * self.views)
+        [hits] = self.client.search("passages", [query_D], filter=condition, limit=k * self.views)
         best: dict[int, float] = {}
-        for hit in found:
+        for hit in hits:
             best.setdefault(hit["id"] // self.views, hit["distance"])
         return list(best.items())[:k]
 
@@ -254,8 +254,8 @@ def written_bytes() -> int:
 def resident_bytes() -> dict[str, int]:
     """Return this process's private memory, and the memory mapped from files, which the system may reclaim."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}
-    return {"own": found["RssAnon"], "mapped": found["RssFile"], "peak": peak_bytes()}
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss")}
+    return {"own": sizes["RssAnon"], "mapped": sizes["RssFile"], "peak": peak_bytes()}
 
 
 class Worker:
@@ -290,32 +290,32 @@ class Worker:
     def search(self, k: int, share: int, first: int, count: int) -> dict[str, Any]:
         seconds, cpu_s, answers = [], [], []
         for query_D in self.queries_QD[first : first + count]:
-            began, used = time.perf_counter(), time.process_time()
+            began, cpu_start_s = time.perf_counter(), time.process_time()
             answer = self._open.search(query_D, k, share)
             seconds.append(time.perf_counter() - began)
-            cpu_s.append(time.process_time() - used)
+            cpu_s.append(time.process_time() - cpu_start_s)
             answers.append(answer)
         return {"seconds": seconds, "cpu_s": cpu_s, "answers": answers}
 
     def batch(self, k: int, first: int, count: int) -> dict[str, Any]:
-        began, used = time.perf_counter(), time.process_time()
+        began, cpu_start_s = time.perf_counter(), time.process_time()
         answers = self._open.search_batch(self.queries_QD[first : first + count], k)
-        seconds, cpu_s = time.perf_counter() - began, time.process_time() - used
+        seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu_start_s
         return {"seconds": [seconds], "cpu_s": [cpu_s], "answers": answers}
 
     def update(self, every: int) -> dict[str, Any]:
         rows = np.arange(0, self.task["passages"], every)
         parts: Sequence[tuple] = list(batches_of(self.folder, rows, "changed.npy"))
         fields, vectors_PVD = (np.concatenate([part[at] for part in parts]) for at in (1, 2))
-        before, written = disk_bytes(self.store), written_bytes()
+        before, writes_before = disk_bytes(self.store), written_bytes()
         began = time.perf_counter()
         self._open.upsert(rows, fields, vectors_PVD)
-        upserted = time.perf_counter()
+        upsert_end = time.perf_counter()
         self._open.search(self.queries_QD[0], 10, ALL)
         return {
             "seconds": time.perf_counter() - began,
-            "upsert_s": upserted - began,
-            "written_bytes": written_bytes() - written,
+            "upsert_s": upsert_end - began,
+            "written_bytes": written_bytes() - writes_before,
             "grown_bytes": disk_bytes(self.store) - before,
         }
 

@@ -70,13 +70,13 @@ class Ours:
     def build(self, batches: Iterator[Rows]) -> None:
         self.folder.mkdir()
         source = self.folder / "passages.jsonl"
-        kept: list[Rows] = []
+        parts: list[Rows] = []
         dtype = np.float16 if self.run.index.dtype == "fp16" else np.float32
         with source.open("w") as file:
             for rows, fields, vectors_PVD in batches:
                 for row, n in zip(rows.tolist(), fields.tolist()):
                     file.write(json.dumps({"id": name(row), "title": "", "text": f"passage {row}", "n": n}) + "\n")
-                kept.append((rows, fields, vectors_PVD.astype(dtype)))
+                parts.append((rows, fields, vectors_PVD.astype(dtype)))
         store = Store(self.run.store.path)
         prepare(self.run.prepare, store)
         source.unlink()
@@ -84,7 +84,7 @@ class Ours:
         for shard in range(self.run.prepare.num_shards):
             with shard_folder(store) as folder:
                 with EmbeddingWriter(folder / paths.EMBEDDINGS, self.dimension, self.views, draft.dtype) as writer:
-                    for rows, _, vectors_PVD in kept:
+                    for rows, _, vectors_PVD in parts:
                         own_P = [shard_of(name(row), self.run.prepare.num_shards) == shard for row in rows.tolist()]
                         writer.write(block([name(row) for row in rows[own_P].tolist()], vectors_PVD[own_P]))
                 entries.append(build_shard(store, draft, shard, folder))
@@ -129,9 +129,9 @@ class Ours:
             }
             base = open_embeddings(manifests.open_shard(store, before.index, entry), entry.files)
             with shard_folder(store) as folder:
-                kept = write_changed(base, folder, upserts, (), self.run.index.compact_share)
-                files = {name: entry.files[name] for name in kept}
-                if kept:
+                base_files = write_changed(base, folder, upserts, (), self.run.index.compact_share)
+                files = {name: entry.files[name] for name in base_files}
+                if base_files:
                     files |= keep_codes(IndexParams(**draft.index_params), base.path.parent, entry.files, folder)
                 entries.append(build_shard(store, draft, entry.shard, folder, files))
         manifests.publish(store, dataclasses.replace(draft, shards=tuple(entries)))

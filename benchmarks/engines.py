@@ -100,8 +100,8 @@ CASES = [Case(10), Case(100), *(Case(10, share) for share in SHARES)]
 
 def real_views() -> NDArray[np.float16]:
     """Return MiniLM's views of all paragraphs that have eight, cached under .peers/; empty without the data."""
-    kept = PEERS / "engines-views.npy"
-    if not kept.exists():
+    cache_file = PEERS / "engines-views.npy"
+    if not cache_file.exists():
         splitter, passages = load_punkt(), []
         for file in ("train-v1.1.json.gz", "dev-v1.1.json.gz"):
             if (DATA / file).exists():
@@ -111,8 +111,8 @@ def real_views() -> NDArray[np.float16]:
         encoder = make_encoder(RunConfig.model_validate({"encoder": {"use_title": False}}), Store(str(PEERS)))
         block = embed_chunk(encoder, [one.id for one in passages], encoder.tokenize_passages(passages), 8192, "fp16")
         whole_P = np.diff(block.row_ptr) == VIEWS
-        np.save(kept, block.vectors_ND[np.repeat(whole_P, np.diff(block.row_ptr))].reshape(-1, VIEWS, DIMENSION))
-    return np.load(kept)
+        np.save(cache_file, block.vectors_ND[np.repeat(whole_P, np.diff(block.row_ptr))].reshape(-1, VIEWS, DIMENSION))
+    return np.load(cache_file)
 
 
 def make_data(folder: Path, passages: int) -> int:
@@ -131,8 +131,8 @@ def make_data(folder: Path, passages: int) -> int:
     fields = np.arange(passages) % EVERY
     draw.shuffle(fields)
     np.save(folder / "fields.npy", fields)
-    changed = synthetic.Shape(-(-passages // EVERY), VIEWS, DIMENSION)
-    changed_ND = np.concatenate(list(synthetic.vectors(changed, synthetic.SNIPPET_MEANS, seed=3, falling=True)))
+    change_shape = synthetic.Shape(-(-passages // EVERY), VIEWS, DIMENSION)
+    changed_ND = np.concatenate(list(synthetic.vectors(change_shape, synthetic.SNIPPET_MEANS, seed=3, falling=True)))
     np.save(folder / "changed.npy", changed_ND.reshape(-1, VIEWS, DIMENSION).astype(np.float16))
     np.save(folder / "queries.npy", synthetic.questions(target.reshape(-1, DIMENSION), QUESTIONS, falling=True))
     task = {"passages": passages, "views": VIEWS, "dimension": DIMENSION}
@@ -164,9 +164,9 @@ class Oracle:
         passage's own, and no omitted passage scores higher, all within `tie`."""
         scores_P = np.where(self.fields < case.share, self.scores_QP[question], -np.inf)
         rows = np.array([row for row, _ in answer])
-        told = np.array([score for _, score in answer])
+        scores_K = np.array([score for _, score in answer])
         assert len(set(rows.tolist())) == len(rows) == min(case.k, int(np.isfinite(scores_P).sum())), (case, len(rows))
-        assert np.abs(scores_P[rows] - told).max() <= tie, (question, case, np.abs(scores_P[rows] - told).max())
+        assert np.abs(scores_P[rows] - scores_K).max() <= tie, (question, case, np.abs(scores_P[rows] - scores_K).max())
         kth = np.partition(scores_P, -len(rows))[-len(rows)]
         assert scores_P[rows].min() >= kth - 2 * tie, (question, case)
 
@@ -180,10 +180,10 @@ class Took(NamedTuple):
 
 def ask(peer: Peer, what: str, oracle: Oracle, case: Case, tie: float, first: int = 0) -> Took:
     """Search, and check the answers."""
-    told = peer.ask(what)
-    for number, answer in enumerate(told["answers"]):
+    reply = peer.ask(what)
+    for number, answer in enumerate(reply["answers"]):
         oracle.check(first + number, case, answer, tie)
-    return Took(told["seconds"], told["cpu_s"])
+    return Took(reply["seconds"], reply["cpu_s"])
 
 
 def in_turn(part: Part, peers: dict[Contender, Peer], oracle: Oracle, case: Case) -> None:
@@ -289,9 +289,9 @@ def measure(part: Part, contenders: Sequence[Contender], folder: Path) -> None:
             modules = ROOT if ours else None
             peer = Peer(python, "engine_peer.py", *words, threads=one.threads, modules=modules)
             peers[one] = stack.enter_context(peer)
-            built = peer.ask("build")
-            part.facts[f"{one.title}: built in s"] = round(built["seconds"], 1)
-            print(one.title, built, flush=True)
+            build_report = peer.ask("build")
+            part.facts[f"{one.title}: built in s"] = round(build_report["seconds"], 1)
+            print(one.title, build_report, flush=True)
             peer.ask("close")
             part.facts[f"{one.title}: opened and first answer in s"] = round(peer.ask("open")["seconds"], 3)
         for case in CASES:
@@ -301,10 +301,10 @@ def measure(part: Part, contenders: Sequence[Contender], folder: Path) -> None:
             part.facts[f"{one.title}: MB on disk, own and mapped memory"] = _megabytes(peer.ask("size"))
         oracle.change(folder)
         for one, peer in peers.items():
-            told = peer.ask(f"update {EVERY}")
+            reply = peer.ask(f"update {EVERY}")
             part.facts[f"{one.title}: update of 1 %"] = (
-                f"{told['seconds']:.2f} s to the first answer, of which upsert {told['upsert_s']:.2f} s; "
-                f"{told['written_bytes'] / 1e6:.1f} MB written, store grown by {told['grown_bytes'] / 1e6:.1f} MB; "
+                f"{reply['seconds']:.2f} s to the first answer, of which upsert {reply['upsert_s']:.2f} s; "
+                f"{reply['written_bytes'] / 1e6:.1f} MB written, store grown by {reply['grown_bytes'] / 1e6:.1f} MB; "
                 f"then {_megabytes(peer.ask('size'))}"
             )
             slow = one.engine == "lancedb"

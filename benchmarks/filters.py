@@ -23,7 +23,7 @@ import numpy as np
 import synthetic
 import torch
 from machine import ROOT
-from measure import Bar, Part, interleaved, speedup, write
+from measure import Bar, Part, interleave, speedup, write
 from numpy.typing import NDArray
 
 from mvr_ray.config import RunConfig, SourceConfig
@@ -92,7 +92,7 @@ def measure_exact(part: Part, passages: int) -> None:
                 cases[f"{name}, batch {batch}, {share:.0%} pass"] = (
                     lambda index=index, asked_QD=asked_QD, mask_P=mask_P: index.search(asked_QD, K, mask_P)
                 )
-            samples = interleaved(cases, ROUNDS)
+            samples = interleave(cases, ROUNDS)
             part.add(samples, batch)
             whole = f"{name}, batch {batch}, no filter"
             for share in SHARES:
@@ -117,7 +117,7 @@ def measure_approximate(part: Part, scratch: Path) -> None:
             name = f"{params.kind}, {share:.0%} pass"
             cases[name] = lambda index=index, mask_P=mask_P: index.search(queries_QD, APPROXIMATE_K, mask_P)
             part.facts[f"recall of {name}"] = round(recall(index, flat, queries_QD, mask_P), 4)
-        part.add(interleaved(cases, 5), len(queries_QD))
+        part.add(interleave(cases, 5), len(queries_QD))
 
 
 def recall(index: ShardIndex, flat: FlatIndex, queries_QD: NDArray[np.float32], mask_P: Mask) -> float:
@@ -177,7 +177,7 @@ def measure_squad(part: Part, scratch: Path) -> None:
             assert answer.exact.certified
             cases[name] = lambda condition=condition: router.search(queries_QD, 10, filter=condition)
         part.facts["SQuAD passages"] = len(rows)
-        part.add(interleaved(cases, ROUNDS), len(questions))
+        part.add(interleave(cases, ROUNDS), len(questions))
 
 
 def main(passages: int) -> None:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from encoding import sample, squad
 from machine import ROOT
-from measure import Bar, Part, interleaved, speedup, write
+from measure import Bar, Part, interleave, speedup, write
 
 from mvr_ray.config import resolve_path
 
@@ -66,9 +66,9 @@ for row in rows[0]:
 def run(*words: str | Path, cwd: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run([str(word) for word in words], cwd=cwd, env=environment, capture_output=True, text=True)
-    if ended.returncode:
-        sys.exit(ended.stderr)
+    result = subprocess.run([str(word) for word in words], cwd=cwd, env=environment, capture_output=True, text=True)
+    if result.returncode:
+        sys.exit(result.stderr)
 
 
 def measure(folder: Path, passages: int, rounds: int, only_cold: bool) -> Part:
@@ -106,7 +106,7 @@ def measure(folder: Path, passages: int, rounds: int, only_cold: bool) -> Part:
         "commands": commands,
         "sentence-transformers + Faiss": lambda: run(python, "-c", PEER, source, model, "peer.faiss", cwd=folder),
     }
-    part.add(interleaved(cases, rounds=rounds, warm=0), passages)
+    part.add(interleave(cases, rounds=rounds, warm=0), passages)
     for case, most in (("five lines", 1.15), ("commands", 1.3)):
         ratio = 1 / speedup(part.samples, case, "encoding")
         part.bars.append(Bar(f"{case}, over the encoding alone", ratio, most, at_least=False))
@@ -127,14 +127,14 @@ def add_cold_starts(part: Part, folder: Path, rounds: int) -> None:
         "mvr-ray --help": lambda: run(command, "--help", cwd=folder),
         "mvr-ray search": lambda: run(command, "search", "run.yaml", QUESTION, cwd=folder),
     }
-    cold = interleaved(starts, rounds=max(rounds, 5))
+    cold = interleave(starts, rounds=max(rounds, 5))
     part.add(cold, 1)
     for case, start in {**starts, "import torch": lambda: run(python, "-c", "import torch", cwd=folder)}.items():
         before = os.times()
         start()
         now = os.times()
-        used = now.children_user + now.children_system - before.children_user - before.children_system
-        part.facts[f"{case}: processor seconds"] = f"{used:.2f}"
+        cpu_s = now.children_user + now.children_system - before.children_user - before.children_system
+        part.facts[f"{case}: processor seconds"] = f"{cpu_s:.2f}"
     part.facts["load average at the end"] = f"{os.getloadavg()[0]:.2f}"
     for case, most in COLD.items():
         part.bars.append(Bar(f"cold start of {case}", statistics.median(cold[case]), most, at_least=False, unit="s"))

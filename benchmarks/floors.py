@@ -17,7 +17,7 @@ from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
-from measure import interleaved
+from measure import interleave
 
 TRIES = 7
 AHEAD_BYTES = (4096, 16384, 65536)
@@ -32,11 +32,11 @@ def _load_loops() -> ctypes.CDLL | None:
     if compiler is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "floors.so"
-        command = [compiler, "-O3", "-march=native", "-shared", "-fPIC", "-o", str(made), str(SOURCE)]
+        library = Path(folder) / "floors.so"
+        command = [compiler, "-O3", "-march=native", "-shared", "-fPIC", "-o", str(library), str(SOURCE)]
         if subprocess.run(command, capture_output=True).returncode:
             return None
-        loops = ctypes.CDLL(str(made))
+        loops = ctypes.CDLL(str(library))
     loops.read_all.argtypes, loops.read_all.restype = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64], ctypes.c_uint64
     for kind in ("float32", "bfloat16"):
         multiply = getattr(loops, f"multiply_{kind}")
@@ -54,16 +54,16 @@ def _loops() -> ctypes.CDLL:
 
 def _run_threads(threads: int, part: Callable[[int], Any]) -> list[Any]:
     """Run `part` for each number below `threads`, one thread each, and return the results."""
-    found: list[Any] = [None] * threads
+    results: list[Any] = [None] * threads
 
     def keep(number: int) -> None:
-        found[number] = part(number)
+        results[number] = part(number)
 
     others = [threading.Thread(target=keep, args=(number,)) for number in range(1, threads)]
     [thread.start() for thread in others]
     keep(0)
     [thread.join() for thread in others]
-    return found
+    return results
 
 
 def read_ahead(address: int, num_bytes: int, ahead: int, threads: int) -> int:
@@ -81,8 +81,8 @@ def multiply(kind: str, share: float, rounds: int, threads: int) -> tuple[int, l
     towards 1 by `share` of the rest (float32), or increased by 2 `share` (bfloat16), `rounds` times. Raises
     RuntimeError if the loop is not compiled."""
     loop, totals = getattr(_loops(), f"multiply_{kind}"), [ctypes.c_float() for _ in range(threads)]
-    done = _run_threads(threads, lambda number: loop(share, rounds, ctypes.byref(totals[number])))
-    return sum(done), [total.value for total in totals]
+    operations = _run_threads(threads, lambda number: loop(share, rounds, ctypes.byref(totals[number])))
+    return sum(operations), [total.value for total in totals]
 
 
 def read_bandwidth(threads: int, num_bytes: int = 1 << 31) -> float:
@@ -95,7 +95,7 @@ def read_bandwidth(threads: int, num_bytes: int = 1 << 31) -> float:
         if _load_loops() is not None:
             for ahead in AHEAD_BYTES:
                 ways[f"{ahead} ahead"] = lambda ahead=ahead: read_ahead(data.data_ptr(), num_bytes, ahead, threads)
-        return num_bytes / min(min(seconds) for seconds in interleaved(ways, rounds=TRIES).values())
+        return num_bytes / min(min(seconds) for seconds in interleave(ways, rounds=TRIES).values())
 
 
 def matrix_rate(threads: int, size: int = 3072, kind: str = "float32") -> float:
@@ -110,14 +110,14 @@ def matrix_rate(threads: int, size: int = 3072, kind: str = "float32") -> float:
         if _load_loops() is not None:
             operations["registers"] = float(multiply(kind, 0.0, ROUNDS, threads)[0])
             ways["registers"] = lambda: multiply(kind, 0.0, ROUNDS, threads)
-        found = interleaved(ways, rounds=TRIES)
-        return max(operations[way] / min(seconds) for way, seconds in found.items())
+        samples = interleave(ways, rounds=TRIES)
+        return max(operations[way] / min(seconds) for way, seconds in samples.items())
 
 
 def has_bfloat16() -> bool:
     """Whether this processor has products of bfloat16, in tiles (AMX) or in vectors."""
-    told = Path("/proc/cpuinfo")
-    return told.exists() and not {"amx_bf16", "avx512_bf16"}.isdisjoint(told.read_text().split())
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and not {"amx_bf16", "avx512_bf16"}.isdisjoint(cpuinfo.read_text().split())
 
 
 @contextmanager

@@ -21,9 +21,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from gpu_encoding import Load, made_texts, measure_encoding, measure_training, random_model
+from gpu_encoding import EncodingLoad, made_texts, measure_encoding, measure_training, random_model
 from gpu_search import PASSAGES, D, Machine, measure_search
-from measure import Part, bar_row, interleaved, write
+from measure import Part, bar_row, interleave, write
 
 SIZES = {
     "full": {
@@ -55,9 +55,9 @@ def machine(device: str, read: int, product: int) -> Machine:
     """Measure the device's own rates: the best of seven tries each."""
     sync: Callable[[], None] = torch.cuda.synchronize if device.startswith("cuda") else (lambda: None)
     data = torch.ones(read, device=device)
-    read_s = min(interleaved({"sum": lambda: (data.sum(), sync())}, rounds=7)["sum"])
+    read_s = min(interleave({"sum": lambda: (data.sum(), sync())}, rounds=7)["sum"])
     a = torch.ones(product, product, device=device, dtype=torch.bfloat16)
-    product_s = min(interleaved({"product": lambda: (a @ a, sync())}, rounds=7)["product"])
+    product_s = min(interleave({"product": lambda: (a @ a, sync())}, rounds=7)["product"])
     return Machine(device, 4.0 * read / read_s, 2.0 * product**3 / product_s, sync)
 
 
@@ -67,38 +67,38 @@ def main(words: list[str]) -> int:
     parser.add_argument("--size", choices=tuple(SIZES), default="full", help="tiny stores no result")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder of a BERT; random weights by default")
     parser.add_argument("--helpers", type=int, default=8, help="processes that tokenise")
-    chosen = parser.parse_args(words)
-    if chosen.device.startswith("cuda") and not torch.cuda.is_available():
+    args = parser.parse_args(words)
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
         print("no GPU here, so nothing was measured; --device cpu --size tiny checks the script", file=sys.stderr)
         return 2
-    sizes, began = SIZES[chosen.size], time.perf_counter()
+    sizes, began = SIZES[args.size], time.perf_counter()
     part = Part("gpu", "On one GPU", "items")
-    card = machine(chosen.device, sizes["read"], sizes["product"])
-    part.facts["device"] = torch.cuda.get_device_name() if chosen.device.startswith("cuda") else chosen.device
+    card = machine(args.device, sizes["read"], sizes["product"])
+    part.facts["device"] = torch.cuda.get_device_name() if args.device.startswith("cuda") else args.device
     part.facts["bytes read a second"], part.facts["bf16 operations a second"] = card.read_bytes, card.matrix_flops
     part.facts["torch"] = torch.__version__
     with tempfile.TemporaryDirectory(prefix="mvr-gpu-") as scratch:
-        folder = chosen.model
+        folder = args.model
         if folder is None:
             folder = Path(scratch) / "model"
             random_model(folder, sizes["words"], **sizes["model"])
-        part.facts["model"] = str(chosen.model.name) if chosen.model else f"random weights, {sizes['model']}"
+        part.facts["model"] = str(args.model.name) if args.model else f"random weights, {sizes['model']}"
         texts = made_texts(sizes["texts"], sizes["words"], 300)
-        tiny = chosen.size == "tiny"
-        load = Load(texts, 2048 if tiny else 65_536, 0 if tiny else chosen.helpers)
+        tiny = args.size == "tiny"
+        load = EncodingLoad(texts, 2048 if tiny else 65_536, 0 if tiny else args.helpers)
         measure_encoding(part, card, str(folder), load, sizes["rounds"])
         print(f"encoding measured, {time.perf_counter() - began:.0f} s", flush=True)
         measure_training(part, card, str(folder), sizes["questions"], sizes["rounds"])
         print(f"training measured, {time.perf_counter() - began:.0f} s", flush=True)
     for kind in ("int8", "fp16"):
         measure_search(part, card, sizes["passages"], sizes["dimension"], kind, sizes["rounds"])
-        if chosen.device.startswith("cuda"):
+        if args.device.startswith("cuda"):
             torch.cuda.empty_cache()
         print(f"search of {kind} measured, {time.perf_counter() - began:.0f} s", flush=True)
     part.facts["triton"] = "there" if importlib.util.find_spec("triton") else "not there"
-    if tiny or not chosen.device.startswith("cuda"):
+    if tiny or not args.device.startswith("cuda"):
         for bar in (bar for bar in part.bars if " over " not in bar.what):
-            print(f"| {bar_row({**asdict(bar), 'met': bar.met})} |")
+            print(f"| {bar_row({**asdict(bar), 'met': bar.is_met})} |")
         print("the script runs; times of this size are meaningless and not stored")
         return 0
     write(part)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from gpu_search import Machine
-from measure import Bar, Part, interleaved, speedup
+from measure import Bar, Part, interleave, speedup
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
@@ -33,7 +33,7 @@ SPEC = EncoderSpec(strategy="mean", num_views=1, use_title=False, max_passage_to
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
-class Load(NamedTuple):
+class EncodingLoad(NamedTuple):
     """What is encoded, how, and with how many tokenising processes (0: a thread)."""
 
     texts: list[str]
@@ -90,7 +90,7 @@ def helpers(folder: str, count: int) -> Iterator[Executor]:
         yield pool
 
 
-def ahead(encoder: DualEncoder, pool: Executor, load: Load) -> Iterator[list[TokenizedPassage]]:
+def ahead(encoder: DualEncoder, pool: Executor, load: EncodingLoad) -> Iterator[list[TokenizedPassage]]:
     """Yield batches of all texts in order, tokenised by the pool while earlier ones are computed."""
     windows = [load.texts[at : at + WINDOW] for at in range(0, len(load.texts), WINDOW)]
     for one in [pool.submit(tokenise_texts, window) for window in windows]:
@@ -99,7 +99,7 @@ def ahead(encoder: DualEncoder, pool: Executor, load: Load) -> Iterator[list[Tok
             yield [texts[row] for row in rows]
 
 
-def ours(encoder: DualEncoder, pool: Executor, load: Load) -> FloatArray:
+def ours(encoder: DualEncoder, pool: Executor, load: EncodingLoad) -> FloatArray:
     return np.concatenate([batch.views_PVD[:, 0] for batch in encoder.embed_batches(ahead(encoder, pool, load))])
 
 
@@ -119,13 +119,13 @@ def peer(folder: str, device: str, precision: torch.dtype) -> tuple[str, Callabl
     encoder = DualEncoder.from_backbone(folder, SPEC).to(device=device, dtype=precision)
 
     def loop(texts: list[str]) -> FloatArray:
-        tokenized = encoder.tokenize_passages([Passage(str(number), "", text) for number, text in enumerate(texts)])
-        order = sorted(range(len(texts)), key=lambda row: -tokenized[row].num_tokens)
-        found = np.empty((len(texts), encoder.dimension), np.float32)
+        tokens = encoder.tokenize_passages([Passage(str(number), "", text) for number, text in enumerate(texts)])
+        order = sorted(range(len(texts)), key=lambda row: -tokens[row].num_tokens)
+        vectors_PD = np.empty((len(texts), encoder.dimension), np.float32)
         for at in range(0, len(order), PEER_BATCH):
             rows = order[at : at + PEER_BATCH]
-            found[rows] = encoder.embed_passages([tokenized[row] for row in rows]).views_PVD[:, 0]
-        return found
+            vectors_PD[rows] = encoder.embed_passages([tokens[row] for row in rows]).views_PVD[:, 0]
+        return vectors_PD
 
     return f"the loop of sentence-transformers (not installed), {kind}", loop
 
@@ -145,18 +145,18 @@ def work_flops(encoder: DualEncoder, lengths: Sequence[int]) -> float:
     return 2.0 * matrices * sum(lengths) + 4.0 * config.num_hidden_layers * config.hidden_size * squares
 
 
-def measure_encoding(part: Part, machine: Machine, folder: str, load: Load, rounds: int) -> None:
+def measure_encoding(part: Part, machine: Machine, folder: str, load: EncodingLoad, rounds: int) -> None:
     device = machine.device
     plain = DualEncoder.from_backbone(folder, SPEC).to(device)
     some = plain.tokenize_passages([Passage(str(at), "", text) for at, text in enumerate(load.texts[:64])])
-    padded = plain.embed_passages(some).views_PVD[:, 0]
+    reference_PD = plain.embed_passages(some).views_PVD[:, 0]
     exact = UnpaddedGpuTower(plain.passage_tower, torch.float32).views(some, 1).views_PVD[:, 0]
-    away = float(np.abs(torch.nn.functional.normalize(exact, dim=-1).cpu().numpy() - padded).max())
+    away = float(np.abs(torch.nn.functional.normalize(exact, dim=-1).cpu().numpy() - reference_PD).max())
     part.bars.append(Bar("packed and padded embeddings apart in fp32", away, 1e-5, at_least=False, unit=""))
-    halved = device.startswith("cuda") or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    encoder = plain.to_precision("bf16" if halved else "fp32")
+    has_bf16 = device.startswith("cuda") or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    encoder = plain.to_precision("bf16" if has_bf16 else "fp32")
     low = encoder.embed_passages(some)
-    cosine = float((low.views_PVD[:, 0] * padded).sum(1).min())
+    cosine = float((low.views_PVD[:, 0] * reference_PD).sum(1).min())
     part.facts["least cosine of a bf16 embedding with fp32"] = cosine
     lengths = [len(text.split()) + 2 for text in load.texts]
     lengths = [min(length, MAX_TOKENS) for length in lengths]
@@ -166,15 +166,15 @@ def measure_encoding(part: Part, machine: Machine, folder: str, load: Load, roun
         if device.startswith("cuda"):
             peers.append(peer(folder, device, torch.bfloat16))
         same = peers[0][1](load.texts[:64])
-        part.facts["peer and ours apart in fp32, same texts"] = float(np.abs(same - padded).max())
+        part.facts["peer and ours apart in fp32, same texts"] = float(np.abs(same - reference_PD).max())
         cases: dict[str, Callable[[], Any]] = {mine: lambda: (ours(encoder, pool, load), machine.sync())}
         for name, run in peers:
             cases[name] = lambda run=run: (run(load.texts), machine.sync())
-        samples = interleaved(cases, rounds=rounds, warm=1)
+        samples = interleave(cases, rounds=rounds, warm=1)
         part.add(samples, len(load.texts))
         ready = list(ahead(encoder, pool, load))
         part.add(
-            interleaved({"ours, batches ready": lambda: list(encoder.embed_batches(ready))}, rounds=rounds),
+            interleave({"ours, batches ready": lambda: list(encoder.embed_batches(ready))}, rounds=rounds),
             len(load.texts),
         )
     flops = work_flops(plain, lengths)
@@ -190,9 +190,9 @@ def trainer(folder: str, machine: Machine, questions: int, precision: torch.dtyp
     """Run steps of DPR's loss over one batch of two passages a question, as `train` does."""
     device, texts = machine.device, made_texts(3 * questions, 500, 158)
     encoder = DualEncoder.from_backbone(folder, SPEC).to(device).train()
-    tokenized = encoder.tokenize_passages([Passage(str(at), "", text) for at, text in enumerate(texts[questions:])])
-    asked = [" ".join(text.split()[:14]) for text in texts[:questions]]
-    share = RankInputs(asked, tokenized, torch.ones(len(tokenized), dtype=torch.bool, device=device))
+    tokens = encoder.tokenize_passages([Passage(str(at), "", text) for at, text in enumerate(texts[questions:])])
+    queries = [" ".join(text.split()[:14]) for text in texts[:questions]]
+    share = RankInputs(queries, tokens, torch.ones(len(tokens), dtype=torch.bool, device=device))
     positive_Q = torch.arange(questions, device=device)
     optimizer = torch.optim.AdamW(encoder.parameters(), 2e-5, fused=device.startswith("cuda"))
 
@@ -215,6 +215,6 @@ def measure_training(part: Part, machine: Machine, folder: str, questions: int, 
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         name = f"training step, {questions} questions, {2 * questions} passages, {kind}"
-        part.add(interleaved({name: trainer(folder, machine, questions, precision)}, rounds=rounds, warm=2), 1)
+        part.add(interleave({name: trainer(folder, machine, questions, precision)}, rounds=rounds, warm=2), 1)
         if machine.device.startswith("cuda"):
             part.facts[f"{name}, peak bytes"] = torch.cuda.max_memory_allocated()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from measure import Bar, Part, interleaved, speedup
+from measure import Bar, Part, interleave, speedup
 from numpy.typing import NDArray
 
 from mvr_ray.core.searching.codes import Codes
@@ -49,12 +49,12 @@ class Machine(NamedTuple):
 def numbers(rows_N: torch.Tensor, salt: int, dimension: int) -> torch.Tensor:
     """int64 [N, D], near normal around 0, up to 510: four bytes of a mixed row and column, added."""
     column_D = torch.arange(dimension, device=rows_N.device)
-    mixed = (rows_N[:, None] * 0x61C88647 + column_D * 0x3C6EF373 + salt * 0x2545F491) & MASK
+    hash_ND = (rows_N[:, None] * 0x61C88647 + column_D * 0x3C6EF373 + salt * 0x2545F491) & MASK
     for _ in range(2):
-        mixed ^= mixed >> 15
-        mixed = (mixed * 0x5BD1E995) & MASK
-        mixed ^= mixed >> 13
-    return (mixed & 255) + (mixed >> 8 & 255) + (mixed >> 16 & 255) + (mixed >> 24) - 510
+        hash_ND ^= hash_ND >> 15
+        hash_ND = (hash_ND * 0x5BD1E995) & MASK
+        hash_ND ^= hash_ND >> 13
+    return (hash_ND & 255) + (hash_ND >> 8 & 255) + (hash_ND >> 16 & 255) + (hash_ND >> 24) - 510
 
 
 def make_views(rows_N: torch.Tensor, dimension: int) -> torch.Tensor:
@@ -147,7 +147,7 @@ def disagreements(scan: Scan[Any, Any], queries_QD: FloatArray, slabs: int) -> t
     device, dimension = str(scan.kernel.device), scan.table.dimension
     asked_QD = torch.from_numpy(queries_QD).to(device)
     kth_Q = hits.scores_QK[:, -1]
-    wrong = looked = 0
+    wrong = num_sampled = 0
     each = min(GPU_STEP // V, scan.table.num_passages // slabs)
     for slab in range(slabs):
         first = slab * (scan.table.num_passages // slabs)
@@ -157,12 +157,12 @@ def disagreements(scan: Scan[Any, Any], queries_QD: FloatArray, slabs: int) -> t
         slack_Q = 1e-5 * np.abs(kth_Q)
         for query, best_P in enumerate(best_QP):
             own = hits.rows_QK[query] - first
-            found = set(own[(own >= 0) & (own < each)].tolist())
+            slab_hits = set(own[(own >= 0) & (own < each)].tolist())
             surely = set(np.flatnonzero(best_P > kth_Q[query] + slack_Q[query]).tolist())
             perhaps = set(np.flatnonzero(best_P >= kth_Q[query] - slack_Q[query]).tolist())
-            wrong += len(surely - found) + len(found - perhaps)
-        looked += each
-    return wrong, looked
+            wrong += len(surely - slab_hits) + len(slab_hits - perhaps)
+        num_sampled += each
+    return wrong, num_sampled
 
 
 def farthest_of_plain(scan: Scan[Any, Any], queries_QD: FloatArray) -> float:
@@ -192,13 +192,13 @@ def fastest_tuning(scan: Scan[Any, Any], queries: int, machine: Machine) -> Tuni
     for tuning in TUNINGS:
         scan.kernel.tuning = tuning
         try:
-            taken = []
+            samples = []
             for _ in range(4):
                 began = time.perf_counter()
                 scan.kernel.best_views(asked_QD, rows, step.counts_P, step.uniform)
                 machine.sync()
-                taken.append(time.perf_counter() - began)
-            seconds[tuning] = min(taken)
+                samples.append(time.perf_counter() - began)
+            seconds[tuning] = min(samples)
         except TritonError as error:  # it wants more shared memory than there is
             print(f"{tuning}: {error}", flush=True)
     return min(seconds, key=seconds.__getitem__)
@@ -214,16 +214,16 @@ def measure_search(part: Part, machine: Machine, passages: int, dimension: int, 
     machine.sync()
     made_s = time.perf_counter() - began
     what = f"{count * V:,} views, {kind}"
-    wrong, looked = disagreements(scan, draw_queries(4, dimension), 8)
+    wrong, num_sampled = disagreements(scan, draw_queries(4, dimension), 8)
     away = farthest_of_plain(scan, draw_queries(20, dimension))
     part.bars.append(
-        Bar(f"{what}: hits that a plain float32 check of {looked:,} passages denies", wrong, 0, False, "hits")
+        Bar(f"{what}: hits that a plain float32 check of {num_sampled:,} passages denies", wrong, 0, False, "hits")
     )
     part.bars.append(Bar(f"{what}: kernel off plain float32, of its bound", away, 1, at_least=False))
     num_bytes = count * V * (dimension * width + (4 if kind == "int8" else 0))
-    chosen = {}
+    tunings = {}
     for batch in (1, 64):
-        kernel.tuning = chosen[batch] = fastest_tuning(scan, batch, machine)
+        kernel.tuning = tunings[batch] = fastest_tuning(scan, batch, machine)
         queries_QD = draw_queries(batch, dimension)
         asked_QD = kernel.put(queries_QD)
 
@@ -232,12 +232,12 @@ def measure_search(part: Part, machine: Machine, passages: int, dimension: int, 
             machine.sync()
 
         def scan_batch(asked_QD: torch.Tensor = asked_QD) -> None:
-            for step, held in zip(scan.steps, scan.resident):
-                kernel.best_views(asked_QD, DeviceRows(*held), step.counts_P, step.uniform)
+            for step, rows in zip(scan.steps, scan.resident):
+                kernel.best_views(asked_QD, DeviceRows(*rows), step.counts_P, step.uniform)
             machine.sync()
 
         name = f"{what}, batch {batch}"
-        samples = interleaved({f"{name}, search": whole, f"{name}, kernel alone": scan_batch}, rounds=rounds, warm=2)
+        samples = interleave({f"{name}, search": whole, f"{name}, kernel alone": scan_batch}, rounds=rounds, warm=2)
         part.add(samples, batch)
         floor_s = max(num_bytes / machine.read_bytes, 2.0 * count * V * dimension * batch / machine.matrix_flops)
         for case in samples:
@@ -247,7 +247,7 @@ def measure_search(part: Part, machine: Machine, passages: int, dimension: int, 
         if batch == 1:
             part.bars.append(Bar(f"{name}: time over bytes by bandwidth", over, BAR, at_least=False))
     part.facts[f"{what}, made in s"] = made_s
-    part.facts[f"{what}, tuning"] = {f"batch {batch}": str(tuple(tuning)) for batch, tuning in chosen.items()}
+    part.facts[f"{what}, tuning"] = {f"batch {batch}": str(tuple(tuning)) for batch, tuning in tunings.items()}
     part.facts[f"{what}, fused"] = "Triton" if kernel.fused else "no: Triton is not there, or cannot compile"
     against_plain(part, machine, scan, what, rounds)
 
@@ -270,6 +270,6 @@ def against_plain(part: Part, machine: Machine, scan: Scan[Any, Any], what: str,
         machine.sync()
 
     cases = {f"{what}, {count * V:,} of them, fused": ours, f"{what}, {count * V:,} of them, plain torch": torchs}
-    samples = interleaved(cases, rounds=rounds, warm=2)
+    samples = interleave(cases, rounds=rounds, warm=2)
     part.add(samples, 1)
     part.facts[f"{what}: fused over plain torch"] = speedup(samples, *cases)

@@ -92,7 +92,7 @@ class Watch:
             self._look()
 
     def _look(self) -> dict[str, int]:
-        held: dict[str, int] = {}
+        resident_bytes: dict[str, int] = {}
         for pid in descendants(os.getpid()):
             try:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
@@ -103,11 +103,11 @@ class Watch:
             role = next((role for name, role in ROLES.items() if f"ray::{name}" in command), "")
             role = "driver" if pid == os.getpid() else role
             if role and "VmHWM" in fields:
-                kept = self.peaks.setdefault(role, {"most": 0, "own": 0})
-                kept["most"] = max(kept["most"], 1024 * int(fields["VmHWM"]))
-                kept["own"] = max(kept["own"], 1024 * int(fields["RssAnon"]))
-                held[role] = max(held.get(role, 0), 1024 * int(fields["VmRSS"]))
-        return held
+                peak = self.peaks.setdefault(role, {"most": 0, "own": 0})
+                peak["most"] = max(peak["most"], 1024 * int(fields["VmHWM"]))
+                peak["own"] = max(peak["own"], 1024 * int(fields["RssAnon"]))
+                resident_bytes[role] = max(resident_bytes.get(role, 0), 1024 * int(fields["VmRSS"]))
+        return resident_bytes
 
 
 def descendants(root: int) -> list[int]:
@@ -119,12 +119,12 @@ def descendants(root: int) -> list[int]:
             except (FileNotFoundError, ProcessLookupError):
                 continue
             parents.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, waiting = [], [root]
+    pids, waiting = [], [root]
     while waiting:
         pid = waiting.pop()
-        found.append(pid)
+        pids.append(pid)
         waiting += parents.get(pid, [])
-    return found
+    return pids
 
 
 def measure(passages: int, folder: Path, whole: bool) -> dict[str, Any]:
@@ -137,14 +137,14 @@ def measure(passages: int, folder: Path, whole: bool) -> dict[str, Any]:
     from mvr_ray.store import manifest
 
     run = config(folder)
-    known = passages // PASSAGES_A_QUESTION
-    corpus = made_up.prepare(run, passages, {"known": known, "gate": GATE, "asked": ASKED})
-    staged = made_up.stage(run, corpus)
-    planned = capacity.plan(
+    num_known = passages // PASSAGES_A_QUESTION
+    corpus = made_up.prepare(run, passages, {"known": num_known, "gate": GATE, "asked": ASKED})
+    staging_bytes = made_up.stage(run, corpus)
+    plan = capacity.plan(
         run, capacity.corpus_size(run), capacity.most_feedback_views(run, passages), capacity.passage_bytes(run)
     )
     seconds: dict[str, float] = {}
-    told: dict[str, Any] = {"passages": passages, "seconds": seconds, "disk": {"staging": staged}}
+    figures: dict[str, Any] = {"passages": passages, "seconds": seconds, "disk": {"staging": staging_bytes}}
 
     def with_timer(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
         def within(*args: Any, **kwargs: Any) -> Any:
@@ -159,28 +159,28 @@ def measure(passages: int, folder: Path, whole: bool) -> dict[str, Any]:
         return within
 
     with session.connect(run.resources), Watch()() as watch:
-        described = with_timer("index", build_index.index)(run)
-        told["disk"]["corpus"] = bytes_under(folder / "corpora")
-        told["disk"]["encoder snapshot"] = bytes_under(folder / "encoders")
-        told["disk"]["embeddings"] = described.num_bytes
+        version = with_timer("index", build_index.index)(run)
+        figures["disk"]["corpus"] = bytes_under(folder / "corpora")
+        figures["disk"]["encoder snapshot"] = bytes_under(folder / "encoders")
+        figures["disk"]["embeddings"] = version.num_bytes
         if whole:
             refining.describe = with_timer("publish", refining.describe)
             publish, manifest.publish = manifest.publish, with_timer("publish", manifest.publish)
             search, RefinerPool.search = RefinerPool.search, with_timer("search of refine", RefinerPool.search)
             report = with_timer("refine", refining.refine)(run)
             manifest.publish, RefinerPool.search = publish, search
-            searched = seconds.pop("search of refine")
-            seconds["refine"] -= searched
-            seconds["search of refine, a question"] = searched / (known + GATE)
+            search_s = seconds.pop("search of refine")
+            seconds["refine"] -= search_s
+            seconds["search of refine, a question"] = search_s / (num_known + GATE)
             assert report.published and report.rewritten_shards == SHARDS, report.reason
-            told["disk"]["one more version"] = report.published.num_bytes
-            told["dirty"] = report.dirty_share
+            figures["disk"]["one more version"] = report.published.num_bytes
+            figures["dirty"] = report.dirty_share
             with_timer("retrieve", lambda: retrieve(run, "asked", folder / "ranking.json"))()
-        told["served"] = measure_serving(run)
-    told["memory"], told["memory at ends"] = watch.peaks, watch.at_ends
-    require_roles(told, whole)
-    told["plan"] = {f"{line.kind} {line.what}": [line.bytes_each, line.count] for line in planned.lines}
-    return told
+        figures["served"] = measure_serving(run)
+    figures["memory"], figures["memory at ends"] = watch.peaks, watch.at_ends
+    require_roles(figures, whole)
+    figures["plan"] = {f"{line.kind} {line.what}": [line.bytes_each, line.count] for line in plan.lines}
+    return figures
 
 
 def require_roles(report: dict[str, Any], whole: bool) -> None:
@@ -199,7 +199,7 @@ def measure_serving(run: Any) -> dict[str, float]:
     from mvr_ray.distributed.router import open_router
 
     with open_router(run) as router:
-        found = {}
+        latencies = {}
         for batch, rounds in ((1, 9), (32, 5)):
             queries_QD = made_up.queries(batch)
             samples = []
@@ -208,8 +208,8 @@ def measure_serving(run: Any) -> dict[str, float]:
                 answer = router.search(queries_QD, 100)
                 samples.append(time.perf_counter() - began)
                 assert answer.exact.certified and answer.coverage_share == 1
-            found[f"p50 ms, batch {batch}"] = 1e3 * float(np.median(samples))
-    return found
+            latencies[f"p50 ms, batch {batch}"] = 1e3 * float(np.median(samples))
+    return latencies
 
 
 def bytes_under(folder: Path) -> int:
@@ -219,13 +219,13 @@ def bytes_under(folder: Path) -> int:
 def run_one(passages: int, whole: bool = True) -> dict[str, Any]:
     """Run `measure` in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="mvr-growth-") as folder:
-        made = subprocess.run(
+        process = subprocess.run(
             [sys.executable, __file__, "--one", str(passages), folder, str(int(whole))],
             cwd=ROOT,
             check=True,
             env={**os.environ, "RAY_worker_niceness": "0"},
         )
-        assert made.returncode == 0
+        assert process.returncode == 0
         return json.loads((Path(folder) / "told.json").read_text())
 
 
@@ -238,50 +238,52 @@ def exponent(sizes: list[int], values: list[float]) -> float:
 def off(one: dict[str, Any]) -> dict[str, float]:
     """Return the difference of each used resource from its plan, as a share of the used one."""
     plan = {what: each * count for what, (each, count) in one["plan"].items() if what.startswith("disk ")}
-    shares = {f"disk, {what}": plan[f"disk {what}"] / used - 1 for what, used in one["disk"].items()}
-    for role, used in one["memory"].items():
+    shares = {f"disk, {what}": plan[f"disk {what}"] / num_bytes - 1 for what, num_bytes in one["disk"].items()}
+    for role, peak in one["memory"].items():
         if f"memory {role}" in one["plan"]:
-            shares[f"memory, {role}"] = one["plan"][f"memory {role}"][0] / used["most"] - 1
+            shares[f"memory, {role}"] = one["plan"][f"memory {role}"][0] / peak["most"] - 1
     return shares
 
 
 def main(large: bool) -> None:
     if large:
-        told = [run_one(size) for size in LARGE] + [run_one(TEN_MILLION_VIEWS, whole=False)]
-        LARGE_FILE.write_text(json.dumps({"runs": told, "hardware": hardware()}, indent=2) + "\n")
+        large_runs = [run_one(size) for size in LARGE] + [run_one(TEN_MILLION_VIEWS, whole=False)]
+        LARGE_FILE.write_text(json.dumps({"runs": large_runs, "hardware": hardware()}, indent=2) + "\n")
     runs = [run_one(size) for size in SIZES]
-    kept = json.loads(LARGE_FILE.read_text()) if LARGE_FILE.exists() else {"runs": []}
-    runs += [one for one in kept["runs"] if "retrieve" in one["seconds"]]
-    for one in [*runs, *kept["runs"]]:
+    large_report = json.loads(LARGE_FILE.read_text()) if LARGE_FILE.exists() else {"runs": []}
+    runs += [one for one in large_report["runs"] if "retrieve" in one["seconds"]]
+    for one in [*runs, *large_report["runs"]]:
         require_roles(one, "retrieve" in one["seconds"])
     part = Part("growth", "Growth", "passages")
     sizes = [one["passages"] for one in runs]
     for stage in STAGES:
         for one in runs:
             part.add({f"{stage}, {one['passages']:,} passages": [one["seconds"][stage]]}, one["passages"])
-        grown = exponent(sizes, [one["seconds"][stage] for one in runs])
-        told = line(sizes, [one["seconds"][stage] for one in runs])
-        part.bars.append(Bar(f"exponent of {stage}'s time, {sizes[0]:,} to {sizes[-1]:,}", grown, BOUND, False, ""))
-        part.facts[f"{stage}: t = a + b x passages"] = {"a, s": told.fixed_s, "b, us a passage": 1e6 * told.each_s}
+        slope = exponent(sizes, [one["seconds"][stage] for one in runs])
+        fit = line(sizes, [one["seconds"][stage] for one in runs])
+        part.bars.append(Bar(f"exponent of {stage}'s time, {sizes[0]:,} to {sizes[-1]:,}", slope, BOUND, False, ""))
+        part.facts[f"{stage}: t = a + b x passages"] = {"a, s": fit.fixed_s, "b, us a passage": 1e6 * fit.each_s}
     for role in sorted({role for one in runs for role in one["memory"]}):
-        grown = exponent(sizes, [one["memory"][role]["most"] for one in runs])
-        part.bars.append(Bar(f"exponent of a {role}'s memory", grown, BOUND, False, ""))
+        slope = exponent(sizes, [one["memory"][role]["most"] for one in runs])
+        part.bars.append(Bar(f"exponent of a {role}'s memory", slope, BOUND, False, ""))
     largest = runs[-1]
     for what, share in off(largest).items():
         name = f"plan off what was used, {largest['passages']:,}: {what}"
         part.bars.append(Bar(name, 100 * abs(share), 10, False, "%", UPPER if "memory" in what else ""))
-    for one in [*runs, *(one for one in kept["runs"] if "retrieve" not in one["seconds"])]:
+    for one in [*runs, *(one for one in large_report["runs"] if "retrieve" not in one["seconds"])]:
         name = f"{one['passages']:,} passages x {made_up.V} views"
-        part.facts[f"{name}, most MB"] = {role: used["most"] / 1e6 for role, used in one["memory"].items()}
-        part.facts[f"{name}, own MB"] = {role: used["own"] / 1e6 for role, used in one["memory"].items()}
-        for stage, held in one["memory at ends"].items():
-            part.facts[f"{name}, MB at the end of {stage}"] = {role: size / 1e6 for role, size in held.items()}
+        part.facts[f"{name}, most MB"] = {role: peak["most"] / 1e6 for role, peak in one["memory"].items()}
+        part.facts[f"{name}, own MB"] = {role: peak["own"] / 1e6 for role, peak in one["memory"].items()}
+        for stage, resident_bytes in one["memory at ends"].items():
+            part.facts[f"{name}, MB at the end of {stage}"] = {
+                role: size / 1e6 for role, size in resident_bytes.items()
+            }
         part.facts[f"{name}, plan off by"] = off(one)
         part.facts[f"{name}, served"] = one["served"]
         if "retrieve" not in one["seconds"]:
             part.facts[f"{name}, index seconds"] = one["seconds"]["index"]
-    if kept["runs"]:
-        part.facts["1 M passages and 10 M views"] = f"measured once, at {kept['hardware']['commit']}"
+    if large_report["runs"]:
+        part.facts["1 M passages and 10 M views"] = f"measured once, at {large_report['hardware']['commit']}"
     write(part)
 
 

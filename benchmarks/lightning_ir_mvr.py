@@ -75,8 +75,8 @@ def paragraphs(num: int) -> Paragraphs:
         sys.exit(f"{path} does not exist; set MVR_RAY_DATA to the folder that holds squad/dev-v1.1.json.gz")
     with gzip.open(path, "rt", encoding="utf-8") as file:
         articles = json.load(file)["data"]
-    asked = [p for article in articles for p in article["paragraphs"] if p["qas"]][:num]
-    return Paragraphs([p["context"] for p in asked], [p["qas"][0]["question"].strip() for p in asked])
+    entries = [p for article in articles for p in article["paragraphs"] if p["qas"]][:num]
+    return Paragraphs([p["context"] for p in entries], [p["qas"][0]["question"].strip() for p in entries])
 
 
 def lightning_environment(peers: Path) -> Path:
@@ -132,37 +132,37 @@ def running(passage: TokenizedPassage) -> TokenizedPassage:
     return passage._replace(position_ids=np.arange(passage.num_tokens, dtype=np.int32))
 
 
-def views(ours: DualEncoder, tokenized: list[TokenizedPassage]) -> FloatArray:
-    batches = [ours.embed_passages(tokenized[at : at + BATCH]).views_PVD for at in range(0, len(tokenized), BATCH)]
+def views(ours: DualEncoder, passages: list[TokenizedPassage]) -> FloatArray:
+    batches = [ours.embed_passages(passages[at : at + BATCH]).views_PVD for at in range(0, len(passages), BATCH)]
     return np.concatenate(batches)
 
 
 def our_losses(ours: DualEncoder, task: dict[str, Any]) -> dict[str, Any]:
     """Compute our losses on the peer's batch and input, so that only the losses differ."""
     passages = [Passage("", "", text) for pair in task["loss_passages"] for text in pair]
-    tokenized = [with_cls(ours, passage) for passage in ours.tokenize_passages(passages)]
+    inputs = [with_cls(ours, passage) for passage in ours.tokenize_passages(passages)]
     queries_QD = torch.from_numpy(ours.embed_queries(task["loss_questions"]))
-    views_PVD = torch.from_numpy(views(ours, tokenized)).requires_grad_()
+    views_PVD = torch.from_numpy(views(ours, inputs)).requires_grad_()
     mask_PV = torch.ones(views_PVD.shape[:2], dtype=torch.bool)
     positive_Q = torch.arange(0, len(passages), 2)
 
     def terms(tau: float, local_weight: float) -> Any:
         return mvr_loss(queries_QD, views_PVD, mask_PV, positive_Q, tau=tau, local_weight=local_weight)
 
-    found: dict[str, Any] = {"local": {str(t): float(terms(t, 1.0).local) for t in TEMPERATURES}}
-    found["global"] = float(terms(1.0, 1.0).global_)
+    figures: dict[str, Any] = {"local": {str(t): float(terms(t, 1.0).local) for t in TEMPERATURES}}
+    figures["global"] = float(terms(1.0, 1.0).global_)
     (terms(1.0, 1.0).total - terms(1.0, 0.0).total).backward()
     assert views_PVD.grad is not None
     share_P = views_PVD.grad.flatten(1).norm(dim=1)
-    found["gradient_on_negatives"] = float(share_P[1::2].sum() / share_P.sum())
-    found["rows"] = len(positive_Q)
-    return found
+    figures["gradient_on_negatives"] = float(share_P[1::2].sum() / share_P.sum())
+    figures["rows"] = len(positive_Q)
+    return figures
 
 
 def cpu_seconds() -> float:
     """Return processor seconds of this process and of its ended child processes."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in usages)
 
 
 def span(positions: list[int]) -> str:
@@ -180,8 +180,8 @@ def compare(theirs: dict[str, Any], folder: Path, data: Paragraphs, task: dict[s
     passages = [Passage(str(i), "", text) for i, text in enumerate(data.texts)]
     zero = at_zero.tokenize_passages(passages)
     their_input = [with_cls(at_zero, passage) for passage in zero]
-    loaded = {name: np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("queries", "own", "shared")}
-    walked = views(at_zero, their_input)
+    their_vectors = {name: np.load(folder / f"{name}.npy", allow_pickle=False) for name in ("queries", "own", "shared")}
+    our_views = views(at_zero, their_input)
     asked_QD = at_zero.embed_queries(data.questions)
     local, ours = theirs["losses"], our_losses(at_zero, task)
     tokens, positions = theirs["layout"]["tokens"], theirs["layout"]["positions"]
@@ -203,15 +203,19 @@ def compare(theirs: dict[str, Any], folder: Path, data: Paragraphs, task: dict[s
             str(zero[0].position_ids[NUM_VIEWS]),
         ),
         Row("token that a question is read from", "[CLS]", "[VIE], at first a copy of [CLS]"),
-        Row("question vectors, untrained: largest difference", far(loaded["queries"], asked_QD), ""),
+        Row("question vectors, untrained: largest difference", far(their_vectors["queries"], asked_QD), ""),
         Row("parameters of a linear layer after the transformer", f"{theirs['projection_parameters']:,}", "0"),
         Row(
             "**view-pair cosine**, each with its own initial viewers",
-            cosine(loaded["own"]),
+            cosine(their_vectors["own"]),
             cosine(views(at_zero, zero)),
         ),
-        Row("the same viewers in both: as released, and ours with its input", cosine(loaded["shared"]), cosine(walked)),
-        Row("... largest difference of any number of these views", far(loaded["shared"], walked), ""),
+        Row(
+            "the same viewers in both: as released, and ours with its input",
+            cosine(their_vectors["shared"]),
+            cosine(our_views),
+        ),
+        Row("... largest difference of any number of these views", far(their_vectors["shared"], our_views), ""),
         Row("... without [CLS], ordinary positions", "", cosine(views(at_zero, [running(p) for p in zero]))),
         Row("... viewers at position 0 (the paper; `viewer_position: zero`)", "", cosine(views(at_zero, zero))),
         Row(
@@ -239,16 +243,16 @@ def compare(theirs: dict[str, Any], folder: Path, data: Paragraphs, task: dict[s
     ]
 
 
-def report(rows: list[Row], kept: dict[str, Any]) -> str:
-    told = ", ".join(f"{key} {value}" for key, value in kept["hardware"].items())
+def report(rows: list[Row], results: dict[str, Any]) -> str:
+    machine = ", ".join(f"{key} {value}" for key, value in results["hardware"].items())
     lines = [
-        f"# MVR side by side with lightning-ir 0.0.6: {kept['passages']} SQuAD paragraphs",
+        f"# MVR side by side with lightning-ir 0.0.6: {results['passages']} SQuAD paragraphs",
         "",
-        f"{told}. Made by `python benchmarks/lightning_ir_mvr.py`, {kept['cpu_seconds']} s of CPU",
+        f"{machine}. Made by `python benchmarks/lightning_ir_mvr.py`, {results['cpu_seconds']} s of CPU",
         "without installing.",
         "",
         "Untrained viewers over the same MiniLM weights, 8 views, no titles, 256 tokens, raw inner products. The peer",
-        f"runs in an environment of its own: {', '.join(kept['pins'])}.",
+        f"runs in an environment of its own: {', '.join(results['pins'])}.",
         "View-pair cosine is the mean over all pairs of views of a passage; 1 is collapse. Losses are of",
         f"{LOSS_QUESTIONS} questions with one positive and one negative each, over its input and our viewers on both",
         "sides; its local loss gets the similarities without the axis that it fails on. What the differences mean:",
@@ -265,11 +269,11 @@ def attempts(peers: Path, python: Path, task: dict[str, Any], at: Path) -> list[
     """Try lightning-ir with the transformers version that mvr_ray is tested with."""
     version, folder = newest(peers)
     rows = []
-    for projection, told in (("linear", "as released"), (None, "`projection=None`")):
+    for projection, setting in (("linear", "as released"), (None, "`projection=None`")):
         (at / "task.json").write_text(json.dumps({**task, "projection": projection}))
-        done = peer(python, at, "try", first=folder)
-        said = "no error" if not done.returncode else f"fails: {last_line(done.stderr)}"
-        rows.append(Row(f"its MVR under transformers {version}, {told}", said, "runs"))
+        result = peer(python, at, "try", first=folder)
+        outcome = "no error" if not result.returncode else f"fails: {last_line(result.stderr)}"
+        rows.append(Row(f"its MVR under transformers {version}, {setting}", outcome, "runs"))
     return rows
 
 
@@ -300,13 +304,13 @@ def measure(peers: Path, num_passages: int, say: Callable[[str], None]) -> tuple
         np.save(folder / "viewers.npy", viewers.weight[1:].detach().numpy(), allow_pickle=False)
         (folder / "task.json").write_text(json.dumps(task))
         say("measuring the peer")
-        done = peer(python, folder)
-        if done.returncode:
-            sys.exit(f"lightning-ir failed:\n{done.stderr}")
+        result = peer(python, folder)
+        if result.returncode:
+            sys.exit(f"lightning-ir failed:\n{result.stderr}")
         theirs = json.loads((folder / "told.json").read_text())
         say("measuring mvr_ray")
         rows += compare(theirs, folder, data, task)
-    kept = {
+    results = {
         "hardware": hardware(),
         "pins": list(PINS),
         "passages": num_passages,
@@ -314,18 +318,18 @@ def measure(peers: Path, num_passages: int, say: Callable[[str], None]) -> tuple
         "theirs": theirs,
         "rows": [row._asdict() for row in rows],
     }
-    return rows, kept
+    return rows, results
 
 
 def main() -> None:
     words = argparse.ArgumentParser(description="MVR side by side with lightning-ir 0.0.6.")
     words.add_argument("--peers", type=Path, default=ROOT / ".peers", help="folder of the peer's environment")
     words.add_argument("--passages", type=int, default=300, help=f"SQuAD paragraphs, more than {LOSS_QUESTIONS}")
-    chosen = words.parse_args()
-    rows, kept = measure(chosen.peers.resolve(), chosen.passages, lambda line: print(line, flush=True))
-    (RESULTS / f"{NAME}.json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
-    (RESULTS / f"{NAME}.md").write_text(report(rows, kept))
-    print(report(rows, kept), end="")
+    args = words.parse_args()
+    rows, results = measure(args.peers.resolve(), args.passages, lambda line: print(line, flush=True))
+    (RESULTS / f"{NAME}.json").write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    (RESULTS / f"{NAME}.md").write_text(report(rows, results))
+    print(report(rows, results), end="")
 
 
 if __name__ == "__main__":

@@ -61,16 +61,16 @@ def question_vectors(module: Any, questions: list[str]) -> Tensor:
 
 def layout(module: Any, passage: str) -> dict[str, list[Any]]:
     """Return the tokens of one passage and the positions that the transformer looks up for them."""
-    caught: list[Tensor] = []
+    positions: list[Tensor] = []
     table = module.model.embeddings.position_embeddings
-    hook = table.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0]))
+    hook = table.register_forward_pre_hook(lambda _, inputs: positions.append(inputs[0]))
     encoding = module.tokenizer.tokenize_doc([passage], return_tensors="pt", padding=True, truncation=True)
     with torch.no_grad():
         module.model.encode_doc(encoding)
     hook.remove()
     real = encoding["attention_mask"][0].bool()
     tokens = module.tokenizer.convert_ids_to_tokens(encoding["input_ids"][0][real].tolist())
-    return {"tokens": tokens, "positions": caught[0].expand(1, len(real))[0][real].tolist()}
+    return {"tokens": tokens, "positions": positions[0].expand(1, len(real))[0][real].tolist()}
 
 
 def losses(module: Any, task: dict[str, Any]) -> dict[str, Any]:
@@ -93,13 +93,13 @@ def losses(module: Any, task: dict[str, Any]) -> dict[str, Any]:
     with torch.no_grad():
         output = module.forward(batch)
         module.loss_functions = [(InBatchCrossEntropy(), 1.0)]
-        found: dict[str, Any] = {"similarity_shape": list(output.similarity.shape)}
+        figures: dict[str, Any] = {"similarity_shape": list(output.similarity.shape)}
         try:
             ContrastiveLocalLoss().compute_loss(output)
-            found["as_released"] = "no error"
+            figures["as_released"] = "no error"
         except RuntimeError as error:
-            found["as_released"] = f"{type(error).__name__}: {error}"
-        found["global"] = float(module._compute_losses(batch, output)[0])
+            figures["as_released"] = f"{type(error).__name__}: {error}"
+        figures["global"] = float(module._compute_losses(batch, output)[0])
     queries_ND = output.query_embeddings.embeddings[:, 0].repeat_interleave(2, dim=0)
     views_NVD = output.doc_embeddings.embeddings.clone().requires_grad_()
     similarity_NV = torch.einsum("nd,nvd->nv", queries_ND, views_NVD)
@@ -109,13 +109,13 @@ def losses(module: Any, task: dict[str, Any]) -> dict[str, Any]:
     def local(rows_NV: Tensor, temperature: float) -> Tensor:
         return ContrastiveLocalLoss(temperature=temperature).compute_loss(BiEncoderOutput(similarity=rows_NV))
 
-    found["local"] = {str(t): float(local(similarity_NV, t)) for t in task["temperatures"]}
-    found["local_positives_only"] = float(local(similarity_NV[0::2], 1.0))
+    figures["local"] = {str(t): float(local(similarity_NV, t)) for t in task["temperatures"]}
+    figures["local_positives_only"] = float(local(similarity_NV[0::2], 1.0))
     local(similarity_NV, 1.0).backward()
     share_N = views_NVD.grad.flatten(1).norm(dim=1)
-    found["gradient_on_negatives"] = float(share_N[1::2].sum() / share_N.sum())
-    found["rows"] = len(similarity_NV)
-    return found
+    figures["gradient_on_negatives"] = float(share_N[1::2].sum() / share_N.sum())
+    figures["rows"] = len(similarity_NV)
+    return figures
 
 
 def main(folder: Path, only_try: bool) -> None:
@@ -126,18 +126,18 @@ def main(folder: Path, only_try: bool) -> None:
     module = make_model(task, None)
     queries_QD = question_vectors(module, task["questions"])
     own_PVD = passage_views(module, task["passages"])
-    told: dict[str, Any] = {"layout": layout(module, task["passages"][0])}
+    report: dict[str, Any] = {"layout": layout(module, task["passages"][0])}
     viewers_VD = torch.from_numpy(np.load(folder / "viewers.npy", allow_pickle=False))
     ids = module.tokenizer.convert_tokens_to_ids([f"[VIE{view}]" for view in range(task["num_views"])])
     with torch.no_grad():
         module.model.get_input_embeddings().weight[ids] = viewers_VD
     shared_PVD = passage_views(module, task["passages"])
-    told["losses"] = losses(module, task)
+    report["losses"] = losses(module, task)
     projection = make_model(task, "linear").model.projection
-    told["projection_parameters"] = sum(parameter.numel() for parameter in projection.parameters())
+    report["projection_parameters"] = sum(parameter.numel() for parameter in projection.parameters())
     for name, vectors in (("queries", queries_QD), ("own", own_PVD), ("shared", shared_PVD)):
         np.save(folder / f"{name}.npy", vectors.numpy(), allow_pickle=False)
-    (folder / "told.json").write_text(json.dumps(told))
+    (folder / "told.json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

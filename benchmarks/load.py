@@ -79,12 +79,12 @@ class Connection:
 
     async def ask(self, body: bytes) -> Reply:
         """One request; a connection that the server has closed while it was idle is opened anew."""
-        began, reused = time.perf_counter(), self._streams is not None
+        began, was_open = time.perf_counter(), self._streams is not None
         try:
-            head = await self._exchanged(body)
+            head = await self._exchange(body)
         except (OSError, asyncio.IncompleteReadError, ValueError):
             self.close()
-            if reused:
+            if was_open:
                 return (await self.ask(body))._replace(at_s=began)
             return Reply(began, time.perf_counter() - began, 0, False)
         if b"\r\nconnection: close" in head:
@@ -92,7 +92,7 @@ class Connection:
         status, retry = int(head.split(b" ", 2)[1]), b"\r\nretry-after:" in head
         return Reply(began, time.perf_counter() - began, status, retry)
 
-    async def _exchanged(self, body: bytes) -> bytes:
+    async def _exchange(self, body: bytes) -> bytes:
         """The head of the answer, whose body has been read."""
         if self._streams is None:
             self._streams = await asyncio.open_connection("127.0.0.1", self.port)
@@ -108,7 +108,7 @@ class Connection:
         self._streams = None
 
 
-async def closed(port: int, token: str, bodies: Sequence[bytes], clients: int, seconds: float) -> list[Reply]:
+async def run_closed_loop(port: int, token: str, bodies: Sequence[bytes], clients: int, seconds: float) -> list[Reply]:
     """Each client asks again as soon as it is answered."""
     replies: list[Reply] = []
     until = time.perf_counter() + seconds
@@ -123,7 +123,7 @@ async def closed(port: int, token: str, bodies: Sequence[bytes], clients: int, s
     return replies
 
 
-async def opened(port: int, token: str, bodies: Sequence[bytes], per_s: float, seconds: float) -> list[Reply]:
+async def run_open_loop(port: int, token: str, bodies: Sequence[bytes], per_s: float, seconds: float) -> list[Reply]:
     """Requests come at this rate (Poisson), whether or not others are answered; without a free connection, later."""
     replies: list[Reply] = []
     idle = [Connection(port, token) for _ in range(MOST_CONNECTIONS)]
@@ -184,10 +184,10 @@ def family(pid: int) -> list[int]:
         except OSError:
             continue
         children.setdefault(parent, []).append(int(path.parent.name))
-    found = [pid]
-    for one in found:
-        found += children.get(one, [])
-    return found
+    pids = [pid]
+    for one in pids:
+        pids += children.get(one, [])
+    return pids
 
 
 def pss_bytes(pid: int) -> int:
@@ -238,9 +238,9 @@ def serving(run: RunConfig, token: str) -> Iterator[int]:
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def rate(replies: Sequence[Reply]) -> float:
@@ -258,60 +258,62 @@ def percentile(replies: Sequence[Reply], share: float) -> float:
 def windows(replies: Sequence[Reply], share: float) -> list[float]:
     """Return the percentile in every full time window."""
     first = min(reply.at_s for reply in replies)
-    grouped: dict[int, list[Reply]] = {}
+    groups: dict[int, list[Reply]] = {}
     for reply in replies:
-        grouped.setdefault(int((reply.at_s - first) // WINDOW_S), []).append(reply)
-    return [percentile(grouped[number], share) for number in sorted(grouped)]
+        groups.setdefault(int((reply.at_s - first) // WINDOW_S), []).append(reply)
+    return [percentile(groups[number], share) for number in sorted(groups)]
 
 
 def statuses(replies: Sequence[Reply]) -> str:
-    told = Counter(str(reply.status or "no answer") for reply in replies)
-    return ", ".join(f"{status} {count}" for status, count in sorted(told.items()))
+    counts = Counter(str(reply.status or "no answer") for reply in replies)
+    return ", ".join(f"{status} {count}" for status, count in sorted(counts.items()))
 
 
 def main() -> None:
-    asked = argparse.ArgumentParser(description="A server under load.")
-    asked.add_argument("--minutes", type=float, default=1.0, help="minutes of the steady load")
-    minutes = asked.parse_args().minutes
+    parser = argparse.ArgumentParser(description="A server under load.")
+    parser.add_argument("--minutes", type=float, default=1.0, help="minutes of the steady load")
+    minutes = parser.parse_args().minutes
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; nothing is written"))  # the server is stopped, too
     token, port = secrets.token_urlsafe(24), free_port()
     run = run_of(port)
     store = Store(run.store.path)
     prepare.prepare(run.prepare, store)
-    described = build_index.index(run)
+    manifest = build_index.index(run)
     questions = [question.text for question in read_questions(Corpus.open(store, run.prepare.corpus), "load")]
     bodies = [json.dumps({"queries": [text], "k": 10}).encode() for text in questions]
     random.Random(0).shuffle(bodies)
     part = Part("load", f"A server for {minutes:g} minutes at its capacity, and a flood of ten times that", "requests")
     with serving(run, token) as pid, Memory(pid) as memory:
-        asyncio.run(closed(port, token, bodies, 2, TRY_S))  # everything is loaded once
-        tried = {clients: asyncio.run(closed(port, token, bodies, clients, TRY_S)) for clients in CLIENTS}
-        rates = {clients: rate(replies) for clients, replies in tried.items()}
+        asyncio.run(run_closed_loop(port, token, bodies, 2, TRY_S))  # everything is loaded once
+        trials = {clients: asyncio.run(run_closed_loop(port, token, bodies, clients, TRY_S)) for clients in CLIENTS}
+        rates = {clients: rate(replies) for clients, replies in trials.items()}
         clients = max(rates, key=lambda number: rates[number])
         print("capacity:", {number: round(value, 1) for number, value in rates.items()}, flush=True)
         began = time.perf_counter()
-        steady = asyncio.run(closed(port, token, bodies, clients, 60 * minutes))
-        ended = time.perf_counter()
+        steady = asyncio.run(run_closed_loop(port, token, bodies, clients, 60 * minutes))
+        end_s = time.perf_counter()
         print("steady:", statuses(steady), f"{rate(steady):.1f}/s", flush=True)
-        flood = asyncio.run(opened(port, token, bodies, FLOOD * rate(steady), min(FLOOD_S, 60 * minutes)))
+        flood = asyncio.run(run_open_loop(port, token, bodies, FLOOD * rate(steady), min(FLOOD_S, 60 * minutes)))
         print("flood:", statuses(flood), f"{rate(flood):.1f}/s", flush=True)
-        after = asyncio.run(closed(port, token, bodies, clients, TRY_S))
+        after = asyncio.run(run_closed_loop(port, token, bodies, clients, TRY_S))
         last = time.perf_counter()
-    settled = memory.between(began + SETTLE * (ended - began), ended)
-    eighth = max(1, len(settled) // 8)
-    early, late = statistics.mean(settled[:eighth]), statistics.mean(settled[-eighth:])
+    memory_samples = memory.between(began + SETTLE * (end_s - began), end_s)
+    eighth = max(1, len(memory_samples) // 8)
+    early, late = statistics.mean(memory_samples[:eighth]), statistics.mean(memory_samples[-eighth:])
     beyond = memory.between(last - TRY_S, last)
     good = [reply for reply in flood if reply.status == 200]
     odd = [reply for reply in flood if reply.status != 200 and not (reply.status == 503 and reply.retry_after)]
     allowed_s = run.serve.timeout_ms / 1000
     part.add({"p50 of 10 s": windows(steady, 0.5), "p99 of 10 s": windows(steady, 0.99)}, 1)
-    shared = rate(flood) / rate(steady)
-    late_answers, grown = sum(r.took_s > allowed_s for r in good), statistics.mean(beyond) / late
+    flood_share = rate(flood) / rate(steady)
+    late_answers, memory_growth = sum(r.took_s > allowed_s for r in good), statistics.mean(beyond) / late
     part.bars = [
         Bar("errors at capacity", sum(r.status != 200 for r in steady), 0, False, "errors"),
         Bar("in the flood: neither an answer nor a 503 with Retry-After", len(odd), 0, False, "requests"),
         Bar("in the flood: answers after their deadline", late_answers, 0, False, "answers"),
-        Bar("in the flood: answers a second, of those at capacity", shared, 0.7, note=FLOODED * (shared < 0.7)),
+        Bar(
+            "in the flood: answers a second, of those at capacity", flood_share, 0.7, note=FLOODED * (flood_share < 0.7)
+        ),
         Bar("errors after the flood", sum(r.status != 200 for r in after), 0, False, "errors"),
         Bar(
             "memory at the end of the steady load over that at its beginning",
@@ -320,11 +322,11 @@ def main() -> None:
             False,
             note=GROWN * (late / early > 1.05),
         ),
-        Bar("memory after the flood over that before it", grown, 1.05, False),
+        Bar("memory after the flood over that before it", memory_growth, 1.05, False),
     ]
     span = max(r.at_s for r in flood) - min(r.at_s for r in flood)
     part.facts = {
-        "index": f"{described.num_passages} passages of SQuAD's dev set, {described.num_vectors} views, flat, 4 shards",
+        "index": f"{manifest.num_passages} passages of SQuAD's dev set, {manifest.num_vectors} views, flat, 4 shards",
         "server": "Ray Serve, one replica, 2 searchers; its clients take CPU of the same machine",
         "rate by clients": {str(number): value for number, value in rates.items()},
         "steady": f"{clients} clients, {len(steady)} requests: {statuses(steady)}",

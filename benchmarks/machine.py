@@ -44,13 +44,13 @@ def commit(root: Path) -> str:
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
-    return git("rev-parse", "--short", "HEAD") + (DIRTY if changed else "")
+    changes = git("status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
+    return git("rev-parse", "--short", "HEAD") + (DIRTY if changes else "")
 
 
 def _processor() -> str:
     """Return the processor's model name if the system has it."""
-    told = Path("/proc/cpuinfo")
-    lines = told.read_text().splitlines() if told.exists() else []
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()

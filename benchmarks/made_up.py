@@ -63,11 +63,11 @@ def queries(count: int, seed: int = 1) -> FloatArray:
 
 def shards_of(passages: int, num_shards: int) -> list[list[str]]:
     """Return ids in order, by shard."""
-    found: list[list[str]] = [[] for _ in range(num_shards)]
+    shards: list[list[str]] = [[] for _ in range(num_shards)]
     for number in range(passages):
         name = f"{number:09d}"
-        found[shard_of(name, num_shards)].append(name)
-    return found
+        shards[shard_of(name, num_shards)].append(name)
+    return shards
 
 
 def publish(store: Store, run: RunConfig, passages: int, num_shards: int, parent: int = 0) -> Manifest:

@@ -1,6 +1,6 @@
 """Compare cases in one run: interleaved rounds, ratios of the same round, and the floors of the machine.
 
-A part of the suite is one file of this folder. It times its cases with `interleaved`, states its targets as `Bar`s, and
+A part of the suite is one file of this folder. It times its cases with `interleave`, states its targets as `Bar`s, and
 ends with `write`, which stores every raw sample in `results/bench/<part>.json`. `suite.py` runs the parts and makes
 their common table.
 """
@@ -33,7 +33,7 @@ class Bar:
     """For a miss: what the profile shows and what was tried."""
 
     @property
-    def met(self) -> bool:
+    def is_met(self) -> bool:
         return self.measured >= self.bar if self.at_least else self.measured <= self.bar
 
 
@@ -57,7 +57,7 @@ class Part:
             self.samples[name], self.work[name] = list(seconds), work
 
 
-def interleaved(
+def interleave(
     cases: Mapping[str, Callable[[], Any]], rounds: int = ROUNDS, warm: int = 1, repeat: int = 1
 ) -> dict[str, list[float]]:
     """Measure the seconds of each case in each round: all cases run once, in turn, before any runs again. A sample is
@@ -66,10 +66,10 @@ def interleaved(
     for number in range(warm + rounds):
         for name, run in cases.items():
             gc.collect()
-            started = time.perf_counter()
+            start_s = time.perf_counter()
             for _ in range(repeat):
                 run()
-            seconds = (time.perf_counter() - started) / repeat
+            seconds = (time.perf_counter() - start_s) / repeat
             if number >= warm:
                 samples[name].append(seconds)
     return samples
@@ -101,18 +101,18 @@ class Line(NamedTuple):
 def line(sizes: Sequence[float], seconds: Sequence[float]) -> Line:
     """Fit the straight line of least squares with both parts >= 0."""
     x, y = np.asarray(sizes, float), np.asarray(seconds, float)
-    each, fixed = np.polyfit(x, y, 1)
-    if fixed < 0:
-        each, fixed = float(x @ y / (x @ x)), 0.0
+    each, intercept = np.polyfit(x, y, 1)
+    if intercept < 0:
+        each, intercept = float(x @ y / (x @ x)), 0.0
     if each < 0:
-        each, fixed = 0.0, float(y.mean())
-    return Line(float(fixed), float(each))
+        each, intercept = 0.0, float(y.mean())
+    return Line(float(intercept), float(each))
 
 
 def write(part: Part) -> None:
     """Store the part with its raw samples, and print it."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    report = {**asdict(part), "bars": [{**asdict(bar), "met": bar.met} for bar in part.bars], "hardware": hardware()}
+    report = {**asdict(part), "bars": [{**asdict(bar), "met": bar.is_met} for bar in part.bars], "hardware": hardware()}
     target = FOLDER / f"{part.name}.json"
     scratch = target.with_suffix(".part")
     scratch.write_text(json.dumps(report, indent=2, default=_plain) + "\n")
@@ -146,18 +146,18 @@ def markdown(report: Mapping[str, Any]) -> str:
         lines += [f"- {bar['what']}: {bar['note']}" for bar in report["bars"] if bar["note"]]
         lines.append("")
     lines += [f"- {key}: {_fact(value)}" for key, value in report["facts"].items()]
-    seen = report["hardware"]
-    with_memory = f", {seen['memory']} of memory" if "memory" in seen else ""
-    where = f"{seen['cores']} cores of {seen['processor']}{with_memory}"
+    machine = report["hardware"]
+    with_memory = f", {machine['memory']} of memory" if "memory" in machine else ""
+    where = f"{machine['cores']} cores of {machine['processor']}{with_memory}"
     took = f", in {report['seconds']:.0f} s" if "seconds" in report else ""
-    lines.append(f"- measured {seen['date']} at commit {seen['commit']}, {where}{took}")
+    lines.append(f"- measured {machine['date']} at commit {machine['commit']}, {where}{took}")
     return "\n".join(lines) + "\n"
 
 
 def bar_row(bar: Mapping[str, Any]) -> str:
     """Return target, measurement and whether it is met, as cells of a Markdown table."""
-    asked = f"{'>=' if bar['at_least'] else '<='} {bar['bar']:g} {bar['unit']}"
-    return f"{bar['what']} | {asked} | {bar['measured']:.3g} {bar['unit']} | {'met' if bar['met'] else '**missed**'}"
+    target = f"{'>=' if bar['at_least'] else '<='} {bar['bar']:g} {bar['unit']}"
+    return f"{bar['what']} | {target} | {bar['measured']:.3g} {bar['unit']} | {'met' if bar['met'] else '**missed**'}"
 
 
 def _fact(value: Any) -> str:

@@ -119,15 +119,15 @@ def markdown(report: dict[str, Any]) -> str:
         )
         before = seconds
     hours = WHOLE_GB * 1000 / megabytes * total / 3600
-    seen = report["hardware"]
+    machine = report["hardware"]
     lines += [
         "",
         f"- The whole English Wikipedia at this rate: {hours:.0f} hours on one core, and no less on more, since "
         f"`prepare` is one process. Assumed are {WHOLE_GB} GB of XML ({WHOLE_SOURCE}), all of them like this file; "
         "templates, modules, categories and project pages, which the reader passes over unparsed, make it less.",
         f"- The reader's memory beyond that of the loaded modules: {report['reader_bytes'] / 1e6:.0f} MB at most.",
-        f"- measured {seen['date']} at commit {seen['commit']}, one of {seen['cores']} cores of {seen['processor']}, "
-        f"Python {seen['python']}",
+        f"- measured {machine['date']} at commit {machine['commit']}, one of {machine['cores']} cores of "
+        f"{machine['processor']}, Python {machine['python']}",
     ]
     return "\n".join(lines) + "\n"
 

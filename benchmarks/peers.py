@@ -29,14 +29,14 @@ def environment(peers: Path, name: str, pins: tuple[str, ...], without: tuple[st
     `without`: unneeded dependencies of a pin, such as a package built for another torch.
     """
     folder = peers / name
-    python, done = folder / "bin" / "python", folder / "installed.txt"
-    if not done.is_file() or done.read_text() != "\n".join(pins):
+    python, marker = folder / "bin" / "python", folder / "installed.txt"
+    if not marker.is_file() or marker.read_text() != "\n".join(pins):
         print(f"making {folder}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", *pins], check=True)
         if without:
             subprocess.run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *without], check=True)
-        done.write_text("\n".join(pins))
+        marker.write_text("\n".join(pins))
     return python
 
 
@@ -46,8 +46,8 @@ class Peer:
     def __init__(
         self, python: Path, script: str, *words: str, threads: int, modules: Path | None = None, **variables: str
     ) -> None:
-        found = {"PYTHONPATH": str(modules or ""), "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "true"}
-        environ = {**os.environ, **found, **variables}
+        defaults = {"PYTHONPATH": str(modules or ""), "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "true"}
+        environ = {**os.environ, **defaults, **variables}
         path = Path(__file__).with_name(script)
         self.name = " ".join(words)
         self.process = subprocess.Popen(

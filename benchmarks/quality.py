@@ -68,11 +68,11 @@ class System(NamedTuple):
     def key(self) -> str:
         return f"{self.name}, {self.corpus}" if self.corpus else self.name
 
-    def row(self, evaluated: str) -> str:
+    def row(self, system: str) -> str:
         """Return the table's name of a system of the evaluation."""
-        if evaluated == "bm25":
+        if system == "bm25":
             return BM25
-        return f"{self.name}, with BM25" if evaluated.startswith("bm25 + ") else self.name
+        return f"{self.name}, with BM25" if system.startswith("bm25 + ") else self.name
 
 
 ONE, EIGHT, LEARNED = "one mean vector", "snippet means, 8 views", "snippet means, trained on SQuAD"
@@ -123,15 +123,15 @@ def run_stage(stage: str, overrides: list[str]) -> dict[str, Any]:
     name, *action = stage.split()
     command = [str(Path(sys.executable).parent / "mvr-ray"), name, CONFIG, *action, *overrides, "--json"]
     print("$", command_line(stage, overrides), flush=True)
-    started = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{stage} failed with status {done.returncode}")
+    start_s = time.monotonic()
+    result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    if result.returncode:
+        sys.exit(f"{stage} failed with status {result.returncode}")
     return {
         "command": command_line(stage, overrides),
-        "seconds": round(time.monotonic() - started, 1),
+        "seconds": round(time.monotonic() - start_s, 1),
         "hardware": hardware(),
-        "report": json.loads(done.stdout),
+        "report": json.loads(result.stdout),
     }
 
 
@@ -145,14 +145,14 @@ def commands(system: System, extra: list[str]) -> list[tuple[str, list[str]]]:
     ]
 
 
-def keep_ranks(path: Path, system: System, evaluated: dict[str, Any]) -> None:
+def keep_ranks(path: Path, system: System, report: dict[str, Any]) -> None:
     """Add a system's ranks of every question to the file of all systems."""
-    ranks = read_question_ranks(ROOT / evaluated.pop("questions_file"))
+    ranks = read_question_ranks(ROOT / report.pop("questions_file"))
     new = [part._replace(system=system.row(part.system)) for part in ranks]
-    replaced = {(part.system, part.questions) for part in new}
+    new_keys = {(part.system, part.questions) for part in new}
     old: list[QuestionRanks] = read_question_ranks(path) if path.is_file() else []
-    kept = [part for part in old if (part.system, part.questions) not in replaced]
-    path.write_bytes(question_ranks_bytes([*kept, *new]))
+    rest = [part for part in old if (part.system, part.questions) not in new_keys]
+    path.write_bytes(question_ranks_bytes([*rest, *new]))
 
 
 def change(path: Path, questions: str, name: str, than: str) -> str:
@@ -163,24 +163,24 @@ def change(path: Path, questions: str, name: str, than: str) -> str:
     return f"{row.difference:+.1f} ({row.low:+.1f} to {row.high:+.1f}), p {row.p:.2g}, against {than}"
 
 
-def table(kept: dict[str, Any], ranks: Path) -> str:
+def table(results: dict[str, Any], ranks: Path) -> str:
     """Return one Markdown table per question set: systems down, metrics across, 95 % intervals in brackets."""
     systems = {system.key: system for system in SYSTEMS}
     count: dict[str, int] = {}
-    found: dict[str, dict[str, dict[str, str]]] = {}
+    tables: dict[str, dict[str, dict[str, str]]] = {}
     than: dict[tuple[str, str], str] = {}
-    for key, done in kept["systems"].items():
-        for row in done[-1]["report"]["rows"]:
+    for key, steps in results["systems"].items():
+        for row in steps[-1]["report"]["rows"]:
             name = systems[key].row(row["system"])
             cell = f"{100 * row['value']:.1f} ({100 * row['low']:.1f}-{100 * row['high']:.1f})"
-            found.setdefault(row["questions"], {}).setdefault(name, {})[row["metric"]] = cell
+            tables.setdefault(row["questions"], {}).setdefault(name, {})[row["metric"]] = cell
             than[row["questions"], name] = {BM25: "", systems[key].name: systems[key].than}.get(name, BM25)
             count[row["questions"]] = row["n"]
-    report = next(iter(kept["systems"].values()))[-1]["report"]
+    report = next(iter(results["systems"].values()))[-1]["report"]
     lines = [
         f"# Retrieval quality: {report['passages']:,} passages",
         "",
-        ", ".join(f"{key} {value}" for key, value in kept["hardware"].items()) + f". Made by `python {SCRIPT}`.",
+        ", ".join(f"{key} {value}" for key, value in results["hardware"].items()) + f". Made by `python {SCRIPT}`.",
         "",
         "Shares in percent, 95 % intervals for which whole articles are resampled. `answer`: a hit contains an answer;",
         "`gold`: a hit is the question's own passage. dev_known are the labelled questions of refinement, so its",
@@ -192,7 +192,7 @@ def table(kept: dict[str, Any], ranks: Path) -> str:
         "",
         PROVENANCE,
     ]
-    for questions, rows in found.items():
+    for questions, rows in tables.items():
         metrics = [metric for metric in METRICS if any(metric in row for row in rows.values())]
         lines += [
             "",
@@ -205,12 +205,12 @@ def table(kept: dict[str, Any], ranks: Path) -> str:
             cells = [*(row.get(m, "") for m in metrics), change(ranks, questions, name, than[questions, name])]
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += ["", "## Commands", ""]
-    for key, done in kept["systems"].items():
+    for key, steps in results["systems"].items():
         lines.append(f"- {key}")
-        for step in done:
-            where = step.get("hardware", kept["hardware"])
+        for step in steps:
+            where = step.get("hardware", results["hardware"])
             note = [f"{step['seconds']:.0f} s"]
-            if where != kept["hardware"]:
+            if where != results["hardware"]:
                 note += [where["date"], f"commit {where['commit']}", where["processor"]]
             lines.append(f"  - `{step['command']}` ({', '.join(note)})")
     return "\n".join(lines) + "\n"
@@ -220,18 +220,18 @@ def main(extra: list[str]) -> None:
     """Measure all systems; `extra` are overrides for every command, such as store.path=/mnt/store."""
     path = RESULTS / "quality.json"
     ranks = path.with_suffix(".parquet")
-    kept = json.loads(path.read_text()) if path.is_file() else {"hardware": hardware(), "systems": {}}
+    results = json.loads(path.read_text()) if path.is_file() else {"hardware": hardware(), "systems": {}}
     run_stage("prepare", extra)
     for system in SYSTEMS:
-        if system.key in kept["systems"]:
+        if system.key in results["systems"]:
             continue
-        done = [run_stage(stage, overrides) for stage, overrides in commands(system, extra)]
-        keep_ranks(ranks, system, done[-1]["report"])
-        done_systems = {**kept["systems"], system.key: done}
-        kept["systems"] = {one.key: done_systems[one.key] for one in SYSTEMS if one.key in done_systems}
-        path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
-        path.with_suffix(".md").write_text(table(kept, ranks))
-        print(table(kept, ranks), flush=True)
+        steps = [run_stage(stage, overrides) for stage, overrides in commands(system, extra)]
+        keep_ranks(ranks, system, steps[-1]["report"])
+        done_systems = {**results["systems"], system.key: steps}
+        results["systems"] = {one.key: done_systems[one.key] for one in SYSTEMS if one.key in done_systems}
+        path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+        path.with_suffix(".md").write_text(table(results, ranks))
+        print(table(results, ranks), flush=True)
 
 
 if __name__ == "__main__":

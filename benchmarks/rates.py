@@ -40,31 +40,31 @@ class Rate(NamedTuple):
 
 def read_rates(folder: Path) -> dict[str, Rate]:
     """Return every rate of KNOWN that a part on file has."""
-    found = {}
+    rates = {}
     for name, (part, pattern) in KNOWN.items():
         path = folder / f"{part}.json"
         if path.is_file():
             rate = read_rate(name, json.loads(path.read_text()), pattern)
             if rate is not None:
-                found[name] = rate
-    return found
+                rates[name] = rate
+    return rates
 
 
 def read_rate(name: str, report: Mapping, pattern: str) -> Rate | None:
     """Return the rate in one part's report, None if it has none."""
     source = f"{report['name']}.json of {report['hardware']['date']}"
-    stated = report["facts"].get("rates", {})
-    if name in stated:
-        return Rate(float(stated[name]), source)
+    rates = report["facts"].get("rates", {})
+    if name in rates:
+        return Rate(float(rates[name]), source)
     matches = [match for case in report["samples"] if (match := re.fullmatch(pattern, case))]
     if not matches:
         return None
     by_size = {int(match[1].replace(",", "")): match.string for match in matches if match.groups()}
     if len(by_size) > 1:
-        found = line(list(by_size), [statistics.median(report["samples"][case]) for case in by_size.values()])
-        if found.each_s:
+        fit = line(list(by_size), [statistics.median(report["samples"][case]) for case in by_size.values()])
+        if fit.each_s:
             sizes = f"a line through {len(by_size)} sizes from {min(by_size):,} to {max(by_size):,}"
-            return Rate(1 / found.each_s, f"{source}, {sizes}", found.fixed_s)
+            return Rate(1 / fit.each_s, f"{source}, {sizes}", fit.fixed_s)
     case = by_size[max(by_size)] if by_size else matches[0].string
     return Rate(report["work"][case] / statistics.median(report["samples"][case]), f"{source}, case {case!r}")
 
@@ -75,12 +75,12 @@ def read_scans(folder: Path, threads: int) -> tuple[dict[str, Scan], str]:
     if not path.is_file():
         return {}, ""
     report = json.loads(path.read_text())
-    name, found = f"{threads} thread{'s' * (threads > 1)}", {}
+    name, scans = f"{threads} thread{'s' * (threads > 1)}", {}
     for kind, case in SCANS.items():
         samples = [report["samples"].get(f"{name}, batch {batch}, {case}") for batch in (FEW, MANY)]
         if all(samples) and "vectors" in report["facts"]:
             one, many = samples
             spread = float(np.std(np.log(one)))
             medians = statistics.median(one), statistics.median(many)
-            found[kind] = Scan(int(report["facts"]["vectors"]), *medians, MANY, spread, threads)
-    return found, report["hardware"]["date"]
+            scans[kind] = Scan(int(report["facts"]["vectors"]), *medians, MANY, spread, threads)
+    return scans, report["hardware"]["date"]

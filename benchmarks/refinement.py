@@ -21,7 +21,7 @@ import made_up
 import numpy as np
 import torch
 from machine import ROOT
-from measure import FOLDER, Bar, Part, interleaved, speedup, write
+from measure import FOLDER, Bar, Part, interleave, speedup, write
 from rates import read_rates
 
 from mvr_ray.checksums import with_trailer
@@ -103,15 +103,15 @@ class StoredVersion(NamedTuple):
     ids: list[str]
 
 
-def read_version(store: Store, described: Manifest) -> StoredVersion:
+def read_version(store: Store, version: Manifest) -> StoredVersion:
     blocks = [
         block
-        for entry in described.shards
+        for entry in version.shards
         for block in EmbeddingShard.open(
-            store.local_path(paths.shard_dir(described.index, entry.digest)) / paths.EMBEDDINGS
+            store.local_path(paths.shard_dir(version.index, entry.digest)) / paths.EMBEDDINGS
         ).blocks()
     ]
-    return StoredVersion(described, blocks, [name for block in blocks for name in block.ids])
+    return StoredVersion(version, blocks, [name for block in blocks for name in block.ids])
 
 
 def make_questions(store: Store, of: StoredVersion) -> tuple[RefineQuestions, FloatArray]:
@@ -152,8 +152,8 @@ def one_round(loop: RefinementLoop, clock: Clock) -> Labels:
     with clock("label"):
         labels = label_round(loop.refine, loop.evaluator, loop.refiners, PUBLISHED, queries_LD, hits)
     with clock("update"):
-        _, moved = loop.step(0, labels, queries_LD)
-    print(moved.summary(loop.refiners.num_passages, len(loop.labelled)), flush=True)
+        _, step = loop.step(0, labels, queries_LD)
+    print(step.summary(loop.refiners.num_passages, len(loop.labelled)), flush=True)
     return labels
 
 
@@ -171,15 +171,17 @@ def sample_passages(
 ) -> Sample:
     """Sample `LOOP_PASSAGES` of the moving passages, evenly over all."""
     owners = np.unique(passage_N[moved_M])
-    chosen = owners[np.linspace(0, len(owners) - 1, LOOP_PASSAGES).astype(int)]
-    made = Sample([], [], [], np.flatnonzero(np.isin(passage_N, chosen) & np.isin(np.arange(len(passage_N)), moved_M)))
-    for owner in chosen:
-        slots = made.slots[passage_N[made.slots] == owner]
-        made.views.append(torch.from_numpy(views_ND[slots].astype(np.float32)))
+    selection = owners[np.linspace(0, len(owners) - 1, LOOP_PASSAGES).astype(int)]
+    sample = Sample(
+        [], [], [], np.flatnonzero(np.isin(passage_N, selection) & np.isin(np.arange(len(passage_N)), moved_M))
+    )
+    for owner in selection:
+        slots = sample.slots[passage_N[sample.slots] == owner]
+        sample.views.append(torch.from_numpy(views_ND[slots].astype(np.float32)))
         own = [(_row(matrices.positive_NQ, slot), _row(matrices.negative_NQ, slot)) for slot in slots]
-        made.partners.append([torch.from_numpy(np.concatenate(both).astype(np.int64)) for both in own])
-        made.positive.append([torch.arange(len(good) + len(bad)) < len(good) for good, bad in own])
-    return made
+        sample.partners.append([torch.from_numpy(np.concatenate(both).astype(np.int64)) for both in own])
+        sample.positive.append([torch.arange(len(good) + len(bad)) < len(good) for good, bad in own])
+    return sample
 
 
 def _row(matrix: Any, slot: int) -> np.ndarray:
@@ -197,25 +199,25 @@ def passage_loss(x_VD: torch.Tensor, queries: torch.Tensor, partners: list, posi
 
 def by_autograd(sample: Sample, queries: torch.Tensor) -> list[torch.Tensor]:
     """Step each passage by its own graph, without an optimiser."""
-    moved = []
+    new_views = []
     for views, partners, positive in zip(sample.views, sample.partners, sample.positive):
         x_VD = views.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(passage_loss(x_VD, queries, partners, positive), x_VD)
-        moved.append(x_VD.detach() - STEP * gradient)
-    return moved
+        new_views.append(x_VD.detach() - STEP * gradient)
+    return new_views
 
 
 def by_optimiser(sample: Sample, queries: torch.Tensor) -> list[torch.Tensor]:
     """Step each passage by a parameter and an optimiser of its own, as the paper's batches of one do."""
-    moved = []
+    new_views = []
     for views, partners, positive in zip(sample.views, sample.partners, sample.positive):
         x_VD = torch.nn.Parameter(views.clone())
         optimiser = torch.optim.SGD([x_VD], lr=STEP)
         optimiser.zero_grad()
         passage_loss(x_VD, queries, partners, positive).backward()
         optimiser.step()
-        moved.append(x_VD.detach())
-    return moved
+        new_views.append(x_VD.detach())
+    return new_views
 
 
 def updates(part: Part, of: StoredVersion, labels: Labels, queries_LD: FloatArray) -> None:
@@ -241,7 +243,7 @@ def updates(part: Part, of: StoredVersion, labels: Labels, queries_LD: FloatArra
         "update, autograd a passage": lambda: by_autograd(sample, queries),
         "update, an optimiser a passage": lambda: by_optimiser(sample, queries),
     }
-    samples = interleaved(cases)
+    samples = interleave(cases)
     names = list(cases)
     part.add({names[0]: samples[names[0]]}, num_moved)
     part.add({name: samples[name] for name in names[1:]}, LOOP_PASSAGES)
@@ -265,7 +267,7 @@ def rates(part: Part, loop: RefinementLoop, of: StoredVersion) -> None:
     exact = open_index(IndexParams(), of.blocks, Path(), threads=REFINERS)
     torch.set_num_threads(REFINERS)
     names = ("retrieval of a round", "exact search")
-    samples = interleaved(
+    samples = interleave(
         {
             names[0]: lambda: loop.refiners.search(PUBLISHED, queries_QD, DEPTH, "", no_progress),
             names[1]: lambda: [exact.search(queries_QD[at : at + 256], DEPTH) for at in range(0, RATE_QUESTIONS, 256)],
@@ -275,7 +277,9 @@ def rates(part: Part, loop: RefinementLoop, of: StoredVersion) -> None:
     part.bars.append(Bar("retrieval's rate over that of exact search", speedup(samples, *names), 0.95, note=SHARES))
 
 
-def rebuilds(part: Part, run: RunConfig, staged: Path, of: StoredVersion, refiners: RefinerPool, staging: str) -> None:
+def rebuilds(
+    part: Part, run: RunConfig, chunk_folder: Path, of: StoredVersion, refiners: RefinerPool, staging: str
+) -> None:
     """Compare a version with 5 % changed passages and a whole build from embedded passages; publish both.
 
     A build's time starts with its first task: before, `index` only opens the encoder.
@@ -285,14 +289,14 @@ def rebuilds(part: Part, run: RunConfig, staged: Path, of: StoredVersion, refine
     began = [0.0]
     build = build_index._build
 
-    def build_from_now(*given: Any) -> Any:
+    def build_from_now(*args: Any) -> Any:
         began[0] = time.perf_counter()
-        return build(*given)
+        return build(*args)
 
     def whole() -> None:
         name = f"whole{next(numbers)}"
         own = run.model_copy(update={"index": run.index.model_copy(update={"name": name})})
-        shutil.copytree(staged, store.local_path(paths.staging_root(name)), copy_function=os.link)
+        shutil.copytree(chunk_folder, store.local_path(paths.staging_root(name)), copy_function=os.link)
         build_index._build = build_from_now
         build_index.index(own)
         seconds["whole build"].append(time.perf_counter() - began[0])
@@ -315,10 +319,10 @@ def rebuilds(part: Part, run: RunConfig, staged: Path, of: StoredVersion, refine
             store.write_bytes(at.shard_path(staging, entry.shard), with_trailer(state.to_bytes()))
         load_state(at)
         began[0] = time.perf_counter()
-        described, _ = describe(run, of.described, refiners, at, [], {})
-        manifest.publish(store, described.__class__(**{**described.__dict__, "parent": base.version}))
+        version, _ = describe(run, of.described, refiners, at, [], {})
+        manifest.publish(store, version.__class__(**{**version.__dict__, "parent": base.version}))
         seconds["changed alone"].append(time.perf_counter() - began[0])
-        assert abs((described.dirty_share or 0) - DIRTY_SHARE) < 1e-3
+        assert abs((version.dirty_share or 0) - DIRTY_SHARE) < 1e-3
 
     seconds: dict[str, list[float]] = {"whole build": [], "changed alone": []}
     for _ in range(6):
@@ -330,13 +334,13 @@ def rebuilds(part: Part, run: RunConfig, staged: Path, of: StoredVersion, refine
     part.bars.append(
         Bar("re-indexing 5 % dirty passages, of a whole build without encoding", 100 * share, 15, False, "%", SMALL)
     )
-    encoded = read_rates(FOLDER).get("encoded passages/s")
-    if encoded:
-        whole_s = statistics.median(samples["whole build"]) + len(of.ids) / encoded.value
+    encoding_rate = read_rates(FOLDER).get("encoded passages/s")
+    if encoding_rate:
+        whole_s = statistics.median(samples["whole build"]) + len(of.ids) / encoding_rate.value
         share = statistics.median(samples["changed alone"]) / whole_s
         what = "re-indexing 5 % dirty passages, of a whole build with encoding as on file"
         part.bars.append(Bar(what, 100 * share, 15, False, "%"))
-        part.facts["encoding as on file"] = f"{encoded.value:.1f} passages/s ({encoded.source})"
+        part.facts["encoding as on file"] = f"{encoding_rate.value:.1f} passages/s ({encoding_rate.source})"
 
 
 def main() -> None:
@@ -349,20 +353,20 @@ def main() -> None:
             prepare.prepare(run.prepare, store)
         with clock("make views"):
             made_up.stage(run, corpus.Corpus.open(store, "squad"))
-        staged = Path(folder) / "staged"
-        shutil.copytree(store.local_path(paths.staging_root("squad")), staged, copy_function=os.link)
+        chunk_folder = Path(folder) / "staged"
+        shutil.copytree(store.local_path(paths.staging_root("squad")), chunk_folder, copy_function=os.link)
         with session.connect(run.resources) as info:
             session.require(info, [session.Need("refiners", REFINERS, run.resources.cpus_per_searcher)])
             with clock("index"):
-                described = build_index.index(run)
-            of = read_version(store, described)
+                version = build_index.index(run)
+            of = read_version(store, version)
             questions, queries_TD = make_questions(store, of)
-            journal = Journal(store, described, run, questions)
-            task = RefinerTask(store.address, described, journal.folder)
+            journal = Journal(store, version, run, questions)
+            task = RefinerTask(store.address, version, journal.folder)
             with RefinerPool(task, SHARDS, REFINERS, run.resources.cpus_per_searcher) as refiners:
                 with clock("open"):
                     loop = RefinementLoop(run.refine, questions, queries_TD, refiners, journal, no_progress)
-                rebuilds(part, run, staged, of, refiners, journal.folder)
+                rebuilds(part, run, chunk_folder, of, refiners, journal.folder)
                 rates(part, loop, of)
                 labels = one_round(loop, clock)
             updates(part, of, labels, loop.queries_at(0))

@@ -158,8 +158,8 @@ def main(commit: str) -> None:
                 version = rolling.publish(1)
                 wait_until(lambda: rolling.version_at(first_new) == version, 60)
                 time.sleep(STEADY_S)
-                followed = rolling.version_at(second_old) == version
-                print("followed by the older program:", followed, dict(rolling.answers), flush=True)
+                has_followed = rolling.version_at(second_old) == version
+                print("followed by the older program:", has_followed, dict(rolling.answers), flush=True)
                 second_new = new.enter_context(rolling.server("this", ROOT, PORT + 4))
                 second.close()
                 version = rolling.publish(2)
@@ -170,10 +170,10 @@ def main(commit: str) -> None:
                 rolling.has_ended.set()
             for one in asking:
                 one.result()
-    report(commit, followed, rolling)
+    report(commit, has_followed, rolling)
 
 
-def report(commit: str, followed: bool, rolling: Rolling) -> None:
+def report(commit: str, has_followed: bool, rolling: Rolling) -> None:
     machine = hardware()
     wrong = sum(number for what, number in rolling.answers.items() if "WRONG" in what)
     lines = [
@@ -183,8 +183,8 @@ def report(commit: str, followed: bool, rolling: Rolling) -> None:
         f"{sum(rolling.answers.values()):,} questions of {CLIENTS} clients, {wrong} answers wrong, longest "
         f"{rolling.longest_s:.1f} s. `python benchmarks/rolling.py {commit}`; its first lines say what is done.",
         "",
-        f"The version that this program published meanwhile was {'' if followed else 'not '}followed by the older one"
-        + ("." if followed else ", which answered on from its own."),
+        f"The version that this program published meanwhile was {'' if has_followed else 'not '}followed by the "
+        "older one" + ("." if has_followed else ", which answered on from its own."),
         "",
         "| answered by | answers |",
         "|---|---|",

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import made_up
 import numpy as np
 import ray
-from measure import ROUNDS, Bar, Part, in_a_row, interleaved, write
+from measure import ROUNDS, Bar, Part, in_a_row, interleave, write
 
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.deadline import Deadline
@@ -81,28 +81,28 @@ class Both(NamedTuple):
 def searchers(folder: str) -> Iterator[RemoteSearchers]:
     """Two searchers of one thread each, for all versions; the first one's index is the smallest."""
     store = Store(folder)
-    described = made_up.publish(store, RUN, 8, 1)
-    task = SearcherTask(store.address, described, (), 1)
-    timed: Any = ray.remote(concurrency_groups={"health": 1, "load": 1})(TimedSearcher)
-    started = RemoteSearchers([[timed.options(num_cpus=1).remote(task)] for _ in range(2)])
+    version = made_up.publish(store, RUN, 8, 1)
+    task = SearcherTask(store.address, version, (), 1)
+    actor_class: Any = ray.remote(concurrency_groups={"health": 1, "load": 1})(TimedSearcher)
+    remote = RemoteSearchers([[actor_class.options(num_cpus=1).remote(task)] for _ in range(2)])
     try:
-        yield started
+        yield remote
     finally:
-        started.stop()
+        remote.stop()
 
 
 def open_both(folder: str, remote: RemoteSearchers, shards: int, held_by: int) -> Both:
     """Open a version of `shards` shards on the first `held_by` searchers, and in this process on as many threads."""
     store = Store(folder)
-    described = made_up.publish(store, RUN, PASSAGES, shards, parent=manifest.latest_version(store, RUN.index.name))
+    version = made_up.publish(store, RUN, PASSAGES, shards, parent=manifest.latest_version(store, RUN.index.name))
     every = tuple(range(shards))
     parts = [every[at::held_by] if at < held_by else () for at in range(len(remote.groups))]
-    remote.assignments[described.version] = [ShardAssignment(described, part) for part in parts]
-    fleet = remote.fleet(described)
-    local = LocalFleet(SearcherTask(store.address, described, every, held_by))
+    remote.assignments[version.version] = [ShardAssignment(version, part) for part in parts]
+    fleet = remote.fleet(version)
+    local = LocalFleet(SearcherTask(store.address, version, every, held_by))
     fleet.ready()
     local.ready()
-    return Both(Router(store, described, fleet), Router(store, described, local), remote.actors[:held_by])
+    return Both(Router(store, version, fleet), Router(store, version, local), remote.actors[:held_by])
 
 
 def by_ray(router: Router, queries_QD: FloatArray) -> None:
@@ -113,7 +113,7 @@ def by_ray(router: Router, queries_QD: FloatArray) -> None:
 
 def compare(part: Part, both: Both, name: str) -> dict[int, dict[str, float]]:
     """Measure both ways at each batch size, in turn, and the router's overhead."""
-    told = {}
+    figures = {}
     for batch, rounds in BATCHES.items():
         queries_QD = made_up.queries(batch, seed=batch)
         mine = both.routed.search(queries_QD, K)
@@ -124,26 +124,26 @@ def compare(part: Part, both: Both, name: str) -> dict[int, dict[str, float]]:
             f"{name}, in process, batch {batch}": lambda q=queries_QD: both.local.search(q, K),
             f"{name}, router by Ray's calls, batch {batch}": lambda q=queries_QD: by_ray(both.routed, q),
         }
-        samples = interleaved(cases, rounds=rounds, warm=2)
+        samples = interleave(cases, rounds=rounds, warm=2)
         part.add(samples, batch)
-        routed, local, slower = samples.values()
+        router_s, local, slower = samples.values()
         alone = in_a_row(lambda q=queries_QD: both.routed.search(q, K), rounds)
         part.add({f"{name}, router alone, batch {batch}": alone}, batch)
         own = [seconds[-rounds:] for seconds in ray.get([actor.take_seconds.remote() for actor in both.actors])]
         for number, seconds in enumerate(own, 1):
             part.add({f"{name}, searcher {number}'s own, batch {batch}": seconds}, batch)
         slowest = [max(seconds) for seconds in zip(*own)]
-        told[batch] = {
-            "over in process": statistics.median(a / b for a, b in zip(routed, local)) - 1,
+        figures[batch] = {
+            "over in process": statistics.median(a / b for a, b in zip(router_s, local)) - 1,
             "ms over the slowest searcher": 1e3 * (statistics.median(alone) - statistics.median(slowest)),
             "slowest searcher, ms": 1e3 * statistics.median(slowest),
-            "ms that Ray's calls take more": 1e3 * statistics.median(a - b for a, b in zip(slower, routed)),
+            "ms that Ray's calls take more": 1e3 * statistics.median(a - b for a, b in zip(slower, router_s)),
         }
-        print(name, batch, {key: round(value, 3) for key, value in told[batch].items()}, flush=True)
-    return told
+        print(name, batch, {key: round(value, 3) for key, value in figures[batch].items()}, flush=True)
+    return figures
 
 
-class Load(NamedTuple):
+class ClientLoad(NamedTuple):
     latencies: list[float]
     missed: int
     seconds: float
@@ -157,35 +157,35 @@ class Load(NamedTuple):
         return {"queries/s": self.rate, "p50 ms": 1e3 * at[0], "p99 ms": 1e3 * at[1], "missed": self.missed}
 
 
-def under_load(search: Callable[[FloatArray], Any], clients: int, seconds: float) -> Load:
+def under_load(search: Callable[[FloatArray], Any], clients: int, seconds: float) -> ClientLoad:
     """Run clients, each with one query at a time and a deadline for it, until the time is over."""
     queries_QD = made_up.queries(1024, seed=7)
     latencies: list[list[float]] = [[] for _ in range(clients)]
-    missed = [0] * clients
+    misses = [0] * clients
     began = time.perf_counter()
 
     def ask(client: int) -> None:
         number = client
         while time.perf_counter() - began < seconds:
-            sent = time.perf_counter()
+            start_s = time.perf_counter()
             answer = search(queries_QD[number % 1024 : number % 1024 + 1])
-            took = time.perf_counter() - sent
-            missed[client] += answer.coverage_share < 1 or took > DEADLINE_S
+            took = time.perf_counter() - start_s
+            misses[client] += answer.coverage_share < 1 or took > DEADLINE_S
             latencies[client].append(took)
             number += clients
 
     threads = [threading.Thread(target=ask, args=(client,)) for client in range(clients)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
-    return Load([one for many in latencies for one in many], sum(missed), time.perf_counter() - began)
+    return ClientLoad([one for many in latencies for one in many], sum(misses), time.perf_counter() - began)
 
 
 def loads(part: Part, both: Both) -> None:
     """Run the same clients with and without batching, in turn."""
     together = DynamicBatcher(both.routed.fleet)
-    routed = Router(both.routed.store, both.routed.manifest, together)
-    cases = {"one by one": both.routed, "coalesced": routed}
-    runs: dict[str, list[Load]] = {name: [] for name in cases}
+    batching_router = Router(both.routed.store, both.routed.manifest, together)
+    cases = {"one by one": both.routed, "coalesced": batching_router}
+    runs: dict[str, list[ClientLoad]] = {name: [] for name in cases}
     for _ in range(ROUNDS):
         for name, router in cases.items():
 
@@ -196,15 +196,15 @@ def loads(part: Part, both: Both) -> None:
             print(name, runs[name][-1].facts(), flush=True)
     for name, many in runs.items():
         seconds = sum(one.seconds for one in many)
-        joined = Load([s for one in many for s in one.latencies], sum(m.missed for m in many), seconds)
+        total = ClientLoad([s for one in many for s in one.latencies], sum(m.missed for m in many), seconds)
         part.facts[f"{CLIENTS} clients, {name}, queries/s of each round"] = ", ".join(f"{one.rate:.1f}" for one in many)
-        part.facts[f"{CLIENTS} clients of one query each, {name}"] = joined.facts()
+        part.facts[f"{CLIENTS} clients of one query each, {name}"] = total.facts()
     size = together.searches / together.calls
     part.facts["searches put together, mean"] = size
     gain = statistics.median(b.rate / a.rate for a, b in zip(*runs.values()))
-    missed = sum(one.missed for one in runs["coalesced"])
+    misses = sum(one.missed for one in runs["coalesced"])
     what = f"deadlines of {DEADLINE_S:g} s missed by coalesced searches of {CLIENTS} clients"
-    part.bars.append(Bar(what, missed, 0, at_least=False, unit="missed"))
+    part.bars.append(Bar(what, misses, 0, at_least=False, unit="missed"))
     part.bars.append(Bar(f"searches that one call answers with {CLIENTS} clients, mean", size, 2, unit="searches"))
     part.bars.append(Bar("queries/s coalesced over one by one", gain, 1))
 
@@ -224,9 +224,9 @@ def main() -> None:
             if shards == 4:
                 loads(part, both)
             remote.drop(both.routed.manifest.version)
-    for name, told in table.items():
+    for name, figures in table.items():
         for what in ("over in process", "ms over the slowest searcher", "slowest searcher, ms"):
-            part.facts[f"{name} searchers, {what}"] = {f"batch {b}": t[what] for b, t in told.items()}
+            part.facts[f"{name} searchers, {what}"] = {f"batch {b}": t[what] for b, t in figures.items()}
     worst = max(table, key=lambda name: table[name][32]["over in process"])
     part.bars.insert(
         0,

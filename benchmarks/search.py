@@ -24,7 +24,7 @@ import numpy as np
 import synthetic
 import torch
 from floors import has_bfloat16, matrix_rate, read_bandwidth
-from measure import Bar, Part, interleaved, speedup, write
+from measure import Bar, Part, interleave, speedup, write
 from numpy.typing import NDArray
 
 from mvr_ray.core.searching.codes import encode
@@ -48,7 +48,7 @@ class Neighbours(NamedTuple):
     scores_QK: FloatArray
 
 
-class Peer:
+class FaissPeer:
     """Faiss, its vectors, and a search for k distinct passages."""
 
     def __init__(self, shape: synthetic.Shape) -> None:
@@ -76,26 +76,26 @@ class Peer:
         """Fetch `over` times as many vectors as passages, doubled for questions with too few passages."""
         rows_QK = np.full((len(queries_QD), K), -1)
         scores_QK = np.full((len(queries_QD), K), -np.inf, np.float32)
-        asked, fetch = np.arange(len(queries_QD)), over * K
-        while len(asked):
-            scores_QF, vectors_QF = self.nearest(queries_QD[asked], fetch)
+        pending, fetch = np.arange(len(queries_QD)), over * K
+        while len(pending):
+            scores_QF, vectors_QF = self.nearest(queries_QD[pending], fetch)
             lacking = []
-            for query, scores_F, rows_F in zip(asked, scores_QF, vectors_QF // VIEWS):
+            for query, scores_F, rows_F in zip(pending, scores_QF, vectors_QF // VIEWS):
                 _, first = np.unique(rows_F, return_index=True)
                 if len(first) < K:
                     lacking.append(query)
                     continue
                 best = np.sort(first)[:K]
                 rows_QK[query], scores_QK[query] = rows_F[best], scores_F[best]
-            asked, fetch = np.array(lacking, np.int64), 2 * fetch
+            pending, fetch = np.array(lacking, np.int64), 2 * fetch
         return Neighbours(rows_QK, scores_QK)
 
 
-class OnLine(Peer):
+class OnLine(FaissPeer):
     """The same numbers in an array aligned to 64 bytes, as no large one from `malloc` is; Faiss's brute force over
     arrays reads it as its index reads its own."""
 
-    def __init__(self, of: Peer) -> None:
+    def __init__(self, of: FaissPeer) -> None:
         room = np.empty(of.vectors_ND.size + 16, np.float32)
         start = -room.ctypes.data % 64 // 4
         self.own_ND = room[start:][: of.vectors_ND.size].reshape(of.vectors_ND.shape)
@@ -109,12 +109,12 @@ class OnLine(Peer):
         return faiss.knn(queries_QD, self.own_ND, fetch, metric=faiss.METRIC_INNER_PRODUCT)
 
 
-def check(name: str, found: Neighbours, truth: Neighbours) -> None:
+def check(name: str, answer: Neighbours, truth: Neighbours) -> None:
     """Check for the same passages and scores; a passage in one list alone must tie with the last, in float32."""
-    if not np.allclose(found.scores_QK, truth.scores_QK, rtol=0, atol=SLACK):
-        raise SystemExit(f"{name}: scores differ by {np.abs(found.scores_QK - truth.scores_QK).max():g}")
-    for query, (ours, theirs) in enumerate(zip(found.rows_QK, truth.rows_QK)):
-        for rows, scores, others in ((ours, found.scores_QK, theirs), (theirs, truth.scores_QK, ours)):
+    if not np.allclose(answer.scores_QK, truth.scores_QK, rtol=0, atol=SLACK):
+        raise SystemExit(f"{name}: scores differ by {np.abs(answer.scores_QK - truth.scores_QK).max():g}")
+    for query, (ours, theirs) in enumerate(zip(answer.rows_QK, truth.rows_QK)):
+        for rows, scores, others in ((ours, answer.scores_QK, theirs), (theirs, truth.scores_QK, ours)):
             alone = ~np.isin(rows, others)
             if (scores[query][alone] > scores[query, -1] + SLACK).any():
                 raise SystemExit(f"{name}: query {query} has other passages than exhaustive search")
@@ -124,28 +124,28 @@ def ours(index: FlatIndex, queries_QD: FloatArray) -> Callable[[], Neighbours]:
     return lambda: Neighbours(*index.search(queries_QD, K)[:2])
 
 
-def theirs(peer: Peer, queries_QD: FloatArray, over: int, blas: bool) -> Callable[[], Neighbours]:
-    installed = faiss.cvar.distance_compute_blas_threshold
+def theirs(peer: FaissPeer, queries_QD: FloatArray, over: int, blas: bool) -> Callable[[], Neighbours]:
+    default = faiss.cvar.distance_compute_blas_threshold
 
     def search() -> Neighbours:
-        faiss.cvar.distance_compute_blas_threshold = BLAS_FROM if blas else installed
+        faiss.cvar.distance_compute_blas_threshold = BLAS_FROM if blas else default
         try:
             return peer.search(queries_QD, over)
         finally:
-            faiss.cvar.distance_compute_blas_threshold = installed
+            faiss.cvar.distance_compute_blas_threshold = default
 
     return search
 
 
-def peers(peer: Peer, queries_QD: FloatArray, overs: Sequence[int]) -> dict[str, Callable[[], Neighbours]]:
+def peers(peer: FaissPeer, queries_QD: FloatArray, overs: Sequence[int]) -> dict[str, Callable[[], Neighbours]]:
     """Return Faiss as installed, and with BLAS if there are enough questions for it."""
-    told = {KIND: f"{KIND}x", ADAPTIVE: f"from {ADAPTIVE}x", ALIKE: f"{ALIKE}x"}
+    labels = {KIND: f"{KIND}x", ADAPTIVE: f"from {ADAPTIVE}x", ALIKE: f"{ALIKE}x"}
     cases = {}
     if len(queries_QD) <= LONGEST_ONE_BY_ONE:
         kindest = overs if len(queries_QD) == 1 else [over for over in overs if over != ADAPTIVE]
-        cases |= {f"Faiss, {told[over]}": theirs(peer, queries_QD, over, False) for over in kindest}
+        cases |= {f"Faiss, {labels[over]}": theirs(peer, queries_QD, over, False) for over in kindest}
     if len(queries_QD) >= BLAS_FROM:
-        cases |= {f"Faiss with BLAS, {told[over]}": theirs(peer, queries_QD, over, True) for over in overs}
+        cases |= {f"Faiss with BLAS, {labels[over]}": theirs(peer, queries_QD, over, True) for over in overs}
     return cases
 
 
@@ -157,7 +157,7 @@ def measure(part: Part, name: str, cases: dict[str, Callable[[], Neighbours]], b
     truth = cases[first]()
     for label in others:
         check(f"{name}, {label}", cases[label](), truth)
-    samples = interleaved(cases, ROUNDS if batch == 1 else LONG_ROUNDS, warm=batch == 1)
+    samples = interleave(cases, ROUNDS if batch == 1 else LONG_ROUNDS, warm=batch == 1)
     part.add({f"{name}, {label}": seconds for label, seconds in samples.items()}, batch)
     for label, seconds in samples.items():
         print(f"{name}, {label}: {np.median(seconds) * 1e3:.1f} ms", flush=True)
@@ -184,7 +184,7 @@ def main(passages: int) -> None:
     bandwidth = {threads: read_bandwidth(threads) for threads in THREADS}
     rate = {threads: matrix_rate(threads) for threads in THREADS}
     short = {threads: matrix_rate(threads, kind="bfloat16") if has_bfloat16() else 0.0 for threads in THREADS}
-    peer = Peer(shape)
+    peer = FaissPeer(shape)
     queries_QD = synthetic.questions(peer.vectors_ND, max(BATCHES))
     whole = synthetic.block(peer.vectors_ND, VIEWS)
     half = whole._replace(vectors_ND=peer.vectors_ND.astype(np.float16))
@@ -204,31 +204,31 @@ def main(passages: int) -> None:
             without.scan.kernel.tiles = without.scan.kernel.coarse = False
             kinds["fp32, float32 products"] = (4, without)
         for batch in BATCHES:
-            name, asked = describe_case(threads, batch), queries_QD[:batch]
-            cases = peers(peer, asked, (KIND, ADAPTIVE))
+            name, batch_QD = describe_case(threads, batch), queries_QD[:batch]
+            cases = peers(peer, batch_QD, (KIND, ADAPTIVE))
             left_out = ("fp32, float32 products",) if batch == 1 else ("fp32, not compiled",) if threads > 1 else ()
             useful = {kind: one for kind, one in kinds.items() if kind not in left_out}
-            cases |= {kind: ours(index, asked) for kind, (_, index) in useful.items()}
+            cases |= {kind: ours(index, batch_QD) for kind, (_, index) in useful.items()}
             measure(part, name, cases, batch, threads)
             for kind, (size, _) in useful.items():
                 fastest = max(rate[threads], short[threads] if kind in ("fp32", "fp16") else 0.0)
-                spent = 2.0 * values * batch / fastest if batch > 1 and size > 1 else 0.0
-                part.floors[f"{name}, {kind}"] = max(size * values / bandwidth[threads], spent)
+                compute_s = 2.0 * values * batch / fastest if batch > 1 and size > 1 else 0.0
+                part.floors[f"{name}, {kind}"] = max(size * values / bandwidth[threads], compute_s)
         reckon(part, "", threads, f"Faiss, {KIND}x")
     del half, codes, kinds, useful
-    lined = OnLine(peer)
+    aligned_peer = OnLine(peer)
     for threads in THREADS:
-        index = FlatIndex([whole._replace(vectors_ND=lined.vectors_ND)], threads=threads)
-        cases = {**peers(lined, queries_QD[:1], (KIND,)), "fp32": ours(index, queries_QD[:1])}
+        index = FlatIndex([whole._replace(vectors_ND=aligned_peer.vectors_ND)], threads=threads)
+        cases = {**peers(aligned_peer, queries_QD[:1], (KIND,)), "fp32": ours(index, queries_QD[:1])}
         measure(part, f"on a line, {describe_case(threads, 1)}", cases, 1, threads)
-    del lined, index
+    del aligned_peer, index
     peer.refill(shape, synthetic.ALIKE)
     print("similar views", flush=True)
     for threads in THREADS:
         index = FlatIndex([whole], threads=threads)
         for batch in BATCHES:
-            asked = queries_QD[:batch]
-            cases = {**peers(peer, asked, (ALIKE,)), "fp32": ours(index, asked)}
+            batch_QD = queries_QD[:batch]
+            cases = {**peers(peer, batch_QD, (ALIKE,)), "fp32": ours(index, batch_QD)}
             if threads > 1 and batch > 1:
                 cases.pop(f"Faiss, {ALIKE}x", None)
             measure(part, f"alike, {describe_case(threads, batch)}", cases, batch, threads)
@@ -273,7 +273,7 @@ NOTES_BLAS = {
 
 def bars(part: Part) -> list[Bar]:
     """Set the targets: against Faiss as installed, then the same against Faiss with BLAS."""
-    made = []
+    targets = []
     for threads in THREADS:
         for batch in BATCHES:
             for prefix, over in (
@@ -287,16 +287,18 @@ def bars(part: Part) -> list[Bar]:
                     if f"{name}, {label}" in part.samples:
                         ratio = speedup(part.samples, f"{name}, fp32", f"{name}, {label}")
                         note = NOTES_BLAS.get(batch, "") if "BLAS" in label else NOTE_ONE if batch == 1 else ""
-                        made.append(Bar(f"{name}: fp32 against {label}", ratio, 1.0 if batch == 1 else 3.0, note=note))
+                        targets.append(
+                            Bar(f"{name}: fp32 against {label}", ratio, 1.0 if batch == 1 else 3.0, note=note)
+                        )
         name = describe_case(threads, 1)
         for kind, least in (("fp16", 1.6), ("int8 + re-scoring", 2.5)):
-            made.append(
+            targets.append(
                 Bar(
                     f"{name}: {kind} against our fp32", speedup(part.samples, f"{name}, {kind}", f"{name}, fp32"), least
                 )
             )
-        multiplied = "the measured bfloat16 matrix rate" if has_bfloat16() else "the measured fp32 matrix rate"
-        shares = [(1, "fp32", "the measured memory bandwidth"), (256, "fp32", multiplied)]
+        rate_name = "the measured bfloat16 matrix rate" if has_bfloat16() else "the measured fp32 matrix rate"
+        shares = [(1, "fp32", "the measured memory bandwidth"), (256, "fp32", rate_name)]
         if f"{describe_case(threads, 256)}, fp32, float32 products" in part.samples:
             shares.append((256, "fp32, float32 products", "the measured fp32 matrix rate"))
         for batch, kind, what in shares:
@@ -305,8 +307,8 @@ def bars(part: Part) -> list[Bar]:
             note = (
                 "above 100 %: the machine was slower while its rates were measured; run it again" if share > 1 else ""
             )
-            made.append(Bar(f"{case}: share of {what}", 100 * share, 70, True, "%", note))
-    return made
+            targets.append(Bar(f"{case}: share of {what}", 100 * share, 70, True, "%", note))
+    return targets
 
 
 if __name__ == "__main__":

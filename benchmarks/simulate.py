@@ -56,21 +56,21 @@ class World(NamedTuple):
 def quick_rates(missing: set[str], folder: Path, cores: int) -> dict[str, Rate]:
     """Measure the rates that no part has, in seconds. A rate that cannot be measured is omitted with its
     predictions."""
-    found = {}
+    rates = {}
     if "indexed passages/s" in missing:
         sizes, seconds = (1000, 4000), []
         for size in sizes:
             began = time.perf_counter()
             publish(folder / f"quick-{size}", size)
             seconds.append(time.perf_counter() - began)
-        told = line(sizes, seconds)
-        each_s = told.each_s or seconds[-1] / sizes[-1]
-        found["indexed passages/s"] = Rate(1 / each_s, "measured here, made-up views", told.fixed_s)
+        fit = line(sizes, seconds)
+        each_s = fit.each_s or seconds[-1] / sizes[-1]
+        rates["indexed passages/s"] = Rate(1 / each_s, "measured here, made-up views", fit.fixed_s)
     if "encoded passages/s" in missing:
         rate = encoding_rate(cores)
         if rate is not None:
-            found["encoded passages/s"] = Rate(rate, "measured here, 48 texts of 154 tokens by MiniLM")
-    return {name: rate for name, rate in found.items() if name in missing}
+            rates["encoded passages/s"] = Rate(rate, "measured here, 48 texts of 154 tokens by MiniLM")
+    return {name: rate for name, rate in rates.items() if name in missing}
 
 
 def encoding_rate(cores: int) -> float | None:
@@ -88,11 +88,11 @@ def encoding_rate(cores: int) -> float | None:
         return None
     torch.set_num_threads(cores)
     encoder = DualEncoder.from_backbone(backbone, EncoderSpec(max_query_tokens=64, max_passage_tokens=256))
-    tokenized = encoder.tokenize_passages([Passage(str(i), "", "river town bridge. " * 38) for i in range(48)])
-    encoder.embed_passages(tokenized[:8])
+    tokens = encoder.tokenize_passages([Passage(str(i), "", "river town bridge. " * 38) for i in range(48)])
+    encoder.embed_passages(tokens[:8])
     began = time.perf_counter()
-    encoder.embed_passages(tokenized)
-    return len(tokenized) / (time.perf_counter() - began)
+    encoder.embed_passages(tokens)
+    return len(tokens) / (time.perf_counter() - began)
 
 
 def stages(world: World, rates: dict[str, Rate]) -> dict[str, float]:
@@ -132,19 +132,19 @@ def answers(world: World, scans: dict[str, Scan], calibration: Calibration) -> d
         for batch in (1, 32):
             bearable = batch / service.work_s(batch)
             for replicas in (1, 2):
-                told = []
+                figures = []
                 for load in LOADS:
                     rate = load * bearable * replicas
                     cluster = Cluster(world.nodes, replicas, batch=batch)
                     outcome = simulate(cluster, service, poisson(rate, world.queries, seed=batch), routing, seed=2)
-                    told.append(
+                    figures.append(
                         f"{rate:.3g} q/s p50 {outcome.quantile_s(0.5):.3g} s p99 {outcome.quantile_s(0.99):.3g} s"
-                        + f", {outcome.refused} of {world.queries} refused" * bool(outcome.refused)
+                        + f", {outcome.refusals} of {world.queries} refused" * bool(outcome.refusals)
                         + f", {outcome.hedges / outcome.calls:.1%} hedged" * bool(outcome.hedges)
                     )
                 nodes = f"{world.nodes} nodes" + f" x {replicas} replicas" * (replicas > 1)
                 together = f"up to {batch} queries together" if batch > 1 else "one query at a time"
-                table[f"exact {kind}, {nodes}, {together}"] = "; ".join(told)
+                table[f"exact {kind}, {nodes}, {together}"] = "; ".join(figures)
     return table
 
 
@@ -153,8 +153,8 @@ def refinement(world: World, scan: Scan, rates: dict[str, Rate], cores_speed: fl
     service = node_service(world, scan, cores_speed)
     hours = {"retrieve": QUESTIONS / 32 * service.work_s(32) / 3600}
     if "updated passages/s" in rates:
-        touched = QUESTIONS / world.nodes
-        hours["update, at most"] = touched / rates["updated passages/s"].value / world.node_speed / 3600
+        num_passages = QUESTIONS / world.nodes
+        hours["update, at most"] = num_passages / rates["updated passages/s"].value / world.node_speed / 3600
     name = "re-indexed passages/s, 5 % of them dirty"
     rate = rates.get(name) or rates.get("indexed passages/s")
     if rate is not None:
@@ -184,15 +184,15 @@ def example(world: World, uses: dict[str, float]) -> str:
     encode = min((name for name in uses if name.startswith("encode")), key=uses.__getitem__, default="")
     parts = {name: use for name, use in uses.items() if name == encode or not name.startswith("encode")}
     price = world.node_price or EXAMPLE_PRICE
-    told = " + ".join(f"{use:.4g} ({name})" for name, use in parts.items())
+    terms = " + ".join(f"{use:.4g} ({name})" for name, use in parts.items())
     whole = sum(parts.values())
     whose = "of --node-price" if world.node_price else "an hour for the sake of the example, nobody's price"
-    return f"({told}) node hours x {price:g} {whose} = {whole:.4g} x {price:g} = {whole * price:.4g}"
+    return f"({terms}) node hours x {price:g} {whose} = {whole:.4g} x {price:g} = {whole * price:.4g}"
 
 
 def bars(checks: list[Check]) -> list[Bar]:
-    def worst(chosen: list[Check], share: float) -> float:
-        return max((max(check.ratio(share), 1 / check.ratio(share)) for check in chosen), default=1.0)
+    def worst(group: list[Check], share: float) -> float:
+        return max((max(check.ratio(share), 1 / check.ratio(share)) for check in group), default=1.0)
 
     alone = [check for check in checks if "idle" in check.what and not check.calibrated]
     busy = [check for check in checks if "idle" not in check.what]
@@ -214,8 +214,8 @@ def predict(part: Part, world: World, calibration: Calibration, scans: dict[str,
     part.facts["rates that nobody has measured"] = "; ".join(missing) or "none"
     part.facts["predicted hours"] = hours
     part.facts["predicted hours of a refinement round"] = refine
-    for name, told in answers(world, scans, calibration).items():
-        part.facts[f"predicted, {name}"] = told
+    for name, figures in answers(world, scans, calibration).items():
+        part.facts[f"predicted, {name}"] = figures
     unit = "in the currency of --node-price" if world.node_price else "no price given, so no money is claimed"
     part.facts["an example of the cost"] = example(world, node_hours(world, hours, refine))
     part.facts["predicted cost"] = {**costs(world, hours, refine), "unit": unit}
@@ -228,9 +228,9 @@ def main(words: list[str]) -> int:
     parser.add_argument("--node-speed", type=float, default=1.0, help="a node's speed, this machine's being 1")
     parser.add_argument("--node-price", type=float, help="price of a node per hour; without it no cost is reported")
     parser.add_argument("--tiny", action="store_true", help="check the script in seconds; the results are meaningless")
-    chosen = parser.parse_args(words)
-    world = World(chosen.nodes, chosen.node_speed, chosen.encoders, chosen.node_price, 60 if chosen.tiny else 1500)
-    sizes = Sizes(400, 0.5, 4, 1) if chosen.tiny else Sizes()
+    args = parser.parse_args(words)
+    world = World(args.nodes, args.node_speed, args.encoders, args.node_price, 60 if args.tiny else 1500)
+    sizes = Sizes(400, 0.5, 4, 1) if args.tiny else Sizes()
     cores = os.cpu_count() or 1
 
     def say(line: str) -> None:
@@ -239,11 +239,11 @@ def main(words: list[str]) -> int:
     part = Part("simulate", "A cluster of 21 million passages, predicted", "queries")
     with tempfile.TemporaryDirectory(prefix="mvr-sim-") as scratch:
         folder = Path(scratch)
-        scans, scanned = read_scans(FOLDER, cores)
+        scans, scan_date = read_scans(FOLDER, cores)
         if set(scans) != set(SCANS):
-            scans, scanned = scan_rates(sizes.passages, sizes.idle_calls), ""
-        known = read_rates(FOLDER)
-        rates = {**quick_rates(set(KNOWN) - set(known), folder, cores), **known}
+            scans, scan_date = scan_rates(sizes.passages, sizes.idle_calls), ""
+        rates_on_file = read_rates(FOLDER)
+        rates = {**quick_rates(set(KNOWN) - set(rates_on_file), folder, cores), **rates_on_file}
         say("rates read")
         calibration, checks = measure_clusters(folder / "small", sizes, say)
     for check in checks:
@@ -270,12 +270,12 @@ def main(words: list[str]) -> int:
     part.facts["scans"] = {
         kind: f"{scan.vectors / scan.one_s:,.4g} vectors/s for one query, {scan.batch} together in "
         f"{scan.many_s / scan.one_s:.3g} times as long ("
-        + (f"search.json of {scanned}" if scanned else "measured here, on one thread")
+        + (f"search.json of {scan_date}" if scan_date else "measured here, on one thread")
         + ")"
         for kind, scan in scans.items()
     }
     predict(part, world, calibration, scans, rates)
-    if chosen.tiny:
+    if args.tiny:
         say(f"a tiny run is meaningless and not stored: {statistics.median(checks[0].measured_Q):.4f} s")
         return 0
     write(part)

@@ -105,7 +105,7 @@ def scan_rates(passages: int, times: int) -> dict[str, Scan]:
     blocks = [block(ids[low : low + BLOCK], low // BLOCK) for low in range(0, passages, BLOCK)]
     codes = [encode(one.vectors_ND) for one in blocks]
     one_QD, many_QD = queries(1), queries(32)
-    found = {}
+    scans = {}
     for name, index in (
         ("fp16", FlatIndex(blocks, threads=1)),
         ("int8", FlatIndex(blocks, codes=codes, threads=1)),
@@ -113,8 +113,8 @@ def scan_rates(passages: int, times: int) -> dict[str, Scan]:
         one = in_a_row(lambda index=index: index.search(one_QD, K), times, warm=1)
         many = in_a_row(lambda index=index: index.search(many_QD, K), max(3, times // 8), warm=1)
         spread = float(np.std(np.log(one)))
-        found[name] = Scan(passages * V, statistics.median(one), statistics.median(many), 32, spread)
-    return found
+        scans[name] = Scan(passages * V, statistics.median(one), statistics.median(many), 32, spread)
+    return scans
 
 
 @contextmanager
@@ -157,12 +157,12 @@ def quiet(live: HotSwapRouter, times: int) -> Quiet:
     query_1D = queries(1)
     cpu: list[float] = []
 
-    def ask(*held: tuple[int, ...]) -> None:
+    def ask(*shard_sets: tuple[int, ...]) -> None:
         """Of the first searchers, one each."""
-        asked = {}
-        for group, here in enumerate(held):
-            asked[group] = ShardRequest("scan", encode_scan(ScanRequest(query_1D, K, here, version)))
-        searchers.dispatcher.gather(asked, Deadline.after(60.0))
+        requests = {}
+        for group, here in enumerate(shard_sets):
+            requests[group] = ShardRequest("scan", encode_scan(ScanRequest(query_1D, K, here, version)))
+        searchers.dispatcher.gather(requests, Deadline.after(60.0))
 
     def search() -> None:
         began = time.process_time()
@@ -177,36 +177,36 @@ def quiet(live: HotSwapRouter, times: int) -> Quiet:
     }
     if len(shards) > 1:
         cases["both"] = lambda: ask(*shards[:2])
-    taken: dict[str, list[float]] = {name: [] for name in cases}
+    samples: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(3 + times):
         for name, run in cases.items():
             time.sleep(PAUSE_S)
             began = time.perf_counter()
             run()
             if number >= 3:
-                taken[name].append(time.perf_counter() - began)
-    call_s = statistics.median(taken["call"])
-    work = np.maximum(np.array(taken["alone"]) - call_s, 1e-6)
-    half_s = max(statistics.median(taken["half"]) - call_s, 1e-6)
-    longer = (statistics.median(taken["both"]) - call_s) / float(np.median(work)) if len(shards) > 1 else 1.0
-    return Quiet(work, half_s, call_s, max(longer, 1.0), np.array(taken["search"]), statistics.median(cpu))
+                samples[name].append(time.perf_counter() - began)
+    call_s = statistics.median(samples["call"])
+    work = np.maximum(np.array(samples["alone"]) - call_s, 1e-6)
+    half_s = max(statistics.median(samples["half"]) - call_s, 1e-6)
+    longer = (statistics.median(samples["both"]) - call_s) / float(np.median(work)) if len(shards) > 1 else 1.0
+    return Quiet(work, half_s, call_s, max(longer, 1.0), np.array(samples["search"]), statistics.median(cpu))
 
 
 def send_load(live: HotSwapRouter, arrival_Q: NDArray[np.float64]) -> NDArray[np.float64]:
     """Measure searches that arrive at these times, regardless of running ones."""
-    taken = np.zeros(len(arrival_Q))
+    latency_Q = np.zeros(len(arrival_Q))
     query_1D = queries(1)
 
     def ask(number: int, due_s: float) -> None:
         search_live(live, query_1D)
-        taken[number] = time.perf_counter() - due_s
+        latency_Q[number] = time.perf_counter() - due_s
 
     with ThreadPoolExecutor(32) as threads:
         began = time.perf_counter() + 0.05
         for number, at_s in enumerate(arrival_Q.tolist()):
             time.sleep(max(0.0, began + at_s - time.perf_counter()))
             threads.submit(ask, number, began + at_s)
-    return taken
+    return latency_Q
 
 
 class Observation(NamedTuple):
@@ -242,21 +242,23 @@ def calibrate(vectors: int, one: Observation, two: Observation) -> Calibration:
 
 
 def predict_latencies(
-    given: Calibration, searchers: int, one: Observation
+    calibration: Calibration, searchers: int, one: Observation
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Predict the latencies of such a cluster alone, and under the arrivals that it got."""
-    speeds = (1.0, one.own.two_cores) if searchers > 1 else given.speeds
+    speeds = (1.0, one.own.two_cores) if searchers > 1 else calibration.speeds
     cluster = Cluster(searchers, speeds=speeds, shared=True)
-    service = Service(given.fixed_s + given.own_s, given.scan.one_s / searchers, 0.0, given.scan.spread)
-    alone_Q = simulate(cluster, service, np.arange(200) * 100.0, given.routing).latency_Q
-    return alone_Q, simulate(cluster, service, one.arrival_Q, given.routing).latency_Q
+    service = Service(
+        calibration.fixed_s + calibration.own_s, calibration.scan.one_s / searchers, 0.0, calibration.scan.spread
+    )
+    alone_Q = simulate(cluster, service, np.arange(200) * 100.0, calibration.routing).latency_Q
+    return alone_Q, simulate(cluster, service, one.arrival_Q, calibration.routing).latency_Q
 
 
 def measure_clusters(folder: Path, sizes: Sizes, say: Callable[[str], None]) -> tuple[Calibration, list[Check]]:
     """Return the calibration of the middle round, and every check. Uses the current Ray session, or starts one."""
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: whatever else runs here would go first
-    described = publish(folder, sizes.passages)
-    vectors = sum(entry.num_vectors for entry in described.shards)
+    manifest = publish(folder, sizes.passages)
+    vectors = sum(entry.num_vectors for entry in manifest.shards)
     alone: dict[int, Check] = {}
     busy: dict[int, Check] = {}
     for searchers in SEARCHERS:
@@ -267,15 +269,15 @@ def measure_clusters(folder: Path, sizes: Sizes, say: Callable[[str], None]) -> 
     with session.connect(ResourcesConfig(local_cpus=8)), ExitStack() as stack:
         clusters = {searchers: stack.enter_context(open_live_router(folder, searchers)) for searchers in SEARCHERS}
         for number in range(sizes.rounds):
-            found = {
+            observations = {
                 searchers: observe(live, searchers, sizes, number * len(SEARCHERS) + searchers)
                 for searchers, live in clusters.items()
             }
-            given = calibrate(vectors, found[1], found[2])
-            calibrations.append(given)
-            say(f"calibrated: {given}")
-            for searchers, one in found.items():
-                alone_Q, busy_Q = predict_latencies(given, searchers, one)
+            calibration = calibrate(vectors, observations[1], observations[2])
+            calibrations.append(calibration)
+            say(f"calibrated: {calibration}")
+            for searchers, one in observations.items():
+                alone_Q, busy_Q = predict_latencies(calibration, searchers, one)
                 alone[searchers].rounds.append((one.own.search, alone_Q))
                 busy[searchers].rounds.append((one.loaded_Q, busy_Q))
                 rates.append(len(one.arrival_Q) / one.arrival_Q[-1])

@@ -72,13 +72,13 @@ def took(reports: dict[str, dict[str, Any]]) -> list[str]:
     lacking = [part for part in PARTS if part not in seconds]
     if lacking:
         return [f"| suite | {whole.what} | <= {MINUTES} minutes | seconds of {', '.join(lacking)} not measured yet | |"]
-    return [f"| suite | {bar_row({**asdict(whole), 'met': whole.met})} |"]
+    return [f"| suite | {bar_row({**asdict(whole), 'met': whole.is_met})} |"]
 
 
 def collect() -> Path:
     """Write the table of all parts on file, the targets first."""
-    kept = [part for part in (*PARTS, *OTHERS) if _is_on_file(part)]
-    reports = {part: json.loads((FOLDER / f"{part}.json").read_text()) for part in kept}
+    parts = [part for part in (*PARTS, *OTHERS) if _is_on_file(part)]
+    reports = {part: json.loads((FOLDER / f"{part}.json").read_text()) for part in parts}
     lines = [HEAD, "| part | bar | asked | measured | |", "|---|---|---|---|---|"]
     for part, report in reports.items():
         lines += [f"| {part} | {bar_row(bar)} |" for bar in report["bars"]]
@@ -98,27 +98,27 @@ def _is_on_file(part: str) -> bool:
 
 def main(names: list[str]) -> int:
     again = "--all" in names
-    asked = [name for name in names if name != "--all"]
-    unknown = [name for name in asked if name not in PARTS]
+    parts = [name for name in names if name != "--all"]
+    unknown = [name for name in parts if name not in PARTS]
     if unknown:
         print(f"no part is called {unknown[0]!r}; the parts are {', '.join(PARTS)}", file=sys.stderr)
         return 2
-    failed = []
-    for part in asked or PARTS:
-        if not asked and not again and on_file(part):
+    failures = []
+    for part in parts or PARTS:
+        if not parts and not again and on_file(part):
             print(f"{part}: on file for this commit", flush=True)
             continue
         print(f"{part}: measuring", flush=True)
-        started = time.monotonic()
+        start_s = time.monotonic()
         if subprocess.run([sys.executable, f"benchmarks/{part}.py"], cwd=ROOT).returncode:
-            failed.append(part)
+            failures.append(part)
         else:
-            keep_seconds(part, time.monotonic() - started)
-        print(f"{part}: {time.monotonic() - started:.0f} s", flush=True)
+            keep_seconds(part, time.monotonic() - start_s)
+        print(f"{part}: {time.monotonic() - start_s:.0f} s", flush=True)
     print(f"the table is {collect().relative_to(ROOT)}")
-    if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return 1 if failed else 0
+    if failures:
+        print(f"failed: {', '.join(failures)}", file=sys.stderr)
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

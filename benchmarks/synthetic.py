@@ -39,21 +39,21 @@ class Shape(NamedTuple):
 
 def vectors(shape: Shape, view_cosine: float, seed: int = 0, falling: bool = False) -> Iterator[NDArray[np.float32]]:
     """Yield unit vectors, passage by passage, some thousands of passages at a time."""
-    draw, drawn = torch.Generator().manual_seed(seed), (shape.dimension, falling)
-    everywhere = _unit(draw, 1, *drawn)
+    draw, settings = torch.Generator().manual_seed(seed), (shape.dimension, falling)
+    everywhere = _unit(draw, 1, *settings)
     for first in range(0, shape.passages, PASSAGES_AT_ONCE):
         count = min(PASSAGES_AT_ONCE, shape.passages - first)
-        articles = _unit(draw, -(-count // SIBLINGS_EACH), *drawn).repeat_interleave(SIBLINGS_EACH, 0)[:count]
-        centre = _mix([everywhere, articles, _unit(draw, count, *drawn)], [STRANGERS, SIBLINGS - STRANGERS])
-        own = _unit(draw, count * shape.views, *drawn)
-        made = _mix([centre.repeat_interleave(shape.views, 0), own], [view_cosine])
-        yield made.half().float().numpy()
+        articles = _unit(draw, -(-count // SIBLINGS_EACH), *settings).repeat_interleave(SIBLINGS_EACH, 0)[:count]
+        centre = _mix([everywhere, articles, _unit(draw, count, *settings)], [STRANGERS, SIBLINGS - STRANGERS])
+        own = _unit(draw, count * shape.views, *settings)
+        views_ND = _mix([centre.repeat_interleave(shape.views, 0), own], [view_cosine])
+        yield views_ND.half().float().numpy()
 
 
 def questions(views_ND: FloatArray, count: int, seed: int = 1, falling: bool = False) -> NDArray[np.float32]:
     """Draw unit vectors, each near a random view."""
-    chosen = np.random.default_rng(seed).choice(len(views_ND), count, replace=False)
-    about = torch.from_numpy(np.array(views_ND[chosen], np.float32))
+    rows = np.random.default_rng(seed).choice(len(views_ND), count, replace=False)
+    about = torch.from_numpy(np.array(views_ND[rows], np.float32))
     noise = _unit(torch.Generator().manual_seed(seed), count, views_ND.shape[1], falling)
     return _mix([about, noise], [ABOUT**2]).numpy()
 
@@ -75,8 +75,8 @@ def _turn(dimension: int) -> Tensor:
 
 
 def _unit(draw: torch.Generator, count: int, dimension: int, falling: bool) -> Tensor:
-    drawn = torch.randn(count, dimension, generator=draw)
-    return normalize(drawn @ _turn(dimension) if falling else drawn, dim=1)
+    vectors_ND = torch.randn(count, dimension, generator=draw)
+    return normalize(vectors_ND @ _turn(dimension) if falling else vectors_ND, dim=1)
 
 
 def _mix(parts: list[Tensor], shares: list[float]) -> Tensor:

@@ -87,15 +87,15 @@ def train(
     run = RunConfig.model_validate(
         {"encoder": encoder, "train": {**settings, "loss": "dpr", "temperature": 1.0, "checkpoint_steps": steps + 1}}
     )
-    ended: list[float] = []
+    step_ends: list[float] = []
     model = DualEncoder.from_backbone(task["backbone"], spec)
     before = peak_bytes()
     with tempfile.TemporaryDirectory() as folder:
         job = TrainingJob(run, model, Pairs(task["pairs"][: steps * batch]), None, Checkpoints(Store(folder), "run"))
-        loop = TimedLoop(job, lambda what, done, total: ended.append(time.perf_counter()), torch.device("cpu"))
+        loop = TimedLoop(job, lambda what, count, total: step_ends.append(time.perf_counter()), torch.device("cpu"))
         loop.run()
     peak = peak_bytes()
-    seconds = [b - a for a, b in pairwise(ended)]
+    seconds = [b - a for a, b in pairwise(step_ends)]
     return {"seconds": seconds, "loss": loop.losses[0], "peak": peak, "before": before}
 
 
@@ -104,10 +104,10 @@ def plain_loss(task: dict[str, Any], num: int, tokens: int) -> dict[str, float]:
     spec = EncoderSpec(strategy="mean", use_title=False, max_passage_tokens=tokens, max_query_tokens=tokens)
     model = DualEncoder.from_backbone(task["backbone"], spec)
     queries_QD = torch.from_numpy(model.embed_queries([question for question, _ in task["pairs"][:num]]))
-    tokenized = model.tokenize_passages([Passage("", "", text) for _, text in task["pairs"][:num]])
-    views = model.embed_passages(tokenized)
-    told = dpr_loss(queries_QD, *map(torch.from_numpy, views), torch.arange(num), scale=20.0)
-    return {"loss": float(told.total)}
+    passages = model.tokenize_passages([Passage("", "", text) for _, text in task["pairs"][:num]])
+    views = model.embed_passages(passages)
+    terms = dpr_loss(queries_QD, *map(torch.from_numpy, views), torch.arange(num), scale=20.0)
+    return {"loss": float(terms.total)}
 
 
 def ours(folder: Path) -> None:
@@ -118,11 +118,11 @@ def ours(folder: Path) -> None:
     for line in sys.stdin:
         word, *numbers = line.split()
         if word == "loss":
-            told: dict[str, Any] = plain_loss(task, int(numbers[0]), int(numbers[1]))
+            report: dict[str, Any] = plain_loss(task, int(numbers[0]), int(numbers[1]))
         else:
             steps, batch, tokens, chunk = (int(number) for number in (word, numbers[0], numbers[3], numbers[4]))
-            told = train(task, steps, batch, float(numbers[1]), numbers[2], tokens, chunk)
-        print("\n" + json.dumps(told), flush=True)
+            report = train(task, steps, batch, float(numbers[1]), numbers[2], tokens, chunk)
+        print("\n" + json.dumps(report), flush=True)
 
 
 def open_ours(folder: str) -> Peer:
@@ -145,8 +145,8 @@ def step_flops(task: dict[str, Any], pairs: Sequence[Sequence[str]]) -> float:
     layers: Any = model.passage_tower.backbone
     num_weights = sum(weight.numel() for weight in layers.encoder.parameters() if weight.dim() == 2)
     lengths = [text.num_tokens for text in texts]
-    attended = 4 * layers.config.num_hidden_layers * layers.config.hidden_size * sum(length**2 for length in lengths)
-    return 3.0 * (2 * num_weights * sum(lengths) + attended)
+    attention = 4 * layers.config.num_hidden_layers * layers.config.hidden_size * sum(length**2 for length in lengths)
+    return 3.0 * (2 * num_weights * sum(lengths) + attention)
 
 
 def matrix_rate() -> float:
@@ -175,33 +175,33 @@ def measure_steps(peers: Path) -> Part:
         (Path(folder) / "task.json").write_text(json.dumps({**task, "pairs": pairs}))
         samples: dict[str, list[float]] = {}
         with open_ours(folder) as us, Peer(python, "training_peer.py", folder, threads=THREADS) as them:
-            asked = {
+            requests = {
                 "mvr_ray": f"{{}} {BATCH} {{}} {{}} {TOKENS} 0",
                 "sentence-transformers": f"{{}} {BATCH} {{}} {{}}",
             }
             both = {"mvr_ray": us, "sentence-transformers": them}
             print("losses", flush=True)
-            same, rounded = (
-                {name: process.ask(asked[name].format(1, 0.0, own))["loss"] for name, process in both.items()}
+            same, bf16_losses = (
+                {name: process.ask(requests[name].format(1, 0.0, own))["loss"] for name, process in both.items()}
                 for own in ("fp32", "bf16")
             )
-            told: dict[str, dict[str, Any]] = {}
+            reports: dict[str, dict[str, Any]] = {}
             for number in range(ROUNDS):
                 print(f"round {number + 1}", flush=True)
                 for name, process in both.items():
-                    told[name] = process.ask(asked[name].format(STEPS + 1, DROPOUT, "fp32"))
-                    samples.setdefault(name, []).append(statistics.mean(told[name]["seconds"]))
-                    in_bf16 = process.ask(asked[name].format(STEPS + 1, 0.0, "bf16"))
+                    reports[name] = process.ask(requests[name].format(STEPS + 1, DROPOUT, "fp32"))
+                    samples.setdefault(name, []).append(statistics.mean(reports[name]["seconds"]))
+                    in_bf16 = process.ask(requests[name].format(STEPS + 1, 0.0, "bf16"))
                     samples.setdefault(f"{name}, bf16", []).append(statistics.mean(in_bf16["seconds"]))
         print("cached gradients", flush=True)
         plain = alone(folder, f"2 {CHUNK} {DROPOUT} fp32 {SHORT} 0")
-        cached = alone(folder, f"1 {CACHED} 0.0 fp32 {SHORT} {CHUNK}")
-        wanted = alone(folder, f"loss {CACHED} {SHORT}")["loss"]
+        with_cache = alone(folder, f"1 {CACHED} 0.0 fp32 {SHORT} {CHUNK}")
+        whole_loss = alone(folder, f"loss {CACHED} {SHORT}")["loss"]
     part.add(samples, BATCH)
-    timed = [step_flops(task, pairs[at : at + BATCH]) for at in range(BATCH, (STEPS + 1) * BATCH, BATCH)]
+    flops = [step_flops(task, pairs[at : at + BATCH]) for at in range(BATCH, (STEPS + 1) * BATCH, BATCH)]
     rate = matrix_rate()
-    shares = {name: statistics.mean(timed) / statistics.median(own) / rate for name, own in samples.items()}
-    grown = {"plain": plain["peak"] - plain["before"], "cached": cached["peak"] - cached["before"]}
+    shares = {name: statistics.mean(flops) / statistics.median(own) / rate for name, own in samples.items()}
+    growth = {"plain": plain["peak"] - plain["before"], "cached": with_cache["peak"] - with_cache["before"]}
     part.bars = [
         Bar("steps/s over sentence-transformers' trainer", speedup(samples, "mvr_ray", "sentence-transformers"), 1.1),
         Bar(
@@ -211,7 +211,7 @@ def measure_steps(peers: Path) -> Part:
         ),
         Bar(
             "peak memory under sentence-transformers'",
-            told["sentence-transformers"]["peak"] / told["mvr_ray"]["peak"],
+            reports["sentence-transformers"]["peak"] / reports["mvr_ray"]["peak"],
             1.0,
         ),
         Bar(
@@ -223,13 +223,13 @@ def measure_steps(peers: Path) -> Part:
         ),
         Bar(
             f"peak memory, batch {CACHED} with cached gradients over batch {CHUNK}",
-            cached["peak"] / plain["peak"],
+            with_cache["peak"] / plain["peak"],
             1.05,
             at_least=False,
         ),
         Bar(
             f"difference of the loss of batch {CACHED} with cached gradients from the loss in one piece",
-            abs(cached["loss"] - wanted),
+            abs(with_cache["loss"] - whole_loss),
             1e-5,
             at_least=False,
             unit="",
@@ -237,12 +237,12 @@ def measure_steps(peers: Path) -> Part:
     ]
     part.facts = {
         "first loss": same,
-        "first loss, bf16": rounded,
+        "first loss, bf16": bf16_losses,
         "TFLOP/s of one product of 2,048 x 2,048 bfloat16 matrices": rate / 1e12,
         "share of that rate": shares,
-        "peak MB of the process": {name: one["peak"] / 1e6 for name, one in told.items()},
+        "peak MB of the process": {name: one["peak"] / 1e6 for name, one in reports.items()},
         f"MB over the model, batch {CHUNK} and batch {CACHED} in passes of {CHUNK}, {SHORT} tokens": {
-            name: size / 1e6 for name, size in grown.items()
+            name: size / 1e6 for name, size in growth.items()
         },
         "settings": f"{STEPS} steps a sample, dropout {DROPOUT}, {THREADS} threads, at most {TOKENS} tokens",
         "peer": ", ".join(SENTENCE_TRANSFORMERS),
@@ -254,11 +254,11 @@ def main() -> None:
     words = argparse.ArgumentParser(description="Training on a CPU beside sentence-transformers.")
     words.add_argument("--peers", type=Path, default=PEERS, help="folder of the peer's environment")
     words.add_argument("--ours", type=Path, help=argparse.SUPPRESS)
-    chosen = words.parse_args()
-    if chosen.ours:
-        ours(chosen.ours)
+    args = words.parse_args()
+    if args.ours:
+        ours(args.ours)
     else:
-        write(measure_steps(chosen.peers.resolve()))
+        write(measure_steps(args.peers.resolve()))
 
 
 if __name__ == "__main__":

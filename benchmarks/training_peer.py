@@ -42,12 +42,12 @@ def train(task: dict[str, Any], steps: int, batch: int, dropout: float, precisio
     from torch.utils.data import BatchSampler, SequentialSampler
     from transformers import TrainerCallback
 
-    ended: list[float] = []
+    step_ends: list[float] = []
     losses: list[float] = []
 
-    class Clock(TrainerCallback):
+    class StepClock(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            ended.append(time.perf_counter())
+            step_ends.append(time.perf_counter())
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **kwargs: Any) -> None:
             if "loss" in logs:
@@ -80,11 +80,11 @@ def train(task: dict[str, Any], steps: int, batch: int, dropout: float, precisio
             args=settings,
             train_dataset=Dataset.from_dict({"anchor": [a for a, _ in pairs], "positive": [b for _, b in pairs]}),
             loss=MultipleNegativesRankingLoss(model, scale=20.0),
-            callbacks=[Clock()],
+            callbacks=[StepClock()],
         )
         trainer.train()
     peak = peak_bytes()
-    return {"seconds": [b - a for a, b in pairwise(ended)], "loss": losses[0], "peak": peak}
+    return {"seconds": [b - a for a, b in pairwise(step_ends)], "loss": losses[0], "peak": peak}
 
 
 def main(folder: Path) -> None:

@@ -164,11 +164,11 @@ def passages_of(count: int) -> list[tuple[str, str]]:
     if not real:
         real = [("made up", " ".join(made_up.WORDS) + ". " * 5)]
     draw = random.Random(0)
-    made = (
+    combinations = (
         (title, ". ".join(draw.choice(real)[1].split(". ")[0] for _ in range(5)) + f". Number {number}.")
         for number, (title, _) in enumerate(draw.choices(real, k=max(0, count - len(real))))
     )
-    return [*real[:count], *made]
+    return [*real[:count], *combinations]
 
 
 def name(number: int) -> str:
@@ -188,8 +188,8 @@ def two_layers(folder: Path) -> Path:
 
 def cpu_seconds() -> float:
     """Return the processor time of this process and of its ended child processes."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in usages)
 
 
 class Corpora:
@@ -259,8 +259,8 @@ def record_time(seconds: dict[str, float], stage: str) -> Iterator[None]:
 def by_commands(corpora: Corpora, count: int) -> Cost:
     file, passages = corpora.changes(count)
     stages: dict[str, float] = {}
-    used = cpu_seconds()
-    with WrittenBytes(corpora.store_folder) as written:
+    cpu_s = cpu_seconds()
+    with WrittenBytes(corpora.store_folder) as writes:
         with record_time(stages, "mvr-ray update"):
             report = command("update", corpora, f"changes={file}")
         assert report["replaced"] == count, report
@@ -268,18 +268,18 @@ def by_commands(corpora: Corpora, count: int) -> Cost:
             report = command("index", corpora)
         with record_time(stages, "open and answer"), open_router(corpora.run, local=True) as router:
             check(router, passages)
-    used = cpu_seconds() - used
+    cpu_s = cpu_seconds() - cpu_s
     return Cost(
-        stages, used, written.num_bytes, changed_bytes(router, passages), int(router.manifest.metrics["encoded"])
+        stages, cpu_s, writes.num_bytes, changed_bytes(router, passages), int(router.manifest.metrics["encoded"])
     )
 
 
 def command(stage: str, corpora: Corpora, *words: str) -> dict[str, Any]:
     python = [sys.executable, "-m", "mvr_ray.cli", stage, str(corpora.config), *words, "--json"]
-    done = subprocess.run(python, cwd=corpora.folder, capture_output=True, text=True, env=environ())
-    if done.returncode:
-        sys.exit(f"mvr-ray {stage} failed:\n{done.stderr}")
-    return json.loads(done.stdout)
+    result = subprocess.run(python, cwd=corpora.folder, capture_output=True, text=True, env=environ())
+    if result.returncode:
+        sys.exit(f"mvr-ray {stage} failed:\n{result.stderr}")
+    return json.loads(result.stdout)
 
 
 def environ() -> dict[str, str]:
@@ -290,17 +290,17 @@ def in_process(corpora: Corpora, count: int) -> Cost:
     """Run the update by function calls."""
     file, passages = corpora.changes(count)
     stages: dict[str, float] = {}
-    used = cpu_seconds()
-    with WrittenBytes(corpora.store_folder) as written:
+    cpu_s = cpu_seconds()
+    with WrittenBytes(corpora.store_folder) as writes:
         with record_time(stages, "update"):
             update(corpora.run.prepare, corpora.store, str(file))
         with record_time(stages, "index"):
             build_index.index(corpora.run)
         with record_time(stages, "open and answer"), open_router(corpora.run, local=True) as router:
             check(router, passages)
-    used = cpu_seconds() - used
+    cpu_s = cpu_seconds() - cpu_s
     return Cost(
-        stages, used, written.num_bytes, changed_bytes(router, passages), int(router.manifest.metrics["encoded"])
+        stages, cpu_s, writes.num_bytes, changed_bytes(router, passages), int(router.manifest.metrics["encoded"])
     )
 
 
@@ -331,17 +331,17 @@ class Encoding:
     """Encode new contents alone, by as many threads as the updates have encoders."""
 
     def __init__(self, corpora: Corpora) -> None:
-        held = resolve_encoder(corpora.run, Corpus.open(corpora.store, "updated"))
-        self.encoder = open_encoder(corpora.store, held.name, held.fingerprint, threads=2)
+        snapshot = resolve_encoder(corpora.run, Corpus.open(corpora.store, "updated"))
+        self.encoder = open_encoder(corpora.store, snapshot.name, snapshot.fingerprint, threads=2)
         self.index = corpora.run.index
 
     def took(self, passages: Sequence[Passage]) -> "Seconds":
         torch.set_num_threads(2)
-        began, used = time.perf_counter(), time.process_time()
+        began, cpu_start_s = time.perf_counter(), time.process_time()
         tokens = self.encoder.tokenize_passages(list(passages))
         ids = [one.id for one in passages]
         embed_chunk(self.encoder, ids, tokens, self.index.tokens_per_batch, self.index.dtype)
-        return Seconds(time.perf_counter() - began, time.process_time() - used)
+        return Seconds(time.perf_counter() - began, time.process_time() - cpu_start_s)
 
 
 def alone(encoding: Encoding, corpora: Corpora, count: int) -> "Seconds":
@@ -363,17 +363,19 @@ def peer_costs(folder: Path, passages: int, counts: Sequence[int]) -> dict[str, 
     np.save(data / "queries.npy", made_up.queries(16))
     costs: dict[str, dict[str, Any]] = {}
     for peer_name, (engine, precision, title, one_of) in ENGINES.items():
-        held = passages // one_of
-        (data / "task.json").write_text(json.dumps({"passages": held, "views": made_up.V, "dimension": made_up.D}))
+        num_passages = passages // one_of
+        (data / "task.json").write_text(
+            json.dumps({"passages": num_passages, "views": made_up.V, "dimension": made_up.D})
+        )
         python = environment(PEERS, peer_name, PINS[peer_name])
         with Peer(python, "engine_peer.py", str(data), engine, precision, "2", threads=2) as peer:
-            found: dict[str, Any] = {"passages": held, "build": peer.ask("build")["seconds"]}
+            cost: dict[str, Any] = {"passages": num_passages, "build": peer.ask("build")["seconds"]}
             for count in counts:
-                with WrittenBytes(data) as written:
-                    told = peer.ask(f"update {held // count}")
-                found[f"{count}"] = {"seconds": told["seconds"], "written_bytes": written.num_bytes}
-            costs[title] = found
-            print(title, found, flush=True)
+                with WrittenBytes(data) as writes:
+                    reply = peer.ask(f"update {num_passages // count}")
+                cost[f"{count}"] = {"seconds": reply["seconds"], "written_bytes": writes.num_bytes}
+            costs[title] = cost
+            print(title, cost, flush=True)
     return costs
 
 
@@ -387,10 +389,10 @@ def table(part: Part, passages: int, count: int, ways: Mapping[str, Cost], encod
             f"{cost.cpu_s:.1f} s of processors; {cost.encoded:,} passages encoded; "
             f"{cost.written_bytes / 1e6:.1f} MB written for {cost.changed_bytes / 1e6:.2f} MB of changed rows"
         )
-        allowed = TIMES_BYTES * cost.changed_bytes + MORE_BYTES
-        written = cost.written_bytes / 1e6
-        what, note = f"{share}, {way}: bytes written", "" if cost.written_bytes <= allowed else REWRITTEN
-        part.bars.append(Bar(what, written, allowed / 1e6, at_least=False, unit="MB", note=note))
+        limit = TIMES_BYTES * cost.changed_bytes + MORE_BYTES
+        megabytes = cost.written_bytes / 1e6
+        what, note = f"{share}, {way}: bytes written", "" if cost.written_bytes <= limit else REWRITTEN
+        part.bars.append(Bar(what, megabytes, limit / 1e6, at_least=False, unit="MB", note=note))
         part.bars.append(Bar(f"{share}, {way}: passages encoded", cost.encoded, count, at_least=False, unit="passages"))
     part.add({f"{share} of {passages:,}, encoding alone": [encoding.clock]}, count)
     part.facts[f"{share}, encoding alone"] = f"{encoding.clock:.1f} s, {encoding.cpu:.1f} s of processors"
@@ -437,13 +439,13 @@ def measure(passages: int) -> None:
 
 def peer_facts(costs: Mapping[str, Mapping[str, Any]], counts: Sequence[int]) -> dict[str, str]:
     return {
-        f"{title}, vectors given": f"{found['passages']:,} passages loaded in {found['build']:.1f} s; "
+        f"{title}, vectors given": f"{cost['passages']:,} passages loaded in {cost['build']:.1f} s; "
         + "; ".join(
-            f"{count:,} upserted and answered from in {found[str(count)]['seconds']:.2f} s, "
-            f"{found[str(count)]['written_bytes'] / 1e6:.1f} MB written"
+            f"{count:,} upserted and answered from in {cost[str(count)]['seconds']:.2f} s, "
+            f"{cost[str(count)]['written_bytes'] / 1e6:.1f} MB written"
             for count in counts
         )
-        for title, found in costs.items()
+        for title, cost in costs.items()
     }
 
 
@@ -454,17 +456,17 @@ def measure_sizes(sizes: Sequence[int]) -> None:
     part = Part("updates-sizes", f"The same update of {small:,} and of {large:,} passages", "passages")
     count = small // 100
     with tempfile.TemporaryDirectory(dir=PEERS) as scratch:
-        made = {}
+        corpora = {}
         for size in sizes:
             folder = Path(scratch) / str(size)
             folder.mkdir()
-            made[size] = Corpora(folder, size)
-            made[size].build()
-            in_process(made[size], 1)
+            corpora[size] = Corpora(folder, size)
+            corpora[size].build()
+            in_process(corpora[size], 1)
         costs: dict[int, list[Cost]] = {size: [] for size in sizes}
         for _ in range(SIZE_ROUNDS):
             for size in sizes:
-                costs[size].append(in_process(made[size], count))
+                costs[size].append(in_process(corpora[size], count))
                 print(size, costs[size][-1], flush=True)
         for size, own in costs.items():
             part.add({f"{count} of {size:,} changed, in a process": [cost.seconds for cost in own]}, count)
@@ -473,8 +475,8 @@ def measure_sizes(sizes: Sequence[int]) -> None:
             part.facts[f"{size:,} passages"] = f"{stages} s; MB written {[cost.written_bytes / 1e6 for cost in own]}"
         for kind in ("seconds", "cpu_s"):
             ratios = [getattr(b, kind) / getattr(a, kind) for a, b in zip(costs[small], costs[large])]
-            named = "processor seconds" if kind == "cpu_s" else "seconds"
-            what = f"{count} changes, {large // small} times the passages: times the {named}"
+            unit = "processor seconds" if kind == "cpu_s" else "seconds"
+            what = f"{count} changes, {large // small} times the passages: times the {unit}"
             part.bars.append(Bar(what, float(np.median(ratios)), TIMES_SIZE, at_least=False, note=REREAD))
     finish(part)
 

@@ -43,9 +43,9 @@ def section(name: str, model: type[BaseModel], level: int = 2) -> str:
         parts += [inspect.cleandoc(model.__doc__), ""]
     entries = []
     for key, field in model.model_fields.items():
-        allowed = allowed_in_words(schema["properties"][key], schema)
+        values = allowed_in_words(schema["properties"][key], schema)
         text = " ".join((field.description or "").split())
-        parts.append(f"- `{name}.{key}`: {allowed}{default(field)}.{f' {text}' if text else ''}")
+        parts.append(f"- `{name}.{key}`: {values}{default(field)}.{f' {text}' if text else ''}")
         entries += [(f"{name}.{key}", entry) for entry in inner_sections(field.annotation)]
     parts.append("")
     for inner, entry in entries:

@@ -276,13 +276,13 @@ def backbone_sizes(backbone: str) -> Backbone:
         """Look up a setting by its names in BERT, DistilBERT and T5; 0 where the file has none of them."""
         return int(next((values[name] for name in names if values.get(name)), 0))
 
-    hidden = size("hidden_size", "dim", "d_model")
+    hidden_size = size("hidden_size", "dim", "d_model")
     positions = min(size("max_position_embeddings") or 512, MAX_TOKENS)
     return Backbone(
-        hidden,
+        hidden_size,
         size("num_hidden_layers", "n_layers", "num_layers"),
         size("num_attention_heads", "n_heads", "num_heads"),
-        size("intermediate_size", "hidden_dim", "d_ff") or 4 * hidden,
+        size("intermediate_size", "hidden_dim", "d_ff") or 4 * hidden_size,
         size("vocab_size"),
         positions,
         known=True,

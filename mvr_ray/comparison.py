@@ -132,10 +132,10 @@ def compare(
     grades = read_qrels(qrels) if runs and qrels is not None else None
     both = [_ranking(side, grades, question_set) for side in sides]
     places = _question_places(sides, both)
-    if unmatched := sorted(set(places[0]) ^ set(places[1])):
+    if unmatched_keys := sorted(set(places[0]) ^ set(places[1])):
         raise DataError(
-            f"{first} and {second} rank different questions: {len(unmatched)} are in only one of them "
-            f"(first: {unmatched[0][0]!r}); retrieve the same question set twice"
+            f"{first} and {second} rank different questions: {len(unmatched_keys)} are in only one of them "
+            f"(first: {unmatched_keys[0][0]!r}); retrieve the same question set twice"
         )
     keys = sorted(places[0])
     articles = both[0].articles or both[1].articles
@@ -219,8 +219,8 @@ def _file_ranking(path: Path, grades: Grades | None) -> Ranking:
     if not rows:
         raise DataError(f"ranking {path} holds no question")
     if grades is not None and all(row.id is not None for row in rows):
-        judged = {str(row.id): row for row in rows if row.id in grades}
-        rows = [judged.get(name, QuestionHits(name, None, [])) for name in grades]
+        row_of = {str(row.id): row for row in rows if row.id in grades}
+        rows = [row_of.get(name, QuestionHits(name, None, [])) for name in grades]
         flags = [[grades[str(row.id)].get(name, 0) > 0 for name, _ in row.hits] for row in rows]
     else:
         flags = [_marks(row, f"{path}, entry {number}") for number, row in enumerate(rows, 1)]

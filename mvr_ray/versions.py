@@ -116,9 +116,11 @@ def rollback(store: Store, index: str, to: int, sizes_only: bool = False) -> Rol
         report = verify(store, version)
         report.require()
     result = manifest.rollback(store, index, to)
-    checked = "sizes alone: no file was read" if sizes_only else "every digest, and the encoder's fingerprint"
+    check_scope = "sizes alone: no file was read" if sizes_only else "every digest, and the encoder's fingerprint"
     content = version_info(result, live=True).content
-    return RollbackReport(result.version, to, content, result.num_passages, report.num_files, report.num_bytes, checked)
+    return RollbackReport(
+        result.version, to, content, result.num_passages, report.num_files, report.num_bytes, check_scope
+    )
 
 
 def require_sources(store: Store, version: Manifest) -> None:

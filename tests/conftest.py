@@ -190,8 +190,8 @@ def tiny_disk(tmp_path: Path):
     """A file system of 256 KiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True)
-    if mounted.returncode:
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], capture_output=True)
+    if mount.returncode:
         yield None
         return
     yield disk
@@ -360,11 +360,11 @@ def write_fault_table(file: Path, is_part: bool) -> None:
         ran = {row[5] for row in rows}
         old = (line[2:-2].split(" | ") for line in file.read_text(encoding="utf-8").splitlines() if line.endswith(" |"))
         rows += [row for row in old if len(row) == len(rows[0]) and row[0] != "fault" and row[5] not in ran]
-    passed = sum(row[2] == "passed" for row in rows)
+    passes = sum(row[2] == "passed" for row in rows)
     lines = [
         "# Faults that were made to happen, and what came of them",
         "",
-        f"`make chaos`, {cores}: {passed} of {len(rows)} cases as expected; a row has the day and commit of its run.",
+        f"`make chaos`, {cores}: {passes} of {len(rows)} cases as expected; a row has the day and commit of its run.",
         "",
         "| fault | expected | outcome | seconds | figures | test | run |",
         "|---|---|---|---|---|---|---|",
@@ -387,7 +387,7 @@ def write_durations(file: Path, selection: str) -> None:
         "|---|---|",
         *(f"| {seconds:.1f} | `{test.replace('|', '/')}` |" for test, seconds in slowest),
     ]
-    kept = [section for section in sections[1:] if section.partition("\n")[0] != lines[0]]
+    others = [section for section in sections[1:] if section.partition("\n")[0] != lines[0]]
     own = "\n".join(lines) + "\n"
-    parts = [sections[0].rstrip(), *(part.rstrip() for part in sorted([*kept, own]))]
+    parts = [sections[0].rstrip(), *(part.rstrip() for part in sorted([*others, own]))]
     file.write_text("\n\n".join(parts) + "\n", encoding="utf-8")

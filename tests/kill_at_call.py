@@ -54,8 +54,8 @@ def kill_at_call(at: int) -> None:
         if not set(mode) & set("wxa+"):
             return plain_open(file, mode, buffering, encoding, errors, newline)
         step("create")
-        buffered = io.BufferedRandom if "+" in mode else io.BufferedWriter
-        raw = buffered(Halves(file, mode.replace("b", "").replace("t", "")))
+        buffer_class = io.BufferedRandom if "+" in mode else io.BufferedWriter
+        raw = buffer_class(Halves(file, mode.replace("b", "").replace("t", "")))
         return raw if "b" in mode else io.TextIOWrapper(raw, encoding, errors, newline)
 
     for name in CALLS:

@@ -155,10 +155,10 @@ def _model(kind: str, vocab: int) -> torch.nn.Module:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """tiny(kind) is the folder of a random backbone of that kind."""
-    made: dict[str, str] = {}
+    folders: dict[str, str] = {}
 
     def folder(kind: str) -> str:
-        if kind not in made:
+        if kind not in folders:
             path: Path = tmp_path_factory.mktemp(kind)
             if own := TOKENIZERS.get(kind):
                 tokenizer, special = own.build()
@@ -170,8 +170,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
                 fast.save_pretrained(path)
                 torch.manual_seed(7)
                 _model(kind, tokenizer.get_vocab_size()).save_pretrained(path)
-                made[kind] = str(path)
-                return made[kind]
+                folders[kind] = str(path)
+                return folders[kind]
             build = {"roberta": _byte_level, "mpnet": _byte_level, "xlm-roberta": _metaspace}.get(kind, _wordpiece)
             tokenizer, special = build()
             cls, pad, sep = (special[2], special[0], special[3]) if special[0] == "[PAD]" else special[:3]
@@ -180,7 +180,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
             ).save_pretrained(path)
             torch.manual_seed(7)
             _model(kind, tokenizer.get_vocab_size()).save_pretrained(path)
-            made[kind] = str(path)
-        return made[kind]
+            folders[kind] = str(path)
+        return folders[kind]
 
     return folder

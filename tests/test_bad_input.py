@@ -147,8 +147,8 @@ def test_a_backbone_that_does_not_exist_is_named(command: Said, config: str, bac
 
 
 def encoder_folder(store: Path) -> Path:
-    described = manifest.read(Store(str(store)), "index")
-    return store / paths.encoder_dir(described.encoder_name, described.encoder_fingerprint)
+    version = manifest.read(Store(str(store)), "index")
+    return store / paths.encoder_dir(version.encoder_name, version.encoder_fingerprint)
 
 
 @pytest.mark.ray
@@ -233,12 +233,12 @@ def test_a_missing_model_or_version_is_named_before_a_cluster_is_joined(config: 
 def test_another_encoder_in_the_place_of_the_index_s_own_is_refused(command: Said, config: str, tmp_path: Path) -> None:
     folder = encoder_folder(tmp_path / "store")
     file = folder / paths.ENCODER_JSON
-    described = {**json.loads(file.read_text()), "fingerprint": "0" * 16}
-    file.write_text(json.dumps(described))
+    description = {**json.loads(file.read_text()), "fingerprint": "0" * 16}
+    file.write_text(json.dumps(description))
     status, _, message = command("search", config, "which river?")
     assert status == 1 and "encoder.json is damaged (its checksum is not" in message
-    del described["checksum"]  # as programs before checksums wrote it
-    file.write_text(json.dumps(described))
+    del description["checksum"]  # as programs before checksums wrote it
+    file.write_text(json.dumps(description))
     assert command("search", config, "which river?") == (
         1,
         "",

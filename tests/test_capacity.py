@@ -59,8 +59,8 @@ def test_parameters_are_those_of_bert_base_and_minilm() -> None:
 
 
 def test_a_run_without_a_length_is_planned_for_the_length_that_the_model_states() -> None:
-    stated = RunConfig(encoder=EncoderConfig(max_query_tokens=256, max_passage_tokens=256))
-    assert plan(RunConfig(), 100_000) == plan(stated, 100_000)
+    run = RunConfig(encoder=EncoderConfig(max_query_tokens=256, max_passage_tokens=256))
+    assert plan(RunConfig(), 100_000) == plan(run, 100_000)
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,8 @@ def test_hnswlib_itself_agrees_with_the_size(tmp_path) -> None:
     index.init_index(4096, M=16, ef_construction=40)
     index.add_items(np.random.default_rng(0).standard_normal((4096, 64)).astype(np.float32))
     index.save_index(str(tmp_path / "index"))
-    planned = index_bytes(IndexConfig(kind="hnsw", hnsw_m=16), 4096, 64)
-    assert planned == pytest.approx((tmp_path / "index").stat().st_size, rel=0.05)
+    estimate = index_bytes(IndexConfig(kind="hnsw", hnsw_m=16), 4096, 64)
+    assert estimate == pytest.approx((tmp_path / "index").stat().st_size, rel=0.05)
 
 
 @pytest.mark.parametrize("factory", ["IVF16", "Nonsense", "IVF16,PQ8x4,Rubbish9", ""])
@@ -149,9 +149,9 @@ def test_words_are_planned_on_disk_and_in_searchers_where_they_are_indexed(squad
     run = RunConfig.model_validate({"index": {"lexical": True}, "prepare": {"num_shards": 1}})
     words, none = (plan(one, len(passages), passage_bytes=bytes_each) for one in (run, RunConfig()))
     lines = {line.what: line for line in words.lines}
-    planned = [lines[f"words, {name}"].bytes_all for name in ("postings", "statistics")]
-    assert planned == pytest.approx(sizes, rel=0.2)
-    assert words.total("disk") >= none.total("disk") + sum(planned)
+    estimates = [lines[f"words, {name}"].bytes_all for name in ("postings", "statistics")]
+    assert estimates == pytest.approx(sizes, rel=0.2)
+    assert words.total("disk") >= none.total("disk") + sum(estimates)
     searcher = next(line for line in none.lines if (line.kind, line.what) == ("memory", "searcher"))
     assert lines["searcher"].bytes_each > searcher.bytes_each
 
@@ -203,9 +203,9 @@ def test_a_refiner_holds_its_shards_as_stored_and_all_that_can_move() -> None:
 @pytest.mark.parametrize(("passages", "changes"), [(1, 1), (4096, 3), (40_960, 7), (409_600, 150)])
 def test_blocks_that_changes_touch_are_as_many_as_when_they_are_drawn(passages: int, changes: int) -> None:
     rng = np.random.default_rng(passages)
-    touched = [len(np.unique(rng.integers(0, passages, changes) // 4096)) for _ in range(400)]
+    counts = [len(np.unique(rng.integers(0, passages, changes) // 4096)) for _ in range(400)]
     blocks = -(-passages // 4096)
-    assert touched_share(passages, changes) == pytest.approx(np.mean(touched) / blocks, rel=0.05)
+    assert touched_share(passages, changes) == pytest.approx(np.mean(counts) / blocks, rel=0.05)
     assert touched_share(passages, 0) == 0
 
 
@@ -225,8 +225,10 @@ def test_a_searcher_is_planned_without_torch_where_compiled_loops_scan(monkeypat
 
 def test_a_refined_version_is_planned_with_all_its_feedback_views() -> None:
     run = RunConfig()
-    plain, refined = ({line.what: line.bytes_each for line in plan(run, 100_000, more).lines} for more in (0, 200_000))
-    growth = {what: refined[what] - each for what, each in plain.items() if refined[what] != each}
+    plain_bytes, refined_bytes = (
+        {line.what: line.bytes_each for line in plan(run, 100_000, more).lines} for more in (0, 200_000)
+    )
+    growth = {what: refined_bytes[what] - each for what, each in plain_bytes.items() if refined_bytes[what] != each}
     assert growth.pop("one more version") * run.prepare.num_shards == pytest.approx(200_000 * (2 * 384 + 2), rel=1e-3)
     blocks_once_more = 100_000 * 8 * 2 * 384  # a quarter of the passages changed, so some in every block
     for what in ("searcher", "searcher, one more version"):

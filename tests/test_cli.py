@@ -303,9 +303,9 @@ def test_doctor_tries_the_cluster_that_the_run_file_names(command, run_file: str
 
 
 def test_doctor_says_at_once_that_nothing_listens_at_the_cluster_s_address(command, run_file: str) -> None:
-    with socket.socket() as closed:  # bound and not listening: no other process gets the port meanwhile
-        closed.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    with socket.socket() as bound_socket:  # bound and not listening: no other process gets the port meanwhile
+        bound_socket.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound_socket.getsockname()[1]}"
         status, out, _ = command("doctor", run_file, f"resources.address={address}", "--json")
     [cluster] = [check for check in json.loads(out) if check["name"] == "cluster"]
     assert status == 1 and not cluster["ok"] and address in cluster["detail"] and "listens" in cluster["detail"]

@@ -163,13 +163,14 @@ def test_systems_of_a_file_of_question_ranks_are_compared_over_seeds_and_article
 
 
 def test_gold_passages_count_where_no_question_has_answers(ranks_file: Path) -> None:
-    judged = ranks_file.with_name("judged.parquet")
+    gold_file = ranks_file.with_name("judged.parquet")
     parts = read_question_ranks(ranks_file)
-    judged.write_bytes(
+    gold_file.write_bytes(
         question_ranks_bytes([p._replace(answer_ranks=[None] * 6, gold_ranks=p.answer_ranks) for p in parts])
     )
     rows = [
-        compare(f"{file}:one vector", f"{file}:several: views", [1, 5], 0, None, "dev") for file in (ranks_file, judged)
+        compare(f"{file}:one vector", f"{file}:several: views", [1, 5], 0, None, "dev")
+        for file in (ranks_file, gold_file)
     ]
     assert rows[0] == rows[1] and rows[0][0].questions == 6
 

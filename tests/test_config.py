@@ -20,9 +20,9 @@ def run_file(tmp_path: Path):
 
 
 def refusal(path: str, *overrides: str) -> str:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as error:
         load_run(path, overrides)
-    return str(refused.value).replace(path, "run.yaml")
+    return str(error.value).replace(path, "run.yaml")
 
 
 def test_an_empty_run_file_is_the_defaults(run_file) -> None:
@@ -136,10 +136,10 @@ def test_no_refusal_of_any_key_has_the_words_of_pydantic(value: object) -> None:
             try:
                 RunConfig.model_validate(data)
             except ValidationError as error:
-                with pytest.raises(ConfigError) as refused:
+                with pytest.raises(ConfigError) as config_error:
                     parse_run(data, "run.yaml")
-                assert str(refused.value).startswith(f"run.yaml: {section}.{key}")
-                assert not [problem for problem in error.errors() if problem["msg"] in str(refused.value)]
+                assert str(config_error.value).startswith(f"run.yaml: {section}.{key}")
+                assert not [problem for problem in error.errors() if problem["msg"] in str(config_error.value)]
             else:
                 parse_run(data, "run.yaml")
 

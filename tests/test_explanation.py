@@ -57,12 +57,12 @@ def make(text: str = "A hill. A sea.", question: str = "Where?", scores=((0.5, -
 
 
 def test_text_never_becomes_markup_and_is_all_there() -> None:
-    parsed = PageParser(render_html(make(text=EVIL, question=f"Who {EVIL}?")))
-    assert not {tag for tag, _ in parsed.elements} & {"script", "img"}
-    assert not any(name.startswith("on") for _, attributes in parsed.elements for name in attributes)
-    assert parsed.unclosed == []
+    page = PageParser(render_html(make(text=EVIL, question=f"Who {EVIL}?")))
+    assert not {tag for tag, _ in page.elements} & {"script", "img"}
+    assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
+    assert page.unclosed == []
     for text in (EVIL, f"Title {EVIL}", f"Who {EVIL}?", "p<1>"):
-        assert text in parsed.text
+        assert text in page.text
 
 
 def test_nothing_is_loaded_from_anywhere() -> None:
@@ -93,8 +93,8 @@ def test_bars_begin_at_zero_and_are_as_long_as_the_score(scores) -> None:
     bars = [attributes["style"] for tag, attributes in elements if tag == "i"]
     low, high = min(0.0, *map(min, scores)), max(0.0, *map(max, scores)) or 1.0
     for bar, score in zip(bars, [score for row in scores for score in row], strict=True):
-        left, width = (float(number) for number in re.findall(r"[\d.]+", bar))
-        ends = left / 100 * (high - low) + low, (left + width) / 100 * (high - low) + low
+        offset, width = (float(number) for number in re.findall(r"[\d.]+", bar))
+        ends = offset / 100 * (high - low) + low, (offset + width) / 100 * (high - low) + low
         assert ends == pytest.approx((min(score, 0.0), max(score, 0.0)), abs=1e-3)
 
 

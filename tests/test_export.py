@@ -30,12 +30,12 @@ def test_an_exported_folder_gives_the_encoder_s_question_vectors(
     (tmp_path / "rows.jsonl").write_text(
         "".join(f"{json.dumps({'id': str(i), 'text': text})}\n" for i, text in enumerate(TEXTS))
     )
-    described = {
+    settings = {
         "store": {"path": str(tmp_path / "store")},
         "prepare": {"sources": [str(tmp_path / "rows.jsonl")], "num_shards": 1},
         "encoder": {"backbone": str(tiny_backbone), "strategy": strategy, "num_views": 3},
     }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(described))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
     config, folder = str(tmp_path / "run.yaml"), tmp_path / "exported"
     assert [run("prepare", config), run("index", config)] == [0, 0]
     capsys.readouterr()

@@ -69,8 +69,8 @@ def initialize(tmp_path: Path, monkeypatch, capsys):
         [line] = [line for line in out.splitlines() if line.startswith("written: ")]
         file = line.removeprefix("written: ")
         assert err.splitlines()[-1] == f"next: mvr-ray prepare {file}"
-        loaded = load_run(file)
-        return loaded, out, prepare(loaded.prepare, Store(loaded.store.path))
+        config = load_run(file)
+        return config, out, prepare(config.prepare, Store(config.store.path))
 
     return run
 

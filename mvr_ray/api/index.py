@@ -358,9 +358,9 @@ class Index:
                     lines.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
             update(self.run.prepare, self._store, str(file), progress, index=live.index)
         encoder = {"name": live.encoder_name}
-        published = _index(self._with(encoder=encoder, index={"encoder": live.encoder_fingerprint}), progress)
+        manifest = _index(self._with(encoder=encoder, index={"encoder": live.encoder_fingerprint}), progress)
         self._follow()
-        return published
+        return manifest
 
 
 def _index(run: RunConfig, progress: Progress) -> Manifest:

@@ -19,10 +19,10 @@ def named_arguments(
 ) -> dict[str, str]:
     """Return the command's own NAME=VALUE words, those without a section. `show_only` requires none."""
     arguments = {key: value for key, _, value in (word.partition("=") for word in words or ()) if "." not in key}
-    unknown = sorted(set(arguments) - {*mandatory, *optional})
+    unknown_keys = sorted(set(arguments) - {*mandatory, *optional})
     missing = [key for key in mandatory if not arguments.get(key)]
-    if unknown or (missing and not show_only):
-        problem = f"{unknown[0]}=... is not known" if unknown else f"{missing[0]}=... is missing"
+    if unknown_keys or (missing and not show_only):
+        problem = f"{unknown_keys[0]}=... is not known" if unknown_keys else f"{missing[0]}=... is missing"
         raise ConfigError(f"{command}: {problem}; {hint}")
     return arguments
 

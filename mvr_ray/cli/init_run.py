@@ -104,14 +104,14 @@ def sample_source(path: str) -> SourceSample:
     passages = [record for record in records if isinstance(record, PassageRecord)]
     words = [len(record.passage.text.split()) for record in passages]
     bad = next((str(record) for record in records if isinstance(record, BadRow)), "")
-    judged = kind in ("beir", "msmarco") and split is not None
+    has_qrels = kind in ("beir", "msmarco") and split is not None
     return SourceSample(
         path,
         kind,
         names,
         split,
         len(passages),
-        sum(isinstance(record, QuestionRecord) for record in records) or int(judged),
+        sum(isinstance(record, QuestionRecord) for record in records) or int(has_qrels),
         any(isinstance(record, QuestionRecord) and record.question.answers for record in records),
         sum(words) / max(1, len(words)),
         _field_types(passages),
@@ -289,8 +289,8 @@ def _source_lines(sample: SourceSample, questions: str | None) -> list[str]:
         pairs = ", ".join(
             f"{part}: {'null' if name is None else _yaml_scalar(name)}" for part, name in sample.names.items()
         )
-        numbered = "; null: rows are numbered" if None in sample.names.values() else ""
-        lines.append(f"      fields: {{{pairs}}}  # names in the file{numbered}")
+        note = "; null: rows are numbered" if None in sample.names.values() else ""
+        lines.append(f"      fields: {{{pairs}}}  # names in the file{note}")
     if sample.split:
         lines.append(f"      split: {sample.split}")
     if questions:

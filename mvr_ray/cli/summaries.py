@@ -49,7 +49,7 @@ def _facts(rows: Mapping[str, Any], title: str = "") -> list[Table]:
 
 
 def _prepare(report: Report, words: str) -> Summary:
-    dropped = report["dropped_by_reason"]
+    drop_counts = report["dropped_by_reason"]
     bad = report["bad_rows"]
     facts = {
         "passages read": report["passages_read"],
@@ -57,7 +57,7 @@ def _prepare(report: Report, words: str) -> Summary:
         "passages not drawn": report["passages_not_drawn"],
         "duplicates": report["duplicates"],
         "bad rows": f"{len(bad):,}, first: {bad[0]['where']}: {bad[0]['reason']}" if bad else 0,
-        "rows left out": ", ".join(f"{number:,} ({reason})" for reason, number in dropped.items()),
+        "rows left out": ", ".join(f"{number:,} ({reason})" for reason, number in drop_counts.items()),
         "questions not drawn": report["questions_not_drawn"],
         "hard negatives dropped": report["hard_negatives_dropped"],
         "fields": ", ".join(f"{name} ({kind})" for name, kind in report["fields"].items()),
@@ -124,12 +124,12 @@ def _refine(report: Report, words: str) -> Summary:
         (row["group"], row["protocol"], row["num_questions"], _change(row, "top_1"), _change(row, "top_5"))
         for row in report["accuracy"]
     ]
-    published = report["published"]
-    if published is None:
+    manifest = report["published"]
+    if manifest is None:
         verdict = f"not published: {report['reason']}; version {report['base_version']} stays live"
         return Summary([table("accuracy, in percent", columns, rows)], verdict, f"analyze {words}")
     verdict = (
-        f"live: version {published['version']} of index {published['index']}, "
+        f"live: version {manifest['version']} of index {manifest['index']}, "
         f"{percent(report['dirty_share'])} % of passages changed ({report['reason']})"
     )
     return Summary([table("accuracy, in percent", columns, rows)], verdict, f"evaluate {words}")

@@ -371,7 +371,7 @@ class AnalyzeConfig(Section):
     max_questions: Annotated[int, Field(ge=0)] = 0
     """Analyze only this many, the first of the set; 0: all."""
     attention_passages: Count = 64
-    """Passages whose attention is compared."""
+    """Passages whose attention is compared: at equal distances among those of the questions."""
 
 
 class ServeConfig(Section):

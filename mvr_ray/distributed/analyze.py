@@ -156,16 +156,16 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
     ranks: list[QuestionRanks] = []
     article_of, start_of = articles_of(questions, passages), shard_starts(manifest.shards)
     for view in range(manifest.num_views + 1) if manifest.num_views > 1 else [1]:
-        merged = MergedResults([shard.results[view] for shard in shards], start_of, max(run.evaluate.k)).hits()
+        hit_lists = MergedResults([shard.results[view] for shard in shards], start_of, max(run.evaluate.k)).hits()
         system = ALL_VIEWS if view == manifest.num_views else f"view {view + 1}"
-        ranked = judge_hits(questions, merged, passages, run.evaluate.match)
-        result = system_result(system, name, ranked, article_of, run.evaluate)
+        results = judge_hits(questions, hit_lists, passages, run.evaluate.match)
+        result = system_result(system, name, results, article_of, run.evaluate)
         rows += result.rows
         ranks.append(result.ranks)
         if view == manifest.num_views and encoder.spec.has_snippets:
-            matched = _answer_view_ranks(ranked, merged, passages, encoder, run.evaluate)
-            rows += _answer_view_rows(name, matched, article_of, run.evaluate)
-            matched_Q = [matched.get(question_id) for question_id in result.ranks.question_ids]
+            snippet_ranks = _answer_view_ranks(results, hit_lists, passages, encoder, run.evaluate)
+            rows += _answer_view_rows(name, snippet_ranks, article_of, run.evaluate)
+            matched_Q = [snippet_ranks.get(question_id) for question_id in result.ranks.question_ids]
             unjudged_Q = [None] * len(matched_Q)
             ranks.append(result.ranks._replace(system=ANSWER_VIEW, answer_ranks=matched_Q, gold_ranks=unjudged_Q))
     own = _own_views(questions, shards, manifest)
@@ -175,7 +175,8 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
     means = _view_values(questions, own, queries_QD, known_Q)
     tables: dict[str, FloatArray] = {}
     if manifest.num_views > 1 and not encoder.spec.has_pieces:
-        ids = list(dict.fromkeys(question.positive_ids[0] for question in questions))[: settings.attention_passages]
+        passage_ids = list(dict.fromkeys(question.positive_ids[0] for question in questions))
+        ids = _evenly_spaced(passage_ids, settings.attention_passages)
         attention = view_attention(encoder, encoder.tokenize_passages([gold[passage] for passage in ids]))
         tables = {passage: attention_kl(one) for passage, one in zip(ids, attention, strict=True)}
     table_VV = attention_kl_table(list(tables.values())) if tables else np.empty((0, 0))
@@ -194,6 +195,12 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
         values=_question_values(questions, article_of, own, queries_QD, known_Q, tables),
         **means,
     )
+
+
+def _evenly_spaced(ids: Sequence[str], limit: int) -> list[str]:
+    """Select at most `limit` ids at equal distances: the first ones would be of few articles, as those of one article
+    stand together."""
+    return [ids[number * len(ids) // limit] for number in range(limit)] if len(ids) > limit else list(ids)
 
 
 def _question_values(
@@ -255,7 +262,7 @@ def _answer_view_ranks(
     for row, hits in zip(results, hit_lists, strict=True):
         if row.question.answers:
             pairs = enumerate(zip(row.passages, hits, strict=True))
-            matches = (rank for rank, (judged, hit) in pairs if judged.has_answer and holds(row.question, hit))
+            matches = (rank for rank, (passage, hit) in pairs if passage.has_answer and holds(row.question, hit))
             ranks[row.question.id] = next(matches, -1)
     return ranks
 
@@ -346,9 +353,9 @@ def _search(
 ) -> list[_ShardViews]:
     with session.connect(run.resources, manifest.num_passages) as info:
         session.require(info, [session.Need("analyzers", 1, run.resources.cpus_per_encoder)])
-        shared, ids = share(queries_QD), share(sorted(set(gold_ids)))
+        shared_queries, ids = share(queries_QD), share(sorted(set(gold_ids)))
         calls = [
-            (store.address, manifest, entry.shard, shared, ids, max(run.evaluate.k))
+            (store.address, manifest, entry.shard, shared_queries, ids, max(run.evaluate.k))
             for entry in manifest.shards
             if entry.num_passages
         ]

@@ -187,11 +187,11 @@ def _make_shards(
 def _publish(store: Store, corpus: Corpus, version: Manifest, task: EncodeTask, progress: Progress) -> Manifest:
     """Publish the version, unless it equals the live one; deletes the staging folder."""
     require_all_rows(corpus, version)
-    repaired = _same_live_version(store, version, {entry.shard: entry for entry in version.shards})
-    published = repaired or manifests.publish(store, version)
+    live_version = _same_live_version(store, version, {entry.shard: entry for entry in version.shards})
+    manifest = live_version or manifests.publish(store, version)
     store.delete_dir(paths.staging_dir(version.index, task.key))
-    progress("passages read = embedded = indexed = in the manifest", published.num_passages, corpus.num_passages)
-    return published
+    progress("passages read = embedded = indexed = in the manifest", manifest.num_passages, corpus.num_passages)
+    return manifest
 
 
 def require_all_rows(corpus: Corpus, manifest: Manifest) -> None:
@@ -199,8 +199,8 @@ def require_all_rows(corpus: Corpus, manifest: Manifest) -> None:
     for entry in manifest.shards:
         expected = corpus.info.parts[entry.shard].num_passages
         if entry.num_passages != expected:
-            embedded = open_embeddings(manifests.open_shard(corpus.store, manifest.index, entry), entry.files)
-            _require_ids(corpus.part(entry.shard).ids(), embedded.ids(), entry)
+            embeddings = open_embeddings(manifests.open_shard(corpus.store, manifest.index, entry), entry.files)
+            _require_ids(corpus.part(entry.shard).ids(), embeddings.ids(), entry)
     if manifest.num_passages != corpus.num_passages:
         raise RowsLostError(
             f"corpus {corpus.name!r} has {corpus.num_passages} passages, the shards hold {manifest.num_passages}; "
@@ -228,11 +228,11 @@ def _reusable_shards(store: Store, draft: Manifest, corpus: Corpus, before: Mani
             continue
         same = _same_parts(store, earlier, corpus)
         own = tuple(entry for entry in earlier.shards if entry.shard in same and entry.shard not in reusable)
-        checked = dataclasses.replace(earlier, shards=own, refined_queries={}, lexical=None)
-        damaged = {problem.shard for problem in manifests.verify(store, checked).problems}
-        if damaged:
-            log.warning("index repairs shards: index=%s version=%d shards=%s", draft.index, number, damaged)
-        reusable |= {entry.shard: entry for entry in own if entry.shard not in damaged}
+        partial_manifest = dataclasses.replace(earlier, shards=own, refined_queries={}, lexical=None)
+        damaged_shards = {problem.shard for problem in manifests.verify(store, partial_manifest).problems}
+        if damaged_shards:
+            log.warning("index repairs shards: index=%s version=%d shards=%s", draft.index, number, damaged_shards)
+        reusable |= {entry.shard: entry for entry in own if entry.shard not in damaged_shards}
     return reusable
 
 
@@ -276,11 +276,11 @@ def _build(
 ) -> list[BuiltShard]:
     """Build or reuse all shards, one task each, as many at a time as CPUs allow; returns them in order."""
     calls = [(task, draft, shard, reusable.get(shard), cfg) for shard in range(corpus.num_shards)]
-    built: list[BuiltShard] = []
+    shards: list[BuiltShard] = []
     for shard in run_tasks(build_one, calls, "building the index", cpus=BUILD_CPUS):
-        built.append(shard)
-        progress("build shards", len(built), corpus.num_shards)
-    return sorted(built, key=lambda shard: shard.entry.shard)
+        shards.append(shard)
+        progress("build shards", len(shards), corpus.num_shards)
+    return sorted(shards, key=lambda shard: shard.entry.shard)
 
 
 def build_one(
@@ -288,8 +288,8 @@ def build_one(
 ) -> BuiltShard:
     """Build one shard from its staged work, or reuse the given or noted one; measured either way."""
     store = Store(task.store)
-    if reusable is None and (built := _read_own_note(store, draft, task.key, shard)):
-        return built
+    if reusable is None and (built_shard := _read_own_note(store, draft, task.key, shard)):
+        return built_shard
     entry, is_updated, least_recall = reusable, None, None
     if entry is None:
         with shard_folder(store) as folder:
@@ -302,12 +302,12 @@ def build_one(
     recall = shard_recall(store, draft, entry, cfg.recall_sample)
     folder = store.local_path(paths.shard_dir(draft.index, entry.digest))
     views = shard_collapse(EmbeddingShard.open(folder / paths.EMBEDDINGS))
-    pruned = json.loads((folder / paths.PRUNED_JSON).read_text()) if paths.PRUNED_JSON in entry.files else {}
+    pruning = json.loads((folder / paths.PRUNED_JSON).read_text()) if paths.PRUNED_JSON in entry.files else {}
     cosine, lv = views.mean_pair_cosine, views.lv
-    built = BuiltShard(entry, recall, cosine, lv, **pruned, is_updated=is_updated, least_recall=least_recall)
+    built_shard = BuiltShard(entry, recall, cosine, lv, **pruning, is_updated=is_updated, least_recall=least_recall)
     if reusable is None:
-        write_note(store, _note_path(draft, task.key, shard), built)
-    return built
+        write_note(store, _note_path(draft, task.key, shard), built_shard)
+    return built_shard
 
 
 def _read_own_note(store: Store, draft: Manifest, key: str, shard: int) -> BuiltShard | None:
@@ -344,8 +344,8 @@ def _write_embeddings(
                 known_files |= keep_codes(IndexParams(**draft.index_params), base.path.parent, base_files, folder)
             if same_params and draft.index_params["kind"] != "flat":
                 _update_index(plan.base, base.path.parent, folder, upserts, cfg, shard)
-        embedded = open_embeddings(folder, [file.name for file in folder.iterdir()])
-        _require_ids(corpus.part(shard).ids(), embedded.ids(), f"shard {shard}")
+        embeddings = open_embeddings(folder, [file.name for file in folder.iterdir()])
+        _require_ids(corpus.part(shard).ids(), embeddings.ids(), f"shard {shard}")
     return known_files
 
 
@@ -365,15 +365,15 @@ def _update_index(
 
 
 def _write_blocks(task: EncodeTask, blocks: Iterable[EmbeddingBlock], folder: Path, max_distance: float | None) -> None:
-    dropped, worst = 0, 0.0
+    num_dropped, worst = 0, 0.0
     with EmbeddingWriter(folder / paths.EMBEDDINGS, task.dimension, task.num_views, task.dtype) as writer:
         for block in blocks:
             if max_distance is not None:
                 block, own_dropped, own_worst = prune_block(block, max_distance)
-                dropped, worst = dropped + own_dropped, max(worst, own_worst)
+                num_dropped, worst = num_dropped + own_dropped, max(worst, own_worst)
             writer.write(block)
     if max_distance is not None:
-        (folder / paths.PRUNED_JSON).write_text(json.dumps({"dropped": dropped, "worst": worst}) + "\n")
+        (folder / paths.PRUNED_JSON).write_text(json.dumps({"dropped": num_dropped, "worst": worst}) + "\n")
 
 
 def _embedded_blocks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) -> Iterator[EmbeddingBlock]:
@@ -382,8 +382,8 @@ def _embedded_blocks(store: Store, task: EncodeTask, corpus: Corpus, shard: int)
     if not plan.is_carried and not plan.copies:
         yield from chunks
         return
-    carried = _open_staged(store, task, shard, task.carried_path(shard)).blocks() if plan.is_carried else ()
-    blocks = [*carried, *chunks, *_copied_blocks(store, task, corpus, shard)]
+    carried_blocks = _open_staged(store, task, shard, task.carried_path(shard)).blocks() if plan.is_carried else ()
+    blocks = [*carried_blocks, *chunks, *_copied_blocks(store, task, corpus, shard)]
     places = sorted(
         BlockRow(passage_id, number, row)
         for number, block in enumerate(blocks)
@@ -421,13 +421,13 @@ def _encoded_chunks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) 
     ids = corpus.part(shard).ids()
     ids = [ids[row] for row in task.plan(store, shard).rows_to_encode(len(ids))]
     for chunk in chunks_of(task, corpus, shard):
-        staged = _open_staged(store, task, shard, task.chunk_path(chunk))
+        embeddings = _open_staged(store, task, shard, task.chunk_path(chunk))
         try:
-            _require_ids(ids[chunk.start : chunk.stop], staged.ids(), f"shard {shard} from row {chunk.start}")
+            _require_ids(ids[chunk.start : chunk.stop], embeddings.ids(), f"shard {shard} from row {chunk.start}")
         except RowsLostError as error:
             task.discard(store, shard, error)
             raise
-        yield from staged.blocks()
+        yield from embeddings.blocks()
 
 
 def _open_staged(store: Store, task: EncodeTask, shard: int, path: str) -> EmbeddingShard:
@@ -439,8 +439,8 @@ def _open_staged(store: Store, task: EncodeTask, shard: int, path: str) -> Embed
     """
     try:
         if store.is_local:
-            with pa.memory_map(str(store.local_path(path))) as mapped:
-                data = mapped.read_buffer()
+            with pa.memory_map(str(store.local_path(path))) as file:
+                data = file.read_buffer()
         else:
             data = pa.py_buffer(store.read_bytes(path))
         content = data.slice(0, len(without_trailer(data, store.where(path))))
@@ -455,11 +455,11 @@ def _open_staged(store: Store, task: EncodeTask, shard: int, path: str) -> Embed
 def _complete_draft(draft: Manifest, shards: Sequence[BuiltShard], counts: Mapping[str, int]) -> Manifest:
     """Complete the draft with its shards, the counts of encoded and reused passages, and the measurements on shards,
     averaged over passages."""
-    measured = {
+    means = {
         "view_pair_cosine": mean_over_passages([(shard.pair_cosine, shard.entry.num_passages) for shard in shards]),
         "lv": mean_over_passages([(shard.lv, shard.entry.num_passages) for shard in shards]),
     }
-    metrics: dict[str, int | float] = {name: value for name, value in measured.items() if value is not None}
+    metrics: dict[str, int | float] = {name: value for name, value in means.items() if value is not None}
     metrics |= {name: counts[name] for name in ("encoded", "carried_over", "deleted")}
     metrics |= recall_metrics(shards)
     if draft.operation == "index:refined":
@@ -467,7 +467,7 @@ def _complete_draft(draft: Manifest, shards: Sequence[BuiltShard], counts: Mappi
     if any(paths.PRUNED_JSON in shard.entry.files for shard in shards):
         metrics |= {"pruned_views": float(sum(shard.dropped for shard in shards))}
         metrics |= {"pruned_bound": max(shard.worst for shard in shards)}
-    cosine, lv = measured["view_pair_cosine"], measured["lv"]
+    cosine, lv = means["view_pair_cosine"], means["lv"]
     if cosine is not None and lv is not None:
         metrics["collapsed"] = float(cosine > MAX_COSINE or lv < MIN_LV)
         log.log(

@@ -63,9 +63,9 @@ def carry_over(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progress
     Shards with a staged chunk or plan are skipped. Raises StorageError if refined views to keep are damaged.
     """
     store = Store(task.store)
-    started = staged_shards(task, "chunk-", "plan-")
+    started_shards = staged_shards(task, "chunk-", "plan-")
     sources = embedded_corpora(store, task)
-    open_shards = [shard for shard in shards if shard not in started] if sources else []
+    open_shards = [shard for shard in shards if shard not in started_shards] if sources else []
     calls = [(task, shard, sources) for shard in open_shards]
     results = run_tasks(carry_shard, calls, "looking for embeddings of earlier versions", cpus=BUILD_CPUS)
     for count, _ in enumerate(results, 1):
@@ -82,9 +82,9 @@ def find_copies(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progres
 
     A shard with a chunk staged before such a plan is skipped.
     """
-    store, started = Store(task.store), staged_shards(task, "chunk-")
+    store, started_shards = Store(task.store), staged_shards(task, "chunk-")
     plans = {shard: task.plan(store, shard) for shard in shards}
-    open_shards = [shard for shard in shards if plans[shard].copies is None and shard not in started]
+    open_shards = [shard for shard in shards if plans[shard].copies is None and shard not in started_shards]
     if not open_shards:
         return
     digests: dict[int, bytes] = {}
@@ -209,9 +209,9 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
                     places.append(BlockRow(passage_id, len(blocks), row))
             blocks.append(block)
         if source.is_refined and plan.base is None:
-            deleted, replaced = _deleted_or_replaced(store, source, corpus, shard, remaining)
-            num_unlearned = _num_unlearned(store, source, sources, [*deleted, *replaced])
-            plan = plan._replace(num_deleted=len(deleted), num_unlearned=num_unlearned)
+            deleted_ids, replaced_ids = _deleted_or_replaced(store, source, corpus, shard, remaining)
+            num_unlearned = _num_unlearned(store, source, sources, [*deleted_ids, *replaced_ids])
+            plan = plan._replace(num_deleted=len(deleted_ids), num_unlearned=num_unlearned)
     files_without: set[str] = set()
     for source in sources:
         if remaining and not source.is_refined:
@@ -249,10 +249,10 @@ def _plan_over_base(store: Store, corpus: Corpus, shard: int, sources: Sequence[
         except (MissingInputError, StorageError) as error:
             _skip_source(source, error)
             continue
-        replaced = [passage.id for passage in corpus.part(shard).take(changed_rows)]
+        replaced_ids = [passage.id for passage in corpus.part(shard).take(changed_rows)]
         num_unlearned = 0
         if source.is_refined:
-            num_unlearned = _num_unlearned(store, source, sources, [*replaced, *deleted_ids])
+            num_unlearned = _num_unlearned(store, source, sources, [*replaced_ids, *deleted_ids])
         own = BaseShard(source.index, source.shards[shard], source.index_params, source.least_recall)
         return EncodePlan(changed_rows, own, deleted_ids, len(deleted_ids), num_unlearned)
     return None
@@ -282,14 +282,14 @@ def _num_unlearned(store: Store, source: EmbeddedCorpus, sources: Sequence[Embed
         by_shard.setdefault(shard_of(name, len(source.shards)), []).append(name)
     num_unlearned = 0
     for shard, own in by_shard.items():
-        learned = _open(store, source, shard)
+        embeddings = _open(store, source, shard)
         try:
-            encoded = _open(store, as_encoded, shard).find(own) if as_encoded else {}
+            encoded_views = _open(store, as_encoded, shard).find(own) if as_encoded else {}
         except (MissingInputError, StorageError):
-            encoded = {}
-        for name, views in learned.find(own).items():
-            is_added = bool((views.view_numbers_N >= learned.num_views).any())
-            is_moved = name in encoded and views.vectors_ND.tobytes() != encoded[name].vectors_ND.tobytes()
+            encoded_views = {}
+        for name, views in embeddings.find(own).items():
+            is_added = bool((views.view_numbers_N >= embeddings.num_views).any())
+            is_moved = name in encoded_views and views.vectors_ND.tobytes() != encoded_views[name].vectors_ND.tobytes()
             num_unlearned += is_added or is_moved
     return num_unlearned
 
@@ -320,13 +320,13 @@ def _blocks_of_unchanged(
     """Yield blocks of those of `passages` whose content in the source is unchanged."""
     try:
         before = Corpus.open(store, source.corpus, source.corpus_digest)
-        unchanged = {
+        unchanged_ids = {
             name for name, passage in before.get(passages).items() if _content(passage) == _content(passages[name])
         }
     except (MissingInputError, StorageError) as error:
         _skip_source(source, error)
         return
-    yield from _blocks_with(store, source, unchanged)
+    yield from _blocks_with(store, source, unchanged_ids)
 
 
 def _blocks_with(store: Store, source: EmbeddedCorpus, passage_ids: Iterable[str]) -> Iterator[EmbeddingBlock]:
@@ -336,11 +336,11 @@ def _blocks_with(store: Store, source: EmbeddedCorpus, passage_ids: Iterable[str
         by_shard.setdefault(shard_of(passage_id, len(source.shards)), set()).add(passage_id)
     for number, ids in sorted(by_shard.items()):
         try:
-            embedded = _open(store, source, number)
+            embeddings = _open(store, source, number)
         except (MissingInputError, StorageError) as error:
             _skip_source(source, error)
             continue
-        for block in embedded.blocks():
+        for block in embeddings.blocks():
             rows = [BlockRow(passage_id, 0, row) for row, passage_id in enumerate(block.ids) if passage_id in ids]
             if rows:
                 yield gather_rows([block], rows)

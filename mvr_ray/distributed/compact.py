@@ -56,28 +56,28 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
     """
     store = Store(run.store.path)
     base = manifests.read(store, run.index.name)
-    changed = [entry for entry in base.shards if paths.CHANGES in entry.files]
-    lexical, published = base.lexical, base
-    if changed or (lexical and lexical.has_changes):
+    changed_entries = [entry for entry in base.shards if paths.CHANGES in entry.files]
+    lexical, manifest = base.lexical, base
+    if changed_entries or (lexical and lexical.has_changes):
         with session.connect(run.resources, base.num_passages) as info:
             session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
-            new = _write(store, base, changed, run.index.recall_sample, progress)
+            new = _write(store, base, changed_entries, run.index.recall_sample, progress)
             if lexical and lexical.has_changes:
                 corpus = Corpus.open(store, base.corpus, base.corpus_digest)
                 lexical = compact_lexical(lexical_task(corpus, base.index, len(base.shards)), lexical, progress)
         new = dataclasses.replace(new, lexical=lexical)
         require_same_counts(base, new)
-        published = manifests.publish(store, new)
+        manifest = manifests.publish(store, new)
         store.delete_dir(paths.staging_dir(base.index, _staging_key(base)))
-    progress("passages before = after", published.num_passages, base.num_passages)
+    progress("passages before = after", manifest.num_passages, base.num_passages)
     return CompactReport(
         index=base.index,
         base_version=base.version,
-        version=published.version,
-        shards_written=len(changed),
-        passages=published.num_passages,
+        version=manifest.version,
+        shards_written=len(changed_entries),
+        passages=manifest.num_passages,
         bytes_before=base.num_bytes,
-        bytes=published.num_bytes,
+        bytes=manifest.num_bytes,
     )
 
 
@@ -93,9 +93,9 @@ def _write(store: Store, base: Manifest, entries: list[ShardEntry], sample: int,
     new = dataclasses.replace(base, operation="compact", parent=base.version, shards=shards, dirty_share=0.0)
     if not is_rebuilt:
         return new
-    measured = recall_metrics(list(results.values()))
+    recalls = recall_metrics(list(results.values()))
     metrics = {name: value for name, value in base.metrics.items() if name not in RECALL_METRICS}
-    return dataclasses.replace(new, recall=measured.get("recall"), metrics={**metrics, **measured})
+    return dataclasses.replace(new, recall=recalls.get("recall"), metrics={**metrics, **recalls})
 
 
 def compact_one(address: str, base: Manifest, entry: ShardEntry, sample: int = 0) -> BuiltShard:
@@ -108,9 +108,9 @@ def compact_one(address: str, base: Manifest, entry: ShardEntry, sample: int = 0
     if result := read_note(store, base.index, note):
         return result
     before = manifests.open_shard(store, base.index, entry)
-    embedded = open_embeddings(before, entry.files)
+    embeddings = open_embeddings(before, entry.files)
     with shard_folder(store) as folder:
-        rewrite(embedded, folder / paths.EMBEDDINGS, {})
+        rewrite(embeddings, folder / paths.EMBEDDINGS, {})
         is_rebuilt, names = LABELS_FILE in entry.files, {*entry.files} - {*paths.embedding_files(entry.files)}
         names -= CODES_FILES  # of the old first file, or vector order: built again
         if is_rebuilt:
@@ -120,9 +120,9 @@ def compact_one(address: str, base: Manifest, entry: ShardEntry, sample: int = 0
             link_or_copy(before / name, folder / name)
         new_entry = build_shard(store, base, entry.shard, folder, index_files)
     recall = shard_recall(store, base, new_entry, sample)
-    built = BuiltShard(new_entry, recall, None, None, is_updated=False if is_rebuilt else None)
-    write_note(store, note, built)
-    return built
+    built_shard = BuiltShard(new_entry, recall, None, None, is_updated=False if is_rebuilt else None)
+    write_note(store, note, built_shard)
+    return built_shard
 
 
 def _staging_key(base: Manifest) -> str:

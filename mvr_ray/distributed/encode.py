@@ -289,8 +289,8 @@ def tokenize_chunks(batch: pa.Table, task: EncodeTask) -> pa.Table:
     packed_rows: list[dict[str, Any]] = []
     for chunk in batch.to_pylist():
         passages = passages_of(task, corpus, ChunkRange(**chunk))
-        packed = pack_tokens(encoder.tokenize_passages(passages))
-        packed_rows.append({**chunk, "ids": [passage.id for passage in passages], **packed})
+        token_arrays = pack_tokens(encoder.tokenize_passages(passages))
+        packed_rows.append({**chunk, "ids": [passage.id for passage in passages], **token_arrays})
     columns = {name: pa.array([row[name] for row in packed_rows]) for name in ("shard", "start", "stop", "ids")}
     for name, dtype in TOKEN_ARRAYS.items():
         columns[name] = pa.array([row[name] for row in packed_rows], pa.large_list(pa.from_numpy_dtype(dtype)))
@@ -332,12 +332,12 @@ class ChunkEncoder:
         shard, start, stop = (batch.column(name)[at].as_py() for name in ChunkRange._fields)
         path = self.task.chunk_path(ChunkRange(shard, start, stop))
         if not self.store.exists(path):
-            packed = {name: batch.column(name)[at].values.to_numpy() for name in TOKEN_ARRAYS}
-            ids, tokenized = batch.column("ids")[at].as_py(), unpack_tokens(packed)
+            token_arrays = {name: batch.column(name)[at].values.to_numpy() for name in TOKEN_ARRAYS}
+            ids, tokens = batch.column("ids")[at].as_py(), unpack_tokens(token_arrays)
             encoder = self.encoder
             torch.set_num_threads(self.threads)
             with self.lock, translate_out_of_memory(self.task.tokens_per_batch, "index.tokens_per_batch"):
-                block = embed_chunk(encoder, ids, tokenized, self.task.tokens_per_batch, self.task.dtype)
+                block = embed_chunk(encoder, ids, tokens, self.task.tokens_per_batch, self.task.dtype)
             self._write(block, path)
         return stop - start
 

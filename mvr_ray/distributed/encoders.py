@@ -124,10 +124,10 @@ def _description(store: Store, name: str, fingerprint: str) -> dict[str, Any]:
     """Read `encoder.json` of a snapshot."""
     path = paths.encoder_dir(name, fingerprint)
     if not store.exists(f"{path}/{paths.ENCODER_JSON}"):
-        known = [entry for entry in store.list(paths.encoders_dir(name)) if not entry.endswith(".json")]
+        fingerprints = [entry for entry in store.list(paths.encoders_dir(name)) if not entry.endswith(".json")]
         raise MissingInputError(
             f"encoder snapshot {fingerprint!r} not found ({store.where(path)}); of {name!r} there are: "
-            f"{', '.join(known) or 'none'}. Train it (mvr-ray train CONFIG), copy it there, or name another in "
+            f"{', '.join(fingerprints) or 'none'}. Train it (mvr-ray train CONFIG), copy it there, or name another in "
             f"index.encoder"
         )
     try:

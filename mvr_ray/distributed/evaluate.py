@@ -79,8 +79,8 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
     require_encoder(store, base)
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
     if not settings.questions:
-        known = ", ".join(question_sets(corpus)) or "none"
-        raise ConfigError(f"evaluate.questions names no question set; corpus {corpus.name!r} has: {known}")
+        set_names = ", ".join(question_sets(corpus)) or "none"
+        raise ConfigError(f"evaluate.questions names no question set; corpus {corpus.name!r} has: {set_names}")
     sets = [QuestionSet(name, read_questions(corpus, name)) for name in dict.fromkeys(settings.questions)]
     if settings.hybrid in settings.questions:
         raise ConfigError(
@@ -99,21 +99,23 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
         manifest = router.manifest
         for name, questions in sets:
             require_gold_passages(name, questions, router.corpus)
-        ranked = rank_questions(run, router, sets, rank, progress)
+        ranked_questions = rank_questions(run, router, sets, rank, progress)
         articles = {name: articles_of(questions, router.corpus) for name, questions in sets}
         for name, questions in sets:
-            own = list(itertools.islice(ranked, len(questions)))
+            own = list(itertools.islice(ranked_questions, len(questions)))
             results.append(system_result(run.index.name, name, own, articles[name], settings))
         if settings.bm25:
             words = BM25Index(router.corpus, progress)
             for question_set in sets:
-                judged = bm25_ranking(words, router.corpus, question_set, rank, progress)
-                results.append(system_result("bm25", question_set.name, judged, articles[question_set.name], settings))
+                bm25_results = bm25_ranking(words, router.corpus, question_set, rank, progress)
+                results.append(
+                    system_result("bm25", question_set.name, bm25_results, articles[question_set.name], settings)
+                )
         weight = _choose_weight(run, router, progress) if settings.hybrid else run.search.hybrid
         if weight is not None:
-            ranked = rank_questions(run, router, sets, rank._replace(hybrid=weight), progress)
+            ranked_questions = rank_questions(run, router, sets, rank._replace(hybrid=weight), progress)
             for name, questions in sets:
-                own = list(itertools.islice(ranked, len(questions)))
+                own = list(itertools.islice(ranked_questions, len(questions)))
                 results.append(system_result(hybrid_system(weight), name, own, articles[name], settings))
     log.info("evaluated: index=%s version=%d sets=%d", manifest.index, manifest.version, len(sets))
     return EvaluationReport(
@@ -238,7 +240,7 @@ def judge_hits(
 ) -> list[RankedQuestion]:
     """Mark each question's hits by whether their passage holds an answer (None for a question without answers)."""
     matcher = AnswerMatcher(match, strict=strict)
-    ranked: list[RankedQuestion] = []
+    results: list[RankedQuestion] = []
     for question, question_hits in zip(questions, hits, strict=True):
         texts = indexed_corpus.get(hit.passage_id for hit in question_hits)
         marks = [
@@ -246,5 +248,5 @@ def judge_hits(
             for hit in question_hits
         ]
         passages = [RankedPassage(hit.passage_id, "", "", hit.score, mark) for hit, mark in zip(question_hits, marks)]
-        ranked.append(RankedQuestion(question, passages))
-    return ranked
+        results.append(RankedQuestion(question, passages))
+    return results

@@ -168,9 +168,9 @@ class Follower:
         for name, problem in left_out.items():
             log.error("change file left out: index=%s file=%s reason=%s", version.index, name, problem)
             self.say(f"left out, nothing of it was applied: {name}: {problem}")
-        if applied := [file for file in files if not file.problem]:
+        if applied_files := [file for file in files if not file.problem]:
             self.say(
-                f"version {version.version}: {_names(applied)}; {update.added} passages added, {update.replaced} "
+                f"version {version.version}: {_names(applied_files)}; {update.added} passages added, {update.replaced} "
                 f"replaced, {update.deleted} deleted; {version.metrics.get('encoded', 0):g} encoded; "
                 f"{outcome.seconds:.1f} s"
             )

@@ -115,8 +115,8 @@ def shard_words(task: LexicalTask, shard: int) -> ShardWords:
 
 def _lexical_part(task: LexicalTask, words: Iterable[ShardWords], statistics: Files = ()) -> LexicalPart:
     """Combine the words of all shards into a version's; writes the statistics unless they are given."""
-    ordered = sorted(words, key=lambda own: own.shard)
-    files, before = tuple(own.files for own in ordered), task.before
+    words_by_shard = sorted(words, key=lambda own: own.shard)
+    files, before = tuple(own.files for own in words_by_shard), task.before
     if statistics:
         return LexicalPart(statistics, files)
     if before is None:
@@ -124,7 +124,7 @@ def _lexical_part(task: LexicalTask, words: Iterable[ShardWords], statistics: Fi
         shards = [Postings(*manifests.open_lexical(store, task.index, own)).whole for own in files]
         return LexicalPart((_add(task, lambda path: write_statistics(shards, path)),), files)
     assert before.lexical, "the base version has no words"
-    changes = [own.change for own in ordered]
+    changes = [own.change for own in words_by_shard]
     frequencies: Counter[str] = Counter()
     for own in changes:
         frequencies.update(own.frequencies)
@@ -135,8 +135,8 @@ def _lexical_part(task: LexicalTask, words: Iterable[ShardWords], statistics: Fi
 
 def compact_lexical(task: LexicalTask, part: LexicalPart, progress: Progress = no_progress) -> LexicalPart:
     """Rewrite the same words with every file whole, as in a version built from scratch."""
-    changed, postings = [shard for shard, own in enumerate(part.postings) if len(own) > 1], list(part.postings)
-    for words in _words_of(task._replace(before=None), changed, "compact the words", progress):
+    changed_shards, postings = [shard for shard, own in enumerate(part.postings) if len(own) > 1], list(part.postings)
+    for words in _words_of(task._replace(before=None), changed_shards, "compact the words", progress):
         postings[words.shard] = words.files
     return LexicalPart(_merged_statistics(task, part.statistics), tuple(postings))
 

@@ -94,15 +94,15 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
         results = [choose_negatives(of, cfg, number=row) for row, of in enumerate(filtered_hits)]
     _require_negatives(results, cfg)
     mined_questions = [
-        question._replace(hard_negative_ids=mined.ids, teacher_scores=mined.scores)
-        for question, mined in zip(questions, results)
+        question._replace(hard_negative_ids=result.ids, teacher_scores=result.scores)
+        for question, result in zip(questions, results)
     ]
     write_questions(corpus, cfg.output, mined_questions)
-    counts = [len(mined.ids) for mined in results]
-    hits = sum(mined.hits for mined in results)
-    gold = sum(mined.gold for mined in results)
-    bearing = sum(mined.answer_bearing for mined in results)
-    likely = sum(mined.likely for mined in results)
+    counts = [len(result.ids) for result in results]
+    hits = sum(result.hits for result in results)
+    gold = sum(result.gold for result in results)
+    bearing = sum(result.answer_bearing for result in results)
+    likely = sum(result.likely for result in results)
     report = MineReport(
         questions=len(mined_questions),
         output=cfg.output,
@@ -160,8 +160,8 @@ def denoise(candidates: FilteredHits, scores: FloatArray, cfg: MineConfig, *, nu
 
 def _require_negatives(results: Sequence[HardNegatives], cfg: MineConfig) -> None:
     """Raise DataError if the cross-encoder, perhaps untrained, dropped all candidates as answers."""
-    likely = sum(mined.likely for mined in results)
-    if likely and not any(mined.ids for mined in results):
+    likely = sum(result.likely for result in results)
+    if likely and not any(result.ids for result in results):
         raise DataError(
             f"cross-encoder {cfg.cross_encoder!r} scored all {likely} candidate passages as answers, each "
             f"at least {cfg.denoise_share:g} likely beside the known one (mine.denoise_share); no negative is left: "

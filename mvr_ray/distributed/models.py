@@ -79,18 +79,20 @@ def find_model(run: RunConfig, kind: ModelKind[Any], address: str) -> ModelAddre
     store, what = Store(run.store.path), kind.model.what
     name, _, fingerprint = address.partition("/")
     is_stored = re.fullmatch(r"[\w.-]+", name) and store.exists(paths.latest_model(kind.store_dir, name))
-    known = []
+    fingerprints = []
     if is_stored:
-        known = [entry for entry in store.list(paths.models_dir(kind.store_dir, name)) if not entry.endswith(".json")]
+        fingerprints = [
+            entry for entry in store.list(paths.models_dir(kind.store_dir, name)) if not entry.endswith(".json")
+        ]
         fingerprint = fingerprint or str(latest_fingerprint(store, kind, name))
-    if fingerprint in known:
+    if fingerprint in fingerprints:
         return ModelAddress(store.address, paths.model_dir(kind.store_dir, name, fingerprint), "")
     if address.startswith("package:") or Path(address).expanduser().is_dir():
         return ModelAddress(store.address, "", str(resolve_path(address).absolute()))
     if is_stored:
         raise MissingInputError(
-            f"{what} {address!r} is not stored in {store.name}; of {name!r} there are: {', '.join(known) or 'none'}; "
-            f"name one of these in {kind.setting}, or {name} for the newest"
+            f"{what} {address!r} is not stored in {store.name}; of {name!r} there are: "
+            f"{', '.join(fingerprints) or 'none'}; name one of these in {kind.setting}, or {name} for the newest"
         )
     if _HUB_NAME.fullmatch(address):
         return ModelAddress(store.address, "", address)

@@ -161,8 +161,8 @@ def rank_questions(
         "gpu": resources.gpus_per_encoder > 0,
     }
     count, total = 0, sum(len(batch.questions) for batch in batches)
-    ranked = map_in_pool(_PoolRanker, arguments, batches, resources, "ranking questions")
-    for (_, questions), lists in zip(batches, ranked):
+    batch_hits = map_in_pool(_PoolRanker, arguments, batches, resources, "ranking questions")
+    for (_, questions), lists in zip(batches, batch_hits):
         for question, hits in zip(questions, lists):
             yield RankedQuestion(question, [RankedPassage(*fields) for fields in hits])
         count += len(questions)

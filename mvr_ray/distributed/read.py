@@ -132,16 +132,16 @@ def read(
     ks = sorted(set(run.read.top_passages))
     if not ks:
         raise ConfigError("read.top_passages is empty; set the numbers of passages to read, such as [1, 5, 20]")
-    ranked = _with_texts(run, path, list(read_ranking(path, ks[-1])))
+    results = _with_texts(run, path, list(read_ranking(path, ks[-1])))
     if run.read.score_weight:
-        _require_scores(path, ranked)
+        _require_scores(path, results)
     resources = run.resources
     fingerprint = open_model(READERS, address, spec, threads=resources.torch_threads).fingerprint
     gpu = resources.gpus_per_encoder > 0
     task = ReadTask(address, fingerprint, spec, run.read.tokens_per_batch, resources.torch_threads, gpu)
     scores: dict[tuple[int, str], list[float]] = {(k, metric): [] for k in ks for metric in ("exact_match", "f1")}
     groups: list[str] = []
-    unread = 0
+    num_unread = 0
     with ExitStack() as stack:
         info = stack.enter_context(session.connect(resources))
         session.require(info, [pool_need("readers", resources)])
@@ -149,9 +149,9 @@ def read(
         if output is not None:
             temporary = stack.enter_context(finished_file(output))
             file = stack.enter_context(temporary.open("w", encoding="utf-8", errors="replace", newline="\n"))
-        for number, (result, spans) in enumerate(zip(ranked, _read_all(run, task, ranked, progress))):
+        for number, (result, spans) in enumerate(zip(results, _read_all(run, task, results, progress))):
             answers_by_k = predictions(result, spans, ks, run.read.score_weight)
-            unread += not any(spans)
+            num_unread += not any(spans)
             if result.question.answers:
                 groups.append((articles or {}).get(result.question.id, f"question {number}"))
             for prediction in answers_by_k if result.question.answers else ():
@@ -159,13 +159,15 @@ def read(
                 scores[prediction.passages, "f1"].append(prediction.f1 or 0.0)
             if file is not None:
                 file.write(_line(result, answers_by_k))
-    log.info("read: questions=%d unread=%d reader=%s fingerprint=%s", len(ranked), unread, run.read.reader, fingerprint)
+    log.info(
+        "read: questions=%d unread=%d reader=%s fingerprint=%s", len(results), num_unread, run.read.reader, fingerprint
+    )
     return ReadReport(
         reader=run.read.reader,
         fingerprint=fingerprint,
         ranking=str(ranking),
-        questions=len(ranked),
-        unread=unread,
+        questions=len(results),
+        unread=num_unread,
         output=str(output) if output else None,
         rows=[_row(run, k, metric, values, groups) for (k, metric), values in scores.items() if values],
     )

@@ -45,8 +45,8 @@ def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
     base = manifests.read(store, run.index.name)
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
     questions = gather(corpus, run.refine)
-    if finished := _finished_by(store, base, run, questions):
-        return finished
+    if report := _finished_by(store, base, run, questions):
+        return report
     journal = Journal(store, base, run, questions)
     try:
         return _refine(run, store, base, questions, journal, progress)
@@ -71,10 +71,10 @@ def _refine(
                 keep_length = base.similarity == "cosine"
             loop = RefinementLoop(run.refine, questions, queries_TD, refiners, journal, progress, keep_length)
             end = loop.run()
-            report, refined = _conclude(run, store, base, loop, end)
-    if refined is not None:
+            report, manifest = _conclude(run, store, base, loop, end)
+    if manifest is not None:
         journal.save_report(report)
-        report = dataclasses.replace(report, published=manifests.publish(store, refined))
+        report = dataclasses.replace(report, published=manifests.publish(store, manifest))
     journal.delete()
     return report
 
@@ -102,17 +102,17 @@ def _conclude(
     if isinstance(end, Reject) or end.best_round == 0:
         return report, None
     at = loop.state_id(end.best_round)
-    refined, rewritten = describe(run, base, loop.refiners, at, accuracy, report.settings)
-    report = dataclasses.replace(report, dirty_share=refined.dirty_share or 0.0, rewritten_shards=rewritten)
+    manifest, num_rewritten = describe(run, base, loop.refiners, at, accuracy, report.settings)
+    report = dataclasses.replace(report, dirty_share=manifest.dirty_share or 0.0, rewritten_shards=num_rewritten)
     if run.refine.method in MOVES_QUERIES:
-        labelled = loop.questions.table[: loop.questions.num_labelled]
-        digest = save_queries(store, base.index, labelled, loop.queries_at(end.best_round))
-        refined = dataclasses.replace(
-            refined, refined_queries={**base.refined_queries, loop.questions.groups[0].name: digest}
+        labelled_questions = loop.questions.table[: loop.questions.num_labelled]
+        digest = save_queries(store, base.index, labelled_questions, loop.queries_at(end.best_round))
+        manifest = dataclasses.replace(
+            manifest, refined_queries={**base.refined_queries, loop.questions.groups[0].name: digest}
         )
-    elif not rewritten:
+    elif not num_rewritten:
         return dataclasses.replace(report, reason=f"{end.reason}; no stored byte changed"), None
-    return report, refined
+    return report, manifest
 
 
 def _finished_by(store: Store, live: Manifest, run: RunConfig, questions: RefineQuestions) -> RefineReport | None:

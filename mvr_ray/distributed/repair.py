@@ -118,22 +118,22 @@ def _build_missing(manifest: Manifest, entry: ShardEntry, folder: Path, missing:
     """Build the shard's index beside `folder` and move missing files from it; returns the names still missing."""
     if not missing or {*paths.embedding_files(entry.files)} & {*missing} or not entry.num_passages:
         return missing
-    built = folder.with_name("built")
-    built.mkdir()
+    build_folder = folder.with_name("built")
+    build_folder.mkdir()
     try:
         of_first = FIRST_CODES_FILE in entry.files
-        embedded = open_embeddings(folder, [paths.EMBEDDINGS] if of_first else entry.files)
-        build_index(IndexParams(**manifest.index_params), embedded.blocks(), built)
+        embeddings = open_embeddings(folder, [paths.EMBEDDINGS] if of_first else entry.files)
+        build_index(IndexParams(**manifest.index_params), embeddings.blocks(), build_folder)
         if of_first:
-            for name, own in shared_codes([file.name for file in built.iterdir()], has_changes=False).items():
-                (built / name).rename(built / own)
+            for name, own in shared_codes([file.name for file in build_folder.iterdir()], has_changes=False).items():
+                (build_folder / name).rename(build_folder / own)
     except ShardIndexError as error:  # such as a library that is not installed here
         log.warning("shard not built: index=%s shard=%d error=%s", manifest.index, entry.shard, error)
         return missing
     remaining = []
     for name in missing:
-        if (built / name).is_file() and _equals(built / name, entry.files[name]):
-            (built / name).replace(folder / name)
+        if (build_folder / name).is_file() and _equals(build_folder / name, entry.files[name]):
+            (build_folder / name).replace(folder / name)
         else:
             remaining.append(name)
     return remaining

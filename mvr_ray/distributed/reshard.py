@@ -106,11 +106,11 @@ def reshard(run: RunConfig, num_shards: int, progress: Progress = no_progress) -
             lexical = build_lexical(words, progress, statistics=base.lexical.statistics)  # the same in any shards
             new = dataclasses.replace(new, lexical=lexical)
     require_same_counts(base, new)
-    published = manifests.publish(store, new)
+    manifest = manifests.publish(store, new)
     store.delete_dir(paths.staging_dir(base.index, task.staging))
-    progress("passages before = after", published.num_passages, base.num_passages)
-    progress("views before = after", published.num_vectors, base.num_vectors)
-    return _report(base, published)
+    progress("passages before = after", manifest.num_passages, base.num_passages)
+    progress("views before = after", manifest.num_vectors, base.num_vectors)
+    return _report(base, manifest)
 
 
 def staging_key(base: Manifest, num_shards: int) -> str:
@@ -146,22 +146,22 @@ def reshard_one(task: ReshardTask, shard: int) -> BuiltShard:
         entry = build_shard(store, base, shard, folder)
     recall = shard_recall(store, base, entry, task.recall_sample)
     is_updated = None if base.index_params["kind"] == "flat" else False
-    built = BuiltShard(entry, recall, None, None, is_updated=is_updated)
-    write_note(store, note, built)
-    return built
+    built_shard = BuiltShard(entry, recall, None, None, is_updated=is_updated)
+    write_note(store, note, built_shard)
+    return built_shard
 
 
 def manifest_over(base: Manifest, shards: Sequence[BuiltShard]) -> Manifest:
     """The manifest of the version over its new shards; measurements on views are unchanged."""
     metrics = {name: value for name, value in base.metrics.items() if name not in RECALL_METRICS}
-    measured = recall_metrics(shards)
+    recalls = recall_metrics(shards)
     return dataclasses.replace(
         base,
         operation="reshard",
         parent=base.version,
         shards=tuple(shard.entry for shard in shards),
-        recall=measured.get("recall"),
-        metrics={**metrics, **measured},
+        recall=recalls.get("recall"),
+        metrics={**metrics, **recalls},
         dirty_share=0.0,
     )
 
@@ -240,8 +240,8 @@ def _embeddings(entry: ShardEntry) -> dict[str, FileEntry]:
 def _build(task: ReshardTask, progress: Progress) -> list[BuiltShard]:
     """Build all new shards, one task each, as many at a time as CPUs allow; returns them in order."""
     calls = [(task, shard) for shard in range(task.num_shards)]
-    built: list[BuiltShard] = []
+    shards: list[BuiltShard] = []
     for shard in run_tasks(reshard_one, calls, "resharding", cpus=BUILD_CPUS):
-        built.append(shard)
-        progress("reshard", len(built), task.num_shards)
-    return sorted(built, key=lambda shard: shard.entry.shard)
+        shards.append(shard)
+        progress("reshard", len(shards), task.num_shards)
+    return sorted(shards, key=lambda shard: shard.entry.shard)

@@ -71,8 +71,8 @@ def retrieve(
         hybrid=run.search.hybrid,
     )
     with open_router(run, version) as router:
-        ranked = rank_questions(run, router, [query_set], settings, progress)
-        count = write_ranking(ranked, output, format, tag=run.retrieve.tag, extras=run.retrieve.extras)
+        results = rank_questions(run, router, [query_set], settings, progress)
+        count = write_ranking(results, output, format, tag=run.retrieve.tag, extras=run.retrieve.extras)
         manifest = router.manifest
     log.info("retrieved: questions=%d output=%s index=%s version=%d", count, output, manifest.index, manifest.version)
     return RetrieveReport(
@@ -94,9 +94,9 @@ def question_set(corpus: Corpus, name: str) -> QuestionSet:
         return QuestionSet(name, read_questions(corpus, name))
     path = resolve_path(name)
     if not path.is_file():
-        known = ", ".join(question_sets(corpus)) or "none"
+        set_names = ", ".join(question_sets(corpus)) or "none"
         raise MissingInputError(
             f"questions {name!r}: neither a file nor a set of corpus {corpus.name!r} in {corpus.store.root} "
-            f"(sets: {known})"
+            f"(sets: {set_names})"
         )
     return QuestionSet(path.name, read_question_file(path))

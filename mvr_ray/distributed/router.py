@@ -183,7 +183,7 @@ class Router:
 
     def count_tokens(self, texts: Sequence[str]) -> int:
         """The number of tokens that `embed` reads of all texts together."""
-        return sum(tokenized.num_tokens for tokenized in self.encoder.tokenize_queries(texts))
+        return sum(query.num_tokens for query in self.encoder.tokenize_queries(texts))
 
     def search_text(
         self,
@@ -257,8 +257,8 @@ class Router:
             first = self.fleet.fan_out(request, first_deadline)
         results, failures = {result.shard: result for result in first.results}, list(first.failures)
         with self._record_time("merge"):
-            merged, rounds = MergedResults(results.values(), self._start_of, k), 1
-            uncertain = merged.uncertain_queries() if exact else {}
+            merged_results, rounds = MergedResults(results.values(), self._start_of, k), 1
+            uncertain = merged_results.uncertain_queries() if exact else {}
         if uncertain:
             with self._record_time("search"):
                 positions = distinct(np.concatenate(list(uncertain.values())))
@@ -268,11 +268,11 @@ class Router:
             for result in second.results:
                 results[result.shard] = overlay_results(results[result.shard], result, positions)
             failures += [one._replace(detail=one.detail or FIRST_ROWS_ONLY) for one in second.failures]
-            merged, rounds = MergedResults(results.values(), self._start_of, k), 2
-        rescored = sum(int(result.rescored_Q.sum()) for result in results.values())
+            merged_results, rounds = MergedResults(results.values(), self._start_of, k), 2
+        num_rescored = sum(int(result.rescored_Q.sum()) for result in results.values())
         failure_of = {shard: failure for failure in failures for shard in failure.shards}
-        hits = merged.hits() or [[] for _ in queries_QD]
-        answer = self._answer(hits, failure_of, rounds, rescored, hybrid)
+        hits = merged_results.hits() or [[] for _ in queries_QD]
+        answer = self._answer(hits, failure_of, rounds, num_rescored, hybrid)
         if failure_of:
             self._check_coverage(answer, min_coverage)
         return answer
@@ -334,15 +334,15 @@ class Router:
         dimension, CoverageError if a shard does not answer.
         """
         queries_QD = check_queries(queries_QD, self.dimension)
-        stored = self._stored_views(passage_ids, Deadline.after(self.timeout_s))
+        stored_views = self._stored_views(passage_ids, Deadline.after(self.timeout_s))
         for passage_id in passage_ids:
-            if passage_id not in stored:
+            if passage_id not in stored_views:
                 raise UnknownPassageError(
                     f"index {self.manifest.index!r} version {self.manifest.version} holds no passage {passage_id!r}; "
                     f"give an id as `mvr-ray search CONFIG` shows it",
                     passage_id,
                 )
-        return [score_views(queries_QD, passage_id, *stored[passage_id]) for passage_id in passage_ids]
+        return [score_views(queries_QD, passage_id, *stored_views[passage_id]) for passage_id in passage_ids]
 
     def _stored_views(self, passage_ids: Sequence[str], deadline: Deadline) -> dict[str, Views]:
         manifest = self.manifest
@@ -481,10 +481,10 @@ class Router:
     ) -> Answer:
         manifest = self.manifest
         params = manifest.index_params
-        kind, coded = str(params["kind"]), params.get("scan") == "int8"
-        method = f"faiss {params['factory']}" if kind == "faiss" else "flat int8" if coded else kind
-        if bound := manifest.metrics.get("pruned_bound", 0.0):
-            method += f" over stored views (indexed within {math.ceil(1e4 * bound) / 1e4:g} of all views)"
+        kind, is_int8 = str(params["kind"]), params.get("scan") == "int8"
+        method = f"faiss {params['factory']}" if kind == "faiss" else "flat int8" if is_int8 else kind
+        if pruning_bound := manifest.metrics.get("pruned_bound", 0.0):
+            method += f" over stored views (indexed within {math.ceil(1e4 * pruning_bound) / 1e4:g} of all views)"
         if hybrid is not None:
             method = "bm25" if hybrid.weight == "words" else f"bm25 + {method}"
         is_exact = self._is_exact(hybrid)

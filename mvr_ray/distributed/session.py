@@ -355,8 +355,8 @@ def _ray() -> Check:
 
     from mvr_ray.distributed.ray_internals import READ_FROM
 
-    tested = ray.__version__.startswith(READ_FROM)
-    return Check("ray", tested, f"{ray.__version__}; mvr_ray is tested with {READ_FROM}*")
+    is_tested = ray.__version__.startswith(READ_FROM)
+    return Check("ray", is_tested, f"{ray.__version__}; mvr_ray is tested with {READ_FROM}*")
 
 
 def _library(name: str) -> Check:
@@ -408,10 +408,10 @@ def _temporary() -> Check:
 
 
 def _shared_memory() -> Check:
-    shared = Path("/dev/shm")
-    if not shared.is_dir():
+    path = Path("/dev/shm")
+    if not path.is_dir():
         return Check("shared memory", True, "no /dev/shm on this system")
-    free = shutil.disk_usage(shared).free / 2**30
+    free = shutil.disk_usage(path).free / 2**30
     return Check("shared memory", free >= 0.5, f"{free:.1f} GiB free in /dev/shm; containers: --shm-size=2g or more")
 
 

@@ -76,11 +76,11 @@ def build_shard(
     """
     params = IndexParams(**manifest.index_params)
     names = {file.name for file in folder.iterdir()}
-    embedded = open_embeddings(folder, names)
+    embeddings = open_embeddings(folder, names)
     is_indexed = bool(names - {*paths.embedding_files(names), paths.PRUNED_JSON})
-    if embedded.num_passages and not searches_embeddings(params) and not is_indexed:
-        build_index(params, embedded.blocks(), folder)
-    meta = ShardMeta(shard, embedded.num_passages, embedded.num_vectors)
+    if embeddings.num_passages and not searches_embeddings(params) and not is_indexed:
+        build_index(params, embeddings.blocks(), folder)
+    meta = ShardMeta(shard, embeddings.num_passages, embeddings.num_vectors)
     return manifests.add_shard(store, manifest.index, folder, meta, files)
 
 
@@ -106,11 +106,11 @@ def keep_codes(
     none if the index has no codes, or the base has other ones."""
     if params.kind != "flat" or params.scan != "int8":
         return {}
-    known = {}
+    known_files = {}
     for name, own in shared_codes(base_files, bool(paths.changes_files(base_files))).items():
         link_or_copy(base / name, folder / own)
-        known[own] = base_files[name]
-    return known
+        known_files[own] = base_files[name]
+    return known_files
 
 
 def write_note(store: Store, path: str, report: BuiltShard) -> None:
@@ -149,9 +149,9 @@ def shard_folder(store: Store) -> Iterator[Path]:
 
 def mean_over_passages(pairs: Sequence[tuple[float | None, int]]) -> float | None:
     """Mean of (value, passages) pairs weighted by passages, ignoring None; None where nothing was measured."""
-    known = [(value, weight) for value, weight in pairs if value is not None]
-    total = sum(weight for _, weight in known)
-    return sum(value * weight for value, weight in known) / total if total else None
+    weighted_values = [(value, weight) for value, weight in pairs if value is not None]
+    total = sum(weight for _, weight in weighted_values)
+    return sum(value * weight for value, weight in weighted_values) / total if total else None
 
 
 def promised_recall(manifest: Manifest) -> float | None:

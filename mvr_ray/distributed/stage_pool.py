@@ -64,10 +64,10 @@ def _remote_stage(stage: _Stage, run: RunConfig, progress: Progress, gpus: float
 
     Ray restarts a task whose worker dies.
     """
-    located = run.model_copy(update={"store": StoreConfig(path=Store(run.store.path).address)})
+    resolved_run = run.model_copy(update={"store": StoreConfig(path=Store(run.store.path).address)})
     task: Any = ray.remote(_run_stage).options(num_cpus=0, num_gpus=gpus)
     with forward_progress(progress) as actor:
-        report = task.remote(stage, located.model_dump(mode="json"), actor)
+        report = task.remote(stage, resolved_run.model_dump(mode="json"), actor)
         try:
             yield report
         except BaseException:  # Ctrl-C must stop the stage

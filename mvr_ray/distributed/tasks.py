@@ -53,12 +53,12 @@ def task_results(tasks: Sequence[Any], what: str, hang_s: float | None = None) -
     bound_s, waiting = HANG_S if hang_s is None else hang_s, list(tasks)
     with translate_ray_errors(what):
         while waiting:
-            finished, waiting = ray.wait(waiting, num_returns=1, timeout=bound_s)
-            if not finished:
+            ready_refs, waiting = ray.wait(waiting, num_returns=1, timeout=bound_s)
+            if not ready_refs:
                 for task in waiting:
                     ray.cancel(task, force=True)
                 raise ResourceError(
                     f"{what} stopped: none of {len(waiting)} tasks finished for {bound_s:g} s; see whether the cluster "
                     f"has resources for them and its machines answer, then run the same command again, it continues"
                 )
-            yield ray.get(finished[0])
+            yield ray.get(ready_refs[0])

@@ -204,13 +204,13 @@ def update_labels(
     Passages of `changed_ids`, and those in only one of the two, lose their labels and get new ones.
     """
     starts = dict(_passage_starts(blocks))
-    unchanged = {name: start for name, start in starts.items() if name not in changed_ids}
+    unchanged_starts = {name: start for name, start in starts.items() if name not in changed_ids}
     number_N = np.full(count_vectors(old_blocks), DELETED, np.int32)
     is_new_N = np.ones(count_vectors(blocks), bool)
     for block, first in zip(old_blocks, _first_numbers(old_blocks)):
         low = int(block.row_ptr[0])
         for name, start, stop in zip(block.ids, block.row_ptr.tolist(), block.row_ptr[1:].tolist()):
-            if (at := unchanged.get(name)) is not None:
+            if (at := unchanged_starts.get(name)) is not None:
                 number_N[first + start - low : first + stop - low] = np.arange(at, at + stop - start)
                 is_new_N[at : at + stop - start] = False
     labels = read_labels(folder)

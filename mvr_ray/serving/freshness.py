@@ -67,10 +67,10 @@ class FreshnessMonitor:
         """Return the current ages; None before the first update."""
         if self._times is None:
             return None
-        unanswered, newest_answered, num_waiting = self._times
+        unanswered_times, newest_answered, num_waiting = self._times
         now = time.time()
         return Freshness(
-            oldest_change_s=max((now - changed_s for changed_s in unanswered), default=0.0),
+            oldest_change_s=max((now - changed_s for changed_s in unanswered_times), default=0.0),
             newest_passage_s=max(now - newest_answered, 0.0),
             waiting_files=num_waiting,
         )
@@ -80,18 +80,20 @@ class FreshnessMonitor:
         last_corpus = Corpus.open(self.store, version.corpus)
         last = last_corpus.info
         name = own.change_files[-1].name if own.change_files else ""
-        unanswered = {file.name: file.changed_s for file in last.change_files if file.name > name and not file.problem}
+        unanswered_files = {
+            file.name: file.changed_s for file in last.change_files if file.name > name and not file.problem
+        }
         if self.source is not None:
             left_out = {file.name for file in last.change_files if file.problem}
             waiting = Backlog.of(list_change_files(self.source), own.change_files).waiting
-            unanswered |= {file.name: file.changed_s for file in waiting if file.name not in left_out}
-        times = list(unanswered.values())
+            unanswered_files |= {file.name: file.changed_s for file in waiting if file.name not in left_out}
+        times = list(unanswered_files.values())
         if not times and last.digest != own.digest:
             times = [self._creation_time(paths.corpus_publication(version.corpus, last_corpus.number))]
-        applied = [file.changed_s for file in own.change_files if not file.problem]
+        applied_times = [file.changed_s for file in own.change_files if not file.problem]
         corpus_path = paths.corpus_version(version.corpus, version.corpus_digest)
-        newest_s = max(applied, default=0.0) or self._creation_time(corpus_path)
-        return ChangeTimes(times, newest_s, len(unanswered))
+        newest_s = max(applied_times, default=0.0) or self._creation_time(corpus_path)
+        return ChangeTimes(times, newest_s, len(unanswered_files))
 
     def _creation_time(self, path: str) -> float:
         return time.time() - self.store.age_s(path)

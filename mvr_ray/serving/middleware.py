@@ -77,8 +77,8 @@ class RequestMiddleware:
             if response.status:
                 raise
             hint = "this is a fault of the server; its log has the request id (X-Request-Id)"
-            unexpected = RequestError(500, "internal", "", f"an unexpected {type(error).__name__}", hint)
-            await error_response(unexpected)(scope, receive, response)
+            internal_error = RequestError(500, "internal", "", f"an unexpected {type(error).__name__}", hint)
+            await error_response(internal_error)(scope, receive, response)
         finally:
             if slot:
                 slot.release()

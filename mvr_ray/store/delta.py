@@ -79,9 +79,9 @@ class DeltaShard(EmbeddingShard):
     def set_changes(self, changes: ViewChanges) -> None:
         self.changes = changes
         changes.deleted_ids = _common_ids(pa.array(changes.deleted_ids, pa.string()), super().arrow_ids())
-        hidden = pa.chunked_array([pa.array([*changes.ids, *changes.deleted_ids], pa.string())])
-        self.num_passages += len(changes.ids) - len(_common_ids(hidden, super().arrow_ids()))
-        self.num_vectors += changes.num_vectors() - self.num_views_of(hidden)
+        hidden_ids = pa.chunked_array([pa.array([*changes.ids, *changes.deleted_ids], pa.string())])
+        self.num_passages += len(changes.ids) - len(_common_ids(hidden_ids, super().arrow_ids()))
+        self.num_vectors += changes.num_vectors() - self.num_views_of(hidden_ids)
 
     @cached_property
     def _upserts(self) -> dict[str, Views]:
@@ -99,8 +99,8 @@ class DeltaShard(EmbeddingShard):
         return changed_ids(super().ids(), self.changes.ids, self.changes.deleted_ids)
 
     def first_rows(self) -> IntArray:
-        hidden = pa.array([*self.changes.ids, *self.changes.deleted_ids], pa.string())
-        stays_P = ~np.asarray(pc.is_in(super().arrow_ids(), value_set=hidden), bool)  # pyrefly: ignore
+        hidden_ids = pa.array([*self.changes.ids, *self.changes.deleted_ids], pa.string())
+        stays_P = ~np.asarray(pc.is_in(super().arrow_ids(), value_set=hidden_ids), bool)  # pyrefly: ignore
         first_counts_P = self.num_views_by_row()
         counts_P = np.zeros(self.num_passages, np.int64)
         is_changed_P = np.zeros(self.num_passages, bool)
@@ -114,8 +114,8 @@ class DeltaShard(EmbeddingShard):
     def find(self, passage_ids: Iterable[str]) -> dict[str, Views]:
         ids = list(passage_ids)
         now = self.changes.find(ids)
-        hidden = {*now, *self.changes.deleted_ids}
-        return {**super().find(passage_id for passage_id in ids if passage_id not in hidden), **now}
+        hidden_ids = {*now, *self.changes.deleted_ids}
+        return {**super().find(passage_id for passage_id in ids if passage_id not in hidden_ids), **now}
 
 
 def open_embeddings(folder: Path, files: Collection[str]) -> EmbeddingShard:
@@ -233,8 +233,8 @@ def write_changed(
     views = {**{name: own for name, own in rest.views().items() if name not in deleted_ids}, **upserts}
     base = EmbeddingShard.open(shard.path)
     before = below.changes if isinstance(below, DeltaShard) else ViewChanges([])
-    hidden = _common_ids(pa.array([*before.deleted_ids, *missing_ids], pa.string()), base.arrow_ids())
-    if len({*before.ids, *views}.difference(missing_ids).union(hidden)) > max_changed_share * base.num_passages:
+    hidden_ids = _common_ids(pa.array([*before.deleted_ids, *missing_ids], pa.string()), base.arrow_ids())
+    if len({*before.ids, *views}.difference(missing_ids).union(hidden_ids)) > max_changed_share * base.num_passages:
         rewrite(shard, folder / paths.EMBEDDINGS, upserts, deleted_ids)
         return []
     names = [paths.EMBEDDINGS, *(file.path.name for file in files[:num_files])]

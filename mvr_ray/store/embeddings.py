@@ -77,8 +77,8 @@ class EmbeddingWriter:
         ]
         metadata = {b"format": _FORMAT, b"num_views": str(num_views).encode()}
         if deleted_ids:
-            deleted = json.dumps(list(deleted_ids), ensure_ascii=False).encode()
-            metadata |= {b"format": _FORMAT_WITH_DELETIONS, b"deleted_ids": deleted}
+            deleted_json = json.dumps(list(deleted_ids), ensure_ascii=False).encode()
+            metadata |= {b"format": _FORMAT_WITH_DELETIONS, b"deleted_ids": deleted_json}
         self._schema = pa.schema(fields, metadata)
 
     def __enter__(self) -> Self:

@@ -320,22 +320,22 @@ def find_versions(store: Store, index: str) -> list[int]:
     Numbers are consecutive, and the lowest are deleted first: numbers that the listing lacks are looked up by name.
     Raises MissingInputError if the last listed version was deleted, since others then took its place.
     """
-    if not (listed := list_versions(store, index)):
+    if not (listing := list_versions(store, index)):
         return []
-    if not store.exists(paths.manifest(index, listed[-1])):
+    if not store.exists(paths.manifest(index, listing[-1])):
         raise MissingInputError(
-            f"{store.where(paths.manifest(index, listed[-1]))} is listed and not there: the list is out of date, or "
+            f"{store.where(paths.manifest(index, listing[-1]))} is listed and not there: the list is out of date, or "
             f"another collection runs; run the same command again"
         )
-    numbers = set(listed)
-    above = listed[-1] + 1
+    numbers = set(listing)
+    above = listing[-1] + 1
     while store.exists(paths.manifest(index, above)):
         numbers.add(above)
         above += 1
-    for number in range(listed[-1] - 1, 0, -1):
+    for number in range(listing[-1] - 1, 0, -1):
         if number not in numbers and store.exists(paths.manifest(index, number)):
             numbers.add(number)
-        elif number < listed[0]:
+        elif number < listing[0]:
             break
     return sorted(numbers)
 
@@ -436,8 +436,8 @@ def _holds(store: Store, path: str, data: bytes, error: OSError) -> bool:
     """Call `Store.holds`, and raise its error as a ManifestError."""
     try:
         return store.holds(path, data, error)
-    except StorageError as unknown:
-        raise ManifestError(f"{unknown} (mvr-ray versions CONFIG list)") from error
+    except StorageError as store_error:
+        raise ManifestError(f"{store_error} (mvr-ray versions CONFIG list)") from error
 
 
 def verify(store: Store, manifest: Manifest) -> VerifyReport:

@@ -58,9 +58,10 @@ def open_address(address: str) -> ObjectStore:
         return from_url(address, client_options=CLIENT, retry_config=RETRY)
     user, _, bucket = parts.netloc.rpartition("@")
     options = dict(parse_qsl(parts.query))
-    if unknown := sorted(set(options) - {*OPTIONS, *UNUSED_OPTIONS}):
+    if unknown_options := sorted(set(options) - {*OPTIONS, *UNUSED_OPTIONS}):
         raise ConfigError(
-            f"store.path: {parts.scheme}://{bucket} has an unknown option {unknown[0]!r}; known: {', '.join(OPTIONS)}"
+            f"store.path: {parts.scheme}://{bucket} has an unknown option {unknown_options[0]!r}; "
+            f"known: {', '.join(OPTIONS)}"
         )
     host = options.get("endpoint_override", "")
     endpoint = host if not host or "://" in host else f"{options.get('scheme', 'https')}://{host}"

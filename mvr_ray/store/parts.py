@@ -219,8 +219,8 @@ def merge_changes(files: Sequence[PartChanges]) -> PartChanges:
         own = _rows_by_id(file.batches)
         deletions = deletions.union(file.deleted_ids).difference(own)
         rows = {name: row for name, row in rows.items() if name not in deletions} | own
-    ordered = [rows[name] for name in sorted(rows)]
-    return PartChanges([pa.concat_batches(ordered)] if ordered else [], sorted(deletions))
+    sorted_rows = [rows[name] for name in sorted(rows)]
+    return PartChanges([pa.concat_batches(sorted_rows)] if sorted_rows else [], sorted(deletions))
 
 
 def _rows_by_id(batches: Iterable[pa.RecordBatch]) -> dict[str, pa.RecordBatch]:

@@ -38,19 +38,19 @@ def split(
     share); of the other articles the questions are drawn one by one. Each set keeps the order of `questions`.
     """
     names = set(articles.values())
-    unseen = draw(names, round(unseen_share * len(names)), "unseen", seed)
-    num_gate = round(gate_share * len(unseen))
-    if gate_share and len(unseen) > 1:
+    unseen_articles = draw(names, round(unseen_share * len(names)), "unseen", seed)
+    num_gate = round(gate_share * len(unseen_articles))
+    if gate_share and len(unseen_articles) > 1:
         num_gate = max(1, num_gate)
-    unseen_gate = draw(unseen, num_gate, "unseen gate", seed)
-    seen_ids = [question.id for question in questions if articles[question.id] not in unseen]
+    unseen_gate = draw(unseen_articles, num_gate, "unseen gate", seed)
+    seen_ids = [question.id for question in questions if articles[question.id] not in unseen_articles]
     known_ids = draw(seen_ids, round(known_share * len(seen_ids)), "known", seed)
     rest = [name for name in seen_ids if name not in known_ids]
     gate = draw(rest, round(gate_share * len(seen_ids)), "gate", seed)
     sets: dict[str, list[Question]] = {"known": [], "gate": [], "other": [], "unseen": []}
     for question in questions:
         article = articles[question.id]
-        if article in unseen:
+        if article in unseen_articles:
             sets["gate" if article in unseen_gate else "unseen"].append(question)
         elif question.id in known_ids:
             sets["known"].append(question)

@@ -60,14 +60,14 @@ class Changes(NamedTuple):
     @classmethod
     def join(cls, parts: Iterable["Changes"]) -> "Changes":
         """Merge the changes of several files in order: the last one to name a passage decides."""
-        joined = cls({}, set())
+        result = cls({}, set())
         for part in parts:
             for name in part.deletions:
-                joined.upserts.pop(name, None)
-            joined.deletions.update(part.deletions)
-            joined.deletions.difference_update(part.upserts)
-            joined.upserts.update(part.upserts)
-        return joined
+                result.upserts.pop(name, None)
+            result.deletions.update(part.deletions)
+            result.deletions.difference_update(part.upserts)
+            result.upserts.update(part.upserts)
+        return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,11 +128,13 @@ def parent_corpus(store: Store, name: str, index: str) -> Corpus:
         return last
     live = manifests.read(store, index)
     numbers = manifests.list_versions(store, index)
-    indexed = {(one.corpus, one.corpus_digest) for one in (manifests.read(store, index, number) for number in numbers)}
+    indexed_corpora = {
+        (one.corpus, one.corpus_digest) for one in (manifests.read(store, index, number) for number in numbers)
+    }
     digest = last.digest
-    while digest and (name, digest) not in indexed and store.exists(paths.corpus_version(name, digest)):
+    while digest and (name, digest) not in indexed_corpora and store.exists(paths.corpus_version(name, digest)):
         digest = Corpus.open(store, name, digest).info.parent
-    if live.corpus != name or digest == live.corpus_digest or (name, digest) not in indexed:
+    if live.corpus != name or digest == live.corpus_digest or (name, digest) not in indexed_corpora:
         return last
     return Corpus(store, Corpus.open(store, name, live.corpus_digest).info, last.number)
 
@@ -309,8 +311,8 @@ def _write_part(parent: Corpus, shard: int, upserts: dict[str, Passage], deletio
     if not passages and not deleted_ids:
         return dataclasses.replace(info, num_passages=len(below), changes=info.changes[:num_files])
     file = folder / "part.arrow"
-    hidden = {*below.changes.ids(), *passages, *deleted_ids}
-    if is_delta := len(hidden) <= MAX_CHANGED_SHARE * len(CorpusPart(part.path)):
+    hidden_ids = {*below.changes.ids(), *passages, *deleted_ids}
+    if is_delta := len(hidden_ids) <= MAX_CHANGED_SHARE * len(CorpusPart(part.path)):
         write_part_changes(file, [passages[name] for name in sorted(passages)], sorted(deleted_ids), parent.fields)
         new_part = CorpusPart(part.path, *part.change_paths[:num_files], file)
     else:

@@ -163,10 +163,10 @@ def load_study(path: str | Path, size: str = "quick", extra: tuple[str, ...] = (
         for step in variant.steps or config.steps:
             sizes_at.setdefault(f", step {step.stage}", set()).update(step.sizes, step.only)
         for where, sizes in sizes_at.items():
-            unknown = sorted(sizes - set(config.sizes))
-            if unknown:
+            unknown_sizes = sorted(sizes - set(config.sizes))
+            if unknown_sizes:
                 raise ConfigError(
-                    f"{file}: variant {variant.name!r}{where}: no size {unknown[0]!r}; there are "
+                    f"{file}: variant {variant.name!r}{where}: no size {unknown_sizes[0]!r}; there are "
                     f"{', '.join(config.sizes)}"
                 )
         for step in study.steps(variant):

@@ -203,13 +203,13 @@ def _trade_off(results: Sequence[VariantResult]) -> Iterator[Plot]:
     points: dict[str, list[tuple[float, float]]] = {}
     for result, report in stage_reports(results, "refinement_grid"):
         names = [accuracy["questions"] for accuracy in report["tried"][0]["rounds"][0]["sets"]]
-        unseen = next((at for at, name in enumerate(names) if name.endswith(_HELD_OUT)), None)
-        if unseen is None:
+        unseen_at = next((at for at, name in enumerate(names) if name.endswith(_HELD_OUT)), None)
+        if unseen_at is None:
             continue
         for trial in report["tried"]:
             method = trial["setting"]["method"] + (", raw" if not trial["setting"]["keep_length"] else "")
             label = f"{result.name}: {method}" if len(results) > 1 else method
-            top1 = [[state["sets"][at]["answer"]["1"] for at in (unseen, 0)] for state in trial["rounds"]]
+            top1 = [[state["sets"][at]["answer"]["1"] for at in (unseen_at, 0)] for state in trial["rounds"]]
             for shares in top1[1:]:
                 cost, gain = (100 * (after - before) for after, before in zip(shares, top1[0]))
                 points.setdefault(label, []).append((cost, gain))

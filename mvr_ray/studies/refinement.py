@@ -156,10 +156,10 @@ def _without_ranks(state: Round) -> Round:
 def expand_settings(settings: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield each entry for every combination of its lists' values. Raises ConfigError for an unknown field."""
     for entry in settings:
-        unknown = sorted(set(entry) - set(Setting._fields))
-        if unknown:
+        unknown_fields = sorted(set(entry) - set(Setting._fields))
+        if unknown_fields:
             raise ConfigError(
-                f"refinement_grid: unknown field {unknown[0]!r}; a setting has {', '.join(Setting._fields)}"
+                f"refinement_grid: unknown field {unknown_fields[0]!r}; a setting has {', '.join(Setting._fields)}"
             )
         lists = {name: value if isinstance(value, list) else [value] for name, value in entry.items()}
         for values in itertools.product(*lists.values()):

@@ -114,7 +114,7 @@ def refinement_table(results: Sequence[VariantResult]) -> Table | None:
     sizes = _set_sizes(results)
     reports = [report for _, report in stage_reports(results, "refinement_grid")]
     gates = {name for report in reports for name in report["gate"].split(", ")}
-    heldout = [name for name in list(sizes)[1:] if name not in gates]
+    heldout_sets = [name for name in list(sizes)[1:] if name not in gates]
     decays = any(trial["setting"].get("decay", 1.0) != 1.0 for report in reports for trial in report["tried"])
     rows = []
     for state in _rounds(results):
@@ -122,7 +122,7 @@ def refinement_table(results: Sequence[VariantResult]) -> Table | None:
         for name, size in sizes.items():
             row[f"{name} (n {size}) answer"] = state.format_top1(name)
             row[f"{name} (n {size}) gold"] = format_percent(state.accuracy(name)["gold"]["1"])
-        row |= {f"{name} change, p": state.format_change(name) for name in heldout}
+        row |= {f"{name} change, p": state.format_change(name) for name in heldout_sets}
         row |= {f"{name} newest answer": format_percent(state.after["newest"]) for name in list(sizes)[:1] if decays}
         rows.append(row)
     note = (
@@ -222,10 +222,10 @@ def stopping_table(results: Sequence[VariantResult]) -> Table | None:
             row |= {"stopped after": trial["stopped"]}
             row |= {"restored": at[trial["restored"]] if trial["restored"] else "nothing"}
             row |= {"lowest loss": at[trial["lowest_loss"]], "last round": at[-1]}
-            restored = rounds[trial["restored"]]
+            restored_round = rounds[trial["restored"]]
             for other_round, name in ((rounds[trial["lowest_loss"]], "lowest loss"), (rounds[-1], "last round")):
                 for questions in _first_and_last_sets(results):
-                    change = _format_change(restored, other_round, questions, articles[questions])
+                    change = _format_change(restored_round, other_round, questions, articles[questions])
                     row[f"{questions}: restored against {name}, p"] = change
             rows.append(row)
     sets = list(sizes) or [""]

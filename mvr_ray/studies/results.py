@@ -202,13 +202,13 @@ def compare_views(better: VariantResult, than: VariantResult, measure: str) -> D
         ]
         for one in (better, than)
     )
-    known = [i for i in (first[0] if first else ()) if all(i in rows for rows in [*first, *second])]
-    if not known or not second:
+    ids = [i for i in (first[0] if first else ()) if all(i in rows for rows in [*first, *second])]
+    if not ids or not second:
         return None
     first_SQ, second_SQ = (
-        np.array([[float(rows[i][measure]) for i in known] for rows in part]) for part in (first, second)
+        np.array([[float(rows[i][measure]) for i in ids] for rows in part]) for part in (first, second)
     )
-    return difference(first_SQ, second_SQ, [first[0][i]["article"] for i in known])
+    return difference(first_SQ, second_SQ, [first[0][i]["article"] for i in ids])
 
 
 def stage_reports(
@@ -223,12 +223,12 @@ def stage_reports(
 def question_ranks(results: Sequence[VariantResult]) -> list[QuestionRanks]:
     """Return the ranks of every variant and seed for every question, under the variant's name, those of its views under
     `view_system_name`, and those after fewer steps under `curve_system_name`."""
-    named: list[tuple[str, Mapping[int, QuestionRanks]]] = []
+    systems: list[tuple[str, Mapping[int, QuestionRanks]]] = []
     for result in results:
-        named.append((result.name, result.ranks))
-        named += [(view_system_name(result.name, system), ranks) for system, ranks in result.view_ranks.items()]
-        named += [(curve_system_name(result.name, at), point.ranks) for at, point in result.curve.items()]
-    return [ranks._replace(system=name) for name, by_seed in named for ranks in by_seed.values()]
+        systems.append((result.name, result.ranks))
+        systems += [(view_system_name(result.name, system), ranks) for system, ranks in result.view_ranks.items()]
+        systems += [(curve_system_name(result.name, at), point.ranks) for at, point in result.curve.items()]
+    return [ranks._replace(system=name) for name, by_seed in systems for ranks in by_seed.values()]
 
 
 def view_system_name(variant: str, system: str) -> str:

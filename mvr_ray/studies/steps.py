@@ -51,7 +51,10 @@ RULES = {
     "refine": StageRule(("refine",), ("index",), True),
     "evaluate": StageRule(("evaluate", "retrieve"), ("index", "refine"), True, report_fields="ranks"),
     "analyze": StageRule(
-        ("analyze", "evaluate"), ("index", "refine"), True, report_fields="ranks and values of every question"
+        ("analyze", "evaluate"),
+        ("index", "refine"),
+        True,
+        report_fields="ranks and values of every question, attention over articles",
     ),
     "cost": StageRule(("encoder", "evaluate"), ("prepare",), True, alone=True),
     "refinement_grid": StageRule(

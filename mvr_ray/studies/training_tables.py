@@ -45,17 +45,17 @@ _LOSSES = {"loss": "loss", "loss_local": "local loss", "view_pair_cosine": "view
 def curve_table(study: Study, results: Sequence[VariantResult]) -> Table | None:
     """Tabulate every trained variant over its training budget, with the paired test against the first one at the same
     step."""
-    trained = [result for result in results if result.curve]
+    variants = [result for result in results if result.curve]
     metrics, rows = study.config.metrics, []
-    for result in trained:
+    for result in variants:
         for at in [*sorted(result.curve), 0]:
-            point, first = (one.curve.get(at) if at else one for one in (result, trained[0]))
+            point, first = (one.curve.get(at) if at else one for one in (result, variants[0]))
             cells = {metric: point.cells.get(metric) if point else None for metric in metrics}
             row: Row = {"variant": result.name, "steps": at or "all"}
             row |= {metric: format_cell(cell) for metric, cell in cells.items()}
             row["n"] = max((cell.n for cell in cells.values() if cell), default=0)
-            gap = compare_variants(point, first, metrics[0]) if point and first and result is not trained[0] else None
-            row[f"{metrics[0]} against {trained[0].name}, p"] = format_change(*gap[:4]) if gap else ""
+            gap = compare_variants(point, first, metrics[0]) if point and first and result is not variants[0] else None
+            row[f"{metrics[0]} against {variants[0].name}, p"] = format_change(*gap[:4]) if gap else ""
             rows.append(row)
     note = (
         "Percent, with 95 % intervals over articles, after a number of steps of one training: the learning rate "

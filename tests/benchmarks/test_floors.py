@@ -14,16 +14,16 @@ def test_reading_ahead_reads_every_byte(threads):
     there = room[at : at + len(words)]
     there[:] = words
     for ahead in floors.AHEAD_BYTES:
-        found = floors.read_ahead(there.ctypes.data, there.nbytes, ahead, threads)
-        assert found == int(np.bitwise_xor.reduce(words))
+        checksum = floors.read_ahead(there.ctypes.data, there.nbytes, ahead, threads)
+        assert checksum == int(np.bitwise_xor.reduce(words))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("rounds", [1, 3, 1000])
 def test_products_in_registers_are_done_as_often_as_is_counted(threads, rounds):
     share = 0.25
-    left = {"float32": (1 - share) ** rounds, "bfloat16": 1.0}
-    given = {"float32": 1 - left["float32"], "bfloat16": 2 * share * rounds}
+    remainder = {"float32": (1 - share) ** rounds, "bfloat16": 1.0}
+    gain = {"float32": 1 - remainder["float32"], "bfloat16": 2 * share * rounds}
     for kind, of_one in (("float32", 2), ("bfloat16", 4)):
         operations, totals = floors.multiply(kind, share, rounds, threads)
         if kind == "bfloat16" and operations == 0:
@@ -31,7 +31,7 @@ def test_products_in_registers_are_done_as_often_as_is_counted(threads, rounds):
             continue
         sums = operations / (threads * rounds * 16 * of_one)
         assert sums >= 5 and sums == int(sums)
-        expected = sum(16 * (given[kind] + left[kind] * share * number) for number in range(int(sums)))
+        expected = sum(16 * (gain[kind] + remainder[kind] * share * number) for number in range(int(sums)))
         assert totals == pytest.approx([expected] * threads, rel=1e-4)
 
 

@@ -26,20 +26,20 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_suite_runs_on_a_cpu_and_finds_everything_exact():
-    kept = ROOT / "benchmarks" / "results" / "bench" / "gpu.json"
-    before = kept.stat().st_mtime_ns if kept.exists() else None
-    done = run("--device", "cpu", "--size", "tiny")
-    assert done.returncode == 0, done.stderr
-    bars = [line for line in done.stdout.splitlines() if line.startswith("| ")]
-    assert len(bars) == 5 and all(line.endswith("| met |") for line in bars), done.stdout
-    assert (kept.stat().st_mtime_ns if kept.exists() else None) == before
+    file = ROOT / "benchmarks" / "results" / "bench" / "gpu.json"
+    before = file.stat().st_mtime_ns if file.exists() else None
+    process = run("--device", "cpu", "--size", "tiny")
+    assert process.returncode == 0, process.stderr
+    bars = [line for line in process.stdout.splitlines() if line.startswith("| ")]
+    assert len(bars) == 5 and all(line.endswith("| met |") for line in bars), process.stdout
+    assert (file.stat().st_mtime_ns if file.exists() else None) == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_nothing_is_measured_and_that_is_said():
-    done = run()
-    assert done.returncode == 2
-    assert "no GPU here, so nothing was measured" in done.stderr
+    process = run()
+    assert process.returncode == 2
+    assert "no GPU here, so nothing was measured" in process.stderr
 
 
 def test_made_views_are_near_normal_distinct_and_exact_in_halves():

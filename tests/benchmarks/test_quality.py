@@ -7,17 +7,17 @@ from machine import RESULTS
 
 
 def test_commands_on_file_are_those_of_the_script_with_every_setting_that_it_pins():
-    kept = json.loads((RESULTS / "quality.json").read_text())
+    report = json.loads((RESULTS / "quality.json").read_text())
     systems = {system.key: system for system in quality.SYSTEMS}
-    assert list(kept["systems"]) == list(systems)
+    assert list(report["systems"]) == list(systems)
     text = (RESULTS / "quality.md").read_text()
-    for name, done in kept["systems"].items():
-        wanted = [quality.command_line(stage, overrides) for stage, overrides in quality.commands(systems[name], [])]
-        assert [step["command"] for step in done] == wanted
-        assert all(f"`{command}`" in text for command in wanted)
+    for name, steps in report["systems"].items():
+        expected = [quality.command_line(stage, overrides) for stage, overrides in quality.commands(systems[name], [])]
+        assert [step["command"] for step in steps] == expected
+        assert all(f"`{command}`" in text for command in expected)
         if "feedback views" in name:
             clusters = 2 if "two" in name else 1
-            assert f"refine.feedback_weight=0.8 refine.feedback_clusters={clusters}" in wanted[1]
+            assert f"refine.feedback_weight=0.8 refine.feedback_clusters={clusters}" in expected[1]
 
 
 def test_every_row_is_compared_with_another_one_of_its_table():

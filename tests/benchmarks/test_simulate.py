@@ -28,8 +28,8 @@ def test_a_stated_rate_goes_before_a_case_and_several_sizes_part_start_up_from_r
     name = "encoded passages/s"
     _, pattern = KNOWN[name]
     one = {"mvr_ray fp32": [2.0, 4.0, 3.0], "mvr_ray fp32, again": [1.0], "peer": [1.0]}
-    found = read_rate(name, report("encoding", one), pattern)
-    assert found is not None and found.value == pytest.approx(100 / 3) and "'mvr_ray fp32'" in found.source
+    rate = read_rate(name, report("encoding", one), pattern)
+    assert rate is not None and rate.value == pytest.approx(100 / 3) and "'mvr_ray fp32'" in rate.source
     assert read_rate(name, report("encoding", {"peer": [1.0]}), pattern) is None
     (tmp_path / "encoding.json").write_text(json.dumps(report("encoding", one, {"rates": {name: 7.5}})))
     sizes = {f"index, {size:,} passages": [9 + size / 20_000] for size in (10_000, 30_000, 100_000)}
@@ -48,11 +48,11 @@ def test_scans_are_those_of_all_threads_or_none(tmp_path):
     assert read_scans(tmp_path, 2) == ({}, "")
     samples = {f"2 threads, batch {batch}, fp16": [0.1 * batch, 0.3 * batch, 0.2 * batch] for batch in (1, 32)}
     (tmp_path / "search.json").write_text(json.dumps(report("search", samples, {"vectors": 1600})))
-    found, date = read_scans(tmp_path, 2)
-    assert set(found) == {"fp16"} and date == "2026-01-01"
-    assert found["fp16"][:4] == (1600, 0.2, pytest.approx(6.4), 32) and found["fp16"].threads == 2
+    scans, date = read_scans(tmp_path, 2)
+    assert set(scans) == {"fp16"} and date == "2026-01-01"
+    assert scans["fp16"][:4] == (1600, 0.2, pytest.approx(6.4), 32) and scans["fp16"].threads == 2
     assert read_scans(tmp_path, 1)[0] == {}
-    assert found["fp16"].service(3200).work_s(1) == pytest.approx(0.4)
+    assert scans["fp16"].service(3200).work_s(1) == pytest.approx(0.4)
 
 
 def test_a_cluster_of_nodes_does_the_work_of_one_node_so_many_times_faster():
@@ -78,14 +78,14 @@ def test_hours_are_passages_over_rates_and_money_needs_a_price(tmp_path):
     assert hours["encode, fp32, 8 workers"] == pytest.approx(PASSAGES / 50 / 8 / 3600, rel=0.01)
     assert hours["index, 16 nodes"] == pytest.approx(PASSAGES / 1000 / 16 / 3600)
     late = {name: rate._replace(fixed_s=90.0) for name, rate in read_rates(tmp_path).items()}
-    started = stages(World(encoders=8, nodes=16), late)
-    assert started["index, 16 nodes"] - hours["index, 16 nodes"] == pytest.approx(90 / 3600)
-    free, paid = costs(World(), hours, {}), costs(World(node_price=2.0), hours, {})
-    assert all(told.endswith("node hours") for told in free.values())
-    assert paid["serve, a day"] == "384 node hours, 768"
+    late_hours = stages(World(encoders=8, nodes=16), late)
+    assert late_hours["index, 16 nodes"] - hours["index, 16 nodes"] == pytest.approx(90 / 3600)
+    free_costs, paid_costs = costs(World(), hours, {}), costs(World(node_price=2.0), hours, {})
+    assert all(cost.endswith("node hours") for cost in free_costs.values())
+    assert paid_costs["serve, a day"] == "384 node hours, 768"
     uses = {"encode, fp32": 30.0, "encode, int8": 10.0, "index": 2.0, "serve, a day": 384.0}
-    shown = "(10 (encode, int8) + 2 (index) + 384 (serve, a day)) node hours x "
-    assert example(World(node_price=2.0), uses) == shown + "2 of --node-price = 396 x 2 = 792"
+    formula = "(10 (encode, int8) + 2 (index) + 384 (serve, a day)) node hours x "
+    assert example(World(node_price=2.0), uses) == formula + "2 of --node-price = 396 x 2 = 792"
     assert "nobody's price = 396 x 0.5 = 198" in example(World(), uses)
 
 
@@ -93,7 +93,7 @@ def test_hours_are_passages_over_rates_and_money_needs_a_price(tmp_path):
 @pytest.mark.slow
 def test_a_tiny_run_measures_small_clusters_and_predicts_from_them():
     command = [sys.executable, "benchmarks/simulate.py", "--tiny", "--node-price", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
     for name in ("1 searcher", "2 searchers", "4 searchers"):
-        assert f"{name}, idle: predicted / measured" in done.stdout, done.stdout
+        assert f"{name}, idle: predicted / measured" in process.stdout, process.stdout

@@ -60,8 +60,12 @@ def test_the_seconds_of_parts_and_their_sum_stand_in_the_table_and_the_file(tabl
     minutes = sum(range(len(suite.PARTS)))
     assert f"| suite | all parts, one after the other | <= 30 minutes | {minutes} minutes | met |" in page
     assert "2 cores of some, in 60 s" in page
-    kept = json.loads((tmp_path / "suite.json").read_text())
-    assert kept["total"] == 60 * minutes and kept["seconds"]["search"] == 0 and len(kept["seconds"]) == len(suite.PARTS)
+    report = json.loads((tmp_path / "suite.json").read_text())
+    assert (
+        report["total"] == 60 * minutes
+        and report["seconds"]["search"] == 0
+        and len(report["seconds"]) == len(suite.PARTS)
+    )
 
 
 def test_seconds_stand_beside_the_samples_that_were_written_last(table, tmp_path):

@@ -159,9 +159,9 @@ def test_a_sheet_of_all_questions_marks_a_passage_as_the_slow_transcription_does
     numbers = np.random.default_rng(0).permutation(len(answers))
     hits = 0
     for text in [*(p["context"] for p in paragraphs), "", "?"]:
-        marked = index.marks(text, numbers)
-        assert marked.tolist() == [has_answer(text, answers[question]) for question in numbers]
-        hits += int(marked.sum())
+        marks = index.marks(text, numbers)
+        assert marks.tolist() == [has_answer(text, answers[question]) for question in numbers]
+        hits += int(marks.sum())
     assert hits > 3 * len(paragraphs)
     assert index.marks("", np.empty(0, np.int64)).tolist() == []
 
@@ -267,11 +267,11 @@ def test_one_string_in_place_of_a_list_of_answers_is_refused():
 
 def slow_normalize(text: str) -> str:
     letters = "".join(character for character in text.lower() if character not in string.punctuation)
-    spaced = "".join(
+    spaced_text = "".join(
         character if character.isalnum() or character == "_" else f" {character} " for character in letters
     )
-    assert "_" not in spaced
-    return " ".join(word for word in spaced.split() if word not in ("a", "an", "the"))
+    assert "_" not in spaced_text
+    return " ".join(word for word in spaced_text.split() if word not in ("a", "an", "the"))
 
 
 @pytest.mark.parametrize(
@@ -349,10 +349,10 @@ def slow_f1(prediction: str, answers: list[str]) -> float:
     best = 0.0
     for answer in answers:
         words, expected = slow_words(prediction), slow_words(answer)
-        left, same = list(expected), 0
+        rest, same = list(expected), 0
         for word in words:
-            if word in left:
-                left.remove(word)
+            if word in rest:
+                rest.remove(word)
                 same += 1
         if not words and not expected:
             best = 1.0
@@ -377,7 +377,7 @@ def test_f1_is_the_slow_transcription_and_never_below_exact_match(prediction, an
 @pytest.mark.data
 def test_squad_answers_of_one_question_score_alike_under_both_transcriptions(squad_dev):
     """The answers of three people to a question, each against the other two."""
-    checked = 0
+    num_answers = 0
     for article in squad_dev["data"][::4]:
         for paragraph in article["paragraphs"]:
             for qa in paragraph["qas"]:
@@ -385,5 +385,5 @@ def test_squad_answers_of_one_question_score_alike_under_both_transcriptions(squ
                 assert f1_score(first, others) == pytest.approx(slow_f1(first, others)), (first, others)
                 exact = any(slow_words(first) == slow_words(other) for other in others)
                 assert exact_match_score(first, others) == exact
-                checked += 1
-    assert checked > 1000
+                num_answers += 1
+    assert num_answers > 1000

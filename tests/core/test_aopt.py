@@ -43,7 +43,7 @@ def softmax_loss(x_D: torch.Tensor, others_QD: torch.Tensor, signs_Q: np.ndarray
 
 def by_autograd(loss, vectors_ND: np.ndarray, others_QD: np.ndarray, signs_NQ: np.ndarray, step_size: float):
     """Moved vectors and mean loss by torch, one vector at a time, of those labelled both ways."""
-    moved, losses = {}, []
+    new_vectors, losses = {}, []
     others = torch.tensor(others_QD, dtype=torch.float64)
     for row, signs_Q in enumerate(signs_NQ):
         if not (signs_Q > 0).any() or not (signs_Q < 0).any():
@@ -51,9 +51,9 @@ def by_autograd(loss, vectors_ND: np.ndarray, others_QD: np.ndarray, signs_NQ: n
         x = torch.tensor(vectors_ND[row], dtype=torch.float64, requires_grad=True)
         value = loss(x, others, signs_Q)
         (gradient,) = torch.autograd.grad(value, x)
-        moved[row] = (x - step_size * gradient).detach().numpy()
+        new_vectors[row] = (x - step_size * gradient).detach().numpy()
         losses.append(value.item())
-    return moved, float(np.mean(losses)) if losses else math.nan
+    return new_vectors, float(np.mean(losses)) if losses else math.nan
 
 
 def near(rng: np.random.Generator, count: int, dimension: int) -> np.ndarray:
@@ -76,10 +76,10 @@ def test_the_passage_step_equals_autograd_in_float64(views: int, passages: int, 
     rng = np.random.default_rng(views * 100 + questions)
     vectors, queries = near(rng, views * passages, 16), near(rng, questions, 16)
     signs = rng.choice([-1, 0, 1], (len(vectors), questions))
-    moved, loss = by_autograd(ratio_loss, vectors, queries, signs, 0.05)
+    new_vectors, loss = by_autograd(ratio_loss, vectors, queries, signs, 0.05)
     result = passage_step(vectors, queries, matrices(signs), step_size=0.05)
-    assert_moved(result, moved)
-    if moved:
+    assert_moved(result, new_vectors)
+    if new_vectors:
         assert result.loss == pytest.approx(loss, abs=1e-10)
     assert result.vectors_MD.dtype == np.float64
 
@@ -89,10 +89,10 @@ def test_the_query_step_equals_autograd_in_float64(views: int, passages: int, qu
     rng = np.random.default_rng(views * 100 + questions)
     vectors, queries = near(rng, views * passages, 16), near(rng, questions, 16)
     signs = rng.choice([-1, 0, 1], (len(vectors), questions))
-    moved, loss = by_autograd(ratio_loss, queries, vectors, signs.T, 0.05)
+    new_vectors, loss = by_autograd(ratio_loss, queries, vectors, signs.T, 0.05)
     result = query_step(queries, vectors, matrices(signs), step_size=0.05)
-    assert_moved(result, moved)
-    if moved:
+    assert_moved(result, new_vectors)
+    if new_vectors:
         assert result.loss == pytest.approx(loss, abs=1e-10)
 
 
@@ -101,10 +101,10 @@ def test_the_softmax_step_equals_autograd_in_float64_whatever_the_signs_of_score
     rng = np.random.default_rng(views * 100 + questions)
     vectors, queries = rng.normal(size=(views * passages, 16)), rng.normal(size=(questions, 16))
     signs = rng.choice([-1, 0, 1], (len(vectors), questions))
-    moved, loss = by_autograd(softmax_loss, vectors, queries, signs, 0.05)
+    new_vectors, loss = by_autograd(softmax_loss, vectors, queries, signs, 0.05)
     result = softmax_step(vectors, queries, matrices(signs), step_size=0.05, temperature=0.7)
-    assert_moved(result, moved)
-    if moved:
+    assert_moved(result, new_vectors)
+    if new_vectors:
         assert result.loss == pytest.approx(loss, abs=1e-10)
 
 
@@ -154,7 +154,7 @@ def test_gradcheck_finds_the_closed_gradients_of_all_vectors_at_once(step, seed)
     signs = rng.integers(-1, 2, (5, 6))
     signs[0], signs[:, 0] = [1, -1, 0, 0, 1, 0], [1, -1, 0, 1, 0]
     labels = matrices(signs)
-    moved, take = {
+    inputs, take = {
         "passage": (views, lambda x, step_size: passage_step(x, queries, labels, step_size=step_size)),
         "query": (queries, lambda x, step_size: query_step(x, views, labels, step_size=step_size)),
         "softmax": (
@@ -162,7 +162,7 @@ def test_gradcheck_finds_the_closed_gradients_of_all_vectors_at_once(step, seed)
             lambda x, step_size: softmax_step(x, queries, labels, step_size=step_size, temperature=0.7),
         ),
     }[step]
-    x = torch.from_numpy(moved).requires_grad_()
+    x = torch.from_numpy(inputs).requires_grad_()
     assert torch.autograd.gradcheck(lambda vectors: LossOfStep.apply(vectors, take), (x,))
 
 
@@ -193,9 +193,9 @@ def test_what_counts_is_step_size_times_rounds_over_the_squared_norm(seed, scale
     plain_ND, scaled_ND = start_ND.copy(), scale * start_ND
     for _ in range(rounds):
         plain = passage_step(plain_ND, others_QD, labels, step_size=step_size, guard=0)
-        scaled = passage_step(scaled_ND, other_scale * others_QD, labels, step_size=scale**2 * step_size, guard=0)
-        np.testing.assert_array_equal(plain.moved_M, scaled.moved_M)
-        plain_ND[plain.moved_M], scaled_ND[scaled.moved_M] = plain.vectors_MD, scaled.vectors_MD
+        scaled_step = passage_step(scaled_ND, other_scale * others_QD, labels, step_size=scale**2 * step_size, guard=0)
+        np.testing.assert_array_equal(plain.moved_M, scaled_step.moved_M)
+        plain_ND[plain.moved_M], scaled_ND[scaled_step.moved_M] = plain.vectors_MD, scaled_step.vectors_MD
     assert len(plain.moved_M) == 0 or not np.array_equal(plain_ND, start_ND)
     np.testing.assert_allclose(scaled_ND / scale, plain_ND, rtol=1e-6)
 
@@ -275,10 +275,10 @@ def test_sums_over_shards_add_up_to_the_query_step_over_the_whole_index():
         part: LabelSums = label_sums(views[rows], matrices(signs[rows]).transpose())
         sums = part if sums is None else sums.plus(part)
     assert sums is not None
-    joined = ratio_step(queries, sums, step_size=0.2)
+    result = ratio_step(queries, sums, step_size=0.2)
     whole = query_step(queries, views, matrices(signs), step_size=0.2)
-    assert np.array_equal(joined.moved_M, whole.moved_M)
-    np.testing.assert_allclose(joined.vectors_MD, whole.vectors_MD, rtol=0, atol=1e-13)
+    assert np.array_equal(result.moved_M, whole.moved_M)
+    np.testing.assert_allclose(result.vectors_MD, whole.vectors_MD, rtol=0, atol=1e-13)
 
 
 def test_stored_half_precision_views_move_in_double_and_come_back_as_float32():
@@ -307,13 +307,13 @@ def stepped_by(name: str, part: int = 512) -> Iterator[None]:
 
 def step_by_equations(vectors_ND, queries_QD, signs_NQ, step_size: float) -> dict[int, np.ndarray]:
     """Eqs. 13 and 14 as they are written, in double, a vector at a time."""
-    moved = {}
+    new_vectors = {}
     for row, signs_Q in enumerate(signs_NQ):
         x, positive, every = vectors_ND[row].astype(float), queries_QD[signs_Q > 0], queries_QD[signs_Q != 0]
         if len(positive) and len(every) > len(positive):
             a, b = positive.astype(float).sum(axis=0), every.astype(float).sum(axis=0)
-            moved[row] = x + step_size * (a / (x @ a) - b / (x @ b))
-    return moved
+            new_vectors[row] = x + step_size * (a / (x @ a) - b / (x @ b))
+    return new_vectors
 
 
 @pytest.mark.parametrize("name", SINGLE)
@@ -373,9 +373,9 @@ def test_a_partner_that_is_no_number_shows_in_what_it_moves_and_nowhere_else(nam
     signs = np.array([[1, 0, -1, 0], [1, -1, 0, 0], [1, 0, 0, -1]])
     with stepped_by(name):
         assert np.isnan(native_step.to_int16(queries).unit_Q).tolist() == [False, True, False, True]
-        moved = passage_step(np.ones((3, 20), np.float32), queries, matrices(signs), step_size=0.1, single=True)
-    assert moved.moved_M.tolist() == [0]
-    assert moved.num_outside_domain == 2
+        result = passage_step(np.ones((3, 20), np.float32), queries, matrices(signs), step_size=0.1, single=True)
+    assert result.moved_M.tolist() == [0]
+    assert result.num_outside_domain == 2
 
 
 @pytest.mark.parametrize("name", SINGLE)

@@ -34,14 +34,14 @@ PASSAGES = [
 def test_a_view_attends_as_the_mean_of_its_tokens_does_whatever_it_is_padded_with(tiny, kind, strategy):
     encoder = DualEncoder.from_backbone(tiny(kind), replace(SPEC, strategy=strategy))
     before = encoder.passage_tower.backbone.config._attn_implementation
-    tokenized = encoder.tokenize_passages(PASSAGES)
-    together = view_attention(encoder, tokenized)
+    passages = encoder.tokenize_passages(PASSAGES)
+    together = view_attention(encoder, passages)
     assert encoder.passage_tower.backbone.config._attn_implementation == before
     plain = AutoModel.from_pretrained(tiny(kind), attn_implementation="eager").eval()
     words = plain.get_input_embeddings().weight.detach()
     if encoder.passage_tower.viewers is not None:
         words = torch.cat([words, encoder.passage_tower.viewers.weight.detach()])
-    for passage, (attention_VT, mask_V) in zip(tokenized, together):
+    for passage, (attention_VT, mask_V) in zip(passages, together):
         with torch.no_grad():
             last_HTT = plain(
                 inputs_embeds=words[torch.from_numpy(passage.input_ids).long()][None],

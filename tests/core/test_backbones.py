@@ -27,9 +27,9 @@ def copy(tiny, tmp_path) -> Path:
 
 
 def refusal(folder: Path | str) -> str:
-    with pytest.raises(EncoderError) as caught:
+    with pytest.raises(EncoderError) as error:
         open_tower(str(folder))
-    return str(caught.value)
+    return str(error.value)
 
 
 @pytest.mark.parametrize("kind", KINDS)

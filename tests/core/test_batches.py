@@ -71,17 +71,17 @@ def test_a_plan_depends_on_seed_and_epoch_alone():
 
 def test_a_passage_of_two_questions_comes_once_and_other_positives_are_known():
     a, b, c = (Passage(i, "", i) for i in "abc")
-    joined = join_batch(
+    batch = join_batch(
         [
             Example("1", a, 5, negatives=(c, b)),
             Example("2", b, known_ids=("c", "gone")),
             Example("3", a, negatives=(c,)),
         ]
     )
-    assert [p.id for p in joined.passages] == ["a", "b", "c"]
-    assert joined.positive_Q.tolist() == [0, 1, 0]
-    assert joined.known_QP.tolist() == [[False] * 3, [False, False, True], [False] * 3]
-    assert joined.answer_start_Q.tolist() == [5, -1, -1]
+    assert [p.id for p in batch.passages] == ["a", "b", "c"]
+    assert batch.positive_Q.tolist() == [0, 1, 0]
+    assert batch.known_QP.tolist() == [[False] * 3, [False, False, True], [False] * 3]
+    assert batch.answer_start_Q.tolist() == [5, -1, -1]
 
 
 @pytest.mark.parametrize(("questions", "passages", "world"), [(8, 11, 4), (8, 3, 4), (4, 4, 1), (6, 7, 2)])
@@ -127,7 +127,7 @@ def test_batches_hold_every_row_once_and_stay_within_the_budget(lengths, budget)
     batches = token_batches(lengths, budget)
     assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
     for batch in batches:
-        padded = len(batch) * max(lengths[row] for row in batch)
-        assert padded <= budget or len(batch) == 1
+        num_tokens = len(batch) * max(lengths[row] for row in batch)
+        assert num_tokens <= budget or len(batch) == 1
     widest = [max(lengths[row] for row in batch) for batch in batches]
     assert widest == sorted(widest, reverse=True)

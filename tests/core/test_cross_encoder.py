@@ -40,9 +40,9 @@ def test_a_score_is_the_models_logit_for_the_pair_alone(tiny, pairs, kind, tmp_p
         offsets = tokenizer(question, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         cut = question[: offsets[: SPEC.max_question_tokens][-1][1]]
         inputs = tokenizer(cut, f"{passage.title} {passage.text}".strip(), truncation="only_second", max_length=64)
-        fed = {name: torch.tensor([inputs[name]]) for name in inputs}
+        tensors = {name: torch.tensor([inputs[name]]) for name in inputs}
         with torch.no_grad():
-            expected.append(float(model(**fed).logits[0, 0]))
+            expected.append(float(model(**tensors).logits[0, 0]))
     for budget in (64, 100_000):
         np.testing.assert_allclose(scorer.score(pairs, budget), expected, atol=2e-6)
     assert scorer.score([]).shape == (0,)
@@ -91,9 +91,9 @@ def test_what_cannot_score_pairs_is_refused_by_name(tiny, tmp_path):
         CrossEncoder.from_backbone(tiny("bert"), PairSpec(100_000))
     with pytest.raises(CrossEncoderError, match=r"holds no cross-encoder: cross_encoder\.json cannot be read"):
         CrossEncoder.load(tiny("bert"))
-    saved = CrossEncoder.from_backbone(tiny("bert"), SPEC, seed=1)
-    saved.save(tmp_path / "saved")
-    assert CrossEncoder.load(tmp_path / "saved", SPEC).fingerprint == saved.fingerprint
+    encoder = CrossEncoder.from_backbone(tiny("bert"), SPEC, seed=1)
+    encoder.save(tmp_path / "saved")
+    assert CrossEncoder.load(tmp_path / "saved", SPEC).fingerprint == encoder.fingerprint
     CrossEncoder.from_backbone(tiny("bert"), SPEC, seed=2).model.save_pretrained(tmp_path / "saved")
     with pytest.raises(FingerprintError, match="its files have changed"):
         CrossEncoder.load(tmp_path / "saved", SPEC)

@@ -53,9 +53,9 @@ def view_of_offset(encoder: DualEncoder, passage: Passage, offset: int) -> int:
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_padding_never_reaches_a_view(tiny, kind, name):
     encoder = DualEncoder.from_backbone(tiny(kind), STRATEGIES[name])
-    tokenized = encoder.tokenize_passages(PASSAGES)
-    together, mask = encoder.embed_passages(tokenized)
-    for row, passage in enumerate(tokenized):
+    passages = encoder.tokenize_passages(PASSAGES)
+    together, mask = encoder.embed_passages(passages)
+    for row, passage in enumerate(passages):
         alone, alone_mask = encoder.embed_passages([passage])
         assert (alone_mask[0] == mask[row]).all()
         np.testing.assert_allclose(alone[0], together[row], atol=1e-5)
@@ -81,9 +81,9 @@ def test_without_viewers_the_vectors_are_those_of_a_plain_transformers_call(tiny
     piece = [sum(last > cut for cut in cuts) for _, last in offsets]
 
     def states(text: str) -> torch.Tensor:
-        encoded = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        encoding = tokenizer(text, add_special_tokens=False, return_tensors="pt")
         with torch.no_grad():
-            return model(input_ids=encoded.input_ids).last_hidden_state[0]
+            return model(input_ids=encoding.input_ids).last_hidden_state[0]
 
     title = tokenizer(passage.title, add_special_tokens=False).input_ids
     states_TD = states(f"{begin}{passage.title}{two}{passage.text}{end}")
@@ -186,11 +186,11 @@ def test_mean_pooling_for_the_warm_start_is_what_the_mean_strategy_reads(tiny, n
     """Viewers are taken out, and the text of `snippets` is put back as it was."""
     encoder = DualEncoder.from_backbone(tiny("roberta"), STRATEGIES[name]).train()
     mean = DualEncoder.from_backbone(tiny("roberta"), replace(STRATEGIES["mean"], normalize=False))
-    pooled = encoder.mean_pool_passages(encoder.tokenize_passages(PASSAGES[:4]))
+    actual = encoder.mean_pool_passages(encoder.tokenize_passages(PASSAGES[:4]))
     expected = mean.embed_passages(mean.tokenize_passages(PASSAGES[:4])).views_PVD[:, 0]
-    np.testing.assert_allclose(pooled.numpy(), expected, atol=1e-5)
+    np.testing.assert_allclose(actual.numpy(), expected, atol=1e-5)
     np.testing.assert_allclose(encoder.mean_pool_queries(QUERIES).numpy(), mean.embed_queries(QUERIES), atol=1e-5)
-    assert encoder.training and not pooled.requires_grad
+    assert encoder.training and not actual.requires_grad
 
 
 @pytest.mark.parametrize("one_tower", [True, False])
@@ -220,13 +220,13 @@ def test_checkpointing_gives_the_same_gradient(tiny):
 def test_dropout_is_set_everywhere_and_off_when_embedding(tiny):
     encoder = DualEncoder.from_backbone(tiny("bert"), STRATEGIES["snippets"]).train()
     encoder.set_dropout(0.5)
-    tokenized = encoder.tokenize_passages(PASSAGES)
-    noisy = [encoder.encode_passages(tokenized).views_PVD for _ in range(2)]
+    passages = encoder.tokenize_passages(PASSAGES)
+    noisy = [encoder.encode_passages(passages).views_PVD for _ in range(2)]
     assert not torch.equal(noisy[0], noisy[1])
-    still = [encoder.embed_passages(tokenized).views_PVD for _ in range(2)]
+    still = [encoder.embed_passages(passages).views_PVD for _ in range(2)]
     assert (still[0] == still[1]).all() and encoder.training
     encoder.set_dropout(0.0)
-    torch.testing.assert_close(encoder.encode_passages(tokenized).views_PVD.detach().numpy(), still[0])
+    torch.testing.assert_close(encoder.encode_passages(passages).views_PVD.detach().numpy(), still[0])
 
 
 def test_every_parameter_is_in_one_group_and_viewers_learn_faster(tiny):
@@ -328,13 +328,13 @@ def test_a_title_view_is_the_first_and_the_texts_snippets_are_one_fewer_by_algor
 def test_without_a_title_the_texts_snippets_keep_their_views(tiny, empty_snippets):
     spec = replace(STRATEGIES["snippets"], title_view=True, empty_snippets=empty_snippets)
     encoder = DualEncoder.from_backbone(tiny("bert"), spec)
-    titled, bare = PASSAGES[1]._replace(title="Trade"), PASSAGES[1]
+    passage, bare = PASSAGES[1]._replace(title="Trade"), PASSAGES[1]
     span = (0, len(bare.text))
-    assert encoder.view_spans(titled) == [TITLE, span, None]
+    assert encoder.view_spans(passage) == [TITLE, span, None]
     assert encoder.view_spans(bare) == [None, span, None]
     assert encoder.view_spans(bare._replace(title=" ")) == [None, span, None]
-    assert view_of_offset(encoder, bare, 3) == view_of_offset(encoder, titled, 3) == 1
-    mask = encoder.embed_passages(encoder.tokenize_passages([titled, bare])).mask_PV.tolist()
+    assert view_of_offset(encoder, bare, 3) == view_of_offset(encoder, passage, 3) == 1
+    mask = encoder.embed_passages(encoder.tokenize_passages([passage, bare])).mask_PV.tolist()
     assert mask == ([[True] * 3] * 2 if empty_snippets == "kept" else [[True, True, False], [False, True, False]])
 
 
@@ -347,10 +347,10 @@ def test_views_of_the_whole_passage_have_no_span(tiny, name):
 
 
 def test_titles_are_context_only_where_they_are_wanted(tiny):
-    renamed = PASSAGES[0]._replace(title="Trade")
+    other = PASSAGES[0]._replace(title="Trade")
     for use_title in (True, False):
         encoder = DualEncoder.from_backbone(tiny("bert"), replace(SPEC, use_title=use_title))
-        a, b = (encoder.embed_passages(encoder.tokenize_passages([p])).views_PVD for p in (PASSAGES[0], renamed))
+        a, b = (encoder.embed_passages(encoder.tokenize_passages([p])).views_PVD for p in (PASSAGES[0], other))
         assert (a == b).all() != use_title
 
 
@@ -371,43 +371,43 @@ def test_a_query_of_ten_thousand_words_is_cut(tiny):
 def test_half_a_surrogate_pair_is_read_as_a_question_mark(tiny):
     encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
     assert (encoder.embed_queries(["the \ud800 river"]) == encoder.embed_queries(["the ? river"])).all()
-    broken = Passage("1", "", "The river \udfff rises. It runs to the sea!")
-    assert encoder.view_spans(broken)[1] == (19, 38)
+    passage = Passage("1", "", "The river \udfff rises. It runs to the sea!")
+    assert encoder.view_spans(passage)[1] == (19, 38)
 
 
 def test_training_may_shorten_passages_but_not_lengthen_them(tiny):
     encoder = DualEncoder.from_backbone(tiny("bert"), STRATEGIES["snippets"])
     lengths = [encoder.tokenize_passages(PASSAGES[4:], limit)[0].num_tokens for limit in (0, 20, 64, 90)]
     assert lengths == [64, 20, 64, 64]
-    with pytest.raises(EncoderError) as caught:
+    with pytest.raises(EncoderError) as error:
         encoder.tokenize_passages(PASSAGES, 8)
-    assert str(caught.value) == (
+    assert str(error.value) == (
         "max_passage_tokens is 8, too few for 3 views under strategy 'snippets'; give at least 10 or lower num_views"
     )
 
 
 def test_low_precision_changes_vectors_little_and_they_come_out_in_float32(tiny):
     encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
-    tokenized = encoder.tokenize_passages(PASSAGES)
+    passages = encoder.tokenize_passages(PASSAGES)
     with torch.autocast("cpu", torch.bfloat16):
-        views = encoder.embed_passages(tokenized).views_PVD
+        views = encoder.embed_passages(passages).views_PVD
     assert views.dtype == np.float32
-    np.testing.assert_allclose(views, encoder.embed_passages(tokenized).views_PVD, atol=0.03)
+    np.testing.assert_allclose(views, encoder.embed_passages(passages).views_PVD, atol=0.03)
 
 
 @pytest.mark.parametrize("text", ["", " \n\t", "\x00"])
 def test_an_empty_query_is_refused_by_number(tiny, text):
     encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
-    with pytest.raises(EncoderError) as caught:
+    with pytest.raises(EncoderError) as error:
         encoder.encode_queries(["the river", text])
-    assert str(caught.value) == f"query 1 of 2 is empty ({text!r}); give every query some text"
+    assert str(error.value) == f"query 1 of 2 is empty ({text!r}); give every query some text"
 
 
 def test_sentences_of_the_corpus_need_parameters_and_enter_the_fingerprint(tiny):
     spec = replace(SPEC, sentences="corpus")
-    with pytest.raises(EncoderError) as caught:
+    with pytest.raises(EncoderError) as error:
         DualEncoder.from_backbone(tiny("bert"), spec)
-    assert str(caught.value) == (
+    assert str(error.value) == (
         "encoder.sentences is corpus, but no Punkt parameters were given; "
         "pass punkt=train_punkt(texts of the corpus), or set encoder.sentences=packaged"
     )

@@ -60,9 +60,9 @@ def test_fast_products_err_within_their_bound(seed, dimension, mantissa):
     exact = exact_scores(queries[:, None], passages[None]).astype(np.float64)
     largest = float(np.linalg.norm(passages.astype(np.float64), axis=1).max())
     norms = np.linalg.norm(queries.astype(np.float64), axis=1)
-    bound = score_error(norms, largest, dimension, 2.0**-mantissa if mantissa else 0.0)
+    bound_Q = score_error(norms, largest, dimension, 2.0**-mantissa if mantissa else 0.0)
     for product in (fast[0] @ fast[1].T, (torch.from_numpy(fast[0]) @ torch.from_numpy(fast[1]).T).numpy()):
-        assert (np.abs(product - exact) <= bound[:, None]).all()
+        assert (np.abs(product - exact) <= bound_Q[:, None]).all()
 
 
 @given(seed=SEEDS, k=st.integers(1, 12))
@@ -73,8 +73,8 @@ def test_best_first_is_a_stable_sort(seed, k):
     columns = np.array(pairs, np.int64).reshape(-1, 2)
     scores = rng.integers(0, 3, len(pairs)).astype(np.float32)
     best = best_first(ScoredPairs(columns[:, 0], columns[:, 1], scores, np.zeros(len(pairs), np.int16)), k)
-    ranked = sorted((q, -s, row) for (q, row), s in zip(columns.tolist(), scores.tolist()))
-    expected = [one for query in range(3) for one in [r for r in ranked if r[0] == query][:k]]
+    ranking = sorted((q, -s, row) for (q, row), s in zip(columns.tolist(), scores.tolist()))
+    expected = [one for query in range(3) for one in [r for r in ranking if r[0] == query][:k]]
     assert list(zip(best.query_M.tolist(), (-best.score_M).tolist(), best.row_M.tolist())) == expected
 
 

@@ -154,8 +154,8 @@ def test_neither_the_order_of_questions_nor_how_passages_are_spread_changes_a_by
 
     order = rng.permutation(num)
     place = np.argsort(order)
-    mixed = [(int(place[q]), p, positive) for q, p, positive in pairs]
-    again = feedback_views(queries[order], labels_of(sorted(mixed)), norms, clusters=clusters)
+    new_pairs = [(int(place[q]), p, positive) for q, p, positive in pairs]
+    again = feedback_views(queries[order], labels_of(sorted(new_pairs)), norms, clusters=clusters)
     assert all(np.array_equal(a, b) for a, b in zip(whole, again))
 
     for passage in range(passages):
@@ -182,8 +182,8 @@ def test_each_of_several_views_is_that_of_its_cluster_alone(seed, clusters):
 def test_shares_weigh_the_questions_of_a_mean_and_what_is_taken_away_is_taken_from_each():
     queries = np.array([[1.0, 0.0], [0.0, 1.0]], np.float32)
     labels = labels_of([(0, 0, True), (1, 0, True)])
-    shared = feedback_views(queries, labels, np.ones(1), weight=1.0, share_Q=np.array([3.0, 1.0]))
-    np.testing.assert_allclose(shared.vectors_FD, [np.array([3, 1]) / math.sqrt(10)], rtol=1e-6)
+    views = feedback_views(queries, labels, np.ones(1), weight=1.0, share_Q=np.array([3.0, 1.0]))
+    np.testing.assert_allclose(views.vectors_FD, [np.array([3, 1]) / math.sqrt(10)], rtol=1e-6)
     away = feedback_views(queries, labels, np.ones(1), weight=1.0, clusters=2, offset_PD=np.array([[0.0, -1.0]]))
     clusters_N = sorted(vector.tolist() for vector in away.vectors_FD)
     np.testing.assert_allclose(clusters_N, [[0, 1], [math.sqrt(0.5)] * 2], atol=1e-6)

@@ -20,5 +20,5 @@ def test_each_list_adds_the_reciprocal_of_sixty_and_the_rank_and_ties_go_by_id(f
         ranks = [ranking.index(name) + 1 for ranking in (first, second) if name in ranking]
         expected.append((name, sum(1 / (60 + rank) for rank in ranks), 2 if name in second else 1))
     expected.sort(key=lambda one: (-one[1], one[0]))
-    fused = fuse_ranks([hits(first, 1), hits(second, 2)], k)
-    assert [(hit.passage_id, hit.score, hit.view) for hit in fused] == expected[:k]
+    result = fuse_ranks([hits(first, 1), hits(second, 2)], k)
+    assert [(hit.passage_id, hit.score, hit.view) for hit in result] == expected[:k]

@@ -43,15 +43,15 @@ def slow(name: str, batch: Batch, tau: float, scale: float, weight: float) -> tu
             )
         positive = int(batch.positive[q])
         own = scores[positive]
-        chosen = max(own.values())
+        best = max(own.values())
         if name == "camvr_loss":
-            chosen = max((own[v] for v in own if bool(batch.answer[q, v])), default=chosen)
-        below = math.exp(chosen / tau)
+            best = max((own[v] for v in own if bool(batch.answer[q, v])), default=best)
+        below = math.exp(best / tau)
         for p, other in enumerate(scores):
             if p != positive and not bool(batch.known[q, p]) and other:
                 below += math.exp(max(other.values()) / tau)
-        global_terms.append(-math.log(math.exp(chosen / tau) / below))
-        local_terms.append(-math.log(math.exp(chosen / tau) / sum(math.exp(f / tau) for f in own.values())))
+        global_terms.append(-math.log(math.exp(best / tau) / below))
+        local_terms.append(-math.log(math.exp(best / tau) / sum(math.exp(f / tau) for f in own.values())))
     global_, local = (sum(terms) / len(terms) for terms in (global_terms, local_terms))
     if name == "dpr_loss":
         return global_, global_, 0.0
@@ -105,16 +105,16 @@ def test_missing_views_and_padding_passages_take_no_part_in_loss_or_gradient(los
     batch = Batch(3)
     batch.known[:] = False
     plain = run(loss, batch, tau=0.5)
-    padded = Batch(3)
+    padded_batch = Batch(3)
     noise = torch.full((2, *batch.views.shape[1:]), 1e3, dtype=torch.float64)
-    padded.views = torch.cat([torch.where(batch.mask[..., None], batch.views, 1e3), noise]).requires_grad_()
-    padded.mask = torch.cat([batch.mask, torch.zeros(2, batch.mask.shape[1], dtype=torch.bool)])
-    padded.known = torch.zeros(len(batch.queries), len(padded.views), dtype=torch.bool)
-    terms = run(loss, padded, tau=0.5)
+    padded_batch.views = torch.cat([torch.where(batch.mask[..., None], batch.views, 1e3), noise]).requires_grad_()
+    padded_batch.mask = torch.cat([batch.mask, torch.zeros(2, batch.mask.shape[1], dtype=torch.bool)])
+    padded_batch.known = torch.zeros(len(batch.queries), len(padded_batch.views), dtype=torch.bool)
+    terms = run(loss, padded_batch, tau=0.5)
     assert [term.item() for term in terms] == pytest.approx([term.item() for term in plain], rel=1e-12)
-    (gradient,) = torch.autograd.grad(terms.total, padded.views)
+    (gradient,) = torch.autograd.grad(terms.total, padded_batch.views)
     assert torch.isfinite(gradient).all()
-    assert (gradient[~padded.mask] == 0).all()
+    assert (gradient[~padded_batch.mask] == 0).all()
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -166,8 +166,8 @@ def test_a_share_of_answer_supervision_mixes_the_two_losses(seed, share):
     given_to_all = (batch.queries, batch.views, batch.mask, batch.positive)
     more = {"tau": 0.5, "scale": 0.7, "local_weight": 0.3, "known_QP": batch.known}
     answer, best = camvr_loss(*given_to_all, answer_QV=batch.answer, **more), mvr_loss(*given_to_all, **more)
-    mixed = camvr_loss(*given_to_all, answer_QV=batch.answer, answer_share=share, **more)
-    for now, one, other in zip(mixed, answer, best):
+    mixture = camvr_loss(*given_to_all, answer_QV=batch.answer, answer_share=share, **more)
+    for now, one, other in zip(mixture, answer, best):
         torch.testing.assert_close(now, share * one + (1 - share) * other)
 
 

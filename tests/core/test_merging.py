@@ -43,8 +43,8 @@ class Corpus:
         for values, fill, dtype in zip(ranked_QR, (-1, -np.inf, -1), (np.int64, np.float32, np.int16)):
             columns.append(np.full((len(scores_QR), depth), fill, dtype))
             columns[-1][:, : min(size, depth)] = values[:, :depth]
-        left = ranked_QR[1][:, depth:]
-        return start, ShardHits(*columns, left.max(axis=1, initial=-np.inf).astype(np.float32))
+        rest_QR = ranked_QR[1][:, depth:]
+        return start, ShardHits(*columns, rest_QR.max(axis=1, initial=-np.inf).astype(np.float32))
 
     def best(self, query: int, k: int) -> list[tuple[str, float, int]]:
         """By brute force: id, score and view of the best k of all passages."""
@@ -67,10 +67,10 @@ class Corpus:
 @settings(max_examples=150)
 def test_merging_whole_lists_equals_brute_force(seed, k, levels, num_queries):
     corpus = Corpus(seed, levels, num_queries)
-    merged = merge([corpus.shard(number, k) for number in range(4)], k, corpus.ids_of)
-    assert [column.shape for column in merged[:3]] == [(num_queries, k)] * 3
-    assert np.array_equal(merged.frontier_Q, corpus.best_left_out(k))
-    assert [corpus.lists(merged, query) for query in range(num_queries)] == [
+    result = merge([corpus.shard(number, k) for number in range(4)], k, corpus.ids_of)
+    assert [column.shape for column in result[:3]] == [(num_queries, k)] * 3
+    assert np.array_equal(result.frontier_Q, corpus.best_left_out(k))
+    assert [corpus.lists(result, query) for query in range(num_queries)] == [
         corpus.best(query, k) for query in range(num_queries)
     ]
 
@@ -80,18 +80,18 @@ def test_merging_whole_lists_equals_brute_force(seed, k, levels, num_queries):
 def test_a_query_without_doubt_is_exact_and_asking_again_settles_every_doubt(seed, k, depth, levels):
     corpus = Corpus(seed, levels)
     lists = [corpus.shard(number, depth) for number in range(4)]
-    merged = merge(lists, k, corpus.ids_of)
-    again = uncertain_queries(lists, merged, corpus.ids_of)
+    result = merge(lists, k, corpus.ids_of)
+    again = uncertain_queries(lists, result, corpus.ids_of)
     certain = set(range(3)).difference(*(queries.tolist() for queries in again))
-    assert all(corpus.lists(merged, query) == corpus.best(query, k) for query in certain)
+    assert all(corpus.lists(result, query) == corpus.best(query, k) for query in certain)
     if depth >= k:
         assert len(certain) == 3
     for number, queries in enumerate(again):
         start, hits = lists[number]
         lists[number] = start, replace_hits(hits, corpus.shard(number, k, queries)[1], queries)
-    settled = merge(lists, k, corpus.ids_of)
-    assert [corpus.lists(settled, query) for query in range(3)] == [corpus.best(query, k) for query in range(3)]
-    assert not any(len(queries) for queries in uncertain_queries(lists, settled, corpus.ids_of))
+    final_result = merge(lists, k, corpus.ids_of)
+    assert [corpus.lists(final_result, query) for query in range(3)] == [corpus.best(query, k) for query in range(3)]
+    assert not any(len(queries) for queries in uncertain_queries(lists, final_result, corpus.ids_of))
 
 
 def one_query(*scores: float, frontier: float = 0.0) -> ShardHits:
@@ -116,8 +116,8 @@ def test_ids_are_looked_up_only_where_scores_tie_across_shards():
 def test_where_the_frontier_ties_the_id_of_the_last_row_decides(ids, again):
     """Only a passage that ranks after the shard's last row was left out."""
     lists = [(0, one_query(3, frontier=3)), (10, one_query(4, 3, frontier=-np.inf))]
-    merged = merge(lists, 2, lambda passages: [ids[number] for number in passages])
-    queries_S = uncertain_queries(lists, merged, lambda passages: [ids[number] for number in passages])
+    result = merge(lists, 2, lambda passages: [ids[number] for number in passages])
+    queries_S = uncertain_queries(lists, result, lambda passages: [ids[number] for number in passages])
     assert [queries.tolist() for queries in queries_S] == [again, []]
 
 
@@ -130,9 +130,9 @@ def test_shards_that_answered_different_queries_are_refused():
 
 def doubt(depth: int, sizes: list[int], k: int) -> float:
     """The sum over shards of the chance that more than `depth` of the best k lie there, in whole numbers."""
-    total, drawn = sum(sizes), min(k, sum(sizes))
-    ways = sum(math.comb(n, x) * math.comb(total - n, drawn - x) for n in sizes for x in range(depth + 1, drawn + 1))
-    return ways / math.comb(total, drawn)
+    total, draws = sum(sizes), min(k, sum(sizes))
+    ways = sum(math.comb(n, x) * math.comb(total - n, draws - x) for n in sizes for x in range(depth + 1, draws + 1))
+    return ways / math.comb(total, draws)
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=8), st.integers(1, 120), st.sampled_from([1, 16, 256]))

@@ -41,17 +41,17 @@ def test_lists_of_different_lengths_are_counted_by_question_and_not_by_the_first
 def test_reciprocal_ranks_and_ndcg_equal_ir_measures(data: st.DataObject):
     names = [f"d{n}" for n in range(9)]
     cutoff = data.draw(st.integers(1, 10))
-    ranked, grades = [], []
+    rankings, grades = [], []
     for _ in range(data.draw(st.integers(1, 4))):
-        ranked.append(data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1)))
+        rankings.append(data.draw(st.lists(st.sampled_from(names), unique=True, min_size=1)))
         grades.append(data.draw(st.dictionaries(st.sampled_from(names), st.integers(0, 3), min_size=1)))
-    qrels = [ir_measures.Qrel(str(q), d, g) for q, judged in enumerate(grades) for d, g in judged.items()]
-    run = [ir_measures.ScoredDoc(str(q), d, float(-i)) for q, ids in enumerate(ranked) for i, d in enumerate(ids)]
+    qrels = [ir_measures.Qrel(str(q), d, g) for q, judgments in enumerate(grades) for d, g in judgments.items()]
+    run = [ir_measures.ScoredDoc(str(q), d, float(-i)) for q, ids in enumerate(rankings) for i, d in enumerate(ids)]
     gain, rank = ir_measures.nDCG @ cutoff, ir_measures.RR @ cutoff
     expected = {(m.query_id, m.measure): m.value for m in ir_measures.iter_calc([gain, rank], qrels, run)}
-    ours = ndcg(ranked, grades, cutoff)
-    ranks = first_ranks([[judged.get(d, 0) > 0 for d in ids] for ids, judged in zip(ranked, grades)])
-    for question in range(len(ranked)):
+    ours = ndcg(rankings, grades, cutoff)
+    ranks = first_ranks([[judgments.get(d, 0) > 0 for d in ids] for ids, judgments in zip(rankings, grades)])
+    for question in range(len(rankings)):
         assert ours[question] == pytest.approx(expected[str(question), gain], abs=1e-9)
         assert reciprocal_ranks(ranks, cutoff)[question] == pytest.approx(expected[str(question), rank], abs=1e-9)
 
@@ -136,15 +136,15 @@ def test_the_paired_test_of_articles_equals_enumeration_over_their_signs(num_art
 def test_the_paired_test_rejects_no_more_often_than_it_says_where_articles_differ_at_random():
     """Systems that are equal on average, each better on some articles: questions alone reject far too often."""
     rng = np.random.default_rng(8)
-    rejected = {"articles": 0, "questions": 0}
+    rejections = {"articles": 0, "questions": 0}
     articles = np.repeat(np.arange(20), 30)
     for seed in range(200):
         ease_G = rng.normal(0, 0.2, 20)[articles]
         a, b = (rng.random(600) < 0.5 + ease_G / 2), (rng.random(600) < 0.5 - ease_G / 2)
-        rejected["articles"] += paired_test(a, b, articles, seed, num=400) < 0.05
-        rejected["questions"] += paired_test(a, b, None, seed, num=400) < 0.05
-    assert rejected["articles"] <= 20
-    assert rejected["questions"] > 40
+        rejections["articles"] += paired_test(a, b, articles, seed, num=400) < 0.05
+        rejections["questions"] += paired_test(a, b, None, seed, num=400) < 0.05
+    assert rejections["articles"] <= 20
+    assert rejections["questions"] > 40
 
 
 @pytest.mark.parametrize(("only_a", "only_b"), [(0, 0), (1, 0), (5, 1), (3, 3), (6, 7), (30, 12), (200, 201), (9, 60)])
@@ -160,9 +160,9 @@ def test_the_paired_test_of_hits_and_misses_equals_the_exact_sign_test(only_a: i
 def test_the_paired_test_of_real_values_equals_enumeration_and_is_never_zero():
     rng = np.random.default_rng(7)
     a, b = rng.random(9), rng.random(9)
-    observed = abs((a - b).sum())
+    statistic = abs((a - b).sum())
     signs = itertools.product([1, -1], repeat=9)
-    expected = np.mean([abs((np.array(sign) * (a - b)).sum()) >= observed - 1e-12 for sign in signs])
+    expected = np.mean([abs((np.array(sign) * (a - b)).sum()) >= statistic - 1e-12 for sign in signs])
     assert paired_test(a, b) == pytest.approx(expected)
     assert paired_test(np.ones(500), np.zeros(500), num=99) == pytest.approx(0.01)
 

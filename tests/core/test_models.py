@@ -92,10 +92,10 @@ def test_every_architecture_gives_sentence_transformers_vectors_and_so_does_what
     assert encoder.spec.max_passage_tokens == encoder.spec.max_query_tokens == 60
     check_equal(encoder, oracle)
     encoder.save(tmp_path / "encoder")
-    stored = DualEncoder.load(tmp_path / "encoder")
-    assert stored.fingerprint == encoder.fingerprint
-    check_equal(stored, oracle)
-    check_equal(stored, SentenceTransformer(str(tmp_path / "encoder" / "shared"), device="cpu"))
+    copy = DualEncoder.load(tmp_path / "encoder")
+    assert copy.fingerprint == encoder.fingerprint
+    check_equal(copy, oracle)
+    check_equal(copy, SentenceTransformer(str(tmp_path / "encoder" / "shared"), device="cpu"))
 
 
 @pytest.mark.parametrize("include_prompt", [True, False])
@@ -178,8 +178,8 @@ def test_windows_are_read_alone_and_share_their_tokens_out(tiny, kind):
     spec = replace(SPEC, strategy="snippet_means", num_views=3, max_passage_tokens=40, overlap_tokens=8)
     encoder = DualEncoder.from_backbone(tiny(kind), spec)
     passage = Passage("1", "The river", TEXTS[2])
-    [tokenized] = encoder.tokenize_passages([passage])
-    rows = encoder.layout.rows(tokenized)
+    [tokens] = encoder.tokenize_passages([passage])
+    rows = encoder.layout.rows(tokens)
     assert len(rows) > 3 and all(row.num_tokens == 40 for row in rows)
     tower = encoder.passage_tower
     states, views = [], []
@@ -191,9 +191,9 @@ def test_windows_are_read_alone_and_share_their_tokens_out(tiny, kind):
     states_ND, view_N = torch.cat(states), torch.cat(views)
     whole = encoder.passage_tower.tokenizer(TEXTS[2], add_special_tokens=False)["input_ids"]
     assert torch.cat([torch.from_numpy(row.input_ids) for row in rows])[view_N >= 0].tolist() == whole
-    embedded = encoder.embed_passages([tokenized, *encoder.tokenize_passages([Passage("2", "", TEXTS[1])])])
+    embedding = encoder.embed_passages([tokens, *encoder.tokenize_passages([Passage("2", "", TEXTS[1])])])
     for view in range(3):
-        np.testing.assert_allclose(embedded.views_PVD[0, view], states_ND[view_N == view].mean(0), atol=1e-5)
+        np.testing.assert_allclose(embedding.views_PVD[0, view], states_ND[view_N == view].mean(0), atol=1e-5)
     cut = DualEncoder.from_backbone(tiny(kind), replace(spec, overlap_tokens=0))
     short = Passage("3", "", TEXTS[1])
     same = [one.embed_passages(one.tokenize_passages([short])).views_PVD for one in (encoder, cut)]
@@ -207,15 +207,15 @@ def test_the_fingerprint_changes_with_prompts_pooling_heads_and_truncation(tiny,
         return DualEncoder.from_backbone(folder, spec).fingerprint
 
     tanh, plain = (random_dense(16, 16, activation_function=one) for one in (torch.nn.Tanh(), torch.nn.Identity()))
-    prompted = replace(SPEC, query_prompt="query: ")
+    prompt_spec = replace(SPEC, query_prompt="query: ")
     different = [
         name("a", SPEC),
         name("b", SPEC, "cls"),
         name("c", SPEC, "mean", tanh),
         name("d", SPEC, "mean", plain),
         name("e", SPEC, "mean", Normalize()),
-        name("f", prompted),
-        name("g", prompted, include_prompt=False),
+        name("f", prompt_spec),
+        name("g", prompt_spec, include_prompt=False),
         name("h", replace(SPEC, passage_prompt="query: ")),
         name("i", replace(SPEC, truncate_dim=8)),
         name("j", replace(SPEC, truncate_dim=9)),
@@ -239,21 +239,19 @@ def test_viewers_have_positions_of_their_own_where_a_model_takes_them(tiny, tmp_
     np.testing.assert_allclose(encoder.embed_passages(passages[:1]).views_PVD, views_PVD[:1], atol=1e-5)
     assert np.abs(views_PVD[0, 0] - views_PVD[0, 1]).max() > 1e-3
     assert passages[0].position_ids[:4].tolist() == [tower.first_position + at for at in (0, 0, 0, 1)]
-    turned = passages[1]._replace(input_ids=passages[1].input_ids.copy())
-    turned.input_ids[:3] = turned.input_ids[2::-1]
+    reverse = passages[1]._replace(input_ids=passages[1].input_ids.copy())
+    reverse.input_ids[:3] = reverse.input_ids[2::-1]
     if kind == "electra":
-        np.testing.assert_allclose(encoder.embed_passages([turned]).views_PVD[0], views_PVD[1, ::-1], atol=1e-4)
+        np.testing.assert_allclose(encoder.embed_passages([reverse]).views_PVD[0], views_PVD[1, ::-1], atol=1e-4)
     encoder.save(tmp_path)
     np.testing.assert_array_equal(DualEncoder.load(tmp_path).embed_passages(passages).views_PVD, views_PVD)
 
 
 @pytest.mark.parametrize("kind", ["t5", "deberta", "deberta-v2", *CAUSAL])
 def test_viewers_are_refused_where_position_ids_do_not_order_the_tokens(tiny, kind):
-    with pytest.raises(EncoderError) as caught:
+    with pytest.raises(EncoderError) as error:
         DualEncoder.from_backbone(tiny(kind), replace(SPEC, strategy="viewers"))
-    assert f"in a backbone of model type {kind!r} position ids alone do not order the tokens; use a" in str(
-        caught.value
-    )
+    assert f"in a backbone of model type {kind!r} position ids alone do not order the tokens; use a" in str(error.value)
 
 
 @pytest.mark.parametrize("kind", ["t5", "deberta-v2", "modernbert"])
@@ -298,8 +296,8 @@ def test_an_exported_folder_gives_the_vectors_of_questions_and_says_what_it_cann
     }[strategy]
     oracle = SentenceTransformer(str(tmp_path if num_towers == 1 else tmp_path / "question"), device="cpu")
     np.testing.assert_allclose(encoder.embed_queries(TEXTS[:2]), oracle.encode_query(TEXTS[:2]), atol=1e-5)
-    titled = DualEncoder.from_backbone(tiny("modernbert"), replace(spec, use_title=True))
-    assert "titles: here a title is read before its text and a separator, there a text is one string" in titled.export(
+    other = DualEncoder.from_backbone(tiny("modernbert"), replace(spec, use_title=True))
+    assert "titles: here a title is read before its text and a separator, there a text is one string" in other.export(
         tmp_path / "titled"
     )
 
@@ -358,16 +356,16 @@ REFUSALS = [
 def test_modules_that_mvr_ray_does_not_compute_are_refused(tiny, tmp_path, damage, message):
     folder = sentence_model(tiny("bert"), tmp_path / "model", "mean", random_dense(16, 12))
     damage(Path(folder))
-    with pytest.raises(EncoderError) as caught:
+    with pytest.raises(EncoderError) as error:
         DualEncoder.from_backbone(folder, SPEC)
-    assert str(caught.value) == message.format(folder)
+    assert str(error.value) == message.format(folder)
 
 
 def test_settings_that_do_not_fit_the_model_are_refused(tiny):
     def refusal(**settings: Any) -> str:
-        with pytest.raises(EncoderError) as caught:
+        with pytest.raises(EncoderError) as error:
             DualEncoder.from_backbone(tiny("bert"), replace(SPEC, **settings))
-        return str(caught.value)
+        return str(error.value)
 
     assert refusal(truncate_dim=17) == (
         "encoder truncate_dim is 17, but the model's vectors have 16 dimensions; give 1 to 16"

@@ -38,10 +38,10 @@ def one_thread():
 def test_the_views_are_those_of_the_padded_pass(tiny, kind, strategy):
     full = DualEncoder.from_backbone(tiny(kind), replace(SPEC, strategy=strategy))
     encoder = full.to_precision("openvino")
-    tokenized = encoder.tokenize_passages(PASSAGES)
+    passages = encoder.tokenize_passages(PASSAGES)
     with torch.enable_grad():  # with a gradient every backbone is read padded
-        expected, mask_PV = full.encode_passages(tokenized)
-    views = encoder.embed_passages(tokenized)
+        expected, mask_PV = full.encode_passages(passages)
+    views = encoder.embed_passages(passages)
     np.testing.assert_array_equal(views.mask_PV, mask_PV)
     np.testing.assert_allclose(views.views_PVD, expected.detach(), atol=1e-5)
     np.testing.assert_array_equal(encoder.embed_queries(["the river"]), full.embed_queries(["the river"]))
@@ -50,16 +50,16 @@ def test_the_views_are_those_of_the_padded_pass(tiny, kind, strategy):
 
 def test_the_bytes_do_not_depend_on_the_number_of_threads_and_a_stored_encoder_gives_them_again(tiny, tmp_path):
     encoder = DualEncoder.from_backbone(tiny("electra"), SPEC).to_precision("openvino")
-    tokenized = encoder.tokenize_passages(PASSAGES * 40)
+    passages = encoder.tokenize_passages(PASSAGES * 40)
     torch.set_num_threads(1)
-    alone = encoder.embed_passages(tokenized).views_PVD
+    alone = encoder.embed_passages(passages).views_PVD
     encoder.save(tmp_path)
     torch.set_num_threads(2)
-    stored = DualEncoder.load(tmp_path)
-    assert (stored.precision.name, stored.fingerprint) == ("openvino", encoder.fingerprint)
-    np.testing.assert_array_equal(stored.embed_passages(tokenized).views_PVD, alone)
-    with stored.inference():
-        states_PTD, real_PT = stored.states(tokenized[:3])
+    copy = DualEncoder.load(tmp_path)
+    assert (copy.precision.name, copy.fingerprint) == ("openvino", encoder.fingerprint)
+    np.testing.assert_array_equal(copy.embed_passages(passages).views_PVD, alone)
+    with copy.inference():
+        states_PTD, real_PT = copy.states(passages[:3])
     assert (states_PTD[~real_PT] == 0).all()
 
 
@@ -74,9 +74,9 @@ def test_without_the_library_or_for_a_gpu_it_is_refused(tiny, monkeypatch):
     encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
     with pytest.raises(EncoderError, match="passages in openvino need a CPU, and encoders have GPUs here"):
         encoder.to_precision("openvino", gpu=True)
-    stored = encoder.to_precision("openvino")
+    openvino_encoder = encoder.to_precision("openvino")
     monkeypatch.setitem(sys.modules, "openvino", None)
     with pytest.raises(EncoderError, match=r"need the library openvino \(pip install 'mvr-ray\[openvino\]'\)"):
         encoder.to_precision("openvino")
     with pytest.raises(EncoderError, match="need the library openvino"):
-        stored.embed_passages(stored.tokenize_passages(PASSAGES))
+        openvino_encoder.embed_passages(openvino_encoder.tokenize_passages(PASSAGES))

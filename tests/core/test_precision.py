@@ -27,22 +27,22 @@ needs_bfloat16 = pytest.mark.skipif(
 @pytest.mark.parametrize("strategy", ["snippet_means", "viewers", "sentences"])
 def test_a_lowered_encoder_is_near_has_a_name_of_its_own_and_keeps_its_questions(tiny, tmp_path, precision, strategy):
     full = DualEncoder.from_backbone(tiny("bert"), replace(SPEC, strategy=strategy))
-    lowered = full.to_precision(precision, PASSAGES)
-    assert lowered.fingerprint not in (full.fingerprint, full.to_precision("fp32").fingerprint)
+    encoder = full.to_precision(precision, PASSAGES)
+    assert encoder.fingerprint not in (full.fingerprint, full.to_precision("fp32").fingerprint)
     assert full.to_precision("fp32").fingerprint == full.fingerprint
-    tokenized = full.tokenize_passages(PASSAGES)
-    expected, actual = full.embed_passages(tokenized), lowered.embed_passages(tokenized)
+    passages = full.tokenize_passages(PASSAGES)
+    expected, actual = full.embed_passages(passages), encoder.embed_passages(passages)
     assert (expected.mask_PV == actual.mask_PV).all()
     cosine = (expected.views_PVD * actual.views_PVD).sum(-1)[expected.mask_PV]
     assert cosine.min() > 0.99
     assert np.abs(expected.views_PVD - actual.views_PVD).max() > 1e-5
-    assert (full.embed_queries(["where?"]) == lowered.embed_queries(["where?"])).all()
+    assert (full.embed_queries(["where?"]) == encoder.embed_queries(["where?"])).all()
 
-    lowered.save(tmp_path)
+    encoder.save(tmp_path)
     for only_embeds in (False, True):
-        loaded = DualEncoder.load(tmp_path, only_embeds)
-        assert (loaded.fingerprint, loaded.precision.name) == (lowered.fingerprint, precision)
-        assert (loaded.embed_passages(tokenized).views_PVD == actual.views_PVD).all()
+        copy = DualEncoder.load(tmp_path, only_embeds)
+        assert (copy.fingerprint, copy.precision.name) == (encoder.fingerprint, precision)
+        assert (copy.embed_passages(passages).views_PVD == actual.views_PVD).all()
 
 
 def test_scales_follow_from_the_passages_alone(tiny):
@@ -65,9 +65,9 @@ def test_a_snapshot_without_its_parts_is_refused(tiny, tmp_path, fault):
         with pytest.raises(EncoderError, match="does not hold the parts of int8"):
             DualEncoder.load(tmp_path)
         return
-    described = json.loads((tmp_path / "encoder.json").read_text())
-    del described["checksum"]
-    (tmp_path / "encoder.json").write_text(json.dumps({**described, "precision": "int3"}))
+    data = json.loads((tmp_path / "encoder.json").read_text())
+    del data["checksum"]
+    (tmp_path / "encoder.json").write_text(json.dumps({**data, "precision": "int3"}))
     with pytest.raises(EncoderError, match="embeds in 'int3', which this mvr_ray does not know"):
         DualEncoder.load(tmp_path)
 
@@ -90,19 +90,19 @@ def test_int8_of_an_earlier_release_answers_questions_and_says_why_it_embeds_no_
     assert old.precision.digest() == hasher.digest()
     old.save(tmp_path)
     assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == ["scales.safetensors"]
-    loaded = DualEncoder.load(tmp_path)
-    assert loaded.fingerprint == old.fingerprint
-    assert (loaded.embed_queries(["where?"]) == full.embed_queries(["where?"])).all()
+    copy = DualEncoder.load(tmp_path)
+    assert copy.fingerprint == old.fingerprint
+    assert (copy.embed_queries(["where?"]) == full.embed_queries(["where?"])).all()
     with pytest.raises(EncoderError, match=r"int8 is that of an earlier mvr_ray.*run mvr-ray index, which embeds all"):
-        loaded.embed_passages(full.tokenize_passages(PASSAGES[:2]))
+        copy.embed_passages(full.tokenize_passages(PASSAGES[:2]))
 
 
 @pytest.mark.parametrize("kind", ["distilbert", "mpnet", "qwen3"])
 def test_int8_takes_other_backbones_than_bert(tiny, kind):
     full = DualEncoder.from_backbone(tiny(kind), SPEC)
-    tokenized = full.tokenize_passages(PASSAGES)
-    expected = full.embed_passages(tokenized)
-    actual = full.to_precision("int8", PASSAGES).embed_passages(tokenized)
+    passages = full.tokenize_passages(PASSAGES)
+    expected = full.embed_passages(passages)
+    actual = full.to_precision("int8", PASSAGES).embed_passages(passages)
     assert (expected.views_PVD * actual.views_PVD).sum(-1)[expected.mask_PV].min() > 0.99
 
 
@@ -130,8 +130,8 @@ def test_real_passages_in_bytes_stay_near(minilm, data_dir):
         articles = json.load(file)["data"]
     texts = [paragraph["context"] for article in articles for paragraph in article["paragraphs"]]
     full = DualEncoder.from_backbone(str(minilm), EncoderSpec(num_views=4, max_passage_tokens=128))
-    lowered = full.to_precision("int8", [Passage(str(i), "", text) for i, text in enumerate(texts[:960:30])])
-    tokenized = full.tokenize_passages([Passage(str(i), "", text) for i, text in enumerate(texts[1000:1960:30])])
-    expected, actual = full.embed_passages(tokenized), lowered.embed_passages(tokenized)
+    encoder = full.to_precision("int8", [Passage(str(i), "", text) for i, text in enumerate(texts[:960:30])])
+    passages = full.tokenize_passages([Passage(str(i), "", text) for i, text in enumerate(texts[1000:1960:30])])
+    expected, actual = full.embed_passages(passages), encoder.embed_passages(passages)
     cosine = (expected.views_PVD * actual.views_PVD).sum(-1)[expected.mask_PV]
     assert cosine.mean() > 0.99

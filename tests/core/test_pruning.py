@@ -87,12 +87,12 @@ def test_a_block_keeps_ids_order_and_view_numbers():
     first, second = rng.normal(size=(2, 8)).astype(np.float16)
     vectors = np.stack([first, second, first, second, second])
     block = EmbeddingBlock(["a", "b", "c"], np.array([0, 3, 3, 5]), np.array([0, 2, 5, 1, 7], np.int16), vectors)
-    pruned = prune_block(block, 0.0)
-    assert (pruned.num_dropped, pruned.worst) == (2, 0.0)
-    assert pruned.block.ids == block.ids
-    assert pruned.block.row_ptr.tolist() == [0, 2, 2, 3]
-    assert pruned.block.view_numbers_N.tolist() == [0, 2, 1]
-    assert pruned.block.vectors_ND.tobytes() == np.stack([first, second, second]).tobytes()
+    result = prune_block(block, 0.0)
+    assert (result.num_dropped, result.worst) == (2, 0.0)
+    assert result.block.ids == block.ids
+    assert result.block.row_ptr.tolist() == [0, 2, 2, 3]
+    assert result.block.view_numbers_N.tolist() == [0, 2, 1]
+    assert result.block.vectors_ND.tobytes() == np.stack([first, second, second]).tobytes()
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.1])

@@ -89,9 +89,9 @@ def test_the_gradient_of_the_loss_is_its_slope():
     for side, (row, at) in itertools.product(range(2), itertools.product(range(5), range(7))):
         values = []
         for sign in (1, -1):
-            moved = [start_FT.clone(), end_FT.clone()]
-            moved[side][row, at] += sign * step
-            values.append(float(span_losses(moved[0], moved[1], candidate_FT, start_F, end_F).mean()))
+            logits = [start_FT.clone(), end_FT.clone()]
+            logits[side][row, at] += sign * step
+            values.append(float(span_losses(logits[0], logits[1], candidate_FT, start_F, end_F).mean()))
         slope = (values[0] - values[1]) / (2 * step)
         assert float(leaves[side].grad[row, at]) == pytest.approx(slope, abs=1e-9)
         assert candidate_FT[row, at] or slope == 0.0
@@ -125,7 +125,7 @@ def test_windows_are_the_tokenizers_own_and_cover_every_token(minilm, paragraphs
         )
         assert [window.input_ids.tolist() for window in result] == expected["input_ids"]
         assert [window.type_ids.tolist() for window in result] == expected["token_type_ids"]
-        covered = set()
+        coverage = set()
         for number, window in enumerate(result):
             assert window.input_ids[window.null] == theirs.cls_token_id
             sequence = expected.sequence_ids(number)
@@ -133,9 +133,9 @@ def test_windows_are_the_tokenizers_own_and_cover_every_token(minilm, paragraphs
                 place = window.place(token)
                 assert sequence[place] == 1
                 assert expected["offset_mapping"][number][place] == (tokens.starts[token], tokens.stops[token])
-                covered.add(token)
+                coverage.add(token)
             assert sequence.count(1) == window.num_text
-        assert covered == set(range(len(tokens.ids)))
+        assert coverage == set(range(len(tokens.ids)))
         several += len(result) > 1
     assert several > len(paragraphs) // 2
 
@@ -211,7 +211,7 @@ PASSAGES = [
 
 def slow_read(reader: Reader, question: str, text: str) -> tuple[Span, float] | None:
     """One window at a time, without padding, every span in turn; and the margin over the second best."""
-    windower, ranked = reader.windower, []
+    windower, ranking = reader.windower, []
     tokens = windower.tokenize([text])[text]
     for window in windower.windows(windower.frame(question), tokens):
         with torch.no_grad():
@@ -227,10 +227,10 @@ def slow_read(reader: Reader, question: str, text: str) -> tuple[Span, float] | 
                 start, stop = int(tokens.starts[s + token]), int(tokens.stops[e + token])
                 score = float(start_T[s]) + float(end_T[e]) - null
                 ends = float(start_T[s]) - totals[0], float(end_T[e]) - totals[1]
-                ranked.append((score, Span(start, stop, score, *ends)))
-    ranked.sort(key=lambda pair: -pair[0])
-    others = [score for score, span in ranked if span[:2] != ranked[0][1][:2]]
-    return (ranked[0][1], ranked[0][0] - max(others, default=-math.inf)) if ranked else None
+                ranking.append((score, Span(start, stop, score, *ends)))
+    ranking.sort(key=lambda pair: -pair[0])
+    others = [score for score, span in ranking if span[:2] != ranking[0][1][:2]]
+    return (ranking[0][1], ranking[0][0] - max(others, default=-math.inf)) if ranking else None
 
 
 @pytest.mark.parametrize("minus_null", [True, False])
@@ -304,9 +304,9 @@ def test_a_stored_reader_is_the_one_that_was_saved(pair_backbone, tmp_path):
 
 
 def refusal(folder: str | Path, spec: ReaderSpec | None = None, opening=Reader.open) -> str:
-    with pytest.raises(ReaderError) as caught:
+    with pytest.raises(ReaderError) as error:
         opening(str(folder), spec)
-    return str(caught.value)
+    return str(error.value)
 
 
 def test_what_cannot_serve_as_a_reader_is_refused_by_name(pair_backbone, tmp_path):
@@ -322,11 +322,11 @@ def test_what_cannot_serve_as_a_reader_is_refused_by_name(pair_backbone, tmp_pat
     )
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     weights = load_file(copy / "model.safetensors")
-    lost = sorted(weights)[5]
-    save_file({name: weight for name, weight in weights.items() if name != lost}, copy / "model.safetensors")
+    lost_name = sorted(weights)[5]
+    save_file({name: weight for name, weight in weights.items() if name != lost_name}, copy / "model.safetensors")
     assert refusal(copy, SMALL, Reader.from_backbone) == (
-        f"reader {copy} lacks 1 weights of a bert model (first: bert.{lost}); they would be random, so take a complete "
-        f"checkpoint"
+        f"reader {copy} lacks 1 weights of a bert model (first: bert.{lost_name}); they would be random, so take a "
+        f"complete checkpoint"
     )
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "model_type": "vit"}))

@@ -24,8 +24,8 @@ def state(
     last_moved: int | None = 9,
 ):
     """One gate set; `labelled_top1` of the labelled questions, which nothing judges unless it is given."""
-    labelled = tuple(labelled_top1 or [0.0] * len(rounds))
-    return RefineState(tuple((value,) for value in rounds), labelled, max_rounds, patience, loss, last_moved)
+    top1 = tuple(labelled_top1 or [0.0] * len(rounds))
+    return RefineState(tuple((value,) for value in rounds), top1, max_rounds, patience, loss, last_moved)
 
 
 NO_BETTER = "no round was better for 3 rounds"
@@ -88,10 +88,10 @@ def test_a_rejection_names_the_limit_and_the_least_loss():
 
 
 def test_one_gate_set_that_loses_too_much_rules_a_round_out_though_all_others_rise():
-    rounds, known = ((60.0, 60.0), (60.5, 60.2), (90.0, 58.5)), (50.0, 60.0, 99.0)
-    assert next_action(RefineState(rounds, known, 2, 5, 1.0)) == Stop("2 of 2 rounds done", 1)
-    assert next_action(RefineState(rounds, known, 2, 5, 2.0)) == Stop("2 of 2 rounds done", 2)
-    assert isinstance(next_action(RefineState((rounds[0], rounds[2]), known[::2], 1, 5, 1.0)), Reject)
+    rounds, top1 = ((60.0, 60.0), (60.5, 60.2), (90.0, 58.5)), (50.0, 60.0, 99.0)
+    assert next_action(RefineState(rounds, top1, 2, 5, 1.0)) == Stop("2 of 2 rounds done", 1)
+    assert next_action(RefineState(rounds, top1, 2, 5, 2.0)) == Stop("2 of 2 rounds done", 2)
+    assert isinstance(next_action(RefineState((rounds[0], rounds[2]), top1[::2], 1, 5, 1.0)), Reject)
 
 
 def test_the_least_harmful_round_is_that_whose_worst_set_lost_least():
@@ -126,14 +126,16 @@ def test_a_published_round_never_costs_more_than_allowed_and_no_such_round_is_be
     rows = [tuple(map(float, row)) for row in values]
 
     def worth(r: int) -> tuple[float, float, int]:
-        known, *gates = rows[r]
-        return known, sum(gates), -r
+        top1, *gates = rows[r]
+        return top1, sum(gates), -r
 
     for num_rounds in range(len(rows)):
-        gates, known = tuple(row[1:] for row in rows[: num_rounds + 1]), tuple(row[0] for row in rows[: num_rounds + 1])
-        action = next_action(RefineState(gates, known, max_rounds, patience, float(loss), 9))
-        allowed = [r for r in range(1, num_rounds + 1) if all(was - now <= loss for was, now in zip(rows[0], rows[r]))]
-        best = max(allowed, key=worth, default=0)
+        gates, top1 = tuple(row[1:] for row in rows[: num_rounds + 1]), tuple(row[0] for row in rows[: num_rounds + 1])
+        action = next_action(RefineState(gates, top1, max_rounds, patience, float(loss), 9))
+        candidates = [
+            r for r in range(1, num_rounds + 1) if all(was - now <= loss for was, now in zip(rows[0], rows[r]))
+        ]
+        best = max(candidates, key=worth, default=0)
         peak = max(range(1, num_rounds + 1), key=worth, default=0)
         ends = num_rounds >= max_rounds or num_rounds - max(best, peak) >= patience
         if isinstance(action, Continue):
@@ -143,7 +145,7 @@ def test_a_published_round_never_costs_more_than_allowed_and_no_such_round_is_be
         if isinstance(action, Stop):
             assert action.best_round == best > 0
         else:
-            assert not allowed
+            assert not candidates
             assert action.lost_points == min(
                 max(was - now for was, now in zip(rows[0], rows[r])) for r in range(1, num_rounds + 1)
             )
@@ -184,11 +186,11 @@ def test_the_weight_that_the_table_says_is_chosen(before, weights, loss, expecte
 )
 def test_the_chosen_weight_gains_most_within_the_bound_in_whatever_order_weights_were_tried(outcomes, loss, order):
     before = (10.0, 10.0)
-    rows = [(weight, float(known), tuple(map(float, gates))) for weight, (known, gates) in outcomes.items()]
+    rows = [(weight, float(top1), tuple(map(float, gates))) for weight, (top1, gates) in outcomes.items()]
     order.shuffle(rows)
-    chosen = choose_weight(before, trials(*rows), loss)
-    allowed = {weight: known for weight, known, gates in rows if min(gates) >= 10 - loss}
-    if allowed:
-        assert chosen == min(weight for weight in allowed if allowed[weight] == max(allowed.values()))
+    choice = choose_weight(before, trials(*rows), loss)
+    candidates = {weight: top1 for weight, top1, gates in rows if min(gates) >= 10 - loss}
+    if candidates:
+        assert choice == min(weight for weight in candidates if candidates[weight] == max(candidates.values()))
     else:
-        assert chosen == max(rows, key=lambda row: (min(row[2]), -row[0]))[0]
+        assert choice == max(rows, key=lambda row: (min(row[2]), -row[0]))[0]

@@ -47,17 +47,17 @@ def test_a_loaded_encoder_embeds_and_is_named_as_the_saved_one(tiny, tmp_path, k
         for parameter in encoder.parameters():
             parameter += 0.01 * torch.randn(parameter.shape)
     encoder.save(tmp_path)
-    tokenized = encoder.tokenize_passages(PASSAGES)
+    passages = encoder.tokenize_passages(PASSAGES)
     whole = DualEncoder.load(tmp_path)
     for only_embeds in (False, True):
-        loaded = DualEncoder.load(tmp_path, only_embeds) if only_embeds else whole
-        is_stored = isinstance(loaded.passage_tower.backbone, StoredBackbone)
+        other = DualEncoder.load(tmp_path, only_embeds) if only_embeds else whole
+        is_stored = isinstance(other.passage_tower.backbone, StoredBackbone)
         assert is_stored == (only_embeds and kind in PACKED_KINDS)  # else it was opened by transformers
-        assert (loaded.spec, loaded.fingerprint) == (encoder.spec, encoder.fingerprint)
-        assert loaded.layout == whole.layout
-        assert all((a == b).all() for a, b in zip(tokenized[0], loaded.tokenize_passages(PASSAGES)[0]))
-        assert (encoder.embed_passages(tokenized).views_PVD == loaded.embed_passages(tokenized).views_PVD).all()
-        assert (encoder.embed_queries(["the river"]) == loaded.embed_queries(["the river"])).all()
+        assert (other.spec, other.fingerprint) == (encoder.spec, encoder.fingerprint)
+        assert other.layout == whole.layout
+        assert all((a == b).all() for a, b in zip(passages[0], other.tokenize_passages(PASSAGES)[0]))
+        assert (encoder.embed_passages(passages).views_PVD == other.embed_passages(passages).views_PVD).all()
+        assert (encoder.embed_queries(["the river"]) == other.embed_queries(["the river"])).all()
 
 
 def test_saving_twice_writes_the_same_bytes_and_no_path_of_this_machine(tiny, tmp_path):
@@ -138,9 +138,9 @@ def test_the_fingerprint_changes_with_all_that_changes_an_embedding_and_nothing_
 def test_a_snapshot_from_before_the_title_view_has_none_and_keeps_its_fingerprint(snapshot):
     was = DualEncoder.load(snapshot)
     edit(snapshot, lambda data: data["spec"].pop("title_view"))
-    loaded = DualEncoder.load(snapshot)
-    assert (loaded.spec, loaded.fingerprint) == (was.spec, was.fingerprint)
-    assert not loaded.spec.title_view
+    encoder = DualEncoder.load(snapshot)
+    assert (encoder.spec, encoder.fingerprint) == (was.spec, was.fingerprint)
+    assert not encoder.spec.title_view
     edit(snapshot, lambda data: data["spec"].pop("use_title"))
     with pytest.raises(EncoderError, match="lacks or does not know these settings: use_title;"):
         DualEncoder.load(snapshot)
@@ -158,10 +158,10 @@ def test_changed_files_are_told_by_both_fingerprints(snapshot):
     was = DualEncoder.load(snapshot).fingerprint
     edit(snapshot, lambda data: data["spec"].update(use_title=False))
     for only_embeds in (False, True):
-        with pytest.raises(FingerprintError) as caught:
+        with pytest.raises(FingerprintError) as error:
             DualEncoder.load(snapshot, only_embeds)
-        assert str(caught.value).startswith(f"encoder snapshot {snapshot} was saved as {was} but loads as ")
-        assert str(caught.value).endswith(": its files have changed; copy or make it again")
+        assert str(error.value).startswith(f"encoder snapshot {snapshot} was saved as {was} but loads as ")
+        assert str(error.value).endswith(": its files have changed; copy or make it again")
 
 
 def test_whatever_is_cut_or_changed_in_a_file_of_a_snapshot_is_an_error_of_ours(tiny, tmp_path):
@@ -175,9 +175,9 @@ def test_whatever_is_cut_or_changed_in_a_file_of_a_snapshot_is_an_error_of_ours(
         whole = (tmp_path / "whole" / file).read_bytes()
         damages = [whole[: len(whole) // 2], whole[:-1], b"", b"[]", b"null", b"3", b"{}", b"\xff\xfe"]
         for _ in range(20):
-            flipped = bytearray(whole)
-            flipped[rng.randrange(min(len(whole), 2000))] ^= 1 << rng.randrange(8)
-            damages.append(bytes(flipped))
+            content = bytearray(whole)
+            content[rng.randrange(min(len(whole), 2000))] ^= 1 << rng.randrange(8)
+            damages.append(bytes(content))
         values = json.loads(whole) if file.suffix == ".json" else {}
         if isinstance(values, dict):
             damages += [json.dumps({**values, key: value}).encode() for key in values for value in (None, [], "x")]
@@ -185,8 +185,8 @@ def test_whatever_is_cut_or_changed_in_a_file_of_a_snapshot_is_an_error_of_ours(
             shutil.copytree(tmp_path / "whole", tmp_path / "copy", dirs_exist_ok=True)
             (tmp_path / "copy" / file).write_bytes(damage)
             with suppress(EncoderError):  # what changes no embedding is no damage
-                loaded = DualEncoder.load(tmp_path / "copy", only_embeds=at % 2 == 1)  # a way each, for time
-                assert loaded.fingerprint == encoder.fingerprint
+                other = DualEncoder.load(tmp_path / "copy", only_embeds=at % 2 == 1)  # a way each, for time
+                assert other.fingerprint == encoder.fingerprint
 
 
 BROKEN = [
@@ -228,6 +228,6 @@ BROKEN = [
 @pytest.mark.parametrize(("damage", "message"), BROKEN)
 def test_a_broken_snapshot_says_what_is_broken(snapshot, damage, message):
     damage(snapshot)
-    with pytest.raises(EncoderError) as caught:
+    with pytest.raises(EncoderError) as error:
         DualEncoder.load(snapshot)
-    assert str(caught.value) == message.format(snapshot)
+    assert str(error.value) == message.format(snapshot)

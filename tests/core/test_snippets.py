@@ -145,5 +145,5 @@ def test_sentences_are_cut_without_the_rest_of_nltk_which_a_program_then_gets_wh
         "import nltk.tokenize.punkt\n"
         "print(nltk.word_tokenize.__module__, nltk.tokenize.punkt.PunktSentenceTokenizer().tokenize('One. Two.'))\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
-    assert ended.stdout.splitlines() == ["[]", "nltk.tokenize ['One.', 'Two.']"]
+    result = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert result.stdout.splitlines() == ["[]", "nltk.tokenize ['One.', 'Two.']"]

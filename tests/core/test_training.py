@@ -83,8 +83,8 @@ def joined_loss(name: str):
     }[name]
 
     def of(queries_QD, views_PVD, mask_PV):
-        padded = torch.zeros(QUESTIONS, len(views_PVD), dtype=torch.bool)
-        padded[:, :PASSAGES] = known_QP
+        padded_known_QP = torch.zeros(QUESTIONS, len(views_PVD), dtype=torch.bool)
+        padded_known_QP[:, :PASSAGES] = known_QP
         terms = loss(
             queries_QD,
             views_PVD,
@@ -94,11 +94,11 @@ def joined_loss(name: str):
             scale=2.0,
             local_weight=0.3,
             answer_QV=answer_QV,
-            known_QP=padded,
+            known_QP=padded_known_QP,
         )
         if name != "taught":
             return terms
-        padded_teacher_QP = torch.full(padded.shape, torch.nan, dtype=torch.float64)
+        padded_teacher_QP = torch.full(padded_known_QP.shape, torch.nan, dtype=torch.float64)
         padded_teacher_QP[:, :PASSAGES] = teacher_QP
         return terms._replace(
             total=terms.total + distillation_loss(queries_QD, views_PVD, mask_PV, padded_teacher_QP, scale=2.0)
@@ -255,7 +255,7 @@ def test_cached_passes_draw_the_same_dropout_twice():
     encoder = ToyEncoder(dropout=0.4)
     share, settings = share_of(0, 1), PassSettings(chunk=3, seed=5, step=11)
     loss_and_gradients(encoder, share, joined_loss("mvr"), settings)
-    cached = {name: gradient.clone() for name, gradient in gradients(encoder).items()}
+    cached_gradients = {name: gradient.clone() for name, gradient in gradients(encoder).items()}
     encoder.zero_grad()
 
     from mvr_ray.core.learning.training import _passage_passes, _query_passes
@@ -266,7 +266,7 @@ def test_cached_passes_draw_the_same_dropout_twice():
         queries_QD, torch.cat([v.views_PVD for v in passes]), torch.cat([v.mask_PV for v in passes])
     )
     terms.total.backward()
-    assert_same(cached, gradients(encoder))
+    assert_same(cached_gradients, gradients(encoder))
 
 
 def test_dropout_is_a_function_of_seed_and_step():

@@ -23,7 +23,7 @@ KINDS = ("bert", "distilbert", "roberta", "mpnet", "modernbert", "qwen3")
 @pytest.mark.parametrize(("texts", "heads", "tokens", "width"), [(1, 1, 1, 4), (3, 2, 7, 8), (2, 12, 161, 32)])
 def test_values_and_gradients_equal_torchs_own_in_float64(has_mask, texts, heads, tokens, width):
     rng = torch.Generator().manual_seed(tokens)
-    q, k, v, given = (torch.randn(texts, heads, tokens, width, generator=rng, dtype=torch.float64) for _ in range(4))
+    q, k, v, grad = (torch.randn(texts, heads, tokens, width, generator=rng, dtype=torch.float64) for _ in range(4))
     mask = None
     if has_mask:
         hidden_BT = torch.rand(texts, tokens, generator=rng) < 0.3
@@ -33,7 +33,7 @@ def test_values_and_gradients_equal_torchs_own_in_float64(has_mask, texts, heads
     ours = MatrixAttention.apply(*inputs, mask, 0.3)
     torchs = F.scaled_dot_product_attention(*inputs, attn_mask=mask, scale=0.3)
     torch.testing.assert_close(ours, torchs, rtol=0, atol=1e-12)
-    for own, other in zip(torch.autograd.grad(ours, inputs, given), torch.autograd.grad(torchs, inputs, given)):
+    for own, other in zip(torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(torchs, inputs, grad)):
         torch.testing.assert_close(own, other, rtol=0, atol=1e-11)
 
 
@@ -45,8 +45,8 @@ def test_a_step_in_bfloat16_has_the_gradient_of_float32_up_to_its_rounding(tiny,
     exact_N, plain_N = _gradient(encoder, torch.float32), _gradient(encoder, torch.bfloat16)
     before = [model.config._attn_implementation for model in encoder.transformers]
     with training_attention(encoder.transformers):
-        used = {model.config._attn_implementation for model in encoder.transformers}
-        assert used == {ATTENTION if name == "sdpa" else name for name in before}
+        implementations = {model.config._attn_implementation for model in encoder.transformers}
+        assert implementations == {ATTENTION if name == "sdpa" else name for name in before}
         assert torch.equal(_gradient(encoder, torch.float32), exact_N), "float32 is left to torch"
         ours_N = _gradient(encoder, torch.bfloat16)
     assert [model.config._attn_implementation for model in encoder.transformers] == before
@@ -60,17 +60,17 @@ def test_the_training_pass_has_the_views_and_the_gradient_of_the_padded_pass(tin
     """In float32, of texts of many lengths in one group and in many."""
     encoder = DualEncoder.from_backbone(tiny(kind), EncoderSpec(strategy=strategy, num_views=3, max_passage_tokens=64))
     texts = [" ".join(TEXTS)[: 9 + 7 * at] for at in range(20)]
-    tokenized = encoder.tokenize_passages([Passage(str(at), "", text) for at, text in enumerate(texts)])
+    passages = encoder.tokenize_passages([Passage(str(at), "", text) for at, text in enumerate(texts)])
     tower, results = encoder.passage_tower, []
-    for views in (padded_views(tower, tokenized, 3), training_views(tower, tokenized, 3, torch.float32)):
+    for views in (padded_views(tower, passages, 3), training_views(tower, passages, 3, torch.float32)):
         encoder.zero_grad()
         weights = torch.randn(views.views_PVD.shape, generator=torch.Generator().manual_seed(1))
         (views.views_PVD * weights).sum().backward()
         gradients = {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
         results.append((views, gradients))
-    (padded, gradients), (ours, own_gradients) = results
-    assert torch.equal(ours.count_PV, padded.count_PV)
-    torch.testing.assert_close(ours.views_PVD, padded.views_PVD, atol=5e-6, rtol=0)
+    (expected, gradients), (ours, own_gradients) = results
+    assert torch.equal(ours.count_PV, expected.count_PV)
+    torch.testing.assert_close(ours.views_PVD, expected.views_PVD, atol=5e-6, rtol=0)
     assert set(own_gradients) == set(gradients)
     whole = math.hypot(*(float(gradient.norm()) for gradient in gradients.values()))
     for name, gradient in gradients.items():
@@ -78,16 +78,16 @@ def test_the_training_pass_has_the_views_and_the_gradient_of_the_padded_pass(tin
 
 
 def test_the_training_pass_is_taken_for_berts_layers_in_bfloat16_without_dropout(tiny):
-    taken = {}
+    support = {}
     for kind in ("bert", "mpnet", "distilbert"):
         encoder = DualEncoder.from_backbone(tiny(kind), EncoderSpec(strategy="mean")).train()
         encoder.set_dropout(0.0)
         with torch.autocast("cpu", torch.bfloat16):
-            taken[kind] = supports_training_pass(encoder.passage_tower)
+            support[kind] = supports_training_pass(encoder.passage_tower)
             encoder.set_dropout(0.1)
             assert not supports_training_pass(encoder.passage_tower)
         assert not supports_training_pass(encoder.eval().passage_tower), "float32"
-    assert taken == {"bert": True, "mpnet": False, "distilbert": False}
+    assert support == {"bert": True, "mpnet": False, "distilbert": False}
 
 
 def test_attention_is_put_back_after_an_error(tiny):
@@ -100,8 +100,8 @@ def test_attention_is_put_back_after_an_error(tiny):
 def _gradient(encoder: DualEncoder, precision: torch.dtype) -> torch.Tensor:
     """Of a DPR step over three questions and their passages, float64 [N]."""
     encoder.zero_grad()
-    tokenized = encoder.tokenize_passages([Passage(str(at), "", text) for at, text in enumerate(TEXTS)])
-    share = RankInputs(QUESTIONS, tokenized, torch.ones(3, dtype=torch.bool))
+    passages = encoder.tokenize_passages([Passage(str(at), "", text) for at, text in enumerate(TEXTS)])
+    share = RankInputs(QUESTIONS, passages, torch.ones(3, dtype=torch.bool))
 
     def loss(queries_QD, views_PVD, mask_PV):
         return dpr_loss(queries_QD, views_PVD, mask_PV, torch.arange(3), scale=20.0)

@@ -46,11 +46,11 @@ QUERIES = ["where does the river rise", "salt " * 50, "who?"]
 def test_packed_views_are_the_padded_views(tiny, kind, name):
     encoder = DualEncoder.from_backbone(tiny(kind), STRATEGIES[name])
     assert supports_unpadded_cpu(encoder.passage_tower.backbone)
-    tokenized = encoder.tokenize_passages(PASSAGES)
-    padded = encoder.encode_passages(tokenized)
-    packed = encoder.embed_passages(tokenized)
-    assert (packed.mask_PV == padded.mask_PV.numpy()).all()
-    np.testing.assert_allclose(packed.views_PVD, padded.views_PVD.detach().numpy(), atol=2e-6)
+    passages = encoder.tokenize_passages(PASSAGES)
+    expected_views = encoder.encode_passages(passages)
+    views = encoder.embed_passages(passages)
+    assert (views.mask_PV == expected_views.mask_PV.numpy()).all()
+    np.testing.assert_allclose(views.views_PVD, expected_views.views_PVD.detach().numpy(), atol=2e-6)
     expected = encoder.encode_queries(QUERIES).detach().numpy()
     np.testing.assert_allclose(encoder.embed_queries(QUERIES), expected, atol=2e-6)
 
@@ -58,11 +58,11 @@ def test_packed_views_are_the_padded_views(tiny, kind, name):
 @pytest.mark.parametrize("kind", ["bert", "mpnet"])
 def test_the_states_of_every_token_are_the_padded_ones_and_no_more(tiny, kind):
     encoder = DualEncoder.from_backbone(tiny(kind), SPEC)
-    tokenized = encoder.tokenize_passages(PASSAGES[5:40])
-    expected_PTD, expected_PT = encoder.states(tokenized)
+    passages = encoder.tokenize_passages(PASSAGES[5:40])
+    expected_PTD, expected_PT = encoder.states(passages)
     assert expected_PTD.requires_grad
     with torch.no_grad():
-        states_PTD, real_PT = encoder.states(tokenized)
+        states_PTD, real_PT = encoder.states(passages)
     assert torch.equal(real_PT, expected_PT)
     torch.testing.assert_close(states_PTD[real_PT], expected_PTD[real_PT].detach(), atol=2e-6, rtol=0)
     assert (states_PTD[~real_PT] == 0).all() or not supports_unpadded_cpu(encoder.passage_tower.backbone)
@@ -80,21 +80,21 @@ def test_blocks_are_filled_by_little_to_few_numbers_of_rows(num_tokens):
 @pytest.mark.parametrize("repeats", [1, 20])
 def test_who_reads_many_blocks_sees_one_number_of_rows(tiny, repeats):
     encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
-    tokenized = encoder.tokenize_passages(PASSAGES * repeats)
-    todo = blocks([text.num_tokens for text in tokenized])
+    passages = encoder.tokenize_passages(PASSAGES * repeats)
+    todo = blocks([text.num_tokens for text in passages])
     assert (len(todo) >= MANY_BLOCKS) == (repeats > 1)
     reader, rows = UnpaddedCpuTower(encoder.passage_tower), []
     reader.layers = [lambda x, runs, layer=layer: rows.append(len(x)) or layer(x, runs) for layer in reader.layers]
-    views = reader.views(tokenized, encoder.num_views).views_PVD
-    assert sum(rows) >= sum(text.num_tokens for text in tokenized) * len(reader.layers)
+    views = reader.views(passages, encoder.num_views).views_PVD
+    assert sum(rows) >= sum(text.num_tokens for text in passages) * len(reader.layers)
     assert repeats == 1 or set(rows) == {1024}
-    alone = torch.cat([reader.views(tokenized[at : at + 1], encoder.num_views).views_PVD for at in range(9)])
+    alone = torch.cat([reader.views(passages[at : at + 1], encoder.num_views).views_PVD for at in range(9)])
     torch.testing.assert_close(views[:9], alone, atol=2e-6, rtol=0)
 
 
 def test_what_fills_a_block_changes_nothing_but_the_number_of_rows(tiny, monkeypatch):
     encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
-    tokenized = sorted(encoder.tokenize_passages(PASSAGES[:9]), key=lambda text: text.num_tokens)
+    passages = sorted(encoder.tokenize_passages(PASSAGES[:9]), key=lambda text: text.num_tokens)
     records = {}
     with torch.no_grad():
         for with_filling in (True, False):
@@ -105,8 +105,8 @@ def test_what_fills_a_block_changes_nothing_but_the_number_of_rows(tiny, monkeyp
             reader.layers = [
                 lambda x, runs, layer=layer, rows=rows: rows.append(len(x)) or layer(x, runs) for layer in inner
             ]
-            records[with_filling, "states"] = reader(tokenized)
-    num_tokens = sum(text.num_tokens for text in tokenized)
+            records[with_filling, "states"] = reader(passages)
+    num_tokens = sum(text.num_tokens for text in passages)
     assert set(records[False]) == {num_tokens} and num_tokens % 32
     assert set(records[True]) == {num_tokens + padding_tokens(num_tokens)}
     assert len(records[True, "states"]) == num_tokens
@@ -117,32 +117,32 @@ def test_what_fills_a_block_changes_nothing_but_the_number_of_rows(tiny, monkeyp
 def test_other_backbones_are_read_padded(tiny, kind):
     encoder = DualEncoder.from_backbone(tiny(kind), SPEC)
     assert not supports_unpadded_cpu(encoder.passage_tower.backbone)
-    tokenized = encoder.tokenize_passages(PASSAGES)
-    padded = encoder.encode_passages(tokenized).views_PVD.detach().numpy()
-    np.testing.assert_allclose(encoder.embed_passages(tokenized).views_PVD, padded, atol=2e-6)
+    passages = encoder.tokenize_passages(PASSAGES)
+    expected = encoder.encode_passages(passages).views_PVD.detach().numpy()
+    np.testing.assert_allclose(encoder.embed_passages(passages).views_PVD, expected, atol=2e-6)
 
 
 def test_a_changed_weight_is_read(tiny):
     encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
-    tokenized = encoder.tokenize_passages(PASSAGES[:9])
-    before = encoder.embed_passages(tokenized).views_PVD
+    passages = encoder.tokenize_passages(PASSAGES[:9])
+    before = encoder.embed_passages(passages).views_PVD
     optimiser = torch.optim.AdamW(encoder.parameters(), lr=1e-2)
-    encoder.encode_passages(tokenized).views_PVD[..., 0].sum().backward()
+    encoder.encode_passages(passages).views_PVD[..., 0].sum().backward()
     optimiser.step()
-    after = encoder.embed_passages(tokenized).views_PVD
+    after = encoder.embed_passages(passages).views_PVD
     assert np.abs(after - before).max() > 1e-3
-    np.testing.assert_allclose(after, encoder.encode_passages(tokenized).views_PVD.detach().numpy(), atol=2e-6)
+    np.testing.assert_allclose(after, encoder.encode_passages(passages).views_PVD.detach().numpy(), atol=2e-6)
 
 
 def test_the_number_of_threads_changes_no_byte_and_stays_as_it_was(tiny):
     encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
-    tokenized = encoder.tokenize_passages(PASSAGES)
-    assert len(blocks([passage.num_tokens for passage in tokenized])) > 2
+    passages = encoder.tokenize_passages(PASSAGES)
+    assert len(blocks([passage.num_tokens for passage in passages])) > 2
     before, actual = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            actual.append(encoder.embed_passages(tokenized).views_PVD)
+            actual.append(encoder.embed_passages(passages).views_PVD)
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
@@ -151,22 +151,22 @@ def test_the_number_of_threads_changes_no_byte_and_stays_as_it_was(tiny):
 
 def test_what_is_laid_out_stays_behind_when_an_encoder_is_copied_or_shipped(tiny):
     encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
-    tokenized = encoder.tokenize_passages(PASSAGES[:9])
-    expected = encoder.embed_passages(tokenized).views_PVD
+    passages = encoder.tokenize_passages(PASSAGES[:9])
+    expected = encoder.embed_passages(passages).views_PVD
     for other in (copy.deepcopy(encoder), pickle.loads(pickle.dumps(encoder))):
-        assert (other.embed_passages(tokenized).views_PVD == expected).all()
+        assert (other.embed_passages(passages).views_PVD == expected).all()
 
 
 @pytest.mark.parametrize("kind", ["bert", "mpnet"])
 def test_gradients_are_the_sum_of_those_of_each_passage_alone(tiny, kind):
     encoder = DualEncoder.from_backbone(tiny(kind), SPEC)
-    tokenized = encoder.tokenize_passages(PASSAGES)
-    assert sum(passage.num_tokens for passage in tokenized) > 2048
-    weights_PVD = torch.randn(len(tokenized), 3, 16, generator=torch.Generator().manual_seed(3))
-    (encoder.encode_passages(tokenized).views_PVD * weights_PVD).sum().backward()
+    passages = encoder.tokenize_passages(PASSAGES)
+    assert sum(passage.num_tokens for passage in passages) > 2048
+    weights_PVD = torch.randn(len(passages), 3, 16, generator=torch.Generator().manual_seed(3))
+    (encoder.encode_passages(passages).views_PVD * weights_PVD).sum().backward()
     together = [parameter.grad.clone() for parameter in encoder.parameters() if parameter.grad is not None]
     encoder.zero_grad()
-    for row, passage in enumerate(tokenized):
+    for row, passage in enumerate(passages):
         (encoder.encode_passages([passage]).views_PVD[0] * weights_PVD[row]).sum().backward()
     alone = [parameter.grad for parameter in encoder.parameters() if parameter.grad is not None]
     assert len(alone) == len(together) > 0
@@ -187,18 +187,18 @@ def test_blocks_hold_every_row_once_in_the_first_that_had_room_for_it(lengths, b
         assert len(rows) == 1 or sum(lengths[row] for row in rows) <= budget
         for row in rows:
             for before in actual[:number]:
-                taken = sum(lengths[other] for other in before if place(other) < place(row))
-                assert taken + lengths[row] > budget
+                num_tokens = sum(lengths[other] for other in before if place(other) < place(row))
+                assert num_tokens + lengths[row] > budget
 
 
 @given(st.lists(st.lists(st.integers(-1, 3), min_size=1, max_size=6), min_size=1, max_size=5), st.integers(0, 99))
 def test_a_view_is_the_mean_of_its_tokens_states(view_T, seed):
-    tokenized = [
+    passages = [
         TokenizedPassage(np.zeros(len(views), np.int32), np.zeros(len(views), np.int32), np.array(views, np.int16))
         for views in view_T
     ]
     states_ND = np.random.default_rng(seed).normal(size=(sum(map(len, view_T)), 5)).astype(np.float32)
-    actual = view_means(torch.from_numpy(states_ND), tokenized, 4)
+    actual = view_means(torch.from_numpy(states_ND), passages, 4)
     start = 0
     for text, views in enumerate(view_T):
         own = states_ND[start : start + len(views)]

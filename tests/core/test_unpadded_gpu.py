@@ -66,20 +66,20 @@ def test_views_are_those_of_the_padded_pass(tiny, kind, name):
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_gpu_embeds_passages_in_bf16_without_padding_and_questions_as_ever(tiny, on_gpu, name):
     full = DualEncoder.from_backbone(tiny("bert"), STRATEGIES[name])
-    tokenized = full.tokenize_passages(PASSAGES)
-    plain, questions = full.embed_passages(tokenized), full.embed_queries(["the river"])
-    lowered = full.to_precision("bf16")
-    assert lowered.fingerprint != full.fingerprint
+    passages = full.tokenize_passages(PASSAGES)
+    plain, questions = full.embed_passages(passages), full.embed_queries(["the river"])
+    encoder = full.to_precision("bf16")
+    assert encoder.fingerprint != full.fingerprint
     batches = [[0, 1], [2], [3, 4]]
-    low = list(lowered.embed_batches([tokenized[row] for row in rows] for rows in batches))
-    reader = lowered._inference.of(lowered.passage_tower, lowered.precision)
+    low = list(encoder.embed_batches([passages[row] for row in rows] for rows in batches))
+    reader = encoder._inference.of(encoder.passage_tower, encoder.precision)
     assert isinstance(reader, UnpaddedGpuTower)
     assert {parameter.dtype for parameter in reader.tower.parameters()} == {torch.bfloat16}
     views_PVD, mask_PV = (np.concatenate(parts) for parts in zip(*low))
     assert (mask_PV == plain.mask_PV).all() and not np.array_equal(views_PVD, plain.views_PVD)
     lengths = np.linalg.norm(views_PVD, axis=-1) * np.linalg.norm(plain.views_PVD, axis=-1)
     assert ((views_PVD * plain.views_PVD).sum(-1)[mask_PV] > 0.999 * lengths[mask_PV]).all()
-    assert (lowered.embed_queries(["the river"]) == questions).all()
+    assert (encoder.embed_queries(["the river"]) == questions).all()
 
 
 def test_what_a_gpu_cannot_do_is_told_by_whoever_lowers_for_it(tiny, monkeypatch):

@@ -107,8 +107,8 @@ def test_a_passage_is_laid_out_token_by_token(case):
 @pytest.mark.parametrize("case", CASES)
 def test_positions_begin_after_the_rows_that_a_backbone_keeps_for_padding(case):
     spec = CASES[case][0]
-    shifted = replace(LAYOUT, first_position=2).passage(spec, TITLE, TEXT, SNIPPETS)
-    assert (shifted.position_ids == LAYOUT.passage(spec, TITLE, TEXT, SNIPPETS).position_ids + 2).all()
+    passage = replace(LAYOUT, first_position=2).passage(spec, TITLE, TEXT, SNIPPETS)
+    assert (passage.position_ids == LAYOUT.passage(spec, TITLE, TEXT, SNIPPETS).position_ids + 2).all()
 
 
 TITLED = replace(SPEC, strategy="snippets", title_view=True, num_views=4)
@@ -341,9 +341,9 @@ BAD = [
 
 @pytest.mark.parametrize(("spec", "layout", "message"), BAD)
 def test_what_a_backbone_cannot_express_is_refused(spec, layout, message):
-    with pytest.raises(EncoderError) as caught:
+    with pytest.raises(EncoderError) as error:
         layout.check(spec, "tiny")
-    assert str(caught.value) == message
+    assert str(error.value) == message
 
 
 @pytest.mark.parametrize("spec", [case[0] for case in CASES.values()])
@@ -387,22 +387,22 @@ def test_what_a_backbone_can_express_is_accepted(spec):
     ],
 )
 def test_unknown_settings_are_refused(setting, message):
-    with pytest.raises(EncoderError) as caught:
+    with pytest.raises(EncoderError) as error:
         EncoderSpec(**setting)
-    assert str(caught.value) == message
+    assert str(error.value) == message
 
 
 @given(st.data())
 @settings(max_examples=20)
 def test_packing_keeps_every_token(data):
     ids = data.draw(st.lists(st.lists(st.integers(0, 40_000), min_size=1, max_size=9), max_size=5))
-    tokenized = [
+    passages = [
         TokenizedPassage(
             np.array(row, np.int32), np.arange(len(row), dtype=np.int32), np.array([i % 3 - 1 for i in row], np.int16)
         )
         for row in ids
     ]
-    again = unpack_tokens(pack_tokens(tokenized))
-    assert len(again) == len(tokenized)
-    for before, after in zip(tokenized, again):
+    again = unpack_tokens(pack_tokens(passages))
+    assert len(again) == len(passages)
+    for before, after in zip(passages, again):
         assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(before, after))

@@ -44,9 +44,9 @@ class Hosts:
 
     def start(self, host: str, cpus: int) -> None:
         """Ray on one host; what ran there before must have ended."""
-        joined = ["--head", f"--port={PORT}", "--include-dashboard=false"] if host == "head" else []
-        joined += [f"--temp-dir={self.folder}"] if host == "head" else [f"--address={self.address}"]
-        command = [*RAY, "start", "--block", *joined, f"--node-ip-address={ADDRESSES[host]}", f"--num-cpus={cpus}"]
+        options = ["--head", f"--port={PORT}", "--include-dashboard=false"] if host == "head" else []
+        options += [f"--temp-dir={self.folder}"] if host == "head" else [f"--address={self.address}"]
+        command = [*RAY, "start", "--block", *options, f"--node-ip-address={ADDRESSES[host]}", f"--num-cpus={cpus}"]
         line = ["ip", "netns", "exec", self.names[host], *command, "--object-store-memory=150000000"]
         with (self.folder / f"{host}.log").open("a") as log:
             self.running[host] = subprocess.Popen(line, env=self.environ, stdout=log, stderr=log, text=True)
@@ -55,13 +55,15 @@ class Hosts:
         """The addresses of the nodes that the head takes for alive; empty where it does not answer."""
         asking = "import ray; ray.init(logging_level='ERROR', log_to_driver=False); "
         asking += "print(*(n['NodeManagerAddress'] for n in ray.nodes() if n['Alive']))"
-        with self.on("head", [sys.executable, "-c", asking], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as told:
-            return told.communicate(timeout=60)[0].split()
+        with self.on(
+            "head", [sys.executable, "-c", asking], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as process:
+            return process.communicate(timeout=60)[0].split()
 
     def until_nodes(self, count: int, seconds: float = 90.0) -> None:
         end = time.monotonic() + seconds
-        while len(found := self.nodes()) != count:
-            assert time.monotonic() < end, f"{found} are there, {count} nodes were to be"
+        while len(nodes := self.nodes()) != count:
+            assert time.monotonic() < end, f"{nodes} are there, {count} nodes were to be"
 
     def cut(self) -> None:
         """Pull the cable: no packet passes, and nobody is told."""

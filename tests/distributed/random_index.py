@@ -101,8 +101,8 @@ def bm25_over(texts: dict[str, str], question: str) -> dict[str, float]:
         return dict.fromkeys(texts, 0.0)
     oracle.index(words, show_progress=False)
     [tokens] = bm25s.tokenize([question], stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False)
-    known = [word for word in tokens if word in oracle.vocab_dict]
-    return dict(zip(texts, oracle.get_scores(known).tolist() if known else [0.0] * len(texts)))
+    terms = [word for word in tokens if word in oracle.vocab_dict]
+    return dict(zip(texts, oracle.get_scores(terms).tolist() if terms else [0.0] * len(texts)))
 
 
 def hybrid_brute_force(

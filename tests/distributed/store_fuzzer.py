@@ -160,8 +160,8 @@ def answers_of(store: Path, index: str, version: int, queries_QD: np.ndarray) ->
     run = run_over(store, index)
     with open_router(run, version, local=True) as router:
         answer = router.search(queries_QD, K)
-        explained = router.explain(queries_QD, [answer.hits[0][0].passage_id])
-    return [answer.hits, answer.exact, answer.shards, repr(explained)]
+        explanations = router.explain(queries_QD, [answer.hits[0][0].passage_id])
+    return [answer.hits, answer.exact, answer.shards, repr(explanations)]
 
 
 def embeddings_of(store: Path, questions: list[str]) -> Any:

@@ -1,5 +1,6 @@
 """Compares the analysis of a real index with loops over every stored view."""
 
+import itertools
 import math
 from collections import Counter
 
@@ -17,6 +18,7 @@ from mvr_ray.distributed.analyze import (
     ANSWER_VIEW,
     OwnViews,
     _answer_view_ranks,
+    _evenly_spaced,
     _examples,
     _shares_of_longest,
     _spans,
@@ -43,15 +45,15 @@ def view_of_offset(encoder: DualEncoder, passage: Passage, offset: int) -> int:
 
 @pytest.fixture(scope="module")
 def view_vectors(small_index) -> dict[str, dict[int, np.ndarray]]:
-    found: dict[str, dict[int, np.ndarray]] = {}
+    views: dict[str, dict[int, np.ndarray]] = {}
     for entry in manifest.read(Store(str(small_index)), "index").shards:
         folder = small_index / paths.shard_dir("index", entry.digest)
         for block in EmbeddingShard.open(folder / paths.EMBEDDINGS).blocks():
             for row, passage_id in enumerate(block.ids):
                 here = slice(block.row_ptr[row], block.row_ptr[row + 1])
                 vectors = block.vectors_ND[here].astype(np.float64)
-                found[passage_id] = dict(zip(block.view_numbers_N[here].tolist(), vectors))
-    return found
+                views[passage_id] = dict(zip(block.view_numbers_N[here].tolist(), vectors))
+    return views
 
 
 def test_all_views_score_as_evaluate_says_and_each_alone_as_a_loop_over_its_vectors(
@@ -70,8 +72,8 @@ def test_all_views_score_as_evaluate_says_and_each_alone_as_a_loop_over_its_vect
         there = sorted(passage for passage, views in view_vectors.items() if view in views)
         scores_QP = queries_QD @ np.stack([view_vectors[passage][view] for passage in there]).T
         best = [there[at] for at in scores_QP.argmax(axis=1)]
-        found = np.mean([passage in question.positive_ids for passage, question in zip(best, questions)])
-        assert values[f"view {view + 1}", "gold/top-1"] == pytest.approx(found)
+        accuracy = np.mean([passage in question.positive_ids for passage, question in zip(best, questions)])
+        assert values[f"view {view + 1}", "gold/top-1"] == pytest.approx(accuracy)
     assert values[ALL_VIEWS, "gold/top-1"] > values["view 4", "gold/top-1"]
     ranks = {part.system: part for part in report.ranks}
     assert set(ranks) == {row.system for row in report.rows} | {ANSWER_VIEW}
@@ -88,7 +90,7 @@ def test_what_wins_is_counted_as_a_slow_loop_counts_it(small_index, run_over, vi
     questions = read_questions(only_corpus(store), "dev")
     encoder = DualEncoder.load(small_index / paths.encoder_dir("encoder", report.encoder_fingerprint))
     texts = Corpus.open(store, "corpus").get(question.positive_ids[0] for question in questions)
-    wins, right, lift, used = Counter(), [], [], {}
+    wins, right, lift, winners = Counter(), [], [], {}
     wins_of_answer = {}
     for question in questions:
         own = view_vectors[question.positive_ids[0]]
@@ -96,7 +98,7 @@ def test_what_wins_is_counted_as_a_slow_loop_counts_it(small_index, run_over, vi
         cosine = {v: query_D @ p / np.linalg.norm(query_D) / np.linalg.norm(p) for v, p in own.items()}
         winner = min(v for v, score in cosine.items() if score >= max(cosine.values()) - 1e-3)
         wins[winner] += 1
-        used.setdefault(question.positive_ids[0], []).append(winner)
+        winners.setdefault(question.positive_ids[0], []).append(winner)
         answer = view_of_offset(encoder, texts[question.positive_ids[0]], question.answer_starts[0])
         right += [winner == answer] if answer >= 0 else []
         wins_of_answer[question.id] = winner == answer if answer >= 0 else None
@@ -104,7 +106,7 @@ def test_what_wins_is_counted_as_a_slow_loop_counts_it(small_index, run_over, vi
             others = sorted(cosine.values())[:-1]
             lift.append((question.id, max(cosine.values()) - np.mean(others)))
     assert report.num_questions == len(questions)
-    assert report.questions_per_passage == pytest.approx(len(questions) / len(used))
+    assert report.questions_per_passage == pytest.approx(len(questions) / len(winners))
     assert report.win_shares == pytest.approx([wins[view] / len(questions) for view in range(4)])
     assert report.gold_answer_view_share == pytest.approx(np.mean(right))
     assert report.lv == pytest.approx(np.mean([value for _, value in lift]))
@@ -114,7 +116,7 @@ def test_what_wins_is_counted_as_a_slow_loop_counts_it(small_index, run_over, vi
     assert {i: views.gold_answer_view for i, views in values.items()} == wins_of_answer
     assert [views.passage_id for views in report.values] == [question.positive_ids[0] for question in questions]
     assert [views.article for views in report.values] == [texts[views.passage_id].title for views in report.values]
-    entropies = [-sum(n / len(own) * math.log(n / len(own)) for n in Counter(own).values()) for own in used.values()]
+    entropies = [-sum(n / len(own) * math.log(n / len(own)) for n in Counter(own).values()) for own in winners.values()]
     assert report.ppl == pytest.approx(np.mean([math.exp(entropy) for entropy in entropies]))
     assert report.ppl_of_mean_entropy == pytest.approx(math.exp(np.mean(entropies)))
     assert report.ppl_of_mean_entropy < report.ppl < report.questions_per_passage
@@ -148,11 +150,11 @@ def test_the_answer_view_metric_asks_the_matched_snippets_of_the_retrieved_passa
     for question, query_D in zip(questions, queries_QD):
         best = {i: max((float(query_D @ p), -v) for v, p in views.items()) for i, views in view_vectors.items()}
         order = sorted(best, key=lambda i: (-best[i][0], i))[: max(run.evaluate.k)]
-        matched = []
+        relevance = []
         for i in order:
             start, end = spans[i][-best[i][1]]
-            matched.append(has_answer(texts[i].text[start:end], question.answers))
-        ranks.append(matched.index(True) if True in matched else -1)
+            relevance.append(has_answer(texts[i].text[start:end], question.answers))
+        ranks.append(relevance.index(True) if True in relevance else -1)
         elsewhere += ranks[-1] >= 0 and order[ranks[-1]] not in question.positive_ids
     assert elsewhere, "other passages than the gold one count"
     [answer_view] = [part for part in report.ranks if part.system == ANSWER_VIEW]
@@ -173,13 +175,13 @@ def test_a_feedback_view_the_title_and_a_missing_view_match_no_snippet(small_ind
     word = passage.text[start:end].split()[0]
     questions = [Question(f"q{at}", "Who?", answers=(word,)) for at in range(5)]
     views = [(1,), (8, 1), (0, 9, missing, -1), (0, 1), ()]
-    merged = [[Hit(passage.id, 1.0 - at, view, 0, at) for at, view in enumerate(own)] for own in views]
-    ranked = judge_hits(questions, merged, passages)
-    assert spans[0] == TITLE and all(hit.has_answer for row in ranked for hit in row.passages)
-    ranks = _answer_view_ranks(ranked, merged, passages, encoder, EvaluateConfig())
+    hits = [[Hit(passage.id, 1.0 - at, view, 0, at) for at, view in enumerate(own)] for own in views]
+    ranking = judge_hits(questions, hits, passages)
+    assert spans[0] == TITLE and all(hit.has_answer for row in ranking for hit in row.passages)
+    ranks = _answer_view_ranks(ranking, hits, passages, encoder, EvaluateConfig())
     assert list(ranks.values()) == [0, 1, -1, 1, -1]
-    unanswered = [RankedQuestion(Question("q", "Who?"), [])]
-    assert _answer_view_ranks(unanswered, [[]], passages, encoder, EvaluateConfig()) == {}
+    empty_ranking = [RankedQuestion(Question("q", "Who?"), [])]
+    assert _answer_view_ranks(empty_ranking, [[]], passages, encoder, EvaluateConfig()) == {}
 
 
 def test_the_examples_are_passages_with_two_questions_answered_in_different_snippets(
@@ -228,16 +230,16 @@ def test_examples_are_those_of_most_snippets_then_by_id_with_each_questions_firs
     mask_QV[7, 1] = False
     views = OwnViews(rng.random((len(own), 3, 4), np.float32) * mask_QV[..., None], mask_QV)
     queries_QD = rng.random((len(own), 4), np.float32)
-    found = _examples(questions, views, queries_QD, np.array([view for _, view in own]), passages, spans)
-    rows = [(one.passage_id, one.title, one.question, one.answer_view) for one in found]
+    examples = _examples(questions, views, queries_QD, np.array([view for _, view in own]), passages, spans)
+    rows = [(one.passage_id, one.title, one.question, one.answer_view) for one in examples]
     assert rows == [
         ("b", "title b", "Question 6?", 2),
         ("b", "title b", "Question 10?", 0),
         ("c", "title c", "Question 1?", 0),
         ("c", "title c", "Question 7?", 2),
     ]
-    assert found[3].scores[1] is None
-    assert found[3].scores[2] == pytest.approx(sum(views.views_QVD[7, 2] * queries_QD[7]), rel=1e-5)
+    assert examples[3].scores[1] is None
+    assert examples[3].scores[2] == pytest.approx(sum(views.views_QVD[7, 2] * queries_QD[7]), rel=1e-5)
 
 
 def test_where_views_read_the_whole_passage_examples_go_by_the_snippets_that_camvr_would_cut(minilm):
@@ -265,13 +267,13 @@ def test_an_index_with_a_title_view_says_title_where_the_title_won_and_numbers_t
         for question in read_questions(only_corpus(Store(str(own_index))), "dev")[:40]:
             for hit in router.search_text([question.text], 20).hits[0]:
                 passage = router.passages([hit.passage_id])[hit.passage_id]
-                matched = router.matching_snippet(passage, hit.view)
-                kinds.add((hit.view == 0, matched.kind))
-                if matched.kind == "snippet":
+                snippet = router.matching_snippet(passage, hit.view)
+                kinds.add((hit.view == 0, snippet.kind))
+                if snippet.kind == "snippet":
                     first, *_ = snippet_spans(passage.text, 3, router.encoder.splitter)
-                    assert (hit.view == 1) == ((matched.start, matched.stop) == first)
-                if matched.kind == "title":
-                    assert (matched.start, matched.stop, matched.text) == (0, 0, passage.title)
+                    assert (hit.view == 1) == ((snippet.start, snippet.stop) == first)
+                if snippet.kind == "title":
+                    assert (snippet.start, snippet.stop, snippet.text) == (0, 0, passage.title)
     assert (True, "title") in kinds and kinds <= {(True, "title"), (False, "snippet"), (False, "passage")}
 
 
@@ -306,3 +308,17 @@ def test_the_view_that_wins_is_the_one_that_search_finds_whatever_the_length_of_
     cosines = np.einsum("qd,qvd->qv", queries / np.linalg.norm(queries, axis=-1, keepdims=True), unit)
     np.testing.assert_allclose(_shares_of_longest(queries, unit), cosines)
     assert (cosines.argmax(axis=1) != raw.argmax(axis=1)).any()
+
+
+def test_attention_is_measured_over_passages_at_equal_distances_and_not_over_the_first_ones(small_index, run_over):
+    ids = [f"p{at}" for at in range(100)]
+    assert _evenly_spaced(ids, 100) == _evenly_spaced(ids, 7000) == ids
+    for limit in (1, 7, 64, 99):
+        places = [int(name[1:]) for name in _evenly_spaced(ids, limit)]
+        assert len(places) == limit and places[0] == 0
+        assert {later - before for before, later in itertools.pairwise(places)} <= {100 // limit, -(-100 // limit)}
+    few = analyze(run_over(small_index, analyze={"attention_passages": 3}))
+    passage_ids = list(dict.fromkeys(views.passage_id for views in few.values))
+    measured_ids = {views.passage_id for views in few.values if views.attention_kl is not None}
+    assert measured_ids == {passage_ids[at * len(passage_ids) // 3] for at in range(3)}
+    assert few.attention_passages == 3

@@ -38,9 +38,9 @@ class Growing:
 
     def __init__(self, folder: Path, token: str) -> None:
         self.folder = folder
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{found.getsockname()[1]}"
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{sock.getsockname()[1]}"
         self.environ = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": token,
@@ -85,11 +85,11 @@ class Growing:
     def workers(self) -> int | None:
         """Nodes beside the head that are alive; None where the head does not answer."""
         asking = "import ray; ray.init(logging_level='ERROR'); print('nodes', sum(n['Alive'] for n in ray.nodes()) - 1)"
-        told = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", asking], env=self.client, capture_output=True, text=True, timeout=60, check=False
         )
-        found = re.search(r"^nodes (\d+)$", told.stdout, re.MULTILINE)  # among what the autoscaler tells
-        return int(found[1]) if found else None
+        match = re.search(r"^nodes (\d+)$", result.stdout, re.MULTILINE)  # among what the autoscaler tells
+        return int(match[1]) if match else None
 
     @property
     def client(self) -> dict[str, str]:
@@ -120,17 +120,17 @@ class Growing:
 @pytest.fixture
 def growing(monkeypatch) -> Iterator[Growing]:
     folder = Path(tempfile.mkdtemp(prefix="mvr-", dir="/tmp"))
-    made = Growing(folder, "growing-" + "t" * 40)
+    cluster = Growing(folder, "growing-" + "t" * 40)
     try:
-        made.start()
-        made.until(lambda workers: workers == 0)
+        cluster.start()
+        cluster.until(lambda workers: workers == 0)
         for name in [name for name in os.environ if name.startswith("RAY_")]:
             monkeypatch.delenv(name)
-        for name, value in made.client.items():
+        for name, value in cluster.client.items():
             monkeypatch.setenv(name, value)
-        yield made
+        yield cluster
     finally:
-        made.stop()
+        cluster.stop()
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -144,15 +144,15 @@ def test_nodes_come_for_an_index_and_go_when_it_is_built(corpus_store, run_over,
     indexing = command("index", run_file(run_over, store, autoscaling=True))
     growing.until(lambda workers: workers)
     came = time.monotonic() - began
-    said = finish(indexing)
+    output = finish(indexing)
     took = time.monotonic() - began
     growing.until(lambda workers: workers == 0)
-    shrunk = time.monotonic() - began - took
+    shrink_s = time.monotonic() - began - took
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
         os.environ.pop(name)
     finish(command("index", run_file(run_over, calm)))
     assert live(store).content_digest() == live(calm).content_digest()
-    assert WIDE["encoders_min"] == 2 and "passages read = embedded" in said
+    assert WIDE["encoders_min"] == 2 and "passages read = embedded" in output
     record_property(
-        "figures", f"first node after {came:.0f} s, built after {took:.0f} s, no node left {shrunk:.0f} s later"
+        "figures", f"first node after {came:.0f} s, built after {took:.0f} s, no node left {shrink_s:.0f} s later"
     )

@@ -153,13 +153,13 @@ def test_a_search_queued_behind_a_hung_call_is_sent_before_its_deadline(index):
     gated_fleet = GatedFleet(LocalFleet(SearcherTask(str(root), version, tuple(range(SHARDS)))), first_parts=SHARDS)
     router = Router(Store(str(root)), version, DynamicBatcher(gated_fleet, concurrent_calls=1), timeout_s=LONG_S)
     with ThreadPoolExecutor(1) as threads:
-        hung = threads.submit(router.search, queries(1, 1), K)
+        hung_search = threads.submit(router.search, queries(1, 1), K)
         gated_fleet.at_gate.acquire()
         answer = router.search(queries(2, 1), K, deadline=Deadline.after(1.0))
         assert is_true(queries(2, 1), answer.hits, K) and answer.coverage_share == 1.0
-        assert not hung.done()
+        assert not hung_search.done()
         gated_fleet.gate.set()
-        assert is_true(queries(1, 1), hung.result().hits, K)
+        assert is_true(queries(1, 1), hung_search.result().hits, K)
 
 
 def test_an_error_of_a_call_is_raised_by_all_its_searches(index):
@@ -199,12 +199,12 @@ def test_if_one_searcher_hangs_the_answer_of_the_other_arrives_in_time(tmp_path,
     """No search goes directly, so that a batch receives the partial results."""
     publish_random_index(tmp_path, VIEWS, SHARDS)
     run = run_over(tmp_path, index={"name": "random"}, resources={"searchers": 2, "cpus_per_searcher": 0.25})
-    with open_router(run) as opened:
-        fleet = opened.fleet
-        assert is_true(queries(1, 2), opened.search(queries(1, 2), K, deadline=Deadline.after(60)).hits, K)
-        router = Router(opened.store, opened.manifest, DynamicBatcher(fleet, concurrent_calls=0))
+    with open_router(run) as default_router:
+        fleet = default_router.fleet
+        assert is_true(queries(1, 2), default_router.search(queries(1, 2), K, deadline=Deadline.after(60)).hits, K)
+        router = Router(default_router.store, default_router.manifest, DynamicBatcher(fleet, concurrent_calls=0))
         assert is_true(queries(1, 2), router.search(queries(1, 2), K, deadline=Deadline.after(16)).hits, K)
-        hung, other = fleet.shards
+        hung_shards, other_shards = fleet.shards
         gate = "gate"
 
         def hold(one) -> None:
@@ -213,8 +213,8 @@ def test_if_one_searcher_hangs_the_answer_of_the_other_arrives_in_time(tmp_path,
 
         fleet.actors[0].__ray_call__.remote(hold)
         answer = router.search(queries(1, 2), K, deadline=Deadline.after(8), min_coverage=0.0)
-        assert {answer.shards[shard].state for shard in hung} == {"late"}
-        assert {answer.shards[shard].state for shard in other} == {"searched"}
+        assert {answer.shards[shard].state for shard in hung_shards} == {"late"}
+        assert {answer.shards[shard].state for shard in other_shards} == {"searched"}
         again = fleet.actors[0].__ray_call__.options(concurrency_group="health")
         ray.get(again.remote(lambda one: one.__dict__.setdefault(gate, threading.Event()).set()))
         assert is_true(queries(1, 2), router.search(queries(1, 2), K, deadline=Deadline.after(60)).hits, K)

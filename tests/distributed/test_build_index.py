@@ -40,17 +40,17 @@ def open_shard(store: Path, index: str, entry: manifest.ShardEntry) -> Embedding
 
 def test_every_passage_of_the_corpus_is_in_its_shard_with_views(small_index):
     store = Store(str(small_index))
-    published, corpus = manifest.read(store, "index"), Corpus.open(store, "corpus")
-    assert published.num_passages == corpus.num_passages == 60
-    for entry in published.shards:
+    version, corpus = manifest.read(store, "index"), Corpus.open(store, "corpus")
+    assert version.num_passages == corpus.num_passages == 60
+    for entry in version.shards:
         shard = open_shard(small_index, "index", entry)
         assert shard.ids() == corpus.part(entry.shard).ids()
         assert (shard.num_passages, shard.num_vectors) == (entry.num_passages, entry.num_vectors)
         norms_N = np.concatenate([np.linalg.norm(b.vectors_ND.astype(np.float64), axis=1) for b in shard.blocks()])
         assert np.abs(norms_N - 1).max() < 2e-3
-    assert published.similarity == "cosine" and published.metrics["collapsed"] == 0.0
-    assert 0.2 < published.metrics["view_pair_cosine"] < 0.99
-    assert manifest.verify(store, published).problems == []
+    assert version.similarity == "cosine" and version.metrics["collapsed"] == 0.0
+    assert 0.2 < version.metrics["view_pair_cosine"] < 0.99
+    assert manifest.verify(store, version).problems == []
 
 
 def test_the_same_command_again_publishes_nothing(own_index, run_over):
@@ -80,13 +80,13 @@ def flip(file: Path) -> None:
 def test_whatever_staged_file_is_damaged_the_same_command_ends_with_the_same_bytes(
     own_index, run_over, tmp_path, monkeypatch, record_property
 ):
-    store, stopped = Store(str(own_index)), []
+    store, versions = Store(str(own_index)), []
     old = list(Corpus.open(store, "corpus"))
     new = [Passage(f"new {number}", "A title", f"Text {number} of nobody.") for number in range(9)]
     prepare_texts(store, tmp_path, [*old[5:], *new], 2)  # other shards than before: some are carried over
 
     def stop(_, version: manifest.Manifest) -> None:
-        stopped.append(version)
+        versions.append(version)
         raise StorageError("stopped before it is published")
 
     def build() -> manifest.Manifest:
@@ -94,7 +94,7 @@ def test_whatever_staged_file_is_damaged_the_same_command_ends_with_the_same_byt
             patch.setattr(manifest, "publish", stop)
             with pytest.raises(StorageError, match="stopped before"):
                 build_index.index(run_over(own_index))
-        return stopped[-1]
+        return versions[-1]
 
     first = build()
     [staging] = (own_index / paths.staging_root("index")).iterdir()
@@ -121,14 +121,14 @@ def test_whatever_staged_file_is_damaged_the_same_command_ends_with_the_same_byt
 
 
 def test_the_same_command_repairs_a_damaged_shard_and_encodes_only_that(own_index, run_over):
-    store, encoded = Store(str(own_index)), []
+    store, reports = Store(str(own_index)), []
     before = manifest.read(store, "index")
     file = own_index / paths.shard_dir("index", before.shards[1].digest) / paths.EMBEDDINGS
     os.truncate(file, 1000)
-    after = build_index.index(run_over(own_index), lambda *row: encoded.append(row) if row[0] == "encode" else None)
+    after = build_index.index(run_over(own_index), lambda *row: reports.append(row) if row[0] == "encode" else None)
     assert after == before
     assert manifest.verify(store, before).problems == []
-    assert encoded[-1][1:] == (before.shards[1].num_passages,) * 2
+    assert reports[-1][1:] == (before.shards[1].num_passages,) * 2
 
 
 def test_going_back_from_another_version_takes_the_shards_that_are_there(own_index, run_over):
@@ -139,8 +139,8 @@ def test_going_back_from_another_version_takes_the_shards_that_are_there(own_ind
     manifest.publish(store, other)
     again = build_index.index(run_over(own_index, index={"keep_refinement": False}), lambda *row: reports.append(row))
     assert (again.version, again.parent, again.shards) == (3, 2, first.shards)
-    counted = {"encoded": 0, "carried_over": first.num_passages, "deleted": 0}
-    assert again.metrics == first.metrics | counted
+    counts = {"encoded": 0, "carried_over": first.num_passages, "deleted": 0}
+    assert again.metrics == first.metrics | counts
     assert "encode" not in {what for what, _, _ in reports}
 
 
@@ -166,8 +166,10 @@ def test_a_lost_passage_is_named_and_nothing_is_published(own_index, run_over):
                     )
                 )
             add_trailer(own_index / task.chunk_path(chunk))
-    lost = corpus.part(2).ids()[11]
-    with pytest.raises(RowsLostError, match=rf"shard 2 from row 6: 6 passages read, 5 embedded; 1 missing \({lost}\)"):
+    lost_id = corpus.part(2).ids()[11]
+    with pytest.raises(
+        RowsLostError, match=rf"shard 2 from row 6: 6 passages read, 5 embedded; 1 missing \({lost_id}\)"
+    ):
         build_index.index(run)
     assert manifest.list_versions(store, "holed") == []
 
@@ -193,9 +195,9 @@ def test_only_new_contents_are_encoded_when_a_corpus_was_prepared_again(own_inde
     and the version before still has its texts."""
     store, reports = Store(str(own_index)), []
     before, old = manifest.read(store, "index"), list(Corpus.open(store, "corpus"))
-    kept = old[3:]
-    changed = [passage._replace(text=f"{passage.text} It was changed.") for passage in kept[:2]]
-    passages = [*changed, *kept[2:], Passage("new", "A new one", "Nobody has read this passage before.")]
+    rest = old[3:]
+    changed_passages = [passage._replace(text=f"{passage.text} It was changed.") for passage in rest[:2]]
+    passages = [*changed_passages, *rest[2:], Passage("new", "A new one", "Nobody has read this passage before.")]
     prepare_texts(store, tmp_path, passages, shards)
     version = build_index.index(run_over(own_index), lambda *report: reports.append(report))
     assert version.num_passages == len(passages) and manifest.verify(store, version).problems == []
@@ -241,39 +243,42 @@ def give_feedback_view(store: Store, version: manifest.Manifest, names: Iterable
     shards = list(version.shards)
     for name in names:
         entry = shards[shard_of(name, len(shards))]
-        embedded = open_embeddings(manifest.open_shard(store, version.index, entry), entry.files)
-        views = embedded.find([name])[name]
-        numbers_N = np.append(views.view_numbers_N, np.int16(embedded.num_views))
+        shard = open_embeddings(manifest.open_shard(store, version.index, entry), entry.files)
+        views = shard.find([name])[name]
+        numbers_N = np.append(views.view_numbers_N, np.int16(shard.num_views))
         now = Views(numbers_N, np.vstack([views.vectors_ND, -views.vectors_ND[:1]]))
         with store.scratch() as scratch:
             folder = scratch / "shard"
             folder.mkdir()
-            write_changed(embedded, folder, {name: now})
+            write_changed(shard, folder, {name: now})
             shards[entry.shard] = build_shard(store, version, entry.shard, folder)
     live = manifest.latest_version(store, version.index)
-    refined = dataclasses.replace(version, parent=live, operation="refine:feedback_views", shards=tuple(shards))
-    return manifest.publish(store, refined)
+    refined_version = dataclasses.replace(version, parent=live, operation="refine:feedback_views", shards=tuple(shards))
+    return manifest.publish(store, refined_version)
 
 
 @pytest.mark.parametrize("num_shards", [3, 2])
 def test_what_was_learned_of_unchanged_passages_stays(own_index, run_over, tmp_path, num_shards):
     store = Store(str(own_index))
     first, old = manifest.read(store, "index"), list(Corpus.open(store, "corpus"))
-    learned = give_feedback_view(store, first, [old[0].id, old[1].id, old[2].id])
-    assert build_index.index(run_over(own_index)).version == learned.version, "nothing changed"
-    changed = old[1]._replace(text=f"{old[1].text} It was changed.")
-    prepare_texts(store, tmp_path, [old[0], changed, *old[3:]], num_shards)
+    refined_version = give_feedback_view(store, first, [old[0].id, old[1].id, old[2].id])
+    assert build_index.index(run_over(own_index)).version == refined_version.version, "nothing changed"
+    changed_passage = old[1]._replace(text=f"{old[1].text} It was changed.")
+    prepare_texts(store, tmp_path, [old[0], changed_passage, *old[3:]], num_shards)
     version = build_index.index(run_over(own_index))
     counts = {name: version.metrics[name] for name in ("encoded", "carried_over", "deleted", "unlearned")}
     assert (version.operation, counts) == (
         "index:refined",
         {"encoded": 1, "carried_over": 58, "deleted": 1, "unlearned": 2},
     )
-    before, after = views_by_id(own_index, learned), views_by_id(own_index, version)
+    before, after = views_by_id(own_index, refined_version), views_by_id(own_index, version)
     for passage in (old[0], *old[3:]):
         assert after[passage.id].vectors_ND.tobytes() == before[passage.id].vectors_ND.tobytes()
     feedback_view = first.num_views
-    assert feedback_view in before[changed.id].view_numbers_N and feedback_view not in after[changed.id].view_numbers_N
+    assert (
+        feedback_view in before[changed_passage.id].view_numbers_N
+        and feedback_view not in after[changed_passage.id].view_numbers_N
+    )
     assert build_index.index(run_over(own_index)).version == version.version, "nothing changed since"
     plain = build_index.index(run_over(own_index, index={"keep_refinement": False}))
     assert (plain.operation, plain.metrics["encoded"]) == ("index", 1)  # the changed one is beside learned views
@@ -283,15 +288,15 @@ def test_what_was_learned_of_unchanged_passages_stays(own_index, run_over, tmp_p
 def test_learned_views_that_are_damaged_are_not_dropped_in_silence(own_index, run_over, tmp_path):
     store = Store(str(own_index))
     first, old = manifest.read(store, "index"), list(Corpus.open(store, "corpus"))
-    learned = give_feedback_view(store, first, [old[0].id])
-    entry = learned.shards[shard_of(old[0].id, 3)]
+    refined_version = give_feedback_view(store, first, [old[0].id])
+    entry = refined_version.shards[shard_of(old[0].id, 3)]
     file = own_index / paths.shard_dir("index", entry.digest) / paths.CHANGES
     file.chmod(0o644)
     file.write_bytes(file.read_bytes()[:-8])
     prepare_texts(store, tmp_path, old[1:], 3)
     with pytest.raises(StorageError, match=r"what refinement changed.*cannot be kept.*keep_refinement=false"):
         build_index.index(run_over(own_index))
-    assert manifest.latest_version(store, "index") == learned.version
+    assert manifest.latest_version(store, "index") == refined_version.version
     assert build_index.index(run_over(own_index, index={"keep_refinement": False})).num_passages == len(old) - 1
 
 
@@ -335,15 +340,17 @@ def test_the_changes_of_an_update_lie_beside_the_shard_until_they_are_many(own_i
         ({"new": Passage("new", "A title", "A text that nobody has read.")}, [names[0]], True),
         ({name: passages[name]._replace(text="Words of many.") for name in names[20:50]}, [], False),
     ]
-    for upserts, deleted, stays in steps:
-        rows = [passage._asdict() for passage in upserts.values()] + [{"id": name, "delete": True} for name in deleted]
+    for upserts, deletions, stays in steps:
+        rows = [passage._asdict() for passage in upserts.values()] + [
+            {"id": name, "delete": True} for name in deletions
+        ]
         file = tmp_path / "changes.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         update(run.prepare, store, str(file))
-        passages = {name: one for name, one in (passages | upserts).items() if name not in deleted}
+        passages = {name: one for name, one in (passages | upserts).items() if name not in deletions}
         version = build_index.index(run)
         num_contents = len({(passage.title, passage.text) for passage in upserts.values()})
-        assert (version.metrics["encoded"], version.metrics["deleted"]) == (num_contents, len(deleted))
+        assert (version.metrics["encoded"], version.metrics["deleted"]) == (num_contents, len(deletions))
         assert version.metrics["carried_over"] == version.num_passages - num_contents
         bases = {entry.files[paths.EMBEDDINGS].sha256 for entry in first.shards}
         assert stays == all(entry.files[paths.EMBEDDINGS].sha256 in bases for entry in version.shards)
@@ -389,10 +396,10 @@ def test_an_approximate_index_is_updated_in_a_copy_or_built_anew_and_the_manifes
         assert len({hit.passage_id for hit in hits}) == 60
         [own] = [hit for hit in hits if hit.passage_id == old[0].id]
         assert own.score == pytest.approx((after.vectors_ND.astype(np.float32) @ query_D).max(), abs=1e-3)
-    promised = version.metrics["recall_least"]
-    assert promised == first.metrics["recall_least"] == pytest.approx(first.recall - 0.01)
+    least_recall = version.metrics["recall_least"]
+    assert least_recall == first.metrics["recall_least"] == pytest.approx(first.recall - 0.01)
     recalls = [shard_recall(store, version, entry, 100) for entry in version.shards if LABELS_FILE in entry.files]
-    assert recalls and min(recalls) >= promised
+    assert recalls and min(recalls) >= least_recall
     unreachable = dataclasses.replace(version, parent=version.version, metrics={**version.metrics, "recall_least": 1.5})
     manifest.publish(store, unreachable)
     again = change(1)
@@ -407,8 +414,8 @@ def test_an_approximate_index_is_updated_in_a_copy_or_built_anew_and_the_manifes
 def test_recall_of_an_approximate_index_is_that_of_a_plain_count(tmp_path):
     views = random_views(400, 7, levels=40)
     params = IndexParams(kind="faiss", factory="PQ1x4")
-    described = publish_random_index(tmp_path, views, 1, params)
-    store, entry = Store(str(tmp_path)), described.shards[0]
+    version = publish_random_index(tmp_path, views, 1, params)
+    store, entry = Store(str(tmp_path)), version.shards[0]
     blocks = open_shard(tmp_path, "random", entry).blocks()
     queries_QD = sample_views(blocks, 20, entry.shard)
     assert all((blocks[0].vectors_ND == query_D).all(1).any() for query_D in queries_QD)
@@ -419,11 +426,11 @@ def test_recall_of_an_approximate_index_is_that_of_a_plain_count(tmp_path):
         true = brute_force(views, query_D, len(views))
         kth = true[RECALL_DEPTH - 1][1]
         scores = {passage_id: score for passage_id, score, _ in true}
-        found = {blocks[0].ids[row] for row in rows if row >= 0}
-        share.append(sum(scores[passage_id] >= kth for passage_id in found) / RECALL_DEPTH)
-    assert shard_recall(store, described, entry, 20) == pytest.approx(np.mean(share))
+        hit_ids = {blocks[0].ids[row] for row in rows if row >= 0}
+        share.append(sum(scores[passage_id] >= kth for passage_id in hit_ids) / RECALL_DEPTH)
+    assert shard_recall(store, version, entry, 20) == pytest.approx(np.mean(share))
     assert 0.2 < np.mean(share) < 1
-    exact = dataclasses.replace(described, index_params=dataclasses.asdict(IndexParams()))
+    exact = dataclasses.replace(version, index_params=dataclasses.asdict(IndexParams()))
     assert shard_recall(store, exact, entry, 20) is None
 
 
@@ -432,29 +439,29 @@ def test_left_out_views_cost_no_more_than_the_manifest_says_and_codes_change_no_
     whole = manifest.read(store, "index", 1)
     version = build_index.index(run_over(own_index, index={"prune_views": 0.6, "scan": "int8"}))
     assert version.version == 2 and manifest.verify(store, version).problems == []
-    bound, lost = version.metrics["pruned_bound"], 0
-    assert 0 < bound <= 0.6
+    max_loss, num_pruned = version.metrics["pruned_bound"], 0
+    assert 0 < max_loss <= 0.6
     for before, after in zip(whole.shards, version.shards):
-        full, left = (open_shard(own_index, "index", entry).blocks() for entry in (before, after))
-        for one, other in zip(full, left):
+        full_blocks, pruned_blocks = (open_shard(own_index, "index", entry).blocks() for entry in (before, after))
+        for one, other in zip(full_blocks, pruned_blocks):
             assert one.ids == other.ids
             queries_QD = one.vectors_ND[::3].astype(np.float32)
             for row in range(len(one.ids)):
-                mine, kept = (slice(*block.row_ptr[row : row + 2]) for block in (one, other))
-                numbers = one.view_numbers_N[mine].tolist()
-                at = [numbers.index(number) for number in other.view_numbers_N[kept].tolist()]
-                assert one.vectors_ND[mine][at].tobytes() == other.vectors_ND[kept].tobytes()
+                one_span, other_span = (slice(*block.row_ptr[row : row + 2]) for block in (one, other))
+                numbers = one.view_numbers_N[one_span].tolist()
+                at = [numbers.index(number) for number in other.view_numbers_N[other_span].tolist()]
+                assert one.vectors_ND[one_span][at].tobytes() == other.vectors_ND[other_span].tobytes()
                 best, now = (
                     (queries_QD @ block.vectors_ND[own].T.astype(np.float32)).max(1)
-                    for block, own in ((one, mine), (other, kept))
+                    for block, own in ((one, one_span), (other, other_span))
                 )
-                assert (best - now <= bound * 1.002 * np.linalg.norm(queries_QD, axis=1) + 1e-4).all()
-        lost += before.num_vectors - after.num_vectors
+                assert (best - now <= max_loss * 1.002 * np.linalg.norm(queries_QD, axis=1) + 1e-4).all()
+        num_pruned += before.num_vectors - after.num_vectors
         folder = own_index / paths.shard_dir("index", after.digest)
-        coded = open_index(IndexParams(**version.index_params), left, folder).search(queries_QD, 7)
-        plain = open_index(IndexParams(), left, folder).search(queries_QD, 7)
-        assert [column.tobytes() for column in coded] == [column.tobytes() for column in plain]
-    assert version.metrics["pruned_views"] == lost > 0
+        int8_hits = open_index(IndexParams(**version.index_params), pruned_blocks, folder).search(queries_QD, 7)
+        plain_hits = open_index(IndexParams(), pruned_blocks, folder).search(queries_QD, 7)
+        assert [column.tobytes() for column in int8_hits] == [column.tobytes() for column in plain_hits]
+    assert version.metrics["pruned_views"] == num_pruned > 0
 
 
 def test_what_cannot_be_built_is_refused_before_any_work(own_index, run_over):

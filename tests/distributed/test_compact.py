@@ -45,13 +45,13 @@ def publish_update(store: Store, base: Manifest, upserts: Views, deletions: set[
             if name in upserts
         }
         if here:
-            embedded = open_embeddings(manifest.open_shard(store, base.index, entry), entry.files)
+            shard = open_embeddings(manifest.open_shard(store, base.index, entry), entry.files)
             with store.scratch() as scratch:
                 folder = scratch / "shard"
                 folder.mkdir()
                 files = entry.files
-                if write_changed(embedded, folder, own, [name for name in here if name in deletions]):
-                    base_folder = embedded.path.parent
+                if write_changed(shard, folder, own, [name for name in here if name in deletions]):
+                    base_folder = shard.path.parent
                     update_shard_index(IndexParams(**base.index_params), base_folder, files, folder, own, 0.25)
                 shards[entry.shard] = build_shard(store, base, entry.shard, folder)
     return manifest.publish(store, dataclasses.replace(base, parent=base.version, shards=tuple(shards)))
@@ -99,11 +99,11 @@ def test_after_any_history_the_answers_are_those_of_brute_force(
         if step[0] == "update":
             fresh = random_views(80, int(rng.integers(1 << 30)))
             upserts = {f"p{at:03d}": fresh[f"p{at:03d}"] for at in sorted(step[1])}
-            deleted = {f"p{at:03d}" for at in step[2]} - set(upserts)
-            views = {name: own for name, own in (views | upserts).items() if name not in deleted}
+            deletions = {f"p{at:03d}" for at in step[2]} - set(upserts)
+            views = {name: own for name, own in (views | upserts).items() if name not in deletions}
             if not views:
                 break
-            version = publish_update(store, version, upserts, deleted)
+            version = publish_update(store, version, upserts, deletions)
         elif step[0] == "compact":
             version = publish_compaction(store, version)
             assert all(paths.CHANGES not in entry.files for entry in version.shards)
@@ -144,9 +144,9 @@ def test_after_any_history_an_approximate_index_finds_only_what_is_there_with_it
         if step[0] == "update":
             fresh = random_views(80, int(rng.integers(1 << 30)))
             upserts = {f"p{at:03d}": fresh[f"p{at:03d}"] for at in sorted(step[1])}
-            deleted = {f"p{at:03d}" for at in step[2]} - set(upserts)
-            views = {name: own for name, own in (views | upserts).items() if name not in deleted}
-            version = publish_update(store, version, upserts, deleted)
+            deletions = {f"p{at:03d}" for at in step[2]} - set(upserts)
+            views = {name: own for name, own in (views | upserts).items() if name not in deletions}
+            version = publish_update(store, version, upserts, deletions)
         elif step[0] == "compact":
             version = publish_compaction(store, version)
         else:
@@ -168,11 +168,11 @@ def test_compaction_writes_what_has_changes_and_keeps_every_other_file(tmp_path,
     base = publish_random_index(tmp_path, views, 4, params)
     run = RunConfig.model_validate({"store": {"path": str(tmp_path)}, "index": {"name": "random"}})
     assert compact.compact(run).version == base.version == 1
-    changed = publish_update(store, base, random_views(2, 9), {"p007"})
-    touched = {shard_of(name, 4) for name in ("p000", "p001", "p007")}
-    assert {entry.shard for entry in changed.shards if paths.CHANGES in entry.files} == touched
+    updated_version = publish_update(store, base, random_views(2, 9), {"p007"})
+    changed_shards = {shard_of(name, 4) for name in ("p000", "p001", "p007")}
+    assert {entry.shard for entry in updated_version.shards if paths.CHANGES in entry.files} == changed_shards
     report = compact.compact(run)
-    assert (report.base_version, report.version, report.shards_written) == (2, 3, len(touched))
+    assert (report.base_version, report.version, report.shards_written) == (2, 3, len(changed_shards))
     version = manifest.read(store, "random")
     assert version.operation == "compact" and store.list(paths.staging_root("random")) == []
     whole = publish_random_index(
@@ -205,7 +205,7 @@ def test_a_compaction_killed_at_any_call_leaves_a_whole_version_and_ends_with_th
     whole = Store(shutil.copytree(before.root, tmp_path / "whole"))
     compact_in(whole)
     old, new = manifest.read(before, "random"), manifest.read(whole, "random")
-    lived: list[bool] = []
+    outcomes: list[bool] = []
     for at in itertools.count(1):
         store = Store(shutil.copytree(before.root, tmp_path / f"killed at {at}"))
         if (calls := run_and_kill(partial(compact_in, store), at)) is None:
@@ -214,11 +214,11 @@ def test_a_compaction_killed_at_any_call_leaves_a_whole_version_and_ends_with_th
         live = manifest.read(store, "random")
         assert live.content_digest() in (old.content_digest(), new.content_digest())
         assert manifest.verify(store, live).problems == []
-        lived.append(live.version == new.version)
+        outcomes.append(live.version == new.version)
         compact_in(store)
         live = manifest.read(store, "random")
         assert (live.version, live.shards, live.content_digest()) == (new.version, new.shards, new.content_digest())
         assert manifest.verify(store, live).problems == [] == manifest.verify(store, old).problems
         shutil.rmtree(store.root)
-    assert lived == sorted(lived) and {*lived} == {False, True}, "old until it is named, new from then on"
-    record_property("figures", f"killed {len(lived)} times; the new one was live after {sum(lived)}")
+    assert outcomes == sorted(outcomes) and {*outcomes} == {False, True}, "old until it is named, new from then on"
+    record_property("figures", f"killed {len(outcomes)} times; the new one was live after {sum(outcomes)}")

@@ -60,17 +60,17 @@ class CrossEncoderStop(Exception):
 def test_a_cross_encoder_learns_and_what_it_takes_for_an_answer_is_no_negative(store_path, minilm, ray_session):
     settings = {"dev_questions": "all", "num_hard_negatives": 2, "lr": 5e-4, "epochs": 5, "cross_encoder": "judge"}
     backbone = {"backbone": str(minilm)}
-    trained = cross_encoder.train(run_of(store_path, settings, encoder=backbone))
-    assert trained.metrics["dev_top1"] > max(0.7, trained.metrics["dev_top1_before"])
-    assert trained.epochs[-1].loss < trained.epochs[0].loss / 2
+    model = cross_encoder.train(run_of(store_path, settings, encoder=backbone))
+    assert model.metrics["dev_top1"] > max(0.7, model.metrics["dev_top1_before"])
+    assert model.epochs[-1].loss < model.epochs[0].loss / 2
 
     store = Store(str(store_path))
     before = {question.id: question for question in read_questions(only_corpus(store), "mined")}
     run = run_of(store_path, mine={**MINING, "output": "clean", "cross_encoder": "judge", "denoise_share": 0.02})
     report = mine(run)
     corpus = Corpus.open(store, "corpus")
-    judge = CrossEncoder.load(store_path / trained.folder, pair_spec(run))
-    dropped = 0
+    judge = CrossEncoder.load(store_path / model.folder, pair_spec(run))
+    num_dropped = 0
     for question in read_questions(only_corpus(store), "clean"):
         ids = (question.positive_ids[0], *question.hard_negative_ids)
         texts = corpus.get({*ids, *before[question.id].hard_negative_ids})
@@ -79,10 +79,10 @@ def test_a_cross_encoder_learns_and_what_it_takes_for_an_answer_is_no_negative(s
         shares = np.exp(alone[1:]) / (np.exp(alone[1:]) + np.exp(alone[0]))
         assert (shares < 0.0201).all()
         for other in set(before[question.id].hard_negative_ids) - set(ids):
-            dropped += 1
+            num_dropped += 1
             score = float(judge.score([Pair(question.text, texts[other])])[0])
             assert np.exp(score) / (np.exp(score) + np.exp(alone[0])) > 0.0199
-    assert report.dropped_by_cross_encoder >= dropped > 0
+    assert report.dropped_by_cross_encoder >= num_dropped > 0
     assert report.hits == report.negatives + report.beyond_count + sum(
         getattr(report, f"dropped_{why}") for why in ("gold", "answer_bearing", "by_cross_encoder")
     )
@@ -94,15 +94,15 @@ def test_a_cross_encoder_learns_and_what_it_takes_for_an_answer_is_no_negative(s
         read_questions(only_corpus(store), "nothing")
 
     settings_of_retriever = {"task": "retriever", "hard_negatives": "clean", "num_hard_negatives": 1, "max_steps": 2}
-    plain, distilled = (
+    plain_model, distilled_model = (
         train(run_of(store_path, {**settings_of_retriever, "distil_weight": weight}, encoder={"name": f"w{weight}"}))
         for weight in (0, 1)
     )
-    assert plain.fingerprint != distilled.fingerprint
+    assert plain_model.fingerprint != distilled_model.fingerprint
     [example] = open_job(run_of(store_path, settings_of_retriever)).examples.get([0], 0)
     question = next(one for one in read_questions(only_corpus(store), "clean") if one.text == example.text)
-    scored = dict(zip((question.positive_ids[0], *question.hard_negative_ids), question.teacher_scores))
-    assert list(example.teacher) == [scored[one.id] for one in (example.passage, *example.negatives)]
+    score_of = dict(zip((question.positive_ids[0], *question.hard_negative_ids), question.teacher_scores))
+    assert list(example.teacher) == [score_of[one.id] for one in (example.passage, *example.negatives)]
 
 
 def test_a_training_killed_anywhere_ends_with_the_same_cross_encoder_to_the_bit(store_path):
@@ -115,10 +115,10 @@ def test_a_training_killed_anywhere_ends_with_the_same_cross_encoder_to_the_bit(
         if count == 3:
             raise CrossEncoderStop
 
-    broken = run_of(store_path, {**settings, "cross_encoder": "broken"})
+    run = run_of(store_path, {**settings, "cross_encoder": "broken"})
     with pytest.raises(CrossEncoderStop):
-        cross_encoder.train(broken, progress)
-    again = cross_encoder.train(broken)
+        cross_encoder.train(run, progress)
+    again = cross_encoder.train(run)
     assert (again.fingerprint, again.metrics, again.epochs) == (whole.fingerprint, whole.metrics, whole.epochs)
 
 
@@ -133,9 +133,9 @@ def test_what_cannot_be_trained_or_mined_is_refused_by_name(store_path, tmp_path
         train(run_of(store_path, {"task": "retriever", "distil_weight": 1.0}))
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(run_of(store_path).model_dump(mode="json")))
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as error:
         main(["train", str(path), "train.questions=nothing"])
-    assert ended.value.code == 1
+    assert error.value.code == 1
     assert "question set 'nothing' not found" in capsys.readouterr().err
 
 

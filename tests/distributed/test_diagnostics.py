@@ -24,9 +24,9 @@ K = 8
 
 
 def live_over(root, views, params=None) -> HotSwapRouter:
-    described = publish_random_index(root, views, 3, params)
-    shards = tuple(entry.shard for entry in described.shards)
-    return HotSwapRouter(Store(str(root)), described, LocalSearchers(SearcherTask(str(root), described, shards)))
+    version = publish_random_index(root, views, 3, params)
+    shards = tuple(entry.shard for entry in version.shards)
+    return HotSwapRouter(Store(str(root)), version, LocalSearchers(SearcherTask(str(root), version, shards)))
 
 
 def truth(views, query_D):

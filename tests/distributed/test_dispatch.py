@@ -131,16 +131,16 @@ def wait_until_held(actor) -> None:
 def test_second_calls_stay_within_their_share_of_every_window(wants, share, window):
     """Each call may be followed by a request for a second one."""
     budget = HedgeBudget(share, window)
-    hedged = []
+    hedges = []
     for wish in wants:
         budget.call()
-        hedged.append(bool(wish and budget.take()))
-    assert budget.hedges == sum(hedged)
-    for end in range(1, len(hedged) + 1):
-        last = hedged[max(0, end - window) : end]
+        hedges.append(bool(wish and budget.take()))
+    assert budget.hedges == sum(hedges)
+    for end in range(1, len(hedges) + 1):
+        last = hedges[max(0, end - window) : end]
         assert sum(last) <= share * len(last)
     if all(wants):
-        assert sum(hedged) >= int(share * len(wants)) - 1
+        assert sum(hedges) >= int(share * len(wants)) - 1
 
 
 @given(st.lists(st.floats(0.001, 10), min_size=MIN_CALLS, max_size=200))
@@ -182,13 +182,13 @@ def six_shards(tmp_path_factory):
 def test_unchanged_shards_stay_where_they_are_and_every_shard_has_one_place(six_shards, data):
     groups = data.draw(st.integers(1, 4))
     entries = six_shards.shards[: data.draw(st.integers(1, 6))]
-    held = {one.digest: data.draw(st.integers(0, groups - 1)) for one in entries if data.draw(st.booleans())}
-    placed = assign_shards(dataclasses.replace(six_shards, shards=entries), held, groups)
-    assert sorted(shard for shards in placed for shard in shards) == [one.shard for one in entries]
-    assert all(one.shard in placed[held[one.digest]] for one in entries if one.digest in held)
-    if not held:
+    group_of = {one.digest: data.draw(st.integers(0, groups - 1)) for one in entries if data.draw(st.booleans())}
+    assignment = assign_shards(dataclasses.replace(six_shards, shards=entries), group_of, groups)
+    assert sorted(shard for shards in assignment for shard in shards) == [one.shard for one in entries]
+    assert all(one.shard in assignment[group_of[one.digest]] for one in entries if one.digest in group_of)
+    if not group_of:
         first = balance_shards({one.shard: one.num_bytes for one in entries}, groups)
-        assert placed == first + [()] * (groups - len(first))
+        assert assignment == first + [()] * (groups - len(first))
 
 
 @pytest.mark.chaos(
@@ -203,13 +203,13 @@ def test_with_a_replica_lost_answers_stay_whole_and_certified(open_with, record_
         groups, (first, second, *_) = router.fleet.searchers.dispatcher.groups, router.fleet.actors
         router.fleet.searchers.dispatcher.budget = HedgeBudget(share=0.0)  # a second call would hide the loss
         waits_s = []
-        for doomed, replica, other in ((first, *groups[0]), (second, *reversed(groups[0]))):
+        for target, replica, other in ((first, *groups[0]), (second, *reversed(groups[0]))):
             if other.open_ref:
                 ray.wait([other.open_ref], timeout=60)  # it was killed before, and now gets calls again
-            pid = hold_searches(doomed)
-            other.waiting += 32  # so that the doomed one is called first
+            pid = hold_searches(target)
+            other.waiting += 32  # so that the one to be killed is called first
             search = threads.submit(router.search, QUERIES_QD, K, deadline=Deadline.after(120))
-            wait_until_held(doomed)
+            wait_until_held(target)
             other.waiting -= 32
             assert replica.waiting == 1 and not search.done()
             began = time.monotonic()
@@ -275,22 +275,22 @@ def test_a_full_queue_refuses_at_once_and_what_was_let_in_is_answered(open_with,
     with open_with(searcher_queue=queue) as router, ThreadPoolExecutor(queue) as threads:
         actor, waiting = router.fleet.actors[0], router.fleet.searchers.dispatcher.groups[0][0]
         shut(actor)
-        admitted = [threads.submit(router.search, QUERIES_QD, K, deadline=Deadline.after(120)) for _ in range(queue)]
+        searches = [threads.submit(router.search, QUERIES_QD, K, deadline=Deadline.after(120)) for _ in range(queue)]
         while waiting.waiting < queue:
             pass
         message = r"^2 calls wait .* group 0, .*searcher_queue=2\); ask again in \d+\.\d s, "
         retries_s = []
         for _ in range(num_asked - queue):
-            with pytest.raises(OverloadedError, match=message) as refused:
+            with pytest.raises(OverloadedError, match=message) as error:
                 router.search(QUERIES_QD, K)
-            retries_s.append(refused.value.retry_after_s)
+            retries_s.append(error.value.retry_after_s)
         assert min(retries_s) > 0
         assert router.fleet.searchers.dispatcher.counts().refused == len(retries_s)
         assert router.fleet.searchers.dispatcher.groups[1][0].waiting <= queue
         reopen(actor)
-        assert all(is_whole(one.result()) for one in admitted)
+        assert all(is_whole(one.result()) for one in searches)
         assert is_whole(router.search(QUERIES_QD, K))
-    counts = f"{num_asked} asked, {len(retries_s)} refused until {max(retries_s):.1f} s later, {len(admitted)} answered"
+    counts = f"{num_asked} asked, {len(retries_s)} refused until {max(retries_s):.1f} s later, {len(searches)} answered"
     record_property("figures", counts)
 
 
@@ -315,9 +315,9 @@ def test_cancelled_calls_are_skipped_and_count_as_waiting_until_then(open_with):
 
 def check_health(monitor: HealthMonitor, at_s: float, *well) -> int:
     """Check once and return the number of hung searchers; then wait until `well` ones have answered their probes."""
-    hung = monitor.check(at_s)
+    num_hung = monitor.check(at_s)
     ray.get([actor.probe.remote() for actor in well])
-    return hung
+    return num_hung
 
 
 @pytest.mark.slow
@@ -374,10 +374,10 @@ def test_a_busy_searcher_is_not_taken_for_a_hung_one(open_with):
 def test_without_a_replica_left_the_shards_are_told_until_they_are_back(open_with, record_property, way, monkeypatch):
     with open_with() as router, ThreadPoolExecutor(2) as threads:
         use_transport(way, router, monkeypatch)
-        doomed, replica = router.fleet.actors[1], router.fleet.searchers.dispatcher.groups[1][0]
-        pid = hold_searches(doomed)
+        target, replica = router.fleet.actors[1], router.fleet.searchers.dispatcher.groups[1][0]
+        pid = hold_searches(target)
         strict = threads.submit(router.search, QUERIES_QD, K, deadline=Deadline.after(120))
-        wait_until_held(doomed)
+        wait_until_held(target)
         lenient = threads.submit(router.search, QUERIES_QD, K, deadline=Deadline.after(120), min_coverage=0.0)
         while replica.waiting < 2:
             time.sleep(0.001)

@@ -142,7 +142,7 @@ def test_newer_embeddings_are_refused_by_name_and_stay(store: Store, run: RunCon
         file.write_table(table.replace_schema_metadata(schema.metadata))
     meta = manifest.ShardMeta(entry.shard, entry.num_passages, entry.num_vectors)
     newer = manifest.add_shard(store, INDEX, folder, meta)
-    made = manifest.publish(store, dataclasses.replace(live, parent=2, shards=(newer, *live.shards[1:])))
+    version = manifest.publish(store, dataclasses.replace(live, parent=2, shards=(newer, *live.shards[1:])))
     text = (
         r"embeddings\.arrow has format mvr_ray\.embeddings/9, this program reads mvr_ray\.embeddings/1 and .*/2; use "
         r"the program that wrote it, or roll back"
@@ -151,10 +151,10 @@ def test_newer_embeddings_are_refused_by_name_and_stay(store: Store, run: RunCon
         store,
         FormatError,
         text,
-        lambda: open_embeddings(manifest.open_shard(store, INDEX, made.shards[0]), made.shards[0].files),
+        lambda: open_embeddings(manifest.open_shard(store, INDEX, version.shards[0]), version.shards[0].files),
     )
-    removed = collect(store, INDEX, keep=2, grace_s=0)
-    assert not [path for path in removed if newer.digest in path]
+    removed_paths = collect(store, INDEX, keep=2, grace_s=0)
+    assert not [path for path in removed_paths if newer.digest in path]
 
 
 def test_a_newer_description_of_a_shard_is_refused_by_name_and_stays(
@@ -163,7 +163,7 @@ def test_a_newer_description_of_a_shard_is_refused_by_name_and_stays(
     live = manifest.read(store, INDEX, 1)
     entry = live.shards[0]
     folder = paths.shard_dir(INDEX, entry.digest)
-    shutil.copytree(Path(store.root) / folder, built := tmp_path / "built")
+    shutil.copytree(Path(store.root) / folder, shard_copy := tmp_path / "built")
     meta = manifest.ShardMeta(entry.shard, entry.num_passages, entry.num_vectors)
     raise_format(store, f"{folder}/{paths.SHARD_JSON}")
     text = (
@@ -174,7 +174,7 @@ def test_a_newer_description_of_a_shard_is_refused_by_name_and_stays(
         FormatError,
         text,
         lambda: manifest.open_shard(store, INDEX, entry),
-        lambda: manifest.add_shard(store, INDEX, built, meta),
+        lambda: manifest.add_shard(store, INDEX, shard_copy, meta),
         *(lambda action=action: versions.act(run, action, 1) for action in ("verify", "repair", "rollback")),
     )
     assert not [path for path in collect(store, INDEX, keep=2, grace_s=0) if entry.digest in path]
@@ -197,8 +197,8 @@ def test_a_newer_question_set_is_refused_by_name_and_nothing_is_changed_beside_i
         lambda: update(run.prepare, store, str(changes)),
         lambda: prepare(run.prepare, store),
     )
-    [(damaged, reason)] = corpus.find_damage()
-    assert damaged == path and "has format version 2, this program reads 1" in reason
+    [(damaged_path, reason)] = corpus.find_damage()
+    assert damaged_path == path and "has format version 2, this program reads 1" in reason
     before = content(store)
     assert collect_corpus(store, CORPUS, grace_s=0) == [] and content(store) == before
 
@@ -293,9 +293,9 @@ def test_files_without_a_number_have_format_1(store: Store, run: RunConfig, tmp_
     assert latest_fingerprint(store, ENCODERS, live.encoder_name) == live.encoder_fingerprint
     assert versions.act(run, "verify", None).problems == []
     for number, entry in enumerate(live.shards):
-        built = shutil.copytree(manifest.open_shard(store, INDEX, entry), tmp_path / str(number))
+        shard_copy = shutil.copytree(manifest.open_shard(store, INDEX, entry), tmp_path / str(number))
         meta = manifest.ShardMeta(entry.shard, entry.num_passages, entry.num_vectors)
-        assert manifest.add_shard(store, INDEX, built, meta) == entry
+        assert manifest.add_shard(store, INDEX, shard_copy, meta) == entry
     assert content(store) == before
 
 

@@ -33,10 +33,10 @@ def encoder(minilm) -> DualEncoder:
 def test_a_chunk_embeds_to_what_its_passages_embed_to_alone(encoder):
     texts = ["A hill.", "The Nile is long. The Rhine is shorter. Both flow north.", "Seas are deep. They are salt."]
     passages = [Passage(f"p{i}", "", text * (1 + i)) for i, text in enumerate(texts)]
-    tokenized = encoder.tokenize_passages(passages)
-    block = encode.embed_chunk(encoder, [p.id for p in passages], tokenized, 64, "fp32")
+    tokens = encoder.tokenize_passages(passages)
+    block = encode.embed_chunk(encoder, [p.id for p in passages], tokens, 64, "fp32")
     assert block.ids == ["p0", "p1", "p2"]
-    for row, alone in enumerate(tokenized):
+    for row, alone in enumerate(tokens):
         views_PVD, mask_PV = encoder.embed_passages([alone])
         start, stop = block.row_ptr[row], block.row_ptr[row + 1]
         assert block.view_numbers_N[start:stop].tolist() == np.flatnonzero(mask_PV[0]).tolist()
@@ -73,14 +73,14 @@ def test_another_precision_is_another_encoder_that_the_corpus_keeps(empty_store,
     store = Store(str(empty_store))
     corpus = Corpus.open(store, run_over(empty_store).prepare.corpus)
     full = resolve_encoder(run_over(empty_store, index={"precision": "fp32"}))
-    lowered = resolve_encoder(run_over(empty_store, index={"precision": "int8"}), corpus)
-    assert lowered.fingerprint != full.fingerprint
-    assert DualEncoder.load(lowered.folder).precision.name == "int8"
-    for index in ({"precision": "int8"}, {"precision": "int8", "encoder": lowered.fingerprint}):
-        assert resolve_encoder(run_over(empty_store, index=index)) == lowered
-    assert resolve_encoder(run_over(empty_store, index={"encoder": lowered.fingerprint})) == lowered
+    int8_encoder = resolve_encoder(run_over(empty_store, index={"precision": "int8"}), corpus)
+    assert int8_encoder.fingerprint != full.fingerprint
+    assert DualEncoder.load(int8_encoder.folder).precision.name == "int8"
+    for index in ({"precision": "int8"}, {"precision": "int8", "encoder": int8_encoder.fingerprint}):
+        assert resolve_encoder(run_over(empty_store, index=index)) == int8_encoder
+    assert resolve_encoder(run_over(empty_store, index={"encoder": int8_encoder.fingerprint})) == int8_encoder
     assert resolve_encoder(run_over(empty_store, index={"precision": "fp32"})) == full
-    tasks = [encode.encode_task(run_over(empty_store), corpus, encoder) for encoder in (full, lowered)]
+    tasks = [encode.encode_task(run_over(empty_store), corpus, encoder) for encoder in (full, int8_encoder)]
     assert tasks[0].key != tasks[1].key
 
 
@@ -92,12 +92,12 @@ def test_a_store_keeps_the_precision_that_its_passages_were_embedded_in(empty_st
     monkeypatch.setattr(session, "in_ray", lambda: False)  # the patches below do not reach workers
     monkeypatch.setattr(precision, "_missing_on_cpu", lambda tower, name: "")
     monkeypatch.setattr(precision, "build_tower", lambda tower, own: build(tower, own._replace(name="fp32")))
-    chosen, here = [first], {"local_passages": 1000}
-    monkeypatch.setattr(encoders, "fastest_float", lambda tower: chosen[0])
+    choice, here = [first], {"local_passages": 1000}
+    monkeypatch.setattr(encoders, "fastest_float", lambda tower: choice[0])
     live = build_index.index(run_over(empty_store, index={"name": "one"}, resources=here))
     full = resolve_encoder(run_over(empty_store, index={"precision": "fp32"}))
     assert (live.encoder_fingerprint == full.fingerprint) == (first == "fp32")
-    chosen[0] = "bf16" if first == "fp32" else "fp32"
+    choice[0] = "bf16" if first == "fp32" else "fp32"
     for name in ("one", "two"):
         again = build_index.index(run_over(empty_store, index={"name": name}, resources=here))
         assert again.encoder_fingerprint == live.encoder_fingerprint
@@ -111,19 +111,22 @@ def test_the_record_of_an_encoder_in_another_precision_is_refused_where_it_is_ne
     store, run = Store(str(empty_store)), run_over(empty_store, index={"precision": "int8"})
     full = resolve_encoder(run_over(empty_store, index={"precision": "fp32"}))
     path = paths.lowered_encoder(full.name, full.fingerprint, encoders.INT8_RECORD, run.prepare.corpus)
-    known = {"fingerprint": full.fingerprint}
-    for record in (known, json_with_checksum({**known, "format_version": 1})):  # the first versions wrote no format
+    fields = {"fingerprint": full.fingerprint}
+    for record in (fields, json_with_checksum({**fields, "format_version": 1})):  # the first versions wrote no format
         store.write_bytes(path, json.dumps(record).encode())
         assert resolve_encoder(run) == full
     cure = "delete it: the same command then converts the encoder again"
-    newer, changed = json_with_checksum({**known, "format_version": 2}), {**record, "fingerprint": "0" * 16}
+    newer_record, damaged_record = (
+        json_with_checksum({**fields, "format_version": 2}),
+        {**record, "fingerprint": "0" * 16},
+    )
     for data, error, text in (
         (
-            json.dumps(newer),
+            json.dumps(newer_record),
             FormatError,
             "has format version 2, this program reads 1; use the program that wrote it, or",
         ),
-        (json.dumps(changed), StorageError, "is damaged .*;"),
+        (json.dumps(damaged_record), StorageError, "is damaged .*;"),
         (json.dumps(record)[:20], StorageError, "is damaged .*;"),
         ("{}", StorageError, "is damaged .it has no fingerprint.;"),
     ):
@@ -183,17 +186,17 @@ def test_a_chunk_is_embedded_while_the_one_before_is_written(empty_store, run_ov
     corpus = Corpus.open(Store(str(empty_store)), run.prepare.corpus)
     task = encode.encode_task(run, corpus, resolve_encoder(run))
     chunks = [encode.chunks_of(task, corpus, shard)[0] for shard in (0, 1)]
-    encoder, embedding, written = encode.ChunkEncoder(task), Event(), []
+    encoder, embedding, written_paths = encode.ChunkEncoder(task), Event(), []
     embed, write = encode.embed_chunk, encode.ChunkEncoder._write
 
     def record(*arguments):
-        if written:
+        if written_paths:
             embedding.set()
         return embed(*arguments)
 
     def slow(self, block, path):
-        written.append(path)
-        if len(written) == 1:
+        written_paths.append(path)
+        if len(written_paths) == 1:
             assert embedding.wait(60), "nothing was embedded while a chunk was written"
         write(self, block, path)
 
@@ -214,18 +217,18 @@ def test_a_chunk_is_embedded_while_the_one_before_is_written(empty_store, run_ov
 def test_two_encoders_one_of_them_killed_give_the_bytes_of_one(
     empty_store, small_index, run_over, actor_processes, record_property
 ):
-    killed: list[int] = []
+    killed_pids: list[int] = []
     record: list[tuple[int, int]] = []
 
     def kill_one(what: str, count: int, total: int) -> None:
         if what == "encode":
             record.append((count, total))
-        if what == "encode" and count < total and not killed:
-            killed.append(actor_processes("ChunkEncoder")[0])
-            os.kill(killed[0], signal.SIGKILL)
+        if what == "encode" and count < total and not killed_pids:
+            killed_pids.append(actor_processes("ChunkEncoder")[0])
+            os.kill(killed_pids[0], signal.SIGKILL)
 
     build_index.index(run_over(empty_store, resources={"encoders_min": 2, "encoders_max": 2}), kill_one)
-    assert killed
+    assert killed_pids
     assert digests(empty_store) == digests(small_index)
     record_property("figures", f"1 of 2 encoders killed after {record[0][0]} of {record[0][1]} passages")
 

@@ -58,8 +58,8 @@ def test_each_batch_is_a_version_that_equals_one_built_from_nothing_and_only_new
 ):
     first, *others = ids(run)
     write_changes(source, "1.jsonl", {"id": "new", "title": "T", "text": "A new text."}, {"id": first, "delete": True})
-    changed = {"id": others[0], "title": "T", "text": "Another text."}
-    write_changes(source, "2.jsonl", changed, {"id": "new", "delete": True})
+    change = {"id": others[0], "title": "T", "text": "Another text."}
+    write_changes(source, "2.jsonl", change, {"id": "new", "delete": True})
     (source / "3.jsonl").write_text('{"id": "cut", "te')
     report, lines = FollowReport(), []
     follow(run, report, lines.append, once=True)

@@ -103,8 +103,8 @@ class Crowd:
         """Wait until `count` further answers came from a version, and `under_way` searches run."""
         enough, end = self.counts[version] + count, time.monotonic() + 120
         while self.counts[version] < enough or self.under_way < under_way:
-            failed = [one for one in self._asking if one.done()]
-            assert not failed, failed[0].result()
+            failures = [one for one in self._asking if one.done()]
+            assert not failures, failures[0].result()
             assert time.monotonic() < end, (self.counts, self.under_way)
             time.sleep(0.01)
 
@@ -147,8 +147,8 @@ def test_every_answer_is_one_versions_while_versions_come_and_go(
         publish_random_index(tmp_path, SECOND, SHARDS, parent=3)
         assert not live.follow()
         assert live.move_to() == 4
-        removed = collect(store, "random", keep=1, grace_s=0)
-        assert paths.shard_dir("random", first.shards[1].digest) in removed
+        removed_paths = collect(store, "random", keep=1, grace_s=0)
+        assert paths.shard_dir("random", first.shards[1].digest) in removed_paths
 
     with open_hot_swap_router(run_of(tmp_path, run_over), local=local, follow_s=3600) as live:
         with Crowd(live, size, truth) as crowd:
@@ -164,10 +164,10 @@ def test_every_answer_is_one_versions_while_versions_come_and_go(
         assert min(under_way) >= 0.95 * size, under_way
         assert live.state == (4, True, 0, "")
         live.ready()
-        held = live.searchers.searcher.health() if local else live.searchers.actors
+        open_digests = live.searchers.searcher.health() if local else live.searchers.actors
         if not local:
-            held = sorted(digest for actor in held for digest in ray.get(actor.health.remote()))
-        assert held == digests(live.manifest)
+            open_digests = sorted(digest for actor in open_digests for digest in ray.get(actor.health.remote()))
+        assert open_digests == digests(live.manifest)
     figures = f"{crowd.counts.total()} answers, {min(under_way)} to {max(under_way)} under way at each of 4 changes"
     record_property("figures", figures)
 
@@ -212,16 +212,23 @@ def test_a_version_that_a_call_names_is_opened_beside_and_keeps_a_place_until_ot
 
         with live.pin(4) as router, live.pin() as same:
             assert router is same and holds(4)
-        for number, held in ((1, (1, 4)), (1, (1, 4)), (4, (1, 4)), (2, (1, 2, 4)), (1, (1, 2, 4)), (3, (1, 3, 4))):
+        for number, open_versions in (
+            (1, (1, 4)),
+            (1, (1, 4)),
+            (4, (1, 4)),
+            (2, (1, 2, 4)),
+            (1, (1, 2, 4)),
+            (3, (1, 3, 4)),
+        ):
             with live.pin(number) as router:
                 assert (router.manifest.version, live.manifest.version) == (number, 4)
                 assert search_one(router, 0) == brute_force(VIEWS[number], QUERIES_QD[0], K)
                 assert search_one(live, 0) == brute_force(VIEWS[4], QUERIES_QD[0], K)
-            assert holds(*held)
-        for move, held in ((1, (1, 3)), (None, (3, 4)), (2, (2, 3)), (3, (3,))):
+            assert holds(*open_versions)
+        for move, open_versions in ((1, (1, 3)), (None, (3, 4)), (2, (2, 3)), (3, (3,))):
             live.move_to(move)
             with live.pin():
-                assert holds(*held)
+                assert holds(*open_versions)
         with pytest.raises(MissingInputError, match="5"), live.pin(5):
             pass
         assert search_one(live, 2) == brute_force(VIEWS[3], QUERIES_QD[2], K)
@@ -231,31 +238,31 @@ def test_a_version_that_a_call_names_is_opened_beside_and_keeps_a_place_until_ot
 def test_versions_named_in_turn_are_read_once_and_one_too_many_is_told_when_to_ask_again(tmp_path, run_over):
     versions = {number: publish_random_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1) for number in VIEWS}
     with open_hot_swap_router(run_of(tmp_path, run_over), local=True) as live:
-        loaded, load = [], live.searchers.load
-        live.searchers.load = lambda version: (loaded.append(version.version), load(version))[1]
+        loaded_versions, load = [], live.searchers.load
+        live.searchers.load = lambda version: (loaded_versions.append(version.version), load(version))[1]
         for number in (1, 2, 1, 2, 1, 2):
             with live.pin(number) as router:
                 assert search_one(router, 0) == brute_force(VIEWS[number], QUERIES_QD[0], K)
         with pytest.raises(OverloadedError, match="version 3 not opened: all 2 places"), live.pin(3):
             pass
-        assert loaded == [1, 2]
+        assert loaded_versions == [1, 2]
         with live.pin(1), pytest.raises(OverloadedError) as refusal, live.pin(3):
             pass
         assert 1 <= refusal.value.retry_after_s <= live.min_idle_s
         live.min_idle_s = 0
         with live.pin(1), live.pin(3) as third:  # one is in use: the other one goes
             assert search_one(third, 0) == brute_force(VIEWS[3], QUERIES_QD[0], K)
-        assert loaded == [1, 2, 3]
-        held = {digest for number in (1, 3, 4) for digest in digests(versions[number])}
-        assert live.searchers.searcher.health() == sorted(held)
+        assert loaded_versions == [1, 2, 3]
+        open_digests = {digest for number in (1, 3, 4) for digest in digests(versions[number])}
+        assert live.searchers.searcher.health() == sorted(open_digests)
 
 
 def test_a_cached_version_is_refused_without_memory_and_evicted_for_a_new_live_version(tmp_path, run_over):
     versions = {
         number: publish_random_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1) for number in (1, 2, 3)
     }
-    second, added = versions[2].shards[1].num_bytes, versions[3].num_bytes
-    limit = added + versions[1].num_bytes + second - 1
+    second, added_bytes = versions[2].shards[1].num_bytes, versions[3].num_bytes
+    limit = added_bytes + versions[1].num_bytes + second - 1
     with open_hot_swap_router(run_of(tmp_path, run_over, searcher_bytes=limit), local=True) as live:
         with live.pin(1):
             pass
@@ -269,8 +276,11 @@ def test_a_cached_version_is_refused_without_memory_and_evicted_for_a_new_live_v
         publish_random_index(tmp_path, VIEWS[4], SHARDS, parent=3)
         assert live.move_to() == 4
         assert search_one(live, 0) == brute_force(VIEWS[4], QUERIES_QD[0], K)
-    small, refused = run_of(tmp_path, run_over, searcher_bytes=added), pytest.raises(ResourceError, match=f"{added:,}")
-    with open_hot_swap_router(small, local=True) as live, refused, live.pin(1):
+    small, refusal = (
+        run_of(tmp_path, run_over, searcher_bytes=added_bytes),
+        pytest.raises(ResourceError, match=f"{added_bytes:,}"),
+    )
+    with open_hot_swap_router(small, local=True) as live, refusal, live.pin(1):
         pass
 
 
@@ -312,10 +322,10 @@ def test_a_call_whose_time_is_over_leaves_the_opening_to_the_next_one(tmp_path, 
     for number in (1, 2):
         publish_random_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1)
     with open_hot_swap_router(run_of(tmp_path, run_over), local=True) as live:
-        open_event, loaded, load = threading.Event(), [], live.searchers.load
+        open_event, loaded_versions, load = threading.Event(), [], live.searchers.load
 
         def slow(version: Manifest):
-            loaded.append(version.version)
+            loaded_versions.append(version.version)
             assert open_event.wait(60)
             return load(version)
 
@@ -327,7 +337,7 @@ def test_a_call_whose_time_is_over_leaves_the_opening_to_the_next_one(tmp_path, 
         open_event.set()
         with live.pin(1, Deadline.after(60)) as router:
             assert search_one(router, 0) == brute_force(FIRST, QUERIES_QD[0], K)
-        assert loaded == [1]
+        assert loaded_versions == [1]
 
 
 def test_a_damaged_version_that_calls_name_is_not_read_for_each_of_them(tmp_path, run_over):
@@ -335,12 +345,12 @@ def test_a_damaged_version_that_calls_name_is_not_read_for_each_of_them(tmp_path
     publish_random_index(tmp_path, SECOND, SHARDS, parent=1)
     file = damage(tmp_path, first.shards[1].digest)
     with open_hot_swap_router(run_of(tmp_path, run_over), local=True) as live:
-        loaded, load = [], live.searchers.load
-        live.searchers.load = lambda version: (loaded.append(version.version), load(version))[1]
+        loaded_versions, load = [], live.searchers.load
+        live.searchers.load = lambda version: (loaded_versions.append(version.version), load(version))[1]
         for _ in range(3):
             with pytest.raises(DigestError, match=re.escape(str(file))), live.pin(1):
                 pass
-        assert loaded == [1]
+        assert loaded_versions == [1]
         file.with_suffix(".whole").replace(file)
         live._loader.min_idle_s = 0
         with live.pin(1) as router:
@@ -352,9 +362,9 @@ def test_shards_that_both_versions_name_are_not_read_again(tmp_path, run_over):
     with open_hot_swap_router(run_of(tmp_path, run_over), local=True) as live:
         assert live.manifest.dimension == D
         second = publish_random_index(tmp_path, SECOND, SHARDS, parent=1)
-        shared = {*digests(first)} & {*digests(second)}
-        assert len(shared) == 2
-        for digest in shared:
+        shared_digests = {*digests(first)} & {*digests(second)}
+        assert len(shared_digests) == 2
+        for digest in shared_digests:
             damage(tmp_path, digest)
         assert live.move_to() == 2
         assert [search_one(live, number) for number in range(len(QUERIES_QD))] == expected(SECOND)
@@ -363,17 +373,19 @@ def test_shards_that_both_versions_name_are_not_read_again(tmp_path, run_over):
 @pytest.mark.chaos("no memory for the next version", "refused before a byte is read, with both numbers")
 def test_a_version_without_room_is_refused_before_it_is_read(tmp_path, run_over, record_property):
     first = publish_random_index(tmp_path, FIRST, SHARDS)
-    added = first.shards[1].num_bytes
-    limit = first.num_bytes + added - 1
+    added_bytes = first.shards[1].num_bytes
+    limit = first.num_bytes + added_bytes - 1
     with open_hot_swap_router(run_of(tmp_path, run_over, searcher_bytes=limit), local=True) as live:
         second = publish_random_index(tmp_path, SECOND, SHARDS, parent=1)
-        assert second.shards[1].num_bytes == added
+        assert second.shards[1].num_bytes == added_bytes
         damage(tmp_path, second.shards[1].digest)
-        both = re.escape(f"holds {first.num_bytes:,} bytes and needs {added:,} more, {limit + 1:,} in all; ")
+        both = re.escape(f"holds {first.num_bytes:,} bytes and needs {added_bytes:,} more, {limit + 1:,} in all; ")
         with pytest.raises(ResourceError, match=rf"'random' version 2 .*{both}.*searcher_bytes allows {limit:,}"):
             live.move_to()
         assert search_one(live, 0) == brute_force(FIRST, QUERIES_QD[0], K)
-    record_property("figures", f"{first.num_bytes:,} bytes held, {added:,} more needed, {limit:,} allowed: 1 too few")
+    record_property(
+        "figures", f"{first.num_bytes:,} bytes held, {added_bytes:,} more needed, {limit:,} allowed: 1 too few"
+    )
 
 
 def test_the_same_files_indexed_otherwise_need_their_memory_again(tmp_path, run_over):
@@ -466,10 +478,10 @@ def test_a_first_version_with_a_damaged_shard_answers_from_the_others(tmp_path, 
     first = publish_random_index(tmp_path, FIRST, SHARDS)
     file = damage(tmp_path, first.shards[2].digest)
     with open_hot_swap_router(run_of(tmp_path, run_over), local=True) as live:
-        with pytest.raises(DamagedShardsError, match=r"1 of 3 .*: 2 \(damaged\); .*versions CONFIG repair") as refused:
+        with pytest.raises(DamagedShardsError, match=r"1 of 3 .*: 2 \(damaged\); .*versions CONFIG repair") as error:
             live_search(live, QUERIES_QD, K)
         answer = live_search(live, QUERIES_QD, K, min_coverage=0.5)
-        assert answer.shards == refused.value.shards
+        assert answer.shards == error.value.shards
         assert [shard.state for shard in answer.shards] == ["searched", "searched", "damaged"]
         assert str(file) in answer.shards[2].reason and not answer.exact.certified
         there = {i: own for i, own in FIRST.items() if shard_of(i, SHARDS) != 2}

@@ -186,16 +186,16 @@ def test_after_any_history_a_hybrid_search_is_brute_force_over_what_is_there(
         if step[0] == "update":
             fresh = random_views(80, int(rng.integers(1 << 30)), levels=2)
             upserts = {f"p{at:03d}": fresh[f"p{at:03d}"] for at in sorted(step[1])}
-            deleted = {f"p{at:03d}" for at in step[2]} - set(upserts)
-            changed = random_rows(upserts, int(rng.integers(1 << 30)))
-            views = {name: own for name, own in (views | upserts).items() if name not in deleted}
-            rows = {name: row for name, row in (rows | changed).items() if name in views}
+            deletions = {f"p{at:03d}" for at in step[2]} - set(upserts)
+            changed_rows = random_rows(upserts, int(rng.integers(1 << 30)))
+            views = {name: own for name, own in (views | upserts).items() if name not in deletions}
+            rows = {name: row for name, row in (rows | changed_rows).items() if name in views}
             if not views:
                 break
-            corpus = update_corpus(root, changed, deleted)
+            corpus = update_corpus(root, changed_rows, deletions)
             if len(base.shards) != corpus.num_shards:  # as `mvr-ray index` does
                 base = publish_reshard(store, base, corpus.num_shards)
-            plain = publish_update(store, base, upserts, deleted)
+            plain = publish_update(store, base, upserts, deletions)
             task = lexical_task(corpus, "random", corpus.num_shards, find_base(store, "random", corpus))
             lexical = build_lexical(task)
         elif step[0] == "compact":
@@ -231,11 +231,11 @@ def test_words_in_several_files_of_changes_score_as_whole_ones(tmp_path_factory,
     corpus = corpus_of(root, rows, shards)
     version = publish_random_index(root, random_views(100, seed), shards, IndexParams(), corpus=corpus, with_words=True)
     most_files = 1
-    for added, deleted in steps:
-        changed = random_rows({f"p{at:03d}": names["p000"] for at in added}, int(rng.integers(1 << 30)))
-        gone = {f"p{at:03d}" for at in deleted} & {*rows} - {*changed}
-        corpus = update_corpus(root, changed, gone)
-        rows = {name: row for name, row in (rows | changed).items() if name not in gone}
+    for upserts, deletions in steps:
+        changed_rows = random_rows({f"p{at:03d}": names["p000"] for at in upserts}, int(rng.integers(1 << 30)))
+        deleted_ids = {f"p{at:03d}" for at in deletions} & {*rows} - {*changed_rows}
+        corpus = update_corpus(root, changed_rows, deleted_ids)
+        rows = {name: row for name, row in (rows | changed_rows).items() if name not in deleted_ids}
         lexical = build_lexical(lexical_task(corpus, "random", shards, version, most_share=1.0))
         whole = build_lexical(lexical_task(corpus, "random", shards))
         statistics, exact = (
@@ -257,8 +257,8 @@ def test_words_in_several_files_of_changes_score_as_whole_ones(tmp_path_factory,
         assert version.format_version == (manifests.NEWEST_FORMAT if several else 1)
     event(f"files: {most_files}")
     assert version.lexical
-    damaged = version.lexical.files[int(rng.integers(len(version.lexical.files)))]
-    path = root / manifests.lexical_path("random", damaged)
+    damaged_file = version.lexical.files[int(rng.integers(len(version.lexical.files)))]
+    path = root / manifests.lexical_path("random", damaged_file)
     whole_bytes = path.read_bytes()
     path.write_bytes(whole_bytes[:-1])
     assert repair_lexical(store, version) and path.read_bytes() == whole_bytes
@@ -271,8 +271,8 @@ def test_small_changes_after_a_larger_one_do_not_write_its_words_again(tmp_path)
     version = publish_random_index(tmp_path, random_views(3000, 1), 1, IndexParams(), corpus=corpus, with_words=True)
     num_bytes: list[int] = []
     for change in [range(0, 3000, 5), *([at] for at in range(5, 2000, 200))]:
-        changed = {f"p{at:04d}": rows[f"p{at:04d}"] | {"text": f"new{at} words"} for at in change}
-        before, corpus = version, update_corpus(tmp_path, changed, set())
+        changed_rows = {f"p{at:04d}": rows[f"p{at:04d}"] | {"text": f"new{at} words"} for at in change}
+        before, corpus = version, update_corpus(tmp_path, changed_rows, set())
         lexical = build_lexical(lexical_task(corpus, "random", 1, before))
         own = {"parent": before.version, "corpus_digest": corpus.digest, "lexical": lexical}
         version = manifests.publish(Store(str(tmp_path)), dataclasses.replace(before, **own))

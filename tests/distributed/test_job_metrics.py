@@ -48,6 +48,6 @@ def test_a_node_exports_how_far_a_job_is_when_it_moved_and_what_a_round_brought(
     series = {name: value for name, value in series.items() if " squad" in name}  # without other jobs' series
     steps = {name: value for name, value in series.items() if "job_done" in name or "job_total" in name}
     assert sorted(steps.values()) == [3, 8] and all("refine round: retrieve" in name for name in steps)
-    [moved] = [value for name, value in series.items() if "moved_at" in name]
-    assert start - 1 < moved < time.time() + 1
+    [moved_at] = [value for name, value in series.items() if "moved_at" in name]
+    assert start - 1 < moved_at < time.time() + 1
     assert not any("labelled_top1" in name for name in series)

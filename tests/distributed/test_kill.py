@@ -78,9 +78,9 @@ def killed_at(
 
 def finish(*words: str) -> None:
     """The same command once more, in this process."""
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as error:
         main(words)
-    assert not ended.value.code
+    assert not error.value.code
 
 
 def live(store: Path) -> Manifest:
@@ -88,8 +88,8 @@ def live(store: Path) -> Manifest:
 
 
 def sizes(store: Path) -> str:
-    described = live(store)
-    return f"{described.num_passages} passages, {described.num_vectors} vectors, {described.num_bytes:,} bytes the same"
+    version = live(store)
+    return f"{version.num_passages} passages, {version.num_vectors} vectors, {version.num_bytes:,} bytes the same"
 
 
 def encoder_processes(driver: int) -> list[int]:
@@ -110,16 +110,16 @@ def encoder_processes(driver: int) -> list[int]:
 def test_an_index_command_survives_its_encoder_and_continues_after_its_own_end(
     empty_store, small_index, run_file, ray_folder, record_property
 ):
-    killed: list[int] = []
+    killed_pids: list[int] = []
 
     def kill_encoder(driver: int, line: str) -> None:
-        if line.startswith("encode:") and not killed:
-            killed.extend(encoder_processes(driver)[:1])
-            os.kill(killed[0], signal.SIGKILL)
+        if line.startswith("encode:") and not killed_pids:
+            killed_pids.extend(encoder_processes(driver)[:1])
+            os.kill(killed_pids[0], signal.SIGKILL)
 
     command = ["index", run_file(empty_store)]
     killed_at("build shards: 1 of 3", command, kill_encoder, RAY_TMPDIR=ray_folder)
-    assert killed
+    assert killed_pids
     assert manifest.list_versions(Store(str(empty_store)), INDEX) == []
     finish(*command)
     assert live(empty_store).content_digest() == live(small_index).content_digest()
@@ -138,17 +138,17 @@ def test_a_refine_command_killed_in_a_round_and_at_its_end_publishes_the_same_by
     finish("refine", run_file(whole))
     assert live(whole).operation == "refine:hybrid"
 
-    cut = shutil.copytree(small_index, tmp_path / "cut")
-    command = ["refine", run_file(cut)]
+    cut_store = shutil.copytree(small_index, tmp_path / "cut")
+    command = ["refine", run_file(cut_store)]
     address = ray.get_runtime_context().gcs_address
     killed_at("refine round 2: retrieve", command, RAY_ADDRESS=address)
-    assert live(cut).version == 1
+    assert live(cut_store).version == 1
     killed_at(": final", command, RAY_ADDRESS=address)
     finish(*command)
-    assert live(cut).version == live(whole).version == 2
-    assert live(cut).content_digest() == live(whole).content_digest()
+    assert live(cut_store).version == live(whole).version == 2
+    assert live(cut_store).content_digest() == live(whole).content_digest()
     finish("versions", command[1], "verify")
-    record_property("figures", f"killed in round 2 of {REFINE['rounds']} and at the end; {sizes(cut)}")
+    record_property("figures", f"killed in round 2 of {REFINE['rounds']} and at the end; {sizes(cut_store)}")
 
 
 @pytest.mark.chaos("reshard command killed", "the same command ends with the undisturbed bytes")
@@ -159,15 +159,15 @@ def test_a_reshard_command_killed_in_the_middle_publishes_the_same_bytes(
     finish("reshard", run_file(whole), "shards=7")
     assert [len(live(whole).shards), live(whole).operation] == [7, "reshard"]
 
-    cut = shutil.copytree(small_index, tmp_path / "cut")
-    command = ["reshard", run_file(cut), "shards=7"]
+    cut_store = shutil.copytree(small_index, tmp_path / "cut")
+    command = ["reshard", run_file(cut_store), "shards=7"]
     killed_at("reshard: 1 of 7", command, RAY_ADDRESS=ray.get_runtime_context().gcs_address)
-    assert live(cut).version == 1
+    assert live(cut_store).version == 1
     finish(*command)
-    assert live(cut).version == live(whole).version == 2
-    assert live(cut).content_digest() == live(whole).content_digest()
+    assert live(cut_store).version == live(whole).version == 2
+    assert live(cut_store).content_digest() == live(whole).content_digest()
     finish("versions", command[1], "verify")
-    record_property("figures", f"killed at 1 of 7 shards; {sizes(cut)}")
+    record_property("figures", f"killed at 1 of 7 shards; {sizes(cut_store)}")
 
 
 @pytest.mark.chaos(
@@ -194,16 +194,16 @@ def test_a_follow_command_killed_at_each_of_its_steps_publishes_the_same_bytes(
 
     whole, words = command("whole")
     finish(*words)
-    cut, words = command("cut")
+    cut_store, words = command("cut")
     address = ray.get_runtime_context().gcs_address
     moments = ("parts written: 1", "look for embeddings of earlier versions", "encode:", "build shards: 1")
     for moment in moments:
         killed_at(moment, words, RAY_ADDRESS=address)
-        assert live(cut).version == 1
+        assert live(cut_store).version == 1
     finish(*words)
-    assert live(cut).version == live(whole).version == 2
-    assert live(cut).content_digest() == live(whole).content_digest()
-    assert live(cut).metrics["encoded"] == 21
-    assert Corpus.open(Store(str(cut)), "corpus").info == Corpus.open(Store(str(whole)), "corpus").info
+    assert live(cut_store).version == live(whole).version == 2
+    assert live(cut_store).content_digest() == live(whole).content_digest()
+    assert live(cut_store).metrics["encoded"] == 21
+    assert Corpus.open(Store(str(cut_store)), "corpus").info == Corpus.open(Store(str(whole)), "corpus").info
     finish("versions", words[1], "verify")
-    record_property("figures", f"killed {len(moments)} times; {sizes(cut)}")
+    record_property("figures", f"killed {len(moments)} times; {sizes(cut_store)}")

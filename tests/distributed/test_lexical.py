@@ -89,9 +89,9 @@ def test_a_changed_corpus_has_new_statistics_and_the_postings_of_parts_that_stay
 def test_resharding_keeps_the_words(with_words, run_over):
     store = Store(str(with_words))
     reshard.reshard(run_over(with_words), 4)
-    resharded = manifest.read(store, "index")
-    assert resharded.lexical and len(resharded.lexical.postings) == 4
-    assert words_score_as_bm25_over_the_corpus(store, resharded)
+    version = manifest.read(store, "index")
+    assert version.lexical and len(version.lexical.postings) == 4
+    assert words_score_as_bm25_over_the_corpus(store, version)
 
 
 @pytest.mark.parametrize("which", [0, 2])
@@ -120,7 +120,7 @@ def test_words_go_when_no_version_names_them(with_words):
     assert version.lexical
     manifest.publish(store, dataclasses.replace(version, parent=version.version, lexical=None))
     assert not [path for path in collect(store, "index", keep=2, grace_s=0) if "lexical" in path]
-    removed = collect(store, "index", keep=1, grace_s=0)
-    assert {path for path in removed if "lexical" in path} == {
+    removed_paths = collect(store, "index", keep=1, grace_s=0)
+    assert {path for path in removed_paths if "lexical" in path} == {
         manifest.lexical_path("index", entry) for entry in version.lexical.files
     }

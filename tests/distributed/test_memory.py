@@ -17,17 +17,19 @@ SEARCHER = st.tuples(st.sampled_from(["left", "right"]), SHARDS, SHARDS)
 @given(st.lists(SEARCHER, min_size=1, max_size=5), st.integers(0, 400), st.integers(0, 400))
 def test_searchers_of_one_machine_share_what_is_free_there(searchers, left_bytes, right_bytes):
     free = {"left": left_bytes, "right": right_bytes}
-    usages = [MemoryUsage(node, free[node], held) for node, held, _ in searchers]
-    added = dict.fromkeys(free, 0)
-    for node, held, own in searchers:
-        added[node] += sum(SIZES[name] for name in own.keys() - held.keys())
-    short = [node for node in free if added[node] > free[node]]
+    usages = [MemoryUsage(node, free[node], open_shards) for node, open_shards, _ in searchers]
+    added_bytes = dict.fromkeys(free, 0)
+    for node, open_shards, own in searchers:
+        added_bytes[node] += sum(SIZES[name] for name in own.keys() - open_shards.keys())
+    short = [node for node in free if added_bytes[node] > free[node]]
     if short:
-        numbers = "|".join(f"need {added[node]:,} bytes on {node}, which has {free[node]:,} free" for node in short)
+        numbers = "|".join(
+            f"need {added_bytes[node]:,} bytes on {node}, which has {free[node]:,} free" for node in short
+        )
         with pytest.raises(ResourceError, match=rf"^it not opened: its new shards ({numbers})\. "):
             require_memory("it", [own for *_, own in searchers], usages)
     else:
-        assert require_memory("it", [own for *_, own in searchers], usages) == sum(added.values())
+        assert require_memory("it", [own for *_, own in searchers], usages) == sum(added_bytes.values())
 
 
 @given(SHARDS, SHARDS, st.integers(1, 400))

@@ -112,10 +112,13 @@ def test_negatives_are_the_window_without_gold_and_answers_and_the_report_adds_u
     report = mine(with_mining(run, **cfg))
     store = Store(run.store.path)
     corpus = Corpus.open(store, "corpus")
-    questions, mined = read_questions(only_corpus(store), "asked"), read_questions(only_corpus(store), "mined")
-    ranked = BM25Index(corpus).search([question.text for question in questions], 12)
+    questions, mined_questions = (
+        read_questions(only_corpus(store), "asked"),
+        read_questions(only_corpus(store), "mined"),
+    )
+    ranking = BM25Index(corpus).search([question.text for question in questions], 12)
     gold = bearing = 0
-    for question, mined_question, hits in zip(questions, mined, ranked):
+    for question, mined_question, hits in zip(questions, mined_questions, ranking):
         assert mined_question._replace(hard_negative_ids=()) == question
         expected = []
         for hit in hits[1:]:
@@ -129,7 +132,7 @@ def test_negatives_are_the_window_without_gold_and_answers_and_the_report_adds_u
     assert (report.dropped_gold, report.dropped_answer_bearing) == (gold, bearing)
     assert bearing > 0
     assert report.hits == gold + bearing + report.negatives + report.beyond_count
-    assert report.negatives == sum(len(mined_question.hard_negative_ids) for mined_question in mined)
+    assert report.negatives == sum(len(mined_question.hard_negative_ids) for mined_question in mined_questions)
     assert mine(with_mining(run, **cfg)) == report
 
 
@@ -164,10 +167,10 @@ def test_mining_with_the_index_takes_from_its_ranking(run, ray_session):
     report = mine(with_mining(run, method="index", rank_to=8, num_negatives=3))
     store = Store(run.store.path)
     corpus = Corpus.open(store, "corpus")
-    questions, mined = (read_questions(only_corpus(store), name)[:10] for name in ("asked", "mined"))
+    questions, mined_questions = (read_questions(only_corpus(store), name)[:10] for name in ("asked", "mined"))
     with open_router(run, local=True) as router:
         answer = router.search_text([question.text for question in questions], 8)
-    for question, one, hits in zip(questions, mined, answer.hits):
+    for question, one, hits in zip(questions, mined_questions, answer.hits):
         texts = corpus.get(hit.passage_id for hit in hits)
         expected = [
             hit.passage_id

@@ -48,10 +48,10 @@ def test_no_node_gets_more_searchers_than_it_has_cpus_for_and_replicas_sit_apart
 def test_a_node_that_goes_takes_its_own_searchers_along_and_no_other(sizes, nodes, data):
     roomy = {node: capacity._replace(max_searchers=len(sizes)) for node, capacity in nodes.items()}
     before = assign_nodes(sizes, roomy, 1)
-    gone = data.draw(st.sampled_from(sorted(roomy)))
-    rest = {node: capacity for node, capacity in roomy.items() if node != gone}
+    lost_node = data.draw(st.sampled_from(sorted(roomy)))
+    rest = {node: capacity for node, capacity in roomy.items() if node != lost_node}
     after = assign_nodes(sizes, rest, 1, before)
-    assert all(after[group] == own for group, own in before.items() if own != (gone,))
+    assert all(after[group] == own for group, own in before.items() if own != (lost_node,))
     assert assign_nodes(sizes, roomy, 1, before) == before
 
 

@@ -58,20 +58,20 @@ def cluster(monkeypatch) -> Iterator[Cluster]:
     """A head whose health checks take seconds."""
     for name, value in {"period_ms": 500, "timeout_ms": 1000, "failure_threshold": 3, "initial_delay_ms": 500}.items():
         monkeypatch.setenv(f"RAY_health_check_{name}", str(value))
-    with head() as made:
-        monkeypatch.setenv("RAY_ADDRESS", made.address)
-        yield made
+    with head() as ray_cluster:
+        monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
+        yield ray_cluster
 
 
 @contextmanager
 def head(cpus: int = 6) -> Iterator[Cluster]:
     """A head that could do all the work alone, and nothing on it."""
     head = {"num_cpus": cpus, "include_dashboard": False, "object_store_memory": 200_000_000}
-    made = Cluster(initialize_head=True, head_node_args=head)
+    ray_cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        yield made
+        yield ray_cluster
     finally:
-        made.shutdown()
+        ray_cluster.shutdown()
 
 
 def worker(cluster: Cluster, cpus: int = 6):
@@ -96,16 +96,16 @@ def command(*words: str) -> subprocess.Popen:
 
 def finish(process: subprocess.Popen, moment: str = "", then=lambda: None) -> str:
     """All that a command says; `then` is done when it says `moment`."""
-    said, due = [], bool(moment)
+    lines, due = [], bool(moment)
     assert process.stderr
     for line in process.stderr:
-        said.append(line)
+        lines.append(line)
         if due and moment in line:
             due = False
             then()
-    assert process.wait() == 0, "".join(said)
-    assert not due, "".join(said)
-    return "".join(said)
+    assert process.wait() == 0, "".join(lines)
+    assert not due, "".join(lines)
+    return "".join(lines)
 
 
 def live(store: Path) -> Manifest:
@@ -125,19 +125,19 @@ def test_a_node_that_dies_while_it_encodes_costs_its_chunks_only(
     calm, store = (shutil.copytree(corpus_store, tmp_path / name) for name in ("calm", "store"))
     finish(command("index", run_file(run_over, calm)))
     node, run = worker(cluster), run_file(run_over, store)
-    killed: list[float] = []
+    kill_times: list[float] = []
 
     def kill() -> None:
         cluster.remove_node(node, allow_graceful=False)
-        killed.append(time.monotonic())
+        kill_times.append(time.monotonic())
 
-    said = finish(command("index", run), "encode:", kill)
-    took_s = time.monotonic() - killed[0]
+    output = finish(command("index", run), "encode:", kill)
+    took_s = time.monotonic() - kill_times[0]
     assert live(store).content_digest() == live(calm).content_digest()
     wait_until_settled(run)
-    encoded = re.search(r"encode: ([\d,]+) of ([\d,]+)", said)
-    assert encoded
-    record_property("figures", f"killed at {encoded[1]} of {encoded[2]} passages, ended well {took_s:.0f} s later")
+    match = re.search(r"encode: ([\d,]+) of ([\d,]+)", output)
+    assert match
+    record_property("figures", f"killed at {match[1]} of {match[2]} passages, ended well {took_s:.0f} s later")
 
 
 @pytest.mark.chaos(
@@ -161,13 +161,13 @@ def test_a_node_that_dies_in_the_middle_of_a_followed_batch_costs_its_chunks_onl
         finish(command("index", runs[-1]))
     finish(command("follow", runs[0], "--once"))
     node = worker(cluster)
-    said = finish(
+    output = finish(
         command("follow", runs[1], "--once"), "encode:", lambda: cluster.remove_node(node, allow_graceful=False)
     )
     assert live(stores[1]).version == live(stores[0]).version == 2
     assert live(stores[1]).content_digest() == live(stores[0]).content_digest()
     wait_until_settled(runs[1])
-    record_property("figures", f"90 passages in a batch; {'; '.join(re.findall(r'version 2: .*', said))}")
+    record_property("figures", f"90 passages in a batch; {'; '.join(re.findall(r'version 2: .*', output))}")
 
 
 def encodes(node: Node) -> bool:
@@ -208,10 +208,10 @@ def test_a_spot_node_is_used_when_it_comes_and_missed_by_no_byte_when_it_goes(
 
     with head(cpus=3) as alone:
         monkeypatch.setenv("RAY_ADDRESS", alone.address)
-        said = finish(command("index", runs[1]), "encode:", come_and_go)
+        output = finish(command("index", runs[1]), "encode:", come_and_go)
         finish(command("index", runs[0]))
         wait_until_settled(runs[1])
-    assert "passages read = embedded" in said
+    assert "passages read = embedded" in output
     assert live(store).content_digest() == live(calm).content_digest()
     record_property("figures", f"encodes {marks[1] - marks[0]:.0f} s after it was started")
 
@@ -231,23 +231,23 @@ def test_a_head_that_dies_ends_the_command_and_loses_only_the_chunks_under_way(
         finish(command("index", run_file(run_over, calm)))
         going = command("index", run)
         assert going.stderr
-        said = [next(line for line in going.stderr if "encode:" in line)]
+        lines = [next(line for line in going.stderr if "encode:" in line)]
         began = time.monotonic()
         first.remove_node(first.head_node, allow_graceful=False)
-        said += list(going.stderr)
-        assert going.wait(timeout=120) != 0, "".join(said)
-        ended = time.monotonic() - began
-    kept = Store(str(store))
-    assert manifest.list_versions(kept, "index") == []
-    [key] = kept.list(paths.staging_root("index"))
-    assert kept.list(paths.staging_dir("index", key))
+        lines += list(going.stderr)
+        assert going.wait(timeout=120) != 0, "".join(lines)
+        took_s = time.monotonic() - began
+    own_store = Store(str(store))
+    assert manifest.list_versions(own_store, "index") == []
+    [key] = own_store.list(paths.staging_root("index"))
+    assert own_store.list(paths.staging_dir("index", key))
     with head() as second:
         monkeypatch.setenv("RAY_ADDRESS", second.address)
-        told = finish(command("index", run))
-    resumed = re.search(r"encode: ([\d,]+) of ([\d,]+)", told)
-    assert resumed and int(resumed[1].replace(",", "")) > 0
+        output = finish(command("index", run))
+    match = re.search(r"encode: ([\d,]+) of ([\d,]+)", output)
+    assert match and int(match[1].replace(",", "")) > 0
     assert live(store).content_digest() == live(calm).content_digest()
-    record_property("figures", f"the command ended {ended:.0f} s after the head; {said[-1].strip()[:120]}")
+    record_property("figures", f"the command ended {took_s:.0f} s after the head; {lines[-1].strip()[:120]}")
 
 
 @pytest.mark.chaos(
@@ -261,14 +261,14 @@ def test_a_node_that_dies_while_it_refines_changes_no_byte(corpus_store, run_ove
     assert live(calm).operation == "refine:hybrid"
     node, run = worker(cluster), run_file(run_over, store)
     moment = "refine round 2: retrieve"
-    killed: list[float] = []
+    kill_times: list[float] = []
 
     def kill() -> None:
         cluster.remove_node(node, allow_graceful=False)
-        killed.append(time.monotonic())
+        kill_times.append(time.monotonic())
 
     finish(command("refine", run), moment, kill)
-    took_s = time.monotonic() - killed[0]
+    took_s = time.monotonic() - kill_times[0]
     assert live(store).content_digest() == live(calm).content_digest()
     wait_until_settled(run)
     record_property("figures", f"killed in round 2 of {REFINE['rounds']}, ended well {took_s:.0f} s later")

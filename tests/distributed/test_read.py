@@ -50,15 +50,15 @@ def library(corpus_store, minilm, run_over, tmp_path_factory) -> Path:
     store.write_bytes(paths.latest_model("readers", "raw"), json.dumps({"fingerprint": fingerprint}).encode())
     corpus = Corpus.open(store, "corpus")
     questions = read_questions(only_corpus(store), "dev")[:QUESTIONS]
-    ranked = []
+    ranking = []
     for question, hits in zip(questions, BM25Index(corpus).search([question.text for question in questions], DEPTH)):
         texts = corpus.get(hit.passage_id for hit in hits)
         passages = [RankedPassage(hit.passage_id, "", texts[hit.passage_id].text, hit.score) for hit in hits]
-        ranked.append(RankedQuestion(question, passages))
-    ranked.append(RankedQuestion(Question("nobody-asked", "Which question has no answer?"), ranked[0].passages[:2]))
-    ranked.append(RankedQuestion(Question("nothing-found", "Which one has no passage?", ("x",)), []))
-    write_ranking(ranked, root / "texts.jsonl", "jsonl")
-    bare = [row._replace(passages=[hit._replace(text="") for hit in row.passages]) for row in ranked]
+        ranking.append(RankedQuestion(question, passages))
+    ranking.append(RankedQuestion(Question("nobody-asked", "Which question has no answer?"), ranking[0].passages[:2]))
+    ranking.append(RankedQuestion(Question("nothing-found", "Which one has no passage?", ("x",)), []))
+    write_ranking(ranking, root / "texts.jsonl", "jsonl")
+    bare = [row._replace(passages=[hit._replace(text="") for hit in row.passages]) for row in ranking]
     write_ranking(bare, root / "bare.jsonl", "jsonl")
     return root
 
@@ -87,13 +87,13 @@ def test_one_reader_or_two_with_texts_from_file_or_corpus_give_the_same_answers(
     assert (one.questions, one.unread, one.reader) == (QUESTIONS + 2, 1, "raw")
     assert one.fingerprint == latest_fingerprint(Store(str(library)), READERS, "raw")
 
-    ranked = [json.loads(line) for line in (library / "texts.jsonl").read_text().splitlines()]
+    rankings = [json.loads(line) for line in (library / "texts.jsonl").read_text().splitlines()]
     rows = [json.loads(line) for line in (library / "one.jsonl").read_text().splitlines()]
-    assert [row["id"] for row in rows] == [row["id"] for row in ranked]
+    assert [row["id"] for row in rows] == [row["id"] for row in rankings]
     reader = open_model(READERS, address_of(run_reading()), reader_spec(run_reading()))
     scores: dict[tuple[int, str], list[float]] = {}
     num_clear = 0
-    for row, ranking in zip(rows, ranked):
+    for row, ranking in zip(rows, rankings):
         texts = [hit["text"] for hit in ranking["hits"]]
         spans = [reader.read([ReadRequest(row["question"], [text])])[0][0] for text in texts]
         for prediction in row["predictions"]:
@@ -130,9 +130,9 @@ def test_a_worker_that_has_other_files_than_the_driver_refuses_to_read(library, 
     folder = library / "readers" / "raw" / str(latest_fingerprint(Store(str(library)), READERS, "raw"))
     run = run_reading({"reader": str(folder)})
     task = ReadTask(address_of(run), "0123456789abcdef", reader_spec(run), 1024, 1, False)
-    with pytest.raises(FingerprintError) as caught:
+    with pytest.raises(FingerprintError) as error:
         QuestionReader(task)([("Who?", ["A text."])])
-    assert str(caught.value) == (
+    assert str(error.value) == (
         f"reader {folder} is {folder.name} on this machine and 0123456789abcdef where the stage was started; put the "
         f"same files on every machine"
     )
@@ -145,10 +145,10 @@ def test_an_error_of_a_worker_is_raised_unchanged_and_leaves_no_file(library, ru
     reader.model.qa_outputs.bias.data.fill_(float("nan"))
     reader.save(tmp_path / "broken")
     run = run_reading({"reader": str(tmp_path / "broken")})
-    with pytest.raises(ReaderError) as caught:
+    with pytest.raises(ReaderError) as error:
         read(run, library / "texts.jsonl", tmp_path / "out.jsonl")
     message = "the reader's logits are not finite numbers; its weights are damaged, take another one"
-    assert str(caught.value) == message
+    assert str(error.value) == message
     assert not (tmp_path / "out.jsonl").exists()
 
 
@@ -170,19 +170,19 @@ def test_the_retrieval_score_decides_as_much_as_its_weight_says():
 
 def test_a_reader_is_found_by_its_name_its_fingerprint_or_its_folder(library, run_reading):
     fingerprint = latest_fingerprint(Store(str(library)), READERS, "raw")
-    stored = f"readers/raw/{fingerprint}"
-    assert address_of(run_reading()).stored == stored
-    assert address_of(run_reading({"reader": f"raw/{fingerprint}"})).stored == stored
-    folder = address_of(run_reading({"reader": str(library / stored)}))
-    assert (folder.stored, folder.folder) == ("", str(library / stored))
+    path = f"readers/raw/{fingerprint}"
+    assert address_of(run_reading()).stored == path
+    assert address_of(run_reading({"reader": f"raw/{fingerprint}"})).stored == path
+    folder = address_of(run_reading({"reader": str(library / path)}))
+    assert (folder.stored, folder.folder) == ("", str(library / path))
     assert open_model(READERS, folder, reader_spec(run_reading()), expected=fingerprint).fingerprint == fingerprint
     assert address_of(run_reading({"reader": "someone/model"})).folder == "someone/model"
 
 
 def message_of(error: type[Exception], run: RunConfig, ranking: Path | str) -> str:
-    with pytest.raises(error) as caught:
+    with pytest.raises(error) as exc_info:
         read(run, ranking)
-    return str(caught.value)
+    return str(exc_info.value)
 
 
 def test_what_cannot_be_read_is_refused_before_any_reader_works(library, run_reading, run_over, minilm, tmp_path):
@@ -215,16 +215,16 @@ def test_what_cannot_be_read_is_refused_before_any_reader_works(library, run_rea
     )
     row = json.loads(bare.read_text().splitlines()[0])
     row["hits"][1]["id"], row["hits"][2]["score"] = "nobody", None
-    lost = tmp_path / "lost.jsonl"
-    lost.write_text(json.dumps(row) + "\n")
-    assert message_of(DataError, run_reading(), lost) == (
-        f"ranking {lost} has no text for 1 passages (first: 'nobody') that corpus 'corpus' does not hold; retrieve "
+    path = tmp_path / "lost.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    assert message_of(DataError, run_reading(), path) == (
+        f"ranking {path} has no text for 1 passages (first: 'nobody') that corpus 'corpus' does not hold; retrieve "
         f"again with format=dpr or format=jsonl, or set prepare.corpus to the ranked corpus"
     )
     row["hits"].pop(1)
-    lost.write_text(json.dumps(row) + "\n")
-    assert message_of(DataError, run_reading({"score_weight": 0.5}), lost) == (
-        f"ranking {lost}: passage {row['hits'][1]['id']!r} of question {row['question']!r} has no score, which "
+    path.write_text(json.dumps(row) + "\n")
+    assert message_of(DataError, run_reading({"score_weight": 0.5}), path) == (
+        f"ranking {path}: passage {row['hits'][1]['id']!r} of question {row['question']!r} has no score, which "
         f"read.score_weight needs; set read.score_weight=0, or give a ranking with scores"
     )
 

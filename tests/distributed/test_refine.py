@@ -82,14 +82,14 @@ def digests(version: manifest.Manifest) -> list[str]:
 
 def all_views(store: Path, version: int) -> dict[str, dict[int, bytes]]:
     """Every passage of a version as {view number: stored bytes}."""
-    found = {}
+    views = {}
     for entry in manifest.read(Store(str(store)), "squad", version).shards:
         folder = store / paths.shard_dir("squad", entry.digest)
         for block in open_embeddings(folder, entry.files).blocks():
             for row, passage_id in enumerate(block.ids):
                 span = range(*block.row_ptr[row : row + 2])
-                found[passage_id] = {int(block.view_numbers_N[n]): block.vectors_ND[n].tobytes() for n in span}
-    return found
+                views[passage_id] = {int(block.view_numbers_N[n]): block.vectors_ND[n].tobytes() for n in span}
+    return views
 
 
 def accuracy(report, group: str, kind: str):
@@ -106,9 +106,9 @@ def feedback_and_own(views_of: dict[str, dict[int, bytes]]) -> list[dict[str, di
 @pytest.mark.slow
 def test_feedback_views_teach_the_known_questions_and_leave_own_views_alone(store):
     report = refining.refine(config(store, method="feedback_views", rounds=2))
-    known = accuracy(report, "squad_known", "answer")
-    assert known.protocol == "transductive"
-    assert known.after[0] > known.before[0] + 0.10
+    known_row = accuracy(report, "squad_known", "answer")
+    assert known_row.protocol == "transductive"
+    assert known_row.after[0] > known_row.before[0] + 0.10
     assert {row.protocol for row in report.accuracy if row.group in ("squad_other", "squad_unseen")} == {"held-out"}
     assert report.published is not None
     assert report.published.operation == "refine:feedback_views"
@@ -128,9 +128,9 @@ def test_feedback_views_teach_the_known_questions_and_leave_own_views_alone(stor
     assert again.base_version == 2
     now, own = feedback_and_own(all_views(store, 3))
     assert own == before
-    changed = {passage_id for passage_id in now if now[passage_id] != extra.get(passage_id)}
-    assert {tuple(now[passage_id]) for passage_id in changed} == {(4,)}, "one new view takes the place of two"
-    assert any(len(extra.get(passage_id, ())) == 2 for passage_id in changed)
+    changed_ids = {passage_id for passage_id in now if now[passage_id] != extra.get(passage_id)}
+    assert {tuple(now[passage_id]) for passage_id in changed_ids} == {(4,)}, "one new view takes the place of two"
+    assert any(len(extra.get(passage_id, ())) == 2 for passage_id in changed_ids)
     assert any(len(now[passage_id]) == 2 for passage_id in now), "what is not labelled again keeps its own"
     assert extra.keys() <= now.keys()
     assert again.published.refinement == {"feedback_weight": 0.9, "feedback_clusters": 1}
@@ -148,8 +148,8 @@ class ViewLabels(NamedTuple):
 def label_views(store: Path, run: RunConfig) -> ViewLabels:
     """Labels passage by passage, from version 1."""
     own_store = Store(str(store))
-    described = manifest.read(own_store, "squad", 1)
-    encoder = DualEncoder.load(store / paths.encoder_dir(described.encoder_name, described.encoder_fingerprint))
+    version = manifest.read(own_store, "squad", 1)
+    encoder = DualEncoder.load(store / paths.encoder_dir(version.encoder_name, version.encoder_fingerprint))
     questions = read_questions(only_corpus(own_store), "squad_known")
     texts = {passage.id: passage.text for passage in corpus.Corpus.open(own_store, "squad")}
     views = {
@@ -157,66 +157,66 @@ def label_views(store: Path, run: RunConfig) -> ViewLabels:
         for passage_id, mine in all_views(store, 1).items()
     }
     queries = encoder.embed_queries([question.text for question in questions])
-    found = ViewLabels(views, {q.id: query for q, query in zip(questions, queries)}, {}, {})
+    labels = ViewLabels(views, {q.id: query for q, query in zip(questions, queries)}, {}, {})
     for question, query in zip(questions, queries):
         best = {p: max((np.float32(v @ query), -number) for number, v in mine.items()) for p, mine in views.items()}
         for passage_id in sorted(best, key=lambda p: (-best[p][0], p))[: run.refine.depth]:
             side = 0 if has_answer(texts[passage_id], question.answers) else 1
             number = -best[passage_id][1]
-            found.of_view.setdefault((passage_id, number), ([], []))[side].append(query)
-            found.of_question.setdefault(question.id, ([], []))[side].append(views[passage_id][number])
-    return found
+            labels.of_view.setdefault((passage_id, number), ([], []))[side].append(query)
+            labels.of_question.setdefault(question.id, ([], []))[side].append(views[passage_id][number])
+    return labels
 
 
 def combine(x: np.ndarray, good: list, bad: list, refine: RefineConfig, keep_length: bool) -> np.ndarray:
     """AOpt eqs. 7 and 9, rescaled to the vector's original length."""
-    moved = x + refine.beta * np.mean(good, axis=0) + (refine.gamma * np.mean(bad, axis=0) if bad else 0)
-    return moved * np.linalg.norm(x) / np.linalg.norm(moved) if keep_length else moved
+    target = x + refine.beta * np.mean(good, axis=0) + (refine.gamma * np.mean(bad, axis=0) if bad else 0)
+    return target * np.linalg.norm(x) / np.linalg.norm(target) if keep_length else target
 
 
 @pytest.mark.parametrize("keep_length", [None, False])
 def test_the_linear_form_equals_a_plain_reading_of_the_paper(store, keep_length):
     """By default, `keep_length` is true in an index of unit vectors."""
     run = config(store, method="linear", positives="all", beta=0.2, max_heldout_loss=100, keep_length=keep_length)
-    known = label_views(store, run)
-    moved: dict[str, dict[int, np.ndarray]] = {}
-    for (passage_id, number), (good, bad) in known.of_view.items():
+    labels = label_views(store, run)
+    targets: dict[str, dict[int, np.ndarray]] = {}
+    for (passage_id, number), (good, bad) in labels.of_view.items():
         if good:
-            new = combine(known.views[passage_id][number], good, bad, run.refine, keep_length is None)
-            moved.setdefault(passage_id, {})[number] = new
+            new = combine(labels.views[passage_id][number], good, bad, run.refine, keep_length is None)
+            targets.setdefault(passage_id, {})[number] = new
     report = refining.refine(run)
     before, after = all_views(store, 1), all_views(store, 2)
     assert len(report.rounds) == 1
     lengths = []
     for passage_id, views in after.items():
         for number, data in views.items():
-            if number in moved.get(passage_id, {}):
-                stored, target = np.frombuffer(data, np.float16), moved[passage_id][number]
-                np.testing.assert_allclose(stored.astype(np.float64), target, atol=2e-3)
-                lengths.append(np.linalg.norm(stored.astype(np.float64)))
+            if number in targets.get(passage_id, {}):
+                vector, target = np.frombuffer(data, np.float16), targets[passage_id][number]
+                np.testing.assert_allclose(vector.astype(np.float64), target, atol=2e-3)
+                lengths.append(np.linalg.norm(vector.astype(np.float64)))
             else:
                 assert data == before[passage_id][number]
     assert np.mean(lengths) == pytest.approx(1.0, abs=1e-3) if keep_length is None else np.mean(lengths) > 1.05
-    assert report.dirty_share == len(moved) / len(before)
+    assert report.dirty_share == len(targets) / len(before)
     assert report.rounds[0].moved_share == report.dirty_share
 
 
 def test_rocchio_moves_the_labelled_queries_by_equation_7_and_no_passage(store):
     run = config(store, method="rocchio", positives="all", beta=0.2, max_heldout_loss=100)
-    known = label_views(store, run)
+    labels = label_views(store, run)
     report = refining.refine(run)
     assert all_views(store, 2) == all_views(store, 1)
     assert (len(report.rounds), report.published.operation) == (1, "refine:rocchio")
     path = store / paths.refined_queries("squad", report.published.refined_queries["squad_known"])
-    moved = {
+    moved_queries = {
         name: vector
         for block in EmbeddingShard.open(path).blocks()
         for name, vector in zip(block.ids, block.vectors_ND.astype(np.float64))
     }
-    for name, (good, bad) in known.of_question.items():
-        query = known.queries[name].astype(np.float64)
+    for name, (good, bad) in labels.of_question.items():
+        query = labels.queries[name].astype(np.float64)
         target = combine(query, good, bad, run.refine, keep_length=True) if good else query
-        np.testing.assert_allclose(moved[name], target, atol=2e-3)
+        np.testing.assert_allclose(moved_queries[name], target, atol=2e-3)
     top1 = accuracy(report, "squad_known", "answer")
     assert top1.after[0] > top1.before[0]
 
@@ -282,15 +282,15 @@ def test_a_refinement_that_costs_too_much_is_not_published_and_says_why(store):
     ],
 )
 def test_the_number_of_refiners_changes_no_byte(base_store, tmp_path, counts, settings):
-    published = []
+    versions = []
     for refiners in counts:
         store = shutil.copytree(base_store, tmp_path / f"with-{refiners}")
         run = config(store, **settings, max_heldout_loss=100, rounds=2)
         run = run.model_copy(update={"resources": run.resources.model_copy(update={"refiners": refiners})})
-        published.append(refining.refine(run).published)
-    assert digests(published[0]) == digests(published[1])
-    assert published[0].metrics == published[1].metrics
-    assert digests(published[0]) != digests(manifest.read(Store(str(base_store)), "squad", 1))
+        versions.append(refining.refine(run).published)
+    assert digests(versions[0]) == digests(versions[1])
+    assert versions[0].metrics == versions[1].metrics
+    assert digests(versions[0]) != digests(manifest.read(Store(str(base_store)), "squad", 1))
 
 
 def test_the_weight_that_gains_most_within_the_bound_is_chosen_and_made_as_if_it_were_the_only_one(
@@ -300,14 +300,14 @@ def test_the_weight_that_gains_most_within_the_bound_is_chosen_and_made_as_if_it
     settings = {"rounds": 2, "feedback_clusters": 4, "max_heldout_loss": 2.0}
     report = refining.refine(config(whole, feedback_weight=[1.0, 0.5, 0.8, 0.5], **settings))
     assert [row.weight for row in report.weights] == [0.5, 0.8, 1.0]
-    known = [row.labelled_top1 for row in report.weights]
-    assert known == sorted(known) and known[0] < known[-1]
+    accuracies = [row.labelled_top1 for row in report.weights]
+    assert accuracies == sorted(accuracies) and accuracies[0] < accuracies[-1]
     gate = 100 * accuracy(report, "squad_gate", "answer").before[0]
     for row in report.weights:
         assert row.lost_points == pytest.approx(gate - 100 * row.gate_top1)
-    allowed = [row for row in report.weights if row.lost_points <= 2.0 + 1e-9]
-    assert 0 < len(allowed) < 3, "the bound decides nothing here"
-    best_row = max(allowed, key=lambda row: row.labelled_top1)
+    candidates = [row for row in report.weights if row.lost_points <= 2.0 + 1e-9]
+    assert 0 < len(candidates) < 3, "the bound decides nothing here"
+    best_row = max(candidates, key=lambda row: row.labelled_top1)
     assert report.settings == report.published.refinement
     assert report.settings == {"feedback_weight": best_row.weight, "feedback_clusters": 4}
     first = report.rounds[0]
@@ -323,17 +323,17 @@ def test_the_weight_that_gains_most_within_the_bound_is_chosen_and_made_as_if_it
 
 def test_moved_queries_are_kept_and_no_passage_changes(store):
     report = refining.refine(config(store, method="query", step_size=0.05, rounds=3))
-    known = accuracy(report, "squad_known", "answer")
-    assert known.after[0] > known.before[0] + 0.05
+    known_row = accuracy(report, "squad_known", "answer")
+    assert known_row.after[0] > known_row.before[0] + 0.05
     assert all(row.after == row.before for row in report.accuracy if row.protocol != "transductive")
     assert report.published is not None
     assert report.dirty_share == 0
     base = manifest.read(Store(str(store)), "squad", 1)
     assert report.published.shards == base.shards
     digest = report.published.refined_queries["squad_known"]
-    saved = EmbeddingShard.open(store / paths.refined_queries("squad", digest))
+    moved_queries = EmbeddingShard.open(store / paths.refined_queries("squad", digest))
     questions = read_questions(only_corpus(Store(str(store))), "squad_known")
-    assert saved.ids() == sorted(question.id for question in questions)
+    assert moved_queries.ids() == sorted(question.id for question in questions)
     assert manifest.verify(Store(str(store)), report.published).problems == []
 
 
@@ -364,23 +364,23 @@ def test_a_driver_killed_between_rounds_or_weights_continues_to_the_same_bytes(
     base_store, tmp_path, method, until, stage
 ):
     whole = shutil.copytree(base_store, tmp_path / "whole")
-    cut = shutil.copytree(base_store, tmp_path / "cut")
+    cut_store = shutil.copytree(base_store, tmp_path / "cut")
     settings = {**method, "rounds": 4, "patience": 4, "max_heldout_loss": 100}
     expected = refining.refine(config(whole, **settings))
-    run = config(cut, **settings)
+    run = config(cut_store, **settings)
     (tmp_path / "run.json").write_text(run.model_dump_json())
     environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     command = [sys.executable, "-c", KILLED, str(tmp_path / "run.json")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as driver:
         assert driver.stdout is not None
-        seen = next((line for line in driver.stdout if line.startswith(until)), None)
+        last_line = next((line for line in driver.stdout if line.startswith(until)), None)
         driver.send_signal(signal.SIGKILL)
-    assert seen, f"the driver ended before {until}"
-    assert manifest.list_versions(Store(str(cut)), "squad") == [1]
+    assert last_line, f"the driver ended before {until}"
+    assert manifest.list_versions(Store(str(cut_store)), "squad") == [1]
 
-    retrieved = []
-    report = refining.refine(run, lambda what, count, total: retrieved.append(what))
-    assert not any(what.startswith(stage) for what in retrieved[: len(retrieved) // 2])
+    steps = []
+    report = refining.refine(run, lambda what, count, total: steps.append(what))
+    assert not any(what.startswith(stage) for what in steps[: len(steps) // 2])
     assert report.published is not None
     assert digests(report.published) == digests(expected.published)
     assert report.accuracy == expected.accuracy
@@ -435,26 +435,26 @@ def test_whatever_file_of_an_unfinished_refinement_is_damaged_the_version_has_th
 ):
     settings = {"method": "hybrid", "rounds": 2, "patience": 2, "max_heldout_loss": 100}
     expected = refining.refine(config(shutil.copytree(base_store, tmp_path / "whole"), **settings)).published
-    cut = shutil.copytree(base_store, tmp_path / "cut")
+    cut_store = shutil.copytree(base_store, tmp_path / "cut")
 
     def stop(what: str, number: int, total: int) -> None:
         if what.startswith("refine round 2"):
             raise StopError
 
     with pytest.raises(StopError):
-        refining.refine(config(cut, **settings), stop)
-    [folder] = (cut / paths.staging_root("squad")).iterdir()
+        refining.refine(config(cut_store, **settings), stop)
+    [folder] = (cut_store / paths.staging_root("squad")).iterdir()
     kinds = [folder / "journal.json", folder / "round-1/queries.npy", max((folder / "round-1").glob("shard-*.npz"))]
     for number, file in enumerate(kinds):
         data = bytearray(file.read_bytes())
         for kind, damage in (("flipped", len(data) // 2), ("cut", len(data) - 9)):
-            hurt = shutil.copytree(cut, tmp_path / f"{number} {kind}")
+            damaged_store = shutil.copytree(cut_store, tmp_path / f"{number} {kind}")
             bad = bytes(data[:damage]) + (
                 b"" if kind == "cut" else bytes([data[damage] ^ 1]) + bytes(data[damage + 1 :])
             )
-            (hurt / file.relative_to(cut)).write_bytes(bad)
-            made = refining.refine(config(hurt, **settings)).published
-            assert made is not None and digests(made) == digests(expected), (file.name, kind)
+            (damaged_store / file.relative_to(cut_store)).write_bytes(bad)
+            version = refining.refine(config(damaged_store, **settings)).published
+            assert version is not None and digests(version) == digests(expected), (file.name, kind)
     record_property("figures", f"{len(kinds)} kinds of file, flipped and cut: the same bytes each time")
 
 
@@ -472,26 +472,27 @@ def test_a_killed_actor_comes_back_to_the_round_that_is_asked_for(store, ray_ses
         labels = labels_from_hits(hits.rows_QK, hits.views_QK, positive)
         settings = GradientSettings(0.05, -1e9, keep_length=True)
         refiners.move(PUBLISHED, first_round, refiners.split(labels), queries, settings)
-        moved = refiners.search(first_round, queries, 10, "", lambda *_: None)
-        assert not np.array_equal(moved.rows_QK, hits.rows_QK)
+        moved_hits = refiners.search(first_round, queries, 10, "", lambda *_: None)
+        assert not np.array_equal(moved_hits.rows_QK, hits.rows_QK)
         for actor in refiners.actors:
             ray.kill(actor, no_restart=False)
         began = time.monotonic()
         again = refiners.search(first_round, queries, 10, "", lambda *_: None)
         took_s = time.monotonic() - began
         first = refiners.search(PUBLISHED, queries, 10, "", lambda *_: None)
-    assert np.array_equal(again.rows_QK, moved.rows_QK) and np.array_equal(again.views_QK, moved.views_QK)
+    assert np.array_equal(again.rows_QK, moved_hits.rows_QK) and np.array_equal(again.views_QK, moved_hits.views_QK)
     assert np.array_equal(first.rows_QK, hits.rows_QK)
     record_property("figures", f"{len(refiners.actors)} of {len(refiners.actors)} killed, back in {took_s:.1f} s")
 
 
 def test_feedback_from_a_file_teaches_its_questions(store):
     own_store = Store(str(store))
-    known = read_questions(only_corpus(own_store), "squad_known")[:40]
+    questions = read_questions(only_corpus(own_store), "squad_known")[:40]
     ids = [passage.id for passage in corpus.Corpus.open(own_store, "squad")]
-    rows = [{"question": q.text, "passage_id": q.positive_ids[0], "label": 1} for q in known]
+    rows = [{"question": q.text, "passage_id": q.positive_ids[0], "label": 1} for q in questions]
     rows += [
-        {"question": q.text, "passage_id": next(i for i in ids if i not in q.positive_ids), "label": -1} for q in known
+        {"question": q.text, "passage_id": next(i for i in ids if i not in q.positive_ids), "label": -1}
+        for q in questions
     ]
     file = store / "clicks.jsonl"
     file.write_text("\n".join(map(json.dumps, rows)))
@@ -501,7 +502,7 @@ def test_feedback_from_a_file_teaches_its_questions(store):
     assert known_row.num_questions == 40
     assert known_row.after[0] > max(known_row.before[0], 0.9)
     views = all_views(store, 2)
-    assert {i for i, mine in views.items() if 4 in mine} == {question.positive_ids[0] for question in known}
+    assert {i for i, mine in views.items() if 4 in mine} == {question.positive_ids[0] for question in questions}
 
     file.write_text(json.dumps({"question": "who?", "passage_id": "nowhere", "label": 1}))
     with pytest.raises(DataError, match=r"1 passages that the index does not hold .first: 'nowhere'"):

@@ -33,14 +33,14 @@ Ranked = tuple[tuple[str, float, int], ...]
 
 def stored_views(root: Path, version: int) -> Views:
     """Every view of a version as its files have it, in float64."""
-    found: Views = {}
+    views: Views = {}
     for entry in manifest.read(Store(str(root)), "index", version).shards:
         for block in open_embeddings(root / paths.shard_dir("index", entry.digest), entry.files).blocks():
             for row, passage_id in enumerate(block.ids):
                 span = range(*block.row_ptr[row : row + 2])
                 vectors = {int(block.view_numbers_N[n]): block.vectors_ND[n].astype(np.float64) for n in span}
-                found[passage_id] = vectors
-    return found
+                views[passage_id] = vectors
+    return views
 
 
 def exhaustive(root: Path, version: int, queries_QD: FloatArray) -> tuple[Ranked, ...]:
@@ -88,30 +88,30 @@ def test_every_answer_is_one_versions_while_refinements_run_and_publish(empty_st
     # A trained backbone: refinement of a random one finds no round worth publishing.
     sections = {"encoder": {"backbone": str(minilm)}, "resources": {"searchers": 2, "cpus_per_searcher": 0.25}}
     build_index.index(run_over(empty_store, **sections))
-    learned = {"questions": "dev", "depth": 20, "max_heldout_loss": 100}
-    runs = [run_over(empty_store, refine={**learned, **method}, **sections) for method in METHODS]
+    settings = {"questions": "dev", "depth": 20, "max_heldout_loss": 100}
+    runs = [run_over(empty_store, refine={**settings, **method}, **sections) for method in METHODS]
     texts = [question.text for question in read_questions(only_corpus(Store(str(empty_store))), "dev")[:5]]
-    heard, during = AnswerCounts(), []
+    answers, during = AnswerCounts(), []
     with open_hot_swap_router(runs[0], follow_s=0.2) as live, ThreadPoolExecutor(ASKERS) as threads:
         with live.pin() as router:
             queries_QD = router.embed(texts)
-        asking = [threads.submit(heard.ask, live, queries_QD) for _ in range(ASKERS)]
+        asking = [threads.submit(answers.ask, live, queries_QD) for _ in range(ASKERS)]
         try:
             for version, run in enumerate(runs, 1):
-                heard.wait_for(version, 20)
-                before = heard.of(version)
-                published = refining.refine(run).published
-                assert published and published.version == version + 1
-                during.append(heard.of(version) - before)
-            heard.wait_for(3, 20)
+                answers.wait_for(version, 20)
+                before = answers.of(version)
+                refined_version = refining.refine(run).published
+                assert refined_version and refined_version.version == version + 1
+                during.append(answers.of(version) - before)
+            answers.wait_for(3, 20)
         finally:
-            heard.ended.set()
+            answers.ended.set()
         for one in asking:
             one.result()
     truth = {version: exhaustive(empty_store, version, queries_QD) for version in (1, 2, 3)}
     assert len(set(truth.values())) == 3, "two versions answer alike, so which one answered is not known"
-    assert set(heard.counts) == set(truth.items())
-    assert heard.partial == 0
+    assert set(answers.counts) == set(truth.items())
+    assert answers.partial == 0
     assert min(during) > 20
-    told = ", ".join(f"{heard.of(version)} of version {version}" for version in truth)
-    record_property("figures", f"answers: {told}; longest {1000 * heard.longest_s:.0f} ms")
+    summary = ", ".join(f"{answers.of(version)} of version {version}" for version in truth)
+    record_property("figures", f"answers: {summary}; longest {1000 * answers.longest_s:.0f} ms")

@@ -51,15 +51,15 @@ def test_laying_changes_over_a_shard_equals_changing_each_passage_by_itself(seed
     blocks = random_blocks(seed)
     views = StoredViews(blocks)
     expected = as_dicts(blocks)
-    moved = rng.permutation(len(views.keys_N))[: rng.integers(0, len(views.keys_N))]
-    vectors = rng.standard_normal((len(moved), DIMENSION)).astype(np.float32)
+    moved_slots = rng.permutation(len(views.keys_N))[: rng.integers(0, len(views.keys_N))]
+    vectors = rng.standard_normal((len(moved_slots), DIMENSION)).astype(np.float32)
     rows = rng.permutation(len(expected))[: rng.integers(0, len(expected))]
     rows = rng.permutation(np.repeat(rows, rng.integers(1, 4, len(rows))))
     feedback = rng.standard_normal((len(rows), DIMENSION)).astype(np.float32)
-    state = ShardChanges.none(DIMENSION).with_moved(moved, vectors).with_feedback(rows, feedback)
+    state = ShardChanges.none(DIMENSION).with_moved(moved_slots, vectors).with_feedback(rows, feedback)
 
     slots = [(row, view) for row, passage in enumerate(expected) for view in passage]
-    for slot, vector in zip(moved, vectors):
+    for slot, vector in zip(moved_slots, vectors):
         row, view = slots[slot]
         expected[row][view] = vector.astype(np.float16).tobytes()
     for row in set(rows.tolist()):
@@ -71,12 +71,12 @@ def test_laying_changes_over_a_shard_equals_changing_each_passage_by_itself(seed
     assert all(np.array_equal(np.sort(c.view_numbers_N[a:b]), c.view_numbers_N[a:b])
                for c in current for a, b in zip(c.row_ptr, c.row_ptr[1:]))  # fmt: skip
 
-    changed = views.changes(state, NUM_VIEWS)
+    changes = views.changes(state, NUM_VIEWS)
     names = [name for block in blocks for name in block.ids]
     differs = [names[row] for row, before in enumerate(as_dicts(blocks)) if before != expected[row]]
-    assert list(changed) == differs
-    for name, (numbers, stored) in changed.items():
-        assert dict(zip(numbers.tolist(), (vector.tobytes() for vector in stored))) == expected[names.index(name)]
+    assert list(changes) == differs
+    for name, (numbers, vectors_VD) in changes.items():
+        assert dict(zip(numbers.tolist(), (vector.tobytes() for vector in vectors_VD))) == expected[names.index(name)]
 
 
 @settings(max_examples=30)
@@ -93,9 +93,9 @@ def test_a_state_survives_the_disk_and_later_moves_win(seed):
     assert state.moved_M.tolist() == sorted(expected)
     assert state.moved_MD.tolist() == [expected[slot] for slot in sorted(expected)]
     every = np.arange(len(views.keys_N))
-    stored = np.concatenate([block.vectors_ND for block in views.blocks]).astype(np.float32)
-    stored[sorted(expected)] = state.moved_MD
-    assert np.array_equal(views.vectors(every, state), stored)
+    vectors_ND = np.concatenate([block.vectors_ND for block in views.blocks]).astype(np.float32)
+    vectors_ND[sorted(expected)] = state.moved_MD
+    assert np.array_equal(views.vectors(every, state), vectors_ND)
 
 
 def test_an_untouched_block_is_the_stored_one_and_not_a_copy():
@@ -108,27 +108,27 @@ def test_an_untouched_block_is_the_stored_one_and_not_a_copy():
 
 def test_a_move_too_small_for_the_stored_type_makes_nothing_dirty():
     views = StoredViews(random_blocks(2))
-    stored = views.vectors(np.array([0]), ShardChanges.none(DIMENSION))
-    state = ShardChanges.none(DIMENSION).with_moved(np.array([0]), stored * np.float32(1 + 1e-6))
+    vectors_ND = views.vectors(np.array([0]), ShardChanges.none(DIMENSION))
+    state = ShardChanges.none(DIMENSION).with_moved(np.array([0]), vectors_ND * np.float32(1 + 1e-6))
     assert views.changes(state, NUM_VIEWS) == {}
 
 
 def test_feedback_that_stays_the_same_has_not_changed():
     one, two = np.ones((1, DIMENSION), np.float32), 2 * np.ones((1, DIMENSION), np.float32)
     base = ShardChanges.none(DIMENSION)
-    had = base.with_feedback(np.array([3, 5]), np.concatenate([one, one]))
-    assert had.feedback_changes(had).tolist() == []
-    assert had.feedback_changes(base.with_feedback(np.array([3, 7]), np.concatenate([two, one]))).tolist() == [3, 5, 7]
+    old = base.with_feedback(np.array([3, 5]), np.concatenate([one, one]))
+    assert old.feedback_changes(old).tolist() == []
+    assert old.feedback_changes(base.with_feedback(np.array([3, 7]), np.concatenate([two, one]))).tolist() == [3, 5, 7]
 
 
 def test_passages_with_another_number_or_order_of_feedback_views_have_changed():
     one, two = np.ones((1, DIMENSION), np.float32), 2 * np.ones((1, DIMENSION), np.float32)
     base = ShardChanges.none(DIMENSION)
-    had = base.with_feedback(np.array([3, 3, 5, 8, 8]), np.concatenate([one, two, one, one, two]))
+    old = base.with_feedback(np.array([3, 3, 5, 8, 8]), np.concatenate([one, two, one, one, two]))
     now = base.with_feedback(np.array([8, 5, 5, 3, 8]), np.concatenate([two, one, two, one, one]))
     assert now.feedback_F.tolist() == [3, 5, 5, 8, 8]
-    assert had.feedback_changes(had).tolist() == []
-    assert had.feedback_changes(now).tolist() == now.feedback_changes(had).tolist() == [3, 5, 8]
+    assert old.feedback_changes(old).tolist() == []
+    assert old.feedback_changes(now).tolist() == now.feedback_changes(old).tolist() == [3, 5, 8]
     assert ShardChanges.from_bytes(now.to_bytes()).feedback_changes(now).tolist() == []
 
 
@@ -137,24 +137,28 @@ def question(text: str, number: int = 0) -> Question:
 
 
 def test_no_question_stands_under_two_protocols():
-    known, gate, unseen = [question("k1"), question("k2")], [question("g1"), question("k2", 9)], [question("u1")]
-    everything = [*known, question("g1"), *unseen, question("k1", 7)]
-    made = arrange("known", known, [("gate", gate)], [("all", everything), ("known", known)])
+    known_questions, gate, unseen = (
+        [question("k1"), question("k2")],
+        [question("g1"), question("k2", 9)],
+        [question("u1")],
+    )
+    everything = [*known_questions, question("g1"), *unseen, question("k1", 7)]
+    questions = arrange("known", known_questions, [("gate", gate)], [("all", everything), ("known", known_questions)])
     by_text = {}
-    for group in made.groups:
+    for group in questions.groups:
         for row in group.members:
-            by_text.setdefault(made.table[row].text, set()).add(group.protocol)
+            by_text.setdefault(questions.table[row].text, set()).add(group.protocol)
     assert by_text == {"k1": {"transductive"}, "k2": {"transductive"}, "g1": {"gate"}, "u1": {"held-out"}}
-    assert [(group.name, group.protocol, len(group.members)) for group in made.groups] == [
+    assert [(group.name, group.protocol, len(group.members)) for group in questions.groups] == [
         ("known", "transductive", 2),
         ("gate", "gate", 1),
         ("all", "transductive", 3),
         ("all", "gate", 1),
         ("all", "held-out", 1),
     ]
-    assert len(made.table) == 4  # a repeated question has one row
-    assert [made.table[row].text for row in made.gate_rows()] == ["g1"]
-    assert [made.table[row].text for row in made.other_rows()] == ["u1"]
+    assert len(questions.table) == 4  # a repeated question has one row
+    assert [questions.table[row].text for row in questions.gate_rows()] == ["g1"]
+    assert [questions.table[row].text for row in questions.other_rows()] == ["u1"]
 
 
 def test_a_gate_of_labelled_questions_only_is_refused():
@@ -163,19 +167,19 @@ def test_a_gate_of_labelled_questions_only_is_refused():
 
 
 def test_feedback_names_stored_questions_by_id_or_text_and_makes_the_others(tmp_path):
-    stored = [Question("q1", "who is it?", ("x",)), Question("q2", "and where?", ())]
+    questions = [Question("q1", "who is it?", ("x",)), Question("q2", "and where?", ())]
     rows = [("q1", "p1", 1), ("and where?", "p2", -1), ("a new one", "p9", 1), ("a new one", "p3", 1), ("q1", "p1", 1)]
     file = tmp_path / "clicks.jsonl"
     file.write_text("\n".join(json.dumps({"question": q, "passage_id": p, "label": v}) for q, p, v in rows) + "\n\n")
-    judged = read_feedback(file, stored)
-    assert [(q.text, p, good) for q, p, good in judged] == [
+    labels = read_feedback(file, questions)
+    assert [(q.text, p, good) for q, p, good in labels] == [
         ("who is it?", "p1", True),
         ("and where?", "p2", False),
         ("a new one", "p9", True),
         ("a new one", "p3", True),
     ]
-    assert judged[0][0] is stored[0]
-    assert judged[2][0].positive_ids == ("p3", "p9")
+    assert labels[0][0] is questions[0]
+    assert labels[2][0].positive_ids == ("p3", "p9")
 
 
 @pytest.mark.parametrize(
@@ -198,14 +202,14 @@ def test_a_bad_feedback_line_is_named(tmp_path, line, message):
 @settings(max_examples=40)
 @given(st.lists(st.dictionaries(st.integers(0, 60), st.booleans(), max_size=20), max_size=5))
 def test_the_label_cache_equals_a_dictionary(batches):
-    cache, known = LabelCache(), {}
+    cache, labels = LabelCache(), {}
     for batch in batches:
         keys = np.array(sorted(batch), np.int64)
         missing = cache.missing(keys)
-        assert missing.tolist() == [key for key in keys.tolist() if key not in known]
+        assert missing.tolist() == [key for key in keys.tolist() if key not in labels]
         cache.add(missing, np.array([batch[key] for key in missing.tolist()], bool))
-        known.update({key: batch[key] for key in missing.tolist()})
-        assert cache.get(keys).tolist() == [known[key] for key in keys.tolist()]
+        labels.update({key: batch[key] for key in missing.tolist()})
+        assert cache.get(keys).tolist() == [labels[key] for key in keys.tolist()]
 
 
 def test_a_report_survives_the_disk():

@@ -112,43 +112,45 @@ def test_a_shard_of_which_much_has_changed_is_written_again(tmp_path):
 
 def test_lost_changes_are_not_made_up_by_repair(tmp_path):
     views = random_views(60, 6)
-    refined = teach(tmp_path, publish_random_index(tmp_path, views, 1), {0: [2]})
+    refined_version = teach(tmp_path, publish_random_index(tmp_path, views, 1), {0: [2]})
     store = Store(str(tmp_path))
-    (tmp_path / paths.shard_dir("random", refined.shards[0].digest) / paths.CHANGES).unlink()
-    [result] = repair(store, refined).repairs
+    (tmp_path / paths.shard_dir("random", refined_version.shards[0].digest) / paths.CHANGES).unlink()
+    [result] = repair(store, refined_version).repairs
     assert result.state == "lost"
     assert "rollback 1" in result.cure
 
 
 def test_codes_beside_changes_are_made_again_by_repair(tmp_path):
     params, views = IndexParams(scan="int8"), random_views(60, 6)
-    refined = teach(tmp_path, publish_random_index(tmp_path, views, 1, params), {0: [2]})
-    store, before = Store(str(tmp_path)), answers(tmp_path, refined)
-    folder = tmp_path / paths.shard_dir("random", refined.shards[0].digest)
+    refined_version = teach(tmp_path, publish_random_index(tmp_path, views, 1, params), {0: [2]})
+    store, before = Store(str(tmp_path)), answers(tmp_path, refined_version)
+    folder = tmp_path / paths.shard_dir("random", refined_version.shards[0].digest)
     with pytest.raises(ShardIndexError, match=r"first-codes\.npy has codes of .* vectors, the embeddings are"):
-        open_index(params, open_embeddings(folder, refined.shards[0].files).blocks(), folder)
+        open_index(params, open_embeddings(folder, refined_version.shards[0].files).blocks(), folder)
     for name in ("first-codes.npy", "first-scales.npy"):
         (folder / name).unlink()
     with pytest.raises(DigestError, match=r"first-codes\.npy .*is missing"):
-        manifest.verify(store, refined).require()
-    [result] = repair(store, refined).repairs
-    assert result.state == "repaired" and not manifest.verify(store, refined).problems
-    assert answers(tmp_path, refined) == before
+        manifest.verify(store, refined_version).require()
+    [result] = repair(store, refined_version).repairs
+    assert result.state == "repaired" and not manifest.verify(store, refined_version).problems
+    assert answers(tmp_path, refined_version) == before
 
 
 def test_codes_of_a_whole_changed_shard_are_read_and_the_next_changes_have_codes_of_all(tmp_path):
     """The files of versions before shared codes: `codes.npy` of all vectors beside a change file."""
     params, views = IndexParams(scan="int8"), random_views(60, 6)
     store = Store(str(tmp_path))
-    refined = teach(tmp_path, publish_random_index(tmp_path, views, 1, params), {0: [2]})
-    source = tmp_path / paths.shard_dir("random", refined.shards[0].digest)
+    refined_version = teach(tmp_path, publish_random_index(tmp_path, views, 1, params), {0: [2]})
+    source = tmp_path / paths.shard_dir("random", refined_version.shards[0].digest)
     with shard_folder(store) as folder:
         for name in (paths.EMBEDDINGS, paths.CHANGES):
             link_or_copy(source / name, folder / name)
-        entry = build_shard(store, refined, 0, folder)
+        entry = build_shard(store, refined_version, 0, folder)
     assert "codes.npy" in entry.files
-    older = manifest.publish(store, dataclasses.replace(refined, shards=(entry,), parent=refined.version))
-    assert answers(tmp_path, older) == answers(tmp_path, refined)
+    older = manifest.publish(
+        store, dataclasses.replace(refined_version, shards=(entry,), parent=refined_version.version)
+    )
+    assert answers(tmp_path, older) == answers(tmp_path, refined_version)
     later = teach(tmp_path, older, {0: [1, 2]})
     assert {"codes.npy", paths.CHANGES} <= later.shards[0].files.keys()
     now = with_feedback(tmp_path, later, views)

@@ -20,9 +20,9 @@ QUERIES_QD = np.random.default_rng(8).integers(-2, 3, (300, D)).astype(np.float3
 def test_any_number_of_refiners_finds_what_brute_force_does(tmp_path, ray_session, num_passages, num_shards):
     """Few distinct values give ties within a refiner, across refiners, and at the last rank; some shards are empty."""
     views = random_views(num_passages, seed=3, levels=1)
-    described = publish_random_index(tmp_path, views, num_shards)
+    version = publish_random_index(tmp_path, views, num_shards)
     for count, k in [(1, 7), (2, 89), (3, 1)]:
-        with RefinerPool(RefinerTask(str(tmp_path), described, "staging/none"), num_shards, count, 0.2) as refiners:
+        with RefinerPool(RefinerTask(str(tmp_path), version, "staging/none"), num_shards, count, 0.2) as refiners:
             hits = refiners.search(PUBLISHED, QUERIES_QD, k, "", no_progress)
             ids = dict(enumerate(refiners.ids_of(np.arange(num_passages))))
         for passages, winners, query_D in zip(hits.rows_QK, hits.views_QK, QUERIES_QD):
@@ -35,15 +35,15 @@ def test_any_number_of_refiners_finds_what_brute_force_does(tmp_path, ray_sessio
 @pytest.mark.chaos("refiner hangs", "killed within the bound, restarted, same hits")
 def test_a_refiner_that_hangs_is_restarted_within_the_bound_and_answers_alike(tmp_path, actor_processes):
     """A stopped process does not answer, and Ray cannot distinguish it from a slow one."""
-    described = publish_random_index(tmp_path, random_views(40, seed=3), 2)
-    task = RefinerTask(str(tmp_path), described, "staging/none")
+    version = publish_random_index(tmp_path, random_views(40, seed=3), 2)
+    task = RefinerTask(str(tmp_path), version, "staging/none")
     with RefinerPool(task, 2, 2, 0.2, hang_s=5) as refiners:
         before = refiners.search(PUBLISHED, QUERIES_QD, 7, "", no_progress)
-        [hung, other] = actor_processes("ShardRefiner")
-        os.kill(hung, signal.SIGSTOP)
+        [hung_pid, other_pid] = actor_processes("ShardRefiner")
+        os.kill(hung_pid, signal.SIGSTOP)
         after = refiners.search(PUBLISHED, QUERIES_QD, 7, "", no_progress)
-        restarted = actor_processes("ShardRefiner")
-        assert other in restarted
-        assert hung not in restarted
+        pids = actor_processes("ShardRefiner")
+        assert other_pid in pids
+        assert hung_pid not in pids
     assert np.array_equal(before.rows_QK, after.rows_QK)
     assert np.array_equal(before.views_QK, after.views_QK)

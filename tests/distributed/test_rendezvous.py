@@ -61,14 +61,14 @@ def test_nothing_moves_when_nothing_changes(sizes, weights, replicas):
 @settings(max_examples=300)
 def test_when_a_holder_goes_its_shards_move_and_no_other(sizes, weights, replicas, data):
     placement = place(sizes, weights, replicas)
-    gone = data.draw(st.sampled_from(sorted(weights)))
-    rest = {holder: weight for holder, weight in weights.items() if holder != gone}
+    lost_holder = data.draw(st.sampled_from(sorted(weights)))
+    rest = {holder: weight for holder, weight in weights.items() if holder != lost_holder}
     after = place(sizes, rest, replicas, before=placement)
     check_whole(sizes, rest, replicas, after)
     if fill(sizes, placement, weights, replicas) <= 1 and len(rest) >= replicas:
-        assert {move.source for move in moves(placement, after)} <= {gone}
+        assert {move.source for move in moves(placement, after)} <= {lost_holder}
         assert {move.shard for move in moves(placement, after)} == {
-            s for s, holders in placement.items() if gone in holders
+            s for s, holders in placement.items() if lost_holder in holders
         }
 
 
@@ -76,26 +76,26 @@ def test_when_a_holder_goes_its_shards_move_and_no_other(sizes, weights, replica
 @settings(max_examples=300)
 def test_when_a_holder_comes_shards_move_to_it_or_off_a_holder_over_its_bound(sizes, weights, replicas, weight):
     before = place(sizes, weights, replicas)
-    grown = {**weights, "newcomer": weight}
-    after = place(sizes, grown, replicas, before=before)
-    check_whole(sizes, grown, replicas, after)
-    limits, load = bounds(sizes, grown, replicas), loads(sizes, before, weights)
+    new_weights = {**weights, "newcomer": weight}
+    after = place(sizes, new_weights, replicas, before=before)
+    check_whole(sizes, new_weights, replicas, after)
+    limits, load = bounds(sizes, new_weights, replicas), loads(sizes, before, weights)
     for shard, holders in after.items():
-        left = set(before[shard]) - set(holders)
+        sources = set(before[shard]) - set(holders)
         elsewhere = set(holders) - set(before[shard]) - {"newcomer"}
-        assert len(elsewhere) <= len({holder for holder in left if load[holder] > limits[holder]})
+        assert len(elsewhere) <= len({holder for holder in sources if load[holder] > limits[holder]})
 
 
 @given(sizes_of, weights_of, st.floats(0.1, 10))
 @settings(max_examples=300)
 def test_one_copy_moves_to_an_old_holder_only_where_no_new_one_has_capacity(sizes, weights, weight):
     before = place(sizes, weights)
-    grown = {**weights, "newcomer": weight}
-    after = place(sizes, grown, before=before)
-    limits, load = bounds(sizes, grown, 1), loads(sizes, after, grown)
+    new_weights = {**weights, "newcomer": weight}
+    after = place(sizes, new_weights, before=before)
+    limits, load = bounds(sizes, new_weights, 1), loads(sizes, after, new_weights)
     old = {holder for holders in before.values() for holder in holders}
     for move in moves(before, after):
-        empty = set(grown) - old
+        empty = set(new_weights) - old
         assert move.to in empty or all(load[holder] + sizes[move.shard] > limits[holder] for holder in empty)
 
 
@@ -104,10 +104,10 @@ def test_without_a_bound_the_placement_before_has_no_effect(sizes, weights, weig
     """Pure rendezvous: a new holder takes the shards that prefer it, and gives all of them back."""
     free = {"slack": 1e12}
     alone = place(sizes, weights, **free)
-    grown = place(sizes, {**weights, "newcomer": weight}, **free)
-    assert {move.to for move in moves(alone, grown)} <= {"newcomer"}
-    assert place(sizes, weights, before=grown, **free) == alone
-    assert place(sizes, {**weights, "newcomer": weight}, before=alone, **free) == grown
+    after = place(sizes, {**weights, "newcomer": weight}, **free)
+    assert {move.to for move in moves(alone, after)} <= {"newcomer"}
+    assert place(sizes, weights, before=after, **free) == alone
+    assert place(sizes, {**weights, "newcomer": weight}, before=alone, **free) == after
 
 
 def test_a_holder_is_first_in_proportion_to_its_weight():

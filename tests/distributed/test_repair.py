@@ -75,23 +75,23 @@ def test_a_damaged_index_is_built_again_from_its_embeddings_to_the_same_bytes(
     version = publish_random_index(tmp_path, random_views(200, 3), 2, params)
     store, folder = Store(str(tmp_path)), folder_of(tmp_path, version, 1)
     before = contents(folder)
-    hurt = [folder / name for name in version.shards[1].files if name != paths.EMBEDDINGS]
-    for file in hurt:
+    files = [folder / name for name in version.shards[1].files if name != paths.EMBEDDINGS]
+    for file in files:
         damage(file)
     report = manifest.verify(store, version)
-    assert [(problem.shard, Path(problem.path).name) for problem in report.problems] == [(1, f.name) for f in hurt]
+    assert [(problem.shard, Path(problem.path).name) for problem in report.problems] == [(1, f.name) for f in files]
     with pytest.raises(DigestError, match=rf"of shard 1 {DAMAGES[damage]}.*next: mvr-ray versions CONFIG repair"):
         report.require()
-    damaged = contents(folder)
+    damaged_contents = contents(folder)
 
     [row] = repair(store, version).repairs
-    assert (row.shard, row.state, len(row.damaged)) == (1, "repaired", len(hurt))
+    assert (row.shard, row.state, len(row.damaged)) == (1, "repaired", len(files))
     assert contents(folder) == before
-    assert contents(tmp_path / row.set_aside) == damaged
+    assert contents(tmp_path / row.set_aside) == damaged_contents
     assert manifest.verify(store, version).problems == []
     assert repair(store, version).repairs == []
-    rebuilt = sum(len(before[file.name]) for file in hurt)
-    record_property("figures", f"{len(hurt)} of {len(before)} files, {rebuilt:,} bytes built again")
+    rebuilt_bytes = sum(len(before[file.name]) for file in files)
+    record_property("figures", f"{len(files)} of {len(before)} files, {rebuilt_bytes:,} bytes built again")
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
@@ -101,10 +101,10 @@ def test_lost_embeddings_stay_in_their_place_and_the_command_that_encodes_them_i
     version = publish_random_index(tmp_path, random_views(60, 3), 3, INT8)
     store, folder = Store(str(tmp_path)), folder_of(tmp_path, version, 2)
     damage(folder / paths.EMBEDDINGS)
-    damaged = contents(folder)
+    damaged_contents = contents(folder)
     report = repair(store, version)
     assert [(row.shard, row.state, row.set_aside) for row in report.repairs] == [(2, "lost", "")]
-    assert contents(folder) == damaged
+    assert contents(folder) == damaged_contents
     message = r"shard 2 of index 'random' version 1 .*encode it again.*mvr-ray index CONFIG"
     with pytest.raises(DigestError, match=message):
         report.require()
@@ -146,16 +146,16 @@ def test_what_a_refinement_lost_is_cured_by_a_version_that_does_not_need_it(tmp_
     other = publish_random_index(tmp_path / "other", random_views(60, 4), 1)
     store = Store(str(tmp_path))
     folder_of(tmp_path / "other", other, 0).rename(folder_of(tmp_path, other, 0))
-    moved = tmp_path / "queries.arrow"
-    moved.write_bytes(b"moved")
-    digest = manifest.add_refined_queries(store, "random", moved)
-    refined = dataclasses.replace(
+    queries_file = tmp_path / "queries.arrow"
+    queries_file.write_bytes(b"moved")
+    digest = manifest.add_refined_queries(store, "random", queries_file)
+    refined_version = dataclasses.replace(
         first, parent=1, operation="refine:hybrid", shards=other.shards, refined_queries={"known": digest}
     )
-    refined = manifest.publish(store, refined)
-    truncate(folder_of(tmp_path, refined, 0) / paths.EMBEDDINGS)
+    refined_version = manifest.publish(store, refined_version)
+    truncate(folder_of(tmp_path, refined_version, 0) / paths.EMBEDDINGS)
     store.write_bytes(paths.refined_queries("random", digest), b"moveD")
-    report = repair(store, refined)
+    report = repair(store, refined_version)
     assert [(row.shard, row.state) for row in report.repairs] == [(-1, "lost"), (0, "lost")]
     assert {row.cure for row in report.repairs} == {
         "version 1 does not need it: mvr-ray versions CONFIG rollback 1; or do the refine again on it"
@@ -226,21 +226,19 @@ def test_verifying_a_version_reads_its_corpus(tmp_path: Path, capsys: pytest.Cap
     prepare(PrepareConfig(sources=[SourceConfig(path=str(source))], num_shards=2), store)
     corpus = Corpus.open(store, "corpus")
     own = {"corpus": "corpus", "corpus_digest": corpus.digest}
-    published = manifest.publish(store, dataclasses.replace(version, parent=1, **own))
-    store.write_bytes(encoder_file(published), b"{}")
-    assert verify(store, published).num_files == manifest.verify(store, published).num_files + 2
-    assert [problem.path for problem in verify(store, published).problems] == [
-        str(Path(encoder_file(published)).parent)
-    ]
+    live = manifest.publish(store, dataclasses.replace(version, parent=1, **own))
+    store.write_bytes(encoder_file(live), b"{}")
+    assert verify(store, live).num_files == manifest.verify(store, live).num_files + 2
+    assert [problem.path for problem in verify(store, live).problems] == [str(Path(encoder_file(live)).parent)]
     file = tmp_path / "store" / paths.corpus_dir("corpus") / corpus.info.parts[1].file
     file.chmod(0o644)
     file.write_bytes(file.read_bytes().replace(b"body", b"bodi", 1))
     run_file = tmp_path / "run.yaml"
     run_file.write_text(yaml.safe_dump({"store": {"path": str(tmp_path / "store")}, "index": {"name": "random"}}))
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as error:
         main(["versions", str(run_file), "verify"])
     output = capsys.readouterr()
-    assert ended.value.code == 1
+    assert error.value.code == 1
     assert file.name in output.out + output.err and "mvr-ray prepare CONFIG" in output.out + output.err
 
 
@@ -253,10 +251,10 @@ def test_the_command_names_repairs_and_verifies(
     run_file.write_text(yaml.safe_dump({"store": {"path": str(tmp_path / "store")}, "index": {"name": "random"}}))
 
     def run_versions(action: str) -> tuple[int, str]:
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as error:
             main(["versions", str(run_file), action])
         output = capsys.readouterr()
-        return int(ended.value.code or 0), output.out + output.err
+        return int(error.value.code or 0), output.out + output.err
 
     codes = next(name for name in version.shards[1].files if name != paths.EMBEDDINGS)
     flip_byte(folder_of(tmp_path / "store", version, 1) / codes)

@@ -37,9 +37,9 @@ def dealt_here(root: Path, base: Manifest, num_shards: int) -> Manifest:
     """Publish the stage's version, with its tasks run one by one in this process."""
     store = Store(str(root))
     task = ReshardTask(store.address, base, num_shards, staging_key(base, num_shards), 50)
-    made = manifest_over(base, [reshard_one(task, shard) for shard in range(num_shards)])
-    require_same_counts(base, made)
-    return manifest.publish(store, made)
+    version = manifest_over(base, [reshard_one(task, shard) for shard in range(num_shards)])
+    require_same_counts(base, version)
+    return manifest.publish(store, version)
 
 
 def answers(root: Path, version: Manifest, queries_QD: np.ndarray, k: int) -> list[list[tuple[str, float, int]]]:
@@ -51,15 +51,15 @@ def answers(root: Path, version: Manifest, queries_QD: np.ndarray, k: int) -> li
 
 def read_contents(root: Path, version: Manifest) -> Stored:
     """Every passage's view numbers and vectors as bytes; asserts that ids hash to their shards."""
-    found: Stored = {}
+    contents: Stored = {}
     for entry in version.shards:
         folder = root / paths.shard_dir(version.index, entry.digest)
         for block in open_embeddings(folder, entry.files).blocks():
             for row, passage_id in enumerate(block.ids):
                 own = slice(int(block.row_ptr[row]), int(block.row_ptr[row + 1]))
-                assert passage_id not in found and shard_of(passage_id, len(version.shards)) == entry.shard
-                found[passage_id] = (block.view_numbers_N[own].tobytes(), block.vectors_ND[own].tobytes())
-    return found
+                assert passage_id not in contents and shard_of(passage_id, len(version.shards)) == entry.shard
+                contents[passage_id] = (block.view_numbers_N[own].tobytes(), block.vectors_ND[own].tobytes())
+    return contents
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 10_000))
@@ -78,13 +78,13 @@ def test_every_answer_and_every_byte_is_the_same_over_any_number_of_shards(tmp_p
     shutil.rmtree(root, ignore_errors=True)
     views = random_views(num_passages, seed, levels=data.draw(st.integers(1, 3)))
     base = publish_random_index(root, views, before, IndexParams(scan=data.draw(st.sampled_from(["vectors", "int8"]))))
-    made = dealt_here(root, base, after)
+    version = dealt_here(root, base, after)
     queries_QD = np.random.default_rng(seed + 1).integers(-2, 3, (4, D)).astype(np.float32)
     k = data.draw(st.integers(1, num_passages + 3))
-    assert [len(base.shards), len(made.shards)] == [before, after]
-    assert read_contents(root, made) == read_contents(root, base)
+    assert [len(base.shards), len(version.shards)] == [before, after]
+    assert read_contents(root, version) == read_contents(root, base)
     expected = [brute_force(views, query_D, k) for query_D in queries_QD]
-    assert answers(root, base, queries_QD, k) == answers(root, made, queries_QD, k) == expected
+    assert answers(root, base, queries_QD, k) == answers(root, version, queries_QD, k) == expected
 
 
 def test_feedback_views_and_moved_queries_go_along_and_the_way_back_ends_at_the_first_shards(tmp_path):
@@ -94,19 +94,21 @@ def test_feedback_views_and_moved_queries_go_along_and_the_way_back_ends_at_the_
             views[passage_id][V] = np.full(D, 0.1 * number, np.float32)
             views[passage_id][V + 1] = np.full(D, -0.1 * number, np.float32)
     first = publish_random_index(tmp_path, views, 8)
-    refined = dataclasses.replace(
+    refined_version = dataclasses.replace(
         first, parent=1, refined_queries={}, refinement={"feedback_weight": 0.5, "feedback_clusters": 2}
     )
-    moved = tmp_path / "queries.arrow"
-    moved.write_bytes(b"vectors of moved questions")
-    digest = manifest.add_refined_queries(Store(str(tmp_path)), "random", moved)
-    now = manifest.publish(Store(str(tmp_path)), dataclasses.replace(refined, refined_queries={"known": digest}))
+    queries_file = tmp_path / "queries.arrow"
+    queries_file.write_bytes(b"vectors of moved questions")
+    digest = manifest.add_refined_queries(Store(str(tmp_path)), "random", queries_file)
+    now = manifest.publish(
+        Store(str(tmp_path)), dataclasses.replace(refined_version, refined_queries={"known": digest})
+    )
     whole = read_contents(tmp_path, first)
     assert max(len(numbers) for numbers, _ in whole.values()) > 2 * V  # int16: some passage has more views than V
     for num_shards in (12, 5, 8):
         now = dealt_here(tmp_path, now, num_shards)
         assert read_contents(tmp_path, now) == whole
-        assert (now.refined_queries, now.refinement) == ({"known": digest}, refined.refinement)
+        assert (now.refined_queries, now.refinement) == ({"known": digest}, refined_version.refinement)
         assert (now.num_passages, now.num_vectors) == (first.num_passages, first.num_vectors)
         assert manifest.verify(Store(str(tmp_path)), now).problems == []
     assert now.shards == first.shards
@@ -140,11 +142,11 @@ def test_what_cannot_be_is_refused_before_any_work(tmp_path):
         with pytest.raises(DigestError, match=rf"of shard 1 {message}; repair it first: mvr-ray versions"):
             reshard.reshard(run, 5)
     file.write_bytes(whole)
-    holed = manifest.publish(store, dataclasses.replace(base, parent=1, shards=(base.shards[0], base.shards[2])))
+    version = manifest.publish(store, dataclasses.replace(base, parent=1, shards=(base.shards[0], base.shards[2])))
     with pytest.raises(ConfigError, match=r"lacks shards \(it has 0, 2\); index again"):
         reshard.reshard(run, 5)
     wrong_params = dataclasses.asdict(IndexParams(kind="faiss", factory="Nonsense"))
-    manifest.publish(store, dataclasses.replace(base, parent=holed.version, index_params=wrong_params))
+    manifest.publish(store, dataclasses.replace(base, parent=version.version, index_params=wrong_params))
     with pytest.raises(ShardIndexError, match="Nonsense"):
         reshard.reshard(run, 5)
     assert manifest.list_versions(store, "random") == [1, 2, 3]
@@ -153,10 +155,10 @@ def test_what_cannot_be_is_refused_before_any_work(tmp_path):
 def test_a_flipped_bit_in_an_old_shard_is_never_copied(tmp_path):
     base = publish_random_index(tmp_path, random_views(40, 1), 2)
     file = tmp_path / paths.shard_dir("random", base.shards[1].digest) / paths.EMBEDDINGS
-    flipped = bytearray(file.read_bytes())
-    flipped[len(flipped) // 2] ^= 1
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
     file.chmod(0o644)
-    file.write_bytes(flipped)
+    file.write_bytes(data)
     with pytest.raises(DigestError, match="of shard 1 is missing or damaged"):
         reshard_one(ReshardTask(str(tmp_path), base, 3, "key", 0), 0)
 
@@ -171,9 +173,9 @@ def test_no_room_is_told_before_any_work(tmp_path, monkeypatch):
 @pytest.mark.ray
 def test_the_stage_continues_after_its_end_and_builds_nothing_twice(tmp_path, ray_session, monkeypatch):
     views = random_views(120, 9)
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    whole, cut_root = tmp_path / "whole", tmp_path / "cut"
     base = publish_random_index(whole, views, 8)
-    shutil.copytree(whole, cut)
+    shutil.copytree(whole, cut_root)
     steps: list[tuple[str, int, int]] = []
     report = reshard.reshard(run_of(whole), 12, lambda *row: steps.append(row))
     assert (report.shards_before, report.shards, report.base_version, report.version) == (8, 12, 1, 2)
@@ -192,10 +194,10 @@ def test_the_stage_continues_after_its_end_and_builds_nothing_twice(tmp_path, ra
             raise KilledError
 
     with pytest.raises(KilledError):
-        reshard.reshard(run_of(cut), 12, die)
-    store = Store(str(cut))
+        reshard.reshard(run_of(cut_root), 12, die)
+    store = Store(str(cut_root))
     assert manifest.list_versions(store, "random") == [1]
-    staging = cut / paths.staging_dir("random", staging_key(base, 12))
+    staging = cut_root / paths.staging_dir("random", staging_key(base, 12))
     note_times = {note: note.stat().st_mtime_ns for note in staging.glob("[!.]*")}
     assert len(note_times) >= 5
     at_the_end: list[int] = []
@@ -204,22 +206,22 @@ def test_the_stage_continues_after_its_end_and_builds_nothing_twice(tmp_path, ra
         if what == "reshard" and count == total:
             at_the_end.extend(note.stat().st_mtime_ns for note in note_times)
 
-    report = reshard.reshard(run_of(cut), 12, look)
+    report = reshard.reshard(run_of(cut_root), 12, look)
     assert at_the_end == list(note_times.values())
     expected = manifest.read(Store(str(whole)), "random").content_digest()
     assert manifest.read(store, "random").content_digest() == expected
-    again = reshard.reshard(run_of(cut), 12)
+    again = reshard.reshard(run_of(cut_root), 12)
     assert (again.base_version, again.version, again.shards_before) == (report.version, report.version, 12)
 
 
 @pytest.mark.data
 @pytest.mark.ray
 def test_refinement_learns_the_same_and_indexing_goes_back_without_encoding(own_index, run_over, tmp_path):
-    refined = {"questions": "dev", "method": "passage", "step_size": 0.05, "rounds": 2, "max_heldout_loss": 100}
+    refinement = {"questions": "dev", "method": "passage", "step_size": 0.05, "rounds": 2, "max_heldout_loss": 100}
     other = shutil.copytree(own_index, tmp_path / "other")
     first = manifest.read(Store(str(own_index)), "index")
     reshard.reshard(run_over(other), 5)
-    reports = [refine.refine(run_over(store, refine=refined)) for store in (own_index, other)]
+    reports = [refine.refine(run_over(store, refine=refinement)) for store in (own_index, other)]
     assert reports[0].published and reports[1].published
     assert reports[0].accuracy == reports[1].accuracy
     assert (

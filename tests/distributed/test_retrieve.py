@@ -31,14 +31,14 @@ pytestmark = [pytest.mark.data, pytest.mark.ray]
 
 def all_views(store: Path) -> list[tuple[str, int, np.ndarray]]:
     """(passage id, view number, vector) of every stored view, in float64."""
-    found = []
+    views = []
     for entry in manifest.read(Store(str(store)), "index").shards:
         folder = store / paths.shard_dir("index", entry.digest)
         for block in EmbeddingShard.open(folder / paths.EMBEDDINGS).blocks():
             for row, passage_id in enumerate(block.ids):
                 for at in range(block.row_ptr[row], block.row_ptr[row + 1]):
-                    found.append((passage_id, int(block.view_numbers_N[at]), block.vectors_ND[at].astype(np.float64)))
-    return found
+                    views.append((passage_id, int(block.view_numbers_N[at]), block.vectors_ND[at].astype(np.float64)))
+    return views
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def expected(small_index) -> dict[str, list[tuple[str, float, int]]]:
     views = all_views(small_index)
     fingerprint = manifest.read(store, "index").encoder_fingerprint
     encoder = DualEncoder.load(small_index / paths.encoder_dir("encoder", fingerprint))
-    ranked = {}
+    rankings = {}
     for question in read_questions(only_corpus(store), "dev"):
         query_D = encoder.embed_queries([question.text])[0].astype(np.float64)
         best: dict[str, tuple[float, int]] = {}
@@ -56,8 +56,8 @@ def expected(small_index) -> dict[str, list[tuple[str, float, int]]]:
             score = float(query_D @ vector_D)
             if passage_id not in best or score > best[passage_id][0]:
                 best[passage_id] = score, view
-        ranked[question.id] = sorted(((i, s, v) for i, (s, v) in best.items()), key=lambda hit: (-hit[1], hit[0]))
-    return ranked
+        rankings[question.id] = sorted(((i, s, v) for i, (s, v) in best.items()), key=lambda hit: (-hit[1], hit[0]))
+    return rankings
 
 
 def test_evaluation_measures_the_served_hybrid_ranking_with_the_weight_given_or_chosen_elsewhere(
@@ -74,17 +74,17 @@ def test_evaluation_measures_the_served_hybrid_ranking_with_the_weight_given_or_
 
     def share(some: list[Question], at: int, weight: float, k: int) -> float:
         """Share of questions with their gold passage among the first k by the sum of both scores."""
-        found = 0
+        num_hits = 0
         for question, near in zip(some, dense[at:]):
             lexical = {hit.passage_id: hit.score for hit in words.search([question.text], 60)[0]}
             total = {hit.passage_id: lexical.get(hit.passage_id, 0.0) + weight * hit.score for hit in near}
             best = sorted(total, key=lambda i: (-total[i], i))[:k]
-            found += question.positive_ids[0] in best
-        return found / len(some)
+            num_hits += question.positive_ids[0] in best
+        return num_hits / len(some)
 
     for settings in ({"search": {"hybrid": 7}}, {"evaluate": {"hybrid": "held"}}):
-        measured = {"questions": ["asked"], "k": [1, 5], **settings.get("evaluate", {})}
-        report = evaluate(run_over(root, **{**settings, "evaluate": measured}))
+        evaluation = {"questions": ["asked"], "k": [1, 5], **settings.get("evaluate", {})}
+        report = evaluate(run_over(root, **{**settings, "evaluate": evaluation}))
         rows = {row.metric: row for row in report.rows if row.system.startswith("bm25 + ")}
         weight = float(rows["gold/top-1"].system.split()[2])
         assert weight == 7 or "search" not in settings
@@ -173,42 +173,42 @@ def test_measurements_are_what_slow_counting_says(small_index, run_over, expecte
     report = evaluate(run_over(small_index, evaluate={"bm25": True}))
     store = Store(str(small_index))
     questions = read_questions(only_corpus(store), "dev")
-    opened = corpus.Corpus.open(store, "corpus")
-    texts = {passage.id: passage.text for passage in opened}
-    words = BM25Index(opened).search([question.text for question in questions], 20)
+    passages = corpus.Corpus.open(store, "corpus")
+    texts = {passage.id: passage.text for passage in passages}
+    words = BM25Index(passages).search([question.text for question in questions], 20)
     systems = {
         "index": [[hit[0] for hit in expected[question.id]][:20] for question in questions],
         "bm25": [[hit.passage_id for hit in hits] for hits in words],
     }
-    got = {(row.system, row.metric): row for row in report.rows}
+    rows = {(row.system, row.metric): row for row in report.rows}
     figures = {}
     for system, lists in systems.items():
         for k in (1, 5, 20):
-            answered = [any(has_answer(texts[i], q.answers) for i in ids[:k]) for q, ids in zip(questions, lists)]
+            answer = [any(has_answer(texts[i], q.answers) for i in ids[:k]) for q, ids in zip(questions, lists)]
             gold = [any(i in q.positive_ids for i in ids[:k]) for q, ids in zip(questions, lists)]
-            figures[system, f"answer/top-{k}"], figures[system, f"gold/top-{k}"] = np.mean(answered), np.mean(gold)
+            figures[system, f"answer/top-{k}"], figures[system, f"gold/top-{k}"] = np.mean(answer), np.mean(gold)
         places = [[rank for rank, i in enumerate(ids, 1) if i in q.positive_ids] for q, ids in zip(questions, lists)]
         figures[system, "gold/mrr"] = np.mean([1 / at[0] if at else 0 for at in places])
         gains = [1 / math.log2(1 + at[0]) if at and at[0] <= 10 else 0 for at in places]  # one gold passage each
         figures[system, "gold/ndcg@10"] = np.mean(gains)
     assert all(len(question.positive_ids) == 1 for question in questions)
-    assert got.keys() == figures.keys()
+    assert rows.keys() == figures.keys()
     for key, value in figures.items():
-        assert got[key].value == pytest.approx(value), key
-        assert got[key].low <= value <= got[key].high and got[key].n == 40
+        assert rows[key].value == pytest.approx(value), key
+        assert rows[key].low <= value <= rows[key].high and rows[key].n == 40
     assert (report.version, report.passages, report.exact) == (1, 60, True)
 
 
 def test_only_questions_that_can_be_judged_count(run_over, tmp_path):
     settings = run_over(tmp_path, evaluate={"k": [1]}).evaluate
     right, wrong = RankedPassage("p1", "", "", 1.0, True), RankedPassage("p2", "", "", 0.5, False)
-    ranked = [
+    ranking = [
         RankedQuestion(Question("a", "?", answers=("x",)), [right, wrong]),
         RankedQuestion(Question("b", "?", answers=("x",)), [wrong]),
         RankedQuestion(Question("c", "?", positive_ids=("p2",)), [right, wrong]),
         RankedQuestion(Question("d", "?"), []),
     ]
-    result = system_result("s", "q", ranked, dict.fromkeys("abcd", "one article"), settings)
+    result = system_result("s", "q", ranking, dict.fromkeys("abcd", "one article"), settings)
     values = {row.metric: (row.value, row.n) for row in result.rows}
     assert values["answer/top-1"] == (0.5, 2)
     assert values["gold/top-1"] == (0.0, 1)
@@ -228,10 +228,10 @@ class LosesOnce:
         self.dead, self.waited = False, self.waited + 1
 
     def fan_out(self, request, deadline, admit=False, on_partial=None) -> ShardResults:
-        found = self.whole.fan_out(request, deadline).results
+        results = self.whole.fan_out(request, deadline).results
         if not self.dead:
-            return ShardResults(found, [])
-        return ShardResults([answer for answer in found if answer.shard != 1], [ShardFailure((1,), "died")])
+            return ShardResults(results, [])
+        return ShardResults([answer for answer in results if answer.shard != 1], [ShardFailure((1,), "died")])
 
 
 def test_a_batch_waits_for_a_searcher_that_died_and_loses_nothing(small_index, run_over, expected):
@@ -241,9 +241,9 @@ def test_a_batch_waits_for_a_searcher_that_died_and_loses_nothing(small_index, r
         questions = question_set(router.corpus, "dev")
         with pytest.raises(CoverageError):
             lossy.search_text(["Who won?"], 3)
-        ranked = QuestionRanker(lossy, RankSettings(k=5)).rank(questions)
+        rankings = QuestionRanker(lossy, RankSettings(k=5)).rank(questions)
     assert fleet.waited == 1
-    for question, hits in zip(questions.questions, ranked):
+    for question, hits in zip(questions.questions, rankings):
         assert [hit.id for hit in hits] == [hit[0] for hit in expected[question.id]][:5]
 
 
@@ -251,10 +251,12 @@ def test_refined_vectors_are_used_when_asked_for_and_only_for_their_set(own_inde
     store = Store(str(own_index))
     questions = question_set(only_corpus(store), "dev")
     passage_id, _, vector_D = all_views(own_index)[17]
-    moved = sorted(question.id for question in questions.questions)[:1]
+    moved_ids = sorted(question.id for question in questions.questions)[:1]
     file = own_index / "moved.arrow"
     with EmbeddingWriter(file, len(vector_D), 1, "fp32") as writer:
-        writer.write(EmbeddingBlock(moved, np.array([0, 1]), np.zeros(1, np.int16), vector_D[None].astype(np.float32)))
+        writer.write(
+            EmbeddingBlock(moved_ids, np.array([0, 1]), np.zeros(1, np.int16), vector_D[None].astype(np.float32))
+        )
     live = manifest.read(store, "index")
     digest = manifest.add_refined_queries(store, "index", file)
     manifest.publish(
@@ -262,13 +264,13 @@ def test_refined_vectors_are_used_when_asked_for_and_only_for_their_set(own_inde
     )
     with open_router(run_over(own_index), local=True) as router:
         plain = QuestionRanker(router, RankSettings(k=1)).rank(questions)
-        refined = QuestionRanker(router, RankSettings(k=1, refined_queries=True)).rank(questions)
+        refined_ranking = QuestionRanker(router, RankSettings(k=1, refined_queries=True)).rank(questions)
         other = QuestionRanker(router, RankSettings(k=1, refined_queries=True)).rank(
             QuestionSet("file", questions.questions)
         )
     assert plain == other
-    for question, before, after in zip(questions.questions, plain, refined):
-        if question.id in moved:
+    for question, before, after in zip(questions.questions, plain, refined_ranking):
+        if question.id in moved_ids:
             assert after[0].id == passage_id and after[0].score == pytest.approx(float(vector_D @ vector_D), abs=1e-4)
         else:
             assert after == before

@@ -190,11 +190,11 @@ def test_silent_shards_are_named_and_counted_in_passages(tmp_path):
     with pytest.raises(CoverageError, match=rf"1 of 3 shards .*: 1 \(late\); {50 - missing} of 50 passages"):
         strict.search(query_QD, 5)
     least = 1 - missing / 50
-    with pytest.raises(CoverageError) as refused:
+    with pytest.raises(CoverageError) as error:
         strict.search(query_QD, 5, min_coverage=least + 1e-9)
-    assert [shard.state for shard in refused.value.shards] == ["searched", "late", "searched"]
+    assert [shard.state for shard in error.value.shards] == ["searched", "late", "searched"]
     partial = strict.search(query_QD, 5, min_coverage=least)
-    assert partial.shards == refused.value.shards
+    assert partial.shards == error.value.shards
     assert (partial.passages_searched, partial.passages_total) == (50 - missing, 50)
     assert not partial.exact.certified
     there = {i: own for i, own in views.items() if shard_of(i, 3) != 1}
@@ -265,12 +265,12 @@ def test_a_shard_that_answers_only_at_first_keeps_its_first_rows_among_the_hits(
     silent = sum(shard_of(i, 4) in (1, 2) for i in views)
     assert partial.passages_searched == 240 - silent
     rich = {i: own for i, own in views.items() if shard_of(i, 4) == 2}
-    kept = sum(shard_of(hit.passage_id, 4) == 2 for hit in partial.hits[0])
-    assert 40 / 4 <= kept < 40 == len(partial.hits[0])
-    assert [(h.passage_id, h.score, h.view) for h in partial.hits[0][:kept]] == brute_force(rich, query_QD[0], kept)
+    count = sum(shard_of(hit.passage_id, 4) == 2 for hit in partial.hits[0])
+    assert 40 / 4 <= count < 40 == len(partial.hits[0])
+    assert [(h.passage_id, h.score, h.view) for h in partial.hits[0][:count]] == brute_force(rich, query_QD[0], count)
     others = {i: own for i, own in views.items() if shard_of(i, 4) in (0, 3)}
-    rest = [(h.passage_id, h.score, h.view) for h in partial.hits[0][kept:]]
-    assert rest == brute_force(others, query_QD[0], 40 - kept)
+    rest = [(h.passage_id, h.score, h.view) for h in partial.hits[0][count:]]
+    assert rest == brute_force(others, query_QD[0], 40 - count)
     with pytest.raises(CoverageError, match=r"2 of 4 shards .*: 1 \(late\), 2 \(late\)"):
         router.search(query_QD, k, deadline=Deadline.after(2.0), min_coverage=0.75)
 
@@ -308,8 +308,8 @@ def test_an_approximate_answer_says_so_and_its_scores_are_true(tmp_path):
     answer = local(tmp_path, version).search(queries_QD, 10)
     assert not answer.exact.certified
     assert answer.exact.method == "hnsw" and answer.exact.recall is None
-    measured = dataclasses.replace(version, recall=0.83)
-    assert local(tmp_path, measured).search(queries_QD, 10).exact.recall == 0.83
+    measured_version = dataclasses.replace(version, recall=0.83)
+    assert local(tmp_path, measured_version).search(queries_QD, 10).exact.recall == 0.83
     assert 5 * 2 * 10 < answer.exact.rescored <= 5 * 60
     for query_D, hits in zip(queries_QD, answer.hits):
         assert len({hit.passage_id for hit in hits}) == 10
@@ -335,15 +335,15 @@ def test_an_answer_tells_how_many_passages_its_shards_scored_exactly(tmp_path, m
     """Single queries and a batch, over a shard with a second round: counts every scored pair, and no other."""
     views, _ = with_a_rich_shard(tmp_path)
     router = local(tmp_path, publish_random_index(tmp_path, views, 4, IndexParams(scan=scan), parent=1))
-    scored: list[int] = []
+    counts: list[int] = []
     rescore = BlockTable.rescore
-    monkeypatch.setattr(BlockTable, "rescore", lambda *args: (scored.append(len(args[2].row_M)), rescore(*args))[1])
+    monkeypatch.setattr(BlockTable, "rescore", lambda *args: (counts.append(len(args[2].row_M)), rescore(*args))[1])
     queries_QD = np.random.default_rng(2).normal(size=(6, D)).astype(np.float32)
     queries_QD[0] = 1
     for asked_QD in [*queries_QD[:, None], queries_QD]:
-        scored.clear()
+        counts.clear()
         answer = router.search(asked_QD, 40)
-        assert answer.exact.rescored == sum(scored) >= 40 * len(asked_QD)
+        assert answer.exact.rescored == sum(counts) >= 40 * len(asked_QD)
     assert answer.exact.rounds == 2
 
 
@@ -373,10 +373,10 @@ def test_every_stored_view_is_scored_and_the_winner_is_the_one_that_search_names
     router = local(root, publish_random_index(root, views, num_shards))
     queries_QD = rng.integers(-2, 3, (3, D)).astype(np.float32)
     ids = rng.permutation(sorted(views)).tolist()
-    explained = router.explain(queries_QD, ids)
-    assert [one.passage_id for one in explained] == ids
+    explanations = router.explain(queries_QD, ids)
+    assert [one.passage_id for one in explanations] == ids
     by_search = [{hit.passage_id: hit for hit in hits} for hits in router.search(queries_QD, 20).hits]
-    for one in explained:
+    for one in explanations:
         own = views[one.passage_id]
         assert one.view_numbers_N.tolist() == sorted(own)
         for query_D, scores_N, winner, hits in zip(queries_QD, one.scores_QN, one.winner_Q, by_search):
@@ -405,9 +405,9 @@ def test_only_the_shard_that_holds_a_passage_is_asked_for_its_views(tmp_path):
 def test_what_cannot_be_explained_is_refused(tmp_path):
     router = local(tmp_path, publish_random_index(tmp_path, random_views(9, 1), 2))
     message = "index 'random' version 1 holds no passage 'p9'; give an id as `mvr-ray search CONFIG` shows it"
-    with pytest.raises(UnknownPassageError, match=f"^{re.escape(message)}$") as refused:
+    with pytest.raises(UnknownPassageError, match=f"^{re.escape(message)}$") as error:
         router.explain(np.ones((1, D), np.float32), ["p001", "p9"])
-    assert refused.value.passage_id == "p9"
+    assert error.value.passage_id == "p9"
     with pytest.raises(ShardIndexError, match=f"{D + 1}.*{D}"):
         router.explain(np.ones((1, D + 1), np.float32), ["p001"])
     assert router.explain(np.ones((1, D), np.float32), []) == []
@@ -449,9 +449,9 @@ def test_texts_are_embedded_by_the_indexs_own_encoder_and_no_other(own_index, ru
         queries_QD = DualEncoder.load(folder).embed_queries(["Who won?"])
         assert router.search_text(["Who won?"], 3) == router.search(queries_QD, 3)
     file = folder / paths.ENCODER_JSON
-    described = {**json.loads(file.read_text()), "fingerprint": "0" * 16}
-    del described["checksum"]
-    file.write_text(json.dumps(described))
+    fields = {**json.loads(file.read_text()), "fingerprint": "0" * 16}
+    del fields["checksum"]
+    file.write_text(json.dumps(fields))
     with (
         open_router(run, local=True) as router,
         pytest.raises(FingerprintError, match=f"{'0' * 16}.*{folder.name}"),
@@ -465,9 +465,9 @@ def test_the_snippet_that_won_is_that_of_the_winning_view(small_index, run_over)
     with open_router(run_over(small_index), local=True) as router:
         hit = router.search_text(["When did the oil crisis begin?"], 1).hits[0][0]
         passage = router.passages([hit.passage_id])[hit.passage_id]
-        matched = router.matching_snippet(passage, hit.view)
-        assert matched.kind == "snippet" and passage.text[matched.start : matched.stop] == matched.text
-        assert (matched.start, matched.stop) == router.encoder.snippets(passage)[hit.view]
+        snippet = router.matching_snippet(passage, hit.view)
+        assert snippet.kind == "snippet" and passage.text[snippet.start : snippet.stop] == snippet.text
+        assert (snippet.start, snippet.stop) == router.encoder.snippets(passage)[hit.view]
         for number in (0, 3):
             assert router.matching_snippet(passage, router.num_views + number).kind == "feedback"
 
@@ -478,19 +478,19 @@ def test_a_passages_sentences_are_cut_once_and_another_text_under_its_id_anew(sm
     with open_router(run_over(small_index), local=True) as router:
         [hit, *_] = router.search_text(["What was the oil crisis?"], 1).hits[0]
         passage = router.passages([hit.passage_id])[hit.passage_id]
-        cut = []
+        calls = []
         spans_of = type(router.encoder).view_spans
 
         def count_calls(encoder, passage):
-            cut.append(passage)
+            calls.append(passage)
             return spans_of(encoder, passage)
 
         monkeypatch.setattr(type(router.encoder), "view_spans", count_calls)
         other = passage._replace(text="One sentence. " + passage.text)
-        for shown in (passage, other):
+        for one in (passage, other):
             for _ in range(3):
-                assert list(router.view_spans(shown)) == spans_of(router.encoder, shown)
-        assert cut == [passage, other]
+                assert list(router.view_spans(one)) == spans_of(router.encoder, one)
+        assert calls == [passage, other]
 
 
 @pytest.mark.data
@@ -521,9 +521,9 @@ def test_a_dead_searcher_is_told_and_then_answers_again(small_index, run_over):
         whole = inside.search_text(questions, 10)
         assert router.search_text(questions, 10) == whole
         assert router.fleet.health(30) == [0, 1, 2]
-        held = router.fleet.shards[0]
+        shards = router.fleet.shards[0]
         os.kill(ray.get(router.fleet.actors[0].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
-        with pytest.raises(CoverageError, match=rf"{len(held)} of 3 shards .*{held[0]} \(died\)"):
+        with pytest.raises(CoverageError, match=rf"{len(shards)} of 3 shards .*{shards[0]} \(died\)"):
             router.search_text(questions, 10)
         router.ready()
         assert router.search_text(questions, 10) == whole

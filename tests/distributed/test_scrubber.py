@@ -73,9 +73,9 @@ def test_a_shard_that_was_overwritten_under_a_searcher_is_withdrawn_and_reopened
     assert states(router, queries_QD) == (["searched", "damaged", "searched"], False)
     scrubber.scrub(1.0 + FIRST_RETRY_S)
     assert states(router, queries_QD)[0][1] == "damaged", "the bytes differ still"
-    repaired = file.with_name("repaired")
-    repaired.write_bytes(whole)
-    repaired.replace(file)
+    repaired_file = file.with_name("repaired")
+    repaired_file.write_bytes(whole)
+    repaired_file.replace(file)
     scrubber.scrub(2.0 + 4 * FIRST_RETRY_S)
     after = router.search(queries_QD, 5)
     assert (after.hits, after.exact.certified, after.coverage_share) == (before.hits, True, 1.0)
@@ -117,19 +117,19 @@ def test_words_that_were_overwritten_under_a_searcher_are_withdrawn_and_taken_up
     before = router.search(queries_QD, 5, hybrid=by_words)
     assert version.lexical and before.exact.certified
     now_s = 0.0
-    for entry, damaged in ((version.lexical.postings[1][0], {1}), (version.lexical.statistics[0], {0, 1, 2})):
+    for entry, damaged_shards in ((version.lexical.postings[1][0], {1}), (version.lexical.statistics[0], {0, 1, 2})):
         file = tmp_path / manifest.lexical_path("random", entry)
         whole = overwrite(file)
         scrubber.scrub(now_s)
         for _ in range(2):  # it is not reopened while the bytes differ
             answer = router.search(queries_QD, 5, hybrid=by_words, min_coverage=0)
-            assert {shard.shard for shard in answer.shards if shard.state == "damaged"} == damaged
+            assert {shard.shard for shard in answer.shards if shard.state == "damaged"} == damaged_shards
             assert not answer.exact.certified
             assert states(router, queries_QD) == (["searched"] * 3, True)
             scrubber.scrub(now_s := now_s + FIRST_RETRY_S)
-        repaired = file.with_name("repaired")
-        repaired.write_bytes(whole)
-        repaired.replace(file)
+        repaired_file = file.with_name("repaired")
+        repaired_file.write_bytes(whole)
+        repaired_file.replace(file)
         scrubber.scrub(now_s := now_s + 4 * FIRST_RETRY_S)
         after = router.search(queries_QD, 5, hybrid=by_words)
         assert (after.hits, after.exact.certified, after.coverage_share) == (before.hits, True, 1.0)

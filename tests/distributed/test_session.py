@@ -153,9 +153,9 @@ def test_only_who_has_the_token_joins_a_cluster_that_we_started(ray_session, tmp
         assert token not in result.stdout + result.stderr
         return result.stdout.strip().split(" ", 1)
 
-    for refused in (try_to_join(), try_to_join(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="f" * len(token))):
-        assert refused[0] == "refused"
-        assert "RAY_AUTH_TOKEN" in refused[1]
+    for output in (try_to_join(), try_to_join(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="f" * len(token))):
+        assert output[0] == "refused"
+        assert "RAY_AUTH_TOKEN" in output[1]
     assert try_to_join(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token) == ["joined", "False"]
     assert not (tmp_path / ".ray" / "auth_token").exists()
     (tmp_path / ".ray").mkdir()

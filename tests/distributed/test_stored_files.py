@@ -58,18 +58,18 @@ def test_an_older_store_is_refined_and_dealt_to_other_shards_and_its_versions_st
     run = run_over(store, "flat", questions="years", rounds=1, max_heldout_loss=100)
     before = manifest.read(Store(str(store)), "flat", 1)
     manifest.rollback(Store(str(store)), "flat", 1)
-    published = refine.refine(run).published
-    assert published is not None and published.parent == 3
-    assert published.num_passages == before.num_passages and published.num_vectors > before.num_vectors
-    with open_router(run, published.version, local=True) as router:
-        refined = router.search(QUERIES_QD, K).hits
-    assert refined != [[]] * len(QUERIES_QD)
+    version = refine.refine(run).published
+    assert version is not None and version.parent == 3
+    assert version.num_passages == before.num_passages and version.num_vectors > before.num_vectors
+    with open_router(run, version.version, local=True) as router:
+        refined_hits = router.search(QUERIES_QD, K).hits
+    assert refined_hits != [[]] * len(QUERIES_QD)
     report = reshard.reshard(run, 2)
-    assert (report.shards_before, report.shards, report.views) == (3, 2, published.num_vectors)
+    assert (report.shards_before, report.shards, report.views) == (3, 2, version.num_vectors)
     with open_router(run, report.version, local=True) as router:
         hits = router.search(QUERIES_QD, K).hits
     assert [[(h.passage_id, h.view) for h in row] for row in hits] == [
-        [(h.passage_id, h.view) for h in row] for row in refined
+        [(h.passage_id, h.view) for h in row] for row in refined_hits
     ]
     old = next(answer for answer in ANSWERS["answers"] if (answer["index"], answer["version"]) == ("flat", 2))
     with open_router(run, 2, local=True) as router:

@@ -59,13 +59,13 @@ def store_path(squad_dev, tiny_backbone, tmp_path_factory) -> Path:
     store = Store(run.store.path)
     questions = read_questions(only_corpus(store), "all")
     counts: dict[str, int] = {}
-    parted: dict[str, list[Question]] = {"train": [], "dev": []}
+    parts: dict[str, list[Question]] = {"train": [], "dev": []}
     for question in questions:
         number = counts[question.positive_ids[0]] = counts.get(question.positive_ids[0], -1) + 1
-        parted["dev" if number >= 2 else "train"].append(question)
-    for name, part in parted.items():
+        parts["dev" if number >= 2 else "train"].append(question)
+    for name, part in parts.items():
         write_questions(only_corpus(store), name, part)
-    write_questions(only_corpus(store), "tiny", parted["train"][:6])
+    write_questions(only_corpus(store), "tiny", parts["train"][:6])
     return folder / "store"
 
 
@@ -105,15 +105,15 @@ def test_a_training_killed_anywhere_ends_with_the_same_weights_to_the_bit(store_
     cfg = {"epochs": 3, "max_steps": 5, "checkpoint_steps": 2, "batch_questions": 4, "questions": "tiny", **settings}
     cfg["snapshot_steps"] = [1, 4, 5]
     whole = train(run_of(store_path, cfg, {"name": f"{name}-whole", **encoder}))
-    broken = run_of(store_path, cfg, {"name": f"{name}-broken", **encoder})
+    run = run_of(store_path, cfg, {"name": f"{name}-broken", **encoder})
     for step in (1, 5):
         with pytest.raises(RetrieverStop):
-            train(broken, stop_at(step))
-    again = train(broken)
+            train(run, stop_at(step))
+    again = train(run)
     assert again.fingerprint == whole.fingerprint
     assert again.metrics == whole.metrics
     assert again.epochs == whole.epochs
-    store = Store(broken.store.path)
+    store = Store(run.store.path)
     snapshots = [
         [latest_fingerprint(store, ENCODERS, f"{name}-{which}-step-{step}") for step in cfg["snapshot_steps"]]
         for which in ("whole", "broken")
@@ -140,14 +140,14 @@ def test_a_finished_training_is_not_run_again_and_a_changed_one_is(store_path):
     first = train(run, lambda what, count, total: calls.append(count))
     assert train(run, lambda what, count, total: calls.append(count)) == first
     assert calls == [1]
-    changed = run.model_copy(update={"train": run.train.model_copy(update={"lr": 1e-3})})
-    other = train(changed)
+    changed_run = run.model_copy(update={"train": run.train.model_copy(update={"lr": 1e-3})})
+    other = train(changed_run)
     assert other.fingerprint != first.fingerprint
     store = Store(run.store.path)
     assert latest_fingerprint(store, ENCODERS, "once") == other.fingerprint
-    opened = DualEncoder.load(store.local_path(first.folder))
-    assert opened.fingerprint == first.fingerprint
-    assert opened.spec.max_passage_tokens == 48
+    encoder = DualEncoder.load(store.local_path(first.folder))
+    assert encoder.fingerprint == first.fingerprint
+    assert encoder.spec.max_passage_tokens == 48
 
 
 @pytest.mark.slow
@@ -170,18 +170,18 @@ def test_training_lowers_the_loss_and_raises_dev_accuracy(store_path, minilm):
     }
     encoder = {"name": "learns", "strategy": "snippets", "num_views": 4, "max_query_tokens": 32}
     encoder["backbone"] = str(minilm)
-    made = train(run_of(store_path, settings, encoder))
-    assert made.epochs[-1].loss < 0.5 * made.epochs[0].loss
-    assert made.metrics["dev_top1"] >= made.metrics["dev_top1_before"] + 0.08
-    assert made.metrics["dev_top1"] == max(epoch.dev_top1 for epoch in made.epochs)
-    assert not made.epochs[-1].collapsed
+    model = train(run_of(store_path, settings, encoder))
+    assert model.epochs[-1].loss < 0.5 * model.epochs[0].loss
+    assert model.metrics["dev_top1"] >= model.metrics["dev_top1_before"] + 0.08
+    assert model.metrics["dev_top1"] == max(epoch.dev_top1 for epoch in model.epochs)
+    assert not model.epochs[-1].collapsed
 
 
 @pytest.mark.data
 def test_a_training_that_does_not_help_says_so(store_path, caplog):
     settings = {"questions": "tiny", "dev_questions": "tiny", "batch_questions": 4, "max_steps": 1, "lr": 1e-9}
-    made = train(run_of(store_path, settings, {"name": "idle", "strategy": "mean", **QUICK}))
-    assert made.metrics["dev_top1"] == made.metrics["dev_top1_before"]
+    model = train(run_of(store_path, settings, {"name": "idle", "strategy": "mean", **QUICK}))
+    assert model.metrics["dev_top1"] == model.metrics["dev_top1_before"]
     assert "training did not raise dev accuracy" in caplog.text
 
 
@@ -189,8 +189,8 @@ def test_a_training_that_does_not_help_says_so(store_path, caplog):
 def test_viewers_at_one_position_raise_the_collapse_alarm(store_path, minilm, caplog):
     backbone = {"backbone": str(minilm), **QUICK}
     settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 1, "warm_start_steps": 0}
-    made = train(run_of(store_path, settings, {"name": "collapsed", "strategy": "viewers", **backbone}))
-    assert made.epochs[-1].collapsed
+    model = train(run_of(store_path, settings, {"name": "collapsed", "strategy": "viewers", **backbone}))
+    assert model.epochs[-1].collapsed
     assert "views have collapsed" in caplog.text
     spread = train(run_of(store_path, settings, {"name": "spread", "strategy": "snippet_means", **backbone}))
     assert not spread.epochs[-1].collapsed
@@ -246,10 +246,10 @@ def test_the_temperature_falls_by_the_epoch_after_the_warm_start(store_path):
     def temperatures(name: str, **settings) -> list[float]:
         cfg = {"questions": "tiny", "batch_questions": 4, "epochs": 4, "warm_start_steps": 3, "loss": "mvr", **settings}
         cfg |= {"temperature_decay": 0.5, "temperature_floor": 0.3}
-        made = train(run_of(store_path, cfg, {"name": name, "strategy": "snippet_means", **QUICK}))
-        learned = [epoch for epoch in made.epochs if epoch.step > 3]
-        assert learned[-1].step == 3 + 8
-        return [epoch.temperature for epoch in learned]
+        model = train(run_of(store_path, cfg, {"name": name, "strategy": "snippet_means", **QUICK}))
+        epochs = [epoch for epoch in model.epochs if epoch.step > 3]
+        assert epochs[-1].step == 3 + 8
+        return [epoch.temperature for epoch in epochs]
 
     assert temperatures("epochs") == pytest.approx([1, math.exp(-0.5), math.exp(-1), 0.3])
     assert temperatures("steps", temperature_steps=1)[:2] == pytest.approx([math.exp(-0.5), 0.3])
@@ -273,13 +273,13 @@ def test_lower_precision_and_checkpointed_activations_train_to_nearly_the_same_l
 @pytest.mark.parametrize(("multiplies", "precision"), [(True, "bf16"), (False, "fp32")])
 def test_auto_is_the_precision_of_the_processor_where_training_began(store_path, monkeypatch, multiplies, precision):
     cfg = {"questions": "tiny", "batch_questions": 4, "max_steps": 5, "epochs": 3, "checkpoint_steps": 2}
-    fixed = train(run_of(store_path, {**cfg, "precision": precision}, {"name": f"named-{precision}", **QUICK}))
+    reference = train(run_of(store_path, {**cfg, "precision": precision}, {"name": f"named-{precision}", **QUICK}))
     run = run_of(store_path, {**cfg, "precision": "auto"}, {"name": f"auto-{precision}", **QUICK})
     monkeypatch.setattr(steps, "multiplies_bf16", lambda device: multiplies)
     with pytest.raises(RetrieverStop):
         train(run, stop_at(3))
     monkeypatch.setattr(steps, "multiplies_bf16", lambda device: not multiplies)
-    assert train(run).fingerprint == fixed.fingerprint
+    assert train(run).fingerprint == reference.fingerprint
 
 
 @pytest.mark.data
@@ -319,22 +319,22 @@ def test_a_killed_worker_changes_nothing_of_the_result(store_path, actor_process
     """Two workers on Ray, one killed half way, give the result of two undisturbed workers."""
     settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 6, "epochs": 6, "checkpoint_steps": 2}
     resources = {"train_workers": 2, "cpus_per_trainer": 1}
-    killed: list[int] = []
+    killed_pids: list[int] = []
     steps: list[int] = []
 
     def kill_one(what: str, count: int, total: int) -> None:
         steps.append(count)
-        if count >= 2 and not killed:
-            killed.append(actor_processes("RayTrainWorker")[0])
-            os.kill(killed[0], signal.SIGKILL)
+        if count >= 2 and not killed_pids:
+            killed_pids.append(actor_processes("RayTrainWorker")[0])
+            os.kill(killed_pids[0], signal.SIGKILL)
 
     handler = signal.getsignal(signal.SIGINT)
     calm = train(run_of(store_path, settings, {"name": "calm", **QUICK}, resources=resources))
     assert signal.getsignal(signal.SIGINT) is handler
-    hurt = train(run_of(store_path, settings, {"name": "hurt", **QUICK}, resources=resources), kill_one)
-    assert killed
-    assert hurt.fingerprint == calm.fingerprint
-    assert hurt.epochs == calm.epochs
+    hurt_model = train(run_of(store_path, settings, {"name": "hurt", **QUICK}, resources=resources), kill_one)
+    assert killed_pids
+    assert hurt_model.fingerprint == calm.fingerprint
+    assert hurt_model.epochs == calm.epochs
     record_property("figures", f"1 of 2 workers killed in step {next(n for n in steps if n >= 2)} of {max(steps)}")
 
 

@@ -113,8 +113,8 @@ def test_hard_negatives_are_drawn_anew_each_epoch_and_are_never_gold_or_missing(
 
 def test_mined_negatives_replace_those_of_the_question(corpus, ids):
     questions = [Question("a", "A?", ("x",), (ids[0],), (ids[1],)), Question("b", "B?", ("x",), (ids[0],), (ids[2],))]
-    mined = [questions[0]._replace(hard_negative_ids=(ids[7],))]
-    first, second = QuestionExamples(corpus, questions, mined, TrainConfig(questions="q")).get([0, 1], 0)
+    mined_questions = [questions[0]._replace(hard_negative_ids=(ids[7],))]
+    first, second = QuestionExamples(corpus, questions, mined_questions, TrainConfig(questions="q")).get([0, 1], 0)
     assert [passage.id for passage in first.negatives] == [ids[7]]
     assert [passage.id for passage in second.negatives] == [ids[2]]
 

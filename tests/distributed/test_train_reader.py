@@ -41,9 +41,9 @@ def store_path(squad_dev, tiny_backbone, tmp_path_factory) -> Path:
     run = run_of(folder / "store", prepare={"sources": [{"path": str(folder / "squad.json"), "questions": "all"}]})
     store = Store(run.store.path)
     prepare(run.prepare, store)
-    asked = read_questions(only_corpus(store), "all")
-    write_questions(only_corpus(store), "some", asked[:16])
-    write_questions(only_corpus(store), "tiny", asked[:6])
+    questions = read_questions(only_corpus(store), "all")
+    write_questions(only_corpus(store), "some", questions[:16])
+    write_questions(only_corpus(store), "tiny", questions[:6])
     return folder / "store"
 
 
@@ -61,14 +61,14 @@ def test_a_reader_learns_to_answer_the_questions_that_it_is_taught(store_path, m
     steps = {"lr": 5e-4, "epochs": 12, "max_steps": 24, "reader": "learner"}
     lengths = {"max_tokens": 192, "overlap_tokens": 48, "max_question_tokens": 40}
     run = run_of(store_path, {**settings, **steps}, lengths, encoder={"backbone": str(minilm)})
-    trained = train_reader.train(run)
-    assert trained.metrics["dev_f1_before"] < 0.3
-    assert trained.metrics["dev_f1"] > 0.7
-    assert trained.epochs[-1].loss < trained.epochs[0].loss / 3
-    assert [epoch.step for epoch in trained.epochs] == list(range(2, 25, 2))
+    model = train_reader.train(run)
+    assert model.metrics["dev_f1_before"] < 0.3
+    assert model.metrics["dev_f1"] > 0.7
+    assert model.epochs[-1].loss < model.epochs[0].loss / 3
+    assert [epoch.step for epoch in model.epochs] == list(range(2, 25, 2))
 
     store = Store(str(store_path))
-    reader = Reader.load(store_path / trained.folder, ReaderSpec(192, 48, 40))
+    reader = Reader.load(store_path / model.folder, ReaderSpec(192, 48, 40))
     passages = Corpus.open(store, "corpus")
     right = 0
     for question in read_questions(only_corpus(store), "some"):
@@ -94,11 +94,11 @@ def test_a_training_killed_anywhere_ends_with_the_same_reader_to_the_bit(store_p
     """Passages of several windows, negatives from the batch, dropout, several passes a step."""
     settings = {"epochs": 3, "max_steps": 5, "checkpoint_steps": 2, "cache_chunk": 5, "dev_questions": "tiny"}
     whole = train_reader.train(run_of(store_path, {**settings, "reader": "whole"}))
-    broken = run_of(store_path, {**settings, "reader": "broken"})
+    run = run_of(store_path, {**settings, "reader": "broken"})
     for step in (1, 5):
         with pytest.raises(ReaderStop):
-            train_reader.train(broken, stop_at(step))
-    again = train_reader.train(broken)
+            train_reader.train(run, stop_at(step))
+    again = train_reader.train(run)
     assert again.fingerprint == whole.fingerprint
     assert (again.metrics, again.epochs) == (whole.metrics, whole.epochs)
     assert not Store(str(store_path)).exists("encoders")
@@ -129,7 +129,7 @@ def test_targets_are_the_answers_words_and_the_null_token_everywhere_else(store_
     for at, example in enumerate(examples):
         answer = example.passage.text[example.answer_start : example.answer_stop]
         [other] = negatives_for(at, examples, 1)
-        held = 0
+        num_spans = 0
         for text in (example.passage.text, other.text):
             tokens = reader.windower.tokenize([text])[text]
             count = len(reader.windower.windows(reader.windower.frame(example.text), tokens))
@@ -142,10 +142,10 @@ def test_targets_are_the_answers_words_and_the_null_token_everywhere_else(store_
                 assert window.first <= start <= end < window.first + window.num_text
                 first, last = start + window.offset - window.first, end + window.offset - window.first
                 assert text[tokens.starts[first] : tokens.stops[last]] == answer
-                held += 1
+                num_spans += 1
             position += count
-        assert held or len(reader.windower.tokenize([answer])[answer].ids) > lengths["overlap_tokens"]
-        hits += held
+        assert num_spans or len(reader.windower.tokenize([answer])[answer].ids) > lengths["overlap_tokens"]
+        hits += num_spans
     assert position == len(targets)
     assert hits >= 8 and nulls >= 16
 
@@ -155,16 +155,16 @@ def test_strangers_neither_answer_nor_repeat_nor_bring_the_question_itself():
         return Passage(name, "", text)
 
     rich, same, salt, else_ = passage("a", "Trade made it rich."), passage("b", "RICH."), passage("c", "Salt."), "x"
-    known = passage("d", "Another one.")
+    other = passage("d", "Another one.")
     examples = [
         Example("q0", rich, 14, known_ids=("d",), answer_stop=18),
         Example("q1", same, 0, answer_stop=4),
-        Example("q2", known, 0, answer_stop=7),
+        Example("q2", other, 0, answer_stop=7),
         Example("q3", salt, 0, answer_stop=4),
         Example("q4", salt, 0, answer_stop=4),
         Example("q5", rich, 0, negatives=(passage(else_, "Hard."),), answer_stop=5),
     ]
-    assert [[found.id for found in negatives_for(at, examples, 2)] for at in range(6)] == [
+    assert [[negative.id for negative in negatives_for(at, examples, 2)] for at in range(6)] == [
         ["c"],
         ["d", "c"],
         ["c", "a"],
@@ -177,17 +177,17 @@ def test_strangers_neither_answer_nor_repeat_nor_bring_the_question_itself():
 
 def test_what_a_reader_cannot_be_taught_is_refused_by_name(store_path):
     store = Store(str(store_path))
-    [asked, *_] = read_questions(only_corpus(store), "tiny")
-    write_questions(only_corpus(store), "unplaced", [asked._replace(answer_starts=())])
-    moved = tuple(start + 1 for start in asked.answer_starts)
+    [question, *_] = read_questions(only_corpus(store), "tiny")
+    write_questions(only_corpus(store), "unplaced", [question._replace(answer_starts=())])
+    wrong_starts = tuple(start + 1 for start in question.answer_starts)
     write_questions(
-        only_corpus(store), "misplaced", [asked._replace(answer_starts=moved), Question("q", "Who?", ("x",))]
+        only_corpus(store), "misplaced", [question._replace(answer_starts=wrong_starts), Question("q", "Who?", ("x",))]
     )
 
     def check(error, message, train=None, read=None, **sections):
-        with pytest.raises(error) as caught:
+        with pytest.raises(error) as exc_info:
             train_reader.train(run_of(store_path, train, read, **sections))
-        assert str(caught.value).startswith(message)
+        assert str(exc_info.value).startswith(message)
 
     offsets = "a reader learns from answer offsets, as SQuAD's files have them"
     check(
@@ -215,9 +215,9 @@ def test_the_command_trains_a_reader_where_the_run_says_so(store_path, tmp_path,
     """The retriever's training does not replace it: without questions that one would use cloze."""
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump(run_of(store_path).model_dump(mode="json")))
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as error:
         main(["train", str(path), "train.questions=null"])
-    assert ended.value.code == 2
+    assert error.value.code == 2
     assert capsys.readouterr().err == (
         "mvr-ray: train.task is reader, which learns from answers; name a stored set in train.questions\n"
     )
@@ -230,10 +230,10 @@ def test_two_workers_train_the_reader_of_one_process(store_path, tiny_backbone, 
     settings = {"max_steps": 3, "epochs": 2, "dropout": 0.0}
     alone = train_reader.train(run_of(store_path, {**settings, "reader": "alone"}))
     two = run_of(store_path, {**settings, "reader": "two"}, resources={"train_workers": 2})
-    shared = train_reader.train(two)
-    assert [epoch.loss for epoch in shared.epochs] == pytest.approx([epoch.loss for epoch in alone.epochs], rel=1e-4)
+    parallel = train_reader.train(two)
+    assert [epoch.loss for epoch in parallel.epochs] == pytest.approx([epoch.loss for epoch in alone.epochs], rel=1e-4)
     spec = ReaderSpec(64, 16, 24)
-    weights = [Reader.load(store_path / made.folder, spec).state_dict() for made in (alone, shared)]
+    weights = [Reader.load(store_path / model.folder, spec).state_dict() for model in (alone, parallel)]
     start = Reader.from_backbone(str(tiny_backbone), spec, seed=two.train.seed).state_dict()
     # These add a constant to every input of a softmax: their gradient is rounding, which AdamW scales to full steps.
     names = [name for name in start if not name.endswith(("key.bias", "qa_outputs.bias"))]

@@ -158,9 +158,9 @@ def test_messages_are_decoded_as_they_were_encoded(data):
         ids_R = pa.array([f"p\u00e4{row}" for row in rows_R.tolist()], pa.string())
         results.append(ShardResult(shard, hits, np.arange(num_queries), rows_R, ids_R))
     failures = [ShardFailure((5, 6), "damaged", "part-6 is not what it was")]
-    decoded = decode_results(encode_results(ShardResults(results, failures), num_queries))
-    assert decoded.failures == failures and len(decoded.results) == len(results)
-    for one, other in zip(decoded.results, results):
+    reply = decode_results(encode_results(ShardResults(results, failures), num_queries))
+    assert reply.failures == failures and len(reply.results) == len(results)
+    for one, other in zip(reply.results, results):
         width = other.hits.rows_QK.shape[1]
         for name in ("rows_QK", "scores_QK", "views_QK"):
             np.testing.assert_equal(getattr(one.hits, name)[:, :width], getattr(other.hits, name))
@@ -174,10 +174,10 @@ def test_messages_are_decoded_as_they_were_encoded(data):
 def test_stored_views_keep_their_type_and_their_passages(dtype):
     rng = np.random.default_rng(3)
     views = {f"p{n}": Views(np.arange(n, dtype=np.int16), rng.normal(size=(n, D)).astype(dtype)) for n in range(4)}
-    decoded = decode_views(encode_views(ViewResults(views, [ShardFailure((1,), "late")])))
-    assert decoded.failures == [ShardFailure((1,), "late")]
-    np.testing.assert_equal(decoded.views, views)
-    assert all(one.vectors_ND.dtype == dtype for one in decoded.views.values())
+    reply = decode_views(encode_views(ViewResults(views, [ShardFailure((1,), "late")])))
+    assert reply.failures == [ShardFailure((1,), "late")]
+    np.testing.assert_equal(reply.views, views)
+    assert all(one.vectors_ND.dtype == dtype for one in reply.views.values())
     assert decode_views(encode_views(ViewResults({}, []))) == ViewResults({}, [])
 
 
@@ -212,9 +212,9 @@ def test_what_is_sent_comes_back_whatever_its_size_and_errors_of_ours_keep_their
     for message in (b"", b"a", os.urandom(9_000_000)):
         assert call(connection, "say", message).result(30).to_pybytes() == message
     desk.error = ShardIndexError("version 3 was dropped here; ask the live one")
-    with pytest.raises(ShardIndexError) as caught:
+    with pytest.raises(ShardIndexError) as error:
         call(connection, "fail").result(30)
-    assert str(caught.value) == "version 3 was dropped here; ask the live one"
+    assert str(error.value) == "version 3 was dropped here; ask the live one"
     desk.error = KeyError("x")
     with pytest.raises((KeyError, pa.ArrowException)):
         call(connection, "fail").result(30)
@@ -293,9 +293,9 @@ def test_where_a_server_goes_away_ray_carries_the_calls_that_run_and_those_that_
     with ThreadPoolExecutor(1) as threads:
         waits = call(connection, "later", b"runs")
         until(lambda: desk.calls == 1)
-        gone = threads.submit(server.shutdown)
+        shutdown = threads.submit(server.shutdown)
         desk.gate.set()
-        gone.result(30)
+        shutdown.result(30)
     assert waits.result(30).to_pybytes() == b"runs"
     assert call(connection, "say", b"follows").result(30).to_pybytes() == b"follows"
     assert not connection.is_connected and connection.actor.by_ray >= 2

@@ -76,20 +76,20 @@ def add_views(store: Store, version: Manifest, names: set[str]) -> Manifest:
     entries = list(version.shards)
     for name in sorted(names):
         entry = entries[shard_of(name, len(entries))]
-        embedded = open_embeddings(manifest.open_shard(store, version.index, entry), entry.files)
-        own = embedded.find([name])[name]
-        is_own_N = own.view_numbers_N < embedded.num_views
-        numbers_N = np.append(own.view_numbers_N[is_own_N], np.int16(embedded.num_views))
-        learned = Views(numbers_N, np.vstack([own.vectors_ND[is_own_N], -own.vectors_ND[:1]]))
+        shard = open_embeddings(manifest.open_shard(store, version.index, entry), entry.files)
+        own = shard.find([name])[name]
+        is_own_N = own.view_numbers_N < shard.num_views
+        numbers_N = np.append(own.view_numbers_N[is_own_N], np.int16(shard.num_views))
+        new_views = Views(numbers_N, np.vstack([own.vectors_ND[is_own_N], -own.vectors_ND[:1]]))
         with store.scratch() as scratch:
             folder = scratch / "shard"
             folder.mkdir()
-            write_changed(embedded, folder, {name: learned})
+            write_changed(shard, folder, {name: new_views})
             entries[entry.shard] = build_shard(store, version, entry.shard, folder)
-    refined = dataclasses.replace(
+    refined_version = dataclasses.replace(
         version, parent=version.version, operation="refine:feedback_views", shards=tuple(entries)
     )
-    return manifest.publish(store, refined)
+    return manifest.publish(store, refined_version)
 
 
 def require_true_answers(root: Path, version: Manifest, views: Mapping[str, Views], contents: Contents) -> None:
@@ -140,22 +140,22 @@ def test_after_any_history_nothing_is_encoded_twice_and_what_was_learned_stays(
     prepare(run.prepare, store)
     live = build_index.index(run)
     encoded_views = {contents[name]: own for name, own in stored_views(store, live).items()}
-    learned: set[str] = set()
-    history = {live.version: (dict(contents), set(learned))}
+    learned_ids: set[str] = set()
+    history = {live.version: (dict(contents), set(learned_ids))}
     for kind, *words in steps:
         if kind == "update":
             upserts = {f"p{at:02d}": number for at, number in words[0].items()}
-            deleted = {f"p{at:02d}" for at in words[1]} - set(upserts)
+            deletions = {f"p{at:02d}" for at in words[1]} - set(upserts)
             before = dict(contents)
-            contents = {name: own for name, own in (contents | upserts).items() if name not in deleted}
+            contents = {name: own for name, own in (contents | upserts).items() if name not in deletions}
             if not contents:
                 break
-            update(run.prepare, store, write_rows(root.parent / "changes.jsonl", upserts, deleted), index="index")
+            update(run.prepare, store, write_rows(root.parent / "changes.jsonl", upserts, deletions), index="index")
             new = {name for name, number in contents.items() if number not in encoded_views}
             new_contents = {contents[name] for name in new}
-            published, live = live, build_index.index(run)
-            learned = {name for name in learned if contents.get(name) == before[name]}
-            if live.version != published.version:
+            old, live = live, build_index.index(run)
+            learned_ids = {name for name in learned_ids if contents.get(name) == before[name]}
+            if live.version != old.version:
                 assert live.metrics["encoded"] == len(new_contents)
                 assert live.metrics["carried_over"] == len(contents) - len(new_contents)
             else:
@@ -167,7 +167,7 @@ def test_after_any_history_nothing_is_encoded_twice_and_what_was_learned_stays(
         elif kind == "refine":
             names = {f"p{at:02d}" for at in words[0]} & set(contents)
             if names:
-                live, learned = add_views(store, live, names), learned | names
+                live, learned_ids = add_views(store, live, names), learned_ids | names
         elif kind == "reshard":
             reshard.reshard(run, words[0])
             live = manifest.read(store, "index")
@@ -178,8 +178,8 @@ def test_after_any_history_nothing_is_encoded_twice_and_what_was_learned_stays(
             to = sorted(history)[words[0] % len(history)]
             rollback(store, "index", to)
             live = manifest.read(store, "index")
-            contents, learned = dict(history[to][0]), set(history[to][1])
-        history[live.version] = dict(contents), set(learned)
+            contents, learned_ids = dict(history[to][0]), set(history[to][1])
+        history[live.version] = dict(contents), set(learned_ids)
     for number, (there, is_learned) in history.items():  # every earlier version still gives its own answers
         version = manifest.read(store, "index", number)
         views = stored_views(store, version)
@@ -213,9 +213,9 @@ def test_after_any_number_of_updates_an_index_finds_what_the_manifest_promises_o
         assert sum(counts[-1]) == len(new)
         assert counts[-1][0] == sum(LABELS_FILE in entry.files for entry in new)
         recalls = [shard_recall(store, version, entry, 400) for entry in version.shards]
-        updated = [recall for recall, entry in zip(recalls, version.shards) if LABELS_FILE in entry.files]
-        assert all(one >= version.metrics["recall_least"] for one in updated)
-        assert version.metrics["recall_least"] >= before.metrics["recall_least"] or not updated
+        updated_recalls = [recall for recall, entry in zip(recalls, version.shards) if LABELS_FILE in entry.files]
+        assert all(one >= version.metrics["recall_least"] for one in updated_recalls)
+        assert version.metrics["recall_least"] >= before.metrics["recall_least"] or not updated_recalls
         weights = [entry.num_passages for entry in version.shards]
         assert version.recall == version.metrics["recall"] == pytest.approx(np.average(recalls, weights=weights))
     assert min(sum(column) for column in zip(*counts)) > 0, "both ways were taken"
@@ -249,9 +249,9 @@ def test_an_update_that_was_interrupted_at_any_step_ends_with_the_same_bytes(
     assert any(LABELS_FILE in entry.files for entry in stores[""].shards) == (kind != "flat")
     if scan == "int8":
         for before, entry in zip(first.shards, stores[""].shards):
-            renamed = "first-" if paths.CHANGES in entry.files else ""
+            prefix = "first-" if paths.CHANGES in entry.files else ""
             for name in ("codes.npy", "scales.npy"):
-                assert entry.files[renamed + name] == before.files[name], "an update writes no codes"
+                assert entry.files[prefix + name] == before.files[name], "an update writes no codes"
         assert any(paths.CHANGES in entry.files for entry in stores[""].shards)
         compact.compact(run)
         whole = manifest.read(store, "index")
@@ -289,7 +289,7 @@ def test_an_index_of_changes_killed_at_any_call_leaves_a_whole_version_and_ends_
     new = build_index.index(copy("whole"))
     assert new.metrics["encoded"] == 0 and new.version == old.version + 1
     assert kind == "flat" or any(LABELS_FILE in entry.files for entry in new.shards)
-    lived: list[bool] = []
+    outcomes: list[bool] = []
     for at in itertools.count(1):
         run = copy(f"killed at {at}")
         store = Store(str(run.store.path))
@@ -299,13 +299,13 @@ def test_an_index_of_changes_killed_at_any_call_leaves_a_whole_version_and_ends_
         live = manifest.read(store, "index")
         assert live.content_digest() in (old.content_digest(), new.content_digest())
         assert manifest.verify(store, live).problems == []
-        lived.append(live.version == new.version)
+        outcomes.append(live.version == new.version)
         live = build_index.index(run)
         assert (live.version, live.content_digest()) == (new.version, new.content_digest())
         assert manifest.verify(store, live).problems == [] == manifest.verify(store, old).problems
         shutil.rmtree(tmp_path / f"killed at {at}")
-    assert lived == sorted(lived) and {*lived} == {False, True}, "old until it is named, new from then on"
-    record_property("figures", f"killed {len(lived)} times; the new one was live after {sum(lived)}")
+    assert outcomes == sorted(outcomes) and {*outcomes} == {False, True}, "old until it is named, new from then on"
+    record_property("figures", f"killed {len(outcomes)} times; the new one was live after {sum(outcomes)}")
 
 
 def test_a_content_under_another_id_is_not_encoded_again(first_store, run_over, tmp_path):
@@ -341,8 +341,8 @@ def test_a_damaged_file_of_an_updated_index_is_named_and_made_again_to_the_same_
         file.write_bytes(data)
         [problem] = manifest.verify(store, version).problems
         assert (problem.shard, Path(problem.path).name) == (entry.shard, name)
-        [done] = repair(store, version).repairs
-        assert done.state == "repaired" or "mvr-ray index CONFIG" in done.cure
+        [result] = repair(store, version).repairs
+        assert result.state == "repaired" or "mvr-ray index CONFIG" in result.cure
         again = build_index.index(run)
         assert (again.version, again.content_digest()) == (version.version, version.content_digest())
         assert manifest.verify(store, version).problems == []

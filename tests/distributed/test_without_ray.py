@@ -61,9 +61,9 @@ def test_every_stage_leaves_the_same_bytes_and_report_through_ray_and_without_im
     file.write_text(yaml.safe_dump(runs[1].model_dump(mode="json")))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     program = [sys.executable, str(Path(__file__).with_name("every_stage.py")), str(file)]
-    ended = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    here = json.loads(ended.stdout)
+    result = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    here = json.loads(result.stdout)
     assert list(here) == list(through_ray)
     for stage, report in here.items():
         assert without_dates(report, stores[1]) == without_dates(
@@ -78,9 +78,9 @@ def test_an_interrupted_index_is_continued_by_the_same_command_and_ends_with_the
 ):
     monkeypatch.setattr(session, "in_ray", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    undisturbed = Path(shutil.copytree(empty_store, tmp_path / "undisturbed"))
+    undisturbed_store = Path(shutil.copytree(empty_store, tmp_path / "undisturbed"))
     resources = {"local_passages": 1000}
-    whole = build_index.index(run_over(undisturbed, resources=resources))
+    whole = build_index.index(run_over(undisturbed_store, resources=resources))
     steps: list[tuple[str, int, int]] = []
 
     def interrupt(*step: Any) -> None:
@@ -93,9 +93,9 @@ def test_an_interrupted_index_is_continued_by_the_same_command_and_ends_with_the
         build_index.index(run, interrupt)
     assert manifest.list_versions(Store(str(empty_store)), "index") == []
     again: list[tuple[str, int, int]] = []
-    continued = build_index.index(run, lambda *step: again.append(step))
+    version = build_index.index(run, lambda *step: again.append(step))
     assert next(step for step in again if step[0] == "encode") == steps[-1]
-    assert continued.shards == whole.shards
+    assert version.shards == whole.shards
 
 
 def test_without_an_address_the_size_decides_whether_ray_is_needed(monkeypatch: pytest.MonkeyPatch):
@@ -133,6 +133,6 @@ def test_an_update_of_few_passages_needs_no_ray_in_a_corpus_of_any_size(corpus_s
     file.write_text(yaml.safe_dump(values))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     program = [sys.executable, "-c", UPDATE, str(file), str(store / "changes.jsonl")]
-    ended = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert passages > 3 and ended.stdout == "3\n"
+    result = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert passages > 3 and result.stdout == "3\n"

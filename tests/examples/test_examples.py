@@ -29,7 +29,7 @@ def run(script: str, folder: Path) -> str:
     words = [str(free_ports(1)[0]) if word == "PORT" else word for word in ARGUMENTS.get(script, [])]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, EXAMPLES / f"{script}.py", *([] if script == "quickstart" else [PASSAGES]), *words],
         cwd=folder,
         env=environment,
@@ -37,8 +37,8 @@ def run(script: str, folder: Path) -> str:
         text=True,
         timeout=500,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 def test_every_script_is_here() -> None:

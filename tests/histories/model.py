@@ -85,8 +85,8 @@ class Answer(NamedTuple):
 def views_of(text: str) -> dict[int, np.ndarray]:
     """What stands in for an encoder: small whole numbers that follow from the text, so that scores tie."""
     rng = np.random.default_rng(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]))
-    chosen = sorted(rng.choice(V, rng.integers(1, V + 1), replace=False).tolist())
-    return {view: rng.integers(-2, 3, D).astype(np.float32) for view in chosen}
+    views = sorted(rng.choice(V, rng.integers(1, V + 1), replace=False).tolist())
+    return {view: rng.integers(-2, 3, D).astype(np.float32) for view in views}
 
 
 class History:
@@ -128,9 +128,9 @@ class History:
     def expected(self, info: CorpusInfo) -> Texts:
         """What a corpus of these sources and change files should hold."""
         texts = dict(self.first)
-        asked = [self.changes[source.sha256] for source in info.sources[1:]]
-        asked += [self.change_files[file.name] for file in info.change_files if not file.problem]
-        for changes in asked:
+        updates = [self.changes[source.sha256] for source in info.sources[1:]]
+        updates += [self.change_files[file.name] for file in info.change_files if not file.problem]
+        for changes in updates:
             for name, text in changes.items():
                 texts.pop(name, None) if text is None else texts.update({name: text})
         return texts
@@ -205,20 +205,20 @@ class History:
         self._acknowledge(manifest.publish(store, dataclasses.replace(draft, shards=tuple(entries))))
 
     def _write_beside(self, store: Store, entry: manifest.ShardEntry, own: Views, folder: Path) -> bool:
-        embedded = open_embeddings(manifest.open_shard(store, INDEX, entry), entry.files)
+        shard = open_embeddings(manifest.open_shard(store, INDEX, entry), entry.files)
         earlier = {
             i: {int(n): vector for n, vector in zip(view.view_numbers_N, view.vectors_ND)}
-            for i, view in views_by_id(embedded.blocks()).items()
+            for i, view in views_by_id(shard.blocks()).items()
         }
         upserts = {i: one for i, one in own.items() if i not in earlier or not _same(earlier[i], one)}
-        deleted = sorted(set(earlier) - set(own))
-        if not upserts and not deleted:
+        deletions = sorted(set(earlier) - set(own))
+        if not upserts and not deletions:
             return False
-        stacked = {
+        arrays = {
             i: embeddings.Views(np.array(list(one), np.int16), np.array(list(one.values()), np.float32))
             for i, one in upserts.items()
         }
-        write_changed(embedded, folder, stacked, deleted)
+        write_changed(shard, folder, arrays, deletions)
         return True
 
     def keep(self, store: Store, what: str) -> None:
@@ -233,8 +233,8 @@ class History:
                 self._acknowledge(manifest.publish(store, next_version))
             case "reshard":
                 task = ReshardTask(store.address, live, SHARDS, staging_key(live, SHARDS), 0)
-                built = [reshard_one(task, shard) for shard in range(SHARDS)]
-                self._acknowledge(manifest.publish(store, manifest_over(live, built)))
+                new_shards = [reshard_one(task, shard) for shard in range(SHARDS)]
+                self._acknowledge(manifest.publish(store, manifest_over(live, new_shards)))
             case _:
                 to = self.draw.choice(manifest.list_versions(store, INDEX))
                 if not self._damage(store, manifest.read(store, INDEX, to)):  # as `versions.rollback` does
@@ -342,13 +342,13 @@ class History:
             problems = self._damage(store, live)
             assert not problems, problems
         info = Corpus.open(store, CORPUS).info
-        applied = [file.name for file in info.change_files if not file.problem]
-        lost = [name for name in self.acknowledged_files if name not in applied]
-        assert not lost, f"{lost} are lost"
+        file_names = [file.name for file in info.change_files if not file.problem]
+        losses = [name for name in self.acknowledged_files if name not in file_names]
+        assert not losses, f"{losses} are lost"
         sources = [source.sha256 for source in info.sources[1:]]
         assert len(sources) == len(set(sources))
-        lost = [digest for digest in self.acknowledged_updates if digest not in sources]
-        assert not lost, f"{len(lost)} acknowledged updates are lost"
+        losses = [digest for digest in self.acknowledged_updates if digest not in sources]
+        assert not losses, f"{len(losses)} acknowledged updates are lost"
         if has_leapt:
             prepare(self.config, store)  # parts of the corpus may be gone
         answers = len(self.answers)

@@ -134,8 +134,8 @@ class Schedule:
             thread.start()
         while remaining := [actor for actor in actors if not actor.ended]:
             weights = [self._weight(actor) for actor in remaining]
-            [drawn] = self.draw.choices(remaining, weights if any(weights) else None)
-            drawn.turn.release()
+            [next_actor] = self.draw.choices(remaining, weights if any(weights) else None)
+            next_actor.turn.release()
             self._waiting.acquire()
         for thread in threads:
             thread.join()

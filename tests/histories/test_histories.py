@@ -30,8 +30,8 @@ def run_history(root: Path, address: str, seed: int, record_property) -> None:
         sys.stderr.write("".join(f"{turn.actor}: {turn.call} {turn.fate}\n" for turn in history.schedule.turns))
         raise
     counts = Counter(turn.fate for turn in history.schedule.turns if turn.fate)
-    told = ", ".join(f"{count} {fate}" for fate, count in sorted(counts.items())) or "no fault"
-    record_property("figures", f"seed {seed}: {len(history.answers)} answers, {told}")
+    summary = ", ".join(f"{count} {fate}" for fate, count in sorted(counts.items())) or "no fault"
+    record_property("figures", f"seed {seed}: {len(history.answers)} answers, {summary}")
 
 
 @pytest.fixture(params=["folder", "objects"])

@@ -55,13 +55,13 @@ class RecordedHistory(History):
             super().__init__(folder, str(self.disk.root), seed, frozenset())
             for _ in range(2):
                 work = [*WORK[:2], *self.draw.sample(WORK[2:], len(WORK) - 2)]
-                killed = set(self.draw.sample(range(len(work)), num_kills // 2))
+                kills = set(self.draw.sample(range(len(work)), num_kills // 2))
                 for number, what in enumerate(work):
-                    self.disk.kill_at = self.disk.now + self.draw.randint(1, 60) if number in killed else float("inf")
+                    self.disk.kill_at = self.disk.now + self.draw.randint(1, 60) if number in kills else float("inf")
                     with contextlib.suppress(ProcessKill):
                         self._act(what)
                     self.disk.kill_at = float("inf")
-                    if number in killed:
+                    if number in kills:
                         self._act(what)
 
     def _act(self, what: str) -> None:
@@ -89,13 +89,13 @@ class RecordedHistory(History):
     def judge(self, time: int, draw: random.Random, folder: Path) -> None:
         """Judge what a power failure after call number `time` may leave; raises what is wrong with it."""
         self.disk.write_state(time, draw, folder)
-        told = [one for one in self.told if one.time <= time][-1]
+        acknowledgment = [one for one in self.told if one.time <= time][-1]
         after = copy.copy(self)
         after.address, after.draw, after.told = str(folder), draw, []
         after.changes, after.answers = dict(self.changes), []
-        after.acknowledged, after.acknowledged_updates = dict(told.versions), list(told.updates)
+        after.acknowledged, after.acknowledged_updates = dict(acknowledgment.versions), list(acknowledgment.updates)
         store = Store(folder)
-        if told.is_prepared:
+        if acknowledgment.is_prepared:
             for shard in range(SHARDS):
                 Corpus.open(store, CORPUS).part(shard)
         for number in manifest.list_versions(store, INDEX):
@@ -103,7 +103,7 @@ class RecordedHistory(History):
                 one for one in verify(store, manifest.read(store, INDEX, number)).problems if "encoder" not in one.path
             ]
             assert not problems, f"version {number} is there and not whole: {problems[0]}"
-        if not told.versions:
+        if not acknowledgment.versions:
             prepare(self.config, store)
             after.index(store, whole=True)
         collect(store, INDEX, keep=2, grace_s=0.0)
@@ -112,16 +112,16 @@ class RecordedHistory(History):
 
 def losses(history: RecordedHistory, seed: int, num_failures: int, folder: Path) -> list[str]:
     """What was wrong after power failures at moments that follow from the seed."""
-    found = []
+    problems = []
     for number in range(num_failures):
         draw = random.Random(f"{seed} {number}")
         time, place = draw.randint(0, history.disk.now), folder / f"after-{seed}-{number}"
         try:
             history.judge(time, draw, place)
         except (AssertionError, MvrRayError) as error:
-            found.append(f"seed {seed}, failure {number} after call {time}: {error!r}")
+            problems.append(f"seed {seed}, failure {number} after call {time}: {error!r}")
         shutil.rmtree(place)
-    return found
+    return problems
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_what_was_acknowledged_survives_many_power_failures(tmp_path, no_waiting
 
 def test_work_that_was_killed_at_any_call_and_done_again_survives_a_power_failure(tmp_path, no_waiting):
     """What a killed process named and did not sync is found by the next one, which acknowledges it."""
-    lost = []
+    problems = []
     for at in itertools.count(1):
         folder = tmp_path / str(at)
         disk = DiskRecorder(folder / "store")
@@ -179,8 +179,8 @@ def test_work_that_was_killed_at_any_call_and_done_again_survives_a_power_failur
             assert manifest.read(after, "i") == version
             manifest.verify(after, version).require()
         except (AssertionError, MvrRayError) as error:
-            lost.append(f"killed at call {at}: {error!r}")
-    assert lost == [] and at > 20
+            problems.append(f"killed at call {at}: {error!r}")
+    assert problems == [] and at > 20
 
 
 def test_a_version_that_a_power_failure_brings_back_after_collection_is_whole(tmp_path, no_waiting):

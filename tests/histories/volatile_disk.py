@@ -134,31 +134,31 @@ class DiskRecorder:
                 else:
                     files[node] = entry.path
         self._node_of = {inode: node for inode, node in self._node_of.items() if inode in inodes}
-        gone = {
+        removals = {
             (before[folder][name], folder): name
             for folder in before
             for name in before[folder]
             if name not in self._tree.get(folder, {})
         }
-        added: dict[int, NameChange] = {}
+        additions: dict[int, NameChange] = {}
         for folder, names in self._tree.items():
             for name, node in names.items():
                 if before.get(folder, {}).get(name) == node:
                     continue
-                added[node] = NameChange(self.now, folder, name, node, gone.pop((node, folder), ""))
-                self.changes.append(added[node])
+                additions[node] = NameChange(self.now, folder, name, node, removals.pop((node, folder), ""))
+                self.changes.append(additions[node])
                 if node in files:
                     self._note_content(node, Path(files[node]))
-        for (node, folder), name in gone.items():
-            self.changes.append(NameChange(self.now, folder, name, None, after=added.get(node)))
+        for (node, folder), name in removals.items():
+            self.changes.append(NameChange(self.now, folder, name, None, after=additions.get(node)))
 
     def _num_nodes(self) -> int:
         return len(self.contents)
 
     def _note_content(self, node: int, file: Path) -> None:
-        data, known = file.read_bytes(), self.contents[node]
-        if not known or known[-1].data != data:
-            known.append(Content(self.now, data, False))
+        data, history = file.read_bytes(), self.contents[node]
+        if not history or history[-1].data != data:
+            history.append(Content(self.now, data, False))
 
     def write_state(self, time: int, draw: random.Random | None, folder: Path) -> None:
         """Write to a new folder what a power failure after call number `time` may have left: what was synced, and what
@@ -168,13 +168,13 @@ class DiskRecorder:
             share, moment = draw.choice((0, 0.1, 0.5, 0.9, 1)), draw.randint(0, time)
             is_ordered = draw.random() < 0.3
         tree: Tree = {node: {} for node in self._folders}
-        happened: set[NameChange | None] = {None}
+        survivors: set[NameChange | None] = {None}
         for change in self.changes:
             if change.time > time:
                 break
             survives = change.time <= moment if is_ordered else draw is not None and draw.random() < share
-            if (change.synced <= time or survives) and change.after in happened:
-                happened.add(change)
+            if (change.synced <= time or survives) and change.after in survivors:
+                survivors.add(change)
                 names = tree[change.folder]
                 names.pop(change.moved_from, None)
                 names.pop(change.name, None)
@@ -192,9 +192,9 @@ class DiskRecorder:
                 (folder / name).write_bytes(bytes_of[own])
 
     def _content_after(self, node: int, time: int, draw: random.Random | None) -> bytes:
-        known = [content for content in self.contents[node] if content.time <= time]
-        synced = next((content.data for content in reversed(known) if content.is_synced), b"")
-        data = known[-1].data if known else b""
-        if draw is None or data == synced:
-            return synced
-        return draw.choice((synced, data[: len(data) // 2], bytes(len(data)), data))
+        history = [content for content in self.contents[node] if content.time <= time]
+        synced_data = next((content.data for content in reversed(history) if content.is_synced), b"")
+        data = history[-1].data if history else b""
+        if draw is None or data == synced_data:
+            return synced_data
+        return draw.choice((synced_data, data[: len(data) // 2], bytes(len(data)), data))

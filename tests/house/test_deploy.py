@@ -153,9 +153,12 @@ def test_what_the_wikipedia_run_asks_for_fits(cloud: str) -> None:
 
 
 def check_fits(gpus: int, cpus: int) -> None:
-    asked = load_run(ROOT / "configs" / "wikipedia.yaml").resources
-    assert max(asked.encoders_max * asked.gpus_per_encoder, asked.train_workers * asked.gpus_per_trainer) <= gpus
-    assert asked.searchers * asked.cpus_per_searcher <= cpus
+    resources = load_run(ROOT / "configs" / "wikipedia.yaml").resources
+    assert (
+        max(resources.encoders_max * resources.gpus_per_encoder, resources.train_workers * resources.gpus_per_trainer)
+        <= gpus
+    )
+    assert resources.searchers * resources.cpus_per_searcher <= cpus
 
 
 def test_ports_of_ray_are_open_to_nobody_without_a_token() -> None:
@@ -176,7 +179,7 @@ def test_the_kubernetes_files_are_what_kuberay_takes_and_a_word_misspelt_is_not(
     assert NAME.fullmatch(manifest["metadata"]["name"]) and spec["authOptions"] == {"mode": "token"}
     for group in spec["workerGroupSpecs"]:
         assert 0 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
-    for broken in (
+    for mutate in (
         lambda spec: spec.update(enableInTreeAutoscalin=True),
         lambda spec: spec["authOptions"].update(mode="tokens"),
         lambda spec: spec["autoscalerOptions"].update(upscalingMode="default"),
@@ -185,7 +188,7 @@ def test_the_kubernetes_files_are_what_kuberay_takes_and_a_word_misspelt_is_not(
         lambda spec: spec["workerGroupSpecs"][0].pop("groupName"),
     ):
         wrong = copy.deepcopy(manifest)
-        broken(spec_of(wrong))
+        mutate(spec_of(wrong))
         assert not takes.is_valid(wrong)
 
 
@@ -199,9 +202,9 @@ def test_pods_are_what_kubernetes_takes_and_a_word_misspelt_is_not(manifest: dic
         kubernetes_validate.validate(pod, version, strict=True)
         [container] = pod["spec"]["containers"]
         for wrong in ({"imagePullPolice": "Always"}, {"ports": [{"containerPort": "http"}]}, {"env": {"A": "b"}}):
-            broken = {**pod, "spec": {**pod["spec"], "containers": [{**container, **wrong}]}}
+            broken_pod = {**pod, "spec": {**pod["spec"], "containers": [{**container, **wrong}]}}
             with pytest.raises(kubernetes_validate.ValidationError):
-                kubernetes_validate.validate(broken, version, strict=True)
+                kubernetes_validate.validate(broken_pod, version, strict=True)
 
 
 def test_pods_ask_for_what_they_may_use_and_mount_what_they_declare(manifest: dict[str, Any]) -> None:
@@ -212,8 +215,8 @@ def test_pods_ask_for_what_they_may_use_and_mount_what_they_declare(manifest: di
         assert limits == requests, "a pod that may use more than it asks for is the first to be killed"
         assert CPU.fullmatch(limits["cpu"]) and MEMORY.fullmatch(limits["memory"])
         assert set(limits) <= {"cpu", "memory", "nvidia.com/gpu", "ephemeral-storage"}
-        mounted = {mount["name"] for mount in container.get("volumeMounts", [])}
-        assert mounted == {volume["name"] for volume in pod.get("volumes", [])}
+        mounts = {mount["name"] for mount in container.get("volumeMounts", [])}
+        assert mounts == {volume["name"] for volume in pod.get("volumes", [])}
         ports = [port["containerPort"] for port in container.get("ports", [])]
         names = [port["name"] for port in container.get("ports", [])]
         assert len(set(ports)) == len(ports) and len(set(names)) == len(names)
@@ -245,8 +248,8 @@ def test_gpus_of_the_kubernetes_cluster_are_spot_encoders_from_none_up() -> None
 
 def test_the_service_names_an_application_that_serve_can_build(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = load(ROOT / "deploy" / "kuberay" / "rayservice.yaml")["spec"]
-    served = ServeDeploySchema.model_validate(yaml.safe_load(spec["serveConfigV2"]))
-    [application] = served.applications
+    serve_config = ServeDeploySchema.model_validate(yaml.safe_load(spec["serveConfigV2"]))
+    [application] = serve_config.applications
     assert application.import_path == f"{inspect.getmodule(app).__name__}:{app.__name__}"  # type: ignore[union-attr]
     monkeypatch.chdir(ROOT)
     args = AppArgs.model_validate(application.args)
@@ -262,7 +265,7 @@ def test_the_service_names_an_application_that_serve_can_build(monkeypatch: pyte
     for pod in pods(spec["rayClusterConfig"]):
         env = {one["name"]: one.get("valueFrom", {}).get("secretKeyRef") for one in pod["containers"][0]["env"]}
         assert env["MVR_RAY_READ_TOKEN"] and env["MVR_RAY_ADMIN_TOKEN"]
-        assert served.http_options.port in [port["containerPort"] for port in pod["containers"][0]["ports"]]
+        assert serve_config.http_options.port in [port["containerPort"] for port in pod["containers"][0]["ports"]]
 
 
 class CountingRouter:
@@ -287,7 +290,7 @@ def test_what_searchers_are_asked_is_told_as_the_router_counts_it() -> None:
     metrics.add_router(CountingRouter())
     metrics.note_recall(0.5)
     metrics.note_recall(1.0)
-    told = dict(line.split(" ") for line in metrics.text().decode().splitlines() if not line.startswith("#"))
+    samples = dict(line.split(" ") for line in metrics.text().decode().splitlines() if not line.startswith("#"))
     expected = {
         "mvr_ray_hedged_calls_total": 5,
         "mvr_ray_hedge_wins_total": 4,
@@ -298,7 +301,7 @@ def test_what_searchers_are_asked_is_told_as_the_router_counts_it() -> None:
         "mvr_ray_sampled_queries_total": 2,
         "mvr_ray_sampled_recall_total": 1.5,
     }
-    assert {name: float(told[name]) for name in expected} == expected
+    assert {name: float(samples[name]) for name in expected} == expected
 
 
 def test_the_dashboard_asks_for_what_a_server_counts() -> None:
@@ -310,31 +313,33 @@ def test_the_dashboard_asks_for_what_a_server_counts() -> None:
     metrics.add_router(CountingRouter())
     metrics.add_freshness(LateServer())
     lines = [line.partition(" ")[0] for line in metrics.text().decode().splitlines() if not line.startswith("#")]
-    counted: dict[str, set[str]] = {}
+    metric_labels: dict[str, set[str]] = {}
     for line in lines:
         name, _, labels = line.partition("{")
-        counted.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
+        metric_labels.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
     panels = json.loads((ROOT / "deploy" / "grafana.json").read_text())["panels"]
-    asked = {target["expr"] for panel in panels for target in panel["targets"]}
-    asked = {expression for expression in asked if "ray_mvr_ray" not in expression}  # those are jobs'
-    used: set[str] = set()
-    for expression in asked:
+    expressions = {target["expr"] for panel in panels for target in panel["targets"]}
+    expressions = {expression for expression in expressions if "ray_mvr_ray" not in expression}  # those are jobs'
+    queried_names: set[str] = set()
+    for expression in expressions:
         names = re.findall(r"mvr_ray_\w+", expression)
-        assert names and set(names) <= counted.keys(), expression
-        used.update(names)
-        grouped = {one for group in re.findall(r"by \(([^)]*)\)", expression) for one in re.split(r",\s*", group)}
-        matched = {one for group in re.findall(r"\{([^}]*)\}", expression) for one in re.findall(r"(\w+)=", group)}
-        assert grouped | matched <= set.union(*(counted[name] for name in names)), expression
-    measured = {name for name in counted if not re.search(r"_(created|count|sum)$", name)}
-    assert used == measured
+        assert names and set(names) <= metric_labels.keys(), expression
+        queried_names.update(names)
+        group_labels = {one for group in re.findall(r"by \(([^)]*)\)", expression) for one in re.split(r",\s*", group)}
+        matcher_labels = {
+            one for group in re.findall(r"\{([^}]*)\}", expression) for one in re.findall(r"(\w+)=", group)
+        }
+        assert group_labels | matcher_labels <= set.union(*(metric_labels[name] for name in names)), expression
+    metric_names = {name for name in metric_labels if not re.search(r"_(created|count|sum)$", name)}
+    assert queried_names == metric_names
 
 
 def test_the_dashboard_asks_for_what_jobs_and_proxies_note(monkeypatch) -> None:
-    noted: dict[str, tuple[str, ...]] = {}
+    metric_tags: dict[str, tuple[str, ...]] = {}
 
     class NoteTaker:
         def __init__(self, name: str, description: str, tag_keys: tuple[str, ...] = ()) -> None:
-            noted[f"ray_{name}"] = tag_keys
+            metric_tags[f"ray_{name}"] = tag_keys
 
         def set(self, *_: object) -> None: ...
 
@@ -346,9 +351,9 @@ def test_the_dashboard_asks_for_what_jobs_and_proxies_note(monkeypatch) -> None:
     job_metrics.record_round("squad", dict.fromkeys(RoundReport._fields, 0.5))
     proxy_limit.ProxyLimiter(None, max_waiting=1, timeout_s=1.0)
     panels = json.loads((ROOT / "deploy" / "grafana.json").read_text())["panels"]
-    asked = {target["expr"] for panel in panels for target in panel["targets"] if "ray_mvr_ray" in target["expr"]}
-    assert len(asked) >= 4
-    for expression in asked:
+    expressions = {target["expr"] for panel in panels for target in panel["targets"] if "ray_mvr_ray" in target["expr"]}
+    assert len(expressions) >= 4
+    for expression in expressions:
         names = re.findall(r"ray_mvr_ray_\w+", expression)
-        grouped = {one for group in re.findall(r"by \(([^)]*)\)", expression) for one in re.split(r",\s*", group)}
-        assert set(names) <= noted.keys() and grouped <= set(noted[names[0]]), expression
+        group_labels = {one for group in re.findall(r"by \(([^)]*)\)", expression) for one in re.split(r",\s*", group)}
+        assert set(names) <= metric_tags.keys() and group_labels <= set(metric_tags[names[0]]), expression

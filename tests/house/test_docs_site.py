@@ -19,10 +19,10 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         "--site-dir",
         tmp_path / "site",
     ]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=ROOT, env={"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0 and not done.stderr, done.stdout + done.stderr
+    assert process.returncode == 0 and not process.stderr, process.stdout + process.stderr
     pages = {path.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("index.html")}
     assert {"index.html", "guide/index.html", "api/index.html", "configuration/index.html"} <= pages
     api = (tmp_path / "site" / "api" / "index.html").read_text(encoding="utf-8")

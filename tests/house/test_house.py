@@ -36,8 +36,8 @@ DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / 
 def test_imports_point_down() -> None:
     tool = shutil.which("lint-imports", path=str(Path(sys.executable).parent))
     assert tool, "import-linter is not installed beside this Python"
-    done = subprocess.run([tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    process = subprocess.run([tool, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout
 
 
 def test_the_median_module_is_under_150_lines() -> None:
@@ -54,32 +54,41 @@ def test_every_shipped_run_file_loads(path: Path) -> None:
 @pytest.mark.parametrize("path", RUN_FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_question_set_of_a_shipped_run_file_is_made_by_its_sources(path: Path) -> None:
     run = load_run(path)
-    made = {source.questions for source in run.prepare.sources if source.questions}
+    question_sets = {source.questions for source in run.prepare.sources if source.questions}
     for split in run.prepare.splits:
-        assert split.source in made
-        made |= {f"{split.source}_{part}" for part in ("known", "gate", "other", "unseen")}
-    asked = {run.train.questions, run.train.dev_questions, run.refine.questions, *run.refine.gate, *run.refine.report}
-    asked |= set(run.evaluate.questions)
+        assert split.source in question_sets
+        question_sets |= {f"{split.source}_{part}" for part in ("known", "gate", "other", "unseen")}
+    references = {
+        run.train.questions,
+        run.train.dev_questions,
+        run.refine.questions,
+        *run.refine.gate,
+        *run.refine.report,
+    }
+    references |= set(run.evaluate.questions)
     if run.prepare.sources:
-        assert asked - {None} <= made
+        assert references - {None} <= question_sets
 
 
 def test_the_cluster_file_is_one_that_ray_up_takes() -> None:
-    described = yaml.safe_load((ROOT / "cluster.yaml").read_text(encoding="utf-8"))
-    validate_config(prepare_config(described))
-    nodes = described["available_node_types"]
-    assert described["head_node_type"] in nodes
+    cluster = yaml.safe_load((ROOT / "cluster.yaml").read_text(encoding="utf-8"))
+    validate_config(prepare_config(cluster))
+    nodes = cluster["available_node_types"]
+    assert cluster["head_node_type"] in nodes
     assert not nodes["head"]["resources"].get("GPU")
     assert [name for name, node in nodes.items() if "InstanceMarketOptions" in node["node_config"]] == ["encoder"]
 
 
 def test_the_cluster_file_holds_what_the_wikipedia_run_asks_for() -> None:
     nodes = yaml.safe_load((ROOT / "cluster.yaml").read_text(encoding="utf-8"))["available_node_types"]
-    asked = load_run(ROOT / "configs" / "wikipedia.yaml").resources
+    resources = load_run(ROOT / "configs" / "wikipedia.yaml").resources
     gpus = nodes["encoder"]["max_workers"] * nodes["encoder"]["resources"]["GPU"]
-    assert max(asked.encoders_max * asked.gpus_per_encoder, asked.train_workers * asked.gpus_per_trainer) <= gpus
+    assert (
+        max(resources.encoders_max * resources.gpus_per_encoder, resources.train_workers * resources.gpus_per_trainer)
+        <= gpus
+    )
     cpus = nodes["searcher"]["max_workers"] * nodes["searcher"]["resources"]["CPU"]
-    assert asked.searchers * asked.cpus_per_searcher <= cpus
+    assert resources.searchers * resources.cpus_per_searcher <= cpus
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -97,14 +106,14 @@ def commands(path: Path) -> list[list[str]]:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_command_and_run_file_in_the_documents_exists(path: Path) -> None:
-    known = get_command(app).commands
+    subcommands = get_command(app).commands
     for words in commands(path):
-        assert words[1] in known or words[1] in ("STAGE", "--help"), " ".join(words)
+        assert words[1] in subcommands or words[1] in ("STAGE", "--help"), " ".join(words)
         for word in words[2:]:
             if word.startswith("configs/"):
                 assert (ROOT / word).is_file(), " ".join(words)
             if word.startswith("--"):
-                options = {name for option in known[words[1]].params for name in option.opts}
+                options = {name for option in subcommands[words[1]].params for name in option.opts}
                 assert word.split("=")[0] in options, " ".join(words)
 
 
@@ -117,33 +126,33 @@ def test_every_link_in_the_documents_leads_to_a_file(path: Path) -> None:
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_make_target_in_the_documents_exists(path: Path) -> None:
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    used = re.findall(r"^(?: {4}|\$ )make (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-    assert set(used) <= targets
+    mentions = re.findall(r"^(?: {4}|\$ )make (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(mentions) <= targets
 
 
 def definitions(path: Path) -> set[str]:
     """`function`, `Class` and `Class.method` of a module."""
-    found = set()
+    names = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
-    return found
+            names |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+    return names
 
 
 def test_every_function_that_the_papers_document_names_exists() -> None:
-    named = re.findall(r"`([\w/]+\.py):([\w.]+)`", PAPERS.read_text(encoding="utf-8"))
-    assert len(named) > 30
-    modules = {module: definitions(ROOT / "mvr_ray" / module) for module, _ in named}
-    assert [f"{module}:{name}" for module, name in named if name not in modules[module]] == []
+    references = re.findall(r"`([\w/]+\.py):([\w.]+)`", PAPERS.read_text(encoding="utf-8"))
+    assert len(references) > 30
+    modules = {module: definitions(ROOT / "mvr_ray" / module) for module, _ in references}
+    assert [f"{module}:{name}" for module, name in references if name not in modules[module]] == []
 
 
 def test_every_setting_that_the_papers_document_names_is_the_presets() -> None:
-    named = re.findall(r"`(\w+\.yaml)` `(\w+)\.(\w+): ([^`]+)`", PAPERS.read_text(encoding="utf-8"))
-    assert len(named) > 30
-    runs = {name: load_run(ROOT / "configs" / "presets" / name) for name, *_ in named}
-    for name, section, key, value in named:
+    settings = re.findall(r"`(\w+\.yaml)` `(\w+)\.(\w+): ([^`]+)`", PAPERS.read_text(encoding="utf-8"))
+    assert len(settings) > 30
+    runs = {name: load_run(ROOT / "configs" / "presets" / name) for name, *_ in settings}
+    for name, section, key, value in settings:
         assert getattr(getattr(runs[name], section), key) == yaml.safe_load(value), f"{name}: {section}.{key}"
 
 
@@ -156,13 +165,13 @@ def test_the_map_of_the_papers_has_every_table_and_figure_once_and_links_studies
     _, _, rest = text.partition("## Tables and figures\n")
     section = rest.partition("\n## ")[0]
     rows = re.findall(r"^\| (MVR|CAMVR|AOpt) (table|figure)s? (\d+)(?: to (\d+))? \|(.*)\|$", section, re.MULTILINE)
-    found = [
+    entries = [
         (paper, kind, number)
         for paper, kind, first, last, _ in rows
         for number in range(int(first), int(last or first) + 1)
     ]
     counts = (("table", PAPER_TABLES), ("figure", PAPER_FIGURES))
-    assert sorted(found) == sorted(
+    assert sorted(entries) == sorted(
         (paper, kind, number)
         for kind, papers in counts
         for paper, count in papers.items()
@@ -172,8 +181,8 @@ def test_the_map_of_the_papers_has_every_table_and_figure_once_and_links_studies
         _, study, beside, _ = re.split(r"(?<!\\)\|", rest)
         if kind == "table" and (paper, first) != ("AOpt", "2"):  # an example of labels
             assert "../configs/studies/" in study and beside.strip(), f"{paper} {kind} {first}"
-    linked = set(re.findall(r"configs/studies/([\w-]+)\.yaml", section))
-    assert not {name for name in linked if not (STUDIES / f"{name}.yaml").is_file()}
+    links = set(re.findall(r"configs/studies/([\w-]+)\.yaml", section))
+    assert not {name for name in links if not (STUDIES / f"{name}.yaml").is_file()}
     beside = {
         path.stem
         for path in STUDIES.glob("*.yaml")
@@ -181,7 +190,7 @@ def test_the_map_of_the_papers_has_every_table_and_figure_once_and_links_studies
             r"(?:MVR|CAMVR|AOpt) \([^)]*\), (?:table|figure)", str(yaml.safe_load(path.read_text()).get("paper"))
         )
     }
-    assert beside <= linked, "a study that stands beside a table is in the map"
+    assert beside <= links, "a study that stands beside a table is in the map"
 
 
 def test_no_report_names_a_folder_of_the_machine_that_made_it() -> None:
@@ -191,8 +200,8 @@ def test_no_report_names_a_folder_of_the_machine_that_made_it() -> None:
 
 
 def test_the_readme_names_every_command() -> None:
-    used = {words[1] for words in commands(ROOT / "README.md")}
-    assert set(get_command(app).commands) - {"version"} <= used
+    mentions = {words[1] for words in commands(ROOT / "README.md")}
+    assert set(get_command(app).commands) - {"version"} <= mentions
 
 
 def test_the_page_of_every_key_is_what_the_sections_say() -> None:
@@ -200,7 +209,7 @@ def test_the_page_of_every_key_is_what_the_sections_say() -> None:
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    shown = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert shown == module.page(), "run `python docs/configuration.py`"
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert page == module.page(), "run `python docs/configuration.py`"
     for name, section in RunConfig.model_fields.items():
-        assert all(f"`{name}.{key}`" in shown for key in section.annotation.model_fields)
+        assert all(f"`{name}.{key}`" in page for key in section.annotation.model_fields)

@@ -26,7 +26,7 @@ def rank_everything(
     queries_QD: FloatArray, blocks: Sequence[EmbeddingBlock], mask_P: NDArray[np.bool_] | None = None
 ) -> list[Ranked]:
     """Every passage that has a view and is in the mask, best first, for each query."""
-    ranked: list[Ranked] = []
+    rankings: list[Ranked] = []
     for query in np.asarray(queries_QD, np.float32).tolist():
         rows, row = [], 0
         for block in blocks:
@@ -36,8 +36,8 @@ def rank_everything(
                 if best is not None and (mask_P is None or mask_P[row]):
                     rows.append((best[0], passage_id, row, best[1]))
                 row += 1
-        ranked.append(sorted(rows))
-    return ranked
+        rankings.append(sorted(rows))
+    return rankings
 
 
 def assert_exact(
@@ -48,13 +48,13 @@ def assert_exact(
     mask_P: NDArray[np.bool_] | None = None,
 ) -> None:
     truth = rank_everything(queries_QD, blocks, mask_P)
-    for query, ranked in enumerate(truth):
-        num_hits = min(k, len(ranked))
-        top, empty = ranked[:k], k - num_hits
+    for query, ranking in enumerate(truth):
+        num_hits = min(k, len(ranking))
+        top, empty = ranking[:k], k - num_hits
         assert hits.rows_QK[query].tolist() == [row for _, _, row, _ in top] + [-1] * empty
         assert hits.scores_QK[query].tolist() == [-score for score, _, _, _ in top] + [-np.inf] * empty
         assert hits.views_QK[query].tolist() == [view for _, _, _, view in top] + [-1] * empty
-        assert hits.frontier_Q[query] == (-ranked[k][0] if len(ranked) > k else -np.inf)
+        assert hits.frontier_Q[query] == (-ranking[k][0] if len(ranking) > k else -np.inf)
 
 
 PALETTES = ("gaussian", "ternary", "constant", "nearly equal", "cancelling", "duplicates")

@@ -47,8 +47,8 @@ def test_k_distinct_passages_with_their_true_scores(built_index, queries, oracle
     hits = index.search(queries_QD, k)
     assert not index.exact
     assert (index.num_passages, index.dimension) == (300, 16)
-    for query, ranked in enumerate(oracle(queries_QD, blocks)):
-        truth = {row: (-score, view) for score, _, row, view in ranked}
+    for query, ranking in enumerate(oracle(queries_QD, blocks)):
+        truth = {row: (-score, view) for score, _, row, view in ranking}
         rows = [row for row in hits.rows_QK[query].tolist() if row >= 0]
         assert len(rows) == len(set(rows)) == min(k, 300)
         actual = list(zip(hits.scores_QK[query].tolist(), hits.views_QK[query].tolist()))
@@ -60,12 +60,12 @@ def test_k_distinct_passages_with_their_true_scores(built_index, queries, oracle
 @pytest.mark.parametrize("k", [1, 10, 300])
 def test_the_candidates_that_were_scored_are_counted(built_index, queries, monkeypatch, k):
     _, index = built_index
-    scored: list[int] = []
+    counts: list[int] = []
     rescore = BlockTable.rescore
-    monkeypatch.setattr(BlockTable, "rescore", lambda *args: (scored.append(len(args[2].row_M)), rescore(*args))[1])
+    monkeypatch.setattr(BlockTable, "rescore", lambda *args: (counts.append(len(args[2].row_M)), rescore(*args))[1])
     actual = index.search_with_counts(queries(1, 6), k)
     assert actual.rescored_Q.shape == (6,)
-    assert actual.rescored_Q.sum() == sum(scored)
+    assert actual.rescored_Q.sum() == sum(counts)
     assert (actual.rescored_Q >= k).all() and actual.rescored_Q.max() <= 300
 
 
@@ -93,13 +93,13 @@ def test_under_a_mask_hits_pass_it_and_are_as_many_as_there_are(
     truth = oracle(queries_QD, blocks, mask_P)
     for k in (1, 10, 60):
         hits = index.search(queries_QD, k, mask_P)
-        for rows, scores, ranked in zip(hits.rows_QK.tolist(), hits.scores_QK.tolist(), truth):
-            score_of = {row: -score for score, _, row, _ in ranked}
+        for rows, scores, ranking in zip(hits.rows_QK.tolist(), hits.scores_QK.tolist(), truth):
+            score_of = {row: -score for score, _, row, _ in ranking}
             actual = [row for row in rows if row >= 0]
-            assert len(set(actual)) == len(actual) == min(k, len(ranked))
+            assert len(set(actual)) == len(actual) == min(k, len(ranking))
             assert [score_of[row] for row in actual] == scores[: len(actual)]
             if share <= 0.04 or (scan_vectors and k == 60):
-                assert actual == [row for _, _, row, _ in ranked[:k]]
+                assert actual == [row for _, _, row, _ in ranking[:k]]
     if not scan_vectors:
         mask_P = np.ones(index.num_passages, bool)
         assert (index.search(queries_QD, 10, mask_P).rows_QK == index.search(queries_QD, 10).rows_QK).all()
@@ -182,13 +182,13 @@ def test_a_beam_holds_as_many_passages_as_it_shall_or_all_within_reach(
     index = Stingy(blocks, Path())
     index.num_known, index.largest, index.beam_passages, index.first_fetch = num_known, largest, beam, first_fetch
     pairs, unlucky_Q = index._candidates(queries(6, 2), k)
-    reached = int(np.searchsorted(index.ends, min(num_known, largest, index.num_vectors) - 1, side="right")) + 1
-    reached = reached if min(num_known, largest) else 0
-    assert unlucky_Q.tolist() == ([0, 1] if reached < k else [])
+    num_reachable = int(np.searchsorted(index.ends, min(num_known, largest, index.num_vectors) - 1, side="right")) + 1
+    num_reachable = num_reachable if min(num_known, largest) else 0
+    assert unlucky_Q.tolist() == ([0, 1] if num_reachable < k else [])
     for query in (0, 1):
         rows = pairs.row_M[pairs.query_M == query]
         assert len(rows) == len(set(rows.tolist()))
-        assert len(rows) >= min(max(k, beam), reached) if reached >= k else not len(rows)
+        assert len(rows) >= min(max(k, beam), num_reachable) if num_reachable >= k else not len(rows)
 
 
 def test_a_shard_without_vectors_builds_and_answers(params, shard, queries, tmp_path):
@@ -214,10 +214,10 @@ def test_a_missing_or_damaged_file_is_refused(params, shard, tmp_path):
 
 def test_a_damaged_vector_is_not_indexed(params, shard, tmp_path):
     blocks = shard(1)
-    damaged = blocks[2].vectors_ND.copy()
-    damaged[blocks[2].row_ptr[5]] = np.inf
+    vectors_ND = blocks[2].vectors_ND.copy()
+    vectors_ND[blocks[2].row_ptr[5]] = np.inf
     with pytest.raises(ShardIndexError, match=rf"passage '{blocks[2].ids[5]}' \(row 205\) has a vector with NaN"):
-        build_index(params, [*blocks[:2], blocks[2]._replace(vectors_ND=damaged)], tmp_path)
+        build_index(params, [*blocks[:2], blocks[2]._replace(vectors_ND=vectors_ND)], tmp_path)
 
 
 def test_the_same_refusals_as_flat(built_index, queries):

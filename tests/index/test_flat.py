@@ -151,9 +151,9 @@ def test_merging_shards_equals_ranking_everything(shard, queries, oracle, reshar
         if len(doubtful_Q):
             second = FlatIndex(shards[number]).search(queries_QD[doubtful_Q], k)
             lists[number] = start, replace_hits(hits, second, doubtful_Q)
-    for best, ranked in zip(zip(*merge(lists, k, ids_of)), oracle(queries_QD, blocks)):
-        passage_K, score_K, view_K = (column[: len(ranked)].tolist() for column in best[:3])
-        assert list(zip(ids_of(passage_K), view_K, score_K)) == [(i, v, -s) for s, i, _, v in ranked[:k]]
+    for best, ranking in zip(zip(*merge(lists, k, ids_of)), oracle(queries_QD, blocks)):
+        passage_K, score_K, view_K = (column[: len(ranking)].tolist() for column in best[:3])
+        assert list(zip(ids_of(passage_K), view_K, score_K)) == [(i, v, -s) for s, i, _, v in ranking[:k]]
 
 
 @given(
@@ -212,10 +212,10 @@ def test_codes_on_file_give_the_bytes_of_the_vectors_and_a_damaged_file_is_an_er
         open_index(params, blocks, tmp_path)
     with pytest.raises(ShardIndexError, match="index scan 'int4' is unknown; it is one of vectors, int8"):
         build_index(IndexParams(scan="int4"), blocks, tmp_path)
-    damaged = blocks[0].vectors_ND.copy()
-    damaged[3, 2] = np.nan
+    vectors_ND = blocks[0].vectors_ND.copy()
+    vectors_ND[3, 2] = np.nan
     with pytest.raises(ShardIndexError, match=r"vector 3 of .* has NaN or infinity"):
-        build_index(params, [blocks[0]._replace(vectors_ND=damaged)], tmp_path)
+        build_index(params, [blocks[0]._replace(vectors_ND=vectors_ND)], tmp_path)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -262,8 +262,8 @@ def test_a_kept_index_answers_the_same_again(shard, queries):
 
 def test_vectors_resident_on_the_device_give_the_same_bytes(shard, queries):
     kernel = TorchKernel(DEVICES[-1])
-    resident, streamed = (Scan(shard(6), kernel, resident=on_device) for on_device in (True, False))
-    assert as_bytes(resident.search(queries(6, 5), 10)) == as_bytes(streamed.search(queries(6, 5), 10))
+    resident, stream = (Scan(shard(6), kernel, resident=on_device) for on_device in (True, False))
+    assert as_bytes(resident.search(queries(6, 5), 10)) == as_bytes(stream.search(queries(6, 5), 10))
 
 
 def test_asking_for_more_than_there_is_returns_all_and_pads(shard, queries):
@@ -313,9 +313,9 @@ def test_senseless_questions_are_refused(shard, queries, damage, k, words):
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_a_damaged_vector_is_named(shard, queries, engine, value):
     blocks = shard(0, dtype="float32")
-    damaged = blocks[1].vectors_ND.copy()
-    damaged[blocks[1].row_ptr[7], 3] = value
-    index = FlatIndex([blocks[0], blocks[1]._replace(vectors_ND=damaged), blocks[2]], engine=engine)
+    vectors_ND = blocks[1].vectors_ND.copy()
+    vectors_ND[blocks[1].row_ptr[7], 3] = value
+    index = FlatIndex([blocks[0], blocks[1]._replace(vectors_ND=vectors_ND), blocks[2]], engine=engine)
     for mask_P in (None, np.arange(300) % 50 == 7):
         with pytest.raises(ShardIndexError, match=rf"passage '{blocks[1].ids[7]}' \(row 107\) has a vector with NaN"):
             index.search(queries(0, 2), 3, mask_P)

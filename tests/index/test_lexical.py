@@ -66,8 +66,8 @@ def test_scores_of_shards_are_those_of_bm25s_over_the_whole_corpus(tmp_path, pas
     row_of = {passage.id: row for row, passage in enumerate(passages)}
     num_scored = 0
     for words in tokenize(questions):
-        known = [word for word in words if word in oracle.vocab_dict]
-        expected_P = oracle.get_scores(known) if known else np.zeros(len(passages), np.float32)
+        known_words = [word for word in words if word in oracle.vocab_dict]
+        expected_P = oracle.get_scores(known_words) if known_words else np.zeros(len(passages), np.float32)
         for own, index in zip(shards, indexes):
             score_P = index.scores(words)
             assert score_P.dtype == np.float32

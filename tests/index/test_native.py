@@ -190,9 +190,11 @@ def test_vectors_of_many_dimensions(shard, queries, num_queries, with_codes):
 def test_compiled_exact_scores_are_the_plain_ones_to_the_last_bit(
     shard, queries, palette, seed, dimension, spread, dtype
 ):
-    drawn = shard(seed, 30, 5, dimension, palette=palette, dtype="float32")
+    raw_blocks = shard(seed, 30, 5, dimension, palette=palette, dtype="float32")
     with np.errstate(over="ignore"):
-        blocks = [block._replace(vectors_ND=(block.vectors_ND * np.float32(spread)).astype(dtype)) for block in drawn]
+        blocks = [
+            block._replace(vectors_ND=(block.vectors_ND * np.float32(spread)).astype(dtype)) for block in raw_blocks
+        ]
     blocks = [block._replace(vectors_ND=np.nan_to_num(block.vectors_ND)) for block in blocks]
     batch = queries(seed, 3, dimension, palette)
     rng = np.random.default_rng(seed)
@@ -306,9 +308,9 @@ def test_what_rounding_takes_off_is_measured(queries, palette, seed, dimension, 
     norm_N = rounding_norms(vectors_ND)
     floor = dimension**0.5 * 2.0**-62
     assert kernel.max_residual(kernel.prepare_rows(vectors_ND)) == pytest.approx(norm_N.max(), rel=1e-4, abs=floor)
-    taken = kernel.prepare(vectors_ND, 5, False).coarse
-    assert taken is not None
-    np.testing.assert_allclose(taken.rounding_Q, norm_N, rtol=1e-9)
+    coarse = kernel.prepare(vectors_ND, 5, False).coarse
+    assert coarse is not None
+    np.testing.assert_allclose(coarse.rounding_Q, norm_N, rtol=1e-9)
     vectors_ND[3, 0] = 2.0**120
     assert kernel.max_residual(kernel.prepare_rows(vectors_ND)) == np.inf
 

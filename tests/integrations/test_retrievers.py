@@ -47,8 +47,8 @@ def test_documents_of_langchain_are_the_hits_in_their_order(client) -> None:
     assert asyncio.run(retriever.ainvoke(QUESTION)) == documents
     chain = retriever | RunnableLambda(lambda hits: " ".join(one.page_content for one in hits))
     assert chain.invoke(QUESTION) == " ".join(hit.text for hit in hits)
-    filtered = LangChainRetriever(client=client, filter={"title": "Seas"}).invoke(QUESTION)
-    assert [one.id for one in filtered] == ["p3"]
+    matches = LangChainRetriever(client=client, filter={"title": "Seas"}).invoke(QUESTION)
+    assert [one.id for one in matches] == ["p3"]
     with pytest.raises(RefusedError, match="k_out_of_range"):
         LangChainRetriever(client=client, k=0).invoke(QUESTION)
 
@@ -62,5 +62,5 @@ def test_nodes_of_llama_index_are_the_hits_in_their_order(client) -> None:
     ]
     assert nodes[0].metadata["snippet"] == "The Nile is long." and nodes[0].metadata["title"] == "Rivers"
     assert asyncio.run(retriever.aretrieve(QUESTION)) == nodes
-    filtered = LlamaIndexRetriever(client, filter={"title": "Seas"}).retrieve(QUESTION)
-    assert [one.node_id for one in filtered] == ["p3"]
+    matches = LlamaIndexRetriever(client, filter={"title": "Seas"}).retrieve(QUESTION)
+    assert [one.node_id for one in matches] == ["p3"]

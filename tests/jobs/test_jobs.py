@@ -30,22 +30,22 @@ def run_file(tmp_path: Path) -> str:
 
 
 def test_a_job_does_what_its_command_does(run_file: str, tmp_path: Path) -> None:
-    done = job("prepare", run_file, f"store.path={tmp_path / 'job'}", "--json")
-    assert done.returncode == 0, done.stderr
-    with pytest.raises(SystemExit) as ended:
+    process = job("prepare", run_file, f"store.path={tmp_path / 'job'}", "--json")
+    assert process.returncode == 0, process.stderr
+    with pytest.raises(SystemExit) as end:
         main(["prepare", run_file, f"store.path={tmp_path / 'command'}", "--json"])
-    assert not ended.value.code
-    made = [Corpus.open(Store(StoreConfig(path=str(tmp_path / name)).path), "corpus") for name in ("job", "command")]
-    assert made[0].digest == made[1].digest
-    assert json.loads(done.stdout)["passages_written"] == 40
+    assert not end.value.code
+    corpora = [Corpus.open(Store(StoreConfig(path=str(tmp_path / name)).path), "corpus") for name in ("job", "command")]
+    assert corpora[0].digest == corpora[1].digest
+    assert json.loads(process.stdout)["passages_written"] == 40
 
 
 def test_a_job_that_fails_ends_with_its_message_and_status(run_file: str, tmp_path: Path) -> None:
     store = f"store.path={tmp_path / 'store'}"
-    refused = job("prepare", run_file, store, "prepare.num_shard=3")
-    assert refused.returncode == 2
-    assert refused.stderr == f"mvr-ray: {run_file}: prepare.num_shard: unknown key; did you mean 'num_shards'?\n"
-    failed = job("prepare", run_file, store, "prepare.sources.0.path=nowhere.jsonl")
-    assert failed.returncode == 1
-    assert "nowhere.jsonl" in failed.stderr
-    assert "Traceback" not in failed.stderr
+    refusal = job("prepare", run_file, store, "prepare.num_shard=3")
+    assert refusal.returncode == 2
+    assert refusal.stderr == f"mvr-ray: {run_file}: prepare.num_shard: unknown key; did you mean 'num_shards'?\n"
+    failure = job("prepare", run_file, store, "prepare.sources.0.path=nowhere.jsonl")
+    assert failure.returncode == 1
+    assert "nowhere.jsonl" in failure.stderr
+    assert "Traceback" not in failure.stderr

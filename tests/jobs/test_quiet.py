@@ -39,9 +39,9 @@ def run_file(tmp_path: Path, tiny_backbone: Path) -> str:
         "resources": {"encoders_max": 1, "local_passages": 0},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as end:
         main(["prepare", str(tmp_path / "run.yaml")])
-    assert not ended.value.code
+    assert not end.value.code
     return str(tmp_path / "run.yaml")
 
 

@@ -40,11 +40,11 @@ class Cluster(NamedTuple):
     def submit(self, stage: str, *words: str) -> str:
         """Run a job script as a job and wait for its end; its log."""
         command = [RAY, "job", "submit", "--working-dir", ".", "--", "python", f"jobs/{stage}.py", *words]
-        done = subprocess.run(
+        process = subprocess.run(
             command, cwd=ROOT, env=self.environment, capture_output=True, text=True, check=False, timeout=240
         )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        assert process.returncode == 0, process.stdout + process.stderr
+        return process.stdout
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +71,13 @@ def cluster() -> Iterator[Cluster]:
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder
     ) as head:
         assert head.stdout
-        said = []
+        output = []
         for line in head.stdout:
-            said.append(line)
+            output.append(line)
             if "Ray runtime started" in line:
                 break
         else:
-            pytest.fail("the head did not start:\n" + "".join(said))
+            pytest.fail("the head did not start:\n" + "".join(output))
         try:
             address = f"http://127.0.0.1:{dashboard}"
             yield Cluster({**environment, "RAY_API_SERVER_ADDRESS": address}, folder)
@@ -114,9 +114,9 @@ def run_file(folder: Path, source: Path) -> str:
 
 
 def locally(*words: str) -> None:
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as end:
         main(words)
-    assert not ended.value.code
+    assert not end.value.code
 
 
 def test_jobs_on_a_cluster_publish_what_the_command_line_publishes(cluster, ray_session, squad_dev, tmp_path):
@@ -131,13 +131,13 @@ def test_jobs_on_a_cluster_publish_what_the_command_line_publishes(cluster, ray_
         cluster.submit(stage, config, f"store.path={there}")
         locally(stage, config, f"store.path={here}")
 
-    made, expected = Store(str(there)), Store(str(here))
-    assert manifest.list_versions(made, "squad") == manifest.list_versions(expected, "squad") == [1, 2]
+    actual, expected = Store(str(there)), Store(str(here))
+    assert manifest.list_versions(actual, "squad") == manifest.list_versions(expected, "squad") == [1, 2]
     for version in (1, 2):
-        by_job, by_command = (manifest.read(store, "squad", version) for store in (made, expected))
+        by_job, by_command = (manifest.read(store, "squad", version) for store in (actual, expected))
         assert by_job.content_digest() == by_command.content_digest()
-        assert manifest.verify(made, by_job).problems == []
-    assert len({manifest.read(made, "squad", version).content_digest() for version in (1, 2)}) == 2
+        assert manifest.verify(actual, by_job).problems == []
+    assert len({manifest.read(actual, "squad", version).content_digest() for version in (1, 2)}) == 2
 
     uploads = list(cluster.folder.glob("session_2*/runtime_resources/working_dir_files/_ray_pkg_*/"))
     assert uploads

@@ -69,16 +69,16 @@ class InMemoryIndex:
     ) -> Answer:
         if len(queries_QD):  # a search without queries asks for the version alone
             self.gate.wait(10)
-        parsed, table = parse_filter(filter or {}, {}), pa.Table.from_pylist([one._asdict() for one in PASSAGES])
-        passing = np.flatnonzero(parsed.mask(table)).tolist()
+        condition, table = parse_filter(filter or {}, {}), pa.Table.from_pylist([one._asdict() for one in PASSAGES])
+        passing = np.flatnonzero(condition.mask(table)).tolist()
         rows = []
         for query_D in queries_QD:
             scores_PV = VIEWS_PVD @ query_D
             order = sorted(passing, key=lambda p: (-scores_PV[p].max(), PASSAGES[p].id))[:k]
-            raised = 2 if self.feedback else 0
+            offset = 2 if self.feedback else 0
             rows.append(
                 [
-                    Hit(PASSAGES[p].id, float(scores_PV[p].max()), int(scores_PV[p].argmax()) + raised, 0, p)
+                    Hit(PASSAGES[p].id, float(scores_PV[p].max()), int(scores_PV[p].argmax()) + offset, 0, p)
                     for p in order
                 ]
             )

@@ -58,9 +58,9 @@ def test_what_cannot_be_embedded_is_an_error_of_the_client_that_names_the_field(
         ({"model": "words", "input": 5 * ["x"]}, openai.UnprocessableEntityError, "too_many_texts", "5 texts"),
     ]
     for arguments, kind, code, words in cases:
-        with pytest.raises(kind) as caught:
+        with pytest.raises(kind) as error:
             client.embeddings.create(**arguments)
-        assert caught.value.code == code and words in str(caught.value)
+        assert error.value.code == code and words in str(error.value)
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="x" * 25).embeddings.create(model="words", input="x")
 

@@ -28,9 +28,9 @@ QUERY = [1.0, 1.0, 1.0]
 @pytest.fixture(scope="module")
 def service(tmp_path_factory) -> SearchService:
     root = tmp_path_factory.mktemp("library")
-    described = build(root, types=TYPES, fields=FIELDS)
-    task = SearcherTask(str(root), described, tuple(entry.shard for entry in described.shards))
-    return SearchService(Router(Store(str(root)), described, LocalFleet(task)), ServeConfig())
+    version = build(root, types=TYPES, fields=FIELDS)
+    task = SearcherTask(str(root), version, tuple(entry.shard for entry in version.shards))
+    return SearchService(Router(Store(str(root)), version, LocalFleet(task)), ServeConfig())
 
 
 def post(service: SearchService, **more):
@@ -123,7 +123,7 @@ def test_a_filtered_answer_is_no_sample_of_an_index_s_recall(service: SearchServ
     notes = []
     monkeypatch.setattr(RecallMonitor, "note", lambda *arguments: notes.append(arguments))
     monitor = RecallMonitor(None, notes.append)
-    watched = SearchService(service.router, service.limits, recall_monitor=monitor)
-    assert post(watched, filter={"year": 1958}).status == 200 and not notes
-    assert post(watched).status == 200 and len(notes) == 1
+    monitored_service = SearchService(service.router, service.limits, recall_monitor=monitor)
+    assert post(monitored_service, filter={"year": 1958}).status == 200 and not notes
+    assert post(monitored_service).status == 200 and len(notes) == 1
     monitor.close()

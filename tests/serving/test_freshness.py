@@ -83,8 +83,8 @@ def test_a_corpus_that_was_prepared_and_not_indexed_is_a_change(store: Store, tm
     before = version_of_now(store)
     (tmp_path / "rows.jsonl").write_text('{"id": "a", "text": "two"}\n')
     prepare(CONFIG.model_copy(update={"sources": [SourceConfig(path=str(tmp_path / "rows.jsonl"))]}), store)
-    described = tmp_path / "store" / "corpora" / "books" / "publications" / "2.json"
-    os.utime(described, (time.time() - 4 * 3600,) * 2)
+    publication = tmp_path / "store" / "corpora" / "books" / "publications" / "2.json"
+    os.utime(publication, (time.time() - 4 * 3600,) * 2)
     assert ages(store, before, None) == (4, 0, 0)
     assert ages(store, version_of_now(store), None)[0] == 0
 

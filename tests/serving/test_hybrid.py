@@ -72,9 +72,9 @@ def test_an_explanation_has_both_parts_of_the_score_that_ranks_the_passage(lexic
 def test_a_version_without_words_refuses_and_says_what_to_do(small_index, run_over):
     with open_router(run_over(small_index), local=True) as router:
         service = SearchService(router, ServeConfig(), hybrid=2.0)
-        with pytest.raises(RequestError, match=r'send "hybrid": "off", or index them: mvr-ray index CONFIG') as caught:
+        with pytest.raises(RequestError, match=r'send "hybrid": "off", or index them: mvr-ray index CONFIG') as error:
             service.search(SearchRequest(queries=[QUESTION]))
-        assert (caught.value.status, caught.value.code, caught.value.field) == (409, "no_words", "hybrid")
+        assert (error.value.status, error.value.code, error.value.field) == (409, "no_words", "hybrid")
         assert service.search(SearchRequest(queries=[QUESTION], hybrid="off")).results[0]
     with pytest.raises(ShardIndexError, match="has no words of its passages, which a hybrid search needs"):
         serve_until_interrupted(run_over(small_index, search={"hybrid": 2.0}), None, print)
@@ -83,6 +83,6 @@ def test_a_version_without_words_refuses_and_says_what_to_do(small_index, run_ov
 @pytest.mark.parametrize("hybrid", ["-1", '"on"', "true", "1e999", "[1]"])
 def test_a_weight_that_is_none_is_refused_with_its_field(hybrid):
     body = f'{{"queries": ["x"], "hybrid": {hybrid}}}'.encode()
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RequestError) as error:
         parse_json(SearchRequest, body, {"content-type": "application/json"})
-    assert caught.value.status == 422 and caught.value.field.startswith("hybrid")
+    assert error.value.status == 422 and error.value.field.startswith("hybrid")

@@ -41,7 +41,7 @@ GUARDED = [
 
 @pytest.mark.parametrize(("method", "path"), GUARDED)
 def test_without_a_known_token_nothing_is_told_but_how_to_show_one(method, path) -> None:
-    guarded = app(tokens=True)
+    application = app(tokens=True)
     for headers, code in (
         ([], "no_token"),
         ([(b"authorization", b"Basic cmVhZA==")], "no_token"),
@@ -49,32 +49,32 @@ def test_without_a_known_token_nothing_is_told_but_how_to_show_one(method, path)
         ([(b"authorization", b"Bearer " + READ[:-1].encode())], "wrong_token"),
         ([(b"authorization", b"Bearer \xff\xfe")], "wrong_token"),
     ):
-        reply = call(guarded, method, path, headers=headers)
+        reply = call(application, method, path, headers=headers)
         assert (reply.status, reply.body["error"]["code"]) == (401, code)
         assert reply.headers["www-authenticate"].startswith('Bearer realm="mvr_ray"')
         assert READ[:-1] not in str(reply)
 
 
 def test_a_known_token_opens_and_health_is_open_to_all() -> None:
-    guarded = app(tokens=True)
+    application = app(tokens=True)
     for token in (READ, ADMIN):
-        assert call(guarded, "POST", "/v1/search", NILE, token=token).status == 200
+        assert call(application, "POST", "/v1/search", NILE, token=token).status == 200
     lower = [(b"authorization", f"bearer {READ}".encode())]
-    assert call(guarded, "POST", "/v1/search", NILE, headers=lower).status == 200
-    assert [call(guarded, "GET", path).status for path in ("/livez", "/readyz")] == [200, 200]
+    assert call(application, "POST", "/v1/search", NILE, headers=lower).status == 200
+    assert [call(application, "GET", path).status for path in ("/livez", "/readyz")] == [200, 200]
 
 
 def test_only_an_admin_token_rolls_back(tmp_path) -> None:
     catalog = version_catalog(tmp_path)
     service = SearchService(InMemoryIndex(), ServeConfig(), catalog)
-    guarded = create_app(service, read_tokens(None, {"MVR_RAY_READ_TOKEN": READ, "MVR_RAY_ADMIN_TOKEN": ADMIN}))
-    for refused in (
-        call(guarded, "POST", "/v1/versions/1/rollback", token=READ),
+    application = create_app(service, read_tokens(None, {"MVR_RAY_READ_TOKEN": READ, "MVR_RAY_ADMIN_TOKEN": ADMIN}))
+    for refusal in (
+        call(application, "POST", "/v1/versions/1/rollback", token=READ),
         call(create_app(service), "POST", "/v1/versions/1/rollback"),
     ):
-        assert (refused.status, refused.body["error"]["code"]) == (403, "admin_needed")
+        assert (refusal.status, refusal.body["error"]["code"]) == (403, "admin_needed")
     assert [one.version for one in catalog.all()] == [1, 2]
-    reply = call(guarded, "POST", "/v1/versions/1/rollback", token=ADMIN)
+    reply = call(application, "POST", "/v1/versions/1/rollback", token=ADMIN)
     fields = [reply.body[name] for name in ("version", "operation", "live")]
     assert (reply.status, *fields) == (200, 3, "rollback", True)
 
@@ -82,9 +82,9 @@ def test_only_an_admin_token_rolls_back(tmp_path) -> None:
 def test_only_the_newest_version_is_promoted_and_only_by_an_admin(tmp_path) -> None:
     service = SearchService(InMemoryIndex(), ServeConfig(), version_catalog(tmp_path, versions=3))
     tokens = read_tokens(None, {"MVR_RAY_READ_TOKEN": READ, "MVR_RAY_ADMIN_TOKEN": ADMIN})
-    guarded = create_app(service, tokens)
+    application = create_app(service, tokens)
     replies = [
-        call(guarded, "POST", f"/v1/versions/{number}/promote", token=token)
+        call(application, "POST", f"/v1/versions/{number}/promote", token=token)
         for number, token in ((3, READ), (2, ADMIN), (9, ADMIN), (3, ADMIN))
     ]
     codes = [(reply.status, reply.body.get("error", {}).get("code")) for reply in replies]
@@ -162,7 +162,7 @@ def test_a_length_over_the_limit_is_refused_unread(length) -> None:
 
 
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
-    guarded, messages = app(timeout_ms=30), []
+    application, messages = app(timeout_ms=30), []
 
     async def silence() -> dict:
         await asyncio.Event().wait()
@@ -172,7 +172,7 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
         messages.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/v1/search", "headers": [], "query_string": b""}
-    asyncio.run(guarded(scope, silence, send))
+    asyncio.run(application(scope, silence, send))
     assert messages[0]["status"] == 408
 
 
@@ -180,42 +180,42 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
 def test_no_more_than_max_waiting_are_let_in_and_the_others_hear_it_at_once(record_property) -> None:
     slow, places, num_tasks = InMemoryIndex(), 3, 30
     slow.gate.clear()
-    guarded = app(slow, max_waiting=places, max_running=1, timeout_ms=5000)
+    application = app(slow, max_waiting=places, max_running=1, timeout_ms=5000)
 
     async def flood() -> tuple[list, list]:
-        tasks = [asyncio.create_task(ask(guarded, "POST", "/v1/search", NILE)) for _ in range(num_tasks)]
-        refused = []
+        tasks = [asyncio.create_task(ask(application, "POST", "/v1/search", NILE)) for _ in range(num_tasks)]
+        refusals = []
         for reply in asyncio.as_completed(tasks):
-            refused.append(await reply)
-            if len(refused) == num_tasks - places:
+            refusals.append(await reply)
+            if len(refusals) == num_tasks - places:
                 break
-        health = await ask(guarded, "GET", "/livez")
+        health = await ask(application, "GET", "/livez")
         assert health.status == 200
         slow.gate.set()
-        return refused, [one for one in await asyncio.gather(*tasks) if one.status != 503]
+        return refusals, [one for one in await asyncio.gather(*tasks) if one.status != 503]
 
-    refused, answered = asyncio.run(flood())
-    assert {(one.status, one.body["error"]["code"]) for one in refused} == {(503, "overloaded")}
-    retries_s = [int(one.headers["retry-after"]) for one in refused]
+    refusals, answers = asyncio.run(flood())
+    assert {(one.status, one.body["error"]["code"]) for one in refusals} == {(503, "overloaded")}
+    retries_s = [int(one.headers["retry-after"]) for one in refusals]
     assert min(retries_s) >= 1
-    assert [one.status for one in answered] == [200] * places
-    assert {row[0]["id"] for one in answered for row in one.body["results"]} == {"p1"}
-    assert call(guarded, "POST", "/v1/search", NILE).status == 200
-    figures = f"{num_tasks} asked, {len(refused)} refused with Retry-After {max(retries_s)} s, {len(answered)} answered"
+    assert [one.status for one in answers] == [200] * places
+    assert {row[0]["id"] for one in answers for row in one.body["results"]} == {"p1"}
+    assert call(application, "POST", "/v1/search", NILE).status == 200
+    figures = f"{num_tasks} asked, {len(refusals)} refused with Retry-After {max(retries_s)} s, {len(answers)} answered"
     record_property("figures", figures)
 
 
 def test_a_place_is_free_again_when_the_work_has_ended_not_when_the_answer_was_late() -> None:
     slow = InMemoryIndex()
     slow.gate.clear()
-    guarded = app(slow, max_waiting=1, max_running=1, timeout_ms=2000)
+    application = app(slow, max_waiting=1, max_running=1, timeout_ms=2000)
 
     async def story() -> list[int]:
-        late = await ask(guarded, "POST", "/v1/search", NILE)
-        full = await ask(guarded, "POST", "/v1/search", NILE)
+        late = await ask(application, "POST", "/v1/search", NILE)
+        full = await ask(application, "POST", "/v1/search", NILE)
         slow.gate.set()
         for _ in range(10_000):
-            after = await ask(guarded, "POST", "/v1/search", NILE)
+            after = await ask(application, "POST", "/v1/search", NILE)
             if after.status == 200:
                 break
             await asyncio.sleep(0.001)
@@ -235,14 +235,14 @@ def test_what_waited_past_its_time_is_never_begun() -> None:
         return slow_search(texts, k, **options)
 
     slow.search_text = search_and_count
-    guarded = app(slow, max_waiting=8, max_running=1, timeout_ms=60_000)
+    application = app(slow, max_waiting=8, max_running=1, timeout_ms=60_000)
 
     async def story() -> list[int]:
-        first = asyncio.create_task(ask(guarded, "POST", "/v1/search", NILE))
+        first = asyncio.create_task(ask(application, "POST", "/v1/search", NILE))
         while not searches:
             await asyncio.sleep(0.001)
-        hurried = [(b"x-timeout-ms", b"40")]
-        late = await asyncio.gather(*(ask(guarded, "POST", "/v1/search", NILE, headers=hurried) for _ in range(4)))
+        headers = [(b"x-timeout-ms", b"40")]
+        late = await asyncio.gather(*(ask(application, "POST", "/v1/search", NILE, headers=headers) for _ in range(4)))
         slow.gate.set()
         return [one.status for one in (await first, *late)]
 
@@ -267,9 +267,9 @@ def test_an_unexpected_error_is_a_500_whose_response_and_log_lines_carry_the_req
     caplog.set_level(logging.INFO, "mvr_ray")
     caplog.handler.setFormatter(logs.JsonLines())
     caplog.handler.setStream(lines)
-    broken = app(FailingIndex(), max_waiting=1)
+    application = app(FailingIndex(), max_waiting=1)
     for request in ("r1", "r2"):
-        reply = call(broken, "POST", "/v1/search", NILE, headers=[(b"x-request-id", request.encode())])
+        reply = call(application, "POST", "/v1/search", NILE, headers=[(b"x-request-id", request.encode())])
         assert (reply.status, reply.body["error"]["code"]) == (500, "internal")
         assert reply.headers["x-request-id"] == request and "secret" not in str(reply)
     records = [json.loads(line) for line in lines.getvalue().splitlines()]

@@ -125,9 +125,9 @@ def browser():
     if program is None:
         pytest.skip("no Chromium here; install one (Debian: apt-get install chromium)")
     with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield opened
-        opened.close()
+        chromium = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture

@@ -53,11 +53,11 @@ def elsewhere(tmp_path) -> Elsewhere:
 def test_an_index_built_elsewhere_is_published_with_the_content_that_it_has_there(elsewhere) -> None:
     reply = elsewhere.post(elsewhere.payload)
     assert (reply.status, reply.body["version"], reply.body["live"], reply.body["parent"]) == (200, 1, True, 0)
-    published = manifest.read(elsewhere.store, "library")
-    assert published.content_digest() == elsewhere.version.content_digest()
-    assert published.token != elsewhere.version.token
+    version = manifest.read(elsewhere.store, "library")
+    assert version.content_digest() == elsewhere.version.content_digest()
+    assert version.token != elsewhere.version.token
     assert reply.body["passages"] == elsewhere.version.num_passages
-    manifest.verify(elsewhere.store, published).require()
+    manifest.verify(elsewhere.store, version).require()
 
 
 def test_a_version_of_which_few_passages_were_changed_is_published_too(tmp_path) -> None:
@@ -108,11 +108,11 @@ def test_of_two_that_follow_the_same_version_one_wins(elsewhere, tmp_path, recor
 
         replies = list(threads.map(send, both, offers))
     assert sorted(reply.status for reply in replies) == [200, 409]
-    [lost] = [reply.body["error"] for reply in replies if reply.status == 409]
-    assert lost["code"] == "publish_conflict" and "version 2 is live" in lost["message"]
-    [won] = [n for n, reply in enumerate(replies) if reply.status == 200]
+    [error] = [reply.body["error"] for reply in replies if reply.status == 409]
+    assert error["code"] == "publish_conflict" and "version 2 is live" in error["message"]
+    [winner] = [n for n, reply in enumerate(replies) if reply.status == 200]
     live = manifest.read(elsewhere.store, "library")
-    assert (live.version, live.shards[0].digest) == (2, offers[won]["shards"][0]["digest"])
+    assert (live.version, live.shards[0].digest) == (2, offers[winner]["shards"][0]["digest"])
     assert elsewhere.versions() == [1, 2]
     record_property("figures", f"answered {' and '.join(str(reply.status) for reply in replies)}, version 2 live")
 
@@ -297,13 +297,13 @@ def test_nothing_rolls_back_to_a_version_of_which_a_byte_differs(elsewhere) -> N
     assert elsewhere.post(elsewhere.payload).status == 200
     file = first_file(elsewhere)
     part = elsewhere.root / paths.corpus_dir("books") / Corpus.open(elsewhere.store, "books").info.parts[0].file
-    for damaged, code in ((file, "not_whole"), (part, "no_corpus")):
-        whole = damaged.read_bytes()
-        damaged.chmod(0o644)
-        flip(damaged)
+    for path, code in ((file, "not_whole"), (part, "no_corpus")):
+        whole = path.read_bytes()
+        path.chmod(0o644)
+        flip(path)
         reply = call(create_app(elsewhere.service, tokens()), "POST", "/v1/versions/1/rollback", token=ADMIN)
         assert (reply.status, reply.body["error"]["code"]) == (422, code)
-        damaged.write_bytes(whole)
+        path.write_bytes(whole)
     assert elsewhere.versions() == [1]
 
 

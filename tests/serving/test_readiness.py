@@ -31,18 +31,18 @@ def test_a_replica_over_a_store_that_lost_corpus_or_encoder_is_not_ready_and_say
     corpus = Corpus.open(store, version.corpus, version.corpus_digest)
     part = own_index / paths.corpus_dir(version.corpus) / corpus.info.parts[1].file
     encoder = own_index / paths.encoder_dir(version.encoder_name, version.encoder_fingerprint)
-    described = own_index / paths.corpus_version(version.corpus, version.corpus_digest)
+    corpus_file = own_index / paths.corpus_version(version.corpus, version.corpus_digest)
     weights = encoder / "shared" / "model.safetensors"
-    for path, lost in (
+    for path, message in (
         (part, f"{part.name} is missing"),
         (encoder, "encoder snapshot"),
         (weights, "model.safetensors"),
-        (described.parent.parent, "mvr-ray prepare CONFIG"),
+        (corpus_file.parent.parent, "mvr-ray prepare CONFIG"),
     ):
         path.rename(tmp_path / "aside")
         answer = readiness(run)
         assert not answer.ready and answer.coverage == 1.0
-        assert any(lost in problem for problem in answer.problems), answer.problems
+        assert any(message in problem for problem in answer.problems), answer.problems
         (tmp_path / "aside").rename(path)
     whole = part.read_bytes()
     part.chmod(0o644)

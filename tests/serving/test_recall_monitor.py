@@ -12,17 +12,17 @@ from mvr_ray.types import Exactness
 
 def test_queries_that_are_answered_during_or_after_the_close_are_not_measured() -> None:
     index, recalls = InMemoryIndex(exact=Exactness(False, "hnsw", 1, 0, 0.5)), []
-    started = threading.Event()
+    start = threading.Event()
 
     def exact(queries_QD, k, version):
-        started.set()
+        start.set()
         return index.search(queries_QD, k).hits
 
     answer = index.search(index.embed(["nile"]), 1)
     monitor = RecallMonitor(SimpleNamespace(pin=lambda _: nullcontext(index), exact=exact), recalls.append, every=1)
     index.gate.clear()
     monitor.note(["nile"], 1, answer)
-    assert started.wait(20)
+    assert start.wait(20)
     monitor.close()
     monitor.note(["nile"], 1, answer)
     index.gate.set()

@@ -53,8 +53,8 @@ def test_a_client_in_this_process_answers_from_the_index_and_its_store(small_ind
         assert first.snippet is None or first.snippet.text in [view.text for view in passage.views]
         assert client.versions().serving == client.versions().live == answer.version == 1
         assert client.version(1).encoder.endswith(answer.encoder_fingerprint)
-        [explained] = client.explain(["What was the oil crisis?"], [first.id], timeout_s=60).passages
-        assert explained.winners[0].score == pytest.approx(first.score, abs=1e-5)
+        [explanation] = client.explain(["What was the oil crisis?"], [first.id], timeout_s=60).passages
+        assert explanation.winners[0].score == pytest.approx(first.score, abs=1e-5)
         with pytest.raises(RefusedError, match="encoder_mismatch"):
             client.search(["x"], encoder_fingerprint="0" * 16)
 

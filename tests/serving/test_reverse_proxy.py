@@ -83,8 +83,8 @@ def test_a_body_where_none_belongs_or_without_a_token_is_refused_before_it_is_re
         wrong = SEARCH + b"Authorization: Bearer " + READ[:-1].encode() + b"\r\n"
         assert send(port(proxy), chunked_body(wrong, 30)) == RawReply(401, "wrong_token")
         assert memory_bytes(proxy.process_id) < 200_000_000
-        authorized = SEARCH + b"authorization: bearer  " + READ.encode() + b"\r\n"
-        assert send(port(proxy), chunked_body(authorized, 1)) == RawReply(422, "not_json")
+        headers = SEARCH + b"authorization: bearer  " + READ.encode() + b"\r\n"
+        assert send(port(proxy), chunked_body(headers, 1)) == RawReply(422, "not_json")
         with client(proxy, token=READ) as user:
             assert user.search(["nile"], k=1).results
 

@@ -120,8 +120,8 @@ def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_wor
         replies = asked_at_once(address, 4 * proxy_waiting)
         with Client(address, timeout_s=60) as stranger, pytest.raises(RefusedError, match="no_token"):
             stranger.search(["What was the oil crisis?"])
-        authorized = SEARCH_HEADERS + f"Authorization: Bearer {ADMIN}\r\n".encode()
-        assert send(port, chunked_body(authorized, 33)) == RawReply(413, "body_too_large")
+        headers = SEARCH_HEADERS + f"Authorization: Bearer {ADMIN}\r\n".encode()
+        assert send(port, chunked_body(headers, 33)) == RawReply(413, "body_too_large")
         with Client(address, token=ADMIN, timeout_s=60) as client:
             assert client.search(["What was the oil crisis?"], k=2).results == answer.results and client.ready().ready
         assert serving_processes() == processes
@@ -133,8 +133,8 @@ def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_wor
         assert re.match(
             r"request: id=bad-unknown-version method=POST route=/v1/search status=404 took_ms=", line["message"]
         )
-        searched = [line for line in lines if line["message"].startswith("searched: index=")]
-        assert searched and all("status=200" in by_request[line["request"]]["message"] for line in searched)
+        search_lines = [line for line in lines if line["message"].startswith("searched: index=")]
+        assert search_lines and all("status=200" in by_request[line["request"]]["message"] for line in search_lines)
         assert not any(ADMIN in str(line) for line in lines)
         with pytest.raises(ConfigError, match=r"listens on 127\.0\.0\.1:\d+ already"):
             serve_until_interrupted(run_over(small_index, serve={"port": free_port()}), None, print)
@@ -146,8 +146,8 @@ def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_wor
             if line == "stopping\n":
                 server.send_signal(signal.SIGINT)
     assert server.returncode == 0, "".join(output)
-    refused = f"503 {proxy_waiting} requests are in flight already 1"  # by the proxy; the replica would take more
-    assert set(replies) == {"200", refused} and replies.count("200") >= proxy_waiting
+    refusal = f"503 {proxy_waiting} requests are in flight already 1"  # by the proxy; the replica would take more
+    assert set(replies) == {"200", refusal} and replies.count("200") >= proxy_waiting
     assert len(answer.results[0]) == 2 and answer.exact.certified and answer.coverage.share == 1
     assert not any(ADMIN in line for line in output)
     assert "stopping\n" in output and not any("Traceback" in line for line in output)
@@ -182,20 +182,20 @@ def test_a_request_to_a_replica_that_hangs_or_was_killed_is_answered_by_its_dead
         [replica] = [actor["Pid"] for actor in alive if actor["ActorClassName"].startswith("ServeReplica")]
         assert timed_search(address, 10_000)[0] == "200"
         os.kill(replica, signal.SIGSTOP)
-        stopped = [timed_search(address, timeout_ms) for timeout_ms in (500, 1500)]
+        timeouts = [timed_search(address, timeout_ms) for timeout_ms in (500, 1500)]
         with ThreadPoolExecutor(1) as thread:
             waiting = thread.submit(timed_search, address, 10_000)
             with Client(address, token=ADMIN) as client, pytest.raises(UnreachableError, match="timeout"):
                 client.ready(timeout_s=1)
             os.kill(replica, signal.SIGKILL)
-            killed = waiting.result()
+            outcome = waiting.result()
         with Client(address, token=ADMIN) as client:
             assert client.search(["What was the oil crisis?"], k=2, timeout_s=120).coverage.share == 1
         server.send_signal(signal.SIGINT)
         server.stderr.read()
     assert server.returncode == 0
-    assert [answer for answer, _ in stopped] == ["504 timeout"] * 2
-    assert 0.5 <= stopped[0][1] < 1.5 <= stopped[1][1] < 2.5
-    assert killed[0] in ("200", "503 unavailable", "504 timeout") and killed[1] < 11
-    seconds = ", ".join(f"{seconds:.1f}" for _, seconds in stopped)
-    record_property("figures", f"stopped: 504 after {seconds} s; killed: {killed[0]} after {killed[1]:.1f} s")
+    assert [answer for answer, _ in timeouts] == ["504 timeout"] * 2
+    assert 0.5 <= timeouts[0][1] < 1.5 <= timeouts[1][1] < 2.5
+    assert outcome[0] in ("200", "503 unavailable", "504 timeout") and outcome[1] < 11
+    seconds = ", ".join(f"{seconds:.1f}" for _, seconds in timeouts)
+    record_property("figures", f"stopped: 504 after {seconds} s; killed: {outcome[0]} after {outcome[1]:.1f} s")

@@ -194,15 +194,15 @@ def test_bodies_take_no_memory_of_a_replica_before_there_is_a_token(server):
     ready = b"GET /readyz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
     assert set(at_once(60, lambda: send(server.port, chunked_body(ready, 30)))) == {RawReply(413, "body_too_large")}
     assert set(at_once(60, lambda: send(server.port, chunked_body(SEARCH, 30)))) == {RawReply(401, "no_token")}
-    grown = sum(memory_bytes(one) - was for one, was in zip(replicas, before))
-    assert grown < 100_000_000
+    growth = sum(memory_bytes(one) - was for one, was in zip(replicas, before))
+    assert growth < 100_000_000
     assert search_once(server.port).outcome == "200"
 
 
 @pytest.mark.chaos("3,000 half requests and 70 slow bodies", "closed in time; others answered meanwhile")
 def test_connections_that_wait_keep_nobody_else_out_and_are_closed(server):
-    authorized = SEARCH + f"Authorization: Bearer {ADMIN}\r\n".encode()
-    with half_requests(server.port, 70, authorized + b"content-length: 100\r\n\r\n{") as slow:
+    headers = SEARCH + f"Authorization: Bearer {ADMIN}\r\n".encode()
+    with half_requests(server.port, 70, headers + b"content-length: 100\r\n\r\n{") as slow:
         with load(server.port, threads=1) as answers:
             wait_for(lambda: len(answers) > 10, 60)
         assert {read_reply(raw) for raw in slow} == {RawReply(408, "request_late")}
@@ -299,8 +299,8 @@ def test_under_load_with_a_process_killed_again_and_again_no_answer_is_wrong_or_
     outcomes, slowest_s = Counter(one.outcome for one in answers), max(one.took_s for one in answers)
     counts = ", ".join(f"{number} x {outcome}" for outcome, number in sorted(outcomes.items()))
     record_property("figures", f"{SOAK_S:g} s, killed {dict(kills)}: {counts}; slowest {slowest_s:.1f} s")
-    allowed = set().union(*(one.errors for one in FAULTS.values())) | {"503 not_covered"}
-    assert set(outcomes) - {"200"} <= allowed, outcomes
+    allowed_errors = set().union(*(one.errors for one in FAULTS.values())) | {"503 not_covered"}
+    assert set(outcomes) - {"200"} <= allowed_errors, outcomes
     assert {one.ids for one in answers if one.outcome == "200"} == {expected.ids}
     assert slowest_s < TIMEOUT_MS / 1000 + LATE_S
 
@@ -319,9 +319,9 @@ def test_without_its_head_a_server_answers_until_it_ends_by_itself(small_index, 
     outcomes, slowest_s = Counter(one.outcome for one in answers), max(one.took_s for one in answers)
     counts = ", ".join(f"{number} x {outcome}" for outcome, number in sorted(outcomes.items()))
     record_property("figures", f"ended after {ended_s:.0f} s with status {process.returncode}: {counts}")
-    broken = {"502 unavailable", "503 unavailable", "504 timeout", "RemoteDisconnected", "ConnectionResetError"}
+    errors = {"502 unavailable", "503 unavailable", "504 timeout", "RemoteDisconnected", "ConnectionResetError"}
     assert expected.outcome == "200" and process.returncode == 1
-    assert set(outcomes) - {"200"} <= broken | {"ConnectionRefusedError"}, outcomes
+    assert set(outcomes) - {"200"} <= errors | {"ConnectionRefusedError"}, outcomes
     assert {one.ids for one in answers if one.outcome == "200"} == {expected.ids}
     assert slowest_s < TIMEOUT_MS / 1000 + LATE_S
     wait_for(lambda: not [one for one in own if Path(f"/proc/{one}").exists()], 120)

@@ -97,10 +97,10 @@ class Handler(BaseHTTPRequestHandler):
         if not self._goes_on("before"):
             return
         with self.writing:
-            scripted = [fault for fault in self.script.faults if key.endswith(fault.name)]
-            fault = scripted[0].kind if scripted else ""
-            if scripted:
-                self.script.faults.remove(scripted[0])
+            faults = [fault for fault in self.script.faults if key.endswith(fault.name)]
+            fault = faults[0].kind if faults else ""
+            if faults:
+                self.script.faults.remove(faults[0])
             status = 200
             if fault in ("503", "409"):
                 status = int(fault)
@@ -145,8 +145,8 @@ class Handler(BaseHTTPRequestHandler):
             names = [n.text for n in ElementTree.fromstring(body).iter() if n.tag.rpartition("}")[2] == "Key"]
             for name in names:
                 self.objects.pop(f"{key.rstrip('/')}/{name}", None)
-            deleted = "".join(f"<Deleted><Key>{escape(name or '')}</Key></Deleted>" for name in names)
-            self._answer(200, f"<DeleteResult>{deleted}</DeleteResult>".encode())
+            entries = "".join(f"<Deleted><Key>{escape(name or '')}</Key></Deleted>" for name in names)
+            self._answer(200, f"<DeleteResult>{entries}</DeleteResult>".encode())
 
     def do_DELETE(self) -> None:
         key, _ = self._key_and_query()

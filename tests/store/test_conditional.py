@@ -83,9 +83,9 @@ def test_a_lost_answer_is_read_again_and_known_as_ones_own(
 ):
     with serve() as (store, script):
         script.faults.append(s3_server.Fault("versions/1.json", "lost"))
-        published = manifest.publish(store, draft(store, tmp_path / "made"))
+        version = manifest.publish(store, draft(store, tmp_path / "made"))
         assert not script.faults and of_manifests(script) == [412]
-        assert manifest.read(store, "i") == published
+        assert manifest.read(store, "i") == version
         assert manifest.list_versions(store, "i") == [1]
         record_property("figures", f"2 puts: the answer of one lost, the other answered {of_manifests(script)[0]}")
 
@@ -95,14 +95,14 @@ def test_a_publisher_of_equal_content_in_the_same_second_is_not_taken_for_onesel
 ):
     """The first one's answer is lost; the second one meets its bytes, which differ in the token alone."""
     with serve() as (store, script):
-        described = draft(store, tmp_path / "made")
+        new_version = draft(store, tmp_path / "made")
         start = threading.Barrier(2)
         script.faults.extend([s3_server.Fault("versions/1.json", "lost")] * 2)
 
         def publish(_: int) -> Manifest | None:
             start.wait()
             try:
-                return manifest.publish(Store(store.root), described)
+                return manifest.publish(Store(store.root), new_version)
             except PublishConflictError:
                 return None
 
@@ -116,9 +116,9 @@ def test_a_publisher_of_equal_content_in_the_same_second_is_not_taken_for_onesel
 def test_a_put_that_did_not_happen_is_done_again(serve: Serve, s3_server: ModuleType, tmp_path: Path, kind: str):
     with serve() as (store, script):
         script.faults.extend([s3_server.Fault("versions/1.json", kind)] * 3)
-        published = manifest.publish(store, draft(store, tmp_path / "made"))
+        version = manifest.publish(store, draft(store, tmp_path / "made"))
         assert not script.faults and of_manifests(script)[-1] == 200
-        assert manifest.read(store, "i") == published
+        assert manifest.read(store, "i") == version
 
 
 @pytest.mark.parametrize("conditional", ["ignored", "refused"])
@@ -126,9 +126,9 @@ def test_a_server_that_does_not_honour_the_condition_is_found_and_nothing_is_pub
     serve: Serve, tmp_path: Path, conditional: str
 ):
     with serve(conditional) as (store, script):
-        described = draft(store, tmp_path / "made")
+        new_version = draft(store, tmp_path / "made")
         with pytest.raises(ManifestError, match=r"not published, 0 stays live: .*conditional PUT"):
-            manifest.publish(store, described)
+            manifest.publish(store, new_version)
         assert manifest.list_versions(store, "i") == [] and of_manifests(script) == []
 
 
@@ -136,14 +136,14 @@ def test_two_publishers_over_and_over_one_wins_each_number(serve: Serve, s3_serv
     """40 numbers; of a third of them the first answer is lost, broken off, or put off."""
     rng = random.Random(7)
     with serve() as (store, script):
-        described, start = draft(store, tmp_path / "made"), threading.Barrier(2)
+        new_version, start = draft(store, tmp_path / "made"), threading.Barrier(2)
         stores = [Store(store.root), Store(store.root)]
         winners: list[list[Manifest]] = []
 
         def publish(own: Store, parent: int, number: int) -> Manifest | None:
             start.wait()
             try:
-                return manifest.publish(own, replace(described, parent=parent, config_digest=str(number)))
+                return manifest.publish(own, replace(new_version, parent=parent, config_digest=str(number)))
             except PublishConflictError:
                 return None
 
@@ -158,21 +158,21 @@ def test_two_publishers_over_and_over_one_wins_each_number(serve: Serve, s3_serv
         assert manifest.list_versions(store, "i") == list(range(1, 41))
         assert [manifest.read(store, "i", n) for n in range(1, 41)] == [version[0] for version in winners]
         assert {version[0].config_digest for version in winners} == {"0", "1"}
-        created = [key for key, status in script.answered if status == 200 and key.endswith(".json")]
-        assert len(created) == len(set(created))
+        keys = [key for key, status in script.answered if status == 200 and key.endswith(".json")]
+        assert len(keys) == len(set(keys))
 
 
 def test_an_outcome_that_cannot_be_known_is_told_as_such(serve: Serve, s3_server: ModuleType, tmp_path: Path):
     with serve() as (store, script):
-        described = draft(store, tmp_path / "made")
+        new_version = draft(store, tmp_path / "made")
         script.faults.append(s3_server.Fault("versions/1.json", "down"))
         with pytest.raises(ManifestError, match=r"1\.json was published is not known: .*versions CONFIG list"):
-            manifest.publish(store, described)
+            manifest.publish(store, new_version)
 
 
 def test_an_address_names_bucket_prefix_keys_and_endpoint_and_an_unknown_option_is_refused():
-    opened = open_address("s3://key:se%2Fcret@bucket/some/prefix?endpoint_override=host:9000&scheme=http&region=r")
-    assert isinstance(opened, S3Store) and opened.prefix == "some/prefix"
+    store = open_address("s3://key:se%2Fcret@bucket/some/prefix?endpoint_override=host:9000&scheme=http&region=r")
+    assert isinstance(store, S3Store) and store.prefix == "some/prefix"
     expected = {
         "bucket": "bucket",
         "access_key_id": "key",
@@ -180,7 +180,7 @@ def test_an_address_names_bucket_prefix_keys_and_endpoint_and_an_unknown_option_
         "endpoint": "http://host:9000",
         "region": "r",
     }
-    assert expected.items() <= opened.config.items()
+    assert expected.items() <= store.config.items()
     assert isinstance(open_address("gs://anonymous@bucket/p?endpoint_override=host:1&scheme=http"), GCSStore)
     with pytest.raises(ConfigError, match="unknown option 'regoin'"):
         open_address("s3://key:secret@bucket/prefix?regoin=x")

@@ -123,12 +123,12 @@ def test_a_part_with_changes_reads_as_if_written_whole_and_its_difference_is_tol
         row for row, passage in enumerate(others.values()) if contents.get(passage.id) != passage[1:3]
     ]
     assert report.deleted_ids == [name for name in passages if name not in others]
-    lost = {*contents.values()} - {passage[1:3] for passage in others.values()}
-    queries = lost | {passage[1:3] for passage in others.values()} - {*contents.values()}
+    lost_contents = {*contents.values()} - {passage[1:3] for passage in others.values()}
+    queries = lost_contents | {passage[1:3] for passage in others.values()} - {*contents.values()}
     lacking: set[str] = set()
-    find_contents(before, queries - lost, lacking)
-    for names in (find_contents(after, queries - lost, lacking), find_contents(after, queries, set())):
-        assert names.keys() == queries - lost
+    find_contents(before, queries - lost_contents, lacking)
+    for names in (find_contents(after, queries - lost_contents, lacking), find_contents(after, queries, set())):
+        assert names.keys() == queries - lost_contents
         assert all(others[name][1:3] == content for content, name in names.items())
 
 
@@ -235,15 +235,15 @@ def test_a_question_set_is_refused_wherever_a_byte_of_it_is_flipped_or_cut_off(t
     rng, cases = random.Random(7), 0
     for path in (set_file(corpus, "set"), paths.question_set("corpus", corpus.digest, "set")):
         whole = corpus.store.read_bytes(path)
-        damaged = [whole[:at] for at in rng.sample(range(len(whole)), 30)]
+        corruptions = [whole[:at] for at in rng.sample(range(len(whole)), 30)]
         for at in rng.sample(range(len(whole)), 150):
-            damaged.append(whole[:at] + bytes([whole[at] ^ (1 << rng.randrange(8))]) + whole[at + 1 :])
-        refused = sum(answers_after(corpus, path, data) is None for data in damaged)
-        assert refused == len(damaged), "not one was read"
-        corpus.store.write_bytes(path, damaged[-1])
+            corruptions.append(whole[:at] + bytes([whole[at] ^ (1 << rng.randrange(8))]) + whole[at + 1 :])
+        refusals = sum(answers_after(corpus, path, data) is None for data in corruptions)
+        assert refusals == len(corruptions), "not one was read"
+        corpus.store.write_bytes(path, corruptions[-1])
         assert [bad for bad, _ in corpus.find_damage()] == [path]
         assert answers_after(corpus, path, whole) == ASKED
-        cases += refused
+        cases += refusals
     record_property("figures", f"{cases} damaged files, all refused by name")
 
 
@@ -323,24 +323,24 @@ def test_a_part_is_read_once_in_a_process_however_often_its_corpus_is_opened(cor
     monkeypatch.setattr(files_module, "_DIGESTS", {})
     monkeypatch.setattr(files_module, "SETTLED_NS", -1)
     for _ in range(5):
-        opened = Corpus.open(corpus.store, "corpus")
-        assert sum(len(opened.part(shard)) for shard in range(3)) == 50
+        other = Corpus.open(corpus.store, "corpus")
+        assert sum(len(other.part(shard)) for shard in range(3)) == 50
     assert len(read) == len(set(read)), "copies of what is very young in an object store are fetched anew"
     assert not corpus.store.is_local or len(read) == 3
 
 
 def test_a_publication_in_the_place_of_another_is_damage(corpus: Corpus):
     store, first, number = corpus.store, corpus.info, corpus.number
-    described = paths.corpus_publication("corpus", number)
+    first_path = paths.corpus_publication("corpus", number)
     second = replace(first, sources=first.sources * 2)
     Corpus(store, second).publish(after=number)
     assert Corpus.open(store, "corpus").info == second
     path = paths.corpus_publication("corpus", number + 1)
-    for data in (store.read_bytes(described), first.to_json()):
+    for data in (store.read_bytes(first_path), first.to_json()):
         store.write_bytes(path, data)
         with pytest.raises(StorageError, match=rf"publications/{number + 1}\.json is damaged \(it is publication"):
             Corpus.open(store, "corpus")
-    store.write_bytes(described, first.to_json())  # as earlier programs did
+    store.write_bytes(first_path, first.to_json())  # as earlier programs did
     assert Corpus.open(store, "corpus").info == first
     store.write_bytes(path, second.to_json(number + 1))
     assert Corpus.open(store, "corpus").info == second

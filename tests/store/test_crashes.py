@@ -263,10 +263,10 @@ def test_files_that_cannot_grow_while_publishing_leave_the_old_version_live(
     with pytest.raises(StorageError, match=r"cannot write .*File too large \(\d+ bytes to write, \d+ free\); free"):
         publish_shard(store, new)
     full_disk(False)
-    left = [file for file in Path(store.root).rglob("*") if file.name.endswith(".tmp")]
-    assert left == [] and len(store.list(paths.shards_dir("i"))) == 2
+    leftovers = [file for file in Path(store.root).rglob("*") if file.name.endswith(".tmp")]
+    assert leftovers == [] and len(store.list(paths.shards_dir("i"))) == 2
     assert not require_whole(store, first, new)
-    record_property("figures", f"2 refused, {len(left)} files left behind")
+    record_property("figures", f"2 refused, {len(leftovers)} files left behind")
 
 
 @pytest.mark.chaos("disk full while publishing", "the old version stays live; the same work then ends well")

@@ -92,36 +92,36 @@ CHANGES = st.tuples(st.sets(st.integers(0, 90), max_size=12), st.sets(st.integer
 def test_changes_laid_over_read_as_the_shard_written_whole(tmp_path_factory, count, generations, seed, data):
     root = tmp_path_factory.mktemp("overlay")
     rng = np.random.default_rng(seed)
-    laid = make_shard(root / "base", count, seed)
-    truth = passages_in(laid)
-    in_base, base_count, hidden = set(truth), count, set()
-    for number, (upserted, deleted) in enumerate(generations):
-        upserts = {f"p{at:06d}": random_views(rng) for at in data.draw(st.permutations(sorted(upserted)))}
-        deletions = {f"p{at:06d}" for at in deleted} - set(upserts)
+    shard = make_shard(root / "base", count, seed)
+    truth = passages_in(shard)
+    in_base, base_count, hidden_ids = set(truth), count, set()
+    for number, (upsert_numbers, deletion_numbers) in enumerate(generations):
+        upserts = {f"p{at:06d}": random_views(rng) for at in data.draw(st.permutations(sorted(upsert_numbers)))}
+        deletions = {f"p{at:06d}" for at in deletion_numbers} - set(upserts)
         truth = {name: views for name, views in (truth | upserts).items() if name not in deletions}
         if not truth:
             return
         folder, other = root / f"laid{number}", root / f"plain{number}"
         folder.mkdir()
-        files = write_changed(laid, folder, upserts, sorted(deletions))
-        hidden = {name for name in hidden | set(upserts) | deletions if name in truth or name in in_base}
-        assert bool(files) == (paths.EMBEDDINGS in files) == (len(hidden) <= MAX_CHANGED_SHARE * base_count)
+        files = write_changed(shard, folder, upserts, sorted(deletions))
+        hidden_ids = {name for name in hidden_ids | set(upserts) | deletions if name in truth or name in in_base}
+        assert bool(files) == (paths.EMBEDDINGS in files) == (len(hidden_ids) <= MAX_CHANGED_SHARE * base_count)
         assert (folder / paths.CHANGES).exists() == bool(files)
-        assert all(sha256_of(folder / name) == sha256_of(laid.path.with_name(name)) for name in files)
+        assert all(sha256_of(folder / name) == sha256_of(shard.path.with_name(name)) for name in files)
         if files:
             names = paths.embedding_files([file.name for file in folder.iterdir()])
             assert names[:-1] == files, "one file is new"
             event(f"files of changes: {len(names) - 1}")
         else:
-            in_base, base_count, hidden = set(truth), len(truth), set()
+            in_base, base_count, hidden_ids = set(truth), len(truth), set()
         other.mkdir()
-        laid, plain = open_views(folder), write_whole(other, truth)
-        assert content(laid) == content(plain)
-        assert num_changes(laid) == len(hidden)
-        assert (laid.num_passages, laid.num_vectors) == (plain.num_passages, plain.num_vectors)
-        assert laid.ids() == plain.ids() == laid.arrow_ids().to_pylist() == sorted(truth)
-        check_first_rows(laid, folder)
-        views = laid.find([f"p{at:06d}" for at in rng.permutation(92)])
+        shard, plain = open_views(folder), write_whole(other, truth)
+        assert content(shard) == content(plain)
+        assert num_changes(shard) == len(hidden_ids)
+        assert (shard.num_passages, shard.num_vectors) == (plain.num_passages, plain.num_vectors)
+        assert shard.ids() == plain.ids() == shard.arrow_ids().to_pylist() == sorted(truth)
+        check_first_rows(shard, folder)
+        views = shard.find([f"p{at:06d}" for at in rng.permutation(92)])
         assert set(views) == set(truth)
         assert all(views[name].vectors_ND.tobytes() == truth[name].vectors_ND.tobytes() for name in truth)
         assert all(np.array_equal(views[name].view_numbers_N, truth[name].view_numbers_N) for name in truth)
@@ -205,12 +205,12 @@ def test_blocks_with_few_changes_stay_mapped_and_those_with_many_are_copied_once
     (tmp_path / "new").mkdir()
     upserts = {name: random_views(rng) for name in [few[0], *many[1:]]}
     assert write_changed(shard, tmp_path / "new", upserts, [few[1], many[0]])
-    before, changed_block, after, copied, untouched = open_views(tmp_path / "new").blocks()
+    before, changed_block, after, copied_block, last_block = open_views(tmp_path / "new").blocks()
     assert changed_block.ids == few[:1] and before.ids + few + after.ids == ids[:BATCH_PASSAGES]
-    assert copied.vectors_ND.flags.writeable and copied.vectors_ND.base is None
-    for block in (before, changed_block, after, untouched):
+    assert copied_block.vectors_ND.flags.writeable and copied_block.vectors_ND.base is None
+    for block in (before, changed_block, after, last_block):
         assert not block.vectors_ND.flags.writeable, "mapped"
-    assert len(copied.ids) == BATCH_PASSAGES - 1 and len(untouched.ids) == 10
+    assert len(copied_block.ids) == BATCH_PASSAGES - 1 and len(last_block.ids) == 10
 
 
 def test_a_file_that_the_shard_does_not_name_is_not_laid_over(tmp_path):

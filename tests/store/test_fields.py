@@ -70,16 +70,16 @@ def test_any_fields_are_read_back_as_they_were_from_json_lines_and_from_parquet(
     expected = {name: {key: value for key, value in own.items() if value is not None} for name, own in cells.items()}
     as_json = {i: {key: to_json(value) for key, value in own.items()} for i, own in expected.items()}
     (folder / "rows.jsonl").write_text(lines(*(row(i, **own) for i, own in as_json.items())))
-    declared = corpus_of(folder, folder / "rows.jsonl", fields=types)
-    assert fields_of(declared) == expected
-    assert declared.fields == types
+    from_json = corpus_of(folder, folder / "rows.jsonl", fields=types)
+    assert fields_of(from_json) == expected
+    assert from_json.fields == types
     columns = {name: pa.array([own[name] for own in cells.values()], ARROW_TYPES[kind]) for name, kind in types.items()}
     texts = {"id": list(cells), "title": ["t"] * num_passages, "text": [f"text {i[1:]}" for i in cells]}
     pq.write_table(pa.table({**texts, **columns}), folder / "rows.parquet")
     from_parquet = corpus_of(folder, folder / "rows.parquet", fields="infer" if infers else types)
     assert fields_of(from_parquet) == expected
     if not infers:
-        assert from_parquet.digest == declared.digest
+        assert from_parquet.digest == from_json.digest
 
 
 def test_without_fields_a_corpus_is_byte_for_byte_what_it_was(tmp_path: Path, write: Write):
@@ -108,16 +108,16 @@ def test_the_fields_of_cranfield_are_those_of_its_file(tmp_path: Path, data_dir:
     rows = [json.loads(line) for line in (source / "corpus.jsonl").read_text().splitlines()]
     assert fields_of(corpus) == {one["_id"]: {name: one[name] for name in own if name in one} for one in rows}
     assert corpus.num_passages == len(rows) > 1000
-    inferred = corpus_of(tmp_path, source, fields="infer")
-    assert (inferred.fields, inferred.digest) == (own, corpus.digest)
+    inferred_corpus = corpus_of(tmp_path, source, fields="infer")
+    assert (inferred_corpus.fields, inferred_corpus.digest) == (own, corpus.digest)
 
 
 def test_a_header_of_a_tsv_file_names_further_columns(tmp_path: Path, write: Write):
     """Their cells are read as the declared type; an empty one is null; inferred they are strings."""
     header = "id\ttext\ttitle\tyear\topen\tshare\n"
     source = write("rows.tsv", f"{header}w1\tA.\tT\t1958\ttrue\t0.5\n{header}w2\tB.\tT\t\t\t\n")
-    declared = corpus_of(tmp_path, source, fields={"year": "int", "open": "bool", "share": "float"})
-    assert fields_of(declared) == {"w1": {"year": 1958, "open": True, "share": 0.5}, "w2": {}}
+    typed_corpus = corpus_of(tmp_path, source, fields={"year": "int", "open": "bool", "share": "float"})
+    assert fields_of(typed_corpus) == {"w1": {"year": 1958, "open": True, "share": 0.5}, "w2": {}}
     corpus = corpus_of(tmp_path, source, fields="infer")
     assert corpus.fields == {"open": "string", "share": "string", "year": "string"}
     with pytest.raises(DataError, match=r"rows\.tsv:2: field 'year': '19a' is no int"):

@@ -54,9 +54,9 @@ def test_of_many_creators_at_once_exactly_one_wins_and_its_bytes_stay(store: Sto
         return b"%d" % number
 
     with ThreadPoolExecutor(6) as pool:
-        won = [data for data in pool.map(create, range(6)) if data is not None]
-    assert len(won) == 1
-    assert store.read_bytes("v/1.json") == won[0]
+        winners = [data for data in pool.map(create, range(6)) if data is not None]
+    assert len(winners) == 1
+    assert store.read_bytes("v/1.json") == winners[0]
     assert store.list("v") == ["1.json"]
 
 
@@ -158,9 +158,9 @@ def test_a_full_disk_is_told_and_the_old_file_stays(tiny_disk: Path | None, tmp_
         return
     store = Store(tiny_disk)
     store.write_bytes("a/file", b"old")
-    with pytest.raises(StorageError, match=r"No space left on device.*bytes to write.*free space and run") as caught:
+    with pytest.raises(StorageError, match=r"No space left on device.*bytes to write.*free space and run") as error:
         store.write_bytes("a/file", b"x" * 1_000_000)
-    assert caught.value.__cause__.errno == errno.ENOSPC
+    assert error.value.__cause__.errno == errno.ENOSPC
     assert store.read_bytes("a/file") == b"old"
     assert [path.name for path in (tiny_disk / "a").iterdir()] == ["file"]
 
@@ -184,12 +184,12 @@ def _check_file_size_limit(folder: Path) -> None:
 
 @pytest.mark.parametrize("put", ["write_bytes", "create_once", "put_file", "upload_dir"])
 def test_the_names_of_all_new_folders_are_synced_before_a_write_returns(tmp_path, monkeypatch, put):
-    synced: list[Path] = []
+    synced_paths: list[Path] = []
     fsync = os.fsync
 
     def record(handle: int) -> None:
         fsync(handle)
-        synced.append(Path(f"/proc/self/fd/{handle}").readlink())
+        synced_paths.append(Path(f"/proc/self/fd/{handle}").readlink())
 
     monkeypatch.setattr(os, "fsync", record)
     root, source = tmp_path / "new" / "store", tmp_path / "made"
@@ -199,7 +199,7 @@ def test_the_names_of_all_new_folders_are_synced_before_a_write_returns(tmp_path
     else:
         source.write_bytes(b"x")
     getattr(Store(str(root)), put)(*((source, "a/b/c") if put in ("put_file", "upload_dir") else ("a/b/c", b"x")))
-    assert {tmp_path, tmp_path / "new", root, root / "a", root / "a" / "b"} <= set(synced)
+    assert {tmp_path, tmp_path / "new", root, root / "a", root / "a" / "b"} <= set(synced_paths)
 
 
 def test_a_file_is_read_once_a_process_under_any_name_and_again_when_it_has_changed(tmp_path: Path, monkeypatch):

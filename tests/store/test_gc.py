@@ -76,19 +76,19 @@ def moments(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def collect_with(lists: tuple[Path, ...], present: Path, root: Path, keep: int, seed: int) -> list[str]:
     store = StoreWithOldLists(shutil.copytree(present, root), lists, seed)
-    removed: list[str] = []
+    removals: list[str] = []
     with contextlib.suppress(MvrRayError):  # a list that is known to be old ends the collection
-        removed = collect(store, "i", keep, grace_s=0)
+        removals = collect(store, "i", keep, grace_s=0)
     require_whole(Store(root), keep)
     collect(Store(root), "i", keep, grace_s=0)
     require_whole(Store(root), keep)
-    return removed
+    return removals
 
 
 @pytest.mark.parametrize("keep", [1, 2, 5])
 def test_collection_by_lists_of_one_earlier_moment_keeps_what_kept_versions_name(moments, tmp_path, keep):
-    removed = [collect_with((old,), moments[-1], tmp_path / f"{n}", keep, n) for n, old in enumerate(moments)]
-    assert bool(removed[-1]) == (keep < 5) and not removed[0]
+    removals = [collect_with((old,), moments[-1], tmp_path / f"{n}", keep, n) for n, old in enumerate(moments)]
+    assert bool(removals[-1]) == (keep < 5) and not removals[0]
 
 
 @pytest.mark.parametrize("keep", [1, 2, 5])

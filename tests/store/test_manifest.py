@@ -23,14 +23,14 @@ def entry(store: Store, tmp_path: Path) -> ShardEntry:
 
 
 def test_what_is_published_is_read_back(store: Store, entry: ShardEntry):
-    published = manifest.publish(store, dataclasses.replace(describe([entry]), recall=0.1 + 0.2, metrics={"ä": 1e-30}))
-    assert published.version == 1
-    assert published.created
-    assert manifest.read(store, "i") == published
-    assert manifest.read(store, "i", 1) == published
+    version = manifest.publish(store, dataclasses.replace(describe([entry]), recall=0.1 + 0.2, metrics={"ä": 1e-30}))
+    assert version.version == 1
+    assert version.created
+    assert manifest.read(store, "i") == version
+    assert manifest.read(store, "i", 1) == version
     assert manifest.latest_version(store, "i") == 1
-    assert manifest.verify(store, published).problems == []
-    assert manifest.verify(store, published).num_files == 2
+    assert manifest.verify(store, version).problems == []
+    assert manifest.verify(store, version).num_files == 2
 
 
 def test_content_digest_is_equal_for_equal_content_only(entry: ShardEntry):
@@ -56,12 +56,12 @@ def test_a_damaged_shard_is_repaired_by_building_it_again(store: Store, tmp_path
 @pytest.mark.chaos("flipped bit", "refused before it is opened, file and shard named")
 def test_a_flipped_bit_is_a_digest_error_naming_file_and_shard(store: Store, tmp_path: Path, record_property):
     entries = [make_shard(store, tmp_path / f"s{n}", b"content%d" % n, n) for n in range(2)]
-    published = manifest.publish(store, describe(entries))
+    version = manifest.publish(store, describe(entries))
     path = f"{paths.shard_dir('i', entries[1].digest)}/{paths.EMBEDDINGS}"
-    flipped = bytearray(store.read_bytes(path))
-    flipped[3] ^= 1
-    store.write_bytes(path, bytes(flipped))
-    report = manifest.verify(store, published)
+    data = bytearray(store.read_bytes(path))
+    data[3] ^= 1
+    store.write_bytes(path, bytes(data))
+    report = manifest.verify(store, version)
     assert [(problem.shard, problem.path) for problem in report.problems] == [(1, path)]
     with pytest.raises(DigestError, match=r"embeddings\.arrow of shard 1"):
         report.require()
@@ -72,9 +72,9 @@ def test_a_flipped_bit_is_a_digest_error_naming_file_and_shard(store: Store, tmp
 
 
 def test_a_damaged_manifest_is_refused(store: Store, entry: ShardEntry):
-    published = manifest.publish(store, describe([entry]))
+    version = manifest.publish(store, describe([entry]))
     path = paths.manifest("i", 1)
-    good = published.to_json()
+    good = version.to_json()
     for bad, error in (
         (good.replace(b"fp16", b"fp32"), DigestError),
         (good[:-9], ManifestError),
@@ -90,11 +90,11 @@ def test_refined_queries_are_verified_with_the_version(store: Store, entry: Shar
     file = tmp_path / "queries.arrow"
     file.write_bytes(b"moved")
     digest = manifest.add_refined_queries(store, "i", file)
-    published = manifest.publish(store, dataclasses.replace(describe([entry]), refined_queries={"known": digest}))
-    assert manifest.verify(store, published).problems == []
+    version = manifest.publish(store, dataclasses.replace(describe([entry]), refined_queries={"known": digest}))
+    assert manifest.verify(store, version).problems == []
     store.write_bytes(paths.refined_queries("i", digest), b"moveD")
     with pytest.raises(DigestError, match="queries"):
-        manifest.verify(store, published).require()
+        manifest.verify(store, version).require()
 
 
 def test_missing_versions_name_the_command_or_what_there_is(store: Store, entry: ShardEntry):
@@ -129,11 +129,11 @@ def test_of_many_publishers_exactly_one_wins_and_the_others_are_told(store: Stor
             return None
 
     with ThreadPoolExecutor(6) as pool:
-        won = [published for published in pool.map(publish, range(6)) if published]
-    assert len(won) == 1
-    assert manifest.read(store, "i") == won[0]
+        winners = [version for version in pool.map(publish, range(6)) if version]
+    assert len(winners) == 1
+    assert manifest.read(store, "i") == winners[0]
     assert manifest.list_versions(store, "i") == [1]
-    record_property("figures", f"6 publishers, {len(won)} won, {6 - len(won)} told of a conflict")
+    record_property("figures", f"6 publishers, {len(winners)} won, {6 - len(winners)} told of a conflict")
 
 
 def test_a_publisher_with_an_old_parent_is_told(store: Store, entry: ShardEntry):
@@ -149,18 +149,18 @@ def test_an_error_after_the_manifest_was_created_counts_as_published(
     store: Store, entry: ShardEntry, monkeypatch: pytest.MonkeyPatch, record_property
 ):
     create_once = Store.create_once
-    created: list[str] = []
+    creations: list[str] = []
 
     def create_then_fail(self: Store, path: str, data: bytes) -> None:
-        created.append(path)
+        creations.append(path)
         create_once(self, path, data)
         raise StorageError("the connection broke")
 
     monkeypatch.setattr(Store, "create_once", create_then_fail)
-    published = manifest.publish(store, describe([entry]))
-    assert manifest.read(store, "i") == published
-    assert created == [paths.manifest("i", 1)], "not created twice"
-    record_property("figures", f"{len(created)} creation, 0 repeated, version {published.version} live")
+    version = manifest.publish(store, describe([entry]))
+    assert manifest.read(store, "i") == version
+    assert creations == [paths.manifest("i", 1)], "not created twice"
+    record_property("figures", f"{len(creations)} creation, 0 repeated, version {version.version} live")
 
 
 def test_rolling_back_publishes_the_old_content_as_a_new_version(store: Store, tmp_path: Path, entry: ShardEntry):
@@ -176,13 +176,13 @@ def test_collection_removes_what_no_kept_version_names_and_nothing_young(store: 
     entries = [make_shard(store, tmp_path / f"s{n}", b"content%d" % n) for n in range(4)]
     for parent in range(3):
         manifest.publish(store, describe([entries[parent], entries[0]], parent=parent))
-    unpublished = paths.shard_dir("i", entries[3].digest)
+    orphan = paths.shard_dir("i", entries[3].digest)
     store.write_bytes(f"{paths.staging_dir('i', 'key')}/chunk", b"x")
     assert collect(store, "i", keep=1, grace_s=3600) == []
-    removed = collect(store, "i", keep=2, grace_s=0)
-    assert removed == [paths.manifest("i", 1), unpublished, paths.staging_dir("i", "key")]
-    removed = collect(store, "i", keep=1, grace_s=0)
-    assert removed == [paths.manifest("i", 2), paths.shard_dir("i", entries[1].digest)]
+    removals = collect(store, "i", keep=2, grace_s=0)
+    assert removals == [paths.manifest("i", 1), orphan, paths.staging_dir("i", "key")]
+    removals = collect(store, "i", keep=1, grace_s=0)
+    assert removals == [paths.manifest("i", 2), paths.shard_dir("i", entries[1].digest)]
     live = manifest.read(store, "i")
     assert live.version == 3
     assert manifest.verify(store, live).problems == []
@@ -246,16 +246,16 @@ def test_who_cannot_withdraw_a_torn_version_is_told_that_it_is_torn(
             store.delete_dir(paths.shard_dir("i", old.digest))
 
     monkeypatch.setattr(Store, "create_once", tear)
-    lost = r"version 2 lost \d+ files while it was published .*; version 1's content was not published after it "
+    prefix = r"version 2 lost \d+ files while it was published .*; version 1's content was not published after it "
     if other == "publishes":
         message = (
-            lost + r"\(.*version 3 is live.*\); version 3 of another publisher is live\. Never roll back to version 2"
+            prefix + r"\(.*version 3 is live.*\); version 3 of another publisher is live\. Never roll back to version 2"
         )
     else:
-        message = lost + r"\(.*\d of \d files missing.*\); it is live, incomplete\. "
-    with pytest.raises(ManifestError, match=message) as refused:
+        message = prefix + r"\(.*\d of \d files missing.*\); it is live, incomplete\. "
+    with pytest.raises(ManifestError, match=message) as error:
         manifest.publish(store, describe([entry], parent=1))
-    assert not isinstance(refused.value, PublishConflictError)
+    assert not isinstance(error.value, PublishConflictError)
     assert manifest.verify(store, manifest.read(store, "i", 2)).problems
     if other == "publishes":
         assert manifest.verify(store, manifest.read(store, "i")).problems == []

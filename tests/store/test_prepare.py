@@ -120,8 +120,8 @@ def test_bad_rows_stop_the_stage_with_file_and_line_unless_allowed(write: Write,
 def test_repeats_in_training_files_are_kept_once_and_conflicts_are_bad(write: Write, tmp_path: Path):
     def row(text: str) -> dict:
         ctx = {"title": "T", "text": text, "passage_id": "1"}
-        lost = {"title": "L", "text": "lost", "passage_id": "2"}
-        return {"question": "q", "answers": ["same"], "positive_ctxs": [ctx], "hard_negative_ctxs": [lost]}
+        negative = {"title": "L", "text": "lost", "passage_id": "2"}
+        return {"question": "q", "answers": ["same"], "positive_ctxs": [ctx], "hard_negative_ctxs": [negative]}
 
     report = prepare(config(write("a.json", json.dumps([row("same"), row("same")]))), Store(tmp_path / "a"))
     assert (report.passages_read, report.passages_written, report.duplicates) == (4, 2, 2)
@@ -140,8 +140,8 @@ def test_hard_negatives_that_name_no_passage_are_dropped_and_counted(write: Writ
 def test_limits_keep_gold_first_by_draws_that_do_not_depend_on_order(write: Write, tmp_path: Path):
     rows = [passage(number) for number in range(60)] + [question(number, number) for number in range(20)]
     digests = set()
-    for name, ordered in (("a", rows), ("b", rows[::-1])):
-        path, store = write(f"{name}.jsonl", lines(*ordered)), Store(tmp_path / name)
+    for name, order in (("a", rows), ("b", rows[::-1])):
+        path, store = write(f"{name}.jsonl", lines(*order)), Store(tmp_path / name)
         report = prepare(config(path, max_passages=15, max_questions=5), store)
         question_ids = {q.id for q in read_questions(only_corpus(store), "q")}
         assert question_ids == draw([f"q{number}" for number in range(20)], 5, "questions")
@@ -190,11 +190,11 @@ def test_chunks_carry_answers_and_positives(write: Write, tmp_path: Path):
     corpus = Corpus.open(Store(tmp_path), "corpus")
     assert sorted(p.id for p in corpus) == ["p0#0", "p0#1", "p0#2", "p1#0"]
     assert (report.passages_read, report.chunks_gained, report.passages_written) == (2, 2, 4)
-    (moved,) = read_questions(only_corpus(Store(tmp_path)), "q")
-    assert moved.positive_ids == ("p0#1", "p0#2")
-    assert moved.hard_negative_ids == ("p1#0",)
-    assert moved.answer_starts[1] == -1
-    assert corpus.get(["p0#1"])["p0#1"].text.startswith("w120", moved.answer_starts[0])
+    (actual,) = read_questions(only_corpus(Store(tmp_path)), "q")
+    assert actual.positive_ids == ("p0#1", "p0#2")
+    assert actual.hard_negative_ids == ("p1#0",)
+    assert actual.answer_starts[1] == -1
+    assert corpus.get(["p0#1"])["p0#1"].text.startswith("w120", actual.answer_starts[0])
 
 
 def test_splits_are_stored_beside_their_source(write: Write, tmp_path: Path):
@@ -226,17 +226,17 @@ def test_settings_that_cannot_work_are_refused_before_reading(write: Write, tmp_
 
 
 def test_a_corpus_that_was_replaced_stays_for_its_readers_and_is_collected_once_it_is_old(write: Write, store: Store):
-    opened = []
+    corpora = []
     for number in range(3):
         prepare(config(write("r.jsonl", lines(passage(number))), num_shards=1), store)
-        opened.append(Corpus.open(store, "corpus"))
-    assert [[p.id for p in corpus] for corpus in opened] == [["p0"], ["p1"], ["p2"]]
-    assert [corpus.number for corpus in opened] == publications(store, "corpus") == [1, 2, 3]
-    assert part_files(store) == {part.file for corpus in opened for part in corpus.info.parts}
+        corpora.append(Corpus.open(store, "corpus"))
+    assert [[p.id for p in corpus] for corpus in corpora] == [["p0"], ["p1"], ["p2"]]
+    assert [corpus.number for corpus in corpora] == publications(store, "corpus") == [1, 2, 3]
+    assert part_files(store) == {part.file for corpus in corpora for part in corpus.info.parts}
     assert collect_corpus(store, "corpus") == []  # they are young
     collect_corpus(store, "corpus", grace_s=0)
-    assert part_files(store) == {part.file for part in opened[2].info.parts}
-    assert store.list(paths.corpus_versions("corpus")) == [f"{opened[2].digest}.json"]
+    assert part_files(store) == {part.file for part in corpora[2].info.parts}
+    assert store.list(paths.corpus_versions("corpus")) == [f"{corpora[2].digest}.json"]
 
 
 def part_files(store: Store) -> set[str]:
@@ -259,8 +259,8 @@ def test_a_corpus_that_an_index_version_names_stays_with_its_questions_until_tha
         assert {one.id for one in corpus} == {"p1", f"p{number + 2}"}
         assert [question.id for question in read_questions(corpus, "q")] == [f"q{number}"]
     first = manifest.read(store, "i", 1).corpus_digest
-    removed = collect(store, "i", keep=1, grace_s=0)
-    assert paths.corpus_version("corpus", first) in removed
+    removals = collect(store, "i", keep=1, grace_s=0)
+    assert paths.corpus_version("corpus", first) in removals
     with pytest.raises(MissingInputError, match=first):
         Corpus.open(store, "corpus", first)
     live = Corpus.open(store, "corpus", manifest.read(store, "i").corpus_digest)
@@ -272,8 +272,8 @@ def test_a_corpus_that_an_index_version_names_stays_with_its_questions_until_tha
 def test_a_lost_row_is_an_error(write: Write, tmp_path: Path):
     def lose_a_file(what: str, number: int, total: int) -> None:
         if what == "parts sorted" and number == 1:
-            (spooled,) = (tmp_path / "store" / ".scratch").glob("*/read/1.jsonl")
-            spooled.unlink()
+            (spool,) = (tmp_path / "store" / ".scratch").glob("*/read/1.jsonl")
+            spool.unlink()
 
     path = write("r.jsonl", lines(*map(passage, range(20))))
     with pytest.raises(RowsLostError, match=r"20 passages read, \d+ sorted"):
@@ -349,10 +349,10 @@ def test_real_squad_in_chunks_keeps_every_word_and_nearly_every_answer(data_dir:
     questions = read_questions(only_corpus(store), "dev")
     assert report.questions["dev"] == len(questions) == 7794
     gold = corpus.get({q.positive_ids[0] for q in questions})
-    placed = 0
+    num_with_answer = 0
     for q in questions:
         text = gold[q.positive_ids[0]].text
         pairs = [(a, s) for a, s in zip(q.answers, q.answer_starts, strict=True) if s >= 0]
         assert all(text.startswith(answer, start) for answer, start in pairs)
-        placed += bool(pairs)
-    assert placed / len(questions) > 0.99
+        num_with_answer += bool(pairs)
+    assert num_with_answer / len(questions) > 0.99

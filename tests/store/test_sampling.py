@@ -22,10 +22,10 @@ shares = st.fixed_dictionaries(
 
 @given(st.sets(st.text(max_size=5), max_size=60), st.integers(1, 20), st.integers(0, 9))
 def test_a_draw_is_the_same_in_any_order_and_equals_sorting_all(names: set[str], limit: int, seed: int):
-    shuffled = sorted(names)
-    random.Random(seed).shuffle(shuffled)
+    order = sorted(names)
+    random.Random(seed).shuffle(order)
     by_rank = sorted(names, key=lambda name: (hash_rank(name, "purpose"), name))
-    assert draw(iter(shuffled), limit, "purpose") == set(by_rank[:limit])
+    assert draw(iter(order), limit, "purpose") == set(by_rank[:limit])
 
 
 def test_first_names_precede_the_others_of_a_long_stream():

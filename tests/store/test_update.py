@@ -71,13 +71,13 @@ def test_after_any_changes_the_corpus_is_that_of_sources_that_had_them(tmp_path_
         rows = [{"id": n, "delete": True} if text is None else row(n, text) for n, text in changes.items()]
         before = Corpus.open(store, "corpus")
         report = update(CONFIG, store, str(write("changes.jsonl", lines(*rows))))
-        touched = {n for n, text in changes.items() if now.get(n) != text}
-        assert report.added == len({n for n in touched if n not in now})
-        assert report.deleted == len({n for n in touched if changes[n] is None})
-        assert report.parts_written == len({shard_of(n, shards) for n in touched})
+        changed_ids = {n for n, text in changes.items() if now.get(n) != text}
+        assert report.added == len({n for n in changed_ids if n not in now})
+        assert report.deleted == len({n for n in changed_ids if changes[n] is None})
+        assert report.parts_written == len({shard_of(n, shards) for n in changed_ids})
         now = {n: text for n, text in {**now, **changes}.items() if text is not None}
         after = Corpus.open(store, "corpus")
-        same = {shard_of(n, shards) for n in NAMES} - {shard_of(n, shards) for n in touched}
+        same = {shard_of(n, shards) for n in NAMES} - {shard_of(n, shards) for n in changed_ids}
         assert all(after.info.parts[shard] == before.info.parts[shard] for shard in same)
         assert report.passages == after.num_passages == len(now)
         assert {passage.id: passage.text for passage in Corpus.open(store, "corpus", report.parent)} == {

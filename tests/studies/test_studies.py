@@ -644,8 +644,8 @@ def test_a_study_goes_on_from_a_report_that_another_store_made(write, small, tmp
     run_study(path, output=whole)
     folder, other = first / "small-quick", f"store.path={tmp_path / 'other'}"
     run_study(path, extra=(other,), output=second, earlier=folder)
-    trained = plan_study(load_study(path)).variants[0].keys[0]
-    assert f"study-{trained}" not in Store(str(tmp_path / "other")).list("encoders")
+    train_key = plan_study(load_study(path)).variants[0].keys[0]
+    assert f"study-{train_key}" not in Store(str(tmp_path / "other")).list("encoders")
     one, both = (json.loads((at / "small-quick" / "report.json").read_text()) for at in (whole, second))
     assert one["tables"] == both["tables"]
     assert [step["key"] for step in one["steps"]] == [step["key"] for step in both["steps"]]
@@ -738,8 +738,8 @@ def test_an_earlier_report_gives_back_an_analysis_where_it_has_the_ranks_and_val
     files = {name for name in result.files if name.endswith(".parquet")}
     assert files == {"questions.parquet", "views.parquet"}
     assert all(again.files[name] == result.files[name] for name in files)
-    kept = [part for part in read_question_ranks(tmp_path / QUESTION_RANKS) if part.system != "a: view 2"]
-    (tmp_path / QUESTION_RANKS).write_bytes(question_ranks_bytes(kept))
+    parts = [part for part in read_question_ranks(tmp_path / QUESTION_RANKS) if part.system != "a: view 2"]
+    (tmp_path / QUESTION_RANKS).write_bytes(question_ranks_bytes(parts))
     assert _analyses(read_report(tmp_path, study, plan)) == _analyses(records) - {
         run.keys[-1] for run in plan.variants[:2]
     }

@@ -135,9 +135,9 @@ def test_variants_are_tested_against_the_first_that_has_the_measure_where_both_h
     def expected(name: str, than: str, measure: str, **numbers) -> str:
         parts = [[own] for own in (of_variant[name], of_variant[than])]
         parts[0] += [more] if name == "four" else []
-        known = [at for at in range(40) if all(rows[at][measure] is not None for part in parts for rows in part)]
-        values = [[[float(rows[at][measure]) for at in known] for rows in part] for part in parts]
-        return expected_change(*values, [ARTICLES[at] for at in known], **numbers)
+        indices = [at for at in range(40) if all(rows[at][measure] is not None for part in parts for rows in part)]
+        values = [[[float(rows[at][measure]) for at in indices] for rows in part] for part in parts]
+        return expected_change(*values, [ARTICLES[at] for at in indices], **numbers)
 
     for name in ("three", "four"):
         assert rows[name][lv] == expected(name, "two", "lv", scale=1.0, decimals=3)

@@ -335,8 +335,8 @@ class DualEncoder(StoredModel):
         """
         if self.precision.name in ON_OPENVINO or supports_unpadded_cpu(self.passage_tower.backbone):
             return [list(range(len(lengths)))] if lengths else []
-        unpadded = reads_unpadded(self.passage_tower, self.precision.name)
-        return filled_batches(lengths, budget) if unpadded else token_batches(lengths, budget)
+        is_unpadded = reads_unpadded(self.passage_tower, self.precision.name)
+        return filled_batches(lengths, budget) if is_unpadded else token_batches(lengths, budget)
 
     def embed_batches(self, batches: Iterable[Sequence[TokenizedPassage]]) -> Iterator[EmbeddedViews]:
         """Embed each batch. A GPU's results are fetched after the next batch has started."""

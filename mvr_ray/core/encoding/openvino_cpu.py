@@ -70,11 +70,11 @@ class OpenVinoTower:
             settings["INFERENCE_PRECISION_HINT"] = PRODUCTS
         else:
             model = core.read_model(int8["model"].tobytes(), int8["weights"].tobytes())
-        compiled = core.compile_model(model, "CPU", settings)
-        self._inputs = _inputs(compiled)
+        compiled_model = core.compile_model(model, "CPU", settings)
+        self._inputs = _inputs(compiled_model)
         self._requests: SimpleQueue[Any] = SimpleQueue()
         for _ in range(self._threads):
-            self._requests.put(compiled.create_infer_request())
+            self._requests.put(compiled_model.create_infer_request())
 
     def views(self, batch: Sequence[TokenizedPassage], num_views: int) -> Means:
         """Average the states of each view's tokens, in float32."""

@@ -25,13 +25,13 @@ ATTENTION, REPLACED = "mvr_ray_training", "sdpa"
 @contextmanager
 def training_attention(transformers: Sequence[Any]) -> Iterator[None]:
     """Replace torch's `scaled_dot_product_attention` by this attention in the transformers, within the block."""
-    changed = [model for model in transformers if model.config._attn_implementation == REPLACED]
-    for model in changed:
+    sdpa_models = [model for model in transformers if model.config._attn_implementation == REPLACED]
+    for model in sdpa_models:
         model.set_attn_implementation(ATTENTION)
     try:
         yield
     finally:
-        for model in changed:
+        for model in sdpa_models:
             model.set_attn_implementation(REPLACED)
 
 

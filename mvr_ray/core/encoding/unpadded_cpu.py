@@ -312,13 +312,15 @@ def blocks(lengths: Sequence[int], budget: int = BLOCK_TOKENS) -> list[list[int]
     open_blocks: list[tuple[int, int]] = []  # (free tokens, block) of blocks that may take more
     shortest = min(lengths, default=0)
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        at = next((at for at, (unused, _) in enumerate(open_blocks) if unused >= lengths[row]), len(open_blocks))
+        at = next(
+            (at for at, (free_tokens, _) in enumerate(open_blocks) if free_tokens >= lengths[row]), len(open_blocks)
+        )
         if at == len(open_blocks):
             open_blocks.append((budget, len(result)))
             result.append([])
-        unused, block = open_blocks[at]
+        free_tokens, block = open_blocks[at]
         result[block].append(row)
-        open_blocks[at] = unused - lengths[row], block
+        open_blocks[at] = free_tokens - lengths[row], block
         if open_blocks[at][0] < shortest:
             del open_blocks[at]
     return result

@@ -42,8 +42,8 @@ def prune_block(block: EmbeddingBlock, tolerance: float) -> PrunedBlock:
             max_distance = max(max_distance, view_distance)
     counts_P = np.add.reduceat(np.r_[keep_N, False].astype(np.int64), ptr[:-1]) * (np.diff(ptr) > 0)
     row_ptr = np.r_[0, np.cumsum(counts_P)].astype(np.int64)
-    pruned = EmbeddingBlock(block.ids, row_ptr, block.view_numbers_N[keep_N], block.vectors_ND[keep_N])
-    return PrunedBlock(pruned, int((~keep_N).sum()), max_distance)
+    new_block = EmbeddingBlock(block.ids, row_ptr, block.view_numbers_N[keep_N], block.vectors_ND[keep_N])
+    return PrunedBlock(new_block, int((~keep_N).sum()), max_distance)
 
 
 def prune_views(views_VD: FloatArray, tolerance: float) -> tuple[np.ndarray, float]:

@@ -34,12 +34,12 @@ def label_round(
     if refine.labels == "answers":
         return labels_from_hits(passage_LK, view_LK, evaluator.bears_answer(rows_L, passage_LK), refine.positives)
     labels = labels_from_hits(passage_LK, view_LK, evaluator.is_gold(rows_L, passage_LK), "all")
-    unretrieved = [
+    unretrieved_pairs = [
         JudgedPair(row, passage, True)
         for row, hit_K in enumerate(passage_LK)
         for passage in sorted(evaluator.gold_T[row].difference(hit_K.tolist()))
     ]
-    more = winning_labels(refiners, at, queries_LD, unretrieved)
+    more = winning_labels(refiners, at, queries_LD, unretrieved_pairs)
     both = Labels(
         np.concatenate([labels.question_L, more.question_L]),
         np.concatenate([labels.passage_L, more.passage_L]),

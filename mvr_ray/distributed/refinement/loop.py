@@ -126,13 +126,13 @@ class RefinementLoop:
             hits = self.search(at, self.labelled, queries_LD, f"refine weight {settings.weight:g}: retrieve")
             ranks = self.evaluator.rank(self.evaluator.no_ranks(), self.labelled, hits)
             ranks = self.rank_others(at, ranks, self.questions.gate_rows(), "gate")
-            heldout = tuple(self.heldout(ranks))
+            heldout_points = tuple(self.heldout(ranks))
             report = WeightReport(
                 weight=settings.weight,
                 **self.top1s(ranks),
-                lost_points=worst_loss(self.journal.heldout_before, heldout),
+                lost_points=worst_loss(self.journal.heldout_before, heldout_points),
             )
-            self.journal.commit_weight(WeightRecord(report, self.labelled_points(ranks), heldout))
+            self.journal.commit_weight(WeightRecord(report, self.labelled_points(ranks), heldout_points))
             logger.info("refine weight %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
 
     def weight(self) -> float:
@@ -176,16 +176,16 @@ class RefinementLoop:
 
     def labelled_points(self, ranks: Ranks) -> float:
         """Top-1 of the labelled questions in points, 0 where they have neither answers nor gold passages."""
-        labelled = self.questions.groups[0]
-        kind = deciding_kind(self.evaluator, self.refine, labelled)
-        return 100 * self.evaluator.top1([labelled], kind, ranks) if kind else 0.0
+        group = self.questions.groups[0]
+        kind = deciding_kind(self.evaluator, self.refine, group)
+        return 100 * self.evaluator.top1([group], kind, ranks) if kind else 0.0
 
     def top1s(self, ranks: Ranks) -> dict[str, Any]:
         """Fields of a RoundReport or WeightReport: labelled and gate questions, by answers and by gold passages."""
-        labelled, gate = self.questions.groups[:1], self.questions.gates
+        labelled_groups, gate = self.questions.groups[:1], self.questions.gates
         return {
-            "labelled_top1": self.evaluator.top1(labelled, "answer", ranks),
-            "labelled_gold_top1": self.evaluator.top1(labelled, "gold", ranks),
+            "labelled_top1": self.evaluator.top1(labelled_groups, "answer", ranks),
+            "labelled_gold_top1": self.evaluator.top1(labelled_groups, "gold", ranks),
             "gate_top1": self.evaluator.top1(gate, "answer", ranks),
             "gate_gold_top1": self.evaluator.top1(gate, "gold", ranks),
         }
@@ -265,8 +265,8 @@ class RefinementLoop:
             **step.summary(self.refiners.num_passages, len(self.labelled)),
             **self.top1s(ranks),
         )
-        labelled, heldout = self.labelled_points(ranks), tuple(self.heldout(ranks))
-        self.journal.commit(RoundRecord(report, labelled, heldout, step.num_moved))
+        points, heldout_points = self.labelled_points(ranks), tuple(self.heldout(ranks))
+        self.journal.commit(RoundRecord(report, points, heldout_points, step.num_moved))
         self.journal.keep_only({number, self.best_so_far()})
         record_round(self.refiners.index, report._asdict())
         logger.info("refine %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))

@@ -67,11 +67,11 @@ class Evaluator:
         """External judgements by passage number, each pair once."""
         labels = self.questions.feedback or ()
         number_of = self.refiners.locate(label.passage_id for label in labels)
-        unknown = sorted({label.passage_id for label in labels if label.passage_id not in number_of})
-        if unknown:
+        unknown_ids = sorted({label.passage_id for label in labels if label.passage_id not in number_of})
+        if unknown_ids:
             raise DataError(
-                f"refine.feedback judges {len(unknown)} passages that the index does not hold (first: "
-                f"{unknown[0]!r}); use passage ids of its corpus"
+                f"refine.feedback judges {len(unknown_ids)} passages that the index does not hold (first: "
+                f"{unknown_ids[0]!r}); use passage ids of its corpus"
             )
         return sorted({JudgedPair(label.question, number_of[label.passage_id], label.positive) for label in labels})
 

@@ -46,7 +46,7 @@ def describe(
         ]
     )
     metrics = {name: value for name, value in base.metrics.items() if "/" not in name and name not in RECALL_METRICS}
-    refined = dataclasses.replace(
+    manifest = dataclasses.replace(
         base,
         operation=f"refine:{run.refine.method}",
         parent=base.version,
@@ -57,7 +57,7 @@ def describe(
         dirty_share=num_dirty / max(base.num_passages, 1),
         refinement=dict(settings),
     )
-    return refined, sum(shard.dirty_passages > 0 for shard in shards)
+    return manifest, sum(shard.dirty_passages > 0 for shard in shards)
 
 
 def as_metrics(accuracy: Sequence[Accuracy]) -> dict[str, float]:

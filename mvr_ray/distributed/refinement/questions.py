@@ -82,29 +82,29 @@ def gather(corpus: Corpus, refine: RefineConfig) -> RefineQuestions:
         raise ConfigError(
             "refine.questions names no question set and refine.feedback no file; give one of them to learn from"
         )
-    stored = read_questions(corpus, refine.questions) if refine.questions else []
+    stored_questions = read_questions(corpus, refine.questions) if refine.questions else []
     name = refine.questions or "feedback"
     judgements: list[tuple[Question, str, bool]] = []
     if refine.feedback:
-        judgements = read_feedback(resolve_path(refine.feedback), stored)
-        labelled = list({question: None for question, _, _ in judgements})
+        judgements = read_feedback(resolve_path(refine.feedback), stored_questions)
+        labelled_questions = list({question: None for question, _, _ in judgements})
     else:
-        labelled = list(stored)
+        labelled_questions = list(stored_questions)
 
     gates: list[tuple[str, list[Question]]] = []
     if refine.gate:
         gates = [(gate, read_questions(corpus, gate)) for gate in refine.gate]
     else:
-        gate_questions = [question for question in labelled if _fold(question.text, refine.seed) == 0]
-        if not gate_questions or len(gate_questions) == len(labelled):
+        gate_questions = [question for question in labelled_questions if _fold(question.text, refine.seed) == 0]
+        if not gate_questions or len(gate_questions) == len(labelled_questions):
             raise ConfigError(
-                f"refine.gate is empty, and {name!r} with {len(labelled)} questions is too small to hold a fifth of "
-                f"it back; name a held-out question set in refine.gate"
+                f"refine.gate is empty, and {name!r} with {len(labelled_questions)} questions is too small to hold a "
+                f"fifth of it back; name a held-out question set in refine.gate"
             )
-        labelled = [question for question in labelled if _fold(question.text, refine.seed) != 0]
+        labelled_questions = [question for question in labelled_questions if _fold(question.text, refine.seed) != 0]
         gates = [(f"{name}/gate", gate_questions)]
     reports = [(report, read_questions(corpus, report)) for report in refine.report]
-    questions = arrange(name, labelled, gates, reports)
+    questions = arrange(name, labelled_questions, gates, reports)
     row_of = {question: row for row, question in enumerate(questions.table[: questions.num_labelled])}
     if refine.feedback is None:
         return questions

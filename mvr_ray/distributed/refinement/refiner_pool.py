@@ -132,9 +132,9 @@ class RefinerPool:
         with translate_ray_errors("refinement"):
             while waiting:
                 bound_s = self.hang_s if self.started else self.hang_s + START_S
-                finished, waiting = ray.wait(waiting, num_returns=1, timeout=bound_s)
-                self.started = bool(finished)
-                if finished:
+                ready_refs, waiting = ray.wait(waiting, num_returns=1, timeout=bound_s)
+                self.started = bool(ready_refs)
+                if ready_refs:
                     continue
                 num_hangs += 1
                 if num_hangs > MAX_RESTARTS:
@@ -193,8 +193,8 @@ class RefinerPool:
 
         for block, calls in zip(blocks, _in_flight(map(send, blocks), 2)):
             lists: list[tuple[int, ShardHits]] = [(0, hits) for hits in self.results(calls)]
-            merged = merge(lists, k, self.ids_of)
-            queries_S = uncertain_queries(lists, merged, self.ids_of)
+            merged_hits = merge(lists, k, self.ids_of)
+            queries_S = uncertain_queries(lists, merged_hits, self.ids_of)
             again = [number for number, queries in enumerate(queries_S) if len(queries)]
             if again:
                 calls = []
@@ -204,8 +204,8 @@ class RefinerPool:
                     calls.append(Call(actor, actor.search.remote(at, part, k)))
                 for number, hits in zip(again, self.results(calls)):
                     lists[number] = 0, replace_hits(lists[number][1], hits, queries_S[number])
-                merged = merge(lists, k, self.ids_of)
-            tables.append(merged)
+                merged_hits = merge(lists, k, self.ids_of)
+            tables.append(merged_hits)
             progress(what, min(block.stop, len(queries_QD)), len(queries_QD))
         return ShardHits(*(np.concatenate(columns) for columns in zip(*tables)))
 
@@ -246,10 +246,10 @@ class RefinerPool:
             texts = [answers[question] for question in own]
             calls.append(Call(actor, actor.mark.remote(shard, rows[key_rows], inverse, texts)))
             places.append(key_rows)
-        marked = np.zeros(len(keys), bool)
+        marks = np.zeros(len(keys), bool)
         for key_rows, values in zip(places, self.results(calls)):
-            marked[key_rows] = values
-        return marked
+            marks[key_rows] = values
+        return marks
 
     def split(self, labels: Labels) -> dict[int, Labels]:
         """Split labels by shard (perhaps none), keeping their order; passages become rows of the shard."""

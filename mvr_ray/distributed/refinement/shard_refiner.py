@@ -115,7 +115,7 @@ class ShardRefiner:
         self.manifest = task.manifest
         self.entries = {entry.shard: entry for entry in task.manifest.shards if entry.shard in task.shards}
         self.stored = {shard: self._embeddings(shard) for shard in task.shards}
-        self.views = {shard: StoredViews(stored.blocks()) for shard, stored in self.stored.items()}
+        self.views = {shard: StoredViews(embeddings.blocks()) for shard, embeddings in self.stored.items()}
         self.states: dict[int, tuple[StateId, ShardChanges]] = {}
         self.blocks: dict[int, tuple[StateId, list[EmbeddingBlock]]] = {}
         self.index: tuple[StateId, ShardIndex] | None = None
@@ -133,17 +133,17 @@ class ShardRefiner:
         if len(self.task.shards) == 1:
             return hits._replace(rows_QK=np.where(hits.rows_QK >= 0, hits.rows_QK + self.task.starts[0], -1))
         k = hits.rows_QK.shape[1]
-        merged = merge(self._split(hits), k, self._ids_of_numbers)
-        tied_Q = np.flatnonzero((hits.frontier_Q > -np.inf) & (hits.frontier_Q == merged.scores_QK[:, -1]))
+        merged_hits = merge(self._split(hits), k, self._ids_of_numbers)
+        tied_Q = np.flatnonzero((hits.frontier_Q > -np.inf) & (hits.frontier_Q == merged_hits.scores_QK[:, -1]))
         if not len(tied_Q):
-            return merged
+            return merged_hits
         lists = [
             (start, open_index(FLAT, self._blocks(at, shard), Path(), threads=self.task.threads))
             for shard, start in zip(self.task.shards, self.task.starts)
             if self.entries[shard].num_passages
         ]
         shard_hits = [(start, index.search(queries_QD[tied_Q], k)) for start, index in lists]
-        return replace_hits(merged, merge(shard_hits, k, self._ids_of_numbers), tied_Q)
+        return replace_hits(merged_hits, merge(shard_hits, k, self._ids_of_numbers), tied_Q)
 
     def _split(self, hits: ShardHits) -> list[tuple[int, ShardHits]]:
         """Split hits by shard: its start, and its own rows at their positions among all."""
@@ -260,11 +260,13 @@ class ShardRefiner:
         block = views.gather(rows_F)
         norms_F = feedback.own_norms(block.vectors_ND, block.row_ptr, block.view_numbers_N, self.manifest.num_views)
         labels = labels._replace(passage_L=inverse_L)
-        added = feedback.feedback_views(queries_QD, labels, norms_F, weight=settings.weight, clusters=settings.clusters)
-        now = ShardChanges.none(queries_QD.shape[1]).with_feedback(rows_F[added.passage_F], added.vectors_FD)
+        new_views = feedback.feedback_views(
+            queries_QD, labels, norms_F, weight=settings.weight, clusters=settings.clusters
+        )
+        now = ShardChanges.none(queries_QD.shape[1]).with_feedback(rows_F[new_views.passage_F], new_views.vectors_FD)
         self._save(to, shard, now)
-        changed = state.feedback_changes(now)
-        return ShardStep(len(changed), len(changed), 0.0, added.num_cancelled, 0, 0, 0.0, 0.0, 0)
+        changed_rows = state.feedback_changes(now)
+        return ShardStep(len(changed_rows), len(changed_rows), 0.0, new_views.num_cancelled, 0, 0, 0.0, 0.0, 0)
 
     def write(self, at: StateId, shard: int, recall_sample: int) -> WrittenShard:
         """Write the shard at a state; returns its old entry if no stored byte differs, else a new one."""
@@ -274,12 +276,12 @@ class ShardRefiner:
             with self.store.scratch() as scratch:
                 folder = scratch / "shard"
                 folder.mkdir()
-                params, stored, known_files = IndexParams(**self.manifest.index_params), self.stored[shard], {}
+                params, embeddings, known_files = IndexParams(**self.manifest.index_params), self.stored[shard], {}
                 if params.kind != "flat":
-                    rewrite(stored, folder / paths.EMBEDDINGS, changes)
-                elif names := write_changed(stored, folder, changes, max_changed_share=self.task.compact_share):
+                    rewrite(embeddings, folder / paths.EMBEDDINGS, changes)
+                elif names := write_changed(embeddings, folder, changes, max_changed_share=self.task.compact_share):
                     known_files = {name: entry.files[name] for name in names}
-                    known_files |= keep_codes(params, stored.path.parent, entry.files, folder)
+                    known_files |= keep_codes(params, embeddings.path.parent, entry.files, folder)
                 entry = build_shard(self.store, self.manifest, shard, folder, known_files)
         return WrittenShard(entry, len(changes), shard_recall(self.store, self.manifest, entry, recall_sample))
 
@@ -301,34 +303,34 @@ class ShardRefiner:
         return self.views[shard].slots(labels.passage_L, labels.view_L)
 
     def _state(self, at: StateId, shard: int) -> ShardChanges:
-        cached = self.states.get(shard)
-        if cached is None or cached[0] != at:
+        cache_entry = self.states.get(shard)
+        if cache_entry is None or cache_entry[0] != at:
             dimension = self.manifest.dimension
             state = (
                 ShardChanges.none(dimension)
                 if at == PUBLISHED
                 else ShardChanges.from_bytes(read_staged(self.store, at.shard_path(self.task.staging, shard)))
             )
-            self.states[shard] = cached = (at, state)
-        return cached[1]
+            self.states[shard] = cache_entry = (at, state)
+        return cache_entry[1]
 
     def _save(self, at: StateId, shard: int, state: ShardChanges) -> None:
         self.store.write_bytes(at.shard_path(self.task.staging, shard), with_trailer(state.to_bytes()))
         self.states[shard] = (at, state)
 
     def _blocks(self, at: StateId, shard: int) -> list[EmbeddingBlock]:
-        cached = self.blocks.get(shard)
-        if cached is None or cached[0] != at:
+        cache_entry = self.blocks.get(shard)
+        if cache_entry is None or cache_entry[0] != at:
             self.index = None  # it refers to the blocks to replace
             self.blocks.pop(shard, None)
             current = self.views[shard].current(self._state(at, shard), self.manifest.num_views)
-            self.blocks[shard] = cached = (at, current)
-        return cached[1]
+            self.blocks[shard] = cache_entry = (at, current)
+        return cache_entry[1]
 
     def _index(self, at: StateId) -> ShardIndex:
         """One index over all shards, so that only passages among the best of them all are scored exactly."""
         if self.index is None or self.index[0] != at:
-            filled = [shard for shard in self.task.shards if self.entries[shard].num_passages]
-            blocks = [block for shard in filled for block in self._blocks(at, shard)]
+            nonempty_shards = [shard for shard in self.task.shards if self.entries[shard].num_passages]
+            blocks = [block for shard in nonempty_shards for block in self._blocks(at, shard)]
             self.index = (at, open_index(FLAT, blocks, Path(), threads=self.task.threads))
         return self.index[1]

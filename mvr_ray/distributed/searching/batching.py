@@ -91,8 +91,8 @@ class _SearchBatch:
     def partial_results(self, shards: Sequence[int]) -> ShardResults:
         """The results so far; the remaining shards count as late."""
         results, failures = list(self.results), list(self.failures)
-        known = {one.shard for one in results} | {shard for one in failures for shard in one.shards}
-        late = tuple(shard for shard in shards if shard not in known)
+        settled_shards = {one.shard for one in results} | {shard for one in failures for shard in one.shards}
+        late = tuple(shard for shard in shards if shard not in settled_shards)
         return ShardResults(results, [*failures, ShardFailure(late, "late")] if late else failures)
 
 

@@ -130,10 +130,10 @@ class Dispatcher:
         began_s = time.monotonic()
         replicas, failures = self._admit(requests, admit)
         running = _Request(requests, deadline, {}, failures, {group: [one] for group, one in replicas.items()}, {}, {})
-        unsent = list(replicas.items())
+        unsent_calls = list(replicas.items())
         try:
-            while unsent:
-                self._call(running, *unsent.pop())
+            while unsent_calls:
+                self._call(running, *unsent_calls.pop())
             hedge_s = {group: self._hedge_s(group, began_s) for group in replicas}
             while running.calls and running.is_pending:
                 now_s = time.monotonic()
@@ -143,8 +143,8 @@ class Dispatcher:
                         self._call_other(running, group, hedge=True)
                 until_s = min([deadline.due_s, *hedge_s.values()])
                 when = FIRST_COMPLETED if self._has_replicas or on_partial else ALL_COMPLETED
-                completed, others = wait(running.calls, max(until_s - now_s, 0.0), return_when=when)
-                for future in completed:
+                completed_futures, others = wait(running.calls, max(until_s - now_s, 0.0), return_when=when)
+                for future in completed_futures:
                     answer = self._take_answer(running, future)
                     if on_partial and answer is not None:
                         on_partial(answer)
@@ -155,7 +155,7 @@ class Dispatcher:
                     running.failures[call.group] = call.replica.state or "late"
         finally:
             self._cancel(running.calls)
-            for _, replica in unsent:
+            for _, replica in unsent_calls:
                 replica.add_waiting(-1)
         return Responses(running.answers, running.failures)
 
@@ -197,7 +197,7 @@ class Dispatcher:
             replica.state, replica.open_ref = "", None
 
     def _admit(self, requests: Mapping[int, ShardRequest], admit: bool) -> tuple[dict[int, Replica], dict[int, str]]:
-        selected: dict[int, Replica] = {}
+        replicas: dict[int, Replica] = {}
         failures: dict[int, str] = {}
         with self._lock:
             for group in requests:
@@ -208,11 +208,11 @@ class Dispatcher:
                 least = min(available, key=lambda replica: (replica.waiting, replica.last_call))
                 if least.waiting >= self.queue and not admit:
                     raise self._refuse(group, least)
-                selected[group] = least
-            for replica in selected.values():
+                replicas[group] = least
+            for replica in replicas.values():
                 self._count_call(replica)
                 self.budget.call()
-        return selected, failures
+        return replicas, failures
 
     def _refuse(self, group: int, replica: Replica) -> OverloadedError:
         self.refused += 1

@@ -241,8 +241,8 @@ class RemoteFleet:
 
     def _by_group(self, shards: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """These shards by the group that holds them."""
-        requested = set(shards)
-        by_group = {group: tuple(s for s in own if s in requested) for group, (_, own) in enumerate(self.assignments)}
+        shard_set = set(shards)
+        by_group = {group: tuple(s for s in own if s in shard_set) for group, (_, own) in enumerate(self.assignments)}
         return {group: own for group, own in by_group.items() if own}
 
     def _gather(

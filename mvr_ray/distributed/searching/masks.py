@@ -78,12 +78,12 @@ class MaskCache:
             corpus = self._corpora.setdefault(manifest.version, corpus)
         step = math.gcd(len(manifest.shards), corpus.num_shards)
         parts = [corpus.part(number) for number in range(shard % step, corpus.num_shards, step)]
-        parsed = parse_filter(json.loads(filter), corpus.fields)
-        table = pa.concat_tables([part.table({"id", *parsed.columns()}) for part in parts])
+        parsed_filter = parse_filter(json.loads(filter), corpus.fields)
+        table = pa.concat_tables([part.table({"id", *parsed_filter.columns()}) for part in parts])
         key = manifest.version, shard
         if key not in self._rows:
             self._rows[key] = _rows_of(ids, table.column("id"), manifest, shard)
-        mask_P, rows_P = parsed.mask(table), self._rows[key]
+        mask_P, rows_P = parsed_filter.mask(table), self._rows[key]
         return mask_P if rows_P is None else mask_P[rows_P]
 
 

@@ -33,25 +33,25 @@ def require_memory(
     `limit_bytes` bounds the bytes of one searcher; 0: the searchers of one machine share its free memory. Raises
     InsufficientMemoryError with the bytes needed and the bytes available.
     """
-    needed: dict[str, int] = {}
+    bytes_by_node: dict[str, int] = {}
     for own, usage in zip(shards, usages, strict=True):
-        added = sum(num_bytes for key, num_bytes in own.items() if key not in usage.held)
-        held = sum(usage.held.values())
-        if limit_bytes and held + added > limit_bytes:
+        new_bytes = sum(num_bytes for key, num_bytes in own.items() if key not in usage.held)
+        held_bytes = sum(usage.held.values())
+        if limit_bytes and held_bytes + new_bytes > limit_bytes:
             raise InsufficientMemoryError(
-                f"{what} not opened: a searcher on {usage.node} holds {held:,} bytes and needs {added:,} more, "
-                f"{held + added:,} in all; resources.searcher_bytes allows {limit_bytes:,}. "
+                f"{what} not opened: a searcher on {usage.node} holds {held_bytes:,} bytes and needs {new_bytes:,} "
+                f"more, {held_bytes + new_bytes:,} in all; resources.searcher_bytes allows {limit_bytes:,}. "
                 f"Use more searchers, or raise it"
             )
-        needed[usage.node] = needed.get(usage.node, 0) + added
+        bytes_by_node[usage.node] = bytes_by_node.get(usage.node, 0) + new_bytes
     free = {usage.node: usage.free_bytes for usage in usages}
-    for node, num_bytes in needed.items():
+    for node, num_bytes in bytes_by_node.items():
         if not limit_bytes and num_bytes > free[node]:
             raise InsufficientMemoryError(
                 f"{what} not opened: its new shards need {num_bytes:,} bytes on {node}, which has {free[node]:,} free. "
                 f"Use more nodes, or stop the searchers first"
             )
-    return sum(needed.values())
+    return sum(bytes_by_node.values())
 
 
 def free_bytes() -> int:
@@ -60,8 +60,8 @@ def free_bytes() -> int:
     if _MEMINFO.is_file():
         lines = dict(line.split(":") for line in _MEMINFO.read_text().splitlines() if ":" in line)
         free = int(lines["MemAvailable"].split()[0]) * 1024
-    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
-    return free if limit is None or used is None else min(free, max(limit - used + _cached_bytes(), 0))
+    limit, usage = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
+    return free if limit is None or usage is None else min(free, max(limit - usage + _cached_bytes(), 0))
 
 
 def node_name() -> str:

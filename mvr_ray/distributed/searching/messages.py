@@ -113,13 +113,13 @@ def decode_results(message: pa.Buffer) -> ShardResults:
     shards = settings["shards"]
     num_queries = batch.num_rows // max(len(shards), 1)
     row, score, view = (_matrix(batch.column(name)) for name in ("row", "score", "view"))
-    frontier, rescored = (batch.column(name).to_numpy() for name in ("frontier", "rescored"))
+    frontier, rescored_counts = (batch.column(name).to_numpy() for name in ("frontier", "rescored"))
     results = []
     for number, shard in enumerate(shards):
         own = slice(number * num_queries, (number + 1) * num_queries)
         hits = ShardHits(row[own], score[own], view[own], frontier[own])
         rows_R, ids_R = (batch.column(name)[own.start].values for name in ("rows_R", "ids_R"))
-        results.append(ShardResult(shard, hits, rescored[own], rows_R.to_numpy(), ids_R))
+        results.append(ShardResult(shard, hits, rescored_counts[own], rows_R.to_numpy(), ids_R))
     return ShardResults(results, [_failure(fields) for fields in settings["failures"]])
 
 

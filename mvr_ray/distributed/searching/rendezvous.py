@@ -71,14 +71,14 @@ def place(
     for shard in order:
         if any(load[holder] > limits[holder] for holder in current[shard]):
             _move_to_new(shard_bytes[shard], choices[shard][:copies], current[shard], new_holders, load, limits)
-    displaced = _remove_over_limit(order, current, shard_bytes, limits)
+    displaced_shards = _remove_over_limit(order, current, shard_bytes, limits)
     load = _loads(current, shard_bytes, weights)
     rest = _Rest(sum(shard_bytes.values()), sum(shard_bytes[s] * (copies - len(current[s])) for s in order))
     for shard in order:
         size, missing = shard_bytes[shard], copies - len(current[shard])
         rest = _Rest(rest.num_bytes - size, rest.demand - size * missing)
         free = [holder for holder in choices[shard] if holder not in current[shard]]
-        if shard in displaced:
+        if shard in displaced_shards:
             free.sort(key=lambda holder: holder not in new_holders)
         for holder in _select_holders(size, missing, free, load, limits, rest):
             current[shard].append(holder)
@@ -139,15 +139,15 @@ def _remove_over_limit(
     order: list[int], current: dict[int, list[str]], shard_bytes: Mapping[int, int], limits: Mapping[str, float]
 ) -> set[int]:
     """Remove the smallest shards of each holder that is over its bound; return the shards that lost a copy."""
-    load, displaced = dict.fromkeys(limits, 0), set()
+    load, displaced_shards = dict.fromkeys(limits, 0), set()
     for shard in order:
         for holder in list(current[shard]):
             if load[holder] + shard_bytes[shard] <= limits[holder]:
                 load[holder] += shard_bytes[shard]
             else:
                 current[shard].remove(holder)
-                displaced.add(shard)
-    return displaced
+                displaced_shards.add(shard)
+    return displaced_shards
 
 
 def _move_to_new(

@@ -77,8 +77,8 @@ class Scrubber:
                     break
 
     def _retry(self, now_s: float) -> None:
-        damaged = self.searcher.damaged_keys()
-        pauses = {key: self._pauses.get(key, (now_s + FIRST_RETRY_S, FIRST_RETRY_S)) for key in damaged}
+        damaged_keys = self.searcher.damaged_keys()
+        pauses = {key: self._pauses.get(key, (now_s + FIRST_RETRY_S, FIRST_RETRY_S)) for key in damaged_keys}
         for key, (due_s, pause_s) in pauses.items():
             if now_s >= due_s and not self.searcher.reopen(key):
                 pause_s = min(2 * pause_s, MAX_RETRY_S)

@@ -232,8 +232,8 @@ class ShardSearcher:
     def memory(self) -> MemoryUsage:
         """The bytes held here, and those free on this machine."""
         caches = self._shards, self._postings, self._statistics
-        held = {key: one.num_bytes for cache in caches for key, one in list(cache.items())}
-        return MemoryUsage(node_name(), free_bytes(), held)
+        held_bytes = {key: one.num_bytes for cache in caches for key, one in list(cache.items())}
+        return MemoryUsage(node_name(), free_bytes(), held_bytes)
 
     def scan(self, request: ScanRequest, call: str = "") -> ShardResults:
         """Search each of the request's shards for every query's best k passages. A shard counts as damaged also if a
@@ -411,21 +411,21 @@ class ShardSearcher:
         files = tuple(
             OpenFile(folder / name, pa.OSFile(str(folder / name)), file) for name, file in entry.files.items()
         )
-        embedded = open_embeddings(folder, entry.files)
-        if (embedded.dimension, embedded.num_passages) != (manifest.dimension, entry.num_passages):
+        embeddings = open_embeddings(folder, entry.files)
+        if (embeddings.dimension, embeddings.num_passages) != (manifest.dimension, entry.num_passages):
             raise ManifestError(
-                f"shard {shard} of index {manifest.index!r} holds {embedded.num_passages} passages in dimension "
-                f"{embedded.dimension}; its manifest says {entry.num_passages} in {manifest.dimension}. "
+                f"shard {shard} of index {manifest.index!r} holds {embeddings.num_passages} passages in dimension "
+                f"{embeddings.dimension}; its manifest says {entry.num_passages} in {manifest.dimension}. "
                 f"Roll back, or index again"
             )
-        if not embedded.num_passages:
-            return OpenShard(None, embedded, pa.nulls(0, pa.string()), entry.num_bytes, files)
-        params, blocks = IndexParams(**manifest.index_params), embedded.blocks()
-        rows_N = embedded.first_rows() if params.scan == "int8" else None
+        if not embeddings.num_passages:
+            return OpenShard(None, embeddings, pa.nulls(0, pa.string()), entry.num_bytes, files)
+        params, blocks = IndexParams(**manifest.index_params), embeddings.blocks()
+        rows_N = embeddings.first_rows() if params.scan == "int8" else None
         index = open_index(params, blocks, folder, rows_N, device=self.task.device, threads=self.task.threads)
         log.info("shard open: index=%s version=%d shard=%d", manifest.index, manifest.version, shard)
-        ids = pa.concat_arrays(embedded.arrow_ids().chunks)
-        return OpenShard(index, embedded, ids, entry.num_bytes, files, BlockTable(blocks))
+        ids = pa.concat_arrays(embeddings.arrow_ids().chunks)
+        return OpenShard(index, embeddings, ids, entry.num_bytes, files, BlockTable(blocks))
 
 
 class Fleet(Protocol):

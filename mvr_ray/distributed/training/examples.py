@@ -90,10 +90,10 @@ class QuestionExamples:
             )
             start, stop = next(spans, (-1, -1))
             negatives = self._negatives(question, int(number), epoch)
-            positive, *known = question.positive_ids
+            positive, *known_ids = question.positive_ids
             score_of = dict(zip((positive, *question.hard_negative_ids), question.teacher_scores))
             teacher = tuple(score_of[i] for i in (positive, *(one.id for one in negatives))) if score_of else ()
-            example = Example(question.text, passages[positive], start, negatives, tuple(known), stop, teacher)
+            example = Example(question.text, passages[positive], start, negatives, tuple(known_ids), stop, teacher)
             examples.append(example._replace(answers=question.answers))
         return examples
 
@@ -187,15 +187,17 @@ def open_answer_examples(corpus: Corpus, cfg: TrainConfig) -> QuestionExamples:
     """
     if cfg.questions is None:
         raise ConfigError("train.task is reader, which learns from answers; name a stored set in train.questions")
-    stored = read_questions(corpus, cfg.questions)
-    questions = [own for pair in _with_passages(corpus, stored) if (own := _with_exact_answers(*pair))]
+    stored_questions = read_questions(corpus, cfg.questions)
+    questions = [own for pair in _with_passages(corpus, stored_questions) if (own := _with_exact_answers(*pair))]
     if not questions:
         raise DataError(
-            f"none of the {len(stored)} questions of {cfg.questions!r} has an answer at a known place in a passage "
-            f"of corpus {corpus.name!r}; a reader learns from answer offsets, as SQuAD's files have them"
+            f"none of the {len(stored_questions)} questions of {cfg.questions!r} has an answer at a known place in a "
+            f"passage of corpus {corpus.name!r}; a reader learns from answer offsets, as SQuAD's files have them"
         )
-    if num_unusable := len(stored) - len(questions):
-        log.warning("questions omitted without an answer offset in the corpus: %d of %d", num_unusable, len(stored))
+    if num_unusable := len(stored_questions) - len(questions):
+        log.warning(
+            "questions omitted without an answer offset in the corpus: %d of %d", num_unusable, len(stored_questions)
+        )
     examples = QuestionExamples(corpus, questions, _read_mined(corpus, cfg), cfg)
     return _require_batch(examples, cfg, f"questions of {cfg.questions!r} with an answer at a known place")
 

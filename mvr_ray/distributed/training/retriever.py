@@ -122,9 +122,9 @@ class RetrieverLoop(StepLoop):
 
     def _share(self, batch: JoinedBatch) -> RankInputs:
         part = rank_share(len(batch.texts), len(batch.passages), rank(), world_size())
-        tokenized = self.model.tokenize_passages([batch.passages[row] for row in part.passages])
+        tokens = self.model.tokenize_passages([batch.passages[row] for row in part.passages])
         real_P = torch.from_numpy(part.real_P).to(self.device)
-        return RankInputs([batch.texts[row] for row in part.questions], tokenized, real_P)
+        return RankInputs([batch.texts[row] for row in part.questions], tokens, real_P)
 
     def _learn(self, batch: JoinedBatch) -> float:
         positive_Q = torch.from_numpy(batch.positive_Q).to(self.device)
@@ -255,8 +255,8 @@ class RetrieverLoop(StepLoop):
     def _embed(self, passages: list[Passage]) -> PassageViews:
         """Embed passages as for search: in evaluation mode, with the encoder's own lengths."""
         short, self.model.spec = self.model.spec, self.full_spec
-        tokenized = self.model.tokenize_passages(passages)
-        parts = [self.model.embed_passages(tokenized[at : at + 16]) for at in range(0, len(tokenized), 16)]
+        tokens = self.model.tokenize_passages(passages)
+        parts = [self.model.embed_passages(tokens[at : at + 16]) for at in range(0, len(tokens), 16)]
         self.model.spec = short
         views = (torch.from_numpy(np.concatenate([part[i] for part in parts])) for i in (0, 1))
         return PassageViews(*views)

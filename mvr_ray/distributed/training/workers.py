@@ -104,8 +104,8 @@ def _interruptible() -> Iterator[None]:
     before = signal.getsignal(signal.SIGINT)
     try:
         yield
-    except SystemExit as ended:
-        raise KeyboardInterrupt from ended
+    except SystemExit as error:
+        raise KeyboardInterrupt from error
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, before)

@@ -53,8 +53,8 @@ class JsonReader:
                 value, stop = _DECODER.raw_decode(self._buffer, self._at)
             except json.JSONDecodeError as error:
                 offset = error.pos - self._at
-                cut = error.pos >= len(self._buffer) - NEAR_END_CHARS or error.msg.startswith("Unterminated string")
-                if not cut or not self._more(num_chars):
+                is_cut = error.pos >= len(self._buffer) - NEAR_END_CHARS or error.msg.startswith("Unterminated string")
+                if not is_cut or not self._more(num_chars):
                     raise self._format_error(error.msg, self._at + offset) from None
             except RecursionError:
                 raise self._format_error("nested too deeply", self._at) from None

@@ -197,12 +197,12 @@ def test_the_same_dump_reads_the_same_from_bzip2_gzip_and_plain_xml(
 @pytest.mark.data
 def test_a_dump_that_is_cut_short_or_damaged_is_an_error_that_says_so(dump: Path, write: Write):
     whole = dump.read_bytes()
-    damaged = bytearray(whole)
-    damaged[len(whole) // 2] ^= 0xFF
+    data = bytearray(whole)
+    data[len(whole) // 2] ^= 0xFF
     broken_xml = bz2.decompress(whole)[:1_000_000]
     for content, message in (
         (whole[: len(whole) // 2], r"d\.xml\.bz2 is a damaged or unfinished bzip2 file: Compressed file ended.*again"),
-        (bytes(damaged), r"d\.xml\.bz2 is (a damaged|not a whole).*fetch it again"),  # bzip2 checks a block at its end
+        (bytes(data), r"d\.xml\.bz2 is (a damaged|not a whole).*fetch it again"),  # bzip2 checks a block at its end
         (bz2.compress(broken_xml, 1), r"d\.xml\.bz2 is not a whole MediaWiki dump: .*no element found.*again"),
         (bz2.compress(broken_xml + b"\xff</text>", 1), r"not a whole MediaWiki dump: .*invalid token.*line \d+"),
     ):

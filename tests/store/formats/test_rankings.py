@@ -38,9 +38,9 @@ class DprReaderPassage:
 
 def test_dprs_reader_accepts_every_context(tmp_path: Path):
     assert write_ranking(ROWS, tmp_path / "r.json", "dpr") == 2
-    loaded = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
-    assert [(row["question"], row["answers"]) for row in loaded] == [('who "is" it?', ["me", "ä"]), ("no hits", [])]
-    read = [DprReaderPassage(**ctx).key for ctx in loaded[0]["ctxs"]]
+    rows = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+    assert [(row["question"], row["answers"]) for row in rows] == [('who "is" it?', ["me", "ä"]), ("no hits", [])]
+    read = [DprReaderPassage(**ctx).key for ctx in rows[0]["ctxs"]]
     assert read == [("p2", "body", "T", "81.37321", True), ("p1", "other", "", "80.5", False)]
 
 
@@ -60,9 +60,9 @@ def test_an_empty_ranking_is_still_valid_json(tmp_path: Path, format: str):
 
 def test_pyserini_json(tmp_path: Path):
     write_ranking(ROWS, tmp_path / "r.json", "pyserini")
-    loaded = json.loads((tmp_path / "r.json").read_text())
-    assert list(loaded) == ["q1", "q2"]
-    assert loaded["q1"]["contexts"][0] == {"docid": "p2", "score": "81.37321", "text": "T\nbody", "has_answer": True}
+    entries = json.loads((tmp_path / "r.json").read_text())
+    assert list(entries) == ["q1", "q2"]
+    assert entries["q1"]["contexts"][0] == {"docid": "p2", "score": "81.37321", "text": "T\nbody", "has_answer": True}
 
 
 def test_jsonl_and_parquet_hold_everything(tmp_path: Path):
@@ -215,16 +215,16 @@ TEXTS = "give a ranking with texts, as `mvr-ray retrieve` writes it with format=
 def test_what_cannot_be_read_is_refused_by_place(tmp_path: Path, content: str, message: str):
     path = tmp_path / "r.json"
     path.write_text(content)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as error:
         list(read_ranking(path))
     begin, _, end = message.replace("{path}", str(path)).partition("*")
-    assert str(caught.value).startswith(begin) and str(caught.value).endswith(end)
-    assert "*" in message or str(caught.value) == begin
+    assert str(error.value).startswith(begin) and str(error.value).endswith(end)
+    assert "*" in message or str(error.value) == begin
 
 
 def test_a_ranking_that_is_not_there_names_the_command_that_makes_it():
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError) as error:
         next(read_ranking(Path("nowhere.json")))
-    assert str(caught.value) == (
+    assert str(error.value) == (
         "ranking nowhere.json does not exist; make one with `mvr-ray retrieve CONFIG ... output=nowhere.json`"
     )

@@ -366,9 +366,9 @@ def test_files_that_are_missing_unknown_or_broken_are_named(write: Write, tmp_pa
         read(tmp_path / "none.json")
     with pytest.raises(DataError, match=r"x\.pdf.*set `format:` to one of squad, .*beir"):
         read(write("x.pdf", ""))
-    packed = gzip.compress(b"1\ttext\ttitle\n" * 5000)
+    data = gzip.compress(b"1\ttext\ttitle\n" * 5000)
     with pytest.raises(DataError, match=r"c\.tsv\.gz is a damaged or unfinished gzip file"):
-        read(write("c.tsv.gz", packed[: len(packed) // 2]))
+        read(write("c.tsv.gz", data[: len(data) // 2]))
     with pytest.raises(DataError, match="BEIR is a folder"):
         read(write("x.jsonl", ""), "beir")
 
