@@ -28,7 +28,8 @@ class TrainConfig(Section):
     """Encoder snapshot to start from: a fingerprint of `encoder.name`, or another encoder's name, for its newest;
     absent: the backbone."""
     loss: Literal["auto", "dpr", "mvr", "camvr"] = "auto"
-    """auto: camvr if views stand for snippets, mvr for several other views, dpr for one."""
+    """dpr: every passage by its best view. auto: dpr for snippet means and one view, camvr for other snippets, mvr for
+    several other views."""
     epochs: Annotated[int, Field(ge=0)] = 1
     max_steps: Annotated[int, Field(ge=0)] = 0
     """Stop after this many steps; 0: after the epochs."""

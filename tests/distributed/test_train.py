@@ -225,7 +225,7 @@ def test_what_is_as_published_has_no_warm_start(preset):
 @pytest.mark.parametrize(
     ("strategy", "views", "loss"),
     [
-        ("snippet_means", 8, "camvr"),
+        ("snippet_means", 8, "dpr"),
         ("snippets", 8, "camvr"),
         ("splits", 8, "camvr"),
         ("viewers", 8, "mvr"),
@@ -233,7 +233,7 @@ def test_what_is_as_published_has_no_warm_start(preset):
         ("mean", 1, "dpr"),
     ],
 )
-def test_a_loss_that_is_not_named_follows_what_views_stand_for(tmp_path, strategy, views, loss):
+def test_a_loss_that_is_not_named_follows_the_strategy(tmp_path, strategy, views, loss):
     spec = EncoderSpec(strategy=strategy, num_views=views)
     model = SimpleNamespace(spec=spec, num_views=spec.effective_views)
     assert loss_name(run_of(tmp_path, {}), model) == loss

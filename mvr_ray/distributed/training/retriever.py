@@ -72,6 +72,8 @@ def make_schedule(run: RunConfig, model: DualEncoder, num_examples: int) -> Sche
 def loss_name(run: RunConfig, model: DualEncoder) -> str:
     """Resolve `train.loss` for this encoder. Raises ConfigError where the loss does not fit it."""
     if run.train.loss == "auto":
+        if model.spec.strategy == "snippet_means":
+            return "dpr"
         if model.spec.has_snippets:
             return "camvr"
         return "mvr" if model.num_views > 1 else "dpr"
