@@ -369,7 +369,7 @@ class AnalyzeConfig(Section):
     questions: Name | None = None
     """Question set with gold passages; absent: the first of `evaluate.questions`."""
     max_questions: Annotated[int, Field(ge=0)] = 0
-    """Analyze only this many, the first of the set; 0: all."""
+    """Analyze at most this many, those of passages at equal distances; 0: all."""
     attention_passages: Count = 64
     """Passages whose attention is compared: at equal distances among those of the questions."""
 

@@ -138,7 +138,7 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
     manifest = manifests.read(store, run.index.name, version)
     passages = Corpus.open(store, manifest.corpus, manifest.corpus_digest)
     questions = [question for question in read_questions(passages, name) if question.positive_ids]
-    questions = questions[: settings.max_questions or None]
+    questions = _of_whole_passages(questions, settings.max_questions)
     gold = passages.get(question.positive_ids[0] for question in questions)
     questions = [question for question in questions if question.positive_ids[0] in gold]
     if not questions:
@@ -195,6 +195,16 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
         values=_question_values(questions, article_of, own, queries_QD, known_Q, tables),
         **means,
     )
+
+
+def _of_whole_passages(questions: Sequence[Question], limit: int) -> list[Question]:
+    """Select at most `limit` questions, 0 all of them: those of passages at equal distances, since PPL counts the views
+    that all questions of a passage use."""
+    if not limit or len(questions) <= limit:
+        return list(questions)
+    ids = list(dict.fromkeys(question.positive_ids[0] for question in questions))
+    selection = set(_evenly_spaced(ids, max(1, len(ids) * limit // len(questions))))
+    return [question for question in questions if question.positive_ids[0] in selection][:limit]
 
 
 def _evenly_spaced(ids: Sequence[str], limit: int) -> list[str]:

@@ -54,7 +54,7 @@ RULES = {
         ("analyze", "evaluate"),
         ("index", "refine"),
         True,
-        report_fields="ranks and values of every question, attention over articles",
+        report_fields="ranks and values of every question, over all articles",
     ),
     "cost": StageRule(("encoder", "evaluate"), ("prepare",), True, alone=True),
     "refinement_grid": StageRule(

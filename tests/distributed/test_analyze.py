@@ -20,6 +20,7 @@ from mvr_ray.distributed.analyze import (
     _answer_view_ranks,
     _evenly_spaced,
     _examples,
+    _of_whole_passages,
     _shares_of_longest,
     _spans,
     analyze,
@@ -322,3 +323,23 @@ def test_attention_is_measured_over_passages_at_equal_distances_and_not_over_the
     measured_ids = {views.passage_id for views in few.values if views.attention_kl is not None}
     assert measured_ids == {passage_ids[at * len(passage_ids) // 3] for at in range(3)}
     assert few.attention_passages == 3
+
+
+@pytest.mark.parametrize("limit", [1, 7, 50, 199])
+def test_fewer_questions_are_those_of_whole_passages_at_equal_distances(limit):
+    counts = np.random.default_rng(limit).integers(1, 8, 60).tolist()
+    owners = [f"p{number}" for number, count in enumerate(counts) for _ in range(count)]
+    questions = [Question(f"q{at}", "?", positive_ids=(owner,)) for at, owner in enumerate(owners)]
+    subset = _of_whole_passages(questions, limit)
+    assert len(subset) <= limit and [question for question in questions if question in subset] == subset
+    count_of = Counter(question.positive_ids[0] for question in subset)
+    whole = [counts[int(name[1:])] == count for name, count in count_of.items()]
+    assert all(whole[:-1]), "only the last passage may lack questions"
+    places = [int(name[1:]) for name in count_of]
+    assert places == sorted(places)
+    if limit >= 50:
+        assert (
+            places[0] == 0
+            and max(later - before for before, later in itertools.pairwise(places)) <= 60 // len(count_of) + 1
+        )
+    assert _of_whole_passages(questions, 0) == _of_whole_passages(questions, len(questions)) == questions
