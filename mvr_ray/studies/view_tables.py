@@ -149,17 +149,18 @@ def answer_view_table(results: Sequence[VariantResult]) -> Table | None:
             row: Row = {"variant": result.name, "hits": f"top-{k}"}
             row |= {"paper overall": format_percent(paper), "overall": format_cell(overall)}
             row |= {"paper answer view": format_percent(paper_view), "answer view": format_cell(answer_view)}
-            row |= {"paper other views": format_percent(rest)}
-            row |= {"other views": format_percent(overall.value - answer_view.value), "n": answer_view.n}
             first = next(one for one in results if one.cells.get(f"{prefix}{k}"))
             own, other = (one.view_ranks.get(ANSWER_VIEW, {}) for one in (result, first))
+            rest_gap = compare_ranks(result.view_ranks.get(ALL_VIEWS, {}), own, f"answer/top-{k}")
             gap = compare_ranks(own, other, f"answer/top-{k}") if result is not first else None
-            rows.append(row | {f"answer view against {first.name}, p": _format_gap(gap)})
+            row |= {"paper other views": format_percent(rest), "other views, p": _format_gap(rest_gap)}
+            rows.append(row | {"n": answer_view.n, f"answer view against {first.name}, p": _format_gap(gap)})
     note = (
         "Percent of the questions for which one of the first hits holds an answer (overall), and for which one of them "
-        "was matched by a view whose own snippet holds it (answer view); other views: the difference. Snippets are "
-        "searched by the rule for passages; the title, and feedback views, hold no answer. The last column is the "
-        "difference of answer view in points, its interval, and the p of the paired test, which flips whole articles."
+        "was matched by a view whose own snippet holds it (answer view). Snippets are searched by the rule for "
+        "passages; the title, and feedback views, hold no answer. Other views: overall less answer view. It and the "
+        "last column are differences in points, with their intervals and the p of the paired test, which flips whole "
+        "articles."
     )
     return make_table("Answer view (CAMVR eq. 15)", note, rows, drop_empty=True)
 
