@@ -138,7 +138,7 @@ def run_stage(
 
             report = report._replace(ranks=[])
             run_record.add_file(QUESTION_RANKS, question_ranks_bytes(ranks))
-        if views := getattr(report, "values", None):
+        if isinstance(views := getattr(report, "values", None), list) and views:
             from mvr_ray.store.formats.question_views import QUESTION_VIEWS, question_views_bytes
 
             report = report._replace(values=[])

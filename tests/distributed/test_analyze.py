@@ -1,13 +1,16 @@
 """Compares the analysis of a real index with loops over every stored view."""
 
 import itertools
+import json
 import math
 from collections import Counter
 
 import numpy as np
 import pytest
+import yaml
 from prepared_corpus import only_corpus
 
+from mvr_ray.cli import main
 from mvr_ray.config import EvaluateConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.snippets import TITLE, find_snippet, snippet_spans
@@ -33,6 +36,8 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedQuestion
+from mvr_ray.store.formats.question_ranks import read_question_ranks
+from mvr_ray.store.formats.question_views import read_question_views
 from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.types import Hit, Passage, Question
 
@@ -343,3 +348,20 @@ def test_fewer_questions_are_those_of_whole_passages_at_equal_distances(limit):
             and max(later - before for before, later in itertools.pairwise(places)) <= 60 // len(count_of) + 1
         )
     assert _of_whole_passages(questions, 0) == _of_whole_passages(questions, len(questions)) == questions
+
+
+def test_the_command_stores_the_ranks_and_the_measures_of_every_question_beside_its_report(
+    own_index, run_over, tmp_path, capsys
+):
+    run = run_over(own_index)
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run.model_dump(mode="json")))
+    with pytest.raises(SystemExit) as end:
+        main(["analyze", str(file), "--json"])
+    assert not end.value.code
+    printed = json.loads(capsys.readouterr().out)
+    folder = (own_index / printed["questions_file"].removeprefix(f"{own_index}/")).parent
+    report = analyze(run)
+    assert list(read_question_views(folder / "views.parquet").values()) == [report.values]
+    assert read_question_ranks(folder / "questions.parquet") == report.ranks
+    assert "values" not in printed and json.loads((folder / "report.json").read_text())["report"]["values"] == []
