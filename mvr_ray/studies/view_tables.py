@@ -47,6 +47,12 @@ FIGURE_4 = (("query 1", 3), ("query 2", 5))
 FIGURE_4_PASSAGE = "Argentina at the FIFA World Cup"
 
 
+_TEST_NOTE = (
+    "The last columns are differences on the same questions, with their intervals and the p of the paired test, which "
+    "flips whole articles."
+)
+
+
 def view_table(results: Sequence[VariantResult]) -> Table | None:
     """Tabulate the differences between the views of each variant (MVR eqs. 9 and 10, CAMVR eq. 14)."""
     variants = [result for result in results if result.reports.get("analyze")]
@@ -84,12 +90,6 @@ def view_table(results: Sequence[VariantResult]) -> Table | None:
             f"{MIN_QUESTIONS_FOR_PPL} a passage."
         )
     return make_table("Views", note, rows, drop_empty=True)
-
-
-_TEST_NOTE = (
-    "The last columns are differences on the same questions, with their intervals and the p of the paired test, which "
-    "flips whole articles."
-)
 
 
 def _first_with_views(variants: Sequence[VariantResult], measure: str = "lv") -> VariantResult:
