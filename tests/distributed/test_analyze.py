@@ -359,9 +359,9 @@ def test_the_command_stores_the_ranks_and_the_measures_of_every_question_beside_
     with pytest.raises(SystemExit) as end:
         main(["analyze", str(file), "--json"])
     assert not end.value.code
-    printed = json.loads(capsys.readouterr().out)
-    folder = (own_index / printed["questions_file"].removeprefix(f"{own_index}/")).parent
+    summary = json.loads(capsys.readouterr().out)
+    folder = (own_index / summary["questions_file"].removeprefix(f"{own_index}/")).parent
     report = analyze(run)
     assert list(read_question_views(folder / "views.parquet").values()) == [report.values]
     assert read_question_ranks(folder / "questions.parquet") == report.ranks
-    assert "values" not in printed and json.loads((folder / "report.json").read_text())["report"]["values"] == []
+    assert "values" not in summary and json.loads((folder / "report.json").read_text())["report"]["values"] == []
