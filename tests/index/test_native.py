@@ -329,6 +329,28 @@ def test_vectors_and_queries_beyond_what_bfloat16_holds_are_ranked_rightly(shard
 
 
 @built
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("dimension", [1, 31, 32, 65, 384])
+def test_the_largest_rounding_error_is_that_of_bfloat16(dimension, dtype):
+    kernel, random = native.NativeKernel(1), np.random.default_rng(dimension)
+    vectors_ND = random.standard_normal((40, dimension)).astype(dtype)
+    rows = kernel.prepare_rows(vectors_ND)
+    assert kernel.max_residual(rows) == pytest.approx(rounding_norms(vectors_ND).max(), rel=1e-5)
+    vectors_ND[7, -1] = np.nan
+    assert np.isnan(kernel.max_norm(rows)) and kernel.max_residual(rows) == np.inf
+
+
+@built
+@pytest.mark.parametrize("dimension", [32, 33])
+def test_the_largest_rounding_error_is_infinite_where_a_product_of_bfloat16_could_be(dimension):
+    kernel, vectors_ND = native.NativeKernel(1), np.ones((3, dimension), np.float32)
+    vectors_ND[1, 5] = 2.0**119  # without a rounding error
+    assert kernel.max_residual(kernel.prepare_rows(vectors_ND)) == 0
+    vectors_ND[1, 5] = -(2.0**120)
+    assert kernel.max_residual(kernel.prepare_rows(vectors_ND)) == np.inf
+
+
+@built
 def test_a_thread_that_flushes_small_numbers_changes_no_byte(shard, queries):
     blocks = [
         block._replace(vectors_ND=block.vectors_ND * np.float32(1e-38)) for block in shard(2, 50, dtype="float32")
@@ -342,13 +364,13 @@ def test_a_thread_that_flushes_small_numbers_changes_no_byte(shard, queries):
         torch.set_flush_denormal(False)
 
 
-@pytest.mark.parametrize("module", [native, native_step])
-def test_loops_that_were_built_from_other_sources_are_not_called(module, monkeypatch, caplog):
+@pytest.mark.parametrize(("module", "load"), [(native, native.library_avx2), (native_step, native_step.library)])
+def test_loops_that_were_built_from_other_sources_are_not_called(module, load, monkeypatch, caplog):
     """A checkout that went on without being installed again."""
-    if module.library() is None:
+    if load() is None:
         pytest.skip("not compiled")
     monkeypatch.setattr(module, "INTERFACE", module.INTERFACE + 1)
-    assert module.library.__wrapped__() is None
+    assert load.__wrapped__() is None
     assert f"{module.LIBRARY} was built from other sources and is not used; install the package again" in caplog.text
 
 

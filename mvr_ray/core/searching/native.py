@@ -50,7 +50,7 @@ from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 log = logging.getLogger(__name__)
 
-LIBRARY, INTERFACE = "mvr_ray.core.searching._scan", 6
+LIBRARY, INTERFACE = "mvr_ray.core.searching._scan", 7
 KINDS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.int8): 2}
 STEP = 32768
 AHEAD_BYTES = 16384  # prefetch distance, into the second-level cache
@@ -87,43 +87,31 @@ def load_library(name: str, interface: int) -> ctypes.CDLL | None:
     return None
 
 
-_C_TYPES = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+@functools.cache
+def library_avx2() -> ctypes.CDLL | None:
+    """Load the loops that need AVX2; None where they were not built or this processor cannot run them."""
+    loops = load_library(LIBRARY, INTERFACE)
+    if loops is None or not loops.mvr_supported_avx2():
+        return None
+    whole, long, at = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+    loops.mvr_best_views.argtypes = [whole, at, at, at, at, long, whole, at, at, whole, at]
+    loops.mvr_best_views.restype = None
+    loops.mvr_max_norm.argtypes = [whole, whole, at, at, long, whole, at]
+    loops.mvr_max_norm.restype = ctypes.c_float
+    loops.mvr_rescore.argtypes = [whole, at, at, at, whole, at, long, at, at, at, at, at]
+    loops.mvr_rescore.restype = None
+    return loops
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Load the compiled loops; None where they were not built or this processor cannot run them."""
-    loops = load_library(LIBRARY, INTERFACE)
+    """Load all loops, for AVX-512 too; None where they were not built or this processor cannot run them."""
+    loops = library_avx2()
     if loops is None or not loops.mvr_supported():
         return None
-    whole, long, at = _C_TYPES
+    whole, long, at = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
     loops.mvr_scan.argtypes = [whole, at, at, at, long, long, whole, at, whole, at, at]
     loops.mvr_scan.restype = long
-    loops.mvr_max_norm.argtypes = [whole, at, at, long, whole]
-    loops.mvr_max_norm.restype = ctypes.c_float
-    loops.mvr_max_residual.argtypes = [whole, at, long, whole]
-    loops.mvr_max_residual.restype = ctypes.c_float
-    return _with_rescore(loops)
-
-
-@functools.cache
-def library_avx2() -> ctypes.CDLL | None:
-    """Load the loops for AVX2; None where they were not built or this processor cannot run them."""
-    loops = load_library(LIBRARY, INTERFACE)
-    if loops is None or not loops.mvr_supported_avx2():
-        return None
-    whole, long, at = _C_TYPES
-    loops.mvr_best_views.argtypes = [whole, at, at, at, at, long, whole, at, at, whole, at]
-    loops.mvr_best_views.restype = None
-    loops.mvr_max_norm_avx2.argtypes = [whole, at, at, long, whole]
-    loops.mvr_max_norm_avx2.restype = ctypes.c_float
-    return _with_rescore(loops)
-
-
-def _with_rescore(loops: ctypes.CDLL) -> ctypes.CDLL:
-    whole, long, at = _C_TYPES
-    loops.mvr_rescore.argtypes = [whole, at, at, at, whole, at, long, at, at, at, at, at]
-    loops.mvr_rescore.restype = None
     return loops
 
 
@@ -143,6 +131,13 @@ def _stored_rows(rows_ND: NDArray[Any], scale_N1: NDArray[Any] | None) -> Native
     if rows_ND.dtype not in KINDS:
         rows_ND = rows_ND.astype(np.float32)
     return NativeRows(rows_ND, None if scale_N1 is None else np.ascontiguousarray(scale_N1[:, 0]))
+
+
+def _max_norm(loops: ctypes.CDLL, step_rows: NativeRows, *, errors: bool = False) -> float:
+    rows_ND, scale_N = step_rows
+    space = np.zeros(rows_ND.shape[1] + BLOCK, np.float32)
+    addresses = _address(rows_ND), _address(scale_N)
+    return loops.mvr_max_norm(KINDS[rows_ND.dtype], errors, *addresses, *rows_ND.shape, _address(space))
 
 
 @dataclass
@@ -206,13 +201,11 @@ class NativeKernel:
         return _stored_rows(rows_ND, scale_N1)
 
     def max_norm(self, step_rows: NativeRows) -> float:
-        rows_ND, scale_N = step_rows
-        return self.loops.mvr_max_norm(KINDS[rows_ND.dtype], _address(rows_ND), _address(scale_N), *rows_ND.shape)
+        return _max_norm(self.loops, step_rows)
 
     def max_residual(self, step_rows: NativeRows) -> float:
         """Compute the largest norm of a bfloat16 rounding error, in float32; infinite if a value is 2^120 or more."""
-        kind, (count, dimension) = KINDS[step_rows.rows_ND.dtype], step_rows.rows_ND.shape
-        return self.loops.mvr_max_residual(kind, step_rows.rows_ND.ctypes.data, count, dimension)
+        return _max_norm(self.loops, step_rows, errors=True)
 
     def prepare(self, queries_QD: FloatArray, limit: int, with_codes: bool) -> NativeQueries:
         num_queries, dimension = queries_QD.shape
@@ -314,8 +307,7 @@ class Avx2Kernel(HostKernel):
         return _stored_rows(rows_ND, scale_N1)
 
     def max_norm(self, step_rows: NativeRows) -> float:
-        rows_ND, scale_N = step_rows
-        return self.loops.mvr_max_norm_avx2(KINDS[rows_ND.dtype], _address(rows_ND), _address(scale_N), *rows_ND.shape)
+        return _max_norm(self.loops, step_rows)
 
     def prepare(self, queries_QD: NDArray[np.float32], limit: int, with_codes: bool) -> RoundedQueries:
         plain = super().prepare(np.ascontiguousarray(queries_QD, np.float32), limit, with_codes)
@@ -371,7 +363,7 @@ def rows_of(block: EmbeddingBlock) -> BlockRows | None:
     vectors_ND = block.vectors_ND
     if vectors_ND.dtype not in (np.float32, np.float16) or not vectors_ND.flags.c_contiguous:
         return None
-    return BlockRows(block) if library() or library_avx2() else None
+    return BlockRows(block) if library_avx2() else None
 
 
 def rescore(
@@ -384,16 +376,15 @@ def rescore(
 ) -> None:
     """Fill `score_M` and `view_M` with the scores of `exact`, bit for bit. Each span is a block with its range of
     pairs; `row_M` are rows in the block. Indices are int64 and contiguous."""
-    loops = library() or library_avx2()
+    loops = library_avx2()
     assert loops is not None, "check `rows_of` first"
-    wide, terms = np.zeros(queries_QD.size + 8), np.empty(queries_QD.shape[1] + 8)
-    wide[: queries_QD.size] = queries_QD.ravel()
+    wide_QD, space_2D = np.ascontiguousarray(queries_QD, np.float64), np.empty((2, queries_QD.shape[1]))
     query, row, score, view = query_M.ctypes.data, row_M.ctypes.data, score_M.ctypes.data, view_M.ctypes.data
-    queries_at, terms_at = wide.ctypes.data, terms.ctypes.data
+    queries_at, space_at = wide_QD.ctypes.data, space_2D.ctypes.data
     for block, low, high in spans:
         loops.mvr_rescore(
             *block.arguments, queries_at, high - low, query + 8 * low, row + 8 * low, score + 4 * low, view + 2 * low,
-            terms_at,
+            space_at,
         )  # fmt: skip
 
 

@@ -26,7 +26,7 @@
 #endif
 
 #define FAST __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c")))
-#define INLINE FAST static inline __attribute__((always_inline))
+#define INLINE static inline __attribute__((always_inline))
 #define SHORT __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c,avx512bf16")))
 #define TILES \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c,avx512bf16," \
@@ -39,6 +39,7 @@
 #define TILE 512 /* two-byte values of a matrix tile */
 #define SLICE 6 /* times 32 dimensions: both parts of a block's rows fit the first-level cache; twice as long for one */
 #define LARGE 0x1p120f /* above, a bfloat16 could be infinite */
+#define LARGE_BITS 0x7b800000
 #define PLAIN_STATE 0x1f80 /* round to nearest, no flushing of small numbers, regardless of the caller */
 
 enum { FLOAT32, FLOAT16, INT8 };
@@ -73,6 +74,20 @@ int mvr_tiles(void) {
 static int mvr_in_order(void) {
     __builtin_cpu_init();
     return __builtin_cpu_is("amd");
+}
+
+#define AVX2 __attribute__((target("avx2,fma,f16c")))
+
+/* Writes `count` values, from number `start` on, to `to` in float32. */
+AVX2 static const float *to_floats(int kind, const void *from, int64_t start, int64_t count, float *to) {
+    const uint16_t *half = (const uint16_t *)from + start;
+    const int8_t *codes = (const int8_t *)from + start;
+    if (kind == FLOAT32) return memcpy(to, (const float *)from + start, count * sizeof(float));
+    int64_t d = 0;
+    for (; kind == FLOAT16 && d + 8 <= count; d += 8)
+        _mm256_storeu_ps(to + d, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(half + d))));
+    for (; d < count; d++) to[d] = kind == FLOAT16 ? _cvtsh_ss(half[d]) : codes[d];
+    return to;
 }
 
 /* Lower bounds and candidates of the queries. `low_QK` holds a min-heap a query. Passages with a 0 in `mask_P` are
@@ -131,7 +146,7 @@ FAST static void add_candidates(Search *s, unsigned mask, int first, int64_t pas
 
 /* Takes the maximum over each passage's rows in a tile for LANES queries, and adds the candidates.
    Bit r of `ends` is set where row r is the last of its passage. */
-INLINE void reduce_rows(Search *s, const __m512 *score_R, unsigned ends, int64_t passage, int first, float *best) {
+FAST INLINE void reduce_rows(Search *s, const __m512 *score_R, unsigned ends, int64_t passage, int first, float *best) {
     __m512 most = _mm512_loadu_ps(best);
     UNROLL for (int r = 0; r < ROWS; r++) {
         most = _mm512_max_ps(most, score_R[r]);
@@ -145,8 +160,8 @@ INLINE void reduce_rows(Search *s, const __m512 *score_R, unsigned ends, int64_t
     _mm512_storeu_ps(best, most);
 }
 
-INLINE void float_panel(Search *s, const float *tile_RD, const float *panel, int dimension, const int width,
-                        unsigned ends, int64_t passage, int first, float *best) {
+FAST INLINE void float_panel(Search *s, const float *tile_RD, const float *panel, int dimension, const int width,
+                             unsigned ends, int64_t passage, int first, float *best) {
     __m512 sum[3][ROWS];
     UNROLL for (int w = 0; w < width; w++) UNROLL for (int r = 0; r < ROWS; r++) sum[w][r] = _mm512_setzero_ps();
     for (int d = 0; d < dimension; d++) {
@@ -206,7 +221,7 @@ FAST static void code_tile(Search *s, const uint8_t *tile_RD, int stride, const 
     }
 }
 
-INLINE __m512 load_row(int kind, const char *rows, int64_t at, __mmask16 rest) {
+FAST INLINE __m512 load_row(int kind, const char *rows, int64_t at, __mmask16 rest) {
     if (kind == FLOAT32) return _mm512_maskz_loadu_ps(rest, (const float *)rows + at);
     if (kind == INT8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(rest, rows + at)));
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(rest, (const uint16_t *)rows + at));
@@ -215,10 +230,9 @@ INLINE __m512 load_row(int kind, const char *rows, int64_t at, __mmask16 rest) {
 /* Dimensions from 32 `first` on of rows, `chunks` times 32, as two bfloat16 parts, or as the high one if `low` is NULL:
    row r from `r / 16 * apart + r % 16 * stride` on, the next 32 dimensions a `step` further. False if one is large.
    `prefetch_next`: also prefetch the rows of the next block. */
-SHORT static inline __attribute__((always_inline)) int split(const int kind, const int both, const int prefetch_next,
-                                                             const char *rows, int count, int dimension, int first,
-                                                             int chunks, int64_t apart, int64_t stride, int64_t step,
-                                                             uint16_t *high, uint16_t *low) {
+SHORT INLINE int split(const int kind, const int both, const int prefetch_next, const char *rows, int count,
+                       int dimension, int first, int chunks, int64_t apart, int64_t stride, int64_t step,
+                       uint16_t *high, uint16_t *low) {
     const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1, whole = dimension / 32 - first;
     __m512 most = _mm512_setzero_ps();
     for (int r = 0; r < count; r++) {
@@ -259,10 +273,8 @@ SHORT static int split_tiles(int kind, const char *rows, int count, int dimensio
 /* Adds to the scores of a block with one or two panels of 16 queries, [panel][32 rows][16 queries], the products of a
    slice of dimensions. Panels: [D / 32][high, low][16 pairs of D][16 queries][2], `apart` from each other; coarse ones
    have no low part, nor have the rows. */
-TILES static inline __attribute__((always_inline)) void tile_products(const uint16_t *high, const uint16_t *low,
-                                                                      const uint16_t *panel, int64_t apart, int chunks,
-                                                                      const int fine, const int two, int accumulate,
-                                                                      float *score) {
+TILES INLINE void tile_products(const uint16_t *high, const uint16_t *low, const uint16_t *panel, int64_t apart,
+                                int chunks, const int fine, const int two, int accumulate, float *score) {
     __asm__ volatile("" ::: "memory"); /* the compiler does not see that tiles are loaded from memory */
     if (accumulate) {
         _tile_loadd(0, score, 64);
@@ -331,11 +343,9 @@ FAST static void reduce_block(Search *s, const float *score, unsigned ends, int6
 
 /* False, without candidates, if a row is too large for bfloat16. Coarse panels need the high parts of the rows,
    whose slices may then be twice as long: `low` must follow `high`. */
-TILES static inline __attribute__((always_inline)) int float_block(Search *s, int kind, const char *rows, int count,
-                                                                   int dimension, const uint16_t *panels,
-                                                                   const int fine, uint16_t *high, uint16_t *low,
-                                                                   float *score, unsigned ends, int64_t passage,
-                                                                   float *best_Q) {
+TILES INLINE int float_block(Search *s, int kind, const char *rows, int count, int dimension, const uint16_t *panels,
+                             const int fine, uint16_t *high, uint16_t *low, float *score, unsigned ends,
+                             int64_t passage, float *best_Q) {
     const int chunks = (dimension + 31) / 32, slice = fine ? SLICE : 2 * SLICE;
     const int64_t apart = (int64_t)chunks * (1 + fine) * TILE;
     for (int from = 0; from < chunks; from += slice) {
@@ -366,11 +376,9 @@ TILES static int coarse_block(Search *s, int kind, const char *rows, int count, 
 }
 
 /* Prefetches memory from `next` on, `step` bytes for each dimension, between the products. */
-SHORT static inline __attribute__((always_inline)) void short_panel(Search *s, const uint16_t *tile_RD,
-                                                                    const float *scale_R, const uint16_t *panel,
-                                                                    int width, const int wide, const char *next,
-                                                                    int step, unsigned ends, int64_t passage,
-                                                                    int first, float *best) {
+SHORT INLINE void short_panel(Search *s, const uint16_t *tile_RD, const float *scale_R, const uint16_t *panel,
+                              int width, const int wide, const char *next, int step, unsigned ends, int64_t passage,
+                              int first, float *best) {
     __m512 sum[3][ROWS];
     UNROLL for (int w = 0; w < wide; w++) UNROLL for (int r = 0; r < ROWS; r++) sum[w][r] = _mm512_setzero_ps();
     for (int d = 0; d < width; d += 2) {
@@ -478,7 +486,7 @@ TILES static void open_tiles(void) { _tile_loadconfig(&TILE_SHAPES); }
 TILES static void close_tiles(void) { _tile_release(); }
 
 /* The sum over lanes of each of ROWS registers, in registers. */
-INLINE __m256 lane_sums(const __m512 *sum) {
+FAST INLINE __m256 lane_sums(const __m512 *sum) {
     __m256 half[ROWS];
     UNROLL for (int r = 0; r < ROWS; r++)
         half[r] = _mm256_add_ps(_mm512_castps512_ps256(sum[r]), _mm512_extractf32x8_ps(sum[r], 1));
@@ -488,7 +496,7 @@ INLINE __m256 lane_sums(const __m512 *sum) {
 }
 
 /* One query: rows are read along D, so that each byte of the vectors is read once. */
-INLINE __m256 float_rows(const char *tile, const int half, const float *query, int dimension, int ahead) {
+FAST INLINE __m256 float_rows(const char *tile, const int half, const float *query, int dimension, int ahead) {
     const int64_t size = half ? 2 : 4, stride = dimension * size;
     __m512 sum[ROWS];
     UNROLL for (int r = 0; r < ROWS; r++) sum[r] = _mm512_setzero_ps();
@@ -515,7 +523,7 @@ typedef struct {
 
 /* False where rows differ in alignment to cache lines, or numbers are not aligned to their size. */
 FAST static int align_query(int kind, const char *rows, const Queries *queries, int dimension, int width, char *space,
-                           AlignedQuery *aligned) {
+                            AlignedQuery *aligned) {
     const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1, lanes = kind == INT8 ? 64 : LANES;
     if (dimension < 64 || dimension % lanes || (uintptr_t)rows % size) return 0;
     aligned->skew = (int)((uintptr_t)rows % (lanes * size)) / size;
@@ -541,7 +549,7 @@ FAST static int align_query(int kind, const char *rows, const Queries *queries, 
 }
 
 /* Rows one after the other with four sums each, for `mvr_in_order`; numbers before and after a row are masked. */
-INLINE __m256 float_rows_by_line(const char *part, const int half, const AlignedQuery *aligned, int dimension) {
+FAST INLINE __m256 float_rows_by_line(const char *part, const int half, const AlignedQuery *aligned, int dimension) {
     const int64_t size = half ? 2 : 4, step = LANES * size, stride = dimension * size;
     const __mmask16 first = (__mmask16)(0xffffu << aligned->skew), last = (__mmask16)((1u << aligned->skew) - 1);
     const char *row = part - aligned->skew * size;
@@ -573,8 +581,8 @@ INLINE __m256 float_rows_by_line(const char *part, const int half, const Aligned
 }
 
 /* `high`, `low`: the query, padded with zeros to 64; `bias`: for each 4 bytes of 64, of both halves. */
-INLINE __m256 code_rows(const int8_t *tile, const float *scale_R, const int8_t *high, const int8_t *low,
-                        const int32_t *bias, float unit, int dimension, int ahead) {
+FAST INLINE __m256 code_rows(const int8_t *tile, const float *scale_R, const int8_t *high, const int8_t *low,
+                             const int32_t *bias, float unit, int dimension, int ahead) {
     const __m512i flip = _mm512_set1_epi8(-128);
     __m512i large[ROWS], small[ROWS];
     UNROLL for (int r = 0; r < ROWS; r++)
@@ -597,8 +605,8 @@ INLINE __m256 code_rows(const int8_t *tile, const float *scale_R, const int8_t *
 }
 
 /* Rows one after the other; numbers before and after a row are multiplied by zeros. */
-INLINE __m256 code_rows_by_line(const char *part, const float *scale_R, const AlignedQuery *aligned, float unit,
-                                 int dimension) {
+FAST INLINE __m256 code_rows_by_line(const char *part, const float *scale_R, const AlignedQuery *aligned, float unit,
+                                     int dimension) {
     const __m512i flip = _mm512_set1_epi8(-128);
     const __mmask64 first = ~0ull << aligned->skew, last = (1ull << aligned->skew) - 1;
     const char *row = part - aligned->skew;
@@ -628,8 +636,8 @@ INLINE __m256 code_rows_by_line(const char *part, const float *scale_R, const Al
 }
 
 /* Scores of the tile's rows with the one query; `aligned` is NULL unless they are read one after the other. */
-INLINE __m256 one_query(int kind, const char *part, const float *scale_R, const Queries *queries,
-                        const AlignedQuery *aligned, int dimension, int width, int ahead) {
+FAST INLINE __m256 one_query(int kind, const char *part, const float *scale_R, const Queries *queries,
+                             const AlignedQuery *aligned, int dimension, int width, int ahead) {
     const int8_t *halves = queries->packed, *codes = (const int8_t *)part;
     const float *query = (const float *)queries->packed + LANES;
     if (aligned && kind == FLOAT32) return float_rows_by_line(part, 0, aligned, dimension);
@@ -642,7 +650,7 @@ INLINE __m256 one_query(int kind, const char *part, const float *scale_R, const 
 
 /* The same for one query. Where neither a row nor the open passage's maximum reaches the cut, no passage does, and only
    the maximum of the next open passage is computed. */
-INLINE void reduce_one(Search *s, __m256 score, int rows, unsigned ends, int64_t passage, float *best) {
+FAST INLINE void reduce_one(Search *s, __m256 score, int rows, unsigned ends, int64_t passage, float *best) {
     const __m256 low = _mm256_set1_ps(-INFINITY);
     score = _mm256_mask_mov_ps(low, (__mmask8)((1u << rows) - 1), score);
     if (!_mm256_cmp_ps_mask(score, _mm256_set1_ps(s->cut_Q[0]), _CMP_GE_OQ) && !(*best >= s->cut_Q[0])) {
@@ -670,16 +678,6 @@ INLINE void reduce_one(Search *s, __m256 score, int rows, unsigned ends, int64_t
         }
     }
     *best = most;
-}
-
-/* Half precision as float32. */
-FAST static const char *widen(const char *rows, int values, float *wide) {
-    for (int d = 0; d < values; d += LANES) {
-        const __mmask16 rest = values - d >= LANES ? 0xffff : (__mmask16)((1u << (values - d)) - 1);
-        const __m256i half = _mm256_maskz_loadu_epi16(rest, (const uint16_t *)rows + d);
-        _mm512_mask_storeu_ps(wide + d, rest, _mm512_cvtph_ps(half));
-    }
-    return (const char *)wide;
 }
 
 /* Scans passages `first` to `passages` of a step, up to the capacity; returns the next passage to scan.
@@ -757,8 +755,9 @@ FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const in
                 code_tile(s, codes, width, scale_R, queries->packed, queries->bias, queries->unit_Q, ends & 0xff,
                           before, best_Q);
             } else {
-                if (kind == FLOAT16) from = widen(from, ROWS * dimension, wide);
-                float_tile(s, (const float *)from, queries->packed, dimension, ends & 0xff, before, best_Q);
+                const float *tile_RD = (const float *)from;
+                if (kind == FLOAT16) tile_RD = to_floats(kind, from, 0, ROWS * dimension, wide);
+                float_tile(s, tile_RD, queries->packed, dimension, ends & 0xff, before, best_Q);
             }
             before += __builtin_popcount(ends & 0xff);
         }
@@ -768,128 +767,84 @@ FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const in
     return passage;
 }
 
-/* The largest norm, in float32; NaN if any vector's is NaN. */
-FAST float mvr_max_norm(int kind, const void *rows, const float *scale_N, int64_t count, int dimension) {
+typedef int32_t Bits __attribute__((vector_size(32)));
+
+/* Eight values in float32. */
+AVX2 INLINE __m256 load_eight(const int kind, const char *at) {
+    if (kind == FLOAT32) return _mm256_loadu_ps((const float *)at);
+    if (kind == FLOAT16) return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at)));
+}
+
+/* The sum of a row's squares, or of those of its rounding errors in bfloat16 (`errors`); infinite if an error is NaN or
+   its value large. D is a multiple of BLOCK. */
+AVX2 INLINE float square(const int kind, const void *row, int errors, int dimension) {
+    const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1;
+    __m256 sum[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
+    Bits large = {0};
+    for (int d = 0; d < dimension; d += BLOCK)
+        UNROLL for (int i = 0; i < 4; i++) {
+            __m256 value = load_eight(kind, (const char *)row + (d + 8 * i) * size);
+            if (errors) {
+                const Bits bits = (Bits)value, size = bits & 0x7fffffff, even = bits + 0x7fff + (bits >> 16 & 1);
+                value -= (__m256)(even & ~0xffff);
+                large |= size >= LARGE_BITS;
+            }
+            sum[i] += value * value;
+        }
+    sum[0] = sum[0] + sum[1] + (sum[2] + sum[3]);
+    for (int i = 1; i < 8; i++) sum[0][0] += sum[0][i], large[0] |= large[i];
+    return large[0] ? INFINITY : sum[0][0];
+}
+
+/* The largest norm of the vectors, or of their rounding errors, in float32; NaN if one is NaN. `space`, of D up to a
+   multiple of BLOCK, is zero. */
+AVX2 float mvr_max_norm(int kind, int errors, const void *rows, const float *scale_N, int64_t count, int dimension,
+                        float *space) {
+    const int padded = (dimension + BLOCK - 1) / BLOCK * BLOCK;
     float most = 0;
     for (int64_t n = 0; n < count; n++) {
-        __m512 sum = _mm512_setzero_ps();
-        for (int d = 0; d < dimension; d += LANES) {
-            const __mmask16 rest = dimension - d >= LANES ? 0xffff : (__mmask16)((1u << (dimension - d)) - 1);
-            const int64_t at = n * dimension + d;
-            const uint16_t *half = (const uint16_t *)rows + at;
-            __m512 row;
-            if (kind == FLOAT32) row = _mm512_maskz_loadu_ps(rest, (const float *)rows + at);
-            else if (kind == FLOAT16) row = _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(rest, half));
-            else row = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(rest, (const int8_t *)rows + at)));
-            sum = _mm512_fmadd_ps(row, row, sum);
-        }
-        const float norm = sqrtf(_mm512_reduce_add_ps(sum)) * (kind == INT8 ? scale_N[n] : 1);
+        const int64_t at = n * dimension;
+        if (dimension < padded) to_floats(kind, rows, at, dimension, space);
+        const float sum = dimension < padded ? square(FLOAT32, space, errors, padded)
+                          : kind == FLOAT32  ? square(FLOAT32, (const float *)rows + at, errors, dimension)
+                          : kind == FLOAT16  ? square(FLOAT16, (const uint16_t *)rows + at, errors, dimension)
+                                             : square(INT8, (const int8_t *)rows + at, 0, dimension);
+        const float norm = sqrtf(sum) * (kind == INT8 ? scale_N[n] : 1);
         if (norm != norm) return norm;
         most = norm > most ? norm : most;
     }
     return most;
 }
 
-/* The largest norm of a vector's bfloat16 rounding error, in float32; infinite if a value is large. */
-SHORT float mvr_max_residual(int kind, const void *rows, int64_t count, int dimension) {
-    float most = 0;
-    for (int64_t n = 0; n < count; n++) {
-        __m512 sum = _mm512_setzero_ps(), largest = sum;
-        for (int d = 0; d < dimension; d += LANES) {
-            const __mmask16 rest = dimension - d >= LANES ? 0xffff : (__mmask16)((1u << (dimension - d)) - 1);
-            const __m512 row = kind == FLOAT32 ? load_row(FLOAT32, rows, n * dimension + d, rest)
-                                               : load_row(FLOAT16, rows, n * dimension + d, rest);
-            const __m512i rounded = _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(row)), 16);
-            const __m512 error = _mm512_sub_ps(row, _mm512_castsi512_ps(rounded));
-            sum = _mm512_fmadd_ps(error, error, sum);
-            largest = _mm512_max_ps(largest, _mm512_abs_ps(row));
-        }
-        if (!(_mm512_reduce_max_ps(largest) < LARGE)) return INFINITY;
-        const float norm = sqrtf(_mm512_reduce_add_ps(sum));
-        most = norm > most ? norm : most;
-    }
-    return most;
-}
-
-INLINE __m512d load_wide(int kind, const void *rows, int64_t at, __mmask8 rest) {
-    if (kind == FLOAT32) return _mm512_cvtps_pd(_mm256_maskz_loadu_ps(rest, (const float *)rows + at));
-    return _mm512_cvtps_pd(_mm256_cvtph_ps(_mm_maskz_loadu_epi16(rest, (const uint16_t *)rows + at)));
-}
-
-/* The inner product of `exact.py`: products in float64, which are exact, the upper half added to the lower until one is
-   left. Where four divides D, the first two additions are done at once, in the same order. */
-INLINE float exact_score(const int kind, const void *rows, int64_t start, const double *query, int dimension,
-                         double *terms) {
-    const int parts = dimension % 4 ? 1 : 4, part = dimension / parts;
-    for (int d = 0; d < part; d += 8) {
-        const __mmask8 rest = part - d >= 8 ? 0xff : (__mmask8)((1u << (part - d)) - 1);
-        __m512d sum = _mm512_mul_pd(_mm512_loadu_pd(query + d), load_wide(kind, rows, start + d, rest));
-        if (parts == 4) {
-            const int one = d + part, two = one + part, three = two + part;
-            sum = _mm512_fmadd_pd(_mm512_loadu_pd(query + two), load_wide(kind, rows, start + two, rest), sum);
-            __m512d other = _mm512_mul_pd(_mm512_loadu_pd(query + one), load_wide(kind, rows, start + one, rest));
-            other = _mm512_fmadd_pd(_mm512_loadu_pd(query + three), load_wide(kind, rows, start + three, rest), other);
-            sum = _mm512_add_pd(sum, other);
-        }
-        _mm512_storeu_pd(terms + d, sum);
-    }
-    int left = part;
-    for (; left > 16 && left % 2 == 0; left /= 2)
-        for (int d = 0; d < left / 2; d += 8) { /* values written above the half are never read */
-            const __m512d upper = _mm512_loadu_pd(terms + left / 2 + d);
-            _mm512_storeu_pd(terms + d, _mm512_add_pd(_mm512_loadu_pd(terms + d), upper));
-        }
-    for (int half; left > 1; left = half) {
-        half = (left + 1) / 2;
-        for (int d = 0; d < left - half; d++) terms[d] += terms[half + d];
-    }
-    return dimension ? (float)(terms[0] + 0.0) : 0; /* + 0.0 makes every zero the positive one */
-}
-
-FAST static float exact_score_avx512(int kind, const void *rows, int64_t start, const double *query, int dimension,
-                                     double *terms) {
-    return kind == FLOAT32 ? exact_score(FLOAT32, rows, start, query, dimension, terms)
-                           : exact_score(FLOAT16, rows, start, query, dimension, terms);
-}
-
-#define AVX2 __attribute__((target("avx2,fma,f16c")))
-
-/* Whether the processor supports the functions below. */
+/* Whether the processor supports the functions for AVX2. */
 int mvr_supported_avx2(void) {
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
-/* Eight values in float32. */
-AVX2 static inline __attribute__((always_inline)) __m256 load_eight(const int kind, const char *at) {
-    if (kind == FLOAT32) return _mm256_loadu_ps((const float *)at);
-    if (kind == FLOAT16) return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at)));
-}
-
-/* The inner product of a row with a query; with itself if that is NULL. */
-AVX2 static inline __attribute__((always_inline)) float row_product(const int kind, const char *row,
-                                                                       const float *query, int dimension) {
+/* The inner product of a row with a query. */
+AVX2 INLINE float row_product(const int kind, const char *row, const float *query, int dimension) {
     const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1, rest = dimension % 8;
     __m256 sum[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
     int d = 0;
     for (; d + 32 <= dimension; d += 32) {
         UNROLL for (int i = 0; i < 4; i++) {
             const __m256 eight = load_eight(kind, row + (d + 8 * i) * size);
-            sum[i] = _mm256_fmadd_ps(eight, query ? _mm256_loadu_ps(query + d + 8 * i) : eight, sum[i]);
+            sum[i] = _mm256_fmadd_ps(eight, _mm256_loadu_ps(query + d + 8 * i), sum[i]);
         }
     }
     for (; d + 8 <= dimension; d += 8) {
         const __m256 eight = load_eight(kind, row + d * size);
-        sum[0] = _mm256_fmadd_ps(eight, query ? _mm256_loadu_ps(query + d) : eight, sum[0]);
+        sum[0] = _mm256_fmadd_ps(eight, _mm256_loadu_ps(query + d), sum[0]);
     }
     if (rest) {
         char last[32] = {0};
         float query_rest[8] = {0};
         memcpy(last, row + d * size, rest * size);
-        if (query) memcpy(query_rest, query + d, rest * sizeof(float));
+        memcpy(query_rest, query + d, rest * sizeof(float));
         const __m256 eight = load_eight(kind, last);
-        sum[1] = _mm256_fmadd_ps(eight, query ? _mm256_loadu_ps(query_rest) : eight, sum[1]);
+        sum[1] = _mm256_fmadd_ps(eight, _mm256_loadu_ps(query_rest), sum[1]);
     }
     const __m256 all = _mm256_add_ps(_mm256_add_ps(sum[0], sum[1]), _mm256_add_ps(sum[2], sum[3]));
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
@@ -898,44 +853,20 @@ AVX2 static inline __attribute__((always_inline)) float row_product(const int ki
 }
 
 /* The inner product of a row of codes with a query in sixteen bits, up to 32,512 in size: the integers are exact. */
-AVX2 static inline double code_product(const int8_t *row, const int16_t *query, int dimension) {
-    __m256d sum = _mm256_setzero_pd();
-    for (int first = 0; first < dimension; first += 4096) { /* 32 bits hold the sum of this many products */
-        const int last = dimension - first > 4096 ? first + 4096 : dimension;
-        __m256i lanes[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-        int d = first;
-        for (; d + 32 <= last; d += 32) {
-            UNROLL for (int i = 0; i < 2; i++) {
-                const __m256i codes = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(row + d + 16 * i)));
-                const __m256i values = _mm256_loadu_si256((const __m256i *)(query + d + 16 * i));
-                lanes[i] = _mm256_add_epi32(lanes[i], _mm256_madd_epi16(codes, values));
-            }
-        }
-        for (; d < last; d += 16) {
-            int8_t codes[16] = {0};
-            int16_t values[16] = {0};
-            const int rest = last - d < 16 ? last - d : 16;
-            memcpy(codes, row + d, rest);
-            memcpy(values, query + d, rest * sizeof(int16_t));
-            lanes[0] = _mm256_add_epi32(
-                lanes[0], _mm256_madd_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)codes)),
-                                            _mm256_loadu_si256((const __m256i *)values)));
-        }
-        UNROLL for (int i = 0; i < 2; i++) {
-            sum = _mm256_add_pd(sum, _mm256_cvtepi32_pd(_mm256_castsi256_si128(lanes[i])));
-            sum = _mm256_add_pd(sum, _mm256_cvtepi32_pd(_mm256_extracti128_si256(lanes[i], 1)));
-        }
+AVX2 static double code_product(const int8_t *row, const int16_t *query, int dimension) {
+    double sum = 0;
+    for (int first = 0; first < dimension; first += 512) { /* 32 bits hold the sum of this many products */
+        const int last = dimension - first > 512 ? first + 512 : dimension;
+        int32_t products = 0;
+        for (int d = first; d < last; d++) products += (int16_t)row[d] * query[d];
+        sum += products;
     }
-    const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(sum), _mm256_extractf128_pd(sum, 1));
-    return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+    return sum;
 }
 
-AVX2 static inline __attribute__((always_inline)) void best_views(const int kind, const char *rows,
-                                                                     const float *scale_N, const int64_t *first_P,
-                                                                     const int64_t *count_P, int64_t passages,
-                                                                     int dimension, const void *queries_QD,
-                                                                     const float *unit_Q, int queries,
-                                                                     float *best_QP) {
+AVX2 INLINE void best_views(const int kind, const char *rows, const float *scale_N, const int64_t *first_P,
+                            const int64_t *count_P, int64_t passages, int dimension, const void *queries_QD,
+                            const float *unit_Q, int queries, float *best_QP) {
     const int64_t stride = (int64_t)dimension * (kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1);
     for (int64_t p = 0; p < passages; p++) {
         const char *row = rows + first_P[p] * stride;
@@ -960,8 +891,8 @@ AVX2 static inline __attribute__((always_inline)) void best_views(const int kind
 /* The best inner product with each query, in float32, of the `count_P` rows from `first_P` on of each passage. Queries
    are float32; for codes int16, each with its unit. */
 AVX2 void mvr_best_views(int kind, const char *rows, const float *scale_N, const int64_t *first_P,
-                            const int64_t *count_P, int64_t passages, int dimension, const void *queries_QD,
-                            const float *unit_Q, int queries, float *best_QP) {
+                         const int64_t *count_P, int64_t passages, int dimension, const void *queries_QD,
+                         const float *unit_Q, int queries, float *best_QP) {
     if (kind == FLOAT32)
         best_views(FLOAT32, rows, scale_N, first_P, count_P, passages, dimension, queries_QD, unit_Q, queries, best_QP);
     else if (kind == FLOAT16)
@@ -970,84 +901,32 @@ AVX2 void mvr_best_views(int kind, const char *rows, const float *scale_N, const
         best_views(INT8, rows, scale_N, first_P, count_P, passages, dimension, queries_QD, unit_Q, queries, best_QP);
 }
 
-/* The same as `mvr_max_norm`. */
-AVX2 float mvr_max_norm_avx2(int kind, const char *rows, const float *scale_N, int64_t count, int dimension) {
-    float most = 0;
-    for (int64_t n = 0; n < count; n++) {
-        const int64_t at = n * dimension;
-        const float square = kind == FLOAT32   ? row_product(FLOAT32, rows + at * 4, NULL, dimension)
-                             : kind == FLOAT16 ? row_product(FLOAT16, rows + at * 2, NULL, dimension)
-                                               : row_product(INT8, rows + at, NULL, dimension);
-        const float norm = sqrtf(square) * (kind == INT8 ? scale_N[n] : 1);
-        if (norm != norm) return norm;
-        most = norm > most ? norm : most;
-    }
-    return most;
-}
-
-AVX2 static inline __attribute__((always_inline)) __m256d load_four(const int kind, const void *rows, int64_t at) {
-    if (kind == FLOAT32) return _mm256_cvtps_pd(_mm_loadu_ps((const float *)rows + at));
-    return _mm256_cvtps_pd(_mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)((const uint16_t *)rows + at))));
-}
-
-AVX2 static inline __attribute__((always_inline)) double one_product(const int kind, const void *rows, int64_t start,
-                                                                        const double *query, int d) {
-    const int64_t at = start + d;
-    return query[d] * (kind == FLOAT32 ? ((const float *)rows)[at] : _cvtsh_ss(((const uint16_t *)rows)[at]));
-}
-
-/* As `exact_score`. */
-AVX2 static inline __attribute__((always_inline)) float exact_score_in_fours(const int kind, const void *rows,
-                                                                                int64_t start, const double *query,
-                                                                                int dimension, double *terms) {
+/* The inner product of `exact.py`: products in float64, which are exact, the upper half added to the lower until one is
+   left. Where four divides D, the first two additions are done at once, in the same order. */
+AVX2 static float exact_score(const float *restrict row, const double *restrict query, int dimension,
+                              double *restrict terms) {
     const int parts = dimension % 4 ? 1 : 4, part = dimension / parts;
-    int d = 0;
-    for (; d + 4 <= part; d += 4) {
-        __m256d sum = _mm256_mul_pd(_mm256_loadu_pd(query + d), load_four(kind, rows, start + d));
-        if (parts == 4) {
-            const int one = d + part, two = one + part, three = two + part;
-            sum = _mm256_fmadd_pd(_mm256_loadu_pd(query + two), load_four(kind, rows, start + two), sum);
-            __m256d other = _mm256_mul_pd(_mm256_loadu_pd(query + one), load_four(kind, rows, start + one));
-            other = _mm256_fmadd_pd(_mm256_loadu_pd(query + three), load_four(kind, rows, start + three), other);
-            sum = _mm256_add_pd(sum, other);
-        }
-        _mm256_storeu_pd(terms + d, sum);
+    for (int d = 0; d < part; d++) {
+        const int one = d + part, two = one + part, three = two + part;
+        terms[d] = query[d] * row[d];
+        if (parts == 4)
+            terms[d] = (terms[d] + query[two] * row[two]) + (query[one] * row[one] + query[three] * row[three]);
     }
-    for (; d < part; d++) {
-        terms[d] = one_product(kind, rows, start, query, d);
-        if (parts == 4) {
-            const int one = d + part, two = one + part, three = two + part;
-            terms[d] += one_product(kind, rows, start, query, two);
-            terms[d] += one_product(kind, rows, start, query, one) + one_product(kind, rows, start, query, three);
-        }
-    }
-    int left = part;
-    for (; left > 8 && left % 2 == 0; left /= 2)
-        for (int t = 0; t < left / 2; t += 4) { /* values written above the half are never read */
-            const __m256d upper = _mm256_loadu_pd(terms + left / 2 + t);
-            _mm256_storeu_pd(terms + t, _mm256_add_pd(_mm256_loadu_pd(terms + t), upper));
-        }
-    for (int half; left > 1; left = half) {
+    for (int left = part, half; left > 1; left = half) {
         half = (left + 1) / 2;
-        for (int t = 0; t < left - half; t++) terms[t] += terms[half + t];
+        for (int d = 0; d < left - half; d++) terms[d] += terms[half + d];
     }
-    return dimension ? (float)(terms[0] + 0.0) : 0;
-}
-
-AVX2 static float exact_score_avx2(int kind, const void *rows, int64_t start, const double *query, int dimension,
-                                      double *terms) {
-    return kind == FLOAT32 ? exact_score_in_fours(FLOAT32, rows, start, query, dimension, terms)
-                           : exact_score_in_fours(FLOAT16, rows, start, query, dimension, terms);
+    return dimension ? (float)(terms[0] + 0.0) : 0; /* + 0.0 makes every zero the positive one */
 }
 
 /* The exact best view of passages `row_M` for queries `query_M`. `row_ptr` are the first vectors of the block's
-   passages; the lowest view number wins a tie, and a score that is not finite makes the best NaN. Queries are float64,
-   with 8 values to spare; so are `terms`, of D. */
-void mvr_rescore(int kind, const void *rows, const int64_t *row_ptr, const int16_t *number_N, int dimension,
-                 const double *queries_QD, int64_t count, const int64_t *query_M, const int64_t *row_M, float *score_M,
-                 int16_t *view_M, double *terms) {
+   passages; the lowest view number wins a tie, and a score that is not finite makes the best NaN. Queries are float64;
+   `space` holds as many values as a query, and as many in float32. */
+AVX2 void mvr_rescore(int kind, const void *rows, const int64_t *row_ptr, const int16_t *number_N, int dimension,
+                      const double *queries_QD, int64_t count, const int64_t *query_M, const int64_t *row_M,
+                      float *score_M, int16_t *view_M, double *space) {
     const unsigned state = _mm_getcsr();
-    const int wide = mvr_supported();
+    float *wide = (float *)(space + dimension);
     _mm_setcsr(PLAIN_STATE);
     for (int64_t m = 0; m < count; m++) {
         const double *query = queries_QD + query_M[m] * dimension;
@@ -1057,8 +936,9 @@ void mvr_rescore(int kind, const void *rows, const int64_t *row_ptr, const int16
         int16_t view = INT16_MAX;
         for (int64_t n = row_ptr[row_M[m]]; n < row_ptr[row_M[m] + 1]; n++, next += line) {
             for (int64_t at = 0; at < line; at += 64) _mm_prefetch(next + at, _MM_HINT_T0);
-            const float score = wide ? exact_score_avx512(kind, rows, n * dimension, query, dimension, terms)
-                                     : exact_score_avx2(kind, rows, n * dimension, query, dimension, terms);
+            const float *row = (const float *)rows + n * dimension;
+            if (kind == FLOAT16) row = to_floats(kind, rows, n * dimension, dimension, wide);
+            const float score = exact_score(row, query, dimension, space);
             if (score > best || (score == best && number_N[n] < view)) view = number_N[n];
             if (score > best) best = score;
             if (!(fabsf(score) <= FLT_MAX)) best = NAN;
@@ -1076,4 +956,4 @@ int mvr_tiles(void) { return 0; }
 #endif
 
 /* Increase the number when arguments or structs change, here and in `native.py`. */
-int mvr_interface(void) { return 6; }
+int mvr_interface(void) { return 7; }
