@@ -18,7 +18,7 @@ import numpy as np
 
 from mvr_ray.config import EvaluateConfig, RunConfig
 from mvr_ray.core.judging.answers import AnswerMatcher, Match
-from mvr_ray.core.judging.metrics import cluster_interval, first_ranks, hit_within, ndcg, reciprocal_ranks
+from mvr_ray.core.judging.metrics import NDCG_CUTOFF, cluster_interval, first_ranks, hit_within, ndcg, reciprocal_ranks
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.encoders import require_encoder
 from mvr_ray.distributed.hybrid import best_weight, try_weights
@@ -34,8 +34,6 @@ from mvr_ray.store.questions import read_questions
 from mvr_ray.types import FloatArray, Hit, HybridWeight, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
-
-NDCG_CUTOFF = 10
 
 
 class EvaluationRow(NamedTuple):
@@ -160,6 +158,7 @@ def system_result(
     rows: list[EvaluationRow] = []
     answer_ranks: dict[str, int] = {}
     gold_ranks: dict[str, int] = {}
+    gold_ndcgs: dict[str, float] = {}
 
     def add(metric: str, values_Q: FloatArray, of: Sequence[RankedQuestion]) -> None:
         groups_Q = [article_of[row.question.id] for row in of]
@@ -181,7 +180,9 @@ def system_result(
         for k in ks:
             add(f"gold/top-{k}", hit_within(ranks_Q, k), with_gold)
         add("gold/mrr", reciprocal_ranks(ranks_Q, max(ks)), with_gold)
-        add(f"gold/ndcg@{NDCG_CUTOFF}", ndcg(lists, gold, NDCG_CUTOFF), with_gold)
+        ndcg_Q = ndcg(lists, gold, NDCG_CUTOFF)
+        gold_ndcgs = dict(zip((row.question.id for row in with_gold), ndcg_Q.tolist()))
+        add(f"gold/ndcg@{NDCG_CUTOFF}", ndcg_Q, with_gold)
     ids = [row.question.id for row in results]
     ranks = QuestionRanks(
         system,
@@ -190,6 +191,7 @@ def system_result(
         [article_of[i] for i in ids],
         [answer_ranks.get(i) for i in ids],
         [gold_ranks.get(i) for i in ids],
+        gold_ndcgs=[gold_ndcgs.get(i) for i in ids] if gold_ndcgs else (),
     )
     return SystemResult(rows, ranks)
 

@@ -34,7 +34,7 @@ figure { margin: 1rem 0; overflow-x: auto; } img { max-width: 100%; background: 
 
 ANSWERS = "answers.parquet"
 """File of exact match and F1 of every question's answer, by variant, question set and number of passages."""
-PER_QUESTION = frozenset({"ranks", "answer_ranks", "gold_ranks", "values", "ids", "articles"})
+PER_QUESTION = frozenset({"ranks", "answer_ranks", "gold_ranks", "gold_ndcgs", "values", "ids", "articles"})
 """Fields of reports with an entry a question, which report.json omits."""
 
 PROVENANCE = {

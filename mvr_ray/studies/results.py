@@ -15,7 +15,7 @@ import numpy as np
 from scipy import stats
 
 from mvr_ray.comparison import Difference, difference
-from mvr_ray.core.judging.metrics import hit_within, interval_over_seeds
+from mvr_ray.core.judging.metrics import NDCG_CUTOFF, hit_within, interval_over_seeds
 from mvr_ray.distributed.analyze import ALL_VIEWS
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.studies.definition import BM25, WITH_BM25, Study, VariantConfig
@@ -149,20 +149,28 @@ def _cell(metric: str, rows: Sequence[Report], ranks: Sequence[QuestionRanks]) -
 
 
 def metric_values(parts: Sequence[QuestionRanks], metric: str) -> MetricValues | None:
-    """Compute every question's value of `answer/top-K` or `gold/top-K`, a row a part (seed); None for other metrics,
-    and where no question has one.
+    """Compute every question's value of `answer/top-K`, `gold/top-K` or `gold/ndcg@10`, a row a part (seed); None for
+    other metrics, and where no question has one.
 
     All parts must rank the same questions.
     """
     kind, _, cutoff = metric.partition("/top-")
-    if not parts or kind not in ("answer", "gold") or not cutoff.isdigit():
+    own_SQ: list[Sequence[float | None]]
+    if metric == f"gold/ndcg@{NDCG_CUTOFF}":
+        own_SQ = [part.gold_ndcgs for part in parts]
+    elif kind in ("answer", "gold") and cutoff.isdigit():
+        own_SQ = [part.answer_ranks if kind == "answer" else part.gold_ranks for part in parts]
+    else:
         return None
-    first = parts[0]
-    ranks_SQ = [part.answer_ranks if kind == "answer" else part.gold_ranks for part in parts]
-    places = [at for at, rank in enumerate(ranks_SQ[0]) if rank is not None]
+    if not own_SQ or not all(own_SQ):
+        return None
+    places = [at for at, value in enumerate(own_SQ[0]) if value is not None]
     if not places:
         return None
-    values_SQ = np.array([hits_within([ranks_Q[at] for at in places], int(cutoff)) for ranks_Q in ranks_SQ])
+    values_SQ = np.array([[own_Q[at] for at in places] for own_Q in own_SQ], np.float64)
+    if cutoff:
+        values_SQ = hit_within(values_SQ.astype(np.int64), int(cutoff))
+    first = parts[0]
     return MetricValues(values_SQ, [first.question_ids[at] for at in places], [first.articles[at] for at in places])
 
 

@@ -216,6 +216,7 @@ def test_only_questions_that_can_be_judged_count(run_over, tmp_path):
     assert values["gold/ndcg@10"] == (pytest.approx(1 / math.log2(3)), 1)
     assert result.ranks.question_ids == ["a", "b", "c", "d"]
     assert (result.ranks.answer_ranks, result.ranks.gold_ranks) == ([0, -1, None, None], [None, None, 1, None])
+    assert result.ranks.gold_ndcgs == [None, None, values["gold/ndcg@10"][0], None]
 
 
 class LosesOnce:

@@ -40,7 +40,7 @@ from mvr_ray.studies.execute import StepRecord, run_plan
 from mvr_ray.studies.refinement import expand_settings, find_ending, load_views, refinement_grid
 from mvr_ray.studies.refinement_simulator import LabelledQuestions, RefinementSimulator, Setting
 from mvr_ray.studies.report import make_report
-from mvr_ray.studies.results import VariantResult, variant_results
+from mvr_ray.studies.results import VariantResult, compare_variants, variant_results
 from mvr_ray.studies.retrieval_tables import contrast_table, cost_table, retrieval_table
 from mvr_ray.studies.steps import plan_study
 from mvr_ray.studies.study import run_study
@@ -381,6 +381,20 @@ def test_t_tests_over_seeds_stand_beside_the_paired_test_over_articles(write):
     apart = [hits(*values[name]).mean(axis=0) for name in ("mean", "snippets")]
     assert cells["p, paired by article"] == f"{paired_test(*apart, ARTICLES):.2g}"
     assert (cells["n"], cells["seeds"]) == (10, 3)
+
+
+def test_gains_are_compared_question_by_question_as_hits_are():
+    chance = np.random.default_rng(1)
+    ndcg_SQ = [chance.random(10).tolist(), chance.random(10).tolist()]
+    own, than = (
+        VariantResult(name, {}, "", {}, {1: QuestionRanks(**fake(0.5, 1)["ranks"][0])._replace(gold_ndcgs=ndcg_Q)}, {})
+        for name, ndcg_Q in zip("ab", ndcg_SQ)
+    )
+    gap = compare_variants(own, than, "gold/ndcg@10")
+    assert gap.points == pytest.approx(100 * (np.mean(ndcg_SQ[0]) - np.mean(ndcg_SQ[1])))
+    assert gap.p == paired_test(np.array(ndcg_SQ[0]), np.array(ndcg_SQ[1]), ARTICLES)
+    unknown = {1: than.ranks[1]._replace(gold_ndcgs=())}
+    assert compare_variants(own, than._replace(ranks=unknown), "gold/ndcg@10") is None
 
 
 def refined_round(number: int, share: float, num_moved: int) -> dict:

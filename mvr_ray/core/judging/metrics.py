@@ -19,6 +19,7 @@ BoolArray = NDArray[np.bool_]
 Groups = Sequence[str] | Sequence[int] | NDArray[np.int64] | NDArray[np.str_]
 """The group (article) of each question."""
 
+NDCG_CUTOFF = 10
 _NUMBERS_AT_ONCE = 1 << 20
 _NEAR = 1e-12
 

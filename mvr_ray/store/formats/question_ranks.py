@@ -4,6 +4,7 @@
     question_id, article       articles group questions that are not independent (`metrics.cluster_interval`)
     answer_rank, gold_rank     rank of the first answer-bearing and of the first gold passage, from 0; -1: not among
                                the hits; null: the question has no answers, or no gold passages
+    gold_ndcg                  nDCG@10 of the gold passages; null as for ranks, and where it was not computed
 
 Shapes: Q questions.
 """
@@ -29,12 +30,13 @@ SCHEMA = pa.schema(
         ("article", pa.dictionary(pa.int32(), pa.string())),
         ("answer_rank", pa.int32()),
         ("gold_rank", pa.int32()),
+        ("gold_ndcg", pa.float64()),
     ]
 )
 
 
 class QuestionRanks(NamedTuple):
-    """One system on one question set. Every list has Q entries, in the set's order."""
+    """One system on one question set. Every list has Q entries, in the set's order; `gold_ndcgs` may be empty."""
 
     system: str
     questions: str
@@ -43,6 +45,7 @@ class QuestionRanks(NamedTuple):
     answer_ranks: Sequence[int | None]
     gold_ranks: Sequence[int | None]
     seed: int = 0
+    gold_ndcgs: Sequence[float | None] = ()
 
 
 def question_ranks_bytes(parts: Iterable[QuestionRanks]) -> bytes:
@@ -57,6 +60,7 @@ def question_ranks_bytes(parts: Iterable[QuestionRanks]) -> bytes:
                 pa.array(list(part.articles)),
                 pa.array(list(part.answer_ranks)),
                 pa.array(list(part.gold_ranks)),
+                pa.array(list(part.gold_ndcgs) or [None] * len(part.question_ids), pa.float64()),
             ],
             names=SCHEMA.names,
         ).cast(SCHEMA)
@@ -73,6 +77,8 @@ def read_question_ranks(path: Path) -> list[QuestionRanks]:
         table = pq.read_table(path)
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(f"{path} is not a Parquet file of question ranks: {error}") from None
+    if "gold_ndcg" not in table.column_names:  # files of earlier versions
+        table = table.append_column(SCHEMA.field("gold_ndcg"), pa.nulls(len(table), pa.float64()))
     if missing := [name for name in SCHEMA.names if name not in table.column_names]:
         raise DataError(f"{path} has no column {missing[0]!r}; a file of question ranks has {', '.join(SCHEMA.names)}")
     rows: dict[tuple[str, str, int], list[dict]] = {}
@@ -84,6 +90,7 @@ def read_question_ranks(path: Path) -> list[QuestionRanks]:
             questions,
             *([row[name] for row in own] for name in ("question_id", "article", "answer_rank", "gold_rank")),
             seed=seed,
+            gold_ndcgs=[row["gold_ndcg"] for row in own] if any(row["gold_ndcg"] is not None for row in own) else (),
         )
         for (system, questions, seed), own in rows.items()
     ]

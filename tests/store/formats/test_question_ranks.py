@@ -21,6 +21,7 @@ RANKS = st.none() | st.integers(-1, 10_000)
             st.sampled_from(["dev", "dev_unseen"]),
             st.integers(0, 3),
             st.lists(st.tuples(st.text(max_size=5), st.text(max_size=5), RANKS, RANKS), min_size=1, max_size=6),
+            st.none() | st.floats(0, 1),
         ),
         max_size=4,
         unique_by=lambda part: part[:3],
@@ -28,13 +29,27 @@ RANKS = st.none() | st.integers(-1, 10_000)
 )
 def test_what_is_written_is_read_back(tmp_path_factory, groups):
     parts = [
-        QuestionRanks(system, questions, *(list(column) for column in zip(*rows)), seed=seed)
-        for system, questions, seed, rows in groups
+        QuestionRanks(
+            system,
+            questions,
+            *(list(column) for column in zip(*rows)),
+            seed,
+            () if ndcg is None else [ndcg] * len(rows),
+        )
+        for system, questions, seed, rows, ndcg in groups
     ]
     path = tmp_path_factory.mktemp("ranks") / "questions.parquet"
     path.write_bytes(question_ranks_bytes(parts))
     assert read_question_ranks(path) == parts
     assert question_ranks_bytes(parts) == path.read_bytes()
+
+
+def test_a_file_of_an_earlier_version_has_no_ndcg(tmp_path: Path):
+    path = tmp_path / "questions.parquet"
+    ranks = QuestionRanks("BM25", "dev", ["a", "b"], ["x", "x"], [None, None], [0, -1], 1, [1.0, 0.0])
+    path.write_bytes(question_ranks_bytes([ranks]))
+    pq.write_table(pq.read_table(path).drop_columns(["gold_ndcg"]), path)
+    assert read_question_ranks(path) == [ranks._replace(gold_ndcgs=())]
 
 
 def test_other_files_are_refused(tmp_path: Path):
