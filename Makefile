@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
+# Programs that tests start load the package's bytecode: without it, each of them compiles the package again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-slow check chaos chaos-soak studies bench docs clean
 .DELETE_ON_ERROR:
 
