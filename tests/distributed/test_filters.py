@@ -115,7 +115,7 @@ def test_searches_under_other_filters_are_not_asked_together(tmp_path):
     version = publish_random_index(tmp_path, views, 2, corpus=prepare_rows(tmp_path, rows, 2))
     plain = local(tmp_path, version)
     batcher = DynamicBatcher(plain.fleet, concurrent_calls=0)
-    together = Router(plain.store, version, batcher, timeout_s=16)  # the first search waits a quarter of it
+    together = Router(plain.store, version, batcher, timeout_s=8)  # the first search waits a quarter of it
     queries_QD = np.ones((2, D), np.float32)
     assert_brute_force(together, views, rows, queries_QD, 7)
     assert batcher.searches == batcher.calls >= len(FILTERS)
