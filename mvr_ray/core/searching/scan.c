@@ -853,15 +853,21 @@ AVX2 INLINE float row_product(const int kind, const char *row, const float *quer
 }
 
 /* The inner product of a row of codes with a query in sixteen bits, up to 32,512 in size: the integers are exact. */
-AVX2 static double code_product(const int8_t *row, const int16_t *query, int dimension) {
-    double sum = 0;
-    for (int first = 0; first < dimension; first += 512) { /* 32 bits hold the sum of this many products */
-        const int last = dimension - first > 512 ? first + 512 : dimension;
-        int32_t products = 0;
-        for (int d = first; d < last; d++) products += (int16_t)row[d] * query[d];
-        sum += products;
+AVX2 INLINE double code_product(const int8_t *row, const int16_t *query, int dimension) {
+    __m256d sum = _mm256_setzero_pd();
+    double rest = 0;
+    for (int first = 0, d = 0; first < dimension; first += 4096) { /* 32 bits hold an eighth of this many products */
+        const int last = dimension - first > 4096 ? first + 4096 : dimension;
+        Bits lanes = {0};
+        UNROLL for (; d + 16 <= last; d += 16) {
+            const __m256i codes = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(row + d)));
+            lanes += (Bits)_mm256_madd_epi16(codes, _mm256_loadu_si256((const __m256i *)(query + d)));
+        }
+        for (; d < last; d++) rest += row[d] * query[d];
+        sum += _mm256_cvtepi32_pd(_mm256_castsi256_si128((__m256i)lanes));
+        sum += _mm256_cvtepi32_pd(_mm256_extracti128_si256((__m256i)lanes, 1));
     }
-    return sum;
+    return sum[0] + sum[1] + (sum[2] + sum[3]) + rest;
 }
 
 AVX2 INLINE void best_views(const int kind, const char *rows, const float *scale_N, const int64_t *first_P,
