@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, ValidationError
 
 from mvr_ray.config import RunConfig, loader, parse_run
-from mvr_ray.config.base import Count, Name, Section, explain
+from mvr_ray.config.base import ALLOWED, Count, Name, Section, explain
 from mvr_ray.errors import ConfigError
 
 StepName = Literal[
@@ -80,8 +80,11 @@ class ContrastConfig(Section):
 
     better: str
     than: str
-    metric: str = Field(pattern=r"^(answer|gold)/top-[0-9]+$")
-    """A metric that is computed from the ranks of each question."""
+    metric: str = Field(
+        pattern=r"^((answer|gold)/top-[0-9]+|gold/ndcg@10)$",
+        json_schema_extra={ALLOWED: "answer/top-K, gold/top-K or gold/ndcg@10"},
+    )
+    """A metric that each question has a value of."""
 
 
 class StudyConfig(Section):

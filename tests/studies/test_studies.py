@@ -279,8 +279,9 @@ def test_what_a_study_file_gets_wrong_is_told_before_anything_runs(write):
     check_refusal("no size 'huge'; there are quick", size="huge")
     check_refusal("variants.0.stps: unknown key; did you mean 'steps'", variants=[{"name": "a", "stps": []}])
     check_refusal("a contrast names variant 'z'", contrasts=[{"better": "z", "than": "mean", "metric": "gold/top-1"}])
-    unknown = [{"better": "mean", "than": "mean", "metric": "gold/ndcg@10"}]
-    check_refusal("contrasts.0.metric.*gold/ndcg@10", contrasts=unknown)
+    unknown = [{"better": "mean", "than": "mean", "metric": "gold/mrr"}]
+    message = "contrasts.0.metric: 'gold/mrr' is not answer/top-K, gold/top-K or gold/ndcg@10"
+    check_refusal(message, contrasts=unknown)
     check_refusal("variant 'a' stands twice", variants=[{"name": "a"}, {"name": "a"}])
     check_refusal(
         "variant 'a', step train: .*encoder.strategy", variants=[{"name": "a", "set": ["encoder.strategy=x"]}]
