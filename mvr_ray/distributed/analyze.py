@@ -166,8 +166,8 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
             snippet_ranks = _answer_view_ranks(results, hit_lists, passages, encoder, run.evaluate)
             rows += _answer_view_rows(name, snippet_ranks, article_of, run.evaluate)
             matched_Q = [snippet_ranks.get(question_id) for question_id in result.ranks.question_ids]
-            unjudged = {"gold_ranks": [None] * len(matched_Q), "gold_ndcgs": ()}
-            ranks.append(result.ranks._replace(system=ANSWER_VIEW, answer_ranks=matched_Q, **unjudged))
+            no_gold = {"gold_ranks": [None] * len(matched_Q), "gold_ndcgs": ()}
+            ranks.append(result.ranks._replace(system=ANSWER_VIEW, answer_ranks=matched_Q, **no_gold))
     own = _own_views(questions, shards, manifest)
     spans = {i: _spans(encoder, passage) for i, passage in gold.items()}
     answer_Q = np.array([_answer_view(question, spans[question.positive_ids[0]]) for question in questions])
