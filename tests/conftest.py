@@ -389,5 +389,6 @@ def write_durations(file: Path, selection: str) -> None:
     ]
     others = [section for section in sections[1:] if section.partition("\n")[0] != lines[0]]
     own = "\n".join(lines) + "\n"
-    parts = [sections[0].rstrip(), *(part.rstrip() for part in sorted([*others, own]))]
+    tables_first = sorted([*others, own], key=lambda section: (not section.startswith("## `"), section))
+    parts = [sections[0].rstrip(), *(section.rstrip() for section in tables_first)]
     file.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
