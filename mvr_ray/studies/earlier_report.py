@@ -90,8 +90,8 @@ def _analysis(
         systems.append(ANSWER_VIEW)
     names = {system: (view_system_name(variant, system), seed) for system in systems}
     values = views.get((variant, seed), [])
-    has_views = not {*systems} <= {ALL_VIEWS, ANSWER_VIEW}  # an index of one view has no values to store
-    if any(name not in ranks for name in names.values()) or (has_views and not values):
+    has_several_views = not {*systems} <= {ALL_VIEWS, ANSWER_VIEW}  # an index of one view has no values to store
+    if any(name not in ranks for name in names.values()) or (has_several_views and not values):
         return None
     parts = [part._replace(system=system)._asdict() for system, name in names.items() for part in ranks[name]]
     return report | {"ranks": parts, "values": [row._asdict() for row in values]}

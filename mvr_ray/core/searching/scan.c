@@ -1,5 +1,5 @@
 /* The hot loops of exact search for processors with AVX-512 and VNNI, called by `native.py`, which documents them.
-   Those at the end are for processors with only AVX2.
+   Those at the end need only AVX2: norms and exact scores, and the search of processors without AVX-512.
 
    A tile is ROWS consecutive vectors. Its inner products with a panel of queries stay in registers, as do the maximum
    over each passage's views and its comparison with the cut, so scores never reach memory. A passage may span tiles;
@@ -31,6 +31,7 @@
 #define TILES \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c,avx512bf16," \
                           "amx-tile,amx-bf16,amx-int8")))
+#define AVX2 __attribute__((target("avx2,fma,f16c")))
 #define UNROLL _Pragma("GCC unroll 8")
 #define ROWS 8
 #define LANES 16
@@ -39,7 +40,7 @@
 #define TILE 512 /* two-byte values of a matrix tile */
 #define SLICE 6 /* times 32 dimensions: both parts of a block's rows fit the first-level cache; twice as long for one */
 #define LARGE 0x1p120f /* above, a bfloat16 could be infinite */
-#define LARGE_BITS 0x7b800000
+#define LARGE_BITS 0x7b800000 /* of LARGE as a float32 */
 #define PLAIN_STATE 0x1f80 /* round to nearest, no flushing of small numbers, regardless of the caller */
 
 enum { FLOAT32, FLOAT16, INT8 };
@@ -75,8 +76,6 @@ static int mvr_in_order(void) {
     __builtin_cpu_init();
     return __builtin_cpu_is("amd");
 }
-
-#define AVX2 __attribute__((target("avx2,fma,f16c")))
 
 /* Writes `count` values, from number `start` on, to `to` in float32. */
 AVX2 static const float *to_floats(int kind, const void *from, int64_t start, int64_t count, float *to) {
@@ -786,9 +785,9 @@ AVX2 INLINE float square(const int kind, const void *row, int errors, int dimens
         UNROLL for (int i = 0; i < 4; i++) {
             __m256 value = load_eight(kind, (const char *)row + (d + 8 * i) * size);
             if (errors) {
-                const Bits bits = (Bits)value, size = bits & 0x7fffffff, even = bits + 0x7fff + (bits >> 16 & 1);
+                const Bits bits = (Bits)value, even = bits + 0x7fff + (bits >> 16 & 1);
                 value -= (__m256)(even & ~0xffff);
-                large |= size >= LARGE_BITS;
+                large |= (bits & 0x7fffffff) >= LARGE_BITS;
             }
             sum[i] += value * value;
         }
