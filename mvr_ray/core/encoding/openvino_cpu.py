@@ -144,7 +144,7 @@ def quantize(tower: Tower, texts: Sequence[TokenizedPassage]) -> dict[str, NDArr
     with without_telemetry(), redirect_stdout(io.StringIO()):  # nncf draws its progress on stdout
         import nncf
 
-        nncf.set_log_level(logging.ERROR)
+        logging.getLogger("nncf").setLevel(logging.ERROR)  # nncf's own function also sets the level of others' handlers
         data = nncf.Dataset([_arrays(pad(tower, [text]), _inputs(model)) for text in texts])
         int8_model = nncf.quantize(model, data, subset_size=len(texts), model_type=nncf.ModelType.TRANSFORMER)
     with tempfile.TemporaryDirectory() as folder:
