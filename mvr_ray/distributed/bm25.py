@@ -6,15 +6,33 @@ Shapes: Q queries, P passages, K hits.
 """
 
 import logging
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import bm25s
 import numpy as np
 import Stemmer  # type: ignore[missing-import]
 
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.types import Hit, Progress, no_progress
+
+
+@contextmanager
+def _without_jax() -> Iterator[None]:
+    """Hide an installed JAX from the imports of a block: bm25s starts it, and it then takes 3/4 of a GPU's memory."""
+    if "jax" in sys.modules:
+        yield
+        return
+    sys.modules["jax"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["jax"]
+
+
+with _without_jax():
+    import bm25s
 
 log = logging.getLogger(__name__)
 

@@ -61,7 +61,8 @@ def _bars(study: Study, results: Sequence[VariantResult]) -> Iterator[Plot]:
 def _learning_curves(study: Study, results: Sequence[VariantResult]) -> Iterator[Plot]:
     """Draw the first metric over training steps with its interval, and BM25 as a line."""
     metric = study.config.metrics[0]
-    figure, axes = plt.subplots(figsize=(7, 4.5))
+    figure, axes = plt.subplots(figsize=(10, 5))
+    ticks: set[int] = set()
     for result in results:
         ends = [report["epochs"][-1]["step"] for report in result.reports.get("train", [])[-1:] if report.get("epochs")]
         points = {at: point.cells[metric] for at, point in result.curve.items() if metric in point.cells}
@@ -69,6 +70,7 @@ def _learning_curves(study: Study, results: Sequence[VariantResult]) -> Iterator
             continue
         points |= {ends[0]: result.cells[metric]} if ends else {}
         steps, cells = zip(*sorted(points.items()))
+        ticks |= {*steps}
         [line] = axes.plot(steps, [100 * cell.value for cell in cells], marker="o", label=result.name)
         axes.fill_between(
             steps,
@@ -84,9 +86,11 @@ def _learning_curves(study: Study, results: Sequence[VariantResult]) -> Iterator
         if result.name == BM25 and metric in result.cells:
             axes.axhline(100 * result.cells[metric].value, linestyle=":", color="grey", label=BM25)
     axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted(ticks), [f"{step:,}" for step in sorted(ticks)])
     axes.set_xlabel("training steps")
     axes.set_ylabel(f"{metric}, percent")
-    axes.legend(fontsize=7)
+    best_first = sorted(axes.lines, key=lambda line: -np.asarray(line.get_ydata(), float)[-1])
+    axes.legend(handles=best_first, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     yield _plot(figure, "curve", f"{metric} over the training budget, with 95 % intervals over articles")
 
 
