@@ -19,7 +19,7 @@ def test_an_installed_jax_is_not_started_and_can_be_imported_afterwards(tmp_path
     (tmp_path / "jax/__init__.py").touch()
     (tmp_path / "jax/lax.py").write_text("raise SystemExit('JAX was started')\n")
     search_path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", CHECK], env=os.environ | {"PYTHONPATH": search_path}, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr

@@ -185,6 +185,7 @@ def test_compaction_writes_what_has_changes_and_keeps_every_other_file(tmp_path,
     assert compact.compact(run).version == 3
 
 
+@pytest.mark.slow
 @pytest.mark.chaos(
     "compact killed at each call that writes, syncs, names or renames",
     "the live version is whole: the old one or the new one; the same command ends with the undisturbed bytes",

@@ -93,12 +93,18 @@ def stop_at(step: int):
     ("name", "encoder", "settings"),
     [
         ("warm", {"strategy": "snippets", **QUICK}, {"warm_start_steps": 3, "dev_questions": "dev"}),
-        (
+        pytest.param(
             "fp",
             {"strategy": "viewers", **QUICK},
             {"cache_chunk": 3, "questions_per_passage": 2, "siblings": True, "warm_start_steps": 0},
+            marks=pytest.mark.slow,
         ),
-        ("cloze", {"strategy": "snippet_means", "tied": False, **QUICK}, {"questions": None}),
+        pytest.param(
+            "cloze",
+            {"strategy": "snippet_means", "tied": False, **QUICK},
+            {"questions": None},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_training_killed_anywhere_ends_with_the_same_weights_to_the_bit(store_path, name, encoder, settings):

@@ -221,7 +221,10 @@ def test_after_any_number_of_updates_an_index_finds_what_the_manifest_promises_o
     assert min(sum(column) for column in zip(*counts)) > 0, "both ways were taken"
 
 
-@pytest.mark.parametrize(("kind", "scan"), [(kind, "vectors") for kind in KINDS] + [("flat", "int8")])
+@pytest.mark.parametrize(
+    ("kind", "scan"),
+    [pytest.param(kind, "vectors", marks=[pytest.mark.slow] * (kind != "flat")) for kind in KINDS] + [("flat", "int8")],
+)
 def test_an_update_that_was_interrupted_at_any_step_ends_with_the_same_bytes(
     first_store, run_over, tmp_path, kind, scan
 ):
