@@ -6,7 +6,6 @@ its default batches of 32; if it is not installed, its loop (longest first, padd
 name of the case says so.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -106,16 +105,21 @@ def ours(encoder: DualEncoder, pool: Executor, load: EncodingLoad) -> FloatArray
 def peer(folder: str, device: str, precision: torch.dtype) -> tuple[str, Callable[[list[str]], FloatArray]]:
     """Return the peer's name and its encoding function."""
     kind = {torch.float32: "fp32", torch.bfloat16: "bf16"}[precision]
-    if importlib.util.find_spec("sentence_transformers") is not None:
+    try:
         from sentence_transformers import SentenceTransformer
         from sentence_transformers.models import Normalize, Pooling, Transformer
+    except ImportError:  # it, or a library that it needs, is missing
+        return f"the loop of sentence-transformers (not installed), {kind}", peer_loop(folder, device, precision)
+    body = Transformer(folder, max_seq_length=MAX_TOKENS)
+    modules = [body, Pooling(body.get_word_embedding_dimension(), "mean"), Normalize()]
+    model: Any = SentenceTransformer(modules=modules, device=device).to(precision)
+    return f"sentence-transformers, {kind}", lambda texts: _floats(
+        model.encode(texts, batch_size=PEER_BATCH, convert_to_tensor=True, show_progress_bar=False)
+    )
 
-        body = Transformer(folder, max_seq_length=MAX_TOKENS)
-        modules = [body, Pooling(body.get_word_embedding_dimension(), "mean"), Normalize()]
-        model: Any = SentenceTransformer(modules=modules, device=device).to(precision)
-        return f"sentence-transformers, {kind}", lambda texts: _floats(
-            model.encode(texts, batch_size=PEER_BATCH, convert_to_tensor=True, show_progress_bar=False)
-        )
+
+def peer_loop(folder: str, device: str, precision: torch.dtype) -> Callable[[list[str]], FloatArray]:
+    """Return an encoding function with the peer's batches, by our encoder."""
     encoder = DualEncoder.from_backbone(folder, SPEC).to(device=device, dtype=precision)
 
     def loop(texts: list[str]) -> FloatArray:
@@ -127,7 +131,7 @@ def peer(folder: str, device: str, precision: torch.dtype) -> tuple[str, Callabl
             vectors_PD[rows] = encoder.embed_passages([tokens[row] for row in rows]).views_PVD[:, 0]
         return vectors_PD
 
-    return f"the loop of sentence-transformers (not installed), {kind}", loop
+    return loop
 
 
 def _floats(vectors: torch.Tensor) -> FloatArray:
