@@ -23,11 +23,15 @@ from mvr_ray.studies.tables import Table, Value
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886; --faint: #8882; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 90rem; margin: 2rem auto; padding: 0 1rem; }
+p, li { max-width: 75rem; }
 table { border-collapse: collapse; margin: .5rem 0 1.5rem; font-variant-numeric: tabular-nums; }
 td, th { border-bottom: 1px solid var(--line); padding: .25rem .7rem; text-align: right; white-space: nowrap; }
-td:first-child, th:first-child { text-align: left; white-space: normal; }
-tr:nth-child(even) td { background: var(--faint); }
+th { white-space: normal; vertical-align: bottom; }
+td:first-child, th:first-child {
+  text-align: left; white-space: normal; min-width: 13rem; position: sticky; left: 0; background: Canvas;
+}
+tr:nth-child(even) { background: var(--faint); }
 figure { margin: 1rem 0; overflow-x: auto; } img { max-width: 100%; background: white; }
 .wide { overflow-x: auto; } code { font-size: 12px; overflow-wrap: anywhere; } .note { opacity: .8; }
 """
