@@ -62,7 +62,7 @@ SAMPLE = 200
 OVERHEAD_S, TIMES_ENCODING, TIMES_BYTES, MORE_BYTES, TIMES_SIZE = 10.0, 1.5, 3, 1_000_000, 1.3
 SIZE_ROUNDS = 3
 REWRITTEN = (
-    "files of earlier changes that are about as small are written again with the new ones (store.delta.num_kept)"
+    "files of earlier changes that are about as small are written again with the new ones (store.changes.num_kept)"
 )
 REREAD = (
     "what grows: all ids are listed where changes are checked and where the version is opened, lengths of all texts "

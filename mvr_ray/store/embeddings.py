@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from mvr_ray.errors import FormatError, MissingInputError, StorageError
 from mvr_ray.store.files import finished_file
@@ -208,10 +207,6 @@ class EmbeddingShard:
     def ids(self) -> list[str]:
         return [passage_id for batch in self._batches for passage_id in batch.column("id").to_pylist()]
 
-    def ids_of(self, rows: Sequence[int]) -> list[str]:
-        """Read the passage ids of some rows only."""
-        return self.arrow_ids().take(pa.array(rows, pa.int64())).to_pylist()
-
     def arrow_ids(self) -> pa.ChunkedArray:
         """Return all passage ids in the order of the file."""
         return pa.chunked_array([batch.column("id") for batch in self._batches], pa.string())
@@ -220,11 +215,6 @@ class EmbeddingShard:
         """For each vector of `blocks`, its number in the first file, -1 where it comes from a file of changes; None
         where there is no such file."""
         return None
-
-    def num_views_of(self, passage_ids: pa.ChunkedArray) -> int:
-        """Count the views of these passages in the file."""
-        here_P = pc.is_in(EmbeddingShard.arrow_ids(self), value_set=passage_ids)  # pyrefly: ignore
-        return int(self.num_views_by_row()[np.asarray(here_P, bool)].sum())
 
     def num_views_by_row(self) -> IntArray:
         """Count the views of each passage in the file."""

@@ -139,11 +139,6 @@ def _is_named(store: Store, index: str, path: str, paths_of: dict[int, set[str]]
     versions = manifest.find_versions(store, index)
     for version in versions:
         if version not in paths_of:
-            if (one := _version(store, index, version)) is None:
-                paths_of[version] = set()
-                continue
-            paths_of[version] = {paths.shard_dir(index, shard.digest) for shard in one.shards}
-            paths_of[version] |= {paths.refined_queries(index, digest) for digest in one.refined_queries.values()}
-            words = one.lexical.files if one.lexical else ()
-            paths_of[version] |= {manifest.lexical_path(index, entry) for entry in words}
+            one = _version(store, index, version)
+            paths_of[version] = manifest.named_paths(one) if one else set()
     return any(path in paths_of[version] for version in versions)
