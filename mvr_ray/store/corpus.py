@@ -197,8 +197,7 @@ def corpus_digest(parts: Iterable[PartInfo]) -> str:
 def publications(store: Store, name: str) -> list[int]:
     """List the numbers of the publications under a name, ascending. A listing may be outdated, so the numbers after its
     last one are looked up by name."""
-    stems = (file.removesuffix(".json") for file in store.list(paths.corpus_publications(name)))
-    numbers = sorted(int(stem) for stem in stems if stem.isdigit())
+    numbers = sorted(int(own) for own in store.json_names(paths.corpus_dir(name, "publications")) if own.isdigit())
     while store.exists(paths.corpus_publication(name, after := max(numbers, default=0) + 1)):
         numbers.append(after)
     return numbers

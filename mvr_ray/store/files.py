@@ -215,6 +215,10 @@ class Store:
                         files += [StoredFile(entry.name, stat.st_size, stat.st_mtime)] * entry.is_file()
         return sorted(file for file in files if not file.name.startswith("."))
 
+    def json_names(self, path: str) -> list[str]:
+        """List the names of the JSON files directly under `path`, without their ending."""
+        return [name.removesuffix(".json") for name in self.list(path) if name.endswith(".json")]
+
     def list(self, path: str) -> list[str]:
         """List the names directly under `path`, sorted, without hidden ones; empty when it is not there."""
         with self._input(path, "list"):

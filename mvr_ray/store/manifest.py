@@ -306,8 +306,7 @@ def lexical_path(index: str, entry: FileEntry) -> str:
 
 def list_versions(store: Store, index: str) -> list[int]:
     """List the numbers of the versions, ascending. The last is live."""
-    stems = (name.removesuffix(".json") for name in store.list(paths.versions_dir(index)) if name.endswith(".json"))
-    return sorted(int(stem) for stem in stems if stem.isdigit())
+    return sorted(int(name) for name in store.json_names(paths.index_dir(index, "versions")) if name.isdigit())
 
 
 def find_versions(store: Store, index: str) -> list[int]:

@@ -5,6 +5,7 @@ changes: passages that are new or differ, and in its metadata the ids of deleted
 """
 
 import bisect
+import io
 import itertools
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -231,3 +232,13 @@ def map_file(path: Path) -> tuple[list[pa.RecordBatch], dict[bytes, bytes]]:
         return [batch for batch in batches if batch.num_rows], reader.schema.metadata or {}
     except (pa.ArrowException, OSError, ValueError) as error:
         raise StorageError(f"{path} is missing or damaged ({error}); {CURE}") from error
+
+
+def parquet_bytes(rows: Iterable[tuple[Any, ...]], schema: pa.Schema) -> bytes:
+    """Write rows as the bytes of a Parquet file, zstd-compressed."""
+    import pyarrow.parquet as pq
+
+    rows, buffer = list(rows), io.BytesIO()
+    table = pa.table(to_columns(rows, schema), schema=schema) if rows else schema.empty_table()
+    pq.write_table(table, buffer, compression="zstd")
+    return buffer.getvalue()

@@ -236,7 +236,7 @@ def test_a_corpus_that_was_replaced_stays_for_its_readers_and_is_collected_once_
     assert collect_corpus(store, "corpus") == []  # they are young
     collect_corpus(store, "corpus", grace_s=0)
     assert part_files(store) == {part.file for part in corpora[2].info.parts}
-    assert store.list(paths.corpus_versions("corpus")) == [f"{corpora[2].digest}.json"]
+    assert store.list(paths.corpus_dir("corpus", "versions")) == [f"{corpora[2].digest}.json"]
 
 
 def part_files(store: Store) -> set[str]:

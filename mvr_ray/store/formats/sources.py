@@ -7,12 +7,11 @@ from pathlib import Path
 
 from mvr_ray.config import SourceConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
-from mvr_ray.store.formats.beir import beir_files, read_beir
 from mvr_ray.store.formats.dpr import CONTEXTS, question_id, read_dpr_json, read_dpr_jsonl, read_dpr_tsv, read_qas_csv
 from mvr_ray.store.formats.huggingface import SCHEME, open_dataset
 from mvr_ray.store.formats.json_stream import JsonReader
+from mvr_ray.store.formats.judged_folders import JUDGED_FOLDERS, read_collection
 from mvr_ray.store.formats.mediawiki import read_mediawiki
-from mvr_ray.store.formats.msmarco import is_msmarco, msmarco_files, read_collection, read_msmarco
 from mvr_ray.store.formats.records import BadRow, DroppedRow, PassageRecord, QuestionRecord, Record, question_record
 from mvr_ray.store.formats.rows import (
     read_csv,
@@ -79,10 +78,8 @@ def source_files(source: SourceConfig) -> list[Path]:
     if path.is_file():
         return [path]
     match folder_format(source, path):
-        case "beir":
-            files = beir_files(path, source.split)
-        case "msmarco":
-            files = msmarco_files(path, source.split)
+        case "beir" | "msmarco" as whole:
+            files = JUDGED_FOLDERS[whole].files(path, source.split)
         case "text":
             files = text_files(path)
         case "huggingface":
@@ -109,10 +106,9 @@ def folder_format(source: SourceConfig, folder: Path) -> str | None:
     """Return the format of a folder that is one source; None for a folder of files that are read one by one."""
     if source.format != "auto":
         return source.format if source.format in ("beir", "msmarco", "text", "huggingface") else None
-    if _is_beir(folder):
-        return "beir"
-    if is_msmarco(folder):
-        return "msmarco"
+    for name, kind in JUDGED_FOLDERS.items():
+        if kind.is_at(folder):
+            return name
     if any((folder / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
         return "huggingface"
     visible_files = [file for file in folder.iterdir() if not file.name.startswith(".") and file.is_file()]
@@ -138,16 +134,15 @@ def read_question_file(path: Path) -> list[Question]:
 
 def _readers(source: SourceConfig, path: Path) -> Iterator[partial[Iterator[Record]]]:
     names = dict(sorted(source.fields.model_dump(exclude_defaults=True).items()))
-    takes_questions = source.questions is not None
     files, whole = source_files(source), folder_format(source, path) if path.is_dir() else None
     if source.path.startswith(SCHEME) or whole == "huggingface":
         name = source.path if source.path.startswith(SCHEME) else str(path)
         yield partial(read_rows, open_dataset(name, source.split), name, source.id_prefix, names)
         return
-    if whole in ("beir", "msmarco"):
+    if whole in JUDGED_FOLDERS:
         _refuse_names(source, whole, names)
-        read = read_beir if whole == "beir" else read_msmarco
-        yield partial(read, path, source.id_prefix, source.split, source.passages, takes_questions)
+        read = JUDGED_FOLDERS[whole].read
+        yield partial(read, path, source.id_prefix, source.split, source.passages, source.questions is not None)
         return
     if source.format in ("beir", "huggingface"):
         expected = {
@@ -178,14 +173,10 @@ def _is_text(file: Path) -> bool:
     return file.name.lower().removesuffix(".gz").endswith(TEXT_ENDS)
 
 
-def _is_beir(path: Path) -> bool:
-    return any((path / f"corpus.jsonl{end}").is_file() for end in ("", ".gz"))
-
-
 def _detect_format(file: Path, source: str, has_names: bool = False) -> str:
     """Detect the format of a file. `has_names`: the source names fields, so it has no format with own names."""
     stem = file.name.lower().removesuffix(".gz").removesuffix(".bz2")
-    if _is_beir(file.parent) and stem == "corpus.jsonl":
+    if stem == "corpus.jsonl" and JUDGED_FOLDERS["beir"].is_at(file.parent):
         return "beir"
     if stem.endswith(".parquet"):
         return "parquet"
