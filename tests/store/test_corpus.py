@@ -292,7 +292,6 @@ def test_a_corpus_holds_every_passage_in_the_shard_of_its_id(corpus: Corpus):
         "7": Passage("7", "t1", "body 7"),
         "49": Passage("49", "t1", "body 49"),
     }
-    assert corpus.articles()["t2"] == sorted(str(i) for i in range(2, 50, 3))
 
 
 @pytest.mark.chaos("a byte flipped in a passage's text", "refused with its file, never shown")
