@@ -15,7 +15,7 @@ import itertools
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mvr_ray.config import PrepareConfig, resolve_path
@@ -41,9 +41,9 @@ from mvr_ray.store.formats.rows import passage_of
 from mvr_ray.store.formats.text_files import json_lines
 from mvr_ray.store.gc import collect_corpus
 from mvr_ray.store.parts import CorpusPart, passages_of, write_passages
-from mvr_ray.store.prepare_report import BadRows
-from mvr_ray.store.questions import copy_questions, read_questions, write_questions
-from mvr_ray.types import Passage, Progress, Question, no_progress
+from mvr_ray.store.prepare import BadRows
+from mvr_ray.store.questions import copy_questions, only_with, read_questions, write_questions
+from mvr_ray.types import Passage, Progress, no_progress
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +173,9 @@ def apply_changes(
     for name in deletions:
         by_shard[shard_of(name, parent.num_shards)].deletions.add(name)
     sets = {name: read_questions(parent, name) for name in question_sets(parent)}
-    sets_now = {name: _without_deleted(questions, upserts, deletions) for name, questions in sets.items()}
+    sets_now = {
+        name: only_with(lambda own: own not in deletions, questions, upserts) for name, questions in sets.items()
+    }
     changed_sets = {name: questions for name, questions in sets_now.items() if questions != sets[name]}
     parts = list(parent.info.parts)
     with parent.store.scratch() as folder:
@@ -322,20 +324,3 @@ def _write_part(parent: Corpus, shard: int, own: Changes[Passage], folder: Path)
         new_info = PartInfo(paths.corpus_part(shard, digest), len(ids), num_bytes, digest)
     parent.store.put_file(file, f"{paths.corpus_dir(parent.name)}/{new_info.files[-1].file}")
     return new_info
-
-
-def _without_deleted(questions: Iterable[Question], upserts: dict[str, Passage], deletions: set[str]) -> list[Question]:
-    """Remove deleted passages from questions, and questions without a gold passage left. If the text of the first gold
-    passage changed, the places of the answers are no longer known."""
-    results = []
-    for question in questions:
-        positives = tuple(name for name in question.positive_ids if name not in deletions)
-        negatives = tuple(name for name in question.hard_negative_ids if name not in deletions)
-        if question.positive_ids and not positives:
-            continue
-        if positives[:1] != question.positive_ids[:1] or any(name in upserts for name in positives[:1]):
-            question = question._replace(answer_starts=(-1,) * len(question.answer_starts))
-        if negatives != question.hard_negative_ids:
-            question = question._replace(teacher_scores=())
-        results.append(question._replace(positive_ids=positives, hard_negative_ids=negatives))
-    return results
