@@ -48,7 +48,8 @@ from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.embeddings import Views
 from mvr_ray.store.files import Store
-from mvr_ray.store.formats import PassageRecord, read_source
+from mvr_ray.store.formats.records import PassageRecord
+from mvr_ray.store.formats.sources import read_source
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.update import update
 from mvr_ray.types import Passage

@@ -14,7 +14,7 @@ the outcome (`CorpusInfo.change_files`), which takes effect with it.
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -132,12 +132,10 @@ def _late(file: StoredFile, last: str) -> ChangeFile:
 @contextmanager
 def _local_copy(source: Store, name: str) -> Iterator[Path | None]:
     """Yield a local file with the content of a file of the source; None if it was deleted."""
-    try:
-        path = source.local_path(name)
-    except MissingInputError:
-        path = None
-    if path is not None and not path.is_file():
-        path = None
+    path = None
+    with suppress(MissingInputError):
+        local = source.local_path(name)
+        path = local if local.is_file() else None
     try:
         yield path
     finally:

@@ -36,16 +36,8 @@ from mvr_ray.store.corpus import (
 )
 from mvr_ray.store.fields import FieldReader
 from mvr_ray.store.files import Store, sha256_of
-from mvr_ray.store.formats import (
-    BadRow,
-    DroppedRow,
-    PassageRecord,
-    QuestionRecord,
-    Record,
-    format_of,
-    read_source,
-    source_files,
-)
+from mvr_ray.store.formats.records import BadRow, DroppedRow, PassageRecord, QuestionRecord, Record
+from mvr_ray.store.formats.sources import format_of, read_source, source_files
 from mvr_ray.store.gc import collect_corpus
 from mvr_ray.store.parts import CorpusPart, write_passages
 from mvr_ray.store.questions import only_with, put_questions, read_questions, write_question_file, write_questions

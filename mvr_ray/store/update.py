@@ -36,7 +36,7 @@ from mvr_ray.store.corpus import (
 )
 from mvr_ray.store.fields import read_fields
 from mvr_ray.store.files import Store, sha256_of
-from mvr_ray.store.formats import BadRow, PassageRecord, Record
+from mvr_ray.store.formats.records import BadRow, PassageRecord, Record, with_prefix
 from mvr_ray.store.formats.rows import passage_of
 from mvr_ray.store.formats.text_files import json_lines
 from mvr_ray.store.gc import collect_corpus
@@ -248,7 +248,7 @@ def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage
         before = corpus.get([first]).get(first)
         if before and page.revision == str(dict(before.fields).get(REVISION_FIELD)):
             continue
-        record = _with_fields(page_record(page, str(file), prefix), corpus.fields)
+        record = _with_fields(with_prefix(page_record(page, str(file)), prefix), corpus.fields)
         if isinstance(record, PassageRecord):
             changes.upserts[name] = record.passage
         elif isinstance(record, BadRow):

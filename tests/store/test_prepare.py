@@ -19,7 +19,7 @@ from mvr_ray.errors import ConfigError, DataError, MissingInputError, RowsLostEr
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, publications
 from mvr_ray.store.files import Store
-from mvr_ray.store.formats import read_source
+from mvr_ray.store.formats.sources import read_source
 from mvr_ray.store.gc import collect, collect_corpus
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import read_questions

@@ -25,7 +25,7 @@ class JudgedFolder(NamedTuple):
     passages: str
     queries: str
     judgements: str
-    read_passages: Callable[[Path, str], Iterator[Record]]
+    read_passages: Callable[[Path], Iterator[Record]]
     query_rows: Callable[[Path], Iterator[Row | BadRow]]
     """Rows of id and text."""
     passage_noun: str
@@ -39,9 +39,9 @@ class JudgedFolder(NamedTuple):
         names = (self.passages, self.queries.format(split), self.judgements.format(split))
         return [file for name in names for file in _present(folder, name)]
 
-    def read(self, folder: Path, prefix: str, split: str, passages: bool, questions: bool) -> Iterator[Record]:
+    def read(self, folder: Path, split: str, passages: bool, questions: bool) -> Iterator[Record]:
         if passages:
-            yield from self.read_passages(self._file(folder, self.passages), prefix)
+            yield from self.read_passages(self._file(folder, self.passages))
         if not questions:
             return
         judgements = read_qrels(self._file(folder, self.judgements.format(split)))
@@ -52,7 +52,7 @@ class JudgedFolder(NamedTuple):
             id_, text = row.values
             positives = [passage for passage, grade in judgements.get(str(id_), {}).items() if grade > 0]
             if positives:
-                yield question_record(id_, text, row.where, positive_ids=positives, prefix=prefix)
+                yield question_record(id_, text, row.where, positive_ids=positives)
             else:
                 yield DroppedRow(row.where, f"query without a relevant {self.passage_noun} in this split")
 
@@ -66,7 +66,7 @@ class JudgedFolder(NamedTuple):
         )
 
 
-def read_collection(path: Path, prefix: str = "") -> Iterator[Record]:
+def read_collection(path: Path) -> Iterator[Record]:
     """Read the rows of MS MARCO's collection; the first row says whether it has passages or documents."""
     with open_text(path) as file:
         columns = 4 if file.readline().count("\t") == 3 else 2
@@ -74,13 +74,13 @@ def read_collection(path: Path, prefix: str = "") -> Iterator[Record]:
         if isinstance(row, BadRow):
             yield row
         elif columns == 2:
-            yield passage_record(row.values[0], "", row.values[1], row.where, prefix)
+            yield passage_record(row.values[0], "", row.values[1], row.where)
         else:
             id_, url, title, text = row.values
-            yield passage_record(id_, title, text, row.where, prefix, extras={"url": url})
+            yield passage_record(id_, title, text, row.where, extras={"url": url})
 
 
-def _read_documents(path: Path, prefix: str) -> Iterator[Record]:
+def _read_documents(path: Path) -> Iterator[Record]:
     for row in json_lines(path):
         if isinstance(row, BadRow):
             yield row
@@ -91,7 +91,7 @@ def _read_documents(path: Path, prefix: str) -> Iterator[Record]:
         extras = {key: value for key, value in row.values.items() if key not in ("_id", "title", "text", "metadata")}
         if isinstance(metadata := row.values.get("metadata"), dict):
             extras |= metadata
-        yield passage_record(row.values.get("_id"), title, text, row.where, prefix, extras=extras)
+        yield passage_record(row.values.get("_id"), title, text, row.where, extras=extras)
 
 
 def _beir_queries(path: Path) -> Iterator[Row | BadRow]:

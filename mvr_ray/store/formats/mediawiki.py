@@ -76,13 +76,13 @@ class Page(NamedTuple):
     hidden_names: frozenset[str]
 
 
-def read_mediawiki(path: Path, prefix: str = "") -> Iterator[Record]:
+def read_mediawiki(path: Path) -> Iterator[Record]:
     """Read the articles of a dump; redirects and pages of other namespaces or without text are dropped rows.
 
     Raises DataError for a file that is no dump, or breaks off.
     """
     for page in read_pages(path):
-        yield page_record(page, str(path), prefix)
+        yield page_record(page, str(path))
 
 
 def read_pages(path: Path) -> Iterator[Page]:
@@ -104,7 +104,7 @@ def read_pages(path: Path) -> Iterator[Page]:
             ) from error
 
 
-def page_record(page: Page, file: str, prefix: str = "") -> Record:
+def page_record(page: Page, file: str) -> Record:
     """Make the passage of a page, or a bad or dropped row with the reason."""
     where = f"{file} (page {page.id or '?'}, revision {page.revision or '?'}, {page.title!r})"
     if not (page.id.isascii() and page.id.isdigit()) or not page.title or not page.namespace:
@@ -122,7 +122,7 @@ def page_record(page: Page, file: str, prefix: str = "") -> Record:
     extras = {"page_id": int(page.id)}
     if page.revision.isascii() and page.revision.isdigit():
         extras[REVISION_FIELD] = int(page.revision)
-    return passage_record(page.id, page.title, text, where, prefix, extras=extras)
+    return passage_record(page.id, page.title, text, where, extras=extras)
 
 
 def plain_text(wikitext: str, hidden_names: frozenset[str] = HIDDEN_NAMES) -> str:

@@ -1,8 +1,7 @@
 """Read any source of a run file, and detect its format if none is set."""
 
 import json
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from mvr_ray.config import SourceConfig, resolve_path
@@ -12,7 +11,15 @@ from mvr_ray.store.formats.huggingface import SCHEME, open_dataset
 from mvr_ray.store.formats.json_stream import JsonReader
 from mvr_ray.store.formats.judged_folders import JUDGED_FOLDERS, read_collection
 from mvr_ray.store.formats.mediawiki import read_mediawiki
-from mvr_ray.store.formats.records import BadRow, DroppedRow, PassageRecord, QuestionRecord, Record, question_record
+from mvr_ray.store.formats.records import (
+    BadRow,
+    DroppedRow,
+    PassageRecord,
+    QuestionRecord,
+    Record,
+    question_record,
+    with_prefix,
+)
 from mvr_ray.store.formats.rows import (
     read_csv,
     read_jsonl,
@@ -27,7 +34,7 @@ from mvr_ray.store.formats.text_files import open_text
 from mvr_ray.store.formats.text_folder import TEXT_ENDS, read_text_file, text_files
 from mvr_ray.types import Question
 
-READERS = {
+READERS: dict[str, Callable[..., Iterator[Record]]] = {
     "squad": read_squad,
     "dpr_tsv": read_dpr_tsv,
     "dpr_json": read_dpr_json,
@@ -54,9 +61,8 @@ def read_source(source: SourceConfig) -> Iterator[Record]:
     The files of a folder are read in name order; a BEIR folder is one source. Bad rows are yielded, not raised; a file
     that breaks off, or whose format cannot be detected, is a DataError.
     """
-    path = resolve_path(source.path)
-    for read in _readers(source, path):
-        for record in read():
+    for records in _parts(source, resolve_path(source.path)):
+        for record in records:
             match record:
                 case PassageRecord() | DroppedRow(is_passage=True):
                     is_selected = source.passages
@@ -65,7 +71,7 @@ def read_source(source: SourceConfig) -> Iterator[Record]:
                 case BadRow():
                     is_selected = source.passages or source.questions is not None
             if is_selected:
-                yield record
+                yield with_prefix(record, source.id_prefix) if source.id_prefix else record
 
 
 def source_files(source: SourceConfig) -> list[Path]:
@@ -132,17 +138,17 @@ def read_question_file(path: Path) -> list[Question]:
     return questions
 
 
-def _readers(source: SourceConfig, path: Path) -> Iterator[partial[Iterator[Record]]]:
+def _parts(source: SourceConfig, path: Path) -> Iterator[Iterator[Record]]:
+    """Yield the records of a source part by part: of a folder that is one source, or of each of its files."""
     names = dict(sorted(source.fields.model_dump(exclude_defaults=True).items()))
     files, whole = source_files(source), folder_format(source, path) if path.is_dir() else None
     if source.path.startswith(SCHEME) or whole == "huggingface":
         name = source.path if source.path.startswith(SCHEME) else str(path)
-        yield partial(read_rows, open_dataset(name, source.split), name, source.id_prefix, names)
+        yield read_rows(open_dataset(name, source.split), name, names)
         return
     if whole in JUDGED_FOLDERS:
         _refuse_names(source, whole, names)
-        read = JUDGED_FOLDERS[whole].read
-        yield partial(read, path, source.id_prefix, source.split, source.passages, source.questions is not None)
+        yield JUDGED_FOLDERS[whole].read(path, source.split, source.passages, source.questions is not None)
         return
     if source.format in ("beir", "huggingface"):
         expected = {
@@ -154,11 +160,9 @@ def _readers(source: SourceConfig, path: Path) -> Iterator[partial[Iterator[Reco
         format = whole or (source.format if source.format != "auto" else _detect_format(file, source.path, bool(names)))
         _refuse_names(source, format, names)
         if whole == "text":
-            yield partial(read_text_file, file, source.id_prefix, path)
-        elif names:
-            yield partial(READERS[format], file, source.id_prefix, names)
+            yield read_text_file(file, path)
         else:
-            yield partial(READERS[format], file, source.id_prefix)
+            yield READERS[format](file, names) if names else READERS[format](file)
 
 
 def _refuse_names(source: SourceConfig, format: str, names: dict[str, str | None]) -> None:
