@@ -322,8 +322,8 @@ class Corpus:
 
     def get(self, ids: Iterable[str]) -> dict[str, Passage]:
         """Find the passages of these ids; ids that the corpus does not hold are absent."""
-        pairs = ((passage_id, self.part(shard_of(passage_id, self.num_shards)).get(passage_id)) for passage_id in ids)
-        return {passage_id: passage for passage_id, passage in pairs if passage is not None}
+        parts = ((passage_id, self.part(shard_of(passage_id, self.num_shards))) for passage_id in ids)
+        return {passage_id: passage for passage_id, part in parts if (passage := part.get(passage_id))}
 
     def __iter__(self) -> Iterator[Passage]:
         """Yield all passages, part by part."""
@@ -332,24 +332,19 @@ class Corpus:
             for start in range(0, len(part), BATCH_ROWS):
                 yield from part.passages(start, start + BATCH_ROWS)
 
-    def find_missing(self) -> list[tuple[str, str]]:
-        """Find the part files that are missing, have another size or cannot be mapped; returns path and reason of each.
+    def find_missing(self) -> Iterator[tuple[str, str]]:
+        """Find the part files that are missing, have another size or cannot be mapped; yields path and reason of each.
         No part is read whole."""
         sizes = {file.name: file.num_bytes for file in self.store.stored_files(paths.corpus_dir(self.name))}
-        problems: list[tuple[str, str]] = []
         for file in (file for part in self.info.parts for file in part.files):
-            path = self._path_of(file)
-            if sizes.get(file.file) != file.num_bytes:
-                is_there = file.file in sizes
-                problems.append(
-                    (path, f"has {sizes[file.file]} bytes, not {file.num_bytes}" if is_there else "is missing")
-                )
+            path, num_bytes = self._path_of(file), sizes.get(file.file)
+            if num_bytes != file.num_bytes:
+                yield path, "is missing" if num_bytes is None else f"has {num_bytes} bytes, not {file.num_bytes}"
             elif self.store.is_local:
                 try:
                     map_batches(self.store.local_path(path))
                 except StorageError as error:
-                    problems.append((path, f"cannot be opened ({error})"))
-        return problems
+                    yield path, f"cannot be opened ({error})"
 
     def files(self) -> "list[CorpusFile]":
         """Return the description of each file: of the parts, and of the question sets that have one."""

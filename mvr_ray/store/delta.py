@@ -155,7 +155,11 @@ def write_changed(
     path = folder / paths.changes_file(len(names))
     with EmbeddingWriter(path, shard.dimension, shard.num_views, shard.dtype, missing_ids) as writer:
         if new.upserts:
-            writer.write(join_blocks([_to_block(name, new.upserts[name], np.float32) for name in sorted(new.upserts)]))
+            ids, views = zip(*sorted(new.upserts.items()))
+            row_ptr = np.cumsum([0, *(len(own.view_numbers_N) for own in views)])
+            numbers_N = np.concatenate([own.view_numbers_N for own in views])
+            vectors_ND = np.concatenate([own.vectors_ND for own in views], dtype=np.float32)
+            writer.write(EmbeddingBlock(list(ids), row_ptr, numbers_N, vectors_ND))
     return names
 
 

@@ -9,12 +9,11 @@ Shapes: P passages, N view vectors, D dimension.
 
 import bisect
 import json
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
@@ -80,23 +79,22 @@ class EmbeddingWriter:
             metadata |= {b"format": _FORMAT_WITH_DELETIONS, b"deleted_ids": deleted_json}
         self._schema = pa.schema(fields, metadata)
 
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            aside = stack.enter_context(finished_file(self.path, sync=False))
-            sink = stack.enter_context(pa.OSFile(str(aside), "wb"))
-            self._file = stack.enter_context(pa.ipc.new_file(sink, self._schema))
-            stack.push(self._finish)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._stack.__exit__(kind, error, trace)
-
-    def _finish(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+    @contextmanager
+    def _open(self) -> Iterator[Self]:
+        with (
+            finished_file(self.path, sync=False) as aside,
+            pa.OSFile(str(aside), "wb") as sink,
+            pa.ipc.new_file(sink, self._schema) as self._file,
+        ):
+            yield self
             self._flush(self._num_pending)
+
+    def __enter__(self) -> Self:
+        self._context = self._open()
+        return self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
 
     def write(self, block: EmbeddingBlock) -> None:
         """Add passages; ids ascend over the whole file, each passage has a view, every number is finite."""
@@ -223,8 +221,7 @@ class EmbeddingShard:
 
     def find(self, passage_ids: Iterable[str]) -> dict[str, Views]:
         """Copy the views of these passages from the file; ids that the shard does not hold are absent."""
-        pairs = ((passage_id, self._find(passage_id)) for passage_id in passage_ids)
-        return {passage_id: views for passage_id, views in pairs if views is not None}
+        return {passage_id: views for passage_id in passage_ids if (views := self._find(passage_id))}
 
     @cached_property
     def _first_ids(self) -> list[str]:

@@ -7,6 +7,7 @@ the last of them. `publish` follows a parent, so of two publishers with the same
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import uuid
@@ -322,17 +323,14 @@ def find_versions(store: Store, index: str) -> list[int]:
             f"{store.where(paths.manifest(index, listing[-1]))} is listed and not there: the list is out of date, or "
             f"another collection runs; run the same command again"
         )
-    numbers = set(listing)
-    above = listing[-1] + 1
-    while store.exists(paths.manifest(index, above)):
-        numbers.add(above)
-        above += 1
-    for number in range(listing[-1] - 1, 0, -1):
-        if number not in numbers and store.exists(paths.manifest(index, number)):
-            numbers.add(number)
-        elif number < listing[0]:
-            break
-    return sorted(numbers)
+
+    def exists(number: int) -> bool:
+        return store.exists(paths.manifest(index, number))
+
+    above = itertools.takewhile(exists, itertools.count(listing[-1] + 1))
+    below = itertools.takewhile(exists, range(listing[0] - 1, 0, -1))
+    between = filter(exists, set(range(listing[0], listing[-1])).difference(listing))
+    return sorted([*listing, *above, *below, *between])
 
 
 def read(store: Store, index: str, version: int | None = None) -> Manifest:

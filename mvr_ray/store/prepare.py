@@ -36,7 +36,7 @@ from mvr_ray.store.corpus import (
 )
 from mvr_ray.store.fields import FieldReader
 from mvr_ray.store.files import Store, sha256_of
-from mvr_ray.store.formats.records import BadRow, DroppedRow, PassageRecord, QuestionRecord, Record
+from mvr_ray.store.formats.records import BadRow, DroppedRow, PassageRecord, QuestionRecord, Record, with_fields
 from mvr_ray.store.formats.sources import format_of, read_source, source_files
 from mvr_ray.store.gc import collect_corpus
 from mvr_ray.store.parts import CorpusPart, write_passages
@@ -124,7 +124,9 @@ def prepare(
                 f"add a source with passages to prepare.sources"
             )
         num_questions = _count(work.sets)
-        work.sets = {name: _draw_questions(own, cfg.max_questions) for name, own in work.sets.items()}
+        for name, own in work.sets.items() if cfg.max_questions else ():
+            ids = draw((record.question.id for record in own), cfg.max_questions, "questions")
+            work.sets[name] = [record for record in own if record.question.id in ids]
         work.cut()
         over_pieces = {name: work.resolve(name, own) for name, own in work.sets.items()}
         num_unused = _count(work.sets) - _count(over_pieces)
@@ -197,13 +199,9 @@ class _Preparation:
                 match record:
                     case PassageRecord(passage) if not _is_sampled(source, passage):
                         left_out.add(passage.id)
-                    case PassageRecord(passage, where):
-                        try:
-                            passage = passage._replace(fields=self.fields.read(record.extras))
-                        except ValueError as error:
-                            self.bad.add(BadRow(where, str(error)))
-                        else:
-                            self.passages.add(record._replace(passage=passage))
+                    case PassageRecord():
+                        record = with_fields(record, self.fields.read)
+                        self.passages.add(record) if isinstance(record, PassageRecord) else self.bad.add(record)
                     case QuestionRecord(question, where):
                         assert source.questions is not None
                         key = (source.questions, question.id)
@@ -356,13 +354,6 @@ def _holdings(source: SourceConfig) -> str:
     )
 
 
-def _draw_questions(records: list[QuestionRecord], limit: int) -> list[QuestionRecord]:
-    if not limit or len(records) <= limit:
-        return records
-    names = draw((record.question.id for record in records), limit, "questions")
-    return [record for record in records if record.question.id in names]
-
-
 def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[PartInfo], report: PrepareReport) -> None:
     """Move parts to the store under names of their content, then question sets, and publish the corpus last."""
     _archive_previous(cfg, store)
@@ -382,18 +373,12 @@ def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[Par
     corpus = Corpus(store, info)
     for name, count in report.questions.items():
         put_questions(corpus, name, files / f"{name}.arrow", count)
-    _publish(corpus)
-    collect_corpus(store, cfg.corpus)
-
-
-def _publish(corpus: Corpus) -> None:
-    """Publish after the last publication, and again on a conflict: the sources define the whole corpus."""
-    while True:
-        after = max(publications(corpus.store, corpus.name), default=0)
+    while not corpus.number:
         try:
-            return corpus.publish(after)
-        except PublishConflictError as error:
+            corpus.publish(after=max(publications(store, cfg.corpus), default=0))
+        except PublishConflictError as error:  # the sources define the whole corpus
             log.info("published once more: %s", error)
+    collect_corpus(store, cfg.corpus)
 
 
 def _require_readable(cfg: PrepareConfig, store: Store) -> None:
@@ -437,12 +422,9 @@ def _describe_sources(cfg: PrepareConfig) -> Iterator[SourceInfo]:
         if not files:  # a data set of the Hugging Face hub
             yield SourceInfo(source.path, format_of(source), 0, "")
         for file in files:
-            name = _name_of(source, file, len(files))
+            is_whole_source = len(files) == 1 and not source.path.endswith("/")
+            name = source.path if is_whole_source else f"{source.path.rstrip('/')}/{file.name}"
             yield SourceInfo(name, format_of(source), file.stat().st_size, sha256_of(file))
-
-
-def _name_of(source: SourceConfig, file: Path, num_files: int) -> str:
-    return source.path if num_files == 1 and not source.path.endswith("/") else f"{source.path.rstrip('/')}/{file.name}"
 
 
 def _count(sets: Mapping[str, Sized]) -> int:

@@ -34,9 +34,9 @@ from mvr_ray.store.corpus import (
     question_sets,
     shard_of,
 )
-from mvr_ray.store.fields import read_fields
+from mvr_ray.store.fields import FieldReader
 from mvr_ray.store.files import Store, sha256_of
-from mvr_ray.store.formats.records import BadRow, PassageRecord, Record, with_prefix
+from mvr_ray.store.formats.records import BadRow, PassageRecord, with_fields, with_prefix
 from mvr_ray.store.formats.rows import passage_of
 from mvr_ray.store.formats.text_files import json_lines
 from mvr_ray.store.gc import collect_corpus
@@ -241,14 +241,16 @@ def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage
         )
     own = (one for one in cfg.sources if one.format == "mediawiki" or DUMP_NAME.search(one.path))
     prefix = next((source.id_prefix for source in own), "")
-    changes, bad = Changes[Passage]({}, set()), BadRows(cfg.max_bad_rows)
+    changes, bad, fields = Changes[Passage]({}, set()), BadRows(cfg.max_bad_rows), FieldReader(corpus.fields)
     for page in read_pages(file):
         name = prefix + page.id
         first = f"{name}#0" if cfg.chunk_words else name
         before = corpus.get([first]).get(first)
         if before and page.revision == str(dict(before.fields).get(REVISION_FIELD)):
             continue
-        record = _with_fields(with_prefix(page_record(page, str(file)), prefix), corpus.fields)
+        record = with_prefix(page_record(page, str(file)), prefix)
+        if isinstance(record, PassageRecord):
+            record = with_fields(record, fields.read)
         if isinstance(record, PassageRecord):
             changes.upserts[name] = record.passage
         elif isinstance(record, BadRow):
@@ -259,8 +261,8 @@ def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage
     return changes
 
 
-def _read_rows(file: Path, fields: Mapping[str, str]) -> Changes[Passage]:
-    changes = Changes({}, set())
+def _read_rows(file: Path, types: Mapping[str, str]) -> Changes[Passage]:
+    changes, fields = Changes({}, set()), FieldReader(types)
     line_of: dict[str, str] = {}
     for row in json_lines(file):
         if isinstance(row, BadRow):
@@ -269,7 +271,8 @@ def _read_rows(file: Path, fields: Mapping[str, str]) -> Changes[Passage]:
         if row.values.get("delete") is True:
             record = PassageRecord(Passage(str(name), "", ""), where) if name else BadRow(where, "it has no id")
         else:
-            record = _with_fields(passage_of(row.values, where), fields)
+            record = passage_of(row.values, where)
+            record = with_fields(record, fields.read) if isinstance(record, PassageRecord) else record
         if not isinstance(record, PassageRecord):
             raise DataError(f'{record}. A row is a passage with id, title and text, or an id with "delete": true')
         name = record.passage.id
@@ -281,15 +284,6 @@ def _read_rows(file: Path, fields: Mapping[str, str]) -> Changes[Passage]:
         else:
             changes.upserts[name] = record.passage
     return changes
-
-
-def _with_fields(record: Record, fields: Mapping[str, str]) -> Record:
-    if not isinstance(record, PassageRecord):
-        return record
-    try:
-        return record._replace(passage=record.passage._replace(fields=read_fields(record.extras, fields)))
-    except ValueError as error:
-        return BadRow(record.where, str(error))
 
 
 def _write_part(parent: Corpus, shard: int, own: Changes[Passage], folder: Path) -> PartInfo:

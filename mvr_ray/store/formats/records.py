@@ -1,9 +1,10 @@
 """Define the records that a source file yields, each with its place in the file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from mvr_ray.store.fields import Fields
 from mvr_ray.types import Passage, Question
 
 NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
@@ -64,6 +65,14 @@ def with_prefix(record: Record, prefix: str) -> Record:
             return record._replace(question=question._replace(positive_ids=positives, hard_negative_ids=negatives))
         case _:
             return record
+
+
+def with_fields(record: PassageRecord, read: Callable[[Mapping[str, Any]], Fields]) -> PassageRecord | BadRow:
+    """Read the fields of a passage from its extras; a bad row where `read` raises ValueError."""
+    try:
+        return record._replace(passage=record.passage._replace(fields=read(record.extras)))
+    except ValueError as error:
+        return BadRow(record.where, str(error))
 
 
 def passage_record(

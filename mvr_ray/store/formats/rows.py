@@ -46,11 +46,8 @@ def read_parquet(path: Path, names: Names = NO_NAMES) -> Iterator[Record]:
         raise MissingInputError(f"{path} does not exist or is not a file; check the path in prepare.sources")
     try:
         with pq.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(PARQUET_ROWS):
-                for row in batch.to_pylist():
-                    yield _record(row, number, path, f"{path}:row {number}", names)
-                    number += 1
+            rows = (row for batch in file.iter_batches(PARQUET_ROWS) for row in batch.to_pylist())
+            yield from read_rows(rows, str(path), names)
     except pa.ArrowException as error:
         raise DataError(f"{path} is not a whole Parquet file: {error}") from error
 
@@ -65,11 +62,6 @@ def read_csv(path: Path, names: Names = NO_NAMES, delimiter: str = ",") -> Itera
             own = {*_OWN_KEYS, *names.values()}
             values = {name: cell if name in own else TextCell(cell) for name, cell in row.values.items()}
             yield _record(values, number, path, row.where, names)
-
-
-def read_tsv(path: Path, names: Names = NO_NAMES) -> Iterator[Record]:
-    """Read a tab-separated file with a header, as `read_csv` does."""
-    return read_csv(path, names, "\t")
 
 
 def read_rows(rows: Iterable[Mapping[str, Any]], source: str, names: Names) -> Iterator[Record]:

@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from mvr_ray.config import SourceConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store.formats.dpr import CONTEXTS, question_id, read_dpr_json, read_dpr_jsonl, read_dpr_tsv, read_qas_csv
-from mvr_ray.store.formats.huggingface import SCHEME, open_dataset
+from mvr_ray.store.formats.huggingface import SAVED_NAMES, SCHEME, open_dataset
 from mvr_ray.store.formats.json_stream import JsonReader
 from mvr_ray.store.formats.judged_folders import JUDGED_FOLDERS, read_collection
 from mvr_ray.store.formats.mediawiki import read_mediawiki
@@ -27,7 +28,6 @@ from mvr_ray.store.formats.rows import (
     read_parquet,
     read_rows,
     read_summaries,
-    read_tsv,
 )
 from mvr_ray.store.formats.squad import read_squad
 from mvr_ray.store.formats.text_files import open_text
@@ -41,7 +41,7 @@ READERS: dict[str, Callable[..., Iterator[Record]]] = {
     "dpr_jsonl": read_dpr_jsonl,
     "qas_csv": read_qas_csv,
     "csv": read_csv,
-    "tsv": read_tsv,
+    "tsv": partial(read_csv, delimiter="\t"),
     "msmarco": read_collection,
     "jsonl": read_jsonl,
     "parquet": read_parquet,
@@ -115,7 +115,7 @@ def folder_format(source: SourceConfig, folder: Path) -> str | None:
     for name, kind in JUDGED_FOLDERS.items():
         if kind.is_at(folder):
             return name
-    if any((folder / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
+    if any((folder / name).is_file() for name in SAVED_NAMES):
         return "huggingface"
     visible_files = [file for file in folder.iterdir() if not file.name.startswith(".") and file.is_file()]
     return "text" if all(_is_text(file) for file in visible_files) and text_files(folder) else None
