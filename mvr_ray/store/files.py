@@ -142,8 +142,7 @@ class Store:
             target = self._local(path)
             self._make_folder(target.parent)
             source = _beside(source, target)
-            make_read_only(source)
-            sync_file(source)
+            _seal(source)
             source.replace(target)
             sync_folder(target.parent)
 
@@ -173,8 +172,7 @@ class Store:
             source = _beside(source, target)
             files = _files_of(source)
             for file in files:
-                make_read_only(file)
-                sync_file(file)
+                _seal(file)
             for folder in dict.fromkeys(file.parent for file in files):
                 sync_folder(folder)
             try:
@@ -434,10 +432,11 @@ def drop_cached_sha256_of(path: Path) -> None:
         _DIGESTS.pop((stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size), None)
 
 
-def make_read_only(path: Path) -> None:
-    """Remove the write permissions of a file that has, or now gets, its final name."""
+def _seal(path: Path) -> None:
+    """Remove the write permissions of a file that now gets its final name, and wait until its bytes are on the disk."""
     with contextlib.suppress(OSError):
         path.chmod(path.stat().st_mode & 0o555)
+    sync_file(path)
 
 
 def sync_file(path: Path) -> None:

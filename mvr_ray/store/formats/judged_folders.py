@@ -29,7 +29,6 @@ class JudgedFolder(NamedTuple):
     query_rows: Callable[[Path], Iterator[Row | BadRow]]
     """Rows of id and text."""
     passage_noun: str
-    split_example: str = ""
 
     def is_at(self, folder: Path) -> bool:
         return bool(_present(folder, self.passages))
@@ -62,7 +61,7 @@ class JudgedFolder(NamedTuple):
         raise MissingInputError(
             f"{folder / name} does not exist; {self.title} folder has {self.passages}, "
             f"{self.queries.format('<split>')} and {self.judgements.format('<split>')} (the split is the source's "
-            f"`split`{self.split_example})"
+            f"`split`, such as test or dev.small)"
         )
 
 
@@ -119,7 +118,6 @@ JUDGED_FOLDERS = {
         "a BEIR", "corpus.jsonl", "queries.jsonl", "qrels/{}.tsv", _read_documents, _beir_queries, "document"
     ),
     "msmarco": JudgedFolder(
-        *("an MS MARCO", "collection.tsv", "queries.{}.tsv", "qrels.{}.tsv", read_collection, _tab_rows, "passage"),
-        split_example=", such as dev.small",
+        "an MS MARCO", "collection.tsv", "queries.{}.tsv", "qrels.{}.tsv", read_collection, _tab_rows, "passage"
     ),
 }
