@@ -168,17 +168,14 @@ class ObjectFiles:
 
     def download(self, path: str, cache: Path) -> Path:
         """Copy a file or folder to the cache; fetch files with another size or time again, very young ones always."""
-        if meta := self._meta(path):
-            return self._download_file(meta, cache / path)
-        files = self._below(path)
-        if not files:
+        if not (files := self._at_or_below(path)):
             raise FileNotFoundError(path)
         for file in files:
             self._download_file(file, cache / file["path"])
         return cache / path
 
     def exists(self, path: str) -> bool:
-        return self._meta(path) is not None or bool(self._below(path))
+        return bool(self._at_or_below(path))
 
     def files(self, path: str) -> list[tuple[str, int, float]]:
         """List name, size and time of change of the objects directly under a path, or the whole prefix."""
@@ -196,14 +193,12 @@ class ObjectFiles:
 
     def newest_s(self, path: str) -> float | None:
         """Return the Unix time of the newest object at or below the path."""
-        meta = self._meta(path)
-        files = [meta] if meta else self._below(path)
-        return max((file["last_modified"].timestamp() for file in files), default=None)
+        return max((file["last_modified"].timestamp() for file in self._at_or_below(path)), default=None)
 
     def touch(self, path: str) -> None:
         """Renew the time of an object, or of a folder's JSON files, by copies within the service, so that no error
         of a transfer is written back."""
-        names = [path] if self._meta(path) else [file["path"] for file in self._below(path)]
+        names = [file["path"] for file in self._at_or_below(path)]
         for name in (name for name in names if name == path or name.endswith(".json")):
             aside = f"{TOUCHED}/{name}"
             obstore.copy(self._objects, name, aside)
@@ -236,15 +231,19 @@ class ObjectFiles:
         except FileNotFoundError:
             return None
 
+    def _at_or_below(self, path: str) -> "Sequence[ObjectMeta]":
+        """List the object at a path, or those of a folder."""
+        return [meta] if (meta := self._meta(path)) else self._below(path)
+
     def _below(self, path: str) -> "Sequence[ObjectMeta]":
         return [meta for page in obstore.list(self._objects, path) for meta in page]
 
-    def _download_file(self, meta: "ObjectMeta", target: Path) -> Path:
+    def _download_file(self, meta: "ObjectMeta", target: Path) -> None:
         changed_s = meta["last_modified"].timestamp()
         if target.is_file():
             local = target.stat()
             if local.st_size == meta["size"] and local.st_mtime == changed_s:
-                return target
+                return
         target.parent.mkdir(parents=True, exist_ok=True)
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         try:
@@ -259,4 +258,3 @@ class ObjectFiles:
             aside.replace(target)
         finally:
             aside.unlink(missing_ok=True)
-        return target

@@ -109,8 +109,15 @@ def page_record(page: Page, file: str) -> Record:
     where = f"{file} (page {page.id or '?'}, revision {page.revision or '?'}, {page.title!r})"
     if not (page.id.isascii() and page.id.isdigit()) or not page.title or not page.namespace:
         return BadRow(where, "a page lacks its <id>, <title> or <ns>, which dumps have since export format 0.6")
-    if reason := _reason_to_drop(page):
-        return DroppedRow(where, reason, is_passage=True)
+    reasons = {
+        "page of another namespace": page.namespace != ARTICLES,
+        "redirect": page.is_redirect,
+        "page of another content model": page.model != "wikitext",
+        "page whose text is deleted": page.is_deleted,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            return DroppedRow(where, reason, is_passage=True)
     if page.num_bytes and not page.text:
         return BadRow(where, f"the dump leaves out the {page.num_bytes} bytes of this page; take one with texts")
     try:
@@ -197,16 +204,6 @@ def _pages(root: ET.Element, events: Iterator[tuple[str, ET.Element]], space: st
             )
             last = ET.Element("revision")
             root.clear()
-
-
-def _reason_to_drop(page: Page) -> str:
-    if page.namespace != ARTICLES:
-        return "page of another namespace"
-    if page.is_redirect:
-        return "redirect"
-    if page.model != "wikitext":
-        return "page of another content model"
-    return "page whose text is deleted" if page.is_deleted else ""
 
 
 def _visible_tokens(all_tokens: Sequence[tokens.Token]) -> Iterator[tokens.Token]:
