@@ -36,7 +36,8 @@ from mvr_ray.core.searching.native import library
 from mvr_ray.distributed.encode import embed_chunk
 from mvr_ray.distributed.encoders import make_encoder
 from mvr_ray.store.files import Store
-from mvr_ray.store.formats import PassageRecord, read_source
+from mvr_ray.store.formats.records import PassageRecord
+from mvr_ray.store.formats.sources import read_source
 
 VIEWS, DIMENSION = 8, 384
 PASSAGES = 20_000

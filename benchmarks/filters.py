@@ -35,7 +35,8 @@ from mvr_ray.index.flat import FlatIndex
 from mvr_ray.index.kinds import build_index as build_shard_index
 from mvr_ray.index.kinds import open_index
 from mvr_ray.store.files import Store
-from mvr_ray.store.formats import PassageRecord, QuestionRecord, read_source
+from mvr_ray.store.formats.records import PassageRecord, QuestionRecord
+from mvr_ray.store.formats.sources import read_source
 from mvr_ray.store.prepare import prepare
 from mvr_ray.types import EmbeddingBlock
 

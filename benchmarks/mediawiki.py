@@ -24,8 +24,9 @@ from machine import RESULTS, ROOT, hardware
 
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.store.files import Store
-from mvr_ray.store.formats import PassageRecord, read_source
 from mvr_ray.store.formats.mediawiki import read_pages
+from mvr_ray.store.formats.records import PassageRecord
+from mvr_ray.store.formats.sources import read_source
 from mvr_ray.store.formats.text_files import open_bytes
 from mvr_ray.store.prepare import prepare
 
@@ -40,7 +41,7 @@ MEMORY = """
 import sys
 from machine import forget_peak, peak_bytes
 from mvr_ray.config import SourceConfig
-from mvr_ray.store.formats import read_source
+from mvr_ray.store.formats.sources import read_source
 before = peak_bytes()
 for record in read_source(SourceConfig(path=sys.argv[1], format="mediawiki")):
     pass

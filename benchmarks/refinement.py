@@ -296,7 +296,7 @@ def rebuilds(
     def whole() -> None:
         name = f"whole{next(numbers)}"
         own = run.model_copy(update={"index": run.index.model_copy(update={"name": name})})
-        shutil.copytree(chunk_folder, store.local_path(paths.staging_root(name)), copy_function=os.link)
+        shutil.copytree(chunk_folder, store.local_path(paths.index_dir(name, "staging")), copy_function=os.link)
         build_index._build = build_from_now
         build_index.index(own)
         seconds["whole build"].append(time.perf_counter() - began[0])
@@ -354,7 +354,7 @@ def main() -> None:
         with clock("make views"):
             made_up.stage(run, corpus.Corpus.open(store, "squad"))
         chunk_folder = Path(folder) / "staged"
-        shutil.copytree(store.local_path(paths.staging_root("squad")), chunk_folder, copy_function=os.link)
+        shutil.copytree(store.local_path(paths.index_dir("squad", "staging")), chunk_folder, copy_function=os.link)
         with session.connect(run.resources) as info:
             session.require(info, [session.Need("refiners", REFINERS, run.resources.cpus_per_searcher)])
             with clock("index"):

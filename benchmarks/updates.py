@@ -48,7 +48,8 @@ from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.embeddings import Views
 from mvr_ray.store.files import Store
-from mvr_ray.store.formats import PassageRecord, read_source
+from mvr_ray.store.formats.records import PassageRecord
+from mvr_ray.store.formats.sources import read_source
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.update import update
 from mvr_ray.types import Passage
@@ -62,7 +63,7 @@ SAMPLE = 200
 OVERHEAD_S, TIMES_ENCODING, TIMES_BYTES, MORE_BYTES, TIMES_SIZE = 10.0, 1.5, 3, 1_000_000, 1.3
 SIZE_ROUNDS = 3
 REWRITTEN = (
-    "files of earlier changes that are about as small are written again with the new ones (store.delta.num_kept)"
+    "files of earlier changes that are about as small are written again with the new ones (store.changes.num_kept)"
 )
 REREAD = (
     "what grows: all ids are listed where changes are checked and where the version is opened, lengths of all texts "

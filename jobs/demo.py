@@ -77,7 +77,7 @@ class Demo:
 
     def stage(self, name: str, run: RunConfig, what: str = "") -> Any:
         with self.measure_time(f"{name} {what}".strip()), record(run, name) as run_record:
-            run_record.keep(STAGES[name](run, self.progress))
+            run_record.report = STAGES[name](run, self.progress)
         if name in ("prepare", "train", "refine"):
             plain = {key: value for key, value in to_plain(run_record.report).items() if key != "rounds"}
             for output in report_tables(name, plain):

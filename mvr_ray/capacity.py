@@ -25,8 +25,8 @@ from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig, resolve_path
 from mvr_ray.core.searching.native import library
 from mvr_ray.errors import ConfigError, MissingInputError, StorageError
 from mvr_ray.index.base import default_factory
+from mvr_ray.store.changes import MAX_CHANGED_SHARE
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.delta import MAX_CHANGED_SHARE
 from mvr_ray.store.embeddings import BATCH_PASSAGES
 from mvr_ray.store.files import Store
 from mvr_ray.store.questions import read_questions

@@ -14,8 +14,7 @@ from mvr_ray.cli import main
 from mvr_ray.config import RunConfig, load_run, resolve_path
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
-from mvr_ray.store.prepare import prepare
-from mvr_ray.store.prepare_report import PrepareReport
+from mvr_ray.store.prepare import PrepareReport, prepare
 
 ROWS = [
     {"doc_id": f"d{i}", "headline": f"Title {i}", "body": f"The text of document {i} is short.", "year": 1900 + i}

@@ -11,7 +11,7 @@ from mvr_ray.config import parse_run, resolve_model
 from mvr_ray.core.encoding.encoder import DualEncoder, EmbeddedViews, EncoderSpec
 from mvr_ray.distributed.encode import embed_chunk
 from mvr_ray.errors import DataError
-from mvr_ray.store.formats import PassageRecord
+from mvr_ray.store.formats.records import PassageRecord
 from mvr_ray.types import FloatArray
 
 

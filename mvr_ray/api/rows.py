@@ -11,9 +11,9 @@ from typing import Any
 
 from mvr_ray.config import SourceConfig
 from mvr_ray.errors import DataError
-from mvr_ray.store.formats import BadRow, PassageRecord, QuestionRecord, Record, read_question_file
-from mvr_ray.store.formats.records import question_record
+from mvr_ray.store.formats.records import BadRow, PassageRecord, QuestionRecord, Record, question_record
 from mvr_ray.store.formats.rows import passage_of
+from mvr_ray.store.formats.sources import read_question_file
 from mvr_ray.types import Passage, Question
 
 BATCH_ROWS = 1024

@@ -137,13 +137,13 @@ def run_stage(
             from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
 
             report = report._replace(ranks=[])
-            run_record.add_file(QUESTION_RANKS, question_ranks_bytes(ranks))
+            run_record.files[QUESTION_RANKS] = question_ranks_bytes(ranks)
         if isinstance(views := getattr(report, "values", None), list) and views:
             from mvr_ray.store.formats.question_views import QUESTION_VIEWS, question_views_bytes
 
             report = report._replace(values=[])
-            run_record.add_file(QUESTION_VIEWS, question_views_bytes({(report.index, run.encoder.seed): views}))
-        run_record.keep(report)
+            run_record.files[QUESTION_VIEWS] = question_views_bytes({(report.index, run.encoder.seed): views})
+        run_record.report = report
     plain = to_plain(report)
     plain = plain if isinstance(plain, dict) else {name: plain}
     folder = f"{run.store.path}/{run_record.folder}" if run_record.folder else ""

@@ -15,9 +15,9 @@ from mvr_ray.config import SourceConfig, check_field_name, load_run, resolve_pat
 from mvr_ray.config.loader import parse_yaml
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.fields import FieldReader, TextCell
-from mvr_ray.store.formats import BadRow, PassageRecord, QuestionRecord, format_of, read_source
 from mvr_ray.store.formats.huggingface import open_dataset
-from mvr_ray.store.formats.sources import NAMED_FIELDS, source_files
+from mvr_ray.store.formats.records import BadRow, PassageRecord, QuestionRecord
+from mvr_ray.store.formats.sources import NAMED_FIELDS, format_of, read_source, source_files
 from mvr_ray.store.formats.text_files import Row, csv_rows, json_lines, open_text
 
 SAMPLE_ROWS = 500

@@ -39,9 +39,9 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
-from mvr_ray.store.formats import RankedQuestion
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.store.formats.question_views import QuestionViews
+from mvr_ray.store.formats.rankings import RankedQuestion
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.questions import read_questions
 from mvr_ray.types import EmbeddingBlock, FloatArray, Hit, IntArray, Passage, Progress, Question, no_progress

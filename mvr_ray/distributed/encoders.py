@@ -96,7 +96,7 @@ def _named_encoder(run: RunConfig, corpus: Corpus | None) -> LocalEncoder:
             return local_encoder(store, name, newest)
         if choice == "trained":
             raise MissingInputError(
-                f"no trained encoder {name!r} in {store.where(paths.encoders_dir(name))}; train one "
+                f"no trained encoder {name!r} in {store.where(paths.models_dir('encoders', name))}; train one "
                 f"(mvr-ray train CONFIG), or set index.encoder=untrained"
             )
     elif choice != "untrained":
@@ -124,7 +124,9 @@ def _description(store: Store, name: str, fingerprint: str) -> dict[str, Any]:
     """Read `encoder.json` of a snapshot."""
     path = paths.encoder_dir(name, fingerprint)
     if not store.exists(f"{path}/{paths.ENCODER_JSON}"):
-        fingerprints = [entry for entry in store.list(paths.encoders_dir(name)) if not entry.endswith(".json")]
+        fingerprints = [
+            entry for entry in store.list(paths.models_dir("encoders", name)) if not entry.endswith(".json")
+        ]
         raise MissingInputError(
             f"encoder snapshot {fingerprint!r} not found ({store.where(path)}); of {name!r} there are: "
             f"{', '.join(fingerprints) or 'none'}. Train it (mvr-ray train CONFIG), copy it there, or name another in "

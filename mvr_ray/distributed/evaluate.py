@@ -28,8 +28,8 @@ from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.files import Store
-from mvr_ray.store.formats import RankedPassage, RankedQuestion
 from mvr_ray.store.formats.question_ranks import QuestionRanks
+from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion
 from mvr_ray.store.questions import read_questions
 from mvr_ray.types import FloatArray, Hit, HybridWeight, Progress, Question, no_progress
 

@@ -30,8 +30,8 @@ from mvr_ray.index.lexical import (
     write_statistics_changes,
 )
 from mvr_ray.store import manifest as manifests
+from mvr_ray.store.changes import MAX_CHANGED_SHARE, num_kept
 from mvr_ray.store.corpus import Corpus, shard_of
-from mvr_ray.store.delta import MAX_CHANGED_SHARE, num_kept
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import FileEntry, LexicalPart, Manifest
 from mvr_ray.store.parts import CorpusPart, PartDifference, difference

@@ -21,7 +21,7 @@ from mvr_ray.distributed.router import MatchingSnippet, Router
 from mvr_ray.distributed.searching.searcher import Fleet
 from mvr_ray.errors import CoverageError
 from mvr_ray.store.files import Store
-from mvr_ray.store.formats import RankedPassage, RankedQuestion
+from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import Answer, FloatArray, Hit, HybridQueries, HybridWeight, Passage, Progress, Question, no_progress
 

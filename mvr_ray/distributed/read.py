@@ -38,7 +38,7 @@ from mvr_ray.distributed.ray_data import map_in_pool, pool_need
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store, finished_file
-from mvr_ray.store.formats import RankedQuestion, read_ranking
+from mvr_ray.store.formats.rankings import RankedQuestion, read_ranking
 from mvr_ray.types import Progress, no_progress
 
 log = logging.getLogger(__name__)

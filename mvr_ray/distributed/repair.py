@@ -141,7 +141,7 @@ def _build_missing(manifest: Manifest, entry: ShardEntry, folder: Path, missing:
 
 def _set_aside(store: Store, index: str, entry: ShardEntry) -> list[str]:
     """Quarantined folders of this shard."""
-    root = paths.quarantine_root(index)
+    root = paths.index_dir(index, "quarantine")
     return [f"{root}/{name}" for name in store.list(root) if name.rpartition("-")[0] == entry.digest]
 
 

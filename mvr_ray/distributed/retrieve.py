@@ -14,7 +14,8 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.files import Store
 from mvr_ray.store.filters import parse_filter
-from mvr_ray.store.formats import RankingFormat, read_question_file, write_ranking
+from mvr_ray.store.formats.rankings import RankingFormat, write_ranking
+from mvr_ray.store.formats.sources import read_question_file
 from mvr_ray.store.questions import read_questions
 from mvr_ray.types import Progress, no_progress
 

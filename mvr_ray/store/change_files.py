@@ -14,16 +14,17 @@ the outcome (`CorpusInfo.change_files`), which takes effect with it.
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from mvr_ray.config import FollowConfig, PrepareConfig
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
+from mvr_ray.store.changes import Changes
 from mvr_ray.store.corpus import ChangeFile, Corpus
 from mvr_ray.store.files import Store, StoredFile, sha256_of
-from mvr_ray.store.update import Changes, UpdateReport, apply_changes, in_chunks, read_changes
-from mvr_ray.types import Progress, no_progress
+from mvr_ray.store.update import UpdateReport, apply_changes, in_chunks, read_changes
+from mvr_ray.types import Passage, Progress, no_progress
 
 SUFFIXES = tuple(f".{kind}{end}" for kind in ("jsonl", "xml") for end in ("", ".gz", ".bz2"))
 """Endings of JSON lines files and of MediaWiki dumps."""
@@ -102,7 +103,7 @@ def apply_batch(
 
     Late files of the listing are recorded too. Raises PublishConflictError if the corpus was changed meanwhile.
     """
-    changes: list[Changes] = []
+    changes: list[Changes[Passage]] = []
     before = parent.info.change_files
     files = [_late(file, before[-1].name) for file in Backlog.of(listing, before).late]
     for file in batch:
@@ -131,12 +132,10 @@ def _late(file: StoredFile, last: str) -> ChangeFile:
 @contextmanager
 def _local_copy(source: Store, name: str) -> Iterator[Path | None]:
     """Yield a local file with the content of a file of the source; None if it was deleted."""
-    try:
-        path = source.local_path(name)
-    except MissingInputError:
-        path = None
-    if path is not None and not path.is_file():
-        path = None
+    path = None
+    with suppress(MissingInputError):
+        local = source.local_path(name)
+        path = local if local.is_file() else None
     try:
         yield path
     finally:

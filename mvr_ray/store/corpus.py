@@ -11,15 +11,17 @@ its own checksum.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from dataclasses import asdict, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self, TypeVar
+
+from pydantic import BeforeValidator, ConfigDict
+from pydantic.dataclasses import dataclass
 
 from mvr_ray.checksums import json_with_checksum, parse_json, require_format
 from mvr_ray.errors import DigestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import paths
-from mvr_ray.store.files import Store, cached_sha256_of
+from mvr_ray.store.files import Store
 from mvr_ray.store.parts import BATCH_ROWS, CURE, CorpusPart, map_batches
 from mvr_ray.types import Passage
 
@@ -29,6 +31,7 @@ _PUBLICATION_FORMAT = 2
 _NUMBER = "publication"
 _SEVERAL_FORMAT = 3
 """Of descriptions of a part with several files of changes, of which earlier programs read one."""
+_CONFIG = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 _OTHER_NAME = "set prepare.corpus to another name and prepare again"
 
 
@@ -38,7 +41,7 @@ def shard_of(passage_id: str, num_shards: int) -> int:
     return int.from_bytes(digest, "big") % num_shards
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CONFIG)
 class ChangesInfo:
     """A file of changes of a part."""
 
@@ -47,7 +50,11 @@ class ChangesInfo:
     sha256: str
 
 
-@dataclass(frozen=True)
+def _as_list(changes: Any) -> Any:
+    return [changes] if isinstance(changes, dict) else changes
+
+
+@dataclass(frozen=True, config=_CONFIG)
 class PartInfo:
     """One part of a corpus, as in its description. `num_passages` counts them with the changes."""
 
@@ -55,8 +62,8 @@ class PartInfo:
     num_passages: int
     num_bytes: int
     sha256: str
-    changes: tuple[ChangesInfo, ...] = ()
-    """Each overrides the ones before it."""
+    changes: Annotated[tuple[ChangesInfo, ...], BeforeValidator(_as_list)] = ()
+    """Each overrides the ones before it. In JSON a single one has no list around it."""
 
     @property
     def digest(self) -> str:
@@ -67,15 +74,8 @@ class PartInfo:
     def files(self) -> "list[PartInfo | ChangesInfo]":
         return [self, *self.changes]
 
-    @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> Self:
-        """Parse the JSON form, which omits empty `changes` and has no list around a single file."""
-        changes = fields.pop("changes", [])
-        several = changes if isinstance(changes, list) else [changes]
-        return cls(**fields, changes=tuple(ChangesInfo(**own) for own in several))
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CONFIG)
 class SourceInfo:
     """A file that a corpus was made from."""
 
@@ -85,7 +85,7 @@ class SourceInfo:
     sha256: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CONFIG)
 class ChangeFile:
     """A change file that `follow` has processed: applied, or left out for a `problem`.
 
@@ -99,7 +99,7 @@ class ChangeFile:
     problem: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CONFIG)
 class CorpusInfo:
     """The description of a corpus. `digest` covers the passages, whatever files they came from."""
 
@@ -134,26 +134,8 @@ class CorpusInfo:
                 part["changes"] = changes if len(changes) > 1 else changes[0]
         return _to_json(plain)
 
-    @classmethod
-    def from_json(cls, data: bytes, where: str) -> Self:
-        return cls.from_fields(_parse_json(data, where), where)
 
-    @classmethod
-    def from_fields(cls, fields: dict[str, Any], where: str, format_version: int = FORMAT_VERSION) -> Self:
-        """Parse the JSON form. Raises FormatError for another format, StorageError for invalid content."""
-        try:
-            several = any(isinstance(part.get("changes"), list) for part in fields["parts"])
-            require_format(fields, _SEVERAL_FORMAT if several else format_version, where, _OTHER_NAME)
-            fields |= {"format_version": FORMAT_VERSION}
-            parts = tuple(map(PartInfo.from_fields, fields.pop("parts")))
-            sources = tuple(SourceInfo(**source) for source in fields.pop("sources"))
-            change_files = tuple(ChangeFile(**file) for file in fields.pop("change_files", ()))
-            return cls(parts=parts, sources=sources, change_files=change_files, **fields)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StorageError(f"{where} is damaged ({error}); {CURE}") from error
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=_CONFIG)
 class SetInfo:
     """The description of a question set of the corpus of one digest. `file` is its path within the corpus's folder."""
 
@@ -168,25 +150,31 @@ class SetInfo:
     def to_json(self) -> bytes:
         return _to_json(asdict(self))
 
-    @classmethod
-    def from_json(cls, data: bytes, where: str) -> Self:
-        fields = _parse_json(data, where)
-        require_format(fields, FORMAT_VERSION, where, _OTHER_NAME)
-        try:
-            return cls(**fields)
-        except TypeError as error:
-            raise StorageError(f"{where} is damaged ({error}); {CURE}") from error
+
+Description = TypeVar("Description", CorpusInfo, SetInfo)
+
+
+def _from_fields(kind: type[Description], fields: dict[str, Any], where: str, format_version: int) -> Description:
+    """Parse the JSON form. Raises FormatError for another format, StorageError for invalid content."""
+    require_format(fields, format_version, where, _OTHER_NAME)
+    try:
+        return kind(**{**fields, "format_version": FORMAT_VERSION})
+    except (ValueError, TypeError) as error:
+        raise StorageError(f"{where} is damaged ({error}); {CURE}") from error
+
+
+def _corpus_info(fields: dict[str, Any], where: str, format_version: int = FORMAT_VERSION) -> CorpusInfo:
+    parts = fields.get("parts") or ()
+    several = any(isinstance(part, dict) and isinstance(part.get("changes"), list) for part in parts)
+    return _from_fields(CorpusInfo, fields, where, _SEVERAL_FORMAT if several else format_version)
 
 
 def _to_json(fields: Mapping[str, Any]) -> bytes:
     return (json.dumps(json_with_checksum(fields), indent=1, ensure_ascii=False) + "\n").encode()
 
 
-def _parse_json(data: bytes, where: str) -> dict[str, Any]:
-    try:
-        return parse_json(data, where)
-    except StorageError as error:
-        raise type(error)(f"{error}; {CURE}") from error
+def _read_json(store: Store, path: str) -> dict[str, Any]:
+    return parse_json(store.read_bytes(path), store.where(path), CURE)
 
 
 def corpus_digest(parts: Iterable[PartInfo]) -> str:
@@ -197,8 +185,7 @@ def corpus_digest(parts: Iterable[PartInfo]) -> str:
 def publications(store: Store, name: str) -> list[int]:
     """List the numbers of the publications under a name, ascending. A listing may be outdated, so the numbers after its
     last one are looked up by name."""
-    stems = (file.removesuffix(".json") for file in store.list(paths.corpus_publications(name)))
-    numbers = sorted(int(stem) for stem in stems if stem.isdigit())
+    numbers = sorted(int(own) for own in store.json_names(paths.corpus_dir(name, "publications")) if own.isdigit())
     while store.exists(paths.corpus_publication(name, after := max(numbers, default=0) + 1)):
         numbers.append(after)
     return numbers
@@ -208,15 +195,14 @@ def _read_publication(store: Store, name: str, number: int) -> CorpusInfo:
     """Read a publication. Raises StorageError for a wrong one: it holds another number, or none although the one before
     holds its own."""
     path = paths.corpus_publication(name, number)
-    where = store.where(path)
-    fields = _parse_json(store.read_bytes(path), where)
+    where, fields = store.where(path), _read_json(store, path)
     own = fields.pop(_NUMBER, None)
     before = paths.corpus_publication(name, number - 1)
-    if own is None and store.exists(before) and _NUMBER in _parse_json(store.read_bytes(before), store.where(before)):
+    if own is None and store.exists(before) and _NUMBER in _read_json(store, before):
         own = "without a number"
     if own not in (None, number):
         raise StorageError(f"{where} is damaged (it is publication {own}); {CURE}")
-    return CorpusInfo.from_fields(fields, where, _PUBLICATION_FORMAT if own else FORMAT_VERSION)
+    return _corpus_info(fields, where, _PUBLICATION_FORMAT if own else FORMAT_VERSION)
 
 
 class Corpus:
@@ -227,6 +213,10 @@ class Corpus:
         self.store = store
         self.info = info
         self.number = number
+        self.name, self.digest, self.num_passages = info.name, info.digest, info.num_passages
+        self.num_shards = len(info.parts)
+        self.fields = info.fields
+        """Types of the passages' fields by name."""
         self._parts: dict[int, CorpusPart] = {}
 
     @classmethod
@@ -246,7 +236,7 @@ class Corpus:
         if number:
             info = _read_publication(store, name, number)
         else:
-            info = CorpusInfo.from_json(store.read_bytes(path), store.where(path))
+            info = _corpus_info(_read_json(store, path), store.where(path))
         if digest and info.digest != digest:
             raise MissingInputError(
                 f"corpus {name!r} of digest {digest} not found ({store.where(paths.corpus_version(name, digest))}), "
@@ -304,27 +294,6 @@ class Corpus:
                 f"(first: {self.store.where(missing[0])}); run the same command again"
             )
 
-    @property
-    def name(self) -> str:
-        return self.info.name
-
-    @property
-    def digest(self) -> str:
-        return self.info.digest
-
-    @property
-    def num_passages(self) -> int:
-        return self.info.num_passages
-
-    @property
-    def num_shards(self) -> int:
-        return len(self.info.parts)
-
-    @property
-    def fields(self) -> dict[str, str]:
-        """Types of the passages' fields by name."""
-        return self.info.fields
-
     def part(self, shard: int) -> CorpusPart:
         """Open a part; its file is read whole and compared with its digest when this process first opens it.
 
@@ -345,10 +314,7 @@ class Corpus:
                 f"{what} of corpus {self.name!r} is missing or cut short ({self.store.where(path)}); {CURE}"
             )
         local = self.store.local_path(path)
-        if not self.store.is_local and not _is_whole(local, info):
-            local.unlink(missing_ok=True)
-            local = self.store.local_path(path)
-        if not _is_whole(local, info):
+        if not self.store.is_whole(local, path, info.num_bytes, info.sha256):
             raise DigestError(
                 f"{what} of corpus {self.name!r} is damaged ({local}: its sha256 is not {info.sha256}); {CURE}"
             )
@@ -356,8 +322,8 @@ class Corpus:
 
     def get(self, ids: Iterable[str]) -> dict[str, Passage]:
         """Find the passages of these ids; ids that the corpus does not hold are absent."""
-        pairs = ((passage_id, self.part(shard_of(passage_id, self.num_shards)).get(passage_id)) for passage_id in ids)
-        return {passage_id: passage for passage_id, passage in pairs if passage is not None}
+        parts = ((passage_id, self.part(shard_of(passage_id, self.num_shards))) for passage_id in ids)
+        return {passage_id: passage for passage_id, part in parts if (passage := part.get(passage_id))}
 
     def __iter__(self) -> Iterator[Passage]:
         """Yield all passages, part by part."""
@@ -366,35 +332,19 @@ class Corpus:
             for start in range(0, len(part), BATCH_ROWS):
                 yield from part.passages(start, start + BATCH_ROWS)
 
-    @cached_property
-    def _articles(self) -> dict[str, list[str]]:
-        ids_of_title: dict[str, list[str]] = {}
-        for passage in self:
-            ids_of_title.setdefault(passage.title, []).append(passage.id)
-        return {title: sorted(ids_of_title[title]) for title in sorted(ids_of_title)}
-
-    def articles(self) -> dict[str, list[str]]:
-        """Return the passage ids of each title, all in order. Reads the whole corpus once and caches the ids."""
-        return self._articles
-
-    def find_missing(self) -> list[tuple[str, str]]:
-        """Find the part files that are missing, have another size or cannot be mapped; returns path and reason of each.
+    def find_missing(self) -> Iterator[tuple[str, str]]:
+        """Find the part files that are missing, have another size or cannot be mapped; yields path and reason of each.
         No part is read whole."""
         sizes = {file.name: file.num_bytes for file in self.store.stored_files(paths.corpus_dir(self.name))}
-        problems: list[tuple[str, str]] = []
         for file in (file for part in self.info.parts for file in part.files):
-            path = self._path_of(file)
-            if sizes.get(file.file) != file.num_bytes:
-                is_there = file.file in sizes
-                problems.append(
-                    (path, f"has {sizes[file.file]} bytes, not {file.num_bytes}" if is_there else "is missing")
-                )
+            path, num_bytes = self._path_of(file), sizes.get(file.file)
+            if num_bytes != file.num_bytes:
+                yield path, "is missing" if num_bytes is None else f"has {num_bytes} bytes, not {file.num_bytes}"
             elif self.store.is_local:
                 try:
                     map_batches(self.store.local_path(path))
                 except StorageError as error:
-                    problems.append((path, f"cannot be opened ({error})"))
-        return problems
+                    yield path, f"cannot be opened ({error})"
 
     def files(self) -> "list[CorpusFile]":
         """Return the description of each file: of the parts, and of the question sets that have one."""
@@ -425,10 +375,6 @@ class Corpus:
 CorpusFile = PartInfo | ChangesInfo | SetInfo
 
 
-def _is_whole(path: Path, info: CorpusFile) -> bool:
-    return path.is_file() and cached_sha256_of(path) == info.sha256
-
-
 def question_set(corpus: Corpus, name: str) -> SetInfo | None:
     """Read the description of a question set; None for a set of an earlier program, which has none.
 
@@ -437,7 +383,7 @@ def question_set(corpus: Corpus, name: str) -> SetInfo | None:
     path = paths.question_set(corpus.name, corpus.digest, name)
     if corpus.store.exists(path):
         where = corpus.store.where(path)
-        info = SetInfo.from_json(corpus.store.read_bytes(path), where)
+        info = _from_fields(SetInfo, _read_json(corpus.store, path), where, FORMAT_VERSION)
         if (info.corpus_digest, info.name) != (corpus.digest, name):
             raise StorageError(
                 f"{where} describes question set {info.name!r} of the corpus of digest {info.corpus_digest}; {CURE}"

@@ -9,17 +9,15 @@ Shapes: P passages, N view vectors, D dimension.
 
 import bisect
 import json
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from mvr_ray.errors import FormatError, MissingInputError, StorageError
 from mvr_ray.store.files import finished_file
@@ -81,23 +79,22 @@ class EmbeddingWriter:
             metadata |= {b"format": _FORMAT_WITH_DELETIONS, b"deleted_ids": deleted_json}
         self._schema = pa.schema(fields, metadata)
 
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            aside = stack.enter_context(finished_file(self.path, sync=False))
-            sink = stack.enter_context(pa.OSFile(str(aside), "wb"))
-            self._file = stack.enter_context(pa.ipc.new_file(sink, self._schema))
-            stack.push(self._finish)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._stack.__exit__(kind, error, trace)
-
-    def _finish(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
+    @contextmanager
+    def _open(self) -> Iterator[Self]:
+        with (
+            finished_file(self.path, sync=False) as aside,
+            pa.OSFile(str(aside), "wb") as sink,
+            pa.ipc.new_file(sink, self._schema) as self._file,
+        ):
+            yield self
             self._flush(self._num_pending)
+
+    def __enter__(self) -> Self:
+        self._context = self._open()
+        return self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
 
     def write(self, block: EmbeddingBlock) -> None:
         """Add passages; ids ascend over the whole file, each passage has a view, every number is finite."""
@@ -208,10 +205,6 @@ class EmbeddingShard:
     def ids(self) -> list[str]:
         return [passage_id for batch in self._batches for passage_id in batch.column("id").to_pylist()]
 
-    def ids_of(self, rows: Sequence[int]) -> list[str]:
-        """Read the passage ids of some rows only."""
-        return self.arrow_ids().take(pa.array(rows, pa.int64())).to_pylist()
-
     def arrow_ids(self) -> pa.ChunkedArray:
         """Return all passage ids in the order of the file."""
         return pa.chunked_array([batch.column("id") for batch in self._batches], pa.string())
@@ -221,11 +214,6 @@ class EmbeddingShard:
         where there is no such file."""
         return None
 
-    def num_views_of(self, passage_ids: pa.ChunkedArray) -> int:
-        """Count the views of these passages in the file."""
-        here_P = pc.is_in(EmbeddingShard.arrow_ids(self), value_set=passage_ids)  # pyrefly: ignore
-        return int(self.num_views_by_row()[np.asarray(here_P, bool)].sum())
-
     def num_views_by_row(self) -> IntArray:
         """Count the views of each passage in the file."""
         counts = [np.diff(_as_numpy(batch.column("view").offsets)) for batch in self._batches]
@@ -233,8 +221,7 @@ class EmbeddingShard:
 
     def find(self, passage_ids: Iterable[str]) -> dict[str, Views]:
         """Copy the views of these passages from the file; ids that the shard does not hold are absent."""
-        pairs = ((passage_id, self._find(passage_id)) for passage_id in passage_ids)
-        return {passage_id: views for passage_id, views in pairs if views is not None}
+        return {passage_id: views for passage_id in passage_ids if (views := self._find(passage_id))}
 
     @cached_property
     def _first_ids(self) -> list[str]:

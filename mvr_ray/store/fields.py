@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from mvr_ray.config import FieldType, check_field_name
+from mvr_ray.config import check_field_name
 from mvr_ray.types import FieldValue
 
 Fields = tuple[tuple[str, FieldValue], ...]
@@ -82,7 +82,7 @@ def to_json(value: FieldValue) -> str | int | float | bool | list[str]:
 class FieldReader:
     """Reads fields of declared types, or infers the types from the values. `types` are those of the fields so far."""
 
-    def __init__(self, fields: Mapping[str, FieldType] | Literal["infer"]) -> None:
+    def __init__(self, fields: Mapping[str, str] | Literal["infer"]) -> None:
         self.infers = fields == "infer"
         self.types: dict[str, str] = {} if isinstance(fields, str) else dict(fields)
 

@@ -13,15 +13,16 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from obstore.exceptions import BaseError
+
 from mvr_ray.errors import MissingInputError, StorageError
-from mvr_ray.store.objects import ObjectFiles, open_address
+from mvr_ray.store.objects import ObjectFiles, first_line, open_address
 from mvr_ray.store.scratch import scratch_folder
 
-HASH_CHUNK_BYTES = 1 << 20
 SCRATCH = ".scratch"
 MAX_DIGESTS = 1 << 14
 SETTLED_NS = 2 * 10**9
@@ -141,8 +142,7 @@ class Store:
             target = self._local(path)
             self._make_folder(target.parent)
             source = _beside(source, target)
-            make_read_only(source)
-            sync_file(source)
+            _seal(source)
             source.replace(target)
             sync_folder(target.parent)
 
@@ -172,8 +172,7 @@ class Store:
             source = _beside(source, target)
             files = _files_of(source)
             for file in files:
-                make_read_only(file)
-                sync_file(file)
+                _seal(file)
             for folder in dict.fromkeys(file.parent for file in files):
                 sync_folder(folder)
             try:
@@ -191,7 +190,8 @@ class Store:
         if self._objects is None:
             return self._local(path)
         with self._input(path, "download"):
-            return self._objects.download(_check_path(path), cache_dir() / _short_hash(self.root))
+            digest = hashlib.sha256(self.root.encode()).hexdigest()
+            return self._objects.download(_check_path(path), cache_dir() / digest[:16])
 
     def exists(self, path: str) -> bool:
         with self._input(path, "check"):
@@ -212,6 +212,10 @@ class Store:
                         stat = entry.stat()
                         files += [StoredFile(entry.name, stat.st_size, stat.st_mtime)] * entry.is_file()
         return sorted(file for file in files if not file.name.startswith("."))
+
+    def json_names(self, path: str) -> list[str]:
+        """List the names of the JSON files directly under `path`, without their ending."""
+        return [name.removesuffix(".json") for name in self.list(path) if name.endswith(".json")]
 
     def list(self, path: str) -> list[str]:
         """List the names directly under `path`, sorted, without hidden ones; empty when it is not there."""
@@ -304,6 +308,18 @@ class Store:
             return f"has {size} bytes, not {num_bytes}"
         return "" if self.sha256(path) == sha256 else f"has another sha256 than {sha256}"
 
+    def is_whole(self, local: Path, path: str, num_bytes: int, sha256: str) -> bool:
+        """Return whether `local`, from `local_path(path)`, is there with this size and digest. A copy in the cache that
+        differs is fetched again first."""
+
+        def equals() -> bool:
+            return local.is_file() and local.stat().st_size == num_bytes and cached_sha256_of(local) == sha256
+
+        if not self.is_local and local.is_file() and not equals():
+            local.unlink()
+            self.local_path(path)
+        return equals()
+
     def free_bytes(self) -> int | None:
         """Return the free space of the disk under a local root; None on an object store."""
         if self._objects:
@@ -388,11 +404,8 @@ def cache_dir() -> Path:
 
 def sha256_of(path: Path) -> str:
     """Compute the hex digest of a local file, read piece by piece."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(HASH_CHUNK_BYTES):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def cached_sha256_of(path: Path) -> str:
@@ -419,10 +432,11 @@ def drop_cached_sha256_of(path: Path) -> None:
         _DIGESTS.pop((stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size), None)
 
 
-def make_read_only(path: Path) -> None:
-    """Remove the write permissions of a file that has, or now gets, its final name."""
+def _seal(path: Path) -> None:
+    """Remove the write permissions of a file that now gets its final name, and wait until its bytes are on the disk."""
     with contextlib.suppress(OSError):
         path.chmod(path.stat().st_mode & 0o555)
+    sync_file(path)
 
 
 def sync_file(path: Path) -> None:
@@ -495,34 +509,28 @@ def _files_of(folder: Path) -> list[Path]:
     return sorted(file for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else []
 
 
-def _short_hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def _beside(source: Path, target: Path) -> Path:
     """Return `source`, or move it to `target`'s disk when it is on another one."""
     if source.stat().st_dev == target.parent.stat().st_dev:
         return source
     copy = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-    if source.is_dir():
-        shutil.copytree(source, copy)
-        shutil.rmtree(source)
-    else:
-        shutil.copyfile(source, copy)
-        source.unlink()
+    shutil.move(source, copy, copy_function=shutil.copyfile)
     return copy
 
 
 @contextlib.contextmanager
-def _storage_errors(action: str, where: str, num_bytes: int = 0, free_bytes: object = None) -> Iterator[None]:
-    """Convert errors of the system to StorageError, which names the action and the remedy."""
+def _storage_errors(
+    action: str, where: str, num_bytes: int = 0, free_bytes: Callable[[], int | None] | None = None
+) -> Iterator[None]:
+    """Convert errors of the system and of obstore to StorageError, which names the action and the remedy."""
     try:
         yield
     except (FileNotFoundError, FileExistsError, StorageError):
         raise
-    except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        free = free_bytes() if full and callable(free_bytes) else None
+    except (OSError, BaseError) as error:
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        free = free_bytes() if full and free_bytes else None
         space = f" ({num_bytes} bytes to write, {free} free)" if free is not None else ""
         cure = "free space and run the same command again" if full else "check the path and its permissions"
-        raise StorageError(f"cannot {action} {where}: {error.strerror or error}{space}; {cure}") from error
+        reason = getattr(error, "strerror", None) or first_line(error)
+        raise StorageError(f"cannot {action} {where}: {reason}{space}; {cure}") from error

@@ -17,8 +17,7 @@ all passages, as `in` of an empty list is of none.
 
 import difflib
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import reduce
 from typing import Any, NamedTuple
@@ -39,126 +38,22 @@ ORDERS: Mapping[str, Any] = {"gt": pc.greater, "gte": pc.greater_equal, "lt": pc
 WITHOUT_ORDER = ("bool", "strings")
 MAX_DEPTH, MAX_CONDITIONS = 32, 1000
 Mask = NDArray[np.bool_]
-
-
-class Expression(ABC):
-    """A part of a filter."""
-
-    @abstractmethod
-    def mask(self, table: pa.Table) -> Mask:
-        """Return for each row whether it passes."""
-
-    @abstractmethod
-    def columns(self) -> set[str]:
-        """Return the names of the columns that it reads."""
+Expression = Callable[[pa.Table], Mask]
+"""Returns for each row of a table of passages whether it passes."""
 
 
 class Filter(NamedTuple):
-    """A filter that fits a corpus. `text` is its JSON: equal texts are equal filters."""
+    """A filter that fits a corpus. `text` is its JSON: equal texts are equal filters. `mask` reads the `columns`."""
 
     text: str
-    expression: Expression
-
-    def mask(self, table: pa.Table) -> Mask:
-        """Return for each row of a table of passages whether it passes."""
-        return self.expression.mask(table)
-
-    def columns(self) -> list[str]:
-        return sorted(self.expression.columns())
-
-
-class Comparison(Expression):
-    """A field compared with a value by eq, in, exists or an order."""
-
-    def __init__(self, field: str, kind: str, operator: str, value: Any) -> None:
-        self.field, self.kind, self.operator, self.value = field, kind, operator, value
-
-    def mask(self, table: pa.Table) -> Mask:
-        column = table.column(self.field)
-        if self.operator == "exists":
-            return _to_mask(pc.equal(pc.is_valid(column), self.value))
-        if self.operator in ORDERS:
-            value = pa.scalar(self.value, ARROW_TYPES[self.kind])
-            return _to_mask(pc.fill_null(ORDERS[self.operator](column, value), False))
-        if self.kind == "strings":
-            return self._any_of_list(column)
-        if self.kind == "float":  # the two zeros are one number
-            column = pc.add(column, 0.0)
-        return _to_mask(pc.is_in(column, value_set=pa.array(self.value, ARROW_TYPES[self.kind])))
-
-    def columns(self) -> set[str]:
-        return {self.field}
-
-    def _any_of_list(self, column: pa.ChunkedArray) -> Mask:
-        lists = pa.concat_arrays([pa.array([], column.type), *column.chunks])
-        is_in = pc.is_in(pc.list_flatten(lists), value_set=pa.array(self.value, pa.string()))
-        mask = np.zeros(len(lists), bool)
-        mask[pc.list_parent_indices(lists).filter(is_in).to_numpy()] = True
-        return mask
-
-    @classmethod
-    def parse(cls, place: str, field: str, kind: str, operator: str, value: Any) -> Expression:
-        """Parse a comparison. Raises FilterError for an operator or a value that does not fit the field's type."""
-        operators = EQUALITIES if kind in WITHOUT_ORDER else (*EQUALITIES, *ORDERS)
-        if operator not in operators:
-            raise FilterError(
-                f"filter{place}: {operator!r} does not compare field {field!r}, which is of type {kind}; "
-                f"use {', '.join(operators)}"
-            )
-        if operator == "exists":
-            if not isinstance(value, bool):
-                raise FilterError(f"filter{place}: exists is {value!r:.60}; say true or false")
-            return cls(field, kind, operator, value)
-        several = operator in ("in", "nin")
-        if several and not isinstance(value, list | tuple):
-            raise FilterError(f"filter{place}: {operator} is {value!r:.60}; give a list")
-        own_kind = "string" if kind == "strings" else kind
-        try:
-            values: list[Any] = [parse_field(one, own_kind) for one in (value if several else [value])]
-        except ValueError as error:
-            hint = '; for passages without the field use {"exists": false}' if value is None else ""
-            raise FilterError(
-                f"filter{place}: {error}, and field {field!r} is of type {kind}; compare it with a value of "
-                f"type {own_kind}{hint}"
-            ) from None
-        if operator in ORDERS:
-            return cls(field, kind, operator, values[0])
-        values = [one + 0.0 for one in values] if kind == "float" else values
-        equal = cls(field, kind, "in", values)
-        return Negation(equal) if operator in ("ne", "nin") else equal
-
-
-class Junction(Expression):
-    """All (`and`) or any (`or`) of some parts; all of none is true."""
-
-    def __init__(self, operator: str, parts: Sequence[Expression]) -> None:
-        self.operator, self.parts = operator, parts
-
-    def mask(self, table: pa.Table) -> Mask:
-        join = np.logical_and if self.operator == "and" else np.logical_or
-        masks: Iterator[Mask] = (part.mask(table) for part in self.parts)
-        return reduce(join, masks) if self.parts else np.ones(len(table), bool)
-
-    def columns(self) -> set[str]:
-        return set().union(*(part.columns() for part in self.parts))
-
-
-class Negation(Expression):
-    """The opposite of a part."""
-
-    def __init__(self, part: Expression) -> None:
-        self.part = part
-
-    def mask(self, table: pa.Table) -> Mask:
-        return ~self.part.mask(table)
-
-    def columns(self) -> set[str]:
-        return self.part.columns()
+    columns: list[str]
+    mask: Expression
 
 
 class _Parser:
     def __init__(self, fields: Mapping[str, str]) -> None:
         self.fields = {**OWN_FIELDS, **fields}
+        self.columns: set[str] = set()
         self.num_conditions = 0
 
     def parse(self, value: Any, place: str = "", depth: int = 1) -> Expression:
@@ -169,17 +64,16 @@ class _Parser:
         if depth > MAX_DEPTH:
             raise FilterError(f"filter: more than {MAX_DEPTH} filters stand within each other; use fewer")
         parts = [part for key, own in value.items() for part in self._member(key, own, place, depth)]
-        return parts[0] if len(parts) == 1 else Junction("and", parts)
+        return parts[0] if len(parts) == 1 else _junction("and", parts)
 
     def _member(self, key: Any, value: Any, place: str, depth: int) -> list[Expression]:
         at = f"{place}.{key}"
         if key == "not":
-            return [Negation(self.parse(value, at, depth + 1))]
+            return [_negation(self.parse(value, at, depth + 1))]
         if key in ("and", "or"):
             if not isinstance(value, list | tuple) or not value:
                 raise FilterError(f"filter{at} is {value!r:.60}; give a list of filters, at least one")
-            parts = [self.parse(one, f"{at}.{number}", depth + 1) for number, one in enumerate(value)]
-            return [Junction(key, parts)]
+            return [_junction(key, [self.parse(one, f"{at}.{n}", depth + 1) for n, one in enumerate(value)])]
         kind = self.fields.get(key) if isinstance(key, str) else None
         if kind is None:
             close = difflib.get_close_matches(str(key), self.fields, n=1)
@@ -195,7 +89,8 @@ class _Parser:
                 f"more than {MAX_CONDITIONS} comparisons" if conditions else f"field {key!r} is compared with nothing"
             )
             raise FilterError(f'filter{at}: {fault}; write it like {{"{key}": {{"eq": ...}}}}')
-        return [Comparison.parse(at, key, kind, operator, own) for operator, own in conditions.items()]
+        self.columns.add(key)
+        return [_comparison(at, key, kind, operator, own) for operator, own in conditions.items()]
 
 
 def parse_filter(value: Any, fields: Mapping[str, str]) -> Filter:
@@ -204,9 +99,68 @@ def parse_filter(value: Any, fields: Mapping[str, str]) -> Filter:
     Raises FilterError for a field that the corpus lacks, naming those that it has with their types, an unknown
     operator or one that the field's type lacks, and a value of another type.
     """
-    expression = _Parser(fields).parse(value)
-    text = json.dumps(value, sort_keys=True, default=date.isoformat)
-    return Filter(text, expression)
+    parser = _Parser(fields)
+    mask = parser.parse(value)
+    return Filter(json.dumps(value, sort_keys=True, default=date.isoformat), sorted(parser.columns), mask)
+
+
+def _comparison(place: str, field: str, kind: str, operator: str, value: Any) -> Expression:
+    """Parse a comparison. Raises FilterError for an operator or a value that does not fit the field's type."""
+    operators = EQUALITIES if kind in WITHOUT_ORDER else (*EQUALITIES, *ORDERS)
+    if operator not in operators:
+        raise FilterError(
+            f"filter{place}: {operator!r} does not compare field {field!r}, which is of type {kind}; "
+            f"use {', '.join(operators)}"
+        )
+    if operator == "exists":
+        if not isinstance(value, bool):
+            raise FilterError(f"filter{place}: exists is {value!r:.60}; say true or false")
+        return lambda table: _to_mask(pc.equal(pc.is_valid(table.column(field)), value))
+    several = operator in ("in", "nin")
+    if several and not isinstance(value, list | tuple):
+        raise FilterError(f"filter{place}: {operator} is {value!r:.60}; give a list")
+    own_kind = "string" if kind == "strings" else kind
+    try:
+        values: list[Any] = [parse_field(one, own_kind) for one in (value if several else [value])]
+    except ValueError as error:
+        hint = '; for passages without the field use {"exists": false}' if value is None else ""
+        raise FilterError(
+            f"filter{place}: {error}, and field {field!r} is of type {kind}; compare it with a value of "
+            f"type {own_kind}{hint}"
+        ) from None
+    if operator in ORDERS:
+        bound = pa.scalar(values[0], ARROW_TYPES[kind])
+        return lambda table: _to_mask(pc.fill_null(ORDERS[operator](table.column(field), bound), False))
+    equal = _membership(field, kind, pa.array(values, ARROW_TYPES[own_kind]))
+    return _negation(equal) if operator in ("ne", "nin") else equal
+
+
+def _membership(field: str, kind: str, values: pa.Array) -> Expression:
+    """Test whether a field is one of some values; a list of strings, whether any of its strings is."""
+    if kind == "float":  # the two zeros are one number
+        values = pc.add(values, 0.0)
+
+    def mask(table: pa.Table) -> Mask:
+        column = table.column(field)
+        if kind != "strings":
+            return _to_mask(pc.is_in(pc.add(column, 0.0) if kind == "float" else column, value_set=values))
+        lists = pa.concat_arrays([pa.array([], column.type), *column.chunks])
+        rows = pc.list_parent_indices(lists).filter(pc.is_in(pc.list_flatten(lists), value_set=values))
+        passes = np.zeros(len(lists), bool)
+        passes[rows.to_numpy()] = True
+        return passes
+
+    return mask
+
+
+def _junction(operator: str, parts: Sequence[Expression]) -> Expression:
+    """All (`and`) or any (`or`) of some parts; all of none is true."""
+    join, start = (np.logical_and, np.ones) if operator == "and" else (np.logical_or, np.zeros)
+    return lambda table: reduce(join, (part(table) for part in parts), start(len(table), bool))
+
+
+def _negation(part: Expression) -> Expression:
+    return lambda table: ~part(table)
 
 
 def _to_mask(values: pa.ChunkedArray) -> Mask:

@@ -39,11 +39,9 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
         if store.age_s(path) >= grace_s:
             store.delete(path)
             removals.append(path)
-    store.sync_names(paths.versions_dir(index))  # before their files are deleted
-    candidates = [paths.shard_dir(index, name) for name in store.list(paths.shards_dir(index))]
-    candidates += [f"{paths.refined_queries_dir(index)}/{n}" for n in store.list(paths.refined_queries_dir(index))]
-    candidates += [f"{paths.lexical_dir(index)}/{name}" for name in store.list(paths.lexical_dir(index))]
-    candidates += [paths.staging_dir(index, key) for key in store.list(paths.staging_root(index))]
+    store.sync_names(paths.index_dir(index, "versions"))  # before their files are deleted
+    folders = [paths.index_dir(index, kind) for kind in ("shards", "queries", "lexical", "staging")]
+    candidates = [f"{folder}/{name}" for folder in folders for name in store.list(folder)]
     paths_of: dict[int, set[str]] = {}
     for path in candidates:
         # References and age are checked right before the deletion: a publisher touches the shards that it will name.
@@ -68,9 +66,10 @@ def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S, index: str
 
     A younger file may belong to an unfinished update or index version.
     """
+    versions = paths.corpus_dir(name, "versions")
     try:
         numbers = publications(store, name)
-        corpora = [Corpus.open(store, name, digest) for digest in _digests(store, name)]
+        corpora = [Corpus.open(store, name, digest) for digest in store.json_names(versions)]
         needed_digests = {Corpus.open(store, name).digest, *_digests_named(store, name, index)}
     except (MissingInputError, StorageError) as error:
         log.warning("old corpora not collected: corpus=%s (%s)", name, error)
@@ -82,15 +81,16 @@ def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S, index: str
             store.delete(path)
             store.delete_dir(paths.questions_dir(name, corpus.digest))
             removals.append(path)
-    store.sync_names(paths.corpus_versions(name))
+    store.sync_names(versions)
     try:
         described_digests = {digest for digest in needed_digests if store.exists(paths.corpus_version(name, digest))}
-        remaining = [Corpus.open(store, name, digest) for digest in {*_digests(store, name), *described_digests}]
+        digests = {*store.json_names(versions), *described_digests}
+        remaining = [Corpus.open(store, name, digest) for digest in digests]
         needed_files = {file for corpus in [Corpus.open(store, name), *remaining] for file in _file_names(corpus)}
     except (MissingInputError, StorageError) as error:
         log.warning("old files not collected: corpus=%s (%s)", name, error)
         return removals
-    questions = (f"sets/{file}" for file in store.list(paths.question_files_dir(name)))
+    questions = (f"sets/{file}" for file in store.list(paths.corpus_dir(name, "sets")))
     for file in (*store.list(paths.corpus_dir(name)), *questions):
         path = f"{paths.corpus_dir(name)}/{file}"
         if file.endswith(".arrow") and file not in needed_files and store.age_s(path) >= grace_s:
@@ -114,10 +114,6 @@ def _file_names(corpus: Corpus) -> set[str]:
     return names
 
 
-def _digests(store: Store, name: str) -> list[str]:
-    return [file.removesuffix(".json") for file in store.list(paths.corpus_versions(name)) if file.endswith(".json")]
-
-
 def _digests_named(store: Store, corpus: str, index: str) -> set[str]:
     """Return the digests of the corpora of one name that the versions of all indexes were made from, `index` (if any)
     and those that are listed."""
@@ -139,11 +135,6 @@ def _is_named(store: Store, index: str, path: str, paths_of: dict[int, set[str]]
     versions = manifest.find_versions(store, index)
     for version in versions:
         if version not in paths_of:
-            if (one := _version(store, index, version)) is None:
-                paths_of[version] = set()
-                continue
-            paths_of[version] = {paths.shard_dir(index, shard.digest) for shard in one.shards}
-            paths_of[version] |= {paths.refined_queries(index, digest) for digest in one.refined_queries.values()}
-            words = one.lexical.files if one.lexical else ()
-            paths_of[version] |= {manifest.lexical_path(index, entry) for entry in words}
+            one = _version(store, index, version)
+            paths_of[version] = manifest.named_paths(one) if one else set()
     return any(path in paths_of[version] for version in versions)

@@ -7,6 +7,7 @@ the last of them. `publish` follows a parent, so of two publishers with the same
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 import uuid
@@ -25,7 +26,7 @@ from mvr_ray.config.base import Name
 from mvr_ray.errors import DigestError, ManifestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.files import Store, cached_sha256_of, sha256_of
+from mvr_ray.store.files import Store, sha256_of
 
 log = logging.getLogger(__name__)
 
@@ -200,6 +201,14 @@ class Problem(NamedTuple):
     cure: str = "mvr-ray versions CONFIG repair"
 
 
+class VersionFile(NamedTuple):
+    """A file that a version names: the number of its shard, or `LEXICAL`, and its path in the store."""
+
+    shard: int
+    path: str
+    entry: FileEntry
+
+
 class VerifyReport(NamedTuple):
     num_files: int
     num_bytes: int
@@ -235,7 +244,7 @@ def add_shard(
     if store.exists(path):
         store.touch(path)
         is_described = store.exists(f"{path}/{paths.SHARD_JSON}") and not _check_description(store, index, entry)
-        for problem in _check_shard(store, index, entry).problems:
+        for problem in _damage(store, _shard_files(index, entry)):
             log.warning(
                 "shard repaired: index=%s shard=%d file=%s (%s)", index, meta.shard, problem.path, problem.reason
             )
@@ -254,15 +263,7 @@ def open_shard(store: Store, index: str, entry: ShardEntry) -> Path:
     if (description := folder / paths.SHARD_JSON).is_file():
         _described_digest(description.read_bytes(), str(description))
     for name, file in entry.files.items():
-        path = folder / name
-        if not store.is_local and path.is_file() and not _equals(path, file):
-            path.unlink()
-            store.local_path(f"{remote}/{name}")
-        if not _equals(path, file):
-            raise DigestError(
-                f"{path} of shard {entry.shard} is missing or damaged (its sha256 is not {file.sha256}); "
-                f"repair it: mvr-ray versions CONFIG repair"
-            )
+        _require_whole(store, folder / name, f"{remote}/{name}", file, f" of shard {entry.shard}")
     return folder
 
 
@@ -286,21 +287,17 @@ def add_lexical(store: Store, index: str, file: Path) -> FileEntry:
 
 def open_lexical(store: Store, index: str, files: Iterable[FileEntry]) -> list[Path]:
     """Return local files of words, checked as by `open_shard`."""
-    return [_open_lexical_file(store, index, entry) for entry in files]
+    remotes = [(entry, lexical_path(index, entry)) for entry in files]
+    return [_require_whole(store, store.local_path(path), path, entry) for entry, path in remotes]
 
 
-def _open_lexical_file(store: Store, index: str, entry: FileEntry) -> Path:
-    remote = lexical_path(index, entry)
-    path = store.local_path(remote)
-    if not store.is_local and path.is_file() and not _equals(path, entry):
-        path.unlink()
-        path = store.local_path(remote)
-    if not _equals(path, entry):
+def _require_whole(store: Store, local: Path, path: str, entry: FileEntry, of_shard: str = "") -> Path:
+    if not store.is_whole(local, path, entry.num_bytes, entry.sha256):
         raise DigestError(
-            f"{path} is missing or damaged (its sha256 is not {entry.sha256}); "
+            f"{local}{of_shard} is missing or damaged (its sha256 is not {entry.sha256}); "
             f"repair it: mvr-ray versions CONFIG repair"
         )
-    return path
+    return local
 
 
 def lexical_path(index: str, entry: FileEntry) -> str:
@@ -310,8 +307,7 @@ def lexical_path(index: str, entry: FileEntry) -> str:
 
 def list_versions(store: Store, index: str) -> list[int]:
     """List the numbers of the versions, ascending. The last is live."""
-    stems = (name.removesuffix(".json") for name in store.list(paths.versions_dir(index)) if name.endswith(".json"))
-    return sorted(int(stem) for stem in stems if stem.isdigit())
+    return sorted(int(name) for name in store.json_names(paths.index_dir(index, "versions")) if name.isdigit())
 
 
 def find_versions(store: Store, index: str) -> list[int]:
@@ -327,17 +323,14 @@ def find_versions(store: Store, index: str) -> list[int]:
             f"{store.where(paths.manifest(index, listing[-1]))} is listed and not there: the list is out of date, or "
             f"another collection runs; run the same command again"
         )
-    numbers = set(listing)
-    above = listing[-1] + 1
-    while store.exists(paths.manifest(index, above)):
-        numbers.add(above)
-        above += 1
-    for number in range(listing[-1] - 1, 0, -1):
-        if number not in numbers and store.exists(paths.manifest(index, number)):
-            numbers.add(number)
-        elif number < listing[0]:
-            break
-    return sorted(numbers)
+
+    def exists(number: int) -> bool:
+        return store.exists(paths.manifest(index, number))
+
+    above = itertools.takewhile(exists, itertools.count(listing[-1] + 1))
+    below = itertools.takewhile(exists, range(listing[0] - 1, 0, -1))
+    between = filter(exists, set(range(listing[0], listing[-1])).difference(listing))
+    return sorted([*listing, *above, *below, *between])
 
 
 def read(store: Store, index: str, version: int | None = None) -> Manifest:
@@ -395,7 +388,11 @@ def publish(store: Store, manifest: Manifest) -> Manifest:
     except ManifestError:
         raise
     except OSError as error:
-        if _holds(store, path, data, error):
+        try:
+            is_there = store.holds(path, data, error)
+        except StorageError as store_error:
+            raise ManifestError(f"{store_error} (mvr-ray versions CONFIG list)") from error
+        if is_there:
             log.warning("published in spite of an error: index=%s version=%d error=%s", index, version, error)
         elif isinstance(error, FileExistsError):
             raise _conflict(index, version, latest_version(store, index)) from None
@@ -432,35 +429,21 @@ def _withdraw_if_torn(store: Store, manifest: Manifest) -> None:
     raise ManifestError(f"{problem}; {now}; run the same command again")
 
 
-def _holds(store: Store, path: str, data: bytes, error: OSError) -> bool:
-    """Call `Store.holds`, and raise its error as a ManifestError."""
-    try:
-        return store.holds(path, data, error)
-    except StorageError as store_error:
-        raise ManifestError(f"{store_error} (mvr-ray versions CONFIG list)") from error
-
-
 def verify(store: Store, manifest: Manifest) -> VerifyReport:
     """Read every file of a version and compare it with its digest."""
-    reports = [_check_shard(store, manifest.index, entry) for entry in manifest.shards]
-    num_files = sum(report.num_files for report in reports)
-    num_bytes = sum(report.num_bytes for report in reports)
-    problems = [problem for report in reports for problem in report.problems]
+    files = _files(manifest)
+    problems = _damage(store, files)
     problems += [problem for entry in manifest.shards for problem in _check_description(store, manifest.index, entry)]
+    num_bytes = sum(file.entry.num_bytes for file in files)
     for digest in manifest.refined_queries.values():
         path = paths.refined_queries(manifest.index, digest)
         size = store.size_bytes(path)
-        num_files, num_bytes = num_files + 1, num_bytes + max(size, 0)
+        num_bytes += max(size, 0)
         if size < 0:
             problems.append(Problem(QUERIES, path, "is missing"))
         elif not store.sha256(path).startswith(digest):
             problems.append(Problem(QUERIES, path, f"has another sha256 than {digest}"))
-    for entry in manifest.lexical.files if manifest.lexical else ():
-        path = lexical_path(manifest.index, entry)
-        num_files, num_bytes = num_files + 1, num_bytes + entry.num_bytes
-        if reason := store.damage(path, entry.num_bytes, entry.sha256):
-            problems.append(Problem(LEXICAL, path, reason))
-    return VerifyReport(num_files, num_bytes, problems)
+    return VerifyReport(len(files) + len(manifest.refined_queries), num_bytes, problems)
 
 
 def rollback(store: Store, index: str, to: int) -> Manifest:
@@ -476,29 +459,20 @@ def _require_files(store: Store, manifest: Manifest, version: int) -> None:
             f"index {manifest.index!r} version {version} not published: it has {len(manifest.shards)} shards and the "
             f"words of {len(manifest.lexical.postings)}; index again: mvr-ray index CONFIG index.lexical=true"
         )
-    missing = _missing_files(store, manifest)
-    if missing:
+    if missing := _missing_files(store, manifest):
+        num_files = len(_files(manifest)) + len(manifest.refined_queries)
         raise ManifestError(
-            f"index {manifest.index!r} version {version} not published: {len(missing)} of {_num_files(manifest)} files "
+            f"index {manifest.index!r} version {version} not published: {len(missing)} of {num_files} files "
             f"missing or cut short (first: {store.where(missing[0])}); run the same command again, it continues"
         )
-    for shard in manifest.shards:
-        store.touch(paths.shard_dir(manifest.index, shard.digest))
-    for entry in manifest.lexical.files if manifest.lexical else ():
-        store.touch(lexical_path(manifest.index, entry))
+    for path in sorted(named_paths(manifest)):
+        store.touch(path)
     store.touch(paths.corpus_version(manifest.corpus, manifest.corpus_digest))
 
 
 def _missing_files(store: Store, manifest: Manifest) -> list[str]:
     """List the paths of the manifest, and of the corpus that it names, that are missing or have another size."""
-    sizes = [
-        (f"{paths.shard_dir(manifest.index, shard.digest)}/{name}", file.num_bytes)
-        for shard in manifest.shards
-        for name, file in shard.files.items()
-    ]
-    if manifest.lexical:
-        sizes += [(lexical_path(manifest.index, entry), entry.num_bytes) for entry in manifest.lexical.files]
-    missing = [path for path, num_bytes in sizes if store.size_bytes(path) != num_bytes]
+    missing = [file.path for file in _files(manifest) if store.size_bytes(file.path) != file.entry.num_bytes]
     queries = [paths.refined_queries(manifest.index, digest) for digest in manifest.refined_queries.values()]
     missing += [path for path in queries if store.size_bytes(path) < 0]
     if not manifest.corpus_digest:
@@ -509,17 +483,28 @@ def _missing_files(store: Store, manifest: Manifest) -> list[str]:
         return [*missing, paths.corpus_version(manifest.corpus, manifest.corpus_digest)]
 
 
-def _num_files(manifest: Manifest) -> int:
-    num_lexical = len(manifest.lexical.files) if manifest.lexical else 0
-    return sum(len(shard.files) for shard in manifest.shards) + len(manifest.refined_queries) + num_lexical
+def named_paths(manifest: Manifest) -> set[str]:
+    """Return the paths that a version names: folders of shards, files of refined queries and words."""
+    shards = {paths.shard_dir(manifest.index, shard.digest) for shard in manifest.shards}
+    queries = {paths.refined_queries(manifest.index, digest) for digest in manifest.refined_queries.values()}
+    return shards | queries | {file.path for file in _files(manifest) if file.shard == LEXICAL}
 
 
-def _check_shard(store: Store, index: str, entry: ShardEntry) -> VerifyReport:
-    folder = paths.shard_dir(index, entry.digest)
-    files = [(f"{folder}/{name}", file) for name, file in entry.files.items()]
-    reasons = [(path, store.damage(path, file.num_bytes, file.sha256)) for path, file in files]
-    problems = [Problem(entry.shard, path, reason) for path, reason in reasons if reason]
-    return VerifyReport(len(entry.files), entry.num_bytes, problems)
+def _files(manifest: Manifest) -> list[VersionFile]:
+    """List the files of shards and words; those of refined queries have no entry."""
+    words = manifest.lexical.files if manifest.lexical else ()
+    files = [file for shard in manifest.shards for file in _shard_files(manifest.index, shard)]
+    return files + [VersionFile(LEXICAL, lexical_path(manifest.index, entry), entry) for entry in words]
+
+
+def _shard_files(index: str, shard: ShardEntry) -> list[VersionFile]:
+    folder = paths.shard_dir(index, shard.digest)
+    return [VersionFile(shard.shard, f"{folder}/{name}", entry) for name, entry in shard.files.items()]
+
+
+def _damage(store: Store, files: Iterable[VersionFile]) -> list[Problem]:
+    reasons = ((file, store.damage(file.path, file.entry.num_bytes, file.entry.sha256)) for file in files)
+    return [Problem(file.shard, file.path, reason) for file, reason in reasons if reason]
 
 
 def _check_description(store: Store, index: str, entry: ShardEntry) -> list[Problem]:
@@ -541,10 +526,6 @@ def _described_digest(shard_json: bytes, where: str) -> str:
     require_format(fields, FORMAT_VERSION, where, _ROLL_BACK)
     fields.pop(FORMAT_KEY, None)
     return digest_of(fields)[:DIGEST_HEX]
-
-
-def _equals(path: Path, file: FileEntry) -> bool:
-    return path.is_file() and path.stat().st_size == file.num_bytes and cached_sha256_of(path) == file.sha256
 
 
 def _conflict(index: str, version: int, live: int) -> PublishConflictError:

@@ -18,7 +18,7 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,38 +91,24 @@ def _s3_settings(bucket: str, user: str, endpoint: str, region: str) -> dict[str
     return settings | ({"region": region} if region else {})
 
 
-def _first_line(error: BaseError | None) -> str:
+def first_line(error: BaseException | None) -> str:
     """Return an error's message without the dump of its source."""
     return str(error).partition("\n")[0]
 
 
-@contextlib.contextmanager
-def _os_errors() -> Iterator[None]:
-    """Raise the library's errors as OSError with the first line of their message."""
-    try:
-        yield
-    except (PermissionDeniedError, UnauthenticatedError) as error:
-        raise PermissionError(_first_line(error)) from error
-    except BaseError as error:
-        raise OSError(_first_line(error)) from error
-
-
 class ObjectFiles:
-    """The operations of `files.Store` under one address; paths are checked by the store."""
+    """The operations of `files.Store` under one address; the store checks paths and converts errors."""
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
         self._is_conditional = False
 
-    @_os_errors()
     def read(self, path: str) -> bytes:
         return bytes(obstore.get(self._objects, path).bytes())
 
-    @_os_errors()
     def write(self, path: str, data: bytes) -> None:
         obstore.put(self._objects, path, data)
 
-    @_os_errors()
     def create_once(self, path: str, data: bytes) -> None:
         """Write to a free path. Raises FileExistsError if it is taken, TimeoutError if no try succeeded."""
         self._require_conditional_puts()
@@ -146,7 +132,7 @@ class ObjectFiles:
                 failure = error
         content = self._read_if_there(path)
         if content is None:
-            raise TimeoutError(f"{path} not created in {CREATE_TRIES} tries: {_first_line(failure)}")
+            raise TimeoutError(f"{path} not created in {CREATE_TRIES} tries: {first_line(failure)}")
         if content != data:
             raise FileExistsError(f"{path} exists")
 
@@ -164,7 +150,7 @@ class ObjectFiles:
             except BaseError as error:
                 if self.exists(PROBE):
                     continue
-                raise StorageError(f"the store takes no conditional PUT ({_first_line(error)})") from error
+                raise StorageError(f"the store takes no conditional PUT ({first_line(error)})") from error
         if not self._is_conditional:
             raise StorageError(
                 "the store ignores the condition of a conditional PUT (If-None-Match), so that two publishers could "
@@ -177,79 +163,62 @@ class ObjectFiles:
         except FileNotFoundError:
             return None
 
-    @_os_errors()
     def upload(self, source: Path, path: str) -> None:
         obstore.put(self._objects, path, source)
 
-    @_os_errors()
     def download(self, path: str, cache: Path) -> Path:
         """Copy a file or folder to the cache; fetch files with another size or time again, very young ones always."""
-        if meta := self._meta(path):
-            return self._download_file(meta, cache / path)
-        files = self._below(path)
-        if not files:
+        if not (files := self._at_or_below(path)):
             raise FileNotFoundError(path)
         for file in files:
             self._download_file(file, cache / file["path"])
         return cache / path
 
-    @_os_errors()
     def exists(self, path: str) -> bool:
-        return self._meta(path) is not None or bool(self._below(path))
+        return bool(self._at_or_below(path))
 
-    @_os_errors()
     def files(self, path: str) -> list[tuple[str, int, float]]:
         """List name, size and time of change of the objects directly under a path, or the whole prefix."""
         listing = obstore.list_with_delimiter(self._objects, path or None)["objects"]
         return [(meta["path"].rpartition("/")[2], meta["size"], meta["last_modified"].timestamp()) for meta in listing]
 
-    @_os_errors()
     def list(self, path: str) -> list[str]:
         listing = obstore.list_with_delimiter(self._objects, path)
         names = [*listing["common_prefixes"], *(meta["path"] for meta in listing["objects"])]
         return [name.rstrip("/").rpartition("/")[2] for name in names]
 
-    @_os_errors()
     def size_bytes(self, path: str) -> int:
         meta = self._meta(path)
         return meta["size"] if meta else -1
 
-    @_os_errors()
     def newest_s(self, path: str) -> float | None:
         """Return the Unix time of the newest object at or below the path."""
-        meta = self._meta(path)
-        files = [meta] if meta else self._below(path)
-        return max((file["last_modified"].timestamp() for file in files), default=None)
+        return max((file["last_modified"].timestamp() for file in self._at_or_below(path)), default=None)
 
-    @_os_errors()
     def touch(self, path: str) -> None:
         """Renew the time of an object, or of a folder's JSON files, by copies within the service, so that no error
         of a transfer is written back."""
-        names = [path] if self._meta(path) else [file["path"] for file in self._below(path)]
+        names = [file["path"] for file in self._at_or_below(path)]
         for name in (name for name in names if name == path or name.endswith(".json")):
             aside = f"{TOUCHED}/{name}"
             obstore.copy(self._objects, name, aside)
             obstore.copy(self._objects, aside, name)
             self.delete(aside)
 
-    @_os_errors()
     def delete(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             obstore.delete(self._objects, path)
 
-    @_os_errors()
     def delete_dir(self, path: str) -> None:
         if files := [file["path"] for file in self._below(path)]:
             obstore.delete(self._objects, files)
 
-    @_os_errors()
     def move_dir(self, path: str, to: str) -> None:
         """Copy every file, then delete the originals."""
         for file in self._below(path):
             obstore.copy(self._objects, file["path"], f"{to}/{file['path'].removeprefix(path).lstrip('/')}")
         self.delete_dir(path)
 
-    @_os_errors()
     def sha256(self, path: str) -> str:
         digest = hashlib.sha256()
         for piece in obstore.get(self._objects, path).stream(CHUNK_BYTES):
@@ -262,15 +231,19 @@ class ObjectFiles:
         except FileNotFoundError:
             return None
 
+    def _at_or_below(self, path: str) -> "Sequence[ObjectMeta]":
+        """List the object at a path, or those of a folder."""
+        return [meta] if (meta := self._meta(path)) else self._below(path)
+
     def _below(self, path: str) -> "Sequence[ObjectMeta]":
         return [meta for page in obstore.list(self._objects, path) for meta in page]
 
-    def _download_file(self, meta: "ObjectMeta", target: Path) -> Path:
+    def _download_file(self, meta: "ObjectMeta", target: Path) -> None:
         changed_s = meta["last_modified"].timestamp()
         if target.is_file():
             local = target.stat()
             if local.st_size == meta["size"] and local.st_mtime == changed_s:
-                return target
+                return
         target.parent.mkdir(parents=True, exist_ok=True)
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         try:
@@ -285,4 +258,3 @@ class ObjectFiles:
             aside.replace(target)
         finally:
             aside.unlink(missing_ok=True)
-        return target

@@ -5,10 +5,10 @@ changes: passages that are new or differ, and in its metadata the ids of deleted
 """
 
 import bisect
+import io
 import itertools
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from mvr_ray.errors import StorageError
+from mvr_ray.store.changes import Changes, lay_over
 from mvr_ray.store.fields import ARROW_TYPES
 from mvr_ray.store.files import finished_file
 from mvr_ray.types import Passage
@@ -24,7 +25,6 @@ _ROWS_WORTH_DIVIDING = 32
 BATCH_ROWS = 4096
 CURE = "run `mvr-ray prepare CONFIG` again"
 DELETED_IDS = b"deleted_ids"
-_CONTENT = ("id", "title", "text")
 PASSAGE_SCHEMA = pa.schema([pa.field(name, pa.string(), False) for name in ("id", "title", "text")])
 
 
@@ -36,14 +36,22 @@ class CorpusPart:
         """`fields` are those of the corpus; without them passages are read as if they had none."""
         self.path, self.change_paths = path, changes
         self._schema = passage_schema(fields or {})
-        self.change_files = [read_part_changes(file, self._schema) for file in changes]
-        self.changes = merge_changes(self.change_files)
-        self._batches = [batch.select(self._schema.names) for batch in map_batches(path)]
+        self.change_files = [_read_changes(file, self._schema.names) for file in changes]
+        self.changes = Changes.join(self.change_files)
+        self._batches = [batch.select(self._schema.names).replace_schema_metadata() for batch in map_batches(path)]
         if changes:
-            self._batches = _changed_batches(self._batches, self.changes)
-        self._starts = [0]
-        for batch in self._batches:
-            self._starts.append(self._starts[-1] + batch.num_rows)
+            self._batches = list(
+                lay_over(
+                    self._batches,
+                    self.changes,
+                    ids_of=lambda batch: batch.column(0).to_pylist(),
+                    piece_of=lambda _, row: row,
+                    cut=lambda batch, start, stop: batch.slice(start, stop - start),
+                    join=pa.concat_batches,
+                    rows_worth_dividing=_ROWS_WORTH_DIVIDING,
+                )
+            )
+        self._starts = list(itertools.accumulate((batch.num_rows for batch in self._batches), initial=0))
         self._first_ids = [batch.column(0)[0].as_py() for batch in self._batches]
 
     def __len__(self) -> int:
@@ -55,7 +63,7 @@ class CorpusPart:
         passages: list[Passage] = []
         for at in range(max(bisect.bisect_right(self._starts, start) - 1, 0), bisect.bisect_left(self._starts, stop)):
             first = max(start, self._starts[at])
-            passages += _passages_of(self._batches[at].slice(first - self._starts[at], stop - first))
+            passages += passages_of(self._batches[at].slice(first - self._starts[at], stop - first))
         return passages
 
     def take(self, rows: Sequence[int]) -> list[Passage]:
@@ -64,7 +72,7 @@ class CorpusPart:
         passages: list[Passage] = []
         for batch, first, low, high in zip(self._batches, self._starts, edges, edges[1:]):
             if low < high:
-                passages += _passages_of(batch.take(pa.array([row - first for row in rows[low:high]], pa.int64())))
+                passages += passages_of(batch.take(pa.array([row - first for row in rows[low:high]], pa.int64())))
         return passages
 
     def table(self, columns: Iterable[str]) -> pa.Table:
@@ -101,7 +109,7 @@ def difference(before: CorpusPart, after: CorpusPart) -> PartDifference:
     file, only the changes that they do not share."""
     if before.path == after.path:
         return _difference_of_changes(before, after)
-    old, new = (part.table(_CONTENT) for part in (before, after))
+    old, new = (part.table(PASSAGE_SCHEMA.names) for part in (before, after))
     compute: Any = pc
     matches = old.take(compute.index_in(new.column("id"), value_set=old.column("id")))
     same = compute.and_(*(compute.equal(matches.column(name), new.column(name)) for name in ("title", "text")))
@@ -133,22 +141,16 @@ def find_contents(
     names of other files without any. Reads only texts of a length that one of the contents has.
     """
     names: dict[tuple[str, str], str] = {}
-    base = CorpusPart(part.path)
-    files = [(part.path, base.table(_CONTENT)), *zip(part.change_paths, map(_content_table, part.change_files))]
-    for path, table in files:
+    for path in (part.path, *part.change_paths):
         if path.name in lacking:
             continue
+        table = CorpusPart(path).table(PASSAGE_SCHEMA.names)
         own = [(content, name) for content, name in _rows_with(table, contents) if content in contents]
         current = [(content, name) for content, name in own if (now := part.get(name)) and now[1:3] == content]
         names |= {content: name for content, name in reversed(current) if content not in names}
         if not own:
             lacking.add(path.name)
     return names
-
-
-def _content_table(changes: "PartChanges") -> pa.Table:
-    plain = [batch.replace_schema_metadata().select(list(_CONTENT)) for batch in changes.batches]
-    return pa.Table.from_batches(plain, pa.schema([PASSAGE_SCHEMA.field(name) for name in _CONTENT]))
 
 
 def _rows_with(table: pa.Table, contents: Collection[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], str]]:
@@ -167,99 +169,31 @@ def passage_schema(fields: Mapping[str, str]) -> pa.Schema:
     return pa.schema([*PASSAGE_SCHEMA, *(pa.field(name, ARROW_TYPES[kind]) for name, kind in fields.items())])
 
 
-def write_passages(path: Path, passages: Iterable[Passage], fields: Mapping[str, str] | None = None) -> int:
-    """Write one part's file, with a column for each of the corpus's fields; the rows must come in id order.
-
-    Returns how many there were.
-    """
-    fields = fields or {}
-    return write_rows(path, passage_schema(fields), _rows(passages, fields))
-
-
-def _rows(passages: Iterable[Passage], fields: Mapping[str, str]) -> Iterator[tuple[Any, ...]]:
-    return ((*passage[:3], *map(dict(passage.fields).get, fields)) for passage in passages)
-
-
-class PartChanges(NamedTuple):
-    """The content of a file of changes, or of several merged ones."""
-
-    batches: list[pa.RecordBatch]
-    deleted_ids: list[str]
-
-    def ids(self) -> list[str]:
-        """Return the ids of new or changed passages, and those of deleted ones."""
-        return [*itertools.chain(*(batch.column(0).to_pylist() for batch in self.batches)), *self.deleted_ids]
-
-    def passages(self) -> dict[str, Passage]:
-        return {passage.id: passage for batch in self.batches for passage in _passages_of(batch)}
-
-
-def write_part_changes(
-    path: Path, passages: Iterable[Passage], deleted_ids: Iterable[str], fields: Mapping[str, str]
+def write_passages(
+    path: Path,
+    passages: Iterable[Passage],
+    fields: Mapping[str, str] | None = None,
+    deleted_ids: Iterable[str] | None = None,
 ) -> int:
-    """Write the file of changes of a part; passages and ids come in order. Returns how many passages there were."""
-    metadata = {DELETED_IDS: json.dumps(list(deleted_ids), ensure_ascii=False).encode()}
-    return write_rows(path, passage_schema(fields).with_metadata(metadata), _rows(passages, fields))
+    """Write one part's file, with a column for each of the corpus's fields, or with `deleted_ids` a file of its
+    changes; the passages, and these ids, must come in order. Returns how many passages there were."""
+    fields = fields or {}
+    schema = passage_schema(fields)
+    if deleted_ids is not None:
+        schema = schema.with_metadata({DELETED_IDS: json.dumps(list(deleted_ids), ensure_ascii=False).encode()})
+    rows = ((*passage[:3], *map(dict(passage.fields).get, fields)) for passage in passages)
+    return write_rows(path, schema, rows)
 
 
-def read_part_changes(path: Path, schema: pa.Schema) -> PartChanges:
-    """Read the columns of `schema` from a file of changes."""
+def _read_changes(path: Path, columns: list[str]) -> Changes[pa.RecordBatch]:
+    """Read a file of changes: each row as a batch of its own, without a copy."""
     batches, metadata = map_file(path)
-    deleted_ids = json.loads(metadata.get(DELETED_IDS, b"[]"))
-    return PartChanges([batch.select(schema.names) for batch in batches], deleted_ids)
+    plain = [batch.select(columns).replace_schema_metadata() for batch in batches]
+    rows = {name: own.slice(at, 1) for own in plain for at, name in enumerate(own.column(0).to_pylist())}
+    return Changes(rows, set(json.loads(metadata.get(DELETED_IDS, b"[]"))))
 
 
-def merge_changes(files: Sequence[PartChanges]) -> PartChanges:
-    """Merge files of changes; later files override earlier ones. The result of several has one batch."""
-    if len(files) < 2:
-        return files[0] if files else PartChanges([], [])
-    rows: dict[str, pa.RecordBatch] = {}
-    deletions: set[str] = set()
-    for file in files:
-        own = _rows_by_id(file.batches)
-        deletions = deletions.union(file.deleted_ids).difference(own)
-        rows = {name: row for name, row in rows.items() if name not in deletions} | own
-    sorted_rows = [rows[name] for name in sorted(rows)]
-    return PartChanges([pa.concat_batches(sorted_rows)] if sorted_rows else [], sorted(deletions))
-
-
-def _rows_by_id(batches: Iterable[pa.RecordBatch]) -> dict[str, pa.RecordBatch]:
-    """Return each passage by id as a batch of one row; nothing is copied."""
-    plain = (batch.replace_schema_metadata() for batch in batches)
-    return {name: own.slice(at, 1) for own in plain for at, name in enumerate(own.column(0).to_pylist())}
-
-
-def _changed_batches(batches: list[pa.RecordBatch], changes: PartChanges) -> list[pa.RecordBatch]:
-    """Return the rows of `batches` in id order, with the new and changed passages of the changes, and without deleted
-    ones."""
-    upserts = _rows_by_id(changes.batches)
-    names = sorted({*upserts, *changes.deleted_ids})
-    starts = [0, *(bisect.bisect_left(names, batch.column(0)[0].as_py()) for batch in batches[1:]), len(names)]
-    results: list[pa.RecordBatch] = []
-    for batch, low, high in zip(batches, starts, starts[1:]):
-        batch = batch.replace_schema_metadata()
-        parts = list(_divide(batch, names[low:high], upserts))
-        is_divided = (high - low) * _ROWS_WORTH_DIVIDING <= batch.num_rows
-        results += parts if is_divided or len(parts) < 2 else [pa.concat_batches(parts)]
-    return results
-
-
-def _divide(batch: pa.RecordBatch, names: list[str], upserts: Mapping[str, pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the parts of a batch around `names`, ascending, and between them the row that `upserts` has of each name; a
-    name without a row there is deleted. Nothing is copied."""
-    row, column = 0, batch.column(0)
-    for name in names:
-        at = bisect.bisect_left(range(len(column)), name, row, key=lambda at: column[at].as_py())
-        if row < at:
-            yield batch.slice(row, at - row)
-        row = at + (at < len(column) and column[at].as_py() == name)
-        if name in upserts:
-            yield upserts[name]
-    if row < len(column):
-        yield batch.slice(row)
-
-
-def _passages_of(batch: pa.RecordBatch) -> Iterator[Passage]:
+def passages_of(batch: pa.RecordBatch) -> Iterator[Passage]:
     ids, titles, texts, *columns = (column.to_pylist() for column in batch.columns)
     if not columns:
         return map(Passage, ids, titles, texts)
@@ -273,14 +207,17 @@ def _passages_of(batch: pa.RecordBatch) -> Iterator[Passage]:
 
 
 def write_rows(path: Path, schema: pa.Schema, rows: Iterable[tuple[Any, ...]]) -> int:
-    count = 0
+    count, remaining = 0, iter(rows)
     with finished_file(path) as aside, pa.OSFile(str(aside), "wb") as sink, pa.ipc.new_file(sink, schema) as file:
-        remaining = iter(rows)
-        while chunk := list(islice(remaining, BATCH_ROWS)):
-            columns = [pa.array(values, field.type) for values, field in zip(zip(*chunk), schema)]
-            file.write_batch(pa.record_batch(columns, schema=schema))
+        while chunk := list(itertools.islice(remaining, BATCH_ROWS)):
+            file.write_batch(pa.record_batch(to_columns(chunk, schema), schema=schema))
             count += len(chunk)
     return count
+
+
+def to_columns(rows: Iterable[tuple[Any, ...]], schema: pa.Schema) -> list[pa.Array]:
+    """Convert rows, at least one, to the columns of a schema."""
+    return [pa.array(values, field.type) for values, field in zip(zip(*rows), schema)]
 
 
 def map_batches(path: Path) -> list[pa.RecordBatch]:
@@ -295,3 +232,13 @@ def map_file(path: Path) -> tuple[list[pa.RecordBatch], dict[bytes, bytes]]:
         return [batch for batch in batches if batch.num_rows], reader.schema.metadata or {}
     except (pa.ArrowException, OSError, ValueError) as error:
         raise StorageError(f"{path} is missing or damaged ({error}); {CURE}") from error
+
+
+def parquet_bytes(rows: Iterable[tuple[Any, ...]], schema: pa.Schema) -> bytes:
+    """Write rows as the bytes of a Parquet file, zstd-compressed."""
+    import pyarrow.parquet as pq
+
+    rows, buffer = list(rows), io.BytesIO()
+    table = pa.table(to_columns(rows, schema), schema=schema) if rows else schema.empty_table()
+    pq.write_table(table, buffer, compression="zstd")
+    return buffer.getvalue()

@@ -27,13 +27,13 @@ Paths are strings relative to the store's root with `/` between parts; `files.St
 
 import itertools
 from collections.abc import Collection
+from typing import Literal
 
 EMBEDDINGS = "embeddings.arrow"
 CHANGES = "changes.arrow"
 """The first file of changes of a shard."""
 SHARD_JSON = "shard.json"
 PRUNED_JSON = "pruned.json"
-CORPUS_JSON = "corpus.json"
 ENCODER_JSON = "encoder.json"
 RUN_FILE = "run.yaml"
 
@@ -54,17 +54,14 @@ def embedding_files(names: Collection[str]) -> list[str]:
     return [EMBEDDINGS, *changes_files(names)]
 
 
-def corpus_dir(name: str) -> str:
-    return f"corpora/{name}"
+def corpus_dir(name: str, kind: Literal["publications", "versions", "sets"] | None = None) -> str:
+    """Folder of a corpus's parts, or of its publications, its descriptions by digest, or its files of questions."""
+    return f"corpora/{name}/{kind}" if kind else f"corpora/{name}"
 
 
 def corpus_json(name: str) -> str:
     """Description of the last corpus as programs before publications stored it."""
-    return f"corpora/{name}/{CORPUS_JSON}"
-
-
-def corpus_publications(name: str) -> str:
-    return f"corpora/{name}/publications"
+    return f"corpora/{name}/corpus.json"
 
 
 def corpus_publication(name: str, number: int) -> str:
@@ -82,10 +79,6 @@ def corpus_changes(shard: int, digest: str) -> str:
     return f"part-{shard:05d}-{digest[:16]}.changes.arrow"
 
 
-def corpus_versions(name: str) -> str:
-    return f"corpora/{name}/versions"
-
-
 def corpus_version(name: str, digest: str) -> str:
     return f"corpora/{name}/versions/{digest}.json"
 
@@ -96,10 +89,6 @@ def questions_dir(corpus: str, digest: str) -> str:
 
 def question_set(corpus: str, digest: str, name: str) -> str:
     return f"corpora/{corpus}/questions/{digest}/{name}.json"
-
-
-def question_files_dir(corpus: str) -> str:
-    return f"corpora/{corpus}/sets"
 
 
 def question_file(name: str, digest: str) -> str:
@@ -114,10 +103,6 @@ def shared_questions_dir() -> str:
 
 def feedback(index: str) -> str:
     return f"feedback/{index}.jsonl"
-
-
-def encoders_dir(name: str) -> str:
-    return f"encoders/{name}"
 
 
 def lowered_encoder(name: str, fingerprint: str, precision: str, corpus: str) -> str:
@@ -152,24 +137,17 @@ def indexes_dir() -> str:
     return "indexes"
 
 
-def versions_dir(index: str) -> str:
-    return f"indexes/{index}/versions"
+def index_dir(index: str, kind: Literal["versions", "shards", "queries", "lexical", "quarantine", "staging"]) -> str:
+    """Folder of all versions, shards, files of refined queries or words, damaged shards or unfinished work."""
+    return f"indexes/{index}/{kind}"
 
 
 def manifest(index: str, version: int) -> str:
     return f"indexes/{index}/versions/{version}.json"
 
 
-def shards_dir(index: str) -> str:
-    return f"indexes/{index}/shards"
-
-
 def shard_dir(index: str, digest: str) -> str:
     return f"indexes/{index}/shards/{digest}"
-
-
-def quarantine_root(index: str) -> str:
-    return f"indexes/{index}/quarantine"
 
 
 def quarantine_dir(index: str, digest: str, number: int) -> str:
@@ -181,20 +159,8 @@ def refined_queries(index: str, digest: str) -> str:
     return f"indexes/{index}/queries/{digest}.arrow"
 
 
-def refined_queries_dir(index: str) -> str:
-    return f"indexes/{index}/queries"
-
-
 def lexical(index: str, digest: str) -> str:
     return f"indexes/{index}/lexical/{digest}.arrow"
-
-
-def lexical_dir(index: str) -> str:
-    return f"indexes/{index}/lexical"
-
-
-def staging_root(index: str) -> str:
-    return f"indexes/{index}/staging"
 
 
 def staging_dir(index: str, key: str) -> str:

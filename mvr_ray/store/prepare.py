@@ -9,9 +9,8 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import (
@@ -37,20 +36,11 @@ from mvr_ray.store.corpus import (
 )
 from mvr_ray.store.fields import FieldReader
 from mvr_ray.store.files import Store, sha256_of
-from mvr_ray.store.formats import (
-    BadRow,
-    DroppedRow,
-    PassageRecord,
-    QuestionRecord,
-    Record,
-    format_of,
-    read_source,
-    source_files,
-)
+from mvr_ray.store.formats.records import BadRow, DroppedRow, PassageRecord, QuestionRecord, Record, with_fields
+from mvr_ray.store.formats.sources import format_of, read_source, source_files
 from mvr_ray.store.gc import collect_corpus
 from mvr_ray.store.parts import CorpusPart, write_passages
-from mvr_ray.store.prepare_report import BadRows, PrepareReport
-from mvr_ray.store.questions import put_questions, read_questions, write_question_file, write_questions
+from mvr_ray.store.questions import only_with, put_questions, read_questions, write_question_file, write_questions
 from mvr_ray.store.sampling import draw, hash_rank, split
 from mvr_ray.store.shard_spill import ShardSpill
 from mvr_ray.types import Passage, Progress, Question, no_progress
@@ -58,33 +48,55 @@ from mvr_ray.types import Passage, Progress, Question, no_progress
 log = logging.getLogger(__name__)
 
 REPORT_EVERY = 5000
+NUM_NAMED = 5
 
 
-class _SourceRows(NamedTuple):
-    """The sources' passages and question sets, and how many rows formats (by reason) and `share` leave out."""
+@dataclass(frozen=True)
+class PrepareReport:
+    """Counts of rows read and written, and of the difference: every row read is written, or named, or counted here.
 
-    passages: ShardSpill
-    sets: dict[str, list[QuestionRecord]]
-    dropped_by_reason: Counter[str]
-    passages_left_out: int
-    questions_left_out: int
+    passages_read + chunks_gained = passages_written + bad passages + duplicates + passages_not_drawn
+    """
+
+    passages_read: int
+    passages_written: int
+    bad_rows: tuple[BadRow, ...]
+    duplicates: int
+    """Repeats of a passage in sources that repeat them, such as DPR's training files; kept once."""
+    questions: dict[str, int]
+    parts: int
+    digest: str
+    chunks_gained: int = 0
+    passages_not_drawn: int = 0
+    questions_not_drawn: int = 0
+    """Left out by max_questions, or because max_passages left out all their gold passages."""
+    rows_dropped: int = 0
+    """Rows that their format's convention leaves out, such as queries without judgements."""
+    dropped_by_reason: Mapping[str, int] = field(default_factory=dict)
+    """The same rows, counted by reason: redirects, pages of other namespaces, queries without judgements."""
+    hard_negatives_dropped: int = 0
+    """Hard negatives that name no passage of the corpus."""
+    fields: dict[str, str] = field(default_factory=dict)
+    """Names and types of the passages' fields."""
 
 
-class _Links(NamedTuple):
-    """References of questions to passages: answer places by (set, question id, positive id), negatives that exist."""
+@dataclass
+class BadRows:
+    """Collects bad rows up to the limit."""
 
-    places: dict[tuple[str, str, str], AnswerPlace]
-    negatives: dict[str, str]
+    limit: int
+    rows: list[BadRow] = field(default_factory=list)
 
-
-class _Pieces(NamedTuple):
-    """Passages ready for their parts (`spill` may hold each id several times), and how many there are."""
-
-    spill: ShardSpill
-    links: _Links
-    num_repeats: int
-    num_unique: int
-    num_pieces: int
+    def add(self, row: BadRow) -> None:
+        self.rows.append(row)
+        log.warning("bad row: %s", row)
+        if len(self.rows) > self.limit:
+            first = "; ".join(str(bad) for bad in self.rows[:NUM_NAMED])
+            more = f" (and {len(self.rows) - NUM_NAMED} before this)" if len(self.rows) > NUM_NAMED else ""
+            raise DataError(
+                f"{len(self.rows)} bad rows, more than prepare.max_bad_rows={self.limit}: {first}{more}; "
+                f"correct the file, or raise prepare.max_bad_rows to skip such rows"
+            )
 
 
 def prepare(
@@ -101,49 +113,210 @@ def prepare(
     else:
         _check(cfg)
     _require_readable(cfg, store)
-    bad = BadRows(cfg.max_bad_rows)
     with store.scratch() as folder:
-        rows = _read(cfg, folder / "read", bad, progress, records)
-        if not rows.passages.num_added and records is not None:
+        work = _Preparation(cfg, folder, progress)
+        work.read(records)
+        if not work.passages.num_added and records is not None:
             raise DataError("prepare: no passage is given; nothing was changed")
-        if not rows.passages.num_added:
+        if not work.passages.num_added:
             raise DataError(
                 f"prepare: the sources give no passage: {'; '.join(map(_holdings, cfg.sources))}. Nothing was changed; "
                 f"add a source with passages to prepare.sources"
             )
-        sets = {name: _draw_questions(records, cfg.max_questions) for name, records in rows.sets.items()}
-        pieces = _cut(cfg, rows.passages, folder / "cut", sets, bad, progress)
-        over_pieces = {name: _resolve(name, records, pieces.links, bad) for name, records in sets.items()}
-        passages = _draw_passages(cfg, pieces, over_pieces)
-        questions = {name: _with_passages(some, passages) for name, some in over_pieces.items()}
-        num_unused = _count(sets) - _count(over_pieces)
-        num_not_drawn = _count(rows.sets) - num_unused - _count(questions)
-        questions |= _splits(cfg, questions, pieces.links)
-        files = folder / "out"
-        parts = _write_parts(cfg, pieces, passages, files, progress)
+        num_questions = _count(work.sets)
+        for name, own in work.sets.items() if cfg.max_questions else ():
+            ids = draw((record.question.id for record in own), cfg.max_questions, "questions")
+            work.sets[name] = [record for record in own if record.question.id in ids]
+        work.cut()
+        over_pieces = {name: work.resolve(name, own) for name, own in work.sets.items()}
+        num_unused = _count(work.sets) - _count(over_pieces)
+        names = work.draw_passages(over_pieces)
+        questions = over_pieces
+        if names is not None:
+            questions = {name: only_with(names.__contains__, own) for name, own in over_pieces.items()}
+        num_not_drawn = num_questions - num_unused - _count(questions)
+        questions |= work.split(questions)
+        parts = work.write_parts(names)
         num_written = sum(part.num_passages for part in parts)
-        for name, some in questions.items():
-            write_question_file(files / f"{name}.arrow", name, some)
+        _require_equal(work.num_pieces if names is None else len(names), num_written, "kept", "written")
+        for name, own in questions.items():
+            write_question_file(folder / f"{name}.arrow", name, own)
+        hard_negatives = [own for rows in work.sets.values() for row in rows for own in row.question.hard_negative_ids]
         report = PrepareReport(
-            passages_read=rows.passages.num_added + rows.passages_left_out,
+            passages_read=work.passages.num_added + work.passages_left_out,
             passages_written=num_written,
-            bad_rows=tuple(bad.rows),
-            duplicates=pieces.num_repeats,
-            questions={name: len(some) for name, some in sorted(questions.items())},
+            bad_rows=tuple(work.bad.rows),
+            duplicates=work.num_repeats,
+            questions={name: len(own) for name, own in sorted(questions.items())},
             parts=len(parts),
             digest=corpus_digest(parts),
-            chunks_gained=pieces.num_pieces - pieces.num_unique,
-            passages_not_drawn=pieces.num_pieces - num_written + rows.passages_left_out,
-            questions_not_drawn=num_not_drawn + rows.questions_left_out,
-            rows_dropped=rows.dropped_by_reason.total(),
-            dropped_by_reason=dict(sorted(rows.dropped_by_reason.items())),
-            hard_negatives_dropped=_num_lost_negatives(sets, pieces.links),
-            fields=dict(pieces.spill.types),
+            chunks_gained=work.num_pieces - work.num_unique,
+            passages_not_drawn=work.num_pieces - num_written + work.passages_left_out,
+            questions_not_drawn=num_not_drawn + work.questions_left_out,
+            rows_dropped=work.dropped_by_reason.total(),
+            dropped_by_reason=dict(sorted(work.dropped_by_reason.items())),
+            hard_negatives_dropped=sum(name not in work.negatives for name in hard_negatives),
+            fields=dict(work.pieces.types),
         )
-        _require_equal(pieces.num_pieces if passages is None else len(passages), num_written, "kept", "written")
-        _put_in_place(cfg, store, files, parts, report)
+        _put_in_place(cfg, store, folder, parts, report)
     log.info("prepared: corpus=%s passages=%d digest=%s", cfg.corpus, report.passages_written, report.digest)
     return report
+
+
+class _Preparation:
+    """One run of `prepare`: rows of the sources, the pieces that they are cut into, and counts of both."""
+
+    def __init__(self, cfg: PrepareConfig, folder: Path, progress: Progress) -> None:
+        self.cfg, self.folder, self.progress = cfg, folder, progress
+        self.bad = BadRows(cfg.max_bad_rows)
+        self.fields = FieldReader(cfg.fields)
+        self.passages = ShardSpill(folder / "read", cfg.num_shards, self.fields.types)
+        self.sets: dict[str, list[QuestionRecord]] = {one.questions: [] for one in cfg.sources if one.questions}
+        self.dropped_by_reason: Counter[str] = Counter()
+        """Rows that their formats leave out."""
+        self.passages_left_out = self.questions_left_out = 0
+        """By the `share` of sources."""
+        self.pieces = self.passages
+        """Passages ready for their parts; each id may occur several times."""
+        self.num_repeats = self.num_unique = self.num_pieces = 0
+        self.places: dict[tuple[str, str, str], AnswerPlace] = {}
+        """Where questions are answered, by set, question id and positive id."""
+        self.negatives: dict[str, str] = {}
+        """Pieces by the ids of hard negatives that exist."""
+
+    def read(self, records: Iterable[Record] | None) -> None:
+        place_of: dict[tuple[str, str], str] = {}
+        count = 0
+        left_out: set[str] = set()
+        sources = [(source, read_source(source)) for source in self.cfg.sources]
+        if records is not None:
+            sources = [(SourceConfig(path="records"), iter(records))]
+        for source, own_records in sources:
+            for record in own_records:
+                count += 1
+                if count % REPORT_EVERY == 0:
+                    self.progress("rows read", count, 0)
+                match record:
+                    case PassageRecord(passage) if not _is_sampled(source, passage):
+                        left_out.add(passage.id)
+                    case PassageRecord():
+                        record = with_fields(record, self.fields.read)
+                        self.passages.add(record) if isinstance(record, PassageRecord) else self.bad.add(record)
+                    case QuestionRecord(question, where):
+                        assert source.questions is not None
+                        key = (source.questions, question.id)
+                        if key in place_of:
+                            reason = f"question id {question.id!r} already occurs in {place_of[key]}"
+                            self.bad.add(BadRow(where, reason))
+                        else:
+                            place_of[key] = where
+                            self.sets[source.questions].append(record)
+                    case BadRow():
+                        self.bad.add(record)
+                    case DroppedRow(_, reason):
+                        self.dropped_by_reason[reason] += 1
+        self.progress("rows read", count, count)
+        if self.fields.infers:  # the corpus does not depend on the order of the fields in the sources
+            self.passages.types = dict(sorted(self.fields.types.items()))
+        num_questions = _count(self.sets)
+        self.sets = {
+            name: [record for record in own if not left_out.intersection(record.question.positive_ids[:1])]
+            for name, own in self.sets.items()
+        }
+        self.passages_left_out, self.questions_left_out = len(left_out), num_questions - _count(self.sets)
+
+    def cut(self) -> None:
+        """Drop repeats and duplicates, cut the other passages, and record which chunks answer the questions."""
+        questions_of: dict[str, list[tuple[str, Question]]] = {}
+        negative_ids: set[str] = set()
+        for name, records in self.sets.items():
+            for question, _ in records:
+                negative_ids.update(question.hard_negative_ids)
+                for passage_id in question.positive_ids:
+                    questions_of.setdefault(passage_id, []).append((name, question))
+        num_words, passages = self.cfg.chunk_words, self.passages
+        if num_words:
+            self.pieces = ShardSpill(self.folder / "cut", self.cfg.num_shards, passages.types)
+        num_duplicates = 0
+        for shard in range(passages.num_shards):
+            own = passages.unique(shard)
+            self.num_repeats += own.repeats
+            self.num_unique += len(own.passages)
+            num_duplicates += len(own.bad)
+            for row in own.bad:
+                self.bad.add(row)
+            for passage in own.passages:
+                chunks = chunk(passage, num_words)
+                self.num_pieces += len(chunks)
+                if passage.id in negative_ids:
+                    self.negatives[passage.id] = chunks[0].passage.id
+                for name, question in questions_of.get(passage.id, ()):
+                    starts = question.answer_starts if passage.id == question.positive_ids[0] else ()
+                    place = locate(passage.text, chunks, question.answers, starts)
+                    self.places[name, question.id, passage.id] = place
+                for piece in chunks if num_words else ():
+                    self.pieces.add(PassageRecord(piece.passage, f"chunk of passage {passage.id!r}"))
+            self.progress("parts sorted", shard + 1, passages.num_shards)
+        _require_equal(passages.num_added, self.num_unique + self.num_repeats + num_duplicates, "read", "sorted")
+
+    def resolve(self, name: str, records: list[QuestionRecord]) -> list[Question]:
+        """Carry questions over to the cut corpus; one whose positive id names no passage is a bad row."""
+        questions = []
+        for question, where in records:
+            places = {positive: self.places.get((name, question.id, positive)) for positive in question.positive_ids}
+            if missing := [positive for positive, place in places.items() if place is None]:
+                reason = f"positive {missing[0]!r} of question {question.id!r} names no passage of the corpus"
+                self.bad.add(BadRow(where, reason))
+                continue
+            negatives = tuple(self.negatives[n] for n in question.hard_negative_ids if n in self.negatives)
+            questions.append(carry_over(question, [place for place in places.values() if place], negatives))
+        return questions
+
+    def draw_passages(self, sets: dict[str, list[Question]]) -> set[str] | None:
+        """Draw the ids of the passages to keep, gold first; None keeps all."""
+        cfg = self.cfg
+        if not cfg.max_passages or self.num_pieces <= cfg.max_passages:
+            return None
+        gold = {positive for questions in sets.values() for question in questions for positive in question.positive_ids}
+        ids = (passage.id for shard in range(cfg.num_shards) for passage in self.pieces.unique(shard).passages)
+        return draw(ids, cfg.max_passages, "passages", first=gold)
+
+    def split(self, questions: dict[str, list[Question]]) -> dict[str, list[Question]]:
+        """Return the sets of `prepare.splits`."""
+        titles = {(name, question_id): place.title for (name, question_id, _), place in reversed(self.places.items())}
+        sets: dict[str, list[Question]] = {}
+        for own in self.cfg.splits:
+            source = questions[own.source]
+            articles = {q.id: titles.get((own.source, q.id), f"question {q.id}") for q in source}
+            for name, part in split(source, articles, **own.model_dump(exclude={"source"})).items():
+                full = f"{own.source}_{name}"
+                if full in questions or full in sets:
+                    raise ConfigError(
+                        f"prepare.splits: two question sets would be named {full!r}; rename a source's set"
+                    )
+                sets[full] = part
+        return sets
+
+    def write_parts(self, passages: set[str] | None) -> list[PartInfo]:
+        """Write every part under its content's name and read it back: every passage must be there."""
+        infos: list[PartInfo] = []
+        for shard in range(self.cfg.num_shards):
+            own = self.pieces.unique(shard)
+            if self.cfg.chunk_words and own.bad:
+                raise DataError(f"a chunk's id is a passage's id: {own.bad[0]}; give the source an id_prefix")
+            rows = [passage for passage in own.passages if passages is None or passage.id in passages]
+            aside = self.folder / "part.arrow"
+            write_passages(aside, rows, self.pieces.types)
+            if missing := sorted({row.id for row in rows} - set(CorpusPart(aside).ids())):
+                raise RowsLostError(
+                    f"part {shard}: {len(missing)} of {len(rows)} passages not written, first: {missing[:5]}"
+                )
+            digest = sha256_of(aside)
+            name = paths.corpus_part(shard, digest)
+            infos.append(PartInfo(name, len(rows), aside.stat().st_size, digest))
+            aside.rename(self.folder / name)
+            self.progress("parts written", shard + 1, self.cfg.num_shards)
+        return infos
 
 
 def _check(cfg: PrepareConfig) -> None:
@@ -163,56 +336,6 @@ def _check(cfg: PrepareConfig) -> None:
             )
 
 
-def _read(
-    cfg: PrepareConfig, folder: Path, bad: BadRows, progress: Progress, records: Iterable[Record] | None
-) -> _SourceRows:
-    fields = FieldReader(cfg.fields)
-    spill = ShardSpill(folder, cfg.num_shards, fields.types)
-    sets: dict[str, list[QuestionRecord]] = {source.questions: [] for source in cfg.sources if source.questions}
-    place_of: dict[tuple[str, str], str] = {}
-    dropped_by_reason: Counter[str] = Counter()
-    count = 0
-    left_out: set[str] = set()
-    sources = [(source, read_source(source)) for source in cfg.sources]
-    if records is not None:
-        sources = [(SourceConfig(path="records"), iter(records))]
-    for source, own_records in sources:
-        for record in own_records:
-            count += 1
-            if count % REPORT_EVERY == 0:
-                progress("rows read", count, 0)
-            match record:
-                case PassageRecord(passage) if not _is_sampled(source, passage):
-                    left_out.add(passage.id)
-                case PassageRecord(passage, where):
-                    try:
-                        passage = passage._replace(fields=fields.read(record.extras))
-                    except ValueError as error:
-                        bad.add(BadRow(where, str(error)))
-                    else:
-                        spill.add(record._replace(passage=passage))
-                case QuestionRecord(question, where):
-                    assert source.questions is not None
-                    key = (source.questions, question.id)
-                    if key in place_of:
-                        bad.add(BadRow(where, f"question id {question.id!r} already occurs in {place_of[key]}"))
-                    else:
-                        place_of[key] = where
-                        sets[source.questions].append(record)
-                case BadRow():
-                    bad.add(record)
-                case DroppedRow(_, reason):
-                    dropped_by_reason[reason] += 1
-    progress("rows read", count, count)
-    if fields.infers:  # the corpus does not depend on the order of the fields in the sources
-        spill.types = dict(sorted(fields.types.items()))
-    own = {
-        name: [record for record in records if not left_out.intersection(record.question.positive_ids[:1])]
-        for name, records in sets.items()
-    }
-    return _SourceRows(spill, own, dropped_by_reason, len(left_out), _count(sets) - _count(own))
-
-
 def _is_sampled(source: SourceConfig, passage: Passage) -> bool:
     return source.share == 1 or hash_rank(passage.title or passage.id, "source") < source.share * 2**64
 
@@ -229,138 +352,6 @@ def _holdings(source: SourceConfig) -> str:
         f"{source.path} (format {format_of(source)}) holds {counts[PassageRecord]} passages{limit}, "
         f"{counts[QuestionRecord]} questions, {counts[BadRow]} bad rows"
     )
-
-
-def _draw_questions(records: list[QuestionRecord], limit: int) -> list[QuestionRecord]:
-    if not limit or len(records) <= limit:
-        return records
-    names = draw((record.question.id for record in records), limit, "questions")
-    return [record for record in records if record.question.id in names]
-
-
-def _cut(
-    cfg: PrepareConfig,
-    passages: ShardSpill,
-    folder: Path,
-    sets: dict[str, list[QuestionRecord]],
-    bad: BadRows,
-    progress: Progress,
-) -> _Pieces:
-    """Drop repeats and duplicates, cut the other passages, and record which chunks answer the questions."""
-    questions_of: dict[str, list[tuple[str, Question]]] = {}
-    negative_ids: set[str] = set()
-    for name, records in sets.items():
-        for question, _ in records:
-            negative_ids.update(question.hard_negative_ids)
-            for passage_id in question.positive_ids:
-                questions_of.setdefault(passage_id, []).append((name, question))
-    links = _Links({}, {})
-    pieces = ShardSpill(folder, cfg.num_shards, passages.types) if cfg.chunk_words else passages
-    num_repeats = num_unique = num_duplicates = num_pieces = 0
-    for shard in range(passages.num_shards):
-        own = passages.unique(shard)
-        num_repeats += own.repeats
-        num_unique += len(own.passages)
-        num_duplicates += len(own.bad)
-        for row in own.bad:
-            bad.add(row)
-        for passage in own.passages:
-            chunks = chunk(passage, cfg.chunk_words)
-            num_pieces += len(chunks)
-            if passage.id in negative_ids:
-                links.negatives[passage.id] = chunks[0].passage.id
-            for name, question in questions_of.get(passage.id, ()):
-                starts = question.answer_starts if passage.id == question.positive_ids[0] else ()
-                place = locate(passage.text, chunks, question.answers, starts)
-                links.places[name, question.id, passage.id] = place
-            if cfg.chunk_words:
-                for piece in chunks:
-                    pieces.add(PassageRecord(piece.passage, f"chunk of passage {passage.id!r}"))
-        progress("parts sorted", shard + 1, passages.num_shards)
-    _require_equal(passages.num_added, num_unique + num_repeats + num_duplicates, "read", "sorted")
-    return _Pieces(pieces, links, num_repeats, num_unique, num_pieces)
-
-
-def _resolve(name: str, records: list[QuestionRecord], links: _Links, bad: BadRows) -> list[Question]:
-    """Carry questions over to the cut corpus; one whose positive id names no passage is a bad row."""
-    questions = []
-    for question, where in records:
-        places = [links.places.get((name, question.id, positive)) for positive in question.positive_ids]
-        missing = [positive for positive, place in zip(question.positive_ids, places) if place is None]
-        if missing:
-            reason = f"positive {missing[0]!r} of question {question.id!r} names no passage of the corpus"
-            bad.add(BadRow(where, reason))
-            continue
-        negatives = tuple(links.negatives[n] for n in question.hard_negative_ids if n in links.negatives)
-        questions.append(carry_over(question, [place for place in places if place is not None], negatives))
-    return questions
-
-
-def _draw_passages(cfg: PrepareConfig, pieces: _Pieces, sets: dict[str, list[Question]]) -> set[str] | None:
-    """Draw the ids of the passages to keep, gold first; None keeps all."""
-    if not cfg.max_passages or pieces.num_pieces <= cfg.max_passages:
-        return None
-    gold = {positive for questions in sets.values() for question in questions for positive in question.positive_ids}
-    ids = (passage.id for shard in range(cfg.num_shards) for passage in pieces.spill.unique(shard).passages)
-    return draw(ids, cfg.max_passages, "passages", first=gold)
-
-
-def _with_passages(questions: list[Question], passages: set[str] | None) -> list[Question]:
-    """Remove ids that were not drawn from questions, and questions that then have no gold passage."""
-    if passages is None:
-        return questions
-    results = []
-    for question in questions:
-        positives = tuple(name for name in question.positive_ids if name in passages)
-        if question.positive_ids and not positives:
-            continue
-        same_first = positives[:1] == question.positive_ids[:1]
-        results.append(
-            question._replace(
-                positive_ids=positives,
-                hard_negative_ids=tuple(name for name in question.hard_negative_ids if name in passages),
-                answer_starts=question.answer_starts if same_first else (-1,) * len(question.answers),
-            )
-        )
-    return results
-
-
-def _splits(cfg: PrepareConfig, questions: dict[str, list[Question]], links: _Links) -> dict[str, list[Question]]:
-    titles = {(name, question_id): place.title for (name, question_id, _), place in reversed(links.places.items())}
-    sets: dict[str, list[Question]] = {}
-    for own in cfg.splits:
-        source = questions[own.source]
-        articles = {q.id: titles.get((own.source, q.id), f"question {q.id}") for q in source}
-        for name, part in split(source, articles, **own.model_dump(exclude={"source"})).items():
-            full = f"{own.source}_{name}"
-            if full in questions or full in sets:
-                raise ConfigError(f"prepare.splits: two question sets would be named {full!r}; rename a source's set")
-            sets[full] = part
-    return sets
-
-
-def _write_parts(
-    cfg: PrepareConfig, pieces: _Pieces, passages: set[str] | None, folder: Path, progress: Progress
-) -> list[PartInfo]:
-    """Write every part under its content's name and read it back: every passage must be there."""
-    infos: list[PartInfo] = []
-    for shard in range(cfg.num_shards):
-        own = pieces.spill.unique(shard)
-        if cfg.chunk_words and own.bad:
-            raise DataError(f"a chunk's id is a passage's id: {own.bad[0]}; give the source an id_prefix")
-        rows = [passage for passage in own.passages if passages is None or passage.id in passages]
-        aside = folder / "part.arrow"
-        write_passages(aside, rows, pieces.spill.types)
-        missing = sorted({row.id for row in rows} - set(CorpusPart(aside).ids()))
-        if missing:
-            first = missing[:5]
-            raise RowsLostError(f"part {shard}: {len(missing)} of {len(rows)} passages not written, first: {first}")
-        digest = sha256_of(aside)
-        name = paths.corpus_part(shard, digest)
-        infos.append(PartInfo(name, len(rows), aside.stat().st_size, digest))
-        aside.rename(folder / name)
-        progress("parts written", shard + 1, cfg.num_shards)
-    return infos
 
 
 def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[PartInfo], report: PrepareReport) -> None:
@@ -382,18 +373,12 @@ def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[Par
     corpus = Corpus(store, info)
     for name, count in report.questions.items():
         put_questions(corpus, name, files / f"{name}.arrow", count)
-    _publish(corpus)
-    collect_corpus(store, cfg.corpus)
-
-
-def _publish(corpus: Corpus) -> None:
-    """Publish after the last publication, and again on a conflict: the sources define the whole corpus."""
-    while True:
-        after = max(publications(corpus.store, corpus.name), default=0)
+    while not corpus.number:
         try:
-            return corpus.publish(after)
-        except PublishConflictError as error:
+            corpus.publish(after=max(publications(store, cfg.corpus), default=0))
+        except PublishConflictError as error:  # the sources define the whole corpus
             log.info("published once more: %s", error)
+    collect_corpus(store, cfg.corpus)
 
 
 def _require_readable(cfg: PrepareConfig, store: Store) -> None:
@@ -437,21 +422,9 @@ def _describe_sources(cfg: PrepareConfig) -> Iterator[SourceInfo]:
         if not files:  # a data set of the Hugging Face hub
             yield SourceInfo(source.path, format_of(source), 0, "")
         for file in files:
-            name = _name_of(source, file, len(files))
+            is_whole_source = len(files) == 1 and not source.path.endswith("/")
+            name = source.path if is_whole_source else f"{source.path.rstrip('/')}/{file.name}"
             yield SourceInfo(name, format_of(source), file.stat().st_size, sha256_of(file))
-
-
-def _name_of(source: SourceConfig, file: Path, num_files: int) -> str:
-    return source.path if num_files == 1 and not source.path.endswith("/") else f"{source.path.rstrip('/')}/{file.name}"
-
-
-def _num_lost_negatives(sets: dict[str, list[QuestionRecord]], links: _Links) -> int:
-    return sum(
-        negative not in links.negatives
-        for records in sets.values()
-        for question, _ in records
-        for negative in question.hard_negative_ids
-    )
 
 
 def _count(sets: Mapping[str, Sized]) -> int:

@@ -4,7 +4,7 @@ The questions lie in an Arrow file that is named by its content, and that the de
 It is not parsed before its digest matches.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,6 +78,25 @@ def _question_batches(corpus: Corpus, name: str) -> list[pa.RecordBatch]:
     if info := question_set(corpus, name):
         return map_batches(corpus.open_file(f"question set {name!r}", info))
     return _map_undescribed(corpus.store.local_path(undescribed_path(corpus, name)))
+
+
+def only_with(
+    is_there: Callable[[str], bool], questions: Iterable[Question], changed_ids: Container[str] = ()
+) -> list[Question]:
+    """Remove passages that are not there from questions, and questions without a gold passage left. If the first gold
+    passage is another one by now, or one of `changed_ids`, the places of the answers are no longer known."""
+    results = []
+    for question in questions:
+        positives = tuple(filter(is_there, question.positive_ids))
+        negatives = tuple(filter(is_there, question.hard_negative_ids))
+        if question.positive_ids and not positives:
+            continue
+        if positives[:1] != question.positive_ids[:1] or any(name in changed_ids for name in positives[:1]):
+            question = question._replace(answer_starts=(-1,) * len(question.answer_starts))
+        if negatives != question.hard_negative_ids:
+            question = question._replace(teacher_scores=())
+        results.append(question._replace(positive_ids=positives, hard_negative_ids=negatives))
+    return results
 
 
 def example_queries(corpus: Corpus, num: int) -> list[str]:

@@ -38,21 +38,14 @@ READING_STAGES = frozenset({"retrieve", "evaluate", "analyze", "read"})
 """Stages that write only their record into the store; if it cannot be written, they run without one."""
 
 
+@dataclasses.dataclass
 class RunRecord:
-    """Collects a run's report; `folder` is relative to the store, empty where nothing is recorded."""
+    """A run's report, and files to be written beside it by name. `folder` is relative to the store, empty where nothing
+    is recorded."""
 
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-        self.report: Any = None
-
-        self.files: dict[str, bytes] = {}
-
-    def keep(self, report: Any) -> None:
-        self.report = report
-
-    def add_file(self, name: str, data: bytes) -> None:
-        """Add a file to be written beside the report."""
-        self.files[name] = data
+    folder: str
+    report: Any = None
+    files: dict[str, bytes] = dataclasses.field(default_factory=dict)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from mvr_ray.store.corpus import shard_of
 from mvr_ray.store.fields import read_fields, to_json
-from mvr_ray.store.formats import BadRow, PassageRecord
+from mvr_ray.store.formats.records import BadRow, PassageRecord
 from mvr_ray.types import Passage
 
 MAX_WAITING_CHARS = 1 << 26

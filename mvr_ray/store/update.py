@@ -14,14 +14,15 @@ import dataclasses
 import itertools
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from mvr_ray.config import PrepareConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
+from mvr_ray.store.changes import MAX_CHANGED_SHARE, Changes, changed_ids, num_kept
 from mvr_ray.store.chunks import chunk
 from mvr_ray.store.corpus import (
     ChangesInfo,
@@ -33,41 +34,21 @@ from mvr_ray.store.corpus import (
     question_sets,
     shard_of,
 )
-from mvr_ray.store.delta import MAX_CHANGED_SHARE, changed_ids, num_kept
-from mvr_ray.store.fields import read_fields
+from mvr_ray.store.fields import FieldReader
 from mvr_ray.store.files import Store, sha256_of
-from mvr_ray.store.formats import BadRow, PassageRecord, Record
+from mvr_ray.store.formats.records import BadRow, PassageRecord, with_fields, with_prefix
 from mvr_ray.store.formats.rows import passage_of
 from mvr_ray.store.formats.text_files import json_lines
 from mvr_ray.store.gc import collect_corpus
-from mvr_ray.store.parts import CorpusPart, merge_changes, write_part_changes, write_passages
-from mvr_ray.store.prepare_report import BadRows
-from mvr_ray.store.questions import copy_questions, read_questions, write_questions
-from mvr_ray.types import Passage, Progress, Question, no_progress
+from mvr_ray.store.parts import CorpusPart, passages_of, write_passages
+from mvr_ray.store.prepare import BadRows
+from mvr_ray.store.questions import copy_questions, only_with, read_questions, write_questions
+from mvr_ray.types import Passage, Progress, no_progress
 
 log = logging.getLogger(__name__)
 
 DUMP_NAME = re.compile(r"\.xml(-p\w+)?(\.gz|\.bz2)?$")
 """Names of MediaWiki dumps, as `prepare` detects them; any other file of changes has JSON lines."""
-
-
-class Changes(NamedTuple):
-    """The content of a file of changes: passages by id, and ids to delete."""
-
-    upserts: dict[str, Passage]
-    deletions: set[str]
-
-    @classmethod
-    def join(cls, parts: Iterable["Changes"]) -> "Changes":
-        """Merge the changes of several files in order: the last one to name a passage decides."""
-        result = cls({}, set())
-        for part in parts:
-            for name in part.deletions:
-                result.upserts.pop(name, None)
-            result.deletions.update(part.deletions)
-            result.deletions.difference_update(part.upserts)
-            result.upserts.update(part.upserts)
-        return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +130,7 @@ def require_all_chunks(cfg: PrepareConfig) -> None:
         )
 
 
-def in_chunks(corpus: Corpus, changes: Changes, chunk_words: int) -> Changes:
+def in_chunks(corpus: Corpus, changes: Changes[Passage], chunk_words: int) -> Changes[Passage]:
     """Convert changes of passages to changes of the chunks that the corpus holds of them; 0 words: change nothing.
 
     Raises ConfigError if the corpus holds one of them whole.
@@ -176,34 +157,54 @@ def _chunk_ids(corpus: Corpus, name: str, start: int) -> Iterator[str]:
 
 
 def apply_changes(
-    parent: Corpus, changes: Changes, description: CorpusInfo, progress: Progress = no_progress
+    parent: Corpus, changes: Changes[Passage], description: CorpusInfo, progress: Progress = no_progress
 ) -> UpdateReport:
     """Make the next corpus of a name from the last one, `parent`, and changes to it.
 
     `description` is the parent's, with other fields that change in the same step. Raises PublishConflictError if
     another update or `prepare` was faster.
     """
-    store = parent.store
-    before = parent.get([*changes.upserts, *changes.deletions])
+    before = parent.get(changes.ids())
     upserts = {name: passage for name, passage in changes.upserts.items() if before.get(name) != passage}
     deletions = changes.deletions & set(before)
-    shards = sorted({shard_of(name, parent.num_shards) for name in [*upserts, *deletions]})
+    by_shard: defaultdict[int, Changes[Passage]] = defaultdict(lambda: Changes({}, set()))
+    for name, passage in upserts.items():
+        by_shard[shard_of(name, parent.num_shards)].upserts[name] = passage
+    for name in deletions:
+        by_shard[shard_of(name, parent.num_shards)].deletions.add(name)
     sets = {name: read_questions(parent, name) for name in question_sets(parent)}
+    sets_now = {
+        name: only_with(lambda own: own not in deletions, questions, upserts) for name, questions in sets.items()
+    }
+    changed_sets = {name: questions for name, questions in sets_now.items() if questions != sets[name]}
     parts = list(parent.info.parts)
-    with store.scratch() as folder:
-        for count, shard in enumerate(shards, 1):
-            parts[shard] = _write_part(parent, shard, upserts, deletions, folder)
-            progress("parts written", count, len(shards))
-        corpus = _next_corpus(parent, parts, description)
-        changed_sets = {name: _without_deleted(questions, upserts, deletions) for name, questions in sets.items()}
-        num_dropped = sum(len(questions) - len(changed_sets[name]) for name, questions in sets.items())
-        if shards or description.change_files != parent.info.change_files:
-            _publish(parent, corpus, {name: own for name, own in changed_sets.items() if own != sets[name]})
-    log.info("updated: corpus=%s parent=%s digest=%s parts=%d", parent.name, parent.digest, corpus.digest, len(shards))
+    with parent.store.scratch() as folder:
+        for count, shard in enumerate(sorted(by_shard), 1):
+            parts[shard] = _write_part(parent, shard, by_shard[shard], folder)
+            progress("parts written", count, len(by_shard))
+    digest = corpus_digest(parts)
+    info = dataclasses.replace(
+        description,
+        digest=digest,
+        num_passages=sum(part.num_passages for part in parts),
+        parts=tuple(parts),
+        questions=parent.info.questions | {name: len(questions) for name, questions in changed_sets.items()},
+        parent=parent.info.parent if digest == parent.digest else parent.digest,
+    )
+    corpus = Corpus(parent.store, info)
+    if by_shard or description.change_files != parent.info.change_files:
+        for name in sets:
+            if name in changed_sets:
+                write_questions(corpus, name, changed_sets[name])
+            elif corpus.digest != parent.digest:
+                copy_questions(parent, corpus, name)
+        corpus.publish(after=parent.number)
+        collect_corpus(parent.store, parent.name)
+    log.info("updated: corpus=%s parent=%s digest=%s parts=%d", parent.name, parent.digest, digest, len(by_shard))
     return UpdateReport(
         corpus=parent.name,
         parent=parent.digest,
-        digest=corpus.digest,
+        digest=digest,
         passages_before=parent.num_passages,
         passages=corpus.num_passages,
         added=sum(name not in before for name in upserts),
@@ -211,12 +212,12 @@ def apply_changes(
         unchanged=len(changes.upserts) - len(upserts),
         deleted=len(deletions),
         absent=len(changes.deletions) - len(deletions),
-        parts_written=len(shards),
-        questions_dropped=num_dropped,
+        parts_written=len(by_shard),
+        questions_dropped=sum(len(sets[name]) - len(questions) for name, questions in changed_sets.items()),
     )
 
 
-def read_changes(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes:
+def read_changes(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage]:
     """Read a file of changes to passages whole: JSON lines, or a MediaWiki dump.
 
     Raises DataError that names the line of a row that is bad, or names an id again.
@@ -224,7 +225,7 @@ def read_changes(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes:
     return read_dump(file, corpus, cfg) if DUMP_NAME.search(file.name) else _read_rows(file, corpus.fields)
 
 
-def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes:
+def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage]:
     """Read what a later dump changes of a corpus that `prepare` made from one of the same wiki.
 
     A page whose revision id the corpus has is not parsed; one that is a redirect or has no text by now is deleted.
@@ -240,15 +241,16 @@ def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes:
         )
     own = (one for one in cfg.sources if one.format == "mediawiki" or DUMP_NAME.search(one.path))
     prefix = next((source.id_prefix for source in own), "")
-    changes, bad = Changes({}, set()), BadRows(cfg.max_bad_rows)
+    changes, bad, fields = Changes[Passage]({}, set()), BadRows(cfg.max_bad_rows), FieldReader(corpus.fields)
     for page in read_pages(file):
         name = prefix + page.id
         first = f"{name}#0" if cfg.chunk_words else name
         before = corpus.get([first]).get(first)
         if before and page.revision == str(dict(before.fields).get(REVISION_FIELD)):
             continue
-        record = page_record(page, str(file), prefix)
-        record = _with_fields(record, corpus.fields) if isinstance(record, PassageRecord) else record
+        record = with_prefix(page_record(page, str(file)), prefix)
+        if isinstance(record, PassageRecord):
+            record = with_fields(record, fields.read)
         if isinstance(record, PassageRecord):
             changes.upserts[name] = record.passage
         elif isinstance(record, BadRow):
@@ -259,8 +261,8 @@ def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes:
     return changes
 
 
-def _read_rows(file: Path, fields: Mapping[str, str]) -> Changes:
-    changes = Changes({}, set())
+def _read_rows(file: Path, types: Mapping[str, str]) -> Changes[Passage]:
+    changes, fields = Changes({}, set()), FieldReader(types)
     line_of: dict[str, str] = {}
     for row in json_lines(file):
         if isinstance(row, BadRow):
@@ -269,7 +271,8 @@ def _read_rows(file: Path, fields: Mapping[str, str]) -> Changes:
         if row.values.get("delete") is True:
             record = PassageRecord(Passage(str(name), "", ""), where) if name else BadRow(where, "it has no id")
         else:
-            record = _with_fields(passage_of(row.values, where), fields)
+            record = passage_of(row.values, where)
+            record = with_fields(record, fields.read) if isinstance(record, PassageRecord) else record
         if not isinstance(record, PassageRecord):
             raise DataError(f'{record}. A row is a passage with id, title and text, or an id with "delete": true')
         name = record.passage.id
@@ -283,40 +286,27 @@ def _read_rows(file: Path, fields: Mapping[str, str]) -> Changes:
     return changes
 
 
-def _with_fields(record: Record, fields: Mapping[str, str]) -> Record:
-    if not isinstance(record, PassageRecord):
-        return record
-    try:
-        return record._replace(passage=record.passage._replace(fields=read_fields(record.extras, fields)))
-    except ValueError as error:
-        return BadRow(record.where, str(error))
-
-
-def _write_part(parent: Corpus, shard: int, upserts: dict[str, Passage], deletions: set[str], folder: Path) -> PartInfo:
+def _write_part(parent: Corpus, shard: int, own: Changes[Passage], folder: Path) -> PartInfo:
     """Write the changes of one part beside its files, or the part whole if they are too many. Either file is
     named by its content. Files of changes that are about as small are written again with these (`num_kept`)."""
     part, info = parent.part(shard), parent.info.parts[shard]
-    own = {name: passage for name, passage in upserts.items() if shard_of(name, parent.num_shards) == shard}
-    own_deletions = {name for name in deletions if shard_of(name, parent.num_shards) == shard}
-    num_files = num_kept([len(file.ids()) for file in part.change_files], len(own) + len(own_deletions))
+    num_files = num_kept([len(file.ids()) for file in part.change_files], len(own.ids()))
     below = CorpusPart(part.path, *part.change_paths[:num_files], fields=parent.fields)
-    rest = merge_changes(part.change_files[num_files:])
-    passages = {
-        name: passage
-        for name, passage in (rest.passages() | own).items()
-        if name not in own_deletions and below.get(name) != passage
-    }
-    deleted_ids = {name for name in {*rest.deleted_ids, *own_deletions} - set(own) if below.row(name) >= 0}
-    ids = changed_ids(part.ids(), own, own_deletions)
+    rows, deletions = Changes.join(part.change_files[num_files:])
+    again = Changes({passage.id: passage for row in rows.values() for passage in passages_of(row)}, deletions)
+    upserts, deletions = Changes.join([again, own])
+    passages = {name: upserts[name] for name in sorted(upserts) if below.get(name) != upserts[name]}
+    deleted_ids = sorted(name for name in deletions if below.row(name) >= 0)
+    ids = changed_ids(part.ids(), *own)
     if not passages and not deleted_ids:
         return dataclasses.replace(info, num_passages=len(below), changes=info.changes[:num_files])
     file = folder / "part.arrow"
-    hidden_ids = {*below.changes.ids(), *passages, *deleted_ids}
-    if is_delta := len(hidden_ids) <= MAX_CHANGED_SHARE * len(CorpusPart(part.path)):
-        write_part_changes(file, [passages[name] for name in sorted(passages)], sorted(deleted_ids), parent.fields)
+    num_changes = len(below.changes.ids().union(passages, deleted_ids))
+    if is_delta := num_changes <= MAX_CHANGED_SHARE * len(CorpusPart(part.path)):
+        write_passages(file, passages.values(), parent.fields, deleted_ids)
         new_part = CorpusPart(part.path, *part.change_paths[:num_files], file)
     else:
-        passages = {passage.id: passage for passage in part.passages()} | own
+        passages = {passage.id: passage for passage in part.passages()} | own.upserts
         write_passages(file, [passages[name] for name in ids], parent.fields)
         new_part = CorpusPart(file)
     assert new_part.ids() == ids
@@ -328,45 +318,3 @@ def _write_part(parent: Corpus, shard: int, upserts: dict[str, Passage], deletio
         new_info = PartInfo(paths.corpus_part(shard, digest), len(ids), num_bytes, digest)
     parent.store.put_file(file, f"{paths.corpus_dir(parent.name)}/{new_info.files[-1].file}")
     return new_info
-
-
-def _next_corpus(parent: Corpus, parts: list[PartInfo], description: CorpusInfo) -> Corpus:
-    digest = corpus_digest(parts)
-    info = dataclasses.replace(
-        description,
-        digest=digest,
-        num_passages=sum(part.num_passages for part in parts),
-        parts=tuple(parts),
-        parent=parent.info.parent if digest == parent.digest else parent.digest,
-    )
-    return Corpus(parent.store, info)
-
-
-def _without_deleted(questions: Iterable[Question], upserts: dict[str, Passage], deletions: set[str]) -> list[Question]:
-    """Remove deleted passages from questions, and questions without a gold passage left. If the text of the first gold
-    passage changed, the places of the answers are no longer known."""
-    results = []
-    for question in questions:
-        positives = tuple(name for name in question.positive_ids if name not in deletions)
-        negatives = tuple(name for name in question.hard_negative_ids if name not in deletions)
-        if question.positive_ids and not positives:
-            continue
-        if positives[:1] != question.positive_ids[:1] or any(name in upserts for name in positives[:1]):
-            question = question._replace(answer_starts=(-1,) * len(question.answer_starts))
-        if negatives != question.hard_negative_ids:
-            question = question._replace(teacher_scores=())
-        results.append(question._replace(positive_ids=positives, hard_negative_ids=negatives))
-    return results
-
-
-def _publish(parent: Corpus, corpus: Corpus, changed_sets: dict[str, list[Question]]) -> None:
-    """Store the question sets of the new corpus, then the corpus; fails if another one was published in between."""
-    counts = parent.info.questions | {name: len(questions) for name, questions in changed_sets.items()}
-    for name in question_sets(parent):
-        if name in changed_sets:
-            write_questions(corpus, name, changed_sets[name])
-        elif corpus.digest != parent.digest:
-            copy_questions(parent, corpus, name)
-    corpus = Corpus(corpus.store, dataclasses.replace(corpus.info, questions=counts))
-    corpus.publish(after=parent.number)
-    collect_corpus(parent.store, parent.name)

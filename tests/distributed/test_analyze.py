@@ -35,9 +35,9 @@ from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
-from mvr_ray.store.formats import RankedQuestion
 from mvr_ray.store.formats.question_ranks import read_question_ranks
 from mvr_ray.store.formats.question_views import read_question_views
+from mvr_ray.store.formats.rankings import RankedQuestion
 from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.types import Hit, Passage, Question
 

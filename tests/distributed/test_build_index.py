@@ -97,7 +97,7 @@ def test_whatever_staged_file_is_damaged_the_same_command_ends_with_the_same_byt
         return versions[-1]
 
     first = build()
-    [staging] = (own_index / paths.staging_root("index")).iterdir()
+    [staging] = (own_index / paths.index_dir("index", "staging")).iterdir()
     names = sorted(file.name for file in staging.iterdir())
     assert [name.split("-")[0] for name in names] == ["built"] * 2 + ["carried"] * 2 + ["chunk"] * 2 + ["plan"] * 2
     whole = shutil.copytree(staging, tmp_path / "whole")
@@ -116,7 +116,7 @@ def test_whatever_staged_file_is_damaged_the_same_command_ends_with_the_same_byt
     assert build().shards == first.shards and manifest.verify(store, first).problems == []
     version = build_index.index(run_over(own_index))
     assert (version.shards, version.metrics["encoded"]) == (first.shards, 9)
-    assert store.list(paths.staging_root("index")) == []
+    assert store.list(paths.index_dir("index", "staging")) == []
     record_property("figures", f"{len(names)} staged files and a built shard damaged, all made again")
 
 

@@ -174,7 +174,7 @@ def test_compaction_writes_what_has_changes_and_keeps_every_other_file(tmp_path,
     report = compact.compact(run)
     assert (report.base_version, report.version, report.shards_written) == (2, 3, len(changed_shards))
     version = manifest.read(store, "random")
-    assert version.operation == "compact" and store.list(paths.staging_root("random")) == []
+    assert version.operation == "compact" and store.list(paths.index_dir("random", "staging")) == []
     whole = publish_random_index(
         tmp_path / "whole",
         {name: own for name, own in (views | random_views(2, 9)).items() if name != "p007"},

@@ -257,7 +257,7 @@ def test_a_killed_driver_loses_only_the_chunks_under_way(empty_store, small_inde
                 break
     store = Store(str(empty_store))
     assert manifest.list_versions(store, "index") == []
-    key = store.list(paths.staging_root("index"))[0]
+    key = store.list(paths.index_dir("index", "staging"))[0]
     assert store.list(paths.staging_dir("index", key))
 
     reports: list[tuple[str, int, int]] = []
@@ -265,7 +265,7 @@ def test_a_killed_driver_loses_only_the_chunks_under_way(empty_store, small_inde
     first = next(record for record in reports if record[0] == "encode")
     assert 0 < first[1] < first[2]
     assert digests(empty_store) == digests(small_index)
-    assert store.list(paths.staging_root("index")) == []
+    assert store.list(paths.index_dir("index", "staging")) == []
     record_property("figures", f"{first[1]} of {first[2]} passages found encoded, {first[2] - first[1]} encoded again")
 
 

@@ -23,7 +23,7 @@ def test_a_full_disk_is_an_error_that_says_so_and_leaves_nothing(tiny_disk, enco
     store = Store(str(tiny_disk))
     with pytest.raises(StorageError, match=r"cannot write .*encoders/e/.*no space left.*run the same command again"):
         save_encoder(store, "e", encoder)
-    assert store.list(paths.encoders_dir("e")) == [] and list((tiny_disk / SCRATCH).iterdir()) == []
+    assert store.list(paths.models_dir("encoders", "e")) == [] and list((tiny_disk / SCRATCH).iterdir()) == []
 
 
 def test_a_model_that_is_there_is_not_written_again(tmp_path, encoder) -> None:

@@ -239,7 +239,7 @@ def test_a_head_that_dies_ends_the_command_and_loses_only_the_chunks_under_way(
         took_s = time.monotonic() - began
     own_store = Store(str(store))
     assert manifest.list_versions(own_store, "index") == []
-    [key] = own_store.list(paths.staging_root("index"))
+    [key] = own_store.list(paths.index_dir("index", "staging"))
     assert own_store.list(paths.staging_dir("index", key))
     with head() as second:
         monkeypatch.setenv("RAY_ADDRESS", second.address)

@@ -26,7 +26,7 @@ from mvr_ray.errors import ConfigError, DataError, FingerprintError, MissingInpu
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
-from mvr_ray.store.formats import RankedPassage, RankedQuestion, write_ranking
+from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion, write_ranking
 from mvr_ray.store.questions import read_questions
 from mvr_ray.types import Question
 

@@ -443,7 +443,7 @@ def test_whatever_file_of_an_unfinished_refinement_is_damaged_the_version_has_th
 
     with pytest.raises(StopError):
         refining.refine(config(cut_store, **settings), stop)
-    [folder] = (cut_store / paths.staging_root("squad")).iterdir()
+    [folder] = (cut_store / paths.index_dir("squad", "staging")).iterdir()
     kinds = [folder / "journal.json", folder / "round-1/queries.npy", max((folder / "round-1").glob("shard-*.npz"))]
     for number, file in enumerate(kinds):
         data = bytearray(file.read_bytes())

@@ -138,7 +138,7 @@ def test_a_repair_that_died_after_setting_aside_is_continued_and_nothing_set_asi
     assert (row.state, row.set_aside) == ("repaired", paths.quarantine_dir("random", entry.digest, 2))
     assert manifest.verify(store, version).problems == []
     collect(store, "random", keep=1, grace_s=0)
-    assert len(store.list(paths.quarantine_root("random"))) == 2
+    assert len(store.list(paths.index_dir("random", "quarantine"))) == 2
 
 
 def test_what_a_refinement_lost_is_cured_by_a_version_that_does_not_need_it(tmp_path: Path):

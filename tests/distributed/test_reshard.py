@@ -184,7 +184,7 @@ def test_the_stage_continues_after_its_end_and_builds_nothing_twice(tmp_path, ra
         ("passages before = after", 120, 120),
         ("views before = after", base.num_vectors, base.num_vectors),
     ]
-    assert Store(str(whole)).list(paths.staging_root("random")) == []
+    assert Store(str(whole)).list(paths.index_dir("random", "staging")) == []
 
     class KilledError(BaseException):
         pass

@@ -22,7 +22,7 @@ from mvr_ray.errors import ConfigError, CoverageError, FilterError, MissingInput
 from mvr_ray.store import corpus, manifest, paths
 from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter
 from mvr_ray.store.files import Store
-from mvr_ray.store.formats import RankedPassage, RankedQuestion
+from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion
 from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.types import EmbeddingBlock, Question
 

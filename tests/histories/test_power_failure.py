@@ -201,7 +201,7 @@ def test_a_version_that_a_power_failure_brings_back_after_collection_is_whole(tm
 def test_a_version_whose_name_cannot_be_synced_is_not_acknowledged(tmp_path, monkeypatch):
     store = Store(tmp_path / "store")
     first = publish_shard(store, b"content")
-    versions, sync = (tmp_path / "store" / paths.versions_dir("i")).stat().st_ino, os.fsync
+    versions, sync = (tmp_path / "store" / paths.index_dir("i", "versions")).stat().st_ino, os.fsync
 
     def fail(handle: int) -> None:
         if os.fstat(handle).st_ino == versions:

@@ -181,7 +181,7 @@ def test_a_version_without_its_shard_corpus_or_encoder_is_not_published(elsewher
 
     for path, field in (
         (paths.shard_dir("library", elsewhere.version.shards[0].digest), ("not_whole", "manifest.shards.0")),
-        (paths.encoders_dir("words"), ("no_encoder", "manifest.encoder_fingerprint")),
+        (paths.models_dir("encoders", "words"), ("no_encoder", "manifest.encoder_fingerprint")),
         (paths.corpus_dir("books"), ("no_corpus", "manifest.corpus_digest")),
     ):
         (elsewhere.root / path).rename(tmp_path / "aside")

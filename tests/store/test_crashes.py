@@ -106,7 +106,7 @@ def test_a_publisher_killed_at_any_call_leaves_a_whole_live_version(tmp_path: Pa
         if process.returncode == 0:
             break
         assert process.returncode == -signal.SIGKILL, errors
-        for digest in store.list(paths.shards_dir("i")):
+        for digest in store.list(paths.index_dir("i", "shards")):
             assert sorted(file.name for file in (root / paths.shard_dir("i", digest)).iterdir()) == sorted(
                 [paths.EMBEDDINGS, "index.bin", paths.SHARD_JSON]
             )
@@ -264,7 +264,7 @@ def test_files_that_cannot_grow_while_publishing_leave_the_old_version_live(
         publish_shard(store, new)
     full_disk(False)
     leftovers = [file for file in Path(store.root).rglob("*") if file.name.endswith(".tmp")]
-    assert leftovers == [] and len(store.list(paths.shards_dir("i"))) == 2
+    assert leftovers == [] and len(store.list(paths.index_dir("i", "shards"))) == 2
     assert not require_whole(store, first, new)
     record_property("figures", f"2 refused, {len(leftovers)} files left behind")
 

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.store import paths
-from mvr_ray.store.delta import MAX_CHANGED_SHARE, num_changes, num_kept, open_embeddings, rewrite, write_changed
+from mvr_ray.store.changes import MAX_CHANGED_SHARE, num_kept
+from mvr_ray.store.delta import DeltaShard, open_embeddings, rewrite, write_changed
 from mvr_ray.store.embeddings import BATCH_PASSAGES, EmbeddingShard, EmbeddingWriter, Views
 from mvr_ray.store.files import sha256_of
 from mvr_ray.types import EmbeddingBlock
@@ -47,6 +48,10 @@ def open_views(folder: Path) -> EmbeddingShard:
     return open_embeddings(folder, [file.name for file in folder.iterdir()])
 
 
+def num_changes(shard: EmbeddingShard) -> int:
+    return len(shard.changes.ids()) if isinstance(shard, DeltaShard) else 0
+
+
 def content(shard: EmbeddingShard) -> list[tuple[str, list[int], bytes]]:
     return [
         (name, block.view_numbers_N[start:stop].tolist(), block.vectors_ND[start:stop].tobytes())
@@ -77,7 +82,7 @@ def check_first_rows(shard, folder):
     now = np.concatenate([block.vectors_ND for block in shard.blocks()])
     assert len(rows_N) == len(now) == len(owner_N)
     for name, row, vector in zip(owner_N, rows_N.tolist(), now):
-        assert (row < 0) == (name in shard.changes.ids)
+        assert (row < 0) == (name in shard.changes.upserts)
         assert row < 0 or of_first[row] == (name, vector.tobytes())
 
 

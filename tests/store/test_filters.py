@@ -109,9 +109,7 @@ def test_a_filter_over_columns_is_the_plain_evaluator_row_by_row(condition, rows
     batches = [pa.RecordBatch.from_pylist(full[at : at + per_batch], schema) for at in range(0, len(full), per_batch)]
     table = pa.Table.from_batches(batches, schema)
     passage_filter = parse_filter(condition, FIELDS)
-    assert passage_filter.mask(table.select(passage_filter.columns())).tolist() == [
-        holds(condition, row) for row in rows
-    ]
+    assert passage_filter.mask(table.select(passage_filter.columns)).tolist() == [holds(condition, row) for row in rows]
     assert len(passage_filter.mask(table)) == len(rows)
     again = parse_filter(json.loads(passage_filter.text), FIELDS)
     assert (again.text, again.mask(table).tolist()) == (passage_filter.text, passage_filter.mask(table).tolist())

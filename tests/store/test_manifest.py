@@ -43,7 +43,7 @@ def test_equal_shards_are_kept_once(store: Store, tmp_path: Path, entry: ShardEn
     assert make_shard(store, tmp_path / "again", b"content") == entry
     assert make_shard(store, tmp_path / "other", b"other").digest != entry.digest
     assert make_shard(store, tmp_path / "moved", b"content", shard=1).digest != entry.digest
-    assert len(store.list(paths.shards_dir("i"))) == 3
+    assert len(store.list(paths.index_dir("i", "shards"))) == 3
 
 
 def test_a_damaged_shard_is_repaired_by_building_it_again(store: Store, tmp_path: Path, entry: ShardEntry):

@@ -19,7 +19,7 @@ from mvr_ray.errors import ConfigError, DataError, MissingInputError, RowsLostEr
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, publications
 from mvr_ray.store.files import Store
-from mvr_ray.store.formats import read_source
+from mvr_ray.store.formats.sources import read_source
 from mvr_ray.store.gc import collect, collect_corpus
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import read_questions
@@ -236,7 +236,7 @@ def test_a_corpus_that_was_replaced_stays_for_its_readers_and_is_collected_once_
     assert collect_corpus(store, "corpus") == []  # they are young
     collect_corpus(store, "corpus", grace_s=0)
     assert part_files(store) == {part.file for part in corpora[2].info.parts}
-    assert store.list(paths.corpus_versions("corpus")) == [f"{corpora[2].digest}.json"]
+    assert store.list(paths.corpus_dir("corpus", "versions")) == [f"{corpora[2].digest}.json"]
 
 
 def part_files(store: Store) -> set[str]:
@@ -330,7 +330,7 @@ def test_real_squad_is_conserved_with_every_answer_in_its_place(data_dir: Path, 
     corpus = Corpus.open(store, "corpus")
     texts = sorted(p["context"] for article in squad_dev["data"] for p in article["paragraphs"])
     assert sorted(p.text for p in corpus) == texts
-    assert len(corpus.articles()) == 36
+    assert len({passage.title for passage in corpus}) == 36
     questions = read_questions(only_corpus(store), "dev")
     gold = corpus.get({q.positive_ids[0] for q in questions})
     for q in questions:

@@ -28,8 +28,9 @@ from mvr_ray.distributed.shards import build_shard, keep_codes, shard_recall
 from mvr_ray.index.base import IndexParams, ShardIndex
 from mvr_ray.index.kinds import open_index
 from mvr_ray.store import paths
+from mvr_ray.store.changes import MAX_CHANGED_SHARE
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.delta import MAX_CHANGED_SHARE, open_embeddings, rewrite, write_changed
+from mvr_ray.store.delta import open_embeddings, rewrite, write_changed
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry, open_shard

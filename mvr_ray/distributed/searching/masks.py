@@ -79,7 +79,7 @@ class MaskCache:
         step = math.gcd(len(manifest.shards), corpus.num_shards)
         parts = [corpus.part(number) for number in range(shard % step, corpus.num_shards, step)]
         parsed_filter = parse_filter(json.loads(filter), corpus.fields)
-        table = pa.concat_tables([part.table({"id", *parsed_filter.columns()}) for part in parts])
+        table = pa.concat_tables([part.table({"id", *parsed_filter.columns}) for part in parts])
         key = manifest.version, shard
         if key not in self._rows:
             self._rows[key] = _rows_of(ids, table.column("id"), manifest, shard)

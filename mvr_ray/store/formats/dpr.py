@@ -22,7 +22,7 @@ from mvr_ray.store.formats.text_files import Row, json_lines, open_text, tsv_row
 CONTEXTS = ("positive_ctxs", "hard_negative_ctxs", "negative_ctxs")
 
 
-def read_dpr_tsv(path: Path, prefix: str = "") -> Iterator[Record]:
+def read_dpr_tsv(path: Path) -> Iterator[Record]:
     """Read `id text title`, tab-separated; a row whose id is `id` is a header in any row, as in DPR.
 
     A header in the first row may name further columns, which come with each passage as extras.
@@ -35,28 +35,28 @@ def read_dpr_tsv(path: Path, prefix: str = "") -> Iterator[Record]:
         elif row.values[0] != "id":
             id_, text, title, *more = row.values
             extras = dict(zip(header[3:], map(TextCell, more)))
-            yield passage_record(id_, title, text, row.where, prefix, extras=extras)
+            yield passage_record(id_, title, text, row.where, extras=extras)
 
 
-def read_dpr_json(path: Path, prefix: str = "") -> Iterator[Record]:
+def read_dpr_json(path: Path) -> Iterator[Record]:
     """Read the training array, one row at a time."""
     with open_text(path) as file:
         reader = JsonReader(file, str(path))
         for number, row in enumerate(reader.items()):
-            yield from _training_row(row, number, path, f"{path}:{reader.line} (row {number})", prefix)
+            yield from _training_row(row, number, path, f"{path}:{reader.line} (row {number})")
         reader.finish()
 
 
-def read_dpr_jsonl(path: Path, prefix: str = "") -> Iterator[Record]:
+def read_dpr_jsonl(path: Path) -> Iterator[Record]:
     """Read training rows, one a line."""
     for number, row in enumerate(json_lines(path)):
         if isinstance(row, BadRow):
             yield row
         else:
-            yield from _training_row(row.values, number, path, row.where, prefix)
+            yield from _training_row(row.values, number, path, row.where)
 
 
-def read_qas_csv(path: Path, prefix: str = "") -> Iterator[Record]:
+def read_qas_csv(path: Path) -> Iterator[Record]:
     """Read `question` and its answers as a Python list, tab-separated. The list is parsed as a literal, never run."""
     for number, row in enumerate(tsv_rows(path, 2)):
         if isinstance(row, Row):
@@ -84,7 +84,7 @@ def context_id(context: dict[str, Any]) -> Any:
     return f"ctx-{hashlib.blake2b(content.encode(errors='replace'), digest_size=8).hexdigest()}"
 
 
-def _training_row(row: Any, number: int, path: Path, where: str, prefix: str) -> Iterator[Record]:
+def _training_row(row: Any, number: int, path: Path, where: str) -> Iterator[Record]:
     if not isinstance(row, dict):
         yield BadRow(where, "a row is not an object")
         return
@@ -97,7 +97,7 @@ def _training_row(row: Any, number: int, path: Path, where: str, prefix: str) ->
         ids[kind] = [context_id(context) for context in contexts]
     for kind in CONTEXTS:
         for context, id_ in zip(row.get(kind) or [], ids[kind]):
-            yield passage_record(id_, context.get("title"), context.get("text"), where, prefix, repeats=True)
+            yield passage_record(id_, context.get("title"), context.get("text"), where, repeats=True)
     if not ids["positive_ctxs"]:
         yield DroppedRow(where, "DPR training row without a positive passage")
         return
@@ -108,7 +108,6 @@ def _training_row(row: Any, number: int, path: Path, where: str, prefix: str) ->
         answers=row.get("answers") or row.get("answer"),
         positive_ids=ids["positive_ctxs"],
         hard_negative_ids=ids["hard_negative_ctxs"] or ids["negative_ctxs"],
-        prefix=prefix,
     )
 
 

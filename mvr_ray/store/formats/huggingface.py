@@ -12,6 +12,8 @@ from typing import Any
 from mvr_ray.errors import DataError, MissingInputError
 
 SCHEME = "hf:"
+SAVED_NAMES = ("dataset_dict.json", "dataset_info.json")
+"""Files in a folder that `Dataset.save_to_disk` wrote."""
 
 
 def open_dataset(path: str, split: str) -> Iterable[Any]:
@@ -23,29 +25,21 @@ def open_dataset(path: str, split: str) -> Iterable[Any]:
             f"source {path}: the library `datasets` is not installed; install it (pip install 'mvr-ray[datasets]')"
         ) from None
     try:
-        if not path.startswith(SCHEME):
-            return _open_folder(Path(path), split)
-        owner, _, rest = path.removeprefix(SCHEME).partition("/")
-        name, _, subset = rest.partition("/")
-        data = datasets.load_dataset(f"{owner}/{name}" if name else owner, subset or None, split=split, streaming=True)
-    except DataError:
-        raise
+        if path.startswith(SCHEME):
+            owner, _, rest = path.removeprefix(SCHEME).partition("/")
+            name, _, subset = rest.partition("/")
+            name = f"{owner}/{name}" if name else owner
+            return datasets.load_dataset(name, subset or None, split=split, streaming=True)
+        if not any((Path(path) / name).is_file() for name in SAVED_NAMES):
+            return datasets.load_dataset(path, split=split)
+        data = datasets.load_from_disk(path)
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         raise MissingInputError(
             f"source {path}: split {split!r} cannot be opened: {error}; check name and `split`, and for a data set of "
             f"the hub the connection"
         ) from error
-    return data
-
-
-def _open_folder(folder: Path, split: str) -> Iterable[Any]:
-    import datasets
-
-    if not (folder / "dataset_dict.json").is_file() and not (folder / "dataset_info.json").is_file():
-        return datasets.load_dataset(str(folder), split=split)
-    dataset = datasets.load_from_disk(str(folder))
-    if isinstance(dataset, datasets.Dataset):
-        return dataset
-    if split not in dataset:
-        raise DataError(f"source {folder} has no split {split!r}; it has {', '.join(sorted(map(str, dataset)))}")
-    return dataset[split]
+    if isinstance(data, datasets.Dataset):
+        return data
+    if split not in data:
+        raise DataError(f"source {path} has no split {split!r}; it has {', '.join(sorted(map(str, data)))}")
+    return data[split]

@@ -69,33 +69,27 @@ class JsonReader:
 
     def items(self) -> Iterator[Any]:
         """Yield the items of an array; `line` is the line where the last one ends."""
-        self._take("[")
-        if self.peek() == "]":
-            self._take("]")
-            return
-        while True:
+        for _ in self._entries("[", "]"):
             yield self.value()
-            if self.peek() == "]":
-                break
-            self._take(",")
-        self._take("]")
 
     def members(self) -> Iterator[str]:
         """Yield the keys of an object; the caller reads each key's value before asking for the next."""
-        self._take("{")
-        if self.peek() == "}":
-            self._take("}")
-            return
-        while True:
+        for _ in self._entries("{", "}"):
             key = self.value()
             if not isinstance(key, str):
                 raise self._format_error(f"a key is {key!r:.40}, not a text", self._at)
             self._take(":")
             yield key
-            if self.peek() == "}":
-                break
-            self._take(",")
-        self._take("}")
+
+    def _entries(self, opening: str, closing: str) -> Iterator[None]:
+        """Read what stands around and between entries; the caller reads each entry before asking for the next."""
+        self._take(opening)
+        if self.peek() != closing:
+            yield
+            while self.peek() != closing:
+                self._take(",")
+                yield
+        self._take(closing)
 
     def finish(self) -> None:
         """Raise DataError if anything follows."""

@@ -76,13 +76,13 @@ class Page(NamedTuple):
     hidden_names: frozenset[str]
 
 
-def read_mediawiki(path: Path, prefix: str = "") -> Iterator[Record]:
+def read_mediawiki(path: Path) -> Iterator[Record]:
     """Read the articles of a dump; redirects and pages of other namespaces or without text are dropped rows.
 
     Raises DataError for a file that is no dump, or breaks off.
     """
     for page in read_pages(path):
-        yield page_record(page, str(path), prefix)
+        yield page_record(page, str(path))
 
 
 def read_pages(path: Path) -> Iterator[Page]:
@@ -104,13 +104,20 @@ def read_pages(path: Path) -> Iterator[Page]:
             ) from error
 
 
-def page_record(page: Page, file: str, prefix: str = "") -> Record:
+def page_record(page: Page, file: str) -> Record:
     """Make the passage of a page, or a bad or dropped row with the reason."""
     where = f"{file} (page {page.id or '?'}, revision {page.revision or '?'}, {page.title!r})"
     if not (page.id.isascii() and page.id.isdigit()) or not page.title or not page.namespace:
         return BadRow(where, "a page lacks its <id>, <title> or <ns>, which dumps have since export format 0.6")
-    if reason := _reason_to_drop(page):
-        return DroppedRow(where, reason, is_passage=True)
+    reasons = {
+        "page of another namespace": page.namespace != ARTICLES,
+        "redirect": page.is_redirect,
+        "page of another content model": page.model != "wikitext",
+        "page whose text is deleted": page.is_deleted,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            return DroppedRow(where, reason, is_passage=True)
     if page.num_bytes and not page.text:
         return BadRow(where, f"the dump leaves out the {page.num_bytes} bytes of this page; take one with texts")
     try:
@@ -122,7 +129,7 @@ def page_record(page: Page, file: str, prefix: str = "") -> Record:
     extras = {"page_id": int(page.id)}
     if page.revision.isascii() and page.revision.isdigit():
         extras[REVISION_FIELD] = int(page.revision)
-    return passage_record(page.id, page.title, text, where, prefix, extras=extras)
+    return passage_record(page.id, page.title, text, where, extras=extras)
 
 
 def plain_text(wikitext: str, hidden_names: frozenset[str] = HIDDEN_NAMES) -> str:
@@ -197,16 +204,6 @@ def _pages(root: ET.Element, events: Iterator[tuple[str, ET.Element]], space: st
             )
             last = ET.Element("revision")
             root.clear()
-
-
-def _reason_to_drop(page: Page) -> str:
-    if page.namespace != ARTICLES:
-        return "page of another namespace"
-    if page.is_redirect:
-        return "redirect"
-    if page.model != "wikitext":
-        return "page of another content model"
-    return "page whose text is deleted" if page.is_deleted else ""
 
 
 def _visible_tokens(all_tokens: Sequence[tokens.Token]) -> Iterator[tokens.Token]:

@@ -9,7 +9,7 @@
 Shapes: Q questions.
 """
 
-import io
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mvr_ray.errors import DataError
+from mvr_ray.store.parts import parquet_bytes
 
 QUESTION_RANKS = "questions.parquet"
 """Name of the file in the folder of a run and of a study's report."""
@@ -50,25 +51,12 @@ class QuestionRanks(NamedTuple):
 
 def question_ranks_bytes(parts: Iterable[QuestionRanks]) -> bytes:
     """Write ranks as the bytes of a Parquet file, zstd-compressed; equal ranks give equal bytes."""
-    tables = [
-        pa.table(
-            [
-                pa.array([part.system] * len(part.question_ids)),
-                pa.array([part.seed] * len(part.question_ids)),
-                pa.array([part.questions] * len(part.question_ids)),
-                pa.array(list(part.question_ids)),
-                pa.array(list(part.articles)),
-                pa.array(list(part.answer_ranks)),
-                pa.array(list(part.gold_ranks)),
-                pa.array(list(part.gold_ndcgs) or [None] * len(part.question_ids), pa.float64()),
-            ],
-            names=SCHEMA.names,
-        ).cast(SCHEMA)
-        for part in parts
-    ]
-    buffer = io.BytesIO()
-    pq.write_table(pa.concat_tables(tables) if tables else SCHEMA.empty_table(), buffer, compression="zstd")
-    return buffer.getvalue()
+    rows = []
+    for part in parts:
+        ndcgs = part.gold_ndcgs or itertools.repeat(None)
+        columns = zip(part.question_ids, part.articles, part.answer_ranks, part.gold_ranks, ndcgs)
+        rows += ((part.system, part.seed, part.questions, *row) for row in columns)
+    return parquet_bytes(rows, SCHEMA)
 
 
 def read_question_ranks(path: Path) -> list[QuestionRanks]:

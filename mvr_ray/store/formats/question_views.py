@@ -7,7 +7,6 @@
 Shapes: Q questions.
 """
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mvr_ray.errors import DataError
+from mvr_ray.store.parts import parquet_bytes
 
 QUESTION_VIEWS = "views.parquet"
 """Name of the file in the folder of a run and of a study's report."""
@@ -53,13 +53,7 @@ SCHEMA = pa.schema(
 
 def question_views_bytes(parts: Mapping[tuple[str, int], Sequence[QuestionViews]]) -> bytes:
     """Write measures by system and seed as the bytes of a Parquet file, zstd-compressed; the order is kept."""
-    rows = [
-        {"system": system, "seed": seed, **views._asdict()} for (system, seed), part in parts.items() for views in part
-    ]
-    columns = [pa.array([row[field.name] for row in rows], field.type) for field in SCHEMA]
-    buffer = io.BytesIO()
-    pq.write_table(pa.table(columns, schema=SCHEMA), buffer, compression="zstd")
-    return buffer.getvalue()
+    return parquet_bytes(((*key, *views) for key, part in parts.items() for views in part), SCHEMA)
 
 
 def read_question_views(path: Path) -> dict[tuple[str, int], list[QuestionViews]]:

@@ -7,7 +7,7 @@ by `read_ranking`, row by row, whichever program wrote them.
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TextIO, get_args
 
@@ -22,6 +22,7 @@ from mvr_ray.store.formats.json_stream import JsonReader
 from mvr_ray.store.formats.records import BadRow
 from mvr_ray.store.formats.text_files import json_lines, open_text
 from mvr_ray.store.formats.trec import run_lines
+from mvr_ray.store.parts import to_columns
 from mvr_ray.types import Question
 
 RankingFormat = Literal["dpr", "trec", "msmarco", "pyserini", "jsonl", "parquet"]
@@ -73,15 +74,18 @@ def write_ranking(
     """
     if format not in get_args(RankingFormat):
         raise DataError(f"ranking format {format!r} is not known; there are {', '.join(get_args(RankingFormat))}")
-    numbers = itertools.count()
-    rows = (row for row, _ in zip(rows, numbers))
+    count = 0
     with finished_file(path) as aside:
         if format == "parquet":
-            _write_parquet(rows, aside)
-        else:
-            with aside.open("w", encoding="utf-8", newline="\n") as file:
-                _text_writer(format, tag, extras)(rows, file)
-    return next(numbers)
+            return _write_parquet(rows, aside)
+        brackets = {"dpr": "[]", "pyserini": "{}"}.get(format, "")
+        with aside.open("w", encoding="utf-8", newline="\n") as file:
+            for count, row in enumerate(rows, 1):
+                file.write((",\n" if count > 1 else f"{brackets[0]}\n") if brackets else "")
+                file.write(_entry(row, format, tag, extras))
+            if brackets:
+                file.write(f"\n{brackets[1]}\n" if count else f"{brackets}\n")
+    return count
 
 
 def read_ranking(path: Path, max_passages: int | None = None) -> Iterator[RankedQuestion]:
@@ -141,109 +145,64 @@ def _hit(hit: Any, where: str) -> RankedPassage:
     return RankedPassage(str(context_id(hit)), title, text, number, mark if isinstance(mark, bool) else None)
 
 
-def _text_writer(format: RankingFormat, tag: str, extras: bool) -> Callable[[Iterable[RankedQuestion], TextIO], None]:
+def _entry(row: RankedQuestion, format: RankingFormat, tag: str, extras: bool) -> str:
+    """Return the text of one question: whole lines, or an entry between the brackets of a JSON array or object."""
+    question, hits = row
     match format:
-        case "dpr":
-            return lambda rows, file: _write_dpr(rows, file, extras)
         case "trec":
-            return lambda rows, file: _write_trec(rows, file, tag)
+            return "".join(run_lines(question.id, ((hit.id, hit.score) for hit in hits), tag))
         case "msmarco":
-            return _write_msmarco
+            return "".join(_run_line(question.id, hit.id, rank) for rank, hit in enumerate(hits, 1))
+        case "dpr":
+            contexts = [_dpr_context(hit, extras) for hit in hits]
+            fields = {"question": question.text, "answers": list(question.answers), "ctxs": contexts}
+            return json.dumps(fields, ensure_ascii=False, indent=4)
         case "pyserini":
-            return _write_pyserini
+            contexts = [
+                {
+                    "docid": hit.id,
+                    "score": _float32_text(hit.score),
+                    "text": f"{hit.title}\n{hit.text}",
+                    "has_answer": bool(hit.has_answer),
+                }
+                for hit in hits
+            ]
+            fields = {"question": question.text, "answers": list(question.answers), "contexts": contexts}
+            return f"{json.dumps(question.id)}: {json.dumps(fields, ensure_ascii=False)}"
         case _:
-            return _write_jsonl
+            entries = [
+                {"rank": rank, **hit._asdict(), "score": float(_float32_text(hit.score))}
+                for rank, hit in enumerate(hits, 1)
+            ]
+            fields = {"id": question.id, "question": question.text, "answers": list(question.answers), "hits": entries}
+            return json.dumps(fields, ensure_ascii=False) + "\n"
 
 
-def _write_dpr(rows: Iterable[RankedQuestion], file: TextIO, extras: bool) -> None:
-    """Write an array of {question, answers, ctxs}; a ctx has exactly id, title, text, score (a text) and has_answer."""
-
-    def context(hit: RankedPassage) -> dict[str, Any]:
-        five = {
-            "id": hit.id,
-            "title": hit.title,
-            "text": hit.text,
-            "score": _float32_text(hit.score),
-            "has_answer": bool(hit.has_answer),
-        }
-        return {**five, "view": hit.view, "snippet": hit.snippet} if extras else five
-
-    separator = "[\n"
-    for question, hits in rows:
-        row = {"question": question.text, "answers": list(question.answers), "ctxs": [context(hit) for hit in hits]}
-        file.write(separator + json.dumps(row, ensure_ascii=False, indent=4))
-        separator = ",\n"
-    file.write("[]\n" if separator == "[\n" else "\n]\n")
+def _dpr_context(hit: RankedPassage, extras: bool) -> dict[str, Any]:
+    """Return a ctx of DPR's reader file: exactly id, title, text, score (a text) and has_answer, without `extras`."""
+    fields = {**hit._asdict(), "score": _float32_text(hit.score), "has_answer": bool(hit.has_answer)}
+    return fields if extras else {name: fields[name] for name in ("id", "title", "text", "score", "has_answer")}
 
 
-def _write_pyserini(rows: Iterable[RankedQuestion], file: TextIO) -> None:
-    """Write an object by question id of {question, answers, contexts}; a context's text is title, newline, body."""
-    separator = "{\n"
-    for question, hits in rows:
-        contexts = [
-            {
-                "docid": hit.id,
-                "score": _float32_text(hit.score),
-                "text": f"{hit.title}\n{hit.text}",
-                "has_answer": bool(hit.has_answer),
-            }
-            for hit in hits
-        ]
-        row = {"question": question.text, "answers": list(question.answers), "contexts": contexts}
-        file.write(f"{separator}{json.dumps(question.id)}: {json.dumps(row, ensure_ascii=False)}")
-        separator = ",\n"
-    file.write("{}\n" if separator == "{\n" else "\n}\n")
+def _run_line(question_id: str, passage_id: str, rank: int) -> str:
+    if "\t" in question_id + passage_id or "\n" in question_id + passage_id:
+        raise DataError(f"id {question_id!r} or {passage_id!r} holds a tab or newline; an MS MARCO run cannot")
+    return f"{question_id}\t{passage_id}\t{rank}\n"
 
 
-def _write_trec(rows: Iterable[RankedQuestion], file: TextIO, tag: str) -> None:
-    for question, hits in rows:
-        file.writelines(run_lines(question.id, ((hit.id, hit.score) for hit in hits), tag))
-
-
-def _write_msmarco(rows: Iterable[RankedQuestion], file: TextIO) -> None:
-    for question, hits in rows:
-        for rank, hit in enumerate(hits, 1):
-            if "\t" in question.id + hit.id or "\n" in question.id + hit.id:
-                raise DataError(f"id {question.id!r} or {hit.id!r} holds a tab or newline; an MS MARCO run cannot")
-            file.write(f"{question.id}\t{hit.id}\t{rank}\n")
-
-
-def _write_jsonl(rows: Iterable[RankedQuestion], file: TextIO) -> None:
-    for question, hits in rows:
-        entries = [
-            {
-                "rank": rank,
-                "id": hit.id,
-                "title": hit.title,
-                "text": hit.text,
-                "score": float(_float32_text(hit.score)),
-                "has_answer": hit.has_answer,
-                "view": hit.view,
-                "snippet": hit.snippet,
-            }
-            for rank, hit in enumerate(hits, 1)
-        ]
-        row = {"id": question.id, "question": question.text, "answers": list(question.answers), "hits": entries}
-        file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def _write_parquet(rows: Iterable[RankedQuestion], path: Path) -> None:
+def _write_parquet(rows: Iterable[RankedQuestion], path: Path) -> int:
+    count, remaining = 0, iter(rows)
     with pq.ParquetWriter(path, PARQUET_SCHEMA) as writer:
-        pending: list[tuple[Any, ...]] = []
-        for number, (question, hits) in enumerate(rows, 1):
-            for rank, hit in enumerate(hits, 1):
-                place = (question.id, question.text, rank)
-                pending.append((*place, hit.id, hit.title, hit.text, hit.score, hit.has_answer, hit.view, hit.snippet))
-            if number % PARQUET_QUESTIONS == 0:
-                _write_table(writer, pending)
-                pending = []
-        _write_table(writer, pending)
-
-
-def _write_table(writer: pq.ParquetWriter, rows: list[tuple[Any, ...]]) -> None:
-    if rows:
-        columns = [pa.array(values, field.type) for values, field in zip(zip(*rows), PARQUET_SCHEMA)]
-        writer.write_table(pa.table(columns, schema=PARQUET_SCHEMA))
+        while questions := list(itertools.islice(remaining, PARQUET_QUESTIONS)):
+            count += len(questions)
+            table = [
+                (question.id, question.text, rank, *hit)
+                for question, hits in questions
+                for rank, hit in enumerate(hits, 1)
+            ]
+            if table:
+                writer.write_table(pa.table(to_columns(table, PARQUET_SCHEMA), schema=PARQUET_SCHEMA))
+    return count
 
 
 def _float32_text(score: float) -> str:

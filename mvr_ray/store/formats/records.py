@@ -1,9 +1,10 @@
 """Define the records that a source file yields, each with its place in the file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from mvr_ray.store.fields import Fields
 from mvr_ray.types import Passage, Question
 
 NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
@@ -53,18 +54,33 @@ class _Fault(Exception):
     """The reason why a row is bad; raised and caught in this module."""
 
 
+def with_prefix(record: Record, prefix: str) -> Record:
+    """Put the prefix of a source before the ids of its passages."""
+    match record:
+        case PassageRecord(passage):
+            return record._replace(passage=passage._replace(id=prefix + passage.id))
+        case QuestionRecord(question):
+            positives, negatives = question.positive_ids, question.hard_negative_ids
+            positives, negatives = (tuple(prefix + name for name in names) for names in (positives, negatives))
+            return record._replace(question=question._replace(positive_ids=positives, hard_negative_ids=negatives))
+        case _:
+            return record
+
+
+def with_fields(record: PassageRecord, read: Callable[[Mapping[str, Any]], Fields]) -> PassageRecord | BadRow:
+    """Read the fields of a passage from its extras; a bad row where `read` raises ValueError."""
+    try:
+        return record._replace(passage=record.passage._replace(fields=read(record.extras)))
+    except ValueError as error:
+        return BadRow(record.where, str(error))
+
+
 def passage_record(
-    id_: Any,
-    title: Any,
-    text: Any,
-    where: str,
-    prefix: str = "",
-    repeats: bool = False,
-    extras: Mapping[str, Any] = NO_EXTRAS,
+    id_: Any, title: Any, text: Any, where: str, repeats: bool = False, extras: Mapping[str, Any] = NO_EXTRAS
 ) -> PassageRecord | BadRow:
     """Make a passage from raw values, or a bad row with the reason. The text stays as it is, for its offsets."""
     try:
-        name = prefix + _id(id_)
+        name = _id(id_)
         body = _text(text, "text")
         heading = _text(title, "title", may_be_empty=True)
     except _Fault as error:
@@ -80,9 +96,8 @@ def question_record(
     positive_ids: Any = (),
     hard_negative_ids: Any = (),
     answer_starts: Any = (),
-    prefix: str = "",
 ) -> QuestionRecord | BadRow:
-    """Make a question from raw values, or a bad row with the reason. `prefix` goes before the passage ids."""
+    """Make a question from raw values, or a bad row with the reason.."""
     try:
         starts = tuple(answer_starts or ())
         texts = tuple(_text(answer, "answer", may_be_empty=True) for answer in _list(answers, "answers"))
@@ -94,8 +109,8 @@ def question_record(
             id=_id(id_),
             text=_text(text, "question").strip(),
             answers=texts,
-            positive_ids=_ids(positive_ids, "positive_ids", prefix),
-            hard_negative_ids=_ids(hard_negative_ids, "hard_negative_ids", prefix),
+            positive_ids=_ids(positive_ids, "positive_ids"),
+            hard_negative_ids=_ids(hard_negative_ids, "hard_negative_ids"),
             answer_starts=starts,
         )
     except _Fault as error:
@@ -146,5 +161,5 @@ def _list(value: Any, name: str) -> Sequence[Any]:
     return value
 
 
-def _ids(values: Any, name: str, prefix: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(prefix + _id(value) for value in _list(values, name)))
+def _ids(values: Any, name: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(_id(value) for value in _list(values, name)))

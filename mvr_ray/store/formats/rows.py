@@ -35,27 +35,24 @@ Names = Mapping[str, str | None]
 NO_NAMES: Names = {}
 
 
-def read_jsonl(path: Path, prefix: str = "", names: Names = NO_NAMES) -> Iterator[Record]:
+def read_jsonl(path: Path, names: Names = NO_NAMES) -> Iterator[Record]:
     for number, row in enumerate(json_lines(path)):
-        yield row if isinstance(row, BadRow) else _record(row.values, number, path, row.where, prefix, names)
+        yield row if isinstance(row, BadRow) else _record(row.values, number, path, row.where, names)
 
 
-def read_parquet(path: Path, prefix: str = "", names: Names = NO_NAMES) -> Iterator[Record]:
+def read_parquet(path: Path, names: Names = NO_NAMES) -> Iterator[Record]:
     """Read Parquet rows; messages name a row by its number from 0."""
     if not path.is_file():
         raise MissingInputError(f"{path} does not exist or is not a file; check the path in prepare.sources")
     try:
         with pq.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(PARQUET_ROWS):
-                for row in batch.to_pylist():
-                    yield _record(row, number, path, f"{path}:row {number}", prefix, names)
-                    number += 1
+            rows = (row for batch in file.iter_batches(PARQUET_ROWS) for row in batch.to_pylist())
+            yield from read_rows(rows, str(path), names)
     except pa.ArrowException as error:
         raise DataError(f"{path} is not a whole Parquet file: {error}") from error
 
 
-def read_csv(path: Path, prefix: str = "", names: Names = NO_NAMES, delimiter: str = ",") -> Iterator[Record]:
+def read_csv(path: Path, names: Names = NO_NAMES, delimiter: str = ",") -> Iterator[Record]:
     """Read passages under a header with id, text and title, which may be missing; other columns are extras."""
     required_names = [name for name in ("id", "text") if name not in names] if "question" not in names else []
     for number, row in enumerate(csv_rows(path, [*required_names, *filter(None, names.values())], delimiter)):
@@ -64,21 +61,16 @@ def read_csv(path: Path, prefix: str = "", names: Names = NO_NAMES, delimiter: s
         else:
             own = {*_OWN_KEYS, *names.values()}
             values = {name: cell if name in own else TextCell(cell) for name, cell in row.values.items()}
-            yield _record(values, number, path, row.where, prefix, names)
+            yield _record(values, number, path, row.where, names)
 
 
-def read_tsv(path: Path, prefix: str = "", names: Names = NO_NAMES) -> Iterator[Record]:
-    """Read a tab-separated file with a header, as `read_csv` does."""
-    return read_csv(path, prefix, names, "\t")
-
-
-def read_rows(rows: Iterable[Mapping[str, Any]], source: str, prefix: str, names: Names) -> Iterator[Record]:
+def read_rows(rows: Iterable[Mapping[str, Any]], source: str, names: Names) -> Iterator[Record]:
     """Read rows that a library yields; messages name a row by its number from 0."""
     for number, row in enumerate(rows):
-        yield _record(dict(row), number, Path(source), f"{source}:row {number}", prefix, names)
+        yield _record(dict(row), number, Path(source), f"{source}:row {number}", names)
 
 
-def read_nq_open(path: Path, prefix: str = "") -> Iterator[Record]:
+def read_nq_open(path: Path) -> Iterator[Record]:
     """Read `{"question": ..., "answer": [...]}` lines; there are no passages."""
     for number, row in enumerate(json_lines(path)):
         if isinstance(row, BadRow):
@@ -88,7 +80,7 @@ def read_nq_open(path: Path, prefix: str = "") -> Iterator[Record]:
             yield question_record(question_id(path, number), text, row.where, row.values.get("answer"))
 
 
-def read_summaries(path: Path, prefix: str = "") -> Iterator[Record]:
+def read_summaries(path: Path) -> Iterator[Record]:
     """Read a JSON object of {title, extract, description}: the extract is a passage, the description its question.
 
     The passage's id is its key with white space as `_`, the question's is `about:` and that. Several summaries may
@@ -103,16 +95,16 @@ def read_summaries(path: Path, prefix: str = "") -> Iterator[Record]:
                 yield BadRow(where, "a summary is not an object")
                 continue
             name = slug(key)
-            yield passage_record(name, summary.get("title") or key, summary.get("extract"), where, prefix)
+            yield passage_record(name, summary.get("title") or key, summary.get("extract"), where)
             description = summary.get("description")
             if isinstance(description, str) and description.strip():
-                yield question_record(f"about:{name}", description, where, positive_ids=[name], prefix=prefix)
+                yield question_record(f"about:{name}", description, where, positive_ids=[name])
         reader.finish()
 
 
-def _record(row: dict[str, Any], number: int, path: Path, where: str, prefix: str, names: Names) -> Record:
+def _record(row: dict[str, Any], number: int, path: Path, where: str, names: Names) -> Record:
     if names:
-        record = _record(_rename(row, number, path, names), number, path, where, prefix, NO_NAMES)
+        record = _record(_rename(row, number, path, names), number, path, where, NO_NAMES)
         if isinstance(record, BadRow):
             mapping = ", ".join(f"{part} from {name!r}" for part, name in names.items() if name)
             return BadRow(where, f"{record.reason} (fields: {mapping})" if mapping else record.reason)
@@ -127,9 +119,8 @@ def _record(row: dict[str, Any], number: int, path: Path, where: str, prefix: st
             positive_ids=row.get("positive_ids"),
             hard_negative_ids=row.get("hard_negative_ids"),
             answer_starts=row.get("answer_starts"),
-            prefix=prefix,
         )
-    return passage_of(row, where, prefix)
+    return passage_of(row, where)
 
 
 def _rename(row: dict[str, Any], number: int, path: Path, names: Names) -> dict[str, Any]:
@@ -150,9 +141,9 @@ def _lookup(row: Any, name: str) -> Any:
     return _lookup(row[first], rest) if dot and isinstance(row.get(first), dict) else None
 
 
-def passage_of(row: dict[str, Any], where: str, prefix: str = "") -> Record:
+def passage_of(row: dict[str, Any], where: str) -> Record:
     """Read a row as a passage, or return a bad row. `where` names the row."""
     id_ = row["id"] if row.get("id") is not None else row.get("_id")
     text = row["text"] if row.get("text") is not None else row.get("contents")
     extras = {key: value for key, value in row.items() if key not in _OWN_KEYS}
-    return passage_record(id_, row.get("title"), text, where, prefix, extras=extras)
+    return passage_record(id_, row.get("title"), text, where, extras=extras)

@@ -1,19 +1,26 @@
 """Read any source of a run file, and detect its format if none is set."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 from mvr_ray.config import SourceConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
-from mvr_ray.store.formats.beir import beir_files, read_beir
 from mvr_ray.store.formats.dpr import CONTEXTS, question_id, read_dpr_json, read_dpr_jsonl, read_dpr_tsv, read_qas_csv
-from mvr_ray.store.formats.huggingface import SCHEME, open_dataset
+from mvr_ray.store.formats.huggingface import SAVED_NAMES, SCHEME, open_dataset
 from mvr_ray.store.formats.json_stream import JsonReader
+from mvr_ray.store.formats.judged_folders import JUDGED_FOLDERS, read_collection
 from mvr_ray.store.formats.mediawiki import read_mediawiki
-from mvr_ray.store.formats.msmarco import is_msmarco, msmarco_files, read_collection, read_msmarco
-from mvr_ray.store.formats.records import BadRow, DroppedRow, PassageRecord, QuestionRecord, Record, question_record
+from mvr_ray.store.formats.records import (
+    BadRow,
+    DroppedRow,
+    PassageRecord,
+    QuestionRecord,
+    Record,
+    question_record,
+    with_prefix,
+)
 from mvr_ray.store.formats.rows import (
     read_csv,
     read_jsonl,
@@ -21,21 +28,20 @@ from mvr_ray.store.formats.rows import (
     read_parquet,
     read_rows,
     read_summaries,
-    read_tsv,
 )
 from mvr_ray.store.formats.squad import read_squad
 from mvr_ray.store.formats.text_files import open_text
 from mvr_ray.store.formats.text_folder import TEXT_ENDS, read_text_file, text_files
 from mvr_ray.types import Question
 
-READERS = {
+READERS: dict[str, Callable[..., Iterator[Record]]] = {
     "squad": read_squad,
     "dpr_tsv": read_dpr_tsv,
     "dpr_json": read_dpr_json,
     "dpr_jsonl": read_dpr_jsonl,
     "qas_csv": read_qas_csv,
     "csv": read_csv,
-    "tsv": read_tsv,
+    "tsv": partial(read_csv, delimiter="\t"),
     "msmarco": read_collection,
     "jsonl": read_jsonl,
     "parquet": read_parquet,
@@ -55,9 +61,8 @@ def read_source(source: SourceConfig) -> Iterator[Record]:
     The files of a folder are read in name order; a BEIR folder is one source. Bad rows are yielded, not raised; a file
     that breaks off, or whose format cannot be detected, is a DataError.
     """
-    path = resolve_path(source.path)
-    for read in _readers(source, path):
-        for record in read():
+    for records in _parts(source, resolve_path(source.path)):
+        for record in records:
             match record:
                 case PassageRecord() | DroppedRow(is_passage=True):
                     is_selected = source.passages
@@ -66,7 +71,7 @@ def read_source(source: SourceConfig) -> Iterator[Record]:
                 case BadRow():
                     is_selected = source.passages or source.questions is not None
             if is_selected:
-                yield record
+                yield with_prefix(record, source.id_prefix) if source.id_prefix else record
 
 
 def source_files(source: SourceConfig) -> list[Path]:
@@ -79,10 +84,8 @@ def source_files(source: SourceConfig) -> list[Path]:
     if path.is_file():
         return [path]
     match folder_format(source, path):
-        case "beir":
-            files = beir_files(path, source.split)
-        case "msmarco":
-            files = msmarco_files(path, source.split)
+        case "beir" | "msmarco" as whole:
+            files = JUDGED_FOLDERS[whole].files(path, source.split)
         case "text":
             files = text_files(path)
         case "huggingface":
@@ -109,11 +112,10 @@ def folder_format(source: SourceConfig, folder: Path) -> str | None:
     """Return the format of a folder that is one source; None for a folder of files that are read one by one."""
     if source.format != "auto":
         return source.format if source.format in ("beir", "msmarco", "text", "huggingface") else None
-    if _is_beir(folder):
-        return "beir"
-    if is_msmarco(folder):
-        return "msmarco"
-    if any((folder / name).is_file() for name in ("dataset_dict.json", "dataset_info.json")):
+    for name, kind in JUDGED_FOLDERS.items():
+        if kind.is_at(folder):
+            return name
+    if any((folder / name).is_file() for name in SAVED_NAMES):
         return "huggingface"
     visible_files = [file for file in folder.iterdir() if not file.name.startswith(".") and file.is_file()]
     return "text" if all(_is_text(file) for file in visible_files) and text_files(folder) else None
@@ -136,18 +138,17 @@ def read_question_file(path: Path) -> list[Question]:
     return questions
 
 
-def _readers(source: SourceConfig, path: Path) -> Iterator[partial[Iterator[Record]]]:
+def _parts(source: SourceConfig, path: Path) -> Iterator[Iterator[Record]]:
+    """Yield the records of a source part by part: of a folder that is one source, or of each of its files."""
     names = dict(sorted(source.fields.model_dump(exclude_defaults=True).items()))
-    takes_questions = source.questions is not None
     files, whole = source_files(source), folder_format(source, path) if path.is_dir() else None
     if source.path.startswith(SCHEME) or whole == "huggingface":
         name = source.path if source.path.startswith(SCHEME) else str(path)
-        yield partial(read_rows, open_dataset(name, source.split), name, source.id_prefix, names)
+        yield read_rows(open_dataset(name, source.split), name, names)
         return
-    if whole in ("beir", "msmarco"):
+    if whole in JUDGED_FOLDERS:
         _refuse_names(source, whole, names)
-        read = read_beir if whole == "beir" else read_msmarco
-        yield partial(read, path, source.id_prefix, source.split, source.passages, takes_questions)
+        yield JUDGED_FOLDERS[whole].read(path, source.split, source.passages, source.questions is not None)
         return
     if source.format in ("beir", "huggingface"):
         expected = {
@@ -159,11 +160,9 @@ def _readers(source: SourceConfig, path: Path) -> Iterator[partial[Iterator[Reco
         format = whole or (source.format if source.format != "auto" else _detect_format(file, source.path, bool(names)))
         _refuse_names(source, format, names)
         if whole == "text":
-            yield partial(read_text_file, file, source.id_prefix, path)
-        elif names:
-            yield partial(READERS[format], file, source.id_prefix, names)
+            yield read_text_file(file, path)
         else:
-            yield partial(READERS[format], file, source.id_prefix)
+            yield READERS[format](file, names) if names else READERS[format](file)
 
 
 def _refuse_names(source: SourceConfig, format: str, names: dict[str, str | None]) -> None:
@@ -178,14 +177,10 @@ def _is_text(file: Path) -> bool:
     return file.name.lower().removesuffix(".gz").endswith(TEXT_ENDS)
 
 
-def _is_beir(path: Path) -> bool:
-    return any((path / f"corpus.jsonl{end}").is_file() for end in ("", ".gz"))
-
-
 def _detect_format(file: Path, source: str, has_names: bool = False) -> str:
     """Detect the format of a file. `has_names`: the source names fields, so it has no format with own names."""
     stem = file.name.lower().removesuffix(".gz").removesuffix(".bz2")
-    if _is_beir(file.parent) and stem == "corpus.jsonl":
+    if stem == "corpus.jsonl" and JUDGED_FOLDERS["beir"].is_at(file.parent):
         return "beir"
     if stem.endswith(".parquet"):
         return "parquet"

@@ -14,7 +14,7 @@ from mvr_ray.store.formats.records import BadRow, DroppedRow, Record, passage_re
 from mvr_ray.store.formats.text_files import open_text
 
 
-def read_squad(path: Path, prefix: str = "") -> Iterator[Record]:
+def read_squad(path: Path) -> Iterator[Record]:
     with open_text(path) as file:
         reader = JsonReader(file, str(path))
         has_data = False
@@ -24,13 +24,13 @@ def read_squad(path: Path, prefix: str = "") -> Iterator[Record]:
                 continue
             has_data = True
             for article in reader.items():
-                yield from _article(article, f"{path}:{reader.line}", prefix)
+                yield from _article(article, f"{path}:{reader.line}")
         reader.finish()
     if not has_data:
         raise DataError(f"{path} has no `data` list and is not a SQuAD file; set the source's format")
 
 
-def _article(article: Any, where: str, prefix: str) -> Iterator[Record]:
+def _article(article: Any, where: str) -> Iterator[Record]:
     if not isinstance(article, dict) or not isinstance(article.get("paragraphs"), list):
         yield BadRow(where, "an article is not an object with `paragraphs`")
         return
@@ -45,12 +45,12 @@ def _article(article: Any, where: str, prefix: str) -> Iterator[Record]:
             continue
         passage_id = f"{slug(title)}_{number}"
         context = paragraph.get("context")
-        yield passage_record(passage_id, title.replace("_", " "), context, place, prefix)
+        yield passage_record(passage_id, title.replace("_", " "), context, place)
         for qa in paragraph.get("qas") or ():
-            yield _question(qa, context, passage_id, place, prefix)
+            yield _question(qa, context, passage_id, place)
 
 
-def _question(qa: Any, context: Any, passage_id: str, where: str, prefix: str) -> Record:
+def _question(qa: Any, context: Any, passage_id: str, where: str) -> Record:
     if not isinstance(qa, dict):
         return BadRow(where, "a question is not an object")
     if qa.get("is_impossible"):
@@ -70,5 +70,4 @@ def _question(qa: Any, context: Any, passage_id: str, where: str, prefix: str) -
         answers=[text for text, _ in pairs],
         answer_starts=[start for _, start in pairs],
         positive_ids=[passage_id],
-        prefix=prefix,
     )

@@ -8,7 +8,6 @@ text.
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -28,7 +27,7 @@ def text_files(folder: Path) -> list[Path]:
     return sorted(path for path in visible_files if path.is_file())
 
 
-def read_text_file(path: Path, prefix: str = "", folder: Path | None = None) -> Iterator[Record]:
+def read_text_file(path: Path, folder: Path | None = None) -> Iterator[Record]:
     """Read one file as a passage, whose id is its path in `folder`, or its name."""
     where = f"{path}:1"
     with open_text(path) as file:
@@ -53,8 +52,5 @@ def read_text_file(path: Path, prefix: str = "", folder: Path | None = None) -> 
     if not text.strip():
         yield DroppedRow(where, "a file without text", is_passage=True)
         return
-    yield passage_record(name, title or path.name.partition(".")[0], text, where, prefix, extras=_plain(extras))
-
-
-def _plain(extras: dict[Any, Any]) -> dict[str, Any]:
-    return {str(key): value for key, value in extras.items()}
+    extras = {str(key): value for key, value in extras.items()}
+    yield passage_record(name, title or path.name.partition(".")[0], text, where, extras=extras)

@@ -21,8 +21,9 @@ from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import DataError
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
-from mvr_ray.store.formats import BadRow, DroppedRow, PassageRecord, Record, format_of, read_source
 from mvr_ray.store.formats.mediawiki import plain_text
+from mvr_ray.store.formats.records import BadRow, DroppedRow, PassageRecord, Record
+from mvr_ray.store.formats.sources import format_of, read_source
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.update import update
 from mvr_ray.types import Passage

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.errors import DataError
-from mvr_ray.store.formats import RankedPassage, RankedQuestion, read_qrels, read_ranking, read_trec_run, write_ranking
+from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion, read_ranking, write_ranking
+from mvr_ray.store.formats.trec import read_qrels, read_trec_run
 from mvr_ray.types import Question
 
 ROWS = [

@@ -16,16 +16,8 @@ from hypothesis import strategies as st
 
 from mvr_ray.config import SourceConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
-from mvr_ray.store.formats import (
-    BadRow,
-    DroppedRow,
-    PassageRecord,
-    QuestionRecord,
-    Record,
-    format_of,
-    read_question_file,
-    read_source,
-)
+from mvr_ray.store.formats.records import BadRow, DroppedRow, PassageRecord, QuestionRecord, Record
+from mvr_ray.store.formats.sources import format_of, read_question_file, read_source
 from mvr_ray.types import Passage, Question
 
 Write = Callable[[str, str | bytes], Path]
