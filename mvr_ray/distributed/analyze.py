@@ -29,20 +29,21 @@ from mvr_ray.core.judging.attention import attention_kl, attention_kl_table, mea
 from mvr_ray.core.searching.exact import distinct
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
-from mvr_ray.distributed.evaluate import EvaluationRow, articles_of, judge_hits, system_result
+from mvr_ray.distributed.evaluate import EvaluationRow, articles_of, judge_hits, mean_row, system_result
 from mvr_ray.distributed.searching.merged_results import MergedResults, shard_starts
 from mvr_ray.distributed.searching.messages import ShardResult
+from mvr_ray.distributed.shards import shard_embeddings
 from mvr_ray.distributed.tasks import run_tasks, share
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.index.flat import FlatIndex
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.delta import open_embeddings
+from mvr_ray.store.embeddings import Views
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedQuestion
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.store.formats.question_views import QuestionViews
-from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.manifest import Manifest, ShardEntry
 from mvr_ray.store.questions import read_questions
 from mvr_ray.types import EmbeddingBlock, FloatArray, Hit, IntArray, Passage, Progress, Question, no_progress
 
@@ -123,7 +124,7 @@ class _ShardViews(NamedTuple):
     """The results of one shard by view (index `num_views`: all views), and the stored views of its gold passages."""
 
     results: list[ShardResult]
-    own: EmbeddingBlock
+    own: dict[str, Views]
 
 
 def analyze(run: RunConfig, progress: Progress = no_progress, version: int | None = None) -> ViewReport:
@@ -281,16 +282,11 @@ def _answer_view_rows(
     name: str, ranks: Mapping[str, int], article_of: Mapping[str, str], settings: EvaluateConfig
 ) -> list[EvaluationRow]:
     """Rows of `answer_view/top-k` (CAMVR eq. 15), with the same intervals as `answer/top-k`."""
-    if not ranks:
-        return []
-    groups, ranks_Q = [article_of[i] for i in ranks], np.array(list(ranks.values()))
-    rows: list[EvaluationRow] = []
-    for k in sorted(set(settings.k)):
-        values_Q = metrics.hit_within(ranks_Q, k)
-        low, high = metrics.cluster_interval(values_Q, groups, settings.seed, settings.bootstrap)
-        metric, value = f"answer_view/top-{k}", float(values_Q.mean())
-        rows.append(EvaluationRow(ALL_VIEWS, name, metric, value, low, high, len(values_Q)))
-    return rows
+    articles, ranks_Q = [article_of[i] for i in ranks], np.array(list(ranks.values()))
+    return [
+        mean_row(ALL_VIEWS, name, f"answer_view/top-{k}", metrics.hit_within(ranks_Q, k), articles, settings)
+        for k in (sorted(set(settings.k)) if ranks else ())
+    ]
 
 
 def _spans(encoder: DualEncoder, passage: Passage) -> Spans:
@@ -361,33 +357,25 @@ def _search(
     gold_ids: Sequence[str],
     progress: Progress,
 ) -> list[_ShardViews]:
-    with session.connect(run.resources, manifest.num_passages) as info:
-        session.require(info, [session.Need("analyzers", 1, run.resources.cpus_per_encoder)])
-        shared_queries, ids = share(queries_QD), share(sorted(set(gold_ids)))
-        calls = [
-            (store.address, manifest, entry.shard, shared_queries, ids, max(run.evaluate.k))
-            for entry in manifest.shards
-            if entry.num_passages
-        ]
-        results: list[_ShardViews] = []
-        for views in run_tasks(_analyze_shard, calls, "analyzing views", cpus=run.resources.cpus_per_encoder):
-            results.append(views)
-            progress("analyze views", len(results), len(calls))
-    return sorted(results, key=lambda views: views.results[0].shard)
+    cpus = run.resources.cpus_per_encoder
+    with session.connect(run.resources, manifest.num_passages, [session.Need("analyzers", 1, cpus)]):
+        shared_queries, ids, k = share(queries_QD), share(sorted(set(gold_ids))), max(run.evaluate.k)
+        entries = [entry for entry in manifest.shards if entry.num_passages]
+        calls = [(store.address, manifest, entry, shared_queries, ids, k) for entry in entries]
+        return run_tasks(_analyze_shard, calls, "analyzing views", "analyze views", progress, cpus=cpus)
 
 
 def _analyze_shard(
-    root: str, manifest: Manifest, shard: int, queries_QD: FloatArray, gold_ids: Sequence[str], k: int
+    root: str, manifest: Manifest, entry: ShardEntry, queries_QD: FloatArray, gold_ids: Sequence[str], k: int
 ) -> _ShardViews:
-    entry = next(entry for entry in manifest.shards if entry.shard == shard)
-    folder = manifests.open_shard(Store(root), manifest.index, entry)
-    blocks = open_embeddings(folder, entry.files).blocks()
+    embeddings = shard_embeddings(Store(root), manifest.index, entry)
+    blocks = embeddings.blocks()
     blocks_by_view = [
         [own for block in blocks if (own := of_view(block, view)).ids] for view in range(manifest.num_views)
     ]
     ids = [passage_id for block in blocks for passage_id in block.ids]
-    results = [_rank_in_shard(shard, ids, subset, queries_QD, k) for subset in [*blocks_by_view, blocks]]
-    return _ShardViews(results, _passages_of(blocks, set(gold_ids), manifest.dimension))
+    results = [_rank_in_shard(entry.shard, ids, subset, queries_QD, k) for subset in [*blocks_by_view, blocks]]
+    return _ShardViews(results, embeddings.find(gold_ids))
 
 
 def _rank_in_shard(
@@ -416,34 +404,16 @@ def of_view(block: EmbeddingBlock, view: int) -> EmbeddingBlock:
     )
 
 
-def _passages_of(blocks: Sequence[EmbeddingBlock], gold_ids: set[str], dimension: int) -> EmbeddingBlock:
-    ids: list[str] = []
-    counts: list[int] = []
-    numbers: list[IntArray] = [np.zeros(0, np.int16)]
-    vectors: list[FloatArray] = [np.zeros((0, dimension), np.float32)]
-    for block in blocks:
-        for row, passage_id in enumerate(block.ids):
-            if passage_id in gold_ids:
-                span = slice(int(block.row_ptr[row]), int(block.row_ptr[row + 1]))
-                ids.append(passage_id)
-                counts.append(span.stop - span.start)
-                numbers.append(np.asarray(block.view_numbers_N[span]))
-                vectors.append(block.vectors_ND[span].astype(np.float32))
-    return EmbeddingBlock(ids, np.cumsum([0, *counts]), np.concatenate(numbers), np.concatenate(vectors))
-
-
 def _own_views(questions: Sequence[Question], shards: Sequence[_ShardViews], manifest: Manifest) -> OwnViews:
     """Gather each question's own passage, without feedback views, which are not part of the passage."""
-    at = {passage_id: (shard.own, row) for shard in shards for row, passage_id in enumerate(shard.own.ids)}
+    stored_views = {passage_id: views for shard in shards for passage_id, views in shard.own.items()}
     views_QVD = np.zeros((len(questions), manifest.num_views, manifest.dimension), np.float32)
     mask_QV = np.zeros(views_QVD.shape[:2], bool)
     for number, question in enumerate(questions):
-        block, row = at[question.positive_ids[0]]
-        for slot in range(int(block.row_ptr[row]), int(block.row_ptr[row + 1])):
-            view = int(block.view_numbers_N[slot])
-            if view < manifest.num_views:
-                views_QVD[number, view] = block.vectors_ND[slot]
-                mask_QV[number, view] = True
+        view_numbers_N, vectors_ND = stored_views[question.positive_ids[0]]
+        own_N = view_numbers_N < manifest.num_views
+        views_QVD[number, view_numbers_N[own_N]] = vectors_ND[own_N]
+        mask_QV[number, view_numbers_N[own_N]] = True
     return OwnViews(views_QVD, mask_QV)
 
 

@@ -12,14 +12,13 @@ from typing import NamedTuple
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import session
 from mvr_ray.distributed.lexical import compact_lexical, lexical_task
-from mvr_ray.distributed.reshard import require_same_counts
+from mvr_ray.distributed.reshard import publish_rewritten, rewritten_manifest
 from mvr_ray.distributed.shards import (
-    BUILD_CPUS,
-    RECALL_METRICS,
+    INDEX_BUILDERS,
     BuiltShard,
     build_shard,
     read_note,
-    recall_metrics,
+    shard_embeddings,
     shard_folder,
     shard_recall,
     write_note,
@@ -30,7 +29,7 @@ from mvr_ray.index.flat import CODES_FILES
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.delta import open_embeddings, rewrite
+from mvr_ray.store.delta import rewrite
 from mvr_ray.store.files import Store, link_or_copy
 from mvr_ray.store.manifest import Manifest, ShardEntry
 from mvr_ray.types import Progress, no_progress
@@ -55,29 +54,27 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
     After any of them the live version is unchanged.
     """
     store = Store(run.store.path)
-    base = manifests.read(store, run.index.name)
+    base = version = manifests.read(store, run.index.name)
     changed_entries = [entry for entry in base.shards if paths.CHANGES in entry.files]
-    lexical, manifest = base.lexical, base
+    lexical = base.lexical
     if changed_entries or (lexical and lexical.has_changes):
-        with session.connect(run.resources, base.num_passages) as info:
-            session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
+        with session.connect(run.resources, base.num_passages, [INDEX_BUILDERS]):
             new = _write(store, base, changed_entries, run.index.recall_sample, progress)
             if lexical and lexical.has_changes:
                 corpus = Corpus.open(store, base.corpus, base.corpus_digest)
                 lexical = compact_lexical(lexical_task(corpus, base.index, len(base.shards)), lexical, progress)
         new = dataclasses.replace(new, lexical=lexical)
-        require_same_counts(base, new)
-        manifest = manifests.publish(store, new)
-        store.delete_dir(paths.staging_dir(base.index, _staging_key(base)))
-    progress("passages before = after", manifest.num_passages, base.num_passages)
+        version = publish_rewritten(store, base, new, _staging_key(base), progress)
+    else:
+        progress("passages before = after", base.num_passages, base.num_passages)
     return CompactReport(
         index=base.index,
         base_version=base.version,
-        version=manifest.version,
+        version=version.version,
         shards_written=len(changed_entries),
-        passages=manifest.num_passages,
+        passages=version.num_passages,
         bytes_before=base.num_bytes,
-        bytes=manifest.num_bytes,
+        bytes=version.num_bytes,
     )
 
 
@@ -85,17 +82,10 @@ def _write(store: Store, base: Manifest, entries: list[ShardEntry], sample: int,
     """Compact these shards; returns the manifest. If an index is rebuilt, the recall of all shards is measured."""
     is_rebuilt = any(LABELS_FILE in entry.files for entry in entries)
     calls = [(store.address, base, entry, sample * is_rebuilt) for entry in (base.shards if is_rebuilt else entries)]
-    results: dict[int, BuiltShard] = {}
-    for result in run_tasks(compact_one, calls, "compacting", cpus=BUILD_CPUS):
-        results[result.entry.shard] = result
-        progress("compact", len(results), len(calls))
-    shards = tuple(results[entry.shard].entry if entry.shard in results else entry for entry in base.shards)
-    new = dataclasses.replace(base, operation="compact", parent=base.version, shards=shards, dirty_share=0.0)
-    if not is_rebuilt:
-        return new
-    recalls = recall_metrics(list(results.values()))
-    metrics = {name: value for name, value in base.metrics.items() if name not in RECALL_METRICS}
-    return dataclasses.replace(new, recall=recalls.get("recall"), metrics={**metrics, **recalls})
+    results: list[BuiltShard] = run_tasks(compact_one, calls, "compacting", "compact", progress)
+    built_shards = {result.entry.shard: result for result in results}
+    shards = [built_shards.get(entry.shard, BuiltShard(entry, None)) for entry in base.shards]
+    return rewritten_manifest(base, "compact", shards, has_new_recall=is_rebuilt)
 
 
 def compact_one(address: str, base: Manifest, entry: ShardEntry, sample: int = 0) -> BuiltShard:
@@ -103,12 +93,11 @@ def compact_one(address: str, base: Manifest, entry: ShardEntry, sample: int = 0
     `sample` queries."""
     store = Store(address)
     if paths.CHANGES not in entry.files:
-        return BuiltShard(entry, shard_recall(store, base, entry, sample), None, None)
+        return BuiltShard(entry, shard_recall(store, base, entry, sample))
     note = paths.staged_shard(base.index, _staging_key(base), "compact", entry.shard)
     if result := read_note(store, base.index, note):
         return result
-    before = manifests.open_shard(store, base.index, entry)
-    embeddings = open_embeddings(before, entry.files)
+    embeddings = shard_embeddings(store, base.index, entry)
     with shard_folder(store) as folder:
         rewrite(embeddings, folder / paths.EMBEDDINGS, {})
         is_rebuilt, names = LABELS_FILE in entry.files, {*entry.files} - {*paths.embedding_files(entry.files)}
@@ -117,12 +106,10 @@ def compact_one(address: str, base: Manifest, entry: ShardEntry, sample: int = 0
             names &= {paths.PRUNED_JSON}
         index_files = {name: file for name, file in entry.files.items() if name in names}
         for name in index_files:
-            link_or_copy(before / name, folder / name)
+            link_or_copy(embeddings.path.with_name(name), folder / name)
         new_entry = build_shard(store, base, entry.shard, folder, index_files)
     recall = shard_recall(store, base, new_entry, sample)
-    built_shard = BuiltShard(new_entry, recall, None, None, is_updated=False if is_rebuilt else None)
-    write_note(store, note, built_shard)
-    return built_shard
+    return write_note(store, note, BuiltShard(new_entry, recall, is_updated=False if is_rebuilt else None))
 
 
 def _staging_key(base: Manifest) -> str:

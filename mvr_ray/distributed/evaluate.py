@@ -11,7 +11,7 @@ are not independent. Only complete answers count: a version with an unavailable 
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -21,10 +21,10 @@ from mvr_ray.core.judging.answers import AnswerMatcher, Match
 from mvr_ray.core.judging.metrics import NDCG_CUTOFF, cluster_interval, first_ranks, hit_within, ndcg, reciprocal_ranks
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.encoders import require_encoder
-from mvr_ray.distributed.hybrid import best_weight, try_weights
 from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
-from mvr_ray.distributed.router import Router, open_router, require_words
-from mvr_ray.errors import ConfigError, MissingInputError
+from mvr_ray.distributed.router import open_router, require_words
+from mvr_ray.distributed.tune import best_weight, gold_questions, require_gold_passages, try_weights
+from mvr_ray.errors import ConfigError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.files import Store
@@ -92,52 +92,45 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
         strict_answers=run.retrieve.strict_answers,
         refined_queries=run.retrieve.refined_queries,
     )
+    for name, questions in sets:
+        require_gold_passages(name, questions, corpus)
+    articles = {name: articles_of(questions, corpus) for name, questions in sets}
     results: list[SystemResult] = []
-    with open_router(run, version) as router:
-        manifest = router.manifest
-        for name, questions in sets:
-            require_gold_passages(name, questions, router.corpus)
-        ranked_questions = rank_questions(run, router, sets, rank, progress)
-        articles = {name: articles_of(questions, router.corpus) for name, questions in sets}
+
+    def measure(system: str, ranked_questions: Iterator[RankedQuestion]) -> None:
         for name, questions in sets:
             own = list(itertools.islice(ranked_questions, len(questions)))
-            results.append(system_result(run.index.name, name, own, articles[name], settings))
+            results.append(system_result(system, name, own, articles[name], settings))
+
+    with open_router(run, base.version) as router:
+        measure(run.index.name, rank_questions(run, router, sets, rank, progress))
         if settings.bm25:
-            words = BM25Index(router.corpus, progress)
-            for question_set in sets:
-                bm25_results = bm25_ranking(words, router.corpus, question_set, rank, progress)
-                results.append(
-                    system_result("bm25", question_set.name, bm25_results, articles[question_set.name], settings)
-                )
-        weight = _choose_weight(run, router, progress) if settings.hybrid else run.search.hybrid
+            words = BM25Index(corpus, progress)
+            hit_lists = (words.search(own.texts, rank.k, progress) for own in sets)
+            judged = (
+                judge_hits(own.questions, hits, corpus, settings.match, strict=rank.strict_answers)
+                for own, hits in zip(sets, hit_lists)
+            )
+            measure("bm25", itertools.chain.from_iterable(judged))
+        weight = run.search.hybrid
+        if settings.hybrid:
+            own_set = gold_questions(corpus, settings.hybrid, "evaluate.hybrid")
+            best = best_weight(try_weights(run, router, own_set, progress=progress))
+            log.info("hybrid weight: weight=%s accuracy=%.3f set=%s", best.weight, best.top1, settings.hybrid)
+            weight = best.weight
         if weight is not None:
-            ranked_questions = rank_questions(run, router, sets, rank._replace(hybrid=weight), progress)
-            for name, questions in sets:
-                own = list(itertools.islice(ranked_questions, len(questions)))
-                results.append(system_result(hybrid_system(weight), name, own, articles[name], settings))
-    log.info("evaluated: index=%s version=%d sets=%d", manifest.index, manifest.version, len(sets))
+            hybrid_rank = rank._replace(hybrid=weight)
+            measure(hybrid_system(weight), rank_questions(run, router, sets, hybrid_rank, progress))
+    log.info("evaluated: index=%s version=%d sets=%d", base.index, base.version, len(sets))
     return EvaluationReport(
-        manifest.index,
-        manifest.version,
-        manifest.encoder_fingerprint,
-        manifest.num_passages,
-        manifest.index_params["kind"] == "flat",
+        base.index,
+        base.version,
+        base.encoder_fingerprint,
+        base.num_passages,
+        base.index_params["kind"] == "flat",
         [row for result in results for row in result.rows],
         [result.ranks for result in results],
     )
-
-
-def _choose_weight(run: RunConfig, router: Router, progress: Progress) -> HybridWeight | None:
-    """Choose the weight that answers most questions of the set `evaluate.hybrid`."""
-    name = run.evaluate.hybrid
-    assert name is not None
-    own = [question for question in read_questions(router.corpus, name) if question.positive_ids]
-    if not own:
-        raise ConfigError(f"evaluate.hybrid: question set {name!r} names no gold passages; name a set that does")
-    require_gold_passages(name, own, router.corpus)
-    best = best_weight(try_weights(run, router, QuestionSet(name, own), progress=progress))
-    log.info("hybrid weight: weight=%s accuracy=%.3f set=%s", best.weight, best.top1, name)
-    return best.weight
 
 
 def hybrid_system(weight: HybridWeight) -> str:
@@ -161,9 +154,7 @@ def system_result(
     gold_ndcgs: dict[str, float] = {}
 
     def add(metric: str, values_Q: FloatArray, of: Sequence[RankedQuestion]) -> None:
-        groups_Q = [article_of[row.question.id] for row in of]
-        low, high = cluster_interval(values_Q, groups_Q, settings.seed, settings.bootstrap)
-        rows.append(EvaluationRow(system, name, metric, float(np.mean(values_Q)), low, high, len(values_Q)))
+        rows.append(mean_row(system, name, metric, values_Q, [article_of[row.question.id] for row in of], settings))
 
     with_answers = [row for row in results if row.question.answers]
     if with_answers:
@@ -196,19 +187,12 @@ def system_result(
     return SystemResult(rows, ranks)
 
 
-def require_gold_passages(name: str, questions: Sequence[Question], passages: Corpus) -> None:
-    """Raise MissingInputError if the corpus lacks a gold passage.
-
-    Accuracy by gold passages would be wrong for a question set of another corpus.
-    """
-    gold = {passage_id for question in questions for passage_id in question.positive_ids}
-    missing = sorted(gold.difference(passages.get(gold)))
-    if missing:
-        raise MissingInputError(
-            f"question set {name!r}: {len(missing)} of its {len(gold)} gold passages are not in corpus "
-            f"{passages.name!r} (first: {missing[0]!r}); the set belongs to another corpus: prepare it with this one, "
-            f"under a name of its own"
-        )
+def mean_row(
+    system: str, name: str, metric: str, values_Q: FloatArray, articles_Q: Sequence[str], settings: EvaluateConfig
+) -> EvaluationRow:
+    """The mean of a metric of a question set, with the interval that resamples articles."""
+    low, high = cluster_interval(values_Q, articles_Q, settings.seed, settings.bootstrap)
+    return EvaluationRow(system, name, metric, float(np.mean(values_Q)), low, high, len(values_Q))
 
 
 def articles_of(questions: Sequence[Question], passages: Corpus) -> dict[str, str]:
@@ -220,22 +204,10 @@ def articles_of(questions: Sequence[Question], passages: Corpus) -> dict[str, st
     return {question.id: articles.get(question.id) or f"question {question.id}" for question in questions}
 
 
-def bm25_ranking(
-    words: BM25Index,
-    indexed_corpus: Corpus,
-    questions: QuestionSet,
-    settings: RankSettings,
-    progress: Progress = no_progress,
-) -> list[RankedQuestion]:
-    """Rank the same passages by BM25, judged by the same rules."""
-    hits = words.search([question.text for question in questions.questions], settings.k, progress)
-    return judge_hits(questions.questions, hits, indexed_corpus, settings.match, strict=settings.strict_answers)
-
-
 def judge_hits(
     questions: Sequence[Question],
     hits: Sequence[Sequence[Hit]],
-    indexed_corpus: Corpus,
+    passages: Corpus,
     match: Match = "string",
     *,
     strict: bool = False,
@@ -244,11 +216,11 @@ def judge_hits(
     matcher = AnswerMatcher(match, strict=strict)
     results: list[RankedQuestion] = []
     for question, question_hits in zip(questions, hits, strict=True):
-        texts = indexed_corpus.get(hit.passage_id for hit in question_hits)
+        texts = passages.get(hit.passage_id for hit in question_hits)
         marks = [
             matcher.has_answer(texts[hit.passage_id].text, question.answers) if question.answers else None
             for hit in question_hits
         ]
-        passages = [RankedPassage(hit.passage_id, "", "", hit.score, mark) for hit, mark in zip(question_hits, marks)]
-        results.append(RankedQuestion(question, passages))
+        ranked = [RankedPassage(hit.passage_id, "", "", hit.score, mark) for hit, mark in zip(question_hits, marks)]
+        results.append(RankedQuestion(question, ranked))
     return results

@@ -17,7 +17,7 @@ from mvr_ray.config import RunConfig
 from mvr_ray.core.judging.answers import AnswerMatcher, Match
 from mvr_ray.distributed import session
 from mvr_ray.distributed.ray_data import map_in_pool, pool_need
-from mvr_ray.distributed.router import MatchingSnippet, Router
+from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import Fleet
 from mvr_ray.errors import CoverageError
 from mvr_ray.store.files import Store
@@ -28,7 +28,6 @@ from mvr_ray.types import Answer, FloatArray, Hit, HybridQueries, HybridWeight, 
 log = logging.getLogger(__name__)
 
 TRIES = 3
-MAX_CACHED_SNIPPETS = 100_000
 
 
 class QuestionSet(NamedTuple):
@@ -36,6 +35,15 @@ class QuestionSet(NamedTuple):
 
     name: str
     questions: Sequence[Question]
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return tuple(question.text for question in self.questions)
+
+    def batches(self, size: int) -> list["QuestionSet"]:
+        """Parts of `size` questions, in order."""
+        starts = range(0, len(self.questions), size)
+        return [QuestionSet(self.name, self.questions[start : start + size]) for start in starts]
 
 
 class RankSettings(NamedTuple):
@@ -60,14 +68,12 @@ class QuestionRanker:
         self.threads = threads
         self.matcher = AnswerMatcher(settings.match, strict=settings.strict_answers)
         self._refined: dict[str, dict[str, FloatArray]] = {}
-        self._snippets: dict[tuple[str, int], MatchingSnippet] = {}
 
     def rank(self, batch: QuestionSet) -> list[list[RankedPassage]]:
         """Search for each question; hits are best first and judged by the question's answers."""
         torch.set_num_threads(self.threads)
         weight = self.settings.hybrid
-        texts = tuple(question.text for question in batch.questions)
-        hybrid = None if weight is None else HybridQueries(texts, weight)
+        hybrid = None if weight is None else HybridQueries(batch.texts, weight)
         answer = self.search(self.embed(batch), self.settings.k, hybrid)
         passages = self.router.passages(sorted({hit.passage_id for hits in answer.hits for hit in hits}))
         return [
@@ -77,7 +83,7 @@ class QuestionRanker:
 
     def embed(self, batch: QuestionSet) -> FloatArray:
         """Embed queries; with `refined_queries`, use the refined vector of a question where one is stored."""
-        queries_QD = self.router.embed([question.text for question in batch.questions])
+        queries_QD = self.router.embed(batch.texts)
         if not self.settings.refined_queries:
             return queries_QD
         if batch.name not in self._refined:
@@ -99,16 +105,9 @@ class QuestionRanker:
         """Convert a hit for output; hits without a view (-1) have no snippet."""
         has_answer = self.matcher.has_answer(passage.text, question.answers) if question.answers else None
         title, text = (passage.title, passage.text) if self.settings.texts else ("", "")
-        snippet = self._snippet(passage, hit.view) if self.settings.snippets and hit.view >= 0 else ""
+        has_snippet = self.settings.snippets and hit.view >= 0
+        snippet = self.router.matching_snippet(passage, hit.view).text if has_snippet else ""
         return RankedPassage(hit.passage_id, title, text, hit.score, has_answer, hit.view, snippet)
-
-    def _snippet(self, passage: Passage, view: int) -> str:
-        key = passage.id, view
-        if key not in self._snippets:
-            if len(self._snippets) >= MAX_CACHED_SNIPPETS:
-                self._snippets.clear()
-            self._snippets[key] = self.router.matching_snippet(passage, view)
-        return self._snippets[key].text
 
 
 class _PoolRanker:
@@ -133,25 +132,15 @@ def rank_questions(
     progress: Progress = no_progress,
 ) -> Iterator[RankedQuestion]:
     """Yield every question with its hits, in order. Raises ResourceError if the cluster cannot place the rankers."""
-    size, resources = run.retrieve.batch, run.resources
-    batches = [
-        QuestionSet(name, questions[start : start + size])
-        for name, questions in sets
-        for start in range(0, len(questions), size)
-    ]
+    resources = run.resources
+    batches = [batch for own in sets for batch in own.batches(run.retrieve.batch)]
     if not batches:
         return
     if session.in_ray():
-        needs = [
-            pool_need("rankers", resources),
-            session.Need(
-                "searchers",
-                min(resources.searchers, len(router.manifest.shards)) * resources.replicas,
-                resources.cpus_per_searcher,
-                resources.gpus_per_searcher,
-            ),
-        ]
-        session.require(session.describe(private=False, can_grow=resources.autoscaling), needs)
+        num_searchers = min(resources.searchers, len(router.manifest.shards)) * resources.replicas
+        cpus, gpus = resources.cpus_per_searcher, resources.gpus_per_searcher
+        needs = [pool_need("rankers", resources), session.Need("searchers", num_searchers, cpus, gpus)]
+        session.require(session.describe(resources), needs)
     arguments = {
         "store": router.store.address,
         "manifest": router.manifest,

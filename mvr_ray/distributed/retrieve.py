@@ -1,4 +1,4 @@
-"""Write the rankings of a question set over an index version in standard formats; re-exports `evaluate`."""
+"""Write the rankings of a question set over an index version in standard formats."""
 
 import logging
 from pathlib import Path
@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.distributed.encoders import require_encoder
-from mvr_ray.distributed.evaluate import EvaluationReport, EvaluationRow, evaluate
 from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
 from mvr_ray.distributed.router import open_router, require_words
 from mvr_ray.errors import MissingInputError
@@ -17,8 +16,6 @@ from mvr_ray.store.filters import parse_filter
 from mvr_ray.store.formats import RankingFormat, read_question_file, write_ranking
 from mvr_ray.store.questions import read_questions
 from mvr_ray.types import Progress, no_progress
-
-__all__ = ["EvaluationReport", "EvaluationRow", "RetrieveReport", "evaluate", "retrieve"]
 
 log = logging.getLogger(__name__)
 
@@ -59,32 +56,30 @@ def retrieve(
     if run.retrieve.filter is not None:
         parse_filter(run.retrieve.filter, corpus.fields)
     query_set = question_set(corpus, questions)
-    snippets = format in ("jsonl", "parquet") or (format == "dpr" and run.retrieve.extras)
     settings = RankSettings(
         k=run.retrieve.k,
         match=run.evaluate.match,
         strict_answers=run.retrieve.strict_answers,
         texts=format not in ("trec", "msmarco"),
-        snippets=snippets,
+        snippets=format in ("jsonl", "parquet") or (format == "dpr" and run.retrieve.extras),
         refined_queries=run.retrieve.refined_queries,
         filter=run.retrieve.filter,
         hybrid=run.search.hybrid,
     )
-    with open_router(run, version) as router:
+    with open_router(run, base.version) as router:
         results = rank_questions(run, router, [query_set], settings, progress)
         count = write_ranking(results, output, format, tag=run.retrieve.tag, extras=run.retrieve.extras)
-        manifest = router.manifest
-    log.info("retrieved: questions=%d output=%s index=%s version=%d", count, output, manifest.index, manifest.version)
+    log.info("retrieved: questions=%d output=%s index=%s version=%d", count, output, base.index, base.version)
     return RetrieveReport(
         str(output),
         format,
         count,
         run.retrieve.k,
-        manifest.index,
-        manifest.version,
-        manifest.encoder_fingerprint,
-        manifest.num_passages,
-        manifest.index_params["kind"] == "flat",
+        base.index,
+        base.version,
+        base.encoder_fingerprint,
+        base.num_passages,
+        base.index_params["kind"] == "flat",
     )
 
 

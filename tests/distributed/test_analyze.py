@@ -28,8 +28,7 @@ from mvr_ray.distributed.analyze import (
     _spans,
     analyze,
 )
-from mvr_ray.distributed.evaluate import judge_hits
-from mvr_ray.distributed.retrieve import evaluate
+from mvr_ray.distributed.evaluate import evaluate, judge_hits
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus

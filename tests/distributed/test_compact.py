@@ -17,12 +17,13 @@ from random_index import D, Views, brute_force, publish_random_index, random_vie
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import compact, session
 from mvr_ray.distributed.compact import compact_one
-from mvr_ray.distributed.reshard import ReshardTask, manifest_over, reshard_one, staging_key
+from mvr_ray.distributed.reshard import reshard_one, rewritten_manifest, staging_key
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
-from mvr_ray.distributed.shards import build_shard, update_shard_index
+from mvr_ray.distributed.shards import build_shard, folder_embeddings
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.candidates import LABELS_FILE
+from mvr_ray.index.kinds import update_index
 from mvr_ray.store import delta, embeddings, manifest, paths
 from mvr_ray.store.corpus import shard_of
 from mvr_ray.store.delta import open_embeddings, write_changed
@@ -49,10 +50,9 @@ def publish_update(store: Store, base: Manifest, upserts: Views, deletions: set[
             with store.scratch() as scratch:
                 folder = scratch / "shard"
                 folder.mkdir()
-                files = entry.files
                 if write_changed(shard, folder, own, [name for name in here if name in deletions]):
-                    base_folder = shard.path.parent
-                    update_shard_index(IndexParams(**base.index_params), base_folder, files, folder, own, 0.25)
+                    params, blocks = IndexParams(**base.index_params), folder_embeddings(folder).blocks()
+                    update_index(params, shard.blocks(), blocks, own, shard.path.parent, folder, 0.25)
                 shards[entry.shard] = build_shard(store, base, entry.shard, folder)
     return manifest.publish(store, dataclasses.replace(base, parent=base.version, shards=tuple(shards)))
 
@@ -66,8 +66,9 @@ def publish_compaction(store: Store, base: Manifest) -> Manifest:
 
 
 def publish_reshard(store: Store, base: Manifest, num_shards: int) -> Manifest:
-    task = ReshardTask(store.address, base, num_shards, staging_key(base, num_shards), 0)
-    return manifest.publish(store, manifest_over(base, [reshard_one(task, shard) for shard in range(num_shards)]))
+    key = staging_key(base, num_shards)
+    shards = [reshard_one(store.address, base, num_shards, key, shard) for shard in range(num_shards)]
+    return manifest.publish(store, rewritten_manifest(base, "reshard", shards))
 
 
 def answers(root: Path, version: Manifest, queries_QD: np.ndarray, k: int) -> list[list[tuple[str, float, int]]]:

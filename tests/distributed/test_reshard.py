@@ -13,10 +13,9 @@ from random_index import D, V, brute_force, publish_random_index, random_views
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import build_index, refine, reshard
 from mvr_ray.distributed.reshard import (
-    ReshardTask,
-    manifest_over,
     require_same_counts,
     reshard_one,
+    rewritten_manifest,
     sources,
     staging_key,
 )
@@ -36,8 +35,9 @@ Stored = dict[str, tuple[bytes, bytes]]
 def dealt_here(root: Path, base: Manifest, num_shards: int) -> Manifest:
     """Publish the stage's version, with its tasks run one by one in this process."""
     store = Store(str(root))
-    task = ReshardTask(store.address, base, num_shards, staging_key(base, num_shards), 50)
-    version = manifest_over(base, [reshard_one(task, shard) for shard in range(num_shards)])
+    key = staging_key(base, num_shards)
+    shards = [reshard_one(store.address, base, num_shards, key, shard, 50) for shard in range(num_shards)]
+    version = rewritten_manifest(base, "reshard", shards)
     require_same_counts(base, version)
     return manifest.publish(store, version)
 
@@ -116,10 +116,10 @@ def test_feedback_views_and_moved_queries_go_along_and_the_way_back_ends_at_the_
 
 def test_lost_rows_are_never_published(tmp_path):
     base = publish_random_index(tmp_path, random_views(40, 1), 3)
-    shards = [reshard_one(ReshardTask(str(tmp_path), base, 2, "key", 0), shard) for shard in range(2)]
+    shards = [reshard_one(str(tmp_path), base, 2, "key", shard) for shard in range(2)]
     short = dataclasses.replace(base, shards=(base.shards[0], *base.shards[2:]))
     with pytest.raises(RowsLostError, match=r"has \d+ passages and \d+ views, its 2 new shards 40 and"):
-        require_same_counts(short, manifest_over(short, shards))
+        require_same_counts(short, rewritten_manifest(short, "reshard", shards))
 
 
 def run_of(root: Path, **sections) -> RunConfig:
@@ -160,7 +160,7 @@ def test_a_flipped_bit_in_an_old_shard_is_never_copied(tmp_path):
     file.chmod(0o644)
     file.write_bytes(data)
     with pytest.raises(DigestError, match="of shard 1 is missing or damaged"):
-        reshard_one(ReshardTask(str(tmp_path), base, 3, "key", 0), 0)
+        reshard_one(str(tmp_path), base, 3, "key", 0)
 
 
 def test_no_room_is_told_before_any_work(tmp_path, monkeypatch):
