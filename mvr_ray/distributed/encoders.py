@@ -14,12 +14,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mvr_ray.checksums import FORMAT_VERSION, json_with_checksum, parse_json, require_format
+from mvr_ray.checksums import FORMAT_VERSION, json_with_checksum, parse_json
 from mvr_ray.config import RunConfig, resolve_model
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.precision import PrecisionName, fastest_float
 from mvr_ray.core.encoding.snippets import train_punkt
-from mvr_ray.distributed.models import ENCODERS, latest_fingerprint, save_model
+from mvr_ray.distributed.models import (
+    ENCODERS,
+    RECORD_FORMAT,
+    latest_fingerprint,
+    read_fingerprint,
+    save_model,
+    stored_fingerprints,
+)
 from mvr_ray.errors import EncoderError, FingerprintError, MissingInputError, StorageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
@@ -30,8 +37,6 @@ from mvr_ray.types import Passage
 
 log = logging.getLogger(__name__)
 
-LOWERED_FORMAT = 1
-"""The format of the record that names an encoder in another precision."""
 CALIBRATION_PASSAGES = 256
 """Passages of the corpus that calibrate the scales of int8."""
 INT8_RECORD = "int8-openvino"
@@ -101,7 +106,11 @@ def _named_encoder(run: RunConfig, corpus: Corpus | None) -> LocalEncoder:
             )
     elif choice != "untrained":
         return local_encoder(store, name, choice)
-    return _untrained_encoder(run, store, corpus)
+    encoder = make_encoder(run, store, corpus)
+    snapshot = save_encoder(store, name, encoder)
+    strategy = encoder.spec.strategy
+    log.info("untrained encoder: name=%s fingerprint=%s strategy=%s", name, snapshot.fingerprint, strategy)
+    return snapshot
 
 
 def require_encoder(store: Store, version: Manifest) -> None:
@@ -124,7 +133,7 @@ def _description(store: Store, name: str, fingerprint: str) -> dict[str, Any]:
     """Read `encoder.json` of a snapshot."""
     path = paths.encoder_dir(name, fingerprint)
     if not store.exists(f"{path}/{paths.ENCODER_JSON}"):
-        fingerprints = [entry for entry in store.list(paths.encoders_dir(name)) if not entry.endswith(".json")]
+        fingerprints = stored_fingerprints(store, ENCODERS, name)
         raise MissingInputError(
             f"encoder snapshot {fingerprint!r} not found ({store.where(path)}); of {name!r} there are: "
             f"{', '.join(fingerprints) or 'none'}. Train it (mvr-ray train CONFIG), copy it there, or name another in "
@@ -177,14 +186,6 @@ def make_encoder(run: RunConfig, store: Store, corpus: Corpus | None = None) -> 
     return DualEncoder.from_backbone(resolve_model(run.encoder.backbone), spec, punkt)
 
 
-def _untrained_encoder(run: RunConfig, store: Store, corpus: Corpus | None) -> LocalEncoder:
-    encoder = make_encoder(run, store, corpus)
-    snapshot = save_encoder(store, run.encoder.name, encoder)
-    strategy = encoder.spec.strategy
-    log.info("untrained encoder: name=%s fingerprint=%s strategy=%s", snapshot.name, snapshot.fingerprint, strategy)
-    return snapshot
-
-
 def _in_lower_precision(
     run: RunConfig, full: LocalEncoder, corpus: Corpus | None, precision: PrecisionName
 ) -> LocalEncoder:
@@ -202,15 +203,11 @@ def _in_lower_precision(
         gpu = run.resources.gpus_per_encoder > 0
         snapshot = save_encoder(store, name, encoder.to_precision(precision, texts, gpu))
         log.info("encoder lowered: from=%s to=%s precision=%s", full.fingerprint, snapshot.fingerprint, precision)
-        record = json_with_checksum({"fingerprint": snapshot.fingerprint, FORMAT_VERSION: LOWERED_FORMAT})
+        record = json_with_checksum({"fingerprint": snapshot.fingerprint, FORMAT_VERSION: RECORD_FORMAT})
         with suppress(FileExistsError):
             store.create_once(path, json.dumps(record).encode())
-    where, cure = store.where(path), "delete it: the same command then converts the encoder again"
-    fields = parse_json(store.read_bytes(path), where, cure)
-    require_format(fields, LOWERED_FORMAT, where, cure)
-    if "fingerprint" not in fields:
-        raise StorageError(f"{where} is damaged (it has no fingerprint); {cure}")
-    return local_encoder(store, name, fields["fingerprint"])
+    cure = "delete it: the same command then converts the encoder again"
+    return local_encoder(store, name, read_fingerprint(store, path, cure, cure))
 
 
 def sample_evenly(corpus: Corpus, num: int) -> list[Passage]:
@@ -220,6 +217,6 @@ def sample_evenly(corpus: Corpus, num: int) -> list[Passage]:
     first = 0
     for shard in range(corpus.num_shards):
         part = corpus.part(shard)
-        passages += [part.passages(row, row + 1)[0] for row in range(-first % step, len(part), step)]
+        passages += part.take(range(-first % step, len(part), step))
         first += len(part)
     return passages[:num]
