@@ -16,9 +16,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -32,9 +32,10 @@ from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder, require_encoder
 from mvr_ray.distributed.lexical import open_statistics
+from mvr_ray.distributed.searching.local_searchers import LocalSearchers
 from mvr_ray.distributed.searching.merged_results import MergedResults, overlay_results, shard_starts
 from mvr_ray.distributed.searching.messages import ScanRequest, ShardFailure
-from mvr_ray.distributed.searching.searcher import NO_WORDS_HINT, Fleet, LocalFleet, SearcherTask, ShardSearcher
+from mvr_ray.distributed.searching.searcher import NO_WORDS_HINT, Fleet, SearcherTask
 from mvr_ray.errors import (
     CoverageError,
     DamagedShardsError,
@@ -68,7 +69,8 @@ from mvr_ray.types import (
     ShardState,
 )
 
-__all__ = ["MatchingSnippet", "Router", "ShardSearcher", "open_router"]
+if TYPE_CHECKING:
+    from mvr_ray.distributed.searching.fleet import RemoteSearchers
 
 log = logging.getLogger(__name__)
 
@@ -540,21 +542,32 @@ def open_router(
     """
     store = Store(run.store.path)
     manifest = manifests.read(store, run.index.name, version)
+    with open_searchers(run, manifest, local) as searchers:
+        fleet = searchers.fleet(manifest)
+        fleet.ready()
+        yield Router(store, manifest, fleet, timeout_s=timeout_s, threads=run.resources.torch_threads)
+
+
+@contextmanager
+def open_searchers(
+    run: RunConfig, manifest: Manifest, local: bool | None
+) -> Iterator["LocalSearchers | RemoteSearchers"]:
+    """Searchers of the shards of a version, for other versions too, until the block ends. `local` as in
+    `open_router`."""
     resources = run.resources
     local = not session.needs_ray(resources, manifest.num_passages) if local is None else local
     task = searcher_task(run, manifest, local=local)
-    with ExitStack() as stack:
-        if local:
-            fleet: Fleet = LocalFleet(task)
-        else:
-            from mvr_ray.distributed.searching.fleet import RemoteSearchers
+    if local:
+        yield LocalSearchers(task, resources.searcher_bytes)
+        return
+    from mvr_ray.distributed.searching.fleet import RemoteSearchers
 
-            info = stack.enter_context(session.connect(resources))
-            searchers = RemoteSearchers.start(task, resources, info)
-            stack.callback(searchers.stop)
-            fleet = searchers.fleet(manifest)
-        fleet.ready()
-        yield Router(store, manifest, fleet, timeout_s=timeout_s, threads=resources.torch_threads)
+    with session.connect(resources) as info:
+        searchers = RemoteSearchers.start(task, resources, info)
+        try:
+            yield searchers
+        finally:
+            searchers.stop()
 
 
 def searcher_task(run: RunConfig, manifest: Manifest, *, local: bool) -> SearcherTask:
