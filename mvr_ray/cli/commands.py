@@ -375,7 +375,7 @@ def follow(
 @stage_command()
 def compact(run: "RunConfig", words: Mapping[str, str], progress: "Progress") -> Any:
     """Write shards whole that have changes beside them."""
-    from mvr_ray.distributed import compact as stage
+    from mvr_ray.distributed import rewrite as stage
 
     return stage.compact(run, progress)
 
@@ -396,7 +396,7 @@ def reshard(run: "RunConfig", words: Mapping[str, str], progress: "Progress") ->
 
     `reshard CONFIG shards=12`; nothing is encoded.
     """
-    from mvr_ray.distributed import reshard as stage
+    from mvr_ray.distributed import rewrite as stage
 
     return stage.reshard(run, int(words["shards"]), progress)
 

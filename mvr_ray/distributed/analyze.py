@@ -152,7 +152,12 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
         only_embeds=False,  # `view_attention` reads its attention
     )
     queries_QD = encoder.embed_queries([question.text for question in questions])
-    shards = _search(run, store, manifest, queries_QD, [q.positive_ids[0] for q in questions], progress)
+    cpus = run.resources.cpus_per_encoder
+    with session.connect(run.resources, manifest.num_passages, [session.Need("analyzers", 1, cpus)]):
+        shared_queries, shared_ids = share(queries_QD), share(sorted(gold))
+        entries = [entry for entry in manifest.shards if entry.num_passages]
+        calls = [(store.address, manifest, entry, shared_queries, shared_ids, max(run.evaluate.k)) for entry in entries]
+        shards = run_tasks(_analyze_shard, calls, "analyzing views", "analyze views", progress, cpus=cpus)
     rows: list[EvaluationRow] = []
     ranks: list[QuestionRanks] = []
     article_of, start_of = articles_of(questions, passages), shard_starts(manifest.shards)
@@ -347,22 +352,6 @@ def _answer_view(question: Question, spans: Spans) -> int:
     """The view whose snippet holds the first character of the question's answer, -1 where none does."""
     start = next((start for start in question.answer_starts if start >= 0), -1)
     return next((view for view, span in enumerate(spans) if span and span[0] <= start < span[1]), -1)
-
-
-def _search(
-    run: RunConfig,
-    store: Store,
-    manifest: Manifest,
-    queries_QD: FloatArray,
-    gold_ids: Sequence[str],
-    progress: Progress,
-) -> list[_ShardViews]:
-    cpus = run.resources.cpus_per_encoder
-    with session.connect(run.resources, manifest.num_passages, [session.Need("analyzers", 1, cpus)]):
-        shared_queries, ids, k = share(queries_QD), share(sorted(set(gold_ids))), max(run.evaluate.k)
-        entries = [entry for entry in manifest.shards if entry.num_passages]
-        calls = [(store.address, manifest, entry, shared_queries, ids, k) for entry in entries]
-        return run_tasks(_analyze_shard, calls, "analyzing views", "analyze views", progress, cpus=cpus)
 
 
 def _analyze_shard(

@@ -96,7 +96,10 @@ def _index(run: RunConfig, progress: Progress) -> Manifest:
     others = [shard for shard in range(corpus.num_shards) if shard not in reusable]
     if not session.needs_ray(resources, 1):  # a small update of a large corpus needs no cluster
         carry_over(task, corpus, _not_built(store, task, others), progress)
-    with session.connect(resources, _num_to_work_on(task, corpus, others), [INDEX_BUILDERS]):
+    num_passages = count_passages(task, corpus, others)["encoded"]
+    if draft.index_params["kind"] != "flat":  # an approximate index is built of all passages of a changed shard
+        num_passages = sum(corpus.info.parts[shard].num_passages for shard in others)
+    with session.connect(resources, num_passages, [INDEX_BUILDERS]):
         missing = _not_built(store, task, others)
         carry_over(task, corpus, missing, progress)
         find_copies(task, corpus, missing, progress)
@@ -114,13 +117,6 @@ def _index(run: RunConfig, progress: Progress) -> Manifest:
     store.delete_dir(paths.staging_dir(cfg.name, task.key))
     progress("passages read = embedded = indexed = in the manifest", manifest.num_passages, corpus.num_passages)
     return manifest
-
-
-def _num_to_work_on(task: EncodeTask, corpus: Corpus, shards: Sequence[int]) -> int:
-    """Count the passages to encode; for an approximate index, all passages of the changed shards."""
-    if task.draft.index_params["kind"] == "flat":
-        return count_passages(task, corpus, shards)["encoded"]
-    return sum(corpus.info.parts[shard].num_passages for shard in shards)
 
 
 def _open_refined(store: Store, cfg: IndexConfig, fingerprint: str) -> Manifest | None:

@@ -25,7 +25,7 @@ import numpy as np
 
 from mvr_ray.checksums import add_trailer
 from mvr_ray.distributed.encode import REFINED, BaseShard, EncodePlan, EncodeTask, staged_shards
-from mvr_ray.distributed.reshard import sources as shards_before
+from mvr_ray.distributed.rewrite import sources as shards_before
 from mvr_ray.distributed.shards import gather_batches, promised_recall, shard_embeddings
 from mvr_ray.distributed.tasks import run_tasks, share
 from mvr_ray.errors import MissingInputError, StorageError

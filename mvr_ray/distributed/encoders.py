@@ -74,22 +74,16 @@ def resolve_encoder(run: RunConfig, corpus: Corpus | None = None) -> LocalEncode
 def _auto_precision(run: RunConfig, full: LocalEncoder) -> PrecisionName:
     """The precision of this encoder's embeddings in the store; without any, the fastest on this machine."""
     store = Store(run.store.path)
-    if run.resources.gpus_per_encoder > 0 or _has_embedded(store, full.fingerprint):
+    if run.resources.gpus_per_encoder > 0:
         return "fp32"
+    for name in store.list(paths.indexes_dir()):
+        with suppress(MissingInputError, StorageError):  # such as an index without a version
+            if manifests.read(store, name).encoder_fingerprint == full.fingerprint:
+                return "fp32"
     if store.exists(paths.lowered_encoder(full.name, full.fingerprint, "bf16", run.prepare.corpus)):
         return "bf16"
     encoder = DualEncoder.load(full.folder)
     return fastest_float(encoder.passage_tower) if encoder.precision.name == "fp32" else "fp32"
-
-
-def _has_embedded(store: Store, fingerprint: str) -> bool:
-    """Whether the live version of an index has embeddings of this encoder. Unreadable or
-    missing ones are skipped."""
-    for name in store.list(paths.indexes_dir()):
-        with suppress(MissingInputError, StorageError):
-            if manifests.read(store, name).encoder_fingerprint == fingerprint:
-                return True
-    return False
 
 
 def _named_encoder(run: RunConfig, corpus: Corpus | None) -> LocalEncoder:

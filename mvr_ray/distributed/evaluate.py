@@ -31,7 +31,7 @@ from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedPassage, RankedQuestion
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.store.questions import read_questions
-from mvr_ray.types import FloatArray, Hit, HybridWeight, Progress, Question, no_progress
+from mvr_ray.types import FloatArray, Hit, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +119,8 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
             log.info("hybrid weight: weight=%s accuracy=%.3f set=%s", best.weight, best.top1, settings.hybrid)
             weight = best.weight
         if weight is not None:
-            hybrid_rank = rank._replace(hybrid=weight)
-            measure(hybrid_system(weight), rank_questions(run, router, sets, hybrid_rank, progress))
+            system = "bm25 and dense, reciprocal ranks" if weight == "rrf" else f"bm25 + {weight:g} x dense"
+            measure(system, rank_questions(run, router, sets, rank._replace(hybrid=weight), progress))
     log.info("evaluated: index=%s version=%d sets=%d", base.index, base.version, len(sets))
     return EvaluationReport(
         base.index,
@@ -131,11 +131,6 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
         [row for result in results for row in result.rows],
         [result.ranks for result in results],
     )
-
-
-def hybrid_system(weight: HybridWeight) -> str:
-    """Name of a hybrid search in reports."""
-    return f"bm25 + {weight:g} x dense" if not isinstance(weight, str) else "bm25 and dense, reciprocal ranks"
 
 
 def system_result(

@@ -106,16 +106,21 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
         denoise(of, own, cfg, number=row) if len(own) else choose_negatives(of, cfg, number=row)
         for row, (of, own) in enumerate(zip(candidates, scores))
     ]
-    _require_negatives(results, cfg)
+    counts = [len(result.ids) for result in results]
+    hits, gold, bearing, likely = (
+        sum(getattr(result, name) for result in results) for name in ("hits", "gold", "answer_bearing", "likely")
+    )
+    if likely and not sum(counts):  # the cross-encoder may be untrained
+        raise DataError(
+            f"cross-encoder {cfg.cross_encoder!r} scored all {likely} candidate passages as answers, each "
+            f"at least {cfg.denoise_share:g} likely beside the known one (mine.denoise_share); no negative is left: "
+            f"train it longer (mvr-ray train CONFIG train.task=cross_encoder), or raise mine.denoise_share above 0.5"
+        )
     mined_questions = [
         question._replace(hard_negative_ids=tuple(result.ids), teacher_scores=result.scores)
         for question, result in zip(questions, results)
     ]
     write_questions(corpus, cfg.output, mined_questions)
-    counts = [len(result.ids) for result in results]
-    hits, gold, bearing, likely = (
-        sum(getattr(result, name) for result in results) for name in ("hits", "gold", "answer_bearing", "likely")
-    )
     report = MineReport(
         questions=len(mined_questions),
         output=cfg.output,
@@ -160,17 +165,6 @@ def denoise(candidates: HardNegatives, scores: FloatArray, cfg: MineConfig, *, n
     teacher_scores = (float(scores[0]), *(float(scores[1 + row]) for row in rows))
     negatives, num_likely = tuple(scored_ids[row] for row in rows), len(scored_ids) - len(clean)
     return candidates._replace(ids=negatives, likely=num_likely, scores=teacher_scores)
-
-
-def _require_negatives(results: Sequence[HardNegatives], cfg: MineConfig) -> None:
-    """Raise DataError if the cross-encoder, perhaps untrained, dropped all candidates as answers."""
-    likely = sum(result.likely for result in results)
-    if likely and not any(result.ids for result in results):
-        raise DataError(
-            f"cross-encoder {cfg.cross_encoder!r} scored all {likely} candidate passages as answers, each "
-            f"at least {cfg.denoise_share:g} likely beside the known one (mine.denoise_share); no negative is left: "
-            f"train it longer (mvr-ray train CONFIG train.task=cross_encoder), or raise mine.denoise_share above 0.5"
-        )
 
 
 def _sample_negatives(count: int, cfg: MineConfig, number: int) -> IntArray:

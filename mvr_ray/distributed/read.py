@@ -130,7 +130,13 @@ def read(
                     scores[prediction.passages, "exact_match"].append(float(bool(prediction.exact_match)))
                     scores[prediction.passages, "f1"].append(prediction.f1 or 0.0)
             if file is not None:
-                file.write(_line(result, answers_by_k))
+                row = {
+                    "id": result.question.id,
+                    "question": result.question.text,
+                    "answers": list(result.question.answers),
+                    "predictions": [prediction._asdict() for prediction in answers_by_k],
+                }
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
     name, fingerprint = run.read.reader, task.fingerprint
     log.info("read: questions=%d unread=%d reader=%s fingerprint=%s", len(results), num_unread, name, fingerprint)
     return ReadReport(
@@ -213,17 +219,6 @@ def _require_scores(path: Path, results: Sequence[RankedQuestion]) -> None:
                     f"ranking {path}: passage {hit.id!r} of question {row.question.text!r} has no score, which "
                     f"read.score_weight needs; set read.score_weight=0, or give a ranking with scores"
                 )
-
-
-def _line(result: RankedQuestion, predictions: Sequence[Prediction]) -> str:
-    question = result.question
-    row = {
-        "id": question.id,
-        "question": question.text,
-        "answers": list(question.answers),
-        "predictions": [prediction._asdict() for prediction in predictions],
-    }
-    return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def _row(run: RunConfig, passages: int, metric: str, values: Sequence[float], groups_Q: Sequence[str]) -> ReadRow:

@@ -39,9 +39,8 @@ from random_index import D, V, Views, block_of, brute_force
 from simulation import OBJECTS, Actor, ActorKill, Schedule, run_in_turn
 
 from mvr_ray.config import PrepareConfig
-from mvr_ray.distributed.compact import compact_one
 from mvr_ray.distributed.hot_swap import HotSwapRouter
-from mvr_ray.distributed.reshard import reshard_one, rewritten_manifest, staging_key
+from mvr_ray.distributed.rewrite import compact_one, reshard_one, rewritten_manifest, staging_key
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.local_searchers import LocalSearchers
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask

@@ -1,10 +1,12 @@
-"""Distribute the live version over another number of shards, without encoding: views are copied bit for bit.
+"""Rewrite the live version without encoding: `reshard` distributes it over another number of shards, `compact` rewrites
+shards that have change files beside their first file.
 
     shard of a passage:  h(id) mod n   before,   h(id) mod m   after
     read by new shard t: old shards s with  s = t  (mod gcd(n, m)),  for h = s (mod n) and h = t (mod m) agree there
 
 So 8 to 12 reads each shard three times, 8 to 16 twice, and each new shard is one task that reads n / gcd(n, m) old
-ones. A note of each built shard in the staging folder lets the same command resume after any crash. The publication
+ones. Views are copied bit for bit; only an updated or distributed approximate index is rebuilt, and its recall measured
+again. A note of each built shard in the staging folder lets the same command resume after any crash. The publication
 requires equal counts of passages and views before and after; the corpus does not change.
 """
 
@@ -16,7 +18,7 @@ from typing import NamedTuple
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import session
-from mvr_ray.distributed.lexical import build_lexical, lexical_task
+from mvr_ray.distributed.lexical import build_lexical, compact_lexical, lexical_task
 from mvr_ray.distributed.shards import (
     INDEX_BUILDERS,
     RECALL_METRICS,
@@ -33,12 +35,15 @@ from mvr_ray.distributed.shards import (
 from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.errors import ConfigError, DigestError, RowsLostError, StorageError
 from mvr_ray.index.base import IndexParams
+from mvr_ray.index.candidates import LABELS_FILE
+from mvr_ray.index.flat import CODES_FILES
 from mvr_ray.index.kinds import check_params
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, shard_of
+from mvr_ray.store.delta import rewrite
 from mvr_ray.store.embeddings import EmbeddingWriter
-from mvr_ray.store.files import Store
+from mvr_ray.store.files import Store, link_or_copy
 from mvr_ray.store.manifest import Manifest, ShardEntry
 from mvr_ray.types import Progress, no_progress
 
@@ -203,3 +208,80 @@ def _require_possible(store: Store, base: Manifest) -> None:
 def _embeddings_alone(entry: ShardEntry) -> ShardEntry:
     """A shard with the files that hold its views, and no others."""
     return dataclasses.replace(entry, files={name: entry.files[name] for name in paths.embedding_files(entry.files)})
+
+
+class CompactReport(NamedTuple):
+    """The published version; `version` is `base_version` where no shard had change files."""
+
+    index: str
+    base_version: int
+    version: int
+    shards_written: int
+    passages: int
+    bytes_before: int
+    bytes: int
+
+
+def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
+    """Publish the live version with all its shards compacted. If an index is rebuilt, the recall of all is measured.
+
+    Raises MissingInputError, StorageError, DigestError (a shard is damaged), RowsLostError and PublishConflictError.
+    After any of them the live version is unchanged.
+    """
+    store = Store(run.store.path)
+    base = version = manifests.read(store, run.index.name)
+    changed_entries = [entry for entry in base.shards if paths.CHANGES in entry.files]
+    lexical = base.lexical
+    if changed_entries or (lexical and lexical.has_changes):
+        with session.connect(run.resources, base.num_passages, [INDEX_BUILDERS]):
+            is_rebuilt = any(LABELS_FILE in entry.files for entry in changed_entries)
+            entries, sample = (base.shards, run.index.recall_sample) if is_rebuilt else (changed_entries, 0)
+            calls = [(store.address, base, entry, sample) for entry in entries]
+            results: list[BuiltShard] = run_tasks(compact_one, calls, "compacting", "compact", progress)
+            built_shards = {result.entry.shard: result for result in results}
+            shards = [built_shards.get(entry.shard, BuiltShard(entry, None)) for entry in base.shards]
+            new = rewritten_manifest(base, "compact", shards, has_new_recall=is_rebuilt)
+            if lexical and lexical.has_changes:
+                corpus = Corpus.open(store, base.corpus, base.corpus_digest)
+                lexical = compact_lexical(lexical_task(corpus, base.index, len(base.shards)), lexical, progress)
+        new = dataclasses.replace(new, lexical=lexical)
+        version = publish_rewritten(store, base, new, _compact_key(base), progress)
+    else:
+        progress("passages before = after", base.num_passages, base.num_passages)
+    return CompactReport(
+        index=base.index,
+        base_version=base.version,
+        version=version.version,
+        shards_written=len(changed_entries),
+        passages=version.num_passages,
+        bytes_before=base.num_bytes,
+        bytes=version.num_bytes,
+    )
+
+
+def compact_one(address: str, base: Manifest, entry: ShardEntry, sample: int = 0) -> BuiltShard:
+    """Compact one shard, or return its note, or the shard itself if it has no changes; its recall is measured with
+    `sample` queries."""
+    store = Store(address)
+    if paths.CHANGES not in entry.files:
+        return BuiltShard(entry, shard_recall(store, base, entry, sample))
+    note = paths.staged_shard(base.index, _compact_key(base), "compact", entry.shard)
+    if result := read_note(store, base.index, note):
+        return result
+    embeddings = shard_embeddings(store, base.index, entry)
+    with shard_folder(store) as folder:
+        rewrite(embeddings, folder / paths.EMBEDDINGS, {})
+        is_rebuilt, names = LABELS_FILE in entry.files, {*entry.files} - {*paths.embedding_files(entry.files)}
+        names -= CODES_FILES  # of the old first file, or vector order: built again
+        if is_rebuilt:
+            names &= {paths.PRUNED_JSON}
+        index_files = {name: file for name, file in entry.files.items() if name in names}
+        for name in index_files:
+            link_or_copy(embeddings.path.with_name(name), folder / name)
+        new_entry = build_shard(store, base, entry.shard, folder, index_files)
+    recall = shard_recall(store, base, new_entry, sample)
+    return write_note(store, note, BuiltShard(new_entry, recall, is_updated=False if is_rebuilt else None))
+
+
+def _compact_key(base: Manifest) -> str:
+    return f"compact-{base.content_digest()[:16]}"
