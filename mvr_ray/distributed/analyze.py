@@ -113,11 +113,18 @@ class ViewReport(NamedTuple):
     values: list[QuestionViews]
 
 
-class OwnViews(NamedTuple):
-    """Each question's own passage as stored, missing views zero."""
+class AnalyzedQuestions(NamedTuple):
+    """Questions, their vectors, and each one's own passage as stored: missing views are zero, feedback views, which are
+    not part of the passage, are left out."""
 
+    questions: Sequence[Question]
+    queries_QD: FloatArray
     views_QVD: FloatArray
     mask_QV: np.ndarray
+
+    @property
+    def wins_Q(self) -> IntArray:
+        return metrics.winning_views(_shares_of_longest(self.queries_QD, self.views_QVD), self.mask_QV)
 
 
 class _ShardViews(NamedTuple):
@@ -144,13 +151,8 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
     questions = [question for question in questions if question.positive_ids[0] in gold]
     if not questions:
         raise MissingInputError(f"no question of {name!r} has its passage in index {manifest.index!r}; name another")
-    encoder = open_encoder(
-        store,
-        manifest.encoder_name,
-        manifest.encoder_fingerprint,
-        threads=run.resources.torch_threads,
-        only_embeds=False,  # `view_attention` reads its attention
-    )
+    encoder_id, threads = (manifest.encoder_name, manifest.encoder_fingerprint), run.resources.torch_threads
+    encoder = open_encoder(store, *encoder_id, threads=threads, only_embeds=False)  # `view_attention` reads attention
     queries_QD = encoder.embed_queries([question.text for question in questions])
     cpus = run.resources.cpus_per_encoder
     with session.connect(run.resources, manifest.num_passages, [session.Need("analyzers", 1, cpus)]):
@@ -170,15 +172,17 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
         ranks.append(result.ranks)
         if view == manifest.num_views and encoder.spec.has_snippets:
             snippet_ranks = _answer_view_ranks(results, hit_lists, passages, encoder, run.evaluate)
-            rows += _answer_view_rows(name, snippet_ranks, article_of, run.evaluate)
+            articles, ranks_Q = [article_of[i] for i in snippet_ranks], np.array(list(snippet_ranks.values()))
+            for k in sorted(set(run.evaluate.k)) if snippet_ranks else ():
+                metric, within_Q = f"answer_view/top-{k}", metrics.hit_within(ranks_Q, k)
+                rows.append(mean_row(ALL_VIEWS, name, metric, within_Q, articles, run.evaluate))
             matched_Q = [snippet_ranks.get(question_id) for question_id in result.ranks.question_ids]
             no_gold = {"gold_ranks": [None] * len(matched_Q), "gold_ndcgs": ()}
             ranks.append(result.ranks._replace(system=ANSWER_VIEW, answer_ranks=matched_Q, **no_gold))
-    own = _own_views(questions, shards, manifest)
+    own = _gather_own_views(questions, queries_QD, shards, manifest)
     spans = {i: _spans(encoder, passage) for i, passage in gold.items()}
     answer_Q = np.array([_answer_view(question, spans[question.positive_ids[0]]) for question in questions])
     known_Q = answer_Q if encoder.spec.has_snippets else np.full(len(questions), -1)
-    means = _view_values(questions, own, queries_QD, known_Q)
     tables: dict[str, FloatArray] = {}
     if manifest.num_views > 1 and not encoder.spec.has_pieces:
         passage_ids = list(dict.fromkeys(question.positive_ids[0] for question in questions))
@@ -195,11 +199,11 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
         attention_kl=mean_attention_kl(table_VV),
         attention_kl_table=[[_none_if_nan(value) for value in row] for row in table_VV],
         attention_passages=len(tables),
-        examples=_examples(questions, own, queries_QD, answer_Q, gold, spans) if manifest.num_views > 1 else [],
+        examples=_examples(own, answer_Q, gold, spans) if manifest.num_views > 1 else [],
         rows=rows,
         ranks=ranks,
-        values=_question_values(questions, article_of, own, queries_QD, known_Q, tables),
-        **means,
+        values=_question_values(own, article_of, known_Q, tables),
+        **_view_values(own, known_Q),
     )
 
 
@@ -220,18 +224,12 @@ def _evenly_spaced(ids: Sequence[str], limit: int) -> list[str]:
 
 
 def _question_values(
-    questions: Sequence[Question],
-    article_of: Mapping[str, str],
-    own: OwnViews,
-    queries_QD: FloatArray,
-    answer_Q: IntArray,
-    tables: Mapping[str, FloatArray],
+    own: AnalyzedQuestions, article_of: Mapping[str, str], answer_Q: IntArray, tables: Mapping[str, FloatArray]
 ) -> list[QuestionViews]:
     """Measure every question. `tables` has the attention divergences of the measured passages."""
     if own.mask_QV.shape[1] == 1:
         return []
-    lv_Q = metrics.question_lv(queries_QD, own.views_QVD, own.mask_QV)
-    wins_Q = metrics.winning_views(_shares_of_longest(queries_QD, own.views_QVD), own.mask_QV)
+    lv_Q = metrics.question_lv(own.queries_QD, own.views_QVD, own.mask_QV)
     divergence_of = {passage: mean_attention_kl(table_VV) for passage, table_VV in tables.items()}
     return [
         QuestionViews(
@@ -242,7 +240,7 @@ def _question_values(
             bool(win == answer) if answer >= 0 else None,
             divergence_of.get(question.positive_ids[0]),
         )
-        for question, lv, win, answer in zip(questions, lv_Q, wins_Q, answer_Q, strict=True)
+        for question, lv, win, answer in zip(own.questions, lv_Q, own.wins_Q, answer_Q, strict=True)
     ]
 
 
@@ -283,17 +281,6 @@ def _answer_view_ranks(
     return ranks
 
 
-def _answer_view_rows(
-    name: str, ranks: Mapping[str, int], article_of: Mapping[str, str], settings: EvaluateConfig
-) -> list[EvaluationRow]:
-    """Rows of `answer_view/top-k` (CAMVR eq. 15), with the same intervals as `answer/top-k`."""
-    articles, ranks_Q = [article_of[i] for i in ranks], np.array(list(ranks.values()))
-    return [
-        mean_row(ALL_VIEWS, name, f"answer_view/top-{k}", metrics.hit_within(ranks_Q, k), articles, settings)
-        for k in (sorted(set(settings.k)) if ranks else ())
-    ]
-
-
 def _spans(encoder: DualEncoder, passage: Passage) -> Spans:
     """The snippet of each view; where views read the whole passage, the snippets of CAMVR's splitting."""
     if encoder.spec.has_snippets:
@@ -302,16 +289,11 @@ def _spans(encoder: DualEncoder, passage: Passage) -> Spans:
 
 
 def _examples(
-    questions: Sequence[Question],
-    own: OwnViews,
-    queries_QD: FloatArray,
-    answer_Q: IntArray,
-    passages: Mapping[str, Passage],
-    spans: Mapping[str, Spans],
+    own: AnalyzedQuestions, answer_Q: IntArray, passages: Mapping[str, Passage], spans: Mapping[str, Spans]
 ) -> list[ViewExample]:
     """Select passages with two questions answered in different snippets: those of most snippets first, then by id."""
     pairs: dict[str, list[int]] = {}
-    for number, (question, view) in enumerate(zip(questions, answer_Q.tolist())):
+    for number, (question, view) in enumerate(zip(own.questions, answer_Q.tolist())):
         pair = pairs.setdefault(question.positive_ids[0], [])
         if view >= 0 and len(pair) < 2 and view not in answer_Q[pair]:
             pair.append(number)
@@ -319,18 +301,16 @@ def _examples(
     several.sort(key=lambda i: (-sum(span is not None for span in spans[i]), i))
     examples: list[ViewExample] = []
     for number in (number for i in several[:EXAMPLES] for number in pairs[i]):
-        question, passage = questions[number], passages[questions[number].positive_ids[0]]
-        scores_V = own.views_QVD[number].astype(np.float64) @ queries_QD[number].astype(np.float64)
+        question, passage = own.questions[number], passages[own.questions[number].positive_ids[0]]
+        scores_V = own.views_QVD[number].astype(np.float64) @ own.queries_QD[number].astype(np.float64)
         scores = [float(score) if present else None for score, present in zip(scores_V, own.mask_QV[number])]
         examples.append(ViewExample(passage.id, passage.title, question.text, int(answer_Q[number]), scores))
     return examples
 
 
-def _view_values(
-    questions: Sequence[Question], own: OwnViews, queries_QD: FloatArray, answer_Q: IntArray
-) -> dict[str, Any]:
+def _view_values(own: AnalyzedQuestions, answer_Q: IntArray) -> dict[str, Any]:
     """Compute the values of a ViewReport that need no text. `answer_Q` is -1 where no view holds the answer."""
-    wins_Q = metrics.winning_views(_shares_of_longest(queries_QD, own.views_QVD), own.mask_QV)
+    questions, wins_Q = own.questions, own.wins_Q
     number: dict[str, int] = {}
     passage_Q = np.array([number.setdefault(question.positive_ids[0], len(number)) for question in questions])
     known_Q = answer_Q >= 0
@@ -338,7 +318,7 @@ def _view_values(
     several = own.mask_QV.shape[1] > 1
     return {
         "questions_per_passage": len(questions) / len(number),
-        "lv": metrics.lv(queries_QD, own.views_QVD, own.mask_QV),
+        "lv": metrics.lv(own.queries_QD, own.views_QVD, own.mask_QV),
         "ppl": metrics.ppl(wins_Q, passage_Q) if several else None,
         "ppl_of_mean_entropy": metrics.ppl_of_mean_entropy(wins_Q, passage_Q) if several else None,
         "ppl_answer": metrics.ppl(answer_Q[known_Q], passage_Q[known_Q]) if known_Q.any() and several else None,
@@ -393,8 +373,9 @@ def of_view(block: EmbeddingBlock, view: int) -> EmbeddingBlock:
     )
 
 
-def _own_views(questions: Sequence[Question], shards: Sequence[_ShardViews], manifest: Manifest) -> OwnViews:
-    """Gather each question's own passage, without feedback views, which are not part of the passage."""
+def _gather_own_views(
+    questions: Sequence[Question], queries_QD: FloatArray, shards: Sequence[_ShardViews], manifest: Manifest
+) -> AnalyzedQuestions:
     stored_views = {passage_id: views for shard in shards for passage_id, views in shard.own.items()}
     views_QVD = np.zeros((len(questions), manifest.num_views, manifest.dimension), np.float32)
     mask_QV = np.zeros(views_QVD.shape[:2], bool)
@@ -403,7 +384,7 @@ def _own_views(questions: Sequence[Question], shards: Sequence[_ShardViews], man
         own_N = view_numbers_N < manifest.num_views
         views_QVD[number, view_numbers_N[own_N]] = vectors_ND[own_N]
         mask_QV[number, view_numbers_N[own_N]] = True
-    return OwnViews(views_QVD, mask_QV)
+    return AnalyzedQuestions(questions, queries_QD, views_QVD, mask_QV)
 
 
 def _shares_of_longest(queries_QD: FloatArray, views_QVD: FloatArray) -> FloatArray:

@@ -19,7 +19,7 @@ from mvr_ray.core.judging.attention import attention_kl, mean_attention_kl, view
 from mvr_ray.distributed.analyze import (
     ALL_VIEWS,
     ANSWER_VIEW,
-    OwnViews,
+    AnalyzedQuestions,
     _answer_view_ranks,
     _evenly_spaced,
     _examples,
@@ -233,9 +233,10 @@ def test_examples_are_those_of_most_snippets_then_by_id_with_each_questions_firs
     questions = [Question(f"q{at}", f"Question {at}?", positive_ids=(i,)) for at, (i, _) in enumerate(own)]
     mask_QV = np.ones((len(own), 3), bool)
     mask_QV[7, 1] = False
-    views = OwnViews(rng.random((len(own), 3, 4), np.float32) * mask_QV[..., None], mask_QV)
+    views_QVD = rng.random((len(own), 3, 4), np.float32) * mask_QV[..., None]
     queries_QD = rng.random((len(own), 4), np.float32)
-    examples = _examples(questions, views, queries_QD, np.array([view for _, view in own]), passages, spans)
+    analyzed = AnalyzedQuestions(questions, queries_QD, views_QVD, mask_QV)
+    examples = _examples(analyzed, np.array([view for _, view in own]), passages, spans)
     rows = [(one.passage_id, one.title, one.question, one.answer_view) for one in examples]
     assert rows == [
         ("b", "title b", "Question 6?", 2),
@@ -244,7 +245,7 @@ def test_examples_are_those_of_most_snippets_then_by_id_with_each_questions_firs
         ("c", "title c", "Question 7?", 2),
     ]
     assert examples[3].scores[1] is None
-    assert examples[3].scores[2] == pytest.approx(sum(views.views_QVD[7, 2] * queries_QD[7]), rel=1e-5)
+    assert examples[3].scores[2] == pytest.approx(sum(views_QVD[7, 2] * queries_QD[7]), rel=1e-5)
 
 
 def test_where_views_read_the_whole_passage_examples_go_by_the_snippets_that_camvr_would_cut(minilm):
