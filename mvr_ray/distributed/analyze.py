@@ -134,8 +134,8 @@ class _ShardViews(NamedTuple):
     own: dict[str, Views]
 
 
-def analyze(run: RunConfig, progress: Progress = no_progress, version: int | None = None) -> ViewReport:
-    """Measure the views of a version (default: the live one) with one set of gold-labelled questions.
+def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
+    """Measure the views of the live version with one set of gold-labelled questions.
 
     Raises ConfigError where no set is configured, MissingInputError where no question has a passage in the index.
     """
@@ -143,7 +143,7 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
     name = settings.questions or next(iter(run.evaluate.questions), None)
     if name is None:
         raise ConfigError("analyze.questions names no question set, and evaluate.questions is empty; name one")
-    manifest = manifests.read(store, run.index.name, version)
+    manifest = manifests.read(store, run.index.name)
     passages = Corpus.open(store, manifest.corpus, manifest.corpus_digest)
     questions = [question for question in read_questions(passages, name) if question.positive_ids]
     questions = _of_whole_passages(questions, settings.max_questions)

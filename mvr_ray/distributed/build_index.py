@@ -24,28 +24,12 @@ from mvr_ray.checksums import without_trailer
 from mvr_ray.config import IndexConfig, RunConfig
 from mvr_ray.core.judging.collapse import MAX_COSINE, MIN_LV
 from mvr_ray.core.searching.pruning import prune_block
-from mvr_ray.distributed import session
+from mvr_ray.distributed import session, shards
 from mvr_ray.distributed.carry_over import carry_over, count_passages, find_copies, is_as_encoded
 from mvr_ray.distributed.encode import REFINED, BaseShard, EncodeTask, chunks_of, encode_corpus, encode_task
 from mvr_ray.distributed.encoders import resolve_encoder
 from mvr_ray.distributed.lexical import are_whole, build_lexical, find_base, lexical_task
-from mvr_ray.distributed.shards import (
-    INDEX_BUILDERS,
-    BuiltShard,
-    blocks_by_id,
-    build_shard,
-    folder_embeddings,
-    folder_recall,
-    keep_codes,
-    mean_over_passages,
-    read_note,
-    recall_metrics,
-    shard_collapse,
-    shard_embeddings,
-    shard_folder,
-    shard_recall,
-    write_note,
-)
+from mvr_ray.distributed.shards import BuiltShard
 from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.errors import MissingInputError, RowsLostError, StagingError, StorageError
 from mvr_ray.index.base import IndexParams
@@ -99,18 +83,18 @@ def _index(run: RunConfig, progress: Progress) -> Manifest:
     num_passages = count_passages(task, corpus, others)["encoded"]
     if draft.index_params["kind"] != "flat":  # an approximate index is built of all passages of a changed shard
         num_passages = sum(corpus.info.parts[shard].num_passages for shard in others)
-    with session.connect(resources, num_passages, [INDEX_BUILDERS]):
+    with session.connect(resources, num_passages, [shards.INDEX_BUILDERS]):
         missing = _not_built(store, task, others)
         carry_over(task, corpus, missing, progress)
         find_copies(task, corpus, missing, progress)
         encode_corpus(task, corpus, missing, resources, progress)
         calls = [(task, shard, reusable.get(shard), cfg) for shard in range(corpus.num_shards)]
-        shards: list[BuiltShard] = run_tasks(build_one, calls, "building the index", "build shards", progress)
+        built_shards: list[BuiltShard] = run_tasks(build_one, calls, "building the index", "build shards", progress)
         words = lexical_task(corpus, cfg.name, corpus.num_shards, base, cfg.compact_share)
         lexical = build_lexical(words, progress) if cfg.lexical else None
     counts = count_passages(task, corpus, others)
     counts["carried_over"] += sum(entry.num_passages for entry in reusable.values())
-    version = dataclasses.replace(_complete_draft(draft, shards, counts), lexical=lexical)
+    version = dataclasses.replace(_complete_draft(draft, built_shards, counts), lexical=lexical)
     _require_all_rows(corpus, version)
     live = _same_live_version(store, version, {entry.shard: entry for entry in version.shards})
     manifest = live or manifests.publish(store, version)
@@ -147,7 +131,7 @@ def _require_all_rows(corpus: Corpus, manifest: Manifest) -> None:
     """Raise RowsLostError unless every shard holds exactly as many passages as its part of the corpus."""
     for entry in manifest.shards:
         if entry.num_passages != corpus.info.parts[entry.shard].num_passages:
-            embeddings = shard_embeddings(corpus.store, manifest.index, entry)
+            embeddings = shards.shard_embeddings(corpus.store, manifest.index, entry)
             _require_ids(corpus.part(entry.shard).ids(), embeddings.ids(), str(entry))
     if manifest.num_passages != corpus.num_passages:
         raise RowsLostError(
@@ -213,24 +197,24 @@ def _same_live_version(store: Store, draft: Manifest, reusable: dict[int, ShardE
 def build_one(task: EncodeTask, shard: int, reusable: ShardEntry | None, cfg: IndexConfig) -> BuiltShard:
     """Build one shard from its staged work, or reuse the given or noted one; measured either way."""
     store, draft, note = Store(task.store), task.draft, _note_path(task, shard)
-    if reusable is None and (built_shard := read_note(store, draft.index, note)):
+    if reusable is None and (built_shard := shards.read_note(store, draft.index, note)):
         return built_shard
     entry, is_updated, least_recall = reusable, None, None
     if entry is None:
-        with shard_folder(store) as folder:
+        with shards.shard_folder(store) as folder:
             known_files = _write_embeddings(store, task, shard, folder, cfg)
             if draft.index_params["kind"] != "flat" and not known_files.keys() - {*paths.embedding_files(known_files)}:
                 is_updated = (folder / LABELS_FILE).exists()
-            entry = build_shard(store, draft, shard, folder, known_files)
+            entry = shards.build_shard(store, draft, shard, folder, known_files)
         if LABELS_FILE in entry.files and (base := task.plan(store, shard).base):
             least_recall = base.least_recall
-    recall = shard_recall(store, draft, entry, cfg.recall_sample)
+    recall = shards.shard_recall(store, draft, entry, cfg.recall_sample)
     folder = store.local_path(paths.shard_dir(draft.index, entry.digest))
-    views = shard_collapse(EmbeddingShard.open(folder / paths.EMBEDDINGS))
+    views = shards.shard_collapse(EmbeddingShard.open(folder / paths.EMBEDDINGS))
     pruning = json.loads((folder / paths.PRUNED_JSON).read_text()) if paths.PRUNED_JSON in entry.files else {}
     cosine, lv = views.mean_pair_cosine, views.lv
     built_shard = BuiltShard(entry, recall, cosine, lv, **pruning, is_updated=is_updated, least_recall=least_recall)
-    return built_shard if reusable else write_note(store, note, built_shard)
+    return built_shard if reusable else shards.write_note(store, note, built_shard)
 
 
 def _write_embeddings(
@@ -249,7 +233,7 @@ def _write_embeddings(
         return known_files
     base_files, params = plan.base.entry.files, task.draft.index_params
     same_params = plan.base.index_params == params
-    base = shard_embeddings(store, plan.base.index, plan.base.entry)
+    base = shards.shard_embeddings(store, plan.base.index, plan.base.entry)
     upserts = views_by_id(new_blocks)
     if cfg.prune_views is not None:
         _write_blocks(task, changed_blocks(base.blocks(), upserts, plan.deleted_ids), folder, cfg.prune_views)
@@ -261,10 +245,10 @@ def _write_embeddings(
     elif shared_names := write_changed(base, folder, upserts, plan.deleted_ids, cfg.compact_share):
         known_files = {name: base_files[name] for name in shared_names}
         if same_params:
-            known_files |= keep_codes(IndexParams(**params), base.path.parent, base_files, folder)
+            known_files |= shards.keep_codes(IndexParams(**params), base.path.parent, base_files, folder)
         if same_params and params["kind"] != "flat":
             _update_index(plan.base, base, folder, upserts, cfg)
-    _require_ids(corpus.part(shard).ids(), folder_embeddings(folder).ids(), f"shard {shard}")
+    _require_ids(corpus.part(shard).ids(), shards.folder_embeddings(folder).ids(), f"shard {shard}")
     return known_files
 
 
@@ -273,11 +257,11 @@ def _update_index(
 ) -> None:
     """Write the updated approximate index of a base with these embeddings to `folder`, which holds the changed ones;
     none if it needs a rebuild: too many vectors are deleted, or its recall is below the promise."""
-    params, blocks = IndexParams(**(base.index_params or {})), folder_embeddings(folder).blocks()
+    params, blocks = IndexParams(**(base.index_params or {})), shards.folder_embeddings(folder).blocks()
     source = embeddings.path.parent
     files = update_index(params, embeddings.blocks(), blocks, changed_ids, source, folder, cfg.compact_share)
     if files and base.least_recall is not None and cfg.recall_sample:
-        recall = folder_recall(params, folder, cfg.recall_sample, base.entry.shard)
+        recall = shards.folder_recall(params, folder, cfg.recall_sample, base.entry.shard)
         if recall < base.least_recall:
             log.info(
                 "index is rebuilt: shard=%d recall=%.4f promised=%.4f", base.entry.shard, recall, base.least_recall
@@ -309,7 +293,7 @@ def _embedded_blocks(store: Store, task: EncodeTask, corpus: Corpus, shard: int)
     if plan.base is None:
         ids = [passage_id for block in blocks for passage_id in block.ids]
         _require_ids(corpus.part(shard).ids(), ids, f"shard {shard}")
-    yield from blocks_by_id(blocks)
+    yield from shards.blocks_by_id(blocks)
 
 
 def _copied_blocks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) -> Iterator[EmbeddingBlock]:
@@ -369,22 +353,22 @@ def _open_staged(store: Store, task: EncodeTask, shard: int, path: str) -> Embed
         raise StagingError(f"a staged chunk is removed ({error}); run the same command again, it encodes it") from error
 
 
-def _complete_draft(draft: Manifest, shards: Sequence[BuiltShard], counts: Mapping[str, int]) -> Manifest:
+def _complete_draft(draft: Manifest, built_shards: Sequence[BuiltShard], counts: Mapping[str, int]) -> Manifest:
     """Complete the draft with its shards, the counts of encoded and reused passages, and the measurements on shards,
     averaged over passages."""
-    cosine, lv = mean_over_passages(shards, "pair_cosine"), mean_over_passages(shards, "lv")
+    cosine, lv = shards.mean_over_passages(built_shards, "pair_cosine"), shards.mean_over_passages(built_shards, "lv")
     metrics: dict[str, int | float] = {}
     if cosine is not None:
         metrics["view_pair_cosine"] = cosine
     if lv is not None:
         metrics["lv"] = lv
     metrics |= {name: counts[name] for name in ("encoded", "carried_over", "deleted")}
-    metrics |= recall_metrics(shards)
+    metrics |= shards.recall_metrics(built_shards)
     if draft.operation == REFINED:
         metrics["unlearned"] = counts["unlearned"]
-    if any(paths.PRUNED_JSON in shard.entry.files for shard in shards):
-        metrics["pruned_views"] = float(sum(shard.dropped for shard in shards))
-        metrics["pruned_bound"] = max(shard.worst for shard in shards)
+    if any(paths.PRUNED_JSON in shard.entry.files for shard in built_shards):
+        metrics["pruned_views"] = float(sum(shard.dropped for shard in built_shards))
+        metrics["pruned_bound"] = max(shard.worst for shard in built_shards)
     if cosine is not None and lv is not None:
         metrics["collapsed"] = float(cosine > MAX_COSINE or lv < MIN_LV)
         log.log(
@@ -395,5 +379,5 @@ def _complete_draft(draft: Manifest, shards: Sequence[BuiltShard], counts: Mappi
             cosine,
             lv,
         )
-    entries = tuple(shard.entry for shard in shards)
+    entries = tuple(shard.entry for shard in built_shards)
     return dataclasses.replace(draft, shards=entries, recall=metrics.get("recall"), metrics=metrics)

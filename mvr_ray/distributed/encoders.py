@@ -19,14 +19,7 @@ from mvr_ray.config import RunConfig, resolve_model
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.precision import PrecisionName, fastest_float
 from mvr_ray.core.encoding.snippets import train_punkt
-from mvr_ray.distributed.models import (
-    ENCODERS,
-    RECORD_FORMAT,
-    latest_fingerprint,
-    read_fingerprint,
-    save_model,
-    stored_fingerprints,
-)
+from mvr_ray.distributed import models
 from mvr_ray.errors import EncoderError, FingerprintError, MissingInputError, StorageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
@@ -90,7 +83,7 @@ def _named_encoder(run: RunConfig, corpus: Corpus | None) -> LocalEncoder:
     store, name = Store(run.store.path), run.encoder.name
     choice = run.index.encoder
     if choice in ("trained", "auto"):
-        newest = latest_fingerprint(store, ENCODERS, name)
+        newest = models.latest_fingerprint(store, models.ENCODERS, name)
         if newest is not None:
             return local_encoder(store, name, newest)
         if choice == "trained":
@@ -127,7 +120,7 @@ def _description(store: Store, name: str, fingerprint: str) -> dict[str, Any]:
     """Read `encoder.json` of a snapshot."""
     path = paths.encoder_dir(name, fingerprint)
     if not store.exists(f"{path}/{paths.ENCODER_JSON}"):
-        fingerprints = stored_fingerprints(store, ENCODERS, name)
+        fingerprints = models.stored_fingerprints(store, models.ENCODERS, name)
         raise MissingInputError(
             f"encoder snapshot {fingerprint!r} not found ({store.where(path)}); of {name!r} there are: "
             f"{', '.join(fingerprints) or 'none'}. Train it (mvr-ray train CONFIG), copy it there, or name another in "
@@ -152,7 +145,7 @@ def _description(store: Store, name: str, fingerprint: str) -> dict[str, Any]:
 
 def save_encoder(store: Store, name: str, encoder: DualEncoder) -> LocalEncoder:
     """Save a snapshot under its fingerprint, unless the store has it."""
-    return local_encoder(store, name, save_model(store, ENCODERS, name, encoder))
+    return local_encoder(store, name, models.save_model(store, models.ENCODERS, name, encoder))
 
 
 def open_encoder(
@@ -197,11 +190,11 @@ def _in_lower_precision(
         gpu = run.resources.gpus_per_encoder > 0
         snapshot = save_encoder(store, name, encoder.to_precision(precision, texts, gpu))
         log.info("encoder lowered: from=%s to=%s precision=%s", full.fingerprint, snapshot.fingerprint, precision)
-        record = json_with_checksum({"fingerprint": snapshot.fingerprint, FORMAT_VERSION: RECORD_FORMAT})
+        record = json_with_checksum({"fingerprint": snapshot.fingerprint, FORMAT_VERSION: models.RECORD_FORMAT})
         with suppress(FileExistsError):
             store.create_once(path, json.dumps(record).encode())
     cure = "delete it: the same command then converts the encoder again"
-    return local_encoder(store, name, read_fingerprint(store, path, cure, cure))
+    return local_encoder(store, name, models.read_fingerprint(store, path, cure, cure))
 
 
 def sample_evenly(corpus: Corpus, num: int) -> list[Passage]:

@@ -21,7 +21,7 @@ from mvr_ray.core.judging.answers import AnswerMatcher, Match
 from mvr_ray.core.judging.metrics import NDCG_CUTOFF, cluster_interval, first_ranks, hit_within, ndcg, reciprocal_ranks
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.encoders import require_encoder
-from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
+from mvr_ray.distributed.retrieve import QuestionSet, RankSettings, rank_questions
 from mvr_ray.distributed.router import open_router, require_words
 from mvr_ray.distributed.tune import best_weight, gold_questions, require_gold_passages, try_weights
 from mvr_ray.errors import ConfigError
@@ -31,7 +31,7 @@ from mvr_ray.store.files import Store
 from mvr_ray.store.formats import RankedPassage, RankedQuestion
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.store.questions import read_questions
-from mvr_ray.types import FloatArray, Hit, Progress, Question, no_progress
+from mvr_ray.types import FloatArray, Hit, IntArray, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
 
@@ -65,15 +65,15 @@ class SystemResult(NamedTuple):
     ranks: QuestionRanks
 
 
-def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | None = None) -> EvaluationReport:
-    """Measure a version (default: the live one) on every set of `evaluate.questions`: by the dense score, and by hybrid
+def evaluate(run: RunConfig, progress: Progress = no_progress) -> EvaluationReport:
+    """Measure the live version on every set of `evaluate.questions`: by the dense score, and by hybrid
     search with `search.hybrid` or the weight tuned on `evaluate.hybrid`.
 
     Raises ConfigError without a configured set, MissingInputError, CoverageError, ResourceError, ShardIndexError for a
     hybrid search over a version without words.
     """
     settings, store = run.evaluate, Store(run.store.path)
-    base = manifests.read(store, run.index.name, version)
+    base = manifests.read(store, run.index.name)
     require_encoder(store, base)
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
     if not settings.questions:
@@ -134,52 +134,46 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
 
 
 def system_result(
-    system: str,
-    name: str,
-    results: Sequence[RankedQuestion],
-    article_of: Mapping[str, str],
-    settings: EvaluateConfig,
+    system: str, name: str, results: Sequence[RankedQuestion], article_of: Mapping[str, str], settings: EvaluateConfig
 ) -> SystemResult:
     """Compute every metric that the set's questions allow, and their ranks. `article_of` maps question ids to
     articles (`articles_of`)."""
     ks = sorted(set(settings.k))
     rows: list[EvaluationRow] = []
-    answer_ranks: dict[str, int] = {}
-    gold_ranks: dict[str, int] = {}
+    ranks_of: dict[str, dict[str, int]] = {"answer": {}, "gold": {}}
     gold_ndcgs: dict[str, float] = {}
 
     def add(metric: str, values_Q: FloatArray, of: Sequence[RankedQuestion]) -> None:
         rows.append(mean_row(system, name, metric, values_Q, [article_of[row.question.id] for row in of], settings))
 
-    with_answers = [row for row in results if row.question.answers]
-    if with_answers:
-        ranks_Q = first_ranks([[bool(hit.has_answer) for hit in row.passages] for row in with_answers])
-        answer_ranks = dict(zip((row.question.id for row in with_answers), ranks_Q.tolist()))
+    def rank(kind: str, marks: Sequence[Sequence[bool]], of: Sequence[RankedQuestion]) -> IntArray:
+        ranks_Q = first_ranks(marks)
+        ranks_of[kind] = dict(zip((row.question.id for row in of), ranks_Q.tolist()))
         for k in ks:
-            add(f"answer/top-{k}", hit_within(ranks_Q, k), with_answers)
-    with_gold = [row for row in results if row.question.positive_ids]
-    if with_gold:
+            add(f"{kind}/top-{k}", hit_within(ranks_Q, k), of)
+        return ranks_Q
+
+    if with_answers := [row for row in results if row.question.answers]:
+        rank("answer", [[bool(hit.has_answer) for hit in row.passages] for row in with_answers], with_answers)
+    if with_gold := [row for row in results if row.question.positive_ids]:
         gold = [dict.fromkeys(row.question.positive_ids, 1) for row in with_gold]
         lists = [[hit.id for hit in row.passages] for row in with_gold]
-        ranks_Q = first_ranks([[i in gold_ids for i in ids] for ids, gold_ids in zip(lists, gold)])
-        gold_ranks = dict(zip((row.question.id for row in with_gold), ranks_Q.tolist()))
-        for k in ks:
-            add(f"gold/top-{k}", hit_within(ranks_Q, k), with_gold)
+        ranks_Q = rank("gold", [[i in gold_ids for i in ids] for ids, gold_ids in zip(lists, gold)], with_gold)
         add("gold/mrr", reciprocal_ranks(ranks_Q, max(ks)), with_gold)
         ndcg_Q = ndcg(lists, gold, NDCG_CUTOFF)
         gold_ndcgs = dict(zip((row.question.id for row in with_gold), ndcg_Q.tolist()))
         add(f"gold/ndcg@{NDCG_CUTOFF}", ndcg_Q, with_gold)
     ids = [row.question.id for row in results]
-    ranks = QuestionRanks(
+    question_ranks = QuestionRanks(
         system,
         name,
         ids,
         [article_of[i] for i in ids],
-        [answer_ranks.get(i) for i in ids],
-        [gold_ranks.get(i) for i in ids],
+        [ranks_of["answer"].get(i) for i in ids],
+        [ranks_of["gold"].get(i) for i in ids],
         gold_ndcgs=[gold_ndcgs.get(i) for i in ids] if gold_ndcgs else (),
     )
-    return SystemResult(rows, ranks)
+    return SystemResult(rows, question_ranks)
 
 
 def mean_row(

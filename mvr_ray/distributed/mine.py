@@ -17,17 +17,9 @@ import numpy as np
 from mvr_ray.config import MineConfig, RunConfig
 from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.reading.cross_encoder import Pair, share_beside
-from mvr_ray.distributed import session
+from mvr_ray.distributed import models, session
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.encoders import require_encoder
-from mvr_ray.distributed.models import (
-    CROSS_ENCODERS,
-    ModelWorker,
-    WorkerModel,
-    find_worker_model,
-    pair_spec,
-    translate_out_of_memory,
-)
 from mvr_ray.distributed.ray_data import map_in_pool, pool_need
 from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import ConfigError, DataError
@@ -87,7 +79,9 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
     corpus = Corpus.open(store, run.prepare.corpus)
     questions = read_questions(corpus, cfg.questions)
     matcher = AnswerMatcher()
-    scorer = find_worker_model(run, CROSS_ENCODERS, cfg.cross_encoder, pair_spec(run)) if cfg.cross_encoder else None
+    scorer = None
+    if cfg.cross_encoder:
+        scorer = models.find_worker_model(run, models.CROSS_ENCODERS, cfg.cross_encoder, models.pair_spec(run))
     candidates: list[HardNegatives] = []
     for question, hits in zip(questions, _rank_passages(run, corpus, questions, progress)):
         candidates.append(filter_hits(question, hits[cfg.rank_from :], corpus, matcher, cfg))
@@ -198,10 +192,10 @@ def _rank_passages(
             yield from ([hit.passage_id for hit in hits] for hits in router.search_text(batch, k).hits)
 
 
-class PairScorer(ModelWorker):
+class PairScorer(models.ModelWorker):
     """Score batches of questions with their candidates, whose texts are read from the corpus."""
 
-    def __init__(self, task: WorkerModel, corpus: tuple[str, str, str]) -> None:
+    def __init__(self, task: models.WorkerModel, corpus: tuple[str, str, str]) -> None:
         """`corpus`: the store, its name and its digest."""
         super().__init__(task)
         self.corpus_address = corpus
@@ -214,12 +208,12 @@ class PairScorer(ModelWorker):
     def __call__(self, batch: Sequence[Candidates]) -> list[float]:
         texts = self.corpus.get(dict.fromkeys(one for _, ids in batch for one in ids))
         pairs = [Pair(question, texts[one]) for question, ids in batch for one in ids]
-        with translate_out_of_memory(self.task.tokens_per_batch, "read.tokens_per_batch"):
+        with models.translate_out_of_memory(self.task.tokens_per_batch, "read.tokens_per_batch"):
             return self.model.score(pairs, self.task.tokens_per_batch).tolist()
 
 
 def _pair_scores(
-    run: RunConfig, model: WorkerModel, corpus: Corpus, candidates: Sequence[Candidates], progress: Progress
+    run: RunConfig, model: models.WorkerModel, corpus: Corpus, candidates: Sequence[Candidates], progress: Progress
 ) -> list[FloatArray]:
     """Compute float32 scores of each question's candidates. Raises ResourceError before any worker starts."""
     arguments = {"task": model, "corpus": (corpus.store.address, corpus.name, corpus.digest)}

@@ -24,15 +24,7 @@ from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.core.judging.answers import exact_match_score, f1_score
 from mvr_ray.core.judging.metrics import cluster_interval
 from mvr_ray.core.reading.reader import ReadRequest, Span, choose
-from mvr_ray.distributed import session
-from mvr_ray.distributed.models import (
-    READERS,
-    ModelWorker,
-    WorkerModel,
-    find_worker_model,
-    reader_spec,
-    translate_out_of_memory,
-)
+from mvr_ray.distributed import models, session
 from mvr_ray.distributed.ray_data import map_in_pool, pool_need
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store.corpus import Corpus
@@ -84,11 +76,11 @@ class Prediction(NamedTuple):
     f1: float | None
 
 
-class QuestionReader(ModelWorker):
+class QuestionReader(models.ModelWorker):
     """Read batches of questions, each with the texts of its passages."""
 
     def __call__(self, batch: Sequence[tuple[str, Sequence[str]]]) -> list[list[Span | None]]:
-        with translate_out_of_memory(self.task.tokens_per_batch, "read.tokens_per_batch"):
+        with models.translate_out_of_memory(self.task.tokens_per_batch, "read.tokens_per_batch"):
             return self.model.read([ReadRequest(*item) for item in batch], self.task.tokens_per_batch)
 
 
@@ -111,7 +103,7 @@ def read(
     results = _with_texts(run, path, list(read_ranking(path, ks[-1])))
     if run.read.score_weight:
         _require_scores(path, results)
-    task = find_worker_model(run, READERS, run.read.reader, reader_spec(run))
+    task = models.find_worker_model(run, models.READERS, run.read.reader, models.reader_spec(run))
     scores: dict[tuple[int, str], list[float]] = {(k, metric): [] for k in ks for metric in ("exact_match", "f1")}
     groups: list[str] = []
     num_unread = 0
@@ -177,7 +169,7 @@ def predictions(
 
 
 def _read_all(
-    run: RunConfig, task: WorkerModel, results: Sequence[RankedQuestion], progress: Progress
+    run: RunConfig, task: models.WorkerModel, results: Sequence[RankedQuestion], progress: Progress
 ) -> Iterator[list[Span | None]]:
     """Yield the best spans of each question's passages, in order."""
     size, count = run.read.batch, 0

@@ -17,21 +17,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed import session
+from mvr_ray.distributed import session, shards
 from mvr_ray.distributed.lexical import build_lexical, compact_lexical, lexical_task
-from mvr_ray.distributed.shards import (
-    INDEX_BUILDERS,
-    RECALL_METRICS,
-    BuiltShard,
-    blocks_by_id,
-    build_shard,
-    read_note,
-    recall_metrics,
-    shard_embeddings,
-    shard_folder,
-    shard_recall,
-    write_note,
-)
+from mvr_ray.distributed.shards import BuiltShard
 from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.errors import ConfigError, DigestError, RowsLostError, StorageError
 from mvr_ray.index.base import IndexParams
@@ -83,10 +71,10 @@ def reshard(run: RunConfig, num_shards: int, progress: Progress = no_progress) -
     else:
         _require_possible(store, base)
         staging, sample = staging_key(base, num_shards), run.index.recall_sample
-        with session.connect(run.resources, base.num_passages, [INDEX_BUILDERS]):
+        with session.connect(run.resources, base.num_passages, [shards.INDEX_BUILDERS]):
             calls = [(store.address, base, num_shards, staging, shard, sample) for shard in range(num_shards)]
-            shards: list[BuiltShard] = run_tasks(reshard_one, calls, "resharding", "reshard", progress)
-            new = rewritten_manifest(base, "reshard", shards)
+            new_shards: list[BuiltShard] = run_tasks(reshard_one, calls, "resharding", "reshard", progress)
+            new = rewritten_manifest(base, "reshard", new_shards)
             if base.lexical:
                 corpus = Corpus.open(store, base.corpus, base.corpus_digest)
                 words = lexical_task(corpus, base.index, num_shards)
@@ -128,32 +116,32 @@ def reshard_one(
     """Build one of `num_shards` new shards from the old ones, or return its note, staged under the key `staging`."""
     store = Store(address)
     note = paths.staged_shard(base.index, staging, "dealt", shard)
-    if result := read_note(store, base.index, note):
+    if result := shards.read_note(store, base.index, note):
         return result
     entries = [base.shards[number] for number in sources(shard, len(base.shards), num_shards)]
-    shards = [shard_embeddings(store, base.index, _embeddings_alone(entry)) for entry in entries]
-    blocks = [block for old in shards for block in old.blocks()]
-    with shard_folder(store) as folder:
+    old_shards = [shards.shard_embeddings(store, base.index, _embeddings_alone(entry)) for entry in entries]
+    blocks = [block for old in old_shards for block in old.blocks()]
+    with shards.shard_folder(store) as folder:
         with EmbeddingWriter(folder / paths.EMBEDDINGS, base.dimension, base.num_views, base.dtype) as writer:
-            for block in blocks_by_id(blocks, lambda passage_id: shard_of(passage_id, num_shards) == shard):
+            for block in shards.blocks_by_id(blocks, lambda passage_id: shard_of(passage_id, num_shards) == shard):
                 writer.write(block)
-        entry = build_shard(store, base, shard, folder)
-    recall = shard_recall(store, base, entry, recall_sample)
+        entry = shards.build_shard(store, base, shard, folder)
+    recall = shards.shard_recall(store, base, entry, recall_sample)
     is_updated = None if base.index_params["kind"] == "flat" else False
-    return write_note(store, note, BuiltShard(entry, recall, is_updated=is_updated))
+    return shards.write_note(store, note, BuiltShard(entry, recall, is_updated=is_updated))
 
 
 def rewritten_manifest(
-    base: Manifest, operation: str, shards: Sequence[BuiltShard], *, has_new_recall: bool = True
+    base: Manifest, operation: str, new_shards: Sequence[BuiltShard], *, has_new_recall: bool = True
 ) -> Manifest:
     """The manifest of a version over its new shards; measurements on views are unchanged, those on approximate indexes
     too without a new recall."""
-    entries = tuple(shard.entry for shard in shards)
+    entries = tuple(shard.entry for shard in new_shards)
     new = dataclasses.replace(base, operation=operation, parent=base.version, shards=entries, dirty_share=0.0)
     if not has_new_recall:
         return new
-    recalls = recall_metrics(shards)
-    metrics = {name: value for name, value in base.metrics.items() if name not in RECALL_METRICS}
+    recalls = shards.recall_metrics(new_shards)
+    metrics = {name: value for name, value in base.metrics.items() if name not in shards.RECALL_METRICS}
     return dataclasses.replace(new, recall=recalls.get("recall"), metrics={**metrics, **recalls})
 
 
@@ -233,14 +221,14 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
     changed_entries = [entry for entry in base.shards if paths.CHANGES in entry.files]
     lexical = base.lexical
     if changed_entries or (lexical and lexical.has_changes):
-        with session.connect(run.resources, base.num_passages, [INDEX_BUILDERS]):
+        with session.connect(run.resources, base.num_passages, [shards.INDEX_BUILDERS]):
             is_rebuilt = any(LABELS_FILE in entry.files for entry in changed_entries)
             entries, sample = (base.shards, run.index.recall_sample) if is_rebuilt else (changed_entries, 0)
             calls = [(store.address, base, entry, sample) for entry in entries]
             results: list[BuiltShard] = run_tasks(compact_one, calls, "compacting", "compact", progress)
             built_shards = {result.entry.shard: result for result in results}
-            shards = [built_shards.get(entry.shard, BuiltShard(entry, None)) for entry in base.shards]
-            new = rewritten_manifest(base, "compact", shards, has_new_recall=is_rebuilt)
+            new_shards = [built_shards.get(entry.shard, BuiltShard(entry, None)) for entry in base.shards]
+            new = rewritten_manifest(base, "compact", new_shards, has_new_recall=is_rebuilt)
             if lexical and lexical.has_changes:
                 corpus = Corpus.open(store, base.corpus, base.corpus_digest)
                 lexical = compact_lexical(lexical_task(corpus, base.index, len(base.shards)), lexical, progress)
@@ -264,12 +252,12 @@ def compact_one(address: str, base: Manifest, entry: ShardEntry, sample: int = 0
     `sample` queries."""
     store = Store(address)
     if paths.CHANGES not in entry.files:
-        return BuiltShard(entry, shard_recall(store, base, entry, sample))
+        return BuiltShard(entry, shards.shard_recall(store, base, entry, sample))
     note = paths.staged_shard(base.index, _compact_key(base), "compact", entry.shard)
-    if result := read_note(store, base.index, note):
+    if result := shards.read_note(store, base.index, note):
         return result
-    embeddings = shard_embeddings(store, base.index, entry)
-    with shard_folder(store) as folder:
+    embeddings = shards.shard_embeddings(store, base.index, entry)
+    with shards.shard_folder(store) as folder:
         rewrite(embeddings, folder / paths.EMBEDDINGS, {})
         is_rebuilt, names = LABELS_FILE in entry.files, {*entry.files} - {*paths.embedding_files(entry.files)}
         names -= CODES_FILES  # of the old first file, or vector order: built again
@@ -278,9 +266,9 @@ def compact_one(address: str, base: Manifest, entry: ShardEntry, sample: int = 0
         index_files = {name: file for name, file in entry.files.items() if name in names}
         for name in index_files:
             link_or_copy(embeddings.path.with_name(name), folder / name)
-        new_entry = build_shard(store, base, entry.shard, folder, index_files)
-    recall = shard_recall(store, base, new_entry, sample)
-    return write_note(store, note, BuiltShard(new_entry, recall, is_updated=False if is_rebuilt else None))
+        new_entry = shards.build_shard(store, base, entry.shard, folder, index_files)
+    recall = shards.shard_recall(store, base, new_entry, sample)
+    return shards.write_note(store, note, BuiltShard(new_entry, recall, is_updated=False if is_rebuilt else None))
 
 
 def _compact_key(base: Manifest) -> str:

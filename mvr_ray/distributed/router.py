@@ -131,11 +131,9 @@ class Router:
         self._lock = threading.Lock()
         self._encoder: DualEncoder | None = None
         self._corpus: Corpus | None = None
-        self._sources_lock = threading.Lock()
-        self._missing_sources: list[str] = []
-        self._sources_s = -math.inf
+        self._missing_sources = lru_cache(1)(lambda interval: list(self._find_missing_sources()))
         self._corpus_statistics: CorpusStatistics | None = None
-        self._spans = lru_cache(MAX_SPANS)(lambda passage: tuple(self.encoder.view_spans(passage)))
+        self.view_spans = lru_cache(MAX_SPANS)(self._view_spans)
 
     @contextmanager
     def pin(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator["Router"]:
@@ -399,13 +397,9 @@ class Router:
     def missing_sources(self) -> list[str]:
         """Problems with the version's corpus and encoder in the store, each with what to do.
 
-        Empty if texts can be embedded and passages shown. The check is repeated after SOURCES_S.
+        Empty if texts can be embedded and passages shown. The check is repeated every SOURCES_S.
         """
-        with self._sources_lock:
-            if time.monotonic() - self._sources_s > SOURCES_S:
-                self._missing_sources = list(self._find_missing_sources())
-                self._sources_s = time.monotonic()
-            return self._missing_sources
+        return self._missing_sources(time.monotonic() // SOURCES_S)
 
     def _find_missing_sources(self) -> Iterator[str]:
         try:
@@ -481,8 +475,7 @@ class Router:
         num_rescored: int,
         hybrid: HybridQueries | None = None,
     ) -> Answer:
-        manifest = self.manifest
-        params = manifest.index_params
+        manifest, params = self.manifest, self.manifest.index_params
         kind, is_int8 = str(params["kind"]), params.get("scan") == "int8"
         method = f"faiss {params['factory']}" if kind == "faiss" else "flat int8" if is_int8 else kind
         if pruning_bound := manifest.metrics.get("pruned_bound", 0.0):

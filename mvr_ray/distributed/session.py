@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.config.loader import PACKAGED_MODEL, resolve_model
@@ -148,8 +148,7 @@ def _join_cluster(address: str) -> Iterator[None]:
             os.environ["RAY_AUTH_MODE"] = "token" if use_token else "disabled"
         ray_internals.reread_authentication()
         try:
-            with ray_internals.silent_stderr(), _own_sigterm():
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+            _init_ray(address=address)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             raise ResourceError(
                 f"no Ray cluster could be joined at {address!r} (RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']}): "
@@ -161,12 +160,16 @@ def _join_cluster(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-@contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Restore this process's SIGTERM handler, which `ray.init` replaces. Without one, Ray's stays."""
+def _init_ray(**options: Any) -> None:
+    """Call `ray.init` without its output, and restore this process's SIGTERM handler, if any, which it replaces."""
+    import ray
+
+    from mvr_ray.distributed.ray_internals import silent_stderr
+
     before = signal.getsignal(signal.SIGTERM)
     try:
-        yield
+        with silent_stderr():
+            ray.init(**options, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     finally:
         if before not in (None, signal.SIG_DFL) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
@@ -197,8 +200,8 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
     ray_internals.reread_authentication()
     try:
         try:
-            with ray_internals.loopback_node(), ray_internals.silent_stderr(), _own_sigterm():
-                ray.init(
+            with ray_internals.loopback_node():
+                _init_ray(
                     address="local",
                     num_cpus=cpus,
                     include_dashboard=dashboard,
@@ -206,9 +209,6 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
                     labels={PRIVATE_LABEL: "true"},
                     _node_ip_address="127.0.0.1",
                     _temp_dir=str(folder),
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    configure_logging=False,
                 )
         except Exception as error:  # Ray raises its own errors, OSError and plain Exception
             raise ResourceError(

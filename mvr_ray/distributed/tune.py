@@ -13,7 +13,7 @@ import numpy as np
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.judging.metrics import first_ranks, hit_within, reciprocal_ranks
-from mvr_ray.distributed.rank import QuestionRanker, QuestionSet, RankSettings
+from mvr_ray.distributed.retrieve import QuestionRanker, QuestionSet, RankSettings
 from mvr_ray.distributed.router import Router, open_router, require_words
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest as manifests
