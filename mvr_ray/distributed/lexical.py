@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.compute
 
-from mvr_ray.distributed.tasks import run_tasks
+from mvr_ray.distributed.tasks import run_tasks, share
 from mvr_ray.errors import MissingInputError, ShardIndexError, StorageError
 from mvr_ray.index.lexical import (
     CorpusStatistics,
@@ -84,13 +84,11 @@ def find_base(store: Store, index: str, corpus: Corpus) -> Manifest | None:
 
 
 def build_lexical(task: LexicalTask, progress: Progress = no_progress, *, statistics: Files = ()) -> LexicalPart:
-    """Write the missing files, in a Ray session with a task for each changed shard. `statistics` are the existing files
-    of the corpus statistics, if any."""
-    reusable, before = _reusable_words(task), task.before
-    missing = [shard for shard in range(task.num_shards) if shard not in reusable]
-    what = "index the words"
-    results = run_tasks(shard_words, [(task, shard) for shard in missing], what, f"{what}, shards", progress)
-    words = [of for _, of in sorted({**reusable, **dict(zip(missing, results))}.items())]
+    """Write the missing files, with a task for each shard. `statistics` are the existing files of the statistics of the
+    corpus, if any."""
+    before, shared_task, what = task.before, share(task), "index the words"
+    calls = [(shared_task, shard) for shard in range(task.num_shards)]
+    words: list[ShardWords] = run_tasks(shard_words, calls, what, f"{what}, shards", progress)
     files = tuple(own.files for own in words)
     if not statistics and before is None:
         store = Store(task.store)
@@ -183,19 +181,6 @@ def shard_passages(corpus: Corpus, shard: int, num_shards: int) -> list[Passage]
     parts = range(shard % step, corpus.num_shards, step)
     own = (one for part in parts for one in corpus.part(part).passages() if shard_of(one.id, num_shards) == shard)
     return sorted(own)
-
-
-def _reusable_words(task: LexicalTask) -> dict[int, ShardWords]:
-    """Unchanged shards of the base version whose files are whole."""
-    before = task.before
-    if before is None or before.lexical is None:
-        return {}
-    store = Store(task.store)
-    now = Corpus.open(store, task.corpus, task.corpus_digest).info.parts
-    then = Corpus.open(store, before.corpus, before.corpus_digest).info.parts
-    same = [shard for shard in range(task.num_shards) if now[shard].digest == then[shard].digest]
-    postings = before.lexical.postings
-    return {shard: ShardWords(postings[shard]) for shard in same if are_whole(store, task.index, postings[shard])}
 
 
 def _write_changes(

@@ -112,7 +112,7 @@ class QuestionRanker:
         has_answer = self.matcher.has_answer(passage.text, question.answers) if question.answers else None
         title, text = (passage.title, passage.text) if self.settings.texts else ("", "")
         has_snippet = self.settings.snippets and hit.view >= 0
-        snippet = self.router.matching_snippet(passage, hit.view).text if has_snippet else ""
+        snippet = self.router.matching_snippet(passage, hit.view) if has_snippet else ""
         return RankedPassage(hit.passage_id, title, text, hit.score, has_answer, hit.view, snippet)
 
 

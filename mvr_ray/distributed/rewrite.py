@@ -131,16 +131,13 @@ def reshard_one(
     return shards.write_note(store, note, BuiltShard(entry, recall, is_updated=is_updated))
 
 
-def rewritten_manifest(
-    base: Manifest, operation: str, new_shards: Sequence[BuiltShard], *, has_new_recall: bool = True
-) -> Manifest:
+def rewritten_manifest(base: Manifest, operation: str, new_shards: Sequence[BuiltShard]) -> Manifest:
     """The manifest of a version over its new shards; measurements on views are unchanged, those on approximate indexes
-    too without a new recall."""
-    entries = tuple(shard.entry for shard in new_shards)
+    too if none was built."""
+    entries, recalls = tuple(shard.entry for shard in new_shards), shards.recall_metrics(new_shards)
     new = dataclasses.replace(base, operation=operation, parent=base.version, shards=entries, dirty_share=0.0)
-    if not has_new_recall:
+    if not recalls:
         return new
-    recalls = shards.recall_metrics(new_shards)
     metrics = {name: value for name, value in base.metrics.items() if name not in shards.RECALL_METRICS}
     return dataclasses.replace(new, recall=recalls.get("recall"), metrics={**metrics, **recalls})
 
@@ -228,7 +225,7 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
             results: list[BuiltShard] = run_tasks(compact_one, calls, "compacting", "compact", progress)
             built_shards = {result.entry.shard: result for result in results}
             new_shards = [built_shards.get(entry.shard, BuiltShard(entry, None)) for entry in base.shards]
-            new = rewritten_manifest(base, "compact", new_shards, has_new_recall=is_rebuilt)
+            new = rewritten_manifest(base, "compact", new_shards)
             if lexical and lexical.has_changes:
                 corpus = Corpus.open(store, base.corpus, base.corpus_digest)
                 lexical = compact_lexical(lexical_task(corpus, base.index, len(base.shards)), lexical, progress)

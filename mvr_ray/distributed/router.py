@@ -18,13 +18,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
-from mvr_ray.core.encoding.snippets import TITLE, snippet_text
+from mvr_ray.core.encoding.snippets import snippet_text
 from mvr_ray.core.searching.exact import check_k, check_queries, distinct, score_views
 from mvr_ray.core.searching.fusion import LIST_DEPTH, fuse_ranks
 from mvr_ray.core.searching.merging import first_depth
@@ -89,15 +89,6 @@ Observe = Callable[[str, float], None]
 """Gets a stage and its seconds: `encode` the questions, `search` the shards, `merge` their answers."""
 
 
-class MatchingSnippet(NamedTuple):
-    """What the best view represents: a snippet, the title, the whole passage, or a feedback view (no part of it)."""
-
-    kind: Literal["snippet", "title", "passage", "feedback"]
-    start: int
-    stop: int
-    text: str
-
-
 class Router:
     """Searches one version with its own encoder. Safe to use from several threads."""
 
@@ -133,7 +124,7 @@ class Router:
         self._corpus: Corpus | None = None
         self._missing_sources = lru_cache(1)(lambda interval: list(self._find_missing_sources()))
         self._corpus_statistics: CorpusStatistics | None = None
-        self.view_spans = lru_cache(MAX_SPANS)(self._view_spans)
+        self._spans = lru_cache(MAX_SPANS)(lambda passage: tuple(self.encoder.view_spans(passage)))
 
     @contextmanager
     def pin(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator["Router"]:
@@ -244,7 +235,7 @@ class Router:
         if hybrid is not None:
             self._check_hybrid(hybrid, len(queries_QD))
             if hybrid.weight == "rrf":
-                return self._search_by_ranks(queries_QD, k, hybrid, deadline, min_coverage, filter)
+                return self._search_by_ranks(queries_QD, k, hybrid, min_coverage, deadline=deadline, filter=filter)
         if not len(queries_QD):
             return self._answer([], {}, 0, 0)
         exact = self._is_exact(hybrid)
@@ -278,16 +269,10 @@ class Router:
         return answer
 
     def _search_by_ranks(
-        self,
-        queries_QD: FloatArray,
-        k: int,
-        hybrid: HybridQueries,
-        deadline: Deadline,
-        min_coverage: float,
-        filter: Mapping[str, Any] | None,
+        self, queries_QD: FloatArray, k: int, hybrid: HybridQueries, min_coverage: float, **options: Any
     ) -> Answer:
         """Search both sides and fuse their best hits by reciprocal rank (`core.searching.fusion`)."""
-        depth, options = max(k, LIST_DEPTH), {"deadline": deadline, "min_coverage": min_coverage, "filter": filter}
+        depth, options["min_coverage"] = max(k, LIST_DEPTH), min_coverage
         words = self.search(queries_QD, depth, hybrid=hybrid._replace(weight="words"), **options)
         dense = self.search(queries_QD, depth, **options)
         hits = [fuse_ranks(lists, k) for lists in zip(words.hits, dense.hits)]
@@ -444,14 +429,13 @@ class Router:
         """`DualEncoder.view_spans`, cached for the passages shown last."""
         return self._spans(passage)
 
-    def matching_snippet(self, passage: Passage, view: int) -> MatchingSnippet:
-        """The part of the passage that its best view represents."""
+    def matching_snippet(self, passage: Passage, view: int) -> str:
+        """The part of the passage that a view represents: a snippet, the title or the whole text; for a feedback view,
+        which is no part of it, nothing."""
         if view >= self.num_views:
-            return MatchingSnippet("feedback", 0, 0, "")
+            return ""
         span = self.view_spans(passage)[view]
-        if span is None:
-            return MatchingSnippet("passage", 0, len(passage.text), passage.text)
-        return MatchingSnippet("title" if span == TITLE else "snippet", *span, snippet_text(passage, span))
+        return passage.text if span is None else snippet_text(passage, span)
 
     def refined_queries(self, questions: str) -> dict[str, FloatArray]:
         """Refined vectors of a question set by question id; empty if refinement stored none.
