@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from mvr_ray.config import EvaluateConfig, RunConfig
+from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.snippets import TITLE, Span, snippet_spans, snippet_text
 from mvr_ray.core.judging import metrics
@@ -160,18 +160,19 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
         entries = [entry for entry in manifest.shards if entry.num_passages]
         calls = [(store.address, manifest, entry, shared_queries, shared_ids, max(run.evaluate.k)) for entry in entries]
         shards = run_tasks(_analyze_shard, calls, "analyzing views", "analyze views", progress, cpus=cpus)
+    matcher = AnswerMatcher(run.evaluate.match)
     rows: list[EvaluationRow] = []
     ranks: list[QuestionRanks] = []
     article_of, start_of = articles_of(questions, passages), shard_starts(manifest.shards)
     for view in range(manifest.num_views + 1) if manifest.num_views > 1 else [1]:
         hit_lists = MergedResults([shard.results[view] for shard in shards], start_of, max(run.evaluate.k)).hits()
         system = ALL_VIEWS if view == manifest.num_views else f"view {view + 1}"
-        results = judge_hits(questions, hit_lists, passages, run.evaluate.match)
+        results = judge_hits(questions, hit_lists, passages, matcher)
         result = system_result(system, name, results, article_of, run.evaluate)
         rows += result.rows
         ranks.append(result.ranks)
         if view == manifest.num_views and encoder.spec.has_snippets:
-            snippet_ranks = _answer_view_ranks(results, hit_lists, passages, encoder, run.evaluate)
+            snippet_ranks = _answer_view_ranks(results, hit_lists, passages, encoder, matcher)
             articles, ranks_Q = [article_of[i] for i in snippet_ranks], np.array(list(snippet_ranks.values()))
             for k in sorted(set(run.evaluate.k)) if snippet_ranks else ():
                 metric, within_Q = f"answer_view/top-{k}", metrics.hit_within(ranks_Q, k)
@@ -253,14 +254,13 @@ def _answer_view_ranks(
     hit_lists: Sequence[Sequence[Hit]],
     passages: Corpus,
     encoder: DualEncoder,
-    settings: EvaluateConfig,
+    matcher: AnswerMatcher,
 ) -> dict[str, int]:
     """Map the id of each question with answers to the rank of the first hit whose matched snippet holds one, else -1.
 
     The matched snippet is that of the hit's best view. It counts only if the passage counts, so titles hold no answer,
     and a feedback view, which is not part of the passage, matches no snippet.
     """
-    matcher = AnswerMatcher(settings.match)
     spans: dict[str, Spans] = {}
 
     def holds(question: Question, hit: Hit) -> bool:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mvr_ray.config import EvaluateConfig, RunConfig
-from mvr_ray.core.judging.answers import AnswerMatcher, Match
+from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.judging.metrics import NDCG_CUTOFF, cluster_interval, first_ranks, hit_within, ndcg, reciprocal_ranks
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.encoders import require_encoder
@@ -107,11 +107,9 @@ def evaluate(run: RunConfig, progress: Progress = no_progress) -> EvaluationRepo
         if settings.bm25:
             words = BM25Index(corpus, progress)
             hit_lists = (words.search(own.texts, rank.k, progress) for own in sets)
-            judged = (
-                judge_hits(own.questions, hits, corpus, settings.match, strict=rank.strict_answers)
-                for own, hits in zip(sets, hit_lists)
-            )
-            measure("bm25", itertools.chain.from_iterable(judged))
+            matcher = AnswerMatcher(settings.match, strict=rank.strict_answers)
+            rankings = (judge_hits(own.questions, hits, corpus, matcher) for own, hits in zip(sets, hit_lists))
+            measure("bm25", itertools.chain.from_iterable(rankings))
         weight = run.search.hybrid
         if settings.hybrid:
             own_set = gold_questions(corpus, settings.hybrid, "evaluate.hybrid")
@@ -194,22 +192,16 @@ def articles_of(questions: Sequence[Question], passages: Corpus) -> dict[str, st
 
 
 def judge_hits(
-    questions: Sequence[Question],
-    hits: Sequence[Sequence[Hit]],
-    passages: Corpus,
-    match: Match = "string",
-    *,
-    strict: bool = False,
+    questions: Sequence[Question], hits: Sequence[Sequence[Hit]], passages: Corpus, matcher: AnswerMatcher
 ) -> list[RankedQuestion]:
     """Mark each question's hits by whether their passage holds an answer (None for a question without answers)."""
-    matcher = AnswerMatcher(match, strict=strict)
+
+    def judge(question: Question, hit: Hit, text: str) -> RankedPassage:
+        has_answer = matcher.has_answer(text, question.answers) if question.answers else None
+        return RankedPassage(hit.passage_id, "", "", hit.score, has_answer)
+
     results: list[RankedQuestion] = []
-    for question, question_hits in zip(questions, hits, strict=True):
-        texts = passages.get(hit.passage_id for hit in question_hits)
-        marks = [
-            matcher.has_answer(texts[hit.passage_id].text, question.answers) if question.answers else None
-            for hit in question_hits
-        ]
-        ranked = [RankedPassage(hit.passage_id, "", "", hit.score, mark) for hit, mark in zip(question_hits, marks)]
-        results.append(RankedQuestion(question, ranked))
+    for question, own in zip(questions, hits, strict=True):
+        texts = passages.get(hit.passage_id for hit in own)
+        results.append(RankedQuestion(question, [judge(question, hit, texts[hit.passage_id].text) for hit in own]))
     return results

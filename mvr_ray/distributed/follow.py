@@ -159,10 +159,10 @@ class Follower:
         for name, problem in left_out.items():
             log.error("change file left out: index=%s file=%s reason=%s", version.index, name, problem)
             self.say(f"left out, nothing of it was applied: {name}: {problem}")
-        if applied := [file.name for file in files if not file.problem]:
-            names = applied[0] if len(applied) == 1 else f"{len(applied)} files up to {applied[-1]}"
+        if names := [file.name for file in files if not file.problem]:
+            what = names[0] if len(names) == 1 else f"{len(names)} files up to {names[-1]}"
             self.say(
-                f"version {version.version}: {names}; {update.added} passages added, {update.replaced} "
+                f"version {version.version}: {what}; {update.added} passages added, {update.replaced} "
                 f"replaced, {update.deleted} deleted; {version.metrics.get('encoded', 0):g} encoded; "
                 f"{seconds:.1f} s"
             )

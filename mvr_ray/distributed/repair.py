@@ -66,35 +66,35 @@ def repair(store: Store, manifest: Manifest) -> RepairReport:
     repairs = []
     for shard in sorted({problem.shard for problem in problems}):
         own = [problem for problem in problems if problem.shard == shard]
-        damaged = [f"{problem.path} {problem.reason}" for problem in own]
+        damaged_files = [f"{problem.path} {problem.reason}" for problem in own]
         if shard == QUERIES:
             cure = _cure(store, manifest, [problem.path for problem in own])
-            repairs.append(Repair(shard, "lost", damaged, cure=cure))
+            repairs.append(Repair(shard, "lost", damaged_files, cure=cure))
         elif shard == LEXICAL:
-            repairs.append(_repair_words(store, manifest, damaged))
+            repairs.append(_repair_words(store, manifest, damaged_files))
         else:
-            repairs.append(_repair_shard(store, manifest, entries[shard], damaged))
+            repairs.append(_repair_shard(store, manifest, entries[shard], damaged_files))
     return RepairReport(manifest.index, manifest.version, len(entries), repairs)
 
 
-def _repair_words(store: Store, manifest: Manifest, damaged: list[str]) -> Repair:
+def _repair_words(store: Store, manifest: Manifest, damaged_files: list[str]) -> Repair:
     """Rebuild the words from the corpus and earlier versions."""
     try:
         if repair_lexical(store, manifest):
-            return Repair(LEXICAL, "repaired", damaged)
+            return Repair(LEXICAL, "repaired", damaged_files)
     except (MissingInputError, StorageError) as error:
         log.warning("words not indexed: index=%s error=%s", manifest.index, error)
     cure = "index again (mvr-ray index CONFIG index.lexical=true), which writes them whole"
-    return Repair(LEXICAL, "lost", damaged, cure=cure)
+    return Repair(LEXICAL, "lost", damaged_files, cure=cure)
 
 
-def _repair_shard(store: Store, manifest: Manifest, entry: ShardEntry, damaged: list[str]) -> Repair:
+def _repair_shard(store: Store, manifest: Manifest, entry: ShardEntry, damaged_files: list[str]) -> Repair:
     index, place = manifest.index, paths.shard_dir(manifest.index, entry.digest)
     with shard_folder(store) as folder:
         missing = _build_missing(manifest, entry, folder, _collect_whole(store, index, entry, folder))
         if missing:
             log.warning("shard lost: index=%s shard=%d files=%s", index, entry.shard, missing)
-            return Repair(entry.shard, "lost", damaged, cure=_cure(store, manifest, [place]))
+            return Repair(entry.shard, "lost", damaged_files, cure=_cure(store, manifest, [place]))
         quarantine = ""
         if store.exists(place):
             quarantine = paths.quarantine_dir(index, entry.digest, len(_set_aside(store, index, entry)) + 1)
@@ -103,7 +103,7 @@ def _repair_shard(store: Store, manifest: Manifest, entry: ShardEntry, damaged: 
     if copy != entry:
         raise DigestError(f"shard {entry.shard} was built as {copy.digest}, its manifest says {entry.digest}")
     log.warning("shard repaired: index=%s shard=%d set aside=%s", index, entry.shard, quarantine or "nothing")
-    return Repair(entry.shard, "repaired", damaged, quarantine)
+    return Repair(entry.shard, "repaired", damaged_files, quarantine)
 
 
 def _collect_whole(store: Store, index: str, entry: ShardEntry, folder: Path) -> list[str]:

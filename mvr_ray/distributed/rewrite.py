@@ -1,5 +1,7 @@
-"""Rewrite the live version without encoding: `reshard` distributes it over another number of shards, `compact` rewrites
-shards that have change files beside their first file.
+"""Rewrite the shards of the live version, without encoding.
+
+`reshard` distributes it over another number of shards, `compact` rewrites shards that have change files beside their
+first file.
 
     shard of a passage:  h(id) mod n   before,   h(id) mod m   after
     read by new shard t: old shards s with  s = t  (mod gcd(n, m)),  for h = s (mod n) and h = t (mod m) agree there

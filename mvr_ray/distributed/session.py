@@ -355,10 +355,10 @@ def _check_machine() -> Iterator[Check]:
         folder.rmdir()
         detail = f"{folder.parent} with {free:.1f} GiB free; Ray spills objects there"
         yield Check("temporary folder", free >= 2, detail)
-    shared = Path("/dev/shm")
-    free = shutil.disk_usage(shared).free / 2**30 if shared.is_dir() else math.inf
+    memory_folder = Path("/dev/shm")
+    free = shutil.disk_usage(memory_folder).free / 2**30 if memory_folder.is_dir() else math.inf
     detail = f"{free:.1f} GiB free in /dev/shm; containers: --shm-size=2g or more"
-    yield Check("shared memory", free >= 0.5, detail if shared.is_dir() else "no /dev/shm on this system")
+    yield Check("shared memory", free >= 0.5, detail if memory_folder.is_dir() else "no /dev/shm on this system")
     mode = os.environ.get("RAY_AUTH_MODE")
     token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     problem = ""

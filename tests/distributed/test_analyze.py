@@ -11,10 +11,9 @@ import yaml
 from prepared_corpus import only_corpus
 
 from mvr_ray.cli import main
-from mvr_ray.config import EvaluateConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.snippets import TITLE, find_snippet, snippet_spans
-from mvr_ray.core.judging.answers import has_answer
+from mvr_ray.core.judging.answers import AnswerMatcher, has_answer
 from mvr_ray.core.judging.attention import attention_kl, mean_attention_kl, view_attention
 from mvr_ray.distributed.analyze import (
     ALL_VIEWS,
@@ -181,12 +180,12 @@ def test_a_feedback_view_the_title_and_a_missing_view_match_no_snippet(small_ind
     questions = [Question(f"q{at}", "Who?", answers=(word,)) for at in range(5)]
     views = [(1,), (8, 1), (0, 9, missing, -1), (0, 1), ()]
     hits = [[Hit(passage.id, 1.0 - at, view, 0, at) for at, view in enumerate(own)] for own in views]
-    ranking = judge_hits(questions, hits, passages)
+    ranking = judge_hits(questions, hits, passages, AnswerMatcher())
     assert spans[0] == TITLE and all(hit.has_answer for row in ranking for hit in row.passages)
-    ranks = _answer_view_ranks(ranking, hits, passages, encoder, EvaluateConfig())
+    ranks = _answer_view_ranks(ranking, hits, passages, encoder, AnswerMatcher())
     assert list(ranks.values()) == [0, 1, -1, 1, -1]
     empty_ranking = [RankedQuestion(Question("q", "Who?"), [])]
-    assert _answer_view_ranks(empty_ranking, [[]], passages, encoder, EvaluateConfig()) == {}
+    assert _answer_view_ranks(empty_ranking, [[]], passages, encoder, AnswerMatcher()) == {}
 
 
 def test_the_examples_are_passages_with_two_questions_answered_in_different_snippets(
@@ -235,8 +234,8 @@ def test_examples_are_those_of_most_snippets_then_by_id_with_each_questions_firs
     mask_QV[7, 1] = False
     views_QVD = rng.random((len(own), 3, 4), np.float32) * mask_QV[..., None]
     queries_QD = rng.random((len(own), 4), np.float32)
-    analyzed = AnalyzedQuestions(questions, queries_QD, views_QVD, mask_QV)
-    examples = _examples(analyzed, np.array([view for _, view in own]), passages, spans)
+    own_questions = AnalyzedQuestions(questions, queries_QD, views_QVD, mask_QV)
+    examples = _examples(own_questions, np.array([view for _, view in own]), passages, spans)
     rows = [(one.passage_id, one.title, one.question, one.answer_view) for one in examples]
     assert rows == [
         ("b", "title b", "Question 6?", 2),
