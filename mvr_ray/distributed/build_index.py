@@ -357,11 +357,8 @@ def _complete_draft(draft: Manifest, built_shards: Sequence[BuiltShard], counts:
     """Complete the draft with its shards, the counts of encoded and reused passages, and the measurements on shards,
     averaged over passages."""
     cosine, lv = shards.mean_over_passages(built_shards, "pair_cosine"), shards.mean_over_passages(built_shards, "lv")
-    metrics: dict[str, int | float] = {}
-    if cosine is not None:
-        metrics["view_pair_cosine"] = cosine
-    if lv is not None:
-        metrics["lv"] = lv
+    means = {"view_pair_cosine": cosine, "lv": lv}
+    metrics: dict[str, int | float] = {name: value for name, value in means.items() if value is not None}
     metrics |= {name: counts[name] for name in ("encoded", "carried_over", "deleted")}
     metrics |= shards.recall_metrics(built_shards)
     if draft.operation == REFINED:
@@ -371,13 +368,9 @@ def _complete_draft(draft: Manifest, built_shards: Sequence[BuiltShard], counts:
         metrics["pruned_bound"] = max(shard.worst for shard in built_shards)
     if cosine is not None and lv is not None:
         metrics["collapsed"] = float(cosine > MAX_COSINE or lv < MIN_LV)
-        log.log(
-            logging.WARNING if metrics["collapsed"] else logging.INFO,
-            "views %s: index=%s view_pair_cosine=%.4f lv=%.4f",
-            "collapsed into one vector" if metrics["collapsed"] else "differ",
-            draft.index,
-            cosine,
-            lv,
-        )
+        level, what = logging.INFO, "differ"
+        if metrics["collapsed"]:
+            level, what = logging.WARNING, "collapsed into one vector"
+        log.log(level, "views %s: index=%s view_pair_cosine=%.4f lv=%.4f", what, draft.index, cosine, lv)
     entries = tuple(shard.entry for shard in built_shards)
     return dataclasses.replace(draft, shards=entries, recall=metrics.get("recall"), metrics=metrics)

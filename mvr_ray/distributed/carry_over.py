@@ -17,6 +17,7 @@ first.
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -134,14 +135,12 @@ def _first_equal(digests_N2: IntArray) -> dict[int, int]:
 
 def count_passages(task: EncodeTask, corpus: Corpus, shards: Iterable[int]) -> dict[str, int]:
     """Count the passages of planned shards by action; `encoded` and `carried_over` add up to all of them."""
-    counts = {"encoded": 0, "carried_over": 0, "deleted": 0, "unlearned": 0}
+    counts = Counter(encoded=0, carried_over=0, deleted=0, unlearned=0)
     for shard in shards:
         plan, total = task.plan(corpus.store, shard), corpus.info.parts[shard].num_passages
         num_encoded = len(plan.rows_to_encode(total))
-        counts["encoded"] += num_encoded
-        counts["carried_over"] += total - num_encoded
-        counts["deleted"] += plan.num_deleted
-        counts["unlearned"] += plan.num_unlearned
+        counts.update(encoded=num_encoded, carried_over=total - num_encoded)
+        counts.update(deleted=plan.num_deleted, unlearned=plan.num_unlearned)
     return counts
 
 

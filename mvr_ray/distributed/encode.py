@@ -337,11 +337,7 @@ class ChunkEncoder:
 
 
 def embed_chunk(
-    encoder: DualEncoder,
-    ids: list[str],
-    tokens: Sequence[TokenizedPassage],
-    tokens_per_batch: int,
-    dtype: Dtype,
+    encoder: DualEncoder, ids: list[str], tokens: Sequence[TokenizedPassage], tokens_per_batch: int, dtype: Dtype
 ) -> EmbeddingBlock:
     """Embed a chunk's passages in batches; returns all views in the order given."""
     shape = (len(ids), encoder.num_views, encoder.dimension)

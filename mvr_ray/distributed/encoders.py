@@ -49,8 +49,7 @@ class LocalEncoder(NamedTuple):
 
 def encoder_spec(run: RunConfig) -> EncoderSpec:
     """The `encoder` section as an EncoderSpec."""
-    values = run.encoder.model_dump()
-    return EncoderSpec(**{field.name: values[field.name] for field in fields(EncoderSpec)})
+    return EncoderSpec(**run.encoder.model_dump(include={field.name for field in fields(EncoderSpec)}))
 
 
 def resolve_encoder(run: RunConfig, corpus: Corpus | None = None) -> LocalEncoder:

@@ -49,12 +49,7 @@ class FollowReport:
 
 
 def follow(
-    run: RunConfig,
-    report: FollowReport,
-    say: Say,
-    progress: Progress = no_progress,
-    *,
-    once: bool = False,
+    run: RunConfig, report: FollowReport, say: Say, progress: Progress = no_progress, *, once: bool = False
 ) -> None:
     """Apply change files as they arrive, without end; `once`: until none waits. `report` is updated after each batch.
 

@@ -100,8 +100,7 @@ def find_worker_model(run: RunConfig, kind: ModelKind[Any], name: str, spec: Any
 
 def reader_spec(run: RunConfig) -> ReaderSpec:
     """The `read` section as a ReaderSpec."""
-    values = run.read.model_dump()
-    return ReaderSpec(**{field.name: values[field.name] for field in fields(ReaderSpec)})
+    return ReaderSpec(**run.read.model_dump(include={field.name for field in fields(ReaderSpec)}))
 
 
 def pair_spec(run: RunConfig) -> PairSpec:

@@ -504,11 +504,7 @@ def require_words(manifest: Manifest) -> None:
 
 @contextmanager
 def open_router(
-    run: RunConfig,
-    version: int | None = None,
-    *,
-    local: bool | None = None,
-    timeout_s: float = TIMEOUT_S,
+    run: RunConfig, version: int | None = None, *, local: bool | None = None, timeout_s: float = TIMEOUT_S
 ) -> Iterator[Router]:
     """Open all shards of a version of `index.name` (by default the live one) until the block ends.
 

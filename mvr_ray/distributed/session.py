@@ -195,7 +195,9 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
     ray_internals.log_worker_messages()
     folder = _temporary_folder()
     cpus = resources.local_cpus or max(4, 2 * (os.cpu_count() or 1))
-    secret = _own_token()
+    secret = {}
+    if "RAY_AUTH_MODE" not in os.environ or (os.environ["RAY_AUTH_MODE"] == "token" and not _has_token()):
+        secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # known only to this process
     os.environ.update(secret)
     ray_internals.reread_authentication()
     try:
@@ -231,13 +233,6 @@ def _temporary_folder() -> Path:
     raise ResourceError(
         f"no writable temporary folder with a path under {MAX_TEMP_PATH} characters; name one with RAY_TMPDIR"
     )
-
-
-def _own_token() -> dict[str, str]:
-    """Authentication of a private cluster: from the environment, else a token known only to this process."""
-    if "RAY_AUTH_MODE" in os.environ and (os.environ["RAY_AUTH_MODE"] != "token" or _has_token()):
-        return {}
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def _has_token() -> bool:
