@@ -298,7 +298,7 @@ def tune(run: "RunConfig", words: Mapping[str, str], progress: "Progress") -> An
 
     `tune CONFIG questions=SET`, a set that is not reported on.
     """
-    from mvr_ray.distributed import tune as stage
+    from mvr_ray.distributed import evaluate as stage
 
     return stage.tune(run, words["questions"], progress)
 
