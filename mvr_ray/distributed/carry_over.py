@@ -42,8 +42,6 @@ from mvr_ray.types import EmbeddingBlock, IntArray, Passage, Progress, no_progre
 log = logging.getLogger(__name__)
 CONTENT_BYTES = 16
 """Length of a content digest."""
-Rows = Iterable[tuple[str, int]]
-"""Passage ids, and rows of a block."""
 
 
 class EmbeddedCorpus(NamedTuple):
@@ -184,17 +182,17 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
     blocks: list[EmbeddingBlock] = []
     places: list[BlockRow] = []
 
-    def take(block: EmbeddingBlock, rows: Rows) -> None:
-        """Take the embeddings of those passages that remain."""
-        own = (BlockRow(name, len(blocks), row) for name, row in rows if remaining.pop(name, None) is not None)
-        places.extend(own)
-        blocks.append(block)
+    def take(source: EmbeddedCorpus, ids_of: Mapping[str, Sequence[str]]) -> None:
+        """Take the embeddings of remaining passages from those of a source, by its ids."""
+        for block in _blocks_with(store, source, ids_of):
+            rows = ((own, row) for row, name in enumerate(block.ids) for own in ids_of[name])
+            places.extend(BlockRow(own, len(blocks), row) for own, row in rows if remaining.pop(own, None) is not None)
+            blocks.append(block)
 
     for source in sources:
         if not remaining:
             break
-        for block in _blocks_of_unchanged(store, source, dict(remaining)):
-            take(block, ((name, row) for row, name in enumerate(block.ids)))
+        take(source, _unchanged_ids(store, source, remaining))
         if source.is_refined and plan.base is None:
             deleted_ids, replaced_ids = _deleted_or_replaced(store, source, corpus, shard, remaining)
             num_unlearned = _num_unlearned(store, source, sources, [*deleted_ids, *replaced_ids])
@@ -202,8 +200,7 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
     files_without: set[str] = set()
     for source in sources:
         if remaining and not source.is_refined:
-            for block, rows in _blocks_of_same_content(store, source, remaining, files_without):
-                take(block, rows)
+            take(source, _ids_of_same_content(store, source, remaining, files_without))
     if places:
         with store.scratch() as folder:
             file = folder / "carried.arrow"
@@ -293,20 +290,17 @@ def _skip_source(source: EmbeddedCorpus, error: Exception) -> None:
     log.warning("embeddings are not carried over: index=%s (%s)", source.version.index, error)
 
 
-def _blocks_of_unchanged(
-    store: Store, source: EmbeddedCorpus, passages: dict[str, Passage]
-) -> Iterator[EmbeddingBlock]:
-    """Yield blocks of those of `passages` whose content in the source is unchanged."""
+def _unchanged_ids(store: Store, source: EmbeddedCorpus, passages: dict[str, Passage]) -> dict[str, list[str]]:
+    """The ids of those of `passages` that have the same id and content in the source, each by itself."""
     try:
-        unchanged_ids = {
-            name
+        return {
+            name: [name]
             for name, before in source.corpus(store).get(passages).items()
             if (before.title, before.text) == (passages[name].title, passages[name].text)
         }
     except (MissingInputError, StorageError) as error:
         _skip_source(source, error)
-        return
-    yield from _blocks_with(store, source, unchanged_ids)
+        return {}
 
 
 def _blocks_with(store: Store, source: EmbeddedCorpus, passage_ids: Iterable[str]) -> Iterator[EmbeddingBlock]:
@@ -323,11 +317,10 @@ def _blocks_with(store: Store, source: EmbeddedCorpus, passage_ids: Iterable[str
                 yield gather_rows([block], rows)
 
 
-def _blocks_of_same_content(
+def _ids_of_same_content(
     store: Store, source: EmbeddedCorpus, passages: Mapping[str, Passage], files_without: set[str]
-) -> Iterator[tuple[EmbeddingBlock, Rows]]:
-    """Yield blocks of a source, with the ids and rows of those of `passages` that have the same content, whatever the
-    ids in the source.
+) -> dict[str, list[str]]:
+    """By their ids in the source, the ids of those of `passages` that have the same content there.
 
     `files_without` are files of corpus parts known to have none of these contents; this source's are added.
     """
@@ -343,5 +336,4 @@ def _blocks_of_same_content(
                 ids_by_name |= {name: ids_of.pop(content) for content, name in names.items()}
     except (MissingInputError, StorageError) as error:
         _skip_source(source, error)
-    for block in _blocks_with(store, source, ids_by_name):
-        yield block, [(own, row) for row, name in enumerate(block.ids) for own in ids_by_name[name]]
+    return ids_by_name

@@ -263,7 +263,17 @@ def require(info: ClusterInfo, needs: Sequence[Need]) -> None:
         if any(need.gpus for need in needs) and not importlib.import_module("torch").cuda.is_available():
             raise ResourceError(f"{needs[0].what} are to use a GPU, and torch sees none; set resources.gpus_per_* to 0")
         return
-    problems = [problem for need in needs if (problem := _misfit(info, need))]
+    problems = []
+    for need in needs:
+        num_places, demands = 0, (need.cpus, need.gpus, need.memory_bytes)
+        for node in info.nodes:
+            fits = [capacity // demand for capacity, demand in zip(node, demands) if demand > 0]
+            num_places += int(min(fits)) if fits else need.count
+        if num_places < need.count:
+            problems.append(
+                f"{need.count} {need.what} of {need.cpus:g} CPU and {need.gpus:g} GPU each, "
+                f"but the {len(info.nodes)} nodes have room for {num_places}"
+            )
     cpus = sum(need.count * need.cpus for need in needs)
     gpus = sum(need.count * need.gpus for need in needs)
     memory = sum(need.count * need.memory_bytes for need in needs)
@@ -281,20 +291,6 @@ def require(info: ClusterInfo, needs: Sequence[Need]) -> None:
     elif problems:
         advice = "lower the counts of the resources section, or raise resources.local_cpus on one machine"
         raise ResourceError(f"this would wait for ever: {'; '.join(problems)}; {advice}")
-
-
-def _misfit(info: ClusterInfo, need: Need) -> str | None:
-    """Describe why the nodes, even if empty, cannot hold the processes of one need; None when they can."""
-    places, demands = 0, (need.cpus, need.gpus, need.memory_bytes)
-    for node in info.nodes:
-        fits = [capacity // demand for capacity, demand in zip(node, demands) if demand > 0]
-        places += int(min(fits)) if fits else need.count
-    if places >= need.count:
-        return None
-    return (
-        f"{need.count} {need.what} of {need.cpus:g} CPU and {need.gpus:g} GPU each, "
-        f"but the {len(info.nodes)} nodes have room for {places}"
-    )
 
 
 _LIBRARIES = ("torch", "transformers", "pyarrow", "faiss", "hnswlib", "bm25s", "nltk", "Stemmer")
