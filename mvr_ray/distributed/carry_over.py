@@ -26,8 +26,7 @@ import numpy as np
 
 from mvr_ray.checksums import add_trailer
 from mvr_ray.distributed.encode import REFINED, BaseShard, EncodePlan, EncodeTask, staged_shards
-from mvr_ray.distributed.rewrite import sources as shards_before
-from mvr_ray.distributed.shards import gather_batches, promised_recall, shard_embeddings
+from mvr_ray.distributed.shards import gather_batches, promised_recall, related_shards, shard_embeddings
 from mvr_ray.distributed.tasks import run_tasks, share
 from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store import manifest as manifests
@@ -247,7 +246,7 @@ def _deleted_or_replaced(
     ids = set(corpus.part(shard).ids())
     source_ids = [
         name
-        for number in shards_before(shard, len(source.version.shards), corpus.num_shards)
+        for number in related_shards(shard, len(source.version.shards), corpus.num_shards)
         for name in source.embeddings(store, number).ids()
         if shard_of(name, corpus.num_shards) == shard
     ]

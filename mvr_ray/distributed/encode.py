@@ -45,7 +45,7 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import Dtype, EmbeddingWriter
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry
-from mvr_ray.types import EmbeddingBlock, Passage, Progress, no_progress
+from mvr_ray.types import EmbeddingBlock, Progress, no_progress
 
 if TYPE_CHECKING:
     import ray.data
@@ -278,21 +278,15 @@ def chunks_at_once(gpu: bool) -> int:
 def tokenize_chunk(batch: pa.Table, task: EncodeTask) -> pa.Table:
     """Add the ids and concatenated tokens of its passages to the row of a chunk."""
     [row] = batch.to_pylist()
-    passages = passages_of(task, task.open_corpus(), ChunkRange(**row))
+    chunk, part = ChunkRange(**row), task.open_corpus().part(row["shard"])
+    rows = task.plan(Store(task.store), chunk.shard).rows_to_encode(len(part))
+    passages = part.take(rows[chunk.start : chunk.stop])
     columns = {name: pa.array([value]) for name, value in row.items()}
     columns["ids"] = pa.array([[passage.id for passage in passages]])
     token_arrays = pack_tokens(task.cached_encoder().tokenize_passages(passages))
     for name, dtype in TOKEN_ARRAYS.items():
         columns[name] = pa.array([token_arrays[name]], pa.large_list(pa.from_numpy_dtype(dtype)))
     return pa.table(columns)
-
-
-def passages_of(task: EncodeTask, corpus: Corpus, chunk: ChunkRange) -> list[Passage]:
-    """The passages of a chunk, in id order."""
-    part, rows = corpus.part(chunk.shard), task.plan(corpus.store, chunk.shard).rows
-    if rows is None:
-        return part.passages(chunk.start, chunk.stop)
-    return part.take(rows[chunk.start : chunk.stop])
 
 
 class ChunkEncoder:

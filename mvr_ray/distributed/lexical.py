@@ -7,7 +7,6 @@ and removed passages. Change files of similar size are merged with the new one (
 versions.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.compute
 
+from mvr_ray.distributed.shards import related_shards
 from mvr_ray.distributed.tasks import run_tasks, share
 from mvr_ray.errors import MissingInputError, ShardIndexError, StorageError
 from mvr_ray.index.lexical import (
@@ -175,10 +175,7 @@ def open_statistics(store: Store, manifest: Manifest) -> CorpusStatistics:
 
 def shard_passages(corpus: Corpus, shard: int, num_shards: int) -> list[Passage]:
     """Passages of a shard in order of id, for any number of corpus parts."""
-    if num_shards == corpus.num_shards:
-        return corpus.part(shard).passages()
-    step = math.gcd(num_shards, corpus.num_shards)  # parts of another residue hold no passage of the shard
-    parts = range(shard % step, corpus.num_shards, step)
+    parts = related_shards(shard, corpus.num_shards, num_shards)
     own = (one for part in parts for one in corpus.part(part).passages() if shard_of(one.id, num_shards) == shard)
     return sorted(own)
 

@@ -14,7 +14,6 @@ requires equal counts of passages and views before and after; the corpus does no
 
 import dataclasses
 import hashlib
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -106,12 +105,6 @@ def staging_key(base: Manifest, num_shards: int) -> str:
     return f"reshard-{hashlib.sha256(decides.encode()).hexdigest()[:16]}"
 
 
-def sources(shard: int, num_before: int, num_after: int) -> list[int]:
-    """The old shards that can hold a passage of a new one."""
-    step = math.gcd(num_before, num_after)
-    return list(range(shard % step, num_before, step))
-
-
 def reshard_one(
     address: str, base: Manifest, num_shards: int, staging: str, shard: int, recall_sample: int = 0
 ) -> BuiltShard:
@@ -120,7 +113,7 @@ def reshard_one(
     note = paths.staged_shard(base.index, staging, "dealt", shard)
     if result := shards.read_note(store, base.index, note):
         return result
-    entries = [base.shards[number] for number in sources(shard, len(base.shards), num_shards)]
+    entries = [base.shards[number] for number in shards.related_shards(shard, len(base.shards), num_shards)]
     old_shards = [shards.shard_embeddings(store, base.index, _embeddings_alone(entry)) for entry in entries]
     blocks = [block for old in old_shards for block in old.blocks()]
     with shards.shard_folder(store) as folder:

@@ -5,6 +5,7 @@ Shapes: Q queries, P passages, V views per passage, N view vectors, D dimension.
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
@@ -164,6 +165,12 @@ def gather_batches(blocks: Sequence[EmbeddingBlock], rows: Sequence[BlockRow]) -
     """`gather_rows` in batches of passages."""
     for start in range(0, len(rows), BATCH_PASSAGES):
         yield gather_rows(blocks, rows[start : start + BATCH_PASSAGES])
+
+
+def related_shards(shard: int, num_before: int, num_after: int) -> list[int]:
+    """The old shards, or parts of a corpus, that can hold a passage of a new shard: those with the same residue."""
+    step = math.gcd(num_before, num_after)
+    return list(range(shard % step, num_before, step))
 
 
 def mean_over_passages(shards: Sequence[BuiltShard], name: str) -> float | None:

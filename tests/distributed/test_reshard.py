@@ -16,11 +16,11 @@ from mvr_ray.distributed.rewrite import (
     require_same_counts,
     reshard_one,
     rewritten_manifest,
-    sources,
     staging_key,
 )
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
+from mvr_ray.distributed.shards import related_shards
 from mvr_ray.errors import ConfigError, DigestError, RowsLostError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import manifest, paths
@@ -66,7 +66,7 @@ def read_contents(root: Path, version: Manifest) -> Stored:
 def test_a_new_shard_reads_every_old_shard_that_can_hold_one_of_its_passages(before, after, seed):
     for number in range(30):
         passage_id = f"{seed}-{number}"
-        assert shard_of(passage_id, before) in sources(shard_of(passage_id, after), before, after)
+        assert shard_of(passage_id, before) in related_shards(shard_of(passage_id, after), before, after)
 
 
 @given(st.data())
