@@ -15,7 +15,8 @@ import numpy as np
 
 from mvr_ray.checksums import add_trailer
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed.encode import chunks_of, encode_task, resolve_encoder
+from mvr_ray.distributed.encode import chunks_of, encode_task
+from mvr_ray.distributed.encoders import resolve_encoder
 from mvr_ray.distributed.shards import build_shard, index_params
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, CorpusInfo, PartInfo, corpus_digest, shard_of
@@ -141,13 +142,13 @@ def stage(run: RunConfig, corpus: Corpus) -> int:
     """
     store = Store(run.store.path)
     task = encode_task(run, corpus, resolve_encoder(run, corpus))
-    assert (task.num_views, task.dimension) == (V, D), "made-up views have another shape than the encoder's"
+    assert (task.draft.num_views, task.draft.dimension) == (V, D), "made-up views have another shape than the encoder's"
     num_bytes = 0
     for chunk, path in _chunks(task, corpus):
         ids = corpus.part(chunk.shard).ids()[chunk.start : chunk.stop]
         with store.scratch() as folder:
             file: Path = folder / "chunk.arrow"
-            with EmbeddingWriter(file, D, V, task.dtype) as writer:
+            with EmbeddingWriter(file, D, V, task.draft.dtype) as writer:
                 writer.write(block(ids, chunk.shard * 100_000 + chunk.start // task.sort_window))
             add_trailer(file)
             num_bytes += file.stat().st_size

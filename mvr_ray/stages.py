@@ -54,9 +54,9 @@ def _refine(run: "RunConfig", progress: "Progress") -> Any:
 
 def _evaluate(run: "RunConfig", progress: "Progress") -> Any:
     """Measure the live version on the question sets of the run file."""
-    from mvr_ray.distributed import retrieve
+    from mvr_ray.distributed import evaluate
 
-    return retrieve.evaluate(run, progress)
+    return evaluate.evaluate(run, progress)
 
 
 def _analyze(run: "RunConfig", progress: "Progress") -> Any:

@@ -279,7 +279,7 @@ class Index:
 
         `questions` as of `add_questions`, or the name of a stored set.
         """
-        from mvr_ray.distributed.retrieve import evaluate
+        from mvr_ray.distributed.evaluate import evaluate
 
         live = self.manifest
         corpus = Corpus.open(self._store, live.corpus, live.corpus_digest)

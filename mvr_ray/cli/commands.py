@@ -298,7 +298,7 @@ def tune(run: "RunConfig", words: Mapping[str, str], progress: "Progress") -> An
 
     `tune CONFIG questions=SET`, a set that is not reported on.
     """
-    from mvr_ray.distributed import tune as stage
+    from mvr_ray.distributed import evaluate as stage
 
     return stage.tune(run, words["questions"], progress)
 
@@ -375,7 +375,7 @@ def follow(
 @stage_command()
 def compact(run: "RunConfig", words: Mapping[str, str], progress: "Progress") -> Any:
     """Write shards whole that have changes beside them."""
-    from mvr_ray.distributed import compact as stage
+    from mvr_ray.distributed import rewrite as stage
 
     return stage.compact(run, progress)
 
@@ -396,7 +396,7 @@ def reshard(run: "RunConfig", words: Mapping[str, str], progress: "Progress") ->
 
     `reshard CONFIG shards=12`; nothing is encoded.
     """
-    from mvr_ray.distributed import reshard as stage
+    from mvr_ray.distributed import rewrite as stage
 
     return stage.reshard(run, int(words["shards"]), progress)
 

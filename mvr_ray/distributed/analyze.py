@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from mvr_ray.config import EvaluateConfig, RunConfig
+from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.snippets import TITLE, Span, snippet_spans, snippet_text
 from mvr_ray.core.judging import metrics
@@ -29,20 +29,21 @@ from mvr_ray.core.judging.attention import attention_kl, attention_kl_table, mea
 from mvr_ray.core.searching.exact import distinct
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
-from mvr_ray.distributed.evaluate import EvaluationRow, articles_of, judge_hits, system_result
+from mvr_ray.distributed.evaluate import EvaluationRow, articles_of, judge_hits, mean_row, system_result
 from mvr_ray.distributed.searching.merged_results import MergedResults, shard_starts
 from mvr_ray.distributed.searching.messages import ShardResult
+from mvr_ray.distributed.shards import shard_embeddings
 from mvr_ray.distributed.tasks import run_tasks, share
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.index.flat import FlatIndex
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.delta import open_embeddings
+from mvr_ray.store.embeddings import Views
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.store.formats.question_views import QuestionViews
 from mvr_ray.store.formats.rankings import RankedQuestion
-from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.manifest import Manifest, ShardEntry
 from mvr_ray.store.questions import read_questions
 from mvr_ray.types import EmbeddingBlock, FloatArray, Hit, IntArray, Passage, Progress, Question, no_progress
 
@@ -112,22 +113,29 @@ class ViewReport(NamedTuple):
     values: list[QuestionViews]
 
 
-class OwnViews(NamedTuple):
-    """Each question's own passage as stored, missing views zero."""
+class AnalyzedQuestions(NamedTuple):
+    """Questions, their vectors, and each one's own passage as stored: missing views are zero, feedback views, which are
+    not part of the passage, are left out."""
 
+    questions: Sequence[Question]
+    queries_QD: FloatArray
     views_QVD: FloatArray
     mask_QV: np.ndarray
+
+    @property
+    def wins_Q(self) -> IntArray:
+        return metrics.winning_views(_shares_of_longest(self.queries_QD, self.views_QVD), self.mask_QV)
 
 
 class _ShardViews(NamedTuple):
     """The results of one shard by view (index `num_views`: all views), and the stored views of its gold passages."""
 
     results: list[ShardResult]
-    own: EmbeddingBlock
+    own: dict[str, Views]
 
 
-def analyze(run: RunConfig, progress: Progress = no_progress, version: int | None = None) -> ViewReport:
-    """Measure the views of a version (default: the live one) with one set of gold-labelled questions.
+def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
+    """Measure the views of the live version with one set of gold-labelled questions.
 
     Raises ConfigError where no set is configured, MissingInputError where no question has a passage in the index.
     """
@@ -135,7 +143,7 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
     name = settings.questions or next(iter(run.evaluate.questions), None)
     if name is None:
         raise ConfigError("analyze.questions names no question set, and evaluate.questions is empty; name one")
-    manifest = manifests.read(store, run.index.name, version)
+    manifest = manifests.read(store, run.index.name)
     passages = Corpus.open(store, manifest.corpus, manifest.corpus_digest)
     questions = [question for question in read_questions(passages, name) if question.positive_ids]
     questions = _of_whole_passages(questions, settings.max_questions)
@@ -143,36 +151,39 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
     questions = [question for question in questions if question.positive_ids[0] in gold]
     if not questions:
         raise MissingInputError(f"no question of {name!r} has its passage in index {manifest.index!r}; name another")
-    encoder = open_encoder(
-        store,
-        manifest.encoder_name,
-        manifest.encoder_fingerprint,
-        threads=run.resources.torch_threads,
-        only_embeds=False,  # `view_attention` reads its attention
-    )
+    encoder_id, threads = (manifest.encoder_name, manifest.encoder_fingerprint), run.resources.torch_threads
+    encoder = open_encoder(store, *encoder_id, threads=threads, only_embeds=False)  # `view_attention` reads attention
     queries_QD = encoder.embed_queries([question.text for question in questions])
-    shards = _search(run, store, manifest, queries_QD, [q.positive_ids[0] for q in questions], progress)
+    cpus = run.resources.cpus_per_encoder
+    with session.connect(run.resources, manifest.num_passages, [session.Need("analyzers", 1, cpus)]):
+        shared_queries, shared_ids = share(queries_QD), share(sorted(gold))
+        entries = [entry for entry in manifest.shards if entry.num_passages]
+        calls = [(store.address, manifest, entry, shared_queries, shared_ids, max(run.evaluate.k)) for entry in entries]
+        shards = run_tasks(_analyze_shard, calls, "analyzing views", "analyze views", progress, cpus=cpus)
+    matcher = AnswerMatcher(run.evaluate.match)
     rows: list[EvaluationRow] = []
     ranks: list[QuestionRanks] = []
     article_of, start_of = articles_of(questions, passages), shard_starts(manifest.shards)
     for view in range(manifest.num_views + 1) if manifest.num_views > 1 else [1]:
         hit_lists = MergedResults([shard.results[view] for shard in shards], start_of, max(run.evaluate.k)).hits()
         system = ALL_VIEWS if view == manifest.num_views else f"view {view + 1}"
-        results = judge_hits(questions, hit_lists, passages, run.evaluate.match)
+        results = judge_hits(questions, hit_lists, passages, matcher)
         result = system_result(system, name, results, article_of, run.evaluate)
         rows += result.rows
         ranks.append(result.ranks)
         if view == manifest.num_views and encoder.spec.has_snippets:
-            snippet_ranks = _answer_view_ranks(results, hit_lists, passages, encoder, run.evaluate)
-            rows += _answer_view_rows(name, snippet_ranks, article_of, run.evaluate)
+            snippet_ranks = _answer_view_ranks(results, hit_lists, passages, encoder, matcher)
+            articles, ranks_Q = [article_of[i] for i in snippet_ranks], np.array(list(snippet_ranks.values()))
+            for k in sorted(set(run.evaluate.k)) if snippet_ranks else ():
+                metric, within_Q = f"answer_view/top-{k}", metrics.hit_within(ranks_Q, k)
+                rows.append(mean_row(ALL_VIEWS, name, metric, within_Q, articles, run.evaluate))
             matched_Q = [snippet_ranks.get(question_id) for question_id in result.ranks.question_ids]
             no_gold = {"gold_ranks": [None] * len(matched_Q), "gold_ndcgs": ()}
             ranks.append(result.ranks._replace(system=ANSWER_VIEW, answer_ranks=matched_Q, **no_gold))
-    own = _own_views(questions, shards, manifest)
+    own = _gather_own_views(questions, queries_QD, shards, manifest)
     spans = {i: _spans(encoder, passage) for i, passage in gold.items()}
     answer_Q = np.array([_answer_view(question, spans[question.positive_ids[0]]) for question in questions])
     known_Q = answer_Q if encoder.spec.has_snippets else np.full(len(questions), -1)
-    means = _view_values(questions, own, queries_QD, known_Q)
     tables: dict[str, FloatArray] = {}
     if manifest.num_views > 1 and not encoder.spec.has_pieces:
         passage_ids = list(dict.fromkeys(question.positive_ids[0] for question in questions))
@@ -189,11 +200,11 @@ def analyze(run: RunConfig, progress: Progress = no_progress, version: int | Non
         attention_kl=mean_attention_kl(table_VV),
         attention_kl_table=[[_none_if_nan(value) for value in row] for row in table_VV],
         attention_passages=len(tables),
-        examples=_examples(questions, own, queries_QD, answer_Q, gold, spans) if manifest.num_views > 1 else [],
+        examples=_examples(own, answer_Q, gold, spans) if manifest.num_views > 1 else [],
         rows=rows,
         ranks=ranks,
-        values=_question_values(questions, article_of, own, queries_QD, known_Q, tables),
-        **means,
+        values=_question_values(own, article_of, known_Q, tables),
+        **_view_values(own, known_Q),
     )
 
 
@@ -214,18 +225,12 @@ def _evenly_spaced(ids: Sequence[str], limit: int) -> list[str]:
 
 
 def _question_values(
-    questions: Sequence[Question],
-    article_of: Mapping[str, str],
-    own: OwnViews,
-    queries_QD: FloatArray,
-    answer_Q: IntArray,
-    tables: Mapping[str, FloatArray],
+    own: AnalyzedQuestions, article_of: Mapping[str, str], answer_Q: IntArray, tables: Mapping[str, FloatArray]
 ) -> list[QuestionViews]:
     """Measure every question. `tables` has the attention divergences of the measured passages."""
     if own.mask_QV.shape[1] == 1:
         return []
-    lv_Q = metrics.question_lv(queries_QD, own.views_QVD, own.mask_QV)
-    wins_Q = metrics.winning_views(_shares_of_longest(queries_QD, own.views_QVD), own.mask_QV)
+    lv_Q = metrics.question_lv(own.queries_QD, own.views_QVD, own.mask_QV)
     divergence_of = {passage: mean_attention_kl(table_VV) for passage, table_VV in tables.items()}
     return [
         QuestionViews(
@@ -236,7 +241,7 @@ def _question_values(
             bool(win == answer) if answer >= 0 else None,
             divergence_of.get(question.positive_ids[0]),
         )
-        for question, lv, win, answer in zip(questions, lv_Q, wins_Q, answer_Q, strict=True)
+        for question, lv, win, answer in zip(own.questions, lv_Q, own.wins_Q, answer_Q, strict=True)
     ]
 
 
@@ -249,14 +254,13 @@ def _answer_view_ranks(
     hit_lists: Sequence[Sequence[Hit]],
     passages: Corpus,
     encoder: DualEncoder,
-    settings: EvaluateConfig,
+    matcher: AnswerMatcher,
 ) -> dict[str, int]:
     """Map the id of each question with answers to the rank of the first hit whose matched snippet holds one, else -1.
 
     The matched snippet is that of the hit's best view. It counts only if the passage counts, so titles hold no answer,
     and a feedback view, which is not part of the passage, matches no snippet.
     """
-    matcher = AnswerMatcher(settings.match)
     spans: dict[str, Spans] = {}
 
     def holds(question: Question, hit: Hit) -> bool:
@@ -277,22 +281,6 @@ def _answer_view_ranks(
     return ranks
 
 
-def _answer_view_rows(
-    name: str, ranks: Mapping[str, int], article_of: Mapping[str, str], settings: EvaluateConfig
-) -> list[EvaluationRow]:
-    """Rows of `answer_view/top-k` (CAMVR eq. 15), with the same intervals as `answer/top-k`."""
-    if not ranks:
-        return []
-    groups, ranks_Q = [article_of[i] for i in ranks], np.array(list(ranks.values()))
-    rows: list[EvaluationRow] = []
-    for k in sorted(set(settings.k)):
-        values_Q = metrics.hit_within(ranks_Q, k)
-        low, high = metrics.cluster_interval(values_Q, groups, settings.seed, settings.bootstrap)
-        metric, value = f"answer_view/top-{k}", float(values_Q.mean())
-        rows.append(EvaluationRow(ALL_VIEWS, name, metric, value, low, high, len(values_Q)))
-    return rows
-
-
 def _spans(encoder: DualEncoder, passage: Passage) -> Spans:
     """The snippet of each view; where views read the whole passage, the snippets of CAMVR's splitting."""
     if encoder.spec.has_snippets:
@@ -301,16 +289,11 @@ def _spans(encoder: DualEncoder, passage: Passage) -> Spans:
 
 
 def _examples(
-    questions: Sequence[Question],
-    own: OwnViews,
-    queries_QD: FloatArray,
-    answer_Q: IntArray,
-    passages: Mapping[str, Passage],
-    spans: Mapping[str, Spans],
+    own: AnalyzedQuestions, answer_Q: IntArray, passages: Mapping[str, Passage], spans: Mapping[str, Spans]
 ) -> list[ViewExample]:
     """Select passages with two questions answered in different snippets: those of most snippets first, then by id."""
     pairs: dict[str, list[int]] = {}
-    for number, (question, view) in enumerate(zip(questions, answer_Q.tolist())):
+    for number, (question, view) in enumerate(zip(own.questions, answer_Q.tolist())):
         pair = pairs.setdefault(question.positive_ids[0], [])
         if view >= 0 and len(pair) < 2 and view not in answer_Q[pair]:
             pair.append(number)
@@ -318,18 +301,16 @@ def _examples(
     several.sort(key=lambda i: (-sum(span is not None for span in spans[i]), i))
     examples: list[ViewExample] = []
     for number in (number for i in several[:EXAMPLES] for number in pairs[i]):
-        question, passage = questions[number], passages[questions[number].positive_ids[0]]
-        scores_V = own.views_QVD[number].astype(np.float64) @ queries_QD[number].astype(np.float64)
+        question, passage = own.questions[number], passages[own.questions[number].positive_ids[0]]
+        scores_V = own.views_QVD[number].astype(np.float64) @ own.queries_QD[number].astype(np.float64)
         scores = [float(score) if present else None for score, present in zip(scores_V, own.mask_QV[number])]
         examples.append(ViewExample(passage.id, passage.title, question.text, int(answer_Q[number]), scores))
     return examples
 
 
-def _view_values(
-    questions: Sequence[Question], own: OwnViews, queries_QD: FloatArray, answer_Q: IntArray
-) -> dict[str, Any]:
+def _view_values(own: AnalyzedQuestions, answer_Q: IntArray) -> dict[str, Any]:
     """Compute the values of a ViewReport that need no text. `answer_Q` is -1 where no view holds the answer."""
-    wins_Q = metrics.winning_views(_shares_of_longest(queries_QD, own.views_QVD), own.mask_QV)
+    questions, wins_Q = own.questions, own.wins_Q
     number: dict[str, int] = {}
     passage_Q = np.array([number.setdefault(question.positive_ids[0], len(number)) for question in questions])
     known_Q = answer_Q >= 0
@@ -337,7 +318,7 @@ def _view_values(
     several = own.mask_QV.shape[1] > 1
     return {
         "questions_per_passage": len(questions) / len(number),
-        "lv": metrics.lv(queries_QD, own.views_QVD, own.mask_QV),
+        "lv": metrics.lv(own.queries_QD, own.views_QVD, own.mask_QV),
         "ppl": metrics.ppl(wins_Q, passage_Q) if several else None,
         "ppl_of_mean_entropy": metrics.ppl_of_mean_entropy(wins_Q, passage_Q) if several else None,
         "ppl_answer": metrics.ppl(answer_Q[known_Q], passage_Q[known_Q]) if known_Q.any() and several else None,
@@ -353,41 +334,17 @@ def _answer_view(question: Question, spans: Spans) -> int:
     return next((view for view, span in enumerate(spans) if span and span[0] <= start < span[1]), -1)
 
 
-def _search(
-    run: RunConfig,
-    store: Store,
-    manifest: Manifest,
-    queries_QD: FloatArray,
-    gold_ids: Sequence[str],
-    progress: Progress,
-) -> list[_ShardViews]:
-    with session.connect(run.resources, manifest.num_passages) as info:
-        session.require(info, [session.Need("analyzers", 1, run.resources.cpus_per_encoder)])
-        shared_queries, ids = share(queries_QD), share(sorted(set(gold_ids)))
-        calls = [
-            (store.address, manifest, entry.shard, shared_queries, ids, max(run.evaluate.k))
-            for entry in manifest.shards
-            if entry.num_passages
-        ]
-        results: list[_ShardViews] = []
-        for views in run_tasks(_analyze_shard, calls, "analyzing views", cpus=run.resources.cpus_per_encoder):
-            results.append(views)
-            progress("analyze views", len(results), len(calls))
-    return sorted(results, key=lambda views: views.results[0].shard)
-
-
 def _analyze_shard(
-    root: str, manifest: Manifest, shard: int, queries_QD: FloatArray, gold_ids: Sequence[str], k: int
+    root: str, manifest: Manifest, entry: ShardEntry, queries_QD: FloatArray, gold_ids: Sequence[str], k: int
 ) -> _ShardViews:
-    entry = next(entry for entry in manifest.shards if entry.shard == shard)
-    folder = manifests.open_shard(Store(root), manifest.index, entry)
-    blocks = open_embeddings(folder, entry.files).blocks()
+    embeddings = shard_embeddings(Store(root), manifest.index, entry)
+    blocks = embeddings.blocks()
     blocks_by_view = [
         [own for block in blocks if (own := of_view(block, view)).ids] for view in range(manifest.num_views)
     ]
     ids = [passage_id for block in blocks for passage_id in block.ids]
-    results = [_rank_in_shard(shard, ids, subset, queries_QD, k) for subset in [*blocks_by_view, blocks]]
-    return _ShardViews(results, _passages_of(blocks, set(gold_ids), manifest.dimension))
+    results = [_rank_in_shard(entry.shard, ids, subset, queries_QD, k) for subset in [*blocks_by_view, blocks]]
+    return _ShardViews(results, embeddings.find(gold_ids))
 
 
 def _rank_in_shard(
@@ -416,35 +373,18 @@ def of_view(block: EmbeddingBlock, view: int) -> EmbeddingBlock:
     )
 
 
-def _passages_of(blocks: Sequence[EmbeddingBlock], gold_ids: set[str], dimension: int) -> EmbeddingBlock:
-    ids: list[str] = []
-    counts: list[int] = []
-    numbers: list[IntArray] = [np.zeros(0, np.int16)]
-    vectors: list[FloatArray] = [np.zeros((0, dimension), np.float32)]
-    for block in blocks:
-        for row, passage_id in enumerate(block.ids):
-            if passage_id in gold_ids:
-                span = slice(int(block.row_ptr[row]), int(block.row_ptr[row + 1]))
-                ids.append(passage_id)
-                counts.append(span.stop - span.start)
-                numbers.append(np.asarray(block.view_numbers_N[span]))
-                vectors.append(block.vectors_ND[span].astype(np.float32))
-    return EmbeddingBlock(ids, np.cumsum([0, *counts]), np.concatenate(numbers), np.concatenate(vectors))
-
-
-def _own_views(questions: Sequence[Question], shards: Sequence[_ShardViews], manifest: Manifest) -> OwnViews:
-    """Gather each question's own passage, without feedback views, which are not part of the passage."""
-    at = {passage_id: (shard.own, row) for shard in shards for row, passage_id in enumerate(shard.own.ids)}
+def _gather_own_views(
+    questions: Sequence[Question], queries_QD: FloatArray, shards: Sequence[_ShardViews], manifest: Manifest
+) -> AnalyzedQuestions:
+    stored_views = {passage_id: views for shard in shards for passage_id, views in shard.own.items()}
     views_QVD = np.zeros((len(questions), manifest.num_views, manifest.dimension), np.float32)
     mask_QV = np.zeros(views_QVD.shape[:2], bool)
     for number, question in enumerate(questions):
-        block, row = at[question.positive_ids[0]]
-        for slot in range(int(block.row_ptr[row]), int(block.row_ptr[row + 1])):
-            view = int(block.view_numbers_N[slot])
-            if view < manifest.num_views:
-                views_QVD[number, view] = block.vectors_ND[slot]
-                mask_QV[number, view] = True
-    return OwnViews(views_QVD, mask_QV)
+        view_numbers_N, vectors_ND = stored_views[question.positive_ids[0]]
+        own_N = view_numbers_N < manifest.num_views
+        views_QVD[number, view_numbers_N[own_N]] = vectors_ND[own_N]
+        mask_QV[number, view_numbers_N[own_N]] = True
+    return AnalyzedQuestions(questions, queries_QD, views_QVD, mask_QV)
 
 
 def _shares_of_longest(queries_QD: FloatArray, views_QVD: FloatArray) -> FloatArray:

@@ -12,13 +12,11 @@ are dropped and counted. The operation is then `index:refined`.
 """
 
 import dataclasses
-import hashlib
 import json
 import logging
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -26,41 +24,25 @@ from mvr_ray.checksums import without_trailer
 from mvr_ray.config import IndexConfig, RunConfig
 from mvr_ray.core.judging.collapse import MAX_COSINE, MIN_LV
 from mvr_ray.core.searching.pruning import prune_block
-from mvr_ray.distributed import session
+from mvr_ray.distributed import session, shards
 from mvr_ray.distributed.carry_over import carry_over, count_passages, find_copies, is_as_encoded
-from mvr_ray.distributed.encode import BaseShard, EncodeTask, chunks_of, encode_corpus, encode_task, resolve_encoder
+from mvr_ray.distributed.encode import REFINED, BaseShard, EncodeTask, chunks_of, encode_corpus, encode_task
+from mvr_ray.distributed.encoders import resolve_encoder
 from mvr_ray.distributed.lexical import are_whole, build_lexical, find_base, lexical_task
-from mvr_ray.distributed.shards import (
-    BUILD_CPUS,
-    BuiltShard,
-    build_shard,
-    folder_recall,
-    index_params,
-    keep_codes,
-    mean_over_passages,
-    read_note,
-    recall_metrics,
-    shard_collapse,
-    shard_folder,
-    shard_recall,
-    update_shard_index,
-    write_note,
-)
+from mvr_ray.distributed.shards import BuiltShard
 from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.errors import MissingInputError, RowsLostError, StagingError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.candidates import LABELS_FILE
-from mvr_ray.index.kinds import check_params
+from mvr_ray.index.kinds import update_index
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, shard_of
-from mvr_ray.store.delta import changed_blocks, open_embeddings, views_by_id, write_changed
-from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, EmbeddingWriter, gather_rows
+from mvr_ray.store.delta import changed_blocks, views_by_id, write_changed
+from mvr_ray.store.embeddings import BlockRow, EmbeddingShard, gather_rows
 from mvr_ray.store.files import Store, link_or_copy
 from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
 from mvr_ray.types import EmbeddingBlock, Progress, no_progress
-
-__all__ = ["BuiltShard", "build_shard", "index", "require_all_rows", "shard_recall"]
 
 log = logging.getLogger(__name__)
 
@@ -80,127 +62,77 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
 
 
 def _index(run: RunConfig, progress: Progress) -> Manifest:
-    store = Store(run.store.path)
+    store, cfg, resources = Store(run.store.path), run.index, run.resources
     corpus = Corpus.open(store, run.prepare.corpus)
-    task, draft, before = _resolve(store, run, corpus)
+    encoder = resolve_encoder(run, corpus)
+    before = _open_refined(store, cfg, encoder.fingerprint)
+    task = encode_task(run, corpus, encoder, before)
+    draft = task.draft
     reusable = _reusable_shards(store, draft, corpus, before)
-    base = find_base(store, draft.index, corpus) if run.index.lexical else None
+    base = find_base(store, cfg.name, corpus) if cfg.lexical else None
     if base and base.corpus_digest == corpus.digest:
         draft = dataclasses.replace(draft, lexical=base.lexical)
-    ready = len(reusable) == corpus.num_shards and (not run.index.lexical or draft.lexical is not None)
+    ready = len(reusable) == corpus.num_shards and (not cfg.lexical or draft.lexical is not None)
     if ready and (live := _same_live_version(store, draft, reusable)):
         log.info("index unchanged: index=%s version=%d", live.index, live.version)
         progress(f"nothing changed, version {live.version} stays live; passages", live.num_passages, live.num_passages)
         return live
     others = [shard for shard in range(corpus.num_shards) if shard not in reusable]
-    if not session.needs_ray(run.resources, 1):  # a small update of a large corpus needs no cluster
-        carry_over(task, corpus, _not_built(store, task, draft, others), progress)
-    with session.connect(run.resources, _num_to_work_on(task, draft, corpus, others)) as info:
-        session.require(info, [session.Need("index builders", 1, BUILD_CPUS)])
-        shards = _make_shards(store, run, task, draft, corpus, reusable, progress)
-        words = lexical_task(corpus, draft.index, corpus.num_shards, base, run.index.compact_share)
-        lexical = build_lexical(words, progress) if run.index.lexical else None
+    if not session.needs_ray(resources, 1):  # a small update of a large corpus needs no cluster
+        carry_over(task, corpus, _not_built(store, task, others), progress)
+    num_passages = count_passages(task, corpus, others)["encoded"]
+    if draft.index_params["kind"] != "flat":  # an approximate index is built of all passages of a changed shard
+        num_passages = sum(corpus.info.parts[shard].num_passages for shard in others)
+    with session.connect(resources, num_passages, [shards.INDEX_BUILDERS]):
+        missing = _not_built(store, task, others)
+        carry_over(task, corpus, missing, progress)
+        find_copies(task, corpus, missing, progress)
+        encode_corpus(task, corpus, missing, resources, progress)
+        calls = [(task, shard, reusable.get(shard), cfg) for shard in range(corpus.num_shards)]
+        built_shards: list[BuiltShard] = run_tasks(build_one, calls, "building the index", "build shards", progress)
+        words = lexical_task(corpus, cfg.name, corpus.num_shards, base, cfg.compact_share)
+        lexical = build_lexical(words, progress) if cfg.lexical else None
     counts = count_passages(task, corpus, others)
     counts["carried_over"] += sum(entry.num_passages for entry in reusable.values())
-    version = dataclasses.replace(_complete_draft(draft, shards, counts), lexical=lexical)
-    return _publish(store, corpus, version, task, progress)
+    version = dataclasses.replace(_complete_draft(draft, built_shards, counts), lexical=lexical)
+    _require_all_rows(corpus, version)
+    live = _same_live_version(store, version, {entry.shard: entry for entry in version.shards})
+    manifest = live or manifests.publish(store, version)
+    store.delete_dir(paths.staging_dir(cfg.name, task.key))
+    progress("passages read = embedded = indexed = in the manifest", manifest.num_passages, corpus.num_passages)
+    return manifest
 
 
-def _num_to_work_on(task: EncodeTask, draft: Manifest, corpus: Corpus, shards: Sequence[int]) -> int:
-    """Count the passages to encode; for an approximate index, all passages of the changed shards."""
-    if draft.index_params["kind"] == "flat":
-        return count_passages(task, corpus, shards)["encoded"]
-    return sum(corpus.info.parts[shard].num_passages for shard in shards)
-
-
-def _resolve(store: Store, run: RunConfig, corpus: Corpus) -> tuple[EncodeTask, Manifest, Manifest | None]:
-    """Resolve the encoding task, the draft manifest without shards, and the version whose learned views are kept.
-
-    `config_digest` covers everything that determines the bytes of a shard, except its passages.
-    """
-    encoder = resolve_encoder(run, corpus)
-    params = index_params(run.index, encoder.dimension, run.resources.gpus_per_searcher > 0)
-    check_params(params, encoder.dimension)
-    before = _open_refined(store, run, encoder.fingerprint)
-    task = encode_task(run, corpus, encoder, before)
-    encoding = [task.fingerprint, task.dtype, task.tokens_per_batch, task.sort_window]
-    decides = [encoding, dataclasses.asdict(params), run.index.recall_sample, run.index.prune_views]
-    draft = Manifest(
-        index=run.index.name,
-        operation="index:refined" if before else "index",
-        encoder_name=encoder.name,
-        encoder_fingerprint=encoder.fingerprint,
-        similarity=encoder.similarity,
-        num_views=encoder.num_views,
-        dimension=encoder.dimension,
-        dtype=run.index.dtype,
-        corpus=corpus.name,
-        corpus_digest=corpus.digest,
-        index_params=dataclasses.asdict(params),
-        shards=(),
-        parent=manifests.latest_version(store, run.index.name),
-        refined_queries=before.refined_queries if before else {},
-        config_digest=hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16],
-    )
-    return task, draft, before
-
-
-def _open_refined(store: Store, run: RunConfig, fingerprint: str) -> Manifest | None:
+def _open_refined(store: Store, cfg: IndexConfig, fingerprint: str) -> Manifest | None:
     """The live version, if it has refined views of the same encoder to keep, else None.
 
     Views pruned by `index.prune_views` cannot be distinguished from refined views: a pruned version is built as
     encoded.
     """
-    live = manifests.latest_version(store, run.index.name)
-    if not run.index.keep_refinement or not live:
+    numbers = manifests.list_versions(store, cfg.name)
+    if not cfg.keep_refinement or not numbers:
         return None
-    numbers = manifests.list_versions(store, run.index.name)
-    versions = {number: manifests.read(store, run.index.name, number) for number in numbers}
-    version = versions[live]
-    same = (version.encoder_fingerprint, version.dtype) == (fingerprint, run.index.dtype)
+    versions = {number: manifests.read(store, cfg.name, number) for number in numbers}
+    version = versions[max(numbers)]
+    same = (version.encoder_fingerprint, version.dtype) == (fingerprint, cfg.dtype)
     return version if same and "pruned_views" not in version.metrics and not is_as_encoded(version, versions) else None
 
 
-def _not_built(store: Store, task: EncodeTask, draft: Manifest, shards: Sequence[int]) -> list[int]:
+def _not_built(store: Store, task: EncodeTask, shards: Sequence[int]) -> list[int]:
     """The shards that no earlier try of this command built."""
-    return [shard for shard in shards if not store.exists(_note_path(draft, task.key, shard))]
+    return [shard for shard in shards if not store.exists(_note_path(task, shard))]
 
 
-def _make_shards(
-    store: Store,
-    run: RunConfig,
-    task: EncodeTask,
-    draft: Manifest,
-    corpus: Corpus,
-    reusable: dict[int, ShardEntry],
-    progress: Progress,
-) -> list[BuiltShard]:
-    """Encode and build all shards, in order, reusing those of earlier versions and of earlier tries of this command."""
-    others = [shard for shard in range(corpus.num_shards) if shard not in reusable]
-    missing = _not_built(store, task, draft, others)
-    carry_over(task, corpus, missing, progress)
-    find_copies(task, corpus, missing, progress)
-    encode_corpus(task, corpus, missing, run.resources, progress)
-    return _build(task, draft, corpus, reusable, run.index, progress)
+def _note_path(task: EncodeTask, shard: int) -> str:
+    return paths.staged_shard(task.draft.index, task.key, task.draft.config_digest, shard)
 
 
-def _publish(store: Store, corpus: Corpus, version: Manifest, task: EncodeTask, progress: Progress) -> Manifest:
-    """Publish the version, unless it equals the live one; deletes the staging folder."""
-    require_all_rows(corpus, version)
-    live_version = _same_live_version(store, version, {entry.shard: entry for entry in version.shards})
-    manifest = live_version or manifests.publish(store, version)
-    store.delete_dir(paths.staging_dir(version.index, task.key))
-    progress("passages read = embedded = indexed = in the manifest", manifest.num_passages, corpus.num_passages)
-    return manifest
-
-
-def require_all_rows(corpus: Corpus, manifest: Manifest) -> None:
+def _require_all_rows(corpus: Corpus, manifest: Manifest) -> None:
     """Raise RowsLostError unless every shard holds exactly as many passages as its part of the corpus."""
     for entry in manifest.shards:
-        expected = corpus.info.parts[entry.shard].num_passages
-        if entry.num_passages != expected:
-            embeddings = open_embeddings(manifests.open_shard(corpus.store, manifest.index, entry), entry.files)
-            _require_ids(corpus.part(entry.shard).ids(), embeddings.ids(), entry)
+        if entry.num_passages != corpus.info.parts[entry.shard].num_passages:
+            embeddings = shards.shard_embeddings(corpus.store, manifest.index, entry)
+            _require_ids(corpus.part(entry.shard).ids(), embeddings.ids(), str(entry))
     if manifest.num_passages != corpus.num_passages:
         raise RowsLostError(
             f"corpus {corpus.name!r} has {corpus.num_passages} passages, the shards hold {manifest.num_passages}; "
@@ -208,7 +140,7 @@ def require_all_rows(corpus: Corpus, manifest: Manifest) -> None:
         )
 
 
-def _require_ids(expected: Sequence[str], actual: Sequence[str], where: Any) -> None:
+def _require_ids(expected: Sequence[str], actual: Sequence[str], where: str) -> None:
     missing = sorted(set(expected) - set(actual))
     if missing or len(expected) != len(actual):
         names = ", ".join(missing[:5]) or f"none, but {len(actual) - len(expected)} too many"
@@ -256,66 +188,37 @@ def _same_live_version(store: Store, draft: Manifest, reusable: dict[int, ShardE
         return None
     live = manifests.read(store, draft.index)
     same = live.shards == tuple(reusable[shard] for shard in sorted(reusable))
-    same = same and live.refined_queries == draft.refined_queries and live.lexical == draft.lexical
     same = same and (live.lexical is None or are_whole(store, draft.index, live.lexical.files))
     alike = ("encoder_name", "encoder_fingerprint", "corpus", "corpus_digest", "index_params", "num_views", "dtype")
+    alike = (*alike, "refined_queries", "lexical")
     return live if same and all(getattr(live, name) == getattr(draft, name) for name in alike) else None
 
 
-def _note_path(draft: Manifest, key: str, shard: int) -> str:
-    return paths.staged_shard(draft.index, key, draft.config_digest, shard)
-
-
-def _build(
-    task: EncodeTask,
-    draft: Manifest,
-    corpus: Corpus,
-    reusable: dict[int, ShardEntry],
-    cfg: IndexConfig,
-    progress: Progress,
-) -> list[BuiltShard]:
-    """Build or reuse all shards, one task each, as many at a time as CPUs allow; returns them in order."""
-    calls = [(task, draft, shard, reusable.get(shard), cfg) for shard in range(corpus.num_shards)]
-    shards: list[BuiltShard] = []
-    for shard in run_tasks(build_one, calls, "building the index", cpus=BUILD_CPUS):
-        shards.append(shard)
-        progress("build shards", len(shards), corpus.num_shards)
-    return sorted(shards, key=lambda shard: shard.entry.shard)
-
-
-def build_one(
-    task: EncodeTask, draft: Manifest, shard: int, reusable: ShardEntry | None, cfg: IndexConfig
-) -> BuiltShard:
+def build_one(task: EncodeTask, shard: int, reusable: ShardEntry | None, cfg: IndexConfig) -> BuiltShard:
     """Build one shard from its staged work, or reuse the given or noted one; measured either way."""
-    store = Store(task.store)
-    if reusable is None and (built_shard := _read_own_note(store, draft, task.key, shard)):
+    store, draft, note = Store(task.store), task.draft, _note_path(task, shard)
+    if reusable is None and (built_shard := shards.read_note(store, draft.index, note)):
         return built_shard
     entry, is_updated, least_recall = reusable, None, None
     if entry is None:
-        with shard_folder(store) as folder:
-            known_files = _write_embeddings(store, task, draft, shard, folder, cfg)
+        with shards.shard_folder(store) as folder:
+            known_files = _write_embeddings(store, task, shard, folder, cfg)
             if draft.index_params["kind"] != "flat" and not known_files.keys() - {*paths.embedding_files(known_files)}:
                 is_updated = (folder / LABELS_FILE).exists()
-            entry = build_shard(store, draft, shard, folder, known_files)
+            entry = shards.build_shard(store, draft, shard, folder, known_files)
         if LABELS_FILE in entry.files and (base := task.plan(store, shard).base):
             least_recall = base.least_recall
-    recall = shard_recall(store, draft, entry, cfg.recall_sample)
+    recall = shards.shard_recall(store, draft, entry, cfg.recall_sample)
     folder = store.local_path(paths.shard_dir(draft.index, entry.digest))
-    views = shard_collapse(EmbeddingShard.open(folder / paths.EMBEDDINGS))
+    views = shards.shard_collapse(EmbeddingShard.open(folder / paths.EMBEDDINGS))
     pruning = json.loads((folder / paths.PRUNED_JSON).read_text()) if paths.PRUNED_JSON in entry.files else {}
     cosine, lv = views.mean_pair_cosine, views.lv
     built_shard = BuiltShard(entry, recall, cosine, lv, **pruning, is_updated=is_updated, least_recall=least_recall)
-    if reusable is None:
-        write_note(store, _note_path(draft, task.key, shard), built_shard)
-    return built_shard
-
-
-def _read_own_note(store: Store, draft: Manifest, key: str, shard: int) -> BuiltShard | None:
-    return read_note(store, draft.index, _note_path(draft, key, shard))
+    return built_shard if reusable else shards.write_note(store, note, built_shard)
 
 
 def _write_embeddings(
-    store: Store, task: EncodeTask, draft: Manifest, shard: int, folder: Path, cfg: IndexConfig
+    store: Store, task: EncodeTask, shard: int, folder: Path, cfg: IndexConfig
 ) -> dict[str, FileEntry]:
     """Write one shard's embeddings: its changes beside an earlier shard's file, or all of it.
 
@@ -323,50 +226,53 @@ def _write_embeddings(
     views are dropped, and a file records the result. The approximate index of an earlier shard with the same parameters
     is copied and updated, unless its recall would be below the earlier version's promise.
     """
-    corpus, plan = Corpus.open(store, task.corpus, task.corpus_digest), task.plan(store, shard)
+    corpus, plan = task.open_corpus(), task.plan(store, shard)
     new_blocks, known_files = _embedded_blocks(store, task, corpus, shard), {}
     if plan.base is None:
         _write_blocks(task, new_blocks, folder, cfg.prune_views)
-    else:
-        base_files, same_params = plan.base.entry.files, plan.base.index_params == draft.index_params
-        base = open_embeddings(manifests.open_shard(store, plan.base.index, plan.base.entry), base_files)
-        upserts = views_by_id(new_blocks)
-        if cfg.prune_views is not None:
-            _write_blocks(task, changed_blocks(base.blocks(), upserts, plan.deleted_ids), folder, cfg.prune_views)
-        elif not upserts and not plan.deleted_ids:
-            names = base_files if same_params else paths.embedding_files(base_files)
-            known_files = {name: base_files[name] for name in names}
-            for name in known_files:
-                link_or_copy(base.path.with_name(name), folder / name)
-        elif shared_names := write_changed(base, folder, upserts, plan.deleted_ids, cfg.compact_share):
-            known_files = {name: base_files[name] for name in shared_names}
-            if same_params:
-                known_files |= keep_codes(IndexParams(**draft.index_params), base.path.parent, base_files, folder)
-            if same_params and draft.index_params["kind"] != "flat":
-                _update_index(plan.base, base.path.parent, folder, upserts, cfg, shard)
-        embeddings = open_embeddings(folder, [file.name for file in folder.iterdir()])
-        _require_ids(corpus.part(shard).ids(), embeddings.ids(), f"shard {shard}")
+        return known_files
+    base_files, params = plan.base.entry.files, task.draft.index_params
+    same_params = plan.base.index_params == params
+    base = shards.shard_embeddings(store, plan.base.index, plan.base.entry)
+    upserts = views_by_id(new_blocks)
+    if cfg.prune_views is not None:
+        _write_blocks(task, changed_blocks(base.blocks(), upserts, plan.deleted_ids), folder, cfg.prune_views)
+    elif not upserts and not plan.deleted_ids:
+        names = base_files if same_params else paths.embedding_files(base_files)
+        known_files = {name: base_files[name] for name in names}
+        for name in known_files:
+            link_or_copy(base.path.with_name(name), folder / name)
+    elif shared_names := write_changed(base, folder, upserts, plan.deleted_ids, cfg.compact_share):
+        known_files = {name: base_files[name] for name in shared_names}
+        if same_params:
+            known_files |= shards.keep_codes(IndexParams(**params), base.path.parent, base_files, folder)
+        if same_params and params["kind"] != "flat":
+            _update_index(plan.base, base, folder, upserts, cfg)
+    _require_ids(corpus.part(shard).ids(), shards.folder_embeddings(folder).ids(), f"shard {shard}")
     return known_files
 
 
 def _update_index(
-    base: BaseShard, source: Path, folder: Path, changed_ids: Collection[str], cfg: IndexConfig, shard: int
+    base: BaseShard, embeddings: EmbeddingShard, folder: Path, changed_ids: Collection[str], cfg: IndexConfig
 ) -> None:
-    """Write the updated approximate index of a base in `source` to `folder`; none if it needs a rebuild: too many
-    vectors are deleted, or its recall is below the promise."""
-    params = IndexParams(**(base.index_params or {}))
-    files = update_shard_index(params, source, base.entry.files, folder, changed_ids, cfg.compact_share)
+    """Write the updated approximate index of a base with these embeddings to `folder`, which holds the changed ones;
+    none if it needs a rebuild: too many vectors are deleted, or its recall is below the promise."""
+    params, blocks = IndexParams(**(base.index_params or {})), shards.folder_embeddings(folder).blocks()
+    source = embeddings.path.parent
+    files = update_index(params, embeddings.blocks(), blocks, changed_ids, source, folder, cfg.compact_share)
     if files and base.least_recall is not None and cfg.recall_sample:
-        recall = folder_recall(params, folder, cfg.recall_sample, shard)
+        recall = shards.folder_recall(params, folder, cfg.recall_sample, base.entry.shard)
         if recall < base.least_recall:
-            log.info("index is rebuilt: shard=%d recall=%.4f promised=%.4f", shard, recall, base.least_recall)
+            log.info(
+                "index is rebuilt: shard=%d recall=%.4f promised=%.4f", base.entry.shard, recall, base.least_recall
+            )
             for name in files:
                 (folder / name).unlink()
 
 
 def _write_blocks(task: EncodeTask, blocks: Iterable[EmbeddingBlock], folder: Path, max_distance: float | None) -> None:
     num_dropped, worst = 0, 0.0
-    with EmbeddingWriter(folder / paths.EMBEDDINGS, task.dimension, task.num_views, task.dtype) as writer:
+    with task.embedding_writer(folder / paths.EMBEDDINGS) as writer:
         for block in blocks:
             if max_distance is not None:
                 block, own_dropped, own_worst = prune_block(block, max_distance)
@@ -384,15 +290,10 @@ def _embedded_blocks(store: Store, task: EncodeTask, corpus: Corpus, shard: int)
         return
     carried_blocks = _open_staged(store, task, shard, task.carried_path(shard)).blocks() if plan.is_carried else ()
     blocks = [*carried_blocks, *chunks, *_copied_blocks(store, task, corpus, shard)]
-    places = sorted(
-        BlockRow(passage_id, number, row)
-        for number, block in enumerate(blocks)
-        for row, passage_id in enumerate(block.ids)
-    )
     if plan.base is None:
-        _require_ids(corpus.part(shard).ids(), [place.passage_id for place in places], f"shard {shard}")
-    for start in range(0, len(places), BATCH_PASSAGES):
-        yield gather_rows(blocks, places[start : start + BATCH_PASSAGES])
+        ids = [passage_id for block in blocks for passage_id in block.ids]
+        _require_ids(corpus.part(shard).ids(), ids, f"shard {shard}")
+    yield from shards.blocks_by_id(blocks)
 
 
 def _copied_blocks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) -> Iterator[EmbeddingBlock]:
@@ -452,31 +353,24 @@ def _open_staged(store: Store, task: EncodeTask, shard: int, path: str) -> Embed
         raise StagingError(f"a staged chunk is removed ({error}); run the same command again, it encodes it") from error
 
 
-def _complete_draft(draft: Manifest, shards: Sequence[BuiltShard], counts: Mapping[str, int]) -> Manifest:
+def _complete_draft(draft: Manifest, built_shards: Sequence[BuiltShard], counts: Mapping[str, int]) -> Manifest:
     """Complete the draft with its shards, the counts of encoded and reused passages, and the measurements on shards,
     averaged over passages."""
-    means = {
-        "view_pair_cosine": mean_over_passages([(shard.pair_cosine, shard.entry.num_passages) for shard in shards]),
-        "lv": mean_over_passages([(shard.lv, shard.entry.num_passages) for shard in shards]),
-    }
+    cosine, lv = shards.mean_over_passages(built_shards, "pair_cosine"), shards.mean_over_passages(built_shards, "lv")
+    means = {"view_pair_cosine": cosine, "lv": lv}
     metrics: dict[str, int | float] = {name: value for name, value in means.items() if value is not None}
     metrics |= {name: counts[name] for name in ("encoded", "carried_over", "deleted")}
-    metrics |= recall_metrics(shards)
-    if draft.operation == "index:refined":
-        metrics |= {"unlearned": counts["unlearned"]}
-    if any(paths.PRUNED_JSON in shard.entry.files for shard in shards):
-        metrics |= {"pruned_views": float(sum(shard.dropped for shard in shards))}
-        metrics |= {"pruned_bound": max(shard.worst for shard in shards)}
-    cosine, lv = means["view_pair_cosine"], means["lv"]
+    metrics |= shards.recall_metrics(built_shards)
+    if draft.operation == REFINED:
+        metrics["unlearned"] = counts["unlearned"]
+    if any(paths.PRUNED_JSON in shard.entry.files for shard in built_shards):
+        metrics["pruned_views"] = float(sum(shard.dropped for shard in built_shards))
+        metrics["pruned_bound"] = max(shard.worst for shard in built_shards)
     if cosine is not None and lv is not None:
         metrics["collapsed"] = float(cosine > MAX_COSINE or lv < MIN_LV)
-        log.log(
-            logging.WARNING if metrics["collapsed"] else logging.INFO,
-            "views %s: index=%s view_pair_cosine=%.4f lv=%.4f",
-            "collapsed into one vector" if metrics["collapsed"] else "differ",
-            draft.index,
-            cosine,
-            lv,
-        )
-    entries = tuple(shard.entry for shard in shards)
+        level, what = logging.INFO, "differ"
+        if metrics["collapsed"]:
+            level, what = logging.WARNING, "collapsed into one vector"
+        log.log(level, "views %s: index=%s view_pair_cosine=%.4f lv=%.4f", what, draft.index, cosine, lv)
+    entries = tuple(shard.entry for shard in built_shards)
     return dataclasses.replace(draft, shards=entries, recall=metrics.get("recall"), metrics=metrics)

@@ -17,45 +17,46 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import cache, cached_property
+from functools import cached_property
+from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import torch
+from pydantic.dataclasses import dataclass
 
-from mvr_ray.checksums import add_trailer, without_trailer
+from mvr_ray.checksums import add_trailer, with_trailer, without_trailer
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, TokenizedPassage
 from mvr_ray.core.encoding.unpadded_cpu import supports_unpadded_cpu
 from mvr_ray.core.encoding.views import TOKEN_ARRAYS, pack_tokens, unpack_tokens
 from mvr_ray.distributed import session
-from mvr_ray.distributed.encoders import LocalEncoder, cached_encoder, open_encoder, resolve_encoder
+from mvr_ray.distributed.encoders import LocalEncoder, cached_encoder, open_encoder
 from mvr_ray.distributed.models import translate_out_of_memory
 from mvr_ray.distributed.ray_data import dataset, pool_need, pool_options, stream_rows
+from mvr_ray.distributed.shards import index_params
 from mvr_ray.errors import DigestError, StagingError
+from mvr_ray.index.kinds import check_params
+from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import Dtype, EmbeddingWriter
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry
-from mvr_ray.types import EmbeddingBlock, Passage, Progress, no_progress
+from mvr_ray.types import EmbeddingBlock, Progress, no_progress
 
 if TYPE_CHECKING:
     import ray.data
 
-__all__ = [
-    "ChunkRange",
-    "EncodeTask",
-    "LocalEncoder",
-    "encode_corpus",
-    "encode_task",
-    "resolve_encoder",
-    "staged_chunks",
-]
-
 log = logging.getLogger(__name__)
+
+REFINED = "index:refined"
+"""Operation of a version that keeps refined views."""
+MALLOC_TRIM: Any = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+"""Returns free heap pages to the system with glibc. Batches of many lengths fragment the heap, which grows with the
+passages read (benchmarks/notes.md)."""
 
 
 class ChunkRange(NamedTuple):
@@ -66,7 +67,8 @@ class ChunkRange(NamedTuple):
     stop: int
 
 
-class BaseShard(NamedTuple):
+@dataclass(frozen=True)
+class BaseShard:
     """An earlier shard with the passages of a part, except for the changes of a plan. `index_params` are those of its
     version, `least_recall` the minimum recall that it promises."""
 
@@ -76,7 +78,8 @@ class BaseShard(NamedTuple):
     least_recall: float | None = None
 
 
-class EncodePlan(NamedTuple):
+@dataclass(frozen=True)
+class EncodePlan:
     """The rows of one part to encode, and the source of the others.
 
     `rows` to encode, None for all. The others are in `base`, or, if `is_carried`, in the staged file of carried-over
@@ -92,53 +95,39 @@ class EncodePlan(NamedTuple):
     num_deleted: int = 0
     num_unlearned: int = 0
     is_carried: bool = False
-    copies: Mapping[int, str] | None = None
+    copies: dict[int, str] | None = None
 
     def rows_to_encode(self, num_passages: int) -> Sequence[int]:
         """`rows`, with None resolved to all `num_passages` rows."""
         return range(num_passages) if self.rows is None else self.rows
 
-    def to_json(self) -> bytes:
-        base = self.base and {**self.base._asdict(), "entry": asdict(self.base.entry)}
-        return json.dumps({**self._asdict(), "base": base, "deleted_ids": list(self.deleted_ids)}).encode()
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Self:
-        fields = json.loads(data)
-        if copies := fields.get("copies"):
-            fields["copies"] = {int(row): name for row, name in copies.items()}
-        if base := fields.pop("base"):
-            entry = ShardEntry(**base["entry"])
-            base = BaseShard(base["index"], entry, base.get("index_params"), base.get("least_recall"))
-        return cls(**fields, base=base)
-
 
 class EncodeTask(NamedTuple):
-    """Arguments of a worker: names and numbers, no objects. `key` names the staging folder. `refined_version` is the
-    version whose refined views of unchanged passages are kept; 0 where all are as encoded."""
+    """Arguments of a worker. `draft` is the version to build, without shards; `key` names the staging folder."""
 
     store: str
-    corpus: str
-    corpus_digest: str
-    index: str
+    draft: Manifest
     key: str
-    encoder_name: str
-    fingerprint: str
-    num_views: int
-    dimension: int
-    dtype: Dtype
     tokens_per_batch: int
     sort_window: int
-    refined_version: int = 0
 
     def chunk_path(self, chunk: ChunkRange) -> str:
-        return paths.staged_chunk(self.index, self.key, chunk.shard, chunk.start)
+        return paths.staged_chunk(self.draft.index, self.key, chunk.shard, chunk.start)
 
     def plan_path(self, shard: int) -> str:
-        return paths.staged_plan(self.index, self.key, shard)
+        return paths.staged_plan(self.draft.index, self.key, shard)
 
     def carried_path(self, shard: int) -> str:
-        return paths.staged_carried(self.index, self.key, shard)
+        return paths.staged_carried(self.draft.index, self.key, shard)
+
+    def embedding_writer(self, path: Path) -> EmbeddingWriter:
+        return EmbeddingWriter(path, self.draft.dimension, self.draft.num_views, self.draft.dtype)
+
+    def open_corpus(self) -> Corpus:
+        return Corpus.open(Store(self.store), self.draft.corpus, self.draft.corpus_digest)
+
+    def cached_encoder(self) -> DualEncoder:
+        return cached_encoder(self.store, self.draft.encoder_name, self.draft.encoder_fingerprint)
 
     def plan(self, store: Store, shard: int) -> EncodePlan:
         """Read the plan of `carry_over` for a shard; without one, all of it is encoded.
@@ -149,14 +138,17 @@ class EncodeTask(NamedTuple):
         if not store.exists(path):
             return EncodePlan()
         try:
-            return EncodePlan.from_json(bytes(without_trailer(store.read_bytes(path), store.where(path))))
+            return EncodePlan(**json.loads(bytes(without_trailer(store.read_bytes(path), store.where(path)))))
         except DigestError as error:
             raise self.discard(store, shard, error) from error
+
+    def write_plan(self, store: Store, shard: int, plan: EncodePlan) -> None:
+        store.write_bytes(self.plan_path(shard), with_trailer(json.dumps(asdict(plan)).encode()))
 
     def discard(self, store: Store, shard: int, reason: Exception) -> StagingError:
         """Remove staged files of a shard except its note, the plan last: chunks without a plan would count as those of
         a shard that is encoded whole. Returns the error to raise."""
-        folder, start = paths.staging_dir(self.index, self.key), self.chunk_path(ChunkRange(shard, 0, 0))
+        folder, start = paths.staging_dir(self.draft.index, self.key), self.chunk_path(ChunkRange(shard, 0, 0))
         chunks = start.rpartition("/")[2].rpartition("-")[0]
         for name in store.list(folder):
             if name.startswith(f"{chunks}-"):
@@ -167,27 +159,39 @@ class EncodeTask(NamedTuple):
 
 
 def encode_task(run: RunConfig, corpus: Corpus, encoder: LocalEncoder, before: Manifest | None = None) -> EncodeTask:
-    """Make the task of a run; its staging key covers everything that changes an embedding's bytes. `before` is the
-    version whose refined views of unchanged passages are kept."""
-    index = run.index
-    decides = [corpus.digest, encoder.fingerprint, index.dtype, index.tokens_per_batch, index.sort_window]
-    if before:
-        decides.append(before.content_digest())
-    return EncodeTask(
-        store=Store(run.store.path).address,
-        corpus=corpus.name,
-        corpus_digest=corpus.digest,
+    """Make the task of a run, with the draft of its version. `before` is the version whose refined views of unchanged
+    passages are kept.
+
+    The staging key covers everything that changes an embedding's bytes, `config_digest` everything that determines the
+    bytes of a shard, except its passages. Raises ShardIndexError for index parameters that do not fit the encoder.
+    """
+    store, index = Store(run.store.path), run.index
+    params = index_params(index, encoder.dimension, run.resources.gpus_per_searcher > 0)
+    check_params(params, encoder.dimension)
+    encoding = [encoder.fingerprint, index.dtype, index.tokens_per_batch, index.sort_window]
+    stage_parts = [corpus.digest, *encoding, *([before.content_digest()] if before else [])]
+    config_parts = [encoding, asdict(params), index.recall_sample, index.prune_views]
+    key, config_digest = (
+        hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16] for parts in (stage_parts, config_parts)
+    )
+    draft = Manifest(
         index=index.name,
-        key=hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16],
+        operation=REFINED if before else "index",
         encoder_name=encoder.name,
-        fingerprint=encoder.fingerprint,
+        encoder_fingerprint=encoder.fingerprint,
+        similarity=encoder.similarity,
         num_views=encoder.num_views,
         dimension=encoder.dimension,
         dtype=index.dtype,
-        tokens_per_batch=index.tokens_per_batch,
-        sort_window=index.sort_window,
-        refined_version=before.version if before else 0,
+        corpus=corpus.name,
+        corpus_digest=corpus.digest,
+        index_params=asdict(params),
+        shards=(),
+        parent=before.version if before else manifests.latest_version(store, index.name),
+        refined_queries=before.refined_queries if before else {},
+        config_digest=config_digest,
     )
+    return EncodeTask(store.address, draft, key, index.tokens_per_batch, index.sort_window)
 
 
 def chunks_of(task: EncodeTask, corpus: Corpus, shard: int) -> list[ChunkRange]:
@@ -200,14 +204,13 @@ def chunks_of(task: EncodeTask, corpus: Corpus, shard: int) -> list[ChunkRange]:
 def staged_chunks(task: EncodeTask, chunks: Iterable[ChunkRange]) -> set[ChunkRange]:
     """The chunks that are in the staging folder. Files are written atomically; the build of the shard checks their
     digests."""
-    store = Store(task.store)
-    names = set(store.list(paths.staging_dir(task.index, task.key)))
+    names = set(Store(task.store).list(paths.staging_dir(task.draft.index, task.key)))
     return {chunk for chunk in chunks if task.chunk_path(chunk).rpartition("/")[2] in names}
 
 
 def staged_shards(task: EncodeTask, *prefixes: str) -> set[int]:
     """Shards with a file of one of these prefixes in the staging folder."""
-    names = Store(task.store).list(paths.staging_dir(task.index, task.key))
+    names = Store(task.store).list(paths.staging_dir(task.draft.index, task.key))
     return {int(name.split("-")[1].partition(".")[0]) for name in names if name.startswith(prefixes)}
 
 
@@ -217,27 +220,24 @@ def encode_corpus(
     shards: Sequence[int],
     resources: ResourcesConfig,
     progress: Progress = no_progress,
-) -> int:
-    """Encode the missing chunks of these shards into the staging folder; returns the number of passages embedded.
+) -> None:
+    """Encode the missing chunks of these shards into the staging folder.
 
     Raises ResourceError before any work if the cluster cannot place the encoders.
     """
     chunks = [chunk for shard in shards for chunk in chunks_of(task, corpus, shard)]
     total = sum(chunk.stop - chunk.start for chunk in chunks)
     existing = staged_chunks(task, chunks)
-    count = before = sum(chunk.stop - chunk.start for chunk in existing)
+    count = sum(chunk.stop - chunk.start for chunk in existing)
     missing = [chunk for chunk in chunks if chunk not in existing]
-    log.info("encode: index=%s passages=%d already=%d chunks=%d", task.index, total, before, len(missing))
-    if before:
-        progress("encode", before, total)
-    if not missing:
-        return 0
-    with session.connect(resources, total) as info:
-        session.require(info, [pool_need("encoders", resources)])
-        for num_passages in _encode_chunks(task, missing, resources):
-            count += num_passages
-            progress("encode", count, total)
-    return count - before
+    log.info("encode: index=%s passages=%d already=%d chunks=%d", task.draft.index, total, count, len(missing))
+    if count:
+        progress("encode", count, total)
+    if missing:
+        with session.connect(resources, total, [pool_need("encoders", resources)]):
+            for num_passages in _encode_chunks(task, missing, resources):
+                count += num_passages
+                progress("encode", count, total)
 
 
 def _encode_chunks(task: EncodeTask, chunks: Sequence[ChunkRange], resources: ResourcesConfig) -> Iterator[int]:
@@ -246,34 +246,27 @@ def _encode_chunks(task: EncodeTask, chunks: Sequence[ChunkRange], resources: Re
         yield from (row["passages"] for row in stream_rows(_pipeline(task, chunks, resources), "encoding"))
         return
     gpu = resources.gpus_per_encoder > 0
-    backbone = cached_encoder(task.store, task.encoder_name, task.fingerprint).passage_tower.backbone
     threads = resources.torch_threads
-    if not gpu and supports_unpadded_cpu(backbone):  # elsewhere bytes depend on the number of threads
-        threads = max(threads, os.cpu_count() or 1)
+    if not gpu and supports_unpadded_cpu(task.cached_encoder().passage_tower.backbone):
+        threads = max(threads, os.cpu_count() or 1)  # elsewhere bytes depend on the number of threads
     encoder = ChunkEncoder(task, threads, gpu)
     for chunk in chunks:
-        yield encoder(tokenize_chunks(pa.Table.from_pylist([chunk._asdict()]), task)).column("passages")[0].as_py()
+        yield encoder(tokenize_chunk(pa.Table.from_pylist([chunk._asdict()]), task)).column("passages")[0].as_py()
 
 
 def _pipeline(task: EncodeTask, chunks: Sequence[ChunkRange], resources: ResourcesConfig) -> "ray.data.Dataset":
     from ray.data import TaskPoolStrategy
 
-    tokenize: Any = tokenize_chunks
-    tokenizers = resources.encoders_max * (4 if resources.gpus_per_encoder else 1)
-    encoder: Any = ChunkEncoder
     gpu = resources.gpus_per_encoder > 0
-    constructor = {"task": task, "threads": resources.torch_threads, "gpu": gpu}
+    tokenizers = TaskPoolStrategy(size=resources.encoders_max * (4 if gpu else 1))
+    tokenize: Any = tokenize_chunk
+    encoder: Any = ChunkEncoder
+    arguments = {"task": task, "threads": resources.torch_threads, "gpu": gpu}
     strategy = {"max_concurrent_calls_per_actor": chunks_at_once(gpu), "enable_true_multi_threading": True}
     return (
         dataset([chunk._asdict() for chunk in chunks])
-        .map_batches(
-            tokenize,
-            batch_size=1,
-            batch_format="pyarrow",
-            fn_kwargs={"task": task},
-            compute=TaskPoolStrategy(size=tokenizers),
-        )
-        .map_batches(encoder, fn_constructor_kwargs=constructor, **pool_options(resources, **strategy))
+        .map_batches(tokenize, batch_size=1, batch_format="pyarrow", fn_kwargs={"task": task}, compute=tokenizers)
+        .map_batches(encoder, fn_constructor_kwargs=arguments, **pool_options(resources, **strategy))
     )
 
 
@@ -282,27 +275,18 @@ def chunks_at_once(gpu: bool) -> int:
     return 2 if gpu else 1
 
 
-def tokenize_chunks(batch: pa.Table, task: EncodeTask) -> pa.Table:
-    """Add the ids and concatenated tokens of its passages to each row, a chunk."""
-    encoder = cached_encoder(task.store, task.encoder_name, task.fingerprint)
-    corpus = Corpus.open(Store(task.store), task.corpus, task.corpus_digest)
-    packed_rows: list[dict[str, Any]] = []
-    for chunk in batch.to_pylist():
-        passages = passages_of(task, corpus, ChunkRange(**chunk))
-        token_arrays = pack_tokens(encoder.tokenize_passages(passages))
-        packed_rows.append({**chunk, "ids": [passage.id for passage in passages], **token_arrays})
-    columns = {name: pa.array([row[name] for row in packed_rows]) for name in ("shard", "start", "stop", "ids")}
+def tokenize_chunk(batch: pa.Table, task: EncodeTask) -> pa.Table:
+    """Add the ids and concatenated tokens of its passages to the row of a chunk."""
+    [row] = batch.to_pylist()
+    chunk, part = ChunkRange(**row), task.open_corpus().part(row["shard"])
+    rows = task.plan(Store(task.store), chunk.shard).rows_to_encode(len(part))
+    passages = part.take(rows[chunk.start : chunk.stop])
+    columns = {name: pa.array([value]) for name, value in row.items()}
+    columns["ids"] = pa.array([[passage.id for passage in passages]])
+    token_arrays = pack_tokens(task.cached_encoder().tokenize_passages(passages))
     for name, dtype in TOKEN_ARRAYS.items():
-        columns[name] = pa.array([row[name] for row in packed_rows], pa.large_list(pa.from_numpy_dtype(dtype)))
+        columns[name] = pa.array([token_arrays[name]], pa.large_list(pa.from_numpy_dtype(dtype)))
     return pa.table(columns)
-
-
-def passages_of(task: EncodeTask, corpus: Corpus, chunk: ChunkRange) -> list[Passage]:
-    """The passages of a chunk, in id order."""
-    part, rows = corpus.part(chunk.shard), task.plan(corpus.store, chunk.shard).rows
-    if rows is None:
-        return part.passages(chunk.start, chunk.stop)
-    return part.take(rows[chunk.start : chunk.stop])
 
 
 class ChunkEncoder:
@@ -318,68 +302,48 @@ class ChunkEncoder:
     @cached_property
     def encoder(self) -> DualEncoder:
         """Loaded by the first chunk: an error in an actor's constructor would reach the driver as text only."""
-        task = self.task
-        if self.gpu:
-            return open_encoder(self.store, task.encoder_name, task.fingerprint, threads=self.threads, gpu=True)
-        return cached_encoder(task.store, task.encoder_name, task.fingerprint)
+        if not self.gpu:
+            return self.task.cached_encoder()
+        draft = self.task.draft
+        return open_encoder(self.store, draft.encoder_name, draft.encoder_fingerprint, threads=self.threads, gpu=True)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        counts = [self.encode(batch, at) for at in range(batch.num_rows)]
-        return pa.table({"passages": pa.array(counts, pa.int64())})
-
-    def encode(self, batch: pa.Table, at: int) -> int:
-        """Embed the chunk in row `at`, unless an earlier try of this call wrote it."""
-        shard, start, stop = (batch.column(name)[at].as_py() for name in ChunkRange._fields)
-        path = self.task.chunk_path(ChunkRange(shard, start, stop))
+        """Embed the chunk of a row of `tokenize_chunk`, unless an earlier try of this call wrote it."""
+        chunk = ChunkRange(*(batch.column(name)[0].as_py() for name in ChunkRange._fields))
+        path, task = self.task.chunk_path(chunk), self.task
         if not self.store.exists(path):
-            token_arrays = {name: batch.column(name)[at].values.to_numpy() for name in TOKEN_ARRAYS}
-            ids, tokens = batch.column("ids")[at].as_py(), unpack_tokens(token_arrays)
+            tokens = unpack_tokens({name: batch.column(name)[0].values.to_numpy() for name in TOKEN_ARRAYS})
             encoder = self.encoder
             torch.set_num_threads(self.threads)
-            with self.lock, translate_out_of_memory(self.task.tokens_per_batch, "index.tokens_per_batch"):
-                block = embed_chunk(encoder, ids, tokens, self.task.tokens_per_batch, self.task.dtype)
+            with self.lock, translate_out_of_memory(task.tokens_per_batch, "index.tokens_per_batch"):
+                ids = batch.column("ids")[0].as_py()
+                block = embed_chunk(encoder, ids, tokens, task.tokens_per_batch, task.draft.dtype)
             self._write(block, path)
-        return stop - start
+        return pa.table({"passages": pa.array([chunk.stop - chunk.start])})
 
     def _write(self, block: EmbeddingBlock, path: str) -> None:
         with self.store.scratch() as folder:
             file = folder / "chunk.arrow"
-            with EmbeddingWriter(file, self.task.dimension, self.task.num_views, self.task.dtype) as writer:
+            with self.task.embedding_writer(file) as writer:
                 writer.write(block)
             add_trailer(file)
             self.store.put_file(file, path)
 
 
 def embed_chunk(
-    encoder: DualEncoder,
-    ids: list[str],
-    tokens: Sequence[TokenizedPassage],
-    tokens_per_batch: int,
-    dtype: Dtype,
+    encoder: DualEncoder, ids: list[str], tokens: Sequence[TokenizedPassage], tokens_per_batch: int, dtype: Dtype
 ) -> EmbeddingBlock:
     """Embed a chunk's passages in batches; returns all views in the order given."""
     shape = (len(ids), encoder.num_views, encoder.dimension)
     views_PVD = np.zeros(shape, np.float16 if dtype == "fp16" else np.float32)
     mask_PV = np.zeros(shape[:2], bool)
-    lengths = [passage.num_tokens for passage in tokens]
-    batches = encoder.passage_batches(lengths, tokens_per_batch)
+    batches = encoder.passage_batches([passage.num_tokens for passage in tokens], tokens_per_batch)
     results = encoder.embed_batches([tokens[row] for row in rows] for rows in batches)
     for rows_B, result in zip(batches, results):
         with np.errstate(over="ignore"):
             views_PVD[rows_B] = result[0]
         mask_PV[rows_B] = result[1]
-    release_free_memory()
+    if MALLOC_TRIM is not None:
+        MALLOC_TRIM(0)
     row_ptr = np.concatenate([[0], np.cumsum(mask_PV.sum(1))]).astype(np.int64)
     return EmbeddingBlock(ids, row_ptr, np.nonzero(mask_PV)[1].astype(np.int16), views_PVD[mask_PV])
-
-
-def release_free_memory() -> None:
-    """Return free heap pages to the system with glibc's malloc_trim; does nothing elsewhere. Batches of many lengths
-    fragment the heap, which grows with the passages read (benchmarks/notes.md)."""
-    if (trim := _malloc_trim()) is not None:
-        trim(0)
-
-
-@cache
-def _malloc_trim() -> Any:
-    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mvr_ray.checksums import FORMAT_VERSION, json_with_checksum, parse_json, require_format
+from mvr_ray.checksums import FORMAT_VERSION, json_with_checksum, parse_json
 from mvr_ray.config import RunConfig, resolve_model
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.precision import PrecisionName, fastest_float
 from mvr_ray.core.encoding.snippets import train_punkt
-from mvr_ray.distributed.models import ENCODERS, latest_fingerprint, save_model
+from mvr_ray.distributed import models
 from mvr_ray.errors import EncoderError, FingerprintError, MissingInputError, StorageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
@@ -30,8 +30,6 @@ from mvr_ray.types import Passage
 
 log = logging.getLogger(__name__)
 
-LOWERED_FORMAT = 1
-"""The format of the record that names an encoder in another precision."""
 CALIBRATION_PASSAGES = 256
 """Passages of the corpus that calibrate the scales of int8."""
 INT8_RECORD = "int8-openvino"
@@ -51,8 +49,7 @@ class LocalEncoder(NamedTuple):
 
 def encoder_spec(run: RunConfig) -> EncoderSpec:
     """The `encoder` section as an EncoderSpec."""
-    values = run.encoder.model_dump()
-    return EncoderSpec(**{field.name: values[field.name] for field in fields(EncoderSpec)})
+    return EncoderSpec(**run.encoder.model_dump(include={field.name for field in fields(EncoderSpec)}))
 
 
 def resolve_encoder(run: RunConfig, corpus: Corpus | None = None) -> LocalEncoder:
@@ -69,29 +66,23 @@ def resolve_encoder(run: RunConfig, corpus: Corpus | None = None) -> LocalEncode
 def _auto_precision(run: RunConfig, full: LocalEncoder) -> PrecisionName:
     """The precision of this encoder's embeddings in the store; without any, the fastest on this machine."""
     store = Store(run.store.path)
-    if run.resources.gpus_per_encoder > 0 or _has_embedded(store, full.fingerprint):
+    if run.resources.gpus_per_encoder > 0:
         return "fp32"
+    for name in store.list(paths.indexes_dir()):
+        with suppress(MissingInputError, StorageError):  # such as an index without a version
+            if manifests.read(store, name).encoder_fingerprint == full.fingerprint:
+                return "fp32"
     if store.exists(paths.lowered_encoder(full.name, full.fingerprint, "bf16", run.prepare.corpus)):
         return "bf16"
     encoder = DualEncoder.load(full.folder)
     return fastest_float(encoder.passage_tower) if encoder.precision.name == "fp32" else "fp32"
 
 
-def _has_embedded(store: Store, fingerprint: str) -> bool:
-    """Whether the live version of an index has embeddings of this encoder. Unreadable or
-    missing ones are skipped."""
-    for name in store.list(paths.indexes_dir()):
-        with suppress(MissingInputError, StorageError):
-            if manifests.read(store, name).encoder_fingerprint == fingerprint:
-                return True
-    return False
-
-
 def _named_encoder(run: RunConfig, corpus: Corpus | None) -> LocalEncoder:
     store, name = Store(run.store.path), run.encoder.name
     choice = run.index.encoder
     if choice in ("trained", "auto"):
-        newest = latest_fingerprint(store, ENCODERS, name)
+        newest = models.latest_fingerprint(store, models.ENCODERS, name)
         if newest is not None:
             return local_encoder(store, name, newest)
         if choice == "trained":
@@ -101,7 +92,11 @@ def _named_encoder(run: RunConfig, corpus: Corpus | None) -> LocalEncoder:
             )
     elif choice != "untrained":
         return local_encoder(store, name, choice)
-    return _untrained_encoder(run, store, corpus)
+    encoder = make_encoder(run, store, corpus)
+    snapshot = save_encoder(store, name, encoder)
+    strategy = encoder.spec.strategy
+    log.info("untrained encoder: name=%s fingerprint=%s strategy=%s", name, snapshot.fingerprint, strategy)
+    return snapshot
 
 
 def require_encoder(store: Store, version: Manifest) -> None:
@@ -124,9 +119,7 @@ def _description(store: Store, name: str, fingerprint: str) -> dict[str, Any]:
     """Read `encoder.json` of a snapshot."""
     path = paths.encoder_dir(name, fingerprint)
     if not store.exists(f"{path}/{paths.ENCODER_JSON}"):
-        fingerprints = [
-            entry for entry in store.list(paths.models_dir("encoders", name)) if not entry.endswith(".json")
-        ]
+        fingerprints = models.stored_fingerprints(store, models.ENCODERS, name)
         raise MissingInputError(
             f"encoder snapshot {fingerprint!r} not found ({store.where(path)}); of {name!r} there are: "
             f"{', '.join(fingerprints) or 'none'}. Train it (mvr-ray train CONFIG), copy it there, or name another in "
@@ -151,7 +144,7 @@ def _description(store: Store, name: str, fingerprint: str) -> dict[str, Any]:
 
 def save_encoder(store: Store, name: str, encoder: DualEncoder) -> LocalEncoder:
     """Save a snapshot under its fingerprint, unless the store has it."""
-    return local_encoder(store, name, save_model(store, ENCODERS, name, encoder))
+    return local_encoder(store, name, models.save_model(store, models.ENCODERS, name, encoder))
 
 
 def open_encoder(
@@ -179,14 +172,6 @@ def make_encoder(run: RunConfig, store: Store, corpus: Corpus | None = None) -> 
     return DualEncoder.from_backbone(resolve_model(run.encoder.backbone), spec, punkt)
 
 
-def _untrained_encoder(run: RunConfig, store: Store, corpus: Corpus | None) -> LocalEncoder:
-    encoder = make_encoder(run, store, corpus)
-    snapshot = save_encoder(store, run.encoder.name, encoder)
-    strategy = encoder.spec.strategy
-    log.info("untrained encoder: name=%s fingerprint=%s strategy=%s", snapshot.name, snapshot.fingerprint, strategy)
-    return snapshot
-
-
 def _in_lower_precision(
     run: RunConfig, full: LocalEncoder, corpus: Corpus | None, precision: PrecisionName
 ) -> LocalEncoder:
@@ -204,15 +189,11 @@ def _in_lower_precision(
         gpu = run.resources.gpus_per_encoder > 0
         snapshot = save_encoder(store, name, encoder.to_precision(precision, texts, gpu))
         log.info("encoder lowered: from=%s to=%s precision=%s", full.fingerprint, snapshot.fingerprint, precision)
-        record = json_with_checksum({"fingerprint": snapshot.fingerprint, FORMAT_VERSION: LOWERED_FORMAT})
+        record = json_with_checksum({"fingerprint": snapshot.fingerprint, FORMAT_VERSION: models.RECORD_FORMAT})
         with suppress(FileExistsError):
             store.create_once(path, json.dumps(record).encode())
-    where, cure = store.where(path), "delete it: the same command then converts the encoder again"
-    fields = parse_json(store.read_bytes(path), where, cure)
-    require_format(fields, LOWERED_FORMAT, where, cure)
-    if "fingerprint" not in fields:
-        raise StorageError(f"{where} is damaged (it has no fingerprint); {cure}")
-    return local_encoder(store, name, fields["fingerprint"])
+    cure = "delete it: the same command then converts the encoder again"
+    return local_encoder(store, name, models.read_fingerprint(store, path, cure, cure))
 
 
 def sample_evenly(corpus: Corpus, num: int) -> list[Passage]:
@@ -222,6 +203,6 @@ def sample_evenly(corpus: Corpus, num: int) -> list[Passage]:
     first = 0
     for shard in range(corpus.num_shards):
         part = corpus.part(shard)
-        passages += [part.passages(row, row + 1)[0] for row in range(-first % step, len(part), step)]
+        passages += part.take(range(-first % step, len(part), step))
         first += len(part)
     return passages[:num]

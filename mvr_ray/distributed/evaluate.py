@@ -7,22 +7,26 @@
 
 Every value is a mean over questions with its 95 % interval, which resamples whole articles: questions of one article
 are not independent. Only complete answers count: a version with an unavailable shard is not measured.
+
+`tune` chooses the weight of the dense score in a hybrid search, on questions outside every reported figure. Each weight
+is tried with the exact production search. The best one has the most questions with a gold passage at rank 1; ties go to
+the higher mean reciprocal rank, then to the smaller weight. The report has the whole curve, the dense score alone and
+reciprocal rank fusion.
 """
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from mvr_ray.config import EvaluateConfig, RunConfig
-from mvr_ray.core.judging.answers import AnswerMatcher, Match
+from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.judging.metrics import NDCG_CUTOFF, cluster_interval, first_ranks, hit_within, ndcg, reciprocal_ranks
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.encoders import require_encoder
-from mvr_ray.distributed.hybrid import best_weight, try_weights
-from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
+from mvr_ray.distributed.retrieve import QuestionRanker, QuestionSet, RankSettings, rank_questions
 from mvr_ray.distributed.router import Router, open_router, require_words
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest as manifests
@@ -31,9 +35,35 @@ from mvr_ray.store.files import Store
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion
 from mvr_ray.store.questions import read_questions
-from mvr_ray.types import FloatArray, Hit, HybridWeight, Progress, Question, no_progress
+from mvr_ray.types import FloatArray, Hit, HybridQueries, HybridWeight, IntArray, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
+
+WEIGHTS = (0.0, 1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 80.0, 120.0, 200.0)
+"""Weights for the dense score, a cosine; BM25 scores of a question are some tens."""
+DEPTH = 20
+
+
+class WeightAccuracy(NamedTuple):
+    """Accuracy of one weight: shares of questions with a gold passage in the top k, and the mean reciprocal rank.
+    Weight None is the dense score alone."""
+
+    weight: HybridWeight | None
+    top1: float
+    top5: float
+    top20: float
+    mrr: float
+
+
+class TuneReport(NamedTuple):
+    """The curve, and the setting for the run file."""
+
+    index: str
+    version: int
+    questions: str
+    num_questions: int
+    setting: str
+    rows: list[WeightAccuracy]
 
 
 class EvaluationRow(NamedTuple):
@@ -65,15 +95,15 @@ class SystemResult(NamedTuple):
     ranks: QuestionRanks
 
 
-def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | None = None) -> EvaluationReport:
-    """Measure a version (default: the live one) on every set of `evaluate.questions`: by the dense score, and by hybrid
+def evaluate(run: RunConfig, progress: Progress = no_progress) -> EvaluationReport:
+    """Measure the live version on every set of `evaluate.questions`: by the dense score, and by hybrid
     search with `search.hybrid` or the weight tuned on `evaluate.hybrid`.
 
     Raises ConfigError without a configured set, MissingInputError, CoverageError, ResourceError, ShardIndexError for a
     hybrid search over a version without words.
     """
     settings, store = run.evaluate, Store(run.store.path)
-    base = manifests.read(store, run.index.name, version)
+    base = manifests.read(store, run.index.name)
     require_encoder(store, base)
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
     if not settings.questions:
@@ -92,108 +122,155 @@ def evaluate(run: RunConfig, progress: Progress = no_progress, version: int | No
         strict_answers=run.retrieve.strict_answers,
         refined_queries=run.retrieve.refined_queries,
     )
+    for name, questions in sets:
+        require_gold_passages(name, questions, corpus)
+    articles = {name: articles_of(questions, corpus) for name, questions in sets}
     results: list[SystemResult] = []
-    with open_router(run, version) as router:
-        manifest = router.manifest
-        for name, questions in sets:
-            require_gold_passages(name, questions, router.corpus)
-        ranked_questions = rank_questions(run, router, sets, rank, progress)
-        articles = {name: articles_of(questions, router.corpus) for name, questions in sets}
+
+    def measure(system: str, ranked_questions: Iterator[RankedQuestion]) -> None:
         for name, questions in sets:
             own = list(itertools.islice(ranked_questions, len(questions)))
-            results.append(system_result(run.index.name, name, own, articles[name], settings))
+            results.append(system_result(system, name, own, articles[name], settings))
+
+    with open_router(run, base.version) as router:
+        measure(run.index.name, rank_questions(run, router, sets, rank, progress))
         if settings.bm25:
-            words = BM25Index(router.corpus, progress)
-            for question_set in sets:
-                bm25_results = bm25_ranking(words, router.corpus, question_set, rank, progress)
-                results.append(
-                    system_result("bm25", question_set.name, bm25_results, articles[question_set.name], settings)
-                )
-        weight = _choose_weight(run, router, progress) if settings.hybrid else run.search.hybrid
+            words = BM25Index(corpus, progress)
+            hit_lists = (words.search(own.texts, rank.k, progress) for own in sets)
+            matcher = AnswerMatcher(settings.match, strict=rank.strict_answers)
+            rankings = (judge_hits(own.questions, hits, corpus, matcher) for own, hits in zip(sets, hit_lists))
+            measure("bm25", itertools.chain.from_iterable(rankings))
+        weight = run.search.hybrid
+        if settings.hybrid:
+            own_set = gold_questions(corpus, settings.hybrid, "evaluate.hybrid")
+            best = best_weight(try_weights(run, router, own_set, progress=progress))
+            log.info("hybrid weight: weight=%s accuracy=%.3f set=%s", best.weight, best.top1, settings.hybrid)
+            weight = best.weight
         if weight is not None:
-            ranked_questions = rank_questions(run, router, sets, rank._replace(hybrid=weight), progress)
-            for name, questions in sets:
-                own = list(itertools.islice(ranked_questions, len(questions)))
-                results.append(system_result(hybrid_system(weight), name, own, articles[name], settings))
-    log.info("evaluated: index=%s version=%d sets=%d", manifest.index, manifest.version, len(sets))
+            system = "bm25 and dense, reciprocal ranks" if weight == "rrf" else f"bm25 + {weight:g} x dense"
+            measure(system, rank_questions(run, router, sets, rank._replace(hybrid=weight), progress))
+    log.info("evaluated: index=%s version=%d sets=%d", base.index, base.version, len(sets))
     return EvaluationReport(
-        manifest.index,
-        manifest.version,
-        manifest.encoder_fingerprint,
-        manifest.num_passages,
-        manifest.index_params["kind"] == "flat",
+        base.index,
+        base.version,
+        base.encoder_fingerprint,
+        base.num_passages,
+        base.index_params["kind"] == "flat",
         [row for result in results for row in result.rows],
         [result.ranks for result in results],
     )
 
 
-def _choose_weight(run: RunConfig, router: Router, progress: Progress) -> HybridWeight | None:
-    """Choose the weight that answers most questions of the set `evaluate.hybrid`."""
-    name = run.evaluate.hybrid
-    assert name is not None
-    own = [question for question in read_questions(router.corpus, name) if question.positive_ids]
-    if not own:
-        raise ConfigError(f"evaluate.hybrid: question set {name!r} names no gold passages; name a set that does")
-    require_gold_passages(name, own, router.corpus)
-    best = best_weight(try_weights(run, router, QuestionSet(name, own), progress=progress))
-    log.info("hybrid weight: weight=%s accuracy=%.3f set=%s", best.weight, best.top1, name)
-    return best.weight
-
-
-def hybrid_system(weight: HybridWeight) -> str:
-    """Name of a hybrid search in reports."""
-    return f"bm25 + {weight:g} x dense" if not isinstance(weight, str) else "bm25 and dense, reciprocal ranks"
-
-
 def system_result(
-    system: str,
-    name: str,
-    results: Sequence[RankedQuestion],
-    article_of: Mapping[str, str],
-    settings: EvaluateConfig,
+    system: str, name: str, results: Sequence[RankedQuestion], article_of: Mapping[str, str], settings: EvaluateConfig
 ) -> SystemResult:
     """Compute every metric that the set's questions allow, and their ranks. `article_of` maps question ids to
     articles (`articles_of`)."""
     ks = sorted(set(settings.k))
     rows: list[EvaluationRow] = []
-    answer_ranks: dict[str, int] = {}
-    gold_ranks: dict[str, int] = {}
+    ranks_of: dict[str, dict[str, int]] = {"answer": {}, "gold": {}}
     gold_ndcgs: dict[str, float] = {}
 
     def add(metric: str, values_Q: FloatArray, of: Sequence[RankedQuestion]) -> None:
-        groups_Q = [article_of[row.question.id] for row in of]
-        low, high = cluster_interval(values_Q, groups_Q, settings.seed, settings.bootstrap)
-        rows.append(EvaluationRow(system, name, metric, float(np.mean(values_Q)), low, high, len(values_Q)))
+        rows.append(mean_row(system, name, metric, values_Q, [article_of[row.question.id] for row in of], settings))
 
-    with_answers = [row for row in results if row.question.answers]
-    if with_answers:
-        ranks_Q = first_ranks([[bool(hit.has_answer) for hit in row.passages] for row in with_answers])
-        answer_ranks = dict(zip((row.question.id for row in with_answers), ranks_Q.tolist()))
+    def rank(kind: str, marks: Sequence[Sequence[bool]], of: Sequence[RankedQuestion]) -> IntArray:
+        ranks_Q = first_ranks(marks)
+        ranks_of[kind] = dict(zip((row.question.id for row in of), ranks_Q.tolist()))
         for k in ks:
-            add(f"answer/top-{k}", hit_within(ranks_Q, k), with_answers)
-    with_gold = [row for row in results if row.question.positive_ids]
-    if with_gold:
+            add(f"{kind}/top-{k}", hit_within(ranks_Q, k), of)
+        return ranks_Q
+
+    if with_answers := [row for row in results if row.question.answers]:
+        rank("answer", [[bool(hit.has_answer) for hit in row.passages] for row in with_answers], with_answers)
+    if with_gold := [row for row in results if row.question.positive_ids]:
         gold = [dict.fromkeys(row.question.positive_ids, 1) for row in with_gold]
         lists = [[hit.id for hit in row.passages] for row in with_gold]
-        ranks_Q = first_ranks([[i in gold_ids for i in ids] for ids, gold_ids in zip(lists, gold)])
-        gold_ranks = dict(zip((row.question.id for row in with_gold), ranks_Q.tolist()))
-        for k in ks:
-            add(f"gold/top-{k}", hit_within(ranks_Q, k), with_gold)
+        ranks_Q = rank("gold", [[i in gold_ids for i in ids] for ids, gold_ids in zip(lists, gold)], with_gold)
         add("gold/mrr", reciprocal_ranks(ranks_Q, max(ks)), with_gold)
         ndcg_Q = ndcg(lists, gold, NDCG_CUTOFF)
         gold_ndcgs = dict(zip((row.question.id for row in with_gold), ndcg_Q.tolist()))
         add(f"gold/ndcg@{NDCG_CUTOFF}", ndcg_Q, with_gold)
     ids = [row.question.id for row in results]
-    ranks = QuestionRanks(
+    question_ranks = QuestionRanks(
         system,
         name,
         ids,
         [article_of[i] for i in ids],
-        [answer_ranks.get(i) for i in ids],
-        [gold_ranks.get(i) for i in ids],
+        [ranks_of["answer"].get(i) for i in ids],
+        [ranks_of["gold"].get(i) for i in ids],
         gold_ndcgs=[gold_ndcgs.get(i) for i in ids] if gold_ndcgs else (),
     )
-    return SystemResult(rows, ranks)
+    return SystemResult(rows, question_ranks)
+
+
+def mean_row(
+    system: str, name: str, metric: str, values_Q: FloatArray, articles_Q: Sequence[str], settings: EvaluateConfig
+) -> EvaluationRow:
+    """The mean of a metric of a question set, with the interval that resamples articles."""
+    low, high = cluster_interval(values_Q, articles_Q, settings.seed, settings.bootstrap)
+    return EvaluationRow(system, name, metric, float(np.mean(values_Q)), low, high, len(values_Q))
+
+
+def articles_of(questions: Sequence[Question], passages: Corpus) -> dict[str, str]:
+    """Map question ids to articles: the title of the first gold passage. A question without one, or whose passage has
+    no title, is its own article."""
+    firsts = {question.id: question.positive_ids[0] for question in questions if question.positive_ids}
+    gold_passages = passages.get(firsts.values())
+    articles = {i: gold_passages[first].title for i, first in firsts.items() if first in gold_passages}
+    return {question.id: articles.get(question.id) or f"question {question.id}" for question in questions}
+
+
+def judge_hits(
+    questions: Sequence[Question], hits: Sequence[Sequence[Hit]], passages: Corpus, matcher: AnswerMatcher
+) -> list[RankedQuestion]:
+    """Mark each question's hits by whether their passage holds an answer (None for a question without answers)."""
+
+    def judge(question: Question, hit: Hit, text: str) -> RankedPassage:
+        has_answer = matcher.has_answer(text, question.answers) if question.answers else None
+        return RankedPassage(hit.passage_id, "", "", hit.score, has_answer)
+
+    results: list[RankedQuestion] = []
+    for question, own in zip(questions, hits, strict=True):
+        texts = passages.get(hit.passage_id for hit in own)
+        results.append(RankedQuestion(question, [judge(question, hit, texts[hit.passage_id].text) for hit in own]))
+    return results
+
+
+def tune(run: RunConfig, questions: str, progress: Progress = no_progress) -> TuneReport:
+    """Measure each weight on a stored question set with gold passages.
+
+    Raises ConfigError for a set of `evaluate.questions` or one without gold passages, MissingInputError, CoverageError,
+    ShardIndexError for a version without words.
+    """
+    if questions in run.evaluate.questions:
+        raise ConfigError(
+            f"tune: question set {questions!r} is one of evaluate.questions, which are reported; name another one"
+        )
+    store = Store(run.store.path)
+    base = manifests.read(store, run.index.name)
+    require_words(base)
+    corpus = Corpus.open(store, base.corpus, base.corpus_digest)
+    query_set = gold_questions(corpus, questions, "tune")
+    with open_router(run, base.version) as router:
+        rows = try_weights(run, router, query_set, (None, "rrf", *WEIGHTS), progress)
+    weight = best_weight(rows).weight
+    setting = f"search.hybrid={'null' if weight is None else weight if isinstance(weight, str) else f'{weight:g}'}"
+    log.info("tuned: index=%s version=%d set=%s %s", base.index, base.version, questions, setting)
+    return TuneReport(base.index, base.version, questions, len(query_set.questions), setting, rows)
+
+
+def gold_questions(corpus: Corpus, name: str, setting: str) -> QuestionSet:
+    """The questions of a stored set that name gold passages. Raises ConfigError, which names the setting, if there are
+    none, else as `require_gold_passages`."""
+    questions = [question for question in read_questions(corpus, name) if question.positive_ids]
+    if not questions:
+        raise ConfigError(
+            f"{setting}: question set {name!r} names no gold passages; name a set that does, or rank without a weight: "
+            f"search.hybrid=rrf"
+        )
+    require_gold_passages(name, questions, corpus)
+    return QuestionSet(name, questions)
 
 
 def require_gold_passages(name: str, questions: Sequence[Question], passages: Corpus) -> None:
@@ -211,44 +288,36 @@ def require_gold_passages(name: str, questions: Sequence[Question], passages: Co
         )
 
 
-def articles_of(questions: Sequence[Question], passages: Corpus) -> dict[str, str]:
-    """Map question ids to articles: the title of the first gold passage. A question without one, or whose passage has
-    no title, is its own article."""
-    firsts = {question.id: question.positive_ids[0] for question in questions if question.positive_ids}
-    gold_passages = passages.get(firsts.values())
-    articles = {i: gold_passages[first].title for i, first in firsts.items() if first in gold_passages}
-    return {question.id: articles.get(question.id) or f"question {question.id}" for question in questions}
-
-
-def bm25_ranking(
-    words: BM25Index,
-    indexed_corpus: Corpus,
+def try_weights(
+    run: RunConfig,
+    router: Router,
     questions: QuestionSet,
-    settings: RankSettings,
+    weights: Sequence[HybridWeight | None] = WEIGHTS,
     progress: Progress = no_progress,
-) -> list[RankedQuestion]:
-    """Rank the same passages by BM25, judged by the same rules."""
-    hits = words.search([question.text for question in questions.questions], settings.k, progress)
-    return judge_hits(questions.questions, hits, indexed_corpus, settings.match, strict=settings.strict_answers)
+) -> list[WeightAccuracy]:
+    """Search with each of the weights; every question names gold passages. Raises ShardIndexError, CoverageError."""
+    ranker = QuestionRanker(router, RankSettings(k=DEPTH), run.resources.torch_threads)
+    batches = questions.batches(run.retrieve.batch)
+    queries = [ranker.embed(batch) for batch in batches]
+    rows = []
+    for count, weight in enumerate(weights, 1):
+        marks: list[list[bool]] = []
+        for batch, queries_QD in zip(batches, queries):
+            hybrid = None if weight is None else HybridQueries(batch.texts, weight)
+            answer = ranker.search(queries_QD, DEPTH, hybrid)
+            for question, hits in zip(batch.questions, answer.hits):
+                marks.append([hit.passage_id in question.positive_ids for hit in hits])
+        ranks_Q = first_ranks(marks)
+        top1, top5, top20 = (float(np.mean(hit_within(ranks_Q, k))) for k in (1, 5, DEPTH))
+        rows.append(WeightAccuracy(weight, top1, top5, top20, float(np.mean(reciprocal_ranks(ranks_Q, DEPTH)))))
+        progress("weights", count, len(weights))
+    return rows
 
 
-def judge_hits(
-    questions: Sequence[Question],
-    hits: Sequence[Sequence[Hit]],
-    indexed_corpus: Corpus,
-    match: Match = "string",
-    *,
-    strict: bool = False,
-) -> list[RankedQuestion]:
-    """Mark each question's hits by whether their passage holds an answer (None for a question without answers)."""
-    matcher = AnswerMatcher(match, strict=strict)
-    results: list[RankedQuestion] = []
-    for question, question_hits in zip(questions, hits, strict=True):
-        texts = indexed_corpus.get(hit.passage_id for hit in question_hits)
-        marks = [
-            matcher.has_answer(texts[hit.passage_id].text, question.answers) if question.answers else None
-            for hit in question_hits
-        ]
-        passages = [RankedPassage(hit.passage_id, "", "", hit.score, mark) for hit, mark in zip(question_hits, marks)]
-        results.append(RankedQuestion(question, passages))
-    return results
+def best_weight(rows: Sequence[WeightAccuracy]) -> WeightAccuracy:
+    """The best weight; ties go to the dense score alone, then to the smallest weight."""
+    return max(rows, key=lambda row: (row.top1, row.mrr, row.weight is None, -_as_number(row.weight)))
+
+
+def _as_number(weight: HybridWeight | None) -> float:
+    return float("inf") if isinstance(weight, str) else weight or 0.0

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.distributed import build_index, session
@@ -24,7 +23,7 @@ from mvr_ray.distributed.job_metrics import with_metrics
 from mvr_ray.errors import ConfigError, MvrRayError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.change_files import Backlog, Batches, BatchReport, apply_batch, list_change_files, open_source
-from mvr_ray.store.corpus import ChangeFile, Corpus
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect
 from mvr_ray.store.manifest import Manifest
@@ -49,21 +48,8 @@ class FollowReport:
     """The newest index version."""
 
 
-class Outcome(NamedTuple):
-    """Result of a batch."""
-
-    batch: BatchReport
-    version: Manifest
-    seconds: float
-
-
 def follow(
-    run: RunConfig,
-    report: FollowReport,
-    say: Say,
-    progress: Progress = no_progress,
-    *,
-    once: bool = False,
+    run: RunConfig, report: FollowReport, say: Say, progress: Progress = no_progress, *, once: bool = False
 ) -> None:
     """Apply change files as they arrive, without end; `once`: until none waits. `report` is updated after each batch.
 
@@ -124,7 +110,7 @@ class Follower:
                 version = self._live()
                 if version is None or version.corpus_digest != result.update.digest:
                     version = self._index(stack, result.update.added + result.update.replaced, version)
-                self._note(Outcome(result, version, time.monotonic() - start))
+                self._note(result, version, time.monotonic() - start)
 
     def _live(self) -> Manifest | None:
         is_there = manifests.latest_version(self.store, self.run.index.name)
@@ -158,8 +144,8 @@ class Follower:
         self.report.version = version.version
         return version
 
-    def _note(self, outcome: Outcome) -> None:
-        update, files, version = outcome.batch.update, outcome.batch.files, outcome.version
+    def _note(self, batch: BatchReport, version: Manifest, seconds: float) -> None:
+        update, files = batch
         left_out = {file.name: file.problem for file in files if file.problem}
         self.report.version = version.version
         self.report.batches += len(files) > len(left_out)
@@ -168,11 +154,12 @@ class Follower:
         for name, problem in left_out.items():
             log.error("change file left out: index=%s file=%s reason=%s", version.index, name, problem)
             self.say(f"left out, nothing of it was applied: {name}: {problem}")
-        if applied_files := [file for file in files if not file.problem]:
+        if names := [file.name for file in files if not file.problem]:
+            what = names[0] if len(names) == 1 else f"{len(names)} files up to {names[-1]}"
             self.say(
-                f"version {version.version}: {_names(applied_files)}; {update.added} passages added, {update.replaced} "
+                f"version {version.version}: {what}; {update.added} passages added, {update.replaced} "
                 f"replaced, {update.deleted} deleted; {version.metrics.get('encoded', 0):g} encoded; "
-                f"{outcome.seconds:.1f} s"
+                f"{seconds:.1f} s"
             )
 
 
@@ -184,7 +171,3 @@ def with_encoders(resources: ResourcesConfig, num_chunks: int, info: session.Clu
         places += [info.gpus // resources.gpus_per_encoder] if resources.gpus_per_encoder else []
         num = max(min(num, *map(int, places)), min(resources.encoders_min, num))
     return resources.model_copy(update={"encoders_min": num, "encoders_max": num})
-
-
-def _names(files: list[ChangeFile]) -> str:
-    return files[0].name if len(files) == 1 else f"{len(files)} files up to {files[-1].name}"

@@ -17,20 +17,20 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mvr_ray.config import RunConfig
+from mvr_ray.core.searching.exact import check_k, check_queries
 from mvr_ray.deadline import Deadline
-from mvr_ray.distributed import session
 from mvr_ray.distributed.periodic import run_periodically
 from mvr_ray.distributed.ray_errors import ray_error_types, translate_ray_errors
-from mvr_ray.distributed.router import TIMEOUT_S, Observe, Router, searcher_task
+from mvr_ray.distributed.router import TIMEOUT_S, Observe, Router, open_searchers, searcher_task
 from mvr_ray.distributed.searching import version_cache
 from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.local_searchers import LocalSearchers, Searchers, version_name
+from mvr_ray.distributed.searching.merged_results import MergedResults, shard_starts
 from mvr_ray.distributed.searching.scrubber import Scrubber
 from mvr_ray.distributed.searching.searcher import Fleet
 from mvr_ray.distributed.searching.version_cache import CachedVersion, VersionLoader, evict
@@ -38,6 +38,7 @@ from mvr_ray.errors import InsufficientMemoryError, MissingInputError, MvrRayErr
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
+from mvr_ray.types import FloatArray, Hit
 
 log = logging.getLogger(__name__)
 
@@ -98,16 +99,12 @@ class HotSwapRouter:
         self._open = {manifest.version: self._live}
         self._cache: list[_OpenVersion] = []
         self._loader = VersionLoader(self._open_in_cache, max_waiting)
-        self._state = SwapState(manifest.version, True)
-
-    @property
-    def state(self) -> SwapState:
-        return self._state
+        self.state = SwapState(manifest.version, True)
 
     @property
     def failure(self) -> str:
         """Why the last move failed; empty if it did not."""
-        return self._state.failure
+        return self.state.failure
 
     @contextmanager
     def pin(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator[Router]:
@@ -142,7 +139,7 @@ class HotSwapRouter:
         A move that fails raises nothing; `failure` has the reason.
         """
         with self._move_lock:
-            before = self._state
+            before = self.state
             if not before.follows:
                 return False
             try:
@@ -158,7 +155,7 @@ class HotSwapRouter:
         def follow() -> float:
             nonlocal wait_s
             self.follow()
-            wait_s = min(2 * wait_s, max(MAX_FOLLOW_S, interval_s)) if self._state.failure else interval_s
+            wait_s = min(2 * wait_s, max(MAX_FOLLOW_S, interval_s)) if self.state.failure else interval_s
             return wait_s
 
         return run_periodically(follow, interval_s, "mvr-follow")
@@ -167,25 +164,25 @@ class HotSwapRouter:
         number = version or 0
         try:
             number = version or manifests.latest_version(self.store, self.index)
-            if version is None and self._state.follows and number < self._state.version:
+            if version is None and self.state.follows and number < self.state.version:
                 raise MissingInputError(
-                    f"index {self.index!r} has no version {self._state.version} any more, which stays live here; "
+                    f"index {self.index!r} has no version {self.state.version} any more, which stays live here; "
                     f"the newest one is {number}: restore the manifest, or restart to answer from {number}"
                 )
             manifest = manifests.read(self.store, self.index, number or None)
-            if number == self._state.version:
+            if number == self.state.version:
                 self._require_same(manifest)
-                self._state = SwapState(number, version is None)
+                self.state = SwapState(number, version is None)
                 return number
             live = self._open_with_eviction(manifest, is_move=True)
         except (MvrRayError, *ray_error_types()) as error:
-            self._state = self._state._replace(failed_version=number, failure=str(error))
+            self.state = self.state._replace(failed_version=number, failure=str(error))
             raise
         with self._lock:
             before, self._live = self._live, live
             live.is_retired, before.is_retired = False, True
             self._cache = [one for one in self._cache if one is not live]
-            self._state = SwapState(manifest.version, version is None)
+            self.state = SwapState(manifest.version, version is None)
         log.info("moved: index=%s from=%d to=%d", self.index, before.router.manifest.version, manifest.version)
         for one in (live, before):
             self._release(one)
@@ -293,6 +290,17 @@ class HotSwapRouter:
         with self.pin() as router:
             router.ready()
 
+    def exact(self, queries_QD: FloatArray, k: int, version: int | None = None) -> list[list[Hit]]:
+        """Search a version exhaustively for the exact best k, whatever its index is, past the queues of requests.
+
+        Raises ResourceError where a searcher died, TimeoutError after the time limit of an answer.
+        """
+        with self.pin(version) as router:
+            queries_QD = check_queries(queries_QD, router.dimension)
+            fleet = self.searchers.fleet(router.manifest)
+            results = fleet.exact(queries_QD, check_k(k), Deadline.after(router.timeout_s))
+            return MergedResults(results, shard_starts(router.manifest.shards), k).hits()
+
 
 @contextmanager
 def open_hot_swap_router(
@@ -318,33 +326,33 @@ def open_hot_swap_router(
     store = Store(run.store.path)
     manifest = manifests.read(store, run.index.name, version)
     resources = run.resources
-    local = not session.needs_ray(resources, manifest.num_passages) if local is None else local
-    task = searcher_task(run, manifest, local=local)
     with ExitStack() as stack:
-        if local:
-            own = LocalSearchers(task, resources.searcher_bytes)
-            stack.enter_context(Scrubber(own.searcher, task.scrub_bytes_s).run_periodically())
-            searchers: Searchers = own
-        else:
-            from mvr_ray.distributed.searching.fleet import RemoteSearchers
-            from mvr_ray.distributed.searching.health import HealthMonitor
-            from mvr_ray.distributed.searching.node_placement import Rebalancer
-
-            info = stack.enter_context(session.connect(resources))
-            searchers = remote = RemoteSearchers.start(task, resources, info)
-            stack.callback(searchers.stop)
-        create = partial(
-            HotSwapRouter, timeout_s=timeout_s, threads=resources.torch_threads, observe=observe, batching=batching
+        searchers = stack.enter_context(open_searchers(run, manifest, local))
+        live = HotSwapRouter(
+            store,
+            manifest,
+            searchers,
+            batching=batching,
+            max_waiting=max(run.serve.max_running // 2, 1),
+            timeout_s=timeout_s,
+            threads=resources.torch_threads,
+            observe=observe,
         )
-        live = create(store, manifest, searchers, max_waiting=max(run.serve.max_running // 2, 1))
         try:
             live.ready()
         except StorageError as error:
             log.error("opened with damage: index=%s version=%d reason=%s", live.index, manifest.version, error)
-        if not local:
-            monitor = HealthMonitor(remote.dispatcher, resources.hung_s)
+        if isinstance(searchers, LocalSearchers):
+            scrubber = Scrubber(searchers.searcher, resources.scrub_bytes_s)
+            stack.enter_context(scrubber.run_periodically())
+        else:
+            from mvr_ray.distributed.searching.health import HealthMonitor
+            from mvr_ray.distributed.searching.node_placement import Rebalancer
+
+            monitor = HealthMonitor(searchers.dispatcher, resources.hung_s)
             stack.enter_context(monitor.run_periodically(probe_s))
-            stack.enter_context(Rebalancer(remote, task, resources).run_periodically(probe_s))
+            rebalancer = Rebalancer(searchers, searcher_task(run, manifest, local=False), resources)
+            stack.enter_context(rebalancer.run_periodically(probe_s))
         if version is not None:
             live.move_to(version)
         if follow_s is not None:

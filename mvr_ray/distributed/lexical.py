@@ -7,17 +7,16 @@ and removed passages. Change files of similar size are merged with the new one (
 versions.
 """
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.compute
 
-from mvr_ray.distributed.shards import BUILD_CPUS
-from mvr_ray.distributed.tasks import run_tasks
+from mvr_ray.distributed.shards import related_shards
+from mvr_ray.distributed.tasks import run_tasks, share
 from mvr_ray.errors import MissingInputError, ShardIndexError, StorageError
 from mvr_ray.index.lexical import (
     CorpusStatistics,
@@ -45,7 +44,6 @@ pc: Any = pyarrow.compute
 class ShardWords(NamedTuple):
     """The postings of a shard, and the difference of its word counts from the base version."""
 
-    shard: int
     files: Files
     change: WordCounts = NO_CHANGE
 
@@ -86,12 +84,20 @@ def find_base(store: Store, index: str, corpus: Corpus) -> Manifest | None:
 
 
 def build_lexical(task: LexicalTask, progress: Progress = no_progress, *, statistics: Files = ()) -> LexicalPart:
-    """Write the missing files, in a Ray session with a task for each changed shard. `statistics` are the existing files
-    of the corpus statistics, if any."""
-    reusable = _reusable_words(task)
-    missing = [shard for shard in range(task.num_shards) if shard not in reusable]
-    words = [*reusable.values(), *_words_of(task, missing, "index the words", progress)]
-    return _lexical_part(task, words, statistics)
+    """Write the missing files, with a task for each shard. `statistics` are the existing files of the statistics of the
+    corpus, if any."""
+    before, shared_task, what = task.before, share(task), "index the words"
+    calls = [(shared_task, shard) for shard in range(task.num_shards)]
+    words: list[ShardWords] = run_tasks(shard_words, calls, what, f"{what}, shards", progress)
+    files = tuple(own.files for own in words)
+    if not statistics and before is None:
+        store = Store(task.store)
+        shards = [Postings(*manifests.open_lexical(store, task.index, own)).whole for own in files]
+        statistics = (_add(task, lambda path: write_statistics(shards, path)),)
+    elif not statistics:
+        assert before and before.lexical, "the base version has no words"
+        statistics = _change_statistics(task, before.lexical.statistics, [own.change for own in words])
+    return LexicalPart(statistics, files)
 
 
 def shard_words(task: LexicalTask, shard: int) -> ShardWords:
@@ -99,53 +105,28 @@ def shard_words(task: LexicalTask, shard: int) -> ShardWords:
     store, before = Store(task.store), task.before
     corpus = Corpus.open(store, task.corpus, task.corpus_digest)
     if before is None:
-        return ShardWords(shard, (_write_postings(task, shard_passages(corpus, shard, task.num_shards)),))
+        return ShardWords(_write_postings(task, shard_passages(corpus, shard, task.num_shards)))
     assert before.lexical, "the base version has no words"
     files, part = before.lexical.postings[shard], corpus.part(shard)
     old = Corpus.open(store, before.corpus, before.corpus_digest).part(shard)
     changes = difference(old, part)
-    new_passages = [_passage(part, row) for row in changes.changed_rows]
+    new_passages = part.take(changes.changed_rows)
     previous = [own for own in map(old.get, [*(one.id for one in new_passages), *changes.deleted_ids]) if own]
     change = WordCounts.difference(new_passages, previous)
     if not new_passages and not previous and are_whole(store, task.index, files):
-        return ShardWords(shard, files, change)
+        return ShardWords(files, change)
     new_files = _write_changes(task, files, old, part, changes)
-    return ShardWords(shard, new_files or (_write_postings(task, part.passages()),), change)
-
-
-def _lexical_part(task: LexicalTask, words: Iterable[ShardWords], statistics: Files = ()) -> LexicalPart:
-    """Combine the words of all shards into a version's; writes the statistics unless they are given."""
-    words_by_shard = sorted(words, key=lambda own: own.shard)
-    files, before = tuple(own.files for own in words_by_shard), task.before
-    if statistics:
-        return LexicalPart(statistics, files)
-    if before is None:
-        store = Store(task.store)
-        shards = [Postings(*manifests.open_lexical(store, task.index, own)).whole for own in files]
-        return LexicalPart((_add(task, lambda path: write_statistics(shards, path)),), files)
-    assert before.lexical, "the base version has no words"
-    changes = [own.change for own in words_by_shard]
-    frequencies: Counter[str] = Counter()
-    for own in changes:
-        frequencies.update(own.frequencies)
-    num_passages, num_words = sum(own.num_passages for own in changes), sum(own.num_words for own in changes)
-    total = WordCounts(num_passages, num_words, {term: count for term, count in frequencies.items() if count})
-    return LexicalPart(_change_statistics(task, before.lexical.statistics, total), files)
+    return ShardWords(new_files or _write_postings(task, part.passages()), change)
 
 
 def compact_lexical(task: LexicalTask, part: LexicalPart, progress: Progress = no_progress) -> LexicalPart:
     """Rewrite the same words with every file whole, as in a version built from scratch."""
-    changed_shards, postings = [shard for shard, own in enumerate(part.postings) if len(own) > 1], list(part.postings)
-    for words in _words_of(task._replace(before=None), changed_shards, "compact the words", progress):
-        postings[words.shard] = words.files
-    return LexicalPart(_merged_statistics(task, part.statistics), tuple(postings))
-
-
-def _words_of(task: LexicalTask, shards: Sequence[int], what: str, progress: Progress) -> Iterator[ShardWords]:
-    results = run_tasks(shard_words, [(task, shard) for shard in shards], what, cpus=BUILD_CPUS)
-    for count, words in enumerate(results, 1):
-        yield words
-        progress(f"{what}, shards", count, len(shards))
+    what = "compact the words"
+    changed_shards = [shard for shard, own in enumerate(part.postings) if len(own) > 1]
+    results = run_tasks(shard_words, [(task, shard) for shard in changed_shards], what, f"{what}, shards", progress)
+    files = {shard: words.files for shard, words in zip(changed_shards, results)}
+    postings = tuple(files.get(shard, own) for shard, own in enumerate(part.postings))
+    return LexicalPart(_merged_statistics(task, part.statistics), postings)
 
 
 def _merged_statistics(task: LexicalTask, files: Files, change: WordCounts = NO_CHANGE) -> Files:
@@ -194,27 +175,9 @@ def open_statistics(store: Store, manifest: Manifest) -> CorpusStatistics:
 
 def shard_passages(corpus: Corpus, shard: int, num_shards: int) -> list[Passage]:
     """Passages of a shard in order of id, for any number of corpus parts."""
-    if num_shards == corpus.num_shards:
-        return corpus.part(shard).passages()
-    step = math.gcd(num_shards, corpus.num_shards)  # parts of another residue hold no passage of the shard
-    parts = range(shard % step, corpus.num_shards, step)
+    parts = related_shards(shard, corpus.num_shards, num_shards)
     own = (one for part in parts for one in corpus.part(part).passages() if shard_of(one.id, num_shards) == shard)
     return sorted(own)
-
-
-def _reusable_words(task: LexicalTask) -> dict[int, ShardWords]:
-    """Unchanged shards of the base version whose files are whole."""
-    before = task.before
-    if before is None or before.lexical is None:
-        return {}
-    store = Store(task.store)
-    now = Corpus.open(store, task.corpus, task.corpus_digest).info.parts
-    then = Corpus.open(store, before.corpus, before.corpus_digest).info.parts
-    same = [shard for shard in range(task.num_shards) if now[shard].digest == then[shard].digest]
-    postings = before.lexical.postings
-    return {
-        shard: ShardWords(shard, postings[shard]) for shard in same if are_whole(store, task.index, postings[shard])
-    }
 
 
 def _write_changes(
@@ -236,7 +199,7 @@ def _write_changes(
         return None
     if not len(places) and not len(hidden_rows):
         return files[: 1 + num_files]
-    passages = [_passage(part, row) for row in places.tolist()]
+    passages = part.take(places.tolist())
     entry = _add(task, lambda path: write_postings_changes(passages, places, hidden_rows, path))
     return *files[: 1 + num_files], entry
 
@@ -251,7 +214,13 @@ def _sources(postings: Postings, old: CorpusPart, part: CorpusPart, changed_rows
     return source_P
 
 
-def _change_statistics(task: LexicalTask, files: Files, change: WordCounts) -> Files:
+def _change_statistics(task: LexicalTask, files: Files, changes: Sequence[WordCounts]) -> Files:
+    """Add the sum of the shards' changes to the statistics of the base version."""
+    frequencies: Counter[str] = Counter()
+    for own in changes:
+        frequencies.update(own.frequencies)
+    num_passages, num_words = sum(own.num_passages for own in changes), sum(own.num_words for own in changes)
+    change = WordCounts(num_passages, num_words, {term: count for term, count in frequencies.items() if count})
     if change == NO_CHANGE:
         return files
     before = CorpusStatistics(*manifests.open_lexical(Store(task.store), task.index, files))
@@ -262,21 +231,17 @@ def _change_statistics(task: LexicalTask, files: Files, change: WordCounts) -> F
     return *files[: 1 + num_files], _add(task, lambda path: write_statistics_changes(before, num_files, change, path))
 
 
-def _write_postings(task: LexicalTask, passages: Sequence[Passage]) -> FileEntry:
-    return _add(task, lambda path: write_postings(passages, path))
+def _write_postings(task: LexicalTask, passages: Sequence[Passage]) -> Files:
+    return (_add(task, lambda path: write_postings(passages, path)),)
 
 
-def _add(task: LexicalTask, write: Any) -> FileEntry:
+def _add(task: LexicalTask, write: Callable[[Path], object]) -> FileEntry:
     """Add the file that `write` writes to the store."""
     store = Store(task.store)
     with store.scratch() as folder:
-        path = Path(folder) / "words.arrow"
+        path = folder / "words.arrow"
         write(path)
         return manifests.add_lexical(store, task.index, path)
-
-
-def _passage(part: CorpusPart, row: int) -> Passage:
-    return part.passages(row, row + 1)[0]
 
 
 def are_whole(store: Store, index: str, files: Files) -> bool:

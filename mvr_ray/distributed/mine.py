@@ -3,32 +3,39 @@
 The search is BM25 over the corpus, or the live index (ANCE's loop: train, index, mine, train again). From the ranks of
 the window, gold passages and those that hold an answer are dropped, and the report counts the hits dropped by each
 filter. With a cross-encoder, likely answers are dropped, too (RocketQA's denoising, Qu et al. 2021), and its scores are
-stored with the rest for distillation.
+stored with the rest for distillation. A pool of actors computes them, in batches of questions in order, so no score
+depends on the number of actors.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from mvr_ray.config import MineConfig, RunConfig
 from mvr_ray.core.judging.answers import AnswerMatcher
-from mvr_ray.core.reading.cross_encoder import share_beside
+from mvr_ray.core.reading.cross_encoder import Pair, share_beside
+from mvr_ray.distributed import models, session
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.encoders import require_encoder
-from mvr_ray.distributed.rerank import find_pair_model, pair_scores
+from mvr_ray.distributed.ray_data import map_in_pool, pool_need
+from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.questions import read_questions, write_questions
-from mvr_ray.types import FloatArray, IntArray, Passage, Progress, Question, no_progress
+from mvr_ray.types import FloatArray, IntArray, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
 
 _BATCH = 128
+_SCORE_BATCH = 16
 _SAMPLE = 5
+Candidates = tuple[str, Sequence[str]]
+"""A question and the ids of passages."""
 
 
 class MineReport(NamedTuple):
@@ -51,9 +58,10 @@ class MineReport(NamedTuple):
 
 
 class HardNegatives(NamedTuple):
-    """The hard negatives of one question, and counts of its hits. `scores`: of its positive, then of each."""
+    """The hard negatives of one question, best first, or the candidates for them, and counts of its hits: all, and
+    those dropped as gold, as answer-bearing and as likely answers. `scores`: of its positive, then of each."""
 
-    ids: tuple[str, ...]
+    ids: Sequence[str]
     hits: int
     gold: int
     answer_bearing: int
@@ -71,38 +79,42 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
     corpus = Corpus.open(store, run.prepare.corpus)
     questions = read_questions(corpus, cfg.questions)
     matcher = AnswerMatcher()
-    scorer = find_pair_model(run) if cfg.cross_encoder else None
-    filtered_hits: list[FilteredHits] = []
+    scorer = None
+    if cfg.cross_encoder:
+        scorer = models.find_worker_model(run, models.CROSS_ENCODERS, cfg.cross_encoder, models.pair_spec(run))
+    candidates: list[HardNegatives] = []
     for question, hits in zip(questions, _rank_passages(run, corpus, questions, progress)):
-        filtered_hits.append(filter_hits(question, hits[cfg.rank_from :], corpus, matcher, cfg))
-        progress("mine", len(filtered_hits), len(questions))
+        candidates.append(filter_hits(question, hits[cfg.rank_from :], corpus, matcher, cfg))
+        progress("mine", len(candidates), len(questions))
+    scores: list[FloatArray] = [np.zeros(0, np.float32)] * len(questions)
     if scorer:
         positives = corpus.get(dict.fromkeys(one for question in questions for one in question.positive_ids[:1]))
-        candidates = [
-            (
-                question.text,
-                [question.positive_ids[0], *of.ids[: cfg.denoise_depth]] if _has_positive(positives, question) else [],
-            )
-            for question, of in zip(questions, filtered_hits)
+        pairs = [
+            (question.text, [*question.positive_ids[:1], *of.ids[: cfg.denoise_depth]])
+            if positives.keys() & question.positive_ids[:1]
+            else (question.text, [])
+            for question, of in zip(questions, candidates)
         ]
-        scores = pair_scores(run, scorer, corpus, candidates, progress)
-        results = [
-            denoise(of, own, cfg, number=row) if len(own) else choose_negatives(of, cfg, number=row)
-            for row, (of, own) in enumerate(zip(filtered_hits, scores))
-        ]
-    else:
-        results = [choose_negatives(of, cfg, number=row) for row, of in enumerate(filtered_hits)]
-    _require_negatives(results, cfg)
+        scores = _pair_scores(run, scorer, corpus, pairs, progress)
+    results = [
+        denoise(of, own, cfg, number=row) if len(own) else choose_negatives(of, cfg, number=row)
+        for row, (of, own) in enumerate(zip(candidates, scores))
+    ]
+    counts = [len(result.ids) for result in results]
+    hits, gold, bearing, likely = (
+        sum(getattr(result, name) for result in results) for name in ("hits", "gold", "answer_bearing", "likely")
+    )
+    if likely and not sum(counts):  # the cross-encoder may be untrained
+        raise DataError(
+            f"cross-encoder {cfg.cross_encoder!r} scored all {likely} candidate passages as answers, each "
+            f"at least {cfg.denoise_share:g} likely beside the known one (mine.denoise_share); no negative is left: "
+            f"train it longer (mvr-ray train CONFIG train.task=cross_encoder), or raise mine.denoise_share above 0.5"
+        )
     mined_questions = [
-        question._replace(hard_negative_ids=result.ids, teacher_scores=result.scores)
+        question._replace(hard_negative_ids=tuple(result.ids), teacher_scores=result.scores)
         for question, result in zip(questions, results)
     ]
     write_questions(corpus, cfg.output, mined_questions)
-    counts = [len(result.ids) for result in results]
-    hits = sum(result.hits for result in results)
-    gold = sum(result.gold for result in results)
-    bearing = sum(result.answer_bearing for result in results)
-    likely = sum(result.likely for result in results)
     report = MineReport(
         questions=len(mined_questions),
         output=cfg.output,
@@ -120,58 +132,33 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
     return report
 
 
-class FilteredHits(NamedTuple):
-    """Hits of one question that are neither gold nor answer-bearing, best first, and counts of both."""
-
-    ids: list[str]
-    hits: int
-    gold: int
-    answer_bearing: int
-
-
 def filter_hits(
     question: Question, ids: Sequence[str], corpus: Corpus, matcher: AnswerMatcher, cfg: MineConfig
-) -> FilteredHits:
-    """Drop gold and answer-bearing passages from a question's hits."""
+) -> HardNegatives:
+    """Drop gold and answer-bearing passages from a question's hits; all others are candidates."""
     gold = set(question.positive_ids)
     others = [passage_id for passage_id in ids if passage_id not in gold]
     negatives = others
     if cfg.drop_answer_bearing and question.answers:
         texts = corpus.get(others)
         negatives = [i for i in others if not matcher.has_answer(texts[i].text, question.answers)]
-    return FilteredHits(negatives, len(ids), len(ids) - len(others), len(others) - len(negatives))
+    return HardNegatives(negatives, len(ids), len(ids) - len(others), len(others) - len(negatives))
 
 
-def choose_negatives(candidates: FilteredHits, cfg: MineConfig, *, number: int) -> HardNegatives:
+def choose_negatives(candidates: HardNegatives, cfg: MineConfig, *, number: int) -> HardNegatives:
     """Take the best candidates, or a sample seeded by `number`."""
     rows = _sample_negatives(len(candidates.ids), cfg, number)
-    return HardNegatives(tuple(candidates.ids[row] for row in rows), *candidates[1:])
+    return candidates._replace(ids=tuple(candidates.ids[row] for row in rows))
 
 
-def denoise(candidates: FilteredHits, scores: FloatArray, cfg: MineConfig, *, number: int) -> HardNegatives:
+def denoise(candidates: HardNegatives, scores: FloatArray, cfg: MineConfig, *, number: int) -> HardNegatives:
     """Choose negatives that the cross-encoder does not score as answers. `scores` begin with the positive's."""
     scored_ids = candidates.ids[: cfg.denoise_depth]
     clean = np.flatnonzero(share_beside(float(scores[0]), scores[1:]) < cfg.denoise_share)
     rows = clean[_sample_negatives(len(clean), cfg, number)]
-    negatives = tuple(scored_ids[row] for row in rows)
     teacher_scores = (float(scores[0]), *(float(scores[1 + row]) for row in rows))
-    return HardNegatives(negatives, *candidates[1:], likely=len(scored_ids) - len(clean), scores=teacher_scores)
-
-
-def _require_negatives(results: Sequence[HardNegatives], cfg: MineConfig) -> None:
-    """Raise DataError if the cross-encoder, perhaps untrained, dropped all candidates as answers."""
-    likely = sum(result.likely for result in results)
-    if likely and not any(result.ids for result in results):
-        raise DataError(
-            f"cross-encoder {cfg.cross_encoder!r} scored all {likely} candidate passages as answers, each "
-            f"at least {cfg.denoise_share:g} likely beside the known one (mine.denoise_share); no negative is left: "
-            f"train it longer (mvr-ray train CONFIG train.task=cross_encoder), or raise mine.denoise_share above 0.5"
-        )
-
-
-def _has_positive(passages: Mapping[str, Passage], question: Question) -> bool:
-    """Whether the question's first positive is a passage of the corpus."""
-    return bool(question.positive_ids) and question.positive_ids[0] in passages
+    negatives, num_likely = tuple(scored_ids[row] for row in rows), len(scored_ids) - len(clean)
+    return candidates._replace(ids=negatives, likely=num_likely, scores=teacher_scores)
 
 
 def _sample_negatives(count: int, cfg: MineConfig, number: int) -> IntArray:
@@ -186,26 +173,56 @@ def _rank_passages(
 ) -> Iterator[Sequence[str]]:
     """Passage ids for each question down to `mine.rank_to`, best first."""
     texts, k = [question.text for question in questions], run.mine.rank_to
+    batches = [texts[at : at + _BATCH] for at in range(0, len(texts), _BATCH)]
     if run.mine.method == "bm25":
         index = BM25Index(corpus, progress)
-        for at in range(0, len(texts), _BATCH):
-            yield from ([hit.passage_id for hit in hits] for hits in index.search(texts[at : at + _BATCH], k))
+        for batch in batches:
+            yield from ([hit.passage_id for hit in hits] for hits in index.search(batch, k))
         return
-    from mvr_ray.distributed.router import open_router
-
     store = Store(run.store.path)
     base = manifests.read(store, run.index.name)
-    _require_same_corpus(base.corpus_digest, corpus, run)
+    if base.corpus_digest != corpus.digest:
+        raise ConfigError(
+            f"index {run.index.name!r} holds a corpus of digest {base.corpus_digest}, but corpus {corpus.name!r} now "
+            f"has {corpus.digest}: its negatives would not be found in training; index again (mvr-ray index CONFIG)"
+        )
     require_encoder(store, base)
     with open_router(run, base.version) as router:
-        for at in range(0, len(texts), _BATCH):
-            answer = router.search_text(texts[at : at + _BATCH], k)
-            yield from ([hit.passage_id for hit in hits] for hits in answer.hits)
+        for batch in batches:
+            yield from ([hit.passage_id for hit in hits] for hits in router.search_text(batch, k).hits)
 
 
-def _require_same_corpus(digest: str, corpus: Corpus, run: RunConfig) -> None:
-    if digest != corpus.digest:
-        raise ConfigError(
-            f"index {run.index.name!r} holds a corpus of digest {digest}, but corpus {corpus.name!r} now has "
-            f"{corpus.digest}: its negatives would not be found in training; index again (mvr-ray index CONFIG)"
-        )
+class PairScorer(models.ModelWorker):
+    """Score batches of questions with their candidates, whose texts are read from the corpus."""
+
+    def __init__(self, task: models.WorkerModel, corpus: tuple[str, str, str]) -> None:
+        """`corpus`: the store, its name and its digest."""
+        super().__init__(task)
+        self.corpus_address = corpus
+
+    @cached_property
+    def corpus(self) -> Corpus:
+        store, name, digest = self.corpus_address
+        return Corpus.open(Store(store), name, digest)
+
+    def __call__(self, batch: Sequence[Candidates]) -> list[float]:
+        texts = self.corpus.get(dict.fromkeys(one for _, ids in batch for one in ids))
+        pairs = [Pair(question, texts[one]) for question, ids in batch for one in ids]
+        with models.translate_out_of_memory(self.task.tokens_per_batch, "read.tokens_per_batch"):
+            return self.model.score(pairs, self.task.tokens_per_batch).tolist()
+
+
+def _pair_scores(
+    run: RunConfig, model: models.WorkerModel, corpus: Corpus, candidates: Sequence[Candidates], progress: Progress
+) -> list[FloatArray]:
+    """Compute float32 scores of each question's candidates. Raises ResourceError before any worker starts."""
+    arguments = {"task": model, "corpus": (corpus.store.address, corpus.name, corpus.digest)}
+    batches = [candidates[start : start + _SCORE_BATCH] for start in range(0, len(candidates), _SCORE_BATCH)]
+    scores: list[FloatArray] = []
+    with session.connect(run.resources, needs=[pool_need("cross-encoders", run.resources)]):
+        results = map_in_pool(PairScorer, arguments, batches, run.resources, "scoring pairs")
+        for batch, values in zip(batches, results):
+            ends = np.cumsum([len(ids) for _, ids in batch])
+            scores += np.split(np.array(values, np.float32), ends[:-1])
+            progress("cross-encoder", len(scores), len(candidates))
+    return scores

@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -34,8 +35,8 @@ from mvr_ray.store.files import Store
 
 AnyModel = TypeVar("AnyModel")
 M = TypeVar("M", bound=TaskModel)
-LATEST_FORMAT = 1
-"""The format of `latest.json`."""
+RECORD_FORMAT = 1
+"""The format of a record that names a model by its fingerprint, such as `latest.json`."""
 _FULL = f"os error {errno.ENOSPC}"
 """Part of Rust libraries' error message for a full disk."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -63,10 +64,43 @@ class ModelAddress(NamedTuple):
     folder: str
 
 
+class WorkerModel(NamedTuple):
+    """A model as the workers of a pool open it. `fingerprint` is that of the driver's files."""
+
+    kind: ModelKind[Any]
+    address: ModelAddress
+    spec: Any
+    fingerprint: str
+    tokens_per_batch: int
+    threads: int
+    gpu: bool
+
+
+class ModelWorker:
+    """Applies a model to batches; one actor of a pool."""
+
+    def __init__(self, task: WorkerModel) -> None:
+        self.task = task
+
+    @cached_property
+    def model(self) -> Any:
+        """Loaded by the first batch: an error in an actor's constructor would reach the driver as text only."""
+        kind, address, spec, fingerprint, _, threads, gpu = self.task
+        return open_model(kind, address, spec, expected=fingerprint, threads=threads, gpu=gpu)
+
+
+def find_worker_model(run: RunConfig, kind: ModelKind[Any], name: str, spec: Any) -> WorkerModel:
+    """Find the model of a setting, and load it once for its fingerprint. Raises MissingInputError and the model's own
+    error."""
+    address, resources = find_model(run, kind, name), run.resources
+    fingerprint = open_model(kind, address, spec, threads=resources.torch_threads).fingerprint
+    gpu = resources.gpus_per_encoder > 0
+    return WorkerModel(kind, address, spec, fingerprint, run.read.tokens_per_batch, resources.torch_threads, gpu)
+
+
 def reader_spec(run: RunConfig) -> ReaderSpec:
     """The `read` section as a ReaderSpec."""
-    values = run.read.model_dump()
-    return ReaderSpec(**{field.name: values[field.name] for field in fields(ReaderSpec)})
+    return ReaderSpec(**run.read.model_dump(include={field.name for field in fields(ReaderSpec)}))
 
 
 def pair_spec(run: RunConfig) -> PairSpec:
@@ -79,11 +113,8 @@ def find_model(run: RunConfig, kind: ModelKind[Any], address: str) -> ModelAddre
     store, what = Store(run.store.path), kind.model.what
     name, _, fingerprint = address.partition("/")
     is_stored = re.fullmatch(r"[\w.-]+", name) and store.exists(paths.latest_model(kind.store_dir, name))
-    fingerprints = []
+    fingerprints = stored_fingerprints(store, kind, name) if is_stored else []
     if is_stored:
-        fingerprints = [
-            entry for entry in store.list(paths.models_dir(kind.store_dir, name)) if not entry.endswith(".json")
-        ]
         fingerprint = fingerprint or str(latest_fingerprint(store, kind, name))
     if fingerprint in fingerprints:
         return ModelAddress(store.address, paths.model_dir(kind.store_dir, name, fingerprint), "")
@@ -96,9 +127,9 @@ def find_model(run: RunConfig, kind: ModelKind[Any], address: str) -> ModelAddre
         )
     if _HUB_NAME.fullmatch(address):
         return ModelAddress(store.address, "", address)
-    names = ", ".join(_model_names(store, kind)) or "none"
+    names = [name for name in store.list(kind.store_dir) if store.exists(paths.latest_model(kind.store_dir, name))]
     raise MissingInputError(
-        f"{what} {address!r} is neither stored in {store.name} (there are: {names}) "
+        f"{what} {address!r} is neither stored in {store.name} (there are: {', '.join(names) or 'none'}) "
         f"nor a folder; train one (mvr-ray train CONFIG train.task={kind.model.task}), or name a folder or a hub model "
         f"(OWNER/MODEL) in {kind.setting}"
     )
@@ -138,17 +169,29 @@ def latest_fingerprint(store: Store, kind: ModelKind[Any], name: str) -> str | N
     path = paths.latest_model(kind.store_dir, name)
     if not store.exists(path):
         return None
+    return read_fingerprint(
+        store, path, f"name one by its fingerprint in {kind.setting}", f"train the {kind.model.what} again"
+    )
+
+
+def read_fingerprint(store: Store, path: str, newer_cure: str, cure: str) -> str:
+    """The fingerprint in a record of a model. Raises FormatError for one of a newer program, and StorageError for a
+    damaged one; each says its cure."""
     where = store.where(path)
-    record = parse_json(store.read_bytes(path), where)
-    require_format(record, LATEST_FORMAT, where, f"name one by its fingerprint in {kind.setting}")
+    record = parse_json(store.read_bytes(path), where, cure)
+    require_format(record, RECORD_FORMAT, where, newer_cure)
     if "fingerprint" not in record:
-        raise StorageError(f"{where} is damaged (it has no fingerprint); train the {kind.model.what} again")
+        raise StorageError(f"{where} is damaged (it has no fingerprint); {cure}")
     return record["fingerprint"]
+
+
+def stored_fingerprints(store: Store, kind: ModelKind[Any], name: str) -> list[str]:
+    return [entry for entry in store.list(paths.models_dir(kind.store_dir, name)) if not entry.endswith(".json")]
 
 
 def record_latest(store: Store, kind: ModelKind[Any], name: str, record: Mapping[str, Any]) -> None:
     """Record a model as the newest of its name; `record` is its fingerprint and its metrics."""
-    fields = json_with_checksum({**record, FORMAT_VERSION: LATEST_FORMAT})
+    fields = json_with_checksum({**record, FORMAT_VERSION: RECORD_FORMAT})
     store.write_bytes(paths.latest_model(kind.store_dir, name), (json.dumps(fields, indent=1) + "\n").encode())
 
 
@@ -171,10 +214,6 @@ def save_model(store: Store, kind: ModelKind[Any], name: str, model: StoredModel
             ) from error
         store.upload_dir(folder / fingerprint, path)
     return fingerprint
-
-
-def _model_names(store: Store, kind: ModelKind[Any]) -> list[str]:
-    return [name for name in store.list(kind.store_dir) if store.exists(paths.latest_model(kind.store_dir, name))]
 
 
 @contextmanager

@@ -1,12 +1,15 @@
-"""Forward a worker's progress to the driver through an actor: the worker reports to it, the driver polls it."""
+"""Forward a worker's progress to the driver through an actor: the worker reports to it, the driver polls it.
 
-import threading
+The worker's progress callable is `actor.report.remote`, which does not wait.
+"""
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 
+from mvr_ray.distributed.periodic import run_periodically
 from mvr_ray.types import Progress
 
 _POLL_S = 0.5
@@ -26,40 +29,26 @@ class ProgressActor:
         return self._latest
 
 
-def remote_progress(actor: Any) -> Progress:
-    """The worker's side: a progress callable that reports to the actor without waiting."""
-
-    def report(what: str, count: int, total: int) -> None:
-        actor.report.remote(what, count, total)
-
-    return report
-
-
 @contextmanager
 def forward_progress(progress: Progress) -> Iterator[Any]:
-    """The driver's side: an actor to send to the worker. Its latest report is forwarded twice a second to the end."""
+    """An actor to send to the worker. Its latest report is forwarded twice a second, and at the end."""
     actor: Any = ray.remote(ProgressActor).options(num_cpus=0).remote()
-    stop = threading.Event()
+    last = None
 
-    def forward() -> None:
-        last = None
-        while True:
-            is_last = stop.wait(_POLL_S)
-            try:
-                latest = ray.get(actor.latest.remote(), timeout=10)
-            except (ray.exceptions.RayError, TimeoutError):
-                latest = None
-            if latest and latest != last:
-                progress(*latest)
-                last = latest
-            if is_last:
-                return
+    def forward() -> float:
+        nonlocal last
+        try:
+            latest = ray.get(actor.latest.remote(), timeout=10)
+        except (ray.exceptions.RayError, TimeoutError):
+            latest = None
+        if latest and latest != last:
+            progress(*latest)
+            last = latest
+        return _POLL_S
 
-    thread = threading.Thread(target=forward, name="forward-progress", daemon=True)
-    thread.start()
     try:
-        yield actor
+        with run_periodically(forward, _POLL_S, "forward-progress", _LAST_REPORT_S):
+            yield actor
     finally:
-        stop.set()
-        thread.join(timeout=_LAST_REPORT_S)
+        forward()
         ray.kill(actor)

@@ -74,12 +74,12 @@ def map_in_pool(
         return
     actor: Any = _PoolActor
     constructor = {"worker": worker, "arguments": arguments, "threads": resources.torch_threads}
-    rows = [{"number": number, "batch": json.dumps(batch)} for number, batch in enumerate(batches)]
+    texts = [json.dumps(batch) for batch in batches]
     if not session.in_ray():
-        tables = (pa.Table.from_pylist([row]) for row in rows)
-        for result in _map_in_threads(partial(actor, **constructor), tables, min(resources.encoders_max, len(rows))):
-            yield json.loads(result.column("result")[0].as_py())
+        for result in _map_in_threads(partial(actor, **constructor), texts, min(resources.encoders_max, len(texts))):
+            yield json.loads(result)
         return
+    rows = [{"number": number, "batch": text} for number, text in enumerate(texts)]
     pipeline = dataset(rows).map_batches(actor, fn_constructor_kwargs=constructor, **pool_options(resources))
     early: dict[int, str] = {}
     expected = 0
@@ -90,32 +90,33 @@ def map_in_pool(
             expected += 1
 
 
-def _map_in_threads(
-    make: Callable[[], Callable[[pa.Table], pa.Table]], tables: Iterator[pa.Table], count: int
-) -> Iterator[pa.Table]:
+def _map_in_threads(make: Callable[[], "_PoolActor"], texts: Sequence[str], count: int) -> Iterator[str]:
     """Results in order. Each of `count` threads has its own worker, like an actor of a pool."""
     local = threading.local()
 
-    def work(table: pa.Table) -> pa.Table:
+    def work(text: str) -> str:
         if not hasattr(local, "worker"):
             local.worker = make()
-        return local.worker(table)
+        return local.worker.run(text)
 
     pool = ThreadPoolExecutor(count)
     try:
-        yield from pool.map(work, tables)
+        yield from pool.map(work, texts)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 class _PoolActor:
-    """Run a worker on the rows of a table."""
+    """Run a worker on batches."""
 
     def __init__(self, worker: Callable[..., Callable[[Any], Any]], arguments: Mapping[str, Any], threads: int) -> None:
         self.worker = worker(**arguments)
         self.threads = threads
 
-    def __call__(self, table: pa.Table) -> pa.Table:
+    def run(self, text: str) -> str:
         torch.set_num_threads(self.threads)
-        results = [json.dumps(self.worker(json.loads(batch))) for batch in table.column("batch").to_pylist()]
+        return json.dumps(self.worker(json.loads(text)))
+
+    def __call__(self, table: pa.Table) -> pa.Table:
+        results = [self.run(text) for text in table.column("batch").to_pylist()]
         return pa.table({"number": table.column("number"), "result": pa.array(results, pa.large_string())})

@@ -15,7 +15,6 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,16 +23,8 @@ import numpy as np
 from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.core.judging.answers import exact_match_score, f1_score
 from mvr_ray.core.judging.metrics import cluster_interval
-from mvr_ray.core.reading.reader import Reader, ReaderSpec, ReadRequest, Span, choose
-from mvr_ray.distributed import session
-from mvr_ray.distributed.models import (
-    READERS,
-    ModelAddress,
-    find_model,
-    open_model,
-    reader_spec,
-    translate_out_of_memory,
-)
+from mvr_ray.core.reading.reader import ReadRequest, Span, choose
+from mvr_ray.distributed import models, session
 from mvr_ray.distributed.ray_data import map_in_pool, pool_need
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store.corpus import Corpus
@@ -85,34 +76,12 @@ class Prediction(NamedTuple):
     f1: float | None
 
 
-class ReadTask(NamedTuple):
-    """Arguments of a worker."""
-
-    address: ModelAddress
-    fingerprint: str
-    spec: ReaderSpec
-    tokens_per_batch: int
-    threads: int
-    gpu: bool
-
-
-class QuestionReader:
-    """Read batches of questions, each with the texts of its passages; one actor of the pool."""
-
-    def __init__(self, task: ReadTask) -> None:
-        self.task = task
-
-    @cached_property
-    def reader(self) -> Reader:
-        """Loaded by the first batch: an error in an actor's constructor would reach the driver as text only."""
-        task = self.task
-        return open_model(
-            READERS, task.address, task.spec, expected=task.fingerprint, threads=task.threads, gpu=task.gpu
-        )
+class QuestionReader(models.ModelWorker):
+    """Read batches of questions, each with the texts of its passages."""
 
     def __call__(self, batch: Sequence[tuple[str, Sequence[str]]]) -> list[list[Span | None]]:
-        with translate_out_of_memory(self.task.tokens_per_batch, "read.tokens_per_batch"):
-            return self.reader.read([ReadRequest(*item) for item in batch], self.task.tokens_per_batch)
+        with models.translate_out_of_memory(self.task.tokens_per_batch, "read.tokens_per_batch"):
+            return self.model.read([ReadRequest(*item) for item in batch], self.task.tokens_per_batch)
 
 
 def read(
@@ -128,23 +97,18 @@ def read(
     unknown article is independent. Texts that the file lacks come from the corpus. Raises DataError,
     MissingInputError, ReaderError, ResourceError.
     """
-    path, address, spec = resolve_path(str(ranking)), find_model(run, READERS, run.read.reader), reader_spec(run)
-    ks = sorted(set(run.read.top_passages))
+    path, ks = resolve_path(str(ranking)), sorted(set(run.read.top_passages))
     if not ks:
         raise ConfigError("read.top_passages is empty; set the numbers of passages to read, such as [1, 5, 20]")
     results = _with_texts(run, path, list(read_ranking(path, ks[-1])))
     if run.read.score_weight:
         _require_scores(path, results)
-    resources = run.resources
-    fingerprint = open_model(READERS, address, spec, threads=resources.torch_threads).fingerprint
-    gpu = resources.gpus_per_encoder > 0
-    task = ReadTask(address, fingerprint, spec, run.read.tokens_per_batch, resources.torch_threads, gpu)
+    task = models.find_worker_model(run, models.READERS, run.read.reader, models.reader_spec(run))
     scores: dict[tuple[int, str], list[float]] = {(k, metric): [] for k in ks for metric in ("exact_match", "f1")}
     groups: list[str] = []
     num_unread = 0
     with ExitStack() as stack:
-        info = stack.enter_context(session.connect(resources))
-        session.require(info, [pool_need("readers", resources)])
+        stack.enter_context(session.connect(run.resources, needs=[pool_need("readers", run.resources)]))
         file = None
         if output is not None:
             temporary = stack.enter_context(finished_file(output))
@@ -154,16 +118,21 @@ def read(
             num_unread += not any(spans)
             if result.question.answers:
                 groups.append((articles or {}).get(result.question.id, f"question {number}"))
-            for prediction in answers_by_k if result.question.answers else ():
-                scores[prediction.passages, "exact_match"].append(float(bool(prediction.exact_match)))
-                scores[prediction.passages, "f1"].append(prediction.f1 or 0.0)
+                for prediction in answers_by_k:
+                    scores[prediction.passages, "exact_match"].append(float(bool(prediction.exact_match)))
+                    scores[prediction.passages, "f1"].append(prediction.f1 or 0.0)
             if file is not None:
-                file.write(_line(result, answers_by_k))
-    log.info(
-        "read: questions=%d unread=%d reader=%s fingerprint=%s", len(results), num_unread, run.read.reader, fingerprint
-    )
+                row = {
+                    "id": result.question.id,
+                    "question": result.question.text,
+                    "answers": list(result.question.answers),
+                    "predictions": [prediction._asdict() for prediction in answers_by_k],
+                }
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    name, fingerprint = run.read.reader, task.fingerprint
+    log.info("read: questions=%d unread=%d reader=%s fingerprint=%s", len(results), num_unread, name, fingerprint)
     return ReadReport(
-        reader=run.read.reader,
+        reader=name,
         fingerprint=fingerprint,
         ranking=str(ranking),
         questions=len(results),
@@ -200,7 +169,7 @@ def predictions(
 
 
 def _read_all(
-    run: RunConfig, task: ReadTask, results: Sequence[RankedQuestion], progress: Progress
+    run: RunConfig, task: models.WorkerModel, results: Sequence[RankedQuestion], progress: Progress
 ) -> Iterator[list[Span | None]]:
     """Yield the best spans of each question's passages, in order."""
     size, count = run.read.batch, 0
@@ -242,17 +211,6 @@ def _require_scores(path: Path, results: Sequence[RankedQuestion]) -> None:
                     f"ranking {path}: passage {hit.id!r} of question {row.question.text!r} has no score, which "
                     f"read.score_weight needs; set read.score_weight=0, or give a ranking with scores"
                 )
-
-
-def _line(result: RankedQuestion, predictions: Sequence[Prediction]) -> str:
-    question = result.question
-    row = {
-        "id": question.id,
-        "question": question.text,
-        "answers": list(question.answers),
-        "predictions": [prediction._asdict() for prediction in predictions],
-    }
-    return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def _row(run: RunConfig, passages: int, metric: str, values: Sequence[float], groups_Q: Sequence[str]) -> ReadRow:

@@ -9,7 +9,7 @@ never deleted by this program. Where embeddings are lost, the report names the c
 
 import logging
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store, sha256_of
-from mvr_ray.store.manifest import LEXICAL, QUERIES, FileEntry, Manifest, Problem, ShardEntry, ShardMeta
+from mvr_ray.store.manifest import LEXICAL, QUERIES, FileEntry, Manifest, ShardEntry, ShardMeta
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +36,9 @@ class Repair(NamedTuple):
     """repaired or lost."""
     damaged: list[str]
     """Path and problem of each damaged file."""
-    set_aside: str
+    set_aside: str = ""
     """Quarantine folder of the damaged one; empty if that is still in its place, or was missing."""
-    cure: str
+    cure: str = ""
     """The command that makes a lost one again."""
 
 
@@ -66,33 +66,35 @@ def repair(store: Store, manifest: Manifest) -> RepairReport:
     repairs = []
     for shard in sorted({problem.shard for problem in problems}):
         own = [problem for problem in problems if problem.shard == shard]
+        damaged_files = [f"{problem.path} {problem.reason}" for problem in own]
         if shard == QUERIES:
-            repairs.append(Repair(shard, "lost", _lines(own), "", _cure(store, manifest, [p.path for p in own])))
+            cure = _cure(store, manifest, [problem.path for problem in own])
+            repairs.append(Repair(shard, "lost", damaged_files, cure=cure))
         elif shard == LEXICAL:
-            repairs.append(_repair_words(store, manifest, own))
+            repairs.append(_repair_words(store, manifest, damaged_files))
         else:
-            repairs.append(_repair_shard(store, manifest, entries[shard], own))
+            repairs.append(_repair_shard(store, manifest, entries[shard], damaged_files))
     return RepairReport(manifest.index, manifest.version, len(entries), repairs)
 
 
-def _repair_words(store: Store, manifest: Manifest, problems: Sequence[Problem]) -> Repair:
+def _repair_words(store: Store, manifest: Manifest, damaged_files: list[str]) -> Repair:
     """Rebuild the words from the corpus and earlier versions."""
     try:
-        is_whole = repair_lexical(store, manifest)
+        if repair_lexical(store, manifest):
+            return Repair(LEXICAL, "repaired", damaged_files)
     except (MissingInputError, StorageError) as error:
         log.warning("words not indexed: index=%s error=%s", manifest.index, error)
-        is_whole = False
-    cure = "" if is_whole else "index again (mvr-ray index CONFIG index.lexical=true), which writes them whole"
-    return Repair(LEXICAL, "repaired" if is_whole else "lost", _lines(problems), "", cure)
+    cure = "index again (mvr-ray index CONFIG index.lexical=true), which writes them whole"
+    return Repair(LEXICAL, "lost", damaged_files, cure=cure)
 
 
-def _repair_shard(store: Store, manifest: Manifest, entry: ShardEntry, problems: Sequence[Problem]) -> Repair:
+def _repair_shard(store: Store, manifest: Manifest, entry: ShardEntry, damaged_files: list[str]) -> Repair:
     index, place = manifest.index, paths.shard_dir(manifest.index, entry.digest)
     with shard_folder(store) as folder:
         missing = _build_missing(manifest, entry, folder, _collect_whole(store, index, entry, folder))
         if missing:
             log.warning("shard lost: index=%s shard=%d files=%s", index, entry.shard, missing)
-            return Repair(entry.shard, "lost", _lines(problems), "", _cure(store, manifest, [place]))
+            return Repair(entry.shard, "lost", damaged_files, cure=_cure(store, manifest, [place]))
         quarantine = ""
         if store.exists(place):
             quarantine = paths.quarantine_dir(index, entry.digest, len(_set_aside(store, index, entry)) + 1)
@@ -101,17 +103,17 @@ def _repair_shard(store: Store, manifest: Manifest, entry: ShardEntry, problems:
     if copy != entry:
         raise DigestError(f"shard {entry.shard} was built as {copy.digest}, its manifest says {entry.digest}")
     log.warning("shard repaired: index=%s shard=%d set aside=%s", index, entry.shard, quarantine or "nothing")
-    return Repair(entry.shard, "repaired", _lines(problems), quarantine, "")
+    return Repair(entry.shard, "repaired", damaged_files, quarantine)
 
 
 def _collect_whole(store: Store, index: str, entry: ShardEntry, folder: Path) -> list[str]:
     """Copy whole files of the shard or of quarantined copies into `folder`; returns the names without a whole copy."""
-    missing = []
-    for name, file in entry.files.items():
-        places = [paths.shard_dir(index, entry.digest), *_set_aside(store, index, entry)]
-        if not any(_copy_whole_file(store, f"{place}/{name}", file, folder / name) for place in places):
-            missing.append(name)
-    return missing
+    places = [paths.shard_dir(index, entry.digest), *_set_aside(store, index, entry)]
+    return [
+        name
+        for name, file in entry.files.items()
+        if not any(_copy_whole_file(store, f"{place}/{name}", file, folder / name) for place in places)
+    ]
 
 
 def _build_missing(manifest: Manifest, entry: ShardEntry, folder: Path, missing: list[str]) -> list[str]:
@@ -130,13 +132,10 @@ def _build_missing(manifest: Manifest, entry: ShardEntry, folder: Path, missing:
     except ShardIndexError as error:  # such as a library that is not installed here
         log.warning("shard not built: index=%s shard=%d error=%s", manifest.index, entry.shard, error)
         return missing
-    remaining = []
-    for name in missing:
-        if (build_folder / name).is_file() and _equals(build_folder / name, entry.files[name]):
-            (build_folder / name).replace(folder / name)
-        else:
-            remaining.append(name)
-    return remaining
+    whole_names = [name for name in missing if _equals(build_folder / name, entry.files[name])]
+    for name in whole_names:
+        (build_folder / name).replace(folder / name)
+    return [name for name in missing if name not in whole_names]
 
 
 def _set_aside(store: Store, index: str, entry: ShardEntry) -> list[str]:
@@ -147,7 +146,7 @@ def _set_aside(store: Store, index: str, entry: ShardEntry) -> list[str]:
 
 def _copy_whole_file(store: Store, path: str, file: FileEntry, target: Path) -> bool:
     """Copy a file to `target`; returns whether it matches the manifest, else removes `target`."""
-    if store.size_bytes(path) != file.num_bytes or store.sha256(path) != file.sha256:
+    if store.damage(path, file.num_bytes, file.sha256):
         return False
     try:
         shutil.copyfile(store.local_path(path), target)
@@ -160,23 +159,19 @@ def _copy_whole_file(store: Store, path: str, file: FileEntry, target: Path) -> 
 
 
 def _equals(path: Path, file: FileEntry) -> bool:
-    return path.stat().st_size == file.num_bytes and sha256_of(path) == file.sha256
+    return path.is_file() and path.stat().st_size == file.num_bytes and sha256_of(path) == file.sha256
 
 
 def _cure(store: Store, manifest: Manifest, damaged_paths: Iterable[str]) -> str:
     """The command that restores lost files: encode again, or roll back to a version that does not use them."""
     if manifest.operation == "index":
         return "encode it again, and no other shard: mvr-ray index CONFIG"
-    lost_paths = set(damaged_paths)
+    step, lost_paths = manifest.operation.partition(":")[0], set(damaged_paths)
     for version in reversed(manifests.list_versions(store, manifest.index)):
         other = manifests.read(store, manifest.index, version)
         needed_paths = {paths.shard_dir(other.index, entry.digest) for entry in other.shards}
         needed_paths |= {paths.refined_queries(other.index, digest) for digest in other.refined_queries.values()}
         if not lost_paths & needed_paths:
             back = f"version {version} does not need it: mvr-ray versions CONFIG rollback {version}"
-            return f"{back}; or do the {manifest.operation.partition(':')[0]} again on it"
-    return f"encode again, then do the {manifest.operation.partition(':')[0]} again: mvr-ray index CONFIG"
-
-
-def _lines(problems: Sequence[Problem]) -> list[str]:
-    return [f"{problem.path} {problem.reason}" for problem in problems]
+            return f"{back}; or do the {step} again on it"
+    return f"encode again, then do the {step} again: mvr-ray index CONFIG"

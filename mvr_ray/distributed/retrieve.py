@@ -1,27 +1,173 @@
-"""Write the rankings of a question set over an index version in standard formats; re-exports `evaluate`."""
+"""Rank many questions, and write the rankings of a question set in standard formats.
+
+A pool of rankers embeds batches of questions, queries the searchers, and judges the hits. A batch is `retrieve.batch`
+questions of one set, in order, so the composition of batches, and with it every score, does not depend on the number of
+rankers. Batches finish in any order and are returned in theirs.
+
+Shapes: Q queries, D dimension.
+"""
 
 import logging
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 
 from mvr_ray.config import RunConfig, resolve_path
+from mvr_ray.core.judging.answers import AnswerMatcher, Match
+from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import require_encoder
-from mvr_ray.distributed.evaluate import EvaluationReport, EvaluationRow, evaluate
-from mvr_ray.distributed.rank import QuestionSet, RankSettings, rank_questions
-from mvr_ray.distributed.router import open_router, require_words
-from mvr_ray.errors import MissingInputError
+from mvr_ray.distributed.ray_data import map_in_pool, pool_need
+from mvr_ray.distributed.router import Router, open_router, require_words
+from mvr_ray.distributed.searching.searcher import Fleet
+from mvr_ray.errors import CoverageError, MissingInputError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.files import Store
 from mvr_ray.store.filters import parse_filter
-from mvr_ray.store.formats.rankings import RankingFormat, write_ranking
+from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion, RankingFormat, write_ranking
 from mvr_ray.store.formats.sources import read_question_file
+from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.questions import read_questions
-from mvr_ray.types import Progress, no_progress
-
-__all__ = ["EvaluationReport", "EvaluationRow", "RetrieveReport", "evaluate", "retrieve"]
+from mvr_ray.types import Answer, FloatArray, Hit, HybridQueries, HybridWeight, Passage, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
+
+TRIES = 3
+
+
+class QuestionSet(NamedTuple):
+    """Questions and the name of their stored set, or of their file."""
+
+    name: str
+    questions: Sequence[Question]
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return tuple(question.text for question in self.questions)
+
+    def batches(self, size: int) -> list["QuestionSet"]:
+        """Parts of `size` questions, in order."""
+        starts = range(0, len(self.questions), size)
+        return [QuestionSet(self.name, self.questions[start : start + size]) for start in starts]
+
+
+class RankSettings(NamedTuple):
+    """Search settings, and the content of each hit. `snippets` costs a tokenisation a passage."""
+
+    k: int
+    match: Match = "string"
+    strict_answers: bool = False
+    texts: bool = False
+    snippets: bool = False
+    refined_queries: bool = False
+    filter: Mapping[str, Any] | None = None
+    hybrid: HybridWeight | None = None
+
+
+class QuestionRanker:
+    """Rank batches of questions over one version with a router; needs Ray only if the fleet does."""
+
+    def __init__(self, router: Router, settings: RankSettings, threads: int = 1) -> None:
+        self.router = router
+        self.settings = settings
+        self.threads = threads
+        self.matcher = AnswerMatcher(settings.match, strict=settings.strict_answers)
+        self._refined_queries = lru_cache(router.refined_queries)
+
+    def rank(self, batch: QuestionSet) -> list[list[RankedPassage]]:
+        """Search for each question; hits are best first and judged by the question's answers."""
+        torch.set_num_threads(self.threads)
+        weight = self.settings.hybrid
+        hybrid = None if weight is None else HybridQueries(batch.texts, weight)
+        answer = self.search(self.embed(batch), self.settings.k, hybrid)
+        passages = self.router.passages(sorted({hit.passage_id for hits in answer.hits for hit in hits}))
+        return [
+            [self.to_ranked(question, hit, passages[hit.passage_id]) for hit in hits]
+            for question, hits in zip(batch.questions, answer.hits)
+        ]
+
+    def embed(self, batch: QuestionSet) -> FloatArray:
+        """Embed queries; with `refined_queries`, use the refined vector of a question where one is stored."""
+        queries_QD = self.router.embed(batch.texts)
+        if not self.settings.refined_queries:
+            return queries_QD
+        vectors = self._refined_queries(batch.name)
+        return np.stack([vectors.get(q.id, query_D) for q, query_D in zip(batch.questions, queries_QD)])
+
+    def search(self, queries_QD: FloatArray, k: int, hybrid: HybridQueries | None = None) -> Answer:
+        """Search until the answer is complete: retry after a searcher died and restarted."""
+        for again in range(1, TRIES):
+            try:
+                return self.router.search(queries_QD, k, filter=self.settings.filter, hybrid=hybrid)
+            except CoverageError as error:
+                log.warning("search retried: try=%d reason=%s", again, error)
+                self.router.ready()
+        return self.router.search(queries_QD, k, filter=self.settings.filter, hybrid=hybrid)
+
+    def to_ranked(self, question: Question, hit: Hit, passage: Passage) -> RankedPassage:
+        """Convert a hit for output; hits without a view (-1) have no snippet."""
+        has_answer = self.matcher.has_answer(passage.text, question.answers) if question.answers else None
+        title, text = (passage.title, passage.text) if self.settings.texts else ("", "")
+        has_snippet = self.settings.snippets and hit.view >= 0
+        snippet = self.router.matching_snippet(passage, hit.view) if has_snippet else ""
+        return RankedPassage(hit.passage_id, title, text, hit.score, has_answer, hit.view, snippet)
+
+
+class _PoolRanker:
+    """A ranker on a worker. It loads its encoder with the first batch."""
+
+    def __init__(
+        self, store: str, manifest: Manifest, fleet: Fleet, settings: RankSettings, threads: int, gpu: bool
+    ) -> None:
+        router = Router(Store(store), manifest, fleet, threads=threads, gpu=gpu)
+        self.ranker = QuestionRanker(router, settings, threads)
+
+    def __call__(self, batch: tuple[str, Sequence[Sequence[Any]]]) -> list[list[RankedPassage]]:
+        name, questions = batch
+        return self.ranker.rank(QuestionSet(name, [_question(fields) for fields in questions]))
+
+
+def rank_questions(
+    run: RunConfig,
+    router: Router,
+    sets: Sequence[QuestionSet],
+    settings: RankSettings,
+    progress: Progress = no_progress,
+) -> Iterator[RankedQuestion]:
+    """Yield every question with its hits, in order. Raises ResourceError if the cluster cannot place the rankers."""
+    resources = run.resources
+    batches = [batch for own in sets for batch in own.batches(run.retrieve.batch)]
+    if not batches:
+        return
+    if session.in_ray():
+        num_searchers = min(resources.searchers, len(router.manifest.shards)) * resources.replicas
+        cpus, gpus = resources.cpus_per_searcher, resources.gpus_per_searcher
+        needs = [pool_need("rankers", resources), session.Need("searchers", num_searchers, cpus, gpus)]
+        session.require(session.describe(resources), needs)
+    arguments = {
+        "store": router.store.address,
+        "manifest": router.manifest,
+        "fleet": router.fleet,
+        "settings": settings,
+        "threads": resources.torch_threads,
+        "gpu": resources.gpus_per_encoder > 0,
+    }
+    count, total = 0, sum(len(batch.questions) for batch in batches)
+    batch_hits = map_in_pool(_PoolRanker, arguments, batches, resources, "ranking questions")
+    for (_, questions), lists in zip(batches, batch_hits):
+        for question, hits in zip(questions, lists):
+            yield RankedQuestion(question, [RankedPassage(*fields) for fields in hits])
+        count += len(questions)
+        progress("questions", count, total)
+
+
+def _question(fields: Sequence[Any]) -> Question:
+    name, text, *lists = fields
+    return Question(name, text, *(tuple(values) for values in lists))
 
 
 class RetrieveReport(NamedTuple):
@@ -39,12 +185,7 @@ class RetrieveReport(NamedTuple):
 
 
 def retrieve(
-    run: RunConfig,
-    questions: str,
-    output: Path,
-    format: RankingFormat = "dpr",
-    progress: Progress = no_progress,
-    version: int | None = None,
+    run: RunConfig, questions: str, output: Path, format: RankingFormat = "dpr", progress: Progress = no_progress
 ) -> RetrieveReport:
     """Write the best `retrieve.k` passages of every question to `output`, in question order, in one atomic step.
 
@@ -52,7 +193,7 @@ def retrieve(
     CoverageError; ShardIndexError for `search.hybrid` over a version without words.
     """
     store = Store(run.store.path)
-    base = manifests.read(store, run.index.name, version)
+    base = manifests.read(store, run.index.name)
     require_encoder(store, base)
     if run.search.hybrid is not None:
         require_words(base)
@@ -60,32 +201,30 @@ def retrieve(
     if run.retrieve.filter is not None:
         parse_filter(run.retrieve.filter, corpus.fields)
     query_set = question_set(corpus, questions)
-    snippets = format in ("jsonl", "parquet") or (format == "dpr" and run.retrieve.extras)
     settings = RankSettings(
         k=run.retrieve.k,
         match=run.evaluate.match,
         strict_answers=run.retrieve.strict_answers,
         texts=format not in ("trec", "msmarco"),
-        snippets=snippets,
+        snippets=format in ("jsonl", "parquet") or (format == "dpr" and run.retrieve.extras),
         refined_queries=run.retrieve.refined_queries,
         filter=run.retrieve.filter,
         hybrid=run.search.hybrid,
     )
-    with open_router(run, version) as router:
+    with open_router(run, base.version) as router:
         results = rank_questions(run, router, [query_set], settings, progress)
         count = write_ranking(results, output, format, tag=run.retrieve.tag, extras=run.retrieve.extras)
-        manifest = router.manifest
-    log.info("retrieved: questions=%d output=%s index=%s version=%d", count, output, manifest.index, manifest.version)
+    log.info("retrieved: questions=%d output=%s index=%s version=%d", count, output, base.index, base.version)
     return RetrieveReport(
         str(output),
         format,
         count,
         run.retrieve.k,
-        manifest.index,
-        manifest.version,
-        manifest.encoder_fingerprint,
-        manifest.num_passages,
-        manifest.index_params["kind"] == "flat",
+        base.index,
+        base.version,
+        base.encoder_fingerprint,
+        base.num_passages,
+        base.index_params["kind"] == "flat",
     )
 
 

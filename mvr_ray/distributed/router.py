@@ -16,15 +16,15 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
-from mvr_ray.core.encoding.snippets import TITLE, snippet_text
+from mvr_ray.core.encoding.snippets import snippet_text
 from mvr_ray.core.searching.exact import check_k, check_queries, distinct, score_views
 from mvr_ray.core.searching.fusion import LIST_DEPTH, fuse_ranks
 from mvr_ray.core.searching.merging import first_depth
@@ -32,9 +32,10 @@ from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder, require_encoder
 from mvr_ray.distributed.lexical import open_statistics
+from mvr_ray.distributed.searching.local_searchers import LocalSearchers
 from mvr_ray.distributed.searching.merged_results import MergedResults, overlay_results, shard_starts
 from mvr_ray.distributed.searching.messages import ScanRequest, ShardFailure
-from mvr_ray.distributed.searching.searcher import NO_WORDS_HINT, Fleet, LocalFleet, SearcherTask, ShardSearcher
+from mvr_ray.distributed.searching.searcher import NO_WORDS_HINT, Fleet, SearcherTask
 from mvr_ray.errors import (
     CoverageError,
     DamagedShardsError,
@@ -68,7 +69,8 @@ from mvr_ray.types import (
     ShardState,
 )
 
-__all__ = ["MatchingSnippet", "Router", "ShardSearcher", "open_router"]
+if TYPE_CHECKING:
+    from mvr_ray.distributed.searching.fleet import RemoteSearchers
 
 log = logging.getLogger(__name__)
 
@@ -85,15 +87,6 @@ RETRY_HINT = "Ray restarts dead searchers: ask again"
 DAMAGED = "damaged"
 Observe = Callable[[str, float], None]
 """Gets a stage and its seconds: `encode` the questions, `search` the shards, `merge` their answers."""
-
-
-class MatchingSnippet(NamedTuple):
-    """What the best view represents: a snippet, the title, the whole passage, or a feedback view (no part of it)."""
-
-    kind: Literal["snippet", "title", "passage", "feedback"]
-    start: int
-    stop: int
-    text: str
 
 
 class Router:
@@ -129,9 +122,7 @@ class Router:
         self._lock = threading.Lock()
         self._encoder: DualEncoder | None = None
         self._corpus: Corpus | None = None
-        self._sources_lock = threading.Lock()
-        self._missing_sources: list[str] = []
-        self._sources_s = -math.inf
+        self._missing_sources = lru_cache(1)(lambda interval: list(self._find_missing_sources()))
         self._corpus_statistics: CorpusStatistics | None = None
         self._spans = lru_cache(MAX_SPANS)(lambda passage: tuple(self.encoder.view_spans(passage)))
 
@@ -244,7 +235,7 @@ class Router:
         if hybrid is not None:
             self._check_hybrid(hybrid, len(queries_QD))
             if hybrid.weight == "rrf":
-                return self._search_by_ranks(queries_QD, k, hybrid, deadline, min_coverage, filter)
+                return self._search_by_ranks(queries_QD, k, hybrid, min_coverage, deadline=deadline, filter=filter)
         if not len(queries_QD):
             return self._answer([], {}, 0, 0)
         exact = self._is_exact(hybrid)
@@ -278,16 +269,10 @@ class Router:
         return answer
 
     def _search_by_ranks(
-        self,
-        queries_QD: FloatArray,
-        k: int,
-        hybrid: HybridQueries,
-        deadline: Deadline,
-        min_coverage: float,
-        filter: Mapping[str, Any] | None,
+        self, queries_QD: FloatArray, k: int, hybrid: HybridQueries, min_coverage: float, **options: Any
     ) -> Answer:
         """Search both sides and fuse their best hits by reciprocal rank (`core.searching.fusion`)."""
-        depth, options = max(k, LIST_DEPTH), {"deadline": deadline, "min_coverage": min_coverage, "filter": filter}
+        depth, options["min_coverage"] = max(k, LIST_DEPTH), min_coverage
         words = self.search(queries_QD, depth, hybrid=hybrid._replace(weight="words"), **options)
         dense = self.search(queries_QD, depth, **options)
         hits = [fuse_ranks(lists, k) for lists in zip(words.hits, dense.hits)]
@@ -397,13 +382,9 @@ class Router:
     def missing_sources(self) -> list[str]:
         """Problems with the version's corpus and encoder in the store, each with what to do.
 
-        Empty if texts can be embedded and passages shown. The check is repeated after SOURCES_S.
+        Empty if texts can be embedded and passages shown. The check is repeated every SOURCES_S.
         """
-        with self._sources_lock:
-            if time.monotonic() - self._sources_s > SOURCES_S:
-                self._missing_sources = list(self._find_missing_sources())
-                self._sources_s = time.monotonic()
-            return self._missing_sources
+        return self._missing_sources(time.monotonic() // SOURCES_S)
 
     def _find_missing_sources(self) -> Iterator[str]:
         try:
@@ -448,14 +429,13 @@ class Router:
         """`DualEncoder.view_spans`, cached for the passages shown last."""
         return self._spans(passage)
 
-    def matching_snippet(self, passage: Passage, view: int) -> MatchingSnippet:
-        """The part of the passage that its best view represents."""
+    def matching_snippet(self, passage: Passage, view: int) -> str:
+        """The part of the passage that a view represents: a snippet, the title or the whole text; for a feedback view,
+        which is no part of it, nothing."""
         if view >= self.num_views:
-            return MatchingSnippet("feedback", 0, 0, "")
+            return ""
         span = self.view_spans(passage)[view]
-        if span is None:
-            return MatchingSnippet("passage", 0, len(passage.text), passage.text)
-        return MatchingSnippet("title" if span == TITLE else "snippet", *span, snippet_text(passage, span))
+        return passage.text if span is None else snippet_text(passage, span)
 
     def refined_queries(self, questions: str) -> dict[str, FloatArray]:
         """Refined vectors of a question set by question id; empty if refinement stored none.
@@ -479,8 +459,7 @@ class Router:
         num_rescored: int,
         hybrid: HybridQueries | None = None,
     ) -> Answer:
-        manifest = self.manifest
-        params = manifest.index_params
+        manifest, params = self.manifest, self.manifest.index_params
         kind, is_int8 = str(params["kind"]), params.get("scan") == "int8"
         method = f"faiss {params['factory']}" if kind == "faiss" else "flat int8" if is_int8 else kind
         if pruning_bound := manifest.metrics.get("pruned_bound", 0.0):
@@ -525,11 +504,7 @@ def require_words(manifest: Manifest) -> None:
 
 @contextmanager
 def open_router(
-    run: RunConfig,
-    version: int | None = None,
-    *,
-    local: bool | None = None,
-    timeout_s: float = TIMEOUT_S,
+    run: RunConfig, version: int | None = None, *, local: bool | None = None, timeout_s: float = TIMEOUT_S
 ) -> Iterator[Router]:
     """Open all shards of a version of `index.name` (by default the live one) until the block ends.
 
@@ -540,21 +515,32 @@ def open_router(
     """
     store = Store(run.store.path)
     manifest = manifests.read(store, run.index.name, version)
+    with open_searchers(run, manifest, local) as searchers:
+        fleet = searchers.fleet(manifest)
+        fleet.ready()
+        yield Router(store, manifest, fleet, timeout_s=timeout_s, threads=run.resources.torch_threads)
+
+
+@contextmanager
+def open_searchers(
+    run: RunConfig, manifest: Manifest, local: bool | None
+) -> Iterator["LocalSearchers | RemoteSearchers"]:
+    """Searchers of the shards of a version, for other versions too, until the block ends. `local` as in
+    `open_router`."""
     resources = run.resources
     local = not session.needs_ray(resources, manifest.num_passages) if local is None else local
     task = searcher_task(run, manifest, local=local)
-    with ExitStack() as stack:
-        if local:
-            fleet: Fleet = LocalFleet(task)
-        else:
-            from mvr_ray.distributed.searching.fleet import RemoteSearchers
+    if local:
+        yield LocalSearchers(task, resources.searcher_bytes)
+        return
+    from mvr_ray.distributed.searching.fleet import RemoteSearchers
 
-            info = stack.enter_context(session.connect(resources))
-            searchers = RemoteSearchers.start(task, resources, info)
-            stack.callback(searchers.stop)
-            fleet = searchers.fleet(manifest)
-        fleet.ready()
-        yield Router(store, manifest, fleet, timeout_s=timeout_s, threads=resources.torch_threads)
+    with session.connect(resources) as info:
+        searchers = RemoteSearchers.start(task, resources, info)
+        try:
+            yield searchers
+        finally:
+            searchers.stop()
 
 
 def searcher_task(run: RunConfig, manifest: Manifest, *, local: bool) -> SearcherTask:

@@ -8,6 +8,7 @@ a pool of actors.
 
 import importlib.util
 import logging
+import math
 import os
 import platform
 import secrets
@@ -18,9 +19,9 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.config.loader import PACKAGED_MODEL, resolve_model
@@ -41,7 +42,7 @@ _ENVIRONMENT = {
 }
 PRIVATE_LABEL = "mvr-ray/private"
 """Label of the node of a private cluster, whose searchers listen only on the loopback."""
-MAX_TEMP_PATH = 40
+MAX_TEMP_PATH = 20
 """Ray puts unix sockets under its temporary folder, and their paths may have 107 bytes."""
 _FREE_CPUS = 1.0
 _CONNECT_TIMEOUT_S = 10.0
@@ -56,14 +57,13 @@ class Node(NamedTuple):
 
 
 class ClusterInfo(NamedTuple):
-    """Resources of the cluster. `private`: this process started it; `can_grow`: it autoscales; `is_local`: there is no
-    cluster and this process does all work."""
+    """Resources of the cluster. `can_grow`: it autoscales; `is_local`: there is no cluster and this process does all
+    work."""
 
     cpus: float
     gpus: float
     memory_bytes: int
     nodes: tuple[Node, ...]
-    private: bool = False
     can_grow: bool = False
     is_local: bool = False
 
@@ -104,57 +104,51 @@ def cluster_address(resources: ResourcesConfig) -> str | None:
 
 @contextmanager
 def connect(
-    resources: ResourcesConfig, num_passages: int | None = None, *, dashboard: bool = False
+    resources: ResourcesConfig, num_passages: int | None = None, needs: Sequence[Need] = (), *, dashboard: bool = False
 ) -> Iterator[ClusterInfo]:
     """Enter a Ray session: the current one, the cluster of `address` or RAY_ADDRESS, else a private one.
 
     Work over `num_passages` that needs no Ray (`needs_ray`) stays in this process; None: it always needs Ray. The exit,
     also by Ctrl-C, leaves only a cluster that was joined or started here. `dashboard` is for Ray Train and the state
-    API on a private cluster. Raises ResourceError when the cluster cannot be reached or started.
+    API on a private cluster. Raises ResourceError when the cluster cannot be reached or started, or cannot place the
+    needs (`require`).
     """
-    if num_passages is not None and not needs_ray(resources, num_passages):
-        yield ClusterInfo(os.cpu_count() or 1, 0, 0, (), private=True, is_local=True)
-        return
-    address = cluster_address(resources)
-    if address and address.startswith(("http://", "https://")):
-        raise ResourceError(
-            f"Ray address {address!r} is a dashboard's; give the cluster's own (host:6379, or auto), or submit the "
-            f"stage as a job with RAY_API_SERVER_ADDRESS={address}"
-        )
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    if in_ray():
-        yield describe(private=False, can_grow=resources.autoscaling)
-        return
-    with _join_cluster(address) if address else _private(resources, dashboard):
-        yield describe(private=not address, can_grow=resources.autoscaling)
+    with ExitStack() as stack:
+        if num_passages is not None and not needs_ray(resources, num_passages):
+            info = ClusterInfo(os.cpu_count() or 1, 0, 0, (), is_local=True)
+        else:
+            address = cluster_address(resources)
+            if address and address.startswith(("http://", "https://")):
+                raise ResourceError(
+                    f"Ray address {address!r} is a dashboard's; give the cluster's own (host:6379, or auto), or submit "
+                    f"the stage as a job with RAY_API_SERVER_ADDRESS={address}"
+                )
+            for name, value in _ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
+            if not in_ray():
+                stack.enter_context(_join_cluster(address) if address else _private(resources, dashboard))
+            info = describe(resources)
+        require(info, needs)
+        yield info
 
 
 @contextmanager
 def _join_cluster(address: str) -> Iterator[None]:
     import ray
 
-    from mvr_ray.distributed.ray_internals import (
-        accepts_without_token,
-        listens_on_loopback_alone,
-        log_worker_messages,
-        loopback_node,
-        reread_authentication,
-        silent_stderr,
-    )
+    from mvr_ray.distributed import ray_internals
 
-    log_worker_messages()
-
+    ray_internals.log_worker_messages()
     _require_listener(address)
-    with loopback_node() if listens_on_loopback_alone(address) else nullcontext():
+    is_loopback = ray_internals.listens_on_loopback_alone(address)
+    with ray_internals.loopback_node() if is_loopback else nullcontext():
         if "RAY_AUTH_MODE" not in os.environ:
             # A client with a token refuses the calls of a cluster without tokens, and loses its actors.
-            use_token = _has_token() and not accepts_without_token(address)
+            use_token = _has_token() and not ray_internals.accepts_without_token(address)
             os.environ["RAY_AUTH_MODE"] = "token" if use_token else "disabled"
-        reread_authentication()
+        ray_internals.reread_authentication()
         try:
-            with silent_stderr(), _own_sigterm():
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+            _init_ray(address=address)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             raise ResourceError(
                 f"no Ray cluster could be joined at {address!r} (RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']}): "
@@ -166,12 +160,16 @@ def _join_cluster(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-@contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Restore this process's SIGTERM handler, which `ray.init` replaces. Without one, Ray's stays."""
+def _init_ray(**options: Any) -> None:
+    """Call `ray.init` without its output, and restore this process's SIGTERM handler, if any, which it replaces."""
+    import ray
+
+    from mvr_ray.distributed.ray_internals import silent_stderr
+
     before = signal.getsignal(signal.SIGTERM)
     try:
-        yield
+        with silent_stderr():
+            ray.init(**options, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     finally:
         if before not in (None, signal.SIG_DFL) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
@@ -192,24 +190,20 @@ def _require_listener(address: str) -> None:
 def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
     import ray
 
-    from mvr_ray.distributed.ray_internals import (
-        log_worker_messages,
-        loopback_node,
-        reread_authentication,
-        silent_stderr,
-    )
+    from mvr_ray.distributed import ray_internals
 
-    log_worker_messages()
-
+    ray_internals.log_worker_messages()
     folder = _temporary_folder()
     cpus = resources.local_cpus or max(4, 2 * (os.cpu_count() or 1))
-    secret = _own_token()
+    secret = {}
+    if "RAY_AUTH_MODE" not in os.environ or (os.environ["RAY_AUTH_MODE"] == "token" and not _has_token()):
+        secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # known only to this process
     os.environ.update(secret)
-    reread_authentication()
+    ray_internals.reread_authentication()
     try:
         try:
-            with loopback_node(), silent_stderr(), _own_sigterm():
-                ray.init(
+            with ray_internals.loopback_node():
+                _init_ray(
                     address="local",
                     num_cpus=cpus,
                     include_dashboard=dashboard,
@@ -217,9 +211,6 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
                     labels={PRIVATE_LABEL: "true"},
                     _node_ip_address="127.0.0.1",
                     _temp_dir=str(folder),
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    configure_logging=False,
                 )
         except Exception as error:  # Ray raises its own errors, OSError and plain Exception
             raise ResourceError(
@@ -232,23 +223,16 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
         for name in secret:
             os.environ.pop(name, None)
-        reread_authentication()
+        ray_internals.reread_authentication()
 
 
 def _temporary_folder() -> Path:
     for parent in (os.environ.get("RAY_TMPDIR"), tempfile.gettempdir(), "/tmp"):
-        if parent and len(parent) <= MAX_TEMP_PATH - 20 and os.access(parent, os.W_OK):
+        if parent and len(parent) <= MAX_TEMP_PATH and os.access(parent, os.W_OK):
             return Path(tempfile.mkdtemp(prefix="mvr-", dir=parent))
     raise ResourceError(
-        f"no writable temporary folder with a path under {MAX_TEMP_PATH - 20} characters; name one with RAY_TMPDIR"
+        f"no writable temporary folder with a path under {MAX_TEMP_PATH} characters; name one with RAY_TMPDIR"
     )
-
-
-def _own_token() -> dict[str, str]:
-    """Authentication of a private cluster: from the environment, else a token known only to this process."""
-    if "RAY_AUTH_MODE" in os.environ and (os.environ["RAY_AUTH_MODE"] != "token" or _has_token()):
-        return {}
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def _has_token() -> bool:
@@ -256,27 +240,15 @@ def _has_token() -> bool:
     return bool(source) or (Path.home() / ".ray" / "auth_token").is_file()
 
 
-def describe(*, private: bool, can_grow: bool = False) -> ClusterInfo:
+def describe(resources: ResourcesConfig) -> ClusterInfo:
     """Total resources of the session's live nodes, whether in use or not."""
     import ray
 
-    nodes = tuple(
-        Node(
-            float(node["Resources"].get("CPU", 0)),
-            float(node["Resources"].get("GPU", 0)),
-            int(node["Resources"].get("memory", 0)),
-        )
-        for node in ray.nodes()
-        if node["Alive"]
-    )
-    return ClusterInfo(
-        cpus=sum(node.cpus for node in nodes),
-        gpus=sum(node.gpus for node in nodes),
-        memory_bytes=sum(node.memory_bytes for node in nodes),
-        nodes=nodes,
-        private=private,
-        can_grow=can_grow,
-    )
+    of_nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    nodes = [Node(float(of.get("CPU", 0)), float(of.get("GPU", 0)), int(of.get("memory", 0))) for of in of_nodes]
+    cpus, gpus = sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)
+    memory_bytes = sum(node.memory_bytes for node in nodes)
+    return ClusterInfo(cpus, gpus, memory_bytes, tuple(nodes), resources.autoscaling)
 
 
 def require(info: ClusterInfo, needs: Sequence[Need]) -> None:
@@ -285,11 +257,23 @@ def require(info: ClusterInfo, needs: Sequence[Need]) -> None:
     On an autoscaling cluster (`resources.autoscaling`) a shortage is logged instead. Without a cluster only a GPU can
     be missing.
     """
+    if not needs:
+        return
     if info.is_local:
         if any(need.gpus for need in needs) and not importlib.import_module("torch").cuda.is_available():
             raise ResourceError(f"{needs[0].what} are to use a GPU, and torch sees none; set resources.gpus_per_* to 0")
         return
-    problems = [problem for need in needs if (problem := _misfit(info, need))]
+    problems = []
+    for need in needs:
+        num_places, demands = 0, (need.cpus, need.gpus, need.memory_bytes)
+        for node in info.nodes:
+            fits = [capacity // demand for capacity, demand in zip(node, demands) if demand > 0]
+            num_places += int(min(fits)) if fits else need.count
+        if num_places < need.count:
+            problems.append(
+                f"{need.count} {need.what} of {need.cpus:g} CPU and {need.gpus:g} GPU each, "
+                f"but the {len(info.nodes)} nodes have room for {num_places}"
+            )
     cpus = sum(need.count * need.cpus for need in needs)
     gpus = sum(need.count * need.gpus for need in needs)
     memory = sum(need.count * need.memory_bytes for need in needs)
@@ -302,35 +286,11 @@ def require(info: ClusterInfo, needs: Sequence[Need]) -> None:
         problems.append(f"{gpus:g} GPUs asked for, the cluster has {info.gpus:g}")
     if memory > info.memory_bytes:
         problems.append(f"{memory / 2**30:.1f} GiB asked for, the cluster has {info.memory_bytes / 2**30:.1f} GiB")
-    if not problems:
-        return
-    advice = "lower the counts of the resources section, or raise resources.local_cpus on one machine"
-    if info.can_grow:
+    if problems and info.can_grow:
         log.warning("waiting for the cluster to grow: %s", "; ".join(problems))
-        return
-    raise ResourceError(f"this would wait for ever: {'; '.join(problems)}; {advice}")
-
-
-def _misfit(info: ClusterInfo, need: Need) -> str | None:
-    """Describe why the nodes, even if empty, cannot hold the processes of one need; None when they can."""
-    places = 0
-    for node in info.nodes:
-        fits = [
-            capacity // demand
-            for capacity, demand in (
-                (node.cpus, need.cpus),
-                (node.gpus, need.gpus),
-                (node.memory_bytes, need.memory_bytes),
-            )
-            if demand > 0
-        ]
-        places += int(min(fits)) if fits else need.count
-    if places >= need.count:
-        return None
-    return (
-        f"{need.count} {need.what} of {need.cpus:g} CPU and {need.gpus:g} GPU each, "
-        f"but the {len(info.nodes)} nodes have room for {places}"
-    )
+    elif problems:
+        advice = "lower the counts of the resources section, or raise resources.local_cpus on one machine"
+        raise ResourceError(f"this would wait for ever: {'; '.join(problems)}; {advice}")
 
 
 _LIBRARIES = ("torch", "transformers", "pyarrow", "faiss", "hnswlib", "bm25s", "nltk", "Stemmer")
@@ -341,98 +301,70 @@ def doctor(resources: ResourcesConfig | None = None) -> list[Check]:
 
     Also tries to join the cluster of `resources.address` or RAY_ADDRESS, if configured.
     """
-    checks = [Check("python", True, platform.python_version()), _ray()]
-    checks += [_library(name) for name in _LIBRARIES]
-    checks += [_compiled_loops(), _default_model()]
-    checks += [_processors(), _memory(), _temporary(), _shared_memory(), _authentication(), _gpus()]
-    if address := cluster_address(resources or ResourcesConfig()):
-        checks.append(_reachable(address))
-    return checks
+    address = cluster_address(resources or ResourcesConfig())
+    return [*_check_software(), *_check_machine(), *([_check_cluster(address)] if address else [])]
 
 
-def _ray() -> Check:
+def _check_software() -> Iterator[Check]:
     import ray
 
     from mvr_ray.distributed.ray_internals import READ_FROM
 
+    yield Check("python", True, platform.python_version())
     is_tested = ray.__version__.startswith(READ_FROM)
-    return Check("ray", is_tested, f"{ray.__version__}; mvr_ray is tested with {READ_FROM}*")
-
-
-def _library(name: str) -> Check:
-    try:
-        module = importlib.import_module(name)
-    except ImportError as error:
-        extra = " (pip install 'mvr-ray[cpu]' or 'mvr-ray[gpu]')" if name == "faiss" else ""
-        return Check(name, False, f"cannot be imported: {error}{extra}")
-    return Check(name, True, str(getattr(module, "__version__", "installed")))
-
-
-def _compiled_loops() -> Check:
+    yield Check("ray", is_tested, f"{ray.__version__}; mvr_ray is tested with {READ_FROM}*")
+    for name in _LIBRARIES:
+        try:
+            version = str(getattr(importlib.import_module(name), "__version__", "installed"))
+        except ImportError as error:
+            extra = " (pip install 'mvr-ray[cpu]' or 'mvr-ray[gpu]')" if name == "faiss" else ""
+            yield Check(name, False, f"cannot be imported: {error}{extra}")
+        else:
+            yield Check(name, True, version)
     from mvr_ray.core.refining import native_step
     from mvr_ray.core.searching import native
 
     missing = [name for name in (native.LIBRARY, native_step.LIBRARY) if importlib.util.find_spec(name) is None]
-    if missing:
-        detail = f"{', '.join(missing)} missing, torch replaces them more slowly; install again with a C compiler"
-        return Check("compiled loops", False, detail)
-    return Check("compiled loops", True, "search and refinement, compiled from C")
-
-
-def _default_model() -> Check:
+    lack = f"{', '.join(missing)} missing, torch replaces them more slowly; install again with a C compiler"
+    yield Check("compiled loops", not missing, lack if missing else "search and refinement, compiled from C")
     folder = Path(resolve_model(PACKAGED_MODEL))
-    if folder.is_dir():
-        return Check("default model", True, f"{PACKAGED_MODEL} in {folder}")
-    detail = f"{PACKAGED_MODEL} is not installed (pip install mvr-ray brings it); the first use fetches it, 91 MB"
-    return Check("default model", False, detail)
+    lack = f"{PACKAGED_MODEL} is not installed (pip install mvr-ray brings it); the first use fetches it, 91 MB"
+    yield Check("default model", folder.is_dir(), f"{PACKAGED_MODEL} in {folder}" if folder.is_dir() else lack)
 
 
-def _processors() -> Check:
+def _check_machine() -> Iterator[Check]:
     cores = os.cpu_count() or 1
-    return Check("processors", True, f"{cores} cores; a private cluster gets {max(4, 2 * cores)} logical CPUs")
-
-
-def _memory() -> Check:
+    yield Check("processors", True, f"{cores} cores; a private cluster gets {max(4, 2 * cores)} logical CPUs")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return Check("memory", total >= 4, f"{total:.1f} GiB; Ray, a trainer and a searcher take about 3")
-
-
-def _temporary() -> Check:
+    yield Check("memory", total >= 4, f"{total:.1f} GiB; Ray, a trainer and a searcher take about 3")
     try:
         folder = _temporary_folder()
     except ResourceError as error:
-        return Check("temporary folder", False, str(error))
-    free = shutil.disk_usage(folder).free / 2**30
-    folder.rmdir()
-    return Check("temporary folder", free >= 2, f"{folder.parent} with {free:.1f} GiB free; Ray spills objects there")
-
-
-def _shared_memory() -> Check:
-    path = Path("/dev/shm")
-    if not path.is_dir():
-        return Check("shared memory", True, "no /dev/shm on this system")
-    free = shutil.disk_usage(path).free / 2**30
-    return Check("shared memory", free >= 0.5, f"{free:.1f} GiB free in /dev/shm; containers: --shm-size=2g or more")
-
-
-def _authentication() -> Check:
+        yield Check("temporary folder", False, str(error))
+    else:
+        free = shutil.disk_usage(folder).free / 2**30
+        folder.rmdir()
+        detail = f"{folder.parent} with {free:.1f} GiB free; Ray spills objects there"
+        yield Check("temporary folder", free >= 2, detail)
+    memory_folder = Path("/dev/shm")
+    free = shutil.disk_usage(memory_folder).free / 2**30 if memory_folder.is_dir() else math.inf
+    detail = f"{free:.1f} GiB free in /dev/shm; containers: --shm-size=2g or more"
+    yield Check("shared memory", free >= 0.5, detail if memory_folder.is_dir() else "no /dev/shm on this system")
     mode = os.environ.get("RAY_AUTH_MODE")
-    if mode == "token" and not _has_token():
-        return Check("authentication", False, "RAY_AUTH_MODE=token, but no token: set RAY_AUTH_TOKEN_PATH")
     token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-    if token.is_file() and token.stat().st_mode & 0o077:
-        return Check("authentication", False, f"{token} can be read by others: chmod 600 {token}")
-    return Check("authentication", True, f"RAY_AUTH_MODE={mode or 'not set: a token of its own for a private cluster'}")
+    problem = ""
+    if mode == "token" and not _has_token():
+        problem = "RAY_AUTH_MODE=token, but no token: set RAY_AUTH_TOKEN_PATH"
+    elif token.is_file() and token.stat().st_mode & 0o077:
+        problem = f"{token} can be read by others: chmod 600 {token}"
+    detail = problem or f"RAY_AUTH_MODE={mode or 'not set: a token of its own for a private cluster'}"
+    yield Check("authentication", not problem, detail)
+    cuda = importlib.import_module("torch").cuda
+    names = f"{cuda.device_count()} x {cuda.get_device_name(0)}" if cuda.is_available() else ""
+    yield Check("gpus", True, names or "none visible to torch; the CPU does all the work")
 
 
-def _gpus() -> Check:
-    torch = importlib.import_module("torch")
-    if not torch.cuda.is_available():
-        return Check("gpus", True, "none visible to torch; the CPU does all the work")
-    return Check("gpus", True, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
-
-
-def _reachable(address: str) -> Check:
+def _check_cluster(address: str) -> Check:
     try:
         if not address.startswith(("http://", "https://")):  # `connect` explains these
             _require_listener(address)  # also if this process is already in a session

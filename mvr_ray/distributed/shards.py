@@ -3,28 +3,30 @@
 Shapes: Q queries, P passages, V views per passage, N view vectors, D dimension.
 """
 
-import dataclasses
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
+from pydantic.dataclasses import dataclass
 
 from mvr_ray.checksums import with_trailer, without_trailer
 from mvr_ray.config import IndexConfig
 from mvr_ray.core.judging.collapse import Collapse, collapse_report
+from mvr_ray.distributed.session import Need
 from mvr_ray.errors import DigestError
 from mvr_ray.index.base import IndexParams, default_factory, measured_recall
 from mvr_ray.index.candidates import LABELS_FILE
 from mvr_ray.index.flat import shared_codes
-from mvr_ray.index.kinds import build_index, open_index, searches_embeddings, update_index
+from mvr_ray.index.kinds import build_index, open_index, searches_embeddings
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.delta import open_embeddings
-from mvr_ray.store.embeddings import EmbeddingShard
+from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, gather_rows
 from mvr_ray.store.files import Store, link_or_copy
 from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry, ShardMeta
 from mvr_ray.types import EmbeddingBlock, FloatArray
@@ -33,13 +35,15 @@ log = logging.getLogger(__name__)
 
 RECALL_DEPTH = 100
 COLLAPSE_SAMPLE = 256
-BUILD_CPUS = 1.0
+INDEX_BUILDERS = Need("index builders", 1, 1.0)
+"""A stage with tasks for shards needs room for one of them at least (`tasks.run_tasks`)."""
 RECALL_SLACK = 0.01
 """Promised recall is lower by this than the one measured at the build: shards and samples differ."""
 RECALL_METRICS = ("recall", "recall_least", "shards_updated", "shards_rebuilt")
 
 
-class BuiltShard(NamedTuple):
+@dataclass(frozen=True)
+class BuiltShard:
     """A stored shard and its measurements; None where there is nothing to measure.
 
     `dropped` views were pruned, the worst at distance `worst` from its siblings' hull, over its norm (`pruning`).
@@ -50,8 +54,8 @@ class BuiltShard(NamedTuple):
 
     entry: ShardEntry
     recall: float | None
-    pair_cosine: float | None
-    lv: float | None
+    pair_cosine: float | None = None
+    lv: float | None = None
     dropped: int = 0
     worst: float = 0.0
     is_updated: bool | None = None
@@ -60,7 +64,7 @@ class BuiltShard(NamedTuple):
 
 def index_params(index: IndexConfig, dimension: int, on_gpu: bool = False) -> IndexParams:
     """Index parameters of a shard from the `index` section. `on_gpu`: searchers hold it on a GPU."""
-    values = {field.name: getattr(index, field.name) for field in dataclasses.fields(IndexParams)}
+    values = {field.name: getattr(index, field.name) for field in fields(IndexParams)}
     values["factory"] = index.factory or default_factory(dimension, on_gpu)
     return IndexParams(**values)
 
@@ -76,27 +80,12 @@ def build_shard(
     """
     params = IndexParams(**manifest.index_params)
     names = {file.name for file in folder.iterdir()}
-    embeddings = open_embeddings(folder, names)
+    embeddings = folder_embeddings(folder)
     is_indexed = bool(names - {*paths.embedding_files(names), paths.PRUNED_JSON})
     if embeddings.num_passages and not searches_embeddings(params) and not is_indexed:
         build_index(params, embeddings.blocks(), folder)
     meta = ShardMeta(shard, embeddings.num_passages, embeddings.num_vectors)
     return manifests.add_shard(store, manifest.index, folder, meta, files)
-
-
-def update_shard_index(
-    params: IndexParams,
-    base: Path,
-    base_files: Collection[str],
-    folder: Path,
-    changed_ids: Collection[str],
-    most_share: float,
-) -> list[str]:
-    """Write the updated approximate index of the shard in `base` to `folder`, which holds the changed embeddings;
-    returns the names of its files, none if more than `most_share` of its vectors would be deleted ones."""
-    before = open_embeddings(base, base_files).blocks()
-    blocks = open_embeddings(folder, [file.name for file in folder.iterdir()]).blocks()
-    return update_index(params, before, blocks, changed_ids, base, folder, most_share)
 
 
 def keep_codes(
@@ -113,10 +102,10 @@ def keep_codes(
     return known_files
 
 
-def write_note(store: Store, path: str, report: BuiltShard) -> None:
-    """Write the note of a built shard, for use until its version is published."""
-    fields = {**report._asdict(), "entry": dataclasses.asdict(report.entry)}
-    store.write_bytes(path, with_trailer(json.dumps(fields).encode()))
+def write_note(store: Store, path: str, report: BuiltShard) -> BuiltShard:
+    """Write the note of a built shard, for use until its version is published; returns the shard."""
+    store.write_bytes(path, with_trailer(json.dumps(asdict(report)).encode()))
+    return report
 
 
 def read_note(store: Store, index: str, path: str) -> BuiltShard | None:
@@ -125,8 +114,8 @@ def read_note(store: Store, index: str, path: str) -> BuiltShard | None:
     if not store.exists(path):
         return None
     try:
-        fields = json.loads(bytes(without_trailer(store.read_bytes(path), store.where(path))))
-        entry = ShardEntry(**fields.pop("entry"))
+        built_shard = BuiltShard(**json.loads(bytes(without_trailer(store.read_bytes(path), store.where(path)))))
+        entry = built_shard.entry
         folder = paths.shard_dir(index, entry.digest)
         checks = (store.damage(f"{folder}/{name}", file.num_bytes, file.sha256) for name, file in entry.files.items())
         if reason := next(filter(None, checks), ""):
@@ -135,7 +124,7 @@ def read_note(store: Store, index: str, path: str) -> BuiltShard | None:
         log.warning("shard is built again: note=%s (%s)", store.where(path), error)
         store.delete(path)
         return None
-    return BuiltShard(entry, **fields)
+    return built_shard
 
 
 @contextmanager
@@ -147,8 +136,46 @@ def shard_folder(store: Store) -> Iterator[Path]:
         yield folder
 
 
-def mean_over_passages(pairs: Sequence[tuple[float | None, int]]) -> float | None:
-    """Mean of (value, passages) pairs weighted by passages, ignoring None; None where nothing was measured."""
+def folder_embeddings(folder: Path) -> EmbeddingShard:
+    """Open the embeddings of a shard that consists of the files in a folder."""
+    return open_embeddings(folder, [file.name for file in folder.iterdir()])
+
+
+def shard_embeddings(store: Store, index: str, entry: ShardEntry) -> EmbeddingShard:
+    """Open the embeddings of a stored shard. Raises as `manifest.open_shard`."""
+    return open_embeddings(manifests.open_shard(store, index, entry), entry.files)
+
+
+def blocks_by_id(
+    blocks: Sequence[EmbeddingBlock], keeps: Callable[[str], bool] = lambda passage_id: True
+) -> Iterator[EmbeddingBlock]:
+    """Yield the passages of these blocks whose ids `keeps`, in order of id."""
+    yield from gather_batches(
+        blocks,
+        sorted(
+            BlockRow(passage_id, number, row)
+            for number, block in enumerate(blocks)
+            for row, passage_id in enumerate(block.ids)
+            if keeps(passage_id)
+        ),
+    )
+
+
+def gather_batches(blocks: Sequence[EmbeddingBlock], rows: Sequence[BlockRow]) -> Iterator[EmbeddingBlock]:
+    """`gather_rows` in batches of passages."""
+    for start in range(0, len(rows), BATCH_PASSAGES):
+        yield gather_rows(blocks, rows[start : start + BATCH_PASSAGES])
+
+
+def related_shards(shard: int, num_before: int, num_after: int) -> list[int]:
+    """The old shards, or parts of a corpus, that can hold a passage of a new shard: those with the same residue."""
+    step = math.gcd(num_before, num_after)
+    return list(range(shard % step, num_before, step))
+
+
+def mean_over_passages(shards: Sequence[BuiltShard], name: str) -> float | None:
+    """Mean of a measurement of shards weighted by passages; None where nothing was measured."""
+    pairs = [(getattr(shard, name), shard.entry.num_passages) for shard in shards]
     weighted_values = [(value, weight) for value, weight in pairs if value is not None]
     total = sum(weight for _, weight in weighted_values)
     return sum(value * weight for value, weight in weighted_values) / total if total else None
@@ -165,7 +192,7 @@ def recall_metrics(shards: Sequence[BuiltShard]) -> dict[str, int | float]:
     """Manifest metrics of the shards' approximate indexes: the measured recall, the minimum for each updated index, and
     the numbers of updated and rebuilt ones."""
     metrics: dict[str, int | float] = {}
-    recall = mean_over_passages([(shard.recall, shard.entry.num_passages) for shard in shards])
+    recall = mean_over_passages(shards, "recall")
     if recall is not None:
         approximate = (shard for shard in shards if LABELS_FILE in shard.entry.files)
         floors = [one.recall if one.least_recall is None else one.least_recall for one in approximate]
@@ -191,7 +218,7 @@ def shard_recall(store: Store, manifest: Manifest, entry: ShardEntry, sample: in
 
 def folder_recall(params: IndexParams, folder: Path, sample: int, seed: int) -> float:
     """Measure the recall of the approximate index in a folder against its embeddings, by `sample` of its views."""
-    blocks = open_embeddings(folder, [file.name for file in folder.iterdir()]).blocks()
+    blocks = folder_embeddings(folder).blocks()
     queries_QD = sample_views(blocks, sample, seed)
     exact = open_index(IndexParams(kind="flat"), blocks, folder, threads=1)
     return measured_recall(open_index(params, blocks, folder, threads=1), exact, queries_QD, RECALL_DEPTH)

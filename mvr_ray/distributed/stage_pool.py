@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import ray
 
 from mvr_ray.config import RunConfig, StoreConfig
 from mvr_ray.distributed import session
-from mvr_ray.distributed.progress import forward_progress, remote_progress
+from mvr_ray.distributed.progress import forward_progress
 from mvr_ray.distributed.ray_errors import translate_ray_errors
 from mvr_ray.store.files import Store
 from mvr_ray.store.runs import to_plain
@@ -24,27 +24,20 @@ class _Task(NamedTuple):
     resources: ExitStack
 
 
-class StagePool:
+class StagePool(ExitStack):
     """Stages that run in Ray tasks, by name. An exception in the block cancels the running ones."""
 
     def __init__(self, cluster: session.ClusterInfo) -> None:
+        super().__init__()
         self._cluster = cluster
         self._tasks: dict[str, _Task] = {}
-        self._resources = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._resources.__exit__(*error)
 
     def start(self, name: str, stage: _Stage, run: RunConfig, progress: Progress, gpus: float = 0) -> None:
         """Start a stage on any node with free resources. Raises ResourceError if the cluster lacks the GPUs."""
         if gpus:
             session.require(self._cluster, [session.Need("clocks", 1, 0, gpus)])
-        resources = self._resources.enter_context(ExitStack())
-        report = resources.enter_context(_remote_stage(stage, run, progress, gpus))
-        self._tasks[name] = _Task(report, resources)
+        resources = self.enter_context(ExitStack())
+        self._tasks[name] = _Task(resources.enter_context(_remote_stage(stage, run, progress, gpus)), resources)
 
     def wait(self) -> str:
         """Wait until a stage ends; returns its name."""
@@ -76,4 +69,4 @@ def _remote_stage(stage: _Stage, run: RunConfig, progress: Progress, gpus: float
 
 
 def _run_stage(stage: _Stage, plain: dict[str, Any], actor: Any) -> Any:
-    return to_plain(stage(RunConfig.model_validate(plain), remote_progress(actor)))
+    return to_plain(stage(RunConfig.model_validate(plain), actor.report.remote))

@@ -47,19 +47,13 @@ def open_job(run: RunConfig) -> TrainingJob:
     store = Store(run.store.path)
     corpus = Corpus.open(store, run.prepare.corpus)
     model = _starting_encoder(run, store, corpus)
-    key = training_key(run, store, model.fingerprint)
+    parts = [run.digest("encoder", "train"), model.fingerprint, corpus.digest, *input_digests(corpus, run.train)]
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]  # of everything that determines the weights
     loss_name(run, model)
     examples = open_examples(corpus, model.splitter, run.train)
     dev = open_dev(corpus, run.train)
     checkpoints = Checkpoints(store, paths.training_dir(run.encoder.name, key))
     return TrainingJob(run, model, examples, dev, checkpoints)
-
-
-def training_key(run: RunConfig, store: Store, start: str) -> str:
-    """Digest of everything that determines the weights: settings, initial weights, passages and questions."""
-    corpus = Corpus.open(store, run.prepare.corpus)
-    parts = [run.digest("encoder", "train"), start, corpus.digest, *input_digests(corpus, run.train)]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def _starting_encoder(run: RunConfig, store: Store, corpus: Corpus) -> DualEncoder:

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from mvr_ray.serving.schemas import SearchResponse
 
 if TYPE_CHECKING:
-    from mvr_ray.distributed.diagnostics import RouterDiagnostics
+    from mvr_ray.distributed.hot_swap import HotSwapRouter
     from mvr_ray.serving.freshness import FreshnessMonitor
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -48,7 +48,7 @@ class Metrics:
         for value in ("true", "false"):
             self.answers.labels(value)
 
-    def add_router(self, router: "RouterDiagnostics") -> None:
+    def add_router(self, router: "HotSwapRouter") -> None:
         """Export the counts of this router, too."""
         self.registry.register(_Searchers(router))
 
@@ -87,11 +87,11 @@ class Metrics:
 class _Searchers(Collector):
     """The counts of a router."""
 
-    def __init__(self, router: "RouterDiagnostics") -> None:
+    def __init__(self, router: "HotSwapRouter") -> None:
         self.router = router
 
     def collect(self) -> Iterator[Metric]:
-        counts = self.router.counts()
+        counts = self.router.searchers.counts()
         for family, name, meaning, value in (
             (CounterMetricFamily, "hedged_calls", "Calls made because another replica was slow.", counts.hedges),
             (CounterMetricFamily, "hedge_wins", "Hedged calls that answered first.", counts.hedge_wins),
@@ -101,8 +101,8 @@ class _Searchers(Collector):
         ):
             yield family(f"mvr_ray_{name}", meaning, value=value)
         dirty = GaugeMetricFamily("mvr_ray_dirty_share", "Passages that the live version changed.", labels=["index"])
-        if self.router.dirty_share is not None:
-            dirty.add_metric([self.router.index], self.router.dirty_share)
+        if (dirty_share := self.router.manifest.dirty_share) is not None:
+            dirty.add_metric([self.router.index], dirty_share)
         yield dirty
 
 

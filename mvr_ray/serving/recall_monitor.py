@@ -21,7 +21,7 @@ from mvr_ray.errors import MvrRayError
 from mvr_ray.types import Answer
 
 if TYPE_CHECKING:
-    from mvr_ray.distributed.diagnostics import RouterDiagnostics
+    from mvr_ray.distributed.hot_swap import HotSwapRouter
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ Query = str | Sequence[float]
 class RecallMonitor:
     """Measures the recall of some queries. Safe to use from several threads."""
 
-    def __init__(self, router: "RouterDiagnostics", report: Callable[[float], None], every: int = EVERY) -> None:
+    def __init__(self, router: "HotSwapRouter", report: Callable[[float], None], every: int = EVERY) -> None:
         """The monitor's thread calls `report` with each recall."""
         self.router = router
         self.report = report

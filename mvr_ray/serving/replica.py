@@ -55,7 +55,6 @@ class SearchIngress:
     """A replica that answers HTTP from the live version, and from newer ones as they are published."""
 
     def __init__(self, run: dict[str, Any], version: int | None = None, tokens: Sequence[KnownToken] = ()) -> None:
-        from mvr_ray.distributed.diagnostics import RouterDiagnostics
         from mvr_ray.distributed.hot_swap import open_hot_swap_router
 
         logs.to_stderr()
@@ -73,10 +72,9 @@ class SearchIngress:
             if not live.missing_sources():  # under load, a new replica's first question would wait for imports
                 live.embed(["the first question"])
         catalog = VersionCatalog(Store(config.store.path), config.index.name)
-        diagnostics = RouterDiagnostics(router)
-        recall_monitor = RecallMonitor(diagnostics, self._metrics.note_recall)
+        recall_monitor = RecallMonitor(router, self._metrics.note_recall)
         self._resources.callback(recall_monitor.close)
-        self._metrics.add_router(diagnostics)
+        self._metrics.add_router(router)
         freshness = FreshnessMonitor(catalog.store, config.follow, lambda: router.manifest)
         self._resources.enter_context(freshness.running())
         self._metrics.add_freshness(freshness)

@@ -15,22 +15,22 @@ from mvr_ray.store.runs import to_plain
 def run_stages(run: RunConfig) -> dict[str, Any]:
     """The report of each stage without paths, times and the store's own name."""
     from mvr_ray.cli import search_once
-    from mvr_ray.distributed import analyze, build_index, compact, refine, reshard, retrieve
+    from mvr_ray.distributed import analyze, build_index, evaluate, refine, retrieve, rewrite
     from mvr_ray.store.files import Store
     from mvr_ray.store.update import update
 
     folder = Path(run.store.path)
     stages: dict[str, Any] = {"index": build_index.index(run)}
-    stages["evaluate"] = retrieve.evaluate(run)
+    stages["evaluate"] = evaluate.evaluate(run)
     stages["retrieve"] = retrieve.retrieve(run, "dev", folder / "ranking.jsonl", "jsonl")._replace(output="")
     stages["ranking"] = (folder / "ranking.jsonl").read_text()
     stages["search"] = search_once.search(run, None, "who ruled the country?", 5).model_dump(mode="json")
     stages["analyze"] = analyze.analyze(run)
     stages["update"] = update(run.prepare, Store(run.store.path), str(folder / "changes.jsonl"))
     stages["index again"] = build_index.index(run)
-    stages["compact"] = compact.compact(run)
+    stages["compact"] = rewrite.compact(run)
     stages["refine"] = refine.refine(run)
-    stages["reshard"] = reshard.reshard(run, 2)
+    stages["reshard"] = rewrite.reshard(run, 2)
     return to_plain(stages)
 
 

@@ -11,15 +11,14 @@ import yaml
 from prepared_corpus import only_corpus
 
 from mvr_ray.cli import main
-from mvr_ray.config import EvaluateConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.snippets import TITLE, find_snippet, snippet_spans
-from mvr_ray.core.judging.answers import has_answer
+from mvr_ray.core.judging.answers import AnswerMatcher, has_answer
 from mvr_ray.core.judging.attention import attention_kl, mean_attention_kl, view_attention
 from mvr_ray.distributed.analyze import (
     ALL_VIEWS,
     ANSWER_VIEW,
-    OwnViews,
+    AnalyzedQuestions,
     _answer_view_ranks,
     _evenly_spaced,
     _examples,
@@ -28,8 +27,7 @@ from mvr_ray.distributed.analyze import (
     _spans,
     analyze,
 )
-from mvr_ray.distributed.evaluate import judge_hits
-from mvr_ray.distributed.retrieve import evaluate
+from mvr_ray.distributed.evaluate import evaluate, judge_hits
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
@@ -182,12 +180,12 @@ def test_a_feedback_view_the_title_and_a_missing_view_match_no_snippet(small_ind
     questions = [Question(f"q{at}", "Who?", answers=(word,)) for at in range(5)]
     views = [(1,), (8, 1), (0, 9, missing, -1), (0, 1), ()]
     hits = [[Hit(passage.id, 1.0 - at, view, 0, at) for at, view in enumerate(own)] for own in views]
-    ranking = judge_hits(questions, hits, passages)
+    ranking = judge_hits(questions, hits, passages, AnswerMatcher())
     assert spans[0] == TITLE and all(hit.has_answer for row in ranking for hit in row.passages)
-    ranks = _answer_view_ranks(ranking, hits, passages, encoder, EvaluateConfig())
+    ranks = _answer_view_ranks(ranking, hits, passages, encoder, AnswerMatcher())
     assert list(ranks.values()) == [0, 1, -1, 1, -1]
     empty_ranking = [RankedQuestion(Question("q", "Who?"), [])]
-    assert _answer_view_ranks(empty_ranking, [[]], passages, encoder, EvaluateConfig()) == {}
+    assert _answer_view_ranks(empty_ranking, [[]], passages, encoder, AnswerMatcher()) == {}
 
 
 def test_the_examples_are_passages_with_two_questions_answered_in_different_snippets(
@@ -234,9 +232,10 @@ def test_examples_are_those_of_most_snippets_then_by_id_with_each_questions_firs
     questions = [Question(f"q{at}", f"Question {at}?", positive_ids=(i,)) for at, (i, _) in enumerate(own)]
     mask_QV = np.ones((len(own), 3), bool)
     mask_QV[7, 1] = False
-    views = OwnViews(rng.random((len(own), 3, 4), np.float32) * mask_QV[..., None], mask_QV)
+    views_QVD = rng.random((len(own), 3, 4), np.float32) * mask_QV[..., None]
     queries_QD = rng.random((len(own), 4), np.float32)
-    examples = _examples(questions, views, queries_QD, np.array([view for _, view in own]), passages, spans)
+    own_questions = AnalyzedQuestions(questions, queries_QD, views_QVD, mask_QV)
+    examples = _examples(own_questions, np.array([view for _, view in own]), passages, spans)
     rows = [(one.passage_id, one.title, one.question, one.answer_view) for one in examples]
     assert rows == [
         ("b", "title b", "Question 6?", 2),
@@ -245,7 +244,7 @@ def test_examples_are_those_of_most_snippets_then_by_id_with_each_questions_firs
         ("c", "title c", "Question 7?", 2),
     ]
     assert examples[3].scores[1] is None
-    assert examples[3].scores[2] == pytest.approx(sum(views.views_QVD[7, 2] * queries_QD[7]), rel=1e-5)
+    assert examples[3].scores[2] == pytest.approx(sum(views_QVD[7, 2] * queries_QD[7]), rel=1e-5)
 
 
 def test_where_views_read_the_whole_passage_examples_go_by_the_snippets_that_camvr_would_cut(minilm):
@@ -273,13 +272,14 @@ def test_an_index_with_a_title_view_says_title_where_the_title_won_and_numbers_t
         for question in read_questions(only_corpus(Store(str(own_index))), "dev")[:40]:
             for hit in router.search_text([question.text], 20).hits[0]:
                 passage = router.passages([hit.passage_id])[hit.passage_id]
-                snippet = router.matching_snippet(passage, hit.view)
-                kinds.add((hit.view == 0, snippet.kind))
-                if snippet.kind == "snippet":
+                span, text = router.view_spans(passage)[hit.view], router.matching_snippet(passage, hit.view)
+                kind = "passage" if span is None else "title" if span == TITLE else "snippet"
+                kinds.add((hit.view == 0, kind))
+                if kind == "snippet":
                     first, *_ = snippet_spans(passage.text, 3, router.encoder.splitter)
-                    assert (hit.view == 1) == ((snippet.start, snippet.stop) == first)
-                if snippet.kind == "title":
-                    assert (snippet.start, snippet.stop, snippet.text) == (0, 0, passage.title)
+                    assert (hit.view == 1) == (span == first)
+                if kind == "title":
+                    assert text == passage.title
     assert (True, "title") in kinds and kinds <= {(True, "title"), (False, "snippet"), (False, "passage")}
 
 

@@ -13,7 +13,7 @@ from random_index import brute_force, publish_random_index, random_views
 
 from mvr_ray.checksums import add_trailer
 from mvr_ray.config import PrepareConfig, SourceConfig
-from mvr_ray.distributed import build_index, compact, encode
+from mvr_ray.distributed import build_index, encode, rewrite
 from mvr_ray.distributed.encoders import resolve_encoder
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
@@ -405,7 +405,7 @@ def test_an_approximate_index_is_updated_in_a_copy_or_built_anew_and_the_manifes
     again = change(1)
     assert counts(again) == (1, 0, 1)
     assert updated_shards(again) == {shard_of(old[0].id, 3)} - {shard_of(old[1].id, 3)}
-    compact.compact(run)
+    rewrite.compact(run)
     live = manifest.read(store, "index")
     assert updated_shards(live) == set() and live.recall == 1.0
     assert manifest.verify(store, live).problems == []

@@ -15,14 +15,14 @@ from kill_at_call import run_and_kill
 from random_index import D, Views, brute_force, publish_random_index, random_views
 
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed import compact, session
-from mvr_ray.distributed.compact import compact_one
-from mvr_ray.distributed.reshard import ReshardTask, manifest_over, reshard_one, staging_key
+from mvr_ray.distributed import rewrite, session
+from mvr_ray.distributed.rewrite import compact_one, reshard_one, rewritten_manifest, staging_key
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
-from mvr_ray.distributed.shards import build_shard, update_shard_index
+from mvr_ray.distributed.shards import build_shard, folder_embeddings
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.candidates import LABELS_FILE
+from mvr_ray.index.kinds import update_index
 from mvr_ray.store import delta, embeddings, manifest, paths
 from mvr_ray.store.corpus import shard_of
 from mvr_ray.store.delta import open_embeddings, write_changed
@@ -49,10 +49,9 @@ def publish_update(store: Store, base: Manifest, upserts: Views, deletions: set[
             with store.scratch() as scratch:
                 folder = scratch / "shard"
                 folder.mkdir()
-                files = entry.files
                 if write_changed(shard, folder, own, [name for name in here if name in deletions]):
-                    base_folder = shard.path.parent
-                    update_shard_index(IndexParams(**base.index_params), base_folder, files, folder, own, 0.25)
+                    params, blocks = IndexParams(**base.index_params), folder_embeddings(folder).blocks()
+                    update_index(params, shard.blocks(), blocks, own, shard.path.parent, folder, 0.25)
                 shards[entry.shard] = build_shard(store, base, entry.shard, folder)
     return manifest.publish(store, dataclasses.replace(base, parent=base.version, shards=tuple(shards)))
 
@@ -66,8 +65,9 @@ def publish_compaction(store: Store, base: Manifest) -> Manifest:
 
 
 def publish_reshard(store: Store, base: Manifest, num_shards: int) -> Manifest:
-    task = ReshardTask(store.address, base, num_shards, staging_key(base, num_shards), 0)
-    return manifest.publish(store, manifest_over(base, [reshard_one(task, shard) for shard in range(num_shards)]))
+    key = staging_key(base, num_shards)
+    shards = [reshard_one(store.address, base, num_shards, key, shard) for shard in range(num_shards)]
+    return manifest.publish(store, rewritten_manifest(base, "reshard", shards))
 
 
 def answers(root: Path, version: Manifest, queries_QD: np.ndarray, k: int) -> list[list[tuple[str, float, int]]]:
@@ -167,11 +167,11 @@ def test_compaction_writes_what_has_changes_and_keeps_every_other_file(tmp_path,
     views, store = random_views(120, 5), Store(str(tmp_path))
     base = publish_random_index(tmp_path, views, 4, params)
     run = RunConfig.model_validate({"store": {"path": str(tmp_path)}, "index": {"name": "random"}})
-    assert compact.compact(run).version == base.version == 1
+    assert rewrite.compact(run).version == base.version == 1
     updated_version = publish_update(store, base, random_views(2, 9), {"p007"})
     changed_shards = {shard_of(name, 4) for name in ("p000", "p001", "p007")}
     assert {entry.shard for entry in updated_version.shards if paths.CHANGES in entry.files} == changed_shards
-    report = compact.compact(run)
+    report = rewrite.compact(run)
     assert (report.base_version, report.version, report.shards_written) == (2, 3, len(changed_shards))
     version = manifest.read(store, "random")
     assert version.operation == "compact" and store.list(paths.index_dir("random", "staging")) == []
@@ -182,7 +182,7 @@ def test_compaction_writes_what_has_changes_and_keeps_every_other_file(tmp_path,
         params,
     )
     assert version.shards == whole.shards, "the bytes are those of a build from nothing"
-    assert compact.compact(run).version == 3
+    assert rewrite.compact(run).version == 3
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def test_a_compaction_killed_at_any_call_leaves_a_whole_version_and_ends_with_th
 
     def compact_in(store: Store) -> None:
         sections = {"store": {"path": str(store.root)}, "resources": {"local_passages": 1000}}
-        compact.compact(RunConfig.model_validate({**sections, "index": {"name": "random", "recall_sample": 5}}))
+        rewrite.compact(RunConfig.model_validate({**sections, "index": {"name": "random", "recall_sample": 5}}))
 
     whole = Store(shutil.copytree(before.root, tmp_path / "whole"))
     compact_in(whole)

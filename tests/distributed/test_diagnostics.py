@@ -8,7 +8,6 @@ from live_search import live_search
 from random_index import D, brute_force, publish_random_index, random_views
 
 from mvr_ray.config import ResourcesConfig, RunConfig
-from mvr_ray.distributed.diagnostics import RouterDiagnostics
 from mvr_ray.distributed.hot_swap import HotSwapRouter, open_hot_swap_router
 from mvr_ray.distributed.searching.local_searchers import LocalSearchers
 from mvr_ray.distributed.searching.searcher import SearcherTask
@@ -40,20 +39,20 @@ def hit_pairs(hits):
 @pytest.mark.parametrize("params", [POOR, IndexParams(), IndexParams(scan="int8")])
 def test_the_exact_answer_is_exhaustive_searchs_whatever_the_index(tmp_path, params):
     views = random_views(400, 3)
-    insight = RouterDiagnostics(live_over(tmp_path, views, params))
-    for query_D, hits in zip(QUERIES_QD, insight.exact(QUERIES_QD, K)):
+    live = live_over(tmp_path, views, params)
+    for query_D, hits in zip(QUERIES_QD, live.exact(QUERIES_QD, K)):
         assert [(one, score, view) for one, score, view in truth(views, query_D)] == hit_pairs(hits)
     with pytest.raises(ShardIndexError, match="dimension"):
-        insight.exact(np.ones((1, D + 1), np.float32), K)
+        live.exact(np.ones((1, D + 1), np.float32), K)
     with pytest.raises(ShardIndexError, match="at least one"):
-        insight.exact(QUERIES_QD, 0)
+        live.exact(QUERIES_QD, 0)
 
 
 def test_sampled_recall_is_the_share_of_the_true_best_that_the_answer_reached(tmp_path):
     views = random_views(400, 3, levels=50)
     live = live_over(tmp_path, views, POOR)
     recalls: queue.Queue[float] = queue.Queue()
-    recall_monitor = RecallMonitor(RouterDiagnostics(live), recalls.put, every=1)
+    recall_monitor = RecallMonitor(live, recalls.put, every=1)
     shares = []
     for query_D in QUERIES_QD:
         answer = live_search(live, query_D[None], K)
@@ -74,16 +73,16 @@ def test_one_query_of_so_many_is_taken_wherever_it_stands_in_its_batch_and_exact
     views = random_views(60, 3)
     live, exact = live_over(tmp_path / "poor", views, POOR), live_over(tmp_path / "flat", views)
     recalls: queue.Queue[float] = queue.Queue()
-    recall_monitor = RecallMonitor(RouterDiagnostics(live), recalls.put, every=10)
+    recall_monitor = RecallMonitor(live, recalls.put, every=10)
     for size in (4, 4, 4, 7, 1, 10):  # the tenth, twentieth and thirtieth query are in the third, fifth and last
         recall_monitor.note(QUERIES_QD[:size].tolist(), K, live_search(live, QUERIES_QD[:size], K))
         while recall_monitor._busy:
             pass
     assert recalls.qsize() == 3
-    never = RecallMonitor(RouterDiagnostics(exact), recalls.put, every=1)
+    never = RecallMonitor(exact, recalls.put, every=1)
     never.note(QUERIES_QD.tolist(), K, live_search(exact, QUERIES_QD, K))
     assert not never._busy and recalls.qsize() == 3
-    assert RouterDiagnostics(live).counts() == FleetCounts()
+    assert live.searchers.counts() == FleetCounts()
     recall_monitor.close()
     never.close()
 
@@ -95,9 +94,8 @@ def test_searchers_answer_exactly_beside_their_queues(tmp_path, ray_session):
     resources = ResourcesConfig(searchers=2, replicas=2, cpus_per_searcher=0.5)
     run = RunConfig.model_validate({"store": {"path": str(tmp_path)}, "index": {"name": "random"}})
     with open_hot_swap_router(run.model_copy(update={"resources": resources}), probe_s=3600) as live:
-        insight = RouterDiagnostics(live)
-        for query_D, hits in zip(QUERIES_QD[:3], insight.exact(QUERIES_QD[:3], K)):
+        for query_D, hits in zip(QUERIES_QD[:3], live.exact(QUERIES_QD[:3], K)):
             assert [(one, score, view) for one, score, view in truth(views, query_D)] == hit_pairs(hits)
         assert not live_search(live, QUERIES_QD[:3], K).exact.certified
-        assert insight.counts() == FleetCounts()
-        assert insight.index == "random" and insight.dirty_share is None
+        assert live.searchers.counts() == FleetCounts()
+        assert live.index == "random" and live.manifest.dirty_share is None

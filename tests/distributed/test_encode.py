@@ -17,7 +17,7 @@ from mvr_ray.checksums import json_with_checksum
 from mvr_ray.core.encoding import precision
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.distributed import build_index, encode, encoders, session
-from mvr_ray.distributed.encoders import local_encoder, resolve_encoder, sample_evenly
+from mvr_ray.distributed.encoders import LocalEncoder, local_encoder, resolve_encoder, sample_evenly
 from mvr_ray.errors import FingerprintError, FormatError, MissingInputError, ResourceError, StorageError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
@@ -47,7 +47,7 @@ def test_a_chunk_embeds_to_what_its_passages_embed_to_alone(encoder):
 def test_chunks_cover_every_row_of_a_part_once(corpus_store, run_over):
     run = run_over(corpus_store)
     corpus = Corpus.open(Store(str(corpus_store)), run.prepare.corpus)
-    task = encode.encode_task(run, corpus, encode.LocalEncoder(Path(), "encoder", "f" * 16, 4, 384, "cosine"))
+    task = encode.encode_task(run, corpus, LocalEncoder(Path(), "encoder", "f" * 16, 4, 384, "cosine"))
     for shard in range(corpus.num_shards):
         chunks = encode.chunks_of(task, corpus, shard)
         assert [row for c in chunks for row in range(c.start, c.stop)] == list(range(len(corpus.part(shard))))
@@ -202,7 +202,7 @@ def test_a_chunk_is_embedded_while_the_one_before_is_written(empty_store, run_ov
 
     monkeypatch.setattr(encode, "embed_chunk", record)
     monkeypatch.setattr(encode.ChunkEncoder, "_write", slow)
-    rows = [encode.tokenize_chunks(pa.Table.from_pylist([chunk._asdict()]), task) for chunk in chunks]
+    rows = [encode.tokenize_chunk(pa.Table.from_pylist([chunk._asdict()]), task) for chunk in chunks]
     with ThreadPoolExecutor(2) as pool:
         assert [one.column("passages").to_pylist() for one in pool.map(encoder, rows)] == [
             [chunk.stop - chunk.start] for chunk in chunks

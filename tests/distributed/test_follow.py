@@ -134,7 +134,7 @@ ENCODERS = {
 @pytest.mark.parametrize("case", ENCODERS)
 def test_there_are_as_many_encoders_as_chunks_within_what_is_allowed_and_there(case: str):
     chunks, most, cpus, can_grow, expected = ENCODERS[case]
-    resources = with_encoders(ResourcesConfig(encoders_max=most), chunks, ClusterInfo(cpus, 0, 0, (), False, can_grow))
+    resources = with_encoders(ResourcesConfig(encoders_max=most), chunks, ClusterInfo(cpus, 0, 0, (), can_grow))
     assert (resources.encoders_min, resources.encoders_max) == (expected, expected)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mvr_ray.distributed import build_index, repair, reshard
+from mvr_ray.distributed import build_index, repair, rewrite
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.lexical import open_statistics
 from mvr_ray.index.lexical import Postings, tokenize
@@ -88,7 +88,7 @@ def test_a_changed_corpus_has_new_statistics_and_the_postings_of_parts_that_stay
 
 def test_resharding_keeps_the_words(with_words, run_over):
     store = Store(str(with_words))
-    reshard.reshard(run_over(with_words), 4)
+    rewrite.reshard(run_over(with_words), 4)
     version = manifest.read(store, "index")
     assert version.lexical and len(version.lexical.postings) == 4
     assert words_score_as_bm25_over_the_corpus(store, version)

@@ -15,13 +15,14 @@ from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.models import (
     READERS,
     ModelAddress,
+    WorkerModel,
     find_model,
     latest_fingerprint,
     open_model,
     reader_spec,
     save_model,
 )
-from mvr_ray.distributed.read import QuestionReader, ReadTask, predictions, read
+from mvr_ray.distributed.read import QuestionReader, predictions, read
 from mvr_ray.errors import ConfigError, DataError, FingerprintError, MissingInputError, ReaderError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
@@ -129,7 +130,7 @@ def test_one_reader_or_two_with_texts_from_file_or_corpus_give_the_same_answers(
 def test_a_worker_that_has_other_files_than_the_driver_refuses_to_read(library, run_reading):
     folder = library / "readers" / "raw" / str(latest_fingerprint(Store(str(library)), READERS, "raw"))
     run = run_reading({"reader": str(folder)})
-    task = ReadTask(address_of(run), "0123456789abcdef", reader_spec(run), 1024, 1, False)
+    task = WorkerModel(READERS, address_of(run), reader_spec(run), "0123456789abcdef", 1024, 1, False)
     with pytest.raises(FingerprintError) as error:
         QuestionReader(task)([("Who?", ["A text."])])
     assert str(error.value) == (

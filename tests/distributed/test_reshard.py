@@ -11,17 +11,16 @@ from hypothesis import strategies as st
 from random_index import D, V, brute_force, publish_random_index, random_views
 
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed import build_index, refine, reshard
-from mvr_ray.distributed.reshard import (
-    ReshardTask,
-    manifest_over,
+from mvr_ray.distributed import build_index, refine, rewrite
+from mvr_ray.distributed.rewrite import (
     require_same_counts,
     reshard_one,
-    sources,
+    rewritten_manifest,
     staging_key,
 )
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
+from mvr_ray.distributed.shards import related_shards
 from mvr_ray.errors import ConfigError, DigestError, RowsLostError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import manifest, paths
@@ -36,8 +35,9 @@ Stored = dict[str, tuple[bytes, bytes]]
 def dealt_here(root: Path, base: Manifest, num_shards: int) -> Manifest:
     """Publish the stage's version, with its tasks run one by one in this process."""
     store = Store(str(root))
-    task = ReshardTask(store.address, base, num_shards, staging_key(base, num_shards), 50)
-    version = manifest_over(base, [reshard_one(task, shard) for shard in range(num_shards)])
+    key = staging_key(base, num_shards)
+    shards = [reshard_one(store.address, base, num_shards, key, shard, 50) for shard in range(num_shards)]
+    version = rewritten_manifest(base, "reshard", shards)
     require_same_counts(base, version)
     return manifest.publish(store, version)
 
@@ -66,7 +66,7 @@ def read_contents(root: Path, version: Manifest) -> Stored:
 def test_a_new_shard_reads_every_old_shard_that_can_hold_one_of_its_passages(before, after, seed):
     for number in range(30):
         passage_id = f"{seed}-{number}"
-        assert shard_of(passage_id, before) in sources(shard_of(passage_id, after), before, after)
+        assert shard_of(passage_id, before) in related_shards(shard_of(passage_id, after), before, after)
 
 
 @given(st.data())
@@ -116,10 +116,10 @@ def test_feedback_views_and_moved_queries_go_along_and_the_way_back_ends_at_the_
 
 def test_lost_rows_are_never_published(tmp_path):
     base = publish_random_index(tmp_path, random_views(40, 1), 3)
-    shards = [reshard_one(ReshardTask(str(tmp_path), base, 2, "key", 0), shard) for shard in range(2)]
+    shards = [reshard_one(str(tmp_path), base, 2, "key", shard) for shard in range(2)]
     short = dataclasses.replace(base, shards=(base.shards[0], *base.shards[2:]))
     with pytest.raises(RowsLostError, match=r"has \d+ passages and \d+ views, its 2 new shards 40 and"):
-        require_same_counts(short, manifest_over(short, shards))
+        require_same_counts(short, rewritten_manifest(short, "reshard", shards))
 
 
 def run_of(root: Path, **sections) -> RunConfig:
@@ -133,22 +133,22 @@ def test_what_cannot_be_is_refused_before_any_work(tmp_path):
     store = Store(str(tmp_path))
     for wrong in (0, 65_537):
         with pytest.raises(ConfigError, match=f"shards={wrong} is outside 1 to 65536"):
-            reshard.reshard(run, wrong)
+            rewrite.reshard(run, wrong)
     file = tmp_path / paths.shard_dir("random", base.shards[1].digest) / paths.EMBEDDINGS
     whole = file.read_bytes()
     file.chmod(0o644)
     for cut, message in ((whole[:100], r"has 100 bytes, not \d+"), (None, "is missing")):
         file.write_bytes(cut) if cut else file.unlink()
         with pytest.raises(DigestError, match=rf"of shard 1 {message}; repair it first: mvr-ray versions"):
-            reshard.reshard(run, 5)
+            rewrite.reshard(run, 5)
     file.write_bytes(whole)
     version = manifest.publish(store, dataclasses.replace(base, parent=1, shards=(base.shards[0], base.shards[2])))
     with pytest.raises(ConfigError, match=r"lacks shards \(it has 0, 2\); index again"):
-        reshard.reshard(run, 5)
+        rewrite.reshard(run, 5)
     wrong_params = dataclasses.asdict(IndexParams(kind="faiss", factory="Nonsense"))
     manifest.publish(store, dataclasses.replace(base, parent=version.version, index_params=wrong_params))
     with pytest.raises(ShardIndexError, match="Nonsense"):
-        reshard.reshard(run, 5)
+        rewrite.reshard(run, 5)
     assert manifest.list_versions(store, "random") == [1, 2, 3]
 
 
@@ -160,14 +160,14 @@ def test_a_flipped_bit_in_an_old_shard_is_never_copied(tmp_path):
     file.chmod(0o644)
     file.write_bytes(data)
     with pytest.raises(DigestError, match="of shard 1 is missing or damaged"):
-        reshard_one(ReshardTask(str(tmp_path), base, 3, "key", 0), 0)
+        reshard_one(str(tmp_path), base, 3, "key", 0)
 
 
 def test_no_room_is_told_before_any_work(tmp_path, monkeypatch):
     base = publish_random_index(tmp_path, random_views(40, 1), 2)
     monkeypatch.setattr(Store, "free_bytes", lambda _: base.num_bytes - 1)
     with pytest.raises(StorageError, match=rf"a second copy of index 'random' takes {base.num_bytes}; free space"):
-        reshard.reshard(run_of(tmp_path), 5)
+        rewrite.reshard(run_of(tmp_path), 5)
 
 
 @pytest.mark.ray
@@ -177,7 +177,7 @@ def test_the_stage_continues_after_its_end_and_builds_nothing_twice(tmp_path, ra
     base = publish_random_index(whole, views, 8)
     shutil.copytree(whole, cut_root)
     steps: list[tuple[str, int, int]] = []
-    report = reshard.reshard(run_of(whole), 12, lambda *row: steps.append(row))
+    report = rewrite.reshard(run_of(whole), 12, lambda *row: steps.append(row))
     assert (report.shards_before, report.shards, report.base_version, report.version) == (8, 12, 1, 2)
     assert report.passages_before == report.passages == 120 and report.views_before == report.views
     assert steps[-2:] == [
@@ -194,7 +194,7 @@ def test_the_stage_continues_after_its_end_and_builds_nothing_twice(tmp_path, ra
             raise KilledError
 
     with pytest.raises(KilledError):
-        reshard.reshard(run_of(cut_root), 12, die)
+        rewrite.reshard(run_of(cut_root), 12, die)
     store = Store(str(cut_root))
     assert manifest.list_versions(store, "random") == [1]
     staging = cut_root / paths.staging_dir("random", staging_key(base, 12))
@@ -206,11 +206,11 @@ def test_the_stage_continues_after_its_end_and_builds_nothing_twice(tmp_path, ra
         if what == "reshard" and count == total:
             at_the_end.extend(note.stat().st_mtime_ns for note in note_times)
 
-    report = reshard.reshard(run_of(cut_root), 12, look)
+    report = rewrite.reshard(run_of(cut_root), 12, look)
     assert at_the_end == list(note_times.values())
     expected = manifest.read(Store(str(whole)), "random").content_digest()
     assert manifest.read(store, "random").content_digest() == expected
-    again = reshard.reshard(run_of(cut_root), 12)
+    again = rewrite.reshard(run_of(cut_root), 12)
     assert (again.base_version, again.version, again.shards_before) == (report.version, report.version, 12)
 
 
@@ -220,7 +220,7 @@ def test_refinement_learns_the_same_and_indexing_goes_back_without_encoding(own_
     refinement = {"questions": "dev", "method": "passage", "step_size": 0.05, "rounds": 2, "max_heldout_loss": 100}
     other = shutil.copytree(own_index, tmp_path / "other")
     first = manifest.read(Store(str(own_index)), "index")
-    reshard.reshard(run_over(other), 5)
+    rewrite.reshard(run_over(other), 5)
     reports = [refine.refine(run_over(store, refine=refinement)) for store in (own_index, other)]
     assert reports[0].published and reports[1].published
     assert reports[0].accuracy == reports[1].accuracy

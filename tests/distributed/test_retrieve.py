@@ -13,9 +13,8 @@ from prepared_corpus import only_corpus
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.judging.answers import has_answer
 from mvr_ray.distributed.bm25 import BM25Index
-from mvr_ray.distributed.evaluate import system_result
-from mvr_ray.distributed.rank import QuestionRanker, QuestionSet, RankSettings
-from mvr_ray.distributed.retrieve import evaluate, question_set, retrieve
+from mvr_ray.distributed.evaluate import evaluate, system_result
+from mvr_ray.distributed.retrieve import QuestionRanker, QuestionSet, RankSettings, question_set, retrieve
 from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResults
 from mvr_ray.errors import ConfigError, CoverageError, FilterError, MissingInputError, ShardIndexError

@@ -130,7 +130,7 @@ from mvr_ray.distributed.session import connect
 from mvr_ray.errors import ResourceError
 try:
     with connect(ResourcesConfig(address=sys.argv[1])) as info:
-        print("joined", info.private, flush=True)
+        print("joined", info.is_local, flush=True)
 except ResourceError as error:
     print("refused", error, flush=True)
 """

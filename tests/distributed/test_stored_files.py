@@ -12,7 +12,7 @@ import pytest
 
 from mvr_ray import versions
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed import refine, reshard
+from mvr_ray.distributed import refine, rewrite
 from mvr_ray.distributed.router import open_router
 from mvr_ray.store import manifest
 from mvr_ray.store.files import Store
@@ -64,7 +64,7 @@ def test_an_older_store_is_refined_and_dealt_to_other_shards_and_its_versions_st
     with open_router(run, version.version, local=True) as router:
         refined_hits = router.search(QUERIES_QD, K).hits
     assert refined_hits != [[]] * len(QUERIES_QD)
-    report = reshard.reshard(run, 2)
+    report = rewrite.reshard(run, 2)
     assert (report.shards_before, report.shards, report.views) == (3, 2, version.num_vectors)
     with open_router(run, report.version, local=True) as router:
         hits = router.search(QUERIES_QD, K).hits

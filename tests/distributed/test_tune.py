@@ -2,9 +2,8 @@
 
 import pytest
 
-from mvr_ray.distributed.hybrid import WEIGHTS
+from mvr_ray.distributed.evaluate import WEIGHTS, tune
 from mvr_ray.distributed.router import open_router
-from mvr_ray.distributed.tune import tune
 from mvr_ray.errors import ConfigError, ShardIndexError
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kill_at_call import run_and_kill
 
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed import build_index, compact, reshard, session, shards
+from mvr_ray.distributed import build_index, rewrite, session, shards
 from mvr_ray.distributed.repair import repair
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
@@ -169,10 +169,10 @@ def test_after_any_history_nothing_is_encoded_twice_and_what_was_learned_stays(
             if names:
                 live, learned_ids = add_views(store, live, names), learned_ids | names
         elif kind == "reshard":
-            reshard.reshard(run, words[0])
+            rewrite.reshard(run, words[0])
             live = manifest.read(store, "index")
         elif kind == "compact":
-            compact.compact(run)
+            rewrite.compact(run)
             live = manifest.read(store, "index")
         else:
             to = sorted(history)[words[0] % len(history)]
@@ -256,7 +256,7 @@ def test_an_update_that_was_interrupted_at_any_step_ends_with_the_same_bytes(
             for name in ("codes.npy", "scales.npy"):
                 assert entry.files[prefix + name] == before.files[name], "an update writes no codes"
         assert any(paths.CHANGES in entry.files for entry in stores[""].shards)
-        compact.compact(run)
+        rewrite.compact(run)
         whole = manifest.read(store, "index")
         assert not any(name.startswith("first-") for entry in whole.shards for name in entry.files)
         router = Router(store, whole, LocalFleet(SearcherTask(store.root, whole, (0, 1, 2))))
@@ -384,7 +384,7 @@ def test_a_change_after_a_roll_back_does_not_bring_back_what_was_rolled_back(fir
     first = sorted(stored_views(store, manifest.read(store, "index")))
     assert change({"wrong": 51}, {"p00"}) == sorted({*first, "wrong"} - {"p00"})
     rollback(store, "index", 1)
-    compact.compact(run)
+    rewrite.compact(run)
     assert change({"right": 52}, is_indexed=False) == sorted([*first, "right"])
     assert change({"later": 53}) == sorted([*first, "right", "later"]), "a change that waits for `index` stays"
     assert sorted(stored_views(store, manifest.read(store, "index"))) == sorted([*first, "right", "later"])

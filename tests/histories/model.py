@@ -39,9 +39,8 @@ from random_index import D, V, Views, block_of, brute_force
 from simulation import OBJECTS, Actor, ActorKill, Schedule, run_in_turn
 
 from mvr_ray.config import PrepareConfig
-from mvr_ray.distributed.compact import compact_one
 from mvr_ray.distributed.hot_swap import HotSwapRouter
-from mvr_ray.distributed.reshard import ReshardTask, manifest_over, reshard_one, staging_key
+from mvr_ray.distributed.rewrite import compact_one, reshard_one, rewritten_manifest, staging_key
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.local_searchers import LocalSearchers
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
@@ -232,9 +231,9 @@ class History:
                 next_version = dataclasses.replace(live, parent=live.version, shards=tuple(shards))
                 self._acknowledge(manifest.publish(store, next_version))
             case "reshard":
-                task = ReshardTask(store.address, live, SHARDS, staging_key(live, SHARDS), 0)
-                new_shards = [reshard_one(task, shard) for shard in range(SHARDS)]
-                self._acknowledge(manifest.publish(store, manifest_over(live, new_shards)))
+                key = staging_key(live, SHARDS)
+                shards = [reshard_one(store.address, live, SHARDS, key, shard) for shard in range(SHARDS)]
+                self._acknowledge(manifest.publish(store, rewritten_manifest(live, "reshard", shards)))
             case _:
                 to = self.draw.choice(manifest.list_versions(store, INDEX))
                 if not self._damage(store, manifest.read(store, INDEX, to)):  # as `versions.rollback` does

@@ -10,6 +10,7 @@ import inspect
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -269,10 +270,14 @@ def test_the_service_names_an_application_that_serve_can_build(monkeypatch: pyte
 
 
 class CountingRouter:
-    """In the place of a router that counts."""
+    """In the place of a router whose searchers count."""
 
     index = "squad"
-    dirty_share = 0.25
+    manifest = SimpleNamespace(dirty_share=0.25)
+
+    @property
+    def searchers(self) -> "CountingRouter":
+        return self
 
     def counts(self) -> FleetCounts:
         return FleetCounts(5, 4, 3, 2, 1)

@@ -21,7 +21,7 @@ from ray.train.torch import TorchConfig, TorchTrainer, get_device
 from mvr_ray.config import RunConfig, StoreConfig
 from mvr_ray.core.learning.training import rank
 from mvr_ray.distributed import session
-from mvr_ray.distributed.progress import forward_progress, remote_progress
+from mvr_ray.distributed.progress import forward_progress
 from mvr_ray.distributed.training.checkpoints import TrainState
 from mvr_ray.errors import MvrRayError, ResourceError
 from mvr_ray.store import paths
@@ -56,8 +56,8 @@ def train_on_workers(run: RunConfig, learn: Learn, progress: Progress) -> TrainS
     worker_run = run.model_copy(update={"store": StoreConfig(path=Store(run.store.path).address)})
     count, cpus, gpus = resources.train_workers, resources.cpus_per_trainer, resources.gpus_per_trainer
     with ExitStack() as stack:
-        info = stack.enter_context(session.connect(resources, dashboard=True))
-        session.require(info, [session.Need("trainers", count, cpus, gpus)])
+        needs = [session.Need("trainers", count, cpus, gpus)]
+        info = stack.enter_context(session.connect(resources, needs=needs, dashboard=True))
         storage = stack.enter_context(_storage(run, info))
         actor = stack.enter_context(forward_progress(progress))
         api: Any = ray.train
@@ -91,7 +91,7 @@ def _worker(config: dict[str, Any]) -> str:
     torch.set_num_threads(run.resources.torch_threads)
     device = get_device()
     assert isinstance(device, torch.device)
-    state = config["learn"](run, remote_progress(config["actor"]), device)
+    state = config["learn"](run, config["actor"].report.remote, device)
     return state.to_json().decode() if rank() == 0 else ""
 
 

@@ -1,0 +1,267 @@
+"""Rewrite the shards of the live version, without encoding.
+
+`reshard` distributes it over another number of shards, `compact` rewrites shards that have change files beside their
+first file.
+
+    shard of a passage:  h(id) mod n   before,   h(id) mod m   after
+    read by new shard t: old shards s with  s = t  (mod gcd(n, m)),  for h = s (mod n) and h = t (mod m) agree there
+
+So 8 to 12 reads each shard three times, 8 to 16 twice, and each new shard is one task that reads n / gcd(n, m) old
+ones. Views are copied bit for bit; only an updated or distributed approximate index is rebuilt, and its recall measured
+again. A note of each built shard in the staging folder lets the same command resume after any crash. The publication
+requires equal counts of passages and views before and after; the corpus does not change.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from mvr_ray.config import RunConfig
+from mvr_ray.distributed import session, shards
+from mvr_ray.distributed.lexical import build_lexical, compact_lexical, lexical_task
+from mvr_ray.distributed.shards import BuiltShard
+from mvr_ray.distributed.tasks import run_tasks
+from mvr_ray.errors import ConfigError, DigestError, RowsLostError, StorageError
+from mvr_ray.index.base import IndexParams
+from mvr_ray.index.candidates import LABELS_FILE
+from mvr_ray.index.flat import CODES_FILES
+from mvr_ray.index.kinds import check_params
+from mvr_ray.store import manifest as manifests
+from mvr_ray.store import paths
+from mvr_ray.store.corpus import Corpus, shard_of
+from mvr_ray.store.delta import rewrite
+from mvr_ray.store.embeddings import EmbeddingWriter
+from mvr_ray.store.files import Store, link_or_copy
+from mvr_ray.store.manifest import Manifest, ShardEntry
+from mvr_ray.types import Progress, no_progress
+
+MAX_SHARDS = 65_536
+
+
+class ReshardReport(NamedTuple):
+    """The published version, with counts before and after; `version` is `base_version` if nothing changed."""
+
+    index: str
+    base_version: int
+    version: int
+    shards_before: int
+    shards: int
+    passages_before: int
+    passages: int
+    views_before: int
+    views: int
+    bytes_before: int
+    bytes: int
+    recall: float | None
+
+
+def reshard(run: RunConfig, num_shards: int, progress: Progress = no_progress) -> ReshardReport:
+    """Publish the live version over `num_shards` shards; does nothing if it has that number already.
+
+    Views, moved queries and measurements stay; only an approximate index is rebuilt and its recall measured again.
+    Raises ConfigError, MissingInputError, ShardIndexError, StorageError (no space), DigestError (an old shard is
+    damaged), RowsLostError and PublishConflictError. After any of them the live version is unchanged.
+    """
+    if not 1 <= num_shards <= MAX_SHARDS:
+        raise ConfigError(f"reshard: shards={num_shards} is outside 1 to {MAX_SHARDS}")
+    store = Store(run.store.path)
+    base = version = manifests.read(store, run.index.name)
+    if num_shards == len(base.shards):
+        progress(f"version {base.version} has {num_shards} shards; passages", base.num_passages, base.num_passages)
+    else:
+        _require_possible(store, base)
+        staging, sample = staging_key(base, num_shards), run.index.recall_sample
+        with session.connect(run.resources, base.num_passages, [shards.INDEX_BUILDERS]):
+            calls = [(store.address, base, num_shards, staging, shard, sample) for shard in range(num_shards)]
+            new_shards: list[BuiltShard] = run_tasks(reshard_one, calls, "resharding", "reshard", progress)
+            new = rewritten_manifest(base, "reshard", new_shards)
+            if base.lexical:
+                corpus = Corpus.open(store, base.corpus, base.corpus_digest)
+                words = lexical_task(corpus, base.index, num_shards)
+                lexical = build_lexical(words, progress, statistics=base.lexical.statistics)  # the same in any shards
+                new = dataclasses.replace(new, lexical=lexical)
+        version = publish_rewritten(store, base, new, staging, progress)
+        progress("views before = after", version.num_vectors, base.num_vectors)
+    return ReshardReport(
+        index=base.index,
+        base_version=base.version,
+        version=version.version,
+        shards_before=len(base.shards),
+        shards=len(version.shards),
+        passages_before=base.num_passages,
+        passages=version.num_passages,
+        views_before=base.num_vectors,
+        views=version.num_vectors,
+        bytes_before=base.num_bytes,
+        bytes=version.num_bytes,
+        recall=version.recall,
+    )
+
+
+def staging_key(base: Manifest, num_shards: int) -> str:
+    """Key of the notes: a digest of the version's content and the number of shards."""
+    decides = f"{base.content_digest()} {base.version} {num_shards}"
+    return f"reshard-{hashlib.sha256(decides.encode()).hexdigest()[:16]}"
+
+
+def reshard_one(
+    address: str, base: Manifest, num_shards: int, staging: str, shard: int, recall_sample: int = 0
+) -> BuiltShard:
+    """Build one of `num_shards` new shards from the old ones, or return its note, staged under the key `staging`."""
+    store = Store(address)
+    note = paths.staged_shard(base.index, staging, "dealt", shard)
+    if result := shards.read_note(store, base.index, note):
+        return result
+    entries = [base.shards[number] for number in shards.related_shards(shard, len(base.shards), num_shards)]
+    old_shards = [shards.shard_embeddings(store, base.index, _embeddings_alone(entry)) for entry in entries]
+    blocks = [block for old in old_shards for block in old.blocks()]
+    with shards.shard_folder(store) as folder:
+        with EmbeddingWriter(folder / paths.EMBEDDINGS, base.dimension, base.num_views, base.dtype) as writer:
+            for block in shards.blocks_by_id(blocks, lambda passage_id: shard_of(passage_id, num_shards) == shard):
+                writer.write(block)
+        entry = shards.build_shard(store, base, shard, folder)
+    recall = shards.shard_recall(store, base, entry, recall_sample)
+    is_updated = None if base.index_params["kind"] == "flat" else False
+    return shards.write_note(store, note, BuiltShard(entry, recall, is_updated=is_updated))
+
+
+def rewritten_manifest(base: Manifest, operation: str, new_shards: Sequence[BuiltShard]) -> Manifest:
+    """The manifest of a version over its new shards; measurements on views are unchanged, those on approximate indexes
+    too if none was built."""
+    entries, recalls = tuple(shard.entry for shard in new_shards), shards.recall_metrics(new_shards)
+    new = dataclasses.replace(base, operation=operation, parent=base.version, shards=entries, dirty_share=0.0)
+    if not recalls:
+        return new
+    metrics = {name: value for name, value in base.metrics.items() if name not in shards.RECALL_METRICS}
+    return dataclasses.replace(new, recall=recalls.get("recall"), metrics={**metrics, **recalls})
+
+
+def publish_rewritten(store: Store, base: Manifest, new: Manifest, staging: str, progress: Progress) -> Manifest:
+    """Publish a version over rewritten shards, and delete their notes. Raises as `require_same_counts`."""
+    require_same_counts(base, new)
+    version = manifests.publish(store, new)
+    store.delete_dir(paths.staging_dir(base.index, staging))
+    progress("passages before = after", version.num_passages, base.num_passages)
+    return version
+
+
+def require_same_counts(base: Manifest, new: Manifest) -> None:
+    """Raise RowsLostError unless the counts of passages and views are equal before and after.
+
+    A new shard holds no id twice and only ids that hash to it, so equal numbers mean equal sets.
+    """
+    if (new.num_passages, new.num_vectors) != (base.num_passages, base.num_vectors):
+        raise RowsLostError(
+            f"index {base.index!r} version {base.version} has {base.num_passages} passages and {base.num_vectors} "
+            f"views, its {len(new.shards)} new shards {new.num_passages} and {new.num_vectors}; "
+            f"nothing was published. Its shards are not the hash of their ids: index again (mvr-ray index CONFIG)"
+        )
+
+
+def _require_possible(store: Store, base: Manifest) -> None:
+    """Raise early for problems that would otherwise fail after hours of work."""
+    check_params(IndexParams(**base.index_params), base.dimension)
+    if [entry.shard for entry in base.shards] != list(range(len(base.shards))):
+        raise ConfigError(
+            f"reshard: index {base.index!r} version {base.version} lacks shards (it has "
+            f"{', '.join(str(entry.shard) for entry in base.shards)}); index again: mvr-ray index CONFIG"
+        )
+    for entry in base.shards:
+        for name, file in _embeddings_alone(entry).files.items():
+            path = f"{paths.shard_dir(base.index, entry.digest)}/{name}"
+            size = store.size_bytes(path)
+            if size != file.num_bytes:
+                has = "is missing" if size < 0 else f"has {size} bytes, not {file.num_bytes}"
+                raise DigestError(
+                    f"reshard: {store.where(path)} of shard {entry.shard} {has}; "
+                    f"repair it first: mvr-ray versions CONFIG repair"
+                )
+    free = store.free_bytes()
+    if free is not None and free < base.num_bytes:
+        raise StorageError(
+            f"reshard: {store.name} has {free} bytes free, a second copy of index {base.index!r} takes "
+            f"{base.num_bytes}; free space, or collect old versions: mvr-ray versions CONFIG collect"
+        )
+
+
+def _embeddings_alone(entry: ShardEntry) -> ShardEntry:
+    """A shard with the files that hold its views, and no others."""
+    return dataclasses.replace(entry, files={name: entry.files[name] for name in paths.embedding_files(entry.files)})
+
+
+class CompactReport(NamedTuple):
+    """The published version; `version` is `base_version` where no shard had change files."""
+
+    index: str
+    base_version: int
+    version: int
+    shards_written: int
+    passages: int
+    bytes_before: int
+    bytes: int
+
+
+def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
+    """Publish the live version with all its shards compacted. If an index is rebuilt, the recall of all is measured.
+
+    Raises MissingInputError, StorageError, DigestError (a shard is damaged), RowsLostError and PublishConflictError.
+    After any of them the live version is unchanged.
+    """
+    store = Store(run.store.path)
+    base = version = manifests.read(store, run.index.name)
+    changed_entries = [entry for entry in base.shards if paths.CHANGES in entry.files]
+    lexical = base.lexical
+    if changed_entries or (lexical and lexical.has_changes):
+        with session.connect(run.resources, base.num_passages, [shards.INDEX_BUILDERS]):
+            is_rebuilt = any(LABELS_FILE in entry.files for entry in changed_entries)
+            entries, sample = (base.shards, run.index.recall_sample) if is_rebuilt else (changed_entries, 0)
+            calls = [(store.address, base, entry, sample) for entry in entries]
+            results: list[BuiltShard] = run_tasks(compact_one, calls, "compacting", "compact", progress)
+            built_shards = {result.entry.shard: result for result in results}
+            new_shards = [built_shards.get(entry.shard, BuiltShard(entry, None)) for entry in base.shards]
+            new = rewritten_manifest(base, "compact", new_shards)
+            if lexical and lexical.has_changes:
+                corpus = Corpus.open(store, base.corpus, base.corpus_digest)
+                lexical = compact_lexical(lexical_task(corpus, base.index, len(base.shards)), lexical, progress)
+        new = dataclasses.replace(new, lexical=lexical)
+        version = publish_rewritten(store, base, new, _compact_key(base), progress)
+    else:
+        progress("passages before = after", base.num_passages, base.num_passages)
+    return CompactReport(
+        index=base.index,
+        base_version=base.version,
+        version=version.version,
+        shards_written=len(changed_entries),
+        passages=version.num_passages,
+        bytes_before=base.num_bytes,
+        bytes=version.num_bytes,
+    )
+
+
+def compact_one(address: str, base: Manifest, entry: ShardEntry, sample: int = 0) -> BuiltShard:
+    """Compact one shard, or return its note, or the shard itself if it has no changes; its recall is measured with
+    `sample` queries."""
+    store = Store(address)
+    if paths.CHANGES not in entry.files:
+        return BuiltShard(entry, shards.shard_recall(store, base, entry, sample))
+    note = paths.staged_shard(base.index, _compact_key(base), "compact", entry.shard)
+    if result := shards.read_note(store, base.index, note):
+        return result
+    embeddings = shards.shard_embeddings(store, base.index, entry)
+    with shards.shard_folder(store) as folder:
+        rewrite(embeddings, folder / paths.EMBEDDINGS, {})
+        is_rebuilt, names = LABELS_FILE in entry.files, {*entry.files} - {*paths.embedding_files(entry.files)}
+        names -= CODES_FILES  # of the old first file, or vector order: built again
+        if is_rebuilt:
+            names &= {paths.PRUNED_JSON}
+        index_files = {name: file for name, file in entry.files.items() if name in names}
+        for name in index_files:
+            link_or_copy(embeddings.path.with_name(name), folder / name)
+        new_entry = shards.build_shard(store, base, entry.shard, folder, index_files)
+    recall = shards.shard_recall(store, base, new_entry, sample)
+    return shards.write_note(store, note, BuiltShard(new_entry, recall, is_updated=False if is_rebuilt else None))
+
+
+def _compact_key(base: Manifest) -> str:
+    return f"compact-{base.content_digest()[:16]}"
