@@ -30,7 +30,6 @@ from mvr_ray.core.refining import aopt
 from mvr_ray.core.refining.pseudo_labels import LabelMatrices, Labels, label_matrices
 from mvr_ray.distributed import build_index, session
 from mvr_ray.distributed.refinement.journal import Journal
-from mvr_ray.distributed.refinement.labels import label_round
 from mvr_ray.distributed.refinement.loop import RefinementLoop
 from mvr_ray.distributed.refinement.publish import describe
 from mvr_ray.distributed.refinement.questions import RefineQuestions, arrange
@@ -89,6 +88,7 @@ def config(store: Path, data: Path, name: str = "squad") -> RunConfig:
                 "positives": "all",
                 "depth": DEPTH,
                 "step_size": STEP,
+                "keep_length": True,
             },
             "resources": {"refiners": REFINERS, "searchers": REFINERS},
         }
@@ -150,7 +150,7 @@ def one_round(loop: RefinementLoop, clock: Clock) -> Labels:
     with clock("judge"):
         loop.evaluator.rank(loop.evaluator.no_ranks(), loop.labelled, hits)
     with clock("label"):
-        labels = label_round(loop.refine, loop.evaluator, loop.refiners, PUBLISHED, queries_LD, hits)
+        labels = loop.evaluator.label(PUBLISHED, queries_LD, hits)
     with clock("update"):
         _, step = loop.step(0, labels, queries_LD)
     print(step.summary(loop.refiners.num_passages, len(loop.labelled)), flush=True)
@@ -362,10 +362,10 @@ def main() -> None:
             of = read_version(store, version)
             questions, queries_TD = make_questions(store, of)
             journal = Journal(store, version, run, questions)
-            task = RefinerTask(store.address, version, journal.folder)
+            task = RefinerTask(store.address, version, journal.folder, run.refine)
             with RefinerPool(task, SHARDS, REFINERS, run.resources.cpus_per_searcher) as refiners:
                 with clock("open"):
-                    loop = RefinementLoop(run.refine, questions, queries_TD, refiners, journal, no_progress)
+                    loop = RefinementLoop(questions, queries_TD, refiners, journal, no_progress)
                 rebuilds(part, run, chunk_folder, of, refiners, journal.folder)
                 rates(part, loop, of)
                 labels = one_round(loop, clock)

@@ -326,12 +326,11 @@ def open_hot_swap_router(
             stack.enter_context(Scrubber(own.searcher, task.scrub_bytes_s).run_periodically())
             searchers: Searchers = own
         else:
-            from mvr_ray.distributed.searching.fleet import RemoteSearchers
             from mvr_ray.distributed.searching.health import HealthMonitor
-            from mvr_ray.distributed.searching.node_placement import Rebalancer
+            from mvr_ray.distributed.searching.node_placement import Rebalancer, start_searchers
 
             info = stack.enter_context(session.connect(resources))
-            searchers = remote = RemoteSearchers.start(task, resources, info)
+            searchers = remote = start_searchers(task, resources, info)
             stack.callback(searchers.stop)
         create = partial(
             HotSwapRouter, timeout_s=timeout_s, threads=resources.torch_threads, observe=observe, batching=batching

@@ -64,12 +64,9 @@ def _refine(
     with session.connect(run.resources, base.num_passages) as info:
         session.require(info, [session.Need("refiners", count, run.resources.cpus_per_searcher)])
         threads, compact_share = run.resources.torch_threads, run.index.compact_share
-        task = RefinerTask(store.address, base, journal.folder, threads, compact_share=compact_share)
+        task = RefinerTask(store.address, base, journal.folder, run.refine, threads, compact_share=compact_share)
         with RefinerPool(task, len(base.shards), count, run.resources.cpus_per_searcher) as refiners:
-            keep_length = run.refine.keep_length
-            if keep_length is None:
-                keep_length = base.similarity == "cosine"
-            loop = RefinementLoop(run.refine, questions, queries_TD, refiners, journal, progress, keep_length)
+            loop = RefinementLoop(questions, queries_TD, refiners, journal, progress)
             end = loop.run()
             report, manifest = _conclude(run, store, base, loop, end)
     if manifest is not None:

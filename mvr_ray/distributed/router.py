@@ -34,7 +34,7 @@ from mvr_ray.distributed.encoders import open_encoder, require_encoder
 from mvr_ray.distributed.lexical import open_statistics
 from mvr_ray.distributed.searching.merged_results import MergedResults, overlay_results, shard_starts
 from mvr_ray.distributed.searching.messages import ScanRequest, ShardFailure
-from mvr_ray.distributed.searching.searcher import NO_WORDS_HINT, Fleet, LocalFleet, SearcherTask, ShardSearcher
+from mvr_ray.distributed.searching.searcher import Fleet, LocalFleet, SearcherTask, ShardSearcher
 from mvr_ray.errors import (
     CoverageError,
     DamagedShardsError,
@@ -519,7 +519,7 @@ def require_words(manifest: Manifest) -> None:
     if manifest.lexical is None:
         raise ShardIndexError(
             f"index {manifest.index!r} version {manifest.version} has no words of its passages, which a hybrid search "
-            f"needs; {NO_WORDS_HINT}"
+            f"needs; index them, without encoding again: mvr-ray index CONFIG index.lexical=true"
         )
 
 
@@ -547,10 +547,10 @@ def open_router(
         if local:
             fleet: Fleet = LocalFleet(task)
         else:
-            from mvr_ray.distributed.searching.fleet import RemoteSearchers
+            from mvr_ray.distributed.searching.node_placement import start_searchers
 
             info = stack.enter_context(session.connect(resources))
-            searchers = RemoteSearchers.start(task, resources, info)
+            searchers = start_searchers(task, resources, info)
             stack.callback(searchers.stop)
             fleet = searchers.fleet(manifest)
         fleet.ready()

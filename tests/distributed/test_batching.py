@@ -204,7 +204,7 @@ def test_if_one_searcher_hangs_the_answer_of_the_other_arrives_in_time(tmp_path,
         assert is_true(queries(1, 2), default_router.search(queries(1, 2), K, deadline=Deadline.after(60)).hits, K)
         router = Router(default_router.store, default_router.manifest, DynamicBatcher(fleet, concurrent_calls=0))
         assert is_true(queries(1, 2), router.search(queries(1, 2), K, deadline=Deadline.after(16)).hits, K)
-        hung_shards, other_shards = fleet.shards
+        hung_shards, other_shards = (one.shards for one in fleet.actor_assignments)
         gate = "gate"
 
         def hold(one) -> None:

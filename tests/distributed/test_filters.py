@@ -167,13 +167,13 @@ def test_masks_are_kept_within_their_limit_and_dropped_with_their_version(tmp_pa
 @pytest.mark.ray
 def test_searchers_in_other_processes_filter_as_one_here_does(tmp_path, ray_session):
     from mvr_ray.config import ResourcesConfig
-    from mvr_ray.distributed.searching.fleet import RemoteSearchers
+    from mvr_ray.distributed.searching.node_placement import start_searchers
 
     views = random_views(60, 9)
     rows = random_rows(views, 9)
     version = publish_random_index(tmp_path, views, 3, corpus=prepare_rows(tmp_path, rows, 3))
     task = SearcherTask(str(tmp_path), version, (0, 1, 2))
-    searchers = RemoteSearchers.start(task, ResourcesConfig(searchers=2), ray_session)
+    searchers = start_searchers(task, ResourcesConfig(searchers=2), ray_session)
     try:
         fleet = searchers.fleet(version)
         fleet.ready()

@@ -26,7 +26,7 @@ from mvr_ray.distributed.refinement.measure import Ranks
 from mvr_ray.distributed.refinement.questions import gather
 from mvr_ray.distributed.refinement.refiner_pool import RefinerPool
 from mvr_ray.distributed.refinement.report import RefineReport
-from mvr_ray.distributed.refinement.shard_refiner import GradientSettings, RefinerTask
+from mvr_ray.distributed.refinement.shard_refiner import RefinerTask
 from mvr_ray.distributed.refinement.state import PUBLISHED, StateId
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store import corpus, manifest, paths, prepare
@@ -462,7 +462,9 @@ def test_whatever_file_of_an_unfinished_refinement_is_damaged_the_version_has_th
 def test_a_killed_actor_comes_back_to_the_round_that_is_asked_for(store, ray_session, record_property):
     own_store = Store(str(store))
     base = manifest.read(own_store, "squad")
-    task = RefinerTask(str(store), base, paths.staging_dir("squad", "refine-test"))
+    settings = RefineConfig(method="passage", step_size=0.05, keep_length=True)
+    refine = settings.model_copy(update={"domain_guard": -1e9})
+    task = RefinerTask(str(store), base, paths.staging_dir("squad", "refine-test"), refine)
     rng = np.random.default_rng(5)
     queries = rng.standard_normal((8, base.dimension)).astype(np.float32)
     first_round = StateId("round", 1)
@@ -470,8 +472,7 @@ def test_a_killed_actor_comes_back_to_the_round_that_is_asked_for(store, ray_ses
         hits = refiners.search(PUBLISHED, queries, 10, "", lambda *_: None)
         positive = rng.random(hits.rows_QK.shape) < 0.5
         labels = labels_from_hits(hits.rows_QK, hits.views_QK, positive)
-        settings = GradientSettings(0.05, -1e9, keep_length=True)
-        refiners.move(PUBLISHED, first_round, refiners.split(labels), queries, settings)
+        refiners.step(PUBLISHED, first_round, refiners.split(labels), queries)
         moved_hits = refiners.search(first_round, queries, 10, "", lambda *_: None)
         assert not np.array_equal(moved_hits.rows_QK, hits.rows_QK)
         for actor in refiners.actors:

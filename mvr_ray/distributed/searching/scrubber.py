@@ -37,15 +37,11 @@ class Scrubber:
 
     def run_periodically(self) -> AbstractContextManager[None]:
         """Scrub every second in a background thread until the block ends."""
+        return run_periodically(lambda: self.scrub(monotonic()), INTERVAL_S, "mvr-scrubber")
 
-        def scrub() -> float:
-            self.scrub(monotonic())
-            return INTERVAL_S
-
-        return run_periodically(scrub, INTERVAL_S, "mvr-scrubber")
-
-    def scrub(self, now_s: float) -> None:
-        """Read one second's share of the open files, and retry the damaged shards that are due."""
+    def scrub(self, now_s: float) -> float:
+        """Read one second's share of the open files, and retry the damaged shards that are due. Returns the seconds
+        until the next call."""
         budget = int(self.bytes_s * INTERVAL_S)
         while budget > 0:
             num_bytes = next(self._reading, 0)
@@ -54,6 +50,7 @@ class Scrubber:
                 break
             budget -= num_bytes
         self._retry(now_s)
+        return INTERVAL_S
 
     def _read_all(self) -> Iterator[int]:
         """Read every file of every open shard once; yield the number of bytes of each piece."""
