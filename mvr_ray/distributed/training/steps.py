@@ -9,19 +9,20 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import increment_version
 
-from mvr_ray.config import TrainConfig
+from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.precision import multiplies_bf16
 from mvr_ray.core.encoding.training_attention import training_attention
-from mvr_ray.core.learning.batches import plan_epoch
+from mvr_ray.core.learning.batches import Example, plan_epoch
 from mvr_ray.core.learning.training import PassSettings, average_gradients, lr_factor, rank, world_size
-from mvr_ray.distributed.training.checkpoints import Checkpoints, TrainState
+from mvr_ray.distributed.models import ModelKind
+from mvr_ray.distributed.training.checkpoints import Checkpoints, EpochSums, TrainState
 from mvr_ray.errors import ConfigError
 from mvr_ray.types import IntArray, Progress
 
@@ -29,6 +30,17 @@ log = logging.getLogger(__name__)
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOG_INTERVAL_S = 10.0
+
+
+class TrainingJob(NamedTuple):
+    """Everything a rank needs; `model` has the initial weights, `dev` is the loop's dev set."""
+
+    run: RunConfig
+    name: str
+    model: Any
+    examples: Any
+    dev: Any
+    checkpoints: Checkpoints
 
 
 class Schedule(NamedTuple):
@@ -46,42 +58,37 @@ class Schedule(NamedTuple):
         return max(0, step - self.warm) // self.epoch_steps
 
 
-def plan_steps(cfg: TrainConfig, num_examples: int, warm: int = 0) -> Schedule:
-    epoch_steps = math.ceil(num_examples / cfg.batch_questions)
-    steps = epoch_steps * cfg.epochs
-    return Schedule(warm, min(steps, cfg.max_steps) if cfg.max_steps else steps, epoch_steps)
-
-
 class StepLoop(ABC):
     """Run `learn` until the schedule ends. A model is a `StoredModel`."""
 
-    def __init__(
-        self,
-        cfg: TrainConfig,
-        model: Any,
-        schedule: Schedule,
-        checkpoints: Checkpoints,
-        progress: Progress,
-        device: torch.device,
-    ) -> None:
-        if cfg.snapshot_steps and max(cfg.snapshot_steps) > schedule.steps:
+    kind: ClassVar[ModelKind[Any]]
+    epoch: ClassVar[type[Any]]
+    """The report of an epoch: `epoch`, `step`, `figures` and the dev metrics, among others."""
+    figures: ClassVar[tuple[str, ...]] = ("loss",)
+    """Fields of an epoch that are metrics of the model."""
+    dev_metrics: ClassVar[tuple[str, ...]]
+    """Names of the dev metrics, also fields of an epoch; the last one selects the best epoch."""
+
+    def __init__(self, job: TrainingJob, progress: Progress, device: torch.device, warm: int = 0) -> None:
+        """`warm`: steps of the warm start."""
+        cfg = job.run.train
+        epoch_steps = math.ceil(len(job.examples) / cfg.batch_questions)
+        steps = epoch_steps * cfg.epochs
+        self.schedule = Schedule(warm, min(steps, cfg.max_steps) if cfg.max_steps else steps, epoch_steps)
+        if cfg.snapshot_steps and max(cfg.snapshot_steps) > self.schedule.steps:
             raise ConfigError(
-                f"train.snapshot_steps has {max(cfg.snapshot_steps)}, but training ends after {schedule.steps} steps; "
-                f"leave it out, or train longer (train.epochs, train.max_steps)"
+                f"train.snapshot_steps has {max(cfg.snapshot_steps)}, but training ends after {self.schedule.steps} "
+                f"steps; leave it out, or train longer (train.epochs, train.max_steps)"
             )
-        self.cfg, self.schedule, self.checkpoints, self.progress = cfg, schedule, checkpoints, progress
+        self.job, self.cfg, self.checkpoints, self.progress = job, cfg, job.checkpoints, progress
         self.device = device
-        self.model = model.to(device)
+        self.model = job.model.to(device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=cfg.precision == "fp16")
         self.scaler.scale(torch.zeros((), device=device))  # creates the lazily initialised scale
         self.parameters: list[nn.Parameter] = [p for p in self.model.parameters() if p.requires_grad]
-        self.state = TrainState()
+        self.state = TrainState(sums=self.new_sums())
         self._plan: tuple[int, IntArray] | None = None
         self._last_log_s = 0.0
-
-    @abstractmethod
-    def begin(self, step: int) -> None:
-        """Inspect the initial model, before the loop loads the checkpoint of `step` (-1: none)."""
 
     @abstractmethod
     def groups(self) -> list[dict[str, Any]]:
@@ -92,8 +99,15 @@ class StepLoop(ABC):
         """Add this rank's gradients of step `state.step`, times `loss_scale`; returns the loss."""
 
     @abstractmethod
-    def end_epoch(self) -> None:
-        """Measure the epoch, save the best weights, and reset the epoch's sums."""
+    def measure(self) -> tuple[float, ...]:
+        """The dev metrics, on rank 0."""
+
+    def new_sums(self) -> EpochSums:
+        return EpochSums()
+
+    def report(self, sums: EpochSums, **fields: Any) -> Any:
+        """The epoch's report, from the fields that every loop has."""
+        return self.epoch(**fields)
 
     def run(self) -> TrainState:
         """Train from the last checkpoint, or the start, to the end; every rank returns the final state."""
@@ -142,24 +156,35 @@ class StepLoop(ABC):
     def loss_scale(self) -> float:
         return float(self.scaler.get_scale()) if self.scaler.is_enabled() else 1.0
 
-    def batch_numbers(self, passage_E: IntArray, article_E: IntArray | None) -> tuple[list[int], int]:
-        """Numbers of this step's examples on all ranks, and its epoch."""
+    def batch(self) -> list[Example]:
+        """This step's examples of all ranks."""
+        cfg, examples = self.cfg, self.job.examples
         step = self.state.step if self.warm else self.state.step - self.schedule.warm
         epoch, row = divmod(step, self.schedule.epoch_steps)
         if self._plan is None or self._plan[0] != epoch:
-            cfg = self.cfg
-            plan_SB = plan_epoch(
-                passage_E,
-                article_E,
-                batch=cfg.batch_questions,
-                per_passage=cfg.questions_per_passage,
-                seed=cfg.seed,
-                epoch=epoch,
-            )
+            sizes = {"batch": cfg.batch_questions, "per_passage": cfg.questions_per_passage}
+            plan_SB = plan_epoch(examples.passage_E, examples.article_E, **sizes, seed=cfg.seed, epoch=epoch)
             self._plan = (epoch, plan_SB)
-        return self._plan[1][row].tolist(), epoch
+        return examples.get(self._plan[1][row].tolist(), epoch)
 
-    def keep_best(self, accuracy: float | None) -> None:
+    def end_epoch(self) -> None:
+        """Measure the epoch, save the best weights, and reset the epoch's sums."""
+        state, sums = self.state, self.state.sums
+        state.sums = self.new_sums()
+        dev = self._measure_dev()
+        if rank():
+            return
+        number, loss = self.schedule.epoch_of(state.step - 1), sums.loss / max(1, sums.steps)
+        report = self.report(sums, epoch=number, step=state.step, loss=loss, **dict(zip(self.dev_metrics, dev)))
+        state.epochs.append(report._asdict())
+        log.info("epoch: %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
+        self._keep_best(dev[-1])
+
+    def _measure_dev(self) -> tuple[float | None, ...]:
+        """Measure on rank 0; None without dev questions and on other ranks."""
+        return self.measure() if self.job.dev and not rank() else (None,) * len(self.dev_metrics)
+
+    def _keep_best(self, accuracy: float | None) -> None:
         """Save these weights if they are the best so far, or if there is no accuracy."""
         if accuracy is None or accuracy > self.state.best_accuracy:
             self.state.best_accuracy = -1.0 if accuracy is None else accuracy
@@ -173,8 +198,8 @@ class StepLoop(ABC):
             common_step = torch.tensor([step], device=self.device)
             dist.broadcast(common_step, 0)
             step = int(common_step.item())
-        self.begin(step)
         if step < 0:
+            self.state.before = self._measure_dev()[-1]
             if self.cfg.precision == "auto":
                 self.state.precision = "bf16" if self._multiplies_bf16() else "fp32"
                 log.info("train.precision=auto chose=%s", self.state.precision)

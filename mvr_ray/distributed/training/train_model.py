@@ -5,15 +5,15 @@ The task's loop defines the loss of a step and the metrics of an epoch.
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed.models import ModelKind, latest_fingerprint, record_latest, save_model
-from mvr_ray.distributed.training.checkpoints import Checkpoints, TrainState
-from mvr_ray.distributed.training.steps import StepLoop
+from mvr_ray.distributed.models import latest_fingerprint, record_latest, save_model
+from mvr_ray.distributed.training.checkpoints import TrainState
+from mvr_ray.distributed.training.steps import StepLoop, TrainingJob
 from mvr_ray.distributed.training.workers import own_device, threads, train_on_workers
 from mvr_ray.errors import FormatError, StorageError
 from mvr_ray.store import paths
@@ -24,16 +24,7 @@ log = logging.getLogger(__name__)
 
 SNAPSHOT = "-step-"
 """Separates a model's name from the step of a weights snapshot."""
-
-
-class TrainingJob(NamedTuple):
-    """Everything a rank needs; `model` has the initial weights, `dev` is the loop's dev set."""
-
-    run: RunConfig
-    model: Any
-    examples: Any
-    dev: Any
-    checkpoints: Checkpoints
+OpenJob = Callable[[RunConfig], TrainingJob]
 
 
 class TrainedModel(NamedTuple):
@@ -46,69 +37,59 @@ class TrainedModel(NamedTuple):
     epochs: list[Any]
 
 
-@dataclass(frozen=True)
-class TrainingTask:
-    """One training task. `metrics` are the fields of `epoch` to report; the last one selects the best epoch."""
-
-    kind: ModelKind[Any]
-    name: Callable[[RunConfig], str]
-    open_job: Callable[[RunConfig], TrainingJob]
-    loop: Callable[[TrainingJob, Progress, torch.device], StepLoop]
-    epoch: type[Any]
-    metrics: tuple[str, ...]
-
-    def learn(self, run: RunConfig, progress: Progress, device: torch.device) -> TrainState:
-        """Train on one rank."""
-        return self.loop(self.open_job(run), progress, device).run()
-
-
-def train_model(task: TrainingTask, run: RunConfig, progress: Progress) -> TrainedModel:
+def train_model(loop: type[StepLoop], open_job: OpenJob, run: RunConfig, progress: Progress) -> TrainedModel:
     """Train by the `train` section and record the model as the newest of its name.
 
     Raises ConfigError, DataError, MissingInputError or the model's own error before any worker starts, ResourceError
     when the workers cannot be placed or keep dying.
     """
-    store, workers, name = Store(run.store.path), run.resources.train_workers, task.name(run)
-    _require_readable(task, store, name)
+    store, workers = Store(run.store.path), run.resources.train_workers
     with threads(run.resources.torch_threads):
-        job = task.open_job(run)
+        job = open_job(run)
+        _require_readable(loop, store, job.name)
         record_before = job.checkpoints.result()
-        if record_before and store.exists(paths.model_dir(task.kind.store_dir, name, record_before["fingerprint"])):
-            return _make_latest(task, store, name, record_before)
-        log.info("training: %s examples=%d workers=%d", task.kind.model.what, len(job.examples), workers)
+        if record_before and store.exists(paths.model_dir(loop.kind.store_dir, job.name, record_before["fingerprint"])):
+            return _make_latest(loop, store, job.name, record_before)
+        log.info("training: %s examples=%d workers=%d", loop.kind.model.what, len(job.examples), workers)
         if workers:
-            state = train_on_workers(run, task.learn, progress)
+            state = train_on_workers(run, partial(_train_rank, loop, open_job), progress)
         else:
-            state = task.loop(job, progress, own_device(run)).run()
-        record = _save(task, store, name, job, state)
-        _save_snapshots(task, store, name, job)
-        snapshot = _make_latest(task, store, name, record)
+            state = loop(job, progress, own_device(run)).run()
+        record = _save(loop, store, job, state)
+        _save_snapshots(loop, store, job)
+        snapshot = _make_latest(loop, store, job.name, record)
         job.checkpoints.finish(record)
         return snapshot
 
 
-def _require_readable(task: TrainingTask, store: Store, name: str) -> None:
+def _train_rank(
+    loop: type[StepLoop], open_job: OpenJob, run: RunConfig, progress: Progress, device: torch.device
+) -> TrainState:
+    return loop(open_job(run), progress, device).run()
+
+
+def _require_readable(loop: type[StepLoop], store: Store, name: str) -> None:
     """Raise FormatError where a newer program wrote the record of the newest model. A damaged one is replaced."""
     try:
-        latest_fingerprint(store, task.kind, name)
+        latest_fingerprint(store, loop.kind, name)
     except FormatError:
         raise
     except StorageError:
         return
 
 
-def _save(task: TrainingTask, store: Store, name: str, job: TrainingJob, state: TrainState) -> dict[str, Any]:
+def _save(loop: type[StepLoop], store: Store, job: TrainingJob, state: TrainState) -> dict[str, Any]:
     """Save the best weights; returns their record."""
     model = job.model.to("cpu").eval()
     if state.best_step >= 0:
         job.checkpoints.load_model(model, state.best_step, "best")
-    fingerprint = save_model(store, task.kind, name, model)
+    fingerprint = save_model(store, loop.kind, job.name, model)
     best = next((epoch for epoch in state.epochs if epoch["step"] == state.best_step), {})
-    metrics = {"steps": float(state.step)}
-    metrics |= {metric: float(best[metric]) for metric in task.metrics if best.get(metric) is not None}
-    log.info("trained: %s fingerprint=%s best_step=%d", task.kind.model.what, fingerprint, state.best_step)
+    names = (*loop.figures, *loop.dev_metrics)
+    metrics = {"steps": float(state.step)} | {name: float(best[name]) for name in names if best.get(name) is not None}
+    log.info("trained: %s fingerprint=%s best_step=%d", loop.kind.model.what, fingerprint, state.best_step)
     if state.before is not None:
-        metrics[f"{task.metrics[-1]}_before"] = state.before
+        metrics[f"{loop.dev_metrics[-1]}_before"] = state.before
         if state.best_step >= 0 and state.best_accuracy <= state.before:
             advice = "more questions, or a lower train.lr, may"
             figures = (state.before, state.best_accuracy)
@@ -116,18 +97,18 @@ def _save(task: TrainingTask, store: Store, name: str, job: TrainingJob, state: 
     return {"fingerprint": fingerprint, "metrics": metrics, "epochs": state.epochs}
 
 
-def _save_snapshots(task: TrainingTask, store: Store, name: str, job: TrainingJob) -> None:
+def _save_snapshots(loop: type[StepLoop], store: Store, job: TrainingJob) -> None:
     """Save the weights of `train.snapshot_steps`, each as the newest model of its own name."""
     for step in job.run.train.snapshot_steps:
         job.checkpoints.load_model(job.model, step, "snapshot")
-        own = f"{name}{SNAPSHOT}{step}"
-        record = {"fingerprint": save_model(store, task.kind, own, job.model), "metrics": {"steps": float(step)}}
-        record_latest(store, task.kind, own, {**record, "epochs": []})
+        own = f"{job.name}{SNAPSHOT}{step}"
+        record = {"fingerprint": save_model(store, loop.kind, own, job.model), "metrics": {"steps": float(step)}}
+        record_latest(store, loop.kind, own, {**record, "epochs": []})
 
 
-def _make_latest(task: TrainingTask, store: Store, name: str, record: Mapping[str, Any]) -> TrainedModel:
+def _make_latest(loop: type[StepLoop], store: Store, name: str, record: Mapping[str, Any]) -> TrainedModel:
     """Record a model as the newest of its name."""
-    record_latest(store, task.kind, name, record)
-    epochs = [task.epoch(**epoch) for epoch in record["epochs"]]
-    folder = paths.model_dir(task.kind.store_dir, name, record["fingerprint"])
+    record_latest(store, loop.kind, name, record)
+    epochs = [loop.epoch(**epoch) for epoch in record["epochs"]]
+    folder = paths.model_dir(loop.kind.store_dir, name, record["fingerprint"])
     return TrainedModel(name, record["fingerprint"], folder, record["metrics"], epochs)
