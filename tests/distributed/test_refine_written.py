@@ -49,7 +49,7 @@ def teach(root: Path, version: Manifest, per_shard: dict[int, list[int]], at: in
         refiner.step(shard, PUBLISHED, first, labels, QUERIES_QD, 0.8)
         results.append(refiner.write(shard, first, 0))
         assert results[-1].dirty_passages == count
-    entries = tuple(one.entry for one in results)
+    entries = tuple(one.shard.entry for one in results)
     fields = {
         **version.__dict__,
         "shards": entries,

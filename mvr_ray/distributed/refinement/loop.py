@@ -155,8 +155,8 @@ class RefinementLoop:
                     now_T[rows] = before_T[rows]
             elif rows:
                 where = np.array(rows, np.int64)
-                found = self.search(at, where, self.queries_TD[where], f"refine {name}: {what}")
-                ranks = self.evaluator.rank(ranks, where, found)
+                other_hits = self.search(at, where, self.queries_TD[where], f"refine {name}: {what}")
+                ranks = self.evaluator.rank(ranks, where, other_hits)
         return ranks
 
     def heldout(self, ranks: Ranks) -> tuple[float, ...]:

@@ -109,22 +109,3 @@ class RefineReport:
     def from_json(cls, text: str) -> "RefineReport":
         """Read a saved report; `published` stays None."""
         return TypeAdapter(cls).validate_python({**json.loads(text), "published": None})
-
-    def lines(self) -> list[str]:
-        """Text for the user: one line per group and kind, one per weight tried, then the outcome."""
-        width = max((len(row.group) for row in self.accuracy), default=0)
-        lines = [
-            f"{row.protocol:<12} {row.group:<{width}} {row.kind:<6} n={row.num_questions:<6} "
-            + "  ".join(
-                f"top-{k} {100 * was:.1f} -> {100 * now:.1f}"
-                for k, was, now in zip(REPORT_DEPTHS, row.before, row.after)
-            )
-            for row in self.accuracy
-        ]
-        end = f"published version {self.published.version}" if self.published else "not published"
-        lines += [
-            f"weight {row.weight:g}: top-1 {100 * row.labelled_top1:.1f} labelled, {100 * row.gate_top1:.1f} gate "
-            f"(gold {100 * row.labelled_gold_top1:.1f}, {100 * row.gate_gold_top1:.1f}), costs {row.lost_points:.1f}"
-            for row in self.weights
-        ]
-        return [*lines, f"{self.method}: {end}, {100 * self.dirty_share:.1f} % of passages changed; {self.reason}"]

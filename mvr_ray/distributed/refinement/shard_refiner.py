@@ -25,7 +25,7 @@ from mvr_ray.core.refining.pseudo_labels import Labels, label_matrices, winning_
 from mvr_ray.core.searching.exact import distinct
 from mvr_ray.core.searching.merging import merge, replace_hits
 from mvr_ray.distributed.refinement.state import PUBLISHED, ShardChanges, StateId, StoredViews, read_staged
-from mvr_ray.distributed.shards import build_shard, keep_codes, shard_recall
+from mvr_ray.distributed.shards import BuiltShard, build_shard, keep_codes, promised_recall, shard_recall
 from mvr_ray.index.base import IndexParams, ShardIndex
 from mvr_ray.index.kinds import open_index
 from mvr_ray.store import paths
@@ -33,7 +33,7 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.delta import MAX_CHANGED_SHARE, open_embeddings, rewrite, write_changed
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
-from mvr_ray.store.manifest import Manifest, ShardEntry, open_shard
+from mvr_ray.store.manifest import Manifest, open_shard
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, ShardHits
 
 MAX_CACHED_QUESTIONS = 1 << 18
@@ -76,11 +76,10 @@ class ShardStep(NamedTuple):
 
 
 class WrittenShard(NamedTuple):
-    """A stored shard; `recall` where its index is approximate."""
+    """A stored shard, and the number of its passages that changed."""
 
-    entry: ShardEntry
+    shard: BuiltShard
     dirty_passages: int
-    recall: float | None
 
 
 @dataclass
@@ -254,7 +253,11 @@ class ShardRefiner:
                     known_files = {name: entry.files[name] for name in names}
                     known_files |= keep_codes(params, embeddings.path.parent, entry.files, folder)
                 entry = build_shard(self.store, self.manifest, shard, folder, known_files)
-        return WrittenShard(entry, len(changes), shard_recall(self.store, self.manifest, entry, recall_sample))
+        recall = shard_recall(self.store, self.manifest, entry, recall_sample)
+        is_updated = False if changes and self.manifest.index_params["kind"] != "flat" else None
+        floor = promised_recall(self.manifest)
+        shard_result = BuiltShard(entry, recall, None, None, is_updated=is_updated, least_recall=floor)
+        return WrittenShard(shard_result, len(changes))
 
     def _embeddings(self, shard: int) -> EmbeddingShard:
         folder = open_shard(self.store, self.manifest.index, self.entries[shard])

@@ -88,7 +88,7 @@ class Checkpoints:
     def save(self, model: nn.Module, optimiser: torch.optim.Optimizer, state: TrainState) -> None:
         """Write a checkpoint, record it as the latest, and delete the ones before."""
         name = _folder_name("step", state.step)
-        self._put(name, model, optimiser, state)
+        self._put(name, {"model": model.state_dict(), "optimiser": _flat(optimiser)}, state.to_json())
         folders = {name, _folder_name("best", state.best_step)}
         folders |= {entry for entry in self._store.list(self._folder) if entry.startswith("snapshot-")}
         digests = self._latest().get("files", {}) | self._digests
@@ -98,7 +98,7 @@ class Checkpoints:
 
     def save_weights(self, model: nn.Module, step: int, kind: Literal["best", "snapshot"]) -> None:
         """Save these weights; they count once a checkpoint names them."""
-        self._put(_folder_name(kind, step), model)
+        self._put(_folder_name(kind, step), {"model": model.state_dict()})
 
     def state(self, step: int) -> TrainState:
         return TrainState.from_json(self._local_file(_folder_name("step", step), "state.json").read_bytes())
@@ -167,21 +167,16 @@ class Checkpoints:
     def _cure(self) -> str:
         return f"delete {self._store.where(self._folder)} and train from the start"
 
-    def _put(
-        self,
-        name: str,
-        model: nn.Module,
-        optimiser: torch.optim.Optimizer | None = None,
-        state: TrainState | None = None,
-    ) -> None:
+    def _put(self, name: str, tensors: Mapping[str, Mapping[str, Tensor]], state: bytes = b"") -> None:
         """Write a folder, replacing one that a killed run left."""
         with self._store.scratch() as scratch:
             folder = scratch / name
             folder.mkdir()
-            _save_tensors(model.state_dict(), folder / "model.safetensors")
-            if optimiser and state:
-                _save_tensors(_flat(optimiser), folder / "optimiser.safetensors")
-                (folder / "state.json").write_bytes(state.to_json())
+            for file, own in tensors.items():
+                plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in own.items()}
+                save_file(plain, folder / f"{file}.safetensors")
+            if state:
+                (folder / "state.json").write_bytes(state)
             self._digests |= {f"{name}/{file.name}": sha256_of(file) for file in folder.iterdir()}
             self._store.delete_dir(f"{self._folder}/{name}")
             self._store.upload_dir(folder, f"{self._folder}/{name}")
@@ -200,7 +195,3 @@ def _folder_name(kind: WeightsKind, step: int) -> str:
 def _flat(optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
     state = optimiser.state_dict()["state"]
     return {f"{number}/{name}": tensor for number, values in state.items() for name, tensor in values.items()}
-
-
-def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)

@@ -2,28 +2,36 @@
 
 A step is a function of the weights, the optimiser and its number: batches, dropout and learning rates follow from
 (seed, step), so a killed run resumes from its last checkpoint and reaches the same weights. Subclasses define the loss
-of a step and the metrics of an epoch: `retriever` or `reader`.
+of a step and the metrics of an epoch: `retriever`, or `TaskModelLoop` for a model with a task head.
 """
 
+import hashlib
+import json
 import logging
 import math
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from mvr_ray.config import RunConfig
+from mvr_ray.config import RunConfig, resolve_model
 from mvr_ray.core.encoding.precision import multiplies_bf16
 from mvr_ray.core.encoding.training_attention import training_attention
 from mvr_ray.core.learning.batches import Example, plan_epoch
-from mvr_ray.core.learning.training import PassSettings, average_gradients, lr_factor, rank, world_size
+from mvr_ray.core.learning.training import PassSettings, average_gradients, chunks, lr_factor, rank, world_size
 from mvr_ray.distributed.models import ModelKind
 from mvr_ray.distributed.training.checkpoints import Checkpoints, EpochSums, TrainState
+from mvr_ray.distributed.training.examples import input_digests
 from mvr_ray.errors import ConfigError
+from mvr_ray.store import paths
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
 from mvr_ray.types import IntArray, Progress
 
 log = logging.getLogger(__name__)
@@ -267,3 +275,58 @@ class StepLoop(ABC):
             return
         self.state.loss_scale = self.scaler.state_dict()
         self.checkpoints.save(self.model, optimiser, self.state)
+
+
+class TaskModelLoop(StepLoop):
+    """Train a reader or a cross-encoder by the mean loss over the units of a batch: windows, or questions.
+
+    Rank r of W takes the units r, r + W, .. of a batch, so W ranks have the loss and gradient of one process.
+    """
+
+    @staticmethod
+    @abstractmethod
+    def spec(run: RunConfig) -> Any:
+        """The model's spec."""
+
+    @staticmethod
+    @abstractmethod
+    def open_data(corpus: Corpus, run: RunConfig) -> tuple[Any, Any]:
+        """The examples and the dev set."""
+
+    @abstractmethod
+    def units(self, examples: Sequence[Example]) -> Sequence[Any]:
+        """The units of a batch's examples."""
+
+    @abstractmethod
+    def losses(self, units: Sequence[Any], number: int) -> Tensor:
+        """The loss of each unit of chunk `number`."""
+
+    @classmethod
+    def open_job(cls, run: RunConfig) -> TrainingJob:
+        """Open the model and data of a rank; checkpoints are under a digest of everything that determines the
+        weights."""
+        store, task = Store(run.store.path), cls.kind.model.task
+        corpus, name = Corpus.open(store, run.prepare.corpus), getattr(run.train, task)
+        model = cls.kind.model.from_backbone(resolve_model(run.encoder.backbone), cls.spec(run), run.train.seed)
+        examples, dev = cls.open_data(corpus, run)
+        sets = input_digests(corpus, run.train)
+        parts = [task, run.digest("train"), asdict(model.spec), model.fingerprint, corpus.digest, *sets]
+        key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        return TrainingJob(run, name, model, examples, dev, Checkpoints(store, paths.training_dir(name, key)))
+
+    def groups(self) -> list[dict[str, Any]]:
+        return self.model.parameter_groups(self.cfg.lr, self.cfg.head_lr_factor, self.cfg.weight_decay)
+
+    def learn(self) -> float:
+        units = self.units(self.batch())
+        total = torch.zeros((), device=self.device)
+        for number, chunk in enumerate(chunks(units[rank() :: world_size()], self.cfg.cache_chunk)):
+            loss = self.losses(chunk, number).sum() * world_size() / len(units)
+            (loss * self.loss_scale).backward()
+            total += loss.detach()
+        if world_size() > 1:
+            dist.all_reduce(total)
+        loss = float(total) / world_size()
+        self.state.sums.steps += 1
+        self.state.sums.loss += loss
+        return loss
