@@ -30,9 +30,8 @@ from mvr_ray.distributed.ray_errors import ray_error_types, translate_ray_errors
 from mvr_ray.distributed.router import TIMEOUT_S, Observe, Router, searcher_task
 from mvr_ray.distributed.searching import version_cache
 from mvr_ray.distributed.searching.batching import DynamicBatcher
-from mvr_ray.distributed.searching.local_searchers import LocalSearchers, Searchers, version_name
 from mvr_ray.distributed.searching.scrubber import Scrubber
-from mvr_ray.distributed.searching.searcher import Fleet
+from mvr_ray.distributed.searching.searcher import Fleet, LocalSearchers, Searchers, version_name
 from mvr_ray.distributed.searching.version_cache import CachedVersion, VersionLoader, evict
 from mvr_ray.errors import InsufficientMemoryError, MissingInputError, MvrRayError, StorageError
 from mvr_ray.store import manifest as manifests
@@ -331,7 +330,7 @@ def open_hot_swap_router(
 
             info = stack.enter_context(session.connect(resources))
             searchers = remote = start_searchers(task, resources, info)
-            stack.callback(searchers.stop)
+            stack.callback(remote.stop)
         create = partial(
             HotSwapRouter, timeout_s=timeout_s, threads=resources.torch_threads, observe=observe, batching=batching
         )

@@ -558,13 +558,12 @@ def open_router(
 
 
 def searcher_task(run: RunConfig, manifest: Manifest, *, local: bool) -> SearcherTask:
-    """The settings of a searcher for all shards of a version, from the run file; `local`: in this process."""
+    """The settings of a searcher of a version, from the run file; `local`: in this process."""
     resources = run.resources
-    shards = tuple(entry.shard for entry in manifest.shards)
     device = "cuda" if resources.gpus_per_searcher and not local else "cpu"
     store = Store(run.store.path).address
     threads, scrub_bytes_s = resources.torch_threads, resources.scrub_bytes_s
-    return SearcherTask(store, manifest, shards, threads, device, resources.tls_dir, scrub_bytes_s)
+    return SearcherTask(store, manifest, threads, device, resources.tls_dir, scrub_bytes_s)
 
 
 def _round_up(num_queries: int) -> int:

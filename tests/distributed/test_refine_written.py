@@ -28,7 +28,7 @@ QUERIES_QD = np.random.default_rng(5).integers(-2, 3, (6, D)).astype(np.float32)
 
 
 def answers(root: Path, version: Manifest) -> list[list[tuple[str, float, int]]]:
-    task = SearcherTask(str(root), version, tuple(entry.shard for entry in version.shards))
+    task = SearcherTask(str(root), version)
     answer = Router(Store(str(root)), version, LocalFleet(task)).search(QUERIES_QD, K)
     assert answer.exact.certified and answer.coverage_share == 1.0
     return [[(hit.passage_id, hit.score, hit.view) for hit in hits] for hits in answer.hits]
@@ -61,7 +61,7 @@ def teach(root: Path, version: Manifest, per_shard: dict[int, list[int]], at: in
 
 def with_feedback(root: Path, version: Manifest, views: Views) -> Views:
     """Reconstruct all views from a router's scores; own views must equal `views`."""
-    task = SearcherTask(str(root), version, tuple(entry.shard for entry in version.shards))
+    task = SearcherTask(str(root), version)
     router = Router(Store(str(root)), version, LocalFleet(task))
     unit_QD = np.eye(D, dtype=np.float32)
     all_views = {}

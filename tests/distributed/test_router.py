@@ -46,7 +46,7 @@ from mvr_ray.types import ShardHits
 
 def local(root: Path, version: Manifest, **options) -> Router:
     store = Store(str(root))
-    task = SearcherTask(store.root, version, tuple(entry.shard for entry in version.shards))
+    task = SearcherTask(store.root, version)
     return Router(store, version, LocalFleet(task), **options)
 
 

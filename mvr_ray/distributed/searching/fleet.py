@@ -5,7 +5,8 @@
     drop     release in the background what no other version names
 
 A group is `resources.replicas` actors that hold the same shards (`node_placement` starts them); calls go through
-`dispatch`. `local_searchers` has the same methods for one searcher in this process, without Ray.
+`dispatch`. `searcher.LocalSearchers` has the same methods
+for one searcher in this process, without Ray.
 
 Shapes: Q queries, D dimension.
 """
@@ -21,7 +22,6 @@ import ray
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.ray_errors import translate_ray_errors
 from mvr_ray.distributed.searching.dispatch import QUEUE, Dispatcher
-from mvr_ray.distributed.searching.local_searchers import version_name
 from mvr_ray.distributed.searching.memory import require_memory
 from mvr_ray.distributed.searching.messages import (
     ScanRequest,
@@ -35,7 +35,7 @@ from mvr_ray.distributed.searching.messages import (
     encode_views_request,
 )
 from mvr_ray.distributed.searching.rendezvous import balance_shards
-from mvr_ray.distributed.searching.searcher import OnPartial, ShardAssignment, assignment_bytes
+from mvr_ray.distributed.searching.searcher import OnPartial, ShardAssignment, assignment_bytes, version_name
 from mvr_ray.errors import ResourceError, ShardIndexError
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import FleetCounts, FloatArray

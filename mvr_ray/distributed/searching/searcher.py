@@ -6,6 +6,8 @@ views of a shard, the words of a shard, and the statistics of all words. A part'
 their digests before they are opened; versions that name the same part (by its digests) share it. The answer reports a
 damaged shard and has the results of the others. A searcher also returns the stored views of passages.
 
+`Fleet` and `Searchers` are the protocols of all holders of shards; here is the one in this process, without Ray.
+
 Shapes: Q queries, K hits, D dimension.
 """
 
@@ -27,7 +29,7 @@ from mvr_ray.core.searching.exact import BlockTable, check_queries, distinct
 from mvr_ray.core.searching.hybrid import hybrid_search, lexical_search
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.searching.masks import Mask, MaskCache
-from mvr_ray.distributed.searching.memory import MemoryUsage, free_bytes, node_name
+from mvr_ray.distributed.searching.memory import MemoryUsage, free_bytes, node_name, require_memory
 from mvr_ray.distributed.searching.messages import ScanRequest, ShardFailure, ShardResult, ShardResults, ViewResults
 from mvr_ray.errors import ManifestError, MissingInputError, MvrRayError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams, ShardIndex
@@ -38,7 +40,7 @@ from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import EmbeddingShard, arrow_rows
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
-from mvr_ray.types import CountedHits, FloatArray, IntArray, ShardHits
+from mvr_ray.types import CountedHits, FleetCounts, FloatArray, IntArray, ShardHits
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +55,6 @@ class SearcherTask(NamedTuple):
 
     store: str
     manifest: Manifest
-    shards: tuple[int, ...]
     threads: int = 1
     device: str = "cpu"
     tls_dir: str = ""
@@ -155,14 +156,14 @@ class ShardSearcher:
         self._cancelled: dict[str, None] = {}
         self._masks = MaskCache(task.store)
 
-    def open(self, assignments: Sequence[ShardAssignment] = ()) -> str:
-        """Open every shard of the assignments (by default the task's) beside the open ones; return `instance_id`.
+    def open(self, assignments: Sequence[ShardAssignment]) -> str:
+        """Open every shard of the assignments beside the open ones; return `instance_id`.
 
         Raises DigestError, ManifestError or another StorageError if a shard's files differ from the manifest, after all
         others are open. Reads damaged shards again.
         """
         failure: MvrRayError | None = None
-        for manifest, shards in assignments or [ShardAssignment(self.task.manifest, self.task.shards)]:
+        for manifest, shards in assignments:
             version = _Version(manifest, shard_parts(manifest))
             with self._lock:
                 self._versions[manifest.version] = version
@@ -422,16 +423,37 @@ class ExactFleet(Fleet, Protocol):
     def exact(self, queries_QD: FloatArray, k: int, deadline: Deadline) -> list[ShardResult]: ...
 
 
+class Searchers(Protocol):
+    """Holders of versions of one index."""
+
+    def fleet(self, manifest: Manifest) -> ExactFleet:
+        """The fleet of a version; a search opens the shards that are not open."""
+        ...
+
+    def load(self, manifest: Manifest) -> Fleet:
+        """Open all shards of a version, probe them, and return its fleet.
+
+        Raises ResourceError for too little memory or a dead searcher, StorageError for a damaged file; then nothing of
+        the version stays open.
+        """
+        ...
+
+    def drop(self, version: int) -> None: ...
+
+    def counts(self) -> FleetCounts: ...
+
+
 class LocalFleet:
     """Searches with one searcher in this process; ignores deadlines."""
 
     def __init__(self, task: SearcherTask, searcher: ShardSearcher | None = None) -> None:
         """`searcher` may hold other versions too."""
-        self.task = task
         self.searcher = searcher or ShardSearcher(task)
+        self.task = task
+        self.shards = tuple(entry.shard for entry in task.manifest.shards)
 
     def ready(self) -> None:
-        self.searcher.open([ShardAssignment(self.task.manifest, self.task.shards)])
+        self.searcher.open([ShardAssignment(self.task.manifest, self.shards)])
 
     def fan_out(
         self, request: ScanRequest, deadline: Deadline, *, admit: bool = False, on_partial: OnPartial | None = None
@@ -440,10 +462,44 @@ class LocalFleet:
 
     def exact(self, queries_QD: FloatArray, k: int, deadline: Deadline) -> list[ShardResult]:
         """Search every shard exhaustively for the true best k."""
-        return self.searcher.exact(queries_QD, k, self.task.shards, self.task.manifest.version)
+        return self.searcher.exact(queries_QD, k, self.shards, self.task.manifest.version)
 
     def views(self, ids: Mapping[int, Sequence[str]], deadline: Deadline) -> ViewResults:
         return self.searcher.views(ids, self.task.manifest.version)
+
+
+class LocalSearchers:
+    """Holds versions of an index on one searcher in this process."""
+
+    def __init__(self, task: SearcherTask, limit_bytes: int = 0) -> None:
+        self.task = task
+        self.limit_bytes = limit_bytes
+        self.searcher = ShardSearcher(task)
+
+    def fleet(self, manifest: Manifest) -> LocalFleet:
+        return LocalFleet(self.task._replace(manifest=manifest), self.searcher)
+
+    def load(self, manifest: Manifest) -> LocalFleet:
+        fleet = self.fleet(manifest)
+        needs = assignment_bytes(manifest, fleet.shards)
+        require_memory(version_name(manifest), [needs], [self.searcher.memory()], self.limit_bytes)
+        try:
+            fleet.ready()
+            self.searcher.probe(manifest.version)
+        except BaseException:  # nothing stays open, after Ctrl-C either
+            self.drop(manifest.version)
+            raise
+        return fleet
+
+    def drop(self, version: int) -> None:
+        self.searcher.drop(version)
+
+    def counts(self) -> FleetCounts:
+        return FleetCounts()
+
+
+def version_name(manifest: Manifest) -> str:
+    return f"index {manifest.index!r} version {manifest.version}"
 
 
 def shard_parts(manifest: Manifest) -> dict[int, list[Part]]:
