@@ -305,9 +305,10 @@ def rebuilds(
 
     def load_state(at: StateId) -> None:
         """Make the refiners load the state, as after a round's step: any request about one passage does."""
-        one, query_1D = np.zeros(1, np.int64), np.zeros((1, made_up.D), np.float32)
-        label = Labels(one, one, np.zeros(1, np.int16), np.ones(1, bool))
-        refiners.winners(at, {entry.shard: label for entry in of.described.shards}, query_1D)
+        first_passages, query_1D = refiners.shard_start[:-1], np.zeros((1, made_up.D), np.float32)
+        zeros = np.zeros(len(first_passages), np.int64)
+        labels = Labels(zeros, first_passages, zeros.astype(np.int16), np.ones(len(zeros), bool))
+        refiners.winners(at, labels, query_1D)
 
     def build_changes() -> None:
         at = StateId("round", 1 + next(numbers))

@@ -218,16 +218,7 @@ class RefinementLoop:
             steps.append(step)
         original_LD = self.queries_TD[: len(queries_LD)].astype(np.float64)
         drift_L = np.linalg.norm(moved_LD - original_LD, axis=1)
-        return moved_LD, ShardStep(
-            num_moved=sum(step.num_moved for step in steps),
-            loss_sum=math.fsum(step.loss * step.num_moved for step in steps if step.num_moved),
-            skipped_domain=sum(step.num_outside_domain for step in steps),
-            skipped_no_positive=sum(step.num_no_positive for step in steps),
-            skipped_no_negative=sum(step.num_no_negative for step in steps),
-            drift_sum=float(drift_L.sum()),
-            drift_max=float(drift_L.max(initial=0.0)),
-            num_drifted=int((drift_L > 0).sum()),
-        )
+        return moved_LD, ShardStep.of(steps, drift_L, int((drift_L > 0).sum()))
 
     def measure_round(self, number: int, step: "RoundStep", hits: ShardHits) -> None:
         """Measure the state after a round, and commit the round to the journal."""

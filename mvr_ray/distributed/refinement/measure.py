@@ -93,11 +93,9 @@ class Evaluator:
     def _winning_labels(self, at: StateId, queries_LD: FloatArray, judgements: Iterable[Judgement[int]]) -> Labels:
         """Label judged pairs at their best-scoring view, in order of question, then passage."""
         table_L3 = np.array(sorted(judgements), np.int64).reshape(-1, 3)
-        views_L = np.zeros(len(table_L3), np.int16)
-        labels = Labels(table_L3[:, 0], table_L3[:, 1], views_L, table_L3[:, 2].astype(bool))
-        for shard, view_L in self.refiners.winners(at, self.refiners.split(labels), queries_LD).items():
-            views_L[self.refiners.in_shard(labels.passage_L, shard)] = view_L
-        return labels
+        no_views_L = np.zeros(len(table_L3), np.int16)
+        labels = Labels(table_L3[:, 0], table_L3[:, 1], no_views_L, table_L3[:, 2].astype(bool))
+        return labels._replace(view_L=self.refiners.winners(at, labels, queries_LD))
 
     def bears_answer(self, rows_Q: IntArray, passage_QK: IntArray) -> np.ndarray:
         return self.refiners.mark(rows_Q, self.answers_T, passage_QK)

@@ -9,7 +9,7 @@ Shapes: Q queries, K hits, L labels. Passages are numbered through all shards: `
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -149,10 +149,6 @@ class RefinerPool:
         at = np.searchsorted(self.shard_start, passages, side="right") - 1
         return at, passages - self.shard_start[at]
 
-    def in_shard(self, passages: IntArray, shard: int) -> np.ndarray:
-        """Mask of the numbered passages that a shard holds."""
-        return self.place(passages)[0] == self.shards.index(shard)
-
     def locate(self, ids: Iterable[str]) -> dict[str, int]:
         """Numbers of the passages that are in the index; unknown ids are omitted."""
         by_shard: dict[int, list[str]] = {}
@@ -199,13 +195,22 @@ class RefinerPool:
 
     def ids_of(self, passages: IntArray) -> list[str]:
         """Ids of numbered passages."""
-        at, rows = self.place(passages)
-        numbers = distinct(at).tolist()
-        parts = {self.shards[number]: (rows[at == number].tolist(),) for number in numbers}
         ids = np.empty(len(passages), object)
-        for number, names in zip(numbers, self.per_shard("ids_of", parts)):
-            ids[at == number] = names
-        return ids.tolist()
+        return self._by_passage("ids_of", passages, lambda _, rows: (rows.tolist(),), ids).tolist()
+
+    def _by_passage(
+        self, method: str, passages: IntArray, arguments: Callable[[IntArray, IntArray], Sequence[Any]], out: Any
+    ) -> Any:
+        """Call a refiner's method for the numbered passages of each shard, and fill `out` with the results.
+
+        `arguments` gets the positions of a shard's passages in `passages`, and their rows in the shard.
+        """
+        at, rows = self.place(passages)
+        positions = {self.shards[number]: np.flatnonzero(at == number) for number in distinct(at)}
+        parts = {shard: arguments(own, rows[own]) for shard, own in positions.items()}
+        for own, values in zip(positions.values(), self.per_shard(method, parts)):
+            out[own] = values
+        return out
 
     def mark(self, questions_Q: IntArray, answers: Sequence[tuple[str, ...]], passage_QK: IntArray) -> np.ndarray:
         """Test whether each hit holds an answer of its question, bool [Q, K]; once per (question, passage).
@@ -224,15 +229,12 @@ class RefinerPool:
 
     def _mark_pairs(self, keys: IntArray, answers: Sequence[tuple[str, ...]]) -> np.ndarray:
         passages, questions = np.divmod(keys, len(answers))
-        at, rows = self.place(passages)
-        parts, numbers = {}, distinct(at).tolist()
-        for number in numbers:
-            own, inverse = np.unique(questions[at == number], return_inverse=True)
-            parts[self.shards[number]] = rows[at == number], inverse, [answers[question] for question in own]
-        marks = np.zeros(len(keys), bool)
-        for number, values in zip(numbers, self.per_shard("mark", parts)):
-            marks[at == number] = values
-        return marks
+
+        def arguments(own: IntArray, rows: IntArray) -> Sequence[Any]:
+            own_questions, inverse = np.unique(questions[own], return_inverse=True)
+            return rows, inverse, [answers[question] for question in own_questions]
+
+        return self._by_passage("mark", passages, arguments, np.zeros(len(keys), bool))
 
     def split(self, labels: Labels) -> dict[int, Labels]:
         """Split labels by shard (perhaps none), keeping their order; passages become rows of the shard."""
@@ -240,14 +242,14 @@ class RefinerPool:
         by_row = labels._replace(passage_L=row_L)
         return {shard: by_row.take(at_L == number) for number, shard in enumerate(self.shards)}
 
-    def winners(self, at: StateId, by_shard: Mapping[int, Labels], queries_LD: FloatArray) -> dict[int, IntArray]:
-        """Best-scoring view of each label at a state, by shard with labels."""
-        parts = {}
-        for shard, labels in sorted(by_shard.items()):
-            if len(labels.question_L):
-                questions, query_L = np.unique(labels.question_L, return_inverse=True)
-                parts[shard] = at, query_L, labels.passage_L, queries_LD[questions]
-        return dict(zip(parts, self.per_shard("winners", parts)))
+    def winners(self, at: StateId, labels: Labels, queries_LD: FloatArray) -> IntArray:
+        """Best-scoring view of the passage of each label at a state."""
+
+        def arguments(own: IntArray, rows: IntArray) -> Sequence[Any]:
+            questions, query_L = np.unique(labels.question_L[own], return_inverse=True)
+            return at, query_L, rows, queries_LD[questions]
+
+        return self._by_passage("winners", labels.passage_L, arguments, np.zeros(len(labels.view_L), np.int16))
 
     def query_sums(self, at: StateId, by_shard: Mapping[int, Labels], num_queries: int) -> list[LabelSums]:
         """Compute each shard's part of the queries' sums (eqs. 7 and 11)."""

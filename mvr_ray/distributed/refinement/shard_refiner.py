@@ -8,6 +8,7 @@ result. Shards are independent: the bytes do not depend on which shards share a 
 Shapes: Q queries, K hits, L labels of one shard, M moved views, F feedback views, D dimension.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -73,6 +74,23 @@ class ShardStep(NamedTuple):
     drift_sum: float = 0.0
     drift_max: float = 0.0
     num_drifted: int = 0
+
+    @classmethod
+    def of(
+        cls, steps: Sequence[aopt.StepResult], drift_M: FloatArray, num_drifted: int, moved_passages: int = 0
+    ) -> "ShardStep":
+        """The sums over the steps of disjoint vectors, and the drift of all."""
+        return cls(
+            num_moved=sum(step.num_moved for step in steps),
+            moved_passages=moved_passages,
+            loss_sum=math.fsum(step.loss * step.num_moved for step in steps if step.num_moved),
+            skipped_domain=sum(step.num_outside_domain for step in steps),
+            skipped_no_positive=sum(step.num_no_positive for step in steps),
+            skipped_no_negative=sum(step.num_no_negative for step in steps),
+            drift_sum=float(drift_M.sum()),
+            drift_max=float(drift_M.max(initial=0.0)),
+            num_drifted=num_drifted,
+        )
 
 
 class WrittenShard(NamedTuple):
@@ -210,17 +228,7 @@ class ShardRefiner:
         changes = changes.with_moved(moved_M, step.vectors_MD)
         self._save(to, shard, changes)
         drift_M = self.views[shard].drift(changes)
-        return ShardStep(
-            num_moved=step.num_moved,
-            moved_passages=len(distinct(self.views[shard].rows(moved_M))),
-            loss_sum=step.loss * step.num_moved if step.num_moved else 0.0,
-            skipped_domain=step.num_outside_domain,
-            skipped_no_positive=step.num_no_positive,
-            skipped_no_negative=step.num_no_negative,
-            drift_sum=float(drift_M.sum()),
-            drift_max=float(drift_M.max(initial=0.0)),
-            num_drifted=len(drift_M),
-        )
+        return ShardStep.of([step], drift_M, len(drift_M), len(distinct(self.views[shard].rows(moved_M))))
 
     def _add_feedback(
         self, shard: int, at: StateId, to: StateId, labels: Labels, queries_QD: FloatArray, weight: float

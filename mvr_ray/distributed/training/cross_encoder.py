@@ -57,7 +57,17 @@ class CrossEncoderLoop(TaskModelLoop):
         return listwise_loss(scores_B, [len(group) for group in units])
 
     def measure(self) -> tuple[float]:
-        return (dev_accuracy(self.model, self.job.dev, self.job.run.read.tokens_per_batch),)
+        """Share of dev questions whose own passage scores strictly above the others."""
+        texts, passages = self.job.dev.texts[:DEV_QUESTIONS], self.job.dev.passages
+        steps = range(min(DEV_CANDIDATES, len(passages)))
+        own_passages = self.job.dev.positive_Q.tolist()
+        pairs = [
+            Pair(text, passages[(own + step) % len(passages)])
+            for text, own in zip(texts, own_passages)
+            for step in steps
+        ]
+        scores_QC = self.model.score(pairs, self.job.run.read.tokens_per_batch).reshape(len(texts), len(steps))
+        return (float(np.mean((scores_QC[:, :1] > scores_QC[:, 1:]).all(1))),)
 
 
 def candidates_of(examples: Sequence[Example], num_negatives: int) -> list[list[Pair]]:
@@ -66,19 +76,6 @@ def candidates_of(examples: Sequence[Example], num_negatives: int) -> list[list[
         [Pair(example.text, passage) for passage in (example.passage, *negatives_for(at, examples, num_negatives))]
         for at, example in enumerate(examples)
     ]
-
-
-def dev_accuracy(model: CrossEncoder, dev: DevSet, tokens_per_batch: int) -> float:
-    """Share of dev questions whose own passage scores strictly above the others."""
-    texts, num = dev.texts[:DEV_QUESTIONS], len(dev.passages)
-    most = min(DEV_CANDIDATES, num)
-    pairs = [
-        Pair(text, dev.passages[(int(own) + step) % num])
-        for text, own in zip(texts, dev.positive_Q)
-        for step in range(most)
-    ]
-    scores_QC = model.score(pairs, tokens_per_batch).reshape(len(texts), most)
-    return float(np.mean((scores_QC[:, :1] > scores_QC[:, 1:]).all(1)))
 
 
 def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:

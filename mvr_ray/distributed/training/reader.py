@@ -50,11 +50,6 @@ class Target(NamedTuple):
     end: int
 
 
-class DevScores(NamedTuple):
-    exact_match: float
-    f1: float
-
-
 class ReaderLoop(TaskModelLoop):
     kind, epoch, dev_metrics = READERS, ReaderEpoch, ("dev_exact_match", "dev_f1")
     spec = staticmethod(reader_spec)
@@ -72,9 +67,15 @@ class ReaderLoop(TaskModelLoop):
         start_F, end_F = torch.tensor([target[1:] for target in units], device=self.device).T
         return span_losses(start_FT, end_FT, candidate_FT, start_F, end_F)
 
-    def measure(self) -> DevScores:
-        """Means over the dev questions, each read in its gold passage."""
-        return dev_scores(self.model, self.job.dev, self.job.run.read.tokens_per_batch)
+    def measure(self) -> tuple[float, float]:
+        """Exact match and F1, means over the dev questions, each read in its gold passage."""
+        dev, exact_matches, f1_scores = self.job.dev, [], []
+        requests = [ReadRequest(question.text, [passage.text]) for question, passage in dev]
+        for (question, passage), [span] in zip(dev, self.model.read(requests, self.job.run.read.tokens_per_batch)):
+            text = passage.text[span.start : span.stop] if span else ""
+            exact_matches.append(exact_match_score(text, question.answers))
+            f1_scores.append(f1_score(text, question.answers))
+        return float(np.mean(exact_matches)), float(np.mean(f1_scores))
 
 
 def targets_of(reader: Reader, examples: Sequence[Example], num_negatives: int = 0) -> list[Target]:
@@ -93,16 +94,6 @@ def targets_of(reader: Reader, examples: Sequence[Example], num_negatives: int =
             windows = windower.windows(frame, tokens[other.text])
             units += [Target(window, window.null, window.null) for window in windows]
     return units
-
-
-def dev_scores(reader: Reader, dev: Sequence[tuple[Question, Passage]], tokens_per_batch: int) -> DevScores:
-    requests = [ReadRequest(question.text, [passage.text]) for question, passage in dev]
-    exact_matches, f1_scores = [], []
-    for (question, passage), [span] in zip(dev, reader.read(requests, tokens_per_batch)):
-        text = passage.text[span.start : span.stop] if span else ""
-        exact_matches.append(exact_match_score(text, question.answers))
-        f1_scores.append(f1_score(text, question.answers))
-    return DevScores(float(np.mean(exact_matches)), float(np.mean(f1_scores)))
 
 
 def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
