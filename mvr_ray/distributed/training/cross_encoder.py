@@ -17,7 +17,7 @@ from torch import Tensor
 from mvr_ray.config import RunConfig
 from mvr_ray.core.learning.batches import Example, negatives_for
 from mvr_ray.core.learning.training import run_seeded
-from mvr_ray.core.reading.cross_encoder import CrossEncoder, Pair, listwise_loss
+from mvr_ray.core.reading.cross_encoder import Pair, listwise_loss
 from mvr_ray.distributed.models import CROSS_ENCODERS, pair_spec
 from mvr_ray.distributed.training.examples import DevSet, Examples, open_dev, open_question_examples
 from mvr_ray.distributed.training.steps import TaskModelLoop
@@ -60,12 +60,8 @@ class CrossEncoderLoop(TaskModelLoop):
         """Share of dev questions whose own passage scores strictly above the others."""
         texts, passages = self.job.dev.texts[:DEV_QUESTIONS], self.job.dev.passages
         steps = range(min(DEV_CANDIDATES, len(passages)))
-        own_passages = self.job.dev.positive_Q.tolist()
-        pairs = [
-            Pair(text, passages[(own + step) % len(passages)])
-            for text, own in zip(texts, own_passages)
-            for step in steps
-        ]
+        questions = list(zip(texts, self.job.dev.positive_Q.tolist()))
+        pairs = [Pair(text, passages[(own + step) % len(passages)]) for text, own in questions for step in steps]
         scores_QC = self.model.score(pairs, self.job.run.read.tokens_per_batch).reshape(len(texts), len(steps))
         return (float(np.mean((scores_QC[:, :1] > scores_QC[:, 1:]).all(1))),)
 
