@@ -148,7 +148,7 @@ def one_round(loop: RefinementLoop, clock: Clock) -> Labels:
     with clock("retrieve"):
         hits: ShardHits = loop.search(PUBLISHED, loop.labelled, queries_LD, "retrieve")
     with clock("judge"):
-        loop.evaluator.rank(loop.evaluator.no_ranks(), loop.labelled, hits)
+        loop.evaluator.rank(None, loop.labelled, hits)
     with clock("label"):
         labels = loop.evaluator.label(PUBLISHED, queries_LD, hits)
     with clock("update"):

@@ -22,7 +22,6 @@ from mvr_ray.core.refining.pseudo_labels import labels_from_hits
 from mvr_ray.distributed import build_index
 from mvr_ray.distributed import refine as refining
 from mvr_ray.distributed.refinement.journal import Journal
-from mvr_ray.distributed.refinement.measure import Ranks
 from mvr_ray.distributed.refinement.questions import gather
 from mvr_ray.distributed.refinement.refiner_pool import RefinerPool
 from mvr_ray.distributed.refinement.report import RefineReport
@@ -413,7 +412,7 @@ def test_a_damaged_journal_is_begun_anew(store, damage):
     own_store = Store(str(store))
     base, questions = manifest.read(own_store, "squad"), gather(only_corpus(own_store), run.refine)
     journal = Journal(own_store, base, run, questions)
-    journal.begin(Ranks(np.array([1]), np.array([0])), 50.0, [40.0])
+    journal.begin(np.array([[1], [0]]), 50.0, [40.0])
     assert Journal(own_store, base, run, questions).labelled_before == 50.0
     (store / journal.folder / "journal.json").write_bytes(damage)
     again = Journal(own_store, base, run, questions)

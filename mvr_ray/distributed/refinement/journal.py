@@ -74,7 +74,7 @@ class Journal:
         self.rounds: list[RoundRecord] = []
         self.weights: list[WeightRecord] = []
         if fields := self._read():
-            self.before = Ranks(np.array(fields["answer_ranks"], np.int64), np.array(fields["gold_ranks"], np.int64))
+            self.before = np.array([fields["answer_ranks"], fields["gold_ranks"]], np.int64)
             self.labelled_before = fields["labelled_before"]
             self.heldout_before = tuple(fields["heldout_before"])
             self.rounds = _ROUNDS.validate_python(fields["rounds"])
@@ -107,9 +107,10 @@ class Journal:
 
     def _write(self) -> None:
         assert self.before is not None, "a round before `begin`"
+        answer_ranks, gold_ranks = self.before.tolist()
         fields = {
-            "answer_ranks": self.before.answer_T.tolist(),
-            "gold_ranks": self.before.gold_T.tolist(),
+            "answer_ranks": answer_ranks,
+            "gold_ranks": gold_ranks,
             "labelled_before": self.labelled_before,
             "heldout_before": self.heldout_before,
             "rounds": [{**record._asdict(), "report": record.report._asdict()} for record in self.rounds],

@@ -146,13 +146,12 @@ class RefinementLoop:
 
         Where no passage moved, unmoved questions keep the ranks that they had before.
         """
-        ranks = self.evaluator.rank(self.evaluator.no_ranks(), self.labelled, hits)
+        ranks = self.evaluator.rank(None, self.labelled, hits)
         name = f"{at.kind} {self.weights[at.number] if at.kind == 'weight' else at.number:g}"
         for what in others:
             rows = self.questions.gate_rows() if what == "gate" else self.questions.other_rows()
             if at == PUBLISHED and self.journal.before is not None:
-                for now_T, before_T in zip(ranks, self.journal.before):
-                    now_T[rows] = before_T[rows]
+                ranks[:, rows] = self.journal.before[:, rows]
             elif rows:
                 where = np.array(rows, np.int64)
                 other_hits = self.search(at, where, self.queries_TD[where], f"refine {name}: {what}")

@@ -7,7 +7,7 @@ Shapes: T questions in the table, Q searched questions, L labelled ones or their
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,15 +26,9 @@ from mvr_ray.types import FloatArray, IntArray, ShardHits
 KINDS: tuple[Kind, ...] = ("answer", "gold")
 UNSEARCHED = -2
 
-
-class Ranks(NamedTuple):
-    """Rank of the first answer-bearing and of the first gold hit, int64 [T]; -1 not found, -2 not searched."""
-
-    answer_T: IntArray
-    gold_T: IntArray
-
-    def of(self, kind: Kind) -> IntArray:
-        return self.answer_T if kind == "answer" else self.gold_T
+Ranks = IntArray
+"""Rank of the first answer-bearing and of the first gold hit, a row for each of KINDS, int64 [2, T]; -1 not found, -2 not
+searched."""
 
 
 class Evaluator:
@@ -103,16 +97,13 @@ class Evaluator:
     def is_gold(self, rows_Q: IntArray, passage_QK: IntArray) -> np.ndarray:
         return gold_relevance(passage_QK, [self.gold_T[row] for row in rows_Q])
 
-    def no_ranks(self) -> Ranks:
-        size = len(self.questions.table)
-        return Ranks(np.full(size, UNSEARCHED, np.int64), np.full(size, UNSEARCHED, np.int64))
-
-    def rank(self, ranks: Ranks, rows_Q: IntArray, hits: ShardHits) -> Ranks:
-        """Fill in `ranks` of the searched questions."""
-        answer_T, gold_T = ranks.answer_T.copy(), ranks.gold_T.copy()
-        answer_T[rows_Q] = first_ranks(self.bears_answer(rows_Q, hits.rows_QK))
-        gold_T[rows_Q] = first_ranks(self.is_gold(rows_Q, hits.rows_QK))
-        return Ranks(answer_T, gold_T)
+    def rank(self, ranks: Ranks | None, rows_Q: IntArray, hits: ShardHits) -> Ranks:
+        """Fill in the ranks of the searched questions; `ranks` None: no question was searched before."""
+        shape = len(KINDS), len(self.questions.table)
+        ranks = np.full(shape, UNSEARCHED, np.int64) if ranks is None else ranks.copy()
+        relevant = self.bears_answer(rows_Q, hits.rows_QK), self.is_gold(rows_Q, hits.rows_QK)
+        ranks[:, rows_Q] = [first_ranks(relevant_QK) for relevant_QK in relevant]
+        return ranks
 
     def members(self, group: QuestionGroup, kind: Kind) -> IntArray:
         """The questions of a group that have answers, or gold passages (`kind`)."""
@@ -122,7 +113,7 @@ class Evaluator:
     def top1(self, groups: Sequence[QuestionGroup], kind: Kind, ranks: Ranks) -> float:
         """Top-1 accuracy over some groups as a share, nan if they have no `members` of this kind."""
         rows = np.concatenate([self.members(group, kind) for group in groups])
-        return top_k_accuracy(ranks.of(kind)[rows], [1])[1] if len(rows) else float("nan")
+        return top_k_accuracy(ranks[KINDS.index(kind), rows], [1])[1] if len(rows) else float("nan")
 
     def accuracies(self, before: Ranks, after: Ranks) -> list[Accuracy]:
         """Accuracy of every group, by answers and by gold passages."""
@@ -131,7 +122,9 @@ class Evaluator:
             for kind in KINDS:
                 if not len(members := self.members(group, kind)):
                     continue
-                was, now = (top_k_accuracy(ranks.of(kind)[members], REPORT_DEPTHS) for ranks in (before, after))
+                was, now = (
+                    top_k_accuracy(ranks[KINDS.index(kind), members], REPORT_DEPTHS) for ranks in (before, after)
+                )
                 pairs = [share for k in REPORT_DEPTHS for share in (was[k], now[k])]
                 rows.append(Accuracy(group.name, group.protocol, kind, len(members), *pairs))
         return rows

@@ -124,6 +124,7 @@ class Dispatcher:
         replicas, failures = self._admit(messages, admit)
         attempts = {group: [one] for group, one in replicas.items()}
         running = _Request(method, messages, deadline, {}, failures, attempts, {})
+        has_replicas = any(len(own) > 1 for own in self.groups)
         unsent_calls = list(replicas.items())
         try:
             while unsent_calls:
@@ -136,7 +137,7 @@ class Dispatcher:
                     if running.needs_answer(group):
                         self._call_other(running, group, hedge=True)
                 until_s = min([deadline.due_s, *hedge_s.values()])
-                when = FIRST_COMPLETED if self._has_replicas or on_partial else ALL_COMPLETED
+                when = FIRST_COMPLETED if has_replicas or on_partial else ALL_COMPLETED
                 completed_futures, others = wait(running.calls, max(until_s - now_s, 0.0), return_when=when)
                 for future in completed_futures:
                     answer = self._take_answer(running, future)
@@ -152,10 +153,6 @@ class Dispatcher:
             for _, replica in unsent_calls:
                 replica.add_waiting(-1)
         return Responses(running.answers, running.failures)
-
-    @property
-    def _has_replicas(self) -> bool:
-        return any(len(replicas) > 1 for replicas in self.groups)
 
     def counts(self) -> FleetCounts:
         """Counts of hedged and refused calls so far, and of waiting calls."""
@@ -195,11 +192,10 @@ class Dispatcher:
         failures: dict[int, str] = {}
         with self._lock:
             for group in groups:
-                available = [replica for replica in self.groups[group] if self._is_available(group, replica)]
-                if not available:
+                least = self._least_loaded(group)
+                if least is None:
                     failures[group] = self.groups[group][0].state
                     continue
-                least = min(available, key=lambda replica: (replica.waiting, replica.last_call))
                 if least.waiting >= self.queue and not admit:
                     raise self._refuse(group, least)
                 replicas[group] = least
@@ -221,16 +217,14 @@ class Dispatcher:
     def _call_other(self, running: _Request, group: int, hedge: bool = False) -> bool:
         """Call a further replica of the group; False if there is none, or a hedge is not allowed."""
         with self._lock:
-            attempts = running.attempts[group]
-            others = [one for one in self.groups[group] if one not in attempts and self._is_available(group, one)]
-            if not others:
+            other = self._least_loaded(group, running.attempts[group])
+            if other is None:
                 return False
-            other = min(others, key=lambda replica: (replica.waiting, replica.last_call))
             is_shedding = time.monotonic() - self._refused_s < HEDGE_PAUSE_S or other.waiting >= self.queue
             if hedge and (is_shedding or not self.budget.take()):
                 return False
             self._count_call(other)
-        attempts.append(other)
+        running.attempts[group].append(other)
         self._call(running, group, other, hedge)
         return True
 
@@ -242,6 +236,11 @@ class Dispatcher:
     def _hedge_s(self, group: int, began_s: float) -> float:
         after_s = self.latencies[group].hedge_after_s() if len(self.groups[group]) > 1 else None
         return float("inf") if after_s is None else began_s + after_s
+
+    def _least_loaded(self, group: int, others: Sequence[Replica] = ()) -> Replica | None:
+        """The available replica with the fewest waiting calls, except `others`."""
+        replicas = [one for one in self.groups[group] if one not in others and self._is_available(group, one)]
+        return min(replicas, key=lambda replica: (replica.waiting, replica.last_call), default=None)
 
     def _is_available(self, group: int, replica: Replica) -> bool:
         """Whether a replica may be called: one that was down, if it has answered its `open_ref`."""
