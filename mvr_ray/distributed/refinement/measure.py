@@ -27,8 +27,8 @@ KINDS: tuple[Kind, ...] = ("answer", "gold")
 UNSEARCHED = -2
 
 Ranks = IntArray
-"""Rank of the first answer-bearing and of the first gold hit, a row for each of KINDS, int64 [2, T]; -1 not found, -2 not
-searched."""
+"""Rank of the first answer-bearing and of the first gold hit, a row for each of KINDS, int64 [2, T]; -1 not found, -2
+not searched."""
 
 
 class Evaluator:
