@@ -25,7 +25,7 @@ import numpy as np
 from mvr_ray.config import RunConfig
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
-from mvr_ray.distributed.periodic import run_periodically
+from mvr_ray.distributed.periodic import run_every, run_periodically
 from mvr_ray.distributed.ray_errors import ray_error_types, translate_ray_errors
 from mvr_ray.distributed.router import TIMEOUT_S, Observe, Router, searcher_task
 from mvr_ray.distributed.searching import version_cache
@@ -341,8 +341,9 @@ def open_hot_swap_router(
             log.error("opened with damage: index=%s version=%d reason=%s", live.index, manifest.version, error)
         if not local:
             monitor = HealthMonitor(remote.dispatcher, resources.hung_s)
-            stack.enter_context(monitor.run_periodically(probe_s))
-            stack.enter_context(Rebalancer(remote, task, resources).run_periodically(probe_s))
+            stack.enter_context(run_every(probe_s, lambda: monitor.check(time.monotonic()), "mvr-health", join_s=None))
+            rebalancer = Rebalancer(remote, task, resources)
+            stack.enter_context(run_every(probe_s, rebalancer.rebalance, "mvr-rebalancer"))
         if version is not None:
             live.move_to(version)
         if follow_s is not None:

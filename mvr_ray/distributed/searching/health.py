@@ -9,14 +9,12 @@ A hung searcher is killed; Ray restarts it.
 """
 
 import logging
-import time
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from mvr_ray.distributed.periodic import run_periodically
 from mvr_ray.distributed.searching.dispatch import Dispatcher, Replica
 from mvr_ray.distributed.searching.searcher import Heartbeat
 
@@ -67,18 +65,6 @@ class HealthMonitor:
                 ray.kill(replica.actor, no_restart=False)
                 num_hung += 1
         return num_hung
-
-    def run_periodically(self, interval_s: float) -> AbstractContextManager[None]:
-        """Check every `interval_s` seconds in a background thread until the block ends."""
-
-        def check() -> float:
-            try:
-                self.check(time.monotonic())
-            except ray.exceptions.RayError as error:
-                log.warning("probe not sent: %s", str(error).partition("\n")[0])
-            return interval_s
-
-        return run_periodically(check, interval_s, "mvr-health", join_s=None)
 
     def _hangs(self, replica: Replica, heartbeat: Heartbeat | None, now_s: float) -> bool:
         probe, last = self._probes.get(replica, (None, LastHeartbeat(heartbeat, now_s)))

@@ -14,7 +14,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -25,7 +25,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mvr_ray import logs
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.distributed import session
-from mvr_ray.distributed.periodic import run_periodically
 from mvr_ray.distributed.ray_errors import translate_ray_errors
 from mvr_ray.distributed.searching import rendezvous
 from mvr_ray.distributed.searching.dispatch import Replica
@@ -198,18 +197,6 @@ class Rebalancer:
         self._nodes = frozenset(capacities)
         self._failed = {(group, node) for group, node in self._failed if node in capacities}
         return moves
-
-    def run_periodically(self, interval_s: float) -> AbstractContextManager[None]:
-        """Rebalance every `interval_s` seconds in a background thread until the block ends."""
-
-        def rebalance() -> float:
-            try:
-                self.rebalance()
-            except RayError as error:
-                log.warning("not rebalanced: %s", str(error).partition("\n")[0])
-            return interval_s
-
-        return run_periodically(rebalance, interval_s, "mvr-rebalancer")
 
     def _searcher_nodes(self) -> dict[int, list[str]] | None:
         """The node of each searcher, by group; None if one does not answer (it is restarting)."""

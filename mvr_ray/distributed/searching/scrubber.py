@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from time import monotonic
 
-from mvr_ray.distributed.periodic import run_periodically
+from mvr_ray.distributed.periodic import run_every
 from mvr_ray.distributed.searching.searcher import Key, ShardSearcher
 from mvr_ray.store.files import drop_cached_sha256_of
 
@@ -37,11 +37,10 @@ class Scrubber:
 
     def run_periodically(self) -> AbstractContextManager[None]:
         """Scrub every second in a background thread until the block ends."""
-        return run_periodically(lambda: self.scrub(monotonic()), INTERVAL_S, "mvr-scrubber")
+        return run_every(INTERVAL_S, lambda: self.scrub(monotonic()), "mvr-scrubber")
 
-    def scrub(self, now_s: float) -> float:
-        """Read one second's share of the open files, and retry the damaged shards that are due. Returns the seconds
-        until the next call."""
+    def scrub(self, now_s: float) -> None:
+        """Read one second's share of the open files, and retry the damaged shards that are due."""
         budget = int(self.bytes_s * INTERVAL_S)
         while budget > 0:
             num_bytes = next(self._reading, 0)
@@ -50,7 +49,6 @@ class Scrubber:
                 break
             budget -= num_bytes
         self._retry(now_s)
-        return INTERVAL_S
 
     def _read_all(self) -> Iterator[int]:
         """Read every file of every open shard once; yield the number of bytes of each piece."""
