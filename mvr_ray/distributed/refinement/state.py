@@ -17,7 +17,8 @@ import numpy as np
 from mvr_ray.checksums import without_trailer
 from mvr_ray.core.searching.exact import distinct
 from mvr_ray.errors import DigestError, MissingInputError, StagingError
-from mvr_ray.store.embeddings import Views
+from mvr_ray.store.delta import views_by_id
+from mvr_ray.store.embeddings import BlockRow, Views, gather_rows
 from mvr_ray.store.files import Store
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
@@ -138,22 +139,11 @@ class StoredViews:
 
     def gather(self, rows_F: IntArray) -> EmbeddingBlock:
         """Copy some passages (ascending) into one block."""
-        first_F = np.searchsorted(self.keys_N, rows_F * VIEW_BASE)
-        counts_F = np.searchsorted(self.keys_N, (rows_F + 1) * VIEW_BASE) - first_F
-        row_ptr = np.concatenate([[0], np.cumsum(counts_F)]).astype(np.int64)
-        slots = np.repeat(first_F - row_ptr[:-1], counts_F) + np.arange(row_ptr[-1])
-        at = np.searchsorted(self.vector_start, slots, side="right") - 1
-        parts = [
-            self.blocks[number].vectors_ND[slots[at == number] - self.vector_start[number]] for number in distinct(at)
-        ]
+        if not len(rows_F):
+            return EmbeddingBlock([], np.zeros(1, np.int64), np.empty(0, np.int16), np.empty((0, 0), np.float32))
         block_F = np.searchsorted(self.row_start, rows_F, side="right") - 1
         places = zip(block_F.tolist(), (rows_F - self.row_start[block_F]).tolist())
-        return EmbeddingBlock(
-            ids=[self.blocks[number].ids[row] for number, row in places],
-            row_ptr=row_ptr,
-            view_numbers_N=(self.keys_N[slots] % VIEW_BASE).astype(np.int16),
-            vectors_ND=np.concatenate(parts) if parts else np.empty((0, 0), np.float32),
-        )
+        return gather_rows(self.blocks, [BlockRow(self.blocks[number].ids[row], number, row) for number, row in places])
 
     def current(self, state: ShardChanges, num_views: int) -> list[EmbeddingBlock]:
         """Overlay the state on all blocks; a block without a change is the stored one, not a copy."""
@@ -185,9 +175,8 @@ class StoredViews:
     def changes(self, state: ShardChanges, current: Sequence[EmbeddingBlock]) -> dict[str, Views]:
         """Passages whose stored bytes differ at this state, with all their current views (`current` of the state)."""
         rows = distinct(np.concatenate([self.rows(state.moved_M), state.feedback_F]))
-        old, new = self.gather(rows), StoredViews(current).gather(rows)
-        pairs = ((name, _passage(old, at), _passage(new, at)) for at, name in enumerate(old.ids))
-        return {name: after for name, before, after in pairs if not _same_bytes(before, after)}
+        old, new = (views_by_id([views.gather(rows)]) for views in (self, StoredViews(current)))
+        return {name: new[name] for name in old if not _same_bytes(old[name], new[name])}
 
 
 def _same_bytes(before: Views, after: Views) -> bool:
@@ -198,8 +187,3 @@ def _same_bytes(before: Views, after: Views) -> bool:
 def ordinals(rows_F: IntArray) -> IntArray:
     """Number of equal rows before each one, for ascending rows."""
     return np.arange(len(rows_F)) - np.searchsorted(rows_F, rows_F)
-
-
-def _passage(block: EmbeddingBlock, at: int) -> Views:
-    span = slice(int(block.row_ptr[at]), int(block.row_ptr[at + 1]))
-    return Views(block.view_numbers_N[span], block.vectors_ND[span])
