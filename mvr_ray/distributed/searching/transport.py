@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,18 +162,17 @@ class Connection:
                 future.set_exception(ConnectionLost("the searcher is being restarted"))
 
     def _call(self, future: "Future[pa.Buffer]", method: str, call: str, message: pa.Buffer, timeout_s: float) -> None:
-        answer, failure = None, None
         try:
-            answer = self._send(method, call, message, timeout_s)
+            settle = partial(future.set_result, self._send(method, call, message, timeout_s))
         except BaseException as error:  # noqa: BLE001 - the caller must get every error
-            failure = error
+            settle = partial(future.set_exception, error)
         with self._lock:
             if future not in self._running:  # closed meanwhile
                 return
             self._running.discard(future)
             self.waiting -= 1
         with suppress(InvalidStateError):
-            future.set_exception(failure) if failure else future.set_result(answer)
+            settle()
 
     def _send(self, method: str, call: str, message: pa.Buffer, timeout_s: float) -> pa.Buffer:
         """Send over Flight if connected. By Ray otherwise, or if the connection breaks: Ray finds a restarted actor."""
