@@ -104,11 +104,12 @@ class RefinerPool:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for actor in self.actors:
-            if not isinstance(actor, ShardRefiner):
-                import ray
+        if session.in_ray():
+            import ray
 
-                ray.kill(actor)
+            for actor in self.actors:
+                if not isinstance(actor, ShardRefiner):
+                    ray.kill(actor)
 
     def results(self, calls: Sequence["Call"]) -> list[Any]:
         """Wait for the results of calls, in their order. Hanging actors are killed; Ray restarts them and their calls.

@@ -124,7 +124,6 @@ class OpenPart(NamedTuple):
 
     value: Any
     files: tuple[OpenFile, ...]
-    num_bytes: int
 
 
 class _Version(NamedTuple):
@@ -226,7 +225,7 @@ class ShardSearcher:
 
     def memory(self) -> MemoryUsage:
         """The bytes held here, and those free on this machine."""
-        held_bytes = {key: part.num_bytes for key, part in list(self._parts.items())}
+        held_bytes = {key: sum(file.entry.num_bytes for file in files) for key, files in self.open_files()}
         return MemoryUsage(node_name(), free_bytes(), held_bytes)
 
     def scan(self, request: ScanRequest, call: str = "") -> ShardResults:
@@ -379,7 +378,7 @@ class ShardSearcher:
                 f"the words of shard {entry.shard} of index {manifest.index!r} are those of {value.num_passages} "
                 f"passages, its manifest says {entry.num_passages}. Roll back, or index again"
             )
-        return OpenPart(value, files, part.num_bytes)
+        return OpenPart(value, files)
 
     def _map_shard(self, manifest: Manifest, entry: ShardEntry, folder: Path) -> OpenShard:
         embeddings = open_embeddings(folder, entry.files)

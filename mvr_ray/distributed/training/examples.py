@@ -144,8 +144,8 @@ def open_question_examples(corpus: Corpus, cfg: TrainConfig) -> Examples:
     """Open stored questions with a positive passage. Raises as `open_examples`."""
     if cfg.questions is None:
         raise ConfigError(f"train.task is {cfg.task}, which learns from questions; name a set in train.questions")
-    examples = QuestionExamples(corpus, read_questions(corpus, cfg.questions), _read_mined(corpus, cfg), cfg)
-    return _require_batch(examples, cfg, f"usable questions of {cfg.questions!r}")
+    questions = read_questions(corpus, cfg.questions)
+    return _with_mined(corpus, questions, cfg, f"usable questions of {cfg.questions!r}")
 
 
 def _require_batch(examples: Examples, cfg: TrainConfig, what: str) -> Examples:
@@ -156,8 +156,9 @@ def _require_batch(examples: Examples, cfg: TrainConfig, what: str) -> Examples:
     return examples
 
 
-def _read_mined(corpus: Corpus, cfg: TrainConfig) -> list[Question]:
-    return read_questions(corpus, cfg.hard_negatives) if cfg.hard_negatives else []
+def _with_mined(corpus: Corpus, questions: Sequence[Question], cfg: TrainConfig, what: str) -> Examples:
+    negatives = read_questions(corpus, cfg.hard_negatives) if cfg.hard_negatives else []
+    return _require_batch(QuestionExamples(corpus, questions, negatives, cfg), cfg, what)
 
 
 def open_answer_examples(corpus: Corpus, cfg: TrainConfig) -> Examples:
@@ -178,8 +179,7 @@ def open_answer_examples(corpus: Corpus, cfg: TrainConfig) -> Examples:
         log.warning(
             "questions omitted without an answer offset in the corpus: %d of %d", num_unusable, len(stored_questions)
         )
-    examples = QuestionExamples(corpus, questions, _read_mined(corpus, cfg), cfg)
-    return _require_batch(examples, cfg, f"questions of {cfg.questions!r} with an answer at a known place")
+    return _with_mined(corpus, questions, cfg, f"questions of {cfg.questions!r} with an answer at a known place")
 
 
 def input_digests(corpus: Corpus, cfg: TrainConfig) -> list[str]:
