@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mvr_ray.checksums import FORMAT_VERSION, json_with_checksum, parse_json, require_format
-from mvr_ray.errors import DigestError, FormatError, StorageError
+from mvr_ray.errors import DigestError, StorageError
 from mvr_ray.store.files import Store, sha256_of
 
 WeightsKind = Literal["step", "best", "snapshot"]
@@ -136,15 +136,10 @@ class Checkpoints:
         if not self._store.exists(path):
             return {}
         where, cure = self._store.where(path), self._cure()
-        try:
-            fields = {**defaults, **parse_json(self._store.read_bytes(path), where)}
-            require_format(fields, RECORD_FORMAT, where, cure)
-            if invalid_fields := [field for field, kind in types.items() if not isinstance(fields.get(field), kind)]:
-                raise StorageError(f"{', '.join(invalid_fields)} missing or of another type")
-        except FormatError:
-            raise
-        except StorageError as error:
-            raise StorageError(f"{where} is not readable ({error}); {cure}") from error
+        fields = {**defaults, **parse_json(self._store.read_bytes(path), where, cure)}
+        require_format(fields, RECORD_FORMAT, where, cure)
+        if invalid_fields := [field for field, kind in types.items() if not isinstance(fields.get(field), kind)]:
+            raise StorageError(f"{where} is damaged ({', '.join(invalid_fields)} missing or of another type); {cure}")
         return {field: fields[field] for field in types}
 
     def _latest(self) -> dict[str, Any]:
