@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -158,8 +158,7 @@ class Connection:
             self._epoch += 1
             self.waiting -= len(running)
         for future in running:
-            with suppress(InvalidStateError):
-                future.set_exception(ConnectionLost("the searcher is being restarted"))
+            future.set_exception(ConnectionLost("the searcher is being restarted"))
 
     def _call(self, future: "Future[pa.Buffer]", method: str, call: str, message: pa.Buffer, timeout_s: float) -> None:
         try:
@@ -171,8 +170,7 @@ class Connection:
                 return
             self._running.discard(future)
             self.waiting -= 1
-        with suppress(InvalidStateError):
-            settle()
+        settle()
 
     def _send(self, method: str, call: str, message: pa.Buffer, timeout_s: float) -> pa.Buffer:
         """Send over Flight if connected. By Ray otherwise, or if the connection breaks: Ray finds a restarted actor."""
