@@ -364,7 +364,7 @@ def main() -> None:
             questions, queries_TD = make_questions(store, of)
             journal = Journal(store, version, run, questions)
             task = RefinerTask(store.address, version, journal.folder, run.refine)
-            with RefinerPool(task, SHARDS, REFINERS, run.resources.cpus_per_searcher) as refiners:
+            with RefinerPool(task, REFINERS, run.resources.cpus_per_searcher) as refiners:
                 with clock("open"):
                     loop = RefinementLoop(questions, queries_TD, refiners, journal, no_progress)
                 rebuilds(part, run, chunk_folder, of, refiners, journal.folder)

@@ -65,7 +65,7 @@ def _refine(
         session.require(info, [session.Need("refiners", count, run.resources.cpus_per_searcher)])
         threads, compact_share = run.resources.torch_threads, run.index.compact_share
         task = RefinerTask(store.address, base, journal.folder, run.refine, threads, compact_share=compact_share)
-        with RefinerPool(task, len(base.shards), count, run.resources.cpus_per_searcher) as refiners:
+        with RefinerPool(task, count, run.resources.cpus_per_searcher) as refiners:
             loop = RefinementLoop(questions, queries_TD, refiners, journal, progress)
             end = loop.run()
             report, manifest = _conclude(run, store, base, loop, end)

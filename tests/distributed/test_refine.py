@@ -467,7 +467,7 @@ def test_a_killed_actor_comes_back_to_the_round_that_is_asked_for(store, ray_ses
     rng = np.random.default_rng(5)
     queries = rng.standard_normal((8, base.dimension)).astype(np.float32)
     first_round = StateId("round", 1)
-    with RefinerPool(task, 4, 2, 0.5) as refiners:
+    with RefinerPool(task, 2, 0.5) as refiners:
         hits = refiners.search(PUBLISHED, queries, 10, "", lambda *_: None)
         positive = rng.random(hits.rows_QK.shape) < 0.5
         labels = labels_from_hits(hits.rows_QK, hits.views_QK, positive)

@@ -72,10 +72,8 @@ class LabelCache:
 class RefinerPool:
     """All shards of one index version in `count` actors. Use as a context manager."""
 
-    def __init__(
-        self, task: RefinerTask, num_shards: int, count: int, cpus: float, hang_s: float | None = None
-    ) -> None:
-        """Passage ids hash to `num_shards`; shards are assigned, largest first, to the least loaded actor.
+    def __init__(self, task: RefinerTask, count: int, cpus: float, hang_s: float | None = None) -> None:
+        """Shards are assigned, largest first, to the least loaded actor.
 
         An actor that finishes no call for `hang_s` (HANG_S by default) is killed and restarted.
         """
@@ -83,7 +81,7 @@ class RefinerPool:
         self.hang_s = HANG_S if hang_s is None else hang_s
         self.started = False
         counts = {entry.shard: entry.num_passages for entry in task.manifest.shards}
-        self.index, self.num_shards = task.manifest.index, num_shards
+        self.index = task.manifest.index
         self.shards = sorted(counts)
         self.num_passages = sum(counts.values())
         self.shard_start = np.cumsum([0, *(counts[shard] for shard in self.shards)])
@@ -154,7 +152,7 @@ class RefinerPool:
         """Numbers of the passages that are in the index; unknown ids are omitted."""
         by_shard: dict[int, list[str]] = {}
         for passage_id in sorted(set(ids)):
-            by_shard.setdefault(shard_of(passage_id, self.num_shards), []).append(passage_id)
+            by_shard.setdefault(shard_of(passage_id, len(self.shards)), []).append(passage_id)
         parts = {shard: by_shard[shard] for shard in self.shards if shard in by_shard}
         rows_by_shard = self.per_shard("locate", {shard: (part,) for shard, part in parts.items()})
         return {
