@@ -146,7 +146,7 @@ def one_round(loop: RefinementLoop, clock: Clock) -> Labels:
     """Run one round from the version's hits to the moved views, as the loop does; return the labels."""
     queries_LD = loop.queries_at(0)
     with clock("retrieve"):
-        hits: ShardHits = loop.search(PUBLISHED, loop.labelled, queries_LD, "retrieve")
+        hits: ShardHits = loop.search(PUBLISHED, queries_LD, "retrieve")
     with clock("judge"):
         loop.evaluator.rank(None, loop.labelled, hits)
     with clock("label"):

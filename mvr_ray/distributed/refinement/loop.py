@@ -31,7 +31,6 @@ from mvr_ray.core.refining.refine_policy import (
     next_action,
     worst_loss,
 )
-from mvr_ray.core.searching.merging import merge
 from mvr_ray.distributed.job_metrics import record_round
 from mvr_ray.distributed.refinement.journal import Journal, RoundRecord, WeightRecord
 from mvr_ray.distributed.refinement.measure import Evaluator, Ranks
@@ -40,7 +39,7 @@ from mvr_ray.distributed.refinement.refiner_pool import QUERY_BLOCK, RefinerPool
 from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, Accuracy, RoundReport, WeightReport
 from mvr_ray.distributed.refinement.shard_refiner import ShardStep
 from mvr_ray.distributed.refinement.state import PUBLISHED, StateId
-from mvr_ray.types import FloatArray, IntArray, Progress, ShardHits
+from mvr_ray.types import FloatArray, Progress, ShardHits
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ class RefinementLoop:
 
     def retrieve(self, number: int, queries_LD: FloatArray, what: str = "retrieve") -> ShardHits:
         """Search for the labelled questions after a round."""
-        return self.search(self.state_id(number), self.labelled, queries_LD, f"refine round {number}: {what}")
+        return self.search(self.state_id(number), queries_LD, f"refine round {number}: {what}")
 
     def state(self) -> RefineState:
         journal, rounds = self.journal, self.journal.rounds
@@ -104,7 +103,7 @@ class RefinementLoop:
         for number in range(len(self.journal.weights), len(self.weights)):
             at, weight = StateId("weight", number), self.weights[number]
             self.refiners.step(PUBLISHED, at, by_shard, queries_LD, weight)
-            hits = self.search(at, self.labelled, queries_LD, f"refine weight {weight:g}: retrieve")
+            hits = self.search(at, queries_LD, f"refine weight {weight:g}: retrieve")
             ranks = self.rank(at, hits, ["gate"])
             heldout = self.heldout(ranks)
             lost_points = worst_loss(self.journal.heldout_before, heldout)
@@ -136,9 +135,7 @@ class RefinementLoop:
         """The state of the passages after a round: the published one where only queries move."""
         return PUBLISHED if self.refine.method in KEEPS_PASSAGES else StateId("round", number)
 
-    def search(self, at: StateId, rows: IntArray, queries_QD: FloatArray, what: str) -> ShardHits:
-        if not len(rows):
-            return merge([], self.depth, lambda _: [])
+    def search(self, at: StateId, queries_QD: FloatArray, what: str) -> ShardHits:
         return self.refiners.search(at, queries_QD, self.depth, what, self.progress)
 
     def rank(self, at: StateId, hits: ShardHits, others: Sequence[Literal["gate", "report"]]) -> Ranks:
@@ -154,7 +151,7 @@ class RefinementLoop:
                 ranks[:, rows] = self.journal.before[:, rows]
             elif rows:
                 where = np.array(rows, np.int64)
-                other_hits = self.search(at, where, self.queries_TD[where], f"refine {name}: {what}")
+                other_hits = self.search(at, self.queries_TD[where], f"refine {name}: {what}")
                 ranks = self.evaluator.rank(ranks, where, other_hits)
         return ranks
 
