@@ -48,7 +48,13 @@ class Scrubber:
                 self._reading = self._read_all()
                 break
             budget -= num_bytes
-        self._retry(now_s)
+        damaged_keys = self.searcher.damaged_keys()
+        pauses = {key: self._pauses.get(key, (now_s + FIRST_RETRY_S, FIRST_RETRY_S)) for key in damaged_keys}
+        for key, (due_s, pause_s) in pauses.items():
+            if now_s >= due_s and not self.searcher.reopen(key):
+                pause_s = min(2 * pause_s, MAX_RETRY_S)
+                pauses[key] = now_s + pause_s, pause_s
+        self._pauses = pauses
 
     def _read_all(self) -> Iterator[int]:
         """Read every file of every open shard once; yield the number of bytes of each piece."""
@@ -70,12 +76,3 @@ class Scrubber:
                     drop_cached_sha256_of(file.path)
                     self.searcher.withdraw(key, files, reason)
                     break
-
-    def _retry(self, now_s: float) -> None:
-        damaged_keys = self.searcher.damaged_keys()
-        pauses = {key: self._pauses.get(key, (now_s + FIRST_RETRY_S, FIRST_RETRY_S)) for key in damaged_keys}
-        for key, (due_s, pause_s) in pauses.items():
-            if now_s >= due_s and not self.searcher.reopen(key):
-                pause_s = min(2 * pause_s, MAX_RETRY_S)
-                pauses[key] = now_s + pause_s, pause_s
-        self._pauses = pauses

@@ -236,7 +236,10 @@ class StepLoop(ABC):
 
     def _step(self, optimiser: torch.optim.Optimizer) -> None:
         self.model.train()
-        self._set_rate(optimiser)
+        step, schedule = self.state.step, self.schedule
+        at, total = (step, schedule.warm) if self.warm else (step - schedule.warm, schedule.steps)
+        for group in optimiser.param_groups:
+            group["lr"] = group["base_lr"] * lr_factor(at, total, self.cfg.warmup_share)
         optimiser.zero_grad(set_to_none=True)
         loss = self.learn()
         average_gradients(self.parameters)
@@ -248,13 +251,6 @@ class StepLoop(ABC):
         warm = self.warm
         self.state.step += 1
         self._report(loss, warm)
-
-    def _set_rate(self, optimiser: torch.optim.Optimizer) -> None:
-        step, schedule = self.state.step, self.schedule
-        at, total = (step, schedule.warm) if self.warm else (step - schedule.warm, schedule.steps)
-        factor = lr_factor(at, total, self.cfg.warmup_share)
-        for group in optimiser.param_groups:
-            group["lr"] = group["base_lr"] * factor
 
     def _report(self, loss: float, warm: bool) -> None:
         if rank():

@@ -60,7 +60,11 @@ def train_model(loop: type[StepLoop], open_job: OpenJob, run: RunConfig, progres
     store, workers = Store(run.store.path), run.resources.train_workers
     with _threads(run.resources.torch_threads):
         job = open_job(run)
-        _require_readable(loop, store, job.name)
+        try:
+            latest_fingerprint(store, loop.kind, job.name)
+        except StorageError as error:  # a damaged record is replaced, one of a newer program is not
+            if isinstance(error, FormatError):
+                raise
         record_before = job.checkpoints.result()
         if record_before and store.exists(paths.model_dir(loop.kind.store_dir, job.name, record_before["fingerprint"])):
             return _make_latest(loop, store, job.name, record_before)
@@ -74,16 +78,6 @@ def train_model(loop: type[StepLoop], open_job: OpenJob, run: RunConfig, progres
         snapshot = _make_latest(loop, store, job.name, record)
         job.checkpoints.finish(record)
         return snapshot
-
-
-def _require_readable(loop: type[StepLoop], store: Store, name: str) -> None:
-    """Raise FormatError where a newer program wrote the record of the newest model. A damaged one is replaced."""
-    try:
-        latest_fingerprint(store, loop.kind, name)
-    except FormatError:
-        raise
-    except StorageError:
-        return
 
 
 def _save(loop: type[StepLoop], store: Store, job: TrainingJob, state: TrainState) -> dict[str, Any]:
