@@ -30,7 +30,6 @@ from mvr_ray.core.refining import aopt
 from mvr_ray.core.refining.pseudo_labels import LabelMatrices, Labels, label_matrices
 from mvr_ray.distributed import build_index, session
 from mvr_ray.distributed.refinement.journal import Journal
-from mvr_ray.distributed.refinement.labels import label_round
 from mvr_ray.distributed.refinement.loop import RefinementLoop
 from mvr_ray.distributed.refinement.publish import describe
 from mvr_ray.distributed.refinement.questions import RefineQuestions, arrange
@@ -89,6 +88,7 @@ def config(store: Path, data: Path, name: str = "squad") -> RunConfig:
                 "positives": "all",
                 "depth": DEPTH,
                 "step_size": STEP,
+                "keep_length": True,
             },
             "resources": {"refiners": REFINERS, "searchers": REFINERS},
         }
@@ -146,11 +146,11 @@ def one_round(loop: RefinementLoop, clock: Clock) -> Labels:
     """Run one round from the version's hits to the moved views, as the loop does; return the labels."""
     queries_LD = loop.queries_at(0)
     with clock("retrieve"):
-        hits: ShardHits = loop.search(PUBLISHED, loop.labelled, queries_LD, "retrieve")
+        hits: ShardHits = loop.search(PUBLISHED, queries_LD, "retrieve")
     with clock("judge"):
-        loop.evaluator.rank(loop.evaluator.no_ranks(), loop.labelled, hits)
+        loop.evaluator.rank(None, loop.labelled, hits)
     with clock("label"):
-        labels = label_round(loop.refine, loop.evaluator, loop.refiners, PUBLISHED, queries_LD, hits)
+        labels = loop.evaluator.label(PUBLISHED, queries_LD, hits)
     with clock("update"):
         _, step = loop.step(0, labels, queries_LD)
     print(step.summary(loop.refiners.num_passages, len(loop.labelled)), flush=True)
@@ -305,9 +305,10 @@ def rebuilds(
 
     def load_state(at: StateId) -> None:
         """Make the refiners load the state, as after a round's step: any request about one passage does."""
-        one, query_1D = np.zeros(1, np.int64), np.zeros((1, made_up.D), np.float32)
-        label = Labels(one, one, np.zeros(1, np.int16), np.ones(1, bool))
-        refiners.winners(at, {entry.shard: label for entry in of.described.shards}, query_1D)
+        first_passages, query_1D = refiners.shard_start[:-1], np.zeros((1, made_up.D), np.float32)
+        zeros = np.zeros(len(first_passages), np.int64)
+        labels = Labels(zeros, first_passages, zeros.astype(np.int16), np.ones(len(zeros), bool))
+        refiners.winners(at, labels, query_1D)
 
     def build_changes() -> None:
         at = StateId("round", 1 + next(numbers))
@@ -362,10 +363,10 @@ def main() -> None:
             of = read_version(store, version)
             questions, queries_TD = make_questions(store, of)
             journal = Journal(store, version, run, questions)
-            task = RefinerTask(store.address, version, journal.folder)
-            with RefinerPool(task, SHARDS, REFINERS, run.resources.cpus_per_searcher) as refiners:
+            task = RefinerTask(store.address, version, journal.folder, run.refine)
+            with RefinerPool(task, REFINERS, run.resources.cpus_per_searcher) as refiners:
                 with clock("open"):
-                    loop = RefinementLoop(run.refine, questions, queries_TD, refiners, journal, no_progress)
+                    loop = RefinementLoop(questions, queries_TD, refiners, journal, no_progress)
                 rebuilds(part, run, chunk_folder, of, refiners, journal.folder)
                 rates(part, loop, of)
                 labels = one_round(loop, clock)

@@ -82,7 +82,7 @@ def searchers(folder: str) -> Iterator[RemoteSearchers]:
     """Two searchers of one thread each, for all versions; the first one's index is the smallest."""
     store = Store(folder)
     version = made_up.publish(store, RUN, 8, 1)
-    task = SearcherTask(store.address, version, (), 1)
+    task = SearcherTask(store.address, version, 1)
     actor_class: Any = ray.remote(concurrency_groups={"health": 1, "load": 1})(TimedSearcher)
     remote = RemoteSearchers([[actor_class.options(num_cpus=1).remote(task)] for _ in range(2)])
     try:
@@ -99,7 +99,7 @@ def open_both(folder: str, remote: RemoteSearchers, shards: int, held_by: int) -
     parts = [every[at::held_by] if at < held_by else () for at in range(len(remote.groups))]
     remote.assignments[version.version] = [ShardAssignment(version, part) for part in parts]
     fleet = remote.fleet(version)
-    local = LocalFleet(SearcherTask(store.address, version, every, held_by))
+    local = LocalFleet(SearcherTask(store.address, version, held_by))
     fleet.ready()
     local.ready()
     return Both(Router(store, version, fleet), Router(store, version, local), remote.actors[:held_by])

@@ -26,7 +26,6 @@ from mvr_ray.core.searching.codes import encode
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
 from mvr_ray.distributed.hot_swap import HotSwapRouter, open_hot_swap_router
-from mvr_ray.distributed.searching.dispatch import ShardRequest
 from mvr_ray.distributed.searching.messages import ScanRequest, encode_scan
 from mvr_ray.index.flat import FlatIndex
 from mvr_ray.store.files import Store
@@ -159,10 +158,10 @@ def quiet(live: HotSwapRouter, times: int) -> Quiet:
 
     def ask(*shard_sets: tuple[int, ...]) -> None:
         """Of the first searchers, one each."""
-        requests = {}
-        for group, here in enumerate(shard_sets):
-            requests[group] = ShardRequest("scan", encode_scan(ScanRequest(query_1D, K, here, version)))
-        searchers.dispatcher.gather(requests, Deadline.after(60.0))
+        messages = {
+            group: encode_scan(ScanRequest(query_1D, K, here, version)) for group, here in enumerate(shard_sets)
+        }
+        searchers.dispatcher.gather("scan", messages, Deadline.after(60.0))
 
     def search() -> None:
         began = time.process_time()

@@ -33,7 +33,7 @@ from mvr_ray.core.learning.batches import Example
 from mvr_ray.core.learning.losses import dpr_loss
 from mvr_ray.distributed.training.checkpoints import Checkpoints
 from mvr_ray.distributed.training.retriever import RetrieverLoop
-from mvr_ray.distributed.training.train_model import TrainingJob
+from mvr_ray.distributed.training.steps import TrainingJob
 from mvr_ray.store.files import Store
 from mvr_ray.types import IntArray, Passage
 
@@ -61,9 +61,9 @@ class Pairs:
 class TimedLoop(RetrieverLoop):
     """The training loop, with batches in the order of the pairs; it stores its losses."""
 
-    def batch_numbers(self, passage_E: IntArray, article_E: IntArray | None) -> tuple[list[int], int]:
+    def batch(self) -> list[Example]:
         start = self.state.step * self.cfg.batch_questions
-        return list(range(start, start + self.cfg.batch_questions)), 0
+        return self.job.examples.get(range(start, start + self.cfg.batch_questions), 0)
 
     def learn(self) -> float:
         loss = super().learn()
@@ -91,7 +91,9 @@ def train(
     model = DualEncoder.from_backbone(task["backbone"], spec)
     before = peak_bytes()
     with tempfile.TemporaryDirectory() as folder:
-        job = TrainingJob(run, model, Pairs(task["pairs"][: steps * batch]), None, Checkpoints(Store(folder), "run"))
+        job = TrainingJob(
+            run, "encoder", model, Pairs(task["pairs"][: steps * batch]), None, Checkpoints(Store(folder), "run")
+        )
         loop = TimedLoop(job, lambda what, count, total: step_ends.append(time.perf_counter()), torch.device("cpu"))
         loop.run()
     peak = peak_bytes()

@@ -24,15 +24,14 @@ import numpy as np
 from mvr_ray.config import RunConfig
 from mvr_ray.core.searching.exact import check_k, check_queries
 from mvr_ray.deadline import Deadline
-from mvr_ray.distributed.periodic import run_periodically
+from mvr_ray.distributed.periodic import run_every, run_periodically
 from mvr_ray.distributed.ray_errors import ray_error_types, translate_ray_errors
 from mvr_ray.distributed.router import TIMEOUT_S, Observe, Router, open_searchers, searcher_task
 from mvr_ray.distributed.searching import version_cache
 from mvr_ray.distributed.searching.batching import DynamicBatcher
-from mvr_ray.distributed.searching.local_searchers import LocalSearchers, Searchers, version_name
 from mvr_ray.distributed.searching.merged_results import MergedResults, shard_starts
 from mvr_ray.distributed.searching.scrubber import Scrubber
-from mvr_ray.distributed.searching.searcher import Fleet
+from mvr_ray.distributed.searching.searcher import Fleet, LocalSearchers, Searchers, version_name
 from mvr_ray.distributed.searching.version_cache import CachedVersion, VersionLoader, evict
 from mvr_ray.errors import InsufficientMemoryError, MissingInputError, MvrRayError, StorageError
 from mvr_ray.store import manifest as manifests
@@ -350,9 +349,9 @@ def open_hot_swap_router(
             from mvr_ray.distributed.searching.node_placement import Rebalancer
 
             monitor = HealthMonitor(searchers.dispatcher, resources.hung_s)
-            stack.enter_context(monitor.run_periodically(probe_s))
+            stack.enter_context(run_every(probe_s, lambda: monitor.check(time.monotonic()), "mvr-health", join_s=None))
             rebalancer = Rebalancer(searchers, searcher_task(run, manifest, local=False), resources)
-            stack.enter_context(rebalancer.run_periodically(probe_s))
+            stack.enter_context(run_every(probe_s, rebalancer.rebalance, "mvr-rebalancer"))
         if version is not None:
             live.move_to(version)
         if follow_s is not None:

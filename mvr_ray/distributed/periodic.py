@@ -1,8 +1,13 @@
 """Run a function periodically in a background thread."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+
+from mvr_ray.distributed.ray_errors import ray_error_types
+
+log = logging.getLogger(__name__)
 
 JOIN_S = 1.0
 
@@ -29,3 +34,18 @@ def run_periodically(
     finally:
         stop.set()
         thread.join(join_s)
+
+
+def run_every(
+    interval_s: float, function: Callable[[], object], name: str, join_s: float | None = JOIN_S
+) -> AbstractContextManager[None]:
+    """Call `function` every `interval_s` seconds, as `run_periodically`; an error of Ray is a warning."""
+
+    def call() -> float:
+        try:
+            function()
+        except ray_error_types() as error:
+            log.warning("%s failed, next time in %g s: %s", name, interval_s, str(error).partition("\n")[0])
+        return interval_s
+
+    return run_periodically(call, interval_s, name, join_s)

@@ -59,16 +59,15 @@ def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
 def _refine(
     run: RunConfig, store: Store, base: Manifest, questions: RefineQuestions, journal: Journal, progress: Progress
 ) -> RefineReport:
-    resources, keep_length = run.resources, run.refine.keep_length
-    threads, cpus = resources.torch_threads, resources.cpus_per_searcher
+    threads, cpus = run.resources.torch_threads, run.resources.cpus_per_searcher
     queries_TD = embed_questions(store, base, questions, threads, progress)
-    count = min(resources.refiners, len(base.shards))
-    if keep_length is None:
-        keep_length = base.similarity == "cosine"
-    with session.connect(resources, base.num_passages, [session.Need("refiners", count, cpus)]):
-        task = RefinerTask(store.address, base, journal.folder, threads, compact_share=run.index.compact_share)
-        with RefinerPool(task, len(base.shards), count, cpus) as refiners:
-            loop = RefinementLoop(run.refine, questions, queries_TD, refiners, journal, progress, keep_length)
+    count = min(run.resources.refiners, len(base.shards))
+    with session.connect(run.resources, base.num_passages, [session.Need("refiners", count, cpus)]):
+        task = RefinerTask(
+            store.address, base, journal.folder, run.refine, threads, compact_share=run.index.compact_share
+        )
+        with RefinerPool(task, count, cpus) as refiners:
+            loop = RefinementLoop(questions, queries_TD, refiners, journal, progress)
             end = loop.run()
             report, manifest = _conclude(run, store, base, loop, end)
     if manifest is not None:

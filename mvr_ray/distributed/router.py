@@ -32,10 +32,9 @@ from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder, require_encoder
 from mvr_ray.distributed.lexical import open_statistics
-from mvr_ray.distributed.searching.local_searchers import LocalSearchers
 from mvr_ray.distributed.searching.merged_results import MergedResults, overlay_results, shard_starts
 from mvr_ray.distributed.searching.messages import ScanRequest, ShardFailure
-from mvr_ray.distributed.searching.searcher import NO_WORDS_HINT, Fleet, SearcherTask
+from mvr_ray.distributed.searching.searcher import Fleet, LocalSearchers, SearcherTask
 from mvr_ray.errors import (
     CoverageError,
     DamagedShardsError,
@@ -498,7 +497,7 @@ def require_words(manifest: Manifest) -> None:
     if manifest.lexical is None:
         raise ShardIndexError(
             f"index {manifest.index!r} version {manifest.version} has no words of its passages, which a hybrid search "
-            f"needs; {NO_WORDS_HINT}"
+            f"needs; index them, without encoding again: mvr-ray index CONFIG index.lexical=true"
         )
 
 
@@ -533,10 +532,10 @@ def open_searchers(
     if local:
         yield LocalSearchers(task, resources.searcher_bytes)
         return
-    from mvr_ray.distributed.searching.fleet import RemoteSearchers
+    from mvr_ray.distributed.searching.node_placement import start_searchers
 
     with session.connect(resources) as info:
-        searchers = RemoteSearchers.start(task, resources, info)
+        searchers = start_searchers(task, resources, info)
         try:
             yield searchers
         finally:
@@ -544,13 +543,12 @@ def open_searchers(
 
 
 def searcher_task(run: RunConfig, manifest: Manifest, *, local: bool) -> SearcherTask:
-    """The settings of a searcher for all shards of a version, from the run file; `local`: in this process."""
+    """The settings of a searcher of a version, from the run file; `local`: in this process."""
     resources = run.resources
-    shards = tuple(entry.shard for entry in manifest.shards)
     device = "cuda" if resources.gpus_per_searcher and not local else "cpu"
     store = Store(run.store.path).address
     threads, scrub_bytes_s = resources.torch_threads, resources.scrub_bytes_s
-    return SearcherTask(store, manifest, shards, threads, device, resources.tls_dir, scrub_bytes_s)
+    return SearcherTask(store, manifest, threads, device, resources.tls_dir, scrub_bytes_s)
 
 
 def _round_up(num_queries: int) -> int:

@@ -14,8 +14,9 @@ from mvr_ray.distributed.encoders import encoder_spec, local_encoder, make_encod
 from mvr_ray.distributed.models import ENCODERS, latest_fingerprint
 from mvr_ray.distributed.training.checkpoints import Checkpoints
 from mvr_ray.distributed.training.examples import input_digests, open_dev, open_examples
-from mvr_ray.distributed.training.retriever import EpochReport, RetrieverLoop, loss_name
-from mvr_ray.distributed.training.train_model import TrainedModel, TrainingJob, TrainingTask, train_model
+from mvr_ray.distributed.training.retriever import RetrieverLoop, loss_name
+from mvr_ray.distributed.training.steps import TrainingJob
+from mvr_ray.distributed.training.train_model import TrainedModel, train_model
 from mvr_ray.errors import ConfigError, EncoderError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
@@ -39,7 +40,7 @@ def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
             f"train.batch_questions is {run.train.batch_questions}, which {workers} workers (resources.train_workers) "
             f"cannot share evenly; make it a multiple of {workers}"
         )
-    return train_model(TASK, run, progress)
+    return train_model(RetrieverLoop, open_job, run, progress)
 
 
 def open_job(run: RunConfig) -> TrainingJob:
@@ -53,7 +54,7 @@ def open_job(run: RunConfig) -> TrainingJob:
     examples = open_examples(corpus, model.splitter, run.train)
     dev = open_dev(corpus, run.train)
     checkpoints = Checkpoints(store, paths.training_dir(run.encoder.name, key))
-    return TrainingJob(run, model, examples, dev, checkpoints)
+    return TrainingJob(run, run.encoder.name, model, examples, dev, checkpoints)
 
 
 def _starting_encoder(run: RunConfig, store: Store, corpus: Corpus) -> DualEncoder:
@@ -72,11 +73,3 @@ def _starting_encoder(run: RunConfig, store: Store, corpus: Corpus) -> DualEncod
             f"{', '.join(dict(differing))}; make them equal, or start from the backbone"
         )
     return encoder.to_precision("fp32")
-
-
-def _name(run: RunConfig) -> str:
-    return run.encoder.name
-
-
-_METRICS = ("loss", "loss_global", "loss_local", "view_pair_cosine", "lv", "dev_top1")
-TASK = TrainingTask(ENCODERS, _name, open_job, RetrieverLoop, EpochReport, _METRICS)

@@ -211,7 +211,7 @@ def test_only_new_contents_are_encoded_when_a_corpus_was_prepared_again(own_inde
     for name, views in mine.items():
         assert views.view_numbers_N.tolist() == true[name].view_numbers_N.tolist()
         np.testing.assert_allclose(views.vectors_ND, true[name].vectors_ND, atol=1e-3)
-    router = Router(store, before, LocalFleet(SearcherTask(store.address, before, (0, 1, 2))))
+    router = Router(store, before, LocalFleet(SearcherTask(store.address, before)))
     assert router.passages([old[0].id]) == {old[0].id: old[0]}
 
 
@@ -389,7 +389,7 @@ def test_an_approximate_index_is_updated_in_a_copy_or_built_anew_and_the_manifes
     version = change(0)
     assert counts(version) == (1, 1, 0)
     assert updated_shards(version) == {shard_of(old[0].id, 3)}
-    task = SearcherTask(str(own_index), version, (0, 1, 2))
+    task = SearcherTask(str(own_index), version)
     before, after = views_by_id(own_index, first)[old[0].id], views_by_id(own_index, version)[old[0].id]
     queries_QD = np.concatenate([before.vectors_ND, after.vectors_ND]).astype(np.float32)
     for hits, query_D in zip(Router(store, version, LocalFleet(task)).search(queries_QD, 60).hits, queries_QD):

@@ -9,8 +9,7 @@ from random_index import D, brute_force, publish_random_index, random_views
 
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.distributed.hot_swap import HotSwapRouter, open_hot_swap_router
-from mvr_ray.distributed.searching.local_searchers import LocalSearchers
-from mvr_ray.distributed.searching.searcher import SearcherTask
+from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.serving.recall_monitor import RecallMonitor
@@ -24,8 +23,7 @@ K = 8
 
 def live_over(root, views, params=None) -> HotSwapRouter:
     version = publish_random_index(root, views, 3, params)
-    shards = tuple(entry.shard for entry in version.shards)
-    return HotSwapRouter(Store(str(root)), version, LocalSearchers(SearcherTask(str(root), version, shards)))
+    return HotSwapRouter(Store(str(root)), version, LocalSearchers(SearcherTask(str(root), version)))
 
 
 def truth(views, query_D):

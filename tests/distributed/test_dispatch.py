@@ -16,11 +16,12 @@ from random_index import D, brute_force, publish_random_index, random_views
 
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.router import open_router
-from mvr_ray.distributed.searching.fleet import assign_shards, balance_shards
+from mvr_ray.distributed.searching.fleet import RemoteSearchers
 from mvr_ray.distributed.searching.health import HealthMonitor, LastHeartbeat
 from mvr_ray.distributed.searching.hedging import MIN_CALLS, MIN_DELAY_S, HedgeBudget, Latencies
 from mvr_ray.distributed.searching.messages import ScanRequest, encode_scan
-from mvr_ray.distributed.searching.searcher import Heartbeat
+from mvr_ray.distributed.searching.rendezvous import balance_shards
+from mvr_ray.distributed.searching.searcher import Heartbeat, ShardAssignment
 from mvr_ray.distributed.searching.transport import Connection
 from mvr_ray.errors import CoverageError, OverloadedError
 
@@ -182,13 +183,16 @@ def six_shards(tmp_path_factory):
 def test_unchanged_shards_stay_where_they_are_and_every_shard_has_one_place(six_shards, data):
     groups = data.draw(st.integers(1, 4))
     entries = six_shards.shards[: data.draw(st.integers(1, 6))]
-    group_of = {one.digest: data.draw(st.integers(0, groups - 1)) for one in entries if data.draw(st.booleans())}
-    assignment = assign_shards(dataclasses.replace(six_shards, shards=entries), group_of, groups)
+    group_of = {one.shard: data.draw(st.integers(0, groups - 1)) for one in entries if data.draw(st.booleans())}
+    searchers = RemoteSearchers([[] for _ in range(groups)])
+    before = [tuple(shard for shard in group_of if group_of[shard] == group) for group in range(groups)]
+    searchers.assignments[six_shards.version] = [ShardAssignment(six_shards, shards) for shards in before]
+    version = dataclasses.replace(six_shards, version=six_shards.version + 1, shards=entries)
+    assignment = [one.shards for one in searchers.assign(version)]
     assert sorted(shard for shards in assignment for shard in shards) == [one.shard for one in entries]
-    assert all(one.shard in assignment[group_of[one.digest]] for one in entries if one.digest in group_of)
+    assert all(shard in assignment[group] for shard, group in group_of.items())
     if not group_of:
-        first = balance_shards({one.shard: one.num_bytes for one in entries}, groups)
-        assert assignment == first + [()] * (groups - len(first))
+        assert assignment == balance_shards({one.shard: one.num_bytes for one in entries}, groups)
 
 
 @pytest.mark.chaos(
@@ -260,7 +264,7 @@ def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedd
         dispatcher.queue = 64
         shut(second)
         answer = router.search(QUERIES_QD, K, deadline=Deadline.after(1), min_coverage=0.0)
-        assert {answer.shards[shard].state for shard in router.fleet.shards[0]} == {"late"}
+        assert {answer.shards[shard].state for shard in router.fleet.actor_assignments[0].shards} == {"late"}
         assert dispatcher.budget.hedges == hedges
         reopen(first)
         reopen(second)
@@ -340,8 +344,8 @@ def test_a_hung_searcher_is_found_by_its_canary_told_and_replaced(open_with, fre
         began = time.monotonic()
         answer = router.search(QUERIES_QD, K, min_coverage=0.0)
         states = {shard.shard: shard.state for shard in answer.shards}
-        assert {states[shard] for shard in router.fleet.shards[0]} <= {"hung", "searched"}
-        assert {states[shard] for shard in router.fleet.shards[1]} == {"searched"}
+        assert {states[shard] for shard in router.fleet.actor_assignments[0].shards} <= {"hung", "searched"}
+        assert {states[shard] for shard in router.fleet.actor_assignments[1].shards} == {"searched"}
         router.ready()
         assert is_whole(router.search(QUERIES_QD, K))
         record_property("figures", f"found at the third look, whole again {time.monotonic() - began:.1f} s later")
@@ -355,7 +359,7 @@ def test_a_busy_searcher_is_not_taken_for_a_hung_one(open_with):
     with open_with() as router:
         monitor, (actor, other) = HealthMonitor(router.fleet.searchers.dispatcher, hung_s=30), router.fleet.actors
         shut(actor, "first")
-        message = encode_scan(ScanRequest(QUERIES_QD, K, router.fleet.shards[0], 1))
+        message = encode_scan(ScanRequest(QUERIES_QD, K, router.fleet.actor_assignments[0].shards, 1))
         others = actor.handle.remote("scan", "", message)
         shut(actor, "second", later=True)
         assert check_health(monitor, 0, other) == 0
@@ -387,8 +391,8 @@ def test_without_a_replica_left_the_shards_are_told_until_they_are_back(open_wit
         with pytest.raises(CoverageError, match=r"\(died\)"):
             strict.result()
         states = {shard.shard: shard.state for shard in lenient.result().shards}
-        assert {states[shard] for shard in router.fleet.shards[0]} == {"searched"}
-        assert {states[shard] for shard in router.fleet.shards[1]} == {"died"}
+        assert {states[shard] for shard in router.fleet.actor_assignments[0].shards} == {"searched"}
+        assert {states[shard] for shard in router.fleet.actor_assignments[1].shards} == {"died"}
         ray.wait([replica.open_ref], timeout=60)
         assert is_whole(router.search(QUERIES_QD, K))  # nobody said ready()
         took_s = time.monotonic() - began

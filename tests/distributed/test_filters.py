@@ -64,7 +64,7 @@ def prepare_rows(root: Path, rows: Rows, num_parts: int) -> Corpus:
 
 def local(root: Path, version: Manifest) -> Router:
     store = Store(str(root))
-    task = SearcherTask(store.root, version, tuple(entry.shard for entry in version.shards))
+    task = SearcherTask(store.root, version)
     return Router(store, version, LocalFleet(task))
 
 
@@ -102,7 +102,7 @@ def test_versions_that_share_shards_have_the_fields_of_their_own_corpus(tmp_path
     later = random_rows(views, 4)
     second = publish_random_index(tmp_path, views, 2, parent=1, corpus=prepare_rows(tmp_path, later, 2))
     assert [one.digest for one in first.shards] == [one.digest for one in second.shards]
-    fleet = LocalFleet(SearcherTask(str(tmp_path), first, (0, 1)))
+    fleet = LocalFleet(SearcherTask(str(tmp_path), first))
     other = LocalFleet(fleet.task._replace(manifest=second), fleet.searcher)
     queries_QD = np.random.default_rng(5).integers(-2, 3, (3, D)).astype(np.float32)
     for version, own, now in ((first, fleet, rows), (second, other, later), (first, fleet, rows)):
@@ -167,13 +167,13 @@ def test_masks_are_kept_within_their_limit_and_dropped_with_their_version(tmp_pa
 @pytest.mark.ray
 def test_searchers_in_other_processes_filter_as_one_here_does(tmp_path, ray_session):
     from mvr_ray.config import ResourcesConfig
-    from mvr_ray.distributed.searching.fleet import RemoteSearchers
+    from mvr_ray.distributed.searching.node_placement import start_searchers
 
     views = random_views(60, 9)
     rows = random_rows(views, 9)
     version = publish_random_index(tmp_path, views, 3, corpus=prepare_rows(tmp_path, rows, 3))
-    task = SearcherTask(str(tmp_path), version, (0, 1, 2))
-    searchers = RemoteSearchers.start(task, ResourcesConfig(searchers=2), ray_session)
+    task = SearcherTask(str(tmp_path), version)
+    searchers = start_searchers(task, ResourcesConfig(searchers=2), ray_session)
     try:
         fleet = searchers.fleet(version)
         fleet.ready()

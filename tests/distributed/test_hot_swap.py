@@ -306,7 +306,7 @@ def test_calls_for_a_version_that_is_being_opened_wait_within_their_time_and_not
         live.searchers.load = slow
         waits = [threads.submit(name_version, 1, 60), threads.submit(name_version, 2, 60)]
         assert load_event.wait(60)
-        while live._loader._waiting < 2:
+        while live._loader._slots._value:
             threading.Event().wait(0.001)
         with pytest.raises(OverloadedError, match="2 calls wait for versions already"):
             name_version(1, 60)

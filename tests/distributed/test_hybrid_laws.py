@@ -81,7 +81,7 @@ def corpus_of(root: Path, rows: dict[str, dict], num_parts: int) -> Corpus:
 
 def local_router(root: Path, version: Manifest) -> Router:
     store = Store(str(root))
-    fleet = LocalFleet(SearcherTask(store.root, version, tuple(entry.shard for entry in version.shards)))
+    fleet = LocalFleet(SearcherTask(store.root, version))
     return Router(store, version, fleet)
 
 

@@ -22,11 +22,10 @@ from mvr_ray.core.refining.pseudo_labels import labels_from_hits
 from mvr_ray.distributed import build_index
 from mvr_ray.distributed import refine as refining
 from mvr_ray.distributed.refinement.journal import Journal
-from mvr_ray.distributed.refinement.measure import Ranks
 from mvr_ray.distributed.refinement.questions import gather
 from mvr_ray.distributed.refinement.refiner_pool import RefinerPool
 from mvr_ray.distributed.refinement.report import RefineReport
-from mvr_ray.distributed.refinement.shard_refiner import GradientSettings, RefinerTask
+from mvr_ray.distributed.refinement.shard_refiner import RefinerTask
 from mvr_ray.distributed.refinement.state import PUBLISHED, StateId
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store import corpus, manifest, paths, prepare
@@ -413,7 +412,7 @@ def test_a_damaged_journal_is_begun_anew(store, damage):
     own_store = Store(str(store))
     base, questions = manifest.read(own_store, "squad"), gather(only_corpus(own_store), run.refine)
     journal = Journal(own_store, base, run, questions)
-    journal.begin(Ranks(np.array([1]), np.array([0])), 50.0, [40.0])
+    journal.begin(np.array([[1], [0]]), 50.0, [40.0])
     assert Journal(own_store, base, run, questions).labelled_before == 50.0
     (store / journal.folder / "journal.json").write_bytes(damage)
     again = Journal(own_store, base, run, questions)
@@ -462,16 +461,17 @@ def test_whatever_file_of_an_unfinished_refinement_is_damaged_the_version_has_th
 def test_a_killed_actor_comes_back_to_the_round_that_is_asked_for(store, ray_session, record_property):
     own_store = Store(str(store))
     base = manifest.read(own_store, "squad")
-    task = RefinerTask(str(store), base, paths.staging_dir("squad", "refine-test"))
+    settings = RefineConfig(method="passage", step_size=0.05, keep_length=True)
+    refine = settings.model_copy(update={"domain_guard": -1e9})
+    task = RefinerTask(str(store), base, paths.staging_dir("squad", "refine-test"), refine)
     rng = np.random.default_rng(5)
     queries = rng.standard_normal((8, base.dimension)).astype(np.float32)
     first_round = StateId("round", 1)
-    with RefinerPool(task, 4, 2, 0.5) as refiners:
+    with RefinerPool(task, 2, 0.5) as refiners:
         hits = refiners.search(PUBLISHED, queries, 10, "", lambda *_: None)
         positive = rng.random(hits.rows_QK.shape) < 0.5
         labels = labels_from_hits(hits.rows_QK, hits.views_QK, positive)
-        settings = GradientSettings(0.05, -1e9, keep_length=True)
-        refiners.move(PUBLISHED, first_round, refiners.split(labels), queries, settings)
+        refiners.step(PUBLISHED, first_round, refiners.split(labels), queries)
         moved_hits = refiners.search(first_round, queries, 10, "", lambda *_: None)
         assert not np.array_equal(moved_hits.rows_QK, hits.rows_QK)
         for actor in refiners.actors:

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from random_index import D, V, Views, brute_force, publish_random_index, random_views
 
+from mvr_ray.config import RefineConfig
 from mvr_ray.core.refining.pseudo_labels import Labels
-from mvr_ray.distributed.refinement.shard_refiner import FeedbackSettings, RefinerTask, ShardRefiner
+from mvr_ray.distributed.refinement.shard_refiner import RefinerTask, ShardRefiner
 from mvr_ray.distributed.refinement.state import PUBLISHED, StateId
 from mvr_ray.distributed.repair import repair
 from mvr_ray.distributed.router import Router
@@ -27,7 +28,7 @@ QUERIES_QD = np.random.default_rng(5).integers(-2, 3, (6, D)).astype(np.float32)
 
 
 def answers(root: Path, version: Manifest) -> list[list[tuple[str, float, int]]]:
-    task = SearcherTask(str(root), version, tuple(entry.shard for entry in version.shards))
+    task = SearcherTask(str(root), version)
     answer = Router(Store(str(root)), version, LocalFleet(task)).search(QUERIES_QD, K)
     assert answer.exact.certified and answer.coverage_share == 1.0
     return [[(hit.passage_id, hit.score, hit.view) for hit in hits] for hits in answer.hits]
@@ -36,18 +37,19 @@ def answers(root: Path, version: Manifest) -> list[list[tuple[str, float, int]]]
 def teach(root: Path, version: Manifest, per_shard: dict[int, list[int]], at: int = 0) -> Manifest:
     """Publish a version with a feedback view for these rows of each shard: the direction of a query each."""
     shards = tuple(entry.shard for entry in version.shards)
-    task = RefinerTask(str(root), version, f"staging/{version.version}")
+    refine = RefineConfig(feedback_clusters=1)
+    starts = dict.fromkeys(shards, 0)
+    refiner = ShardRefiner(RefinerTask(str(root), version, f"staging/{version.version}", refine, starts=starts))
     first = StateId("round", 1)
-    refiner = ShardRefiner(task.with_shards(dict.fromkeys(shards, 0)))
     results = []
     for shard in shards:
         rows = np.array(per_shard.get(shard, []), np.int64)
         count = len(rows)
         labels = Labels(np.arange(count) % len(QUERIES_QD), rows, np.zeros(count, np.int16), np.ones(count, bool))
-        refiner.add_feedback(PUBLISHED, first, shard, labels, QUERIES_QD, FeedbackSettings(0.8, 1))
-        results.append(refiner.write(first, shard, 0))
+        refiner.step(shard, PUBLISHED, first, labels, QUERIES_QD, 0.8)
+        results.append(refiner.write(shard, first, 0))
         assert results[-1].dirty_passages == count
-    entries = tuple(one.entry for one in results)
+    entries = tuple(one.shard.entry for one in results)
     fields = {
         **version.__dict__,
         "shards": entries,
@@ -59,7 +61,7 @@ def teach(root: Path, version: Manifest, per_shard: dict[int, list[int]], at: in
 
 def with_feedback(root: Path, version: Manifest, views: Views) -> Views:
     """Reconstruct all views from a router's scores; own views must equal `views`."""
-    task = SearcherTask(str(root), version, tuple(entry.shard for entry in version.shards))
+    task = SearcherTask(str(root), version)
     router = Router(Store(str(root)), version, LocalFleet(task))
     unit_QD = np.eye(D, dtype=np.float32)
     all_views = {}

@@ -22,7 +22,7 @@ def test_any_number_of_refiners_finds_what_brute_force_does(tmp_path, ray_sessio
     views = random_views(num_passages, seed=3, levels=1)
     version = publish_random_index(tmp_path, views, num_shards)
     for count, k in [(1, 7), (2, 89), (3, 1)]:
-        with RefinerPool(RefinerTask(str(tmp_path), version, "staging/none"), num_shards, count, 0.2) as refiners:
+        with RefinerPool(RefinerTask(str(tmp_path), version, "staging/none"), count, 0.2) as refiners:
             hits = refiners.search(PUBLISHED, QUERIES_QD, k, "", no_progress)
             ids = dict(enumerate(refiners.ids_of(np.arange(num_passages))))
         for passages, winners, query_D in zip(hits.rows_QK, hits.views_QK, QUERIES_QD):
@@ -37,7 +37,7 @@ def test_a_refiner_that_hangs_is_restarted_within_the_bound_and_answers_alike(tm
     """A stopped process does not answer, and Ray cannot distinguish it from a slow one."""
     version = publish_random_index(tmp_path, random_views(40, seed=3), 2)
     task = RefinerTask(str(tmp_path), version, "staging/none")
-    with RefinerPool(task, 2, 2, 0.2, hang_s=5) as refiners:
+    with RefinerPool(task, 2, 0.2, hang_s=5) as refiners:
         before = refiners.search(PUBLISHED, QUERIES_QD, 7, "", no_progress)
         [hung_pid, other_pid] = actor_processes("ShardRefiner")
         os.kill(hung_pid, signal.SIGSTOP)

@@ -43,7 +43,7 @@ def dealt_here(root: Path, base: Manifest, num_shards: int) -> Manifest:
 
 
 def answers(root: Path, version: Manifest, queries_QD: np.ndarray, k: int) -> list[list[tuple[str, float, int]]]:
-    task = SearcherTask(str(root), version, tuple(entry.shard for entry in version.shards))
+    task = SearcherTask(str(root), version)
     answer = Router(Store(str(root)), version, LocalFleet(task)).search(queries_QD, k)
     assert answer.coverage_share == 1.0
     return [[(hit.passage_id, hit.score, hit.view) for hit in hits] for hits in answer.hits]

@@ -22,9 +22,9 @@ from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.searching.exact import BlockTable
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.router import Router, open_router
-from mvr_ray.distributed.searching.fleet import balance_shards
 from mvr_ray.distributed.searching.merged_results import overlay_results
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResult, ShardResults, ViewResults
+from mvr_ray.distributed.searching.rendezvous import balance_shards
 from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
 from mvr_ray.errors import (
     CoverageError,
@@ -46,7 +46,7 @@ from mvr_ray.types import ShardHits
 
 def local(root: Path, version: Manifest, **options) -> Router:
     store = Store(str(root))
-    task = SearcherTask(store.root, version, tuple(entry.shard for entry in version.shards))
+    task = SearcherTask(store.root, version)
     return Router(store, version, LocalFleet(task), **options)
 
 
@@ -150,9 +150,9 @@ def test_a_second_answer_replaces_only_the_queries_asked_again():
 
 @given(st.dictionaries(st.integers(0, 50), st.integers(0, 1000), min_size=1), st.integers(1, 9))
 def test_every_shard_has_one_holder_and_no_holder_is_idle(num_bytes, groups):
-    shards_of = balance_shards(num_bytes, groups)
+    shards_of = balance_shards(num_bytes, min(groups, len(num_bytes)))
     assert sorted(shard for shards in shards_of for shard in shards) == sorted(num_bytes)
-    assert all(shards_of) and len(shards_of) == min(groups, len(num_bytes))
+    assert all(shards_of)
     loads = [sum(num_bytes[shard] + 1 for shard in shards) for shards in shards_of]
     assert max(loads) - min(loads) <= max(num_bytes.values()) + 1
 
@@ -519,8 +519,11 @@ def test_a_dead_searcher_is_told_and_then_answers_again(small_index, run_over):
     with open_router(run, local=True) as inside, open_router(run) as router:
         whole = inside.search_text(questions, 10)
         assert router.search_text(questions, 10) == whole
-        assert router.fleet.health(30) == [0, 1, 2]
-        shards = router.fleet.shards[0]
+        digests = {
+            digest for own in ray.get([actor.health.remote() for actor in router.fleet.actors]) for digest in own
+        }
+        assert digests == {entry.digest for entry in router.manifest.shards}
+        shards = router.fleet.actor_assignments[0].shards
         os.kill(ray.get(router.fleet.actors[0].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
         with pytest.raises(CoverageError, match=rf"{len(shards)} of 3 shards .*{shards[0]} \(died\)"):
             router.search_text(questions, 10)

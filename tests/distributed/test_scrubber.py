@@ -57,7 +57,7 @@ def test_a_shard_that_was_overwritten_under_a_searcher_is_withdrawn_and_reopened
     tmp_path: Path, version: Manifest
 ):
     """Overwrites the file in place, in spite of its permissions."""
-    task = SearcherTask(str(tmp_path), version, tuple(entry.shard for entry in version.shards))
+    task = SearcherTask(str(tmp_path), version)
     searcher = ShardSearcher(task)
     router, scrubber = Router(Store(tmp_path), version, LocalFleet(task, searcher)), Scrubber(searcher, WHOLE_PASS)
     queries_QD = np.eye(2, D, dtype=np.float32)
@@ -87,7 +87,7 @@ def test_a_shard_that_was_damaged_before_it_was_opened_answers_once_it_is_whole(
     entry = version.shards[0]
     file = tmp_path / paths.shard_dir("random", entry.digest) / paths.EMBEDDINGS
     moved_file = file.rename(file.with_name("kept"))
-    task = SearcherTask(str(tmp_path), version, tuple(entry.shard for entry in version.shards))
+    task = SearcherTask(str(tmp_path), version)
     searcher = ShardSearcher(task)
     router, scrubber = Router(Store(tmp_path), version, LocalFleet(task, searcher)), Scrubber(searcher, 0)
     queries_QD = np.eye(2, D, dtype=np.float32)
@@ -109,7 +109,7 @@ def test_words_that_were_overwritten_under_a_searcher_are_withdrawn_and_taken_up
     passages = {name: f"harbour {'castle ' * (number % 5)}" for number, name in enumerate(sorted(views))}
     corpus = small_corpus(tmp_path, passages)
     version = publish_random_index(tmp_path, views, num_shards=3, corpus=corpus, with_words=True)
-    task = SearcherTask(str(tmp_path), version, tuple(entry.shard for entry in version.shards))
+    task = SearcherTask(str(tmp_path), version)
     searcher = ShardSearcher(task)
     router, scrubber = Router(Store(tmp_path), version, LocalFleet(task, searcher)), Scrubber(searcher, WHOLE_PASS)
     queries_QD, by_words = np.eye(2, D, dtype=np.float32), HybridQueries(("castle", "harbour castle"), 0.5)
@@ -145,7 +145,7 @@ def test_a_shard_stays_withdrawn_whose_changed_file_has_the_time_and_size_that_i
     file = tmp_path / paths.shard_dir("random", entry.digest) / paths.EMBEDDINGS
     long_ago = time.time_ns() - 10 * SETTLED_NS
     os.utime(file, ns=(long_ago, long_ago))
-    task = SearcherTask(str(tmp_path), version, tuple(entry.shard for entry in version.shards))
+    task = SearcherTask(str(tmp_path), version)
     searcher = ShardSearcher(task)
     router, scrubber = Router(Store(tmp_path), version, LocalFleet(task, searcher)), Scrubber(searcher, WHOLE_PASS)
     queries_QD = np.eye(2, D, dtype=np.float32)
@@ -159,9 +159,9 @@ def test_a_shard_stays_withdrawn_whose_changed_file_has_the_time_and_size_that_i
 
 def test_no_more_is_read_in_a_second_than_is_allowed(tmp_path: Path, version: Manifest):
     """A pass continues where the previous second ended."""
-    task = SearcherTask(str(tmp_path), version, tuple(entry.shard for entry in version.shards))
+    task = SearcherTask(str(tmp_path), version)
     searcher = ShardSearcher(task)
-    searcher.open()
+    LocalFleet(task, searcher).ready()
     entry = version.shards[2]
     file = tmp_path / paths.shard_dir("random", entry.digest) / paths.EMBEDDINGS
     file.chmod(0o644)

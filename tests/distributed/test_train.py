@@ -21,7 +21,7 @@ from mvr_ray.distributed.encoders import encoder_spec
 from mvr_ray.distributed.models import ENCODERS, latest_fingerprint
 from mvr_ray.distributed.train import train
 from mvr_ray.distributed.training import steps
-from mvr_ray.distributed.training.retriever import loss_name, make_schedule
+from mvr_ray.distributed.training.retriever import loss_name, warm_start_steps
 from mvr_ray.errors import ConfigError, DataError, EncoderError, MissingInputError, ResourceError
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
@@ -218,14 +218,13 @@ def test_viewers_at_one_position_raise_the_collapse_alarm(store_path, minilm, ca
 )
 def test_viewers_that_no_training_has_seen_are_warmed_up_unless_configured_otherwise(tmp_path, encoder, train, steps):
     run = run_of(tmp_path, {"max_steps": 5, **train}, encoder)
-    schedule = make_schedule(run, SimpleNamespace(spec=EncoderSpec(**encoder)), 100)
-    assert (schedule.warm, schedule.total) == (steps, steps + 5)
+    assert warm_start_steps(run, SimpleNamespace(spec=EncoderSpec(**encoder))) == steps
 
 
 @pytest.mark.parametrize("preset", ["mvr", "camvr"])
 def test_what_is_as_published_has_no_warm_start(preset):
     run = load_run(f"configs/presets/{preset}.yaml")
-    assert make_schedule(run, SimpleNamespace(spec=encoder_spec(run)), 100).warm == 0
+    assert warm_start_steps(run, SimpleNamespace(spec=encoder_spec(run))) == 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from mvr_ray.core.learning.batches import Example, negatives_for
 from mvr_ray.core.reading.reader import Reader, ReaderSpec, ReadRequest
 from mvr_ray.distributed.train import train as train_retriever
 from mvr_ray.distributed.training import reader as train_reader
-from mvr_ray.distributed.training.reader import open_job, targets_of
+from mvr_ray.distributed.training.reader import ReaderLoop, targets_of
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, ReaderError, ResourceError
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -120,7 +120,7 @@ def test_a_finished_training_is_not_run_again_and_a_changed_one_is(store_path):
 @pytest.mark.parametrize("lengths", [SHORT, {"max_tokens": 34, "overlap_tokens": 2, "max_question_tokens": 20}])
 def test_targets_are_the_answers_words_and_the_null_token_everywhere_else(store_path, lengths):
     """Compare the words between each window's ends with the answer; other passages have none."""
-    job = open_job(run_of(store_path, {"questions": "some"}, lengths))
+    job = ReaderLoop.open_job(run_of(store_path, {"questions": "some"}, lengths))
     reader, examples = job.model, job.examples.get(range(16), 0)
     cls_id = reader.tokenizer.cls_token_id
     targets = targets_of(reader, examples, 1)

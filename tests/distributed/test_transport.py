@@ -158,7 +158,7 @@ def test_messages_are_decoded_as_they_were_encoded(data):
         ids_R = pa.array([f"p\u00e4{row}" for row in rows_R.tolist()], pa.string())
         results.append(ShardResult(shard, hits, np.arange(num_queries), rows_R, ids_R))
     failures = [ShardFailure((5, 6), "damaged", "part-6 is not what it was")]
-    reply = decode_results(encode_results(ShardResults(results, failures), num_queries))
+    reply = decode_results(encode_results(ShardResults(results, failures)))
     assert reply.failures == failures and len(reply.results) == len(results)
     for one, other in zip(reply.results, results):
         width = other.hits.rows_QK.shape[1]
@@ -196,7 +196,7 @@ def test_the_fair_lock_is_held_by_one_thread_at_a_time_in_order_of_arrival():
         for number in range(20):
             threads.append(threading.Thread(target=take, args=(number,)))
             threads[-1].start()
-            until(lambda number=number: len(lock._waiters) == number + 1)
+            until(lambda number=number: len(lock._queue) == number + 2)
         assert order == []
     for thread in threads:
         thread.join(30)

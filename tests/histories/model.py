@@ -42,8 +42,7 @@ from mvr_ray.config import PrepareConfig
 from mvr_ray.distributed.hot_swap import HotSwapRouter
 from mvr_ray.distributed.rewrite import compact_one, reshard_one, rewritten_manifest, staging_key
 from mvr_ray.distributed.router import Router
-from mvr_ray.distributed.searching.local_searchers import LocalSearchers
-from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
+from mvr_ray.distributed.searching.searcher import LocalFleet, LocalSearchers, SearcherTask
 from mvr_ray.distributed.shards import build_shard
 from mvr_ray.errors import MvrRayError
 from mvr_ray.index.base import IndexParams
@@ -359,7 +358,7 @@ class History:
 
 
 def _searcher_task(store: Store, live: Manifest) -> SearcherTask:
-    return SearcherTask(store.address, live, tuple(entry.shard for entry in live.shards))
+    return SearcherTask(store.address, live)
 
 
 def _json_lines(changes: Changes | Texts) -> bytes:

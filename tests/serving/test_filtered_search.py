@@ -29,7 +29,7 @@ QUERY = [1.0, 1.0, 1.0]
 def service(tmp_path_factory) -> SearchService:
     root = tmp_path_factory.mktemp("library")
     version = build(root, types=TYPES, fields=FIELDS)
-    task = SearcherTask(str(root), version, tuple(entry.shard for entry in version.shards))
+    task = SearcherTask(str(root), version)
     return SearchService(Router(Store(str(root)), version, LocalFleet(task)), ServeConfig())
 
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from mvr_ray.checksums import with_trailer
 from mvr_ray.config import RunConfig
@@ -56,6 +57,9 @@ class WeightRecord(NamedTuple):
     heldout: tuple[float, ...]
 
 
+_ROUNDS, _WEIGHTS = TypeAdapter(list[RoundRecord]), TypeAdapter(list[WeightRecord])
+
+
 class Journal:
     """The record of one refinement of one version, initially empty."""
 
@@ -70,17 +74,11 @@ class Journal:
         self.rounds: list[RoundRecord] = []
         self.weights: list[WeightRecord] = []
         if fields := self._read():
-            self.before = Ranks(np.array(fields["answer_ranks"], np.int64), np.array(fields["gold_ranks"], np.int64))
+            self.before = np.array([fields["answer_ranks"], fields["gold_ranks"]], np.int64)
             self.labelled_before = fields["labelled_before"]
             self.heldout_before = tuple(fields["heldout_before"])
-            self.rounds = [
-                RoundRecord(RoundReport(**row["report"]), row["labelled"], tuple(row["heldout"]), row["num_moved"])
-                for row in fields["rounds"]
-            ]
-            self.weights = [
-                WeightRecord(WeightReport(**row["report"]), row["labelled"], tuple(row["heldout"]))
-                for row in fields["weights"]
-            ]
+            self.rounds = _ROUNDS.validate_python(fields["rounds"])
+            self.weights = _WEIGHTS.validate_python(fields["weights"])
 
     @property
     def _path(self) -> str:
@@ -94,14 +92,6 @@ class Journal:
             log.warning("refinement restarts: %s", error)
             self.delete()
             return None
-
-    @property
-    def heldout_RG(self) -> tuple[tuple[float, ...], ...]:
-        return (self.heldout_before, *(record.heldout for record in self.rounds))
-
-    @property
-    def labelled_R(self) -> tuple[float, ...]:
-        return (self.labelled_before, *(record.labelled for record in self.rounds))
 
     def begin(self, before: Ranks, labelled_points: float, heldout: Sequence[float]) -> None:
         self.before, self.labelled_before, self.heldout_before = before, labelled_points, tuple(heldout)
@@ -117,9 +107,10 @@ class Journal:
 
     def _write(self) -> None:
         assert self.before is not None, "a round before `begin`"
+        answer_ranks, gold_ranks = self.before.tolist()
         fields = {
-            "answer_ranks": self.before.answer_T.tolist(),
-            "gold_ranks": self.before.gold_T.tolist(),
+            "answer_ranks": answer_ranks,
+            "gold_ranks": gold_ranks,
             "labelled_before": self.labelled_before,
             "heldout_before": self.heldout_before,
             "rounds": [{**record._asdict(), "report": record.report._asdict()} for record in self.rounds],

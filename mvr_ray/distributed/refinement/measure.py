@@ -1,44 +1,34 @@
-"""Measure hits against answers and gold passages: first ranks, accuracy of each group, and the gate sets.
+"""Compare hits with answers and gold passages: labels, first ranks, accuracy of each group, and the gate sets.
 
-Shapes: T questions in the table, Q searched questions, K hits.
+Answers label retrieved passages (AOpt, eq. 8). Gold passages and external judgements are certain, so they are labelled
+whether retrieved or not, at the best-scoring view; other hits are negatives of gold labels only.
+
+Shapes: T questions in the table, Q searched questions, L labelled ones or their labels, K hits, D dimension.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from mvr_ray.config import RefineConfig
 from mvr_ray.core.judging.answers import empty_answers
 from mvr_ray.core.judging.metrics import first_ranks, top_k_accuracy
-from mvr_ray.core.refining.pseudo_labels import gold_relevance
+from mvr_ray.core.refining.pseudo_labels import Labels, gold_relevance, labels_from_hits
 from mvr_ray.core.refining.refine_policy import KEEPS_PASSAGES
-from mvr_ray.distributed.refinement.questions import QuestionGroup, RefineQuestions
+from mvr_ray.distributed.refinement.questions import Judgement, QuestionGroup, RefineQuestions
 from mvr_ray.distributed.refinement.refiner_pool import RefinerPool
 from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, Accuracy, Kind
+from mvr_ray.distributed.refinement.state import StateId
 from mvr_ray.errors import ConfigError, DataError
-from mvr_ray.types import IntArray, ShardHits
+from mvr_ray.types import FloatArray, IntArray, ShardHits
 
 KINDS: tuple[Kind, ...] = ("answer", "gold")
 UNSEARCHED = -2
 
-
-class Ranks(NamedTuple):
-    """Rank of the first answer-bearing and of the first gold hit, int64 [T]; -1 not found, -2 not searched."""
-
-    answer_T: IntArray
-    gold_T: IntArray
-
-    def of(self, kind: Kind) -> IntArray:
-        return self.answer_T if kind == "answer" else self.gold_T
-
-
-class JudgedPair(NamedTuple):
-    """An external judgement of a labelled question and a passage, both by number."""
-
-    question: int
-    passage: int
-    positive: bool
+Ranks = IntArray
+"""Rank of the first answer-bearing and of the first gold hit, a row for each of KINDS, int64 [2, T]; -1 not found, -2
+not searched."""
 
 
 class Evaluator:
@@ -47,8 +37,8 @@ class Evaluator:
     Answers without a letter, number or sign are omitted: they would match every passage.
     """
 
-    def __init__(self, questions: RefineQuestions, refiners: RefinerPool) -> None:
-        self.questions, self.refiners = questions, refiners
+    def __init__(self, refine: RefineConfig, questions: RefineQuestions, refiners: RefinerPool) -> None:
+        self.refine, self.questions, self.refiners = refine, questions, refiners
         self.answers_T = [
             tuple(answer for answer in question.answers if not empty_answers([answer])) for question in questions.table
         ]
@@ -63,17 +53,43 @@ class Evaluator:
             "gold": np.array([bool(question.positive_ids) for question in questions.table]),
         }
 
-    def _feedback(self) -> list[JudgedPair]:
+    def _feedback(self) -> list[Judgement[int]]:
         """External judgements by passage number, each pair once."""
-        labels = self.questions.feedback or ()
-        number_of = self.refiners.locate(label.passage_id for label in labels)
-        unknown_ids = sorted({label.passage_id for label in labels if label.passage_id not in number_of})
+        judgements = self.questions.feedback or ()
+        number_of = self.refiners.locate(one.passage for one in judgements)
+        unknown_ids = sorted({one.passage for one in judgements if one.passage not in number_of})
         if unknown_ids:
             raise DataError(
                 f"refine.feedback judges {len(unknown_ids)} passages that the index does not hold (first: "
                 f"{unknown_ids[0]!r}); use passage ids of its corpus"
             )
-        return sorted({JudgedPair(label.question, number_of[label.passage_id], label.positive) for label in labels})
+        return sorted({Judgement(one.question, number_of[one.passage], one.positive) for one in judgements})
+
+    def label(self, at: StateId, queries_LD: FloatArray, hits: ShardHits) -> Labels:
+        """Label the hits of the labelled questions at a state; passages are numbered through all shards."""
+        if self.feedback:
+            return self._winning_labels(at, queries_LD, self.feedback)
+        passage_LK, view_LK = hits.rows_QK[:, : self.refine.depth], hits.views_QK[:, : self.refine.depth]
+        rows_L = np.arange(len(passage_LK))
+        if self.refine.labels == "answers":
+            return labels_from_hits(passage_LK, view_LK, self.bears_answer(rows_L, passage_LK), self.refine.positives)
+        labels = labels_from_hits(passage_LK, view_LK, self.is_gold(rows_L, passage_LK), "all")
+        unretrieved_pairs = (
+            Judgement(row, passage, True)
+            for row, hit_K in enumerate(passage_LK)
+            for passage in sorted(self.gold_T[row].difference(hit_K.tolist()))
+        )
+        more = self._winning_labels(at, queries_LD, unretrieved_pairs)
+        columns: Iterable[Any] = (np.concatenate(pair) for pair in zip(labels, more))
+        both = Labels(*columns)
+        return both.take(np.lexsort((both.passage_L, both.question_L)))
+
+    def _winning_labels(self, at: StateId, queries_LD: FloatArray, judgements: Iterable[Judgement[int]]) -> Labels:
+        """Label judged pairs at their best-scoring view, in order of question, then passage."""
+        table_L3 = np.array(sorted(judgements), np.int64).reshape(-1, 3)
+        no_views_L = np.zeros(len(table_L3), np.int16)
+        labels = Labels(table_L3[:, 0], table_L3[:, 1], no_views_L, table_L3[:, 2].astype(bool))
+        return labels._replace(view_L=self.refiners.winners(at, labels, queries_LD))
 
     def bears_answer(self, rows_Q: IntArray, passage_QK: IntArray) -> np.ndarray:
         return self.refiners.mark(rows_Q, self.answers_T, passage_QK)
@@ -81,16 +97,13 @@ class Evaluator:
     def is_gold(self, rows_Q: IntArray, passage_QK: IntArray) -> np.ndarray:
         return gold_relevance(passage_QK, [self.gold_T[row] for row in rows_Q])
 
-    def no_ranks(self) -> Ranks:
-        size = len(self.questions.table)
-        return Ranks(np.full(size, UNSEARCHED, np.int64), np.full(size, UNSEARCHED, np.int64))
-
-    def rank(self, ranks: Ranks, rows_Q: IntArray, hits: ShardHits) -> Ranks:
-        """Fill in `ranks` of the searched questions."""
-        answer_T, gold_T = ranks.answer_T.copy(), ranks.gold_T.copy()
-        answer_T[rows_Q] = first_ranks(self.bears_answer(rows_Q, hits.rows_QK))
-        gold_T[rows_Q] = first_ranks(self.is_gold(rows_Q, hits.rows_QK))
-        return Ranks(answer_T, gold_T)
+    def rank(self, ranks: Ranks | None, rows_Q: IntArray, hits: ShardHits) -> Ranks:
+        """Fill in the ranks of the searched questions; `ranks` None: no question was searched before."""
+        shape = len(KINDS), len(self.questions.table)
+        ranks = np.full(shape, UNSEARCHED, np.int64) if ranks is None else ranks.copy()
+        relevant = self.bears_answer(rows_Q, hits.rows_QK), self.is_gold(rows_Q, hits.rows_QK)
+        ranks[:, rows_Q] = [first_ranks(relevant_QK) for relevant_QK in relevant]
+        return ranks
 
     def members(self, group: QuestionGroup, kind: Kind) -> IntArray:
         """The questions of a group that have answers, or gold passages (`kind`)."""
@@ -100,7 +113,7 @@ class Evaluator:
     def top1(self, groups: Sequence[QuestionGroup], kind: Kind, ranks: Ranks) -> float:
         """Top-1 accuracy over some groups as a share, nan if they have no `members` of this kind."""
         rows = np.concatenate([self.members(group, kind) for group in groups])
-        return top_k_accuracy(ranks.of(kind)[rows], [1])[1] if len(rows) else float("nan")
+        return top_k_accuracy(ranks[KINDS.index(kind), rows], [1])[1] if len(rows) else float("nan")
 
     def accuracies(self, before: Ranks, after: Ranks) -> list[Accuracy]:
         """Accuracy of every group, by answers and by gold passages."""
@@ -109,40 +122,31 @@ class Evaluator:
             for kind in KINDS:
                 if not len(members := self.members(group, kind)):
                     continue
-                was, now = (top_k_accuracy(ranks.of(kind)[members], REPORT_DEPTHS) for ranks in (before, after))
+                was, now = (
+                    top_k_accuracy(ranks[KINDS.index(kind), members], REPORT_DEPTHS) for ranks in (before, after)
+                )
                 pairs = [share for k in REPORT_DEPTHS for share in (was[k], now[k])]
                 rows.append(Accuracy(group.name, group.protocol, kind, len(members), *pairs))
         return rows
 
+    def deciding_kind(self, group: QuestionGroup) -> Kind | None:
+        """The kind of accuracy that decides for a group: the kind of the labels, else the other; None without
+        either."""
+        kinds: Sequence[Kind] = ("answer", "gold") if self.refine.labels == "answers" else ("gold", "answer")
+        return next((kind for kind in kinds if len(self.members(group, kind))), None)
 
-class GateSet(NamedTuple):
-    """A gate group and the kind of accuracy that decides."""
+    def gate_sets(self) -> list[tuple[QuestionGroup, Kind]]:
+        """The held-out gate sets, which limit the loss of accuracy, each with the kind of accuracy that decides.
 
-    group: QuestionGroup
-    kind: Kind
-
-
-def deciding_kind(evaluator: Evaluator, refine: RefineConfig, group: QuestionGroup) -> Kind | None:
-    """The kind of accuracy that decides for a group: the kind of the labels, else the other; None without either."""
-    kinds: Sequence[Kind] = ("answer", "gold") if refine.labels == "answers" else ("gold", "answer")
-    return next((kind for kind in kinds if len(evaluator.members(group, kind))), None)
-
-
-def gate_sets(evaluator: Evaluator, refine: RefineConfig) -> list[GateSet]:
-    """Select the held-out gate sets, which limit the loss of accuracy.
-
-    Raises ConfigError for a set without answers and gold passages: a gate, and on the query side also the labelled
-    questions, since only these change there from round to round.
-    """
-
-    def gate_set(group: QuestionGroup) -> GateSet:
-        if kind := deciding_kind(evaluator, refine, group):
-            return GateSet(group, kind)
-        raise ConfigError(
-            f"question set {group.name!r} decides about refinement, but its questions have neither answers nor gold "
-            f"passages; name another in refine.{'questions' if group.protocol == 'transductive' else 'gate'}"
-        )
-
-    if refine.method in KEEPS_PASSAGES:
-        gate_set(evaluator.questions.groups[0])
-    return [gate_set(group) for group in evaluator.questions.gates]
+        Raises ConfigError for a set without answers and gold passages: a gate, and on the query side also the labelled
+        questions, since only these change there from round to round.
+        """
+        labelled_groups = self.questions.groups[:1] if self.refine.method in KEEPS_PASSAGES else ()
+        for group in (*labelled_groups, *self.questions.gates):
+            if not self.deciding_kind(group):
+                raise ConfigError(
+                    f"question set {group.name!r} decides about refinement, but its questions have neither answers nor "
+                    f"gold passages; name another in "
+                    f"refine.{'questions' if group.protocol == 'transductive' else 'gate'}"
+                )
+        return [(group, kind) for group in self.questions.gates if (kind := self.deciding_kind(group))]

@@ -12,7 +12,7 @@ from mvr_ray.config import RunConfig
 from mvr_ray.distributed.refinement.refiner_pool import RefinerPool
 from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, Accuracy
 from mvr_ray.distributed.refinement.state import StateId
-from mvr_ray.distributed.shards import RECALL_METRICS, BuiltShard, promised_recall, recall_metrics
+from mvr_ray.distributed.shards import RECALL_METRICS, recall_metrics
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.embeddings import EmbeddingWriter
 from mvr_ray.store.files import Store
@@ -29,44 +29,27 @@ def describe(
     settings: Mapping[str, float],
 ) -> tuple[Manifest, int]:
     """Write the changed shards at a state; returns the manifest of the version and the number of changed shards."""
-    shards = refiners.write(at, run.index.recall_sample)
-    num_dirty = sum(shard.dirty_passages for shard in shards)
-    is_approximate, recall_floor = base.index_params["kind"] != "flat", promised_recall(base)
-    recalls = recall_metrics(
-        [
-            BuiltShard(
-                shard.entry,
-                shard.recall,
-                None,
-                None,
-                is_updated=False if is_approximate and shard.dirty_passages else None,
-                least_recall=recall_floor,
-            )
-            for shard in shards
-        ]
-    )
+    results = refiners.write(at, run.index.recall_sample)
+    num_dirty = sum(one.dirty_passages for one in results)
+    recalls = recall_metrics([one.shard for one in results])
     metrics = {name: value for name, value in base.metrics.items() if "/" not in name and name not in RECALL_METRICS}
-    manifest = dataclasses.replace(
-        base,
-        operation=f"refine:{run.refine.method}",
-        parent=base.version,
-        shards=tuple(shard.entry for shard in shards),
-        recall=recalls.get("recall"),
-        metrics={**metrics, **recalls, **as_metrics(accuracy)},
-        config_digest=run.digest("refine"),
-        dirty_share=num_dirty / max(base.num_passages, 1),
-        refinement=dict(settings),
-    )
-    return manifest, sum(shard.dirty_passages > 0 for shard in shards)
-
-
-def as_metrics(accuracy: Sequence[Accuracy]) -> dict[str, float]:
-    """Accuracy after refinement as metrics; their names keep transductive and held-out accuracy apart."""
-    return {
+    accuracies = {  # their names keep transductive and held-out accuracy apart
         f"{row.protocol}/{row.group}/{row.kind}/top{k}": value
         for row in accuracy
         for k, value in zip(REPORT_DEPTHS, row.after)
     }
+    manifest = dataclasses.replace(
+        base,
+        operation=f"refine:{run.refine.method}",
+        parent=base.version,
+        shards=tuple(one.shard.entry for one in results),
+        recall=recalls.get("recall"),
+        metrics={**metrics, **recalls, **accuracies},
+        config_digest=run.digest("refine"),
+        dirty_share=num_dirty / max(base.num_passages, 1),
+        refinement=dict(settings),
+    )
+    return manifest, sum(one.dirty_passages > 0 for one in results)
 
 
 def save_queries(store: Store, index: str, questions: Sequence[Question], queries_LD: FloatArray) -> str:

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from mvr_ray.config import RefineConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError
@@ -25,13 +25,14 @@ logger = logging.getLogger(__name__)
 
 Protocol = Literal["transductive", "gate", "held-out"]
 GATE_FOLDS = 5
+P = TypeVar("P", str, int)
 
 
-class FeedbackLabel(NamedTuple):
-    """One external judgement: this passage does (or does not) answer labelled question `question`."""
+class Judgement(NamedTuple, Generic[P]):
+    """One external judgement: a passage, by its id or its number, does (or does not) answer a labelled question."""
 
     question: int
-    passage_id: str
+    passage: P
     positive: bool
 
 
@@ -54,7 +55,7 @@ class RefineQuestions:
     num_labelled: int
     groups: tuple[QuestionGroup, ...]
     num_gates: int
-    feedback: tuple[FeedbackLabel, ...] | None = None
+    feedback: tuple[Judgement[str], ...] | None = None
 
     @property
     def gates(self) -> tuple[QuestionGroup, ...]:
@@ -82,19 +83,14 @@ def gather(corpus: Corpus, refine: RefineConfig) -> RefineQuestions:
         raise ConfigError(
             "refine.questions names no question set and refine.feedback no file; give one of them to learn from"
         )
-    stored_questions = read_questions(corpus, refine.questions) if refine.questions else []
+    labelled_questions = read_questions(corpus, refine.questions) if refine.questions else []
     name = refine.questions or "feedback"
     judgements: list[tuple[Question, str, bool]] = []
     if refine.feedback:
-        judgements = read_feedback(resolve_path(refine.feedback), stored_questions)
-        labelled_questions = list({question: None for question, _, _ in judgements})
-    else:
-        labelled_questions = list(stored_questions)
-
-    gates: list[tuple[str, list[Question]]] = []
-    if refine.gate:
-        gates = [(gate, read_questions(corpus, gate)) for gate in refine.gate]
-    else:
+        judgements = read_feedback(resolve_path(refine.feedback), labelled_questions)
+        labelled_questions = list(dict.fromkeys(question for question, _, _ in judgements))
+    gates = [(gate, read_questions(corpus, gate)) for gate in refine.gate]
+    if not gates:
         gate_questions = [question for question in labelled_questions if _fold(question.text, refine.seed) == 0]
         if not gate_questions or len(gate_questions) == len(labelled_questions):
             raise ConfigError(
@@ -105,10 +101,10 @@ def gather(corpus: Corpus, refine: RefineConfig) -> RefineQuestions:
         gates = [(f"{name}/gate", gate_questions)]
     reports = [(report, read_questions(corpus, report)) for report in refine.report]
     questions = arrange(name, labelled_questions, gates, reports)
-    row_of = {question: row for row, question in enumerate(questions.table[: questions.num_labelled])}
     if refine.feedback is None:
         return questions
-    feedback = tuple(FeedbackLabel(row_of[q], passage, good) for q, passage, good in judgements if q in row_of)
+    row_of = {question: row for row, question in enumerate(labelled_questions)}
+    feedback = tuple(Judgement(row_of[one], passage, good) for one, passage, good in judgements if one in row_of)
     return replace(questions, feedback=feedback)
 
 
@@ -123,23 +119,23 @@ def arrange(
     if not label_questions:
         raise ConfigError(f"refinement has no labelled question: {name!r} is empty")
     table = list(label_questions)
-    row_of_text: dict[str, int] = {}
-    for row, question in enumerate(table):
-        row_of_text.setdefault(question.text, row)
-    row_of_question = {question: row for row, question in enumerate(table)}
+    row_of = {question: row for row, question in enumerate(table)}
+    labelled_rows = {question.text: row for row, question in reversed(list(enumerate(table)))}
+    gate_rows: dict[str, int] = {}
     groups = [QuestionGroup(name, "transductive", tuple(range(len(table))))]
 
-    gate_rows: dict[str, int] = {}
+    def add(question: Question) -> int:
+        """The question's row, a new one if it has none."""
+        if question not in row_of:
+            row_of[question] = len(table)
+            table.append(question)
+        return row_of[question]
+
     for gate, questions in gates:
-        members = []
-        for question in questions:
-            if question.text in row_of_text:
-                continue
-            if question not in row_of_question:
-                row_of_question[question] = len(table)
-                table.append(question)
-            gate_rows.setdefault(question.text, row_of_question[question])
-            members.append(row_of_question[question])
+        own_questions = [question for question in questions if question.text not in labelled_rows]
+        members = [add(question) for question in own_questions]
+        for question, row in zip(own_questions, members):
+            gate_rows.setdefault(question.text, row)
         if len(members) < len(questions):
             logger.warning("refine gate set=%s dropped_labelled=%d", gate, len(questions) - len(members))
         if members:
@@ -149,21 +145,16 @@ def arrange(
             f"every question of refine.gate ({', '.join(gate for gate, _ in gates)}) is also a labelled question; "
             f"name a held-out set"
         )
-
     num_gates = len(groups) - 1
     for report, questions in reports:
         rows_of: dict[Protocol, list[int]] = {"transductive": [], "gate": [], "held-out": []}
         for question in questions:
-            if question.text in row_of_text:
-                row = row_of_question.get(question, row_of_text[question.text])
-                rows_of["transductive"].append(row)
+            if question.text in labelled_rows:
+                rows_of["transductive"].append(row_of.get(question, labelled_rows[question.text]))
             elif question.text in gate_rows:
-                rows_of["gate"].append(row_of_question.get(question, gate_rows[question.text]))
+                rows_of["gate"].append(row_of.get(question, gate_rows[question.text]))
             else:
-                if question not in row_of_question:
-                    row_of_question[question] = len(table)
-                    table.append(question)
-                rows_of["held-out"].append(row_of_question[question])
+                rows_of["held-out"].append(add(question))
         existing = {(group.name, group.protocol) for group in groups}
         groups += [
             QuestionGroup(report, protocol, tuple(members))

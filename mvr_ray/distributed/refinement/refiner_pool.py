@@ -10,8 +10,9 @@ Shapes: Q queries, K hits, L labels. Passages are numbered through all shards: `
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,16 +22,9 @@ from mvr_ray.core.searching.exact import distinct
 from mvr_ray.core.searching.merging import first_depth, merge, replace_hits, uncertain_queries
 from mvr_ray.distributed import session
 from mvr_ray.distributed.ray_errors import translate_ray_errors
-from mvr_ray.distributed.refinement.shard_refiner import (
-    FeedbackSettings,
-    GradientSettings,
-    LinearSettings,
-    RefinerTask,
-    ShardRefiner,
-    ShardStep,
-    WrittenShard,
-)
+from mvr_ray.distributed.refinement.shard_refiner import RefinerTask, ShardRefiner, ShardStep, WrittenShard
 from mvr_ray.distributed.refinement.state import StateId
+from mvr_ray.distributed.searching.rendezvous import balance_shards
 from mvr_ray.distributed.tasks import HANG_S, share
 from mvr_ray.errors import ResourceError
 from mvr_ray.store.corpus import shard_of
@@ -43,8 +37,6 @@ LABEL_BLOCK = 1_000_000
 MAX_RESTARTS = 4
 START_S = 120.0
 """Added to the time limit until actors have started: they import torch and open their shards."""
-
-T = TypeVar("T")
 
 
 class LabelCache:
@@ -80,32 +72,30 @@ class LabelCache:
 class RefinerPool:
     """All shards of one index version in `count` actors. Use as a context manager."""
 
-    def __init__(
-        self, task: RefinerTask, num_shards: int, count: int, cpus: float, hang_s: float | None = None
-    ) -> None:
-        """Passage ids hash to `num_shards`; shards are assigned, largest first, to the least loaded actor.
+    def __init__(self, task: RefinerTask, count: int, cpus: float, hang_s: float | None = None) -> None:
+        """Shards are assigned, largest first, to the least loaded actor.
 
         An actor that finishes no call for `hang_s` (HANG_S by default) is killed and restarted.
         """
+        self.task = task
         self.hang_s = HANG_S if hang_s is None else hang_s
         self.started = False
         counts = {entry.shard: entry.num_passages for entry in task.manifest.shards}
-        self.index, self.num_shards = task.manifest.index, num_shards
+        self.index = task.manifest.index
         self.shards = sorted(counts)
-        sizes = np.array([counts[shard] for shard in self.shards], np.int64)
-        self.num_passages = int(sizes.sum())
-        self.shard_start = np.concatenate([[0], np.cumsum(sizes)])
-        loads: list[tuple[int, list[int]]] = [(0, []) for _ in range(min(count, len(self.shards)))]
-        for shard in sorted(self.shards, key=lambda shard: (-counts[shard], shard)):
-            number = min(range(len(loads)), key=lambda n: loads[n][0])
-            loads[number] = (loads[number][0] + counts[shard], [*loads[number][1], shard])
+        self.num_passages = sum(counts.values())
+        self.shard_start = np.cumsum([0, *(counts[shard] for shard in self.shards)])
         self.start_of = dict(zip(self.shards, self.shard_start.tolist()))
-        tasks = [task.with_shards({shard: self.start_of[shard] for shard in shards}) for _, shards in loads]
-        self.actors = [_new_refiner(own, cpus) for own in tasks]
-        self.searchers = [(actor, num_passages) for actor, (num_passages, _) in zip(self.actors, loads) if num_passages]
+        self.actors: list[Any] = []
+        self.searchers: list[tuple[Any, int]] = []
+        """Actors with passages, and their number."""
         self.holder: dict[int, Any] = {}
-        for actor, (_, shards) in zip(self.actors, loads):
-            self.holder.update(dict.fromkeys(shards, actor))
+        for shards in balance_shards(counts, min(count, len(counts))):
+            actor = _new_refiner(replace(task, starts={shard: self.start_of[shard] for shard in shards}), cpus)
+            self.actors.append(actor)
+            self.holder |= dict.fromkeys(shards, actor)
+            if num_passages := sum(counts[shard] for shard in shards):
+                self.searchers.append((actor, num_passages))
         self.labels = LabelCache()
 
     def __enter__(self) -> "RefinerPool":
@@ -116,14 +106,15 @@ class RefinerPool:
             import ray
 
             for actor in self.actors:
-                ray.kill(actor)
+                if not isinstance(actor, ShardRefiner):
+                    ray.kill(actor)
 
     def results(self, calls: Sequence["Call"]) -> list[Any]:
         """Wait for the results of calls, in their order. Hanging actors are killed; Ray restarts them and their calls.
 
         Raises ResourceError where an actor dies or hangs repeatedly.
         """
-        if not session.in_ray():
+        if any(isinstance(call.actor, ShardRefiner) for call in calls):
             return [call.ref for call in calls]
         import ray
 
@@ -148,27 +139,22 @@ class RefinerPool:
                     ray.kill(actor, no_restart=False)
             return ray.get([call.ref for call in calls])
 
-    def per_shard(self, arguments: Mapping[int, T], method: Callable[[Any, int, T], Any]) -> list[Any]:
-        """Call `method(actor, shard, argument)` for each shard of `arguments`; results in shard order."""
-        shards = sorted(arguments)
-        return self.results([Call(self.holder[s], method(self.holder[s], s, arguments[s])) for s in shards])
+    def per_shard(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
+        """Call a refiner's `method(shard, *arguments[shard])` for each shard of `arguments`; results in shard order."""
+        return self.results([_call(self.holder[s], method, s, *arguments[s]) for s in sorted(arguments)])
 
     def place(self, passages: IntArray) -> tuple[IntArray, IntArray]:
         """Position in `shards`, and row, of numbered passages."""
         at = np.searchsorted(self.shard_start, passages, side="right") - 1
         return at, passages - self.shard_start[at]
 
-    def in_shard(self, passages: IntArray, shard: int) -> np.ndarray:
-        """Mask of the numbered passages that a shard holds."""
-        return self.place(passages)[0] == self.shards.index(shard)
-
     def locate(self, ids: Iterable[str]) -> dict[str, int]:
         """Numbers of the passages that are in the index; unknown ids are omitted."""
-        by_shard: dict[int, list[str]] = {shard: [] for shard in self.shards}
+        by_shard: dict[int, list[str]] = {}
         for passage_id in sorted(set(ids)):
-            by_shard.setdefault(shard_of(passage_id, self.num_shards), []).append(passage_id)
-        parts = {shard: by_shard[shard] for shard in self.shards if by_shard[shard]}
-        rows_by_shard = self.per_shard(parts, lambda actor, shard, part: actor.locate.remote(shard, part))
+            by_shard.setdefault(shard_of(passage_id, len(self.shards)), []).append(passage_id)
+        parts = {shard: by_shard[shard] for shard in self.shards if shard in by_shard}
+        rows_by_shard = self.per_shard("locate", {shard: (part,) for shard, part in parts.items()})
         return {
             passage_id: self.start_of[shard] + int(row)
             for shard, rows in zip(parts, rows_by_shard)
@@ -189,21 +175,18 @@ class RefinerPool:
 
         def send(block: slice) -> list[Call]:
             part = share(np.ascontiguousarray(queries_QD[block]))
-            return [Call(actor, actor.search.remote(at, part, first)) for actor, _ in self.searchers]
+            return [_call(actor, "search", at, part, first) for actor, _ in self.searchers]
 
         for block, calls in zip(blocks, _in_flight(map(send, blocks), 2)):
             lists: list[tuple[int, ShardHits]] = [(0, hits) for hits in self.results(calls)]
             merged_hits = merge(lists, k, self.ids_of)
             queries_S = uncertain_queries(lists, merged_hits, self.ids_of)
-            again = [number for number, queries in enumerate(queries_S) if len(queries)]
+            again = {number: queries for number, queries in enumerate(queries_S) if len(queries)}
             if again:
-                calls = []
-                for number in again:
-                    actor, _ = self.searchers[number]
-                    part = queries_QD[block][queries_S[number]]
-                    calls.append(Call(actor, actor.search.remote(at, part, k)))
-                for number, hits in zip(again, self.results(calls)):
-                    lists[number] = 0, replace_hits(lists[number][1], hits, queries_S[number])
+                parts = [(self.searchers[number][0], queries_QD[block][queries]) for number, queries in again.items()]
+                more_hits = self.results([_call(actor, "search", at, part, k) for actor, part in parts])
+                for (number, queries), hits in zip(again.items(), more_hits):
+                    lists[number] = 0, replace_hits(lists[number][1], hits, queries)
                 merged_hits = merge(lists, k, self.ids_of)
             tables.append(merged_hits)
             progress(what, min(block.stop, len(queries_QD)), len(queries_QD))
@@ -211,13 +194,22 @@ class RefinerPool:
 
     def ids_of(self, passages: IntArray) -> list[str]:
         """Ids of numbered passages."""
-        at, rows = self.place(passages)
-        numbers = distinct(at).tolist()
-        parts = {self.shards[number]: rows[at == number].tolist() for number in numbers}
         ids = np.empty(len(passages), object)
-        for number, names in zip(numbers, self.per_shard(parts, lambda actor, shard, r: actor.ids_of.remote(shard, r))):
-            ids[at == number] = names
-        return ids.tolist()
+        return self._by_passage("ids_of", passages, lambda _, rows: (rows.tolist(),), ids).tolist()
+
+    def _by_passage(
+        self, method: str, passages: IntArray, arguments: Callable[[IntArray, IntArray], Sequence[Any]], out: Any
+    ) -> Any:
+        """Call a refiner's method for the numbered passages of each shard, and fill `out` with the results.
+
+        `arguments` gets the positions of a shard's passages in `passages`, and their rows in the shard.
+        """
+        at, rows = self.place(passages)
+        positions = {self.shards[number]: np.flatnonzero(at == number) for number in distinct(at)}
+        parts = {shard: arguments(own, rows[own]) for shard, own in positions.items()}
+        for own, values in zip(positions.values(), self.per_shard(method, parts)):
+            out[own] = values
+        return out
 
     def mark(self, questions_Q: IntArray, answers: Sequence[tuple[str, ...]], passage_QK: IntArray) -> np.ndarray:
         """Test whether each hit holds an answer of its question, bool [Q, K]; once per (question, passage).
@@ -236,20 +228,12 @@ class RefinerPool:
 
     def _mark_pairs(self, keys: IntArray, answers: Sequence[tuple[str, ...]]) -> np.ndarray:
         passages, questions = np.divmod(keys, len(answers))
-        at, rows = self.place(passages)
-        places, calls = [], []
-        for number in distinct(at):
-            key_rows = np.flatnonzero(at == number)
-            own, inverse = np.unique(questions[key_rows], return_inverse=True)
-            shard = self.shards[number]
-            actor = self.holder[shard]
-            texts = [answers[question] for question in own]
-            calls.append(Call(actor, actor.mark.remote(shard, rows[key_rows], inverse, texts)))
-            places.append(key_rows)
-        marks = np.zeros(len(keys), bool)
-        for key_rows, values in zip(places, self.results(calls)):
-            marks[key_rows] = values
-        return marks
+
+        def arguments(own: IntArray, rows: IntArray) -> Sequence[Any]:
+            own_questions, inverse = np.unique(questions[own], return_inverse=True)
+            return rows, inverse, [answers[question] for question in own_questions]
+
+        return self._by_passage("mark", passages, arguments, np.zeros(len(keys), bool))
 
     def split(self, labels: Labels) -> dict[int, Labels]:
         """Split labels by shard (perhaps none), keeping their order; passages become rows of the shard."""
@@ -257,54 +241,34 @@ class RefinerPool:
         by_row = labels._replace(passage_L=row_L)
         return {shard: by_row.take(at_L == number) for number, shard in enumerate(self.shards)}
 
-    def winners(self, at: StateId, by_shard: Mapping[int, Labels], queries_LD: FloatArray) -> dict[int, IntArray]:
-        """Best-scoring view of each label at a state, by shard with labels."""
-        parts = {shard: part for shard, part in by_shard.items() if len(part.question_L)}
+    def winners(self, at: StateId, labels: Labels, queries_LD: FloatArray) -> IntArray:
+        """Best-scoring view of the passage of each label at a state."""
 
-        def call(actor: Any, shard: int, part: Labels) -> Any:
-            questions, query_L = np.unique(part.question_L, return_inverse=True)
-            return actor.winners.remote(at, shard, query_L, part.passage_L, queries_LD[questions])
+        def arguments(own: IntArray, rows: IntArray) -> Sequence[Any]:
+            questions, query_L = np.unique(labels.question_L[own], return_inverse=True)
+            return at, query_L, rows, queries_LD[questions]
 
-        return dict(zip(sorted(parts), self.per_shard(parts, call)))
+        return self._by_passage("winners", labels.passage_L, arguments, np.zeros(len(labels.view_L), np.int16))
 
     def query_sums(self, at: StateId, by_shard: Mapping[int, Labels], num_queries: int) -> list[LabelSums]:
         """Compute each shard's part of the queries' sums (eqs. 7 and 11)."""
-        return self.per_shard(by_shard, lambda actor, s, part: actor.query_sums.remote(at, s, part, num_queries))
+        return self.per_shard("query_sums", {shard: (at, own, num_queries) for shard, own in by_shard.items()})
 
-    def move(
-        self,
-        at: StateId,
-        to: StateId,
-        by_shard: Mapping[int, Labels],
-        queries_LD: FloatArray,
-        settings: GradientSettings | LinearSettings,
+    def step(
+        self, at: StateId, to: StateId, by_shard: Mapping[int, Labels], queries_LD: FloatArray, weight: float = 0.0
     ) -> list[ShardStep]:
-        """Move the labelled views of every shard from one state to the next."""
+        """Change the labelled passages of every shard by the task's method, from one state to the next. `weight` of
+        feedback views."""
         queries = share(queries_LD)
-        return self.per_shard(by_shard, lambda actor, s, part: actor.move.remote(at, to, s, part, queries, settings))
-
-    def add_feedback(
-        self,
-        at: StateId,
-        to: StateId,
-        by_shard: Mapping[int, Labels],
-        queries_LD: FloatArray,
-        settings: FeedbackSettings,
-    ) -> list[ShardStep]:
-        """Add feedback views to the positively labelled passages of every shard, from one state to the next."""
-        queries = share(queries_LD)
-        return self.per_shard(
-            by_shard, lambda actor, s, part: actor.add_feedback.remote(at, to, s, part, queries, settings)
-        )
+        return self.per_shard("step", {shard: (at, to, own, queries, weight) for shard, own in by_shard.items()})
 
     def write(self, at: StateId, recall_sample: int) -> list[WrittenShard]:
         """Write every shard at a state to the store."""
-        parts = dict.fromkeys(self.shards, recall_sample)
-        return self.per_shard(parts, lambda actor, shard, sample: actor.write.remote(at, shard, sample))
+        return self.per_shard("write", dict.fromkeys(self.shards, (at, recall_sample)))
 
 
 class Call(NamedTuple):
-    """A call to an actor, and the reference of its result; for a `LocalRefiner` the result itself."""
+    """A call to an actor, and the reference of its result; for a refiner in this process the result itself."""
 
     actor: Any
     ref: Any
@@ -313,27 +277,17 @@ class Call(NamedTuple):
 def _new_refiner(task: RefinerTask, cpus: float) -> Any:
     """Create a refiner of the task's shards: an actor in a Ray session, else an object in this process."""
     if not session.in_ray():
-        return LocalRefiner(ShardRefiner(task))
+        return ShardRefiner(task)
     import ray
 
     limits = {"max_restarts": MAX_RESTARTS, "max_task_retries": MAX_RESTARTS}
     return ray.remote(ShardRefiner).options(num_cpus=cpus, **limits).remote(task)
 
 
-class LocalRefiner:
-    """Local substitute for an actor: `refiner.METHOD.remote(...)` calls the method directly."""
-
-    def __init__(self, refiner: ShardRefiner) -> None:
-        self._refiner = refiner
-
-    def __getattr__(self, method: str) -> "LocalMethod":
-        return LocalMethod(getattr(self._refiner, method))
-
-
-class LocalMethod(NamedTuple):
-    """A method of a `LocalRefiner`."""
-
-    remote: Callable[..., Any]
+def _call(actor: Any, method: str, *arguments: Any) -> Call:
+    if isinstance(actor, ShardRefiner):
+        return Call(actor, getattr(actor, method)(*arguments))
+    return Call(actor, getattr(actor, method).remote(*arguments))
 
 
 def _in_flight(requests: Iterator[Any], width: int) -> Iterator[Any]:

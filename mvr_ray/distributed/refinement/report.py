@@ -5,10 +5,11 @@ gold passage in its top k. Transductive rows measure the labelled questions them
 ones.
 """
 
-import dataclasses
 import json
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
+
+from pydantic import TypeAdapter
 
 from mvr_ray.distributed.refinement.questions import Protocol
 from mvr_ray.store.manifest import Manifest
@@ -100,38 +101,11 @@ class RefineReport:
 
     def to_json(self) -> str:
         """Plain JSON; the manifest is named by its version."""
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        plain["rounds"] = [row._asdict() for row in self.rounds]
-        plain["weights"] = [row._asdict() for row in self.weights]
-        plain["accuracy"] = [row._asdict() for row in self.accuracy]
-        plain["published"] = self.published.version if self.published else None
-        return json.dumps(plain, indent=1, sort_keys=True)
+        rows = {name: [row._asdict() for row in getattr(self, name)] for name in ("rounds", "weights", "accuracy")}
+        version = self.published.version if self.published else None
+        return json.dumps({**vars(self), **rows, "published": version}, indent=1, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> "RefineReport":
         """Read a saved report; `published` stays None."""
-        plain = json.loads(text)
-        rows = [Accuracy(**row) for row in plain.pop("accuracy")]
-        rounds = tuple(RoundReport(**row) for row in plain.pop("rounds"))
-        weights = tuple(WeightReport(**row) for row in plain.pop("weights"))
-        plain["published"] = None
-        return cls(accuracy=tuple(rows), rounds=rounds, weights=weights, **plain)
-
-    def lines(self) -> list[str]:
-        """Text for the user: one line per group and kind, one per weight tried, then the outcome."""
-        width = max((len(row.group) for row in self.accuracy), default=0)
-        lines = [
-            f"{row.protocol:<12} {row.group:<{width}} {row.kind:<6} n={row.num_questions:<6} "
-            + "  ".join(
-                f"top-{k} {100 * was:.1f} -> {100 * now:.1f}"
-                for k, was, now in zip(REPORT_DEPTHS, row.before, row.after)
-            )
-            for row in self.accuracy
-        ]
-        end = f"published version {self.published.version}" if self.published else "not published"
-        lines += [
-            f"weight {row.weight:g}: top-1 {100 * row.labelled_top1:.1f} labelled, {100 * row.gate_top1:.1f} gate "
-            f"(gold {100 * row.labelled_gold_top1:.1f}, {100 * row.gate_gold_top1:.1f}), costs {row.lost_points:.1f}"
-            for row in self.weights
-        ]
-        return [*lines, f"{self.method}: {end}, {100 * self.dirty_share:.1f} % of passages changed; {self.reason}"]
+        return TypeAdapter(cls).validate_python({**json.loads(text), "published": None})

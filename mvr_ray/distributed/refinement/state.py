@@ -17,7 +17,8 @@ import numpy as np
 from mvr_ray.checksums import without_trailer
 from mvr_ray.core.searching.exact import distinct
 from mvr_ray.errors import DigestError, MissingInputError, StagingError
-from mvr_ray.store.embeddings import Views
+from mvr_ray.store.delta import views_by_id
+from mvr_ray.store.embeddings import BlockRow, Views, gather_rows
 from mvr_ray.store.files import Store
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
@@ -87,19 +88,13 @@ class ShardChanges:
 
     def to_bytes(self) -> bytes:
         buffer = io.BytesIO()
-        np.savez(
-            buffer,
-            moved_M=self.moved_M,
-            moved_MD=self.moved_MD,
-            feedback_F=self.feedback_F,
-            feedback_FD=self.feedback_FD,
-        )
+        np.savez(buffer, **vars(self))
         return buffer.getvalue()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "ShardChanges":
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            return cls(arrays["moved_M"], arrays["moved_MD"], arrays["feedback_F"], arrays["feedback_FD"])
+            return cls(**arrays)
 
 
 class StoredViews:
@@ -137,11 +132,6 @@ class StoredViews:
         """The passage of each vector."""
         return self.keys_N[slots_M] // VIEW_BASE
 
-    def ids(self, rows: Sequence[int]) -> dict[int, str]:
-        """Passage ids by row."""
-        at = np.searchsorted(self.row_start, rows, side="right") - 1
-        return {row: self.blocks[number].ids[row - self.row_start[number]] for row, number in zip(rows, at)}
-
     def drift(self, state: ShardChanges) -> FloatArray:
         """Distance of each moved view from its stored vector, float64 [M]."""
         stored_MD = self.vectors(state.moved_M, ShardChanges.none(state.moved_MD.shape[1]))
@@ -149,38 +139,11 @@ class StoredViews:
 
     def gather(self, rows_F: IntArray) -> EmbeddingBlock:
         """Copy some passages (ascending) into one block."""
-        first_F = np.searchsorted(self.keys_N, rows_F * VIEW_BASE)
-        counts_F = np.searchsorted(self.keys_N, (rows_F + 1) * VIEW_BASE) - first_F
-        row_ptr = np.concatenate([[0], np.cumsum(counts_F)]).astype(np.int64)
-        slots = np.repeat(first_F - row_ptr[:-1], counts_F) + np.arange(row_ptr[-1])
-        at = np.searchsorted(self.vector_start, slots, side="right") - 1
-        parts = [
-            self.blocks[number].vectors_ND[slots[at == number] - self.vector_start[number]] for number in distinct(at)
-        ]
-        ids = self.ids(rows_F.tolist())
-        return EmbeddingBlock(
-            ids=[ids[row] for row in rows_F.tolist()],
-            row_ptr=row_ptr,
-            view_numbers_N=(self.keys_N[slots] % VIEW_BASE).astype(np.int16),
-            vectors_ND=np.concatenate(parts) if parts else np.empty((0, 0), np.float32),
-        )
-
-    def _overlaid_alone(
-        self, block: EmbeddingBlock, rows_F: IntArray, state: ShardChanges, num_views: int
-    ) -> EmbeddingBlock:
-        """Overlay the state on `block`, which holds the stored views of these rows, without reading other rows.
-
-        The rows include every row that the state changes.
-        """
-        first_F = np.searchsorted(self.keys_N, rows_F * VIEW_BASE)
-        moved_F = np.searchsorted(rows_F, self.rows(state.moved_M))
-        changes = ShardChanges(
-            state.moved_M - first_F[moved_F] + block.row_ptr[moved_F],
-            state.moved_MD,
-            np.searchsorted(rows_F, state.feedback_F),
-            state.feedback_FD,
-        )
-        return StoredViews([block])._overlaid(0, changes, num_views)
+        if not len(rows_F):
+            return EmbeddingBlock([], np.zeros(1, np.int64), np.empty(0, np.int16), np.empty((0, 0), np.float32))
+        block_F = np.searchsorted(self.row_start, rows_F, side="right") - 1
+        places = zip(block_F.tolist(), (rows_F - self.row_start[block_F]).tolist())
+        return gather_rows(self.blocks, [BlockRow(self.blocks[number].ids[row], number, row) for number, row in places])
 
     def current(self, state: ShardChanges, num_views: int) -> list[EmbeddingBlock]:
         """Overlay the state on all blocks; a block without a change is the stored one, not a copy."""
@@ -190,40 +153,30 @@ class StoredViews:
         block = self.blocks[number]
         low, high = np.searchsorted(state.moved_M, self.vector_start[number : number + 2])
         first, last = np.searchsorted(state.feedback_F, self.row_start[number : number + 2])
-        if low == high and first == last:
-            return block
-        vectors_ND = block.vectors_ND
         if low < high:
-            vectors_ND = np.array(vectors_ND)
+            vectors_ND = np.array(block.vectors_ND)
             vectors_ND[state.moved_M[low:high] - self.vector_start[number]] = state.moved_MD[low:high]
+            block = block._replace(vectors_ND=vectors_ND)
         if first == last:
-            return block._replace(vectors_ND=vectors_ND)
-
+            return block
         rows_F = state.feedback_F[first:last] - self.row_start[number]
         row_N = np.repeat(np.arange(len(block.ids)), np.diff(block.row_ptr))
-        kept_N = ~(np.isin(row_N, rows_F) & (block.view_numbers_N >= num_views))
-        row_N = np.concatenate([row_N[kept_N], rows_F])
-        numbers_N = np.concatenate(
-            [block.view_numbers_N[kept_N], (num_views + ordinals(rows_F)).astype(block.view_numbers_N.dtype)]
-        )
-        extra_FD = state.feedback_FD[first:last].astype(vectors_ND.dtype)
-        vectors_ND = np.concatenate([vectors_ND[kept_N], extra_FD])
+        stays_N = ~(np.isin(row_N, rows_F) & (block.view_numbers_N >= num_views))
+        row_N = np.concatenate([row_N[stays_N], rows_F])
+        new_numbers_F = (num_views + ordinals(rows_F)).astype(block.view_numbers_N.dtype)
+        numbers_N = np.concatenate([block.view_numbers_N[stays_N], new_numbers_F])
+        extra_FD = state.feedback_FD[first:last].astype(block.vectors_ND.dtype)
+        vectors_ND = np.concatenate([block.vectors_ND[stays_N], extra_FD])
         order = np.argsort(row_N, kind="stable")  # stable: new views follow their passage's own
         counts_P = np.bincount(row_N, minlength=len(block.ids))
-        return EmbeddingBlock(
-            ids=block.ids,
-            row_ptr=np.concatenate([[0], np.cumsum(counts_P)]).astype(np.int64),
-            view_numbers_N=numbers_N[order],
-            vectors_ND=vectors_ND[order],
-        )
+        row_ptr = np.concatenate([[0], np.cumsum(counts_P)]).astype(np.int64)
+        return EmbeddingBlock(block.ids, row_ptr, numbers_N[order], vectors_ND[order])
 
-    def changes(self, state: ShardChanges, num_views: int) -> dict[str, Views]:
-        """Passages whose stored bytes differ at this state, with all their current views."""
+    def changes(self, state: ShardChanges, current: Sequence[EmbeddingBlock]) -> dict[str, Views]:
+        """Passages whose stored bytes differ at this state, with all their current views (`current` of the state)."""
         rows = distinct(np.concatenate([self.rows(state.moved_M), state.feedback_F]))
-        old = self.gather(rows)
-        new = self._overlaid_alone(old, rows, state, num_views)
-        pairs = ((name, _passage(old, at), _passage(new, at)) for at, name in enumerate(old.ids))
-        return {name: after for name, before, after in pairs if not _same_bytes(before, after)}
+        old, new = (views_by_id([views.gather(rows)]) for views in (self, StoredViews(current)))
+        return {name: new[name] for name in old if not _same_bytes(old[name], new[name])}
 
 
 def _same_bytes(before: Views, after: Views) -> bool:
@@ -234,8 +187,3 @@ def _same_bytes(before: Views, after: Views) -> bool:
 def ordinals(rows_F: IntArray) -> IntArray:
     """Number of equal rows before each one, for ascending rows."""
     return np.arange(len(rows_F)) - np.searchsorted(rows_F, rows_F)
-
-
-def _passage(block: EmbeddingBlock, at: int) -> Views:
-    span = slice(int(block.row_ptr[at]), int(block.row_ptr[at + 1]))
-    return Views(block.view_numbers_N[span], block.vectors_ND[span])

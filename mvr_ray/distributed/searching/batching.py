@@ -17,7 +17,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -35,15 +37,15 @@ THREADS = 64
 """Limit of concurrent calls: searches that wait too long start further ones."""
 
 
+@dataclass(eq=False)
 class _Search:
-    """One queued search. `rows` are its queries in its batch."""
+    """One search. `rows` are its queries in its batch, once it has one."""
 
-    def __init__(self, request: ScanRequest, deadline: Deadline) -> None:
-        self.request, self.deadline = request, deadline
-        self.rows = slice(0, 0)
-        self.request_id = logs.request_id()
-        self.batch: _SearchBatch | None = None
-        self.start_event = threading.Event()
+    request: ScanRequest
+    deadline: Deadline
+    rows: slice = field(default_factory=lambda: slice(0))
+    request_id: str = field(default_factory=logs.request_id)
+    batch: "Future[_SearchBatch]" = field(default_factory=Future)
 
     @property
     def batch_key(self) -> tuple[Any, ...]:
@@ -57,21 +59,16 @@ class _Search:
 
 
 class _SearchBatch:
-    """Searches of one call, and the partial results of that call."""
+    """Searches that share one call, the partial results of that call, and its future."""
 
     def __init__(self, searches: Sequence[_Search]) -> None:
         self.searches = searches
-        self.results: list[ShardResult] = []
-        self.failures: list[ShardFailure] = []
-        self.future: Future[ShardResults] | None = None
-        first = 0
-        for search in searches:
-            search.rows = slice(first, first + search.size)
-            search.batch = self
-            first = search.rows.stop
+        self.partial = ShardResults([], [])
+        self.future: Future[ShardResults] = Future()
+        for search, end in zip(searches, accumulate(search.size for search in searches)):
+            search.rows = slice(end - search.size, end)
 
-    @property
-    def request(self) -> ScanRequest:
+    def joined_request(self) -> ScanRequest:
         """One request with the queries of all searches."""
         requests = [search.request for search in self.searches]
         first = requests[0]
@@ -79,21 +76,20 @@ class _SearchBatch:
         hybrid = first.hybrid and HybridQueries(tuple(texts), first.hybrid.weight)
         return first._replace(queries_QD=np.concatenate([one.queries_QD for one in requests]), hybrid=hybrid)
 
-    @property
-    def deadline(self) -> Deadline:
-        """The latest deadline of the searches."""
-        return max((search.deadline for search in self.searches), key=lambda deadline: deadline.due_s)
-
     def add_partial(self, part: ShardResults) -> None:
-        self.results += part.results
-        self.failures += part.failures
+        self.partial.results.extend(part.results)
+        self.partial.failures.extend(part.failures)
 
-    def partial_results(self, shards: Sequence[int]) -> ShardResults:
-        """The results so far; the remaining shards count as late."""
-        results, failures = list(self.results), list(self.failures)
-        settled_shards = {one.shard for one in results} | {shard for one in failures for shard in one.shards}
-        late = tuple(shard for shard in shards if shard not in settled_shards)
-        return ShardResults(results, [*failures, ShardFailure(late, "late")] if late else failures)
+    def answer(self, search: _Search) -> ShardResults:
+        """The results of one search: all, or at its deadline those so far; the remaining shards then count as late."""
+        try:
+            results, failures = self.future.result(search.deadline.left_s)
+        except TimeoutError:
+            results, failures = list(self.partial.results), list(self.partial.failures)
+            settled_shards = {one.shard for one in results} | {shard for one in failures for shard in one.shards}
+            late = tuple(shard for shard in search.request.shards if shard not in settled_shards)
+            failures += [ShardFailure(late, "late")] if late else []
+        return ShardResults([_select_queries(one, search.rows) for one in results], failures)
 
 
 class DynamicBatcher:
@@ -138,19 +134,12 @@ class DynamicBatcher:
                 return self.fleet.fan_out(request, deadline)
             finally:
                 self._finish_call(began_s)
-        if not search.start_event.wait(self._max_wait_s(deadline.left_s)):
-            self._send_next(search)
-            search.start_event.wait()
-        return self._answer(search)
-
-    def _answer(self, search: _Search) -> ShardResults:
-        batch = search.batch
-        assert batch is not None and batch.future is not None, "a search started without a batch"
         try:
-            answers = batch.future.result(search.deadline.left_s)
+            batch = search.batch.result(self._max_wait_s(deadline.left_s))
         except TimeoutError:
-            answers = batch.partial_results(search.request.shards)
-        return ShardResults([_select_queries(one, search.rows) for one in answers.results], answers.failures)
+            self._send_next(search)
+            batch = search.batch.result()
+        return batch.answer(search)
 
     def _max_wait_s(self, left_s: float) -> float:
         with self._lock:
@@ -160,16 +149,14 @@ class DynamicBatcher:
     def _send_next(self, overdue: _Search | None = None) -> None:
         """Send the batch of the first queued search if a call is free; send that of an `overdue` search in any case."""
         with self._lock:
-            first = overdue or (self._queue[0] if self._queue else None)
-            if (
-                first is None
-                or first not in self._queue
-                or (overdue is None and self._running >= self.concurrent_calls)
-            ):
+            is_allowed = overdue in self._queue if overdue else self._queue and self._running < self.concurrent_calls
+            if not is_allowed:
                 return
-            searches, size, key = [first], first.size, first.batch_key
+            first = overdue or self._queue[0]
+            searches, size = [first], first.size
             for search in self._queue:
-                if search is not first and search.batch_key == key and size + search.size <= self.max_queries:
+                is_alike = search is not first and search.batch_key == first.batch_key
+                if is_alike and size + search.size <= self.max_queries:
                     searches.append(search)
                     size += search.size
             for search in searches:
@@ -180,9 +167,10 @@ class DynamicBatcher:
         with logs.request_context(first.request_id):
             run = copy_context().run  # log lines of a batch carry the request of its first search
         fan_out = partial(self.fleet.fan_out, on_partial=batch.add_partial)
-        batch.future = self._threads.submit(run, fan_out, batch.request, batch.deadline)
+        latest = max((search.deadline for search in searches), key=lambda deadline: deadline.due_s)
+        batch.future = self._threads.submit(run, fan_out, batch.joined_request(), latest)
         for search in searches:
-            search.start_event.set()
+            search.batch.set_result(batch)
         batch.future.add_done_callback(lambda _: self._finish_call(began_s))
 
     def _finish_call(self, began_s: float) -> None:

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, wait
 from typing import Any, NamedTuple
 
@@ -37,13 +37,6 @@ HEDGE_PAUSE_S = 1.0
 MIN_RETRY_S = 0.1
 
 
-class ShardRequest(NamedTuple):
-    """A method of a searcher and its message (`messages`)."""
-
-    method: str
-    message: pa.Buffer
-
-
 class Replica(Connection):
     """One searcher, as this process knows it.
 
@@ -64,6 +57,7 @@ class _Call(NamedTuple):
     replica: Replica
     name: str
     began_s: float
+    is_hedge: bool
 
 
 class Responses(NamedTuple):
@@ -74,20 +68,19 @@ class Responses(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """A running request: its messages, responses, the replicas called and the running calls. `hedges`: the replicas
-    called because another one was slow."""
+    """A running request: its method and messages, responses, the replicas called and the running calls."""
 
-    requests: Mapping[int, ShardRequest]
+    method: str
+    messages: Mapping[int, pa.Buffer]
     deadline: Deadline
     answers: dict[int, pa.Buffer]
     failures: dict[int, str]
     attempts: dict[int, list[Replica]]
     calls: dict[Future[pa.Buffer], _Call]
-    hedges: dict[int, Replica]
 
     @property
     def is_pending(self) -> bool:
-        return len(self.answers) + len(self.failures) < len(self.requests)
+        return len(self.answers) + len(self.failures) < len(self.messages)
 
     def needs_answer(self, group: int) -> bool:
         return group not in self.answers and group not in self.failures
@@ -108,28 +101,30 @@ class Dispatcher:
         self.refused = 0
         self.hedge_wins = 0
         self._reopen = reopen
-        self._lock = threading.Lock()
-        self._num_calls = 0
+        self._lock = threading.RLock()
         self._prefix = uuid.uuid4().hex
         self._numbers = itertools.count()
         self._refused_s = -HEDGE_PAUSE_S
 
     def gather(
         self,
-        requests: Mapping[int, ShardRequest],
+        method: str,
+        messages: Mapping[int, pa.Buffer],
         deadline: Deadline,
         *,
         admit: bool = False,
         on_partial: Callable[[pa.Buffer], None] | None = None,
     ) -> Responses:
-        """Return each group's first answer. `admit`: never refuse the request, since an earlier round was admitted.
-        `on_partial` is called with every group's answer when it arrives.
+        """Call a method of the searchers; return each group's first answer to its message. `admit`: never refuse the
+        request, since an earlier round was admitted. `on_partial` is called with every group's answer when it arrives.
 
         Raises OverloadedError, and what a searcher raised for the request itself.
         """
         began_s = time.monotonic()
-        replicas, failures = self._admit(requests, admit)
-        running = _Request(requests, deadline, {}, failures, {group: [one] for group, one in replicas.items()}, {}, {})
+        replicas, failures = self._admit(messages, admit)
+        attempts = {group: [one] for group, one in replicas.items()}
+        running = _Request(method, messages, deadline, {}, failures, attempts, {})
+        has_replicas = any(len(own) > 1 for own in self.groups)
         unsent_calls = list(replicas.items())
         try:
             while unsent_calls:
@@ -142,7 +137,7 @@ class Dispatcher:
                     if running.needs_answer(group):
                         self._call_other(running, group, hedge=True)
                 until_s = min([deadline.due_s, *hedge_s.values()])
-                when = FIRST_COMPLETED if self._has_replicas or on_partial else ALL_COMPLETED
+                when = FIRST_COMPLETED if has_replicas or on_partial else ALL_COMPLETED
                 completed_futures, others = wait(running.calls, max(until_s - now_s, 0.0), return_when=when)
                 for future in completed_futures:
                     answer = self._take_answer(running, future)
@@ -158,10 +153,6 @@ class Dispatcher:
             for _, replica in unsent_calls:
                 replica.add_waiting(-1)
         return Responses(running.answers, running.failures)
-
-    @property
-    def _has_replicas(self) -> bool:
-        return any(len(replicas) > 1 for replicas in self.groups)
 
     def counts(self) -> FleetCounts:
         """Counts of hedged and refused calls so far, and of waiting calls."""
@@ -196,16 +187,15 @@ class Dispatcher:
         with self._lock:
             replica.state, replica.open_ref = "", None
 
-    def _admit(self, requests: Mapping[int, ShardRequest], admit: bool) -> tuple[dict[int, Replica], dict[int, str]]:
+    def _admit(self, groups: Iterable[int], admit: bool) -> tuple[dict[int, Replica], dict[int, str]]:
         replicas: dict[int, Replica] = {}
         failures: dict[int, str] = {}
         with self._lock:
-            for group in requests:
-                available = [replica for replica in self.groups[group] if self._is_available(group, replica)]
-                if not available:
+            for group in groups:
+                least = self._least_loaded(group)
+                if least is None:
                     failures[group] = self.groups[group][0].state
                     continue
-                least = min(available, key=lambda replica: (replica.waiting, replica.last_call))
                 if least.waiting >= self.queue and not admit:
                     raise self._refuse(group, least)
                 replicas[group] = least
@@ -227,30 +217,30 @@ class Dispatcher:
     def _call_other(self, running: _Request, group: int, hedge: bool = False) -> bool:
         """Call a further replica of the group; False if there is none, or a hedge is not allowed."""
         with self._lock:
-            attempts = running.attempts[group]
-            others = [one for one in self.groups[group] if one not in attempts and self._is_available(group, one)]
-            if not others:
+            other = self._least_loaded(group, running.attempts[group])
+            if other is None:
                 return False
-            other = min(others, key=lambda replica: (replica.waiting, replica.last_call))
             is_shedding = time.monotonic() - self._refused_s < HEDGE_PAUSE_S or other.waiting >= self.queue
             if hedge and (is_shedding or not self.budget.take()):
                 return False
             self._count_call(other)
-        attempts.append(other)
-        if hedge:
-            running.hedges[group] = other
-        self._call(running, group, other)
+        running.attempts[group].append(other)
+        self._call(running, group, other, hedge)
         return True
 
-    def _call(self, running: _Request, group: int, replica: Replica) -> None:
+    def _call(self, running: _Request, group: int, replica: Replica, hedge: bool = False) -> None:
         name = f"{logs.request_id()}/{self._prefix}-{next(self._numbers)}"
-        call = _Call(group, replica, name, time.monotonic())
-        method, message = running.requests[group]
-        running.calls[replica.call(method, name, message, running.deadline)] = call
+        future = replica.call(running.method, name, running.messages[group], running.deadline)
+        running.calls[future] = _Call(group, replica, name, time.monotonic(), hedge)
 
     def _hedge_s(self, group: int, began_s: float) -> float:
         after_s = self.latencies[group].hedge_after_s() if len(self.groups[group]) > 1 else None
         return float("inf") if after_s is None else began_s + after_s
+
+    def _least_loaded(self, group: int, others: Sequence[Replica] = ()) -> Replica | None:
+        """The available replica with the fewest waiting calls, except `others`."""
+        replicas = [one for one in self.groups[group] if one not in others and self._is_available(group, one)]
+        return min(replicas, key=lambda replica: (replica.waiting, replica.last_call), default=None)
 
     def _is_available(self, group: int, replica: Replica) -> bool:
         """Whether a replica may be called: one that was down, if it has answered its `open_ref`."""
@@ -260,26 +250,26 @@ class Dispatcher:
         if not ready:
             return False
         try:
-            if ray.get(replica.open_ref) == replica.killed_instance:
-                replica.open_ref = self._reopen(group, replica.actor)
-                return False
+            has_restarted = ray.get(replica.open_ref) != replica.killed_instance
         except RayActorError:
+            has_restarted = False
+        except (MvrRayError, RayTaskError) as error:  # it runs; its answers report the shards that it cannot open
+            has_restarted = True
+            log.warning("searcher back with damage: group=%d reason=%s", group, error)
+        if not has_restarted:
             replica.open_ref = self._reopen(group, replica.actor)
             return False
-        except (MvrRayError, RayTaskError) as error:  # it runs; its answers report the shards that it cannot open
-            log.warning("searcher back with damage: group=%d reason=%s", group, error)
         log.info("searcher back: group=%d", group)
-        replica.state, replica.open_ref = "", None
+        self.mark_up(replica)
         return True
 
     def _count_call(self, replica: Replica) -> None:
-        self._num_calls += 1
-        replica.last_call = self._num_calls
+        replica.last_call = next(self._numbers)
         replica.add_waiting(1)
 
     def _take_answer(self, running: _Request, future: "Future[pa.Buffer]") -> pa.Buffer | None:
         """Take an answer and return it if it is its group's first; if the searcher died, call another one."""
-        group, replica, _, began_s = running.calls.pop(future)
+        group, replica, _, began_s, is_hedge = running.calls.pop(future)
         try:
             answer = future.result()
         except ConnectionLost as error:
@@ -290,7 +280,7 @@ class Dispatcher:
             return None
         first = running.needs_answer(group)
         with self._lock:
-            self.hedge_wins += first and running.hedges.get(group) is replica
+            self.hedge_wins += first and is_hedge
             self.latencies[group].add(time.monotonic() - began_s)
         return running.answers.setdefault(group, answer) if first else None
 

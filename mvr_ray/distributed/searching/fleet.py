@@ -1,45 +1,41 @@
-"""Starts the searchers of an index, opens its versions on them, and gives a fleet for each version.
+"""Opens the versions of an index on searchers in actors, and gives a fleet for each version.
 
-    nodes    searchers run on the nodes that `node_placement` gives them
     assign   an unchanged shard stays with the group that holds it, the others go largest first to the lightest group
     load     check the memory, open shards beside those in use, and probe every searcher for them
     drop     release in the background what no other version names
 
-A group is `resources.replicas` actors that hold the same shards; calls go through `dispatch`. `local_searchers` has the
-same methods for one searcher in this process, without Ray.
+A group is `resources.replicas` actors that hold the same shards (`node_placement` starts them); calls go through
+`dispatch`. `searcher.LocalSearchers` has the same methods
+for one searcher in this process, without Ray.
 
 Shapes: Q queries, D dimension.
 """
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 import ray
 
-from mvr_ray.config import ResourcesConfig
 from mvr_ray.deadline import Deadline
-from mvr_ray.distributed import session
 from mvr_ray.distributed.ray_errors import translate_ray_errors
-from mvr_ray.distributed.searching.dispatch import QUEUE, Dispatcher, ShardRequest
-from mvr_ray.distributed.searching.local_searchers import version_name
-from mvr_ray.distributed.searching.memory import MemoryUsage, require_memory
+from mvr_ray.distributed.searching.dispatch import QUEUE, Dispatcher
+from mvr_ray.distributed.searching.memory import require_memory
 from mvr_ray.distributed.searching.messages import (
     ScanRequest,
     ShardFailure,
     ShardResult,
     ShardResults,
     ViewResults,
-    ViewsRequest,
     decode_results,
     decode_views,
     encode_scan,
     encode_views_request,
 )
-from mvr_ray.distributed.searching.node_placement import assign_nodes, new_searcher, node_capacities
-from mvr_ray.distributed.searching.searcher import OnPartial, SearcherTask, ShardAssignment, assignment_bytes
+from mvr_ray.distributed.searching.rendezvous import balance_shards
+from mvr_ray.distributed.searching.searcher import OnPartial, ShardAssignment, assignment_bytes, version_name
 from mvr_ray.errors import ResourceError, ShardIndexError
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import FleetCounts, FloatArray
@@ -63,57 +59,39 @@ class RemoteSearchers:
         self._drops: list[Any] = []
         self.dispatcher = Dispatcher(self.groups, self._reopen, queue)
 
-    @classmethod
-    def start(cls, task: SearcherTask, resources: ResourcesConfig, info: session.ClusterInfo) -> "RemoteSearchers":
-        """Create the actors for a first version, on the nodes that their groups prefer (`node_placement`). Ray restarts
-        them on any node with enough resources.
-
-        Raises ResourceError if the cluster has too few resources.
-        """
-        num_bytes = {entry.shard: entry.num_bytes for entry in task.manifest.shards}
-        shards_of = balance_shards(num_bytes, resources.searchers)
-        count, cpus, gpus = resources.replicas, resources.cpus_per_searcher, resources.gpus_per_searcher
-        session.require(info, [session.Need("searchers", len(shards_of) * count, cpus, gpus)])
-        sizes = {group: 1 + sum(num_bytes[shard] for shard in shards) for group, shards in enumerate(shards_of)}
-        nodes = assign_nodes(sizes, node_capacities(cpus, gpus), count)
-        groups = [
-            [
-                new_searcher(task._replace(shards=shards), resources, node)
-                for node in (*nodes[group], *[None] * (count - len(nodes[group])))
-            ]
-            for group, shards in enumerate(shards_of)
-        ]
-        searchers = cls(groups, resources.searcher_queue, resources.searcher_bytes)
-        searchers.assignments[task.manifest.version] = [ShardAssignment(task.manifest, shards) for shards in shards_of]
-        return searchers
-
     @property
     def actors(self) -> list[Any]:
         return [actor for actors in self.groups for actor in actors]
 
-    def fleet(self, manifest: Manifest) -> "RemoteFleet":
+    def assign(self, manifest: Manifest) -> list[ShardAssignment]:
+        """The shards of a version that each group holds."""
         if manifest.version not in self.assignments:
-            holders = {
+            group_of = {
                 entry.digest: group
                 for assignments in list(self.assignments.values())
                 for group, (version, shards) in enumerate(assignments)
                 for entry in version.shards
                 if entry.shard in shards
             }
-            shards_of = assign_shards(manifest, holders, len(self.groups))
+            num_bytes = {entry.shard: entry.num_bytes for entry in manifest.shards}
+            holders = {entry.shard: group_of[entry.digest] for entry in manifest.shards if entry.digest in group_of}
+            shards_of = balance_shards(num_bytes, len(self.groups), holders)
             self.assignments[manifest.version] = [ShardAssignment(manifest, shards) for shards in shards_of]
-        return RemoteFleet(self, self.assignments[manifest.version])
+        return self.assignments[manifest.version]
+
+    def fleet(self, manifest: Manifest) -> "RemoteFleet":
+        return RemoteFleet(self, self.assign(manifest))
 
     def load(self, manifest: Manifest) -> "RemoteFleet":
         with self.change_lock:
             fleet = self.fleet(manifest)
             try:
                 self._pending_drops(PROBE_TIMEOUT_S)
-                usages = self._all(lambda actor, _: actor.memory.options(concurrency_group="health").remote(), manifest)
+                usages = self._all(lambda actor: actor.memory.options(concurrency_group="health").remote(), manifest)
                 needs = [assignment_bytes(manifest, assignment.shards) for assignment in fleet.actor_assignments]
-                require_memory(version_name(manifest), needs, [MemoryUsage(*one) for one in usages], self.limit_bytes)
+                require_memory(version_name(manifest), needs, usages, self.limit_bytes)
                 fleet.open(max_task_retries=0)
-                self._all(lambda actor, _: actor.probe.remote(manifest.version), manifest)
+                self._all(lambda actor: actor.probe.remote(manifest.version), manifest)
             except BaseException:  # nothing stays open, after Ctrl-C either
                 self.drop(manifest.version)
                 raise
@@ -138,12 +116,11 @@ class RemoteSearchers:
         drops = list(self._drops)
         return ray.wait(drops, num_returns=len(drops), timeout=timeout_s)[1] if drops else []
 
-    def _all(self, send: Callable[[Any, int], Any], manifest: Manifest) -> list[Any]:
+    def _all(self, send: Callable[[Any], Any], manifest: Manifest) -> list[Any]:
         """Call every searcher and return the answers. Raises ResourceError after PROBE_TIMEOUT_S."""
         try:
             with translate_ray_errors(f"opening {version_name(manifest)}"):
-                waiting = [send(actor, group) for group, actors in enumerate(self.groups) for actor in actors]
-                return ray.get(waiting, timeout=PROBE_TIMEOUT_S)
+                return ray.get([send(actor) for actor in self.actors], timeout=PROBE_TIMEOUT_S)
         except TimeoutError:
             raise ResourceError(
                 f"{version_name(manifest)} not opened: not all {len(self.actors)} searchers answered within "
@@ -173,12 +150,8 @@ class RemoteFleet:
         return self.searchers.actors
 
     @property
-    def shards(self) -> list[tuple[int, ...]]:
-        """The shards of each actor."""
-        return [assignment.shards for assignment in self.actor_assignments]
-
-    @property
     def actor_assignments(self) -> list[ShardAssignment]:
+        """The assignment of each actor."""
         return [assignment for assignment, actors in zip(self.assignments, self.searchers.groups) for _ in actors]
 
     def ready(self) -> None:
@@ -210,15 +183,10 @@ class RemoteFleet:
         self, request: ScanRequest, deadline: Deadline, *, admit: bool = False, on_partial: OnPartial | None = None
     ) -> ShardResults:
         """Scan the request's shards. Raises OverloadedError if too many calls wait and `admit` is false."""
-        requests = {
-            group: ShardRequest("scan", encode_scan(request._replace(shards=shards)))
-            for group, shards in self._by_group(request.shards).items()
-        }
-        on_message = (lambda message: on_partial(decode_results(message))) if on_partial else None
-        messages, failures = self._gather(requests, request.shards, deadline, admit, on_message)
-        answers = [decode_results(message) for message in messages]
-        failures += [one for answer in answers for one in answer.failures]
-        return ShardResults([one for answer in answers for one in answer.results], failures)
+        shards_of = self._by_group(request.shards)
+        messages = {group: encode_scan(request._replace(shards=shards)) for group, shards in shards_of.items()}
+        parts, failures = self._gather("scan", messages, shards_of, decode_results, deadline, admit, on_partial)
+        return ShardResults([one for part in parts for one in part.results], failures)
 
     def exact(self, queries_QD: FloatArray, k: int, deadline: Deadline) -> list[ShardResult]:
         """Search every shard exhaustively for the true best k; bypasses the request queues."""
@@ -230,16 +198,15 @@ class RemoteFleet:
             return [one for answers in ray.get(refs, timeout=deadline.left_s) for one in answers]
 
     def views(self, ids: Mapping[int, Sequence[str]], deadline: Deadline) -> ViewResults:
-        requests = {}
-        for group, shards in self._by_group(list(ids)).items():
-            request = ViewsRequest({shard: ids[shard] for shard in shards}, self.version)
-            requests[group] = ShardRequest("views", encode_views_request(request))
-        messages, failures = self._gather(requests, list(ids), deadline, False)
-        answers = [decode_views(message) for message in messages]
-        failures += [one for answer in answers for one in answer.failures]
-        return ViewResults({name: one for answer in answers for name, one in answer.views.items()}, failures)
+        shards_of = self._by_group(ids)
+        messages = {
+            group: encode_views_request({shard: ids[shard] for shard in shards}, self.version)
+            for group, shards in shards_of.items()
+        }
+        parts, failures = self._gather("views", messages, shards_of, decode_views, deadline)
+        return ViewResults({name: one for part in parts for name, one in part.views.items()}, failures)
 
-    def _by_group(self, shards: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    def _by_group(self, shards: Iterable[int]) -> dict[int, tuple[int, ...]]:
         """These shards by the group that holds them."""
         shard_set = set(shards)
         by_group = {group: tuple(s for s in own if s in shard_set) for group, (_, own) in enumerate(self.assignments)}
@@ -247,66 +214,24 @@ class RemoteFleet:
 
     def _gather(
         self,
-        requests: Mapping[int, ShardRequest],
-        shards: Sequence[int],
+        method: str,
+        messages: Mapping[int, pa.Buffer],
+        shards_of: Mapping[int, tuple[int, ...]],
+        decode: Callable[[pa.Buffer], Any],
         deadline: Deadline,
-        admit: bool,
-        on_message: Callable[[pa.Buffer], None] | None = None,
-    ) -> tuple[list[pa.Buffer], list[ShardFailure]]:
-        """The messages of the groups that answered, and the shards of the others."""
+        admit: bool = False,
+        on_partial: Callable[[Any], None] | None = None,
+    ) -> tuple[list[Any], list[ShardFailure]]:
+        """The decoded answers of the groups, and the failures of shards."""
+        on_message = (lambda message: on_partial(decode(message))) if on_partial else None
         gather = self.searchers.dispatcher.gather
-        answers, states = gather(requests, deadline, admit=admit, on_partial=on_message)
-        by_group = self._by_group(shards)
-        failures = [ShardFailure(by_group[group], state) for group, state in states.items()]
-        return [answers[group] for group in sorted(answers)], failures
-
-    def health(self, timeout_s: float) -> list[int]:
-        """The open shards of the searchers that answer within `timeout_s`; bypasses the request queues."""
-        refs = [actor.health.options(concurrency_group="health").remote() for actor in self.actors]
-        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=timeout_s)
-        digests = {digest for ref in ready for digest in _digests_of(ref)}
-        return sorted(entry.shard for entry in self.assignments[0].manifest.shards if entry.digest in digests)
-
-
-def balance_shards(num_bytes: Mapping[int, int], groups: int) -> list[tuple[int, ...]]:
-    """Assign shards to at most `groups` groups, largest first to the lightest one; no group stays empty."""
-    shards_of: list[list[int]] = [[] for _ in range(min(groups, len(num_bytes)))]
-    loads = [0] * len(shards_of)
-    for shard in sorted(num_bytes, key=lambda shard: (-num_bytes[shard], shard)):
-        _add_to_lightest(shard, num_bytes[shard], shards_of, loads)
-    return [tuple(sorted(shards)) for shards in shards_of]
-
-
-def assign_shards(manifest: Manifest, holders: Mapping[str, int], groups: int) -> list[tuple[int, ...]]:
-    """Assign a version's shards to groups: to the group that `holders` has for a digest, else to the lightest."""
-    shards_of: list[list[int]] = [[] for _ in range(groups)]
-    loads = [0] * groups
-    new_entries = []
-    for entry in manifest.shards:
-        if entry.digest in holders:
-            shards_of[holders[entry.digest]].append(entry.shard)
-            loads[holders[entry.digest]] += entry.num_bytes + 1
-        else:
-            new_entries.append(entry)
-    for entry in sorted(new_entries, key=lambda entry: (-entry.num_bytes, entry.shard)):
-        _add_to_lightest(entry.shard, entry.num_bytes, shards_of, loads)
-    return [tuple(sorted(shards)) for shards in shards_of]
-
-
-def _add_to_lightest(shard: int, num_bytes: int, shards_of: list[list[int]], loads: list[int]) -> None:
-    lightest = loads.index(min(loads))
-    shards_of[lightest].append(shard)
-    loads[lightest] += num_bytes + 1
+        answers, states = gather(method, messages, deadline, admit=admit, on_partial=on_message)
+        parts = [decode(answers[group]) for group in sorted(answers)]
+        failures = [ShardFailure(shards_of[group], state) for group, state in states.items()]
+        return parts, failures + [one for part in parts for one in part.failures]
 
 
 def _restore_fleet(groups: Sequence[Sequence[Any]], queue: int, assignments: Sequence[ShardAssignment]) -> RemoteFleet:
     searchers = RemoteSearchers(groups, queue)
     searchers.assignments[assignments[0].manifest.version] = list(assignments)
     return RemoteFleet(searchers, assignments)
-
-
-def _digests_of(ref: Any) -> list[str]:
-    try:
-        return ray.get(ref)
-    except ray.exceptions.RayActorError:
-        return []

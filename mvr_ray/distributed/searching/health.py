@@ -9,14 +9,12 @@ A hung searcher is killed; Ray restarts it.
 """
 
 import logging
-import time
-from contextlib import AbstractContextManager
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from mvr_ray.distributed.periodic import run_periodically
 from mvr_ray.distributed.searching.dispatch import Dispatcher, Replica
 from mvr_ray.distributed.searching.searcher import Heartbeat
 
@@ -44,8 +42,7 @@ class HealthMonitor:
     def __init__(self, dispatcher: Dispatcher, hung_s: float) -> None:
         self.dispatcher = dispatcher
         self.hung_s = hung_s
-        self._probes: dict[Replica, Any] = {}
-        self._heartbeats: dict[Replica, LastHeartbeat] = {}
+        self._probes: dict[Replica, tuple[Any, LastHeartbeat]] = {}
 
     def check(self, now_s: float) -> int:
         """Send probes, read heartbeats, and kill hung searchers; return their number."""
@@ -55,52 +52,31 @@ class HealthMonitor:
             ray.wait(list(refs.values()), num_returns=len(refs), timeout=HEARTBEAT_TIMEOUT_S)
         num_hung = 0
         for group, replica in up:
-            heartbeat, is_dead = _get_heartbeat(refs[replica])
-            if is_dead:
-                self._remove(replica)
+            try:
+                hangs = self._hangs(replica, _get_heartbeat(refs[replica]), now_s)
+            except RayActorError:
+                self._probes.pop(replica, None)
                 self.dispatcher.mark_down(replica, group, "died")
-            elif self._hangs(replica, heartbeat, now_s):
-                last, at_s = self._heartbeats[replica]
+                continue
+            if hangs:
+                _, (last, at_s) = self._probes.pop(replica)
                 log.error("searcher hangs, killed: group=%d without_progress_s=%.0f", group, now_s - at_s)
-                self._remove(replica)
                 self.dispatcher.mark_down(replica, group, "hung", last.instance_id if last else None)
                 ray.kill(replica.actor, no_restart=False)
                 num_hung += 1
         return num_hung
 
-    def run_periodically(self, interval_s: float) -> AbstractContextManager[None]:
-        """Check every `interval_s` seconds in a background thread until the block ends."""
-
-        def check() -> float:
-            try:
-                self.check(time.monotonic())
-            except ray.exceptions.RayError as error:
-                log.warning("probe not sent: %s", str(error).partition("\n")[0])
-            return interval_s
-
-        return run_periodically(check, interval_s, "mvr-health", join_s=None)
-
     def _hangs(self, replica: Replica, heartbeat: Heartbeat | None, now_s: float) -> bool:
-        probe = self._probes.get(replica)
+        probe, last = self._probes.get(replica, (None, LastHeartbeat(heartbeat, now_s)))
         if probe is None or ray.wait([probe], timeout=0)[0]:
-            self._probes[replica] = replica.actor.probe.remote()
-            self._heartbeats[replica] = LastHeartbeat(heartbeat, now_s)
-            return False
-        self._heartbeats[replica] = self._heartbeats[replica].after(heartbeat, now_s)
-        return now_s - self._heartbeats[replica].at_s >= self.hung_s
-
-    def _remove(self, replica: Replica) -> None:
-        self._probes.pop(replica, None)
-        self._heartbeats.pop(replica, None)
+            probe, last = replica.actor.probe.remote(), LastHeartbeat(heartbeat, now_s)
+        last = last.after(heartbeat, now_s)
+        self._probes[replica] = probe, last
+        return now_s - last.at_s >= self.hung_s
 
 
-def _get_heartbeat(ref: Any) -> tuple[Heartbeat | None, bool]:
-    """A heartbeat, None if it did not arrive in time; and whether the searcher is dead."""
-    if not ray.wait([ref], timeout=0)[0]:
-        return None, False
-    try:
-        return ray.get(ref), False
-    except RayActorError:
-        return None, True
-    except RayTaskError:
-        return None, False
+def _get_heartbeat(ref: Any) -> Heartbeat | None:
+    """A heartbeat; None if it did not arrive in time. Raises RayActorError if the searcher is dead."""
+    with suppress(RayTaskError):
+        return ray.get(ref) if ray.wait([ref], timeout=0)[0] else None
+    return None

@@ -7,6 +7,7 @@ Files of a flat index are mapped, others are loaded; both count in full, so this
 
 import os
 import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +34,7 @@ def require_memory(
     `limit_bytes` bounds the bytes of one searcher; 0: the searchers of one machine share its free memory. Raises
     InsufficientMemoryError with the bytes needed and the bytes available.
     """
-    bytes_by_node: dict[str, int] = {}
+    bytes_by_node: Counter[str] = Counter()
     for own, usage in zip(shards, usages, strict=True):
         new_bytes = sum(num_bytes for key, num_bytes in own.items() if key not in usage.held)
         held_bytes = sum(usage.held.values())
@@ -43,12 +44,11 @@ def require_memory(
                 f"more, {held_bytes + new_bytes:,} in all; resources.searcher_bytes allows {limit_bytes:,}. "
                 f"Use more searchers, or raise it"
             )
-        bytes_by_node[usage.node] = bytes_by_node.get(usage.node, 0) + new_bytes
-    free = {usage.node: usage.free_bytes for usage in usages}
-    for node, num_bytes in bytes_by_node.items():
-        if not limit_bytes and num_bytes > free[node]:
+        bytes_by_node[usage.node] += new_bytes
+    for node, free, _ in usages:
+        if not limit_bytes and (num_bytes := bytes_by_node[node]) > free:
             raise InsufficientMemoryError(
-                f"{what} not opened: its new shards need {num_bytes:,} bytes on {node}, which has {free[node]:,} free. "
+                f"{what} not opened: its new shards need {num_bytes:,} bytes on {node}, which has {free:,} free. "
                 f"Use more nodes, or stop the searchers first"
             )
     return sum(bytes_by_node.values())

@@ -29,7 +29,8 @@ class MergedResults:
         """`start_of`: from `shard_starts`. Raises ShardIndexError for k below 1."""
         self._results = sorted(results, key=lambda result: start_of[result.shard])
         self._starts = [start_of[result.shard] for result in self._results]
-        self._numbers_R = np.concatenate([np.empty(0, np.int64), *map(np.add, self._rows(), self._starts)])
+        numbers = (result.rows_R + start for result, start in zip(self._results, self._starts))
+        self._numbers_R = np.concatenate([np.empty(0, np.int64), *numbers])
         self._ids_R = pa.concat_arrays([pa.nulls(0, pa.string()), *(result.ids_R for result in self._results)])
         self._lists = [(start, result.hits) for start, result in zip(self._starts, self._results)]
         self._merged = merge(self._lists, k, self._ids_of)
@@ -50,9 +51,6 @@ class MergedResults:
         columns = score_QK[passage_QK >= 0], view_QK[passage_QK >= 0], shards, rows
         hits = iter(map(Hit, self._ids_of(passages), *(column.tolist() for column in columns)))
         return [[next(hits) for _ in range(count)] for count in (passage_QK >= 0).sum(axis=1).tolist()]
-
-    def _rows(self) -> list[IntArray]:
-        return [result.rows_R for result in self._results]
 
     def _ids_of(self, passages: IntArray) -> list[str]:
         return self._ids_R.take(arrow_rows(np.searchsorted(self._numbers_R, passages))).to_pylist()

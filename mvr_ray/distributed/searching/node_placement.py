@@ -11,12 +11,11 @@ are read again. Searchers for which a node has too few CPUs are left to Ray, whi
 
 import logging
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, NamedTuple, Protocol
+from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import ray
@@ -26,34 +25,23 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from mvr_ray import logs
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.distributed import session
-from mvr_ray.distributed.periodic import run_periodically
 from mvr_ray.distributed.ray_errors import translate_ray_errors
 from mvr_ray.distributed.searching import rendezvous
-from mvr_ray.distributed.searching.dispatch import Dispatcher, Replica
-from mvr_ray.distributed.searching.memory import MemoryUsage, require_memory
-from mvr_ray.distributed.searching.messages import (
-    decode_scan,
-    decode_views_request,
-    encode_results,
-    encode_views,
-)
+from mvr_ray.distributed.searching.dispatch import Replica
+from mvr_ray.distributed.searching.fleet import OPEN_TIMEOUT_S, RemoteSearchers
+from mvr_ray.distributed.searching.memory import require_memory
+from mvr_ray.distributed.searching.messages import decode_scan, decode_views_request, encode_results, encode_views
+from mvr_ray.distributed.searching.rendezvous import balance_shards
 from mvr_ray.distributed.searching.scrubber import Scrubber
-from mvr_ray.distributed.searching.searcher import (
-    SearcherTask,
-    ShardAssignment,
-    ShardSearcher,
-    assignment_bytes,
-)
+from mvr_ray.distributed.searching.searcher import SearcherTask, ShardAssignment, ShardSearcher, assignment_bytes
 from mvr_ray.distributed.searching.transport import FairLock, SearcherAddress, SearcherServer
 from mvr_ray.errors import MvrRayError, ShardIndexError
 
 log = logging.getLogger(__name__)
 
-OPEN_TIMEOUT_S = 3600.0
 ANSWER_TIMEOUT_S = 30.0
 DRAIN_S = 60.0
 """Time limit for the running calls of a replaced searcher; then it is killed."""
-INTERVAL_S = 5.0
 _POLL_S = 0.02
 _remote: Any = ray.remote
 
@@ -94,7 +82,7 @@ class SearcherActor(ShardSearcher):
             request = decode_scan(message)
             with self.request_lock:
                 results = self.scan(request, call)
-            return encode_results(results, len(request.queries_QD))
+            return encode_results(results)
         if method == "views":
             ids, version = decode_views_request(message)
             with self.request_lock:
@@ -105,17 +93,6 @@ class SearcherActor(ShardSearcher):
     def probe(self, version: int | None = None) -> list[int]:
         with self.request_lock:
             return super().probe(version)
-
-
-class Groups(Protocol):
-    """Searchers in groups, and their shards."""
-
-    groups: list[list[Any]]
-    assignments: dict[int, list[ShardAssignment]]
-    dispatcher: Dispatcher
-    limit_bytes: int
-    change_lock: threading.Lock
-    """Held while a version is opened: `assignments` then name shards that searchers do not hold yet."""
 
 
 def node_capacities(cpus: float, gpus: float) -> dict[str, NodeCapacity]:
@@ -144,17 +121,17 @@ def assign_nodes(
     weights = {node: capacity.memory_bytes for node, capacity in node_capacities.items()}
     placement = rendezvous.place(group_bytes, weights, replicas, before)
     free = {node: capacity.max_searchers for node, capacity in node_capacities.items()}
-    assignments: dict[int, list[str]] = {group: [] for group in placement}
-    for stays in (True, False):  # searchers that run on a node take its capacity first
-        for group, nodes in placement.items():
-            for node in nodes:
-                if (node in (before or {}).get(group, ())) is stays and free[node]:
-                    free[node] -= 1
-                    assignments[group].append(node)
-    return {group: tuple(node for node in nodes if node in assignments[group]) for group, nodes in placement.items()}
+    pairs = [(group, node) for group, nodes in placement.items() for node in nodes]
+    pairs.sort(key=lambda pair: pair[1] not in (before or {}).get(pair[0], ()))  # searchers that stay come first
+    assigned_pairs = set()
+    for group, node in pairs:
+        if free[node]:
+            free[node] -= 1
+            assigned_pairs.add((group, node))
+    return {group: tuple(n for n in nodes if (group, n) in assigned_pairs) for group, nodes in placement.items()}
 
 
-def new_searcher(task: SearcherTask, resources: ResourcesConfig, node: str | None) -> Any:
+def _new_searcher(task: SearcherTask, resources: ResourcesConfig, node: str | None) -> Any:
     """Create an actor that Ray restarts, on this node while it is alive and has resources, else on any node."""
     strategy: Any = "SPREAD" if node is None else NodeAffinitySchedulingStrategy(node, True, _spill_on_unavailable=True)
     actor_class = _remote(concurrency_groups={"health": 1, "load": 1})(SearcherActor).options(
@@ -167,10 +144,31 @@ def new_searcher(task: SearcherTask, resources: ResourcesConfig, node: str | Non
     return actor_class.remote(task)
 
 
+def start_searchers(task: SearcherTask, resources: ResourcesConfig, info: session.ClusterInfo) -> RemoteSearchers:
+    """Create the actors for a first version, on the nodes that their groups prefer. Ray restarts them on any node with
+    enough resources.
+
+    Raises ResourceError if the cluster has too few resources.
+    """
+    num_bytes = {entry.shard: entry.num_bytes for entry in task.manifest.shards}
+    shards_of = balance_shards(num_bytes, min(resources.searchers, len(num_bytes)))
+    count, cpus, gpus = resources.replicas, resources.cpus_per_searcher, resources.gpus_per_searcher
+    session.require(info, [session.Need("searchers", len(shards_of) * count, cpus, gpus)])
+    sizes = {group: 1 + sum(num_bytes[shard] for shard in shards) for group, shards in enumerate(shards_of)}
+    nodes_of = assign_nodes(sizes, node_capacities(cpus, gpus), count)
+    groups = [
+        [_new_searcher(task, resources, node) for node in (*nodes, *[None] * (count - len(nodes)))]
+        for _, nodes in sorted(nodes_of.items())
+    ]
+    searchers = RemoteSearchers(groups, resources.searcher_queue, resources.searcher_bytes)
+    searchers.assign(task.manifest)
+    return searchers
+
+
 class Rebalancer:
     """Moves searchers to the nodes that their groups prefer. Not safe to use from several threads."""
 
-    def __init__(self, searchers: Groups, task: SearcherTask, resources: ResourcesConfig) -> None:
+    def __init__(self, searchers: RemoteSearchers, task: SearcherTask, resources: ResourcesConfig) -> None:
         """`task`: for new searchers."""
         self.searchers = searchers
         self.task = task
@@ -200,18 +198,6 @@ class Rebalancer:
         self._failed = {(group, node) for group, node in self._failed if node in capacities}
         return moves
 
-    def run_periodically(self, interval_s: float = INTERVAL_S) -> AbstractContextManager[None]:
-        """Rebalance every `interval_s` seconds in a background thread until the block ends."""
-
-        def rebalance() -> float:
-            try:
-                self.rebalance()
-            except RayError as error:
-                log.warning("not rebalanced: %s", str(error).partition("\n")[0])
-            return interval_s
-
-        return run_periodically(rebalance, interval_s, "mvr-rebalancer")
-
     def _searcher_nodes(self) -> dict[int, list[str]] | None:
         """The node of each searcher, by group; None if one does not answer (it is restarting)."""
         groups = [
@@ -240,7 +226,7 @@ class Rebalancer:
             return False
         number = nodes.index(source)
         began = time.monotonic()
-        actor = new_searcher(self.task, self.resources, target)
+        actor = _new_searcher(self.task, self.resources, target)
         versions: set[int] = set()
         try:
             with translate_ray_errors("moving a searcher"):
@@ -272,7 +258,7 @@ class Rebalancer:
         for manifest, shards in assignments:
             needs |= assignment_bytes(manifest, shards)
         memory = ray.get(actor.memory.options(concurrency_group="health").remote(), timeout=ANSWER_TIMEOUT_S)
-        require_memory("a moved searcher's shards", [needs], [MemoryUsage(*memory)], self.searchers.limit_bytes)
+        require_memory("a moved searcher's shards", [needs], [memory], self.searchers.limit_bytes)
         ray.get(actor.open.options(concurrency_group="load").remote(list(assignments)), timeout=OPEN_TIMEOUT_S)
         ray.get(actor.probe.remote(), timeout=ANSWER_TIMEOUT_S)
 

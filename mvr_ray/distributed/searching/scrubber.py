@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from time import monotonic
 
-from mvr_ray.distributed.periodic import run_periodically
+from mvr_ray.distributed.periodic import run_every
 from mvr_ray.distributed.searching.searcher import Key, ShardSearcher
 from mvr_ray.store.files import drop_cached_sha256_of
 
@@ -37,12 +37,7 @@ class Scrubber:
 
     def run_periodically(self) -> AbstractContextManager[None]:
         """Scrub every second in a background thread until the block ends."""
-
-        def scrub() -> float:
-            self.scrub(monotonic())
-            return INTERVAL_S
-
-        return run_periodically(scrub, INTERVAL_S, "mvr-scrubber")
+        return run_every(INTERVAL_S, lambda: self.scrub(monotonic()), "mvr-scrubber")
 
     def scrub(self, now_s: float) -> None:
         """Read one second's share of the open files, and retry the damaged shards that are due."""
@@ -53,7 +48,13 @@ class Scrubber:
                 self._reading = self._read_all()
                 break
             budget -= num_bytes
-        self._retry(now_s)
+        damaged_keys = self.searcher.damaged_keys()
+        pauses = {key: self._pauses.get(key, (now_s + FIRST_RETRY_S, FIRST_RETRY_S)) for key in damaged_keys}
+        for key, (due_s, pause_s) in pauses.items():
+            if now_s >= due_s and not self.searcher.reopen(key):
+                pause_s = min(2 * pause_s, MAX_RETRY_S)
+                pauses[key] = now_s + pause_s, pause_s
+        self._pauses = pauses
 
     def _read_all(self) -> Iterator[int]:
         """Read every file of every open shard once; yield the number of bytes of each piece."""
@@ -75,12 +76,3 @@ class Scrubber:
                     drop_cached_sha256_of(file.path)
                     self.searcher.withdraw(key, files, reason)
                     break
-
-    def _retry(self, now_s: float) -> None:
-        damaged_keys = self.searcher.damaged_keys()
-        pauses = {key: self._pauses.get(key, (now_s + FIRST_RETRY_S, FIRST_RETRY_S)) for key in damaged_keys}
-        for key, (due_s, pause_s) in pauses.items():
-            if now_s >= due_s and not self.searcher.reopen(key):
-                pause_s = min(2 * pause_s, MAX_RETRY_S)
-                pauses[key] = now_s + pause_s, pause_s
-        self._pauses = pauses

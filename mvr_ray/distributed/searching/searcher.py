@@ -1,9 +1,12 @@
 """Holds shards of several versions of an index, each shard once, and scans them.
 
 A searcher is a plain class built from names and digests, so Ray can restart a dead actor on any node: a request opens
-shards that are not open, and reads the manifest of an unknown version from the store. A shard's files are read once and
-compared with their digests before they are opened; versions that name the same shard (by its digest) share it. The
-answer reports a damaged shard and has the results of the others. A searcher also returns the stored views of passages.
+shards that are not open, and reads the manifest of an unknown version from the store. What it opens are *parts*: the
+views of a shard, the words of a shard, and the statistics of all words. A part's files are read once and compared with
+their digests before they are opened; versions that name the same part (by its digests) share it. The answer reports a
+damaged shard and has the results of the others. A searcher also returns the stored views of passages.
+
+`Fleet` and `Searchers` are the protocols of all holders of shards; here is the one in this process, without Ray.
 
 Shapes: Q queries, K hits, D dimension.
 """
@@ -13,18 +16,20 @@ import logging
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
 
 from mvr_ray import logs
-from mvr_ray.core.searching.exact import BlockTable, Pairs, ScoredPairs, check_queries, distinct
+from mvr_ray.core.searching.exact import BlockTable, check_queries, distinct
 from mvr_ray.core.searching.hybrid import hybrid_search, lexical_search
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.searching.masks import Mask, MaskCache
-from mvr_ray.distributed.searching.memory import MemoryUsage, free_bytes, node_name
+from mvr_ray.distributed.searching.memory import MemoryUsage, free_bytes, node_name, require_memory
 from mvr_ray.distributed.searching.messages import ScanRequest, ShardFailure, ShardResult, ShardResults, ViewResults
 from mvr_ray.errors import ManifestError, MissingInputError, MvrRayError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams, ShardIndex
@@ -35,14 +40,12 @@ from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import EmbeddingShard, arrow_rows
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
-from mvr_ray.types import CountedHits, FloatArray, IntArray, ShardHits
+from mvr_ray.types import CountedHits, FleetCounts, FloatArray, IntArray, ShardHits
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
-NO_WORDS_HINT = "index them, without encoding again: mvr-ray index CONFIG index.lexical=true"
 
 Key = str
-"""The identity of an open shard: its digest, a space, and its index parameters."""
+"""The identity of a part: its digests, and the index parameters of views."""
 MAX_CANCELLED = 4096
 """Cancelled calls to remember; most of them end before the cancellation arrives."""
 
@@ -52,7 +55,6 @@ class SearcherTask(NamedTuple):
 
     store: str
     manifest: Manifest
-    shards: tuple[int, ...]
     threads: int = 1
     device: str = "cpu"
     tls_dir: str = ""
@@ -80,31 +82,8 @@ class Heartbeat(NamedTuple):
     is_opening: bool
 
 
-class _Version(NamedTuple):
-    """A manifest, with its entries by shard, and the keys of shards, postings and statistics."""
-
-    manifest: Manifest
-    entries: dict[int, ShardEntry]
-    keys: dict[int, Key]
-    postings_keys: dict[int, Key]
-    statistics_key: Key
-
-    @classmethod
-    def of(cls, manifest: Manifest) -> "_Version":
-        entries = {entry.shard: entry for entry in manifest.shards}
-        return cls(manifest, entries, shard_keys(manifest), postings_keys(manifest), statistics_key(manifest))
-
-    def words_key(self, shard: int) -> Key | None:
-        """The key of a shard's lexical index (postings and statistics); None for a version without words."""
-        return f"{self.postings_keys[shard]} {self.statistics_key}" if self.statistics_key else None
-
-    def all_keys(self) -> set[Key]:
-        words = {key for shard in self.postings_keys if (key := self.words_key(shard))}
-        return {*self.keys.values(), *self.postings_keys.values(), self.statistics_key, *words}
-
-
 class OpenFile(NamedTuple):
-    """An open file of a shard, even if its path names another file now, and its entry in the manifest."""
+    """An open file of a part, even if its path names another file now, and its entry in the manifest."""
 
     path: Path
     handle: pa.NativeFile
@@ -112,11 +91,11 @@ class OpenFile(NamedTuple):
 
 
 class OpenShard(NamedTuple):
-    index: ShardIndex | None
+    """The views of a shard; an empty shard has no index."""
+
     embedded: EmbeddingShard
     ids: pa.Array
-    num_bytes: int
-    files: tuple[OpenFile, ...] = ()
+    index: ShardIndex | None = None
     table: BlockTable | None = None
 
     def as_flat(self, task: SearcherTask) -> "OpenShard":
@@ -125,6 +104,38 @@ class OpenShard(NamedTuple):
             return self
         flat = open_index(IndexParams(), self.embedded.blocks(), Path(), device=task.device, threads=task.threads)
         return self._replace(index=flat)
+
+
+class Part(NamedTuple):
+    """A part of a version: what to open (`kind`: OpenShard, Postings or CorpusStatistics), and its files."""
+
+    kind: Any
+    key: Key
+    entry: ShardEntry
+    files: tuple[FileEntry, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+
+class OpenPart(NamedTuple):
+    """A part in memory; `value` is of its kind."""
+
+    value: Any
+    files: tuple[OpenFile, ...]
+
+
+class _Version(NamedTuple):
+    manifest: Manifest
+    parts: dict[int, list[Part]]
+
+    def by_key(self) -> dict[Key, Part]:
+        return {part.key: part for own in self.parts.values() for part in own}
+
+
+class _DamagedError(Exception):
+    """A shard cannot answer, because one of its parts or the fields of its passages are damaged."""
 
 
 class ShardSearcher:
@@ -136,10 +147,7 @@ class ShardSearcher:
         self.instance_id = uuid.uuid4().hex
         self._versions: dict[int, _Version] = {}
         self._dropped_versions: set[int] = set()
-        self._shards: dict[Key, OpenShard] = {}
-        self._postings: dict[Key, Postings] = {}
-        self._statistics: dict[Key, CorpusStatistics] = {}
-        self._word_files: dict[Key, tuple[OpenFile, ...]] = {}
+        self._parts: dict[Key, OpenPart] = {}
         self._damaged: dict[Key, str] = {}
         self._open_lock = threading.Lock()
         self._lock = threading.Lock()
@@ -147,82 +155,68 @@ class ShardSearcher:
         self._cancelled: dict[str, None] = {}
         self._masks = MaskCache(task.store)
 
-    def open(self, assignments: Sequence[ShardAssignment] = ()) -> str:
-        """Open every shard of the assignments (by default the task's) beside the open ones; return `instance_id`.
+    def open(self, assignments: Sequence[ShardAssignment]) -> str:
+        """Open every shard of the assignments beside the open ones; return `instance_id`.
 
         Raises DigestError, ManifestError or another StorageError if a shard's files differ from the manifest, after all
         others are open. Reads damaged shards again.
         """
         failure: MvrRayError | None = None
-        for manifest, shards in assignments or [ShardAssignment(self.task.manifest, self.task.shards)]:
-            version = _Version.of(manifest)
+        for manifest, shards in assignments:
+            version = _Version(manifest, shard_parts(manifest))
             with self._lock:
                 self._versions[manifest.version] = version
                 self._dropped_versions.discard(manifest.version)
-            for shard in shards:
-                for key, opens in ((version.keys[shard], self._open), (version.words_key(shard), self._open_words)):
-                    try:
-                        if key is not None:
-                            opens(version, shard)
-                    except MvrRayError as error:
-                        self._damaged[key or ""] = str(error)
-                        failure = failure or error
+            for part in [part for shard in shards for part in version.parts[shard]]:
+                try:
+                    self._open(version, part)
+                except MvrRayError as error:
+                    failure = failure or error
         if failure:
             raise failure
         return self.instance_id
 
     def drop(self, version: int) -> None:
-        """Release a version and its shards that no other version names. A search that runs on them can finish."""
+        """Release a version and its parts that no other version names. A search that runs on them can finish."""
         self._masks.drop(version)
         with self._lock:
             self._dropped_versions.add(version)
             self._versions.pop(version, None)
-            keys = {key for one in self._versions.values() for key in one.all_keys()}
-            for cache in (self._shards, self._postings, self._statistics, self._word_files, self._damaged):
-                for key in [key for key in cache if key not in keys]:
-                    del cache[key]
+            keys = {key for one in self._versions.values() for key in one.by_key()}
+            self._parts = {key: part for key, part in self._parts.items() if key in keys}
+            self._damaged = {key: reason for key, reason in self._damaged.items() if key in keys}
 
     def health(self) -> list[str]:
         """Digests of the shards that are open now; also answers during a search."""
-        return sorted({key.partition(" ")[0] for key in list(self._shards)})
+        open_parts = list(self._parts.items())
+        return sorted({key.partition(" ")[0] for key, part in open_parts if isinstance(part.value, OpenShard)})
 
-    def open_files(self) -> list[tuple[Key, tuple["OpenFile", ...]]]:
-        """The open files of each shard and of its words."""
-        return [(key, shard.files) for key, shard in list(self._shards.items())] + list(self._word_files.items())
+    def open_files(self) -> list[tuple[Key, tuple[OpenFile, ...]]]:
+        """The open files of each part."""
+        return [(key, part.files) for key, part in list(self._parts.items())]
 
     def damaged_keys(self) -> list[Key]:
         return list(self._damaged)
 
-    def withdraw(self, key: Key, files: tuple["OpenFile", ...], reason: str) -> None:
-        """Release a shard, or words, whose files have changed since they were opened, and mark as damaged the shard,
-        or for hybrid searches every shard with these words."""
+    def withdraw(self, key: Key, files: tuple[OpenFile, ...], reason: str) -> None:
+        """Release a part whose files have changed since they were opened, and mark it as damaged."""
         with self._lock:
-            if key in self._shards and self._shards[key].files is files:
+            if key in self._parts and self._parts[key].files is files:
                 self._damaged[key] = reason
-                del self._shards[key]
-            elif self._word_files.get(key) is files:
-                for cache in (self._word_files, self._postings, self._statistics):
-                    cache.pop(key, None)
-                for version in self._versions.values():
-                    shards = [
-                        shard for shard, one in version.postings_keys.items() if key in (one, version.statistics_key)
-                    ]
-                    self._damaged |= {version.words_key(shard) or "": reason for shard in shards}
+                del self._parts[key]
 
     def reopen(self, key: Key) -> bool:
-        """Try to open a damaged shard, or its words, again. True if it is open, or if no version names it any more."""
+        """Try to open a damaged part again. True if it is open, or if no version names it any more."""
         for version in list(self._versions.values()):
-            for shard, shard_key in version.keys.items():
-                opens = {shard_key: self._open, version.words_key(shard): self._open_words}.get(key)
-                if opens is not None:
-                    try:
-                        opens(version, shard)
-                    except (MvrRayError, OSError) as error:
-                        self._damaged[key] = str(error)
-                        return False
-                    index, number = version.manifest.index, version.manifest.version
-                    log.info("shard open again: index=%s version=%d shard=%d", index, number, shard)
-                    return True
+            if part := version.by_key().get(key):
+                try:
+                    self._open(version, part)
+                except (MvrRayError, OSError) as error:
+                    self._damaged[key] = str(error)
+                    return False
+                index, number = version.manifest.index, version.manifest.version
+                log.info("shard open again: index=%s version=%d shard=%d", index, number, part.entry.shard)
+                return True
         self._damaged.pop(key, None)
         return True
 
@@ -231,8 +225,7 @@ class ShardSearcher:
 
     def memory(self) -> MemoryUsage:
         """The bytes held here, and those free on this machine."""
-        caches = self._shards, self._postings, self._statistics
-        held_bytes = {key: one.num_bytes for cache in caches for key, one in list(cache.items())}
+        held_bytes = {key: sum(file.entry.num_bytes for file in files) for key, files in self.open_files()}
         return MemoryUsage(node_name(), free_bytes(), held_bytes)
 
     def scan(self, request: ScanRequest, call: str = "") -> ShardResults:
@@ -244,35 +237,30 @@ class ShardSearcher:
         answer = ShardResults([], [])
         if self._is_cancelled(call):
             return answer
-        version, hybrid = self._get_version(request.version), request.hybrid
-        words = tokenize(hybrid.texts) if hybrid else []
+        version = self._get_version(request.version)
+        words = tokenize(request.hybrid.texts) if request.hybrid else []
         for shard in request.shards:
-            open_shard = self._get_open(version, shard, call)
-            if isinstance(open_shard, ShardFailure):
-                answer.failures.append(open_shard)
-                continue
-            mask_P = self._mask(version, shard, open_shard, request.filter)
-            lexical = self._get_words(version, shard, call) if hybrid else None
-            if isinstance(mask_P, ShardFailure):
-                answer.failures.append(mask_P)
-            elif isinstance(lexical, ShardFailure):
-                answer.failures.append(lexical)
-            elif hybrid and lexical:
-                answer.results.append(_scan_hybrid(open_shard, lexical, shard, request, words, mask_P))
-            else:
-                answer.results.append(_scan(open_shard, shard, request.queries_QD, request.k, mask_P))
+            try:
+                open_shard = self._get_open(version, shard, call)
+                mask_P = self._mask(version, shard, open_shard, request.filter)
+                if request.hybrid:
+                    lexical = self._get_words(version, shard, call)
+                    result = _scan_hybrid(open_shard, lexical, shard, request, words, mask_P)
+                else:
+                    result = _scan(open_shard, shard, request.queries_QD, request.k, mask_P)
+                answer.results.append(result)
+            except _DamagedError as error:
+                answer.failures.append(ShardFailure((shard,), "damaged", str(error)))
         self._num_finished += 1
         return answer
 
     def exact(self, queries_QD: FloatArray, k: int, shards: Sequence[int], version: int) -> list[ShardResult]:
         """Search these shards exhaustively for the true best k; omits those that cannot be opened."""
-        own = self._get_version(version)
-        open_shards = [(shard, self._get_open(own, shard)) for shard in shards]
-        return [
-            _scan(one.as_flat(self.task), shard, queries_QD, k)
-            for shard, one in open_shards
-            if isinstance(one, OpenShard)
-        ]
+        own, results = self._get_version(version), []
+        for shard in shards:
+            with suppress(_DamagedError):
+                results.append(_scan(self._get_open(own, shard).as_flat(self.task), shard, queries_QD, k))
+        return results
 
     def views(self, ids: Mapping[int, Sequence[str]], version: int | None = None, call: str = "") -> ViewResults:
         """The stored views of these passages, by shard; ids that a shard does not hold are absent."""
@@ -281,11 +269,10 @@ class ShardSearcher:
             return answer
         own = self._get_version(version)
         for shard, names in ids.items():
-            open_shard = self._get_open(own, shard, call)
-            if isinstance(open_shard, OpenShard):
-                answer.views.update(open_shard.embedded.find(names))
-            else:
-                answer.failures.append(open_shard)
+            try:
+                answer.views.update(self._get_open(own, shard, call).embedded.find(names))
+            except _DamagedError as error:
+                answer.failures.append(ShardFailure((shard,), "damaged", str(error)))
         self._num_finished += 1
         return answer
 
@@ -299,24 +286,23 @@ class ShardSearcher:
     def probe(self, version: int | None = None) -> list[int]:
         """Search the open shards of one version, or of all, for one query; return the number of hits of each."""
         versions = list(self._versions.values()) if version is None else [self._get_version(version)]
-        dimensions = {key: one.manifest.dimension for one in versions for key in one.keys.values()}
+        dimensions = {own[0].key: one.manifest.dimension for one in versions for own in one.parts.values()}
         counts = []
         for key, dimension in dimensions.items():
-            open_shard = self._shards.get(key)
-            if open_shard is not None:
+            if part := self._parts.get(key):
                 query_1D = np.eye(1, dimension, dtype=np.float32)
-                counts.append(int((_scan(open_shard, -1, query_1D, 1).hits.rows_QK >= 0).sum()))
+                counts.append(int((_scan(part.value, -1, query_1D, 1).hits.rows_QK >= 0).sum()))
         self._num_finished += 1
         return counts
 
-    def _mask(self, version: _Version, shard: int, open_shard: OpenShard, filter: str) -> Mask | ShardFailure | None:
+    def _mask(self, version: _Version, shard: int, open_shard: OpenShard, filter: str) -> Mask | None:
         if not filter or not open_shard.embedded.num_passages:
             return None
         try:
             return self._masks.mask(version.manifest, shard, open_shard.ids, filter)
         except (StorageError, MissingInputError) as error:
             log.error("no fields: index=%s shard=%d reason=%s", version.manifest.index, shard, error)
-            return ShardFailure((shard,), "damaged", str(error))
+            raise _DamagedError(str(error)) from error
 
     def _is_cancelled(self, call: str) -> bool:
         with self._lock:
@@ -334,98 +320,81 @@ class ShardSearcher:
         if number in self._dropped_versions:
             raise ShardIndexError(f"index {own.index!r} version {number} was dropped here; ask the live one")
         manifest = own if number == own.version else manifests.read(Store(self.task.store), own.index, number)
-        version = _Version.of(manifest)
+        version = _Version(manifest, shard_parts(manifest))
         with self._lock:
             return self._versions.setdefault(number, version)
 
-    def _get_open(self, version: _Version, shard: int, call: str = "") -> OpenShard | ShardFailure:
-        key = version.keys[shard]
-        return self._shards.get(key) or self._try_open(self._open, version, shard, key, call)
+    def _get_open(self, version: _Version, shard: int, call: str = "") -> OpenShard:
+        return self._get(version, version.parts[shard][0], call)
 
-    def _get_words(self, version: _Version, shard: int, call: str) -> LexicalIndex | ShardFailure:
-        key = version.words_key(shard)
-        if key is None:
-            raise ShardIndexError(
-                f"index {version.manifest.index!r} version {version.manifest.version} has no words of its passages; "
-                f"{NO_WORDS_HINT}"
-            )
-        return self._try_open(self._open_words, version, shard, key, call)
+    def _get_words(self, version: _Version, shard: int, call: str) -> LexicalIndex:
+        words = version.parts[shard][1:]
+        assert words, "the router refuses hybrid searches of a version without words"
+        return LexicalIndex(*(self._get(version, part, call) for part in words))
 
-    def _try_open(
-        self, opens: Callable[[_Version, int], T], version: _Version, shard: int, key: Key, call: str
-    ) -> T | ShardFailure:
-        """Open a shard, or its words, during a call; return a failure if its files are damaged."""
-        if key not in self._damaged:
+    def _get(self, version: _Version, part: Part, call: str) -> Any:
+        """The value of a part, which this call opens if necessary. Raises _DamagedError if its files are damaged."""
+        if open_part := self._parts.get(part.key):
+            return open_part.value
+        reason = self._damaged.get(part.key)
+        if reason is None:
             with logs.request_context(call.rpartition("/")[0]):
                 try:
-                    return opens(version, shard)
+                    return self._open(version, part)
                 except MvrRayError as error:
-                    log.error("shard damaged: index=%s shard=%d reason=%s", version.manifest.index, shard, error)
-                    self._damaged[key] = str(error)
-        return ShardFailure((shard,), "damaged", self._damaged[key])
+                    reason, index, shard = str(error), version.manifest.index, part.entry.shard
+                    log.error("shard damaged: index=%s shard=%d reason=%s", index, shard, error)
+        raise _DamagedError(reason)
 
-    def _open(self, version: _Version, shard: int) -> OpenShard:
-        key = version.keys[shard]
+    def _open(self, version: _Version, part: Part) -> Any:
+        """Open a part that is not open, and return its value. Records the error if it cannot be opened."""
         with self._open_lock:
-            open_shard = self._shards.get(key)
-            if open_shard is None:
-                open_shard = self._read(version.manifest, version.entries[shard])
+            open_part = self._parts.get(part.key)
+            if open_part is None:
+                try:
+                    open_part = self._read(version.manifest, part)
+                except MvrRayError as error:
+                    self._damaged[part.key] = str(error)
+                    raise
                 with self._lock:
-                    self._shards[key] = open_shard
-                    self._damaged.pop(key, None)
-        return open_shard
+                    self._parts[part.key] = open_part
+                    self._damaged.pop(part.key, None)
+        return open_part.value
 
-    def _open_words(self, version: _Version, shard: int) -> LexicalIndex:
-        entry, lexical, statistics_key = version.entries[shard], version.manifest.lexical, version.statistics_key
-        assert lexical, "the version has no words"
-        key, files = version.postings_keys[shard], lexical.postings[version.manifest.shards.index(entry)]
-        postings, statistics = self._postings.get(key), self._statistics.get(statistics_key)
-        if postings is not None and statistics is not None and version.words_key(shard) not in self._damaged:
-            return LexicalIndex(postings, statistics)
-        with self._open_lock:
-            postings = self._read_words(self._postings, Postings, key, files)
-            statistics = self._read_words(self._statistics, CorpusStatistics, statistics_key, lexical.statistics)
-        if postings.num_passages != entry.num_passages:
+    def _read(self, manifest: Manifest, part: Part) -> OpenPart:
+        """Verify, open and map the files of a part."""
+        entry, store = part.entry, Store(self.task.store)
+        if part.kind is OpenShard:
+            folder = manifests.open_shard(store, manifest.index, entry)
+            paths = [folder / name for name in entry.files]
+            map_files: Callable[[], Any] = partial(self._map_shard, manifest, entry, folder)
+        else:
+            paths = manifests.open_lexical(store, manifest.index, part.files)
+            map_files = partial(part.kind, *paths)
+        files = tuple(OpenFile(path, pa.OSFile(str(path)), file) for path, file in zip(paths, part.files))
+        value = map_files()
+        if isinstance(value, Postings) and value.num_passages != entry.num_passages:
             raise ManifestError(
-                f"the words of shard {shard} of index {version.manifest.index!r} are those of {postings.num_passages} "
+                f"the words of shard {entry.shard} of index {manifest.index!r} are those of {value.num_passages} "
                 f"passages, its manifest says {entry.num_passages}. Roll back, or index again"
             )
-        with self._lock:
-            self._damaged.pop(version.words_key(shard) or "", None)
-        return LexicalIndex(postings, statistics)
+        return OpenPart(value, files)
 
-    def _read_words(self, cache: dict[Key, T], kind: Callable[..., T], key: Key, files: Sequence[FileEntry]) -> T:
-        """The postings or statistics of a key, read from the store if the cache lacks them."""
-        value = cache.get(key)
-        if value is None:
-            paths = manifests.open_lexical(Store(self.task.store), self.task.manifest.index, files)
-            open_files = tuple(OpenFile(path, pa.OSFile(str(path)), file) for path, file in zip(paths, files))
-            value = kind(*paths)
-            with self._lock:
-                cache[key], self._word_files[key] = value, open_files
-        return value
-
-    def _read(self, manifest: Manifest, entry: ShardEntry) -> OpenShard:
-        shard = entry.shard
-        folder = manifests.open_shard(Store(self.task.store), manifest.index, entry)
-        files = tuple(
-            OpenFile(folder / name, pa.OSFile(str(folder / name)), file) for name, file in entry.files.items()
-        )
+    def _map_shard(self, manifest: Manifest, entry: ShardEntry, folder: Path) -> OpenShard:
         embeddings = open_embeddings(folder, entry.files)
         if (embeddings.dimension, embeddings.num_passages) != (manifest.dimension, entry.num_passages):
             raise ManifestError(
-                f"shard {shard} of index {manifest.index!r} holds {embeddings.num_passages} passages in dimension "
-                f"{embeddings.dimension}; its manifest says {entry.num_passages} in {manifest.dimension}. "
+                f"shard {entry.shard} of index {manifest.index!r} holds {embeddings.num_passages} passages in "
+                f"dimension {embeddings.dimension}; its manifest says {entry.num_passages} in {manifest.dimension}. "
                 f"Roll back, or index again"
             )
         if not embeddings.num_passages:
-            return OpenShard(None, embeddings, pa.nulls(0, pa.string()), entry.num_bytes, files)
+            return OpenShard(embeddings, pa.nulls(0, pa.string()))
         params, blocks = IndexParams(**manifest.index_params), embeddings.blocks()
         rows_N = embeddings.first_rows() if params.scan == "int8" else None
         index = open_index(params, blocks, folder, rows_N, device=self.task.device, threads=self.task.threads)
-        log.info("shard open: index=%s version=%d shard=%d", manifest.index, manifest.version, shard)
-        ids = pa.concat_arrays(embeddings.arrow_ids().chunks)
-        return OpenShard(index, embeddings, ids, entry.num_bytes, files, BlockTable(blocks))
+        log.info("shard open: index=%s version=%d shard=%d", manifest.index, manifest.version, entry.shard)
+        return OpenShard(embeddings, pa.concat_arrays(embeddings.arrow_ids().chunks), index, BlockTable(blocks))
 
 
 class Fleet(Protocol):
@@ -453,16 +422,37 @@ class ExactFleet(Fleet, Protocol):
     def exact(self, queries_QD: FloatArray, k: int, deadline: Deadline) -> list[ShardResult]: ...
 
 
+class Searchers(Protocol):
+    """Holders of versions of one index."""
+
+    def fleet(self, manifest: Manifest) -> ExactFleet:
+        """The fleet of a version; a search opens the shards that are not open."""
+        ...
+
+    def load(self, manifest: Manifest) -> Fleet:
+        """Open all shards of a version, probe them, and return its fleet.
+
+        Raises ResourceError for too little memory or a dead searcher, StorageError for a damaged file; then nothing of
+        the version stays open.
+        """
+        ...
+
+    def drop(self, version: int) -> None: ...
+
+    def counts(self) -> FleetCounts: ...
+
+
 class LocalFleet:
     """Searches with one searcher in this process; ignores deadlines."""
 
     def __init__(self, task: SearcherTask, searcher: ShardSearcher | None = None) -> None:
         """`searcher` may hold other versions too."""
-        self.task = task
         self.searcher = searcher or ShardSearcher(task)
+        self.task = task
+        self.shards = tuple(entry.shard for entry in task.manifest.shards)
 
     def ready(self) -> None:
-        self.searcher.open([ShardAssignment(self.task.manifest, self.task.shards)])
+        self.searcher.open([ShardAssignment(self.task.manifest, self.shards)])
 
     def fan_out(
         self, request: ScanRequest, deadline: Deadline, *, admit: bool = False, on_partial: OnPartial | None = None
@@ -471,43 +461,68 @@ class LocalFleet:
 
     def exact(self, queries_QD: FloatArray, k: int, deadline: Deadline) -> list[ShardResult]:
         """Search every shard exhaustively for the true best k."""
-        return self.searcher.exact(queries_QD, k, self.task.shards, self.task.manifest.version)
+        return self.searcher.exact(queries_QD, k, self.shards, self.task.manifest.version)
 
     def views(self, ids: Mapping[int, Sequence[str]], deadline: Deadline) -> ViewResults:
         return self.searcher.views(ids, self.task.manifest.version)
 
 
-def shard_keys(manifest: Manifest) -> dict[int, Key]:
-    """The key of each shard of a version. The same files with other index parameters have another key."""
-    params = json.dumps(manifest.index_params, sort_keys=True)
-    return {entry.shard: f"{entry.digest} {params}" for entry in manifest.shards}
+class LocalSearchers:
+    """Holds versions of an index on one searcher in this process."""
+
+    def __init__(self, task: SearcherTask, limit_bytes: int = 0) -> None:
+        self.task = task
+        self.limit_bytes = limit_bytes
+        self.searcher = ShardSearcher(task)
+
+    def fleet(self, manifest: Manifest) -> LocalFleet:
+        return LocalFleet(self.task._replace(manifest=manifest), self.searcher)
+
+    def load(self, manifest: Manifest) -> LocalFleet:
+        fleet = self.fleet(manifest)
+        needs = assignment_bytes(manifest, fleet.shards)
+        require_memory(version_name(manifest), [needs], [self.searcher.memory()], self.limit_bytes)
+        try:
+            fleet.ready()
+            self.searcher.probe(manifest.version)
+        except BaseException:  # nothing stays open, after Ctrl-C either
+            self.drop(manifest.version)
+            raise
+        return fleet
+
+    def drop(self, version: int) -> None:
+        self.searcher.drop(version)
+
+    def counts(self) -> FleetCounts:
+        return FleetCounts()
 
 
-def postings_keys(manifest: Manifest) -> dict[int, Key]:
-    """The key of the postings of each shard of a version; empty for a version without words."""
-    postings = manifest.lexical.postings if manifest.lexical else ()
-    return {entry.shard: _words_key(files) for entry, files in zip(manifest.shards, postings)}
+def version_name(manifest: Manifest) -> str:
+    return f"index {manifest.index!r} version {manifest.version}"
 
 
-def statistics_key(manifest: Manifest) -> Key:
-    """The key of the statistics of a version's corpus; empty for a version without words."""
-    return _words_key(manifest.lexical.statistics) if manifest.lexical else ""
+def shard_parts(manifest: Manifest) -> dict[int, list[Part]]:
+    """The parts of each shard of a version: its views, its words and the statistics of all words, if it has these.
 
-
-def _words_key(files: Sequence[FileEntry]) -> Key:
-    return " ".join(["words", *(file.sha256 for file in files)])
+    The same files with other index parameters have another key.
+    """
+    params, lexical = json.dumps(manifest.index_params, sort_keys=True), manifest.lexical
+    parts = {}
+    for number, entry in enumerate(manifest.shards):
+        own = [Part(OpenShard, f"{entry.digest} {params}", entry, tuple(entry.files.values()))]
+        if lexical:
+            sources = (Postings, lexical.postings[number]), (CorpusStatistics, lexical.statistics)
+            for kind, files in sources:
+                name = f"{kind.__name__} {entry.num_passages if kind is Postings else ''}"
+                own.append(Part(kind, " ".join([name, *(file.sha256 for file in files)]), entry, files))
+        parts[entry.shard] = own
+    return parts
 
 
 def assignment_bytes(manifest: Manifest, shards: Sequence[int]) -> dict[Key, int]:
     """The bytes of these shards and their words in a searcher, by key."""
-    keys, words = shard_keys(manifest), postings_keys(manifest)
-    bytes_of = {keys[entry.shard]: entry.num_bytes for entry in manifest.shards if entry.shard in shards}
-    if manifest.lexical:
-        files = {statistics_key(manifest): manifest.lexical.statistics}
-        files |= {words[entry.shard]: one for entry, one in zip(manifest.shards, manifest.lexical.postings)}
-        word_keys = {statistics_key(manifest), *(words[shard] for shard in shards)}
-        bytes_of |= {key: sum(file.num_bytes for file in files[key]) for key in word_keys}
-    return bytes_of
+    parts = shard_parts(manifest)
+    return {part.key: part.num_bytes for shard in shards for part in parts[shard]}
 
 
 def _scan_hybrid(
@@ -524,13 +539,10 @@ def _scan_hybrid(
     assert request.hybrid and request.hybrid.weight != "rrf", "the router fuses ranks of whole lists"
     queries_QD, rows_P = check_queries(request.queries_QD, index.dimension), table.scorable_rows
     rows_P, k = rows_P if mask_P is None else rows_P[mask_P[rows_P]], min(request.k, index.num_passages)
-    weight = request.hybrid.weight
+    weight, rescore = request.hybrid.weight, partial(table.rescore, queries_QD)
 
     def search(queries: IntArray, depth: int) -> ShardHits:
         return index.search(queries_QD[queries], depth, mask_P)
-
-    def rescore(pairs: Pairs) -> ScoredPairs:
-        return table.rescore(queries_QD, pairs)
 
     def lexical_scores(query: int) -> FloatArray:
         return lexical.scores(words[query])
@@ -544,13 +556,14 @@ def _scan_hybrid(
 
 
 def _scan(open_shard: OpenShard, shard: int, queries_QD: FloatArray, k: int, mask_P: Mask | None = None) -> ShardResult:
-    index, ids = open_shard.index, open_shard.ids
-    if index is None:
-        none_Q0 = np.zeros((len(queries_QD), 0))
-        frontier_Q = np.full(len(queries_QD), -np.inf, np.float32)
-        empty = none_Q0.astype(np.int64), none_Q0.astype(np.float32), none_Q0.astype(np.int16), frontier_Q
-        return ShardResult(shard, ShardHits(*empty), np.zeros(len(queries_QD), np.int64), np.empty(0, np.int64), ids)
-    return _as_result(shard, index.search_with_counts(queries_QD, min(k, index.num_passages), mask_P), ids)
+    index, num_queries = open_shard.index, len(queries_QD)
+    if index is not None:
+        counted_hits = index.search_with_counts(queries_QD, min(k, index.num_passages), mask_P)
+    else:
+        rows_Q0, frontier_Q = np.zeros((num_queries, 0), np.int64), np.full(num_queries, -np.inf, np.float32)
+        hits = ShardHits(rows_Q0, rows_Q0.astype(np.float32), rows_Q0.astype(np.int16), frontier_Q)
+        counted_hits = CountedHits(hits, np.zeros(num_queries, np.int64))
+    return _as_result(shard, counted_hits, open_shard.ids)
 
 
 def _as_result(shard: int, counted_hits: CountedHits, ids: pa.Array) -> ShardResult:

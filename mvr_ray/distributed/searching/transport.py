@@ -18,8 +18,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,29 +69,24 @@ class ConnectionLost(ConnectionError):
 
 
 class FairLock:
-    """Mutual exclusion in the order of arrival."""
+    """Mutual exclusion in the order of arrival: the first in the queue holds the lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._is_locked = False
-        self._waiters: deque[threading.Lock] = deque()
+        self._queue: deque[threading.Event] = deque()
 
     def __enter__(self) -> None:
+        turn = threading.Event()
         with self._lock:
-            if not self._is_locked:
-                self._is_locked = True
-                return
-            waiter = threading.Lock()
-            waiter.acquire()
-            self._waiters.append(waiter)
-        waiter.acquire()
+            self._queue.append(turn)
+            self._queue[0].set()
+        turn.wait()
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            if self._waiters:
-                self._waiters.popleft().release()
-            else:
-                self._is_locked = False
+            self._queue.popleft()
+            if self._queue:
+                self._queue[0].set()
 
 
 class SearcherServer(flight.FlightServerBase):
@@ -98,11 +94,13 @@ class SearcherServer(flight.FlightServerBase):
 
     def __init__(self, handle: Handle, host: str, tls_dir: str = "") -> None:
         """`tls_dir` holds `tls.crt`, `tls.key` and `ca.crt`; empty: no encryption."""
-        token, tls = secrets.token_urlsafe(32), Path(tls_dir)
-        scheme, pairs = ("grpc+tls", [_certificate(tls)]) if tls_dir else ("grpc", None)
+        token, authority, scheme, options = secrets.token_urlsafe(32), b"", "grpc", {}
+        if tls_dir:
+            files = (Path(tls_dir, name).read_bytes() for name in ("tls.crt", "tls.key", "ca.crt"))
+            certificate, key, authority = files
+            scheme, options = "grpc+tls", {"tls_certificates": [(certificate, key)]}
         origin = f"{scheme}://{f'[{host}]' if ':' in host else host}"
-        super().__init__(f"{origin}:0", tls_certificates=pairs, middleware={"token": _TokenCheck(token)})
-        authority = (tls / "ca.crt").read_bytes() if tls_dir else b""
+        super().__init__(f"{origin}:0", middleware={"token": _TokenCheck(token)}, **options)
         self.endpoint = SearcherAddress(f"{origin}:{self.port}", token, authority)
         self._handle = handle
 
@@ -160,22 +158,19 @@ class Connection:
             self._epoch += 1
             self.waiting -= len(running)
         for future in running:
-            with suppress(InvalidStateError):
-                future.set_exception(ConnectionLost("the searcher is being restarted"))
+            future.set_exception(ConnectionLost("the searcher is being restarted"))
 
     def _call(self, future: "Future[pa.Buffer]", method: str, call: str, message: pa.Buffer, timeout_s: float) -> None:
-        answer, failure = None, None
         try:
-            answer = self._send(method, call, message, timeout_s)
+            settle = partial(future.set_result, self._send(method, call, message, timeout_s))
         except BaseException as error:  # noqa: BLE001 - the caller must get every error
-            failure = error
+            settle = partial(future.set_exception, error)
         with self._lock:
             if future not in self._running:  # closed meanwhile
                 return
             self._running.discard(future)
             self.waiting -= 1
-        with suppress(InvalidStateError):
-            future.set_exception(failure) if failure else future.set_result(answer)
+        settle()
 
     def _send(self, method: str, call: str, message: pa.Buffer, timeout_s: float) -> pa.Buffer:
         """Send over Flight if connected. By Ray otherwise, or if the connection breaks: Ray finds a restarted actor."""
@@ -184,7 +179,8 @@ class Connection:
             if client is not None:
                 with suppress(*_BROKEN):
                     return _act(*client, f"{method} {call}", message, timeout_s)
-                self._remove_client(client)
+                with self._lock:
+                    self._client = None if self._client is client else self._client
             return ray.get(self.actor.handle.remote(method, call, message), timeout=timeout_s)
         except (RayActorError, GetTimeoutError, flight.FlightTimedOutError) as error:
             raise ConnectionLost(str(error).partition("\n")[0]) from error
@@ -192,11 +188,6 @@ class Connection:
             raise unwrap_error(error, "searching") from error
         except flight.FlightServerError as error:
             raise _decode_error(error) from error
-
-    def _remove_client(self, client: tuple[flight.FlightClient, str]) -> None:
-        with self._lock:
-            if self._client is client:
-                self._client = None
 
     def _usable_client(self) -> tuple[flight.FlightClient, str] | None:
         """The connection; if there is none, start connecting in a thread and return None."""
@@ -257,7 +248,3 @@ def _decode_error(error: flight.FlightServerError) -> BaseException:
     except (ValueError, AttributeError):
         return error
     return kind(message) if isinstance(kind, type) and issubclass(kind, MvrRayError) else error
-
-
-def _certificate(tls: Path) -> tuple[bytes, bytes]:
-    return (tls / "tls.crt").read_bytes(), (tls / "tls.key").read_bytes()

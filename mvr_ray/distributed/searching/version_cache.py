@@ -70,7 +70,7 @@ class VersionLoader:
         self.min_idle_s = min_idle_s
         self._open_version = open_version
         self._current: _Load | None = None
-        self._waiting = 0
+        self._slots = threading.Semaphore(max_waiting)
         self._damaged: dict[int, tuple[float, StorageError]] = {}
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="mvr-load")
@@ -80,31 +80,25 @@ class VersionLoader:
 
         Raises what opening it raises; OverloadedError if it is not open by the deadline, or if too many calls wait.
         """
-        is_waiting = False
+        if (value := get()) is not None:
+            return value
+        load = self._start(manifest)
+        if not self._slots.acquire(blocking=False):
+            reason = f"is not open, and {self.max_waiting} calls wait for versions already, the most that may"
+            raise _retry_later(manifest, load, reason)
         try:
-            while (value := get()) is None:
-                load = self._start(manifest)
-                if not is_waiting:
-                    self._add_waiting(manifest, load)
-                    is_waiting = True
+            while True:
                 try:
                     load.future.exception(deadline.left_s)
                 except TimeoutError:
                     raise _retry_later(manifest, load, "is not open yet") from None
                 if load.version == manifest.version:
                     load.future.result()
-            return value
+                if (value := get()) is not None:
+                    return value
+                load = self._start(manifest)
         finally:
-            if is_waiting:
-                with self._lock:
-                    self._waiting -= 1
-
-    def _add_waiting(self, manifest: Manifest, load: _Load) -> None:
-        with self._lock:
-            if self._waiting >= self.max_waiting:
-                reason = f"is not open, and {self._waiting} calls wait for versions already, the most that may"
-                raise _retry_later(manifest, load, reason)
-            self._waiting += 1
+            self._slots.release()
 
     def _start(self, manifest: Manifest) -> _Load:
         """The running load, else a new one of this version. Raises StorageError for a version damaged a moment ago."""

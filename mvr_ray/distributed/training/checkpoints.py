@@ -11,7 +11,7 @@ Dropout, batches and learning rates are functions of (seed, step): no random sta
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mvr_ray.checksums import FORMAT_VERSION, json_with_checksum, parse_json, require_format
-from mvr_ray.errors import DigestError, FormatError, StorageError
+from mvr_ray.errors import DigestError, StorageError
 from mvr_ray.store.files import Store, sha256_of
 
 WeightsKind = Literal["step", "best", "snapshot"]
@@ -88,29 +88,17 @@ class Checkpoints:
     def save(self, model: nn.Module, optimiser: torch.optim.Optimizer, state: TrainState) -> None:
         """Write a checkpoint, record it as the latest, and delete the ones before."""
         name = _folder_name("step", state.step)
-        with self._store.scratch() as scratch:
-            folder = scratch / name
-            folder.mkdir()
-            _save_tensors(model.state_dict(), folder / "model.safetensors")
-            _save_tensors(_flat(optimiser), folder / "optimiser.safetensors")
-            (folder / "state.json").write_bytes(state.to_json())
-            self._put(folder, name)
+        self._put(name, {"model": model.state_dict(), "optimiser": _flat(optimiser)}, state.to_json())
         folders = {name, _folder_name("best", state.best_step)}
         folders |= {entry for entry in self._store.list(self._folder) if entry.startswith("snapshot-")}
         digests = self._latest().get("files", {}) | self._digests
         self._digests = {file: digest for file, digest in digests.items() if file.partition("/")[0] in folders}
         self._write(LATEST, {"step": state.step, "files": self._digests})
-        for entry in self._store.list(self._folder):
-            if entry.startswith(("step-", "best-")) and entry not in folders:
-                self._store.delete_dir(f"{self._folder}/{entry}")
+        self._delete_others(folders)
 
     def save_weights(self, model: nn.Module, step: int, kind: Literal["best", "snapshot"]) -> None:
         """Save these weights; they count once a checkpoint names them."""
-        with self._store.scratch() as scratch:
-            folder = scratch / _folder_name(kind, step)
-            folder.mkdir()
-            _save_tensors(model.state_dict(), folder / "model.safetensors")
-            self._put(folder, folder.name)
+        self._put(_folder_name(kind, step), {"model": model.state_dict()})
 
     def state(self, step: int) -> TrainState:
         return TrainState.from_json(self._local_file(_folder_name("step", step), "state.json").read_bytes())
@@ -130,9 +118,7 @@ class Checkpoints:
         """Write the final record and delete the checkpoints."""
         self._write(FINISHED, record)
         self._store.delete(f"{self._folder}/{LATEST}")
-        for entry in self._store.list(self._folder):
-            if entry.startswith(("step-", "best-", "snapshot-")):
-                self._store.delete_dir(f"{self._folder}/{entry}")
+        self._delete_others(())
 
     def result(self) -> dict[str, Any]:
         """The record of `finish`, empty before. Raises FormatError for a newer program's, StorageError for damage."""
@@ -150,15 +136,10 @@ class Checkpoints:
         if not self._store.exists(path):
             return {}
         where, cure = self._store.where(path), self._cure()
-        try:
-            fields = {**defaults, **parse_json(self._store.read_bytes(path), where)}
-            require_format(fields, RECORD_FORMAT, where, cure)
-            if invalid_fields := [field for field, kind in types.items() if not isinstance(fields.get(field), kind)]:
-                raise StorageError(f"{', '.join(invalid_fields)} missing or of another type")
-        except FormatError:
-            raise
-        except StorageError as error:
-            raise StorageError(f"{where} is not readable ({error}); {cure}") from error
+        fields = {**defaults, **parse_json(self._store.read_bytes(path), where, cure)}
+        require_format(fields, RECORD_FORMAT, where, cure)
+        if invalid_fields := [field for field, kind in types.items() if not isinstance(fields.get(field), kind)]:
+            raise StorageError(f"{where} is damaged ({', '.join(invalid_fields)} missing or of another type); {cure}")
         return {field: fields[field] for field in types}
 
     def _latest(self) -> dict[str, Any]:
@@ -181,11 +162,25 @@ class Checkpoints:
     def _cure(self) -> str:
         return f"delete {self._store.where(self._folder)} and train from the start"
 
-    def _put(self, folder: Path, name: str) -> None:
-        """Upload a folder, replacing one that a killed run left."""
-        self._digests |= {f"{name}/{file.name}": sha256_of(file) for file in folder.iterdir()}
-        self._store.delete_dir(f"{self._folder}/{name}")
-        self._store.upload_dir(folder, f"{self._folder}/{name}")
+    def _put(self, name: str, tensors: Mapping[str, Mapping[str, Tensor]], state: bytes = b"") -> None:
+        """Write a folder, replacing one that a killed run left."""
+        with self._store.scratch() as scratch:
+            folder = scratch / name
+            folder.mkdir()
+            for file, own in tensors.items():
+                plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in own.items()}
+                save_file(plain, folder / f"{file}.safetensors")
+            if state:
+                (folder / "state.json").write_bytes(state)
+            self._digests |= {f"{name}/{file.name}": sha256_of(file) for file in folder.iterdir()}
+            self._store.delete_dir(f"{self._folder}/{name}")
+            self._store.upload_dir(folder, f"{self._folder}/{name}")
+
+    def _delete_others(self, folders: Collection[str]) -> None:
+        """Delete the folders of checkpoints and weights except these."""
+        for entry in self._store.list(self._folder):
+            if entry.startswith(("step-", "best-", "snapshot-")) and entry not in folders:
+                self._store.delete_dir(f"{self._folder}/{entry}")
 
 
 def _folder_name(kind: WeightsKind, step: int) -> str:
@@ -195,7 +190,3 @@ def _folder_name(kind: WeightsKind, step: int) -> str:
 def _flat(optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
     state = optimiser.state_dict()["state"]
     return {f"{number}/{name}": tensor for number, values in state.items() for name, tensor in values.items()}
-
-
-def _save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)

@@ -7,7 +7,6 @@ gradient of one process. Placement, checkpoints and resuming are as in the retri
 Shapes: Q questions, C candidates of a question, B pairs.
 """
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -15,19 +14,16 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from mvr_ray.config import RunConfig, resolve_model
+from mvr_ray.config import RunConfig
 from mvr_ray.core.learning.batches import Example, negatives_for
 from mvr_ray.core.learning.training import run_seeded
-from mvr_ray.core.reading.cross_encoder import CrossEncoder, Pair, listwise_loss
+from mvr_ray.core.reading.cross_encoder import Pair, listwise_loss
 from mvr_ray.distributed.models import CROSS_ENCODERS, pair_spec
-from mvr_ray.distributed.training.examples import DevSet, open_dev, open_question_examples
-from mvr_ray.distributed.training.task_model import TaskModelLoop, checkpoints_of
-from mvr_ray.distributed.training.train_model import TrainedModel, TrainingJob, TrainingTask, train_model
+from mvr_ray.distributed.training.examples import DevSet, Examples, open_dev, open_question_examples
+from mvr_ray.distributed.training.steps import TaskModelLoop
+from mvr_ray.distributed.training.train_model import TrainedModel, train_model
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.files import Store
 from mvr_ray.types import Progress, no_progress
-
-log = logging.getLogger(__name__)
 
 _PAIRS = 3
 DEV_QUESTIONS = 128
@@ -44,17 +40,13 @@ class CrossEncoderEpoch(NamedTuple):
     dev_top1: float | None
 
 
-def open_job(run: RunConfig) -> TrainingJob:
-    """Open the model and data of a rank."""
-    store = Store(run.store.path)
-    corpus = Corpus.open(store, run.prepare.corpus)
-    model = CrossEncoder.from_backbone(resolve_model(run.encoder.backbone), pair_spec(run), run.train.seed)
-    examples, dev = open_question_examples(corpus, run.train), open_dev(corpus, run.train)
-    return TrainingJob(run, model, examples, dev, checkpoints_of(run, run.train.cross_encoder, model, corpus))
-
-
 class CrossEncoderLoop(TaskModelLoop):
-    epoch, dev_metrics = CrossEncoderEpoch, ("dev_top1",)
+    kind, epoch, dev_metrics = CROSS_ENCODERS, CrossEncoderEpoch, ("dev_top1",)
+    spec = staticmethod(pair_spec)
+
+    @staticmethod
+    def open_data(corpus: Corpus, run: RunConfig) -> tuple[Examples, DevSet | None]:
+        return open_question_examples(corpus, run.train), open_dev(corpus, run.train)
 
     def units(self, examples: Sequence[Example]) -> list[list[Pair]]:
         return candidates_of(examples, self.cfg.num_hard_negatives)
@@ -65,7 +57,13 @@ class CrossEncoderLoop(TaskModelLoop):
         return listwise_loss(scores_B, [len(group) for group in units])
 
     def measure(self) -> tuple[float]:
-        return (dev_accuracy(self.model, self.job.dev, self.job.run.read.tokens_per_batch),)
+        """Share of dev questions whose own passage scores strictly above the others."""
+        texts, passages = self.job.dev.texts[:DEV_QUESTIONS], self.job.dev.passages
+        steps = range(min(DEV_CANDIDATES, len(passages)))
+        questions = list(zip(texts, self.job.dev.positive_Q.tolist()))
+        pairs = [Pair(text, passages[(own + step) % len(passages)]) for text, own in questions for step in steps]
+        scores_QC = self.model.score(pairs, self.job.run.read.tokens_per_batch).reshape(len(texts), len(steps))
+        return (float(np.mean((scores_QC[:, :1] > scores_QC[:, 1:]).all(1))),)
 
 
 def candidates_of(examples: Sequence[Example], num_negatives: int) -> list[list[Pair]]:
@@ -76,29 +74,9 @@ def candidates_of(examples: Sequence[Example], num_negatives: int) -> list[list[
     ]
 
 
-def dev_accuracy(model: CrossEncoder, dev: DevSet, tokens_per_batch: int) -> float:
-    """Share of dev questions whose own passage scores strictly above the others."""
-    texts, num = dev.texts[:DEV_QUESTIONS], len(dev.passages)
-    most = min(DEV_CANDIDATES, num)
-    pairs = [
-        Pair(text, dev.passages[(int(own) + step) % num])
-        for text, own in zip(texts, dev.positive_Q)
-        for step in range(most)
-    ]
-    scores_QC = model.score(pairs, tokens_per_batch).reshape(len(texts), most)
-    return float(np.mean((scores_QC[:, :1] > scores_QC[:, 1:]).all(1)))
-
-
-def _name(run: RunConfig) -> str:
-    return run.train.cross_encoder
-
-
-TASK = TrainingTask(CROSS_ENCODERS, _name, open_job, CrossEncoderLoop, CrossEncoderEpoch, ("loss", "dev_top1"))
-
-
 def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
     """Train `encoder.backbone` to score pairs and record it as the newest of `train.cross_encoder`.
 
     Raises as `train_model`.
     """
-    return train_model(TASK, run, progress)
+    return train_model(CrossEncoderLoop, CrossEncoderLoop.open_job, run, progress)

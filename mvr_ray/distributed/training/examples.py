@@ -5,8 +5,8 @@ a function of (seed, epoch, number).
 """
 
 import logging
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -39,9 +39,6 @@ class Examples(Protocol):
     def get(self, numbers: Sequence[int], epoch: int) -> list[Example]: ...
 
 
-_E = TypeVar("_E", bound=Examples)
-
-
 class QuestionExamples:
     """Questions whose first positive is in the corpus; hard negatives come from the questions or a mined set."""
 
@@ -51,22 +48,15 @@ class QuestionExamples:
         self._corpus = corpus
         self._cfg = cfg
         negatives_of = {question.id: question for question in negatives}
-        row_of: dict[str, int] = {}
-        articles: dict[str, int] = {}
-        passage_rows, article_numbers = [], []
-        self._questions: list[Question] = []
         pairs = _with_passages(corpus, questions)
-        for question, passage in _limit_per_passage(pairs, cfg.max_passage_questions):
-            self._questions.append(_with_negatives(question, negatives_of.get(question.id)))
-            passage_rows.append(row_of.setdefault(passage.id, len(row_of)))
-            article_numbers.append(articles.setdefault(passage.title, len(articles)))
-        num_missing = len(questions) - len(pairs)
+        own_pairs = _limit_per_passage(pairs, cfg.max_passage_questions)
+        self._questions = [_with_negatives(question, negatives_of.get(question.id)) for question, _ in own_pairs]
         if not self._questions:
             raise DataError(
                 f"none of the {len(questions)} questions of {cfg.questions!r} has a positive passage in corpus "
                 f"{corpus.name!r}; prepare them from sources with passages"
             )
-        if num_missing:
+        if num_missing := len(questions) - len(pairs):
             log.warning("questions omitted without a positive in the corpus: %d of %d", num_missing, len(questions))
         if cfg.distil_weight and not any(len(question.teacher_scores) > 1 for question in self._questions):
             raise ConfigError(
@@ -74,8 +64,8 @@ class QuestionExamples:
                 f"{cfg.hard_negatives or cfg.questions!r} has a teacher's scores; mine with a cross-encoder first "
                 f"(mvr-ray mine CONFIG mine.cross_encoder=NAME) and name its output in train.hard_negatives"
             )
-        self.passage_E: IntArray = np.array(passage_rows, np.int64)
-        self.article_E: IntArray | None = np.array(article_numbers, np.int64) if cfg.siblings else None
+        self.passage_E: IntArray = _numbers(passage.id for _, passage in own_pairs)
+        self.article_E = _numbers(passage.title for _, passage in own_pairs) if cfg.siblings else None
 
     def __len__(self) -> int:
         return len(self._questions)
@@ -85,16 +75,15 @@ class QuestionExamples:
         passages = self._corpus.get(question.positive_ids[0] for question in questions)
         examples = []
         for number, question in zip(numbers, questions):
-            spans = (
-                (start, start + len(a)) for a, start in zip(question.answers, question.answer_starts) if start >= 0
-            )
+            answers = zip(question.answers, question.answer_starts)
+            spans = ((start, start + len(answer)) for answer, start in answers if start >= 0)
             start, stop = next(spans, (-1, -1))
             negatives = self._negatives(question, int(number), epoch)
             positive, *known_ids = question.positive_ids
             score_of = dict(zip((positive, *question.hard_negative_ids), question.teacher_scores))
             teacher = tuple(score_of[i] for i in (positive, *(one.id for one in negatives))) if score_of else ()
-            example = Example(question.text, passages[positive], start, negatives, tuple(known_ids), stop, teacher)
-            examples.append(example._replace(answers=question.answers))
+            places = start, negatives, tuple(known_ids), stop
+            examples.append(Example(question.text, passages[positive], *places, teacher, question.answers))
         return examples
 
     def _negatives(self, question: Question, number: int, epoch: int) -> tuple[Passage, ...]:
@@ -126,14 +115,9 @@ class ClozeExamples:
         self._corpus = corpus
         self._splitter = splitter
         self._cfg = cfg
-        sizes = [part.num_passages for part in corpus.info.parts]
-        self._starts = np.concatenate([[0], np.cumsum(sizes)])
+        self._starts = np.cumsum([0, *(part.num_passages for part in corpus.info.parts)])
         self.passage_E: IntArray = np.arange(int(self._starts[-1]), dtype=np.int64)
-        self.article_E: IntArray | None = None
-        if cfg.siblings:
-            articles: dict[str, int] = {}
-            titles = (articles.setdefault(passage.title, len(articles)) for passage in corpus)
-            self.article_E = np.fromiter(titles, np.int64, len(self.passage_E))
+        self.article_E = _numbers(passage.title for passage in corpus) if cfg.siblings else None
 
     def __len__(self) -> int:
         return len(self.passage_E)
@@ -151,24 +135,20 @@ class ClozeExamples:
 
 def open_examples(corpus: Corpus, splitter: Splitter, cfg: TrainConfig) -> Examples:
     """Open training examples. Raises MissingInputError, DataError, ConfigError (fewer than a batch takes)."""
-    if cfg.questions is None:
-        examples: Examples = ClozeExamples(corpus, splitter, cfg)
-        what = f"passages of corpus {corpus.name!r}"
-    else:
-        examples = QuestionExamples(corpus, read_questions(corpus, cfg.questions), _read_mined(corpus, cfg), cfg)
-        what = f"usable questions of {cfg.questions!r}"
-    return _require_batch(examples, cfg, what)
+    if cfg.questions is not None:
+        return open_question_examples(corpus, cfg)
+    return _require_batch(ClozeExamples(corpus, splitter, cfg), cfg, f"passages of corpus {corpus.name!r}")
 
 
-def open_question_examples(corpus: Corpus, cfg: TrainConfig) -> QuestionExamples:
-    """Open stored questions with a positive passage, for a cross-encoder. Raises as `open_examples`."""
+def open_question_examples(corpus: Corpus, cfg: TrainConfig) -> Examples:
+    """Open stored questions with a positive passage. Raises as `open_examples`."""
     if cfg.questions is None:
         raise ConfigError(f"train.task is {cfg.task}, which learns from questions; name a set in train.questions")
-    examples = QuestionExamples(corpus, read_questions(corpus, cfg.questions), _read_mined(corpus, cfg), cfg)
-    return _require_batch(examples, cfg, f"usable questions of {cfg.questions!r}")
+    questions = read_questions(corpus, cfg.questions)
+    return _with_mined(corpus, questions, cfg, f"usable questions of {cfg.questions!r}")
 
 
-def _require_batch(examples: _E, cfg: TrainConfig, what: str) -> _E:
+def _require_batch(examples: Examples, cfg: TrainConfig, what: str) -> Examples:
     if len(examples) < cfg.batch_questions:
         raise ConfigError(
             f"train.batch_questions is {cfg.batch_questions}, but there are only {len(examples)} {what}; lower it"
@@ -176,11 +156,12 @@ def _require_batch(examples: _E, cfg: TrainConfig, what: str) -> _E:
     return examples
 
 
-def _read_mined(corpus: Corpus, cfg: TrainConfig) -> list[Question]:
-    return read_questions(corpus, cfg.hard_negatives) if cfg.hard_negatives else []
+def _with_mined(corpus: Corpus, questions: Sequence[Question], cfg: TrainConfig, what: str) -> Examples:
+    negatives = read_questions(corpus, cfg.hard_negatives) if cfg.hard_negatives else []
+    return _require_batch(QuestionExamples(corpus, questions, negatives, cfg), cfg, what)
 
 
-def open_answer_examples(corpus: Corpus, cfg: TrainConfig) -> QuestionExamples:
+def open_answer_examples(corpus: Corpus, cfg: TrainConfig) -> Examples:
     """Open questions with an answer at a known offset in their first positive, for a reader.
 
     Raises ConfigError, MissingInputError, or DataError where no question has one.
@@ -198,8 +179,7 @@ def open_answer_examples(corpus: Corpus, cfg: TrainConfig) -> QuestionExamples:
         log.warning(
             "questions omitted without an answer offset in the corpus: %d of %d", num_unusable, len(stored_questions)
         )
-    examples = QuestionExamples(corpus, questions, _read_mined(corpus, cfg), cfg)
-    return _require_batch(examples, cfg, f"questions of {cfg.questions!r} with an answer at a known place")
+    return _with_mined(corpus, questions, cfg, f"questions of {cfg.questions!r} with an answer at a known place")
 
 
 def input_digests(corpus: Corpus, cfg: TrainConfig) -> list[str]:
@@ -208,28 +188,18 @@ def input_digests(corpus: Corpus, cfg: TrainConfig) -> list[str]:
     return [question_digest(corpus, name) if name else "" for name in names]
 
 
-class DevReading(NamedTuple):
-    """A dev question, the text of its gold passage, and its answers."""
-
-    question: str
-    text: str
-    answers: tuple[str, ...]
-
-
-def open_answer_dev(corpus: Corpus, cfg: TrainConfig) -> list[DevReading]:
-    """Sample at most `DEV_READINGS` dev questions with answers by a stable hash; none without a configured set."""
+def open_answer_dev(corpus: Corpus, cfg: TrainConfig) -> list[tuple[Question, Passage]]:
+    """Sample at most `DEV_READINGS` dev questions with answers, each with its gold passage, by a stable hash; none
+    without a configured set."""
     if cfg.dev_questions is None:
         return []
-    pairs = _with_passages(corpus, read_questions(corpus, cfg.dev_questions))
-    pairs = sorted(
-        (pair for pair in pairs if pair[0].answers), key=lambda pair: (hash_rank(pair[0].id, "dev"), pair[0].id)
-    )
+    pairs = [pair for pair in _with_passages(corpus, read_questions(corpus, cfg.dev_questions)) if pair[0].answers]
     if not pairs:
         raise DataError(
             f"no question of train.dev_questions {cfg.dev_questions!r} has an answer and a positive passage in corpus "
             f"{corpus.name!r}"
         )
-    return [DevReading(question.text, passage.text, question.answers) for question, passage in pairs[:DEV_READINGS]]
+    return sorted(pairs, key=lambda pair: (hash_rank(pair[0].id, "dev"), pair[0].id))[:DEV_READINGS]
 
 
 class DevSet(NamedTuple):
@@ -244,23 +214,15 @@ def open_dev(corpus: Corpus, cfg: TrainConfig) -> DevSet | None:
     """Read dev questions in stored order up to `DEV_PASSAGES` positives; None without a configured set."""
     if cfg.dev_questions is None:
         return None
-    row_of: dict[str, int] = {}
-    texts: list[str] = []
-    passages: list[Passage] = []
-    positives: list[int] = []
-    for question, passage in _with_passages(corpus, read_questions(corpus, cfg.dev_questions)):
-        if passage.id not in row_of:
-            if len(passages) == DEV_PASSAGES:
-                continue
-            row_of[passage.id] = len(passages)
-            passages.append(passage)
-        texts.append(question.text)
-        positives.append(row_of[passage.id])
-    if not texts:
+    pairs = _with_passages(corpus, read_questions(corpus, cfg.dev_questions))
+    if not pairs:
         raise DataError(
             f"no question of train.dev_questions {cfg.dev_questions!r} has a positive passage in the corpus"
         )
-    return DevSet(texts, passages, np.array(positives, np.int64))
+    passages = list({passage.id: passage for _, passage in pairs}.values())[:DEV_PASSAGES]
+    row_of = {passage.id: row for row, passage in enumerate(passages)}
+    own_pairs = [(question.text, row_of[passage.id]) for question, passage in pairs if passage.id in row_of]
+    return DevSet([text for text, _ in own_pairs], passages, np.array([row for _, row in own_pairs], np.int64))
 
 
 def _limit_per_passage(pairs: list[tuple[Question, Passage]], most: int) -> list[tuple[Question, Passage]]:
@@ -272,6 +234,12 @@ def _limit_per_passage(pairs: list[tuple[Question, Passage]], most: int) -> list
         ranks.setdefault(passage.id, []).append((hash_rank(question.id, "train"), question.id))
     sample_ids = {question for own in ranks.values() for _, question in sorted(own)[:most]}
     return [(question, passage) for question, passage in pairs if question.id in sample_ids]
+
+
+def _numbers(names: Iterable[str]) -> IntArray:
+    """Number the distinct names in order of appearance."""
+    number_of: dict[str, int] = {}
+    return np.array([number_of.setdefault(name, len(number_of)) for name in names], np.int64)
 
 
 def _with_exact_answers(question: Question, passage: Passage) -> Question | None:

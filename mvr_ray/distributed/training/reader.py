@@ -7,7 +7,6 @@ answer in every passage, and cannot choose among those of a ranking.
 Shapes: F windows, T tokens.
 """
 
-import logging
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mvr_ray.config import RunConfig, resolve_model
+from mvr_ray.config import RunConfig
 from mvr_ray.core.judging.answers import exact_match_score, f1_score
 from mvr_ray.core.learning.batches import Example, negatives_for
 from mvr_ray.core.learning.training import run_seeded
@@ -24,14 +23,11 @@ from mvr_ray.core.reading.reader import Reader, ReadRequest
 from mvr_ray.core.reading.spans import span_losses, tokens_of
 from mvr_ray.core.reading.windows import Window
 from mvr_ray.distributed.models import READERS, reader_spec
-from mvr_ray.distributed.training.examples import DevReading, open_answer_dev, open_answer_examples
-from mvr_ray.distributed.training.task_model import TaskModelLoop, checkpoints_of
-from mvr_ray.distributed.training.train_model import TrainedModel, TrainingJob, TrainingTask, train_model
+from mvr_ray.distributed.training.examples import Examples, open_answer_dev, open_answer_examples
+from mvr_ray.distributed.training.steps import TaskModelLoop
+from mvr_ray.distributed.training.train_model import TrainedModel, train_model
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.files import Store
-from mvr_ray.types import Progress, no_progress
-
-log = logging.getLogger(__name__)
+from mvr_ray.types import Passage, Progress, Question, no_progress
 
 _WINDOWS = 2
 
@@ -54,22 +50,13 @@ class Target(NamedTuple):
     end: int
 
 
-class DevScores(NamedTuple):
-    exact_match: float
-    f1: float
-
-
-def open_job(run: RunConfig) -> TrainingJob:
-    """Open the model and data of a rank."""
-    store = Store(run.store.path)
-    corpus = Corpus.open(store, run.prepare.corpus)
-    model = Reader.from_backbone(resolve_model(run.encoder.backbone), reader_spec(run), run.train.seed)
-    examples, dev = open_answer_examples(corpus, run.train), open_answer_dev(corpus, run.train)
-    return TrainingJob(run, model, examples, dev, checkpoints_of(run, run.train.reader, model, corpus))
-
-
 class ReaderLoop(TaskModelLoop):
-    epoch, dev_metrics = ReaderEpoch, ("dev_exact_match", "dev_f1")
+    kind, epoch, dev_metrics = READERS, ReaderEpoch, ("dev_exact_match", "dev_f1")
+    spec = staticmethod(reader_spec)
+
+    @staticmethod
+    def open_data(corpus: Corpus, run: RunConfig) -> tuple[Examples, list[tuple[Question, Passage]]]:
+        return open_answer_examples(corpus, run.train), open_answer_dev(corpus, run.train)
 
     def units(self, examples: Sequence[Example]) -> list[Target]:
         return targets_of(self.model, examples, self.cfg.num_hard_negatives)
@@ -80,9 +67,15 @@ class ReaderLoop(TaskModelLoop):
         start_F, end_F = torch.tensor([target[1:] for target in units], device=self.device).T
         return span_losses(start_FT, end_FT, candidate_FT, start_F, end_F)
 
-    def measure(self) -> DevScores:
-        """Means over the dev questions, each read in its gold passage."""
-        return dev_scores(self.model, self.job.dev, self.job.run.read.tokens_per_batch)
+    def measure(self) -> tuple[float, float]:
+        """Exact match and F1, means over the dev questions, each read in its gold passage."""
+        dev, exact_matches, f1_scores = self.job.dev, [], []
+        requests = [ReadRequest(question.text, [passage.text]) for question, passage in dev]
+        for (question, passage), [span] in zip(dev, self.model.read(requests, self.job.run.read.tokens_per_batch)):
+            text = passage.text[span.start : span.stop] if span else ""
+            exact_matches.append(exact_match_score(text, question.answers))
+            f1_scores.append(f1_score(text, question.answers))
+        return float(np.mean(exact_matches)), float(np.mean(f1_scores))
 
 
 def targets_of(reader: Reader, examples: Sequence[Example], num_negatives: int = 0) -> list[Target]:
@@ -103,22 +96,6 @@ def targets_of(reader: Reader, examples: Sequence[Example], num_negatives: int =
     return units
 
 
-def dev_scores(reader: Reader, dev: list[DevReading], tokens_per_batch: int) -> DevScores:
-    results = reader.read([ReadRequest(item.question, [item.text]) for item in dev], tokens_per_batch)
-    texts = [item.text[span.start : span.stop] if span else "" for item, [span] in zip(dev, results)]
-    return DevScores(
-        float(np.mean([exact_match_score(text, item.answers) for text, item in zip(texts, dev)])),
-        float(np.mean([f1_score(text, item.answers) for text, item in zip(texts, dev)])),
-    )
-
-
-def _name(run: RunConfig) -> str:
-    return run.train.reader
-
-
-TASK = TrainingTask(READERS, _name, open_job, ReaderLoop, ReaderEpoch, ("loss", *ReaderLoop.dev_metrics))
-
-
 def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
     """Train `encoder.backbone` as a reader, the newest of `train.reader`. Raises as `train_model`."""
-    return train_model(TASK, run, progress)
+    return train_model(ReaderLoop, ReaderLoop.open_job, run, progress)

@@ -31,9 +31,9 @@ from mvr_ray.core.learning.training import (
     winning_views,
     world_size,
 )
+from mvr_ray.distributed.models import ENCODERS
 from mvr_ray.distributed.training.checkpoints import EpochSums, TrainState
-from mvr_ray.distributed.training.steps import Schedule, StepLoop, plan_steps
-from mvr_ray.distributed.training.train_model import TrainingJob
+from mvr_ray.distributed.training.steps import StepLoop, TrainingJob
 from mvr_ray.errors import ConfigError
 from mvr_ray.types import Passage, Progress
 
@@ -61,12 +61,12 @@ class EpochReport(NamedTuple):
     dev_top1: float | None
 
 
-def make_schedule(run: RunConfig, model: DualEncoder, num_examples: int) -> Schedule:
-    warm, spec = run.train.warm_start_steps, model.spec
-    if warm is None:
-        by_viewers = spec.has_viewers and spec.readout == "viewer"
-        warm = WARM_START_STEPS if by_viewers and run.train.init_from is None else 0
-    return plan_steps(run.train, num_examples, warm)
+def warm_start_steps(run: RunConfig, model: DualEncoder) -> int:
+    """The steps of the warm start: as configured, else those of viewers that no training has seen."""
+    if run.train.warm_start_steps is not None:
+        return run.train.warm_start_steps
+    by_viewers = model.spec.has_viewers and model.spec.readout == "viewer"
+    return WARM_START_STEPS if by_viewers and run.train.init_from is None else 0
 
 
 def loss_name(run: RunConfig, model: DualEncoder) -> str:
@@ -86,11 +86,12 @@ def loss_name(run: RunConfig, model: DualEncoder) -> str:
 
 
 class RetrieverLoop(StepLoop):
+    kind, epoch, dev_metrics = ENCODERS, EpochReport, ("dev_top1",)
+    figures = ("loss", "loss_global", "loss_local", "view_pair_cosine", "lv")
+
     def __init__(self, job: TrainingJob, progress: Progress, device: torch.device) -> None:
-        schedule = make_schedule(job.run, job.model, len(job.examples))
-        super().__init__(job.run.train, job.model, schedule, job.checkpoints, progress, device)
-        self.job = job
         self.model: DualEncoder
+        super().__init__(job, progress, device, warm_start_steps(job.run, job.model))
         self.teacher: DualEncoder | None = None
         self.loss = loss_name(job.run, self.model)
         self.full_spec = self.model.spec
@@ -104,19 +105,19 @@ class RetrieverLoop(StepLoop):
         finally:
             self.model.spec = self.full_spec
 
-    def begin(self, step: int) -> None:
-        if max(step, 0) < self.schedule.warm:
+    def _resume(self) -> torch.optim.Optimizer:
+        if self.schedule.warm:
             self.teacher = copy.deepcopy(self.model).eval()
-        if step < 0:
-            self.state.sums.wins_V = [0] * self.model.num_views
-            self.state.before = self._dev_accuracy()
+        return super()._resume()
 
     def groups(self) -> list[dict[str, Any]]:
         return self.model.parameter_groups(self.cfg.lr, self.cfg.viewer_lr_factor, self.cfg.weight_decay)
 
+    def new_sums(self) -> EpochSums:
+        return EpochSums(wins_V=[0] * self.model.num_views)
+
     def learn(self) -> float:
-        numbers, epoch = self.batch_numbers(self.job.examples.passage_E, self.job.examples.article_E)
-        batch = join_batch(self.job.examples.get(numbers, epoch))
+        batch = join_batch(self.batch())
         if self.warm:
             return self._distil(batch)
         self.teacher = None
@@ -208,45 +209,31 @@ class RetrieverLoop(StepLoop):
         wins_V = torch.bincount(winning_views(output, positive_Q), minlength=self.model.num_views)
         sums.wins_V = [old + new for old, new in zip(sums.wins_V, wins_V.tolist())]
 
-    def end_epoch(self) -> None:
-        state, sums = self.state, self.state.sums
-        epoch = max(0, self.schedule.epoch_of(state.step - 1))
-        state.sums = EpochSums(wins_V=[0] * self.model.num_views)
-        accuracy = self._dev_accuracy()
-        if rank():
-            return
+    def measure(self) -> tuple[float]:
+        """Share of dev questions whose own passage scores best."""
+        dev = self.job.dev
+        views = self._embed(dev.passages)
+        queries_QD = torch.from_numpy(self.model.embed_queries(dev.texts))
+        scores_QPV = torch.einsum("qd,pvd->qpv", queries_QD, views.views_PVD).masked_fill(~views.mask_PV, -torch.inf)
+        best_Q = scores_QPV.amax(-1).argmax(-1).numpy()
+        return (float(np.mean(best_Q == dev.positive_Q)),)
+
+    def report(self, sums: EpochSums, **fields: Any) -> EpochReport:
         views = self._embed(self._sample())
         collapse = collapse_report(views.views_PVD, views.mask_PV)
+        if collapse.collapsed:
+            log.warning("views have collapsed: %s", collapse.reason)
         steps, wins = max(1, sums.steps), max(1, sum(sums.wins_V))
-        report = EpochReport(
-            epoch=epoch,
-            step=state.step,
-            temperature=self._temperature(state.step - 1),
-            loss=sums.loss / steps,
+        return EpochReport(
+            **fields,
+            temperature=self._temperature(self.state.step - 1),
             loss_global=sums.loss_global / steps,
             loss_local=sums.loss_local / steps,
             view_shares=[count / wins for count in sums.wins_V],
             view_pair_cosine=collapse.mean_pair_cosine,
             lv=collapse.lv,
             collapsed=collapse.collapsed,
-            dev_top1=accuracy,
         )
-        state.epochs.append(report._asdict())
-        log.info("epoch: %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
-        if collapse.collapsed:
-            log.warning("views have collapsed: %s", collapse.reason)
-        self.keep_best(accuracy)
-
-    def _dev_accuracy(self) -> float | None:
-        """Share of dev questions whose own passage scores best, on rank 0; None elsewhere or without dev questions."""
-        dev = self.job.dev
-        if dev is None or rank():
-            return None
-        views = self._embed(dev.passages)
-        queries_QD = torch.from_numpy(self.model.embed_queries(dev.texts))
-        scores_QPV = torch.einsum("qd,pvd->qpv", queries_QD, views.views_PVD).masked_fill(~views.mask_PV, -torch.inf)
-        best_Q = scores_QPV.amax(-1).argmax(-1).numpy()
-        return float(np.mean(best_Q == dev.positive_Q))
 
     def _sample(self) -> list[Passage]:
         if self.job.dev is not None:

@@ -2,33 +2,53 @@
 
 A step is a function of the weights, the optimiser and its number: batches, dropout and learning rates follow from
 (seed, step), so a killed run resumes from its last checkpoint and reaches the same weights. Subclasses define the loss
-of a step and the metrics of an epoch: `retriever` or `reader`.
+of a step and the metrics of an epoch: `retriever`, or `TaskModelLoop` for a model with a task head.
 """
 
+import hashlib
+import json
 import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from mvr_ray.config import TrainConfig
+from mvr_ray.config import RunConfig, resolve_model
 from mvr_ray.core.encoding.precision import multiplies_bf16
 from mvr_ray.core.encoding.training_attention import training_attention
-from mvr_ray.core.learning.batches import plan_epoch
-from mvr_ray.core.learning.training import PassSettings, average_gradients, lr_factor, rank, world_size
-from mvr_ray.distributed.training.checkpoints import Checkpoints, TrainState
+from mvr_ray.core.learning.batches import Example, plan_epoch
+from mvr_ray.core.learning.training import PassSettings, average_gradients, chunks, lr_factor, rank, world_size
+from mvr_ray.distributed.models import ModelKind
+from mvr_ray.distributed.training.checkpoints import Checkpoints, EpochSums, TrainState
+from mvr_ray.distributed.training.examples import input_digests
 from mvr_ray.errors import ConfigError
+from mvr_ray.store import paths
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
 from mvr_ray.types import IntArray, Progress
 
 log = logging.getLogger(__name__)
 
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LOG_INTERVAL_S = 10.0
+
+
+class TrainingJob(NamedTuple):
+    """Everything a rank needs; `model` has the initial weights, `dev` is the loop's dev set."""
+
+    run: RunConfig
+    name: str
+    model: Any
+    examples: Any
+    dev: Any
+    checkpoints: Checkpoints
 
 
 class Schedule(NamedTuple):
@@ -46,42 +66,37 @@ class Schedule(NamedTuple):
         return max(0, step - self.warm) // self.epoch_steps
 
 
-def plan_steps(cfg: TrainConfig, num_examples: int, warm: int = 0) -> Schedule:
-    epoch_steps = math.ceil(num_examples / cfg.batch_questions)
-    steps = epoch_steps * cfg.epochs
-    return Schedule(warm, min(steps, cfg.max_steps) if cfg.max_steps else steps, epoch_steps)
-
-
 class StepLoop(ABC):
     """Run `learn` until the schedule ends. A model is a `StoredModel`."""
 
-    def __init__(
-        self,
-        cfg: TrainConfig,
-        model: Any,
-        schedule: Schedule,
-        checkpoints: Checkpoints,
-        progress: Progress,
-        device: torch.device,
-    ) -> None:
-        if cfg.snapshot_steps and max(cfg.snapshot_steps) > schedule.steps:
+    kind: ClassVar[ModelKind[Any]]
+    epoch: ClassVar[type[Any]]
+    """The report of an epoch: `epoch`, `step`, `figures` and the dev metrics, among others."""
+    figures: ClassVar[tuple[str, ...]] = ("loss",)
+    """Fields of an epoch that are metrics of the model."""
+    dev_metrics: ClassVar[tuple[str, ...]]
+    """Names of the dev metrics, also fields of an epoch; the last one selects the best epoch."""
+
+    def __init__(self, job: TrainingJob, progress: Progress, device: torch.device, warm: int = 0) -> None:
+        """`warm`: steps of the warm start."""
+        cfg = job.run.train
+        epoch_steps = math.ceil(len(job.examples) / cfg.batch_questions)
+        steps = epoch_steps * cfg.epochs
+        self.schedule = Schedule(warm, min(steps, cfg.max_steps) if cfg.max_steps else steps, epoch_steps)
+        if cfg.snapshot_steps and max(cfg.snapshot_steps) > self.schedule.steps:
             raise ConfigError(
-                f"train.snapshot_steps has {max(cfg.snapshot_steps)}, but training ends after {schedule.steps} steps; "
-                f"leave it out, or train longer (train.epochs, train.max_steps)"
+                f"train.snapshot_steps has {max(cfg.snapshot_steps)}, but training ends after {self.schedule.steps} "
+                f"steps; leave it out, or train longer (train.epochs, train.max_steps)"
             )
-        self.cfg, self.schedule, self.checkpoints, self.progress = cfg, schedule, checkpoints, progress
+        self.job, self.cfg, self.checkpoints, self.progress = job, cfg, job.checkpoints, progress
         self.device = device
-        self.model = model.to(device)
+        self.model = job.model.to(device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=cfg.precision == "fp16")
         self.scaler.scale(torch.zeros((), device=device))  # creates the lazily initialised scale
         self.parameters: list[nn.Parameter] = [p for p in self.model.parameters() if p.requires_grad]
-        self.state = TrainState()
+        self.state = TrainState(sums=self.new_sums())
         self._plan: tuple[int, IntArray] | None = None
         self._last_log_s = 0.0
-
-    @abstractmethod
-    def begin(self, step: int) -> None:
-        """Inspect the initial model, before the loop loads the checkpoint of `step` (-1: none)."""
 
     @abstractmethod
     def groups(self) -> list[dict[str, Any]]:
@@ -92,8 +107,15 @@ class StepLoop(ABC):
         """Add this rank's gradients of step `state.step`, times `loss_scale`; returns the loss."""
 
     @abstractmethod
-    def end_epoch(self) -> None:
-        """Measure the epoch, save the best weights, and reset the epoch's sums."""
+    def measure(self) -> tuple[float, ...]:
+        """The dev metrics, on rank 0."""
+
+    def new_sums(self) -> EpochSums:
+        return EpochSums()
+
+    def report(self, sums: EpochSums, **fields: Any) -> Any:
+        """The epoch's report, from the fields that every loop has."""
+        return self.epoch(**fields)
 
     def run(self) -> TrainState:
         """Train from the last checkpoint, or the start, to the end; every rank returns the final state."""
@@ -142,24 +164,35 @@ class StepLoop(ABC):
     def loss_scale(self) -> float:
         return float(self.scaler.get_scale()) if self.scaler.is_enabled() else 1.0
 
-    def batch_numbers(self, passage_E: IntArray, article_E: IntArray | None) -> tuple[list[int], int]:
-        """Numbers of this step's examples on all ranks, and its epoch."""
+    def batch(self) -> list[Example]:
+        """This step's examples of all ranks."""
+        cfg, examples = self.cfg, self.job.examples
         step = self.state.step if self.warm else self.state.step - self.schedule.warm
         epoch, row = divmod(step, self.schedule.epoch_steps)
         if self._plan is None or self._plan[0] != epoch:
-            cfg = self.cfg
-            plan_SB = plan_epoch(
-                passage_E,
-                article_E,
-                batch=cfg.batch_questions,
-                per_passage=cfg.questions_per_passage,
-                seed=cfg.seed,
-                epoch=epoch,
-            )
+            sizes = {"batch": cfg.batch_questions, "per_passage": cfg.questions_per_passage}
+            plan_SB = plan_epoch(examples.passage_E, examples.article_E, **sizes, seed=cfg.seed, epoch=epoch)
             self._plan = (epoch, plan_SB)
-        return self._plan[1][row].tolist(), epoch
+        return examples.get(self._plan[1][row].tolist(), epoch)
 
-    def keep_best(self, accuracy: float | None) -> None:
+    def end_epoch(self) -> None:
+        """Measure the epoch, save the best weights, and reset the epoch's sums."""
+        state, sums = self.state, self.state.sums
+        state.sums = self.new_sums()
+        dev = self._measure_dev()
+        if rank():
+            return
+        number, loss = self.schedule.epoch_of(state.step - 1), sums.loss / max(1, sums.steps)
+        report = self.report(sums, epoch=number, step=state.step, loss=loss, **dict(zip(self.dev_metrics, dev)))
+        state.epochs.append(report._asdict())
+        log.info("epoch: %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
+        self._keep_best(dev[-1])
+
+    def _measure_dev(self) -> tuple[float | None, ...]:
+        """Measure on rank 0; None without dev questions and on other ranks."""
+        return self.measure() if self.job.dev and not rank() else (None,) * len(self.dev_metrics)
+
+    def _keep_best(self, accuracy: float | None) -> None:
         """Save these weights if they are the best so far, or if there is no accuracy."""
         if accuracy is None or accuracy > self.state.best_accuracy:
             self.state.best_accuracy = -1.0 if accuracy is None else accuracy
@@ -173,8 +206,8 @@ class StepLoop(ABC):
             common_step = torch.tensor([step], device=self.device)
             dist.broadcast(common_step, 0)
             step = int(common_step.item())
-        self.begin(step)
         if step < 0:
+            self.state.before = self._measure_dev()[-1]
             if self.cfg.precision == "auto":
                 self.state.precision = "bf16" if self._multiplies_bf16() else "fp32"
                 log.info("train.precision=auto chose=%s", self.state.precision)
@@ -203,7 +236,10 @@ class StepLoop(ABC):
 
     def _step(self, optimiser: torch.optim.Optimizer) -> None:
         self.model.train()
-        self._set_rate(optimiser)
+        step, schedule = self.state.step, self.schedule
+        at, total = (step, schedule.warm) if self.warm else (step - schedule.warm, schedule.steps)
+        for group in optimiser.param_groups:
+            group["lr"] = group["base_lr"] * lr_factor(at, total, self.cfg.warmup_share)
         optimiser.zero_grad(set_to_none=True)
         loss = self.learn()
         average_gradients(self.parameters)
@@ -215,13 +251,6 @@ class StepLoop(ABC):
         warm = self.warm
         self.state.step += 1
         self._report(loss, warm)
-
-    def _set_rate(self, optimiser: torch.optim.Optimizer) -> None:
-        step, schedule = self.state.step, self.schedule
-        at, total = (step, schedule.warm) if self.warm else (step - schedule.warm, schedule.steps)
-        factor = lr_factor(at, total, self.cfg.warmup_share)
-        for group in optimiser.param_groups:
-            group["lr"] = group["base_lr"] * factor
 
     def _report(self, loss: float, warm: bool) -> None:
         if rank():
@@ -242,3 +271,58 @@ class StepLoop(ABC):
             return
         self.state.loss_scale = self.scaler.state_dict()
         self.checkpoints.save(self.model, optimiser, self.state)
+
+
+class TaskModelLoop(StepLoop):
+    """Train a reader or a cross-encoder by the mean loss over the units of a batch: windows, or questions.
+
+    Rank r of W takes the units r, r + W, .. of a batch, so W ranks have the loss and gradient of one process.
+    """
+
+    @staticmethod
+    @abstractmethod
+    def spec(run: RunConfig) -> Any:
+        """The model's spec."""
+
+    @staticmethod
+    @abstractmethod
+    def open_data(corpus: Corpus, run: RunConfig) -> tuple[Any, Any]:
+        """The examples and the dev set."""
+
+    @abstractmethod
+    def units(self, examples: Sequence[Example]) -> Sequence[Any]:
+        """The units of a batch's examples."""
+
+    @abstractmethod
+    def losses(self, units: Sequence[Any], number: int) -> Tensor:
+        """The loss of each unit of chunk `number`."""
+
+    @classmethod
+    def open_job(cls, run: RunConfig) -> TrainingJob:
+        """Open the model and data of a rank; checkpoints are under a digest of everything that determines the
+        weights."""
+        store, task = Store(run.store.path), cls.kind.model.task
+        corpus, name = Corpus.open(store, run.prepare.corpus), getattr(run.train, task)
+        model = cls.kind.model.from_backbone(resolve_model(run.encoder.backbone), cls.spec(run), run.train.seed)
+        examples, dev = cls.open_data(corpus, run)
+        sets = input_digests(corpus, run.train)
+        parts = [task, run.digest("train"), asdict(model.spec), model.fingerprint, corpus.digest, *sets]
+        key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+        return TrainingJob(run, name, model, examples, dev, Checkpoints(store, paths.training_dir(name, key)))
+
+    def groups(self) -> list[dict[str, Any]]:
+        return self.model.parameter_groups(self.cfg.lr, self.cfg.head_lr_factor, self.cfg.weight_decay)
+
+    def learn(self) -> float:
+        units = self.units(self.batch())
+        total = torch.zeros((), device=self.device)
+        for number, chunk in enumerate(chunks(units[rank() :: world_size()], self.cfg.cache_chunk)):
+            loss = self.losses(chunk, number).sum() * world_size() / len(units)
+            (loss * self.loss_scale).backward()
+            total += loss.detach()
+        if world_size() > 1:
+            dist.all_reduce(total)
+        loss = float(total) / world_size()
+        self.state.sums.steps += 1
+        self.state.sums.loss += loss
+        return loss
