@@ -97,7 +97,7 @@ def make_codes(views_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, floa
     return codes_ND.to(torch.int8), scale_N1, float(away_N.max()) * (1 + 2.0**-22)
 
 
-def make_scan(passages: int, dimension: int, kind: str, kernel: FusedKernel) -> Scan[Any, Any]:
+def make_scan(passages: int, dimension: int, kind: str, kernel: FusedKernel) -> Scan:
     """Return a scan of `passages` x V synthetic views on the kernel's device, as halves or as codes."""
     device, count = str(kernel.device), passages * V
     block: Any = EmbeddingBlock(
@@ -138,7 +138,7 @@ def draw_queries(count: int, dimension: int) -> FloatArray:
     return made_QD / np.linalg.norm(made_QD, axis=1, keepdims=True)
 
 
-def disagreements(scan: Scan[Any, Any], queries_QD: FloatArray, slabs: int) -> tuple[int, int]:
+def disagreements(scan: Scan, queries_QD: FloatArray, slabs: int) -> tuple[int, int]:
     """Count the sampled passages on which the answer and a plain float32 product differ, and the sampled passages.
 
     A sampled passage that scores above the k-th hit must be a hit, and one that scores below must not, within 1e-5.
@@ -165,7 +165,7 @@ def disagreements(scan: Scan[Any, Any], queries_QD: FloatArray, slabs: int) -> t
     return wrong, num_sampled
 
 
-def farthest_of_plain(scan: Scan[Any, Any], queries_QD: FloatArray) -> float:
+def farthest_of_plain(scan: Scan, queries_QD: FloatArray) -> float:
     """Return the largest difference between the kernel's scores and torch's in float32, over its bound."""
     kernel, plain = scan.kernel, TorchKernel(str(scan.kernel.device))
     count = min(GPU_STEP // V, len(scan.steps[0].row_P))
@@ -180,7 +180,7 @@ def farthest_of_plain(scan: Scan[Any, Any], queries_QD: FloatArray) -> float:
     return float((away_Q / bound_Q).max())
 
 
-def fastest_tuning(scan: Scan[Any, Any], queries: int, machine: Machine) -> Tuning:
+def fastest_tuning(scan: Scan, queries: int, machine: Machine) -> Tuning:
     """Return the fastest of TUNINGS on the first step; skip one that the device cannot run."""
     step, rows = scan.steps[0], DeviceRows(*scan.resident[0])
     asked_QD = scan.kernel.put(draw_queries(queries, scan.table.dimension))
@@ -252,7 +252,7 @@ def measure_search(part: Part, machine: Machine, passages: int, dimension: int, 
     against_plain(part, machine, scan, what, rounds)
 
 
-def against_plain(part: Part, machine: Machine, scan: Scan[Any, Any], what: str, rounds: int) -> None:
+def against_plain(part: Part, machine: Machine, scan: Scan, what: str, rounds: int) -> None:
     """Time the same vectors by torch's product, maximum and top k, in float32: the work that the fused kernel
     avoids."""
     plain = TorchKernel(machine.device)

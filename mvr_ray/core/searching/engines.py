@@ -1,7 +1,7 @@
 """Choose the kernel of a scan: compiled loops, a GPU kernel, torch or numpy."""
 
 import importlib.util
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mvr_ray.core.searching.kernels import Kernel, NumpyKernel, TorchKernel
 from mvr_ray.errors import ShardIndexError
@@ -13,7 +13,7 @@ class SmallBatchKernel(NamedTuple):
     """A kernel that is faster than that of `make_kernel` for up to `max_queries` queries, where up to `max_share` of
     the passages pass the filter; 1: also without a filter."""
 
-    kernel: Kernel[Any, Any]
+    kernel: Kernel
     max_queries: int
     max_share: float
 
@@ -32,7 +32,7 @@ def make_small_batch_kernel(engine: str, device: str, threads: int | None) -> Sm
     return SmallBatchKernel(kernel, 8, 1.0) if library() is None else SmallBatchKernel(kernel, 4, 0.4)
 
 
-def make_kernel(engine: str = "auto", device: str = "cpu", threads: int | None = None) -> Kernel[Any, Any]:
+def make_kernel(engine: str = "auto", device: str = "cpu", threads: int | None = None) -> Kernel:
     """Create the kernel of an engine: native, torch, numpy, or auto. auto selects native on a CPU that supports it if
     it was built, else torch if installed."""
     if engine not in ENGINES:

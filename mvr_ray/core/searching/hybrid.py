@@ -19,7 +19,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from mvr_ray.core.searching.exact import Pairs, ScoredPairs
+from mvr_ray.core.searching.exact import Pairs, ScoredPairs, no_hits
 from mvr_ray.types import CountedHits, FloatArray, IntArray, ShardHits
 
 DEPTH_FACTOR = 4
@@ -56,7 +56,7 @@ def hybrid_search(
     `lexical_scores` returns b of all rows for one query; `rows_P` are the rows that may be hits, ascending. Hits have
     the winning view; the frontier bounds the score of every row left out, +inf where `exact` is false.
     """
-    hits = _no_hits(num_queries, k)
+    hits = no_hits(num_queries, k)
     rescored_Q = np.zeros(num_queries, np.int64)
     queries = np.arange(num_queries)
     depth = min(max(k, min_depth), len(rows_P))
@@ -99,7 +99,7 @@ def lexical_search(
 
     Hits have the view of the best dense score, which does not affect the ranking.
     """
-    hits, rescored_Q = _no_hits(num_queries, k), np.zeros(num_queries, np.int64)
+    hits, rescored_Q = no_hits(num_queries, k), np.zeros(num_queries, np.int64)
     for query in range(num_queries):
         score_P = lexical_scores(query)[rows_P]
         places = np.flatnonzero(score_P > 0)
@@ -112,15 +112,6 @@ def lexical_search(
             pairs = rescore(Pairs(np.full(len(best), query), np.sort(rows_P[best])))
             hits.views_QK[query, : len(best)] = pairs.view_M[np.searchsorted(pairs.row_M, rows_P[best])]
     return CountedHits(hits, rescored_Q)
-
-
-def _no_hits(num_queries: int, k: int) -> ShardHits:
-    return ShardHits(
-        np.full((num_queries, k), -1, np.int64),
-        np.full((num_queries, k), -np.inf, np.float32),
-        np.full((num_queries, k), -1, np.int16),
-        np.full(num_queries, -np.inf, np.float32),
-    )
 
 
 class _Candidates:

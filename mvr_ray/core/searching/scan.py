@@ -48,15 +48,26 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import reduce
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mvr_ray.core.searching.codes import Codes
-from mvr_ray.core.searching.exact import LARGEST, BlockTable, Pairs, ScoredPairs, best_first, join_pairs, ranks
-from mvr_ray.core.searching.kernels import Array, Coarse, Kernel, NumpyKernel, Queries
+from mvr_ray.core.searching.exact import (
+    LARGEST,
+    BlockTable,
+    Pairs,
+    ScoredPairs,
+    best_first,
+    join_pairs,
+    no_hits,
+    ranks,
+)
+from mvr_ray.core.searching.kernels import Coarse, Kernel, NumpyKernel
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, ShardHits
 
@@ -147,14 +158,14 @@ def cut_steps(table: BlockTable, vectors_per_step: int, codes: Sequence[Codes | 
             low = high
 
 
-class Scan(Generic[Array, Queries]):
+class Scan:
     """Searches all vectors of one shard. Caches norms, 24 bytes a step, and with `resident` the vectors on the kernel's
     device. With `codes` (of each block's vectors) it scans these, and reads vectors for candidates only."""
 
     def __init__(
         self,
         blocks: Sequence[EmbeddingBlock],
-        kernel: Kernel[Array, Queries],
+        kernel: Kernel,
         *,
         codes: Sequence[Codes] | None = None,
         resident: bool = False,
@@ -162,7 +173,7 @@ class Scan(Generic[Array, Queries]):
         candidates_at_once: int = CANDIDATES_AT_ONCE,
         views_a_step: int = VIEWS_A_STEP,
     ) -> None:
-        self.table = BlockTable(blocks, use_native=not isinstance(kernel, NumpyKernel))
+        self.table = BlockTable(blocks, use_native=type(kernel) is not NumpyKernel)
         self.kernel = kernel
         self.queries_at_once, self.candidates_at_once = queries_at_once, candidates_at_once
         self.views_a_step = views_a_step
@@ -174,7 +185,7 @@ class Scan(Generic[Array, Queries]):
         self.residuals = [_round_up(self._residual(step)) for step in self.steps]
         self.resident = [self._put(step) for step in self.steps] if resident else []
 
-    def of_vectors(self) -> "Scan[Array, Queries]":
+    def of_vectors(self) -> "Scan":
         """Create a scan of the vectors in place of the codes, over the same steps."""
         scan = copy.copy(self)
         scan.has_codes, scan.resident = False, []
@@ -200,11 +211,11 @@ class Scan(Generic[Array, Queries]):
         limit = min(k + 1, sum(part.num_passages for part in steps))
         starts = range(0, len(queries_QD), self.queries_at_once) if limit else []
         parts = [queries_QD[at : at + self.queries_at_once] for at in starts]
-        batches = [_join(own) for own in zip(*self._by_threads(parts, limit, steps))] if parts else []
+        by_thread = self._by_threads(parts, limit, steps) if parts else []
+        batches = [reduce(QueryBatch.absorb, own) for own in zip(*by_thread)]
         hits = pack_hits([batch.finish() for batch in batches], [len(part) for part in parts], len(queries_QD), k)
-        rescored_Q = (
-            np.concatenate([batch.rescored_Q for batch in batches]) if batches else _zero_counts(len(queries_QD))
-        )
+        no_counts = [np.zeros(len(queries_QD), np.int64)]
+        rescored_Q = np.concatenate([batch.rescored_Q for batch in batches] or no_counts)
         return CountedHits(hits, rescored_Q)
 
     def _score_few(self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_]) -> CountedHits | None:
@@ -230,7 +241,7 @@ class Scan(Generic[Array, Queries]):
 
     def _by_threads(
         self, parts: Sequence[FloatArray], limit: int, steps: Sequence[StepPart]
-    ) -> "list[list[QueryBatch[Array, Queries]]]":
+    ) -> "list[list[QueryBatch]]":
         """Scan with several threads; each returns its batches, one for each part of the queries.
 
         A free thread takes the next step, so a late thread delays no other.
@@ -248,9 +259,7 @@ class Scan(Generic[Array, Queries]):
             wait(running)
         return [own, *(other.result() for other in running)]
 
-    def _scan(
-        self, parts: Sequence[FloatArray], limit: int, queue: deque[StepPart]
-    ) -> "list[QueryBatch[Array, Queries]]":
+    def _scan(self, parts: Sequence[FloatArray], limit: int, queue: deque[StepPart]) -> "list[QueryBatch]":
         """Scan the steps that this thread takes from `queue`, in ascending order, for each part."""
         batches = [QueryBatch(self, part, limit) for part in parts]
         for part in _pop_parts(queue):
@@ -288,7 +297,7 @@ class Scan(Generic[Array, Queries]):
         parts = [Pairs(pairs.query_M[low:high], pairs.row_M[low:high]) for low, high in pairwise(edges)]
         return list(_pool().map(lambda part: self.table.rescore(queries_QD, part), parts))
 
-    def _gather(self, number: int, vectors_M: IntArray) -> tuple[Array, Array | None]:
+    def _gather(self, number: int, vectors_M: IntArray) -> tuple[Any, Any]:
         """Copy some vectors of a step, or their codes with scales, to the kernel's device."""
         if self.resident:
             resident: tuple[Any, Any] = self.resident[number]
@@ -299,7 +308,7 @@ class Scan(Generic[Array, Queries]):
             return self._put(step._replace(vectors_ND=step.vectors_ND[vectors_M]))
         return self._put(step._replace(codes=step.codes.rows(vectors_M)))
 
-    def _put(self, step: Step) -> tuple[Array, Array | None]:
+    def _put(self, step: Step) -> tuple[Any, Any]:
         if step.codes is None:
             return self.kernel.put(step.vectors_ND), None
         return self.kernel.put(step.codes.codes_ND), self.kernel.put(step.codes.scale_N[:, None])
@@ -331,17 +340,17 @@ class Scan(Generic[Array, Queries]):
         return norm * (1 + terms / (1 - terms)) + self.table.dimension**0.5 * 2.0**-62
 
 
-class QueryBatch(Generic[Array, Queries]):
+class QueryBatch:
     """Lower bounds and candidates of some queries, over the steps scanned so far."""
 
-    def __init__(self, scan: Scan[Array, Queries], queries_QD: FloatArray, limit: int) -> None:
+    def __init__(self, scan: Scan, queries_QD: FloatArray, limit: int) -> None:
         self.parent, self.queries_QD, self.limit = scan, queries_QD, limit
         self.norm_Q = np.linalg.norm(queries_QD.astype(np.float64), axis=1) * (1 + 2.0**-40)
-        self.queries: Queries = scan.kernel.prepare(queries_QD, limit, scan.has_codes)
+        self.queries = scan.kernel.prepare(queries_QD, limit, scan.has_codes)
         self.pending: list[ScoredPairs] = []  # with upper bounds as scores
         self.num_pending = 0
         self.exact: list[ScoredPairs] = []
-        self.rescored_Q = _zero_counts(len(queries_QD))
+        self.rescored_Q = np.zeros(len(queries_QD), np.int64)
         self.errors: dict[tuple[float, float, bool], FloatArray] = {}
         self.max_pending = scan.candidates_at_once + 4 * limit * len(queries_QD)
         self.num_seen = 0
@@ -370,7 +379,7 @@ class QueryBatch(Generic[Array, Queries]):
             self._prune_pending()
         if self.num_pending <= max_pending:
             return True
-        kernel.set_lower_bounds(self.queries, -np.sort(-previous_QK, axis=1))
+        kernel.set_lower_bounds(self.queries, previous_QK)
         pending = self.pending[0]
         self.pending = [pending.take(np.flatnonzero(pending.row_M < part.step.row_P[0]))]
         self.num_pending = len(self.pending[0].row_M)
@@ -409,7 +418,7 @@ class QueryBatch(Generic[Array, Queries]):
         error_Q += (self.norm_Q * residual + rounding_Q * norm) * (1 + 2.0**-20)
         return error_Q.astype(np.float32)
 
-    def absorb(self, other: "QueryBatch[Array, Queries]") -> None:
+    def absorb(self, other: "QueryBatch") -> "QueryBatch":
         """Merge the results of other steps for the same queries."""
         kernel = self.parent.kernel
         low_QK = np.concatenate([kernel.lower_bounds(self.queries), kernel.lower_bounds(other.queries)], axis=1)
@@ -417,6 +426,7 @@ class QueryBatch(Generic[Array, Queries]):
         self.pending += other.pending
         self.exact += other.exact
         self.rescored_Q += other.rescored_Q
+        return self
 
     def finish(self) -> ScoredPairs:
         self._prune_pending()
@@ -427,7 +437,7 @@ class QueryBatch(Generic[Array, Queries]):
         if not self.pending:
             return
         pending = join_pairs(self.pending)
-        kth_Q = self.parent.kernel.kth_bounds(self.queries)
+        kth_Q = self.parent.kernel.lower_bounds(self.queries).min(axis=1)
         self.pending = [pending.take(np.flatnonzero(pending.score_M >= kth_Q[pending.query_M]))]
         self.num_pending = len(self.pending[0].row_M)
 
@@ -456,11 +466,9 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # a fork does not copy th
 
 def _pop_parts(queue: deque[StepPart]) -> Iterator[StepPart]:
     """Yield parts from the left until the queue is empty."""
-    while True:
-        try:
+    with suppress(IndexError):
+        while True:
             yield queue.popleft()
-        except IndexError:
-            return
 
 
 def _codes_of_blocks(blocks: Sequence[EmbeddingBlock], codes: Sequence[Codes]) -> list[Codes]:
@@ -474,35 +482,21 @@ def _codes_of_blocks(blocks: Sequence[EmbeddingBlock], codes: Sequence[Codes]) -
     return [own for block, own in zip(blocks, codes) if len(block.ids)]
 
 
-def _zero_counts(num_queries: int) -> IntArray:
-    return np.zeros(num_queries, np.int64)
-
-
 def _round_up(value: float) -> float:
     """Round up to six bits, so that most steps of a shard share a bound and an error."""
     mantissa, exponent = math.frexp(value)
     return math.ldexp(math.ceil(mantissa * 64) / 64, exponent)
 
 
-def _join(batches: "Sequence[QueryBatch[Array, Queries]]") -> "QueryBatch[Array, Queries]":
-    first, *others = batches
-    for other in others:
-        first.absorb(other)
-    return first
-
-
 def pack_hits(scores: Sequence[ScoredPairs], sizes: Sequence[int], num_queries: int, k: int) -> ShardHits:
     """Build hits from best-first pairs of consecutive batches of queries, the (k + 1)-th as the frontier."""
-    rows_QK = np.full((num_queries, k), -1, np.int64)
-    scores_QK = np.full((num_queries, k), -np.inf, np.float32)
-    views_QK = np.full((num_queries, k), -1, np.int16)
-    frontier_Q = np.full(num_queries, -np.inf, np.float32)
+    hits = no_hits(num_queries, k)
     first = 0
     for part, size in zip(scores, sizes):
         rank_M, query_M = ranks(part.query_M), part.query_M + first
         top, out = rank_M < k, rank_M == k
         at = (query_M[top], rank_M[top])
-        rows_QK[at], scores_QK[at], views_QK[at] = part.row_M[top], part.score_M[top], part.view_M[top]
-        frontier_Q[query_M[out]] = part.score_M[out]
+        hits.rows_QK[at], hits.scores_QK[at], hits.views_QK[at] = part.row_M[top], part.score_M[top], part.view_M[top]
+        hits.frontier_Q[query_M[out]] = part.score_M[out]
         first += size
-    return ShardHits(rows_QK, scores_QK, views_QK, frontier_Q)
+    return hits
