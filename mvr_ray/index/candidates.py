@@ -17,8 +17,10 @@ Shapes: Q queries, F vectors fetched per query, M candidates, N vectors, L label
 """
 
 import math
-from abc import ABC, abstractmethod
+import re
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +31,8 @@ from mvr_ray.core.searching.engines import make_kernel
 from mvr_ray.core.searching.exact import BlockTable, Pairs, best_first, check_k, check_queries, distinct
 from mvr_ray.core.searching.scan import Scan, pack_hits
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, ShardHits
+from mvr_ray.index.base import ShardIndex
+from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray
 
 VECTORS_AT_ONCE = 16384
 LABELS_FILE = "labels.npy"
@@ -42,10 +45,9 @@ SCAN_VECTORS = 100
 (`benchmarks/approximate.py`). Where a filter passes fewer for each one to fetch, they are scanned."""
 
 
-class ApproximateIndex(ABC):
+class ApproximateIndex(ShardIndex):
     """An index over vector numbers 0 .. N - 1 in block order. Subclasses find the nearest vectors."""
 
-    kind = ""
     exact = False
     first_fetch = 6
     """Vectors of the first fetch for each of the k passages."""
@@ -56,16 +58,15 @@ class ApproximateIndex(ABC):
 
     def __init__(self, blocks: Sequence[EmbeddingBlock], folder: Path, *, threads: int | None = None) -> None:
         """`folder` holds the index file, and after an update the vector numbers of its labels."""
-        self.scan = Scan(blocks, make_kernel(threads=threads))
-        table = self.scan.table
-        self.num_passages, self.num_vectors, self.dimension = table.num_passages, table.num_vectors, table.dimension
-        counts = [np.diff(block.row_ptr) for block in table.blocks]
+        super().__init__(Scan(blocks, make_kernel(threads=threads)))
+        counts = [np.diff(block.row_ptr) for block in self.scan.table.blocks]
         self.ends = np.cumsum(np.concatenate(counts)) if counts else np.zeros(0, np.int64)
         self.number_L = read_labels(folder)
-        if self.number_L is not None and int((self.number_L >= 0).sum()) != self.num_vectors:
+        num_numbers = self.num_vectors if self.number_L is None else int((self.number_L >= 0).sum())
+        if num_numbers != self.num_vectors:
             raise ShardIndexError(
-                f"{folder / LABELS_FILE} has {int((self.number_L >= 0).sum())} vectors, the embeddings are "
-                f"{self.num_vectors}; build the index again"
+                f"{folder / LABELS_FILE} has {num_numbers} vectors, the embeddings are {self.num_vectors}; build the "
+                f"index again"
             )
         self.num_labels = self.num_vectors if self.number_L is None else len(self.number_L)
 
@@ -85,14 +86,11 @@ class ApproximateIndex(ABC):
         """Return the most labels that `nearest` can fetch."""
         return self.num_vectors
 
-    def search(self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None) -> ShardHits:
-        """Find k distinct passages, or all there are, by exact score. `frontier_Q` is +inf: passages may be missing."""
-        return self.search_with_counts(queries_QD, k, mask_P).hits
-
     def search_with_counts(
         self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None
     ) -> CountedHits:
-        """Search, and count the candidates that were scored exactly."""
+        """Find k distinct passages, or all there are, by exact score, and count the candidates that were scored
+        exactly. `frontier_Q` is +inf: passages may be missing."""
         queries_QD = check_queries(queries_QD, self.dimension)
         num_scorable = self.scan.table.num_scorable
         num_passing = num_scorable if mask_P is None else len(self.scan.table.rows_of(mask_P))
@@ -162,8 +160,29 @@ def float32_vectors(blocks: Sequence[EmbeddingBlock]) -> Iterator[NDArray[np.flo
         first_row += len(block.ids)
 
 
+@contextmanager
+def translate_library_errors(failure: str, advice: str = "") -> Iterator[None]:
+    """Convert an error of Faiss or hnswlib to ShardIndexError, without a location in their sources."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = re.sub(r"^.*\.\w+:\d+: (Error: )?", "", str(error).strip(), flags=re.DOTALL)
+        text = re.sub(r"\s+", " ", text)[-300:]
+        raise ShardIndexError(f"{failure}: {text}{advice}") from error
+
+
 def count_vectors(blocks: Sequence[EmbeddingBlock]) -> int:
     return BlockTable(blocks).num_vectors
+
+
+def take_vectors(blocks: Sequence[EmbeddingBlock], numbers: IntArray) -> FloatArray:
+    """Copy the vectors with these numbers, ascending, as float32."""
+    parts, first = [], 0
+    for vectors_ND in float32_vectors(blocks):
+        low, high = np.searchsorted(numbers, [first, first + len(vectors_ND)])
+        parts.append(vectors_ND[numbers[low:high] - first])
+        first += len(vectors_ND)
+    return np.concatenate(parts)
 
 
 class LabelUpdate(NamedTuple):
@@ -176,15 +195,6 @@ class LabelUpdate(NamedTuple):
     def write(self, folder: Path) -> list[str]:
         np.save(folder / LABELS_FILE, self.number_L, allow_pickle=False)
         return [LABELS_FILE]
-
-    def new_vectors(self, blocks: Sequence[EmbeddingBlock]) -> FloatArray:
-        """Copy the vectors to add, as float32."""
-        numbers, first, parts = self.number_L[self.first_new :], 0, []
-        for vectors_ND in float32_vectors(blocks):
-            low, high = np.searchsorted(numbers, [first, first + len(vectors_ND)])
-            parts.append(vectors_ND[numbers[low:high] - first])
-            first += len(vectors_ND)
-        return np.concatenate(parts)
 
 
 def read_labels(folder: Path) -> NDArray[np.int32] | None:
