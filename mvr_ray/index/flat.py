@@ -121,7 +121,7 @@ class FlatIndex(ShardIndex):
         is_faster = codes is not None and is_half and getattr(kernel, "halves_are_faster", False)
         self._vector_scan = self.scan.of_vectors() if is_faster else None
         self._small_batch = make_small_batch_kernel(engine, device, threads)
-        self._small_batch_scan = Scan(blocks, self._small_batch.kernel, codes=codes) if self._small_batch else None
+        self._small_batch_scan = Scan(blocks, self._small_batch, codes=codes) if self._small_batch else None
 
     def search_with_counts(
         self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None

@@ -43,7 +43,7 @@ from mvr_ray.core.encoding.snippets import (
     snippet_spans,
 )
 from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel, parameter_groups, translate_load_errors
-from mvr_ray.core.encoding.tower import Tower
+from mvr_ray.core.encoding.tower import Tower, without_surrogates
 from mvr_ray.core.encoding.unpadded_cpu import Means, supports_unpadded_cpu
 from mvr_ray.core.encoding.views import MODEL_SETTINGS, EncoderSpec, Layout, TextTokens, TokenizedPassage
 from mvr_ray.errors import EncoderError
@@ -289,11 +289,6 @@ class DualEncoder(StoredModel):
         real_PT = pad(self.passage_tower, batch).real_PT
         return self._token_states(self.passage_tower, self.precision, batch), real_PT
 
-    def attentions(self, batch: Sequence[TokenizedPassage]) -> Sequence[Tensor]:
-        """Compute attention weights of each layer over a batch, [P, heads, T, T] (`attention.view_attention`)."""
-        tokens = pad(self.passage_tower, batch)
-        return self.passage_tower.attentions(tokens.ids_PT, tokens.positions_PT, tokens.real_PT)
-
     def mean_pool_queries(self, texts: Sequence[str]) -> Tensor:
         """Average all states of `[CLS] question [SEP]`, through the heads: targets_QD of a warm start.
 
@@ -502,7 +497,6 @@ def _check_strategy(spec: EncoderSpec, tower: Tower) -> None:
 
 
 def _tokens(tower: Tower, texts: Sequence[str]) -> list[TextTokens]:
-    # The tokenizer rejects half a surrogate pair; a question mark replaces it, so offsets stay the same.
-    clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+    clean = [without_surrogates(text) for text in texts]
     encodings = tower.tokenizer.backend_tokenizer.encode_batch(clean, add_special_tokens=False)
     return [TextTokens(encoding.ids, [end for _, end in encoding.offsets]) for encoding in encodings]

@@ -51,14 +51,7 @@ class CrossEncoder(TaskModel):
     error_type: ClassVar = CrossEncoderError
     factory: ClassVar = "AutoModelForSequenceClassification"
     default_spec: ClassVar = PairSpec()
-
-    def __init__(self, weights: LoadedModel, spec: PairSpec | None, name: str) -> None:
-        super().__init__(weights, spec, name)
-        if self.spec.max_tokens > self.positions:
-            raise CrossEncoderError(
-                f"max_tokens is {self.spec.max_tokens}, but cross-encoder {name} has {self.positions} positions; lower "
-                f"mine.max_pair_tokens to {self.positions} or less"
-            )
+    length_setting: ClassVar[str] = "mine.max_pair_tokens"
 
     @classmethod
     def open_model(cls, folder: str) -> LoadedModel:

@@ -82,11 +82,7 @@ def hybrid_search(
                 candidates.add_rows(open_places)
                 bound_P[candidates.is_candidate_P] = -np.inf
                 frontier = bound_P.max(initial=-np.inf)
-            rows_K, scores_K, views_K, next_score = candidates.best(k)
-            hits.rows_QK[query, : len(rows_K)] = rows_K
-            hits.scores_QK[query, : len(rows_K)] = scores_K
-            hits.views_QK[query, : len(rows_K)] = views_K
-            hits.frontier_Q[query] = max(frontier, next_score)
+            candidates.write_best(hits, frontier)
             rescored_Q[query] += candidates.num_rescored
         queries, depth = np.array(deeper_queries, np.int64), min(DEPTH_FACTOR * depth, len(rows_P))
     return CountedHits(hits, rescored_Q)
@@ -142,13 +138,14 @@ class _Candidates:
         scores = self.score_P[self.is_candidate_P]
         return float(np.partition(scores, len(scores) - k)[len(scores) - k]) if len(scores) >= k else -np.inf
 
-    def best(self, k: int) -> tuple[IntArray, FloatArray, IntArray, float]:
-        """Return rows, scores and views of the best k, score descending, then row ascending; and the next score."""
-        places = np.flatnonzero(self.is_candidate_P)
+    def write_best(self, hits: ShardHits, frontier: float) -> None:
+        """Write the best k, score descending, then row ascending; the next score may raise the frontier."""
+        places, k = np.flatnonzero(self.is_candidate_P), hits.rows_QK.shape[1]
         order = places[np.argsort(-self.score_P[places], kind="stable")]
-        next_score = float(self.score_P[order[k]]) if len(order) > k else -np.inf
-        best = order[:k]
-        return self.rows_P[best], self.score_P[best], self.view_P[best], next_score
+        own = self.query, slice(len(order[:k]))
+        for column, values_P in zip(hits, (self.rows_P, self.score_P, self.view_P)):
+            column[own] = values_P[order[:k]]
+        hits.frontier_Q[self.query] = max(frontier, float(self.score_P[order[k]]) if len(order) > k else -np.inf)
 
     def _add(self, places: IntArray, dense_C: FloatArray, view_C: IntArray) -> None:
         self.is_candidate_P[places] = True

@@ -272,6 +272,9 @@ class Avx2Kernel(CompiledKernel):
     """Multiplies a few queries by the loops of `scan.c` for AVX2. Raises RuntimeError where `library_avx2` is None."""
 
     gather_share = 0.0
+    max_queries, max_share = 8, 1.0
+    """Number of queries, and share of the passages that pass a filter, up to which it is the fastest; 1: also without a
+    filter."""
 
     def __init__(self, threads: int | None = None) -> None:
         super().__init__(library_avx2(), "AVX2", threads)

@@ -25,13 +25,12 @@
 #include <unistd.h>
 #endif
 
-#define FAST __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c")))
-#define INLINE static inline __attribute__((always_inline))
-#define SHORT __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c,avx512bf16")))
-#define TILES \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c,avx512bf16," \
-                          "amx-tile,amx-bf16,amx-int8")))
+#define AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c"
+#define FAST __attribute__((target(AVX512)))
+#define SHORT __attribute__((target(AVX512 ",avx512bf16")))
+#define TILES __attribute__((target(AVX512 ",avx512bf16,amx-tile,amx-bf16,amx-int8")))
 #define AVX2 __attribute__((target("avx2,fma,f16c")))
+#define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 #define ROWS 8
 #define LANES 16
@@ -45,18 +44,22 @@
 
 enum { FLOAT32, FLOAT16, INT8 };
 
+/* Calls a macro with the kind as a constant, or with the number of registers for the queries left in a panel. */
+#define BY_KIND(kind, CALL) ((kind) == FLOAT32 ? CALL(FLOAT32) : (kind) == FLOAT16 ? CALL(FLOAT16) : CALL(INT8))
+#define BY_WIDTH(left, CALL) ((left) > 2 * LANES ? CALL(3) : (left) > LANES ? CALL(2) : CALL(1))
+#define HAS(feature) __builtin_cpu_supports(feature)
+
+INLINE int size_of(int kind) { return kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1; }
+
 int mvr_supported(void) {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
+    return HAS("avx512f") && HAS("avx512bw") && HAS("avx512dq") && HAS("avx512vl") && HAS("avx512vnni") && HAS("fma");
 }
 
+/* Whether the processor supports the functions for AVX2. */
+int mvr_supported_avx2(void) { return HAS("avx2") && HAS("fma") && HAS("f16c"); }
+
 /* Whether vector registers multiply bfloat16. */
-int mvr_short(void) {
-    __builtin_cpu_init();
-    return mvr_supported() && __builtin_cpu_supports("avx512bf16");
-}
+int mvr_short(void) { return mvr_supported() && HAS("avx512bf16"); }
 
 /* Whether matrix tiles may be used: the processor has them, and Linux grants this process their state. */
 int mvr_tiles(void) {
@@ -72,10 +75,7 @@ int mvr_tiles(void) {
 }
 
 /* Whether one stream is read faster than eight, as on AMD processors (`benchmarks/notes.md`). */
-static int mvr_in_order(void) {
-    __builtin_cpu_init();
-    return __builtin_cpu_is("amd");
-}
+static int mvr_in_order(void) { return __builtin_cpu_is("amd"); }
 
 /* Writes `count` values, from number `start` on, to `to` in float32. */
 AVX2 static const float *to_floats(int kind, const void *from, int64_t start, int64_t count, float *to) {
@@ -177,17 +177,11 @@ FAST INLINE void float_panel(Search *s, const float *tile_RD, const float *panel
 /* Panels of 48 queries, the last of 16, 32 or 48: [panel][D][queries of the panel]. */
 FAST static void float_tile(Search *s, const float *tile_RD, const float *panels, int dimension, unsigned ends,
                             int64_t passage, float *best_Q) {
-    for (int first = 0; first < s->num_queries;) {
-        int left = s->num_queries - first;
+    for (int first = 0; first < s->num_queries; first += 3 * LANES) {
         const float *panel = panels + (int64_t)first * dimension;
-        float *best = best_Q + first;
-        if (left > 2 * LANES) {
-            float_panel(s, tile_RD, panel, dimension, 3, ends, passage, first, best), first += 3 * LANES;
-        } else if (left > LANES) {
-            float_panel(s, tile_RD, panel, dimension, 2, ends, passage, first, best), first += 2 * LANES;
-        } else {
-            float_panel(s, tile_RD, panel, dimension, 1, ends, passage, first, best), first += LANES;
-        }
+#define PANEL(width) float_panel(s, tile_RD, panel, dimension, width, ends, passage, first, best_Q + first)
+        BY_WIDTH(s->num_queries - first, PANEL);
+#undef PANEL
     }
 }
 
@@ -232,7 +226,7 @@ FAST INLINE __m512 load_row(int kind, const char *rows, int64_t at, __mmask16 re
 SHORT INLINE int split(const int kind, const int both, const int prefetch_next, const char *rows, int count,
                        int dimension, int first, int chunks, int64_t apart, int64_t stride, int64_t step,
                        uint16_t *high, uint16_t *low) {
-    const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1, whole = dimension / 32 - first;
+    const int size = size_of(kind), whole = dimension / 32 - first;
     __m512 most = _mm512_setzero_ps();
     for (int r = 0; r < count; r++) {
         const int64_t start = (int64_t)r * dimension + first * 32;
@@ -262,12 +256,16 @@ SHORT INLINE int split(const int kind, const int both, const int prefetch_next, 
 SHORT static int split_tiles(int kind, const char *rows, int count, int dimension, int first, int chunks,
                              uint16_t *high, uint16_t *low) {
     const int64_t apart = (int64_t)chunks * TILE;
-    if (kind == FLOAT32 && low)
-        return split(FLOAT32, 1, 1, rows, count, dimension, first, chunks, apart, 32, TILE, high, low);
-    if (kind == FLOAT32) return split(FLOAT32, 0, 1, rows, count, dimension, first, chunks, apart, 32, TILE, high, low);
-    if (low) return split(FLOAT16, 1, 1, rows, count, dimension, first, chunks, apart, 32, TILE, high, low);
-    return split(FLOAT16, 0, 1, rows, count, dimension, first, chunks, apart, 32, TILE, high, low);
+#define SPLIT(kind, both) split(kind, both, 1, rows, count, dimension, first, chunks, apart, 32, TILE, high, low)
+    if (low) return kind == FLOAT32 ? SPLIT(FLOAT32, 1) : SPLIT(FLOAT16, 1);
+    return kind == FLOAT32 ? SPLIT(FLOAT32, 0) : SPLIT(FLOAT16, 0);
+#undef SPLIT
 }
+
+#define ZERO_TILES { _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3); }
+#define LOAD_ROWS(from) { _tile_loadd(4, (from) + upper, 64); _tile_loadd(5, (from) + lower, 64); }
+#define MULTIPLY_FIRST { _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(2, 5, 6); }
+#define MULTIPLY_SECOND { _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(3, 5, 7); }
 
 /* Adds to the scores of a block with one or two panels of 16 queries, [panel][32 rows][16 queries], the products of a
    slice of dimensions. Panels: [D / 32][high, low][16 pairs of D][16 queries][2], `apart` from each other; coarse ones
@@ -283,10 +281,7 @@ TILES INLINE void tile_products(const uint16_t *high, const uint16_t *low, const
             _tile_loadd(3, score + 768, 64);
         }
     } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        ZERO_TILES;
     }
     for (int c = 0; c < chunks; c++) {
         const int64_t upper = (int64_t)c * TILE, lower = (int64_t)(chunks + c) * TILE;
@@ -294,33 +289,17 @@ TILES INLINE void tile_products(const uint16_t *high, const uint16_t *low, const
         _tile_loadd(6, query, 64);
         if (two) _tile_loadd(7, next, 64);
         if (fine) {
-            _tile_loadd(4, low + upper, 64);
-            _tile_loadd(5, low + lower, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(2, 5, 6);
-            if (two) {
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_dpbf16ps(3, 5, 7);
-            }
+            LOAD_ROWS(low);
+            MULTIPLY_FIRST;
+            if (two) MULTIPLY_SECOND;
         }
-        _tile_loadd(4, high + upper, 64);
-        _tile_loadd(5, high + lower, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(2, 5, 6);
+        LOAD_ROWS(high);
+        MULTIPLY_FIRST;
         if (fine) _tile_loadd(6, query + TILE, 64);
-        if (two) {
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(3, 5, 7);
-            if (fine) _tile_loadd(7, next + TILE, 64);
-        }
-        if (fine) {
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(2, 5, 6);
-            if (two) {
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-        }
+        if (two) MULTIPLY_SECOND;
+        if (fine && two) _tile_loadd(7, next + TILE, 64);
+        if (fine) MULTIPLY_FIRST;
+        if (fine && two) MULTIPLY_SECOND;
     }
     _tile_stored(0, score, 64);
     _tile_stored(2, score + 256, 64);
@@ -362,16 +341,13 @@ TILES INLINE int float_block(Search *s, int kind, const char *rows, int count, i
     return 1;
 }
 
-TILES static int fine_block(Search *s, int kind, const char *rows, int count, int dimension, const uint16_t *panels,
-                            uint16_t *high, uint16_t *low, float *score, unsigned ends, int64_t passage,
-                            float *best_Q) {
-    return float_block(s, kind, rows, count, dimension, panels, 1, high, low, score, ends, passage, best_Q);
-}
-
-TILES static int coarse_block(Search *s, int kind, const char *rows, int count, int dimension, const uint16_t *panels,
-                              uint16_t *high, uint16_t *low, float *score, unsigned ends, int64_t passage,
-                              float *best_Q) {
-    return float_block(s, kind, rows, count, dimension, panels, 0, high, low, score, ends, passage, best_Q);
+TILES static int coarse_or_fine_block(Search *s, int kind, const char *rows, int count, int dimension,
+                                      const Queries *queries, uint16_t *high, uint16_t *low, float *score,
+                                      unsigned ends, int64_t passage, float *best_Q) {
+#define BLOCK_OF(panels, fine) \
+    float_block(s, kind, rows, count, dimension, panels, fine, high, low, score, ends, passage, best_Q)
+    return queries->coarse ? BLOCK_OF(queries->coarse, 0) : BLOCK_OF(queries->tiles, 1);
+#undef BLOCK_OF
 }
 
 /* Prefetches memory from `next` on, `step` bytes for each dimension, between the products. */
@@ -398,20 +374,18 @@ SHORT INLINE void short_panel(Search *s, const uint16_t *tile_RD, const float *s
     }
 }
 
-/* The same as `coarse_block` without matrix tiles; codes are integers that bfloat16 represents exactly. Panels of 48
+/* The same for coarse products without matrix tiles; codes are integers that bfloat16 represents exactly. Panels of 48
    queries, the last of 16, 32 or 48: [panel][D / 2][queries of the panel][2], D up to a multiple of 32. `high` holds a
    block of such rows. */
 SHORT static int short_block(Search *s, int kind, const char *rows, const float *scale_N, int count, int dimension,
                              const uint16_t *panels, uint16_t *high, unsigned ends, int64_t passage, float *best_Q) {
     const int chunks = (dimension + 31) / 32, width = chunks * 32;
-    const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1;
+    const int size = size_of(kind);
     const int64_t apart = (int64_t)16 * width;
-    if (!(kind == FLOAT32   ? split(FLOAT32, 0, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)
-          : kind == FLOAT16 ? split(FLOAT16, 0, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)
-                            : split(INT8, 0, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)))
-        return 0;
+#define SPLIT(kind) split(kind, 0, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)
+    if (!BY_KIND(kind, SPLIT)) return 0;
+#undef SPLIT
     for (int first = 0; first < s->num_queries; first += 3 * LANES) {
-        const int left = s->num_queries - first;
         const uint16_t *panel = panels + (int64_t)first * width;
         float *best = best_Q + first;
         int64_t at = passage;
@@ -421,12 +395,9 @@ SHORT static int short_block(Search *s, int kind, const char *rows, const float 
             const float *scale_R = kind == INT8 ? scale_N + r : NULL;
             const char *next = first ? (const char *)tile_RD : rows + (int64_t)(BLOCK + r) * dimension * size;
             const int step = first ? 0 : ROWS * size;
-            if (left > 2 * LANES)
-                short_panel(s, tile_RD, scale_R, panel, width, 3, next, step, own, at, first, best);
-            else if (left > LANES)
-                short_panel(s, tile_RD, scale_R, panel, width, 2, next, step, own, at, first, best);
-            else
-                short_panel(s, tile_RD, scale_R, panel, width, 1, next, step, own, at, first, best);
+#define PANEL(wide) short_panel(s, tile_RD, scale_R, panel, width, wide, next, step, own, at, first, best)
+            BY_WIDTH(s->num_queries - first, PANEL);
+#undef PANEL
             at += __builtin_popcount(own);
         }
     }
@@ -441,10 +412,7 @@ TILES static void code_block(Search *s, const int8_t *rows, int64_t stride, int 
     for (int first = 0; first < s->num_queries; first += LANES) {
         const int8_t *panel = panels + (int64_t)first * width * 2;
         __asm__ volatile("" ::: "memory");
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        ZERO_TILES;
         for (int d = 0; d < width; d += 64) {
             const int8_t *query = panel + (int64_t)d * 2 * LANES;
             _tile_loadd(4, rows + d, stride);
@@ -473,14 +441,11 @@ TILES static void code_block(Search *s, const int8_t *rows, int64_t stride, int 
     }
 }
 
-/* A constant, since the compiler assumes that only its first bytes are read. */
-static const struct {
-    uint8_t palette, start, none[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-} TILE_SHAPES = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+/* Palette 1, and for each of eight tiles 64 bytes a row, and 16 rows. A constant, since the compiler assumes that only its
+   first bytes are read. */
+static const uint16_t TILE_SHAPES[32] = {1, [8 ... 15] = 64, [24 ... 27] = 16 << 8 | 16};
 
-TILES static void open_tiles(void) { _tile_loadconfig(&TILE_SHAPES); }
+TILES static void open_tiles(void) { _tile_loadconfig(TILE_SHAPES); }
 
 TILES static void close_tiles(void) { _tile_release(); }
 
@@ -523,7 +488,7 @@ typedef struct {
 /* False where rows differ in alignment to cache lines, or numbers are not aligned to their size. */
 FAST static int align_query(int kind, const char *rows, const Queries *queries, int dimension, int width, char *space,
                             AlignedQuery *aligned) {
-    const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1, lanes = kind == INT8 ? 64 : LANES;
+    const int size = size_of(kind), lanes = kind == INT8 ? 64 : LANES;
     if (dimension < 64 || dimension % lanes || (uintptr_t)rows % size) return 0;
     aligned->skew = (int)((uintptr_t)rows % (lanes * size)) / size;
     if (kind != INT8) {
@@ -684,7 +649,7 @@ FAST INLINE void reduce_one(Search *s, __m256 score, int rows, unsigned ends, in
    scores a query, two blocks of rows in float32 (D up to a multiple of 64), and the slices of a block. */
 FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const int64_t *count_P, int64_t first,
                       int64_t passages, int dimension, const Queries *queries, int ahead, Search *s, void *space) {
-    const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1, width = (dimension + 63) / 64 * 64;
+    const int size = size_of(kind), width = (dimension + 63) / 64 * 64;
     const int single = s->num_queries == 1 && (kind != INT8 || dimension <= 8192); /* sums of codes may overflow */
     const int padded = (s->num_queries + LANES - 1) / LANES * LANES;
     const int use_tiles = !single && queries->tiles, use_bf16 = !single && !use_tiles && queries->coarse;
@@ -737,9 +702,7 @@ FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const in
             continue;
         }
         if (use_tiles && kind != INT8 &&
-            (queries->coarse
-                 ? coarse_block(s, kind, part, here, dimension, queries->coarse, high, low, score, ends, before, best_Q)
-                 : fine_block(s, kind, part, here, dimension, queries->tiles, high, low, score, ends, before, best_Q)))
+            coarse_or_fine_block(s, kind, part, here, dimension, queries, high, low, score, ends, before, best_Q))
             continue;
         if (use_bf16 &&
             short_block(s, kind, part, scale_R, here, dimension, queries->coarse, (uint16_t *)wide, ends, before,
@@ -778,7 +741,7 @@ AVX2 INLINE __m256 load_eight(const int kind, const char *at) {
 /* The sum of a row's squares, or of those of its rounding errors in bfloat16 (`errors`); infinite if an error is NaN or
    its value large. D is a multiple of BLOCK. */
 AVX2 INLINE float square(const int kind, const void *row, int errors, int dimension) {
-    const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1;
+    const int size = size_of(kind);
     __m256 sum[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
     Bits large = {0};
     for (int d = 0; d < dimension; d += BLOCK)
@@ -805,10 +768,10 @@ AVX2 float mvr_max_norm(int kind, int errors, const void *rows, const float *sca
     for (int64_t n = 0; n < count; n++) {
         const int64_t at = n * dimension;
         if (dimension < padded) to_floats(kind, rows, at, dimension, space);
-        const float sum = dimension < padded ? square(FLOAT32, space, errors, padded)
-                          : kind == FLOAT32  ? square(FLOAT32, (const float *)rows + at, errors, dimension)
-                          : kind == FLOAT16  ? square(FLOAT16, (const uint16_t *)rows + at, errors, dimension)
-                                             : square(INT8, (const int8_t *)rows + at, 0, dimension);
+        const char *row = (const char *)rows + at * size_of(kind);
+#define SQUARE(kind) square(kind, row, (kind) != INT8 && errors, dimension)
+        const float sum = dimension < padded ? square(FLOAT32, space, errors, padded) : BY_KIND(kind, SQUARE);
+#undef SQUARE
         const float norm = sqrtf(sum) * (kind == INT8 ? scale_N[n] : 1);
         if (norm != norm) return norm;
         most = norm > most ? norm : most;
@@ -816,15 +779,9 @@ AVX2 float mvr_max_norm(int kind, int errors, const void *rows, const float *sca
     return most;
 }
 
-/* Whether the processor supports the functions for AVX2. */
-int mvr_supported_avx2(void) {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-}
-
 /* The inner product of a row with a query. */
 AVX2 INLINE float row_product(const int kind, const char *row, const float *query, int dimension) {
-    const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1, rest = dimension % 8;
+    const int size = size_of(kind), rest = dimension % 8;
     __m256 sum[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
     int d = 0;
     for (; d + 32 <= dimension; d += 32) {
@@ -872,7 +829,7 @@ AVX2 INLINE double code_product(const int8_t *row, const int16_t *query, int dim
 AVX2 INLINE void best_views(const int kind, const char *rows, const float *scale_N, const int64_t *first_P,
                             const int64_t *count_P, int64_t passages, int dimension, const void *queries_QD,
                             const float *unit_Q, int queries, float *best_QP) {
-    const int64_t stride = (int64_t)dimension * (kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1);
+    const int64_t stride = (int64_t)dimension * size_of(kind);
     for (int64_t p = 0; p < passages; p++) {
         const char *row = rows + first_P[p] * stride;
         for (int q = 0; q < queries; q++) {
@@ -898,12 +855,9 @@ AVX2 INLINE void best_views(const int kind, const char *rows, const float *scale
 AVX2 void mvr_best_views(int kind, const char *rows, const float *scale_N, const int64_t *first_P,
                          const int64_t *count_P, int64_t passages, int dimension, const void *queries_QD,
                          const float *unit_Q, int queries, float *best_QP) {
-    if (kind == FLOAT32)
-        best_views(FLOAT32, rows, scale_N, first_P, count_P, passages, dimension, queries_QD, unit_Q, queries, best_QP);
-    else if (kind == FLOAT16)
-        best_views(FLOAT16, rows, scale_N, first_P, count_P, passages, dimension, queries_QD, unit_Q, queries, best_QP);
-    else
-        best_views(INT8, rows, scale_N, first_P, count_P, passages, dimension, queries_QD, unit_Q, queries, best_QP);
+#define BEST_VIEWS(kind) \
+    best_views(kind, rows, scale_N, first_P, count_P, passages, dimension, queries_QD, unit_Q, queries, best_QP)
+    BY_KIND(kind, BEST_VIEWS);
 }
 
 /* The inner product of `exact.py`: products in float64, which are exact, the upper half added to the lower until one is
