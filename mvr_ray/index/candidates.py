@@ -213,26 +213,21 @@ def update_labels(
 
     Passages of `changed_ids`, and those in only one of the two, lose their labels and get new ones.
     """
-    starts = dict(_passage_starts(blocks))
-    unchanged_starts = {name: start for name, start in starts.items() if name not in changed_ids}
+    numbers_of = {name: numbers for name, numbers in _passage_numbers(blocks) if name not in changed_ids}
     number_N = np.full(count_vectors(old_blocks), DELETED, np.int32)
     is_new_N = np.ones(count_vectors(blocks), bool)
-    for block, first in zip(old_blocks, _first_numbers(old_blocks)):
-        low = int(block.row_ptr[0])
-        for name, start, stop in zip(block.ids, block.row_ptr.tolist(), block.row_ptr[1:].tolist()):
-            if (at := unchanged_starts.get(name)) is not None:
-                number_N[first + start - low : first + stop - low] = np.arange(at, at + stop - start)
-                is_new_N[at : at + stop - start] = False
+    for name, old_numbers in _passage_numbers(old_blocks):
+        if (numbers := numbers_of.get(name)) is not None:
+            number_N[old_numbers], is_new_N[numbers] = np.arange(numbers.start, numbers.stop), False
     labels = read_labels(folder)
     old_L = number_N if labels is None else np.where(labels >= 0, number_N[labels], np.int32(DELETED))
     return LabelUpdate(np.concatenate([old_L, np.flatnonzero(is_new_N).astype(np.int32)]), len(old_L))
 
 
-def _first_numbers(blocks: Sequence[EmbeddingBlock]) -> list[int]:
-    return np.cumsum([0, *(int(block.row_ptr[-1] - block.row_ptr[0]) for block in blocks)]).tolist()
-
-
-def _passage_starts(blocks: Sequence[EmbeddingBlock]) -> Iterator[tuple[str, int]]:
-    """Yield each passage id with the number of its first vector."""
-    for block, first in zip(blocks, _first_numbers(blocks)):
-        yield from zip(block.ids, (block.row_ptr[:-1] - block.row_ptr[0] + first).tolist())
+def _passage_numbers(blocks: Sequence[EmbeddingBlock]) -> Iterator[tuple[str, slice]]:
+    """Yield each passage id with its vector numbers."""
+    first = 0
+    for block in blocks:
+        edges = (np.asarray(block.row_ptr) - int(block.row_ptr[0]) + first).tolist()
+        yield from zip(block.ids, map(slice, edges, edges[1:]))
+        first = edges[-1]

@@ -42,7 +42,7 @@ from mvr_ray.core.encoding.snippets import (
     load_punkt,
     snippet_spans,
 )
-from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel, parameter_groups, translate_load_errors
+from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel, translate_load_errors
 from mvr_ray.core.encoding.tower import Tower, without_surrogates
 from mvr_ray.core.encoding.unpadded_cpu import Means, supports_unpadded_cpu
 from mvr_ray.core.encoding.views import MODEL_SETTINGS, EncoderSpec, Layout, TextTokens, TokenizedPassage
@@ -75,6 +75,7 @@ class DualEncoder(StoredModel):
     what: ClassVar[str] = "encoder snapshot"
     description_file: ClassVar[str] = "encoder.json"
     error_type: ClassVar = EncoderError
+    special_group: ClassVar[str] = "viewers"
 
     def __init__(
         self, spec: EncoderSpec, towers: Sequence[Tower], punkt: PunktParams | None, precision: Precision = FP32
@@ -116,10 +117,18 @@ class DualEncoder(StoredModel):
         from mvr_ray.core.encoding.backbones import open_tower  # imports transformers
 
         towers = [open_tower(folder) for _ in range(1 if spec.tied else 2)]
-        spec = complete_spec(spec, towers[0])
+        own_positions = spec.num_views if spec.strategy == "viewers" and spec.viewer_position == "own" else 0
+        longest = min(towers[0].max_tokens, towers[0].num_positions - own_positions)
+        spec = spec.fill(dict(zip(MODEL_SETTINGS, (*towers[0].prompts, longest, longest))))
         for tower in towers:
             if spec.truncate_dim is not None:
-                tower.heads = Heads([*tower.heads, _truncation(spec, tower)])
+                size = tower.vector_size(spec.strategy == "pooling")
+                if not 1 <= spec.truncate_dim <= size:
+                    raise EncoderError(
+                        f"encoder truncate_dim is {spec.truncate_dim}, but the model's vectors have {size} dimensions; "
+                        f"give 1 to {size}"
+                    )
+                tower.heads = Heads([*tower.heads, Truncation(spec.truncate_dim)])
             if spec.has_viewers:
                 tower.add_viewers(spec.num_views, spec.viewer_init, spec.seed)
         encoder = cls(spec, towers, punkt)
@@ -340,10 +349,8 @@ class DualEncoder(StoredModel):
         """Embed one batch as float32, for indexing."""
         return self._start(batch)()
 
-    def parameter_groups(self, lr: float, viewer_lr_factor: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Make AdamW's groups: matrices, vectors (biases and norms, never decayed), and viewers at their own rate."""
-        viewers = ("viewers", lambda name: ".viewers." in name, viewer_lr_factor)
-        return parameter_groups(self.named_parameters(), viewers, lr, weight_decay)
+    def is_special(self, parameter: str) -> bool:
+        return ".viewers." in parameter
 
     def _start(self, batch: Sequence[TokenizedPassage]) -> Callable[[], EmbeddedViews]:
         """Start to embed a batch, and to copy its views to the host; the result waits for them."""
@@ -457,22 +464,6 @@ def _join_whole_view(views_PVD: Tensor, count_PV: Tensor) -> Means:
     sum_PD, count_P = (views_PVD * count_PV[..., None]).sum(1), count_PV.sum(1)
     whole_PD = sum_PD / count_P.clamp(min=1)[:, None]
     return Means(torch.cat([whole_PD[:, None], views_PVD[:, 1:]], 1), torch.cat([count_P[:, None], count_PV[:, 1:]], 1))
-
-
-def complete_spec(spec: EncoderSpec, tower: Tower) -> EncoderSpec:
-    """Replace None in `spec` by the model's own prompts and lengths."""
-    own_positions = spec.num_views if spec.strategy == "viewers" and spec.viewer_position == "own" else 0
-    longest = min(tower.max_tokens, tower.num_positions - own_positions)
-    return spec.fill(dict(zip(MODEL_SETTINGS, (*tower.prompts, longest, longest))))
-
-
-def _truncation(spec: EncoderSpec, tower: Tower) -> Truncation:
-    size, out_size = tower.vector_size(spec.strategy == "pooling"), spec.truncate_dim
-    if out_size is None or not 1 <= out_size <= size:
-        raise EncoderError(
-            f"encoder truncate_dim is {out_size}, but the model's vectors have {size} dimensions; give 1 to {size}"
-        )
-    return Truncation(out_size)
 
 
 def _check_strategy(spec: EncoderSpec, tower: Tower) -> None:

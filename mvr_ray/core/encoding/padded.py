@@ -56,5 +56,5 @@ def mean_states(tokens: PaddedTokens, states_PTD: Tensor, num_views: int) -> Mea
 
 def join_rows(parts: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> Tensor:
     """Concatenate the results of groups of rows, in order of row."""
-    joined = torch.cat(list(parts))
-    return joined[torch.from_numpy(np.argsort(np.concatenate(groups))).to(joined.device)]
+    rows = torch.cat(list(parts))
+    return rows[torch.from_numpy(np.argsort(np.concatenate(groups))).to(rows.device)]

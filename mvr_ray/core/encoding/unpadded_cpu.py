@@ -45,13 +45,6 @@ class Affine(NamedTuple):
         return cls(module.weight.detach().to(dtype), module.bias.detach().to(dtype))
 
 
-class Run(NamedTuple):
-    """A run of `count` texts of one length."""
-
-    length: int
-    count: int
-
-
 class Product:
     """Computes x W' + b, followed by gelu or by an addition. Linear layers of one input are joined."""
 
@@ -80,7 +73,7 @@ class FloatLayer:
         self.down = Product(layer.output.dense, dtype=dtype)
         self.norm, self.last_norm = Affine.of(output.LayerNorm, dtype), Affine.of(layer.output.LayerNorm, dtype)
 
-    def __call__(self, x_ND: Tensor, runs: Sequence[Run]) -> Tensor:
+    def __call__(self, x_ND: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
         own_ND = attention(self.qkv(x_ND), runs, self.heads)
         x_ND = layer_norm(self.out.plus(own_ND, x_ND), self.norm, self.eps)
         return layer_norm(self.down.plus(self.up(x_ND), x_ND), self.last_norm, self.eps)
@@ -121,9 +114,9 @@ class UnpaddedCpuBackbone:
         if types_N is not None:
             x_ND = x_ND + (self.types_D - self.types_D[0])[F.pad(types_N, (0, num_padding))]
         x_ND = layer_norm(x_ND, self.norm, self.eps).to(self.dtype)
-        runs = [Run(length, len(list(own))) for length, own in groupby(lengths)]
-        runs += [Run(FILL_TOKENS, num_padding // FILL_TOKENS), Run(num_padding % FILL_TOKENS, 1)]
-        runs = [run for run in runs if run.length and run.count]
+        runs = [(length, len(list(own))) for length, own in groupby(lengths)]
+        runs += [(FILL_TOKENS, num_padding // FILL_TOKENS), (num_padding % FILL_TOKENS, 1)]
+        runs = [(length, count) for length, count in runs if length and count]
         for layer in self.layers:
             x_ND = layer(x_ND, runs)
         return x_ND[: len(x_ND) - num_padding].float()
@@ -225,8 +218,8 @@ def padding_tokens(num_tokens: int, whole: bool = False) -> int:
     return -num_tokens % (BLOCK_TOKENS if whole and num_tokens < BLOCK_TOKENS else step)
 
 
-def attention(qkv_NE: Tensor, runs: Sequence[Run], heads: int) -> Tensor:
-    """Compute softmax(q k' / sqrt(d)) v of every text and head, [N, D].
+def attention(qkv_NE: Tensor, runs: Sequence[tuple[int, int]], heads: int) -> Tensor:
+    """Compute softmax(q k' / sqrt(d)) v of every text and head, [N, D]. A run is a length, and a number of texts of it.
 
     Keys of two bytes are padded to a multiple of `KEYS_STEP`, and the padding is masked: torch's products of other
     numbers of keys take up to half as long again.

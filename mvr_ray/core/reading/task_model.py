@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from mvr_ray.core.encoding.length_batches import token_batches
-from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel, parameter_groups
+from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel
 from mvr_ray.core.encoding.tower import LoadedModel, digest_of, position_table, save_model
 from mvr_ray.core.encoding.unpadded_cpu import UnpaddedCpuBackbone, over_blocks, supports_unpadded_cpu
 
@@ -30,6 +30,7 @@ class TaskModel(StoredModel):
     """The head's task, in the message about a folder without a head."""
     factory: ClassVar[str]
     """The class of transformers that opens it."""
+    special_group: ClassVar[str] = "head"
     default_spec: ClassVar[Any]
     length_setting: ClassVar[str]
     """The setting of `spec.max_tokens`, in the message about a model with fewer positions."""
@@ -147,7 +148,5 @@ class TaskModel(StoredModel):
         padding_row, num_rows = position_table(self.model)
         return min(int(self.tokenizer.model_max_length), num_rows - padding_row - 1)
 
-    def parameter_groups(self, lr: float, head_lr_factor: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Make AdamW's groups: matrices, vectors (biases and norms, never decayed), and a new head at its own rate."""
-        head = ("head", self.new_weights.__contains__, head_lr_factor)
-        return parameter_groups(self.model.named_parameters(), head, lr, weight_decay)
+    def is_special(self, parameter: str) -> bool:
+        return parameter.removeprefix("model.") in self.new_weights

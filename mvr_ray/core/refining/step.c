@@ -73,23 +73,16 @@ INLINE int64_t next(PartnerIterator *w) {
 }
 
 /* Partner q is `unit_Q[q]` times its integers. */
-typedef struct {
-    const int16_t *whole_QD;
-    const float *unit_Q;
-} Partners;
-
-INLINE void prefetch_next(PartnerIterator *w, const Partners *from, int dimension) {
+INLINE void prefetch_next(PartnerIterator *w, const int16_t *whole_QD, const float *unit_Q, int dimension) {
     const int64_t partner = next(w);
     if (partner < 0) return;
-    const int16_t *row = from->whole_QD + partner * dimension;
+    const int16_t *row = whole_QD + partner * dimension;
     for (int d = 0; d < dimension; d += LINE / (int)sizeof(int16_t)) __builtin_prefetch(row + d);
     __builtin_prefetch(row + dimension - 1);
-    __builtin_prefetch(from->unit_Q + partner);
+    __builtin_prefetch(unit_Q + partner);
 }
 
-INLINE void add(float *sum, const Partners *from, int64_t partner, int dimension) {
-    const int16_t *row = from->whole_QD + partner * dimension;
-    const float unit = from->unit_Q[partner];
+INLINE void add(float *sum, const int16_t *row, const float unit, int dimension) {
     int d = 0;
     for (; d + LANES <= dimension; d += LANES) {
         const WholeLanes whole = __builtin_convertvector(*(const ShortLanes *)(row + d), WholeLanes);
@@ -153,11 +146,10 @@ EACH void mvr_step(int kind, const void *vectors, const int16_t *whole_QD, const
                    float *moved_MD, float *score_M2, float *space) {
     const unsigned state = GET_STATE();
     SET_STATE(PLAIN_STATE);
-    const Partners partners = {whole_QD, unit_Q};
     const int padded = (dimension + LANES - 1) / LANES * LANES;
     float *x = space, *sum[2] = {space + padded, space + 2 * padded};
     PartnerIterator ahead = {labels, row_M, first - 1, last, 0, 0, 1};
-    for (int i = 0; i < AHEAD; i++) prefetch_next(&ahead, &partners, dimension);
+    for (int i = 0; i < AHEAD; i++) prefetch_next(&ahead, whole_QD, unit_Q, dimension);
     for (int64_t m = first; m < last; m++) {
         const int64_t row = row_M[m];
         if (kind == FLOAT16) widen((const uint16_t *)vectors + row * dimension, x, dimension);
@@ -167,8 +159,9 @@ EACH void mvr_step(int kind, const void *vectors, const int16_t *whole_QD, const
             const int64_t stop = number(side->start, side->wide, row + 1);
             memset(sum[sign], 0, dimension * sizeof(float));
             for (int64_t at = number(side->start, side->wide, row); at < stop; at++) {
-                prefetch_next(&ahead, &partners, dimension);
-                add(sum[sign], &partners, number(side->index, side->wide, at), dimension);
+                const int64_t partner = number(side->index, side->wide, at);
+                prefetch_next(&ahead, whole_QD, unit_Q, dimension);
+                add(sum[sign], whole_QD + partner * dimension, unit_Q[partner], dimension);
             }
         }
         const float positive = dot(x, sum[0], padded), total = positive + dot(x, sum[1], padded);

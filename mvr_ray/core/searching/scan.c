@@ -177,9 +177,10 @@ FAST INLINE void float_panel(Search *s, const float *tile_RD, const float *panel
 /* Panels of 48 queries, the last of 16, 32 or 48: [panel][D][queries of the panel]. */
 FAST static void float_tile(Search *s, const float *tile_RD, const float *panels, int dimension, unsigned ends,
                             int64_t passage, float *best_Q) {
-    for (int first = 0; first < s->num_queries; first += 3 * LANES) {
+    for (int first = 0; first < s->num_queries;) {
         const float *panel = panels + (int64_t)first * dimension;
-#define PANEL(width) float_panel(s, tile_RD, panel, dimension, width, ends, passage, first, best_Q + first)
+#define PANEL(width) \
+    (float_panel(s, tile_RD, panel, dimension, width, ends, passage, first, best_Q + first), first += width * LANES)
         BY_WIDTH(s->num_queries - first, PANEL);
 #undef PANEL
     }
@@ -263,6 +264,9 @@ SHORT static int split_tiles(int kind, const char *rows, int count, int dimensio
 }
 
 #define ZERO_TILES { _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3); }
+#define FOR_SCORES(ACCESS) { \
+    ACCESS(0, score, 64); ACCESS(2, score + 256, 64); \
+    if (two) { ACCESS(1, score + 512, 64); ACCESS(3, score + 768, 64); } }
 #define LOAD_ROWS(from) { _tile_loadd(4, (from) + upper, 64); _tile_loadd(5, (from) + lower, 64); }
 #define MULTIPLY_FIRST { _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(2, 5, 6); }
 #define MULTIPLY_SECOND { _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(3, 5, 7); }
@@ -273,16 +277,8 @@ SHORT static int split_tiles(int kind, const char *rows, int count, int dimensio
 TILES INLINE void tile_products(const uint16_t *high, const uint16_t *low, const uint16_t *panel, int64_t apart,
                                 int chunks, const int fine, const int two, int accumulate, float *score) {
     __asm__ volatile("" ::: "memory"); /* the compiler does not see that tiles are loaded from memory */
-    if (accumulate) {
-        _tile_loadd(0, score, 64);
-        _tile_loadd(2, score + 256, 64);
-        if (two) {
-            _tile_loadd(1, score + 512, 64);
-            _tile_loadd(3, score + 768, 64);
-        }
-    } else {
-        ZERO_TILES;
-    }
+    if (accumulate) FOR_SCORES(_tile_loadd)
+    else ZERO_TILES
     for (int c = 0; c < chunks; c++) {
         const int64_t upper = (int64_t)c * TILE, lower = (int64_t)(chunks + c) * TILE;
         const uint16_t *query = panel + (int64_t)c * (1 + fine) * TILE, *next = query + apart;
@@ -301,12 +297,7 @@ TILES INLINE void tile_products(const uint16_t *high, const uint16_t *low, const
         if (fine) MULTIPLY_FIRST;
         if (fine && two) MULTIPLY_SECOND;
     }
-    _tile_stored(0, score, 64);
-    _tile_stored(2, score + 256, 64);
-    if (two) {
-        _tile_stored(1, score + 512, 64);
-        _tile_stored(3, score + 768, 64);
-    }
+    FOR_SCORES(_tile_stored)
 }
 
 /* `score` as above, of one panel. */
@@ -379,8 +370,7 @@ SHORT INLINE void short_panel(Search *s, const uint16_t *tile_RD, const float *s
    block of such rows. */
 SHORT static int short_block(Search *s, int kind, const char *rows, const float *scale_N, int count, int dimension,
                              const uint16_t *panels, uint16_t *high, unsigned ends, int64_t passage, float *best_Q) {
-    const int chunks = (dimension + 31) / 32, width = chunks * 32;
-    const int size = size_of(kind);
+    const int chunks = (dimension + 31) / 32, width = chunks * 32, size = size_of(kind);
     const int64_t apart = (int64_t)16 * width;
 #define SPLIT(kind) split(kind, 0, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)
     if (!BY_KIND(kind, SPLIT)) return 0;
@@ -405,9 +395,8 @@ SHORT static int short_block(Search *s, int kind, const char *rows, const float 
 }
 
 /* The same for codes: products of signed bytes are exact, in the panels of `code_tile`. */
-TILES static void code_block(Search *s, const int8_t *rows, int64_t stride, int width, const float *scale_R,
-                             const int8_t *panels, const float *unit_Q, float *score, unsigned ends, int64_t passage,
-                             float *best_Q) {
+TILES static void code_block(Search *s, const int8_t *rows, int width, const float *scale_R, const int8_t *panels,
+                             const float *unit_Q, float *score, unsigned ends, int64_t passage, float *best_Q) {
     int32_t sum[4 * 256];
     for (int first = 0; first < s->num_queries; first += LANES) {
         const int8_t *panel = panels + (int64_t)first * width * 2;
@@ -415,8 +404,8 @@ TILES static void code_block(Search *s, const int8_t *rows, int64_t stride, int 
         ZERO_TILES;
         for (int d = 0; d < width; d += 64) {
             const int8_t *query = panel + (int64_t)d * 2 * LANES;
-            _tile_loadd(4, rows + d, stride);
-            _tile_loadd(5, rows + 16 * stride + d, stride);
+            _tile_loadd(4, rows + d, width);
+            _tile_loadd(5, rows + (int64_t)16 * width + d, width);
             _tile_loadd(6, query, 128);
             _tile_loadd(7, query + 64, 128);
             _tile_dpbssd(0, 4, 6);
@@ -434,15 +423,14 @@ TILES static void code_block(Search *s, const int8_t *rows, int64_t stride, int 
             const __m512 high = _mm512_cvtepi32_ps(_mm512_loadu_si512(from));
             const __m512 low = _mm512_cvtepi32_ps(_mm512_loadu_si512(from + 256));
             const __m512 both = _mm512_fmadd_ps(high, _mm512_set1_ps(256), low);
-            const __m512 one = _mm512_mul_ps(both, _mm512_mul_ps(unit, _mm512_set1_ps(scale_R[r])));
-            _mm512_storeu_ps(score + r * LANES, one);
+            _mm512_storeu_ps(score + r * LANES, _mm512_mul_ps(both, _mm512_mul_ps(unit, _mm512_set1_ps(scale_R[r]))));
         }
         reduce_block(s, score, ends, passage, first, best_Q + first);
     }
 }
 
-/* Palette 1, and for each of eight tiles 64 bytes a row, and 16 rows. A constant, since the compiler assumes that only its
-   first bytes are read. */
+/* Palette 1, and for each of eight tiles 64 bytes a row, and 16 rows. A constant, since the compiler assumes that only
+   its first bytes are read. */
 static const uint16_t TILE_SHAPES[32] = {1, [8 ... 15] = 64, [24 ... 27] = 16 << 8 | 16};
 
 TILES static void open_tiles(void) { _tile_loadconfig(TILE_SHAPES); }
@@ -485,6 +473,13 @@ typedef struct {
     __m512i bias_high, bias_low;
 } AlignedQuery;
 
+/* Adds the products of 64 codes, made unsigned, with both halves of a query, 64-byte aligned. */
+FAST INLINE void add_codes(__m512i codes, const int8_t *high, const int8_t *low, __m512i *large, __m512i *small) {
+    codes = _mm512_xor_si512(codes, _mm512_set1_epi8(-128));
+    *large = _mm512_dpbusd_epi32(*large, codes, _mm512_load_si512(high));
+    *small = _mm512_dpbusd_epi32(*small, codes, _mm512_load_si512(low));
+}
+
 /* False where rows differ in alignment to cache lines, or numbers are not aligned to their size. */
 FAST static int align_query(int kind, const char *rows, const Queries *queries, int dimension, int width, char *space,
                             AlignedQuery *aligned) {
@@ -496,17 +491,15 @@ FAST static int align_query(int kind, const char *rows, const Queries *queries, 
         memcpy((float *)space + aligned->skew, (const float *)queries->packed + LANES, dimension * sizeof(float));
         return 1;
     }
-    const __m512i to_unsigned = _mm512_set1_epi8(-128);
     const int8_t *halves = queries->packed;
     aligned->high = memset(space, 0, 2 * (dimension + 64));
     aligned->low = aligned->high + dimension + 64;
     memcpy(space + aligned->skew, halves, dimension);
     memcpy(space + dimension + 64 + aligned->skew, halves + width, dimension);
     aligned->bias_high = aligned->bias_low = _mm512_setzero_si512();
-    for (int d = 0; d < dimension + 64; d += 64) {
-        aligned->bias_high = _mm512_dpbusd_epi32(aligned->bias_high, to_unsigned, _mm512_load_si512(aligned->high + d));
-        aligned->bias_low = _mm512_dpbusd_epi32(aligned->bias_low, to_unsigned, _mm512_load_si512(aligned->low + d));
-    }
+    const __m512i zero = _mm512_setzero_si512();
+    for (int d = 0; d < dimension + 64; d += 64)
+        add_codes(zero, aligned->high + d, aligned->low + d, &aligned->bias_high, &aligned->bias_low);
     aligned->bias_high = _mm512_sub_epi32(_mm512_setzero_si512(), aligned->bias_high);
     aligned->bias_low = _mm512_sub_epi32(_mm512_setzero_si512(), aligned->bias_low);
     return 1;
@@ -571,7 +564,6 @@ FAST INLINE __m256 code_rows(const int8_t *tile, const float *scale_R, const int
 /* Rows one after the other; numbers before and after a row are multiplied by zeros. */
 FAST INLINE __m256 code_rows_by_line(const char *part, const float *scale_R, const AlignedQuery *aligned, float unit,
                                      int dimension) {
-    const __m512i flip = _mm512_set1_epi8(-128);
     const __mmask64 first = ~0ull << aligned->skew, last = (1ull << aligned->skew) - 1;
     const char *row = part - aligned->skew;
     __m512 sum[ROWS];
@@ -579,21 +571,13 @@ FAST INLINE __m256 code_rows_by_line(const char *part, const float *scale_R, con
         const char *at = row, *end = row + dimension;
         const int8_t *high = aligned->high, *low = aligned->low;
         __m512i large = aligned->bias_high, small = aligned->bias_low;
-        __m512i codes = _mm512_xor_si512(_mm512_maskz_loadu_epi8(first, at), flip);
         _mm_prefetch(at + AHEAD_IN_ORDER, _MM_HINT_T0);
-        large = _mm512_dpbusd_epi32(large, codes, _mm512_load_si512(high));
-        small = _mm512_dpbusd_epi32(small, codes, _mm512_load_si512(low));
+        add_codes(_mm512_maskz_loadu_epi8(first, at), high, low, &large, &small);
         for (at += 64, high += 64, low += 64; at < end; at += 64, high += 64, low += 64) {
             _mm_prefetch(at + AHEAD_IN_ORDER, _MM_HINT_T0);
-            codes = _mm512_xor_si512(_mm512_load_si512(at), flip);
-            large = _mm512_dpbusd_epi32(large, codes, _mm512_load_si512(high));
-            small = _mm512_dpbusd_epi32(small, codes, _mm512_load_si512(low));
+            add_codes(_mm512_load_si512(at), high, low, &large, &small);
         }
-        if (last) {
-            codes = _mm512_xor_si512(_mm512_maskz_loadu_epi8(last, at), flip);
-            large = _mm512_dpbusd_epi32(large, codes, _mm512_load_si512(high));
-            small = _mm512_dpbusd_epi32(small, codes, _mm512_load_si512(low));
-        }
+        if (last) add_codes(_mm512_maskz_loadu_epi8(last, at), high, low, &large, &small);
         sum[r] = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(large, 8), small));
     }
     return _mm256_mul_ps(lane_sums(sum), _mm256_mul_ps(_mm256_set1_ps(unit), _mm256_loadu_ps(scale_R)));
@@ -693,12 +677,11 @@ FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const in
         for (int line = 0; line < here * dimension * size && kind == INT8; line += 64)
             _mm_prefetch(part + ahead + line, _MM_HINT_T1);
         if (use_tiles && kind == INT8) {
-            const int8_t *codes = (const int8_t *)part;
-            const int aligned = dimension == width && here == block;
-            for (int r = 0; r < here && !aligned; r++)
-                memcpy((int8_t *)wide + r * width, part + r * dimension, dimension);
-            if (!aligned) codes = (const int8_t *)wide;
-            code_block(s, codes, width, width, scale_R, queries->tiles, queries->unit_Q, score, ends, before, best_Q);
+            const char *codes = dimension == width && here == block ? part : (const char *)wide;
+            for (int r = 0; r < here && codes != part; r++)
+                memcpy((char *)wide + r * width, part + r * dimension, dimension);
+            code_block(s, (const int8_t *)codes, width, scale_R, queries->tiles, queries->unit_Q, score, ends, before,
+                       best_Q);
             continue;
         }
         if (use_tiles && kind != INT8 &&
@@ -781,26 +764,19 @@ AVX2 float mvr_max_norm(int kind, int errors, const void *rows, const float *sca
 
 /* The inner product of a row with a query. */
 AVX2 INLINE float row_product(const int kind, const char *row, const float *query, int dimension) {
-    const int size = size_of(kind), rest = dimension % 8;
+    const int size = size_of(kind);
+    char last[32 * sizeof(float)];
+    float query_last[32];
     __m256 sum[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
-    int d = 0;
-    for (; d + 32 <= dimension; d += 32) {
-        UNROLL for (int i = 0; i < 4; i++) {
-            const __m256 eight = load_eight(kind, row + (d + 8 * i) * size);
-            sum[i] = _mm256_fmadd_ps(eight, _mm256_loadu_ps(query + d + 8 * i), sum[i]);
+    for (int left = dimension; left > 0; left -= 32, row += 32 * size, query += 32) {
+        if (left < 32) {
+            row = memcpy(memset(last, 0, sizeof last), row, left * size);
+            query = memcpy(memset(query_last, 0, sizeof query_last), query, left * sizeof(float));
         }
-    }
-    for (; d + 8 <= dimension; d += 8) {
-        const __m256 eight = load_eight(kind, row + d * size);
-        sum[0] = _mm256_fmadd_ps(eight, _mm256_loadu_ps(query + d), sum[0]);
-    }
-    if (rest) {
-        char last[32] = {0};
-        float query_rest[8] = {0};
-        memcpy(last, row + d * size, rest * size);
-        memcpy(query_rest, query + d, rest * sizeof(float));
-        const __m256 eight = load_eight(kind, last);
-        sum[1] = _mm256_fmadd_ps(eight, _mm256_loadu_ps(query_rest), sum[1]);
+        UNROLL for (int i = 0; i < 4; i++) {
+            const __m256 eight = load_eight(kind, row + 8 * i * size);
+            sum[i] = _mm256_fmadd_ps(eight, _mm256_loadu_ps(query + 8 * i), sum[i]);
+        }
     }
     const __m256 all = _mm256_add_ps(_mm256_add_ps(sum[0], sum[1]), _mm256_add_ps(sum[2], sum[3]));
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
@@ -902,8 +878,7 @@ AVX2 void mvr_rescore(int kind, const void *rows, const int64_t *row_ptr, const 
             if (score > best) best = score;
             if (!(fabsf(score) <= FLT_MAX)) best = NAN;
         }
-        score_M[m] = best;
-        view_M[m] = view;
+        score_M[m] = best, view_M[m] = view;
     }
     _mm_setcsr(state);
 }

@@ -49,7 +49,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from functools import reduce
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -88,14 +89,18 @@ def score_error(query_norm_Q: FloatArray, vector_norm: float, dimension: int, in
     return relative * query_norm_Q * vector_norm + 2 * dimension * TINY * (2 + query_norm_Q + vector_norm)
 
 
-class Step(NamedTuple):
-    """Passages multiplied at once, without those that have no view.
+@dataclass(eq=False)
+class Step:
+    """Passages multiplied at once, without those that have no view, and cached bounds of their vectors.
 
-    row_P     row in the shard
-    counts_P  number of views
-    uniform   the common number of views, 0 where they differ
-    vectors   of the block, N of them
-    codes     of these vectors, scanned in their place
+    row_P            row in the shard
+    counts_P         number of views
+    uniform          the common number of views, 0 where they differ
+    vectors          of the block, N of them
+    codes            of these vectors, scanned in their place
+    norm             of a vector, -1 until measured
+    coarse_residual  the rounding of a vector in coarse products, -1 until measured
+    resident         the vectors, or the codes and their scales, on the kernel's device; None: copied for every scan
     """
 
     row_P: IntArray
@@ -103,40 +108,51 @@ class Step(NamedTuple):
     uniform: int
     vectors_ND: FloatArray
     codes: Codes | None = None
+    norm: float = -1.0
+    coarse_residual: float = -1.0
+    resident: tuple[Any, Any] | None = None
+
+    @cached_property
+    def residual(self) -> float:
+        """Bound the distances of the codes from their vectors."""
+        return 0.0 if self.codes is None else _round_up(float(self.codes.residual_N.max()))
 
 
 class StepPart(NamedTuple):
     """The part of a step that is scanned under a filter.
 
-    number     of the step
-    step       it, or its passing passages alone
-    mask_P     its passing passages, None where all pass
-    vectors_M  the vectors to copy for the scan, None where all are scanned
+    row_P, counts_P  the passages to scan
+    mask_P           those of them that pass, None where all pass
+    vectors_M        the vectors to copy for the scan, None where all are scanned
     """
 
-    number: int
     step: Step
+    row_P: IntArray
+    counts_P: IntArray
     mask_P: NDArray[np.bool_] | None = None
     vectors_M: IntArray | None = None
 
     @property
     def num_passages(self) -> int:
-        return len(self.step.row_P) if self.mask_P is None else int(np.count_nonzero(self.mask_P))
+        return len(self.row_P) if self.mask_P is None else int(np.count_nonzero(self.mask_P))
 
 
-def passing_part(number: int, step: Step, mask_P: NDArray[np.bool_], gather_share: float) -> StepPart | None:
+def passing_part(step: Step, mask_P: NDArray[np.bool_] | None, gather_share: float) -> StepPart | None:
     """Select the part of a step that passes a mask over the rows of the shard, None where nothing passes. Where less
     than `gather_share` passes, the part has only these passages."""
+    whole = StepPart(step, step.row_P, step.counts_P)
+    if mask_P is None:
+        return whole
     own_P = mask_P[step.row_P]
     num_passing = int(np.count_nonzero(own_P))
     if num_passing == len(own_P):
-        return StepPart(number, step)
+        return whole
     if not num_passing:
         return None
     if num_passing > gather_share * len(own_P):
-        return StepPart(number, step, own_P)
+        return whole._replace(mask_P=own_P)
     vectors_M = np.flatnonzero(np.repeat(own_P, step.counts_P))
-    return StepPart(number, step._replace(row_P=step.row_P[own_P], counts_P=step.counts_P[own_P]), None, vectors_M)
+    return StepPart(step, step.row_P[own_P], step.counts_P[own_P], None, vectors_M)
 
 
 def cut_steps(table: BlockTable, vectors_per_step: int, codes: Sequence[Codes | None]) -> Iterator[Step]:
@@ -159,7 +175,7 @@ def cut_steps(table: BlockTable, vectors_per_step: int, codes: Sequence[Codes | 
 
 
 class Scan:
-    """Searches all vectors of one shard. Caches norms, 24 bytes a step, and with `resident` the vectors on the kernel's
+    """Searches all vectors of one shard. Caches bounds of each step, and with `resident` the vectors on the kernel's
     device. With `codes` (of each block's vectors) it scans these, and reads vectors for candidates only."""
 
     def __init__(
@@ -180,18 +196,14 @@ class Scan:
         self.has_codes = codes is not None
         own = [None] * len(self.table.blocks) if codes is None else _codes_of_blocks(blocks, codes)
         self.steps = list(cut_steps(self.table, kernel.vectors_per_step, own))
-        self.norms = [-1.0] * len(self.steps)
-        self.coarse_residuals = [-1.0] * len(self.steps)
-        self.residuals = [_round_up(self._residual(step)) for step in self.steps]
-        self.resident = [self._put(step) for step in self.steps] if resident else []
+        for step in self.steps if resident else ():
+            step.resident = self._put(step)
 
     def of_vectors(self) -> "Scan":
         """Create a scan of the vectors in place of the codes, over the same steps."""
         scan = copy.copy(self)
-        scan.has_codes, scan.resident = False, []
-        scan.steps = [step._replace(codes=None) for step in self.steps]
-        scan.norms, scan.coarse_residuals = [-1.0] * len(self.steps), [-1.0] * len(self.steps)
-        scan.residuals = [0.0] * len(self.steps)
+        scan.has_codes = False
+        scan.steps = [Step(step.row_P, step.counts_P, step.uniform, step.vectors_ND) for step in self.steps]
         return scan
 
     def search(self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None) -> ShardHits:
@@ -207,7 +219,8 @@ class Scan:
         """
         if mask_P is not None and (counted_hits := self._score_few(queries_QD, k, mask_P)):
             return counted_hits
-        steps = self._step_parts(mask_P)
+        every = (passing_part(step, mask_P, self.kernel.gather_share) for step in self.steps)
+        steps = [part for part in every if part is not None]
         limit = min(k + 1, sum(part.num_passages for part in steps))
         starts = range(0, len(queries_QD), self.queries_at_once) if limit else []
         parts = [queries_QD[at : at + self.queries_at_once] for at in starts]
@@ -223,7 +236,8 @@ class Scan:
         finite, as the scan names that passage."""
         row_P, num_queries = self.table.rows_of(mask_P), len(queries_QD)
         num_views = len(row_P) * num_queries * self.table.num_vectors / max(self.table.num_passages, 1)
-        if self.resident or not 0 < num_views <= self.views_a_step * (len(self.steps) + 4):
+        is_resident = any(step.resident for step in self.steps)
+        if is_resident or not 0 < num_views <= self.views_a_step * (len(self.steps) + 4):
             return None
         pairs = Pairs(np.tile(np.arange(num_queries), len(row_P)), np.repeat(row_P, num_queries))
         scores = join_pairs(self.rescore(queries_QD, pairs))
@@ -231,13 +245,6 @@ class Scan:
             return None
         best = best_first(scores, k + 1)
         return CountedHits(pack_hits([best], [num_queries], num_queries, k), np.full(num_queries, len(row_P)))
-
-    def _step_parts(self, mask_P: NDArray[np.bool_] | None) -> list[StepPart]:
-        """Select the parts of steps to scan for the passages of a mask over the rows of the shard."""
-        if mask_P is None:
-            return [StepPart(number, step) for number, step in enumerate(self.steps)]
-        parts = (passing_part(number, step, mask_P, self.kernel.gather_share) for number, step in enumerate(self.steps))
-        return [part for part in parts if part is not None]
 
     def _by_threads(
         self, parts: Sequence[FloatArray], limit: int, steps: Sequence[StepPart]
@@ -263,30 +270,27 @@ class Scan:
         """Scan the steps that this thread takes from `queue`, in ascending order, for each part."""
         batches = [QueryBatch(self, part, limit) for part in parts]
         for part in _pop_parts(queue):
-            number, vectors_M = part.number, part.vectors_M
+            step, step_rows = part.step, None
             coarse = next((batch.queries.coarse for batch in batches if batch.queries.coarse), None)
-            step_rows = None
-            if vectors_M is None or not self._is_measured(number, coarse):  # bounds are over the whole step
-                step_rows = self.kernel.prepare_rows(
-                    *(self.resident[number] if self.resident else self._put(self.steps[number]))
-                )
-                self._measure(number, step_rows, coarse)
-            if vectors_M is not None:
-                step_rows = self.kernel.prepare_rows(*self._gather(number, vectors_M))
+            coarse = None if self.has_codes else coarse
+            is_measured = step.norm >= 0 and (coarse is None or step.coarse_residual >= 0)
+            if part.vectors_M is None or not is_measured:  # bounds are over the whole step
+                step_rows = self.kernel.prepare_rows(*(step.resident or self._put(step)))
+                self._measure(step, step_rows, coarse)
+            if part.vectors_M is not None:
+                step_rows = self.kernel.prepare_rows(*self._gather(step, part.vectors_M))
             for batch in batches:
-                batch.scan(part, step_rows, self.norms[number], self.residuals[number], self.coarse_residuals[number])
+                batch.scan(part, step_rows)
         return batches
 
-    def _is_measured(self, number: int, coarse: Coarse | None) -> bool:
-        needs_residual = coarse is not None and not self.has_codes
-        return self.norms[number] >= 0 and (self.coarse_residuals[number] >= 0 or not needs_residual)
-
-    def _measure(self, number: int, step_rows: Any, coarse: Coarse | None) -> None:
-        """Measure bounds of norms and residuals of a step, unless cached."""
-        if self.norms[number] < 0:
-            self.norms[number] = _round_up(self._norm(self.steps[number], self.kernel.max_norm(step_rows)))
-        if coarse and self.coarse_residuals[number] < 0 and not self.has_codes:
-            self.coarse_residuals[number] = self._coarse_residual(coarse.max_residual(step_rows))
+    def _measure(self, step: Step, step_rows: Any, coarse: Coarse | None) -> None:
+        """Measure the bounds of a step, unless cached; that of coarse products is infinite if unknown."""
+        if step.norm < 0:
+            step.norm = _round_up(self._norm(step, self.kernel.max_norm(step_rows)))
+        if coarse and step.coarse_residual < 0:
+            residual = coarse.max_residual(step_rows)
+            is_known = residual < LARGEST_SQUARED_NORM
+            step.coarse_residual = _round_up(self._round_up_norm(residual)) if is_known else math.inf
 
     def rescore(self, queries_QD: FloatArray, pairs: Pairs) -> list[ScoredPairs]:
         """Score pairs exactly, in parts; all threads share many pairs."""
@@ -297,31 +301,25 @@ class Scan:
         parts = [Pairs(pairs.query_M[low:high], pairs.row_M[low:high]) for low, high in pairwise(edges)]
         return list(_pool().map(lambda part: self.table.rescore(queries_QD, part), parts))
 
-    def _gather(self, number: int, vectors_M: IntArray) -> tuple[Any, Any]:
+    def _gather(self, step: Step, vectors_M: IntArray) -> tuple[Any, Any]:
         """Copy some vectors of a step, or their codes with scales, to the kernel's device."""
-        if self.resident:
-            resident: tuple[Any, Any] = self.resident[number]
-            rows, scales = resident
+        if step.resident:
+            rows, scales = step.resident
             return rows[vectors_M], None if scales is None else scales[vectors_M]
-        step = self.steps[number]
         if step.codes is None:
-            return self._put(step._replace(vectors_ND=step.vectors_ND[vectors_M]))
-        return self._put(step._replace(codes=step.codes.rows(vectors_M)))
+            return self.kernel.put(step.vectors_ND[vectors_M]), None
+        return self._put(replace(step, codes=step.codes.rows(vectors_M)))
 
     def _put(self, step: Step) -> tuple[Any, Any]:
         if step.codes is None:
             return self.kernel.put(step.vectors_ND), None
         return self.kernel.put(step.codes.codes_ND), self.kernel.put(step.codes.scale_N[:, None])
 
-    def _residual(self, step: Step) -> float:
-        """Return the largest distance of a code of the step from its vector."""
-        return 0.0 if step.codes is None else float(step.codes.residual_N.max())
-
     def _norm(self, step: Step, norm: float) -> float:
         """Bound the vectors' norms from above. Moderate float32 squares are accurate within their error."""
         if norm < LARGEST_SQUARED_NORM:
             return self._round_up_norm(norm)
-        norm_N = np.linalg.norm(step.vectors_ND.astype(np.float64), axis=1) + self._residual(step)
+        norm_N = np.linalg.norm(step.vectors_ND.astype(np.float64), axis=1) + step.residual
         if not np.isfinite(norm_N).all():
             vector = int(np.flatnonzero(~np.isfinite(norm_N))[0])
             row = int(step.row_P[np.searchsorted(np.cumsum(step.counts_P), vector, side="right")])
@@ -329,10 +327,6 @@ class Scan:
                 f"passage {self.table.passage_id(row)!r} (row {row}) has a vector with NaN or infinity; encode it again"
             )
         return float(norm_N.max()) * (1 + 2.0**-40)
-
-    def _coarse_residual(self, residual: float) -> float:
-        """Bound the rounding of the vectors in coarse products from above; infinite if unknown."""
-        return _round_up(self._round_up_norm(residual)) if residual < LARGEST_SQUARED_NORM else math.inf
 
     def _round_up_norm(self, norm: float) -> float:
         """Bound a norm computed in float32 from above."""
@@ -355,25 +349,25 @@ class QueryBatch:
         self.max_pending = scan.candidates_at_once + 4 * limit * len(queries_QD)
         self.num_seen = 0
 
-    def scan(self, part: StepPart, step_rows: Any, norm: float, residual: float, coarse_residual: float) -> None:
-        """Scan one step. `coarse_residual` bounds the rounding of the step's vectors in coarse products; codes are
-        exact there."""
+    def scan(self, part: StepPart, step_rows: Any) -> None:
+        """Scan one step. Codes are exact in coarse products."""
+        step = part.step
         self.num_seen += part.num_passages
         if self.queries.coarse and not self.parent.has_codes:
-            if math.isfinite(coarse_residual) and self._scan_coarsely(part, step_rows, norm, coarse_residual):
+            if math.isfinite(step.coarse_residual) and self._scan_coarsely(part, step_rows):
                 return
             self.queries.coarse = None
-        self._add(part, step_rows, self._error(norm, residual, coarse=self.queries.coarse is not None))
+        self._add(part, step_rows, self._error(step.norm, step.residual, coarse=self.queries.coarse is not None))
         if self.num_pending > self.max_pending:
             self._prune_pending()
             if self.num_pending > self.max_pending // 2:
                 self._rescore_pending()
 
-    def _scan_coarsely(self, part: StepPart, step_rows: Any, norm: float, residual: float) -> bool:
+    def _scan_coarsely(self, part: StepPart, step_rows: Any) -> bool:
         """Scan a step by coarse products; undo it and return False if too many passages remain candidates."""
         kernel = self.parent.kernel
         previous_QK = kernel.lower_bounds(self.queries).copy()
-        self._add(part, step_rows, self._error(norm, residual, coarse=True))
+        self._add(part, step_rows, self._error(part.step.norm, part.step.coarse_residual, coarse=True))
         max_pending = len(self.queries_QD) * (2 * self.limit + COARSE_SHARE * self.num_seen)
         if self.num_pending > max_pending:
             self._prune_pending()
@@ -381,16 +375,18 @@ class QueryBatch:
             return True
         kernel.set_lower_bounds(self.queries, previous_QK)
         pending = self.pending[0]
-        self.pending = [pending.take(np.flatnonzero(pending.row_M < part.step.row_P[0]))]
+        self.pending = [pending.take(np.flatnonzero(pending.row_M < part.row_P[0]))]
         self.num_pending = len(self.pending[0].row_M)
         return False
 
     def _add(self, part: StepPart, step_rows: Any, error_Q: FloatArray) -> None:
         """Add the step's candidates."""
-        step, kernel = part.step, self.parent.kernel
-        candidates = kernel.candidates(self.queries, step_rows, step.counts_P, step.uniform, error_Q, part.mask_P)
+        uniform = part.step.uniform
+        candidates = self.parent.kernel.candidates(
+            self.queries, step_rows, part.counts_P, uniform, error_Q, part.mask_P
+        )
         if len(candidates.query_M):
-            row_M = step.row_P[candidates.passage_M]
+            row_M = part.row_P[candidates.passage_M]
             views_M = np.zeros(len(row_M), np.int16)
             self.pending.append(ScoredPairs(candidates.query_M, row_M, candidates.upper_M, views_M))
             self.num_pending += len(row_M)
