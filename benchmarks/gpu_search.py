@@ -97,7 +97,7 @@ def make_codes(views_ND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, floa
     return codes_ND.to(torch.int8), scale_N1, float(away_N.max()) * (1 + 2.0**-22)
 
 
-def make_scan(passages: int, dimension: int, kind: str, kernel: FusedKernel) -> Scan[Any, Any]:
+def make_scan(passages: int, dimension: int, kind: str, kernel: FusedKernel) -> Scan:
     """Return a scan of `passages` x V synthetic views on the kernel's device, as halves or as codes."""
     device, count = str(kernel.device), passages * V
     block: Any = EmbeddingBlock(
@@ -121,7 +121,8 @@ def make_scan(passages: int, dimension: int, kind: str, kernel: FusedKernel) -> 
         resident.append((rows_ND, scale_N1))
     residual_N = np.broadcast_to(np.float32(farthest), (count,))
     scan = Scan([block], kernel, codes=[Codes(nothing_ND, residual_N, residual_N)] if coding else None)
-    scan.resident.extend(resident)
+    for step, rows in zip(scan.steps, resident):
+        step.resident = rows
     return scan
 
 
@@ -138,7 +139,7 @@ def draw_queries(count: int, dimension: int) -> FloatArray:
     return made_QD / np.linalg.norm(made_QD, axis=1, keepdims=True)
 
 
-def disagreements(scan: Scan[Any, Any], queries_QD: FloatArray, slabs: int) -> tuple[int, int]:
+def disagreements(scan: Scan, queries_QD: FloatArray, slabs: int) -> tuple[int, int]:
     """Count the sampled passages on which the answer and a plain float32 product differ, and the sampled passages.
 
     A sampled passage that scores above the k-th hit must be a hit, and one that scores below must not, within 1e-5.
@@ -165,24 +166,24 @@ def disagreements(scan: Scan[Any, Any], queries_QD: FloatArray, slabs: int) -> t
     return wrong, num_sampled
 
 
-def farthest_of_plain(scan: Scan[Any, Any], queries_QD: FloatArray) -> float:
+def farthest_of_plain(scan: Scan, queries_QD: FloatArray) -> float:
     """Return the largest difference between the kernel's scores and torch's in float32, over its bound."""
     kernel, plain = scan.kernel, TorchKernel(str(scan.kernel.device))
     count = min(GPU_STEP // V, len(scan.steps[0].row_P))
-    rows_ND, scale_N1 = scan.resident[0]
+    rows_ND, scale_N1 = scan.steps[0].resident
     some = DeviceRows(rows_ND[: count * V], None if scale_N1 is None else scale_N1[: count * V])
     asked_QD, counts_P = plain.put(queries_QD), np.full(count, V)
     truth_QP = plain.best_views(asked_QD, plain.prepare_rows(*some), counts_P, V)
     found_QP = kernel.best_views(asked_QD, some, counts_P, V)[:, :count]
     norm_Q = np.linalg.norm(queries_QD.astype(np.float64), axis=1)
-    bound_Q = score_error(norm_Q, scan.norms[0], scan.table.dimension, kernel.input_rounding)
+    bound_Q = score_error(norm_Q, scan.steps[0].norm, scan.table.dimension, kernel.input_rounding)
     away_Q = (truth_QP - found_QP).abs().amax(1).double().cpu().numpy()
     return float((away_Q / bound_Q).max())
 
 
-def fastest_tuning(scan: Scan[Any, Any], queries: int, machine: Machine) -> Tuning:
+def fastest_tuning(scan: Scan, queries: int, machine: Machine) -> Tuning:
     """Return the fastest of TUNINGS on the first step; skip one that the device cannot run."""
-    step, rows = scan.steps[0], DeviceRows(*scan.resident[0])
+    step, rows = scan.steps[0], DeviceRows(*scan.steps[0].resident)
     asked_QD = scan.kernel.put(draw_queries(queries, scan.table.dimension))
     seconds = {}
     if not scan.kernel.fused or not machine.device.startswith("cuda"):
@@ -232,8 +233,8 @@ def measure_search(part: Part, machine: Machine, passages: int, dimension: int, 
             machine.sync()
 
         def scan_batch(asked_QD: torch.Tensor = asked_QD) -> None:
-            for step, rows in zip(scan.steps, scan.resident):
-                kernel.best_views(asked_QD, DeviceRows(*rows), step.counts_P, step.uniform)
+            for step in scan.steps:
+                kernel.best_views(asked_QD, DeviceRows(*step.resident), step.counts_P, step.uniform)
             machine.sync()
 
         name = f"{what}, batch {batch}"
@@ -252,12 +253,12 @@ def measure_search(part: Part, machine: Machine, passages: int, dimension: int, 
     against_plain(part, machine, scan, what, rounds)
 
 
-def against_plain(part: Part, machine: Machine, scan: Scan[Any, Any], what: str, rounds: int) -> None:
+def against_plain(part: Part, machine: Machine, scan: Scan, what: str, rounds: int) -> None:
     """Time the same vectors by torch's product, maximum and top k, in float32: the work that the fused kernel
     avoids."""
     plain = TorchKernel(machine.device)
     count = min(GPU_STEP // V, len(scan.steps[0].row_P))
-    rows_ND, scale_N1 = scan.resident[0]
+    rows_ND, scale_N1 = scan.steps[0].resident
     some = DeviceRows(rows_ND[: count * V], None if scale_N1 is None else scale_N1[: count * V])
     counts_P, asked_QD = np.full(count, V), plain.put(draw_queries(1, scan.table.dimension))
 

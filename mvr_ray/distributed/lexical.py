@@ -22,7 +22,6 @@ from mvr_ray.index.lexical import (
     CorpusStatistics,
     Postings,
     WordCounts,
-    write_merged_statistics,
     write_postings,
     write_postings_changes,
     write_statistics,
@@ -134,7 +133,7 @@ def _merged_statistics(task: LexicalTask, files: Files, change: WordCounts = NO_
     if len(files) == 1 and change == NO_CHANGE:
         return files
     statistics = CorpusStatistics(*manifests.open_lexical(Store(task.store), task.index, files))
-    return (_add(task, lambda path: write_merged_statistics(statistics, change, path)),)
+    return (_add(task, lambda path: write_statistics_changes(statistics, 0, change, path)),)
 
 
 def repair_lexical(store: Store, manifest: Manifest) -> bool:
@@ -188,7 +187,7 @@ def _write_changes(
         postings = Postings(*manifests.open_lexical(Store(task.store), task.index, files))
     except (StorageError, ShardIndexError):
         return None
-    sizes = [move.num_changes for move in postings.moves]
+    sizes = [file.num_changes for file in postings.changes]
     num_files = num_kept(sizes, 2 * len(changes.changed_rows) + len(changes.deleted_ids))
     source_P = _sources(postings, old, part, changes.changed_rows)
     stays_N = np.zeros(postings.num_rows(num_files), bool)
@@ -227,8 +226,8 @@ def _change_statistics(task: LexicalTask, files: Files, changes: Sequence[WordCo
     sizes, num_own = before.num_changes, len(change.frequencies)
     if sum(sizes) + num_own > task.most_share * before.num_terms:
         return _merged_statistics(task, files, change)
-    num_files = num_kept(sizes, num_own)
-    return *files[: 1 + num_files], _add(task, lambda path: write_statistics_changes(before, num_files, change, path))
+    num_files = 1 + num_kept(sizes, num_own)
+    return *files[:num_files], _add(task, lambda path: write_statistics_changes(before, num_files, change, path))
 
 
 def _write_postings(task: LexicalTask, passages: Sequence[Passage]) -> Files:

@@ -1,11 +1,13 @@
-"""Define the parameters of a shard's index, and the interface of every kind of index."""
+"""Define the parameters of a shard's index, and the base of every kind of index."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mvr_ray.core.searching.scan import Scan
 from mvr_ray.types import CountedHits, FloatArray, ShardHits
 
 
@@ -22,27 +24,28 @@ class IndexParams:
     scan: str = "vectors"
 
 
-class ShardIndex(Protocol):
+class ShardIndex(ABC):
     """An open index of one shard."""
 
-    kind: str
-    exact: bool
-    num_passages: int
-    num_vectors: int
-    dimension: int
+    kind: ClassVar[str]
+    exact: ClassVar[bool]
+
+    def __init__(self, scan: Scan) -> None:
+        self.scan, table = scan, scan.table
+        self.num_passages, self.num_vectors, self.dimension = table.num_passages, table.num_vectors, table.dimension
 
     def search(self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None) -> ShardHits:
         """Find the best k distinct passages, for queries of any float type. Raises ShardIndexError for invalid ones.
 
         A mask over the rows of the shard restricts the passages.
         """
-        ...
+        return self.search_with_counts(queries_QD, k, mask_P).hits
 
+    @abstractmethod
     def search_with_counts(
         self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None
     ) -> CountedHits:
         """Search, and count the passages that were scored exactly."""
-        ...
 
 
 def default_factory(dimension: int, on_gpu: bool = False) -> str:

@@ -17,8 +17,10 @@ Shapes: Q queries, F vectors fetched per query, M candidates, N vectors, L label
 """
 
 import math
-from abc import ABC, abstractmethod
+import re
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +31,8 @@ from mvr_ray.core.searching.engines import make_kernel
 from mvr_ray.core.searching.exact import BlockTable, Pairs, best_first, check_k, check_queries, distinct
 from mvr_ray.core.searching.scan import Scan, pack_hits
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, ShardHits
+from mvr_ray.index.base import ShardIndex
+from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray
 
 VECTORS_AT_ONCE = 16384
 LABELS_FILE = "labels.npy"
@@ -42,10 +45,9 @@ SCAN_VECTORS = 100
 (`benchmarks/approximate.py`). Where a filter passes fewer for each one to fetch, they are scanned."""
 
 
-class ApproximateIndex(ABC):
+class ApproximateIndex(ShardIndex):
     """An index over vector numbers 0 .. N - 1 in block order. Subclasses find the nearest vectors."""
 
-    kind = ""
     exact = False
     first_fetch = 6
     """Vectors of the first fetch for each of the k passages."""
@@ -56,16 +58,15 @@ class ApproximateIndex(ABC):
 
     def __init__(self, blocks: Sequence[EmbeddingBlock], folder: Path, *, threads: int | None = None) -> None:
         """`folder` holds the index file, and after an update the vector numbers of its labels."""
-        self.scan = Scan(blocks, make_kernel(threads=threads))
-        table = self.scan.table
-        self.num_passages, self.num_vectors, self.dimension = table.num_passages, table.num_vectors, table.dimension
-        counts = [np.diff(block.row_ptr) for block in table.blocks]
+        super().__init__(Scan(blocks, make_kernel(threads=threads)))
+        counts = [np.diff(block.row_ptr) for block in self.scan.table.blocks]
         self.ends = np.cumsum(np.concatenate(counts)) if counts else np.zeros(0, np.int64)
         self.number_L = read_labels(folder)
-        if self.number_L is not None and int((self.number_L >= 0).sum()) != self.num_vectors:
+        num_numbers = self.num_vectors if self.number_L is None else int((self.number_L >= 0).sum())
+        if num_numbers != self.num_vectors:
             raise ShardIndexError(
-                f"{folder / LABELS_FILE} has {int((self.number_L >= 0).sum())} vectors, the embeddings are "
-                f"{self.num_vectors}; build the index again"
+                f"{folder / LABELS_FILE} has {num_numbers} vectors, the embeddings are {self.num_vectors}; build the "
+                f"index again"
             )
         self.num_labels = self.num_vectors if self.number_L is None else len(self.number_L)
 
@@ -85,14 +86,11 @@ class ApproximateIndex(ABC):
         """Return the most labels that `nearest` can fetch."""
         return self.num_vectors
 
-    def search(self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None) -> ShardHits:
-        """Find k distinct passages, or all there are, by exact score. `frontier_Q` is +inf: passages may be missing."""
-        return self.search_with_counts(queries_QD, k, mask_P).hits
-
     def search_with_counts(
         self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None
     ) -> CountedHits:
-        """Search, and count the candidates that were scored exactly."""
+        """Find k distinct passages, or all there are, by exact score, and count the candidates that were scored
+        exactly. `frontier_Q` is +inf: passages may be missing."""
         queries_QD = check_queries(queries_QD, self.dimension)
         num_scorable = self.scan.table.num_scorable
         num_passing = num_scorable if mask_P is None else len(self.scan.table.rows_of(mask_P))
@@ -162,8 +160,29 @@ def float32_vectors(blocks: Sequence[EmbeddingBlock]) -> Iterator[NDArray[np.flo
         first_row += len(block.ids)
 
 
+@contextmanager
+def translate_library_errors(failure: str, advice: str = "") -> Iterator[None]:
+    """Convert an error of Faiss or hnswlib to ShardIndexError, without a location in their sources."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = re.sub(r"^.*\.\w+:\d+: (Error: )?", "", str(error).strip(), flags=re.DOTALL)
+        text = re.sub(r"\s+", " ", text)[-300:]
+        raise ShardIndexError(f"{failure}: {text}{advice}") from error
+
+
 def count_vectors(blocks: Sequence[EmbeddingBlock]) -> int:
     return BlockTable(blocks).num_vectors
+
+
+def take_vectors(blocks: Sequence[EmbeddingBlock], numbers: IntArray) -> FloatArray:
+    """Copy the vectors with these numbers, ascending, as float32."""
+    parts, first = [], 0
+    for vectors_ND in float32_vectors(blocks):
+        low, high = np.searchsorted(numbers, [first, first + len(vectors_ND)])
+        parts.append(vectors_ND[numbers[low:high] - first])
+        first += len(vectors_ND)
+    return np.concatenate(parts)
 
 
 class LabelUpdate(NamedTuple):
@@ -176,15 +195,6 @@ class LabelUpdate(NamedTuple):
     def write(self, folder: Path) -> list[str]:
         np.save(folder / LABELS_FILE, self.number_L, allow_pickle=False)
         return [LABELS_FILE]
-
-    def new_vectors(self, blocks: Sequence[EmbeddingBlock]) -> FloatArray:
-        """Copy the vectors to add, as float32."""
-        numbers, first, parts = self.number_L[self.first_new :], 0, []
-        for vectors_ND in float32_vectors(blocks):
-            low, high = np.searchsorted(numbers, [first, first + len(vectors_ND)])
-            parts.append(vectors_ND[numbers[low:high] - first])
-            first += len(vectors_ND)
-        return np.concatenate(parts)
 
 
 def read_labels(folder: Path) -> NDArray[np.int32] | None:
@@ -203,26 +213,21 @@ def update_labels(
 
     Passages of `changed_ids`, and those in only one of the two, lose their labels and get new ones.
     """
-    starts = dict(_passage_starts(blocks))
-    unchanged_starts = {name: start for name, start in starts.items() if name not in changed_ids}
+    numbers_of = {name: numbers for name, numbers in _passage_numbers(blocks) if name not in changed_ids}
     number_N = np.full(count_vectors(old_blocks), DELETED, np.int32)
     is_new_N = np.ones(count_vectors(blocks), bool)
-    for block, first in zip(old_blocks, _first_numbers(old_blocks)):
-        low = int(block.row_ptr[0])
-        for name, start, stop in zip(block.ids, block.row_ptr.tolist(), block.row_ptr[1:].tolist()):
-            if (at := unchanged_starts.get(name)) is not None:
-                number_N[first + start - low : first + stop - low] = np.arange(at, at + stop - start)
-                is_new_N[at : at + stop - start] = False
+    for name, old_numbers in _passage_numbers(old_blocks):
+        if (numbers := numbers_of.get(name)) is not None:
+            number_N[old_numbers], is_new_N[numbers] = np.arange(numbers.start, numbers.stop), False
     labels = read_labels(folder)
     old_L = number_N if labels is None else np.where(labels >= 0, number_N[labels], np.int32(DELETED))
     return LabelUpdate(np.concatenate([old_L, np.flatnonzero(is_new_N).astype(np.int32)]), len(old_L))
 
 
-def _first_numbers(blocks: Sequence[EmbeddingBlock]) -> list[int]:
-    return np.cumsum([0, *(int(block.row_ptr[-1] - block.row_ptr[0]) for block in blocks)]).tolist()
-
-
-def _passage_starts(blocks: Sequence[EmbeddingBlock]) -> Iterator[tuple[str, int]]:
-    """Yield each passage id with the number of its first vector."""
-    for block, first in zip(blocks, _first_numbers(blocks)):
-        yield from zip(block.ids, (block.row_ptr[:-1] - block.row_ptr[0] + first).tolist())
+def _passage_numbers(blocks: Sequence[EmbeddingBlock]) -> Iterator[tuple[str, slice]]:
+    """Yield each passage id with its vector numbers."""
+    first = 0
+    for block in blocks:
+        edges = (np.asarray(block.row_ptr) - int(block.row_ptr[0]) + first).tolist()
+        yield from zip(block.ids, map(slice, edges, edges[1:]))
+        first = edges[-1]

@@ -7,7 +7,6 @@ read into memory. (Faiss aborts the process on additions to a mapped index, so t
 Shapes: Q queries, N vectors, F fetched, D dimension.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,14 @@ import numpy as np
 
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.base import IndexParams
-from mvr_ray.index.candidates import ApproximateIndex, LabelUpdate, count_vectors, float32_vectors
+from mvr_ray.index.candidates import (
+    ApproximateIndex,
+    LabelUpdate,
+    count_vectors,
+    float32_vectors,
+    take_vectors,
+    translate_library_errors,
+)
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 FAISS_FILE = "index.faiss"
@@ -25,57 +31,6 @@ TRAIN_SEED = 20220527
 MIN_TRAIN_VECTORS = 65536
 TRAIN_VECTORS_PER_LIST = 64
 MAX_GPU_FETCH = 2048
-
-
-def check_faiss(params: IndexParams, dimension: int) -> None:
-    """Raise ShardIndexError if Faiss cannot build an index with these parameters."""
-    if params.nprobe < 1:
-        raise ShardIndexError(f"nprobe is {params.nprobe}; at least one list must be probed")
-    _make(params.factory, dimension)
-
-
-def build_faiss(params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: Path) -> list[str]:
-    """Train on a seeded sample, add every vector in order, write one file."""
-    num_vectors = count_vectors(blocks)
-    if not num_vectors:
-        return []
-    index = _make(params.factory, int(blocks[0].vectors_ND.shape[1]))
-    searchable = _searchable(index)
-    if isinstance(searchable, faiss.IndexHNSW):
-        searchable.hnsw.efConstruction = params.hnsw_ef_construction
-    num_lists = searchable.nlist if isinstance(searchable, faiss.IndexIVF) else 0
-    with _one_thread():
-        try:
-            if not index.is_trained:
-                limit = max(MIN_TRAIN_VECTORS, TRAIN_VECTORS_PER_LIST * num_lists)
-                index.train(_sample(blocks, num_vectors, limit))
-            for vectors_ND in float32_vectors(blocks):
-                index.add(vectors_ND)
-            faiss.write_index(index, str(folder / FAISS_FILE))
-        except RuntimeError as error:
-            raise ShardIndexError(
-                f"Faiss cannot build {params.factory!r} over {num_vectors} vectors in {folder}: {_reason(error)}; "
-                f"use a smaller factory, fewer shards, or index.kind=flat"
-            ) from error
-    return [FAISS_FILE]
-
-
-def update_faiss(params: IndexParams, update: LabelUpdate, new_ND: FloatArray, source: Path, folder: Path) -> list[str]:
-    """Write a copy of the index file of `source` with new vectors; deleted vectors stay in it, with labels of DELETED.
-    Lists, codes and transforms are those of the first build."""
-    with _one_thread():
-        try:
-            index = faiss.read_index(str(source / FAISS_FILE))
-            if isinstance(searchable := _searchable(index), faiss.IndexHNSW):
-                searchable.hnsw.efConstruction = params.hnsw_ef_construction
-            if len(new_ND):
-                index.add(new_ND)
-            faiss.write_index(index, str(folder / FAISS_FILE))
-        except RuntimeError as error:
-            raise ShardIndexError(
-                f"Faiss cannot add {len(new_ND)} vectors to {source / FAISS_FILE}: {_reason(error)}"
-            ) from error
-    return [FAISS_FILE, *update.write(folder)]
 
 
 class FaissIndex(ApproximateIndex):
@@ -100,13 +55,52 @@ class FaissIndex(ApproximateIndex):
         if self.index is not None and self.on_gpu:
             self.index = _to_gpu(self.index, device, params.factory)
 
+    @classmethod
+    def check(cls, params: IndexParams, dimension: int) -> None:
+        """Raise ShardIndexError if Faiss cannot build an index with these parameters."""
+        if params.nprobe < 1:
+            raise ShardIndexError(f"nprobe is {params.nprobe}; at least one list must be probed")
+        _make(params.factory, dimension)
+
+    @classmethod
+    def build(cls, params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: Path) -> list[str]:
+        """Train on a seeded sample, add every vector in order, write one file."""
+        num_vectors = count_vectors(blocks)
+        index = _make(params.factory, int(blocks[0].vectors_ND.shape[1]))
+        num_lists = _set_construction(index, params)
+        failure = f"Faiss cannot build {params.factory!r} over {num_vectors} vectors in {folder}"
+        advice = "; use a smaller factory, fewer shards, or index.kind=flat"
+        with _one_thread(), translate_library_errors(failure, advice):
+            if not index.is_trained:
+                limit = max(MIN_TRAIN_VECTORS, TRAIN_VECTORS_PER_LIST * num_lists)
+                index.train(_sample(blocks, num_vectors, limit))
+            for vectors_ND in float32_vectors(blocks):
+                index.add(vectors_ND)
+            faiss.write_index(index, str(folder / FAISS_FILE))
+        return [FAISS_FILE]
+
+    @classmethod
+    def update(
+        cls, params: IndexParams, update: LabelUpdate, new_ND: FloatArray, source: Path, folder: Path
+    ) -> list[str]:
+        """Write a copy of the index file of `source` with new vectors; deleted vectors stay in it, with labels of
+        DELETED. Lists, codes and transforms are those of the first build."""
+        with (
+            _one_thread(),
+            translate_library_errors(f"Faiss cannot add {len(new_ND)} vectors to {source / FAISS_FILE}"),
+        ):
+            index = faiss.read_index(str(source / FAISS_FILE))
+            _set_construction(index, params)
+            if len(new_ND):
+                index.add(new_ND)
+            faiss.write_index(index, str(folder / FAISS_FILE))
+        return [FAISS_FILE, *update.write(folder)]
+
     def _open(self, path: Path, params: IndexParams) -> faiss.Index:
         if not path.is_file():
             raise ShardIndexError(f"no Faiss index at {path}; build the index again")
-        try:
+        with translate_library_errors(f"Faiss cannot read {path}", "; build the index again"):
             index = faiss.read_index(str(path), 0 if self.on_gpu else faiss.IO_FLAG_MMAP_IFC)
-        except RuntimeError as error:
-            raise ShardIndexError(f"Faiss cannot read {path}: {_reason(error)}; build the index again") from error
         if (index.d, index.ntotal) != (self.dimension, self.num_labels):
             raise ShardIndexError(
                 f"{path} holds {index.ntotal} vectors of dimension {index.d}, the embeddings are {self.num_labels} of "
@@ -128,13 +122,9 @@ class FaissIndex(ApproximateIndex):
 
 
 def _make(factory: str, dimension: int) -> faiss.Index:
-    try:
+    failure = f"Faiss factory string {factory!r} does not work for inner products of dimension {dimension}"
+    with translate_library_errors(failure):
         index = faiss.index_factory(dimension, factory, faiss.METRIC_INNER_PRODUCT)
-    except RuntimeError as error:
-        raise ShardIndexError(
-            f"Faiss factory string {factory!r} does not work for inner products of dimension {dimension}: "
-            f"{_reason(error)}"
-        ) from error
     if isinstance(index, faiss.IndexIDMap):
         raise ShardIndexError(
             f"Faiss factory string {factory!r} renames vectors; leave IDMap out, rows are numbered here"
@@ -153,17 +143,20 @@ def _searchable(index: faiss.Index) -> faiss.Index:
             return index
 
 
+def _set_construction(index: faiss.Index, params: IndexParams) -> int:
+    """Set how vectors are added; returns the number of lists to train."""
+    searchable = _searchable(index)
+    if isinstance(searchable, faiss.IndexHNSW):
+        searchable.hnsw.efConstruction = params.hnsw_ef_construction
+    return searchable.nlist if isinstance(searchable, faiss.IndexIVF) else 0
+
+
 def _sample(blocks: Sequence[EmbeddingBlock], num_vectors: int, limit: int) -> FloatArray:
     """Sample at most `limit` vectors, deterministically, in order."""
     if num_vectors <= limit:
-        return np.concatenate(list(float32_vectors(blocks)))
+        return take_vectors(blocks, np.arange(num_vectors))
     numbers = np.sort(np.random.default_rng(TRAIN_SEED).choice(num_vectors, limit, replace=False))
-    parts, first = [], 0
-    for vectors_ND in float32_vectors(blocks):
-        low, high = np.searchsorted(numbers, [first, first + len(vectors_ND)])
-        parts.append(vectors_ND[numbers[low:high] - first])
-        first += len(vectors_ND)
-    return np.concatenate(parts)
+    return take_vectors(blocks, numbers)
 
 
 def _to_gpu(index: faiss.Index, device: str, factory: str) -> faiss.Index:
@@ -172,10 +165,8 @@ def _to_gpu(index: faiss.Index, device: str, factory: str) -> faiss.Index:
             f"cannot search Faiss on {device!r}: this Faiss sees no GPU; install mvr-ray[gpu] or use 'cpu'"
         )
     number = int(device.partition(":")[2] or 0)
-    try:
+    with translate_library_errors(f"Faiss cannot put {factory!r} on {device!r}", "; use 'cpu'"):
         return faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), number, index)
-    except RuntimeError as error:
-        raise ShardIndexError(f"Faiss cannot put {factory!r} on {device!r}: {_reason(error)}; use 'cpu'") from error
 
 
 @contextmanager
@@ -186,9 +177,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         faiss.omp_set_num_threads(num_threads)
-
-
-def _reason(error: RuntimeError) -> str:
-    """Return Faiss's message without the source location."""
-    text = re.sub(r"^.*\.\w+:\d+: (Error: )?", "", str(error).strip(), flags=re.DOTALL)
-    return re.sub(r"\s+", " ", text)[-300:]

@@ -7,7 +7,6 @@ import ctypes
 import mmap
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +17,8 @@ from mvr_ray.core.searching.exact import check_k, check_queries
 from mvr_ray.core.searching.kernels import TorchKernel
 from mvr_ray.core.searching.scan import Scan
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, ShardHits
+from mvr_ray.index.base import ShardIndex
+from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray
 
 RESIDENT_SHARE = 0.8
 _ROWS = 4096
@@ -95,7 +95,7 @@ def _codes_of(block: EmbeddingBlock, codes: Codes, rows_N: IntArray) -> Codes:
     return result
 
 
-class FlatIndex:
+class FlatIndex(ShardIndex):
     """Scans the vectors, or codes in their place. The scanned data are copied once to a GPU if they fit there, else
     streamed. Batches of queries scan fp16 vectors where these are in memory and the processor scans them faster than
     their codes."""
@@ -116,30 +116,23 @@ class FlatIndex:
         rows = [block.vectors_ND for block in blocks] if codes is None else [own.codes_ND for own in codes]
         num_bytes = sum(own_ND.nbytes for own_ND in rows)
         resident = isinstance(kernel, TorchKernel) and _fits(kernel, num_bytes)
-        self.scan = Scan(blocks, kernel, codes=codes, resident=resident)
+        super().__init__(Scan(blocks, kernel, codes=codes, resident=resident))
         is_half = all(block.vectors_ND.dtype == np.float16 for block in blocks)
         is_faster = codes is not None and is_half and getattr(kernel, "halves_are_faster", False)
         self._vector_scan = self.scan.of_vectors() if is_faster else None
         self._small_batch = make_small_batch_kernel(engine, device, threads)
-        self._small_batch_scan = Scan(blocks, self._small_batch.kernel, codes=codes) if self._small_batch else None
-        self.num_passages = self.scan.table.num_passages
-        self.num_vectors = self.scan.table.num_vectors
-        self.dimension = self.scan.table.dimension
-
-    def search(self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None) -> ShardHits:
-        """Search exactly; `frontier_Q` is the exact score of the best passage left out, which certifies the hits. A
-        mask excludes passages from both."""
-        return self.search_with_counts(queries_QD, k, mask_P).hits
+        self._small_batch_scan = Scan(blocks, self._small_batch, codes=codes) if self._small_batch else None
 
     def search_with_counts(
         self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None
     ) -> CountedHits:
-        """Search, and count the passages that the scan could not exclude and scored exactly."""
+        """Search, and count the passages that the scan could not exclude and scored exactly. `frontier_Q` is the
+        exact score of the best passage left out, which certifies the hits; a mask excludes passages from both."""
         queries_QD = check_queries(queries_QD, self.dimension)
         share = 1.0 if mask_P is None else np.count_nonzero(mask_P) / max(len(mask_P), 1)
         return self.scan_for(len(queries_QD), share).search_with_counts(queries_QD, check_k(k), mask_P)
 
-    def scan_for(self, num_queries: int, share: float = 1.0) -> Scan[Any, Any]:
+    def scan_for(self, num_queries: int, share: float = 1.0) -> Scan:
         """Choose the fastest scan, of codes or of vectors, for a number of queries and the share of passages that pass
         a filter: all give the same hits."""
         kernel = self._small_batch

@@ -15,61 +15,19 @@ import numpy as np
 
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.base import IndexParams
-from mvr_ray.index.candidates import DELETED, ApproximateIndex, LabelUpdate, count_vectors, float32_vectors, read_labels
+from mvr_ray.index.candidates import (
+    DELETED,
+    ApproximateIndex,
+    LabelUpdate,
+    count_vectors,
+    float32_vectors,
+    read_labels,
+    translate_library_errors,
+)
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 HNSW_FILE = "index.hnsw"
 LEVEL_SEED = 100
-
-
-def check_hnsw(params: IndexParams) -> None:
-    """Raise ShardIndexError if no graph can be built with these parameters."""
-    if params.hnsw_m < 2:
-        raise ShardIndexError(f"hnsw_m is {params.hnsw_m}; a node needs at least 2 links")
-    if min(params.hnsw_ef_construction, params.hnsw_ef_search) < 1:
-        raise ShardIndexError(
-            f"hnsw_ef_construction is {params.hnsw_ef_construction} and hnsw_ef_search {params.hnsw_ef_search}; "
-            f"both must be at least 1"
-        )
-
-
-def build_hnsw(params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: Path) -> list[str]:
-    """Add every vector in order, write one file."""
-    num_vectors = count_vectors(blocks)
-    if not num_vectors:
-        return []
-    graph = hnswlib.Index(space="ip", dim=int(blocks[0].vectors_ND.shape[1]))
-    graph.init_index(
-        max_elements=num_vectors,
-        M=params.hnsw_m,
-        ef_construction=params.hnsw_ef_construction,
-        random_seed=LEVEL_SEED,
-    )
-    first = 0
-    for vectors_ND in float32_vectors(blocks):
-        graph.add_items(vectors_ND, np.arange(first, first + len(vectors_ND)), num_threads=1)
-        first += len(vectors_ND)
-    graph.save_index(str(folder / HNSW_FILE))
-    return [HNSW_FILE]
-
-
-def update_hnsw(update: LabelUpdate, new_ND: FloatArray, source: Path, folder: Path) -> list[str]:
-    """Write a copy of the graph of `source` with new vectors, and with deleted ones marked."""
-    graph = hnswlib.Index(space="ip", dim=int(new_ND.shape[1]))
-    old_labels = read_labels(source)
-    deleted_L = update.number_L[: update.first_new] == DELETED
-    if old_labels is not None:
-        deleted_L &= old_labels != DELETED
-    try:
-        graph.load_index(str(source / HNSW_FILE), max_elements=len(update.number_L))
-        for label in np.flatnonzero(deleted_L).tolist():
-            graph.mark_deleted(label)
-        if len(new_ND):
-            graph.add_items(new_ND, np.arange(update.first_new, len(update.number_L)), num_threads=1)
-        graph.save_index(str(folder / HNSW_FILE))
-    except RuntimeError as error:
-        raise ShardIndexError(f"hnswlib cannot add {len(new_ND)} vectors to {source / HNSW_FILE}: {error}") from error
-    return [HNSW_FILE, *update.write(folder)]
 
 
 class HnswIndex(ApproximateIndex):
@@ -78,8 +36,15 @@ class HnswIndex(ApproximateIndex):
     kind = "hnsw"
 
     def __init__(
-        self, params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: Path, *, threads: int | None = None
+        self,
+        params: IndexParams,
+        blocks: Sequence[EmbeddingBlock],
+        folder: Path,
+        *,
+        device: str = "cpu",
+        threads: int | None = None,
     ) -> None:
+        """The graph is searched on the CPU, whatever the device."""
         super().__init__(blocks, folder, threads=threads)
         self.ef_search = self.breadth = params.hnsw_ef_search
         self.lock = threading.Lock()  # the graph stores the beam width of a search
@@ -89,10 +54,8 @@ class HnswIndex(ApproximateIndex):
         if not path.is_file():
             raise ShardIndexError(f"no hnswlib index at {path}; build the index again")
         self.graph = hnswlib.Index(space="ip", dim=self.dimension)
-        try:
+        with translate_library_errors(f"hnswlib cannot read {path}", "; build the index again"):
             self.graph.load_index(str(path))
-        except RuntimeError as error:
-            raise ShardIndexError(f"hnswlib cannot read {path}: {error}; build the index again") from error
         if self.graph.get_current_count() != self.num_labels:
             raise ShardIndexError(
                 f"{path} holds {self.graph.get_current_count()} vectors, the embeddings are {self.num_labels}; "
@@ -100,6 +63,53 @@ class HnswIndex(ApproximateIndex):
             )
         if threads is not None:
             self.graph.set_num_threads(threads)
+
+    @classmethod
+    def check(cls, params: IndexParams, dimension: int) -> None:
+        """Raise ShardIndexError if no graph can be built with these parameters."""
+        if params.hnsw_m < 2:
+            raise ShardIndexError(f"hnsw_m is {params.hnsw_m}; a node needs at least 2 links")
+        if min(params.hnsw_ef_construction, params.hnsw_ef_search) < 1:
+            raise ShardIndexError(
+                f"hnsw_ef_construction is {params.hnsw_ef_construction} and hnsw_ef_search {params.hnsw_ef_search}; "
+                f"both must be at least 1"
+            )
+
+    @classmethod
+    def build(cls, params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: Path) -> list[str]:
+        """Add every vector in order, write one file."""
+        graph = hnswlib.Index(space="ip", dim=int(blocks[0].vectors_ND.shape[1]))
+        graph.init_index(
+            max_elements=count_vectors(blocks),
+            M=params.hnsw_m,
+            ef_construction=params.hnsw_ef_construction,
+            random_seed=LEVEL_SEED,
+        )
+        first = 0
+        for vectors_ND in float32_vectors(blocks):
+            graph.add_items(vectors_ND, np.arange(first, first + len(vectors_ND)), num_threads=1)
+            first += len(vectors_ND)
+        graph.save_index(str(folder / HNSW_FILE))
+        return [HNSW_FILE]
+
+    @classmethod
+    def update(
+        cls, params: IndexParams, update: LabelUpdate, new_ND: FloatArray, source: Path, folder: Path
+    ) -> list[str]:
+        """Write a copy of the graph of `source` with new vectors, and with deleted ones marked."""
+        graph = hnswlib.Index(space="ip", dim=int(new_ND.shape[1]))
+        old_labels = read_labels(source)
+        deleted_L = update.number_L[: update.first_new] == DELETED
+        if old_labels is not None:
+            deleted_L &= old_labels != DELETED
+        with translate_library_errors(f"hnswlib cannot add {len(new_ND)} vectors to {source / HNSW_FILE}"):
+            graph.load_index(str(source / HNSW_FILE), max_elements=len(update.number_L))
+            for label in np.flatnonzero(deleted_L).tolist():
+                graph.mark_deleted(label)
+            if len(new_ND):
+                graph.add_items(new_ND, np.arange(update.first_new, len(update.number_L)), num_threads=1)
+            graph.save_index(str(folder / HNSW_FILE))
+        return [HNSW_FILE, *update.write(folder)]
 
     def nearest_labels(self, queries_QD: FloatArray, fetch: int) -> IntArray:
         with self.lock:

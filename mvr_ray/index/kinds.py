@@ -11,11 +11,17 @@ Only passages may be missing.
 
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.base import IndexParams, ShardIndex
-from mvr_ray.index.candidates import DELETED, update_labels
+from mvr_ray.index.candidates import DELETED, count_vectors, take_vectors, update_labels
+from mvr_ray.index.flat import FlatIndex, build_codes, open_codes
 from mvr_ray.types import EmbeddingBlock, IntArray
+
+if TYPE_CHECKING:
+    from mvr_ray.index.faiss_index import FaissIndex
+    from mvr_ray.index.hnsw_index import HnswIndex
 
 KINDS = ("flat", "faiss", "hnsw")
 SCANS = ("vectors", "int8")
@@ -29,32 +35,16 @@ def check_params(params: IndexParams, dimension: int) -> None:
         raise ShardIndexError(f"index scan {params.scan!r} is unknown; it is one of {', '.join(SCANS)}")
     if dimension < 1:
         raise ShardIndexError(f"embeddings have dimension {dimension}; at least 1 is needed")
-    if params.kind == "faiss":
-        from mvr_ray.index.faiss_index import check_faiss
-
-        check_faiss(params, dimension)
-    elif params.kind == "hnsw":
-        from mvr_ray.index.hnsw_index import check_hnsw
-
-        check_hnsw(params)
+    if params.kind != "flat":
+        _approximate(params.kind).check(params, dimension)
 
 
 def build_index(params: IndexParams, blocks: Sequence[EmbeddingBlock], folder: Path) -> list[str]:
     """Build the index files in `folder` and return their names, none for plain flat. Same blocks, same bytes."""
     check_params(params, _dimension(blocks))
-    if params.kind == "faiss":
-        from mvr_ray.index.faiss_index import build_faiss
-
-        return build_faiss(params, blocks, folder)
-    if params.kind == "hnsw":
-        from mvr_ray.index.hnsw_index import build_hnsw
-
-        return build_hnsw(params, blocks, folder)
-    if params.scan == "int8":
-        from mvr_ray.index.flat import build_codes
-
-        return build_codes(blocks, folder)
-    return []
+    if params.kind == "flat":
+        return build_codes(blocks, folder) if params.scan == "int8" else []
+    return _approximate(params.kind).build(params, blocks, folder) if count_vectors(blocks) else []
 
 
 def update_index(
@@ -79,14 +69,8 @@ def update_index(
     update = update_labels(old_blocks, blocks, changed_ids, source)
     if (update.number_L == DELETED).mean() > most_share:
         return []
-    new_ND = update.new_vectors(blocks)
-    if params.kind == "faiss":
-        from mvr_ray.index.faiss_index import update_faiss
-
-        return update_faiss(params, update, new_ND, source, folder)
-    from mvr_ray.index.hnsw_index import update_hnsw
-
-    return update_hnsw(update, new_ND, source, folder)
+    new_ND = take_vectors(blocks, update.number_L[update.first_new :])
+    return _approximate(params.kind).update(params, update, new_ND, source, folder)
 
 
 def searches_embeddings(params: IndexParams) -> bool:
@@ -108,19 +92,22 @@ def open_index(
     `first_rows_N` is `EmbeddingShard.first_rows` of the blocks; it locates the codes of a shard with changes.
     """
     check_params(params, _dimension(blocks))
-    if params.kind == "faiss":
-        from mvr_ray.index.faiss_index import FaissIndex
-
-        return FaissIndex(params, blocks, folder, device=device, threads=threads)
-    if params.kind == "hnsw":
-        from mvr_ray.index.hnsw_index import HnswIndex
-
-        return HnswIndex(params, blocks, folder, threads=threads)
-    from mvr_ray.index.flat import FlatIndex, open_codes
-
+    if params.kind != "flat":
+        return _approximate(params.kind)(params, blocks, folder, device=device, threads=threads)
     has_codes = params.scan == "int8" and any(len(block.ids) for block in blocks)
     codes = open_codes(folder, blocks, first_rows_N) if has_codes else None
     return FlatIndex(blocks, codes=codes, device=device, threads=threads)
+
+
+def _approximate(kind: str) -> "type[FaissIndex] | type[HnswIndex]":
+    """Import the class of an approximate kind, and with it its library."""
+    if kind == "faiss":
+        from mvr_ray.index.faiss_index import FaissIndex
+
+        return FaissIndex
+    from mvr_ray.index.hnsw_index import HnswIndex
+
+    return HnswIndex
 
 
 def _dimension(blocks: Sequence[EmbeddingBlock]) -> int:

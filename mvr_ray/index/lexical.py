@@ -69,13 +69,21 @@ def indexed_text(passage: Passage) -> str:
 
 
 class PostingsFile:
-    """The postings of some passages: rows with a term, and counts."""
+    """The postings of some passages: rows with a term, and counts. A file of changes has the row changes, too: deleted
+    rows before it, and new rows after it."""
 
     def __init__(self, columns: dict[str, pa.Array]) -> None:
         self.term_T = columns["term"]
         self.end_T, self.row_N, self.count_N = (_as_numpy(columns[name]) for name in ("end", "row", "count"))
         self.length_P: IntArray = _as_numpy(columns["length"])
+        self.hidden_rows, self.places = (
+            _as_numpy(columns[name]) if name in columns else np.zeros(0, np.int32) for name in ("hidden", "place")
+        )
         self.num_bytes = sum(column.nbytes for column in columns.values())
+
+    @property
+    def num_changes(self) -> int:
+        return len(self.hidden_rows) + len(self.places)
 
     def slice_of(self, term: str) -> slice:
         """Return the slice of a term's postings, empty without any."""
@@ -98,28 +106,13 @@ def count_words(passages: Sequence[Passage]) -> list[Counter[str]]:
     return [Counter(words) for words in tokenize([indexed_text(passage) for passage in passages])]
 
 
-class PostingsMoves(NamedTuple):
-    """The row changes of a file of changes: deleted rows before it, and new rows after it."""
-
-    hidden_rows: IntArray
-    places: IntArray
-
-    @property
-    def num_changes(self) -> int:
-        return len(self.hidden_rows) + len(self.places)
-
-
 class Postings:
     """The postings of one shard, from a file of all passages and files of later changes."""
 
     def __init__(self, path: Path, *changes: Path) -> None:
         """Map the files. Raises ShardIndexError for other files than postings."""
         self.whole = PostingsFile(_open(path, _POSTINGS))
-        change_columns = [_open(file, _CHANGES) for file in changes]
-        self.changes = [PostingsFile(columns) for columns in change_columns]
-        self.moves = [
-            PostingsMoves(*(_as_numpy(columns[name]) for name in ("hidden", "place"))) for columns in change_columns
-        ]
+        self.changes = [PostingsFile(_open(file, _CHANGES)) for file in changes]
         self.source_P = self.sources(len(changes))
         """`sources` after all files of changes."""
 
@@ -128,8 +121,8 @@ class Postings:
         through the first file and the files of changes."""
         num_rows = len(self.whole.length_P)
         source_P: IntArray = np.arange(num_rows)
-        for hidden_rows, places in self.moves[:num_changes]:
-            remaining = np.delete(source_P, hidden_rows)
+        for file in self.changes[:num_changes]:
+            remaining, places = np.delete(source_P, file.hidden_rows), file.places
             source_P = np.empty(len(remaining) + len(places), np.int64)
             is_kept_P = np.ones(len(source_P), bool)
             is_kept_P[places] = False
@@ -261,22 +254,13 @@ def write_statistics(shards: Sequence[PostingsFile], path: Path) -> None:
     _write_frequencies(path, frequencies, [sum(len(postings.length_P) for postings in shards), num_words])
 
 
-def write_merged_statistics(before: CorpusStatistics, change: WordCounts, path: Path) -> None:
-    """Write statistics after a change as one file: the bytes of `write_statistics` over the changed corpus."""
-    _write_changed(path, before.frequencies, before.sizes, change)
-
-
 def write_statistics_changes(before: CorpusStatistics, num_kept: int, change: WordCounts, path: Path) -> None:
-    """Write the statistics after a change less those of the first file and of `num_kept` files of changes."""
-    _write_changed(path, before.frequencies[1 + num_kept :], before.sizes[1 + num_kept :], change)
-
-
-def _write_changed(
-    path: Path, frequencies: Sequence[TermFrequencies], sizes: Sequence[list[int]], change: WordCounts
-) -> None:
-    own = pa.array(list(change.frequencies), pa.string()), np.array(list(change.frequencies.values()), np.int64)
-    totals = [sum(column) for column in zip(*sizes, (change.num_passages, change.num_words))]
-    _write_frequencies(path, [*frequencies, own], totals)
+    """Write the statistics after a change less those of the first `num_kept` files; with 0, the bytes of
+    `write_statistics` over the changed corpus."""
+    terms, counts = list(change.frequencies), list(change.frequencies.values())
+    own = pa.array(terms, pa.string()), np.array(counts, np.int64)
+    totals = [sum(column) for column in zip(*before.sizes[num_kept:], (change.num_passages, change.num_words))]
+    _write_frequencies(path, [*before.frequencies[num_kept:], own], totals)
 
 
 def _write_frequencies(path: Path, frequencies: Sequence[TermFrequencies], size: list[int]) -> None:
@@ -289,8 +273,8 @@ def _write_frequencies(path: Path, frequencies: Sequence[TermFrequencies], size:
     )
     sums = table.group_by("term").aggregate([("frequency", "sum")]).sort_by("term")
     sums = sums.filter(pc.not_equal(sums.column("frequency_sum"), 0)).combine_chunks()  # pyrefly: ignore
-    columns = {"term": sums.column("term"), "frequency": sums.column("frequency_sum")}
-    _write(path, _STATISTICS, {**{name: column.to_pylist() for name, column in columns.items()}, "size": size})
+    terms, counts = (sums.column(name).to_pylist() for name in ("term", "frequency_sum"))
+    _write(path, _STATISTICS, {"term": terms, "frequency": counts, "size": size})
 
 
 class LexicalIndex(NamedTuple):

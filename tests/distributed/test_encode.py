@@ -88,10 +88,10 @@ def test_another_precision_is_another_encoder_that_the_corpus_keeps(empty_store,
 @pytest.mark.parametrize("first", ["fp32", "bf16"])
 def test_a_store_keeps_the_precision_that_its_passages_were_embedded_in(empty_store, run_over, monkeypatch, first):
     """The encoder in use on either kind of processor; the numbers are those of fp32, which every processor supports."""
-    build = precision.build_tower
+    build = precision.inference_pass
     monkeypatch.setattr(session, "in_ray", lambda: False)  # the patches below do not reach workers
     monkeypatch.setattr(precision, "_missing_on_cpu", lambda tower, name: "")
-    monkeypatch.setattr(precision, "build_tower", lambda tower, own: build(tower, own._replace(name="fp32")))
+    monkeypatch.setattr(precision, "inference_pass", lambda tower, own: build(tower, own._replace(name="fp32")))
     choice, here = [first], {"local_passages": 1000}
     monkeypatch.setattr(encoders, "fastest_float", lambda tower: choice[0])
     live = build_index.index(run_over(empty_store, index={"name": "one"}, resources=here))

@@ -8,8 +8,9 @@ Shapes: Q questions, P passages, V views per passage, T tokens, D dimension.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from mvr_ray.core.encoding.length_batches import filled_batches, token_batches
 from mvr_ray.core.encoding.openvino_cpu import quantize
-from mvr_ray.core.encoding.padded import pad, padded_views
+from mvr_ray.core.encoding.padded import join_rows, pad, padded_views
 from mvr_ray.core.encoding.pooling import Dense, Heads, Truncation
 from mvr_ray.core.encoding.precision import (
     FP32,
@@ -41,10 +42,10 @@ from mvr_ray.core.encoding.snippets import (
     load_punkt,
     snippet_spans,
 )
-from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel, parameter_groups, translate_load_errors
-from mvr_ray.core.encoding.tower import Tower
+from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel, translate_load_errors
+from mvr_ray.core.encoding.tower import Tower, without_surrogates
 from mvr_ray.core.encoding.unpadded_cpu import Means, supports_unpadded_cpu
-from mvr_ray.core.encoding.views import MODEL_SETTINGS, EncoderSpec, Layout, Prompts, TextTokens, TokenizedPassage
+from mvr_ray.core.encoding.views import MODEL_SETTINGS, EncoderSpec, Layout, TextTokens, TokenizedPassage
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import FloatArray, Passage
 
@@ -74,33 +75,30 @@ class DualEncoder(StoredModel):
     what: ClassVar[str] = "encoder snapshot"
     description_file: ClassVar[str] = "encoder.json"
     error_type: ClassVar = EncoderError
+    special_group: ClassVar[str] = "viewers"
 
     def __init__(
-        self,
-        spec: EncoderSpec,
-        towers: Sequence[Tower],
-        punkt: PunktParams | None,
-        precision: Precision = FP32,
+        self, spec: EncoderSpec, towers: Sequence[Tower], punkt: PunktParams | None, precision: Precision = FP32
     ) -> None:
         super().__init__()
         self.spec, self.precision = spec, precision
         self._inference = InferenceCache()
-        self.towers = nn.ModuleDict(dict(zip(tower_names(spec), towers)))
+        self.towers: Any = nn.ModuleDict(dict(zip(tower_names(spec), towers)))
         self.splitter = load_punkt(punkt)
-        pools = spec.strategy == "pooling"
         for tower in towers:
             _check_strategy(spec, tower)
-            if spec.normalize or not pools:  # the spec decides on normalising, except for a model with its own pooling
-                tower.heads = tower.heads.without_last_normalize(before_truncation=not pools)
+            if spec.normalize or not self._pools:  # the spec decides, except for a model with its own pooling
+                tower.heads = tower.heads.without_last_normalize(before_truncation=not self._pools)
         tower = self.passage_tower
-        prompts = [spec.query_prompt or "", spec.passage_prompt or ""]
+        query_prompt, passage_prompt = _tokens(tower, [spec.query_prompt or "", spec.passage_prompt or ""])
         self.layout = Layout(
             *tower.frame,
             first_position=tower.first_position,
             num_positions=tower.num_positions,
             first_viewer=tower.num_words,
             pooling=tower.pooling,
-            prompts=Prompts(*(len(tokens.ids) for tokens in _tokens(tower, prompts))),
+            query_prompt_tokens=len(query_prompt.ids),
+            passage_prompt_tokens=len(passage_prompt.ids),
         )
 
     @classmethod
@@ -119,10 +117,18 @@ class DualEncoder(StoredModel):
         from mvr_ray.core.encoding.backbones import open_tower  # imports transformers
 
         towers = [open_tower(folder) for _ in range(1 if spec.tied else 2)]
-        spec = complete_spec(spec, towers[0])
+        own_positions = spec.num_views if spec.strategy == "viewers" and spec.viewer_position == "own" else 0
+        longest = min(towers[0].max_tokens, towers[0].num_positions - own_positions)
+        spec = spec.fill(dict(zip(MODEL_SETTINGS, (*towers[0].prompts, longest, longest))))
         for tower in towers:
             if spec.truncate_dim is not None:
-                tower.heads = Heads([*tower.heads, _truncation(spec, tower)])
+                size = tower.vector_size(spec.strategy == "pooling")
+                if not 1 <= spec.truncate_dim <= size:
+                    raise EncoderError(
+                        f"encoder truncate_dim is {spec.truncate_dim}, but the model's vectors have {size} dimensions; "
+                        f"give 1 to {size}"
+                    )
+                tower.heads = Heads([*tower.heads, Truncation(spec.truncate_dim)])
             if spec.has_viewers:
                 tower.add_viewers(spec.num_views, spec.viewer_init, spec.seed)
         encoder = cls(spec, towers, punkt)
@@ -148,8 +154,7 @@ class DualEncoder(StoredModel):
 
     def save(self, folder: str | Path) -> None:
         """Write a snapshot, in the layout of module `snapshot`."""
-        towers = {name: _tower(tower) for name, tower in self.towers.items()}
-        description = write_parts(Path(folder), self.spec, towers, self.splitter.params, self.precision)
+        description = write_parts(Path(folder), self.spec, self.towers, self.splitter.params, self.precision)
         description |= {"format_version": FORMAT_VERSION, "fingerprint": self.fingerprint}
         self.write_description(Path(folder), dict(sorted(description.items())))
 
@@ -159,15 +164,15 @@ class DualEncoder(StoredModel):
 
         Raises EncoderError for strategies with viewers.
         """
-        return export_towers(Path(folder), self.spec, {name: _tower(tower) for name, tower in self.towers.items()})
+        return export_towers(Path(folder), self.spec, self.towers)
 
     @property
     def question_tower(self) -> Tower:
-        return _tower(self.towers["shared" if self.spec.tied else "question"])
+        return self.towers["shared" if self.spec.tied else "question"]
 
     @property
     def passage_tower(self) -> Tower:
-        return _tower(self.towers["shared" if self.spec.tied else "passage"])
+        return self.towers["shared" if self.spec.tied else "passage"]
 
     @property
     def dimension(self) -> int:
@@ -183,14 +188,14 @@ class DualEncoder(StoredModel):
 
     @property
     def transformers(self) -> list[Any]:
-        return [_tower(tower).backbone for tower in self.towers.values()]
+        return [tower.backbone for tower in self.towers.values()]
 
     @property
     def fingerprint(self) -> str:
         """16 hex digits over all that changes an embedding. Reads every weight (about 1 s a gigabyte): cache it."""
         hasher = hashlib.blake2b(digest_size=8)
         hasher.update(json.dumps(self.spec.settings(), sort_keys=True).encode())
-        digests = {name: _tower(tower).digest() for name, tower in self.towers.items()}
+        digests = {name: tower.digest() for name, tower in self.towers.items()}
         hasher.update(digests.get("question") or digests["shared"])
         hasher.update(digests.get("passage") or digests["shared"])
         if self.spec.needs_sentences:
@@ -214,7 +219,7 @@ class DualEncoder(StoredModel):
         """
         check(self.passage_tower, precision, gpu)
         parts = quantize(self.passage_tower, self.tokenize_passages(passages)) if precision == "int8" else None
-        towers = [_tower(tower) for tower in self.towers.values()]
+        towers = list(self.towers.values())
         return DualEncoder(self.spec, towers, self.splitter.params, Precision(precision, parts)).eval()
 
     def tokenize_queries(self, texts: Sequence[str]) -> list[TokenizedPassage]:
@@ -293,11 +298,6 @@ class DualEncoder(StoredModel):
         real_PT = pad(self.passage_tower, batch).real_PT
         return self._token_states(self.passage_tower, self.precision, batch), real_PT
 
-    def attentions(self, batch: Sequence[TokenizedPassage]) -> Sequence[Tensor]:
-        """Compute attention weights of each layer over a batch, [P, heads, T, T] (`attention.view_attention`)."""
-        tokens = pad(self.passage_tower, batch)
-        return self.passage_tower.attentions(tokens.ids_PT, tokens.positions_PT, tokens.real_PT)
-
     def mean_pool_queries(self, texts: Sequence[str]) -> Tensor:
         """Average all states of `[CLS] question [SEP]`, through the heads: targets_QD of a warm start.
 
@@ -340,25 +340,35 @@ class DualEncoder(StoredModel):
 
     def embed_batches(self, batches: Iterable[Sequence[TokenizedPassage]]) -> Iterator[EmbeddedViews]:
         """Embed each batch. A GPU's results are fetched after the next batch has started."""
-        previous: _Fetch | None = None
-        for batch in batches:
-            with self.inference():
-                fetch = _Fetch(self.encode_passages(batch))
-            if previous is not None:
-                yield previous.wait()
-            previous = fetch
-        if previous is not None:
-            yield previous.wait()
+        results = (self._start(batch) for batch in batches)
+        for fetch, _ in pairwise(chain(results, [None])):
+            assert fetch is not None
+            yield fetch()
 
     def embed_passages(self, batch: Sequence[TokenizedPassage]) -> EmbeddedViews:
         """Embed one batch as float32, for indexing."""
-        [views] = self.embed_batches([batch])
-        return views
+        return self._start(batch)()
 
-    def parameter_groups(self, lr: float, viewer_lr_factor: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Make AdamW's groups: matrices, vectors (biases and norms, never decayed), and viewers at their own rate."""
-        viewers = ("viewers", lambda name: ".viewers." in name, viewer_lr_factor)
-        return parameter_groups(self.named_parameters(), viewers, lr, weight_decay)
+    def is_special(self, parameter: str) -> bool:
+        return ".viewers." in parameter
+
+    def _start(self, batch: Sequence[TokenizedPassage]) -> Callable[[], EmbeddedViews]:
+        """Start to embed a batch, and to copy its views to the host; the result waits for them."""
+        with self.inference():
+            views = self.encode_passages(batch)
+        if not views.views_PVD.is_cuda:
+            return lambda: EmbeddedViews(*(part.cpu().numpy() for part in views))
+        hosts = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in views]
+        for host, part in zip(hosts, views):
+            host.copy_(part, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+
+        def wait() -> EmbeddedViews:
+            event.synchronize()
+            return EmbeddedViews(*(host.numpy() for host in hosts))
+
+        return wait
 
     def _read(
         self, tower: Tower, batch: Sequence[TokenizedPassage], num_views: int, precision: Precision
@@ -366,9 +376,7 @@ class DualEncoder(StoredModel):
         if not batch:
             empty_PVD = torch.zeros(0, num_views, self.dimension, device=self.device)
             return PassageViews(empty_PVD, empty_PVD[..., 0].bool())
-        rows = [[passage] for passage in batch]
-        if self.spec.has_rows and tower is self.passage_tower and num_views == self.num_views:
-            rows = [self.layout.rows(passage) for passage in batch]
+        rows = [self.layout.rows(passage) if self.spec.has_rows else [passage] for passage in batch]
         if self._pools and not tower.pooling.is_mean_of_tokens:
             views_PVD, count_PV = self._pool(tower, batch, precision)
         elif len(batch) == sum(map(len, rows)):
@@ -402,38 +410,35 @@ class DualEncoder(StoredModel):
         """Pool by a mode that is no mean over tokens, over batches of texts of similar length."""
         groups = token_batches([passage.num_tokens for passage in batch], PADDED_TOKENS)
         parts = []
-        for rows in groups:
-            tokens = pad(tower, [batch[row] for row in rows])
-            states_PTD = self._token_states(tower, precision, [batch[row] for row in rows])
+        for texts in ([batch[row] for row in rows] for rows in groups):
+            states_PTD = self._token_states(tower, precision, texts)
             with torch.autocast(states_PTD.device.type, enabled=False):
-                parts.append(tower.pooling.pool(states_PTD.float(), tokens.views_PT == 0))
-        inverse = torch.from_numpy(np.argsort(np.concatenate(groups)))
-        vectors_PD = torch.cat(parts)[inverse.to(self.device)]
+                parts.append(tower.pooling.pool(states_PTD.float(), pad(tower, texts).views_PT == 0))
+        vectors_PD = join_rows(parts, groups)
         return Means(vectors_PD[:, None], torch.ones(len(batch), 1, dtype=torch.long, device=self.device))
 
     def _states(self, tower: Tower, batch: Sequence[TokenizedPassage], num_views: int, precision: Precision) -> Means:
         """Run the unpadded pass where there is one, else the padded one, on a CPU over texts of similar length."""
         if not self._needs_gradient() and has_inference_pass(tower, precision.name):
-            return self._inference.of(tower, precision).views(batch, num_views)
+            return self._inference.of(tower, precision)(batch, num_views)
         if torch.is_autocast_enabled("cpu"):
             from mvr_ray.core.encoding import training_pass  # imports transformers, which a search does not need
 
             if training_pass.supports_training_pass(tower):
                 return training_pass.training_views(tower, batch, num_views)
-        if self.device.type != "cpu" or len(batch) == 1:
+        if self.device.type != "cpu":
             return padded_views(tower, batch, num_views)
         groups = token_batches([passage.num_tokens for passage in batch], PADDED_TOKENS)
         parts = [padded_views(tower, [batch[row] for row in rows], num_views) for rows in groups]
-        inverse = torch.from_numpy(np.argsort(np.concatenate(groups)))
-        views_PVD, count_PV = (torch.cat(part)[inverse] for part in zip(*parts))
-        return Means(views_PVD, count_PV)
+        return Means(*(join_rows(part, groups) for part in zip(*parts)))
 
     def _token_states(self, tower: Tower, precision: Precision, batch: Sequence[TokenizedPassage]) -> Tensor:
         """Compute states_PTD of a tower in a precision; states of padding are undefined."""
         if self._needs_gradient() or not has_inference_pass(tower, precision.name):
             tokens = pad(tower, batch)
             return tower(tokens.ids_PT, tokens.positions_PT, tokens.real_PT)
-        return self._inference.of(tower, precision).padded_states(batch)
+        alone = [text._replace(view_T=np.arange(text.num_tokens)) for text in batch]  # each token is a view
+        return self._inference.of(tower, precision)(alone, max(text.num_tokens for text in batch)).views_PVD
 
     def _needs_gradient(self) -> bool:
         """Whether gradients or autocast may be needed, which the unpadded passes do not support."""
@@ -461,22 +466,6 @@ def _join_whole_view(views_PVD: Tensor, count_PV: Tensor) -> Means:
     return Means(torch.cat([whole_PD[:, None], views_PVD[:, 1:]], 1), torch.cat([count_P[:, None], count_PV[:, 1:]], 1))
 
 
-def complete_spec(spec: EncoderSpec, tower: Tower) -> EncoderSpec:
-    """Replace None in `spec` by the model's own prompts and lengths."""
-    own_positions = spec.num_views if spec.strategy == "viewers" and spec.viewer_position == "own" else 0
-    longest = min(tower.max_tokens, tower.num_positions - own_positions)
-    return spec.fill(dict(zip(MODEL_SETTINGS, (*tower.prompts, longest, longest))))
-
-
-def _truncation(spec: EncoderSpec, tower: Tower) -> Truncation:
-    size, out_size = tower.vector_size(spec.strategy == "pooling"), spec.truncate_dim
-    if out_size is None or not 1 <= out_size <= size:
-        raise EncoderError(
-            f"encoder truncate_dim is {out_size}, but the model's vectors have {size} dimensions; give 1 to {size}"
-        )
-    return Truncation(out_size)
-
-
 def _check_strategy(spec: EncoderSpec, tower: Tower) -> None:
     """Prepare a tower for a strategy. Raises EncoderError where the model does not support it."""
     if spec.strategy == "viewers":
@@ -499,29 +488,6 @@ def _check_strategy(spec: EncoderSpec, tower: Tower) -> None:
 
 
 def _tokens(tower: Tower, texts: Sequence[str]) -> list[TextTokens]:
-    # The tokenizer rejects half a surrogate pair; a question mark replaces it, so offsets stay the same.
-    clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+    clean = [without_surrogates(text) for text in texts]
     encodings = tower.tokenizer.backend_tokenizer.encode_batch(clean, add_special_tokens=False)
     return [TextTokens(encoding.ids, [end for _, end in encoding.offsets]) for encoding in encodings]
-
-
-def _tower(module: nn.Module) -> Tower:
-    assert isinstance(module, Tower)
-    return module
-
-
-class _Fetch:
-    """An asynchronous copy of views from the device to the host."""
-
-    def __init__(self, views: PassageViews) -> None:
-        self._views, self._event = views, None
-        if views.views_PVD.is_cuda:
-            hosts = [torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in views]
-            self._views = PassageViews(*(host.copy_(one, non_blocking=True) for host, one in zip(hosts, views)))
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def wait(self) -> EmbeddedViews:
-        if self._event is not None:
-            self._event.synchronize()
-        return EmbeddedViews(self._views.views_PVD.cpu().numpy(), self._views.mask_PV.cpu().numpy())

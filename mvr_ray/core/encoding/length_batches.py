@@ -21,12 +21,11 @@ def token_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
 def filled_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Divide texts, in order, into batches of at most `budget` tokens; a longer text has a batch of its own."""
     batches: list[list[int]] = []
-    start = num_tokens = 0
+    free_tokens = 0
     for row, length in enumerate(lengths):
-        if row > start and num_tokens + length > budget:
-            batches.append(list(range(start, row)))
-            start, num_tokens = row, 0
-        num_tokens += length
-    if lengths:
-        batches.append(list(range(start, len(lengths))))
+        if not batches or length > free_tokens:
+            batches.append([])
+            free_tokens = budget
+        batches[-1].append(row)
+        free_tokens -= length
     return batches

@@ -81,7 +81,9 @@ def read_modules(folder: str) -> SentenceModules:
                 f"{MODULES} of backbone {folder} has a module {kind}; mvr_ray computes a Transformer followed by "
                 f"Pooling, Dense, Normalize and Dropout"
             )
-    lengths = next((content for name in LENGTHS if (content := _read_json(folder, _join(transformer, name)))), {})
+    lengths = next(
+        (content for name in LENGTHS if (content := _read_json(folder, f"{transformer}/{name}".lstrip("/")))), {}
+    )
     config = _read_json(folder, PROMPTS) or {}
     prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
 
@@ -184,10 +186,6 @@ def _subfolder(folder: str, path: Any) -> str:
     if parts.is_absolute() or ".." in parts.parts:
         raise EncoderError(f"{MODULES} of backbone {folder} has the path {path!r}, which leaves the model's folder")
     return "" if str(parts) == "." else str(parts)
-
-
-def _join(subfolder: str, name: str) -> str:
-    return f"{subfolder}/{name}" if subfolder else name
 
 
 def _file(folder: str, name: str) -> Path | None:

@@ -18,7 +18,7 @@ import logging
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,45 +77,28 @@ class OpenVinoTower:
             self._requests.put(compiled_model.create_infer_request())
 
     def views(self, batch: Sequence[TokenizedPassage], num_views: int) -> Means:
-        """Average the states of each view's tokens, in float32."""
-        shape = (len(batch), num_views)
-        views_PVD, count_PV = torch.empty(*shape, self.dimension), torch.empty(shape, dtype=torch.long)
-
-        def store(rows: list[int], tokens: PaddedTokens, states_PTD: Tensor) -> None:
-            views_PVD[rows], count_PV[rows] = mean_states(tokens, states_PTD, num_views)
-
-        self._run(batch, store)
-        return Means(views_PVD, count_PV)
-
-    def padded_states(self, batch: Sequence[TokenizedPassage]) -> Tensor:
-        """Compute states_PTD in float32, zero on padding."""
-        states_PTD = torch.zeros(len(batch), max(text.num_tokens for text in batch), self.dimension)
-
-        def store(rows: list[int], tokens: PaddedTokens, own_PTD: Tensor) -> None:
-            states_PTD[rows, : own_PTD.shape[1]] = own_PTD * tokens.real_PT[..., None]
-
-        self._run(batch, store)
-        return states_PTD
-
-    def _run(self, batch: Sequence[TokenizedPassage], store: Callable[[list[int], PaddedTokens, Tensor], None]) -> None:
-        """Call `store` with the rows, tokens and states of each batch.
+        """Average the states of each view's tokens, in float32.
 
         Each Python thread waits for its own request. A callback would run on a thread of OpenVINO and could deadlock:
         it waits for the interpreter while the interpreter, freeing the model, waits for it.
         """
+        shape = (len(batch), num_views)
+        views_PVD, count_PV = torch.empty(*shape, self.dimension), torch.empty(shape, dtype=torch.long)
 
         def read(rows: list[int]) -> None:
             tokens = pad(self.tower, [batch[row] for row in rows])
             request = self._requests.get()
             try:
                 request.infer(_arrays(tokens, self._inputs))
-                store(rows, tokens, torch.from_numpy(request.get_output_tensor(0).data))
+                states_PTD = torch.from_numpy(request.get_output_tensor(0).data)
+                views_PVD[rows], count_PV[rows] = mean_states(tokens, states_PTD, num_views)
             finally:
                 self._requests.put(request)
 
         each = map if self._threads == 1 else thread_pool(self._threads).map
         for _ in each(torch.no_grad()(read), token_batches([text.num_tokens for text in batch], BATCH_TOKENS)):
             pass
+        return Means(views_PVD, count_PV)
 
 
 def to_openvino(tower: Tower) -> Any:
@@ -133,7 +116,7 @@ def to_openvino(tower: Tower) -> Any:
 
 def quantize(tower: Tower, texts: Sequence[TokenizedPassage]) -> dict[str, NDArray[np.uint8]]:
     """Quantize `to_openvino(tower)` to int8, calibrated on representative texts: the bytes of OpenVINO's two files,
-    `model` and `weights`. Raises EncoderError without OpenVINO and NNCF."""
+    `model` and `weights`. Raises EncoderError without NNCF."""
     openvino = import_openvino()
     if find_spec("nncf") is None:
         raise EncoderError(
@@ -165,15 +148,9 @@ def _arrays(tokens: PaddedTokens, names: Sequence[str]) -> dict[str, Any]:
 
 
 def import_openvino() -> Any:
-    """Import the library. Raises EncoderError without it."""
+    """Import the library, whose presence `precision.check` has verified."""
     with without_telemetry():
-        try:
-            import openvino
-        except ImportError:
-            raise EncoderError(
-                f"passages by OpenVINO need its library, and it is not installed; run {INSTALL}, or set "
-                f"index.precision to fp32"
-            ) from None
+        import openvino
     return openvino
 
 

@@ -3,7 +3,6 @@
 Shapes: P texts, T tokens of the longest, V views of each, D dimension.
 """
 
-import copy
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -55,19 +54,7 @@ def mean_states(tokens: PaddedTokens, states_PTD: Tensor, num_views: int) -> Mea
         return Means(torch.bmm(weights_PVT, states_PTD.float()), count_PV)
 
 
-class PaddedTower:
-    """A copy of a tower's current weights in `dtype`, for backbones without an unpadded pass."""
-
-    def __init__(self, tower: Tower, dtype: torch.dtype) -> None:
-        self.tower: Tower = copy.deepcopy(tower).to(dtype=dtype).eval()
-
-    @torch.no_grad()
-    def views(self, batch: Sequence[TokenizedPassage], num_views: int) -> Means:
-        """Average the states of each view's tokens, in float32."""
-        return padded_views(self.tower, batch, num_views)
-
-    @torch.no_grad()
-    def padded_states(self, batch: Sequence[TokenizedPassage]) -> Tensor:
-        """Compute states_PTD in float32; states of padding are undefined."""
-        tokens = pad(self.tower, batch)
-        return self.tower(tokens.ids_PT, tokens.positions_PT, tokens.real_PT).float()
+def join_rows(parts: Sequence[Tensor], groups: Sequence[Sequence[int]]) -> Tensor:
+    """Concatenate the results of groups of rows, in order of row."""
+    rows = torch.cat(list(parts))
+    return rows[torch.from_numpy(np.argsort(np.concatenate(groups))).to(rows.device)]

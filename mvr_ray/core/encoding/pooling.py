@@ -138,15 +138,12 @@ class Heads(nn.ModuleList):
         return Heads([*layers, *rest])
 
     def description(self) -> list[dict[str, Any]]:
-        """Describe the layers' settings outside their weights, by kind."""
-        return [describe(layer) for layer in self]
-
-
-def describe(layer: nn.Module) -> dict[str, Any]:
-    """Return kind and settings of one layer, as plain values."""
-    settings: dict[str, Any] = {"kind": type(layer).__name__}
-    if isinstance(layer, Dense):
-        settings |= {"activation": type(layer.activation).__name__, "residual": layer.adds_input}
-    if isinstance(layer, Truncation):
-        settings["size"] = layer.out_size
-    return settings
+        """Describe the layers' kinds and their settings outside their weights, as plain values."""
+        layers: list[dict[str, Any]] = []
+        for layer in self:
+            layers.append({"kind": type(layer).__name__})
+            if isinstance(layer, Dense):
+                layers[-1] |= {"activation": type(layer.activation).__name__, "residual": layer.adds_input}
+            if isinstance(layer, Truncation):
+                layers[-1]["size"] = layer.out_size
+        return layers

@@ -7,17 +7,19 @@ uses a lower precision; training and questions use float32. A GPU runs bf16 with
 the bounds of texts.
 """
 
+import copy
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from mvr_ray.core.encoding.openvino_cpu import INSTALL, OpenVinoTower
-from mvr_ray.core.encoding.padded import PaddedTower
+from mvr_ray.core.encoding.padded import padded_views
 from mvr_ray.core.encoding.tower import Tower
 from mvr_ray.core.encoding.unpadded_cpu import Means, UnpaddedCpuTower, supports_unpadded_cpu
 from mvr_ray.core.encoding.views import TokenizedPassage
@@ -52,12 +54,8 @@ class Precision(NamedTuple):
 FP32 = Precision("fp32")
 
 
-class InferenceTower(Protocol):
-    """A tower prepared for inference without a gradient."""
-
-    def views(self, batch: Sequence[TokenizedPassage], num_views: int) -> Means: ...
-
-    def padded_states(self, batch: Sequence[TokenizedPassage]) -> Tensor: ...
+InferencePass = Callable[[Sequence[TokenizedPassage], int], Means]
+"""Averages the states of each view's tokens, for a number of views and without a gradient, by prepared weights."""
 
 
 class InferenceCache:
@@ -68,41 +66,39 @@ class InferenceCache:
 
     def __init__(self) -> None:
         self._parameters: dict[int, list[nn.Parameter]] = {}
-        self._towers: dict[tuple[int, PrecisionName], tuple[object, InferenceTower]] = {}
+        self._passes: dict[tuple[int, PrecisionName], tuple[object, InferencePass]] = {}
 
     def __reduce__(self) -> tuple[type["InferenceCache"], tuple[()]]:
         return InferenceCache, ()
 
-    def of(self, tower: Tower, precision: Precision) -> InferenceTower:
-        """Return the tower prepared in this precision. Raises EncoderError where the machine does not support it."""
+    def of(self, tower: Tower, precision: Precision) -> InferencePass:
+        """Return the pass of a tower in this precision. Raises EncoderError where the machine does not support it."""
         parameters = self._parameters.get(id(tower)) or self._parameters.setdefault(id(tower), [*tower.parameters()])
         state = [(parameter.data_ptr(), parameter._version) for parameter in parameters]
-        entry = self._towers.get((id(tower), precision.name))
+        entry = self._passes.get((id(tower), precision.name))
         if entry is None or entry[0] != state:
-            entry = self._towers[id(tower), precision.name] = (state, build_tower(tower, precision))
+            entry = self._passes[id(tower), precision.name] = (state, inference_pass(tower, precision))
         return entry[1]
 
 
-def build_tower(tower: Tower, precision: Precision) -> InferenceTower:
+def inference_pass(tower: Tower, precision: Precision) -> InferencePass:
     """Copy the tower's current weights into the layout and precision of their products."""
     check(tower, precision.name)
-    if precision.name == "int8":
-        if "model" not in (precision.parts or {}):
-            raise EncoderError(
-                "this encoder's int8 is that of an earlier mvr_ray, whose layers are gone: what it embedded can be "
-                "searched, but no passage can be embedded beside it; run mvr-ray index, which embeds all of them anew"
-            )
-        return OpenVinoTower(tower, precision.parts)
-    if precision.name == "openvino":
-        return OpenVinoTower(tower)
+    if precision.name == "int8" and "model" not in (precision.parts or {}):
+        raise EncoderError(
+            "this encoder's int8 is that of an earlier mvr_ray, whose layers are gone: what it embedded can be "
+            "searched, but no passage can be embedded beside it; run mvr-ray index, which embeds all of them anew"
+        )
+    if precision.name in ON_OPENVINO:
+        return OpenVinoTower(tower, precision.parts).views
     dtype = torch.bfloat16 if precision.name == "bf16" else torch.float32
     if not reads_unpadded(tower, precision.name):
-        return PaddedTower(tower, dtype)
+        return partial(padded_views, copy.deepcopy(tower).to(dtype=dtype).eval())
     if _on_gpu(tower):
         from mvr_ray.core.encoding.unpadded_gpu import UnpaddedGpuTower  # takes seconds to import; only GPUs need it
 
-        return UnpaddedGpuTower(tower, dtype)
-    return UnpaddedCpuTower(tower, dtype)
+        return UnpaddedGpuTower(tower, dtype).views
+    return UnpaddedCpuTower(tower, dtype).views
 
 
 def fastest_float(tower: Tower) -> PrecisionName:

@@ -29,17 +29,16 @@ class StoredBackbone(nn.Module):
         self.config = SimpleNamespace(**settings)
         for name, weight in weights.items():
             *path, last = name.split(".")
-            module: nn.Module = self
+            module: Any = self
             for part in path[:-1]:
-                module.add_module(part, module._modules.get(part) or nn.Module())
-                module = module.get_submodule(part)
+                module = module._modules.setdefault(part, nn.Module())
             if path[-1].endswith("_embeddings"):
                 offset = path[-1] == "position_embeddings" and KINDS[self.config.model_type].offset
                 padding = self.config.pad_token_id if offset else None
                 module.add_module(path[-1], nn.Embedding.from_pretrained(weight.float(), False, padding))
             else:
-                module.add_module(path[-1], module._modules.get(path[-1]) or nn.Module())
-                module.get_submodule(path[-1]).register_parameter(last, nn.Parameter(weight.float()))
+                layer = module._modules.setdefault(path[-1], nn.Module())
+                layer.register_parameter(last, nn.Parameter(weight.float()))
 
     def get_input_embeddings(self) -> nn.Module:
         return self.get_submodule("embeddings.word_embeddings")

@@ -5,7 +5,7 @@ A folder holds the model's files and, written last, one JSON file that names the
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,6 +26,8 @@ class StoredModel(nn.Module, ABC):
     """Its name in messages."""
     description_file: ClassVar[str]
     error_type: ClassVar[type[MvrRayError]]
+    special_group: ClassVar[str]
+    """The name of the group of parameters with a learning rate of its own."""
 
     @property
     @abstractmethod
@@ -40,6 +42,23 @@ class StoredModel(nn.Module, ABC):
     @abstractmethod
     def save(self, folder: str | Path) -> None:
         """Write the model's files, and last its description."""
+
+    @abstractmethod
+    def is_special(self, parameter: str) -> bool:
+        """Whether the parameter of this name is in the special group."""
+
+    def parameter_groups(self, lr: float, special_lr_factor: float, weight_decay: float) -> list[dict[str, Any]]:
+        """Make AdamW's groups: matrices, vectors (biases and norms, never decayed), and the special group, whose rate
+        is `special_lr_factor` times `lr`. Empty groups are left out."""
+        groups: dict[str, dict[str, Any]] = {
+            "matrices": {"lr": lr, "weight_decay": weight_decay},
+            "vectors": {"lr": lr, "weight_decay": 0.0},
+            self.special_group: {"lr": lr * special_lr_factor, "weight_decay": 0.0},
+        }
+        for name, parameter in self.named_parameters():
+            group = self.special_group if self.is_special(name) else "matrices" if parameter.ndim > 1 else "vectors"
+            groups[group].setdefault("params", []).append(parameter)
+        return [{"name": name, **group} for name, group in groups.items() if "params" in group]
 
     @property
     def device(self) -> torch.device:
@@ -105,27 +124,6 @@ class StoredModel(nn.Module, ABC):
                 f"{self.what} {folder} was saved as {description['fingerprint']} but loads as {self.fingerprint}: "
                 f"its files have changed; copy or make it again"
             )
-
-
-def parameter_groups(
-    parameters: Iterable[tuple[str, nn.Parameter]],
-    own: tuple[str, Callable[[str], bool], float],
-    lr: float,
-    weight_decay: float,
-) -> list[dict[str, Any]]:
-    """Make the parameter groups for AdamW: matrices, vectors (biases and norms, never decayed), and one with its `own`
-    learning rate. `own` is that group's name, a test for the names in it, and its factor of `lr`. Empty groups are left
-    out."""
-    special, belongs, factor = own
-    groups: dict[str, dict[str, Any]] = {
-        "matrices": {"lr": lr, "weight_decay": weight_decay},
-        "vectors": {"lr": lr, "weight_decay": 0.0},
-        special: {"lr": lr * factor, "weight_decay": 0.0},
-    }
-    for name, parameter in parameters:
-        group = special if belongs(name) else "matrices" if parameter.ndim > 1 else "vectors"
-        groups[group].setdefault("params", []).append(parameter)
-    return [{"name": name, **group} for name, group in groups.items() if "params" in group]
 
 
 @contextmanager

@@ -127,7 +127,7 @@ class Tower(nn.Module):
         self.passes_positions = self.kind is not None
         self.dimension = int(config.hidden_size)
         self.num_words = int(self._words.num_embeddings)
-        padding_row, num_rows = _position_table(backbone)
+        padding_row, num_rows = position_table(backbone)
         self.first_position = padding_row + 1 if self.kind and self.kind.offset else 0
         self.num_positions = num_rows - padding_row - 1
         self.max_tokens = min(self.num_positions, modules.max_tokens or int(tokenizer.model_max_length), MAX_TOKENS)
@@ -177,7 +177,7 @@ class Tower(nn.Module):
         states_1TD = self._probe(ids_1T)
         tolerance = float((self._probe(ids_1T.flip(1)).flip(1) - states_1TD).abs().max()) / 100
         self.passes_positions = True
-        for first in dict.fromkeys((0, _position_table(self.backbone)[0] + 1)):
+        for first in dict.fromkeys((0, position_table(self.backbone)[0] + 1)):
             with suppress(TypeError):
                 ordered_1TD = self._probe(ids_1T, first + places_T)
                 reversed_1TD = self._probe(ids_1T.flip(1), first + places_T.flip(0)).flip(1)
@@ -224,11 +224,7 @@ class Tower(nn.Module):
 
     def forward(self, ids_BT: Tensor, positions_BT: Tensor, real_BT: Tensor, **options: Any) -> Tensor:
         """Compute token states_BTD. `real_BT` is false on padding; `options` go to the backbone's attention."""
-        return self._run(ids_BT, positions_BT, real_BT, **options).last_hidden_state
-
-    def attentions(self, ids_BT: Tensor, positions_BT: Tensor, real_BT: Tensor) -> Sequence[Tensor]:
-        """Compute attention weights of each layer, [B, heads, T, T]; the backbone's attention must be set to eager."""
-        return self._run(ids_BT, positions_BT, real_BT, output_attentions=True).attentions
+        return self.run(ids_BT, positions_BT, real_BT, **options).last_hidden_state
 
     def embed_ids(self, ids: Tensor) -> Tensor:
         """Look up ids of any shape in the tables of words and viewers; the result has one dimension more."""
@@ -238,7 +234,8 @@ class Tower(nn.Module):
         viewers = self.viewers((ids - self.num_words).clamp(min=0))
         return torch.where((ids >= self.num_words)[..., None], viewers, words(ids.clamp(max=self.num_words - 1)))
 
-    def _run(self, ids_BT: Tensor, positions_BT: Tensor, real_BT: Tensor, **options: bool) -> Any:
+    def run(self, ids_BT: Tensor, positions_BT: Tensor, real_BT: Tensor, **options: bool) -> Any:
+        """Run the backbone, and return its outputs; for attention weights its attention must be set to eager."""
         inputs: dict[str, Tensor] = {"position_ids": positions_BT} if self.passes_positions else {}
         if self.kind or self.viewers is not None:
             inputs["inputs_embeds"] = self.embed_ids(ids_BT)
@@ -282,6 +279,11 @@ class Tower(nn.Module):
         return digest + json.dumps(layers, sort_keys=True).encode() if layers else digest
 
 
+def without_surrogates(text: str) -> str:
+    """Replace half a surrogate pair, which a tokenizer rejects, by a question mark; offsets stay the same."""
+    return text.encode("utf-8", "replace").decode("utf-8")
+
+
 class LoadedModel(NamedTuple):
     """A transformer and its fast tokenizer. `missing` names the weights that the folder lacks: they are random."""
 
@@ -296,7 +298,7 @@ def _generates_text(config: Any) -> bool:
     return names[0].endswith("ForCausalLM") and getattr(config, "is_causal", True) is not False
 
 
-def _position_table(backbone: nn.Module) -> tuple[int, int]:
+def position_table(backbone: nn.Module) -> tuple[int, int]:
     """Return the padding row of a backbone's position table, -1 without one, and the number of rows; without a table
     the number in the configuration."""
     config: Any = backbone.config

@@ -8,18 +8,18 @@ Shapes: N tokens of all groups, P texts of a group, T tokens of its longest, H h
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mvr_ray.core.encoding.length_batches import token_batches
-from mvr_ray.core.encoding.padded import PaddedTokens, mean_states, pad
+from mvr_ray.core.encoding.padded import PaddedTokens, join_rows, mean_states, pad
 from mvr_ray.core.encoding.tower import Tower
 from mvr_ray.core.encoding.training_attention import MatrixAttention
-from mvr_ray.core.encoding.unpadded_cpu import Affine, Means, layer_norm, supports_unpadded_cpu
+from mvr_ray.core.encoding.unpadded_cpu import Means, layer_norm, supports_unpadded_cpu
 from mvr_ray.core.encoding.views import TokenizedPassage
 
 GROUP_TOKENS = 512
@@ -48,23 +48,19 @@ def training_views(
         states_ND = _states(tower, tokens, dtype)
         own = states_ND.split([group.ids_PT.numel() for group in tokens])
         parts = [mean_states(group, part.view(*group.ids_PT.shape, -1), num_views) for group, part in zip(tokens, own)]
-    inverse = torch.from_numpy(np.argsort(np.concatenate(groups)))
-    views_PVD, count_PV = (torch.cat(part)[inverse] for part in zip(*parts))
-    return Means(views_PVD, count_PV)
+    return Means(*(join_rows(part, groups) for part in zip(*parts)))
 
 
 def _states(tower: Tower, tokens: Sequence[PaddedTokens], dtype: torch.dtype) -> Tensor:
     backbone: Any = tower.backbone
     table, eps, heads = backbone.embeddings, backbone.config.layer_norm_eps, backbone.config.num_attention_heads
     ids_N, positions_N = (torch.cat([own.flatten() for own in part]) for part in list(zip(*tokens))[:2])
+    norm = partial(layer_norm, eps=eps)
     masks = [_mask(group, dtype) for group in tokens]
 
     def product(x_ND: Tensor, *modules: Any) -> Tensor:
         weight = torch.cat([module.weight.to(dtype) for module in modules])
         return F.linear(x_ND.to(dtype), weight, torch.cat([module.bias.to(dtype) for module in modules]))
-
-    def norm(x_ND: Tensor, module: Any) -> Tensor:
-        return layer_norm(x_ND, Affine(module.weight, module.bias), eps)
 
     position_D = table.position_embeddings.weight + table.token_type_embeddings.weight[0]
     x_ND = norm(tower.embed_ids(ids_N) + position_D[positions_N], table.LayerNorm)

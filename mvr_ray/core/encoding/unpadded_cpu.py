@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from mvr_ray.core.encoding.tower import Tower
 from mvr_ray.core.encoding.views import TokenizedPassage
+from mvr_ray.types import IntArray
 
 BLOCK_TOKENS = 1024
 FEW_TOKENS, FILL_TOKENS = 128, 64
@@ -34,41 +35,23 @@ PACKED_KINDS = ("bert", "roberta", "xlm-roberta")
 
 
 class Affine(NamedTuple):
-    """weight and bias of a linear layer or of a layer norm."""
+    """weight and bias of a linear layer or of a layer norm, without gradient."""
 
     weight: Tensor
     bias: Tensor
 
-    def to(self, dtype: torch.dtype) -> "Affine":
-        return Affine(self.weight.to(dtype), self.bias.to(dtype))
-
-
-class LayerWeights(NamedTuple):
-    """The weights of one layer, float32 without gradient."""
-
-    qkv: Affine
-    out: Affine
-    norm: Affine
-    up: Affine
-    down: Affine
-    last_norm: Affine
-    eps: float
-    heads: int
-
-
-class Run(NamedTuple):
-    """A run of `count` texts of one length."""
-
-    length: int
-    count: int
+    @classmethod
+    def of(cls, module: Any, dtype: torch.dtype = torch.float32) -> "Affine":
+        return cls(module.weight.detach().to(dtype), module.bias.detach().to(dtype))
 
 
 class Product:
-    """Computes x W' + b, followed by gelu or by an addition."""
+    """Computes x W' + b, followed by gelu or by an addition. Linear layers of one input are joined."""
 
-    def __init__(self, affine: Affine, gelu: bool = False) -> None:
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(affine.weight.contiguous(), BLOCK_TOKENS)
-        self.bias = affine.bias.contiguous()
+    def __init__(self, *layers: Any, dtype: torch.dtype, gelu: bool = False) -> None:
+        weight, bias = map(torch.cat, zip(*(Affine.of(layer, dtype) for layer in layers)))
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, BLOCK_TOKENS)
+        self.bias = bias
         self.post_op = ("gelu", "none") if gelu else ("none", "")
 
     def __call__(self, x_ND: Tensor) -> Tensor:
@@ -82,13 +65,15 @@ class Product:
 class FloatLayer:
     """A layer in float32 or bfloat16."""
 
-    def __init__(self, weights: LayerWeights, dtype: torch.dtype) -> None:
-        self.heads, self.eps = weights.heads, weights.eps
-        self.qkv, self.out = Product(weights.qkv.to(dtype)), Product(weights.out.to(dtype))
-        self.up, self.down = Product(weights.up.to(dtype), gelu=True), Product(weights.down.to(dtype))
-        self.norm, self.last_norm = weights.norm.to(dtype), weights.last_norm.to(dtype)
+    def __init__(self, layer: Any, config: Any, dtype: torch.dtype) -> None:
+        own, output = layer.attention.self, layer.attention.output
+        self.heads, self.eps = int(config.num_attention_heads), float(config.layer_norm_eps)
+        self.qkv, self.out = Product(own.query, own.key, own.value, dtype=dtype), Product(output.dense, dtype=dtype)
+        self.up = Product(layer.intermediate.dense, dtype=dtype, gelu=True)
+        self.down = Product(layer.output.dense, dtype=dtype)
+        self.norm, self.last_norm = Affine.of(output.LayerNorm, dtype), Affine.of(layer.output.LayerNorm, dtype)
 
-    def __call__(self, x_ND: Tensor, runs: Sequence[Run]) -> Tensor:
+    def __call__(self, x_ND: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
         own_ND = attention(self.qkv(x_ND), runs, self.heads)
         x_ND = layer_norm(self.out.plus(own_ND, x_ND), self.norm, self.eps)
         return layer_norm(self.down.plus(self.up(x_ND), x_ND), self.last_norm, self.eps)
@@ -98,20 +83,18 @@ class UnpaddedCpuBackbone:
     """A transformer's current weights, prepared for inference."""
 
     def __init__(
-        self,
-        backbone: Any,
-        embed_ids: Callable[[Tensor], Tensor],
-        dtype: torch.dtype = torch.float32,
+        self, backbone: Any, embed_ids: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32
     ) -> None:
         """`embed_ids` looks up the words' vectors."""
         table: Any = backbone.embeddings
         self.embed_ids = embed_ids
         self.types_D = table.token_type_embeddings.weight.detach()
         self.position_D = table.position_embeddings.weight.detach() + table.token_type_embeddings.weight[0].detach()
-        self.norm = _affine(table.LayerNorm)
+        self.norm = Affine.of(table.LayerNorm)
         self.eps = float(backbone.config.layer_norm_eps)
         self.dtype = dtype
-        self.layers = [FloatLayer(weights, dtype) for weights in layer_weights(backbone)]
+        layers = [backbone.get_submodule(f"encoder.layer.{at}") for at in range(backbone.config.num_hidden_layers)]
+        self.layers = [FloatLayer(layer, backbone.config, dtype) for layer in layers]
 
     def states(
         self,
@@ -131,9 +114,9 @@ class UnpaddedCpuBackbone:
         if types_N is not None:
             x_ND = x_ND + (self.types_D - self.types_D[0])[F.pad(types_N, (0, num_padding))]
         x_ND = layer_norm(x_ND, self.norm, self.eps).to(self.dtype)
-        runs = [Run(length, len(list(own))) for length, own in groupby(lengths)]
-        runs += [Run(FILL_TOKENS, num_padding // FILL_TOKENS), Run(num_padding % FILL_TOKENS, 1)]
-        runs = [run for run in runs if run.length and run.count]
+        runs = [(length, len(list(own))) for length, own in groupby(lengths)]
+        runs += [(FILL_TOKENS, num_padding // FILL_TOKENS), (num_padding % FILL_TOKENS, 1)]
+        runs = [(length, count) for length, count in runs if length and count]
         for layer in self.layers:
             x_ND = layer(x_ND, runs)
         return x_ND[: len(x_ND) - num_padding].float()
@@ -171,19 +154,6 @@ class UnpaddedCpuTower(UnpaddedCpuBackbone):
         over_blocks([text.num_tokens for text in batch], read)
         return Means(views_PVD, count_PV)
 
-    def padded_states(self, batch: Sequence[TokenizedPassage]) -> Tensor:
-        """Compute states_PTD, zero on padding."""
-        lengths = [text.num_tokens for text in batch]
-        states_PTD = torch.zeros(len(lengths), max(lengths), self.dimension)
-
-        def read(rows: list[int], whole: bool) -> None:
-            own = self([batch[row] for row in rows], whole).split([lengths[row] for row in rows])
-            for row, states_TD in zip(rows, own):
-                states_PTD[row, : lengths[row]] = states_TD
-
-        over_blocks(lengths, read)
-        return states_PTD
-
 
 def over_blocks(lengths: Sequence[int], read: Callable[[list[int], bool], None]) -> None:
     """Call `read` with the rows of each block and whether to pad to a full block, without gradients.
@@ -218,18 +188,23 @@ def thread_pool(threads: int) -> ThreadPoolExecutor:
     return pool
 
 
-def view_means(states_ND: Tensor, batch: Sequence[TokenizedPassage], num_views: int) -> Means:
-    """Average the states of each view of texts laid end to end, as an embedding bag over the rows of states."""
+def view_members(batch: Sequence[TokenizedPassage], num_views: int) -> tuple[IntArray, IntArray]:
+    """Return the tokens that enter a view, order_M, sorted by text and view, and the number of tokens of each view,
+    count_PV, both int64. Tokens are numbered through the texts laid end to end."""
     view_N = np.concatenate([text.view_T for text in batch]).astype(np.int64)
     text_N = np.repeat(np.arange(len(batch)), [text.num_tokens for text in batch])
-    read = np.flatnonzero(view_N >= 0)
-    slot = text_N[read] * num_views + view_N[read]
-    order = np.argsort(slot, kind="stable")
-    count = np.bincount(slot, minlength=len(batch) * num_views)
-    starts = torch.from_numpy(np.cumsum(count) - count)
-    means = F.embedding_bag(torch.from_numpy(read[order]), states_ND, starts, mode="mean")
-    shape = (len(batch), num_views)
-    return Means(means.view(*shape, -1), torch.from_numpy(count).view(shape))
+    read_M = np.flatnonzero(view_N >= 0)
+    slot_M = text_N[read_M] * num_views + view_N[read_M]
+    count_PV = np.bincount(slot_M, minlength=len(batch) * num_views).reshape(len(batch), num_views)
+    return read_M[np.argsort(slot_M, kind="stable")], count_PV
+
+
+def view_means(states_ND: Tensor, batch: Sequence[TokenizedPassage], num_views: int) -> Means:
+    """Average the states of each view of texts laid end to end, as an embedding bag over the rows of states."""
+    order_M, count_PV = view_members(batch, num_views)
+    starts = torch.from_numpy(np.cumsum(count_PV) - count_PV.ravel())
+    means = F.embedding_bag(torch.from_numpy(order_M), states_ND, starts, mode="mean")
+    return Means(means.view(*count_PV.shape, -1), torch.from_numpy(count_PV))
 
 
 def padding_tokens(num_tokens: int, whole: bool = False) -> int:
@@ -243,8 +218,8 @@ def padding_tokens(num_tokens: int, whole: bool = False) -> int:
     return -num_tokens % (BLOCK_TOKENS if whole and num_tokens < BLOCK_TOKENS else step)
 
 
-def attention(qkv_NE: Tensor, runs: Sequence[Run], heads: int) -> Tensor:
-    """Compute softmax(q k' / sqrt(d)) v of every text and head, [N, D].
+def attention(qkv_NE: Tensor, runs: Sequence[tuple[int, int]], heads: int) -> Tensor:
+    """Compute softmax(q k' / sqrt(d)) v of every text and head, [N, D]. A run is a length, and a number of texts of it.
 
     Keys of two bytes are padded to a multiple of `KEYS_STEP`, and the padding is masked: torch's products of other
     numbers of keys take up to half as long again.
@@ -265,7 +240,7 @@ def attention(qkv_NE: Tensor, runs: Sequence[Run], heads: int) -> Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def layer_norm(x_ND: Tensor, norm: Affine, eps: float) -> Tensor:
+def layer_norm(x_ND: Tensor, norm: Any, eps: float) -> Tensor:
     return F.layer_norm(x_ND, (x_ND.shape[1],), norm.weight, norm.bias, eps)
 
 
@@ -281,28 +256,6 @@ def supports_unpadded_cpu(backbone: nn.Module) -> bool:
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     )
-
-
-def layer_weights(backbone: Any) -> list[LayerWeights]:
-    weights, config = [], backbone.config
-    for at in range(config.num_hidden_layers):
-        layer: Any = backbone.get_submodule(f"encoder.layer.{at}")
-        own = layer.attention.self
-        parts = [_affine(part) for part in (own.query, own.key, own.value)]
-        qkv = Affine(torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts]))
-        weights.append(
-            LayerWeights(
-                qkv=qkv,
-                out=_affine(layer.attention.output.dense),
-                norm=_affine(layer.attention.output.LayerNorm),
-                up=_affine(layer.intermediate.dense),
-                down=_affine(layer.output.dense),
-                last_norm=_affine(layer.output.LayerNorm),
-                eps=float(config.layer_norm_eps),
-                heads=int(config.num_attention_heads),
-            )
-        )
-    return weights
 
 
 def blocks(lengths: Sequence[int], budget: int = BLOCK_TOKENS) -> list[list[int]]:
@@ -324,7 +277,3 @@ def blocks(lengths: Sequence[int], budget: int = BLOCK_TOKENS) -> list[list[int]
         if open_blocks[at][0] < shortest:
             del open_blocks[at]
     return result
-
-
-def _affine(module: Any) -> Affine:
-    return Affine(module.weight.detach(), module.bias.detach())

@@ -34,9 +34,9 @@ Shapes: T tokens, V views.
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import numpy as np
 
@@ -47,6 +47,7 @@ from mvr_ray.types import IntArray
 
 MODEL_SETTINGS = ("query_prompt", "passage_prompt", "max_query_tokens", "max_passage_tokens")
 """Settings that a spec may leave to the model."""
+MEAN = Pooling()
 Strategy = Literal["pooling", "cls", "mean", "first_k", "viewers", "snippets", "snippet_means", "sentences", "splits"]
 
 
@@ -79,16 +80,10 @@ class EncoderSpec:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        choices = (
-            ("strategy", get_args(Strategy)),
-            ("readout", ("viewer", "snippet_mean")),
-            ("viewer_position", ("zero", "own")),
-            ("viewer_init", ("random", "cls")),
-            ("empty_snippets", ("masked", "kept")),
-        )
-        for name, options in choices:
-            if getattr(self, name) not in options:
-                raise EncoderError(f"encoder {name} is {getattr(self, name)!r}; known are {', '.join(options)}")
+        for setting in fields(self):
+            options = get_args(setting.type) if get_origin(setting.type) is Literal else ()
+            if options and (value := getattr(self, setting.name)) not in options:
+                raise EncoderError(f"encoder {setting.name} is {value!r}; known are {', '.join(options)}")
         if self.num_views < 1:
             raise EncoderError(f"encoder num_views is {self.num_views}; a passage has 1 view or more")
         if self.empty_snippets == "kept" and (self.strategy, self.readout) != ("snippets", "viewer"):
@@ -232,17 +227,10 @@ class TextTokens:
         return self.ids[:at], TextTokens(self.ids[at:], [end - num_chars for end in self.ends[at:]])
 
 
-class Prompts(NamedTuple):
-    """Numbers of tokens of a query's and a passage's prompt alone."""
-
-    query: int = 0
-    passage: int = 0
-
-
 @dataclass(frozen=True)
 class Layout:
     """A backbone's properties for laying out tokens: special ids, the position table, the first viewer's id,
-    its pooling and the lengths of its prompts."""
+    its pooling and the numbers of tokens of its prompts."""
 
     prefix: tuple[int, ...]
     suffix: tuple[int, ...]
@@ -250,8 +238,9 @@ class Layout:
     first_position: int
     num_positions: int
     first_viewer: int
-    pooling: Pooling = field(default_factory=Pooling)
-    prompts: Prompts = field(default_factory=Prompts)
+    pooling: Pooling = MEAN
+    query_prompt_tokens: int = 0
+    passage_prompt_tokens: int = 0
 
     def check(self, spec: EncoderSpec, backbone: str) -> None:
         """Raise EncoderError where this backbone has too few positions or tokens for the settings."""
@@ -265,20 +254,20 @@ class Layout:
                     f"lower max_{name}_tokens to {self.num_positions - num_viewers} or less"
                 )
         least_beside_title = {"viewers": spec.num_views + 2, "snippets": 2 * spec.num_views + 1}.get(spec.strategy, 3)
-        least = -(-4 * least_beside_title // 3) + self.prompts.passage
+        least = -(-4 * least_beside_title // 3) + self.passage_prompt_tokens
         if spec.passage_limit < least:
-            beside = f" and a prompt of {self.prompts.passage} tokens" if self.prompts.passage else ""
+            beside = f" and a prompt of {self.passage_prompt_tokens} tokens" if self.passage_prompt_tokens else ""
             raise EncoderError(
                 f"max_passage_tokens is {spec.max_passage_tokens}, too few for {spec.num_views} views under strategy "
                 f"{spec.strategy!r}{beside}; give at least {least} or lower num_views"
             )
-        least = self.prompts.query + 8
-        if self.prompts.query and spec.query_limit < least:
+        least = self.query_prompt_tokens + 8
+        if self.query_prompt_tokens and spec.query_limit < least:
             raise EncoderError(
-                f"max_query_tokens is {spec.max_query_tokens}, too few beside a prompt of {self.prompts.query} tokens; "
-                f"give at least {least}, or shorten query_prompt"
+                f"max_query_tokens is {spec.max_query_tokens}, too few beside a prompt of {self.query_prompt_tokens} "
+                f"tokens; give at least {least}, or shorten query_prompt"
             )
-        if 2 * spec.overlap_tokens > (capacity := spec.passage_limit * 3 // 4 - self.prompts.passage - 2):
+        if 2 * spec.overlap_tokens > (capacity := spec.passage_limit * 3 // 4 - self.passage_prompt_tokens - 2):
             raise EncoderError(
                 f"overlap_tokens is {spec.overlap_tokens}, more than half of what a window of "
                 f"{spec.max_passage_tokens} tokens has for text; lower it to {capacity // 2} or less"
@@ -289,14 +278,14 @@ class Layout:
         prefix = (self.first_viewer,) if spec.has_viewers else self.prefix
         all_ids = [*prefix, *ids[: spec.query_limit - len(prefix) - len(self.suffix)], *self.suffix]
         if spec.strategy == "pooling":
-            view_T = self._members(self.pooling, len(all_ids), self.prompts.query)
+            view_T = self._members(self.pooling, len(all_ids), self.query_prompt_tokens)
         elif spec.strategy in ("mean", "snippet_means") or (spec.has_pieces and spec.readout == "snippet_mean"):
-            view_T = self._members(self._mean, len(all_ids), self.prompts.query)
+            view_T = self._members(self._mean, len(all_ids), self.query_prompt_tokens)
         elif spec.strategy == "snippets" and spec.readout == "snippet_mean":
             view_T = [-1] + [0] * (len(all_ids) - 1)
         else:
             view_T = [0] + [-1] * (len(all_ids) - 1)
-        return self._arrays(all_ids, range(len(all_ids)), view_T)
+        return self._arrays([(all_ids, view_T)])
 
     @property
     def _mean(self) -> Pooling:
@@ -329,28 +318,27 @@ class Layout:
         capacity = spec.passage_limit - len(self.prefix) - len(self.suffix) - len(head)
         if spec.overlap_tokens and len(text.ids) > capacity:
             return self._windows(spec, head, text, snippets, capacity)
-        text_ids = text.ids[:capacity]
+        text_ids, text_ends = text.ids[:capacity], text.ends[:capacity]
         if spec.has_pieces:
-            return self._pieces(spec, head, TextTokens(text_ids, text.ends[: len(text_ids)]), snippets)
+            return self._pieces(spec, head, TextTokens(text_ids, text_ends), snippets)
         ids = [*self.prefix, *head, *text_ids, *self.suffix]
         view_T = [-1] * len(ids)
         if spec.strategy == "pooling":
-            view_T = self._members(self.pooling, len(ids), self.prompts.passage)
+            view_T = self._members(self.pooling, len(ids), self.passage_prompt_tokens)
         elif spec.strategy == "cls":
             view_T[0] = 0
-        elif spec.strategy == "mean":
-            view_T = self._members(self._mean, len(ids), self.prompts.passage)
         elif spec.strategy == "first_k":
             first = min(spec.num_views, len(ids))
             view_T[:first] = range(first)
-        elif text_ids:
-            start = len(self.prefix) + len(head)
-            if spec.whole_view:
-                view_T = self._members(self._mean, len(ids), self.prompts.passage)
-            view_T[start : start + len(text_ids)] = self._snippet_views(spec, text.ends[: len(text_ids)], snippets)
-        else:
+        elif spec.strategy == "snippet_means" and not text_ids:
             view_T = [0] * len(ids)
-        return self._arrays(ids, range(len(ids)), view_T)
+        else:
+            if spec.strategy == "mean" or spec.whole_view:
+                view_T = self._members(self._mean, len(ids), self.passage_prompt_tokens)
+            if spec.strategy == "snippet_means":
+                start = len(self.prefix) + len(head)
+                view_T[start : start + len(text_ids)] = self._snippet_views(spec, text_ends, snippets)
+        return self._arrays([(ids, view_T)])
 
     def _snippet_views(self, spec: EncoderSpec, ends: Sequence[int], snippets: Sequence[Span]) -> list[int]:
         return [spec.first_text_view + snippet for snippet in snippet_of_token(ends, snippets)]
@@ -359,24 +347,20 @@ class Layout:
         self, spec: EncoderSpec, head: list[int], text: TextTokens, snippets: Sequence[Span], capacity: int
     ) -> TokenizedPassage:
         """Lay out windows of `capacity` tokens of text; the last one starts early enough to be full."""
+        head = [*self.prefix, *head]
         views = self._snippet_views(spec, text.ends, snippets)
         last = len(text.ids) - capacity
         starts = [*range(0, last, capacity - spec.overlap_tokens), last]
         bounds = [0, *((start + previous + capacity) // 2 for previous, start in pairwise(starts)), len(text.ids)]
-        ids: list[int] = []
-        positions: list[int] = []
-        view_T: list[int] = []
+        rows = []
         for start, (low, high) in zip(starts, pairwise(bounds)):
-            row = [*self.prefix, *head, *text.ids[start : start + capacity], *self.suffix]
             own = [views[at] if low <= at < high else -1 for at in range(start, start + capacity)]
-            ids += row
-            positions += range(len(row))
-            view_T += [-1] * (len(self.prefix) + len(head)) + own + [-1] * len(self.suffix)
+            row = [*head, *text.ids[start : start + capacity], *self.suffix]
+            rows.append((row, [-1] * len(head) + own + [-1] * len(self.suffix)))
         if spec.whole_view:
-            own_head = len(self.prefix) + len(head)
-            view_T[:own_head] = self._members(self._mean, own_head + capacity, self.prompts.passage)[:own_head]
-            view_T[len(view_T) - len(self.suffix) :] = [0] * len(self.suffix)
-        return self._arrays(ids, positions, view_T)
+            own_head = self._members(self._mean, len(head) + capacity, self.passage_prompt_tokens)[: len(head)]
+            rows[0][1][: len(head)], rows[-1][1][len(head) + capacity :] = own_head, [0] * len(self.suffix)
+        return self._arrays(rows)
 
     def _viewers(self, spec: EncoderSpec, head: list[int], text: TextTokens) -> TokenizedPassage:
         """Lay out MVR: viewers first, at position 0 or at the table's last positions; the text from position 1."""
@@ -385,8 +369,8 @@ class Layout:
         rest = [*head, *text_ids, *self.suffix]
         viewers = [self.first_viewer + 1 + view for view in range(num)]
         places = [0] * num if spec.viewer_position == "zero" else range(self.num_positions - num, self.num_positions)
-        positions = [*places, *range(1, 1 + len(rest))]
-        return self._arrays(viewers + rest, positions, [*range(num), *[-1] * len(rest)])
+        row = viewers + rest, [*range(num), *[-1] * len(rest)]
+        return self._arrays([row], [*places, *range(1, 1 + len(rest))])
 
     def _snippets(
         self, spec: EncoderSpec, prompt: Sequence[int], head: list[int], text: TextTokens, snippets: Sequence[Span]
@@ -413,36 +397,35 @@ class Layout:
             by_viewer = spec.readout == "viewer" or not piece
             ids += [self.first_viewer + 1 + view, *piece]
             view_T += [view if by_viewer else -1, *[-1 if by_viewer else view] * len(piece)]
-        ids += self.suffix
-        return self._arrays(ids, range(len(ids)), [*view_T, *[-1] * len(self.suffix)])
+        return self._arrays([([*ids, *self.suffix], [*view_T, *[-1] * len(self.suffix)])])
 
     def _pieces(
         self, spec: EncoderSpec, head: list[int], text: TextTokens, snippets: Sequence[Span]
     ) -> TokenizedPassage:
         """Lay out MVR table 5: one sequence for each snippet that has tokens, one after the other."""
         of_token = np.asarray(snippet_of_token(text.ends, snippets), np.int64)
-        views = np.unique(of_token).tolist() or [0]
-        ids: list[int] = []
-        positions: list[int] = []
-        view_T: list[int] = []
-        for view in views:
+        rows = []
+        for view in np.unique(of_token).tolist() or [0]:
             piece = [text.ids[at] for at in np.flatnonzero(of_token == view)]
             row = [*self.prefix, *head, *piece, *self.suffix]
-            ids += row
-            positions += range(len(row))
-            view_T += [view] * len(row) if spec.readout == "snippet_mean" else [view, *[-1] * (len(row) - 1)]
-        return self._arrays(ids, positions, view_T)
+            reads_all = spec.readout == "snippet_mean"
+            rows.append((row, [view] * len(row) if reads_all else [view, *[-1] * (len(row) - 1)]))
+        return self._arrays(rows)
 
     def rows(self, passage: TokenizedPassage) -> list[TokenizedPassage]:
         """Split a passage into its sequences: pieces or windows."""
         starts = np.flatnonzero(passage.position_ids == self.first_position)
         return [TokenizedPassage(*parts) for parts in zip(*(np.split(array, starts[1:]) for array in passage))]
 
-    def _arrays(self, ids: Sequence[int], positions: Sequence[int], view_T: Sequence[int]) -> TokenizedPassage:
+    def _arrays(
+        self, rows: Sequence[tuple[list[int], list[int]]], positions: Sequence[int] | None = None
+    ) -> TokenizedPassage:
+        """Lay sequences, each with its token ids and views, one after the other; by default each counts positions."""
+        places = [at for ids, _ in rows for at in range(len(ids))] if positions is None else positions
         return TokenizedPassage(
-            np.asarray(ids, np.int32),
-            np.asarray(positions, np.int32) + np.int32(self.first_position),
-            np.asarray(view_T, np.int16),
+            np.array([token for ids, _ in rows for token in ids], np.int32),
+            np.array(places, np.int32) + np.int32(self.first_position),
+            np.array([view for _, views in rows for view in views], np.int16),
         )
 
 

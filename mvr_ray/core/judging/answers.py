@@ -19,6 +19,7 @@ import string
 import unicodedata
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -77,8 +78,8 @@ def empty_answers(answers: Sequence[str]) -> list[str]:
 class AnswerMatcher:
     """`has_answer` for many questions over the same passages: tokenises each passage once.
 
-    Caches prepared passages up to `max_cached_bytes` (least recently used first out), and the answers of the last
-    `max_questions` questions. With `strict`, a question with an answer that matches everything raises DataError. Not
+    Caches prepared passages up to `max_cached_bytes` and the answers of `max_questions` questions, the least recently
+    used first out. With `strict`, a question with an answer that matches everything raises DataError. Not
     thread-safe.
     """
 
@@ -93,40 +94,29 @@ class AnswerMatcher:
         self.match: Match = match
         self.strict = strict
         self.max_cached_bytes = max_cached_bytes
-        self.max_questions = max_questions
         self.cached_bytes = 0
         self._haystacks: OrderedDict[str, str] = OrderedDict()
-        self._needles: OrderedDict[tuple[str, ...], list[Needle]] = OrderedDict()
+        self._needles = lru_cache(max_questions)(self._checked_needles)
 
     def has_answer(self, text: str, answers: Sequence[str]) -> bool:
-        needles = self._needles_of(answers)
+        assert not isinstance(answers, str), "answers is a sequence of strings, not one string"
+        needles = self._needles(tuple(answers))
         if not needles:
             return False
         haystack = self._haystack_of(text)
         return any(_contains(haystack, needle) for needle in needles)
 
-    def mark(self, texts: Sequence[str], answers: Sequence[str]) -> list[bool]:
-        """Return whether each text holds an answer of one question."""
-        return [self.has_answer(text, answers) for text in texts]
-
     def index(self, answers: Sequence[Sequence[str]]) -> "AnswerIndex":
         """Prepare the answers of many questions for matching passage by passage."""
-        return AnswerIndex(self.match, [self._needles_of(one) for one in answers])
+        return AnswerIndex(self.match, [self._needles(tuple(one)) for one in answers])
 
-    def _needles_of(self, answers: Sequence[str]) -> "list[Needle]":
-        key = tuple(answers)
-        needles = self._needles.get(key)
-        if needles is None:
-            if self.strict and (empty := empty_answers(answers)):
-                raise DataError(
-                    f"answer {empty[0]!r} (of {list(answers)!r}) holds no letter, number or sign and would match every "
-                    f"passage; remove it, or turn strict_answers off to count it as the field's scripts do"
-                )
-            needles = _needles(answers, self.match)
-            self._needles[key] = needles
-            if len(self._needles) > self.max_questions:
-                self._needles.popitem(last=False)
-        return needles
+    def _checked_needles(self, answers: tuple[str, ...]) -> "list[Needle]":
+        if self.strict and (empty := empty_answers(answers)):
+            raise DataError(
+                f"answer {empty[0]!r} (of {list(answers)!r}) holds no letter, number or sign and would match every "
+                f"passage; remove it, or turn strict_answers off to count it as the field's scripts do"
+            )
+        return _needles(answers, self.match)
 
     def _haystack_of(self, text: str) -> str:
         haystack = self._haystacks.get(text)

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from mvr_ray.core.encoding.encoder import DualEncoder
+from mvr_ray.core.encoding.padded import pad
 from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import FloatArray
@@ -40,23 +40,22 @@ def view_attention(encoder: DualEncoder, batch: Sequence[TokenizedPassage]) -> l
             f"strategy {encoder.spec.strategy!r} reads every piece alone, so its views attend to different texts; "
             f"attention is compared for strategies that read the whole passage"
         )
-    backbone: Any = encoder.passage_tower.backbone
+    tower = encoder.passage_tower
+    backbone: Any = tower.backbone
     implementation = backbone.config._attn_implementation
-    training = encoder.training
-    encoder.eval()
     backbone.set_attn_implementation("eager")  # the fast kernels do not return attention weights
     try:
         results: list[ViewAttention] = []
         for start in range(0, len(batch), _AT_ONCE):
             part = batch[start : start + _AT_ONCE]
-            with torch.no_grad():
-                last_PHTT = encoder.attentions(part)[-1]
-            mean_PTT = last_PHTT.double().mean(1).cpu().numpy()
+            tokens = pad(tower, part)
+            with encoder.inference():
+                output = tower.run(tokens.ids_PT, tokens.positions_PT, tokens.real_PT, output_attentions=True)
+            mean_PTT = output.attentions[-1].double().mean(1).cpu().numpy()
             results += [_of_views(mean_TT, own, encoder.num_views) for mean_TT, own in zip(mean_PTT, part)]
         return results
     finally:
         backbone.set_attn_implementation(implementation)
-        encoder.train(training)
 
 
 def _of_views(mean_TT: FloatArray, passage: TokenizedPassage, num_views: int) -> ViewAttention:

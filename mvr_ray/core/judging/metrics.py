@@ -119,7 +119,7 @@ def paired_test(
     with the observed one counted as one of them, so that p is never 0.
     """
     difference_Q = np.asarray(a_Q, np.float64) - np.asarray(b_Q, np.float64)
-    difference_G = difference_Q if groups_Q is None else _group_sums(difference_Q, groups_Q).sum_G
+    difference_G = difference_Q if groups_Q is None else _group_sums(difference_Q, groups_Q)[0]
     difference_M = difference_G[np.abs(difference_G) > _NEAR]
     size = len(difference_M)
     distance = abs(difference_M.sum()) - _NEAR * np.abs(difference_M).sum()
@@ -138,21 +138,15 @@ def paired_test(
     return num_as_far / (num + 1)
 
 
-class _GroupSums(NamedTuple):
-    sum_G: FloatArray
-    count_G: FloatArray
-
-
-def _group_sums(values_Q: FloatArray, groups_Q: Groups) -> _GroupSums:
+def _group_sums(values_Q: FloatArray, groups_Q: Groups) -> tuple[FloatArray, FloatArray]:
     """Return sum and number of each group's values; the values of a single group count as groups of their own."""
     values_Q = np.asarray(values_Q, np.float64)
     assert len(values_Q) == len(groups_Q), "every value has a group"
     assert len(values_Q), "an interval over no questions"
     group_Q = np.unique(np.asarray(groups_Q), return_inverse=True)[1]
     if not group_Q.any():
-        return _GroupSums(values_Q, np.ones(len(values_Q)))
-    sum_G = np.bincount(group_Q, values_Q).astype(np.float64)
-    return _GroupSums(sum_G, np.bincount(group_Q).astype(np.float64))
+        return values_Q, np.ones(len(values_Q))
+    return np.bincount(group_Q, values_Q).astype(np.float64), np.bincount(group_Q).astype(np.float64)
 
 
 def _expanded_tail(num_groups: int, confidence: float) -> float:

@@ -109,12 +109,10 @@ def join_batch(examples: Sequence[Example]) -> JoinedBatch:
             row_of[passage.id] = len(passages)
             passages.append(passage)
     known_QP = np.zeros((len(examples), len(passages)), bool)
-    for question, example in enumerate(examples):
-        for known_id in example.known_ids:
-            if known_id in row_of and known_id != example.passage.id:
-                known_QP[question, row_of[known_id]] = True
     teacher_QP = np.full(known_QP.shape, np.nan, np.float32)
     for question, example in enumerate(examples):
+        known_ids = {*example.known_ids} - {example.passage.id}
+        known_QP[question, [row_of[known_id] for known_id in known_ids if known_id in row_of]] = True
         for passage, score in zip((example.passage, *example.negatives), example.teacher):
             teacher_QP[question, row_of[passage.id]] = score
     return JoinedBatch(

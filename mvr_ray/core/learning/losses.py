@@ -79,8 +79,8 @@ def camvr_loss(
     """
     scores_QPV = scale / tau * pairwise_scores(queries_QD, views_PVD, mask_PV)
     best_QP = scores_QPV.amax(-1)
-    own_QV = _own_views(scores_QPV, positive_Q)
-    best = _positive(best_QP, positive_Q)
+    own_QV = scores_QPV[torch.arange(len(positive_Q), device=scores_QPV.device), positive_Q]
+    best = best_QP.gather(1, positive_Q[:, None])[:, 0]
     parts = [(1.0, best)]
     if answer_QV is not None:
         answer = own_QV.masked_fill(~answer_QV, -torch.inf).amax(-1)
@@ -119,12 +119,3 @@ def _softmax_loss(best_QP: Tensor, positive: Tensor, positive_Q: Tensor, known_Q
     negatives_QP = best_QP.masked_fill(others_QP, -torch.inf)
     everything = torch.cat([positive[:, None], negatives_QP], dim=1).logsumexp(-1)
     return (everything - positive).mean()
-
-
-def _positive(best_QP: Tensor, positive_Q: Tensor) -> Tensor:
-    return best_QP.gather(1, positive_Q[:, None])[:, 0]
-
-
-def _own_views(scores_QPV: Tensor, positive_Q: Tensor) -> Tensor:
-    """Select the scores of each question with its own positive's views, QV."""
-    return scores_QPV[torch.arange(len(positive_Q), device=scores_QPV.device), positive_Q]

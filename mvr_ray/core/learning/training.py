@@ -14,9 +14,9 @@ Shapes: Q questions, P passages, V views per passage, D dimension; W ranks.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,24 +26,13 @@ from torch import Tensor
 
 from mvr_ray.core.learning.losses import LossTerms
 
+if TYPE_CHECKING:
+    from mvr_ray.core.encoding.encoder import DualEncoder
+
 LossFunction = Callable[[Tensor, Tensor, Tensor], LossTerms]
 """(queries_QD, views_PVD, mask_PV) of the joined batch -> LossTerms."""
 
 _DROPOUT = 2
-
-
-class ViewBatch(Protocol):
-    @property
-    def views_PVD(self) -> Tensor: ...
-    @property
-    def mask_PV(self) -> Tensor: ...
-
-
-class TrainableEncoder(Protocol):
-    """The methods of a dual encoder that a step uses."""
-
-    def encode_queries(self, texts: Sequence[str]) -> Tensor: ...
-    def encode_passages(self, batch: Sequence[Any]) -> ViewBatch: ...
 
 
 class RankInputs(NamedTuple):
@@ -121,7 +110,7 @@ def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
 
 
 def loss_and_gradients(
-    encoder: TrainableEncoder, share: RankInputs, loss: LossFunction, settings: PassSettings, scale: float = 1.0
+    encoder: "DualEncoder", share: RankInputs, loss: LossFunction, settings: PassSettings, scale: float = 1.0
 ) -> StepOutput:
     """Add this rank's gradients of `scale` x the joined batch's loss; call `average_gradients` next.
 
@@ -129,8 +118,10 @@ def loss_and_gradients(
     """
     with_cache = 0 < settings.chunk < max(len(share.texts), len(share.passages))
     with torch.no_grad() if with_cache else nullcontext():
-        queries_QD = torch.cat([encode() for encode in _query_passes(encoder, share, settings)])
-        passes = [encode() for encode in _passage_passes(encoder, share, settings)]
+        queries_QD = torch.cat(
+            [encode() for encode in _passes(encoder.encode_queries, share.texts, 0, share, settings)]
+        )
+        passes = [encode() for encode in _passes(encoder.encode_passages, share.passages, 1, share, settings)]
         views_PVD = torch.cat([views.views_PVD for views in passes])
         mask_PV = torch.cat([views.mask_PV for views in passes]) & share.real_P[:, None]
     if with_cache:
@@ -139,8 +130,11 @@ def loss_and_gradients(
     terms = loss(all_QD, all_PVD, all_PV)
     (terms.total * scale).backward()
     if with_cache:
-        _second_pass(_query_passes(encoder, share, settings), queries_QD, settings.chunk)
-        second = ((lambda views=encode: views().views_PVD) for encode in _passage_passes(encoder, share, settings))
+        _second_pass(_passes(encoder.encode_queries, share.texts, 0, share, settings), queries_QD, settings.chunk)
+        second = (
+            (lambda views=encode: views().views_PVD)
+            for encode in _passes(encoder.encode_passages, share.passages, 1, share, settings)
+        )
         _second_pass(second, views_PVD, settings.chunk)
     return StepOutput(LossTerms(*(term.detach() for term in terms)), all_QD.detach(), all_PVD.detach(), all_PV)
 
@@ -152,7 +146,7 @@ def _second_pass(passes: Iterable[Callable[[], Tensor]], vectors: Tensor, chunk:
 
 
 def distil_gradients(
-    encoder: TrainableEncoder,
+    encoder: "DualEncoder",
     share: RankInputs,
     targets_QD: Tensor,
     targets_PD: Tensor,
@@ -167,12 +161,14 @@ def distil_gradients(
     """
     chunk = settings.chunk or max(len(share.texts), len(share.passages))
     total = targets_QD.new_zeros(())
-    for encode, target in zip(_query_passes(encoder, share, settings), targets_QD.split(chunk)):
+    for encode, target in zip(
+        _passes(encoder.encode_queries, share.texts, 0, share, settings), targets_QD.split(chunk)
+    ):
         loss = (1 - F.cosine_similarity(encode(), target)).sum() / len(share.texts)
         (loss * scale).backward()
         total += loss.detach()
     targets = zip(targets_PD.split(chunk), share.real_P.split(chunk))
-    for encode, (target, real) in zip(_passage_passes(encoder, share, settings), targets):
+    for encode, (target, real) in zip(_passes(encoder.encode_passages, share.passages, 1, share, settings), targets):
         views = encode()
         mean_PD = (views.views_PVD * views.mask_PV[..., None]).sum(1)
         distance_P = (1 - F.cosine_similarity(mean_PD, target)) * real
@@ -182,30 +178,21 @@ def distil_gradients(
     return total
 
 
-def _query_passes(
-    encoder: TrainableEncoder, share: RankInputs, settings: PassSettings
-) -> Iterator[Callable[[], Tensor]]:
-    for number, texts in enumerate(chunks(share.texts, settings.chunk)):
-        yield partial(run_seeded, settings, (0, number), share.real_P.device, partial(encoder.encode_queries, texts))
-
-
-def _passage_passes(
-    encoder: TrainableEncoder, share: RankInputs, settings: PassSettings
-) -> Iterator[Callable[[], ViewBatch]]:
-    for number, batch in enumerate(chunks(share.passages, settings.chunk)):
-        yield partial(run_seeded, settings, (1, number), share.real_P.device, partial(encoder.encode_passages, batch))
+def _passes(
+    encode: Callable[[Any], Any], items: Sequence[Any], side: int, share: RankInputs, settings: PassSettings
+) -> Iterator[Callable[[], Any]]:
+    """Yield the passes over the items of a side, questions (0) or passages (1)."""
+    for number, part in enumerate(chunks(items, settings.chunk)):
+        yield partial(run_seeded, settings, (side, number), share.real_P.device, partial(encode, part))
 
 
 def run_seeded(settings: PassSettings, which: tuple[int, int], device: torch.device, encode: Callable[[], Any]) -> Any:
     """Run one pass in the step's precision, with the dropout of (seed, step, rank, which)."""
     state = np.random.SeedSequence([settings.seed, _DROPOUT, settings.step, rank(), *which])
     torch.manual_seed(int(state.generate_state(1, np.uint64)[0]) >> 1)
-    with _lower(settings.precision, device.type):
+    is_plain = settings.precision == torch.float32
+    with nullcontext() if is_plain else torch.autocast(device.type, settings.precision):
         return encode()
-
-
-def _lower(precision: torch.dtype, device: str) -> AbstractContextManager[Any]:
-    return nullcontext() if precision == torch.float32 else torch.autocast(device, precision)
 
 
 def chunks(items: Sequence[Any], chunk: int) -> Iterator[Sequence[Any]]:

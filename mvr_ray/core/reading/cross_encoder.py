@@ -51,14 +51,7 @@ class CrossEncoder(TaskModel):
     error_type: ClassVar = CrossEncoderError
     factory: ClassVar = "AutoModelForSequenceClassification"
     default_spec: ClassVar = PairSpec()
-
-    def __init__(self, weights: LoadedModel, spec: PairSpec | None, name: str) -> None:
-        super().__init__(weights, spec, name)
-        if self.spec.max_tokens > self.positions:
-            raise CrossEncoderError(
-                f"max_tokens is {self.spec.max_tokens}, but cross-encoder {name} has {self.positions} positions; lower "
-                f"mine.max_pair_tokens to {self.positions} or less"
-            )
+    length_setting: ClassVar[str] = "mine.max_pair_tokens"
 
     @classmethod
     def open_model(cls, folder: str) -> LoadedModel:
@@ -78,8 +71,12 @@ class CrossEncoder(TaskModel):
         """Tokenize pairs, unpadded."""
         spec, tokenizer = self.spec, self.tokenizer
         questions = list(dict.fromkeys(pair.question for pair in pairs))
-        ids = tokenizer(questions, add_special_tokens=False, truncation=True, max_length=spec.max_question_tokens)
-        short = {text: self._cut(text, len(own)) for text, own in zip(questions, ids["input_ids"])}
+        options = {"add_special_tokens": False, "truncation": True, "return_offsets_mapping": True}
+        offsets = tokenizer(questions, max_length=spec.max_question_tokens, **options)["offset_mapping"]
+        short = {
+            text: text[: own[-1][1]] if len(own) == spec.max_question_tokens else text
+            for text, own in zip(questions, offsets)
+        }
         inputs = tokenizer(
             [short[pair.question] for pair in pairs],
             [f"{pair.passage.title} {pair.passage.text}".strip() for pair in pairs],
@@ -87,13 +84,6 @@ class CrossEncoder(TaskModel):
             max_length=spec.max_tokens,
         )
         return [{name: inputs[name][row] for name in inputs} for row in range(len(pairs))]
-
-    def _cut(self, question: str, num_tokens: int) -> str:
-        if num_tokens < self.spec.max_question_tokens:
-            return question
-        options: dict[str, Any] = {"add_special_tokens": False, "truncation": True, "return_offsets_mapping": True}
-        tokens = self.tokenizer(question, max_length=self.spec.max_question_tokens, **options)
-        return question[: tokens["offset_mapping"][-1][1]]
 
     def forward(self, batch: Sequence[dict[str, list[int]]]) -> Tensor:
         """Compute scores_B of one padded batch, differentiable; padding changes only rounding."""

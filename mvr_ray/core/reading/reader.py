@@ -53,16 +53,6 @@ class Logits(NamedTuple):
     candidate_FT: Tensor
 
 
-class _WindowSpan(NamedTuple):
-    """A window's best span, in tokens of the passage. `cost` is the negative score, so the minimum is the best."""
-
-    cost: float
-    first: int
-    last: int
-    start_log_prob: float
-    end_log_prob: float
-
-
 class Reader(TaskModel):
     """A question-answering model with its tokenizer. Create it with `open`, `from_backbone` or `load`."""
 
@@ -73,11 +63,18 @@ class Reader(TaskModel):
     error_type: ClassVar = ReaderError
     factory: ClassVar = "AutoModelForQuestionAnswering"
     default_spec: ClassVar = ReaderSpec()
+    length_setting: ClassVar[str] = "read.max_tokens"
 
     def __init__(self, weights: LoadedModel, spec: ReaderSpec | None, name: str) -> None:
         super().__init__(weights, spec, name)
         self.windower = Windower(self.tokenizer, self.spec)
-        self._check(name)
+        spec, text_tokens = self.spec, self.windower.max_passage_tokens
+        if text_tokens <= spec.overlap_tokens:
+            raise ReaderError(
+                f"max_tokens is {spec.max_tokens}, which leaves {max(0, text_tokens)} for the passage beside a "
+                f"question of {spec.max_question_tokens}, no more than the {spec.overlap_tokens} that windows share; "
+                f"raise read.max_tokens, or lower read.overlap_tokens or read.max_question_tokens"
+            )
 
     def read(self, requests: Sequence[ReadRequest], tokens_per_batch: int = 8192) -> list[list[Span | None]]:
         """Find the best span of every passage of every question; None where a passage has no token.
@@ -94,15 +91,15 @@ class Reader(TaskModel):
                 passage_windows = self.windower.windows(frame, tokens[text])
                 owners += [(row, column)] * len(passage_windows)
                 windows += passage_windows
-        spans: dict[int, _WindowSpan] = {}
+        spans: dict[int, Span] = {}
 
         def take(rows: list[int], logits: Logits) -> None:
             spans.update(zip(rows, self._best_spans([windows[row] for row in rows], logits)))
 
         self.infer(windows, [len(window.input_ids) for window in windows], tokens_per_batch, take)
-        best: dict[tuple[int, int], _WindowSpan] = {}
+        best: dict[tuple[int, int], Span] = {}
         for at, span in spans.items():
-            best[owners[at]] = min(best.get(owners[at], span), span)
+            best[owners[at]] = min(best.get(owners[at], span), span, key=lambda one: (-one.score, *one))
         return [
             [
                 _span(text, tokens[text], best[row, column]) if (row, column) in best else None
@@ -131,7 +128,8 @@ class Reader(TaskModel):
         logits_FT2[real_FT] = model.qa_outputs(states_ND)
         return Logits(logits_FT2[..., 0], logits_FT2[..., 1], candidate_FT)
 
-    def _best_spans(self, windows: Sequence[Window], logits: Logits) -> Iterator[_WindowSpan]:
+    def _best_spans(self, windows: Sequence[Window], logits: Logits) -> Iterator[Span]:
+        """Yield each window's best span, from its first to its last token of the passage."""
         text_FT = self.windower.pad(windows).text_FT
         start_FT, end_FT, candidate_FT = (part.cpu().numpy() for part in logits)
         best = best_spans(start_FT, end_FT, text_FT, self.spec.max_answer_tokens)
@@ -141,24 +139,8 @@ class Reader(TaskModel):
         for row, (window, start, end, score) in enumerate(zip(windows, *best)):
             first, last = int(start) - window.place(0), int(end) - window.place(0)
             null = float(start_FT[row, window.null]) + float(end_FT[row, window.null]) if self.spec.minus_null else 0.0
-            yield _WindowSpan(
-                null - float(score), first, last, *map(float, (start_shares[row, start], end_shares[row, end]))
-            )
-
-    def _check(self, name: str) -> None:
-        """Raise ReaderError for lengths beyond the model's positions, or overlaps that leave a window no new token."""
-        spec, positions, text_tokens = self.spec, self.positions, self.windower.max_passage_tokens
-        if spec.max_tokens > positions:
-            raise ReaderError(
-                f"max_tokens is {spec.max_tokens}, but reader {name} has {positions} positions; lower read.max_tokens "
-                f"to {positions} or less"
-            )
-        if text_tokens <= spec.overlap_tokens:
-            raise ReaderError(
-                f"max_tokens is {spec.max_tokens}, which leaves {max(0, text_tokens)} for the passage beside a "
-                f"question of {spec.max_question_tokens}, no more than the {spec.overlap_tokens} that windows share; "
-                f"raise read.max_tokens, or lower read.overlap_tokens or read.max_question_tokens"
-            )
+            shares = map(float, (start_shares[row, start], end_shares[row, end]))
+            yield Span(first, last, float(score) - null, *shares)
 
 
 def choose(spans: Sequence[Span | None], scores: Sequence[float], weight: float = 0.0) -> int:
@@ -174,9 +156,9 @@ def choose(spans: Sequence[Span | None], scores: Sequence[float], weight: float 
     return max(total_scores, key=lambda row: (total_scores[row], -row), default=-1)
 
 
-def _span(text: str, tokens: PassageTokens, best: _WindowSpan) -> Span:
-    """Convert a span to characters of the text, without blanks around it."""
-    start, stop = int(tokens.starts[best.first]), int(tokens.stops[best.last])
+def _span(text: str, tokens: PassageTokens, best: Span) -> Span:
+    """Convert a span of tokens to characters of the text, without blanks around it."""
+    start, stop = int(tokens.starts[best.start]), int(tokens.stops[best.stop])
     piece = text[start:stop]
     start += len(piece) - len(piece.lstrip())
-    return Span(start, start + len(piece.strip()), -best.cost, *best[3:])
+    return best._replace(start=start, stop=start + len(piece.strip()))

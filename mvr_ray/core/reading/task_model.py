@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Self
 import torch
 
 from mvr_ray.core.encoding.length_batches import token_batches
-from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel, parameter_groups
-from mvr_ray.core.encoding.tower import LoadedModel, digest_of, save_model
+from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel
+from mvr_ray.core.encoding.tower import LoadedModel, digest_of, position_table, save_model
 from mvr_ray.core.encoding.unpadded_cpu import UnpaddedCpuBackbone, over_blocks, supports_unpadded_cpu
 
 HEAD_STD = 0.02
@@ -30,7 +30,10 @@ class TaskModel(StoredModel):
     """The head's task, in the message about a folder without a head."""
     factory: ClassVar[str]
     """The class of transformers that opens it."""
+    special_group: ClassVar[str] = "head"
     default_spec: ClassVar[Any]
+    length_setting: ClassVar[str]
+    """The setting of `spec.max_tokens`, in the message about a model with fewer positions."""
 
     def __init__(self, weights: LoadedModel, spec: Any, name: str) -> None:
         """`name` is that of the folder, for messages. `spec` None: the default one."""
@@ -44,6 +47,11 @@ class TaskModel(StoredModel):
             and "token_type_ids" in inspect.signature(model.forward).parameters
             and getattr(model.config, "type_vocab_size", 2) > 1
         )
+        if self.spec.max_tokens > self.positions:
+            raise self.error_type(
+                f"max_tokens is {self.spec.max_tokens}, but {self.what} {name} has {self.positions} positions; lower "
+                f"{self.length_setting} to {self.positions} or less"
+            )
 
     @classmethod
     def open_model(cls, folder: str) -> LoadedModel:
@@ -92,13 +100,6 @@ class TaskModel(StoredModel):
     def transformers(self) -> list[Any]:
         return [self.model]
 
-    def unpadded_backbone(self) -> UnpaddedCpuBackbone | None:
-        """Prepare the backbone's current weights for the unpadded CPU pass; None where it has none."""
-        backbone: Any = self.model.base_model
-        return (
-            UnpaddedCpuBackbone(backbone, backbone.get_input_embeddings()) if supports_unpadded_cpu(backbone) else None
-        )
-
     @abstractmethod
     def forward_unpadded(self, batch: Sequence[Any], backbone: UnpaddedCpuBackbone, whole: bool) -> Any:
         """Compute the result of `forward` from inputs laid end to end; `whole` as in `UnpaddedCpuBackbone.states`."""
@@ -115,7 +116,9 @@ class TaskModel(StoredModel):
         With an unpadded pass inputs run end to end in blocks, else padded, `tokens_per_batch` a batch. `lengths` alone
         determine the batches.
         """
-        backbone = self.unpadded_backbone()
+        body: Any = self.model.base_model
+        is_unpadded = supports_unpadded_cpu(body)
+        backbone = UnpaddedCpuBackbone(body, body.get_input_embeddings()) if is_unpadded else None
 
         def read(rows: list[int], whole: bool) -> None:
             batch = [inputs[row] for row in rows]
@@ -131,8 +134,7 @@ class TaskModel(StoredModel):
     @property
     def first_position(self) -> int:
         """Position of a text's first token: tables of the RoBERTa kind begin after the padding id."""
-        table: Any = self.model.base_model.embeddings.position_embeddings
-        return 0 if table.padding_idx is None else int(table.padding_idx) + 1
+        return position_table(self.model)[0] + 1
 
     @property
     def fingerprint(self) -> str:
@@ -143,15 +145,8 @@ class TaskModel(StoredModel):
     @property
     def positions(self) -> int:
         """Number of positions of the model. Tables of the RoBERTa kind begin after the padding id."""
-        limits = [int(self.tokenizer.model_max_length)]
-        rows = getattr(self.model.config, "max_position_embeddings", 0)
-        if rows > 0:
-            tables = (module for name, module in self.model.named_modules() if name.endswith("position_embeddings"))
-            padding = (getattr(table, "padding_idx", None) for table in tables)
-            limits.append(rows - 1 - next((row for row in padding if row is not None), -1))
-        return min(limits)
+        padding_row, num_rows = position_table(self.model)
+        return min(int(self.tokenizer.model_max_length), num_rows - padding_row - 1)
 
-    def parameter_groups(self, lr: float, head_lr_factor: float, weight_decay: float) -> list[dict[str, Any]]:
-        """Make AdamW's groups: matrices, vectors (biases and norms, never decayed), and a new head at its own rate."""
-        head = ("head", self.new_weights.__contains__, head_lr_factor)
-        return parameter_groups(self.model.named_parameters(), head, lr, weight_decay)
+    def is_special(self, parameter: str) -> bool:
+        return parameter.removeprefix("model.") in self.new_weights

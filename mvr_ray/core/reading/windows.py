@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mvr_ray.core.encoding.tower import without_surrogates
 from mvr_ray.types import IntArray
 
 
@@ -42,13 +43,12 @@ class PassageTokens(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """The tokens before and after the passage in one question's input, and the segments of all three."""
+    """A question's input with a passage in place of the tokens `first` up to `stop`, and the tokens' segments."""
 
-    prefix: IntArray
-    suffix: IntArray
-    prefix_types: IntArray
-    suffix_types: IntArray
-    passage_type: int
+    ids: IntArray
+    types: IntArray
+    first: int
+    stop: int
 
 
 class Window(NamedTuple):
@@ -100,7 +100,9 @@ class Windower:
     def tokenize(self, texts: Iterable[str]) -> dict[str, PassageTokens]:
         """Tokenize each distinct text."""
         distinct = list(dict.fromkeys(texts))
-        encodings = self._backend.encode_batch([_clean(text) for text in distinct], add_special_tokens=False)
+        encodings = self._backend.encode_batch(
+            [without_surrogates(text) for text in distinct], add_special_tokens=False
+        )
         tokens = {}
         for text, encoding in zip(distinct, encodings):
             offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
@@ -109,18 +111,16 @@ class Windower:
 
     def frame(self, question: str) -> Frame:
         """Tokenize a question, cut to `max_question_tokens`, with the tokenizer's special tokens around a pair."""
-        question_tokens = self._backend.encode(_clean(question), add_special_tokens=False)
+        question_tokens = self._backend.encode(without_surrogates(question), add_special_tokens=False)
         question_tokens.truncate(self.spec.max_question_tokens)
         probe = self._backend.encode("a", add_special_tokens=False)
         pair = self._backend.post_process(question_tokens, probe, add_special_tokens=True)
         inside = [at for at, sequence in enumerate(pair.sequence_ids) if sequence == 1]
-        ids, types = np.array(pair.ids, np.int64), np.array(pair.type_ids, np.int64)
-        prefix, suffix = slice(0, inside[0]), slice(inside[-1] + 1, None)
-        return Frame(ids[prefix], ids[suffix], types[prefix], types[suffix], int(types[inside[0]]))
+        return Frame(np.array(pair.ids, np.int64), np.array(pair.type_ids, np.int64), inside[0], inside[-1] + 1)
 
     def windows(self, frame: Frame, passage: PassageTokens) -> list[Window]:
         """Cut the fewest windows that cover all of the passage's tokens, in order; none where it has none."""
-        size = self.spec.max_tokens - len(frame.prefix) - len(frame.suffix)
+        size = self.spec.max_tokens - len(frame.ids) + frame.stop - frame.first
         step = size - self.spec.overlap_tokens
         total = len(passage.ids)
         count = 1 + max(0, -(-(total - size) // step)) if total else 0
@@ -140,19 +140,8 @@ class Windower:
         return PaddedWindows(ids_FT, types_FT, real_FT, text_FT, candidate_FT)
 
     def _window(self, frame: Frame, piece: IntArray, offset: int) -> Window:
-        ids = np.concatenate([frame.prefix, piece, frame.suffix])
-        middle = np.full(len(piece), frame.passage_type, np.int64)
+        all_types, first, stop = frame.types, frame.first, frame.stop
+        ids = np.concatenate([frame.ids[:first], piece, frame.ids[stop:]])
+        types = np.concatenate([all_types[:first], np.full(len(piece), all_types[first]), all_types[stop:]])
         nulls = np.flatnonzero(ids == self._cls_id)
-        return Window(
-            input_ids=ids,
-            type_ids=np.concatenate([frame.prefix_types, middle, frame.suffix_types]),
-            first=len(frame.prefix),
-            offset=offset,
-            num_text=len(piece),
-            null=int(nulls[0]) if len(nulls) else 0,
-        )
-
-
-def _clean(text: str) -> str:
-    """Replace half a surrogate pair, which a tokenizer rejects, by a question mark; offsets stay the same."""
-    return text.encode("utf-8", "replace").decode("utf-8")
+        return Window(ids, types, first, offset, num_text=len(piece), null=int(nulls[0]) if len(nulls) else 0)

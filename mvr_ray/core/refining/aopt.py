@@ -58,12 +58,7 @@ class LabelSums(NamedTuple):
     num_negative_N: IntArray
 
     def plus(self, other: "LabelSums") -> "LabelSums":
-        return LabelSums(
-            self.positive_ND + other.positive_ND,
-            self.total_ND + other.total_ND,
-            self.num_positive_N + other.num_positive_N,
-            self.num_negative_N + other.num_negative_N,
-        )
+        return LabelSums._make(own + more for own, more in zip(self, other))
 
 
 class StepResult(NamedTuple):
@@ -111,16 +106,21 @@ def passage_step(
 
     `single`: in float32, where the package was built with a compiler or torch is installed.
     """
-    if single and (native_step.library() is not None or importlib.util.find_spec("torch") is not None):
-        return _single_step(views_ND, queries_QD, labels, step_size, guard)
-    return _step_in_parts(views_ND, queries_QD, labels, step_size, guard)
+    run_step = _double_step
+    if single and native_step.library() is not None:
+        run_step = native_step.step
+    elif single and importlib.util.find_spec("torch") is not None:
+        run_step = _torch_step
+    counts = _row_counts(labels.positive_NQ), _row_counts(labels.negative_NQ)
+    rows_M = _labelled_both_ways(*counts)
+    return _ratio_result(rows_M, run_step(views_ND, queries_QD, labels, rows_M, step_size), guard, *counts)
 
 
 def query_step(
     queries_QD: FloatArray, views_ND: FloatArray, labels: LabelMatrices, *, step_size: float, guard: float = 1e-3
 ) -> StepResult:
     """Run the query-centric step down eq. 11, on all queries at once; `labels` as for the passage side."""
-    return _step_in_parts(queries_QD, views_ND, labels.transpose(), step_size, guard)
+    return passage_step(queries_QD, views_ND, labels.transpose(), step_size=step_size, guard=guard)
 
 
 def label_sums(partners_QD: FloatArray, labels: LabelMatrices) -> LabelSums:
@@ -133,25 +133,9 @@ def label_sums(partners_QD: FloatArray, labels: LabelMatrices) -> LabelSums:
 
 def ratio_step(vectors_ND: FloatArray, sums: LabelSums, *, step_size: float, guard: float = 1e-3) -> StepResult:
     """Run one step down the ratio loss from its sums."""
-    rows_M, no_positive, no_negative = _labelled_both_ways(sums.num_positive_N, sums.num_negative_N)
-    x_MD = vectors_ND[rows_M].astype(np.float64)
-    positive_MD, total_MD = sums.positive_ND[rows_M], sums.total_ND[rows_M]
-    positive_M = np.einsum("md,md->m", x_MD, positive_MD)
-    total_M = np.einsum("md,md->m", x_MD, total_MD)
-    inside_M = (positive_M > guard) & (total_M > guard)
-    x_MD, positive_MD, total_MD = x_MD[inside_M], positive_MD[inside_M], total_MD[inside_M]
-    positive_M, total_M = positive_M[inside_M], total_M[inside_M]
-    losses_M = np.log(total_M) - np.log(positive_M)
-    x_MD += step_size * (positive_MD / positive_M[:, None] - total_MD / total_M[:, None])
-    return StepResult(
-        moved_M=rows_M[inside_M],
-        vectors_MD=x_MD.astype(_result_type(vectors_ND)),
-        loss=float(losses_M.mean()) if len(losses_M) else float("nan"),
-        num_outside_domain=int((~inside_M).sum()),
-        num_no_positive=no_positive,
-        num_no_negative=no_negative,
-        num_negative_loss=int((losses_M < 0).sum()),
-    )
+    rows_M = _labelled_both_ways(sums.num_positive_N, sums.num_negative_N)
+    step = _descend(vectors_ND[rows_M], sums.positive_ND[rows_M], sums.total_ND[rows_M], step_size)
+    return _ratio_result(rows_M, step, guard, sums.num_positive_N, sums.num_negative_N)
 
 
 def softmax_step(
@@ -167,9 +151,8 @@ def softmax_step(
     Its gradient is (sum_all a y - sum_pos b y) / t with a the softmax over all partners and b over the positive ones.
     For the query side pass `labels.transpose()`.
     """
-    rows_M, no_positive, no_negative = _labelled_both_ways(
-        _row_counts(labels.positive_NQ), _row_counts(labels.negative_NQ)
-    )
+    counts = _row_counts(labels.positive_NQ), _row_counts(labels.negative_NQ)
+    rows_M = _labelled_both_ways(*counts)
     positive_MQ, negative_MQ = labels.rows(rows_M)
     x_MD = vectors_ND[rows_M].astype(np.float64)
     y_QD = partners_QD.astype(np.float64)
@@ -177,21 +160,10 @@ def softmax_step(
     negative = _log_terms(x_MD, y_QD, negative_MQ, temperature)
     log_positive_M = _logsumexp_rows(positive, positive_MQ.indptr)
     log_total_M = np.logaddexp(log_positive_M, _logsumexp_rows(negative, negative_MQ.indptr))
-    losses_M = log_total_M - log_positive_M
-    to_positive_MQ = _with_data(positive_MQ, np.exp(positive - np.repeat(log_positive_M, np.diff(positive_MQ.indptr))))
-    to_total_MQ = _with_data(positive_MQ, np.exp(positive - np.repeat(log_total_M, np.diff(positive_MQ.indptr)))) + (
-        _with_data(negative_MQ, np.exp(negative - np.repeat(log_total_M, np.diff(negative_MQ.indptr))))
-    )
+    to_positive_MQ = _shares(positive_MQ, positive, log_positive_M)
+    to_total_MQ = _shares(positive_MQ, positive, log_total_M) + _shares(negative_MQ, negative, log_total_M)
     x_MD += step_size / temperature * ((to_positive_MQ - to_total_MQ) @ y_QD)
-    return StepResult(
-        moved_M=rows_M,
-        vectors_MD=x_MD.astype(_result_type(vectors_ND)),
-        loss=float(losses_M.mean()) if len(losses_M) else float("nan"),
-        num_outside_domain=0,
-        num_no_positive=no_positive,
-        num_no_negative=no_negative,
-        num_negative_loss=0,
-    )
+    return _result(rows_M, x_MD.astype(_result_type(vectors_ND)), log_total_M - log_positive_M, *counts)
 
 
 def linear_step(
@@ -209,36 +181,19 @@ def linear_step(
     negative of some question, so moving those would dirty the whole index.
     """
     rows_M = np.flatnonzero(_row_counts(labels.positive_NQ) + _row_counts(labels.negative_NQ))
-    step = linear_combination(
-        vectors_ND[rows_M],
-        label_sums(partners_QD, labels.rows(rows_M)),
-        alpha=alpha,
-        beta=beta,
-        gamma=gamma,
-    )
+    sums = label_sums(partners_QD, labels.rows(rows_M))
+    step = linear_combination(vectors_ND[rows_M], sums, alpha=alpha, beta=beta, gamma=gamma)
     return step._replace(moved_M=rows_M[step.moved_M])
 
 
-def rocchio_step(
-    queries_QD: FloatArray,
-    views_ND: FloatArray,
-    labels: LabelMatrices,
-    *,
-    alpha: float = 1.0,
-    beta: float = 0.6,
-    gamma: float = -0.1,
-) -> StepResult:
-    """Move queries by Rocchio's form, eq. 7, with the sign of gamma as in eq. 9; `labels` as for the passage side."""
-    return linear_step(queries_QD, views_ND, labels.transpose(), alpha=alpha, beta=beta, gamma=gamma)
+def rocchio_step(queries_QD: FloatArray, views_ND: FloatArray, labels: LabelMatrices, **weights: float) -> StepResult:
+    """Move queries by Rocchio's form, eq. 7, with the sign of gamma as in eq. 9; `labels` as for the passage side, and
+    `weights` as for `linear_step`."""
+    return linear_step(queries_QD, views_ND, labels.transpose(), **weights)
 
 
 def linear_combination(
-    vectors_ND: FloatArray,
-    sums: LabelSums,
-    *,
-    alpha: float,
-    beta: float,
-    gamma: float,
+    vectors_ND: FloatArray, sums: LabelSums, *, alpha: float, beta: float, gamma: float
 ) -> StepResult:
     """Move vectors by the linear form (eqs. 7 and 9) from sums, such as those of queries over several shards."""
     num_positive_N, num_negative_N = sums.num_positive_N, sums.num_negative_N
@@ -247,60 +202,31 @@ def linear_combination(
     x_MD = alpha * vectors_ND[rows_M].astype(np.float64)
     x_MD += beta * positive_MD / np.maximum(num_positive_N[rows_M, None], 1)
     x_MD += gamma * negative_MD / np.maximum(num_negative_N[rows_M, None], 1)
-    return StepResult(
-        moved_M=rows_M,
-        vectors_MD=x_MD.astype(_result_type(vectors_ND)),
-        loss=float("nan"),
-        num_outside_domain=0,
-        num_no_positive=int(((num_positive_N == 0) & (num_negative_N > 0)).sum()),
-        num_no_negative=int(((num_positive_N > 0) & (num_negative_N == 0)).sum()),
-        num_negative_loss=0,
-    )
+    return _result(rows_M, x_MD.astype(_result_type(vectors_ND)), np.zeros(0), num_positive_N, num_negative_N)
 
 
-def _step_in_parts(
-    vectors_ND: FloatArray, partners_QD: FloatArray, labels: LabelMatrices, step_size: float, guard: float
-) -> StepResult:
-    """Run `ratio_step` on batches of labelled vectors, which bounds memory."""
+def _descend(
+    vectors_MD: FloatArray, positive_MD: FloatArray, total_MD: FloatArray, step_size: float
+) -> native_step.StepVectors:
+    """Compute eq. 14 in float64 from the sums A and B: x + eta (A / <x, A> - B / <x, B>)."""
+    x_MD = vectors_MD.astype(np.float64)
+    positive_M1, total_M1 = (np.einsum("md,md->m", x_MD, sum_MD)[:, None] for sum_MD in (positive_MD, total_MD))
+    with np.errstate(all="ignore"):  # outside the loss's domain
+        x_MD += step_size * (positive_MD / positive_M1 - total_MD / total_M1)
+    return native_step.StepVectors(x_MD.astype(_result_type(vectors_MD)), np.hstack([positive_M1, total_M1]))
+
+
+def _double_step(
+    vectors_ND: FloatArray, partners_QD: FloatArray, labels: LabelMatrices, rows_M: IntArray, step_size: float
+) -> native_step.StepVectors:
+    """Run `native_step.step` in float64, in batches of vectors, which bounds memory."""
     partners_QD = partners_QD.astype(np.float64)
-    rows_M = np.flatnonzero(_row_counts(labels.positive_NQ) + _row_counts(labels.negative_NQ))
     parts = []
     for start in range(0, max(len(rows_M), 1), _ROWS_AT_ONCE):
         rows = rows_M[start : start + _ROWS_AT_ONCE]
         sums = label_sums(partners_QD, labels.rows(rows))
-        step = ratio_step(vectors_ND[rows], sums, step_size=step_size, guard=guard)
-        parts.append(step._replace(moved_M=rows[step.moved_M]))
-    num_moved = sum(part.num_moved for part in parts)
-    loss_sum = sum(part.loss * part.num_moved for part in parts if part.num_moved)
-    return StepResult(
-        moved_M=np.concatenate([part.moved_M for part in parts]),
-        vectors_MD=np.concatenate([part.vectors_MD for part in parts]),
-        loss=loss_sum / num_moved if num_moved else float("nan"),
-        num_outside_domain=sum(part.num_outside_domain for part in parts),
-        num_no_positive=sum(part.num_no_positive for part in parts),
-        num_no_negative=sum(part.num_no_negative for part in parts),
-        num_negative_loss=sum(part.num_negative_loss for part in parts),
-    )
-
-
-def _single_step(
-    vectors_ND: FloatArray, partners_QD: FloatArray, labels: LabelMatrices, step_size: float, guard: float
-) -> StepResult:
-    """Run `ratio_step` in float32 on the vectors with both kinds of labels."""
-    both = _labelled_both_ways(_row_counts(labels.positive_NQ), _row_counts(labels.negative_NQ))
-    run_step = _torch_step if native_step.library() is None else native_step.step
-    moved_MD, scores_M2 = run_step(vectors_ND, partners_QD, labels, both.rows_M, step_size)
-    inside_M = (scores_M2 > guard).all(axis=1)
-    losses_M = np.diff(np.log(scores_M2[inside_M].astype(np.float64)), axis=1)
-    return StepResult(
-        moved_M=both.rows_M[inside_M],
-        vectors_MD=moved_MD if inside_M.all() else moved_MD[inside_M],
-        loss=float(losses_M.mean()) if len(losses_M) else float("nan"),
-        num_outside_domain=int((~inside_M).sum()),
-        num_no_positive=both.num_no_positive,
-        num_no_negative=both.num_no_negative,
-        num_negative_loss=int((losses_M < 0).sum()),
-    )
+        parts.append(_descend(vectors_ND[rows], sums.positive_ND, sums.total_ND, step_size))
+    return native_step.StepVectors(*map(np.concatenate, zip(*parts)))
 
 
 def _torch_step(
@@ -313,17 +239,14 @@ def _torch_step(
     partners = torch.from_numpy(native_step.to_int16(partners_QD).values())
     moved_MD = np.empty((len(rows_M), vectors_ND.shape[1]), np.float32)
     scores_M2 = np.empty((len(rows_M), 2), np.float32)  # <x, A> and <x, B>
-    terms = torch.empty(_SINGLE_ROWS_AT_ONCE, vectors_ND.shape[1])
     for start in range(0, len(rows_M), _SINGLE_ROWS_AT_ONCE):
         stop = min(start + _SINGLE_ROWS_AT_ONCE, len(rows_M))
         moved_MD[start:stop] = vectors_ND[rows_M[start:stop]]
         x_MD, scores = torch.from_numpy(moved_MD[start:stop]), torch.from_numpy(scores_M2[start:stop])
         positive_MD = _bag_sums(partners, positive_MQ, start, stop)
         negative_MD = _bag_sums(partners, negative_MQ, start, stop)
-        torch.mul(x_MD, positive_MD, out=terms[: stop - start])
-        torch.sum(terms[: stop - start], 1, out=scores[:, 0])
-        torch.mul(x_MD, negative_MD, out=terms[: stop - start])
-        scores[:, 1] = scores[:, 0] + terms[: stop - start].sum(1)
+        scores[:, 0] = (x_MD * positive_MD).sum(1)
+        scores[:, 1] = scores[:, 0] + (x_MD * negative_MD).sum(1)
         positive_M1, total_M1 = step_size / scores[:, :1], step_size / scores[:, 1:]
         x_MD.addcmul_(positive_MD, positive_M1 - total_M1).addcmul_(negative_MD, total_M1, value=-1)
     return native_step.StepVectors(moved_MD, scores_M2)
@@ -339,19 +262,35 @@ def _bag_sums(partners: "torch.Tensor", labels_MQ: csr_array, start: int, stop: 
     return torch.nn.functional.embedding_bag(indices, partners, offsets, mode="sum", include_last_offset=True)
 
 
-class _BothWays(NamedTuple):
-    rows_M: IntArray
-    num_no_positive: int
-    num_no_negative: int
+def _ratio_result(
+    rows_M: IntArray, step: native_step.StepVectors, guard: float, num_positive_N: IntArray, num_negative_N: IntArray
+) -> StepResult:
+    """Drop the vectors outside the ratio loss's domain."""
+    inside_M = (step.scores_M2 > guard).all(axis=1)
+    losses_M = np.diff(np.log(step.scores_M2[inside_M].astype(np.float64)), axis=1)
+    moved_MD = step.moved_MD if inside_M.all() else step.moved_MD[inside_M]
+    result = _result(rows_M[inside_M], moved_MD, losses_M, num_positive_N, num_negative_N)
+    return result._replace(num_outside_domain=int((~inside_M).sum()))
 
 
-def _labelled_both_ways(num_positive_N: IntArray, num_negative_N: IntArray) -> _BothWays:
+def _result(
+    moved_M: IntArray, vectors_MD: FloatArray, losses_M: FloatArray, num_positive_N: IntArray, num_negative_N: IntArray
+) -> StepResult:
+    """Average the losses of the vectors that moved, none where the form has no loss, and count the others by label."""
     positive_N, negative_N = num_positive_N > 0, num_negative_N > 0
-    return _BothWays(
-        np.flatnonzero(positive_N & negative_N),
-        int((negative_N & ~positive_N).sum()),
-        int((positive_N & ~negative_N).sum()),
+    return StepResult(
+        moved_M,
+        vectors_MD,
+        loss=float(losses_M.mean()) if len(losses_M) else float("nan"),
+        num_outside_domain=0,
+        num_no_positive=int((negative_N & ~positive_N).sum()),
+        num_no_negative=int((positive_N & ~negative_N).sum()),
+        num_negative_loss=int((losses_M < 0).sum()),
     )
+
+
+def _labelled_both_ways(num_positive_N: IntArray, num_negative_N: IntArray) -> IntArray:
+    return np.flatnonzero((num_positive_N > 0) & (num_negative_N > 0))
 
 
 def _row_counts(matrix: csr_array) -> IntArray:
@@ -382,5 +321,7 @@ def _logsumexp_rows(terms_L: FloatArray, indptr: IntArray) -> FloatArray:
     return top_M + np.log(np.add.reduceat(shifted_L, indptr[:-1]))
 
 
-def _with_data(matrix: csr_array, data_L: FloatArray) -> csr_array:
-    return csr_array((data_L, matrix.indices, matrix.indptr), shape=matrix.shape)
+def _shares(labels_MQ: csr_array, terms_L: FloatArray, log_total_M: FloatArray) -> csr_array:
+    """Compute exp(term) / total of every label, in the places of the labels."""
+    shares_L = np.exp(terms_L - np.repeat(log_total_M, np.diff(labels_MQ.indptr)))
+    return csr_array((shares_L, labels_MQ.indices, labels_MQ.indptr), shape=labels_MQ.shape)

@@ -34,10 +34,10 @@ LARGEST, TINY, LINE = 32767, np.float32(2.0**-110), 64
 
 
 class StepVectors(NamedTuple):
-    """M vectors after a step of size `step_size`, and <x, A> and <x, B> before it, all float32."""
+    """M vectors after a step of size `step_size`, and <x, A> and <x, B> before it; float32 from `step`."""
 
-    moved_MD: NDArray[np.float32]
-    scores_M2: NDArray[np.float32]
+    moved_MD: FloatArray
+    scores_M2: FloatArray
 
 
 class Int16Vectors(NamedTuple):

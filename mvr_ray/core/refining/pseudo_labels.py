@@ -31,9 +31,7 @@ class Labels(NamedTuple):
 
     def take(self, chosen_L: BoolArray | IntArray) -> "Labels":
         """Select labels by mask or position."""
-        return Labels(
-            self.question_L[chosen_L], self.passage_L[chosen_L], self.view_L[chosen_L], self.positive_L[chosen_L]
-        )
+        return Labels._make(column[chosen_L] for column in self)
 
     @property
     def num_positive(self) -> int:

@@ -15,6 +15,11 @@
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#define GET_STATE() _mm_getcsr()
+#define SET_STATE(state) _mm_setcsr(state)
+#else
+#define GET_STATE() 0u
+#define SET_STATE(state) ((void)(state))
 #endif
 
 #if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__)
@@ -23,6 +28,7 @@
 #define EACH
 #endif
 #define INLINE static inline __attribute__((always_inline))
+#define PLAIN_STATE 0x1f80 /* round to nearest, no flushing of small numbers, regardless of the caller */
 #define LANES 16
 #define LINE 64  /* bytes of a cache line */
 #define AHEAD 24 /* partners prefetched before their use: some 18 kB of 384 dimensions, half of a first-level cache */
@@ -67,21 +73,16 @@ INLINE int64_t next(PartnerIterator *w) {
 }
 
 /* Partner q is `unit_Q[q]` times its integers. */
-typedef struct {
-    const int16_t *whole_QD;
-    const float *unit_Q;
-} Partners;
-
-INLINE void prefetch(const Partners *from, int64_t partner, int dimension) {
-    const int16_t *row = from->whole_QD + partner * dimension;
+INLINE void prefetch_next(PartnerIterator *w, const int16_t *whole_QD, const float *unit_Q, int dimension) {
+    const int64_t partner = next(w);
+    if (partner < 0) return;
+    const int16_t *row = whole_QD + partner * dimension;
     for (int d = 0; d < dimension; d += LINE / (int)sizeof(int16_t)) __builtin_prefetch(row + d);
     __builtin_prefetch(row + dimension - 1);
-    __builtin_prefetch(from->unit_Q + partner);
+    __builtin_prefetch(unit_Q + partner);
 }
 
-INLINE void add(float *sum, const Partners *from, int64_t partner, int dimension) {
-    const int16_t *row = from->whole_QD + partner * dimension;
-    const float unit = from->unit_Q[partner];
+INLINE void add(float *sum, const int16_t *row, const float unit, int dimension) {
     int d = 0;
     for (; d + LANES <= dimension; d += LANES) {
         const WholeLanes whole = __builtin_convertvector(*(const ShortLanes *)(row + d), WholeLanes);
@@ -114,28 +115,11 @@ INLINE void widen(const uint16_t *half, float *to, int count) {
     }
 }
 
-INLINE unsigned set_plain_state(void) {
-#if defined(__x86_64__)
-    const unsigned state = _mm_getcsr();
-    _mm_setcsr(0x1f80); /* round to nearest, no flushing of small numbers, regardless of the caller's setting */
-    return state;
-#else
-    return 0;
-#endif
-}
-
-INLINE void restore_state(unsigned state) {
-#if defined(__x86_64__)
-    _mm_setcsr(state);
-#else
-    (void)state;
-#endif
-}
-
 /* Rounds rows `first` up to `last` to integers of their own unit, the largest being LARGEST; to even on ties.
    A row of numbers below TINY is zero, and the unit of a row with an infinity or NaN is NaN. */
 EACH void mvr_round(const float *rows, int64_t first, int64_t last, int dimension, int16_t *whole, float *unit) {
-    const unsigned state = set_plain_state();
+    const unsigned state = GET_STATE();
+    SET_STATE(PLAIN_STATE);
     for (int64_t row = first; row < last; row++) {
         const float *from = rows + row * dimension;
         float largest = 0, nan = 0;
@@ -152,7 +136,7 @@ EACH void mvr_round(const float *rows, int64_t first, int64_t last, int dimensio
             whole[row * dimension + d] = (int16_t)(int32_t)(near - (zero ? 0 : 0x1.8p23f));
         }
     }
-    restore_state(state);
+    SET_STATE(state);
 }
 
 /* Steps vectors `row_M[first]` up to `row_M[last]`: moved_MD, and in score_M2 the products <x, A> and <x, B>.
@@ -160,15 +144,12 @@ EACH void mvr_round(const float *rows, int64_t first, int64_t last, int dimensio
 EACH void mvr_step(int kind, const void *vectors, const int16_t *whole_QD, const float *unit_Q, int dimension,
                    const Labels *labels, const int64_t *row_M, int64_t first, int64_t last, float step_size,
                    float *moved_MD, float *score_M2, float *space) {
-    const unsigned state = set_plain_state();
-    const Partners partners = {whole_QD, unit_Q};
+    const unsigned state = GET_STATE();
+    SET_STATE(PLAIN_STATE);
     const int padded = (dimension + LANES - 1) / LANES * LANES;
     float *x = space, *sum[2] = {space + padded, space + 2 * padded};
     PartnerIterator ahead = {labels, row_M, first - 1, last, 0, 0, 1};
-    for (int i = 0; i < AHEAD; i++) {
-        const int64_t partner = next(&ahead);
-        if (partner >= 0) prefetch(&partners, partner, dimension);
-    }
+    for (int i = 0; i < AHEAD; i++) prefetch_next(&ahead, whole_QD, unit_Q, dimension);
     for (int64_t m = first; m < last; m++) {
         const int64_t row = row_M[m];
         if (kind == FLOAT16) widen((const uint16_t *)vectors + row * dimension, x, dimension);
@@ -178,9 +159,9 @@ EACH void mvr_step(int kind, const void *vectors, const int16_t *whole_QD, const
             const int64_t stop = number(side->start, side->wide, row + 1);
             memset(sum[sign], 0, dimension * sizeof(float));
             for (int64_t at = number(side->start, side->wide, row); at < stop; at++) {
-                const int64_t partner = next(&ahead);
-                if (partner >= 0) prefetch(&partners, partner, dimension);
-                add(sum[sign], &partners, number(side->index, side->wide, at), dimension);
+                const int64_t partner = number(side->index, side->wide, at);
+                prefetch_next(&ahead, whole_QD, unit_Q, dimension);
+                add(sum[sign], whole_QD + partner * dimension, unit_Q[partner], dimension);
             }
         }
         const float positive = dot(x, sum[0], padded), total = positive + dot(x, sum[1], padded);
@@ -189,7 +170,7 @@ EACH void mvr_step(int kind, const void *vectors, const int16_t *whole_QD, const
         float *out = moved_MD + m * dimension;
         for (int d = 0; d < dimension; d++) out[d] = x[d] + sum[0][d] * to_positive - sum[1][d] * from_total;
     }
-    restore_state(state);
+    SET_STATE(state);
 }
 #endif
 

@@ -28,7 +28,7 @@ class Codes(NamedTuple):
 
     def rows(self, index: slice | IntArray) -> "Codes":
         """Select the codes of some vectors; a slice makes no copy."""
-        return Codes(self.codes_ND[index], self.scale_N[index], self.residual_N[index])
+        return Codes._make(column[index] for column in self)
 
 
 def encode(vectors_ND: FloatArray) -> Codes:

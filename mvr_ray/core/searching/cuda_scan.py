@@ -27,8 +27,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
-from mvr_ray.core.searching.kernels import GPU_STEP, Candidates, TorchKernel
+from mvr_ray.core.searching.kernels import GPU_STEP, Candidates, PreparedQueries, TorchKernel
 from mvr_ray.types import FloatArray, IntArray
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,20 @@ class FusedKernel(TorchKernel):
     def input_rounding(self) -> float:
         return max(2.0**-11, super().input_rounding)
 
-    def prepare_rows(self, rows_ND: torch.Tensor, scale_N1: torch.Tensor | None = None) -> DeviceRows:
+    def prepare(self, queries_QD: NDArray[np.float32], limit: int, with_codes: bool) -> PreparedQueries:
+        """Prepare queries whose lower bounds stay on the device."""
+        queries = super().prepare(queries_QD, limit, with_codes)
+        queries.low_QK = self.put(queries.low_QK)
+        return queries
+
+    def lower_bounds(self, queries: PreparedQueries) -> FloatArray:
+        return self.get(queries.low_QK)
+
+    def set_lower_bounds(self, queries: PreparedQueries, low_QK: FloatArray) -> None:
+        super().set_lower_bounds(queries, low_QK)
+        queries.low_QK = self.put(queries.low_QK)
+
+    def prepare_rows(self, rows_ND: Any, scale_N1: Any = None) -> DeviceRows:
         """Return the rows unchanged."""
         return DeviceRows(rows_ND, scale_N1)
 
@@ -94,16 +108,31 @@ class FusedKernel(TorchKernel):
             highest = torch.maximum(highest, plain_ND.square().sum(1).max().sqrt())
         return float(highest)
 
+    def candidates(
+        self,
+        queries: PreparedQueries,
+        step_rows: DeviceRows,
+        counts_P: IntArray,
+        uniform: int,
+        error_Q: FloatArray,
+        mask_P: NDArray[np.bool_] | None = None,
+    ) -> Candidates:
+        best_QP = self.best_views(queries.queries_QD, step_rows, counts_P, uniform)
+        if mask_P is not None:
+            best_QP[:, : len(mask_P)].masked_fill_(~self.put(mask_P), -torch.inf)
+        queries.low_QK, candidates = self.select(best_QP, error_Q, queries.low_QK)
+        return candidates
+
     def best_views(
-        self, queries_QD: torch.Tensor, vectors_ND: DeviceRows, counts_P: IntArray, uniform: int
+        self, queries_QD: torch.Tensor, step_rows: DeviceRows, counts_P: IntArray, uniform: int
     ) -> torch.Tensor:
         """Compute best_QP, with columns of -inf up to a whole number of blocks."""
-        rows_ND, num_queries = vectors_ND.rows_ND, len(queries_QD)
+        rows_ND, num_queries = step_rows.rows_ND, len(queries_QD)
         max_views = uniform or int(counts_P.max())
         width = -(-len(counts_P) // BLOCK) * BLOCK
         is_half = rows_ND.dtype in (torch.int8, torch.float16)
         if not self.fused or not is_half or rows_ND.shape[1] > MAX_DIMENSION or max_views > MAX_VIEWS:
-            return self._best_plain(queries_QD, vectors_ND, counts_P, uniform, width)
+            return self._best_plain(queries_QD, step_rows, counts_P, uniform, width)
         from mvr_ray.core.searching.cuda_kernel import best_views
 
         half_QD, power_Q = _half_queries(queries_QD)
@@ -112,7 +141,7 @@ class FusedKernel(TorchKernel):
         passages = max(1, self.tuning.rows // slots)
         query_tile = 16 if num_queries <= 16 else 32 if num_queries <= 32 else 64
         query_tiles = -(-num_queries // query_tile)
-        scale = power_Q if vectors_ND.scale_N1 is None else vectors_ND.scale_N1
+        scale = power_Q if step_rows.scale_N1 is None else step_rows.scale_N1
         launch: Any = best_views[(-(-width // passages) * query_tiles,)]
         launch(
             rows_ND,
@@ -127,7 +156,7 @@ class FusedKernel(TorchKernel):
             DIMENSION=rows_ND.shape[1],
             VIEWS=uniform,
             SLOTS=slots,
-            WITH_SCALES=vectors_ND.scale_N1 is not None,
+            WITH_SCALES=step_rows.scale_N1 is not None,
             PASSAGES=passages,
             QUERIES=query_tile,
             QUERY_TILES=query_tiles,
@@ -154,6 +183,8 @@ class FusedKernel(TorchKernel):
     def select(
         self, best_QP: torch.Tensor, error_Q: FloatArray, low_QK: torch.Tensor
     ) -> tuple[torch.Tensor, Candidates]:
+        """Raise the lower bounds by these scores, and find the passages that may be among the best K. A score of -inf
+        is padding."""
         num_queries, keep = low_QK.shape
         best_QBP = best_QP.view(num_queries, -1, BLOCK)
         highest_QB = best_QBP.amax(2)

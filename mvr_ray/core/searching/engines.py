@@ -1,25 +1,20 @@
 """Choose the kernel of a scan: compiled loops, a GPU kernel, torch or numpy."""
 
 import importlib.util
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from mvr_ray.core.searching.kernels import Kernel, NumpyKernel, TorchKernel
 from mvr_ray.errors import ShardIndexError
 
+if TYPE_CHECKING:
+    from mvr_ray.core.searching.native import Avx2Kernel
+
 ENGINES = ("auto", "native", "torch", "numpy")
 
 
-class SmallBatchKernel(NamedTuple):
-    """A kernel that is faster than that of `make_kernel` for up to `max_queries` queries, where up to `max_share` of
-    the passages pass the filter; 1: also without a filter."""
-
-    kernel: Kernel[Any, Any]
-    max_queries: int
-    max_share: float
-
-
-def make_small_batch_kernel(engine: str, device: str, threads: int | None) -> SmallBatchKernel | None:
-    """Create it for the same arguments as `make_kernel`; None where there is none.
+def make_small_batch_kernel(engine: str, device: str, threads: int | None) -> "Avx2Kernel | None":
+    """Create the kernel that is faster than that of `make_kernel` of the same arguments for few queries; None where
+    there is none.
 
     The loops for AVX2 read only vectors that pass a filter, while those for AVX-512 copy these together or read all;
     torch's matrix product is always slower for few queries.
@@ -29,10 +24,12 @@ def make_small_batch_kernel(engine: str, device: str, threads: int | None) -> Sm
     if engine != "auto" or device != "cpu" or library_avx2() is None:
         return None
     kernel = Avx2Kernel(threads)
-    return SmallBatchKernel(kernel, 8, 1.0) if library() is None else SmallBatchKernel(kernel, 4, 0.4)
+    if library() is not None:
+        kernel.max_queries, kernel.max_share = 4, 0.4
+    return kernel
 
 
-def make_kernel(engine: str = "auto", device: str = "cpu", threads: int | None = None) -> Kernel[Any, Any]:
+def make_kernel(engine: str = "auto", device: str = "cpu", threads: int | None = None) -> Kernel:
     """Create the kernel of an engine: native, torch, numpy, or auto. auto selects native on a CPU that supports it if
     it was built, else torch if installed."""
     if engine not in ENGINES:

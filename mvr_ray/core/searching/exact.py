@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mvr_ray.core.searching import native
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, PassageScores
+from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, PassageScores, ShardHits
 
 VECTORS_AT_ONCE = 4096
 LARGEST = 1e38  # |q| |v| beyond this could overflow float32 in some order of summation
@@ -41,17 +41,12 @@ class ScoredPairs(NamedTuple):
     view_M: IntArray
 
     def take(self, index: IntArray) -> "ScoredPairs":
-        return ScoredPairs(self.query_M[index], self.row_M[index], self.score_M[index], self.view_M[index])
+        return ScoredPairs._make(column[index] for column in self)
 
 
 def join_pairs(parts: Sequence[ScoredPairs]) -> ScoredPairs:
     """Concatenate parts, at least one."""
-    return ScoredPairs(
-        np.concatenate([part.query_M for part in parts]),
-        np.concatenate([part.row_M for part in parts]),
-        np.concatenate([part.score_M for part in parts]),
-        np.concatenate([part.view_M for part in parts]),
-    )
+    return ScoredPairs(*map(np.concatenate, zip(*parts)))
 
 
 def exact_scores(queries: FloatArray, vectors: FloatArray) -> NDArray[np.float32]:
@@ -189,6 +184,16 @@ def best_first(scores: ScoredPairs, k: int) -> ScoredPairs:
     """Select the best k of each query, sorted by query, then score descending, then row ascending."""
     pairs = scores.take(np.lexsort((scores.row_M, -scores.score_M, scores.query_M)))
     return pairs.take(np.flatnonzero(ranks(pairs.query_M) < k))
+
+
+def no_hits(num_queries: int, k: int) -> ShardHits:
+    """Return hits that are all padding, to be filled."""
+    return ShardHits(
+        np.full((num_queries, k), -1, np.int64),
+        np.full((num_queries, k), -np.inf, np.float32),
+        np.full((num_queries, k), -1, np.int16),
+        np.full(num_queries, -np.inf, np.float32),
+    )
 
 
 def distinct(values: IntArray) -> IntArray:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from mvr_ray.core.searching.exact import Pairs, ScoredPairs
+from mvr_ray.core.searching.exact import Pairs, ScoredPairs, no_hits
 from mvr_ray.types import CountedHits, FloatArray, IntArray, ShardHits
 
 DEPTH_FACTOR = 4
@@ -56,7 +56,7 @@ def hybrid_search(
     `lexical_scores` returns b of all rows for one query; `rows_P` are the rows that may be hits, ascending. Hits have
     the winning view; the frontier bounds the score of every row left out, +inf where `exact` is false.
     """
-    hits = _no_hits(num_queries, k)
+    hits = no_hits(num_queries, k)
     rescored_Q = np.zeros(num_queries, np.int64)
     queries = np.arange(num_queries)
     depth = min(max(k, min_depth), len(rows_P))
@@ -82,11 +82,7 @@ def hybrid_search(
                 candidates.add_rows(open_places)
                 bound_P[candidates.is_candidate_P] = -np.inf
                 frontier = bound_P.max(initial=-np.inf)
-            rows_K, scores_K, views_K, next_score = candidates.best(k)
-            hits.rows_QK[query, : len(rows_K)] = rows_K
-            hits.scores_QK[query, : len(rows_K)] = scores_K
-            hits.views_QK[query, : len(rows_K)] = views_K
-            hits.frontier_Q[query] = max(frontier, next_score)
+            candidates.write_best(hits, frontier)
             rescored_Q[query] += candidates.num_rescored
         queries, depth = np.array(deeper_queries, np.int64), min(DEPTH_FACTOR * depth, len(rows_P))
     return CountedHits(hits, rescored_Q)
@@ -99,7 +95,7 @@ def lexical_search(
 
     Hits have the view of the best dense score, which does not affect the ranking.
     """
-    hits, rescored_Q = _no_hits(num_queries, k), np.zeros(num_queries, np.int64)
+    hits, rescored_Q = no_hits(num_queries, k), np.zeros(num_queries, np.int64)
     for query in range(num_queries):
         score_P = lexical_scores(query)[rows_P]
         places = np.flatnonzero(score_P > 0)
@@ -112,15 +108,6 @@ def lexical_search(
             pairs = rescore(Pairs(np.full(len(best), query), np.sort(rows_P[best])))
             hits.views_QK[query, : len(best)] = pairs.view_M[np.searchsorted(pairs.row_M, rows_P[best])]
     return CountedHits(hits, rescored_Q)
-
-
-def _no_hits(num_queries: int, k: int) -> ShardHits:
-    return ShardHits(
-        np.full((num_queries, k), -1, np.int64),
-        np.full((num_queries, k), -np.inf, np.float32),
-        np.full((num_queries, k), -1, np.int16),
-        np.full(num_queries, -np.inf, np.float32),
-    )
 
 
 class _Candidates:
@@ -151,13 +138,14 @@ class _Candidates:
         scores = self.score_P[self.is_candidate_P]
         return float(np.partition(scores, len(scores) - k)[len(scores) - k]) if len(scores) >= k else -np.inf
 
-    def best(self, k: int) -> tuple[IntArray, FloatArray, IntArray, float]:
-        """Return rows, scores and views of the best k, score descending, then row ascending; and the next score."""
-        places = np.flatnonzero(self.is_candidate_P)
+    def write_best(self, hits: ShardHits, frontier: float) -> None:
+        """Write the best k, score descending, then row ascending; the next score may raise the frontier."""
+        places, k = np.flatnonzero(self.is_candidate_P), hits.rows_QK.shape[1]
         order = places[np.argsort(-self.score_P[places], kind="stable")]
-        next_score = float(self.score_P[order[k]]) if len(order) > k else -np.inf
-        best = order[:k]
-        return self.rows_P[best], self.score_P[best], self.view_P[best], next_score
+        own = self.query, slice(len(order[:k]))
+        for column, values_P in zip(hits, (self.rows_P, self.score_P, self.view_P)):
+            column[own] = values_P[order[:k]]
+        hits.frontier_Q[self.query] = max(frontier, float(self.score_P[order[k]]) if len(order) > k else -np.inf)
 
     def _add(self, places: IntArray, dense_C: FloatArray, view_C: IntArray) -> None:
         self.is_candidate_P[places] = True

@@ -6,9 +6,10 @@ Its error has a known bound, and `exact` scores its candidates exactly, so all k
 Shapes: Q queries, P passages of the step, N vectors of the step, D dimension, K best kept.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +20,8 @@ from mvr_ray.types import FloatArray, IntArray
 if TYPE_CHECKING:
     import torch
 
-Array = TypeVar("Array")
-
 CPU_STEP = 4096  # vectors whose float32 form fits a cache: converting them costs no memory traffic
 GPU_STEP = 131072
-GATHER_SHARE = 0.15
 
 
 class Candidates(NamedTuple):
@@ -43,62 +41,57 @@ class Coarse(NamedTuple):
     """Returns the largest residual of a prepared step in float32; infinite where a vector is too large."""
 
 
-class PreparedQueries(Protocol):
-    """A kernel's queries, and the precision of its products with them."""
+@dataclass
+class PreparedQueries:
+    """Queries on a kernel's device, and the precision of its products with them."""
 
+    queries_QD: Any
+    low_QK: Any
+    """The K best lower bounds of each query so far, best first."""
     rounding_Q: FloatArray
     """The norm of each query's rounding error, float64."""
-    input_rounding: float
+    input_rounding: float = 0.0
     """Relative error of a factor that is multiplied in less than float32 (TF32, bfloat16), else 0."""
-    products: int
+    products: int = 1
     """Products summed for each dimension, or more where their magnitudes exceed the term's."""
-    coarse: Coarse | None
+    coarse: Coarse | None = None
     """Set by the caller: multiply the next steps coarsely, one product a dimension; None: by fine products."""
 
 
-Queries = TypeVar("Queries", bound=PreparedQueries)
-
-
-@dataclass
-class PlainQueries(Generic[Array]):
-    """Queries on the kernel's device, and the K best lower bounds of each so far, best first."""
-
-    queries_QD: Array
-    low_QK: Array
-    rounding_Q: FloatArray
-    input_rounding: float = 0.0
-    products: int = 1
-    coarse: Coarse | None = None
-
-
-class Kernel(Protocol[Array, Queries]):
-    """Computes approximate scores. Arrays of type `Array` are on the kernel's device."""
+class Kernel(ABC):
+    """Computes approximate scores. Arrays of type `Any` are on the kernel's device, by default the host."""
 
     vectors_per_step: int
-    threads: int
+    threads = 1
     """Number of the kernel's calls that may run concurrently, each on different steps."""
-    gather_share: float
+    gather_share = 0.15
     """Share of a step's passages that pass a filter below which copying their vectors costs less than masking."""
 
-    def put(self, rows: NDArray[Any]) -> Array:
+    def put(self, rows: NDArray[Any]) -> Any:
         """Copy host rows to the device, in their own dtype."""
-        ...
+        return rows
 
-    def prepare_rows(self, rows_ND: Array, scale_N1: Array | None = None) -> Any:
+    def get(self, array: Any) -> NDArray[Any]:
+        """Copy a device array to the host."""
+        return array
+
+    @abstractmethod
+    def prepare_rows(self, rows_ND: Any, scale_N1: Any = None) -> Any:
         """Prepare a step for `max_norm` and `candidates`, such as vectors in float32; codes come with their scales."""
-        ...
 
+    @abstractmethod
     def max_norm(self, step_rows: Any) -> float:
         """Compute the largest Euclidean norm in float32."""
-        ...
 
-    def prepare(self, queries_QD: NDArray[np.float32], limit: int, with_codes: bool) -> Queries:
+    def prepare(self, queries_QD: NDArray[np.float32], limit: int, with_codes: bool) -> PreparedQueries:
         """Prepare queries for their `limit` best passages. `with_codes`: steps are codes."""
-        ...
+        low_QK = np.full((len(queries_QD), limit), -np.inf, np.float32)
+        return PreparedQueries(self.put(queries_QD), low_QK, np.zeros(len(queries_QD)))
 
+    @abstractmethod
     def candidates(
         self,
-        queries: Queries,
+        queries: Any,
         step_rows: Any,
         counts_P: IntArray,
         uniform: int,
@@ -110,73 +103,42 @@ class Kernel(Protocol[Array, Queries]):
         `counts_P` are the passages' numbers of views, all at least 1, and `uniform` the common one, 0 where they
         differ. `error_Q` bounds a product's error. The mask (contiguous) excludes passages.
         """
-        ...
 
-    def lower_bounds(self, queries: Queries) -> FloatArray:
+    def lower_bounds(self, queries: Any) -> FloatArray:
         """Return the K best lower bounds of each query, in any order, on the host."""
-        ...
-
-    def kth_bounds(self, queries: Queries) -> FloatArray:
-        """Return the K-th best lower bound of each query."""
-        ...
-
-    def set_lower_bounds(self, queries: Queries, low_QK: FloatArray) -> None:
-        """Replace the lower bounds, given best first."""
-        ...
-
-
-class HostKernel:
-    """The base of kernels on numpy arrays: the lower bounds."""
-
-    threads = 1
-
-    def put(self, rows: NDArray[Any]) -> NDArray[Any]:
-        return rows
-
-    def prepare(self, queries_QD: NDArray[np.float32], limit: int, with_codes: bool) -> PlainQueries[FloatArray]:
-        low_QK = np.full((len(queries_QD), limit), -np.inf, np.float32)
-        return PlainQueries(queries_QD, low_QK, np.zeros(len(queries_QD)))
-
-    def select(
-        self,
-        queries: PlainQueries[FloatArray],
-        best_QP: FloatArray,
-        error_Q: FloatArray,
-        mask_P: NDArray[np.bool_] | None = None,
-    ) -> Candidates:
-        """Raise the lower bounds by these scores, and find the passages that may be among the best K."""
-        error_Q1 = error_Q[:, None].astype(np.float32)
-        upper_QP = best_QP + error_Q1
-        inside_QP = upper_QP >= queries.low_QK[:, -1:]
-        query_M, passage_M = np.nonzero(inside_QP if mask_P is None else inside_QP & mask_P)
-        if not len(query_M):
-            return Candidates(query_M, passage_M, np.zeros(0, np.float32))
-        rank_M = np.arange(len(query_M)) - np.searchsorted(query_M, query_M)
-        new_QM = np.full((len(best_QP), int(rank_M.max()) + 1), -np.inf, np.float32)
-        new_QM[query_M, rank_M] = (best_QP - error_Q1)[query_M, passage_M]
-        k, both = queries.low_QK.shape[1], np.concatenate([queries.low_QK, new_QM], axis=1)
-        queries.low_QK = -np.sort(np.partition(-both, k - 1, axis=1)[:, :k], axis=1)
-        upper_M = upper_QP[query_M, passage_M]
-        is_candidate_M = upper_M >= queries.low_QK[query_M, -1]
-        return Candidates(query_M[is_candidate_M], passage_M[is_candidate_M], upper_M[is_candidate_M])
-
-    def lower_bounds(self, queries: PlainQueries[FloatArray]) -> FloatArray:
         return queries.low_QK
 
-    def kth_bounds(self, queries: PlainQueries[FloatArray]) -> FloatArray:
-        return queries.low_QK[:, -1]
-
-    def set_lower_bounds(self, queries: PlainQueries[FloatArray], low_QK: FloatArray) -> None:
-        queries.low_QK = low_QK
+    def set_lower_bounds(self, queries: Any, low_QK: FloatArray) -> None:
+        """Replace the lower bounds, given in any order."""
+        queries.low_QK = -np.sort(-low_QK, axis=1)
 
 
-class NumpyKernel(HostKernel):
+def select_candidates(
+    queries: PreparedQueries, best_QP: FloatArray, error_Q: FloatArray, mask_P: NDArray[np.bool_] | None = None
+) -> Candidates:
+    """Raise the lower bounds by these scores, and find the passages that may be among the best K."""
+    error_Q1 = error_Q[:, None].astype(np.float32)
+    upper_QP = best_QP + error_Q1
+    inside_QP = upper_QP >= queries.low_QK[:, -1:]
+    query_M, passage_M = np.nonzero(inside_QP if mask_P is None else inside_QP & mask_P)
+    if not len(query_M):
+        return Candidates(query_M, passage_M, np.zeros(0, np.float32))
+    rank_M = np.arange(len(query_M)) - np.searchsorted(query_M, query_M)
+    new_QM = np.full((len(best_QP), int(rank_M.max()) + 1), -np.inf, np.float32)
+    new_QM[query_M, rank_M] = (best_QP - error_Q1)[query_M, passage_M]
+    k, both = queries.low_QK.shape[1], np.concatenate([queries.low_QK, new_QM], axis=1)
+    queries.low_QK = -np.sort(np.partition(-both, k - 1, axis=1)[:, :k], axis=1)
+    upper_M = upper_QP[query_M, passage_M]
+    is_candidate_M = upper_M >= queries.low_QK[query_M, -1]
+    return Candidates(query_M[is_candidate_M], passage_M[is_candidate_M], upper_M[is_candidate_M])
+
+
+class NumpyKernel(Kernel):
     """Computes scores in numpy, on machines without torch."""
 
     vectors_per_step = CPU_STEP
-    gather_share = GATHER_SHARE
 
-    def prepare_rows(self, rows_ND: FloatArray, scale_N1: FloatArray | None = None) -> Any:
+    def prepare_rows(self, rows_ND: Any, scale_N1: Any = None) -> Any:
         vectors_ND = rows_ND.astype(np.float32, copy=False)
         return vectors_ND if scale_N1 is None else vectors_ND * scale_N1
 
@@ -186,16 +148,17 @@ class NumpyKernel(HostKernel):
 
     def candidates(
         self,
-        queries: PlainQueries[FloatArray],
+        queries: PreparedQueries,
         step_rows: Any,
         counts_P: IntArray,
         uniform: int,
         error_Q: FloatArray,
         mask_P: NDArray[np.bool_] | None = None,
     ) -> Candidates:
-        return self.select(queries, self.best_views(queries.queries_QD, step_rows, counts_P, uniform), error_Q, mask_P)
+        best_QP = self.best_views(queries.queries_QD, step_rows, counts_P, uniform)
+        return select_candidates(queries, self.get(best_QP), error_Q, mask_P)
 
-    def best_views(self, queries_QD: FloatArray, step_rows: Any, counts_P: IntArray, uniform: int) -> FloatArray:
+    def best_views(self, queries_QD: Any, step_rows: Any, counts_P: IntArray, uniform: int) -> Any:
         """Compute best_QP, each passage's best inner product."""
         scores_QN = queries_QD @ step_rows.T
         if uniform:
@@ -203,11 +166,8 @@ class NumpyKernel(HostKernel):
         return np.maximum.reduceat(scores_QN, np.cumsum(counts_P) - counts_P, axis=1)
 
 
-class TorchKernel:
+class TorchKernel(NumpyKernel):
     """Computes scores in torch on a CPU or a GPU, with torch's own threads."""
-
-    threads = 1
-    gather_share = GATHER_SHARE
 
     def __init__(self, device: str = "cpu") -> None:
         import torch
@@ -241,76 +201,30 @@ class TorchKernel:
 
         return torch.from_numpy(_as_writeable(rows)).to(self.device)
 
-    def prepare_rows(self, rows_ND: "torch.Tensor", scale_N1: "torch.Tensor | None" = None) -> Any:
+    def get(self, array: Any) -> NDArray[Any]:
+        return array.cpu().numpy()
+
+    def prepare_rows(self, rows_ND: Any, scale_N1: Any = None) -> Any:
         return rows_ND.float() if scale_N1 is None else rows_ND.float().mul_(scale_N1)
 
     def max_norm(self, step_rows: Any) -> float:
         return float(step_rows.square().sum(1).max().sqrt())
 
-    def prepare(self, queries_QD: NDArray[np.float32], limit: int, with_codes: bool) -> "PlainQueries[torch.Tensor]":
-        low_QK = self.put(np.full((len(queries_QD), limit), -np.inf, np.float32))
-        return PlainQueries(self.put(queries_QD), low_QK, np.zeros(len(queries_QD)), self.input_rounding)
+    def prepare(self, queries_QD: NDArray[np.float32], limit: int, with_codes: bool) -> PreparedQueries:
+        queries = super().prepare(queries_QD, limit, with_codes)
+        queries.input_rounding = self.input_rounding
+        return queries
 
-    def candidates(
-        self,
-        queries: "PlainQueries[torch.Tensor]",
-        step_rows: Any,
-        counts_P: IntArray,
-        uniform: int,
-        error_Q: FloatArray,
-        mask_P: NDArray[np.bool_] | None = None,
-    ) -> Candidates:
+    def best_views(self, queries_QD: Any, step_rows: Any, counts_P: IntArray, uniform: int) -> Any:
         import torch
 
-        best_QP = self.best_views(queries.queries_QD, step_rows, counts_P, uniform)
-        if mask_P is not None:
-            best_QP[:, : len(mask_P)].masked_fill_(~self.put(mask_P), -torch.inf)
-        queries.low_QK, candidates = self.select(best_QP, error_Q, queries.low_QK)
-        return candidates
-
-    def select(
-        self, best_QP: "torch.Tensor", error_Q: FloatArray, low_QK: "torch.Tensor"
-    ) -> "tuple[torch.Tensor, Candidates]":
-        """Raise the lower bounds by these scores, and find the passages that may be among the best K. A score of -inf
-        is padding."""
-        import torch
-
-        error_Q1 = self.put(error_Q[:, None].astype(np.float32))
-        upper_QP = best_QP + error_Q1
-        inside_QP = (upper_QP >= low_QK[:, -1:]) & (upper_QP > -torch.inf)
-        query_M, passage_M = torch.nonzero(inside_QP, as_tuple=True)
-        if len(query_M):
-            rank_M = torch.arange(len(query_M), device=self.device) - torch.searchsorted(query_M, query_M)
-            new_QM = best_QP.new_full((len(best_QP), int(rank_M.max()) + 1), -torch.inf)
-            new_QM[query_M, rank_M] = (best_QP - error_Q1)[query_M, passage_M]
-            low_QK = torch.cat([low_QK, new_QM], dim=1).topk(low_QK.shape[1], dim=1).values
-            is_candidate_M = upper_QP[query_M, passage_M] >= low_QK[query_M, -1]
-            query_M, passage_M = query_M[is_candidate_M], passage_M[is_candidate_M]
-        upper_M = upper_QP[query_M, passage_M]
-        return low_QK, Candidates(query_M.cpu().numpy(), passage_M.cpu().numpy(), upper_M.cpu().numpy())
-
-    def best_views(
-        self, queries_QD: "torch.Tensor", vectors_ND: Any, counts_P: IntArray, uniform: int
-    ) -> "torch.Tensor":
-        """Compute best_QP, each passage's best inner product."""
-        import torch
-
-        scores_NQ = vectors_ND @ queries_QD.T  # a passage's views are whole rows: the maximum vectorises over Q
+        scores_NQ = step_rows @ queries_QD.T  # a passage's views are whole rows: the maximum vectorises over Q
         if uniform:
             best_PQ = scores_NQ.view(-1, uniform, len(queries_QD)).amax(1)
         else:
             lengths_P = torch.from_numpy(np.array(counts_P, np.int64)).to(self.device)
             best_PQ = torch.segment_reduce(scores_NQ, "max", lengths=lengths_P, axis=0)
         return best_PQ.T.contiguous()
-
-    def lower_bounds(self, queries: "PlainQueries[torch.Tensor]") -> FloatArray:
-        return queries.low_QK.cpu().numpy()
-
-    def kth_bounds(self, queries: "PlainQueries[torch.Tensor]") -> FloatArray:
-        return queries.low_QK[:, -1].cpu().numpy()
-
-    def set_lower_bounds(self, queries: "PlainQueries[torch.Tensor]", low_QK: FloatArray) -> None:
-        queries.low_QK = self.put(low_QK)
 
 
 class _Alias:

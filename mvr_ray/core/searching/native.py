@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mvr_ray.core.searching.kernels import GATHER_SHARE, Candidates, Coarse, HostKernel, PlainQueries
+from mvr_ray.core.searching.kernels import Candidates, Coarse, Kernel, PreparedQueries, select_candidates
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 log = logging.getLogger(__name__)
@@ -126,67 +126,61 @@ class NativeRows(NamedTuple):
     scale_N: NDArray[np.float32] | None
 
 
-def _stored_rows(rows_ND: NDArray[Any], scale_N1: NDArray[Any] | None) -> NativeRows:
-    rows_ND = np.ascontiguousarray(rows_ND)
-    if rows_ND.dtype not in KINDS:
-        rows_ND = rows_ND.astype(np.float32)
-    return NativeRows(rows_ND, None if scale_N1 is None else np.ascontiguousarray(scale_N1[:, 0]))
-
-
-def _max_norm(loops: ctypes.CDLL, step_rows: NativeRows, *, errors: bool = False) -> float:
-    rows_ND, scale_N = step_rows
-    space = np.zeros(rows_ND.shape[1] + BLOCK, np.float32)
-    addresses = _address(rows_ND), _address(scale_N)
-    return loops.mvr_max_norm(KINDS[rows_ND.dtype], errors, *addresses, *rows_ND.shape, _address(space))
-
-
-@dataclass
-class NativeQueries:
+@dataclass(kw_only=True)
+class NativeQueries(PreparedQueries):
     """Queries in the order of the loops, the K best lower bounds of each as a heap, buffers, and the addresses of all
     these for the loops."""
 
-    panels: NDArray[Any]
     tiles: NDArray[Any] | None
     short: NDArray[np.uint16] | None
     bias: NDArray[np.int32]
     unit_Q: NDArray[np.float32]
-    rounding_Q: FloatArray
-    input_rounding: float
-    products: int
-    coarse: Coarse | None
-    low_QK: NDArray[np.float32]
     cut_Q: NDArray[np.float32]
-    query_M: IntArray
-    passage_M: IntArray
-    upper_M: NDArray[np.float32]
+    buffers: Candidates
     space: NDArray[np.float32]
 
     def __post_init__(self) -> None:
-        columns = self.query_M, self.passage_M, self.upper_M
-        capacity = len(self.query_M)
         self.search_args = _SearchArgs(
-            *self.low_QK.shape, None, None, None, _address(self.cut_Q), capacity, 0, *map(_address, columns)
-        )
-        whole = self.panels, self.tiles, None, self.bias, self.unit_Q
-        self.query_args = _QueryArgs(*(_address(part) for part in whole))
+            *self.low_QK.shape, None, None, None, _address(self.cut_Q), len(self.buffers.query_M), 0,
+            *map(_address, self.buffers),
+        )  # fmt: skip
+        self.query_args = _QueryArgs(*map(_address, (self.queries_QD, self.tiles, None, self.bias, self.unit_Q)))
         self.space_at = _address(self.space)
 
 
-class NativeKernel:
-    """Runs the AVX-512 loops of `scan.c`. Raises RuntimeError where `library` is None."""
+class CompiledKernel(Kernel):
+    """The base of the kernels of compiled loops, which read vectors as stored."""
 
     vectors_per_step = STEP
-    gather_share = GATHER_SHARE
+
+    def __init__(self, loops: ctypes.CDLL | None, needs: str, threads: int | None) -> None:
+        if loops is None:
+            raise RuntimeError(f"{LIBRARY} was not built, or this processor lacks {needs}")
+        self.loops = loops
+        self.threads = threads or num_threads()
+
+    def prepare_rows(self, rows_ND: NDArray[Any], scale_N1: NDArray[Any] | None = None) -> NativeRows:
+        rows_ND = np.ascontiguousarray(rows_ND)
+        if rows_ND.dtype not in KINDS:
+            rows_ND = rows_ND.astype(np.float32)
+        return NativeRows(rows_ND, None if scale_N1 is None else np.ascontiguousarray(scale_N1[:, 0]))
+
+    def max_norm(self, step_rows: NativeRows, *, errors: bool = False) -> float:
+        """Compute the largest norm, or with `errors` that of the bfloat16 rounding errors, in float32."""
+        rows_ND, scale_N = step_rows
+        space = np.zeros(rows_ND.shape[1] + BLOCK, np.float32)
+        addresses = _address(rows_ND), _address(scale_N)
+        return self.loops.mvr_max_norm(KINDS[rows_ND.dtype], errors, *addresses, *rows_ND.shape, _address(space))
+
+
+class NativeKernel(CompiledKernel):
+    """Runs the AVX-512 loops of `scan.c`. Raises RuntimeError where `library` is None."""
 
     def __init__(self, threads: int | None = None, *, tiles: bool = True, coarse: bool = True) -> None:
         """`tiles`: use AMX, `coarse`: filter by products of bfloat16, where the processor has them."""
-        loops = library()
-        if loops is None:
-            raise RuntimeError(f"{LIBRARY} was not built, or this processor lacks AVX-512 with VNNI")
-        self.loops = loops
-        self.threads = threads or num_threads()
-        self.tiles = tiles and bool(loops.mvr_tiles())
-        self.coarse = coarse and bool(loops.mvr_short())
+        super().__init__(library(), "AVX-512 with VNNI", threads)
+        self.tiles = tiles and bool(self.loops.mvr_tiles())
+        self.coarse = coarse and bool(self.loops.mvr_short())
 
     @property
     def halves_are_faster(self) -> bool:
@@ -194,55 +188,45 @@ class NativeKernel:
         leave more candidates. With AMX codes are faster (benchmarks/README.md, kernels)."""
         return self.coarse and not self.tiles
 
-    def put(self, rows: NDArray[Any]) -> NDArray[Any]:
-        return rows
-
-    def prepare_rows(self, rows_ND: NDArray[Any], scale_N1: NDArray[Any] | None = None) -> NativeRows:
-        return _stored_rows(rows_ND, scale_N1)
-
-    def max_norm(self, step_rows: NativeRows) -> float:
-        return _max_norm(self.loops, step_rows)
-
     def max_residual(self, step_rows: NativeRows) -> float:
         """Compute the largest norm of a bfloat16 rounding error, in float32; infinite if a value is 2^120 or more."""
-        return _max_norm(self.loops, step_rows, errors=True)
+        return self.max_norm(step_rows, errors=True)
 
     def prepare(self, queries_QD: FloatArray, limit: int, with_codes: bool) -> NativeQueries:
         num_queries, dimension = queries_QD.shape
         num_padded = -(-num_queries // LANES) * LANES
         tiles, bias, unit_Q, rounding_Q = None, np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(num_queries)
         short, coarse = None, None
+        is_split = num_queries > 1 and np.abs(queries_QD).max(initial=0) < LARGE
         if with_codes:
             panels, bias, unit_Q, rounding_Q = _pack_codes(queries_QD, num_padded)
             tiles = panels if self.tiles and num_queries > 1 else None
-            if self.coarse and not self.tiles and num_queries > 1 and np.abs(queries_QD).max(initial=0) < LARGE:
-                high, _, rounding_CQ = _split_queries(queries_QD, num_padded)
-                short, coarse = _pack_short(high), Coarse(rounding_CQ, self.max_residual)
+            is_split = is_split and self.coarse and not self.tiles
         else:
             panels = _pack_floats(queries_QD, num_padded)
-            if num_queries > 1 and (self.tiles or self.coarse) and np.abs(queries_QD).max(initial=0) < LARGE:
-                high, low, rounding_CQ = _split_queries(queries_QD, num_padded)
-                tiles = _pack_tiles([high, low]) if self.tiles else None
-                if self.coarse:
-                    short = _pack_tiles([high]) if self.tiles else _pack_short(high)
-                    coarse = Coarse(rounding_CQ, self.max_residual)
-        split = tiles is not None and not with_codes
+            is_split = is_split and (self.coarse or self.tiles)
+        if is_split:
+            high, low, rounding_CQ = _split_queries(queries_QD, num_padded)
+            if self.tiles:
+                tiles = _pack_tiles([high, low])
+            if self.coarse:
+                short = _pack_tiles([high]) if self.tiles else _pack_short(high)
+                coarse = Coarse(rounding_CQ, self.max_residual)
+        has_parts = tiles is not None and not with_codes
         capacity, width = 2 * BLOCK * num_queries + 4096, -(-dimension // 64) * 64
         return NativeQueries(
             panels,
-            tiles,
-            short,
-            bias,
-            unit_Q,
-            rounding_Q,
-            input_rounding=2.0**-16 if split else 0.0,
-            products=4 if split else 1,
-            coarse=coarse,
             low_QK=np.full((num_queries, limit), -np.inf, np.float32),
+            rounding_Q=rounding_Q,
+            input_rounding=2.0**-16 if has_parts else 0.0,
+            products=4 if has_parts else 1,
+            coarse=coarse,
+            tiles=tiles,
+            short=short,
+            bias=bias,
+            unit_Q=unit_Q,
             cut_Q=np.full(num_padded, np.inf, np.float32),
-            query_M=np.empty(capacity, np.int64),
-            passage_M=np.empty(capacity, np.int64),
-            upper_M=np.empty(capacity, np.float32),
+            buffers=Candidates(*(np.empty(capacity, dtype) for dtype in (np.int64, np.int64, np.float32))),
             space=np.zeros(16 + num_padded * (1 + BLOCK) + 2 * BLOCK * width + BLOCK * SLICE, np.float32),
         )
 
@@ -269,45 +253,31 @@ class NativeKernel:
                 kind, rows, scales, counts, passage, len(counts_P), dimension, ctypes.addressof(query_args),
                 AHEAD_BYTES, ctypes.addressof(search_args), queries.space_at,
             )  # fmt: skip
-            columns, count = (queries.query_M, queries.passage_M, queries.upper_M), search_args.num_candidates
-            parts.append([column[:count].copy() for column in columns])
+            count = search_args.num_candidates
+            parts.append([column[:count].copy() for column in queries.buffers])
         return Candidates(*parts[0]) if len(parts) == 1 else Candidates(*map(np.concatenate, zip(*parts)))
 
-    def lower_bounds(self, queries: NativeQueries) -> FloatArray:
-        return queries.low_QK
-
-    def kth_bounds(self, queries: NativeQueries) -> FloatArray:
-        return queries.low_QK[:, 0]
-
     def set_lower_bounds(self, queries: NativeQueries, low_QK: FloatArray) -> None:
-        queries.low_QK = np.ascontiguousarray(low_QK[:, ::-1], np.float32)  # an ascending array is a heap
+        queries.low_QK = np.sort(low_QK.astype(np.float32, copy=False), axis=1)  # an ascending array is a heap
 
 
 @dataclass
-class RoundedQueries(PlainQueries[NDArray[Any]]):
+class RoundedQueries(PreparedQueries):
     """Queries in float32, or for codes as 16-bit integers, each with its unit."""
 
     unit_Q: NDArray[np.float32] | None = None
 
 
-class Avx2Kernel(HostKernel):
+class Avx2Kernel(CompiledKernel):
     """Multiplies a few queries by the loops of `scan.c` for AVX2. Raises RuntimeError where `library_avx2` is None."""
 
-    vectors_per_step = STEP
     gather_share = 0.0
+    max_queries, max_share = 8, 1.0
+    """Number of queries, and share of the passages that pass a filter, up to which it is the fastest; 1: also without a
+    filter."""
 
     def __init__(self, threads: int | None = None) -> None:
-        loops = library_avx2()
-        if loops is None:
-            raise RuntimeError(f"{LIBRARY} was not built, or this processor lacks AVX2")
-        self.loops = loops
-        self.threads = threads or num_threads()
-
-    def prepare_rows(self, rows_ND: NDArray[Any], scale_N1: NDArray[Any] | None = None) -> NativeRows:
-        return _stored_rows(rows_ND, scale_N1)
-
-    def max_norm(self, step_rows: NativeRows) -> float:
-        return _max_norm(self.loops, step_rows)
+        super().__init__(library_avx2(), "AVX2", threads)
 
     def prepare(self, queries_QD: NDArray[np.float32], limit: int, with_codes: bool) -> RoundedQueries:
         plain = super().prepare(np.ascontiguousarray(queries_QD, np.float32), limit, with_codes)
@@ -329,10 +299,10 @@ class Avx2Kernel(HostKernel):
         counts_P = np.ascontiguousarray(counts_P, np.int64)
         first_P = np.cumsum(counts_P) - counts_P
         if mask_P is None:
-            return self.select(queries, self.best_views(queries, step_rows, first_P, counts_P), error_Q)
+            return select_candidates(queries, self.best_views(queries, step_rows, first_P, counts_P), error_Q)
         passing_M = np.flatnonzero(mask_P)
         best_QM = self.best_views(queries, step_rows, first_P[passing_M], counts_P[passing_M])
-        candidates = self.select(queries, best_QM, error_Q)
+        candidates = select_candidates(queries, best_QM, error_Q)
         return candidates._replace(passage_M=passing_M[candidates.passage_M])
 
     def best_views(

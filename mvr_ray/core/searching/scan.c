@@ -25,13 +25,12 @@
 #include <unistd.h>
 #endif
 
-#define FAST __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c")))
-#define INLINE static inline __attribute__((always_inline))
-#define SHORT __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c,avx512bf16")))
-#define TILES \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c,avx512bf16," \
-                          "amx-tile,amx-bf16,amx-int8")))
+#define AVX512 "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,fma,f16c"
+#define FAST __attribute__((target(AVX512)))
+#define SHORT __attribute__((target(AVX512 ",avx512bf16")))
+#define TILES __attribute__((target(AVX512 ",avx512bf16,amx-tile,amx-bf16,amx-int8")))
 #define AVX2 __attribute__((target("avx2,fma,f16c")))
+#define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 #define ROWS 8
 #define LANES 16
@@ -46,18 +45,22 @@
 
 enum { FLOAT32, FLOAT16, INT8 };
 
+/* Calls a macro with the kind as a constant, or with the number of registers for the queries left in a panel. */
+#define BY_KIND(kind, CALL) ((kind) == FLOAT32 ? CALL(FLOAT32) : (kind) == FLOAT16 ? CALL(FLOAT16) : CALL(INT8))
+#define BY_WIDTH(left, CALL) ((left) > 2 * LANES ? CALL(3) : (left) > LANES ? CALL(2) : CALL(1))
+#define HAS(feature) __builtin_cpu_supports(feature)
+
+INLINE int size_of(int kind) { return kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1; }
+
 int mvr_supported(void) {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
+    return HAS("avx512f") && HAS("avx512bw") && HAS("avx512dq") && HAS("avx512vl") && HAS("avx512vnni") && HAS("fma");
 }
 
+/* Whether the processor supports the functions for AVX2. */
+int mvr_supported_avx2(void) { return HAS("avx2") && HAS("fma") && HAS("f16c"); }
+
 /* Whether vector registers multiply bfloat16. */
-int mvr_short(void) {
-    __builtin_cpu_init();
-    return mvr_supported() && __builtin_cpu_supports("avx512bf16");
-}
+int mvr_short(void) { return mvr_supported() && HAS("avx512bf16"); }
 
 /* Whether matrix tiles may be used: the processor has them, and Linux grants this process their state. */
 int mvr_tiles(void) {
@@ -73,10 +76,7 @@ int mvr_tiles(void) {
 }
 
 /* Whether one stream is read faster than eight, as on AMD processors (`benchmarks/notes.md`). */
-static int mvr_in_order(void) {
-    __builtin_cpu_init();
-    return __builtin_cpu_is("amd");
-}
+static int mvr_in_order(void) { return __builtin_cpu_is("amd"); }
 
 /* Writes `count` values, from number `start` on, to `to` in float32. */
 AVX2 static const float *to_floats(int kind, const void *from, int64_t start, int64_t count, float *to) {
@@ -179,16 +179,11 @@ FAST INLINE void float_panel(Search *s, const float *tile_RD, const float *panel
 FAST static void float_tile(Search *s, const float *tile_RD, const float *panels, int dimension, unsigned ends,
                             int64_t passage, float *best_Q) {
     for (int first = 0; first < s->num_queries;) {
-        int left = s->num_queries - first;
         const float *panel = panels + (int64_t)first * dimension;
-        float *best = best_Q + first;
-        if (left > 2 * LANES) {
-            float_panel(s, tile_RD, panel, dimension, 3, ends, passage, first, best), first += 3 * LANES;
-        } else if (left > LANES) {
-            float_panel(s, tile_RD, panel, dimension, 2, ends, passage, first, best), first += 2 * LANES;
-        } else {
-            float_panel(s, tile_RD, panel, dimension, 1, ends, passage, first, best), first += LANES;
-        }
+#define PANEL(width) \
+    (float_panel(s, tile_RD, panel, dimension, width, ends, passage, first, best_Q + first), first += width * LANES)
+        BY_WIDTH(s->num_queries - first, PANEL);
+#undef PANEL
     }
 }
 
@@ -233,7 +228,7 @@ FAST INLINE __m512 load_row(int kind, const char *rows, int64_t at, __mmask16 re
 SHORT INLINE int split(const int kind, const int both, const int prefetch_next, const char *rows, int count,
                        int dimension, int first, int chunks, int64_t apart, int64_t stride, int64_t step,
                        uint16_t *high, uint16_t *low) {
-    const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1, whole = dimension / 32 - first;
+    const int size = size_of(kind), whole = dimension / 32 - first;
     __m512 most = _mm512_setzero_ps();
     for (int r = 0; r < count; r++) {
         const int64_t start = (int64_t)r * dimension + first * 32;
@@ -263,12 +258,19 @@ SHORT INLINE int split(const int kind, const int both, const int prefetch_next, 
 SHORT static int split_tiles(int kind, const char *rows, int count, int dimension, int first, int chunks,
                              uint16_t *high, uint16_t *low) {
     const int64_t apart = (int64_t)chunks * TILE;
-    if (kind == FLOAT32 && low)
-        return split(FLOAT32, 1, 1, rows, count, dimension, first, chunks, apart, 32, TILE, high, low);
-    if (kind == FLOAT32) return split(FLOAT32, 0, 1, rows, count, dimension, first, chunks, apart, 32, TILE, high, low);
-    if (low) return split(FLOAT16, 1, 1, rows, count, dimension, first, chunks, apart, 32, TILE, high, low);
-    return split(FLOAT16, 0, 1, rows, count, dimension, first, chunks, apart, 32, TILE, high, low);
+#define SPLIT(kind, both) split(kind, both, 1, rows, count, dimension, first, chunks, apart, 32, TILE, high, low)
+    if (low) return kind == FLOAT32 ? SPLIT(FLOAT32, 1) : SPLIT(FLOAT16, 1);
+    return kind == FLOAT32 ? SPLIT(FLOAT32, 0) : SPLIT(FLOAT16, 0);
+#undef SPLIT
 }
+
+#define ZERO_TILES { _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3); }
+#define FOR_SCORES(ACCESS) { \
+    ACCESS(0, score, 64); ACCESS(2, score + 256, 64); \
+    if (two) { ACCESS(1, score + 512, 64); ACCESS(3, score + 768, 64); } }
+#define LOAD_ROWS(from) { _tile_loadd(4, (from) + upper, 64); _tile_loadd(5, (from) + lower, 64); }
+#define MULTIPLY_FIRST { _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(2, 5, 6); }
+#define MULTIPLY_SECOND { _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(3, 5, 7); }
 
 /* Adds to the scores of a block with one or two panels of 16 queries, [panel][32 rows][16 queries], the products of a
    slice of dimensions. Panels: [D / 32][high, low][16 pairs of D][16 queries][2], `apart` from each other; coarse ones
@@ -276,59 +278,27 @@ SHORT static int split_tiles(int kind, const char *rows, int count, int dimensio
 TILES INLINE void tile_products(const uint16_t *high, const uint16_t *low, const uint16_t *panel, int64_t apart,
                                 int chunks, const int fine, const int two, int accumulate, float *score) {
     __asm__ volatile("" ::: "memory"); /* the compiler does not see that tiles are loaded from memory */
-    if (accumulate) {
-        _tile_loadd(0, score, 64);
-        _tile_loadd(2, score + 256, 64);
-        if (two) {
-            _tile_loadd(1, score + 512, 64);
-            _tile_loadd(3, score + 768, 64);
-        }
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
+    if (accumulate) FOR_SCORES(_tile_loadd)
+    else ZERO_TILES
     for (int c = 0; c < chunks; c++) {
         const int64_t upper = (int64_t)c * TILE, lower = (int64_t)(chunks + c) * TILE;
         const uint16_t *query = panel + (int64_t)c * (1 + fine) * TILE, *next = query + apart;
         _tile_loadd(6, query, 64);
         if (two) _tile_loadd(7, next, 64);
         if (fine) {
-            _tile_loadd(4, low + upper, 64);
-            _tile_loadd(5, low + lower, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(2, 5, 6);
-            if (two) {
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_dpbf16ps(3, 5, 7);
-            }
+            LOAD_ROWS(low);
+            MULTIPLY_FIRST;
+            if (two) MULTIPLY_SECOND;
         }
-        _tile_loadd(4, high + upper, 64);
-        _tile_loadd(5, high + lower, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(2, 5, 6);
+        LOAD_ROWS(high);
+        MULTIPLY_FIRST;
         if (fine) _tile_loadd(6, query + TILE, 64);
-        if (two) {
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(3, 5, 7);
-            if (fine) _tile_loadd(7, next + TILE, 64);
-        }
-        if (fine) {
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(2, 5, 6);
-            if (two) {
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-        }
+        if (two) MULTIPLY_SECOND;
+        if (fine && two) _tile_loadd(7, next + TILE, 64);
+        if (fine) MULTIPLY_FIRST;
+        if (fine && two) MULTIPLY_SECOND;
     }
-    _tile_stored(0, score, 64);
-    _tile_stored(2, score + 256, 64);
-    if (two) {
-        _tile_stored(1, score + 512, 64);
-        _tile_stored(3, score + 768, 64);
-    }
+    FOR_SCORES(_tile_stored)
 }
 
 /* `score` as above, of one panel. */
@@ -363,16 +333,13 @@ TILES INLINE int float_block(Search *s, int kind, const char *rows, int count, i
     return 1;
 }
 
-TILES static int fine_block(Search *s, int kind, const char *rows, int count, int dimension, const uint16_t *panels,
-                            uint16_t *high, uint16_t *low, float *score, unsigned ends, int64_t passage,
-                            float *best_Q) {
-    return float_block(s, kind, rows, count, dimension, panels, 1, high, low, score, ends, passage, best_Q);
-}
-
-TILES static int coarse_block(Search *s, int kind, const char *rows, int count, int dimension, const uint16_t *panels,
-                              uint16_t *high, uint16_t *low, float *score, unsigned ends, int64_t passage,
-                              float *best_Q) {
-    return float_block(s, kind, rows, count, dimension, panels, 0, high, low, score, ends, passage, best_Q);
+TILES static int coarse_or_fine_block(Search *s, int kind, const char *rows, int count, int dimension,
+                                      const Queries *queries, uint16_t *high, uint16_t *low, float *score,
+                                      unsigned ends, int64_t passage, float *best_Q) {
+#define BLOCK_OF(panels, fine) \
+    float_block(s, kind, rows, count, dimension, panels, fine, high, low, score, ends, passage, best_Q)
+    return queries->coarse ? BLOCK_OF(queries->coarse, 0) : BLOCK_OF(queries->tiles, 1);
+#undef BLOCK_OF
 }
 
 /* Prefetches memory from `next` on, `step` bytes for each dimension, between the products. */
@@ -399,20 +366,17 @@ SHORT INLINE void short_panel(Search *s, const uint16_t *tile_RD, const float *s
     }
 }
 
-/* The same as `coarse_block` without matrix tiles; codes are integers that bfloat16 represents exactly. Panels of 48
+/* The same for coarse products without matrix tiles; codes are integers that bfloat16 represents exactly. Panels of 48
    queries, the last of 16, 32 or 48: [panel][D / 2][queries of the panel][2], D up to a multiple of 32. `high` holds a
    block of such rows. */
 SHORT static int short_block(Search *s, int kind, const char *rows, const float *scale_N, int count, int dimension,
                              const uint16_t *panels, uint16_t *high, unsigned ends, int64_t passage, float *best_Q) {
-    const int chunks = (dimension + 31) / 32, width = chunks * 32;
-    const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1;
+    const int chunks = (dimension + 31) / 32, width = chunks * 32, size = size_of(kind);
     const int64_t apart = (int64_t)16 * width;
-    if (!(kind == FLOAT32   ? split(FLOAT32, 0, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)
-          : kind == FLOAT16 ? split(FLOAT16, 0, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)
-                            : split(INT8, 0, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)))
-        return 0;
+#define SPLIT(kind) split(kind, 0, 0, rows, count, dimension, 0, chunks, apart, width, 32, high, NULL)
+    if (!BY_KIND(kind, SPLIT)) return 0;
+#undef SPLIT
     for (int first = 0; first < s->num_queries; first += 3 * LANES) {
-        const int left = s->num_queries - first;
         const uint16_t *panel = panels + (int64_t)first * width;
         float *best = best_Q + first;
         int64_t at = passage;
@@ -422,12 +386,9 @@ SHORT static int short_block(Search *s, int kind, const char *rows, const float 
             const float *scale_R = kind == INT8 ? scale_N + r : NULL;
             const char *next = first ? (const char *)tile_RD : rows + (int64_t)(BLOCK + r) * dimension * size;
             const int step = first ? 0 : ROWS * size;
-            if (left > 2 * LANES)
-                short_panel(s, tile_RD, scale_R, panel, width, 3, next, step, own, at, first, best);
-            else if (left > LANES)
-                short_panel(s, tile_RD, scale_R, panel, width, 2, next, step, own, at, first, best);
-            else
-                short_panel(s, tile_RD, scale_R, panel, width, 1, next, step, own, at, first, best);
+#define PANEL(wide) short_panel(s, tile_RD, scale_R, panel, width, wide, next, step, own, at, first, best)
+            BY_WIDTH(s->num_queries - first, PANEL);
+#undef PANEL
             at += __builtin_popcount(own);
         }
     }
@@ -435,21 +396,17 @@ SHORT static int short_block(Search *s, int kind, const char *rows, const float 
 }
 
 /* The same for codes: products of signed bytes are exact, in the panels of `code_tile`. */
-TILES static void code_block(Search *s, const int8_t *rows, int64_t stride, int width, const float *scale_R,
-                             const int8_t *panels, const float *unit_Q, float *score, unsigned ends, int64_t passage,
-                             float *best_Q) {
+TILES static void code_block(Search *s, const int8_t *rows, int width, const float *scale_R, const int8_t *panels,
+                             const float *unit_Q, float *score, unsigned ends, int64_t passage, float *best_Q) {
     int32_t sum[4 * 256];
     for (int first = 0; first < s->num_queries; first += LANES) {
         const int8_t *panel = panels + (int64_t)first * width * 2;
         __asm__ volatile("" ::: "memory");
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
+        ZERO_TILES;
         for (int d = 0; d < width; d += 64) {
             const int8_t *query = panel + (int64_t)d * 2 * LANES;
-            _tile_loadd(4, rows + d, stride);
-            _tile_loadd(5, rows + 16 * stride + d, stride);
+            _tile_loadd(4, rows + d, width);
+            _tile_loadd(5, rows + (int64_t)16 * width + d, width);
             _tile_loadd(6, query, 128);
             _tile_loadd(7, query + 64, 128);
             _tile_dpbssd(0, 4, 6);
@@ -467,21 +424,17 @@ TILES static void code_block(Search *s, const int8_t *rows, int64_t stride, int 
             const __m512 high = _mm512_cvtepi32_ps(_mm512_loadu_si512(from));
             const __m512 low = _mm512_cvtepi32_ps(_mm512_loadu_si512(from + 256));
             const __m512 both = _mm512_fmadd_ps(high, _mm512_set1_ps(256), low);
-            const __m512 one = _mm512_mul_ps(both, _mm512_mul_ps(unit, _mm512_set1_ps(scale_R[r])));
-            _mm512_storeu_ps(score + r * LANES, one);
+            _mm512_storeu_ps(score + r * LANES, _mm512_mul_ps(both, _mm512_mul_ps(unit, _mm512_set1_ps(scale_R[r]))));
         }
         reduce_block(s, score, ends, passage, first, best_Q + first);
     }
 }
 
-/* A constant, since the compiler assumes that only its first bytes are read. */
-static const struct {
-    uint8_t palette, start, none[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-} TILE_SHAPES = {1, 0, {0}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+/* Palette 1, and for each of eight tiles 64 bytes a row, and 16 rows. A constant, since the compiler assumes that only
+   its first bytes are read. */
+static const uint16_t TILE_SHAPES[32] = {1, [8 ... 15] = 64, [24 ... 27] = 16 << 8 | 16};
 
-TILES static void open_tiles(void) { _tile_loadconfig(&TILE_SHAPES); }
+TILES static void open_tiles(void) { _tile_loadconfig(TILE_SHAPES); }
 
 TILES static void close_tiles(void) { _tile_release(); }
 
@@ -521,10 +474,17 @@ typedef struct {
     __m512i bias_high, bias_low;
 } AlignedQuery;
 
+/* Adds the products of 64 codes, made unsigned, with both halves of a query, 64-byte aligned. */
+FAST INLINE void add_codes(__m512i codes, const int8_t *high, const int8_t *low, __m512i *large, __m512i *small) {
+    codes = _mm512_xor_si512(codes, _mm512_set1_epi8(-128));
+    *large = _mm512_dpbusd_epi32(*large, codes, _mm512_load_si512(high));
+    *small = _mm512_dpbusd_epi32(*small, codes, _mm512_load_si512(low));
+}
+
 /* False where rows differ in alignment to cache lines, or numbers are not aligned to their size. */
 FAST static int align_query(int kind, const char *rows, const Queries *queries, int dimension, int width, char *space,
                             AlignedQuery *aligned) {
-    const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1, lanes = kind == INT8 ? 64 : LANES;
+    const int size = size_of(kind), lanes = kind == INT8 ? 64 : LANES;
     if (dimension < 64 || dimension % lanes || (uintptr_t)rows % size) return 0;
     aligned->skew = (int)((uintptr_t)rows % (lanes * size)) / size;
     if (kind != INT8) {
@@ -532,17 +492,15 @@ FAST static int align_query(int kind, const char *rows, const Queries *queries, 
         memcpy((float *)space + aligned->skew, (const float *)queries->packed + LANES, dimension * sizeof(float));
         return 1;
     }
-    const __m512i to_unsigned = _mm512_set1_epi8(-128);
     const int8_t *halves = queries->packed;
     aligned->high = memset(space, 0, 2 * (dimension + 64));
     aligned->low = aligned->high + dimension + 64;
     memcpy(space + aligned->skew, halves, dimension);
     memcpy(space + dimension + 64 + aligned->skew, halves + width, dimension);
     aligned->bias_high = aligned->bias_low = _mm512_setzero_si512();
-    for (int d = 0; d < dimension + 64; d += 64) {
-        aligned->bias_high = _mm512_dpbusd_epi32(aligned->bias_high, to_unsigned, _mm512_load_si512(aligned->high + d));
-        aligned->bias_low = _mm512_dpbusd_epi32(aligned->bias_low, to_unsigned, _mm512_load_si512(aligned->low + d));
-    }
+    const __m512i zero = _mm512_setzero_si512();
+    for (int d = 0; d < dimension + 64; d += 64)
+        add_codes(zero, aligned->high + d, aligned->low + d, &aligned->bias_high, &aligned->bias_low);
     aligned->bias_high = _mm512_sub_epi32(_mm512_setzero_si512(), aligned->bias_high);
     aligned->bias_low = _mm512_sub_epi32(_mm512_setzero_si512(), aligned->bias_low);
     return 1;
@@ -608,7 +566,6 @@ FAST INLINE __m256 code_rows(const int8_t *tile, const float *scale_R, const int
 /* Rows one after the other; numbers before and after a row are multiplied by zeros. */
 FAST INLINE __m256 code_rows_by_line(const char *part, const float *scale_R, const AlignedQuery *aligned, float unit,
                                      int dimension) {
-    const __m512i flip = _mm512_set1_epi8(-128);
     const __mmask64 first = ~0ull << aligned->skew, last = (1ull << aligned->skew) - 1;
     const char *row = part - aligned->skew;
     __m512 sum[ROWS];
@@ -616,21 +573,13 @@ FAST INLINE __m256 code_rows_by_line(const char *part, const float *scale_R, con
         const char *at = row, *end = row + dimension;
         const int8_t *high = aligned->high, *low = aligned->low;
         __m512i large = aligned->bias_high, small = aligned->bias_low;
-        __m512i codes = _mm512_xor_si512(_mm512_maskz_loadu_epi8(first, at), flip);
         _mm_prefetch(at + AHEAD_SHORT, _MM_HINT_T1);
-        large = _mm512_dpbusd_epi32(large, codes, _mm512_load_si512(high));
-        small = _mm512_dpbusd_epi32(small, codes, _mm512_load_si512(low));
+        add_codes(_mm512_maskz_loadu_epi8(first, at), high, low, &large, &small);
         for (at += 64, high += 64, low += 64; at < end; at += 64, high += 64, low += 64) {
             _mm_prefetch(at + AHEAD_SHORT, _MM_HINT_T1);
-            codes = _mm512_xor_si512(_mm512_load_si512(at), flip);
-            large = _mm512_dpbusd_epi32(large, codes, _mm512_load_si512(high));
-            small = _mm512_dpbusd_epi32(small, codes, _mm512_load_si512(low));
+            add_codes(_mm512_load_si512(at), high, low, &large, &small);
         }
-        if (last) {
-            codes = _mm512_xor_si512(_mm512_maskz_loadu_epi8(last, at), flip);
-            large = _mm512_dpbusd_epi32(large, codes, _mm512_load_si512(high));
-            small = _mm512_dpbusd_epi32(small, codes, _mm512_load_si512(low));
-        }
+        if (last) add_codes(_mm512_maskz_loadu_epi8(last, at), high, low, &large, &small);
         sum[r] = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(large, 8), small));
     }
     return _mm256_mul_ps(lane_sums(sum), _mm256_mul_ps(_mm256_set1_ps(unit), _mm256_loadu_ps(scale_R)));
@@ -686,7 +635,7 @@ FAST INLINE void reduce_one(Search *s, __m256 score, int rows, unsigned ends, in
    scores a query, two blocks of rows in float32 (D up to a multiple of 64), and the slices of a block. */
 FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const int64_t *count_P, int64_t first,
                       int64_t passages, int dimension, const Queries *queries, int ahead, Search *s, void *space) {
-    const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1, width = (dimension + 63) / 64 * 64;
+    const int size = size_of(kind), width = (dimension + 63) / 64 * 64;
     const int single = s->num_queries == 1 && (kind != INT8 || dimension <= 8192); /* sums of codes may overflow */
     const int padded = (s->num_queries + LANES - 1) / LANES * LANES;
     const int use_tiles = !single && queries->tiles, use_bf16 = !single && !use_tiles && queries->coarse;
@@ -730,18 +679,15 @@ FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const in
         for (int line = 0; line < here * dimension * size && kind == INT8; line += 64)
             _mm_prefetch(part + ahead + line, _MM_HINT_T1);
         if (use_tiles && kind == INT8) {
-            const int8_t *codes = (const int8_t *)part;
-            const int aligned = dimension == width && here == block;
-            for (int r = 0; r < here && !aligned; r++)
-                memcpy((int8_t *)wide + r * width, part + r * dimension, dimension);
-            if (!aligned) codes = (const int8_t *)wide;
-            code_block(s, codes, width, width, scale_R, queries->tiles, queries->unit_Q, score, ends, before, best_Q);
+            const char *codes = dimension == width && here == block ? part : (const char *)wide;
+            for (int r = 0; r < here && codes != part; r++)
+                memcpy((char *)wide + r * width, part + r * dimension, dimension);
+            code_block(s, (const int8_t *)codes, width, scale_R, queries->tiles, queries->unit_Q, score, ends, before,
+                       best_Q);
             continue;
         }
         if (use_tiles && kind != INT8 &&
-            (queries->coarse
-                 ? coarse_block(s, kind, part, here, dimension, queries->coarse, high, low, score, ends, before, best_Q)
-                 : fine_block(s, kind, part, here, dimension, queries->tiles, high, low, score, ends, before, best_Q)))
+            coarse_or_fine_block(s, kind, part, here, dimension, queries, high, low, score, ends, before, best_Q))
             continue;
         if (use_bf16 &&
             short_block(s, kind, part, scale_R, here, dimension, queries->coarse, (uint16_t *)wide, ends, before,
@@ -780,7 +726,7 @@ AVX2 INLINE __m256 load_eight(const int kind, const char *at) {
 /* The sum of a row's squares, or of those of its rounding errors in bfloat16 (`errors`); infinite if an error is NaN or
    its value large. D is a multiple of BLOCK. */
 AVX2 INLINE float square(const int kind, const void *row, int errors, int dimension) {
-    const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1;
+    const int size = size_of(kind);
     __m256 sum[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
     Bits large = {0};
     for (int d = 0; d < dimension; d += BLOCK)
@@ -807,10 +753,10 @@ AVX2 float mvr_max_norm(int kind, int errors, const void *rows, const float *sca
     for (int64_t n = 0; n < count; n++) {
         const int64_t at = n * dimension;
         if (dimension < padded) to_floats(kind, rows, at, dimension, space);
-        const float sum = dimension < padded ? square(FLOAT32, space, errors, padded)
-                          : kind == FLOAT32  ? square(FLOAT32, (const float *)rows + at, errors, dimension)
-                          : kind == FLOAT16  ? square(FLOAT16, (const uint16_t *)rows + at, errors, dimension)
-                                             : square(INT8, (const int8_t *)rows + at, 0, dimension);
+        const char *row = (const char *)rows + at * size_of(kind);
+#define SQUARE(kind) square(kind, row, (kind) != INT8 && errors, dimension)
+        const float sum = dimension < padded ? square(FLOAT32, space, errors, padded) : BY_KIND(kind, SQUARE);
+#undef SQUARE
         const float norm = sqrtf(sum) * (kind == INT8 ? scale_N[n] : 1);
         if (norm != norm) return norm;
         most = norm > most ? norm : most;
@@ -818,34 +764,21 @@ AVX2 float mvr_max_norm(int kind, int errors, const void *rows, const float *sca
     return most;
 }
 
-/* Whether the processor supports the functions for AVX2. */
-int mvr_supported_avx2(void) {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-}
-
 /* The inner product of a row with a query. */
 AVX2 INLINE float row_product(const int kind, const char *row, const float *query, int dimension) {
-    const int size = kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1, rest = dimension % 8;
+    const int size = size_of(kind);
+    char last[32 * sizeof(float)];
+    float query_last[32];
     __m256 sum[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
-    int d = 0;
-    for (; d + 32 <= dimension; d += 32) {
-        UNROLL for (int i = 0; i < 4; i++) {
-            const __m256 eight = load_eight(kind, row + (d + 8 * i) * size);
-            sum[i] = _mm256_fmadd_ps(eight, _mm256_loadu_ps(query + d + 8 * i), sum[i]);
+    for (int left = dimension; left > 0; left -= 32, row += 32 * size, query += 32) {
+        if (left < 32) {
+            row = memcpy(memset(last, 0, sizeof last), row, left * size);
+            query = memcpy(memset(query_last, 0, sizeof query_last), query, left * sizeof(float));
         }
-    }
-    for (; d + 8 <= dimension; d += 8) {
-        const __m256 eight = load_eight(kind, row + d * size);
-        sum[0] = _mm256_fmadd_ps(eight, _mm256_loadu_ps(query + d), sum[0]);
-    }
-    if (rest) {
-        char last[32] = {0};
-        float query_rest[8] = {0};
-        memcpy(last, row + d * size, rest * size);
-        memcpy(query_rest, query + d, rest * sizeof(float));
-        const __m256 eight = load_eight(kind, last);
-        sum[1] = _mm256_fmadd_ps(eight, _mm256_loadu_ps(query_rest), sum[1]);
+        UNROLL for (int i = 0; i < 4; i++) {
+            const __m256 eight = load_eight(kind, row + 8 * i * size);
+            sum[i] = _mm256_fmadd_ps(eight, _mm256_loadu_ps(query + 8 * i), sum[i]);
+        }
     }
     const __m256 all = _mm256_add_ps(_mm256_add_ps(sum[0], sum[1]), _mm256_add_ps(sum[2], sum[3]));
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
@@ -874,7 +807,7 @@ AVX2 INLINE double code_product(const int8_t *row, const int16_t *query, int dim
 AVX2 INLINE void best_views(const int kind, const char *rows, const float *scale_N, const int64_t *first_P,
                             const int64_t *count_P, int64_t passages, int dimension, const void *queries_QD,
                             const float *unit_Q, int queries, float *best_QP) {
-    const int64_t stride = (int64_t)dimension * (kind == FLOAT32 ? 4 : kind == FLOAT16 ? 2 : 1);
+    const int64_t stride = (int64_t)dimension * size_of(kind);
     for (int64_t p = 0; p < passages; p++) {
         const char *row = rows + first_P[p] * stride;
         for (int q = 0; q < queries; q++) {
@@ -900,12 +833,9 @@ AVX2 INLINE void best_views(const int kind, const char *rows, const float *scale
 AVX2 void mvr_best_views(int kind, const char *rows, const float *scale_N, const int64_t *first_P,
                          const int64_t *count_P, int64_t passages, int dimension, const void *queries_QD,
                          const float *unit_Q, int queries, float *best_QP) {
-    if (kind == FLOAT32)
-        best_views(FLOAT32, rows, scale_N, first_P, count_P, passages, dimension, queries_QD, unit_Q, queries, best_QP);
-    else if (kind == FLOAT16)
-        best_views(FLOAT16, rows, scale_N, first_P, count_P, passages, dimension, queries_QD, unit_Q, queries, best_QP);
-    else
-        best_views(INT8, rows, scale_N, first_P, count_P, passages, dimension, queries_QD, unit_Q, queries, best_QP);
+#define BEST_VIEWS(kind) \
+    best_views(kind, rows, scale_N, first_P, count_P, passages, dimension, queries_QD, unit_Q, queries, best_QP)
+    BY_KIND(kind, BEST_VIEWS);
 }
 
 /* The inner product of `exact.py`: products in float64, which are exact, the upper half added to the lower until one is
@@ -950,8 +880,7 @@ AVX2 void mvr_rescore(int kind, const void *rows, const int64_t *row_ptr, const 
             if (score > best) best = score;
             if (!(fabsf(score) <= FLT_MAX)) best = NAN;
         }
-        score_M[m] = best;
-        view_M[m] = view;
+        score_M[m] = best, view_M[m] = view;
     }
     _mm_setcsr(state);
 }

@@ -48,15 +48,27 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
 from itertools import pairwise
-from typing import Any, Generic, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mvr_ray.core.searching.codes import Codes
-from mvr_ray.core.searching.exact import LARGEST, BlockTable, Pairs, ScoredPairs, best_first, join_pairs, ranks
-from mvr_ray.core.searching.kernels import Array, Coarse, Kernel, NumpyKernel, Queries
+from mvr_ray.core.searching.exact import (
+    LARGEST,
+    BlockTable,
+    Pairs,
+    ScoredPairs,
+    best_first,
+    join_pairs,
+    no_hits,
+    ranks,
+)
+from mvr_ray.core.searching.kernels import Coarse, Kernel, NumpyKernel
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, ShardHits
 
@@ -77,14 +89,18 @@ def score_error(query_norm_Q: FloatArray, vector_norm: float, dimension: int, in
     return relative * query_norm_Q * vector_norm + 2 * dimension * TINY * (2 + query_norm_Q + vector_norm)
 
 
-class Step(NamedTuple):
-    """Passages multiplied at once, without those that have no view.
+@dataclass(eq=False)
+class Step:
+    """Passages multiplied at once, without those that have no view, and cached bounds of their vectors.
 
-    row_P     row in the shard
-    counts_P  number of views
-    uniform   the common number of views, 0 where they differ
-    vectors   of the block, N of them
-    codes     of these vectors, scanned in their place
+    row_P            row in the shard
+    counts_P         number of views
+    uniform          the common number of views, 0 where they differ
+    vectors          of the block, N of them
+    codes            of these vectors, scanned in their place
+    norm             of a vector, -1 until measured
+    coarse_residual  the rounding of a vector in coarse products, -1 until measured
+    resident         the vectors, or the codes and their scales, on the kernel's device; None: copied for every scan
     """
 
     row_P: IntArray
@@ -92,40 +108,51 @@ class Step(NamedTuple):
     uniform: int
     vectors_ND: FloatArray
     codes: Codes | None = None
+    norm: float = -1.0
+    coarse_residual: float = -1.0
+    resident: tuple[Any, Any] | None = None
+
+    @cached_property
+    def residual(self) -> float:
+        """Bound the distances of the codes from their vectors."""
+        return 0.0 if self.codes is None else _round_up(float(self.codes.residual_N.max()))
 
 
 class StepPart(NamedTuple):
     """The part of a step that is scanned under a filter.
 
-    number     of the step
-    step       it, or its passing passages alone
-    mask_P     its passing passages, None where all pass
-    vectors_M  the vectors to copy for the scan, None where all are scanned
+    row_P, counts_P  the passages to scan
+    mask_P           those of them that pass, None where all pass
+    vectors_M        the vectors to copy for the scan, None where all are scanned
     """
 
-    number: int
     step: Step
+    row_P: IntArray
+    counts_P: IntArray
     mask_P: NDArray[np.bool_] | None = None
     vectors_M: IntArray | None = None
 
     @property
     def num_passages(self) -> int:
-        return len(self.step.row_P) if self.mask_P is None else int(np.count_nonzero(self.mask_P))
+        return len(self.row_P) if self.mask_P is None else int(np.count_nonzero(self.mask_P))
 
 
-def passing_part(number: int, step: Step, mask_P: NDArray[np.bool_], gather_share: float) -> StepPart | None:
+def passing_part(step: Step, mask_P: NDArray[np.bool_] | None, gather_share: float) -> StepPart | None:
     """Select the part of a step that passes a mask over the rows of the shard, None where nothing passes. Where less
     than `gather_share` passes, the part has only these passages."""
+    whole = StepPart(step, step.row_P, step.counts_P)
+    if mask_P is None:
+        return whole
     own_P = mask_P[step.row_P]
     num_passing = int(np.count_nonzero(own_P))
     if num_passing == len(own_P):
-        return StepPart(number, step)
+        return whole
     if not num_passing:
         return None
     if num_passing > gather_share * len(own_P):
-        return StepPart(number, step, own_P)
+        return whole._replace(mask_P=own_P)
     vectors_M = np.flatnonzero(np.repeat(own_P, step.counts_P))
-    return StepPart(number, step._replace(row_P=step.row_P[own_P], counts_P=step.counts_P[own_P]), None, vectors_M)
+    return StepPart(step, step.row_P[own_P], step.counts_P[own_P], None, vectors_M)
 
 
 def cut_steps(table: BlockTable, vectors_per_step: int, codes: Sequence[Codes | None]) -> Iterator[Step]:
@@ -147,14 +174,14 @@ def cut_steps(table: BlockTable, vectors_per_step: int, codes: Sequence[Codes | 
             low = high
 
 
-class Scan(Generic[Array, Queries]):
-    """Searches all vectors of one shard. Caches norms, 24 bytes a step, and with `resident` the vectors on the kernel's
+class Scan:
+    """Searches all vectors of one shard. Caches bounds of each step, and with `resident` the vectors on the kernel's
     device. With `codes` (of each block's vectors) it scans these, and reads vectors for candidates only."""
 
     def __init__(
         self,
         blocks: Sequence[EmbeddingBlock],
-        kernel: Kernel[Array, Queries],
+        kernel: Kernel,
         *,
         codes: Sequence[Codes] | None = None,
         resident: bool = False,
@@ -162,25 +189,21 @@ class Scan(Generic[Array, Queries]):
         candidates_at_once: int = CANDIDATES_AT_ONCE,
         views_a_step: int = VIEWS_A_STEP,
     ) -> None:
-        self.table = BlockTable(blocks, use_native=not isinstance(kernel, NumpyKernel))
+        self.table = BlockTable(blocks, use_native=type(kernel) is not NumpyKernel)
         self.kernel = kernel
         self.queries_at_once, self.candidates_at_once = queries_at_once, candidates_at_once
         self.views_a_step = views_a_step
         self.has_codes = codes is not None
         own = [None] * len(self.table.blocks) if codes is None else _codes_of_blocks(blocks, codes)
         self.steps = list(cut_steps(self.table, kernel.vectors_per_step, own))
-        self.norms = [-1.0] * len(self.steps)
-        self.coarse_residuals = [-1.0] * len(self.steps)
-        self.residuals = [_round_up(self._residual(step)) for step in self.steps]
-        self.resident = [self._put(step) for step in self.steps] if resident else []
+        for step in self.steps if resident else ():
+            step.resident = self._put(step)
 
-    def of_vectors(self) -> "Scan[Array, Queries]":
+    def of_vectors(self) -> "Scan":
         """Create a scan of the vectors in place of the codes, over the same steps."""
         scan = copy.copy(self)
-        scan.has_codes, scan.resident = False, []
-        scan.steps = [step._replace(codes=None) for step in self.steps]
-        scan.norms, scan.coarse_residuals = [-1.0] * len(self.steps), [-1.0] * len(self.steps)
-        scan.residuals = [0.0] * len(self.steps)
+        scan.has_codes = False
+        scan.steps = [Step(step.row_P, step.counts_P, step.uniform, step.vectors_ND) for step in self.steps]
         return scan
 
     def search(self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None) -> ShardHits:
@@ -196,15 +219,16 @@ class Scan(Generic[Array, Queries]):
         """
         if mask_P is not None and (counted_hits := self._score_few(queries_QD, k, mask_P)):
             return counted_hits
-        steps = self._step_parts(mask_P)
+        every = (passing_part(step, mask_P, self.kernel.gather_share) for step in self.steps)
+        steps = [part for part in every if part is not None]
         limit = min(k + 1, sum(part.num_passages for part in steps))
         starts = range(0, len(queries_QD), self.queries_at_once) if limit else []
         parts = [queries_QD[at : at + self.queries_at_once] for at in starts]
-        batches = [_join(own) for own in zip(*self._by_threads(parts, limit, steps))] if parts else []
+        by_thread = self._by_threads(parts, limit, steps) if parts else []
+        batches = [reduce(QueryBatch.absorb, own) for own in zip(*by_thread)]
         hits = pack_hits([batch.finish() for batch in batches], [len(part) for part in parts], len(queries_QD), k)
-        rescored_Q = (
-            np.concatenate([batch.rescored_Q for batch in batches]) if batches else _zero_counts(len(queries_QD))
-        )
+        no_counts = [np.zeros(len(queries_QD), np.int64)]
+        rescored_Q = np.concatenate([batch.rescored_Q for batch in batches] or no_counts)
         return CountedHits(hits, rescored_Q)
 
     def _score_few(self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_]) -> CountedHits | None:
@@ -212,7 +236,8 @@ class Scan(Generic[Array, Queries]):
         finite, as the scan names that passage."""
         row_P, num_queries = self.table.rows_of(mask_P), len(queries_QD)
         num_views = len(row_P) * num_queries * self.table.num_vectors / max(self.table.num_passages, 1)
-        if self.resident or not 0 < num_views <= self.views_a_step * (len(self.steps) + 4):
+        is_resident = any(step.resident for step in self.steps)
+        if is_resident or not 0 < num_views <= self.views_a_step * (len(self.steps) + 4):
             return None
         pairs = Pairs(np.tile(np.arange(num_queries), len(row_P)), np.repeat(row_P, num_queries))
         scores = join_pairs(self.rescore(queries_QD, pairs))
@@ -221,16 +246,9 @@ class Scan(Generic[Array, Queries]):
         best = best_first(scores, k + 1)
         return CountedHits(pack_hits([best], [num_queries], num_queries, k), np.full(num_queries, len(row_P)))
 
-    def _step_parts(self, mask_P: NDArray[np.bool_] | None) -> list[StepPart]:
-        """Select the parts of steps to scan for the passages of a mask over the rows of the shard."""
-        if mask_P is None:
-            return [StepPart(number, step) for number, step in enumerate(self.steps)]
-        parts = (passing_part(number, step, mask_P, self.kernel.gather_share) for number, step in enumerate(self.steps))
-        return [part for part in parts if part is not None]
-
     def _by_threads(
         self, parts: Sequence[FloatArray], limit: int, steps: Sequence[StepPart]
-    ) -> "list[list[QueryBatch[Array, Queries]]]":
+    ) -> "list[list[QueryBatch]]":
         """Scan with several threads; each returns its batches, one for each part of the queries.
 
         A free thread takes the next step, so a late thread delays no other.
@@ -248,36 +266,31 @@ class Scan(Generic[Array, Queries]):
             wait(running)
         return [own, *(other.result() for other in running)]
 
-    def _scan(
-        self, parts: Sequence[FloatArray], limit: int, queue: deque[StepPart]
-    ) -> "list[QueryBatch[Array, Queries]]":
+    def _scan(self, parts: Sequence[FloatArray], limit: int, queue: deque[StepPart]) -> "list[QueryBatch]":
         """Scan the steps that this thread takes from `queue`, in ascending order, for each part."""
         batches = [QueryBatch(self, part, limit) for part in parts]
         for part in _pop_parts(queue):
-            number, vectors_M = part.number, part.vectors_M
+            step, step_rows = part.step, None
             coarse = next((batch.queries.coarse for batch in batches if batch.queries.coarse), None)
-            step_rows = None
-            if vectors_M is None or not self._is_measured(number, coarse):  # bounds are over the whole step
-                step_rows = self.kernel.prepare_rows(
-                    *(self.resident[number] if self.resident else self._put(self.steps[number]))
-                )
-                self._measure(number, step_rows, coarse)
-            if vectors_M is not None:
-                step_rows = self.kernel.prepare_rows(*self._gather(number, vectors_M))
+            coarse = None if self.has_codes else coarse
+            is_measured = step.norm >= 0 and (coarse is None or step.coarse_residual >= 0)
+            if part.vectors_M is None or not is_measured:  # bounds are over the whole step
+                step_rows = self.kernel.prepare_rows(*(step.resident or self._put(step)))
+                self._measure(step, step_rows, coarse)
+            if part.vectors_M is not None:
+                step_rows = self.kernel.prepare_rows(*self._gather(step, part.vectors_M))
             for batch in batches:
-                batch.scan(part, step_rows, self.norms[number], self.residuals[number], self.coarse_residuals[number])
+                batch.scan(part, step_rows)
         return batches
 
-    def _is_measured(self, number: int, coarse: Coarse | None) -> bool:
-        needs_residual = coarse is not None and not self.has_codes
-        return self.norms[number] >= 0 and (self.coarse_residuals[number] >= 0 or not needs_residual)
-
-    def _measure(self, number: int, step_rows: Any, coarse: Coarse | None) -> None:
-        """Measure bounds of norms and residuals of a step, unless cached."""
-        if self.norms[number] < 0:
-            self.norms[number] = _round_up(self._norm(self.steps[number], self.kernel.max_norm(step_rows)))
-        if coarse and self.coarse_residuals[number] < 0 and not self.has_codes:
-            self.coarse_residuals[number] = self._coarse_residual(coarse.max_residual(step_rows))
+    def _measure(self, step: Step, step_rows: Any, coarse: Coarse | None) -> None:
+        """Measure the bounds of a step, unless cached; that of coarse products is infinite if unknown."""
+        if step.norm < 0:
+            step.norm = _round_up(self._norm(step, self.kernel.max_norm(step_rows)))
+        if coarse and step.coarse_residual < 0:
+            residual = coarse.max_residual(step_rows)
+            is_known = residual < LARGEST_SQUARED_NORM
+            step.coarse_residual = _round_up(self._round_up_norm(residual)) if is_known else math.inf
 
     def rescore(self, queries_QD: FloatArray, pairs: Pairs) -> list[ScoredPairs]:
         """Score pairs exactly, in parts; all threads share many pairs."""
@@ -288,31 +301,25 @@ class Scan(Generic[Array, Queries]):
         parts = [Pairs(pairs.query_M[low:high], pairs.row_M[low:high]) for low, high in pairwise(edges)]
         return list(_pool().map(lambda part: self.table.rescore(queries_QD, part), parts))
 
-    def _gather(self, number: int, vectors_M: IntArray) -> tuple[Array, Array | None]:
+    def _gather(self, step: Step, vectors_M: IntArray) -> tuple[Any, Any]:
         """Copy some vectors of a step, or their codes with scales, to the kernel's device."""
-        if self.resident:
-            resident: tuple[Any, Any] = self.resident[number]
-            rows, scales = resident
+        if step.resident:
+            rows, scales = step.resident
             return rows[vectors_M], None if scales is None else scales[vectors_M]
-        step = self.steps[number]
         if step.codes is None:
-            return self._put(step._replace(vectors_ND=step.vectors_ND[vectors_M]))
-        return self._put(step._replace(codes=step.codes.rows(vectors_M)))
+            return self.kernel.put(step.vectors_ND[vectors_M]), None
+        return self._put(replace(step, codes=step.codes.rows(vectors_M)))
 
-    def _put(self, step: Step) -> tuple[Array, Array | None]:
+    def _put(self, step: Step) -> tuple[Any, Any]:
         if step.codes is None:
             return self.kernel.put(step.vectors_ND), None
         return self.kernel.put(step.codes.codes_ND), self.kernel.put(step.codes.scale_N[:, None])
-
-    def _residual(self, step: Step) -> float:
-        """Return the largest distance of a code of the step from its vector."""
-        return 0.0 if step.codes is None else float(step.codes.residual_N.max())
 
     def _norm(self, step: Step, norm: float) -> float:
         """Bound the vectors' norms from above. Moderate float32 squares are accurate within their error."""
         if norm < LARGEST_SQUARED_NORM:
             return self._round_up_norm(norm)
-        norm_N = np.linalg.norm(step.vectors_ND.astype(np.float64), axis=1) + self._residual(step)
+        norm_N = np.linalg.norm(step.vectors_ND.astype(np.float64), axis=1) + step.residual
         if not np.isfinite(norm_N).all():
             vector = int(np.flatnonzero(~np.isfinite(norm_N))[0])
             row = int(step.row_P[np.searchsorted(np.cumsum(step.counts_P), vector, side="right")])
@@ -321,67 +328,65 @@ class Scan(Generic[Array, Queries]):
             )
         return float(norm_N.max()) * (1 + 2.0**-40)
 
-    def _coarse_residual(self, residual: float) -> float:
-        """Bound the rounding of the vectors in coarse products from above; infinite if unknown."""
-        return _round_up(self._round_up_norm(residual)) if residual < LARGEST_SQUARED_NORM else math.inf
-
     def _round_up_norm(self, norm: float) -> float:
         """Bound a norm computed in float32 from above."""
         terms = (self.table.dimension + 2) * UNIT
         return norm * (1 + terms / (1 - terms)) + self.table.dimension**0.5 * 2.0**-62
 
 
-class QueryBatch(Generic[Array, Queries]):
+class QueryBatch:
     """Lower bounds and candidates of some queries, over the steps scanned so far."""
 
-    def __init__(self, scan: Scan[Array, Queries], queries_QD: FloatArray, limit: int) -> None:
+    def __init__(self, scan: Scan, queries_QD: FloatArray, limit: int) -> None:
         self.parent, self.queries_QD, self.limit = scan, queries_QD, limit
         self.norm_Q = np.linalg.norm(queries_QD.astype(np.float64), axis=1) * (1 + 2.0**-40)
-        self.queries: Queries = scan.kernel.prepare(queries_QD, limit, scan.has_codes)
+        self.queries = scan.kernel.prepare(queries_QD, limit, scan.has_codes)
         self.pending: list[ScoredPairs] = []  # with upper bounds as scores
         self.num_pending = 0
         self.exact: list[ScoredPairs] = []
-        self.rescored_Q = _zero_counts(len(queries_QD))
+        self.rescored_Q = np.zeros(len(queries_QD), np.int64)
         self.errors: dict[tuple[float, float, bool], FloatArray] = {}
         self.max_pending = scan.candidates_at_once + 4 * limit * len(queries_QD)
         self.num_seen = 0
 
-    def scan(self, part: StepPart, step_rows: Any, norm: float, residual: float, coarse_residual: float) -> None:
-        """Scan one step. `coarse_residual` bounds the rounding of the step's vectors in coarse products; codes are
-        exact there."""
+    def scan(self, part: StepPart, step_rows: Any) -> None:
+        """Scan one step. Codes are exact in coarse products."""
+        step = part.step
         self.num_seen += part.num_passages
         if self.queries.coarse and not self.parent.has_codes:
-            if math.isfinite(coarse_residual) and self._scan_coarsely(part, step_rows, norm, coarse_residual):
+            if math.isfinite(step.coarse_residual) and self._scan_coarsely(part, step_rows):
                 return
             self.queries.coarse = None
-        self._add(part, step_rows, self._error(norm, residual, coarse=self.queries.coarse is not None))
+        self._add(part, step_rows, self._error(step.norm, step.residual, coarse=self.queries.coarse is not None))
         if self.num_pending > self.max_pending:
             self._prune_pending()
             if self.num_pending > self.max_pending // 2:
                 self._rescore_pending()
 
-    def _scan_coarsely(self, part: StepPart, step_rows: Any, norm: float, residual: float) -> bool:
+    def _scan_coarsely(self, part: StepPart, step_rows: Any) -> bool:
         """Scan a step by coarse products; undo it and return False if too many passages remain candidates."""
         kernel = self.parent.kernel
         previous_QK = kernel.lower_bounds(self.queries).copy()
-        self._add(part, step_rows, self._error(norm, residual, coarse=True))
+        self._add(part, step_rows, self._error(part.step.norm, part.step.coarse_residual, coarse=True))
         max_pending = len(self.queries_QD) * (2 * self.limit + COARSE_SHARE * self.num_seen)
         if self.num_pending > max_pending:
             self._prune_pending()
         if self.num_pending <= max_pending:
             return True
-        kernel.set_lower_bounds(self.queries, -np.sort(-previous_QK, axis=1))
+        kernel.set_lower_bounds(self.queries, previous_QK)
         pending = self.pending[0]
-        self.pending = [pending.take(np.flatnonzero(pending.row_M < part.step.row_P[0]))]
+        self.pending = [pending.take(np.flatnonzero(pending.row_M < part.row_P[0]))]
         self.num_pending = len(self.pending[0].row_M)
         return False
 
     def _add(self, part: StepPart, step_rows: Any, error_Q: FloatArray) -> None:
         """Add the step's candidates."""
-        step, kernel = part.step, self.parent.kernel
-        candidates = kernel.candidates(self.queries, step_rows, step.counts_P, step.uniform, error_Q, part.mask_P)
+        uniform = part.step.uniform
+        candidates = self.parent.kernel.candidates(
+            self.queries, step_rows, part.counts_P, uniform, error_Q, part.mask_P
+        )
         if len(candidates.query_M):
-            row_M = step.row_P[candidates.passage_M]
+            row_M = part.row_P[candidates.passage_M]
             views_M = np.zeros(len(row_M), np.int16)
             self.pending.append(ScoredPairs(candidates.query_M, row_M, candidates.upper_M, views_M))
             self.num_pending += len(row_M)
@@ -409,7 +414,7 @@ class QueryBatch(Generic[Array, Queries]):
         error_Q += (self.norm_Q * residual + rounding_Q * norm) * (1 + 2.0**-20)
         return error_Q.astype(np.float32)
 
-    def absorb(self, other: "QueryBatch[Array, Queries]") -> None:
+    def absorb(self, other: "QueryBatch") -> "QueryBatch":
         """Merge the results of other steps for the same queries."""
         kernel = self.parent.kernel
         low_QK = np.concatenate([kernel.lower_bounds(self.queries), kernel.lower_bounds(other.queries)], axis=1)
@@ -417,6 +422,7 @@ class QueryBatch(Generic[Array, Queries]):
         self.pending += other.pending
         self.exact += other.exact
         self.rescored_Q += other.rescored_Q
+        return self
 
     def finish(self) -> ScoredPairs:
         self._prune_pending()
@@ -427,7 +433,7 @@ class QueryBatch(Generic[Array, Queries]):
         if not self.pending:
             return
         pending = join_pairs(self.pending)
-        kth_Q = self.parent.kernel.kth_bounds(self.queries)
+        kth_Q = self.parent.kernel.lower_bounds(self.queries).min(axis=1)
         self.pending = [pending.take(np.flatnonzero(pending.score_M >= kth_Q[pending.query_M]))]
         self.num_pending = len(self.pending[0].row_M)
 
@@ -456,11 +462,9 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # a fork does not copy th
 
 def _pop_parts(queue: deque[StepPart]) -> Iterator[StepPart]:
     """Yield parts from the left until the queue is empty."""
-    while True:
-        try:
+    with suppress(IndexError):
+        while True:
             yield queue.popleft()
-        except IndexError:
-            return
 
 
 def _codes_of_blocks(blocks: Sequence[EmbeddingBlock], codes: Sequence[Codes]) -> list[Codes]:
@@ -474,35 +478,21 @@ def _codes_of_blocks(blocks: Sequence[EmbeddingBlock], codes: Sequence[Codes]) -
     return [own for block, own in zip(blocks, codes) if len(block.ids)]
 
 
-def _zero_counts(num_queries: int) -> IntArray:
-    return np.zeros(num_queries, np.int64)
-
-
 def _round_up(value: float) -> float:
     """Round up to six bits, so that most steps of a shard share a bound and an error."""
     mantissa, exponent = math.frexp(value)
     return math.ldexp(math.ceil(mantissa * 64) / 64, exponent)
 
 
-def _join(batches: "Sequence[QueryBatch[Array, Queries]]") -> "QueryBatch[Array, Queries]":
-    first, *others = batches
-    for other in others:
-        first.absorb(other)
-    return first
-
-
 def pack_hits(scores: Sequence[ScoredPairs], sizes: Sequence[int], num_queries: int, k: int) -> ShardHits:
     """Build hits from best-first pairs of consecutive batches of queries, the (k + 1)-th as the frontier."""
-    rows_QK = np.full((num_queries, k), -1, np.int64)
-    scores_QK = np.full((num_queries, k), -np.inf, np.float32)
-    views_QK = np.full((num_queries, k), -1, np.int16)
-    frontier_Q = np.full(num_queries, -np.inf, np.float32)
+    hits = no_hits(num_queries, k)
     first = 0
     for part, size in zip(scores, sizes):
         rank_M, query_M = ranks(part.query_M), part.query_M + first
         top, out = rank_M < k, rank_M == k
         at = (query_M[top], rank_M[top])
-        rows_QK[at], scores_QK[at], views_QK[at] = part.row_M[top], part.score_M[top], part.view_M[top]
-        frontier_Q[query_M[out]] = part.score_M[out]
+        hits.rows_QK[at], hits.scores_QK[at], hits.views_QK[at] = part.row_M[top], part.score_M[top], part.view_M[top]
+        hits.frontier_Q[query_M[out]] = part.score_M[out]
         first += size
-    return ShardHits(rows_QK, scores_QK, views_QK, frontier_Q)
+    return hits
