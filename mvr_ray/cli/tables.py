@@ -122,6 +122,10 @@ def plan_table(plan: "Plan", *, with_notes: bool) -> Table:
     return table(title, columns, [row[: len(columns)] for row in rows])
 
 
+def version_text(manifest: Mapping[str, Any]) -> str:
+    return f"version {manifest['version']} of index {manifest['index']}"
+
+
 def report_tables(title: str, report: Mapping[str, Any]) -> list[Table]:
     """Make tables of a plain report: its single values as two columns, each list of records as a table of its own."""
     single, tables = [], []
@@ -130,7 +134,7 @@ def report_tables(title: str, report: Mapping[str, Any]) -> list[Table]:
         if name == "shards" and isinstance(value, list):
             single.append((label, f"{len(value):,}"))
         elif isinstance(value, dict) and "shards" in value:
-            single.append((label, f"version {value['version']} of index {value['index']}"))
+            single.append((label, version_text(value)))
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             columns = [column.replace("_", " ") for column in value[0]]
             tables.append(table(label, columns, [[row.get(column) for column in value[0]] for row in value]))
