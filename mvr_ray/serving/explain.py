@@ -91,7 +91,9 @@ def _winners(
     lexical = [None] * len(hits) if lexical_Q is None else lexical_Q.tolist()
     return [
         Winner(view=view, score=score, rank=rank, lexical=words, total=None if words is None else total)
-        for view, score, (rank, _), words, total in zip(scores.winner_Q.tolist(), dense_Q.tolist(), hits, lexical, totals)
+        for view, score, (rank, _), words, total in zip(
+            scores.winner_Q.tolist(), dense_Q.tolist(), hits, lexical, totals
+        )
     ]
 
 

@@ -21,10 +21,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mvr_ray import logs
 from mvr_ray.config import ServeConfig
 from mvr_ray.deadline import Deadline
+from mvr_ray.errors import MvrRayError
 from mvr_ray.serving.admission import Admission, Slot, late_error
 from mvr_ray.serving.auth import REALM, Role, TokenStore, is_loopback
 from mvr_ray.serving.metrics import Metrics
-from mvr_ray.serving.schemas import RequestError
+from mvr_ray.serving.schemas import RequestError, to_request_error
 
 log = logging.getLogger(__name__)
 
@@ -64,14 +65,17 @@ class RequestMiddleware:
         try:
             check_host(headers, self.tokens, self.limits.hosts)
             role = None if path in self.open_paths else authenticate(headers, self.tokens)
-            if path.startswith(SLOT_PATHS):
-                slot = self.admission.acquire()
             takes_body = path.startswith(SLOT_PATHS)  # of any method: the app answers a wrong one
+            if takes_body:
+                slot = self.admission.acquire()
             body = await _read_body(headers, receive, self.limits, deadline, takes_body)
             scope.setdefault("state", {}).update(role=role, slot=slot, deadline=deadline)
             await self.app(scope, _replay(body, receive), response)
         except RequestError as error:
             await error_response(error)(scope, receive, response)
+        except MvrRayError as error:
+            log.warning("request failed: id=%s", response.request_id, exc_info=error)
+            await error_response(to_request_error(error))(scope, receive, response)
         except Exception as error:  # every error of the app gets a response and a log line with the request's id
             log.error("request failed unexpectedly: path=%s", path[:200], exc_info=error)
             if response.status:

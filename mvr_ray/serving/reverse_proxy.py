@@ -197,7 +197,7 @@ def haproxy_files(limits: ServeConfig, tokens: TokenStore, serve_port: int, list
     ]
     return {
         "haproxy.cfg": "\n".join([*lines, ""]),
-        "tokens": "".join(f"{token.sha256}\n" for token in tokens.tokens),
+        "tokens": "".join(f"{digest}\n" for digest in tokens.roles),
     }
 
 
