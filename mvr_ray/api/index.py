@@ -209,7 +209,7 @@ class Index:
 
         Raises DataError for a passage without an id, and then changes nothing.
         """
-        return self._change(self._upserts(passages), progress)
+        return self._change(_upserts(passages), progress)
 
     def delete(self, ids: str | Iterable[str], progress: Progress = no_progress) -> Manifest:
         """Remove passages by id, and publish a version. An unknown id changes nothing."""
@@ -324,29 +324,12 @@ class Index:
     def _query(self, batch: Sequence[Any], k: int, filter: Mapping[str, Any] | None, hybrid: Hybrid) -> SearchResponse:
         with self._router.pin() as router:
             fields = list(router.corpus.fields)
-        own = None if filter is None else dict(filter)
         try:
-            request = validate(SearchRequest, queries=list(batch), k=k, filter=own, fields=fields, hybrid=hybrid)
+            request = validate(SearchRequest, queries=list(batch), k=k, filter=filter, fields=fields, hybrid=hybrid)
             limits = self.run.serve.model_copy(update=NO_LIMITS)
             return SearchService(self._router, limits, hybrid=self.run.search.hybrid).search(request)
         except RequestError as error:
             raise ConfigError(f"search: {error.message}; {error.hint}") from None
-
-    def _upserts(self, passages: Any) -> Iterable[dict[str, Any]]:
-        for number, row in enumerate(rows.rows_of(passages)):
-            match row:
-                case Passage():
-                    yield {"id": row.id, "title": row.title, "text": row.text, **dict(row.fields)}
-                case (id_, text):
-                    yield {"id": id_, "text": text}
-                case (id_, title, text):
-                    yield {"id": id_, "title": title, "text": text}
-                case Mapping() if "id" in row or "_id" in row:
-                    yield {"id": row.get("_id"), **row}
-                case _:
-                    raise DataError(
-                        f"upsert: passage {number} has no id; give (id, text) or a mapping with id and text"
-                    )
 
     def _change(self, changes: Iterable[Mapping[str, Any]], progress: Progress) -> Manifest:
         """Update the corpus by rows of a file of changes, and publish a version of it."""
@@ -357,10 +340,18 @@ class Index:
                 for row in changes:
                     lines.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
             update(self.run.prepare, self._store, str(file), progress, index=live.index)
-        encoder = {"name": live.encoder_name}
-        manifest = _index(self._with(encoder=encoder, index={"encoder": live.encoder_fingerprint}), progress)
+        sections = {"encoder": {"name": live.encoder_name}, "index": {"encoder": live.encoder_fingerprint}}
+        manifest = _index(self._with(**sections), progress)
         self._follow()
         return manifest
+
+
+def _upserts(passages: Any) -> Iterable[dict[str, Any]]:
+    for number, row in enumerate(rows.rows_of(passages)):
+        values = rows.passage_values(row) or {}
+        if not {"id", "_id"} & values.keys():
+            raise DataError(f"upsert: passage {number} has no id; give (id, text) or a mapping with id and text")
+        yield {"id": values.get("_id"), **values}
 
 
 def _index(run: RunConfig, progress: Progress) -> Manifest:
