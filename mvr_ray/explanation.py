@@ -6,6 +6,7 @@ a row for each view with its snippet, a column for each question with the view's
 
 from collections.abc import Sequence
 from html import escape
+from itertools import cycle
 from typing import Literal, NamedTuple
 
 from pydantic import BaseModel
@@ -123,11 +124,14 @@ def render_html(explanation: Explanation) -> str:
 
 
 def _passage(passage: ExplainedPassage, questions: Sequence[str], scale: Scale) -> str:
-    heads = "".join(
-        f'<th scope="col"><div class="key" style="--mark: {_mark(number)}">{escape(question)}<br>'
-        f'<span class="soft">{escape(_winner_text(winner))}</span></div></th>'
-        for number, (question, winner) in enumerate(zip(questions, passage.winners))
-    )
+    heads = ""
+    for mark, question, winner in zip(cycle(_MARKS), questions, passage.winners):
+        rank = f", hit {winner.rank}" if winner.rank is not None else ""
+        words = f" and words with {winner.lexical:.4f}" if winner.lexical is not None else ""
+        heads += (
+            f'<th scope="col"><div class="key" style="--mark: {mark}">{escape(question)}<br>'
+            f'<span class="soft">view {winner.view} with {winner.score:.4f}{words}{rank}</span></div></th>'
+        )
     whole = any(view.kind == "passage" for view in passage.views)
     return "\n".join(
         [
@@ -145,10 +149,10 @@ def _passage(passage: ExplainedPassage, questions: Sequence[str], scale: Scale) 
 
 def _view(view: ExplainedView, winners: Sequence[Winner], scale: Scale) -> str:
     cells = "".join(
-        f'<td class="score{" won" if winner.view == view.view else ""}" style="--mark: {_mark(number)}">{score:.4f}'
+        f'<td class="score{" won" if winner.view == view.view else ""}" style="--mark: {mark}">{score:.4f}'
         f'<span class="bar"><i style="left: {scale.start(score):.2f}%; width: {scale.width(score):.2f}%"></i>'
         "</span></td>"
-        for number, (score, winner) in enumerate(zip(view.scores, winners))
+        for mark, score, winner in zip(cycle(_MARKS), view.scores, winners)
     )
     kind = ' class="feedback"' if view.kind == "feedback" else ""
     return f'<tr{kind}><th scope="row">{view.view}</th><td>{escape(describe_view(view))}</td>{cells}</tr>'
@@ -162,13 +166,3 @@ def describe_view(view: ExplainedView) -> str:
         "title": f"title: {view.text}",
     }
     return words.get(view.kind, view.text or "")
-
-
-def _winner_text(winner: Winner) -> str:
-    rank = f", hit {winner.rank}" if winner.rank is not None else ""
-    words = f" and words with {winner.lexical:.4f}" if winner.lexical is not None else ""
-    return f"view {winner.view} with {winner.score:.4f}{words}{rank}"
-
-
-def _mark(number: int) -> str:
-    return _MARKS[number % len(_MARKS)]

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -89,22 +89,18 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return app.command()(exit_on_error(function))
 
 
-class OutputMode(NamedTuple):
-    """What a command prints: JSON, or also what summaries leave out."""
-
-    as_json: bool = False
-    verbose: bool = False
-
-
 def run_stage(
     name: str,
     run: "RunConfig",
     work: StageFunction,
-    mode: OutputMode,
     words: Sequence[str] = (),
     arguments: Mapping[str, str] | None = None,
+    *,
+    as_json: bool = False,
+    verbose: bool = False,
 ) -> None:
-    """Run one stage with a record of its own, then print its summary and the next command.
+    """Run one stage with a record of its own, then print its report as JSON, or its summary and the next command;
+    `verbose`: also what summaries leave out.
 
     `words` are CONFIG and overrides as given, which the next command repeats; `arguments` the command's own. Inputs
     are checked before Ray or torch is imported.
@@ -113,7 +109,7 @@ def run_stage(
     from mvr_ray.cli.progress import Reporter
     from mvr_ray.store.runs import record, to_plain
 
-    if mode.verbose:
+    if verbose:
         logging.getLogger("mvr_ray").setLevel(logging.INFO)
         _set_terminal_level(logging.INFO)
     with Reporter() as progress, record(run, name) as run_record:
@@ -139,11 +135,11 @@ def run_stage(
     plain.pop("values", None)
     if plain.pop("ranks", None) is not None:
         plain["questions_file"] = f"{folder}/{next(iter(run_record.files))}" if ranks and folder else None
-    if mode.as_json:
+    if as_json:
         print_json(plain)
         return
     summary = summarize(name, plain, words)
-    print_result(*(report_tables(name, plain) if mode.verbose or summary is None else summary.tables))
+    print_result(*(report_tables(name, plain) if verbose or summary is None else summary.tables))
     if summary:
         print_result(summary.verdict)
     if folder:
@@ -178,43 +174,38 @@ def _set_terminal_level(level: int) -> None:
         handler.setLevel(level)
 
 
-def _add_stage(
-    name: str, work: Callable[..., Any], usage: str = "", check: Callable[[Mapping[str, str]], None] | None = None
-) -> None:
-    """Register a stage as a command; the docstring of `work` is its help.
+def stage_command(
+    usage: str = "", check: Callable[[Mapping[str, str]], None] = lambda arguments: None, name: str = ""
+) -> Callable[..., Any]:
+    """Register a stage as a command of its own name, or of `name`; its docstring is the help.
 
-    The parameters of `work` after run and progress are arguments of the command: NAME=VALUE words among the overrides.
-    `usage` is the hint for a missing one; `check` raises ConfigError for a wrong value.
+    Its parameters after run and progress are arguments of the command: NAME=VALUE words among the overrides. `usage` is
+    the hint for a missing one; `check` raises ConfigError for a wrong value.
     """
-    parameters = list(inspect.signature(work).parameters.values())[2:]
-    required = [one.name for one in parameters if one.default is one.empty]
-    optional = [one.name for one in parameters if one.default is not one.empty]
-
-    def run_as_command(
-        config: Config,
-        overrides: Overrides = None,
-        print_config: PrintConfig = False,
-        as_json: AsJson = False,
-        verbose: Verbose = False,
-    ) -> None:
-        arguments: dict[str, str] = {}
-        if parameters:
-            arguments = named_arguments(name, overrides, required, optional, usage, show_only=print_config)
-            overrides = section_overrides(overrides)
-        if check and not print_config:
-            check(arguments)
-        run = _load_run(config, overrides, print_config, as_json)
-        mode, words = OutputMode(as_json, verbose), (config, *(overrides or ()))
-        run_stage(name, run, functools.partial(work, **arguments), mode, words, arguments)
-
-    app.command(name, help=work.__doc__)(exit_on_error(run_as_command))
-
-
-def stage_command(usage: str = "", check: Callable[[Mapping[str, str]], None] | None = None) -> Callable[..., Any]:
-    """Register a function as a stage of its name, as `_add_stage` does."""
 
     def register(work: Callable[..., Any]) -> Callable[..., Any]:
-        _add_stage(work.__name__, work, usage, check)
+        stage, parameters = name or work.__name__, list(inspect.signature(work).parameters.values())[2:]
+        required = [one.name for one in parameters if one.default is one.empty]
+        optional = [one.name for one in parameters if one.default is not one.empty]
+
+        def run_as_command(
+            config: Config,
+            overrides: Overrides = None,
+            print_config: PrintConfig = False,
+            as_json: AsJson = False,
+            verbose: Verbose = False,
+        ) -> None:
+            arguments: dict[str, str] = {}
+            if parameters:
+                arguments = named_arguments(stage, overrides, required, optional, usage, show_only=print_config)
+                overrides = section_overrides(overrides)
+            if not print_config:
+                check(arguments)
+            run, words = _load_run(config, overrides, print_config, as_json), (config, *(overrides or ()))
+            step = functools.partial(work, **arguments)
+            run_stage(stage, run, step, words, arguments, as_json=as_json, verbose=verbose)
+
+        app.command(stage, help=work.__doc__)(exit_on_error(run_as_command))
         return work
 
     return register
@@ -242,7 +233,7 @@ def init(
 
 
 for _name, _work in STAGES.items():
-    _add_stage(_name, _work)
+    stage_command(name=_name)(_work)
 
 
 def _check_format(arguments: Mapping[str, str]) -> None:

@@ -52,9 +52,10 @@ class ReverseProxy:
         """Bind `serve.host:serve.port`. Raises ConfigError if that fails, or without a HAProxy."""
         self._limits = limits
         self._tokens = tokens
-        self._binary = find_haproxy()
+        binary = find_haproxy()
         self._socket = _bind(limits.host, limits.port)
         self._folder = Path(tempfile.mkdtemp(prefix="mvr-haproxy-"))
+        self._command = [binary, "-db", "-C", str(self._folder), "-f", "haproxy.cfg"]
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -93,12 +94,11 @@ class ReverseProxy:
         """Listen, and forward to Ray Serve's proxy at 127.0.0.1:`serve_port`. Raises ResourceError."""
         for name, content in haproxy_files(self._limits, self._tokens, serve_port, self._socket.fileno()).items():
             (self._folder / name).write_text(content)
-        check = subprocess.run(
-            [*self._command(), "-c"], pass_fds=(self._socket.fileno(),), capture_output=True, check=False
-        )
+        command = [*self._command, "-c"]
+        check = subprocess.run(command, pass_fds=(self._socket.fileno(),), capture_output=True, check=False)
         if check.returncode:
             output = (check.stderr + check.stdout).decode(errors="replace").strip()[-500:]
-            raise ResourceError(f"{self._binary} does not take the configuration of mvr_ray: {output}")
+            raise ResourceError(f"{self._command[0]} does not take the configuration of mvr_ray: {output}")
         self._socket.listen(_BACKLOG)
         self._run()
 
@@ -111,7 +111,7 @@ class ReverseProxy:
     def _run(self) -> None:
         prctl = ctypes.CDLL(None).prctl
         self._process = subprocess.Popen(
-            self._command(),
+            self._command,
             pass_fds=(self._socket.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -119,9 +119,6 @@ class ReverseProxy:
             start_new_session=True,  # a Ctrl-C of the terminal is for this process
             preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
         )
-
-    def _command(self) -> list[str]:
-        return [self._binary, "-db", "-C", str(self._folder), "-f", "haproxy.cfg"]
 
 
 def find_haproxy() -> str:
