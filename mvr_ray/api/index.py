@@ -23,7 +23,7 @@ from mvr_ray.api import rows
 from mvr_ray.api.hits import SearchHits
 from mvr_ray.config import RunConfig, load_run, parse_run
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
-from mvr_ray.serving.schemas import Hybrid, RequestError, SearchRequest, SearchResponse, validate
+from mvr_ray.serving.schemas import Hybrid, RequestError, SearchRequest, validate
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
@@ -87,8 +87,8 @@ class Index:
         own = {name: dict(values) for name, values in (settings or {}).items()}
         own["store"] = {**own.get("store", {}), "path": _absolute(str(path))}
         own["encoder"] = {**own.get("encoder", {}), "backbone": model}
-        source_settings = {"sources": [source.model_dump(exclude_defaults=True) for source in sources or ()]}
-        own["prepare"] = {"fields": "infer", **own.get("prepare", {}), **source_settings}
+        paths_given = [source.model_dump(exclude_defaults=True) for source in sources or ()]
+        own["prepare"] = {"fields": "infer", **own.get("prepare", {}), "sources": paths_given}
         run = parse_run(own, "Index.build")
         store = Store(run.store.path)
         records = None if sources else rows.passage_records(passages)
@@ -191,11 +191,20 @@ class Index:
         queries = [query] if isinstance(query, str) else query if isinstance(query, list) else list(query)
         texts = [one if isinstance(one, str) else f"vector {number}" for number, one in enumerate(queries)]
         plain = [one if isinstance(one, str) else [float(value) for value in one] for one in queries]
-        hits: list[SearchHits] = []
-        for start in range(0, len(plain), BATCH_QUERIES):
-            response = self._query(plain[start : start + BATCH_QUERIES], k, filter, hybrid)
-            hits += [SearchHits(texts[len(hits) + at], own, response) for at, own in enumerate(response.results)]
-        return hits[0] if isinstance(query, str) else hits
+        with self._router.pin() as router:
+            own = {"k": k, "filter": filter, "fields": list(router.corpus.fields), "hybrid": hybrid}
+        limits = self.run.serve.model_copy(update=NO_LIMITS)
+        service = SearchService(self._router, limits, hybrid=self.run.search.hybrid)
+        results: list[SearchHits] = []
+        try:
+            for start in range(0, len(plain), BATCH_QUERIES):
+                request = validate(SearchRequest, queries=plain[start : start + BATCH_QUERIES], **own)
+                response = service.search(request)
+                names = texts[start : start + BATCH_QUERIES]
+                results += [SearchHits(name, hits, response) for name, hits in zip(names, response.results)]
+        except RequestError as error:
+            raise ConfigError(f"search: {error.message}; {error.hint}") from None
+        return results[0] if isinstance(query, str) else results
 
     def passages(self, ids: Sequence[str]) -> dict[str, Passage]:
         """Return passages of the live version by id; unknown ids are left out."""
@@ -320,16 +329,6 @@ class Index:
         """Switch an open router to the newest version."""
         if "_router" in self.__dict__:
             self._router.move_to(None)
-
-    def _query(self, batch: Sequence[Any], k: int, filter: Mapping[str, Any] | None, hybrid: Hybrid) -> SearchResponse:
-        with self._router.pin() as router:
-            fields = list(router.corpus.fields)
-        try:
-            request = validate(SearchRequest, queries=list(batch), k=k, filter=filter, fields=fields, hybrid=hybrid)
-            limits = self.run.serve.model_copy(update=NO_LIMITS)
-            return SearchService(self._router, limits, hybrid=self.run.search.hybrid).search(request)
-        except RequestError as error:
-            raise ConfigError(f"search: {error.message}; {error.hint}") from None
 
     def _change(self, changes: Iterable[Mapping[str, Any]], progress: Progress) -> Manifest:
         """Update the corpus by rows of a file of changes, and publish a version of it."""

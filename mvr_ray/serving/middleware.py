@@ -187,27 +187,24 @@ async def _read_body(
     """Read the body. Raises RequestError: 413 as soon as it is too large, 408 if it does not arrive in the server's
     time, 504 if it does not arrive in the sender's own."""
     max_bytes = limits.max_body_bytes if takes_body else 0
+    message, hint = "this route takes no body", "send bodies only to routes below /v1/"
     if takes_body:
         message, hint = f"the body is larger than {max_bytes} bytes", f"send at most {max_bytes} (serve.max_body_bytes)"
-    else:
-        message, hint = "this route takes no body", "send bodies only to routes below /v1/"
     too_large = RequestError(413, "body_too_large", "", message, hint, {"connection": "close"})
     length = headers.get("content-length", "")
     if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > max_bytes):
         raise too_large
 
-    async def read() -> bytes:
-        body = bytearray()
-        while (message := await receive())["type"] == "http.request":
-            body += message.get("body", b"")
-            if len(body) > max_bytes:
-                raise too_large
-            if not message.get("more_body", False):
-                break
-        return bytes(body)
-
+    body = bytearray()
     try:
-        return await asyncio.wait_for(read(), deadline.left_s)
+        async with asyncio.timeout(deadline.left_s):
+            while (message := await receive())["type"] == "http.request":
+                body += message.get("body", b"")
+                if len(body) > max_bytes:
+                    raise too_large
+                if not message.get("more_body", False):
+                    break
+        return bytes(body)
     except TimeoutError:
         if deadline.timeout_s < limits.timeout_ms / 1000:
             raise late_error(deadline) from None
