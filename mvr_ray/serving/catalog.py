@@ -119,13 +119,23 @@ class VersionCatalog:
         return version_info(version, version.version == manifests.latest_version(self.store, self.index))
 
     def _wait(self, manifest: Manifest, deadline: Deadline, was_published: bool = False) -> Manifest:
+        """Publish a manifest in a job, or wait for the job of the same manifest that runs already."""
         live = manifests.latest_version(self.store, self.index)
         if live != manifest.parent:
             raise PublishConflictError(
                 f"index {self.index!r} version {manifest.parent + 1} not published: version {live} is live, not "
                 f"{manifest.parent}; check it, then send the request with parent {live} to follow it"
             )
-        job = self._start(_PublishJob(self.store, manifest, was_published))
+        job = _PublishJob(self.store, manifest, was_published)
+        with self._lock:
+            current = None if self._job is None or self._job.is_over() else self._job
+            if current and current.key == job.key:
+                job = current
+            elif current and not current.result.done():
+                raise _busy("another version is being published here", "ask again when it is done")
+            else:
+                self._job = job
+                threading.Thread(target=job.run, name="mvr-publish", daemon=True).start()
         wait([job.result], timeout=deadline.left_s)
         if not job.result.done():
             progress = f"{job.num_whole} of {len(manifest.shards)} shards were found whole so far"
@@ -134,18 +144,6 @@ class VersionCatalog:
             if self._job is job:  # a third request reads the files again
                 self._job = None
         return job.result.result()
-
-    def _start(self, job: "_PublishJob") -> "_PublishJob":
-        """Start a job, or return that of the same manifest. Raises RequestError (503) while another one runs."""
-        with self._lock:
-            if self._job is not None and not self._job.is_over():
-                if self._job.key == job.key:
-                    return self._job
-                if not self._job.result.done():
-                    raise _busy("another version is being published here", "ask again when it is done")
-            self._job = job
-            threading.Thread(target=job.run, name="mvr-publish", daemon=True).start()
-            return job
 
     def _require(self, version: int) -> int:
         """Return the live version's number. Raises RequestError (404) if `version` does not exist."""

@@ -175,7 +175,13 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
         port = _start_serve(run)
         try:
             serve.run(application(run, version, tokens), name="mvr_ray", route_prefix="/")
-            _require_serve_proxy(port)
+            try:  # Serve has a proxy on the head, and on nodes with replicas
+                socket.create_connection((_LOOPBACK, port), timeout=_CONNECT_S).close()
+            except OSError as error:
+                raise ConfigError(
+                    f"Ray Serve has no proxy on this machine ({error}); run `mvr-ray serve` on the head of the "
+                    f"cluster, or submit it as a job"
+                ) from None
             proxy.start(port)
             address = f"http://{run.serve.host}:{run.serve.port}"
             say(f"serving on {address}: POST /v1/search, GET /readyz, GET /docs; Ctrl-C stops")
@@ -190,14 +196,3 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
             serve.shutdown()
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _require_serve_proxy(port: int) -> None:
-    """Raise ConfigError if Serve has no proxy on this machine: it has one on the head, and on nodes with replicas."""
-    try:
-        socket.create_connection((_LOOPBACK, port), timeout=_CONNECT_S).close()
-    except OSError as error:
-        raise ConfigError(
-            f"Ray Serve has no proxy on this machine ({error}); run `mvr-ray serve` on the head of the cluster, or "
-            f"submit it as a job"
-        ) from None

@@ -56,7 +56,8 @@ class ReverseProxy:
         self._socket = _bind(limits.host, limits.port)
         self._folder = Path(tempfile.mkdtemp(prefix="mvr-haproxy-"))
         self._command = [binary, "-db", "-C", str(self._folder), "-f", "haproxy.cfg"]
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        """HAProxy, from `start` to `stop`."""
 
     def __enter__(self) -> Self:
         return self
@@ -68,7 +69,7 @@ class ReverseProxy:
     def stop(self) -> None:
         """Stop listening, give requests that are under way a short time, and end. A second call does nothing."""
         self._socket.close()
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None:
             process.send_signal(signal.SIGUSR1)
             try:
@@ -76,13 +77,6 @@ class ReverseProxy:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-    @property
-    def process_id(self) -> int:
-        """Process id of HAProxy. Raises ResourceError if it was not started."""
-        if self._process is None:
-            raise ResourceError("haproxy was not started; call start")
-        return self._process.pid
 
     @property
     def address(self) -> tuple[str, int]:
@@ -104,13 +98,13 @@ class ReverseProxy:
 
     def restart_if_ended(self) -> None:
         """Start HAProxy again if it has ended. Connections that arrived meanwhile wait in the socket's queue."""
-        if self._process is not None and self._process.poll() is not None:
-            log.warning("haproxy ended, starting it again: status=%s", self._process.returncode)
+        if self.process is not None and self.process.poll() is not None:
+            log.warning("haproxy ended, starting it again: status=%s", self.process.returncode)
             self._run()
 
     def _run(self) -> None:
         prctl = ctypes.CDLL(None).prctl
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             self._command,
             pass_fds=(self._socket.fileno(),),
             stdin=subprocess.DEVNULL,
