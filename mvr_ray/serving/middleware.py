@@ -70,7 +70,12 @@ class RequestMiddleware:
                 slot = self.admission.acquire()
             body = await _read_body(headers, receive, self.limits, deadline, takes_body)
             scope.setdefault("state", {}).update(role=role, slot=slot, deadline=deadline)
-            await self.app(scope, _replay(body, receive), response)
+            messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def replay() -> Message:
+                return messages.pop() if messages else await receive()
+
+            await self.app(scope, replay, response)
         except RequestError as error:
             await error_response(error)(scope, receive, response)
         except MvrRayError as error:
@@ -210,12 +215,3 @@ async def _read_body(
             raise late_error(deadline) from None
         message, hint = "the body did not arrive in time", "send it faster, or send less"
         raise RequestError(408, "body_late", "", message, hint, {"connection": "close"}) from None
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replay() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return replay
