@@ -64,16 +64,11 @@ _NOT_BEGUN = ("overloaded", "publishing")
 """Codes of errors after which any request may be sent again: the server has not begun it."""
 
 
-class ClientError(MvrRayError):
+class ClientError(RequestError, MvrRayError):
     """A request without a result. `status` is 0 if there was no answer."""
 
-    def __init__(self, status: int, code: str, field: str, message: str, hint: str) -> None:
-        super().__init__(f"{code}: {field + ': ' if field else ''}{message}; {hint}")
-        self.status = status
-        self.code = code
-        self.field = field
-        self.message = message
-        self.hint = hint
+    def __str__(self) -> str:
+        return f"{self.code}: {super().__str__()}"
 
 
 class RefusedError(ClientError):
