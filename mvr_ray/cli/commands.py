@@ -417,10 +417,10 @@ def search(
     if as_json:
         print_json(response)
         return
-    searched = f"{response.coverage.passages_searched:,} of {response.coverage.passages_total:,} passages searched"
+    coverage = f"{response.coverage.passages_searched:,} of {response.coverage.passages_total:,} passages searched"
     print_result(
         *(tables.hit_text(rank, hit) for rank, hit in enumerate(response.results[0], 1)),
-        f"index {response.index} version {response.version}, {searched}, {tables.exactness(response.exact)}",
+        f"index {response.index} version {response.version}, {coverage}, {tables.exactness(response.exact)}",
     )
 
 

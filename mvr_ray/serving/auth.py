@@ -46,7 +46,7 @@ class TokenStore:
     def role(self, token: bytes) -> Role | None:
         """Return the role of a token, None for an unknown one, in constant time."""
         digest = hashlib.sha256(token).hexdigest()
-        matches = [role for known, role in self.roles.items() if hmac.compare_digest(digest, known)]
+        matches = [role for own, role in self.roles.items() if hmac.compare_digest(digest, own)]
         return matches[0] if matches else None
 
 
