@@ -90,8 +90,8 @@ def render_html(explanation: Explanation) -> str:
 
     def bar(score: float) -> str:
         """Return the place of a score's bar, in percent of the width; 0 lies between `low` and `high`."""
-        left, width = 100 * (min(score, 0.0) - low) / (high - low), 100 * abs(score) / (high - low)
-        return f"left: {left:.2f}%; width: {width:.2f}%"
+        start, width = 100 * (min(score, 0.0) - low) / (high - low), 100 * abs(score) / (high - low)
+        return f"left: {start:.2f}%; width: {width:.2f}%"
 
     legend = (
         f"index {explanation.index} version {explanation.version}, encoder {explanation.encoder_fingerprint}; "

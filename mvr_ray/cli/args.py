@@ -11,7 +11,7 @@ from mvr_ray.errors import ConfigError
 def named_arguments(
     command: str,
     words: Sequence[str] | None,
-    required: Sequence[str],
+    mandatory: Sequence[str],
     optional: Sequence[str],
     hint: str,
     *,
@@ -19,8 +19,8 @@ def named_arguments(
 ) -> dict[str, str]:
     """Return the command's own NAME=VALUE words, those without a section. `show_only` requires none."""
     arguments = {key: value for key, _, value in (word.partition("=") for word in words or ()) if "." not in key}
-    unknown_keys = sorted(set(arguments) - {*required, *optional})
-    missing = [key for key in required if not arguments.get(key)]
+    unknown_keys = sorted(set(arguments) - {*mandatory, *optional})
+    missing = [key for key in mandatory if not arguments.get(key)]
     if unknown_keys or (missing and not show_only):
         problem = f"{unknown_keys[0]}=... is not known" if unknown_keys else f"{missing[0]}=... is missing"
         raise ConfigError(f"{command}: {problem}; {hint}")

@@ -185,7 +185,7 @@ def stage_command(
 
     def register(work: Callable[..., Any]) -> Callable[..., Any]:
         stage, parameters = name or work.__name__, list(inspect.signature(work).parameters.values())[2:]
-        required = [one.name for one in parameters if one.default is one.empty]
+        mandatory = [one.name for one in parameters if one.default is one.empty]
         optional = [one.name for one in parameters if one.default is not one.empty]
 
         def run_as_command(
@@ -197,7 +197,7 @@ def stage_command(
         ) -> None:
             arguments: dict[str, str] = {}
             if parameters:
-                arguments = named_arguments(stage, overrides, required, optional, usage, show_only=print_config)
+                arguments = named_arguments(stage, overrides, mandatory, optional, usage, show_only=print_config)
                 overrides = section_overrides(overrides)
             if not print_config:
                 check(arguments)
