@@ -139,73 +139,43 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
         at_rest + dimension * (4 * num_moving + math.ceil(item * (block_share * vectors + num_added)))
     )
     workspace = 32_768 * (256 + dimension) * 4  # vectors of a step in fp32, and their scores
-    is_compiled = run.index.kind == "flat" and not resources.gpus_per_searcher and library() is not None
+    is_compiled = run.index.kind == "flat" and not on_gpu and library() is not None
     searching = COMPILED_BYTES if is_compiled else SEARCHER_BYTES + workspace
     row_bytes = math.ceil(shards / searchers) * on_shard * LOADED_ROW_BYTES
-    rows_refined = math.ceil(shards / refiners) * on_shard * (LOADED_ROW_BYTES + 8 * views)
-    per_gpu_encoder, per_gpu_trainer = resources.gpus_per_encoder > 0, resources.gpus_per_trainer > 0
-    guess = "" if model.known else "; backbone not on this machine, bert-base sizes assumed"
-    words_bytes = math.ceil(POSTINGS_SHARE * on_shard * passage_bytes) * run.index.lexical
+    refiner_bytes = SEARCHER_BYTES + refined_bytes + workspace
+    refiner_bytes += math.ceil(shards / refiners) * on_shard * (LOADED_ROW_BYTES + 8 * views)
     statistics_bytes = math.ceil(STATISTICS_BYTES * math.sqrt(passages * passage_bytes)) * run.index.lexical
-    lines = [
-        PlanLine("disk", "corpus", math.ceil(on_shard * passage_bytes), shards, f"{passage_bytes:.0f} bytes a passage"),
-        PlanLine("disk", "encoder snapshot", weights, 1, f"fp32 weights{guess}"),
-        PlanLine("disk", "embeddings", at_rest, shards, f"{vectors:,} x {dimension} x {item} bytes a shard"),
-        PlanLine("disk", f"index files ({run.index.kind})", index_file, shards, "beside the embeddings"),
-        *(
-            [
-                PlanLine("disk", "words, postings", words_bytes, shards, "beside the embeddings, for a hybrid search"),
-                PlanLine("disk", "words, statistics", statistics_bytes, 1, "of the whole corpus"),
-            ]
-            if run.index.lexical
-            else []
-        ),
-        PlanLine("disk", "staging", at_rest, shards, "encoded chunks until the version is published"),
-        PlanLine(
-            "disk", "one more version", refined_file + words_bytes, shards, "at most: unchanged shards are shared"
-        ),
-        PlanLine(
-            "memory", "encoder", PROCESS_BYTES + (0 if per_gpu_encoder else encode), resources.encoders_max, "a worker"
-        ),
-        PlanLine(
-            "memory",
-            "trainer",
-            PROCESS_BYTES + (0 if per_gpu_trainer else train),
-            max(1, resources.train_workers),
-            "a worker",
-        ),
-        PlanLine(
-            "memory",
-            "searcher",
-            searching + shard_bytes + row_bytes + math.ceil(shards / searchers) * words_bytes + statistics_bytes,
-            searchers * resources.replicas,
-            "its shards, mapped or loaded"
-            + "; at most: blocks with a changed passage once more" * bool(copied_bytes)
-            + "; compiled loops, as on this machine" * is_compiled,
-        ),
-        PlanLine(
-            "memory",
-            "searcher, one more version",
-            shard_bytes + row_bytes,
-            searchers * resources.replicas,
-            "at most, while a next version opens and the live one finishes its calls: unchanged shards are shared",
-        ),
-        PlanLine(
-            "memory",
-            "refiner",
-            SEARCHER_BYTES + refined_bytes + rows_refined + workspace,
-            refiners,
-            "at most: all that its labels can change",
-        ),
+    words_bytes = math.ceil(POSTINGS_SHARE * on_shard * passage_bytes) * run.index.lexical
+    searcher_bytes = shard_bytes + row_bytes + math.ceil(shards / searchers) * words_bytes + statistics_bytes
+    searcher_note = "its shards, mapped or loaded"
+    searcher_note += "; at most: blocks with a changed passage once more" * bool(copied_bytes)
+    searcher_note += "; compiled loops, as on this machine" * is_compiled
+    guess = "" if model.known else "; backbone not on this machine, bert-base sizes assumed"
+    words_note, sharing_note = "beside the embeddings, for a hybrid search", "at most: unchanged shards are shared"
+    moving_note = "at most, while a next version opens and the live one finishes its calls: unchanged shards are shared"
+    trainers, all_searchers = max(1, resources.train_workers), searchers * resources.replicas
+    gpu_encoder, gpu_trainer = resources.gpus_per_encoder > 0, resources.gpus_per_trainer > 0
+    encoder_note = "weights, again in bf16, and one batch" if is_unpadded else "weights and one batch"
+    vectors_on_gpu = math.ceil(shards / searchers) * (vectors + num_added) * dimension * item + workspace
+    rows: list[tuple[bool, tuple[Kind, str, int, int, str]]] = [
+        (True, ("disk", "corpus", math.ceil(on_shard * passage_bytes), shards, f"{passage_bytes:.0f} bytes a passage")),
+        (True, ("disk", "encoder snapshot", weights, 1, f"fp32 weights{guess}")),
+        (True, ("disk", "embeddings", at_rest, shards, f"{vectors:,} x {dimension} x {item} bytes a shard")),
+        (True, ("disk", f"index files ({run.index.kind})", index_file, shards, "beside the embeddings")),
+        (run.index.lexical, ("disk", "words, postings", words_bytes, shards, words_note)),
+        (run.index.lexical, ("disk", "words, statistics", statistics_bytes, 1, "of the whole corpus")),
+        (True, ("disk", "staging", at_rest, shards, "encoded chunks until the version is published")),
+        (True, ("disk", "one more version", refined_file + words_bytes, shards, sharing_note)),
+        (True, ("memory", "encoder", PROCESS_BYTES + encode * (not gpu_encoder), resources.encoders_max, "a worker")),
+        (True, ("memory", "trainer", PROCESS_BYTES + train * (not gpu_trainer), trainers, "a worker")),
+        (True, ("memory", "searcher", searching + searcher_bytes, all_searchers, searcher_note)),
+        (True, ("memory", "searcher, one more version", shard_bytes + row_bytes, all_searchers, moving_note)),
+        (True, ("memory", "refiner", refiner_bytes, refiners, "at most: all that its labels can change")),
+        (gpu_encoder, ("gpu", "encoder", encode, resources.encoders_max, encoder_note)),
+        (gpu_trainer, ("gpu", "trainer", train, trainers, "weights, AdamW, activations")),
+        (on_gpu, ("gpu", "searcher", vectors_on_gpu, all_searchers, "vectors of its shards")),
     ]
-    if per_gpu_encoder:
-        note = "weights, again in bf16, and one batch" if is_unpadded else "weights and one batch"
-        lines.append(PlanLine("gpu", "encoder", encode, resources.encoders_max, note))
-    if per_gpu_trainer:
-        lines.append(PlanLine("gpu", "trainer", train, max(1, resources.train_workers), "weights, AdamW, activations"))
-    if resources.gpus_per_searcher > 0:
-        on_gpu = math.ceil(shards / searchers) * (vectors + num_added) * dimension * item + workspace
-        lines.append(PlanLine("gpu", "searcher", on_gpu, searchers * resources.replicas, "vectors of its shards"))
+    lines = [PlanLine(*row) for is_needed, row in rows if is_needed]
     return Plan(passages, passages * views, dimension, views, shards, lines)
 
 
@@ -305,9 +275,8 @@ def train_activations(run: RunConfig, model: Backbone) -> int:
     if run.train.cache_chunk:
         passages = questions = min(passages, run.train.cache_chunk)
     half = run.train.precision in ("bf16", "fp16")
-    layer = layer_bytes(model, passages * length, length, half=half) + layer_bytes(
-        model, questions * question_length, question_length, half=half
-    )
+    layer = layer_bytes(model, passages * length, length, half=half)
+    layer += layer_bytes(model, questions * question_length, question_length, half=half)
     if not run.train.gradient_checkpointing:
         return layer * model.layers
     kept_bytes = (passages * length + questions * question_length) * model.hidden * (2 if half else 4)

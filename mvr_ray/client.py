@@ -39,17 +39,7 @@ from mvr_ray.errors import MvrRayError
 from mvr_ray.explanation import Explanation
 from mvr_ray.serving import schemas
 from mvr_ray.serving.catalog import PublishRequest, VersionCatalog
-from mvr_ray.serving.schemas import (
-    ErrorResponse,
-    ExplainRequest,
-    PassageResponse,
-    Readiness,
-    RequestError,
-    SearchRequest,
-    SearchResponse,
-    VersionDetail,
-    VersionList,
-)
+from mvr_ray.serving.schemas import EmbeddingsResponse, Readiness, RequestError, SearchResponse
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -74,16 +64,11 @@ _NOT_BEGUN = ("overloaded", "publishing")
 """Codes of errors after which any request may be sent again: the server has not begun it."""
 
 
-class ClientError(MvrRayError):
+class ClientError(RequestError, MvrRayError):
     """A request without a result. `status` is 0 if there was no answer."""
 
-    def __init__(self, status: int, code: str, field: str, message: str, hint: str) -> None:
-        super().__init__(f"{code}: {field + ': ' if field else ''}{message}; {hint}")
-        self.status = status
-        self.code = code
-        self.field = field
-        self.message = message
-        self.hint = hint
+    def __str__(self) -> str:
+        return f"{self.code}: {super().__str__()}"
 
 
 class RefusedError(ClientError):
@@ -107,8 +92,6 @@ class EndpointRequest(Generic[A]):
     response: type[A]
     work: Callable[[SearchService, Deadline], A]
     body: BaseModel | None = None
-    timeout_s: float | None = None
-    """Time for all attempts; None: the client's."""
     statuses: tuple[int, ...] = (200,)
     """Statuses that carry a response of this type."""
     repeatable: bool = True
@@ -116,7 +99,8 @@ class EndpointRequest(Generic[A]):
 
 
 class Endpoint(Generic[P, A]):
-    """A method of both clients, written once: a function from its arguments, without the client, to the request."""
+    """A method of both clients, written once: a function from its arguments, without the client, to the request. The
+    client itself reads the keyword `timeout_s`, the time for all attempts; absent: the client's."""
 
     def __init__(self, build: Callable[P, EndpointRequest[A]]) -> None:
         self._build = build
@@ -130,8 +114,7 @@ class Endpoint(Generic[P, A]):
     def __get__(self, client: Any, owner: type) -> Any:
         if client is None:  # help() looks at the class
             return self._build
-        method = functools.partial(client._call, self._build)
-        return functools.update_wrapper(method, self._build)
+        return functools.update_wrapper(functools.partial(client._call, self._build), self._build)
 
 
 class HttpTransport:
@@ -146,25 +129,28 @@ class HttpTransport:
         if token is not None:
             word = token.strip()
             if not (word and word.isascii() and word.isprintable() and " " not in word):
-                raise ValueError(
-                    "the token is not one word of printable ASCII characters; give it as the server has it"
-                )
+                message = "the token is not one word of printable ASCII characters; give it as the server has it"
+                raise ValueError(message)
             headers["authorization"] = f"Bearer {word}"
         limits = httpx2.Limits(keepalive_expiry=_KEEPALIVE_S)
         self._http = httpx2.AsyncClient(headers=headers, timeout=None, limits=limits)
 
     async def send(self, request: EndpointRequest[A], deadline: Deadline) -> A:
         """Send a request until there is a response, a permanent error, or no time."""
-        tries = 0
+        tries, path, content, headers = 0, self.address + request.path, None, {}
+        if request.body is not None:
+            content, headers = request.body.model_dump_json(exclude_none=True), {"content-type": "application/json"}
         last: ClientError | None = None
         while (left_s := deadline.left_s) > 0:
             retry_after, tries = "", tries + 1
+            headers["x-timeout-ms"] = str(max(1, int(1000 * _SERVER_SHARE * left_s)))
             try:
                 async with asyncio.timeout(left_s):
-                    response = await self._send_once(request, left_s)
-                if (answer := _parse(request, response)) is not None:
-                    return answer
-                last, retry_after = _response_error(response), response.headers.get("retry-after", "")
+                    response = await self._http.request(request.method, path, headers=headers, content=content)
+                result = _parse(request, response)
+                if not isinstance(result, ClientError):
+                    return result
+                last, retry_after = result, response.headers.get("retry-after", "")
                 again = response.status_code in _RETRY_STATUSES and (request.repeatable or last.code in _NOT_BEGUN)
             except TimeoutError:
                 break
@@ -182,14 +168,6 @@ class HttpTransport:
 
     async def close(self) -> None:
         await self._http.aclose()
-
-    async def _send_once(self, request: EndpointRequest[A], left_s: float) -> httpx2.Response:
-        headers = {"x-timeout-ms": str(max(1, int(1000 * _SERVER_SHARE * left_s)))}
-        content = None
-        if request.body is not None:
-            headers["content-type"] = "application/json"
-            content = request.body.model_dump_json(exclude_none=True)
-        return await self._http.request(request.method, self.address + request.path, headers=headers, content=content)
 
 
 @dataclass
@@ -248,17 +226,17 @@ class _Endpoints:
         self.timeout_s = timeout_s
 
     async def _send(self, build: Callable[P, EndpointRequest[A]], *args: P.args, **options: P.kwargs) -> A:
+        own_s: Any = options.get("timeout_s")
+        deadline = Deadline.after(self.timeout_s if own_s is None else own_s)
         try:
-            request = build(*args, **options)
-            deadline = Deadline.after(self.timeout_s if request.timeout_s is None else request.timeout_s)
-            return await self._transport.send(request, deadline)
+            return await self._transport.send(build(*args, **options), deadline)
         except ClientError:
             raise
         except RequestError as error:  # of the arguments, or of a service in this process
             refusal = error
         except MvrRayError as error:
             refusal = schemas.to_request_error(error)
-        raise _typed_error(refusal.status, refusal.code, refusal.field, refusal.message, refusal.hint)
+        raise _typed_error(refusal.status, refusal)
 
     @Endpoint
     @staticmethod
@@ -279,7 +257,7 @@ class _Endpoints:
         that pass a filter, such as `{"year": {"gte": 1958}}`. `fields` come with the hits. `hybrid` w scores by BM25 +
         w x dense, "off" by the dense score alone; absent: as the server's run file says."""
         body = schemas.validate(
-            SearchRequest,
+            schemas.SearchRequest,
             queries=list(queries) if isinstance(queries, Sequence) else queries.tolist(),
             k=k,
             text=text,
@@ -290,9 +268,7 @@ class _Endpoints:
             fields=list(fields),
             hybrid=hybrid,
         )
-        return EndpointRequest(
-            "POST", "/v1/search", SearchResponse, lambda s, deadline: s.search(body, deadline), body, timeout_s
-        )
+        return EndpointRequest("POST", "/v1/search", SearchResponse, lambda s, due: s.search(body, due), body)
 
     @Endpoint
     @staticmethod
@@ -309,7 +285,7 @@ class _Endpoints:
         """Score every view of the named passages, or of each question's best `k`, with every question; `hybrid` as in
         `search`: with the words of each passage, too."""
         body = schemas.validate(
-            ExplainRequest,
+            schemas.ExplainRequest,
             questions=questions,
             passages=passages,
             k=k,
@@ -317,54 +293,42 @@ class _Endpoints:
             encoder_fingerprint=encoder_fingerprint,
             hybrid=hybrid,
         )
-        return EndpointRequest(
-            "POST", "/v1/explain", Explanation, lambda s, deadline: s.explain(body, deadline), body, timeout_s
-        )
+        return EndpointRequest("POST", "/v1/explain", Explanation, lambda s, due: s.explain(body, due), body)
 
     @Endpoint
     @staticmethod
     def embed(
         texts: Sequence[str], *, model: str, timeout_s: float | None = None
-    ) -> EndpointRequest[schemas.EmbeddingsResponse]:
+    ) -> EndpointRequest[EmbeddingsResponse]:
         """Embed texts by the index's encoder, as a search embeds its queries. `model` names that encoder."""
         body = schemas.validate(schemas.EmbeddingsRequest, model=model, input=list(texts))
-        return EndpointRequest(
-            "POST",
-            "/v1/embeddings",
-            schemas.EmbeddingsResponse,
-            lambda s, deadline: s.embed(body, deadline),
-            body,
-            timeout_s,
-        )
+        return EndpointRequest("POST", "/v1/embeddings", EmbeddingsResponse, lambda s, due: s.embed(body, due), body)
 
     @Endpoint
     @staticmethod
     def examples(*, timeout_s: float | None = None) -> EndpointRequest[schemas.ExampleQueries]:
         """Return a few texts to search for: questions that came with the corpus, else titles."""
-        return EndpointRequest(
-            "GET", "/v1/examples", schemas.ExampleQueries, lambda s, _: s.examples(), timeout_s=timeout_s
-        )
+        return EndpointRequest("GET", "/v1/examples", schemas.ExampleQueries, lambda s, _: s.examples())
 
     @Endpoint
     @staticmethod
-    def passage(passage_id: str, *, timeout_s: float | None = None) -> EndpointRequest[PassageResponse]:
+    def passage(passage_id: str, *, timeout_s: float | None = None) -> EndpointRequest[schemas.PassageResponse]:
         """Return one passage as it was indexed."""
         # Dots too: as a part of a path, `.` and `..` would mean folders.
         path = "/v1/passages/" + quote(passage_id, safe="", errors="surrogatepass").replace(".", "%2E")
-        return EndpointRequest("GET", path, PassageResponse, lambda s, _: s.passage(passage_id), timeout_s=timeout_s)
+        return EndpointRequest("GET", path, schemas.PassageResponse, lambda s, _: s.passage(passage_id))
 
     @Endpoint
     @staticmethod
-    def versions(*, timeout_s: float | None = None) -> EndpointRequest[VersionList]:
+    def versions(*, timeout_s: float | None = None) -> EndpointRequest[schemas.VersionList]:
         """List the published versions, the live one, and the one that answers."""
-        return EndpointRequest("GET", "/v1/versions", VersionList, lambda s, _: s.versions(), timeout_s=timeout_s)
+        return EndpointRequest("GET", "/v1/versions", schemas.VersionList, lambda s, _: s.versions())
 
     @Endpoint
     @staticmethod
-    def version(number: int, *, timeout_s: float | None = None) -> EndpointRequest[VersionDetail]:
+    def version(number: int, *, timeout_s: float | None = None) -> EndpointRequest[schemas.VersionDetail]:
         """Return one version, and how it was made."""
-        path = f"/v1/versions/{number}"
-        return EndpointRequest("GET", path, VersionDetail, lambda s, _: s.version(number), timeout_s=timeout_s)
+        return EndpointRequest("GET", f"/v1/versions/{number}", schemas.VersionDetail, lambda s, _: s.version(number))
 
     @Endpoint
     @staticmethod
@@ -378,30 +342,26 @@ class _Endpoints:
         """
         fields = dataclasses.asdict(manifest) if isinstance(manifest, Manifest) else dict(manifest)
         body = schemas.validate(PublishRequest, manifest=fields, parent=parent)
-        return EndpointRequest(
-            "POST", "/v1/versions", VersionInfo, lambda s, deadline: s.publish(body, deadline), body, timeout_s
-        )
+        return EndpointRequest("POST", "/v1/versions", VersionInfo, lambda s, due: s.publish(body, due), body)
 
     @Endpoint
     @staticmethod
     def rollback(number: int, *, timeout_s: float | None = None) -> EndpointRequest[VersionInfo]:
         """Publish the content of a version, after checking its files, as a new one. Needs an admin token."""
-        path, more = f"/v1/versions/{number}/rollback", {"timeout_s": timeout_s, "repeatable": False}
-        return EndpointRequest("POST", path, VersionInfo, lambda s, deadline: s.rollback(number, deadline), **more)
+        path = f"/v1/versions/{number}/rollback"
+        return EndpointRequest("POST", path, VersionInfo, lambda s, due: s.rollback(number, due), repeatable=False)
 
     @Endpoint
     @staticmethod
     def promote(number: int, *, timeout_s: float | None = None) -> EndpointRequest[Readiness]:
         """Answer from this version, the newest one, as soon as it is open. Needs an admin token."""
-        path = f"/v1/versions/{number}/promote"
-        return EndpointRequest("POST", path, Readiness, lambda s, _: s.promote(number), timeout_s=timeout_s)
+        return EndpointRequest("POST", f"/v1/versions/{number}/promote", Readiness, lambda s, _: s.promote(number))
 
     @Endpoint
     @staticmethod
     def ready(*, timeout_s: float | None = None) -> EndpointRequest[Readiness]:
         """Return whether a real search has just covered every passage; `ready` false is an answer, not an error."""
-        more = {"timeout_s": timeout_s, "statuses": (200, 503)}
-        return EndpointRequest("GET", "/readyz", Readiness, lambda s, _: s.readiness(), **more)
+        return EndpointRequest("GET", "/readyz", Readiness, lambda s, _: s.readiness(), statuses=(200, 503))
 
 
 class AsyncClient(_Endpoints):
@@ -474,30 +434,24 @@ def _retry_after_s(retry_after: str) -> float | None:
     return max(0.0, (at - datetime.now(UTC)).total_seconds())
 
 
-def _parse(request: EndpointRequest[A], response: httpx2.Response) -> A | None:
-    """Parse a response; None for an error. Raises UnavailableError for a response that is none of mvr_ray."""
-    if response.status_code not in request.statuses:
-        return None
-    try:
-        return request.response.model_validate_json(response.content)
-    except ValidationError as error:
-        if response.status_code != 200:
-            return None
-        first = error.errors(include_url=False, include_input=False)[0]["msg"]
-        message, hint = f"the answer is not a {request.response.__name__} ({first})", "is this a server of mvr_ray?"
-        raise UnavailableError(response.status_code, "bad_answer", "", message, hint) from None
-
-
-def _response_error(response: httpx2.Response) -> ClientError:
+def _parse(request: EndpointRequest[A], response: httpx2.Response) -> A | ClientError:
+    """Parse a response, or the error in it. Raises UnavailableError for a response that is none of mvr_ray."""
     status = response.status_code
+    if status in request.statuses:
+        try:
+            return request.response.model_validate_json(response.content)
+        except ValidationError as error:
+            if status == 200:
+                first = error.errors(include_url=False, include_input=False)[0]["msg"]
+                message = f"the answer is not a {request.response.__name__} ({first})"
+                raise UnavailableError(status, "bad_answer", "", message, "is this a server of mvr_ray?") from None
     try:
-        error = ErrorResponse.model_validate_json(response.content).error
+        return _typed_error(status, schemas.ErrorResponse.model_validate_json(response.content).error)
     except ValidationError:
-        message = f"status {status} without an error of mvr_ray"
-        return _typed_error(status, f"http_{status}", "", message, "is there a proxy in between?")
-    return _typed_error(status, error.code, error.field, error.message, error.hint)
+        message, hint = f"status {status} without an error of mvr_ray", "is there a proxy in between?"
+        return _typed_error(status, schemas.ErrorDetail(code=f"http_{status}", field="", message=message, hint=hint))
 
 
-def _typed_error(status: int, code: str, field: str, message: str, hint: str) -> ClientError:
+def _typed_error(status: int, error: schemas.ErrorDetail | RequestError) -> ClientError:
     kind = RefusedError if 400 <= status < 500 else UnavailableError
-    return kind(status, code, field, message, hint)
+    return kind(status, error.code, error.field, error.message, error.hint)

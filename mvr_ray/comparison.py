@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -158,23 +158,20 @@ def compare(
 
 def _question_places(sides: tuple[str, str], both: list[Ranking]) -> list[dict[tuple[str, int], int]]:
     """Position of every question in each ranking, by its id (else its text) and the occurrence of that name."""
-    for names in ([ranking.ids for ranking in both], [ranking.texts for ranking in both]):
-        if all(name is not None for own in names for name in own):
-            return [_numbered_names([str(name) for name in own]) for own in names]
+    for both_names in ([ranking.ids for ranking in both], [ranking.texts for ranking in both]):
+        if all(name is not None for names in both_names for name in names):
+            places: list[dict[tuple[str, int], int]] = [{}, {}]
+            for own, names in zip(places, both_names):
+                counts: Counter[str] = Counter()
+                for place, name in enumerate(map(str, names)):
+                    own[name, counts[name]] = place
+                    counts[name] += 1
+            return places
     by_text, by_id = sorted(sides, key=lambda side: any(both[sides.index(side)].ids))
     raise ConfigError(
         f"compare: {by_text} names its questions by their texts, {by_id} by their ids, so they cannot be "
         f"matched; retrieve one of them again with format=jsonl or format=parquet, which write both"
     )
-
-
-def _numbered_names(names: Sequence[str]) -> dict[tuple[str, int], int]:
-    counts: Counter[str] = Counter()
-    places: dict[tuple[str, int], int] = {}
-    for place, name in enumerate(names):
-        places[name, counts[name]] = place
-        counts[name] += 1
-    return places
 
 
 def _is_trec_run(side: str) -> bool:
@@ -223,16 +220,12 @@ def _file_ranking(path: Path, grades: Grades | None) -> Ranking:
         rows = [row_of.get(name, QuestionHits(name, None, [])) for name in grades]
         flags = [[grades[str(row.id)].get(name, 0) > 0 for name, _ in row.hits] for row in rows]
     else:
-        flags = [_marks(row, f"{path}, entry {number}") for number, row in enumerate(rows, 1)]
+        for number, row in enumerate(rows, 1):
+            if any(mark is None for _, mark in row.hits):
+                raise DataError(f"{path}, entry {number}: {UNKNOWN.format(row.text)}")
+        flags = [[bool(mark) for _, mark in row.hits] for row in rows]
     ranks = [[next((float(rank) for rank, flag in enumerate(own, 1) if flag), np.inf)] for own in flags]
     return Ranking([row.id for row in rows], [row.text for row in rows], ranks, {})
-
-
-def _marks(row: QuestionHits, where: str) -> list[bool]:
-    marks = [mark for _, mark in row.hits if mark is not None]
-    if len(marks) < len(row.hits):
-        raise DataError(f"{where}: {UNKNOWN.format(row.text)}")
-    return marks
 
 
 def _trec(path: Path) -> Iterator[QuestionHits]:
@@ -269,18 +262,10 @@ def _json(path: Path) -> Iterator[QuestionHits]:
         rows = [{"id": name, **row} if isinstance(row, dict) else row for name, row in rows.items()]
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
         where = f"{path}, entry {number}"
-        hits = next((row[key] for key in ("ctxs", "hits", "contexts") if key in row), None) if _is_row(row) else None
+        is_row = isinstance(row, dict) and isinstance(row.get("question"), str)
+        hits = next((row[key] for key in ("ctxs", "hits", "contexts") if key in row), None) if is_row else None
         if not isinstance(hits, list) or not all(isinstance(hit, dict) for hit in hits):
             raise DataError(f"{where}: not a ranking of `mvr-ray retrieve`; it needs question and hits")
-        if not row.get("answers"):
-            hits = [{**hit, "has_answer": None} for hit in hits]
-        marks = [(str(hit.get("docid", hit.get("id"))), _mark(hit.get("has_answer"))) for hit in hits]
-        yield QuestionHits(None if row.get("id") is None else str(row["id"]), row["question"], marks)
-
-
-def _is_row(row: Any) -> bool:
-    return isinstance(row, dict) and isinstance(row.get("question"), str)
-
-
-def _mark(value: Any) -> bool | None:
-    return None if value is None else bool(value)
+        names = [str(hit.get("docid", hit.get("id"))) for hit in hits]
+        marks = [hit.get("has_answer") if row.get("answers") else None for hit in hits]
+        yield QuestionHits(None if row.get("id") is None else str(row["id"]), row["question"], list(zip(names, marks)))

@@ -4,9 +4,10 @@ The page is self-contained: no script and no external resource, readable in ligh
 a row for each view with its snippet, a column for each question with the view's score as a bar from 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
-from typing import Literal, NamedTuple
+from itertools import cycle
+from typing import Literal
 
 from pydantic import BaseModel
 
@@ -59,20 +60,6 @@ class Explanation(BaseModel):
     hybrid: float | Literal["rrf"] | None = None
 
 
-class Scale(NamedTuple):
-    """The scores at a bar's left and right end; 0 lies between them."""
-
-    low: float
-    high: float
-
-    def start(self, score: float) -> float:
-        """The left end of a score's bar, in percent of the width."""
-        return 100 * (min(score, 0.0) - self.low) / (self.high - self.low)
-
-    def width(self, score: float) -> float:
-        return 100 * abs(score) / (self.high - self.low)
-
-
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c1e21; --soft: #5c636b; --paper: #ffffff; --line: #d9dde2; --shade: #f3f5f7;
   --rest: #a9b4c0; }
@@ -99,11 +86,17 @@ _MARKS = ("#2f7ed8", "#d9662b", "#3a9d5d", "#a04fc0", "#c23b5e", "#8a7a1f")
 def render_html(explanation: Explanation) -> str:
     """Render the page as HTML; every text of passages and questions is escaped."""
     scores = [score for passage in explanation.passages for view in passage.views for score in view.scores]
-    scale = Scale(min([0.0, *scores]), max([0.0, *scores]) or 1.0)
+    low, high = min([0.0, *scores]), max([0.0, *scores]) or 1.0
+
+    def bar(score: float) -> str:
+        """Return the place of a score's bar, in percent of the width; 0 lies between `low` and `high`."""
+        start, width = 100 * (min(score, 0.0) - low) / (high - low), 100 * abs(score) / (high - low)
+        return f"left: {start:.2f}%; width: {width:.2f}%"
+
     legend = (
         f"index {explanation.index} version {explanation.version}, encoder {explanation.encoder_fingerprint}; "
         f"a score is the inner product of question and view, a passage scores as its best view (bold); "
-        f"bars run from {scale.low:.3g} to {scale.high:.3g}"
+        f"bars run from {low:.3g} to {high:.3g}"
     )
     return "\n".join(
         [
@@ -115,19 +108,22 @@ def render_html(explanation: Explanation) -> str:
             f"<style>{_STYLE}</style></head><body>",
             "<h1>Which view answers?</h1>",
             f'<p class="soft">{escape(legend)}</p>',
-            *(_passage(passage, explanation.questions, scale) for passage in explanation.passages),
+            *(_passage(passage, explanation.questions, bar) for passage in explanation.passages),
             "</body></html>",
             "",
         ]
     )
 
 
-def _passage(passage: ExplainedPassage, questions: Sequence[str], scale: Scale) -> str:
-    heads = "".join(
-        f'<th scope="col"><div class="key" style="--mark: {_mark(number)}">{escape(question)}<br>'
-        f'<span class="soft">{escape(_winner_text(winner))}</span></div></th>'
-        for number, (question, winner) in enumerate(zip(questions, passage.winners))
-    )
+def _passage(passage: ExplainedPassage, questions: Sequence[str], bar: Callable[[float], str]) -> str:
+    heads = ""
+    for mark, question, winner in zip(cycle(_MARKS), questions, passage.winners):
+        rank = f", hit {winner.rank}" if winner.rank is not None else ""
+        words = f" and words with {winner.lexical:.4f}" if winner.lexical is not None else ""
+        heads += (
+            f'<th scope="col"><div class="key" style="--mark: {mark}">{escape(question)}<br>'
+            f'<span class="soft">view {winner.view} with {winner.score:.4f}{words}{rank}</span></div></th>'
+        )
     whole = any(view.kind == "passage" for view in passage.views)
     return "\n".join(
         [
@@ -137,18 +133,18 @@ def _passage(passage: ExplainedPassage, questions: Sequence[str], scale: Scale) 
             f"<p>{escape(passage.text)}</p></details>",
             '<div class="wide"><table><thead><tr><th scope="col">view</th><th scope="col">stands for</th>'
             f"{heads}</tr></thead><tbody>",
-            *(_view(view, passage.winners, scale) for view in passage.views),
+            *(_view(view, passage.winners, bar) for view in passage.views),
             "</tbody></table></div>",
         ]
     )
 
 
-def _view(view: ExplainedView, winners: Sequence[Winner], scale: Scale) -> str:
+def _view(view: ExplainedView, winners: Sequence[Winner], bar: Callable[[float], str]) -> str:
     cells = "".join(
-        f'<td class="score{" won" if winner.view == view.view else ""}" style="--mark: {_mark(number)}">{score:.4f}'
-        f'<span class="bar"><i style="left: {scale.start(score):.2f}%; width: {scale.width(score):.2f}%"></i>'
+        f'<td class="score{" won" if winner.view == view.view else ""}" style="--mark: {mark}">{score:.4f}'
+        f'<span class="bar"><i style="{bar(score)}"></i>'
         "</span></td>"
-        for number, (score, winner) in enumerate(zip(view.scores, winners))
+        for mark, score, winner in zip(cycle(_MARKS), view.scores, winners)
     )
     kind = ' class="feedback"' if view.kind == "feedback" else ""
     return f'<tr{kind}><th scope="row">{view.view}</th><td>{escape(describe_view(view))}</td>{cells}</tr>'
@@ -162,13 +158,3 @@ def describe_view(view: ExplainedView) -> str:
         "title": f"title: {view.text}",
     }
     return words.get(view.kind, view.text or "")
-
-
-def _winner_text(winner: Winner) -> str:
-    rank = f", hit {winner.rank}" if winner.rank is not None else ""
-    words = f" and words with {winner.lexical:.4f}" if winner.lexical is not None else ""
-    return f"view {winner.view} with {winner.score:.4f}{words}{rank}"
-
-
-def _mark(number: int) -> str:
-    return _MARKS[number % len(_MARKS)]

@@ -66,12 +66,5 @@ def _analyze(run: "RunConfig", progress: "Progress") -> Any:
     return analyze.analyze(run, progress)
 
 
-STAGES: dict[str, StageFunction] = {
-    "prepare": _prepare,
-    "train": _train,
-    "mine": _mine,
-    "index": _index,
-    "refine": _refine,
-    "evaluate": _evaluate,
-    "analyze": _analyze,
-}
+_STAGES: tuple[Any, ...] = (_prepare, _train, _mine, _index, _refine, _evaluate, _analyze)
+STAGES: dict[str, StageFunction] = {stage.__name__.removeprefix("_"): stage for stage in _STAGES}

@@ -59,8 +59,9 @@ def act(run: RunConfig, action: str, version: int | None, sizes_only: bool = Fal
     numbers = manifest.list_versions(store, index)
     if not numbers:
         raise MissingInputError(f"index {index!r} in {run.store.path} has no version; run `mvr-ray index CONFIG`")
+    known_numbers = ", ".join(map(str, numbers))
     if version is not None and version not in numbers:
-        raise ConfigError(f"versions: index {index!r} has no version {version}; there are {_number_list(numbers)}")
+        raise ConfigError(f"versions: index {index!r} has no version {version}; there are {known_numbers}")
     match action:
         case "list":
             return [version_info(manifest.read(store, index, n), n == numbers[-1]) for n in numbers]
@@ -74,7 +75,7 @@ def act(run: RunConfig, action: str, version: int | None, sizes_only: bool = Fal
             return repair(store, manifest.read(store, index, version))
         case "rollback":
             if version is None:
-                raise ConfigError(f"versions: rollback to which version? There are {_number_list(numbers)}")
+                raise ConfigError(f"versions: rollback to which version? There are {known_numbers}")
             return rollback(store, index, version, sizes_only)
         case _:
             garbage = collect(store, index, keep=run.index.keep_versions, grace_s=run.index.grace_s)
@@ -87,21 +88,16 @@ def verify(store: Store, version: Manifest) -> VerifyReport:
 
     A missing encoder or corpus is a problem of the version, which could not answer queries.
     """
-    report = manifest.verify(store, version)
-    report = report._replace(problems=[*report.problems, *_encoder_damage(store, version)])
+    num_files, num_bytes, problems = manifest.verify(store, version)
+    problems = [*problems, *_encoder_damage(store, version)]
     try:
         corpus = Corpus.open(store, version.corpus, version.corpus_digest)
     except (MissingInputError, StorageError) as error:
-        path = paths.corpus_version(version.corpus, version.corpus_digest)
-        return report._replace(
-            problems=[*report.problems, Problem(NO_SHARD, path, f"cannot be read ({error})", CORPUS_CURE)]
-        )
-    files = corpus.files()
-    return VerifyReport(
-        report.num_files + len(files),
-        report.num_bytes + sum(file.num_bytes for file in files),
-        [*report.problems, *(Problem(NO_SHARD, path, why, CORPUS_CURE) for path, why in corpus.find_damage())],
-    )
+        damage = [(paths.corpus_version(version.corpus, version.corpus_digest), f"cannot be read ({error})")]
+    else:
+        files, damage = corpus.files(), corpus.find_damage()
+        num_files, num_bytes = num_files + len(files), num_bytes + sum(file.num_bytes for file in files)
+    return VerifyReport(num_files, num_bytes, [*problems, *(Problem(NO_SHARD, *own, CORPUS_CURE) for own in damage)])
 
 
 def rollback(store: Store, index: str, to: int, sizes_only: bool = False) -> RollbackReport:
@@ -111,31 +107,22 @@ def rollback(store: Store, index: str, to: int, sizes_only: bool = False) -> Rol
     """
     version = manifest.read(store, index, to)
     require_sources(store, version)
-    report = VerifyReport(0, 0, [])
-    if not sizes_only:
-        report = verify(store, version)
-        report.require()
+    report = VerifyReport(0, 0, []) if sizes_only else verify(store, version)
+    report.require()
     result = manifest.rollback(store, index, to)
-    check_scope = "sizes alone: no file was read" if sizes_only else "every digest, and the encoder's fingerprint"
+    scope = "sizes alone: no file was read" if sizes_only else "every digest, and the encoder's fingerprint"
     content = version_info(result, live=True).content
-    return RollbackReport(
-        result.version, to, content, result.num_passages, report.num_files, report.num_bytes, check_scope
-    )
+    return RollbackReport(result.version, to, content, result.num_passages, report.num_files, report.num_bytes, scope)
 
 
 def require_sources(store: Store, version: Manifest) -> None:
     """Raise MissingInputError if a version could not answer queries because its encoder or corpus is missing."""
+    refusal = f"index {version.index!r} version {version.version} was not made live:"
     for problem in _missing_encoder(store, version):
-        raise MissingInputError(
-            f"index {version.index!r} version {version.version} was not made live: {store.where(problem.path)} "
-            f"{problem.reason}; {problem.cure}"
-        )
-    corpus = Corpus.open(store, version.corpus, version.corpus_digest)
-    for path, reason in corpus.find_missing():
-        raise MissingInputError(
-            f"index {version.index!r} version {version.version} was not made live: {store.where(path)} {reason}; "
-            f"next: {CORPUS_CURE} with the same sources"
-        )
+        raise MissingInputError(f"{refusal} {store.where(problem.path)} {problem.reason}; {problem.cure}")
+    for path, reason in Corpus.open(store, version.corpus, version.corpus_digest).find_missing():
+        cure = f"next: {CORPUS_CURE} with the same sources"
+        raise MissingInputError(f"{refusal} {store.where(path)} {reason}; {cure}")
 
 
 def _encoder_damage(store: Store, version: Manifest) -> list[Problem]:
@@ -171,7 +158,3 @@ def version_info(version: Manifest, live: bool) -> VersionInfo:
         content=version.content_digest()[:16],
         live=live,
     )
-
-
-def _number_list(numbers: list[int]) -> str:
-    return ", ".join(str(number) for number in sorted(numbers))

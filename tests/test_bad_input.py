@@ -21,7 +21,7 @@ import pytest
 import yaml
 from prepared_corpus import only_corpus
 
-from mvr_ray.cli import OutputMode, main, run_stage
+from mvr_ray.cli import main, run_stage
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ManifestError, StorageError
 from mvr_ray.store import manifest, paths
@@ -440,7 +440,7 @@ def test_a_full_disk_does_not_hide_what_stopped_a_stage(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match=r"^version 2 not published, 1 stays live$"):
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)
         try:
-            run_stage("index", run, work, OutputMode(as_json=True))
+            run_stage("index", run, work, as_json=True)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
@@ -451,7 +451,7 @@ def test_a_stage_that_only_reads_does_its_work_without_a_record_where_the_store_
 ) -> None:
     (tmp_path / "runs").write_text("where the folder of records would be")
     run = RunConfig.model_validate({"store": {"path": str(tmp_path)}})
-    run_stage(stage, run, lambda _run, _progress: {"value": 1}, OutputMode(as_json=True))
+    run_stage(stage, run, lambda _run, _progress: {"value": 1}, as_json=True)
     out, err = capsys.readouterr()
     assert json.loads(out) == {"value": 1}
     assert "report:" not in err
@@ -462,4 +462,4 @@ def test_a_stage_that_writes_needs_a_store_that_can_be_written_before_it_works(t
     (tmp_path / "runs").write_text("where the folder of records would be")
     run = RunConfig.model_validate({"store": {"path": str(tmp_path)}})
     with pytest.raises(StorageError, match=r"cannot write .*/runs/"):
-        run_stage("index", run, lambda _run, _progress: pytest.fail("it works"), OutputMode(as_json=True))
+        run_stage("index", run, lambda _run, _progress: pytest.fail("it works"), as_json=True)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from ray.exceptions import RayTaskError
 
-from mvr_ray.cli import OutputMode, exit_on_error, main, run_stage
+from mvr_ray.cli import exit_on_error, main, run_stage
 from mvr_ray.config import RunConfig, load_run
 from mvr_ray.errors import DataError, MvrRayError
 
@@ -254,7 +254,7 @@ def only_record(store: Path) -> Path:
 
 def test_a_stage_leaves_the_run_as_it_was_and_its_report(tmp_path: Path, capsys) -> None:
     run = RunConfig.model_validate({"store": {"path": str(tmp_path)}, "train": {"lr": 1e-5}})
-    run_stage("index", run, lambda _run, _progress: {"passages": 3}, OutputMode(as_json=True))
+    run_stage("index", run, lambda _run, _progress: {"passages": 3}, as_json=True)
     folder = only_record(tmp_path)
     report = json.loads((folder / "report.json").read_text())
     assert folder.name.endswith("-index")
@@ -273,7 +273,7 @@ def test_a_stage_that_fails_leaves_its_record_too(tmp_path: Path, error: BaseExc
 
     run = RunConfig.model_validate({"store": {"path": str(tmp_path)}})
     with pytest.raises(type(error)):
-        run_stage("train", run, work, OutputMode())
+        run_stage("train", run, work)
     report = json.loads((only_record(tmp_path) / "report.json").read_text())
     assert (report["outcome"], report["error"]) == (outcome, message)
 
@@ -281,7 +281,7 @@ def test_a_stage_that_fails_leaves_its_record_too(tmp_path: Path, error: BaseExc
 def test_two_runs_in_one_second_keep_both_records(tmp_path: Path) -> None:
     run = RunConfig.model_validate({"store": {"path": str(tmp_path)}})
     for _ in range(3):
-        run_stage("mine", run, lambda _run, _progress: {}, OutputMode(as_json=True))
+        run_stage("mine", run, lambda _run, _progress: {}, as_json=True)
     assert len(list((tmp_path / "runs").iterdir())) == 3
 
 

@@ -24,31 +24,29 @@ class SearchHits(list[PassageHit]):
         """Whether the hits are certified to be those of exhaustive search."""
 
     def __repr__(self) -> str:
-        return "\n".join([self.question, *(_line(rank, hit) for rank, hit in enumerate(self, 1))])
+        lines = [self.question]
+        for rank, hit in enumerate(self, 1):
+            before, snippet, after = _parts(hit)
+            fields = ", ".join(f"{name} {value}" for name, value in _fields(hit).items())
+            text = f"{before}»{snippet}«{after}" if snippet else before
+            lines.append(f"{rank:>2}. {hit.score:.4f}  {hit.title or hit.id}  [{hit.id}]")
+            lines += [f"    {fields}", f"    {text}"] if fields else [f"    {text}"]
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        head = "<tr><th></th><th>score</th><th>passage</th></tr>"
-        rows = "".join(
-            f"<tr><td>{rank}</td><td>{hit.score:.4f}</td><td style='text-align:left'>{_passage_html(hit)}</td></tr>"
-            for rank, hit in enumerate(self, 1)
-        )
-        return f"<p><b>{escape(self.question)}</b></p><table>{head}{rows}</table>"
+        rows = "<tr><th></th><th>score</th><th>passage</th></tr>"
+        for rank, hit in enumerate(self, 1):
+            before, snippet, after = map(escape, _parts(hit))
+            mark = f"<mark>{snippet}</mark>" if snippet else ""
+            extra = "".join(f" · {escape(name)} {escape(str(value))}" for name, value in _fields(hit).items())
+            title = f"<b>{escape(hit.title or hit.id)}</b> <small>{escape(hit.id)}{extra}</small>"
+            rows += f"<tr><td>{rank}</td><td>{hit.score:.4f}</td><td style='text-align:left'>"
+            rows += f"{title}<br>{before}{mark}{after}</td></tr>"
+        return f"<p><b>{escape(self.question)}</b></p><table>{rows}</table>"
 
 
-def _line(rank: int, hit: PassageHit) -> str:
-    head = f"{rank:>2}. {hit.score:.4f}  {hit.title or hit.id}  [{hit.id}]"
-    fields = ", ".join(f"{name} {value}" for name, value in (hit.fields or {}).items() if value is not None)
-    before, snippet, after = _parts(hit)
-    text = f"{before}»{snippet}«{after}" if snippet else before
-    return "\n".join(line for line in (head, fields and f"    {fields}", f"    {text}") if line)
-
-
-def _passage_html(hit: PassageHit) -> str:
-    fields = {name: value for name, value in (hit.fields or {}).items() if value is not None}
-    extra = "".join(f" · {escape(name)} {escape(str(value))}" for name, value in fields.items())
-    before, snippet, after = map(escape, _parts(hit))
-    mark = f"<mark>{snippet}</mark>" if snippet else ""
-    return f"<b>{escape(hit.title or hit.id)}</b> <small>{escape(hit.id)}{extra}</small><br>{before}{mark}{after}"
+def _fields(hit: PassageHit) -> dict[str, Any]:
+    return {name: value for name, value in (hit.fields or {}).items() if value is not None}
 
 
 def _parts(hit: PassageHit) -> tuple[Any, ...]:

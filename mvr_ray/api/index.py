@@ -23,7 +23,7 @@ from mvr_ray.api import rows
 from mvr_ray.api.hits import SearchHits
 from mvr_ray.config import RunConfig, load_run, parse_run
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
-from mvr_ray.serving.schemas import Hybrid, RequestError, SearchRequest, SearchResponse, validate
+from mvr_ray.serving.schemas import Hybrid, RequestError, SearchRequest, validate
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
@@ -87,8 +87,8 @@ class Index:
         own = {name: dict(values) for name, values in (settings or {}).items()}
         own["store"] = {**own.get("store", {}), "path": _absolute(str(path))}
         own["encoder"] = {**own.get("encoder", {}), "backbone": model}
-        source_settings = {"sources": [source.model_dump(exclude_defaults=True) for source in sources or ()]}
-        own["prepare"] = {"fields": "infer", **own.get("prepare", {}), **source_settings}
+        paths_given = [source.model_dump(exclude_defaults=True) for source in sources or ()]
+        own["prepare"] = {"fields": "infer", **own.get("prepare", {}), "sources": paths_given}
         run = parse_run(own, "Index.build")
         store = Store(run.store.path)
         records = None if sources else rows.passage_records(passages)
@@ -191,11 +191,20 @@ class Index:
         queries = [query] if isinstance(query, str) else query if isinstance(query, list) else list(query)
         texts = [one if isinstance(one, str) else f"vector {number}" for number, one in enumerate(queries)]
         plain = [one if isinstance(one, str) else [float(value) for value in one] for one in queries]
-        hits: list[SearchHits] = []
-        for start in range(0, len(plain), BATCH_QUERIES):
-            response = self._query(plain[start : start + BATCH_QUERIES], k, filter, hybrid)
-            hits += [SearchHits(texts[len(hits) + at], own, response) for at, own in enumerate(response.results)]
-        return hits[0] if isinstance(query, str) else hits
+        with self._router.pin() as router:
+            own = {"k": k, "filter": filter, "fields": list(router.corpus.fields), "hybrid": hybrid}
+        limits = self.run.serve.model_copy(update=NO_LIMITS)
+        service = SearchService(self._router, limits, hybrid=self.run.search.hybrid)
+        results: list[SearchHits] = []
+        try:
+            for start in range(0, len(plain), BATCH_QUERIES):
+                request = validate(SearchRequest, queries=plain[start : start + BATCH_QUERIES], **own)
+                response = service.search(request)
+                names = texts[start : start + BATCH_QUERIES]
+                results += [SearchHits(name, hits, response) for name, hits in zip(names, response.results)]
+        except RequestError as error:
+            raise ConfigError(f"search: {error.message}; {error.hint}") from None
+        return results[0] if isinstance(query, str) else results
 
     def passages(self, ids: Sequence[str]) -> dict[str, Passage]:
         """Return passages of the live version by id; unknown ids are left out."""
@@ -209,7 +218,7 @@ class Index:
 
         Raises DataError for a passage without an id, and then changes nothing.
         """
-        return self._change(self._upserts(passages), progress)
+        return self._change(_upserts(passages), progress)
 
     def delete(self, ids: str | Iterable[str], progress: Progress = no_progress) -> Manifest:
         """Remove passages by id, and publish a version. An unknown id changes nothing."""
@@ -321,33 +330,6 @@ class Index:
         if "_router" in self.__dict__:
             self._router.move_to(None)
 
-    def _query(self, batch: Sequence[Any], k: int, filter: Mapping[str, Any] | None, hybrid: Hybrid) -> SearchResponse:
-        with self._router.pin() as router:
-            fields = list(router.corpus.fields)
-        own = None if filter is None else dict(filter)
-        try:
-            request = validate(SearchRequest, queries=list(batch), k=k, filter=own, fields=fields, hybrid=hybrid)
-            limits = self.run.serve.model_copy(update=NO_LIMITS)
-            return SearchService(self._router, limits, hybrid=self.run.search.hybrid).search(request)
-        except RequestError as error:
-            raise ConfigError(f"search: {error.message}; {error.hint}") from None
-
-    def _upserts(self, passages: Any) -> Iterable[dict[str, Any]]:
-        for number, row in enumerate(rows.rows_of(passages)):
-            match row:
-                case Passage():
-                    yield {"id": row.id, "title": row.title, "text": row.text, **dict(row.fields)}
-                case (id_, text):
-                    yield {"id": id_, "text": text}
-                case (id_, title, text):
-                    yield {"id": id_, "title": title, "text": text}
-                case Mapping() if "id" in row or "_id" in row:
-                    yield {"id": row.get("_id"), **row}
-                case _:
-                    raise DataError(
-                        f"upsert: passage {number} has no id; give (id, text) or a mapping with id and text"
-                    )
-
     def _change(self, changes: Iterable[Mapping[str, Any]], progress: Progress) -> Manifest:
         """Update the corpus by rows of a file of changes, and publish a version of it."""
         live = self.manifest
@@ -357,10 +339,18 @@ class Index:
                 for row in changes:
                     lines.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
             update(self.run.prepare, self._store, str(file), progress, index=live.index)
-        encoder = {"name": live.encoder_name}
-        manifest = _index(self._with(encoder=encoder, index={"encoder": live.encoder_fingerprint}), progress)
+        sections = {"encoder": {"name": live.encoder_name}, "index": {"encoder": live.encoder_fingerprint}}
+        manifest = _index(self._with(**sections), progress)
         self._follow()
         return manifest
+
+
+def _upserts(passages: Any) -> Iterable[dict[str, Any]]:
+    for number, row in enumerate(rows.rows_of(passages)):
+        values = rows.passage_values(row) or {}
+        if not {"id", "_id"} & values.keys():
+            raise DataError(f"upsert: passage {number} has no id; give (id, text) or a mapping with id and text")
+        yield {"id": values.get("_id"), **values}
 
 
 def _index(run: RunConfig, progress: Progress) -> Manifest:

@@ -5,7 +5,6 @@ A passage is a text, a tuple (id, text) or (id, title, text), a mapping as of a 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +30,27 @@ def sources_of(passages: Any) -> list[SourceConfig] | None:
 def passage_records(passages: Any) -> Iterator[Record]:
     """Yield a record of each passage; a bad row for an invalid one. Raises DataError for an object without rows."""
     for number, row in enumerate(rows_of(passages)):
-        where = f"passage {number}"
-        match row:
-            case Passage():
-                yield PassageRecord(row._replace(fields=()), where, extras=dict(row.fields))
-            case str():
-                yield passage_of({"id": number, "text": row}, where)
-            case (id_, text):
-                yield passage_of({"id": id_, "text": text}, where)
-            case (id_, title, text):
-                yield passage_of({"id": id_, "title": title, "text": text}, where)
-            case Mapping():
-                yield passage_of({"id": number, **row} if "_id" not in row else dict(row), where)
-            case _:
-                yield BadRow(where, f"{row!r:.60} is no text, no (id, text) or (id, title, text), and no mapping")
+        where, values = f"passage {number}", passage_values(row)
+        if isinstance(row, Passage):
+            yield PassageRecord(row._replace(fields=()), where, extras=dict(row.fields))
+        elif values is None:
+            yield BadRow(where, f"{row!r:.60} is no text, no (id, text) or (id, title, text), and no mapping")
+        else:
+            yield passage_of(dict(values) if "_id" in values else {"id": number, **values}, where)
+
+
+def passage_values(row: Any) -> Mapping[str, Any] | None:
+    """Return the parts and fields of a passage by name; None for an object that is no passage."""
+    match row:
+        case Passage(id_, title, text, fields):
+            return {"id": id_, "title": title, "text": text, **dict(fields)}
+        case str():
+            return {"text": row}
+        case (id_, text):
+            return {"id": id_, "text": text}
+        case (id_, title, text):
+            return {"id": id_, "title": title, "text": text}
+    return row if isinstance(row, Mapping) else None
 
 
 def questions_of(questions: Any) -> list[Question]:
@@ -52,13 +58,15 @@ def questions_of(questions: Any) -> list[Question]:
     mappings with question, answers, positive_ids (docs/formats.md). Raises DataError that names the first bad one."""
     if isinstance(questions, str | Path):
         return read_question_file(Path(questions))
-    records = [_question_record(row, number) for number, row in enumerate(rows_of(questions))]
-    for record in records:
+    result = []
+    for number, row in enumerate(rows_of(questions)):
+        record = _question_record(row, number)
         if not isinstance(record, QuestionRecord):
             raise DataError(f"{record}; a question is a text, (question, answers), or a mapping with question")
-    if not records:
+        result.append(record.question)
+    if not result:
         raise DataError("no question is given; give texts, (question, answers), or mappings with question")
-    return [record.question for record in records if isinstance(record, QuestionRecord)]
+    return result
 
 
 def _question_record(row: Any, number: int) -> Record:
@@ -107,9 +115,9 @@ def _pandas_rows(frame: Any) -> Iterator[Any]:
     if not hasattr(frame, "columns"):  # a series of texts
         yield from frame
         return
-    parts = (frame.iloc[start : start + BATCH_ROWS] for start in range(0, len(frame), BATCH_ROWS))
-    for row in chain.from_iterable(part.to_dict("records") for part in parts):
-        yield {str(name): None if _is_missing(value) else value for name, value in row.items()}
+    for start in range(0, len(frame), BATCH_ROWS):
+        for row in frame.iloc[start : start + BATCH_ROWS].to_dict("records"):
+            yield {str(name): None if _is_missing(value) else value for name, value in row.items()}
 
 
 def _is_missing(value: Any) -> bool:

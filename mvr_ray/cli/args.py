@@ -10,7 +10,7 @@ from mvr_ray.errors import ConfigError
 
 def named_arguments(
     command: str,
-    words: list[str] | None,
+    words: Sequence[str] | None,
     mandatory: Sequence[str],
     optional: Sequence[str],
     hint: str,
@@ -27,30 +27,23 @@ def named_arguments(
     return arguments
 
 
-def section_overrides(words: list[str] | None) -> list[str]:
+def section_overrides(words: Sequence[str] | None) -> list[str]:
     """Return the words that override a value of the run file."""
     return [word for word in words or () if "." in word.partition("=")[0]]
 
 
-def one_question(command: str, words: list[str], *, show_only: bool) -> str:
-    """Return the one word that is no override. `show_only` requires none."""
-    questions = [word for word in words if not _is_override(word)]
-    if len(questions) != 1 and not (show_only and not questions):
+def question_and_overrides(command: str, words: Sequence[str], *, show_only: bool) -> tuple[str, list[str]]:
+    """Separate the one question, which may hold any character, from the words that override a value of the run file.
+    `show_only` requires no question."""
+    overrides = [word for word in words if re.match(r"\w+\.[\w.]*=", word)]
+    questions = [word for word in words if word not in overrides]
+    if len(questions) > 1 or not (questions or show_only):
         texts = f": {', '.join(map(repr, questions))}" if questions else ""
         raise ConfigError(
             f"{command}: {len(questions)} questions are given{texts}; give one, in quotes, and overrides as "
             f"section.key=value before or after it"
         )
-    return questions[0] if questions else ""
-
-
-def question_overrides(words: list[str]) -> list[str]:
-    """Return the words that override a value of the run file, beside a question, which may hold any character."""
-    return [word for word in words if _is_override(word)]
-
-
-def _is_override(word: str) -> bool:
-    return re.match(r"\w+\.[\w.]*=", word) is not None
+    return "".join(questions), overrides
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:
@@ -63,10 +56,11 @@ def json_object(option: str, text: str) -> dict[str, Any]:
                 raise ConfigError(f"{option} has the key {key!r} twice; put both under one key, or use and")
         return dict(pairs)
 
+    example = 'write it like {"year": 1958}'
     try:
         value = json.loads(text, object_pairs_hook=unique)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f'{option} {text!r:.200} is not JSON ({error}); write it like {{"year": 1958}}') from None
+        raise ConfigError(f"{option} {text!r:.200} is not JSON ({error}); {example}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f'{option} {text!r:.200} is not a JSON object; write it like {{"year": 1958}}')
+        raise ConfigError(f"{option} {text!r:.200} is not a JSON object; {example}")
     return value

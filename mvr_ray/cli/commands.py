@@ -5,6 +5,7 @@ Every stage reads one run file, does its work, prints a table (or JSON) on stdou
 """
 
 import functools
+import inspect
 import logging
 import os
 import shlex
@@ -12,29 +13,15 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from mvr_ray import __version__
-from mvr_ray.cli.args import json_object, named_arguments, one_question, question_overrides, section_overrides
-from mvr_ray.cli.inputs import check_inputs, check_version, ray_line
+from mvr_ray.cli import tables
+from mvr_ray.cli.args import json_object, named_arguments, question_and_overrides, section_overrides
 from mvr_ray.cli.summaries import summarize, versions_tables
-from mvr_ray.cli.tables import (
-    exactness,
-    explanation_tables,
-    hit_text,
-    plan_table,
-    print_json,
-    print_result,
-    report_tables,
-    results_only,
-    table,
-    write,
-)
-from mvr_ray.cli.tables import (
-    size as format_size,
-)
+from mvr_ray.cli.tables import print_json, print_result, report_tables, results_only, table, write
 from mvr_ray.errors import ConfigError, MvrRayError
 from mvr_ray.stages import STAGES, StageFunction
 
@@ -60,6 +47,7 @@ QuestionWords = Annotated[
     list[str],
     typer.Argument(metavar="QUESTION [SECTION.KEY=VALUE]...", help="One question, in quotes, and overrides around it."),
 ]
+Version = Annotated[int | None, typer.Option(help="An index version; absent: the live one.")]
 PrintConfig = Annotated[bool, typer.Option("--print-config", help="Show the resolved run and stop.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 Verbose = Annotated[
@@ -72,19 +60,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    for handler in logging.getLogger().handlers:  # a run's record takes INFO lines, the terminal does not
-        handler.setLevel(logging.WARNING)
+    _set_terminal_level(logging.WARNING)  # a run's record takes INFO lines, the terminal does not
     app(args=None if arguments is None else list(arguments), prog_name="mvr-ray")
 
 
-def exit_on_error(command: Callable[..., None]) -> Callable[..., None]:
+def exit_on_error(function: Callable[..., None]) -> Callable[..., None]:
     """Convert an MvrRayError to its message on stderr and an exit status."""
 
-    @functools.wraps(command)
+    @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
             with results_only():
-                command(*args, **kwargs)
+                function(*args, **kwargs)
         except MvrRayError as error:
             cause = getattr(error, "cause", None)  # an error of mvr_ray that crossed a Ray task
             origin = cause if isinstance(cause, MvrRayError) else error
@@ -97,43 +84,41 @@ def exit_on_error(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-class OutputMode(NamedTuple):
-    """What a command prints: the resolved run and nothing else, JSON, or also what summaries leave out."""
-
-    print_config: bool = False
-    as_json: bool = False
-    verbose: bool = False
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Register a function as a command of its name; its docstring is the help."""
+    return app.command()(exit_on_error(function))
 
 
 def run_stage(
     name: str,
     run: "RunConfig",
     work: StageFunction,
-    mode: OutputMode,
     words: Sequence[str] = (),
     arguments: Mapping[str, str] | None = None,
+    *,
+    as_json: bool = False,
+    verbose: bool = False,
 ) -> None:
-    """Run one stage with a record of its own, then print its summary and the next command.
+    """Run one stage with a record of its own, then print its report as JSON, or its summary and the next command;
+    `verbose`: also what summaries leave out.
 
     `words` are CONFIG and overrides as given, which the next command repeats; `arguments` the command's own. Inputs
     are checked before Ray or torch is imported.
     """
-    if mode.print_config:
-        _print_config(run, mode.as_json)
-        return
+    from mvr_ray.cli.inputs import check_inputs, ray_line
     from mvr_ray.cli.progress import Reporter
     from mvr_ray.store.runs import record, to_plain
 
-    if mode.verbose:
-        _log_to_terminal()
+    if verbose:
+        logging.getLogger("mvr_ray").setLevel(logging.INFO)
+        _set_terminal_level(logging.INFO)
     with Reporter() as progress, record(run, name) as run_record:
         if words:
-            check_inputs(name, run, arguments)
+            check_inputs(name, run, arguments or {})
             if line := ray_line(name, run):
                 progress.say(line)
         report = work(run, progress)
-        ranks = getattr(report, "ranks", None)
-        if ranks:
+        if ranks := getattr(report, "ranks", None):
             from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
 
             report = report._replace(ranks=[])
@@ -150,13 +135,11 @@ def run_stage(
     plain.pop("values", None)
     if plain.pop("ranks", None) is not None:
         plain["questions_file"] = f"{folder}/{next(iter(run_record.files))}" if ranks and folder else None
-    if mode.as_json:
+    if as_json:
         print_json(plain)
         return
     summary = summarize(name, plain, words)
-    outputs = report_tables(name, plain) if mode.verbose or summary is None else summary.tables
-    for output in outputs:
-        print_result(output)
+    print_result(*(report_tables(name, plain) if verbose or summary is None else summary.tables))
     if summary:
         print_result(summary.verdict)
     if folder:
@@ -167,76 +150,68 @@ def run_stage(
         _err(f"next: mvr-ray {summary.next}")
 
 
-def _run_command(
-    name: str,
-    config: str,
-    overrides: Sequence[str] | None,
-    work: StageFunction,
-    mode: OutputMode,
-    arguments: Mapping[str, str] | None = None,
-) -> None:
-    run_stage(name, _load_run(config, overrides or ()), work, mode, (config, *(overrides or ())), arguments)
-
-
-def _load_run(config: str, overrides: Sequence[str]) -> "RunConfig":
+def _load_run(
+    config: str, overrides: Sequence[str] | None, print_config: bool = False, as_json: bool = False
+) -> "RunConfig":
+    """Read the run file. With `print_config`, print it and end the command."""
     from mvr_ray.config import load_run
 
-    return load_run(config, tuple(overrides))
+    run = load_run(config, tuple(overrides or ()))
+    if not print_config:
+        return run
+    plain = run.model_dump(mode="json")
+    if as_json:
+        print_json(plain)
+    else:
+        import yaml
+
+        write(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+    raise typer.Exit
 
 
-def _log_to_terminal() -> None:
-    """Let the package's INFO lines through to stderr."""
-    logging.getLogger("mvr_ray").setLevel(logging.INFO)
+def _set_terminal_level(level: int) -> None:
     for handler in logging.getLogger().handlers:
-        handler.setLevel(logging.INFO)
+        handler.setLevel(level)
 
 
-StageWork = Callable[["RunConfig", Mapping[str, str], "Progress"], Any]
+def stage_command(
+    usage: str = "", check: Callable[[Mapping[str, str]], None] = lambda arguments: None, name: str = ""
+) -> Callable[..., Any]:
+    """Register a stage as a command of its own name, or of `name`; its docstring is the help.
 
+    Its parameters after run and progress are arguments of the command: NAME=VALUE words among the overrides. `usage` is
+    the hint for a missing one; `check` raises ConfigError for a wrong value.
+    """
 
-class StageArguments(NamedTuple):
-    """The arguments of a stage beside its run file, as NAME=VALUE words among the overrides. `usage` is the hint for a
-    missing one; `check` raises ConfigError for a wrong value."""
+    def register(work: Callable[..., Any]) -> Callable[..., Any]:
+        stage, parameters = name or work.__name__, list(inspect.signature(work).parameters.values())[2:]
+        mandatory = [one.name for one in parameters if one.default is one.empty]
+        optional = [one.name for one in parameters if one.default is not one.empty]
 
-    usage: str
-    required: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-    check: Callable[[Mapping[str, str]], None] = lambda words: None
+        def run_as_command(
+            config: Config,
+            overrides: Overrides = None,
+            print_config: PrintConfig = False,
+            as_json: AsJson = False,
+            verbose: Verbose = False,
+        ) -> None:
+            arguments: dict[str, str] = {}
+            if parameters:
+                arguments = named_arguments(stage, overrides, mandatory, optional, usage, show_only=print_config)
+                overrides = section_overrides(overrides)
+            if not print_config:
+                check(arguments)
+            run, words = _load_run(config, overrides, print_config, as_json), (config, *(overrides or ()))
+            step = functools.partial(work, **arguments)
+            run_stage(stage, run, step, words, arguments, as_json=as_json, verbose=verbose)
 
-
-def _add_stage(name: str, help: str | None, work: StageWork, spec: StageArguments | None) -> None:
-    def command(
-        config: Config,
-        overrides: Overrides = None,
-        print_config: PrintConfig = False,
-        as_json: AsJson = False,
-        verbose: Verbose = False,
-    ) -> None:
-        mode = OutputMode(print_config, as_json, verbose)
-        if spec is None:
-            _run_command(name, config, overrides, lambda run, progress: work(run, {}, progress), mode)
-            return
-        words = named_arguments(name, overrides, spec.required, spec.optional, spec.usage, show_only=print_config)
-        if not print_config:
-            spec.check(words)
-        sections = section_overrides(overrides)
-        _run_command(name, config, sections, lambda run, progress: work(run, words, progress), mode, words)
-
-    app.command(name, help=help)(exit_on_error(command))
-
-
-def stage_command(spec: StageArguments | None = None) -> Callable[[StageWork], StageWork]:
-    """Register a function as a command (run, words, progress); its docstring is the command's help."""
-
-    def register(work: StageWork) -> StageWork:
-        _add_stage(work.__name__, work.__doc__, work, spec)
+        app.command(stage, help=work.__doc__)(exit_on_error(run_as_command))
         return work
 
     return register
 
 
-@app.command()
-@exit_on_error
+@command
 def init(
     data: Annotated[list[str], typer.Argument(metavar="DATA...", help="Files, folders or hf:OWNER/NAME.")],
     output: Annotated[Path | None, typer.Option(help="The run file; absent: named after the data.")] = None,
@@ -258,72 +233,55 @@ def init(
 
 
 for _name, _work in STAGES.items():
-    _add_stage(_name, _work.__doc__, lambda run, words, progress, _work=_work: _work(run, progress), None)
+    stage_command(name=_name)(_work)
 
 
-def _check_format(words: Mapping[str, str]) -> None:
+def _check_format(arguments: Mapping[str, str]) -> None:
     from mvr_ray.store.formats.rankings import RankingFormat
 
-    if words.get("format", "dpr") not in get_args(RankingFormat):
-        raise ConfigError(f"retrieve: format={words['format']} is not one of {', '.join(get_args(RankingFormat))}")
+    if arguments.get("format", "dpr") not in get_args(RankingFormat):
+        raise ConfigError(f"retrieve: format={arguments['format']} is not one of {', '.join(get_args(RankingFormat))}")
 
 
-@stage_command(
-    StageArguments(
-        "give questions=FILE (or a stored set), output=FILE, format=dpr|trec|parquet|jsonl",
-        ("questions", "output"),
-        ("format",),
-        _check_format,
-    )
-)
-def retrieve(run: "RunConfig", words: Mapping[str, str], progress: "Progress") -> Any:
+@stage_command("give questions=FILE (or a stored set), output=FILE, format=dpr|trec|parquet|jsonl", _check_format)
+def retrieve(
+    run: "RunConfig", progress: "Progress", questions: str, output: str, format: "RankingFormat" = "dpr"
+) -> Any:
     """Rank passages for many questions into a file.
 
     `retrieve CONFIG questions=FILE output=FILE format=dpr|trec|parquet|jsonl`; questions may be a stored set.
     """
     from mvr_ray.distributed import retrieve as stage
 
-    form = cast("RankingFormat", words.get("format", "dpr"))
-    return stage.retrieve(run, words["questions"], Path(words["output"]), form, progress)
+    return stage.retrieve(run, questions, Path(output), format, progress)
 
 
-@stage_command(
-    StageArguments(
-        "give questions=SET, a stored question set with gold passages that is not one of evaluate.questions",
-        ("questions",),
-    )
-)
-def tune(run: "RunConfig", words: Mapping[str, str], progress: "Progress") -> Any:
+@stage_command("give questions=SET, a stored question set with gold passages that is not one of evaluate.questions")
+def tune(run: "RunConfig", progress: "Progress", questions: str) -> Any:
     """Choose the weight of words and views, search.hybrid.
 
     `tune CONFIG questions=SET`, a set that is not reported on.
     """
     from mvr_ray.distributed import evaluate as stage
 
-    return stage.tune(run, words["questions"], progress)
+    return stage.tune(run, questions, progress)
 
 
 @stage_command(
-    StageArguments(
-        "give ranking=FILE as `mvr-ray retrieve` wrote it (dpr or jsonl), and output=FILE to keep the predictions",
-        ("ranking",),
-        ("output",),
-    )
+    "give ranking=FILE as `mvr-ray retrieve` wrote it (dpr or jsonl), and output=FILE to keep the predictions"
 )
-def read(run: "RunConfig", words: Mapping[str, str], progress: "Progress") -> Any:
+def read(run: "RunConfig", progress: "Progress", ranking: str, output: str = "") -> Any:
     """Read answers out of ranked passages and score them.
 
     `read CONFIG ranking=FILE [output=FILE]`, a file of `retrieve` in format dpr or jsonl.
     """
     from mvr_ray.distributed import read as stage
 
-    return stage.read(run, words["ranking"], Path(words["output"]) if words.get("output") else None, progress)
+    return stage.read(run, ranking, Path(output) if output else None, progress)
 
 
-@stage_command(
-    StageArguments('give changes=FILE: lines of {"id", "title", "text"} or {"id", "delete": true}', ("changes",))
-)
-def update(run: "RunConfig", words: Mapping[str, str], progress: "Progress") -> Any:
+@stage_command('give changes=FILE: lines of {"id", "title", "text"} or {"id", "delete": true}')
+def update(run: "RunConfig", progress: "Progress", changes: str) -> Any:
     """Upsert and delete passages of the corpus; then run `index`.
 
     `update CONFIG changes=FILE`, lines of {"id", "title", "text"} or {"id", "delete": true}.
@@ -331,11 +289,10 @@ def update(run: "RunConfig", words: Mapping[str, str], progress: "Progress") -> 
     from mvr_ray.store import update as stage
     from mvr_ray.store.files import Store
 
-    return stage.update(run.prepare, Store(run.store.path), words["changes"], progress, index=run.index.name)
+    return stage.update(run.prepare, Store(run.store.path), changes, progress, index=run.index.name)
 
 
-@app.command()
-@exit_on_error
+@command
 def follow(
     config: Config,
     overrides: Overrides = None,
@@ -347,10 +304,7 @@ def follow(
 
     Every batch is published as a version.
     """
-    run = _load_run(config, overrides or ())
-    if print_config:
-        _print_config(run, as_json)
-        return
+    run = _load_run(config, overrides, print_config, as_json)
     from mvr_ray.cli.progress import Reporter
     from mvr_ray.distributed import follow as stage
     from mvr_ray.store.runs import to_plain
@@ -364,45 +318,40 @@ def follow(
             progress.say("follow ended; what was not applied is applied by the same command")
         finally:
             signal.signal(signal.SIGTERM, before)
-    plain = to_plain(report)
     if as_json:
-        print_json(plain)
-        return
-    for output in report_tables("follow", plain):
-        print_result(output)
+        print_json(report)
+    else:
+        print_result(*report_tables("follow", to_plain(report)))
 
 
 @stage_command()
-def compact(run: "RunConfig", words: Mapping[str, str], progress: "Progress") -> Any:
+def compact(run: "RunConfig", progress: "Progress") -> Any:
     """Write shards whole that have changes beside them."""
     from mvr_ray.distributed import rewrite as stage
 
     return stage.compact(run, progress)
 
 
-def _check_shards(words: Mapping[str, str]) -> None:
-    if not words["shards"].isdecimal():
-        raise ConfigError(f"reshard: shards={words['shards']} is not a whole number; {RESHARD.usage}")
+_SHARDS = "give shards=N, the number of shards that the next version shall have"
 
 
-RESHARD = StageArguments(
-    "give shards=N, the number of shards that the next version shall have", ("shards",), (), _check_shards
-)
+def _check_shards(arguments: Mapping[str, str]) -> None:
+    if not arguments["shards"].isdecimal():
+        raise ConfigError(f"reshard: shards={arguments['shards']} is not a whole number; {_SHARDS}")
 
 
-@stage_command(RESHARD)
-def reshard(run: "RunConfig", words: Mapping[str, str], progress: "Progress") -> Any:
+@stage_command(_SHARDS, _check_shards)
+def reshard(run: "RunConfig", progress: "Progress", shards: str) -> Any:
     """Redistribute the live version over a new number of shards.
 
     `reshard CONFIG shards=12`; nothing is encoded.
     """
     from mvr_ray.distributed import rewrite as stage
 
-    return stage.reshard(run, int(words["shards"]), progress)
+    return stage.reshard(run, int(shards), progress)
 
 
-@app.command()
-@exit_on_error
+@command
 def study(
     files: Annotated[
         list[str],
@@ -419,15 +368,13 @@ def study(
     """
     usage = "give study files, size=quick|gpu|paper, only=REGEX, earlier=DIR, output=DIR, at_once=N, section.key=value"
     paths, words = [word for word in files if "=" not in word], [word for word in files if "=" in word]
-    options = named_arguments(
-        "study", words, (), ("size", "only", "earlier", "output", "at_once"), usage, show_only=False
-    )
+    names = ("size", "only", "earlier", "output", "at_once")
+    options = named_arguments("study", words, (), names, usage, show_only=False)
     if not paths:
         raise ConfigError(f"study: no study file is named; {usage}")
     if not options.get("at_once", "1").isdecimal():
         raise ConfigError(f"study: at_once={options['at_once']}; it is how many steps run side by side, a whole number")
     from mvr_ray.cli.progress import Reporter
-    from mvr_ray.store.runs import to_plain
     from mvr_ray.studies.study import run_study
 
     size, overrides = options.get("size", "quick"), tuple(section_overrides(words))
@@ -438,20 +385,18 @@ def study(
             progress.say(f"== {path}")
             result = run_study(path, size, overrides, output, progress, at_once, options.get("only", ""), earlier)
         if as_json:
-            print_json(to_plain(result))
-            continue
-        for report_table in result.tables:
-            print_result(table(report_table.title, report_table.columns, report_table.rows))
-        _err(f"report: {result.folder}/report.html")
+            print_json(result)
+        else:
+            print_result(*(table(one.title, one.columns, one.rows) for one in result.tables))
+            _err(f"report: {result.folder}/report.html")
 
 
-@app.command()
-@exit_on_error
+@command
 def search(
     config: Config,
     words: QuestionWords,
     k: Annotated[int, typer.Option("-k", help="Distinct passages to show.")] = 5,
-    version: Annotated[int | None, typer.Option(help="An index version; absent: the live one.")] = None,
+    version: Version = None,
     filter: Annotated[
         str | None, typer.Option(help='Search only passages whose fields pass, as JSON: \'{"year": {"gte": 1958}}\'.')
     ] = None,
@@ -460,29 +405,26 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Answer one question: passages, scores, snippets that matched."""
-    run = _load_run(config, question_overrides(words))
-    question = one_question("search", words, show_only=print_config)
-    if print_config:
-        _print_config(run, as_json)
-        return
-    from mvr_ray.cli import search_once
+    question, overrides = question_and_overrides("search", words, show_only=print_config)
+    run = _load_run(config, overrides, print_config, as_json)
+    from mvr_ray.cli.search_once import SearchRequest, open_service
 
     condition = None if filter is None else json_object("search: --filter", filter)
     names = [name.strip() for name in fields.split(",") if name.strip()]
-    response = search_once.search(run, version, question, k, condition, names)
+    request = SearchRequest(queries=[question], k=k, filter=condition, fields=names)
+    with open_service("search", run, version, request) as service:
+        response = service.search(request)
     if as_json:
-        print_json(response.model_dump(mode="json"))
+        print_json(response)
         return
-    for rank, hit in enumerate(response.results[0], 1):
-        print_result(hit_text(rank, hit))
+    coverage = f"{response.coverage.passages_searched:,} of {response.coverage.passages_total:,} passages searched"
     print_result(
-        f"index {response.index} version {response.version}, {response.coverage.passages_searched:,} of "
-        f"{response.coverage.passages_total:,} passages searched, {exactness(response.exact)}"
+        *(tables.hit_text(rank, hit) for rank, hit in enumerate(response.results[0], 1)),
+        f"index {response.index} version {response.version}, {coverage}, {tables.exactness(response.exact)}",
     )
 
 
-@app.command()
-@exit_on_error
+@command
 def explain(
     config: Config,
     words: QuestionWords,
@@ -491,36 +433,36 @@ def explain(
     ] = None,
     passages: Annotated[list[str] | None, typer.Option("--passage", help="A passage's id; may be given again.")] = None,
     k: Annotated[int, typer.Option("-k", help="Best passages a question, where no passage is named.")] = 3,
-    version: Annotated[int | None, typer.Option(help="An index version; absent: the live one.")] = None,
+    version: Version = None,
     html: Annotated[Path | None, typer.Option(help="Also write one self-contained page to this file.")] = None,
     print_config: PrintConfig = False,
     as_json: AsJson = False,
 ) -> None:
     """Score every view of a passage with a question."""
-    run = _load_run(config, question_overrides(words))
-    question = one_question("explain", words, show_only=print_config)
-    if print_config:
-        _print_config(run, as_json)
-        return
-    from mvr_ray.cli import search_once
+    question, overrides = question_and_overrides("explain", words, show_only=print_config)
+    run = _load_run(config, overrides, print_config, as_json)
+    from mvr_ray.cli.search_once import ExplainRequest, open_service
+    from mvr_ray.explanation import render_html
 
-    request = search_once.ExplainRequest(questions=[question, *(more or ())], passages=passages or [], k=k)
-    explanation = search_once.explain_once(run, version, request, html)
+    if html is not None and (html.is_dir() or not html.parent.is_dir()):
+        raise ConfigError(f"explain: --html {html} cannot be written; name a file in a folder that exists")
+    request = ExplainRequest(questions=[question, *(more or ())], passages=passages or [], k=k)
+    with open_service("explain", run, version, request) as service:
+        explanation = service.explain(request)
     if html is not None:
+        html.write_text(render_html(explanation), encoding="utf-8")
         _err(f"page: {html}")
     if as_json:
-        print_json(explanation.model_dump(mode="json"))
-        return
-    for output in explanation_tables(explanation):
-        print_result(output)
+        print_json(explanation)
+    else:
+        print_result(*(tables.explanation_table(passage, explanation.questions) for passage in explanation.passages))
 
 
-@app.command()
-@exit_on_error
+@command
 def serve(
     config: Config,
     overrides: Overrides = None,
-    version: Annotated[int | None, typer.Option(help="An index version; absent: the live one.")] = None,
+    version: Version = None,
     print_config: PrintConfig = False,
     as_json: AsJson = False,
 ) -> None:
@@ -528,10 +470,9 @@ def serve(
 
     Runs on Ray Serve; GET /openapi.json describes every route.
     """
-    run = _load_run(config, overrides or ())
-    if print_config:
-        _print_config(run, as_json)
-        return
+    run = _load_run(config, overrides, print_config, as_json)
+    from mvr_ray.cli.inputs import check_version
+
     check_version(run, version)
     _err("starting Ray Serve, which takes half a minute")
     from mvr_ray.serving.replica import serve_until_interrupted
@@ -539,8 +480,7 @@ def serve(
     serve_until_interrupted(run, version, _err)
 
 
-@app.command()
-@exit_on_error
+@command
 def versions(
     config: Config,
     action: Annotated[str, typer.Argument(help="list, show, verify, repair, rollback or collect.")] = "list",
@@ -561,31 +501,28 @@ def versions(
     from mvr_ray.store.runs import to_plain
 
     result = actions.act(run, action, numbers[0] if numbers else None, sizes_only)
-    plain = to_plain(result)
     if as_json:
-        print_json(plain)
+        print_json(result)
     else:
-        for output in versions_tables(run.index.name, action, plain, verbose=verbose):
-            print_result(output)
+        print_result(*versions_tables(run.index.name, action, to_plain(result), verbose=verbose))
     if action in ("verify", "repair"):
         result.require()
     if action == "verify" and not as_json:
-        print_result(f"whole: {result.num_files:,} files, {format_size(result.num_bytes)}, each equal to its digest")
+        print_result(f"whole: {result.num_files:,} files, {tables.size(result.num_bytes)}, each equal to its digest")
 
 
-@app.command()
-@exit_on_error
+@command
 def export(
     config: Config,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that does not exist yet.")],
     overrides: Overrides = None,
-    version: Annotated[int | None, typer.Option(help="An index version; absent: the live one.")] = None,
+    version: Version = None,
 ) -> None:
     """Write the encoder as a folder that sentence-transformers loads.
 
     It is the encoder of the index's version. Prints what such a folder cannot represent.
     """
-    run = _load_run(config, overrides or ())
+    run = _load_run(config, overrides)
     if folder.exists() or not folder.absolute().parent.is_dir():
         raise ConfigError(f"export: {folder} exists already, or the folder above it does not; name a new one")
     from mvr_ray.store import manifest
@@ -602,8 +539,7 @@ def export(
     _err(f"load it by: SentenceTransformer({str(folder)!r})")
 
 
-@app.command()
-@exit_on_error
+@command
 def plan(
     config: Config,
     overrides: Overrides = None,
@@ -613,10 +549,7 @@ def plan(
     verbose: Verbose = False,
 ) -> None:
     """Estimate disk, memory and GPU memory, before anything runs."""
-    run = _load_run(config, overrides or ())
-    if print_config:
-        _print_config(run, as_json)
-        return
+    run = _load_run(config, overrides, print_config, as_json)
     from mvr_ray import capacity
 
     size = capacity.corpus_size(run, passages)
@@ -626,14 +559,13 @@ def plan(
         lines = [{**line._asdict(), "bytes_all": line.bytes_all} for line in sizes.lines]
         print_json({**sizes._asdict(), "lines": lines, "totals": totals})
     else:
-        print_result(plan_table(sizes, with_notes=verbose))
-        gpu = f" and {format_size(sizes.total('gpu'))} of GPU memory" if sizes.total("gpu") else ""
-        disk, memory = format_size(sizes.total("disk")), format_size(sizes.total("memory"))
+        print_result(tables.plan_table(sizes, with_notes=verbose))
+        gpu = f" and {tables.size(sizes.total('gpu'))} of GPU memory" if sizes.total("gpu") else ""
+        disk, memory = tables.size(sizes.total("disk")), tables.size(sizes.total("memory"))
         print_result(f"needed: {disk} of disk, {memory} of memory{gpu}")
 
 
-@app.command()
-@exit_on_error
+@command
 def doctor(
     config: Annotated[str | None, typer.Argument(metavar="[CONFIG]", help="A run file, for its cluster.")] = None,
     overrides: Overrides = None,
@@ -645,23 +577,21 @@ def doctor(
     """
     from mvr_ray.config import RunConfig
     from mvr_ray.distributed import session
-    from mvr_ray.store.runs import to_plain
 
-    run = _load_run(config, overrides or ()) if config else RunConfig()
-    checks = to_plain(session.doctor(run.resources))
+    run = _load_run(config, overrides) if config else RunConfig()
+    checks = session.doctor(run.resources)
     if as_json:
         print_json(checks)
     else:
-        print_result(table("doctor", ["check", "ok", "detail"], [[c["name"], c["ok"], c["detail"]] for c in checks]))
-    missing = [check["name"] for check in checks if not check["ok"]]
+        print_result(table("doctor", ("check", "ok", "detail"), checks))
+    missing = [check.name for check in checks if not check.ok]
     if not as_json:
         print_result(f"missing: {', '.join(missing)}" if missing else "nothing is missing")
     if missing:
         raise typer.Exit(1)
 
 
-@app.command()
-@exit_on_error
+@command
 def compare(
     first: Annotated[
         str,
@@ -685,24 +615,13 @@ def compare(
     if as_json:
         print_json(rows)
     else:
-        columns = ["metric", "first", "second", "difference", "low", "high", "p", "questions"]
-        print_result(table(f"{first} against {second}", columns, [[row[c] for c in columns] for row in rows]))
+        print_result(table(f"{first} against {second}", list(rows[0]), [list(row.values()) for row in rows]))
 
 
-@app.command()
+@command
 def version() -> None:
     """Print the version of this package."""
     write(f"mvr_ray {__version__}\n")
-
-
-def _print_config(run: "RunConfig", as_json: bool) -> None:
-    plain = run.model_dump(mode="json")
-    if as_json:
-        print_json(plain)
-    else:
-        import yaml
-
-        write(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
 
 
 def _err(line: str) -> None:

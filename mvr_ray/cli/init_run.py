@@ -7,6 +7,7 @@ how long passages are, and which further fields come with them.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from mvr_ray.store.formats.sources import NAMED_FIELDS, format_of, read_source, 
 from mvr_ray.store.formats.text_files import Row, csv_rows, json_lines, open_text
 
 SAMPLE_ROWS = 500
-LABELS_LINE = "  labels: gold                       # the questions name their passages, and no answers"
+LABELS_LINE = "  labels: gold                       # the questions name their passages, and no answers\n"
 LONG_WORDS = 250
 """Mean words of a passage above which `init` cuts passages into chunks of 100 words, as DPR does."""
 SHARD_BYTES = 50_000_000
@@ -44,9 +45,9 @@ class SourceSample(NamedTuple):
     format: str
     names: dict[str, str | None]
     split: str | None
-    passages: int
-    questions: int
-    answers: bool
+    has_passages: bool
+    has_questions: bool
+    has_answers: bool
     mean_words: float
     field_types: dict[str, str]
     bad: str
@@ -55,7 +56,7 @@ class SourceSample(NamedTuple):
     @property
     def title(self) -> str:
         """The properties in one line."""
-        kinds = [f"{self.mean_words:.0f} words a passage"] * bool(self.passages) + ["questions"] * bool(self.questions)
+        kinds = [f"{self.mean_words:.0f} words a passage"] * self.has_passages + ["questions"] * self.has_questions
         parts = ", ".join(f"{part} from {name!r}" if name else f"no {part}" for part, name in self.names.items())
         return f"{self.path}: {self.format}{f' ({parts})' if parts else ''}, {', '.join(kinds) or 'nothing to read'}"
 
@@ -66,7 +67,7 @@ def write_run_file(paths: Sequence[str], output: Path | None) -> tuple[Path, lis
     Raises MissingInputError or DataError for what cannot be read, ConfigError if the file exists.
     """
     samples = [sample_source(path) for path in paths]
-    if not any(sample.passages for sample in samples):
+    if not any(sample.has_passages for sample in samples):
         problems = "; ".join(sample.bad or sample.title for sample in samples)
         raise DataError(f"init: no passage among the first {SAMPLE_ROWS} rows: {problems}")
     name = _name(paths[0])
@@ -88,43 +89,36 @@ def sample_source(path: str) -> SourceSample:
         source, split = source.model_copy(update={"split": "train"}), "train"
     files = source_files(source)
     kind = format_of(source)
-    if kind in ("dpr_tsv", "msmarco") and files[0].is_file() and _has_header(files[0]):
-        kind = "tsv"
-        source = source.model_copy(update={"format": kind})
+    if kind in ("dpr_tsv", "msmarco") and files[0].is_file():
+        with open_text(files[0]) as text:
+            columns = [name.strip().lower() for name in text.readline().split("\t")]
+        if columns[:3] != ["id", "text", "title"] and {*NAMES["text"]} & {*columns}:  # another order or name than DPR's
+            kind = "tsv"
+            source = source.model_copy(update={"format": kind})
     if kind in ("beir", "msmarco"):
         split = _split(resolve_path(path), kind)
         source = source.model_copy(update={"split": split, "questions": "questions" if split else None})
-    if kind in ("nq_open", "dpr_jsonl", "dpr_json", "squad"):
-        names: dict[str, str | None] = {}
-    else:
-        names = _names(list(islice(_raw_rows(source, kind), SAMPLE_ROWS))) if kind in NAMED_FIELDS else {}
-    values = {**source.model_dump(exclude_unset=True), "format": kind, "fields": names}
-    source = SourceConfig.model_validate(values)
+    has_names = kind in NAMED_FIELDS and kind not in ("nq_open", "dpr_jsonl", "dpr_json", "squad")
+    names = _names(list(islice(_raw_rows(source, kind), SAMPLE_ROWS))) if has_names else {}
+    source = SourceConfig.model_validate({**source.model_dump(exclude_unset=True), "format": kind, "fields": names})
     records = list(islice(read_source(source), SAMPLE_ROWS))
     passages = [record for record in records if isinstance(record, PassageRecord)]
+    questions = [record.question for record in records if isinstance(record, QuestionRecord)]
     words = [len(record.passage.text.split()) for record in passages]
-    bad = next((str(record) for record in records if isinstance(record, BadRow)), "")
     has_qrels = kind in ("beir", "msmarco") and split is not None
     return SourceSample(
-        path,
-        kind,
-        names,
-        split,
-        len(passages),
-        sum(isinstance(record, QuestionRecord) for record in records) or int(has_qrels),
-        any(isinstance(record, QuestionRecord) and record.question.answers for record in records),
-        sum(words) / max(1, len(words)),
-        _field_types(passages),
-        bad,
-        sum(file.stat().st_size for file in files),
+        path=path,
+        format=kind,
+        names=names,
+        split=split,
+        has_passages=bool(passages),
+        has_questions=bool(questions) or has_qrels,
+        has_answers=any(question.answers for question in questions),
+        mean_words=sum(words) / max(1, len(words)),
+        field_types=_field_types(passages),
+        bad=next((str(record) for record in records if isinstance(record, BadRow)), ""),
+        num_bytes=sum(file.stat().st_size for file in files),
     )
-
-
-def _has_header(file: Path) -> bool:
-    """Return whether the first row of a tab-separated file names a text under another order or name than DPR's."""
-    with open_text(file) as text:
-        columns = [name.strip().lower() for name in text.readline().split("\t")]
-    return columns[:3] != ["id", "text", "title"] and bool({*NAMES["text"]} & {*columns})
 
 
 def _raw_rows(source: SourceConfig, kind: str) -> Iterator[Mapping[str, Any]]:
@@ -151,7 +145,13 @@ def _names(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
     by_lower = {column.lower(): column for column in reversed(columns)}
     match = {part: next((by_lower[name] for name in names if name in by_lower), None) for part, names in NAMES.items()}
     if match["text"] is None and match["question"] is None:
-        match["text"] = _longest(rows, [column for column in columns if column not in match.values()])
+        lengths = {
+            column: sum(len(row[column]) for row in rows if isinstance(row.get(column), str))
+            for column in columns
+            if column not in match.values()
+        }
+        longest = max(lengths, key=lambda column: lengths[column], default=None)
+        match["text"] = longest if longest and lengths[longest] else None
     names: dict[str, str | None] = {
         part: column
         for part, column in match.items()
@@ -161,13 +161,6 @@ def _names(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
     if match["question"] is None and (not ids or len(set(map(str, ids))) < len(ids)):
         names["id"] = None
     return names
-
-
-def _longest(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str | None:
-    """Return the field with the longest texts."""
-    lengths = {column: sum(len(row[column]) for row in rows if isinstance(row.get(column), str)) for column in columns}
-    best = max(lengths, key=lambda column: lengths[column], default=None)
-    return best if best and lengths[best] else None
 
 
 def _field_types(passages: Sequence[PassageRecord]) -> dict[str, str]:
@@ -188,10 +181,8 @@ def _field_types(passages: Sequence[PassageRecord]) -> dict[str, str]:
 
 def _cell_value(cell: str) -> Any:
     for read in (int, float):
-        try:
+        with suppress(ValueError):
             return read(cell)
-        except ValueError:
-            pass
     return str(cell) or None
 
 
@@ -210,94 +201,77 @@ def _name(path: str) -> str:
 
 def run_file_text(name: str, samples: Sequence[SourceSample]) -> str:
     """Return the text of the run file, with a comment on every choice."""
-    passages = [sample for sample in samples if sample.passages]
+    passages = [sample for sample in samples if sample.has_passages]
     types = {field: kind for sample in passages for field, kind in sample.field_types.items()}
     mean_words = max(sample.mean_words for sample in passages)
     shards = max(2, min(256, sum(sample.num_bytes for sample in samples) // SHARD_BYTES))
-    sets = _set_names(samples)
-    lines = [
-        f"# Written by `mvr-ray init` from the first {SAMPLE_ROWS} rows of a source. docs/configuration.md: every key",
-        "",
-        "store:",
-        "  path: store                        # where everything at rest lives: a folder, s3://.. or gs://..",
-        "",
-        "prepare:",
-        f"  corpus: {name}",
-        "  sources:",
-    ]
-    for sample, questions in zip(samples, sets):
-        lines += _source_lines(sample, questions)
-    if mean_words > LONG_WORDS:
-        lines.append(
-            f"  chunk_words: 100                   # texts are long ({mean_words:.0f} words): cut into passages"
-        )
-    else:
-        lines.append("  chunk_words: 0                     # passages as they are; 100 cuts longer texts, as DPR does")
-    if types:
-        lines += ["  fields:                            # for filters; take out what no search filters by"]
-        lines += [f"    {_yaml_scalar(field)}: {kind}" for field, kind in types.items()]
-    lines.append(f"  num_shards: {shards:<22} # unit of work and of resume; 50 MB or more each")
-    questions = [one for one in sets if one]
-    if questions:
-        lines += [
-            "  splits:",
-            f"    - source: {questions[0]:<22} # becomes {questions[0]}_known, _gate, _other and _unseen",
-            "      unseen_share: 0.33             # articles whose questions no refinement sees",
-            "      known_share: 0.6",
-            "      gate_share: 0.1",
-        ]
-    lines += [
-        "",
-        "encoder:",
-        f"  name: {name}",
-        "  strategy: snippet_means            # a view is the mean of a snippet's tokens; mean: one vector a passage",
-        "  num_views: 8",
-        "",
-        "index:",
-        f"  name: {name}",
-        "  kind: flat                         # exact; hnsw or faiss: approximate, for many millions of views",
-    ]
-    if questions:
-        lines += [
-            "",
-            "refine:                              # from questions whose answers or passages are known",
-            f"  questions: {questions[0]}_known",
-            f"  gate: [{questions[0]}_gate]",
-            f"  report: [{questions[0]}_unseen]",
-            *([] if any(sample.answers for sample in samples) else [LABELS_LINE]),
-            "",
-            "evaluate:",
-            f"  questions: [{questions[0]}_known, {questions[0]}_unseen]",
-            "  bm25: true                         # for comparison",
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _set_names(samples: Sequence[SourceSample]) -> list[str | None]:
-    """Return a name for the questions of each source; None if it has none."""
-    names: list[str | None] = []
+    num_question_sources = sum(sample.has_questions for sample in samples)
+    sets: list[str] = []
+    sources = ""
     for sample in samples:
-        base = "questions" if sum(1 for one in samples if one.questions) == 1 else _name(sample.path)
-        number = sum(1 for name in names if name and name.startswith(base))
-        names.append((f"{base}{number + 1}" if number else base) if sample.questions else None)
-    return names
+        sources += f"    - path: {_yaml_scalar(sample.path)}\n      format: {sample.format}\n"
+        if sample.names:
+            pairs = ", ".join(f"{part}: {_yaml_scalar(own) if own else 'null'}" for part, own in sample.names.items())
+            note = "; null: rows are numbered" if None in sample.names.values() else ""
+            sources += f"      fields: {{{pairs}}}  # names in the file{note}\n"
+        if sample.split:
+            sources += f"      split: {sample.split}\n"
+        if sample.has_questions:
+            base = "questions" if num_question_sources == 1 else _name(sample.path)
+            number = sum(one.startswith(base) for one in sets)
+            sets.append(f"{base}{number + 1}" if number else base)
+            sources += f"      questions: {sets[-1]}\n"
+        if not sample.has_passages:
+            sources += "      passages: false\n"
+    chunks = (
+        f"  chunk_words: 100                   # texts are long ({mean_words:.0f} words): cut into passages"
+        if mean_words > LONG_WORDS
+        else "  chunk_words: 0                     # passages as they are; 100 cuts longer texts, as DPR does"
+    )
+    fields = "".join(f"    {_yaml_scalar(field)}: {kind}\n" for field, kind in types.items())
+    if fields:
+        fields = f"  fields:                            # for filters; take out what no search filters by\n{fields}"
+    splits = questions = ""
+    if sets:
+        splits = f"""\
+  splits:
+    - source: {sets[0]:<22} # becomes {sets[0]}_known, _gate, _other and _unseen
+      unseen_share: 0.33             # articles whose questions no refinement sees
+      known_share: 0.6
+      gate_share: 0.1
+"""
+        labels = "" if any(sample.has_answers for sample in samples) else LABELS_LINE
+        questions = f"""
+refine:                              # from questions whose answers or passages are known
+  questions: {sets[0]}_known
+  gate: [{sets[0]}_gate]
+  report: [{sets[0]}_unseen]
+{labels}
+evaluate:
+  questions: [{sets[0]}_known, {sets[0]}_unseen]
+  bm25: true                         # for comparison
+"""
+    return f"""\
+# Written by `mvr-ray init` from the first {SAMPLE_ROWS} rows of a source. docs/configuration.md: every key
 
+store:
+  path: store                        # where everything at rest lives: a folder, s3://.. or gs://..
 
-def _source_lines(sample: SourceSample, questions: str | None) -> list[str]:
-    lines = [f"    - path: {_yaml_scalar(sample.path)}", f"      format: {sample.format}"]
-    if sample.names:
-        pairs = ", ".join(
-            f"{part}: {'null' if name is None else _yaml_scalar(name)}" for part, name in sample.names.items()
-        )
-        note = "; null: rows are numbered" if None in sample.names.values() else ""
-        lines.append(f"      fields: {{{pairs}}}  # names in the file{note}")
-    if sample.split:
-        lines.append(f"      split: {sample.split}")
-    if questions:
-        lines.append(f"      questions: {questions}")
-    if not sample.passages:
-        lines.append("      passages: false")
-    return lines
+prepare:
+  corpus: {name}
+  sources:
+{sources}{chunks}
+{fields}  num_shards: {shards:<22} # unit of work and of resume; 50 MB or more each
+{splits}
+encoder:
+  name: {name}
+  strategy: snippet_means            # a view is the mean of a snippet's tokens; mean: one vector a passage
+  num_views: 8
+
+index:
+  name: {name}
+  kind: flat                         # exact; hnsw or faiss: approximate, for many millions of views
+{questions}"""
 
 
 def _yaml_scalar(text: str) -> str:

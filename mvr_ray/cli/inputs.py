@@ -6,22 +6,21 @@ some seconds earlier and without a cluster.
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from mvr_ray.config import RunConfig, resolve_path
+from mvr_ray.distributed import session
 from mvr_ray.errors import ConfigError, MissingInputError
-
-if TYPE_CHECKING:
-    from mvr_ray.config import RunConfig
+from mvr_ray.store import manifest
+from mvr_ray.store.corpus import Corpus, question_set
+from mvr_ray.store.files import Store
 
 WITHOUT_RAY = frozenset({"prepare", "update"})
 BY_SIZE = frozenset({"index", "refine", "evaluate", "analyze", "retrieve", "tune", "compact", "reshard"})
 """Stages that run in this process where the corpus has at most `resources.local_passages` passages."""
 
 
-def ray_line(stage: str, run: "RunConfig") -> str | None:
+def ray_line(stage: str, run: RunConfig) -> str | None:
     """Return the line to print while Ray starts; None for a stage without Ray. Call it after `check_inputs`."""
-    from mvr_ray.distributed import session
-
     if session.in_ray() or stage in WITHOUT_RAY or (stage == "train" and run.resources.train_workers == 0):
         return None
     if stage == "mine" and not run.mine.cross_encoder and run.mine.method == "bm25":
@@ -33,28 +32,23 @@ def ray_line(stage: str, run: "RunConfig") -> str | None:
     return f"joining the Ray cluster at {address}" if address else "starting Ray on this machine, which takes seconds"
 
 
-def _num_passages(stage: str, run: "RunConfig") -> int:
+def _num_passages(stage: str, run: RunConfig) -> int:
     """Count the passages that a stage surely processes: those of the live version, or of the corpus for a first one.
     What `index` has to encode beside an earlier version is known only to the stage."""
-    from mvr_ray.store import manifest
-    from mvr_ray.store.corpus import Corpus
-    from mvr_ray.store.files import Store
-
     store = Store(run.store.path)
-    if stage == "index":
-        has_version = bool(manifest.list_versions(store, run.index.name))
-        return 0 if has_version else Corpus.open(store, run.prepare.corpus).num_passages
-    return manifest.read(store, run.index.name).num_passages
+    if stage != "index":
+        return manifest.read(store, run.index.name).num_passages
+    has_version = bool(manifest.list_versions(store, run.index.name))
+    return 0 if has_version else Corpus.open(store, run.prepare.corpus).num_passages
 
 
-def check_inputs(stage: str, run: "RunConfig", arguments: Mapping[str, str] | None = None) -> None:
+def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> None:
     """Raise MissingInputError or ConfigError for missing inputs. `arguments` are the command's own, such as
     `questions=...` of `retrieve`."""
-    from mvr_ray.config import resolve_path
-
-    options = arguments or {}
-    if "output" in options:
-        _check_output(stage, Path(options["output"]))
+    if "output" in arguments:
+        path = Path(arguments["output"])
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise ConfigError(f"{stage}: output={path} cannot be written; name a file in a folder that exists")
     match stage:
         case "index":
             _check_corpus(run, ())
@@ -63,58 +57,40 @@ def check_inputs(stage: str, run: "RunConfig", arguments: Mapping[str, str] | No
         case "mine":
             _check_corpus(run, (run.mine.questions,))
             if run.mine.method == "index":
-                _check_version(run, ())
+                check_version(run)
         case "refine":
             if run.refine.feedback and not resolve_path(run.refine.feedback).is_file():
                 raise MissingInputError(f"refine.feedback {run.refine.feedback} does not exist or is not a file")
             label_set = None if run.refine.feedback else run.refine.questions
-            _check_version(run, (label_set, *run.refine.gate, *run.refine.report))
+            check_version(run, sets=(label_set, *run.refine.gate, *run.refine.report))
         case "evaluate":
-            _check_version(run, (*run.evaluate.questions, run.evaluate.hybrid))
+            check_version(run, sets=(*run.evaluate.questions, run.evaluate.hybrid))
         case "analyze":
-            _check_version(run, (run.analyze.questions or next(iter(run.evaluate.questions), None),))
+            check_version(run, sets=(run.analyze.questions or next(iter(run.evaluate.questions), None),))
         case "retrieve":
-            is_file = resolve_path(options["questions"]).is_file()
-            _check_version(run, () if is_file else (options["questions"],))
+            is_file = resolve_path(arguments["questions"]).is_file()
+            check_version(run, sets=() if is_file else (arguments["questions"],))
         case "read":
-            if not resolve_path(options["ranking"]).is_file():
+            if not resolve_path(arguments["ranking"]).is_file():
                 raise MissingInputError(
-                    f"ranking {options['ranking']} does not exist or is not a file; `mvr-ray retrieve` writes one"
+                    f"ranking {arguments['ranking']} does not exist or is not a file; `mvr-ray retrieve` writes one"
                 )
         case "compact" | "reshard":
-            _check_version(run, ())
+            check_version(run)
 
 
-def _check_corpus(run: "RunConfig", sets: Iterable[str | None]) -> None:
-    from mvr_ray.store.corpus import Corpus, question_set
-    from mvr_ray.store.files import Store
-
+def _check_corpus(run: RunConfig, sets: Iterable[str | None]) -> None:
     corpus = Corpus.open(Store(run.store.path), run.prepare.corpus)
     for name in filter(None, sets):
         question_set(corpus, name)
 
 
-def check_version(run: "RunConfig", version: int | None) -> None:
-    """Raise MissingInputError if the index has no such version; None: no version at all."""
-    from mvr_ray.store import manifest
-    from mvr_ray.store.files import Store
-
-    manifest.read(Store(run.store.path), run.index.name, version)
-
-
-def _check_version(run: "RunConfig", sets: Iterable[str | None]) -> None:
-    from mvr_ray.store import manifest
-    from mvr_ray.store.corpus import Corpus, question_set
-    from mvr_ray.store.files import Store
-
+def check_version(run: RunConfig, version: int | None = None, sets: Iterable[str | None] = ()) -> None:
+    """Raise MissingInputError if the index has no such version (None: no version at all), or its corpus lacks one of
+    the question sets."""
     store = Store(run.store.path)
-    live = manifest.read(store, run.index.name)
+    live = manifest.read(store, run.index.name, version)
     if names := list(filter(None, sets)):
         corpus = Corpus.open(store, live.corpus, live.corpus_digest)
         for name in names:
             question_set(corpus, name)
-
-
-def _check_output(stage: str, output: Path) -> None:
-    if output.is_dir() or not output.absolute().parent.is_dir():
-        raise ConfigError(f"{stage}: output={output} cannot be written; name a file in a folder that exists")

@@ -3,15 +3,27 @@
 On a terminal it is a live bar; elsewhere a plain line every ten seconds, so that a job's log stays short.
 """
 
+import math
 import sys
 import time
-from types import TracebackType
+from dataclasses import dataclass
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
 
 INTERVAL_S = 10.0
+
+
+@dataclass
+class ProgressTask:
+    """A task that is under way: where its clock started, its newest count, and the time of its last plain line."""
+
+    bar: TaskID
+    start_s: float
+    first: int
+    count: int
+    line_s: float = -math.inf
 
 
 class Reporter:
@@ -20,45 +32,32 @@ class Reporter:
     def __init__(self, stream: TextIO | None = None, interval_s: float = INTERVAL_S) -> None:
         self._console = Console(file=stream or sys.stderr)
         self._interval_s = interval_s
-        self._starts: dict[str, tuple[float, int]] = {}
-        self._last: dict[str, int] = {}
-        self._last_line: dict[str, float] = {}
-        self._tasks: dict[str, TaskID] = {}
-        self._bars = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[rate]}"),
-            TimeRemainingColumn(),
-            console=self._console,
-        )
+        self._tasks: dict[str, ProgressTask] = {}
+        columns = "{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[rate]}", TimeRemainingColumn()
+        self._bars = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
 
     def __enter__(self) -> "Reporter":
-        if self._console.is_terminal:
-            self._bars.start()
+        self._bars.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._console.is_terminal:
-            self._bars.stop()
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
 
     def __call__(self, what: str, count: int, total: int) -> None:
-        now, task = time.monotonic(), what.partition(" (")[0]  # "train (loss 0.3)" and "train (loss 0.2)" are one task
-        if task not in self._starts or count < self._last[task]:  # the same task again, as in a study's steps
-            self._starts[task] = (now, count)
-            if task in self._tasks:
-                self._bars.reset(self._tasks[task], total=total or None)
-        self._last[task] = count
-        start_s, first = self._starts[task]
-        rate = (count - first) / (now - start_s) if now > start_s else 0.0
+        now, name = time.monotonic(), what.partition(" (")[0]  # "train (loss 0.3)" and "train (loss 0.2)" are one task
+        task = self._tasks.get(name)
+        if task is None:
+            bar = self._bars.add_task(what, total=total or None, rate="")
+            task = self._tasks[name] = ProgressTask(bar, now, count, count)
+        elif count < task.count:  # the same task again, as in a study's steps
+            task.start_s, task.first = now, count
+            self._bars.reset(task.bar, total=total or None)
+        task.count = count
+        rate = (count - task.first) / (now - task.start_s) if now > task.start_s else 0.0
         if self._console.is_terminal:
-            if task not in self._tasks:
-                self._tasks[task] = self._bars.add_task(what, total=total or None, rate="")
-            self._bars.update(
-                self._tasks[task], description=what, completed=count, total=total or None, rate=_rate(rate)
-            )
-        elif (total and count >= total) or now - self._last_line.get(task, -self._interval_s) >= self._interval_s:
-            self._last_line[task] = now
+            self._bars.update(task.bar, description=what, completed=count, total=total or None, rate=_rate(rate))
+        elif (total and count >= total) or now - task.line_s >= self._interval_s:
+            task.line_s = now
             self._console.print(progress_line(what, count, total, rate), highlight=False, soft_wrap=True)
 
     def say(self, line: str) -> None:

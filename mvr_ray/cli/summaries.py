@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from mvr_ray.cli.tables import cell, report_tables, size, table
+from mvr_ray.cli.tables import cell, report_tables, size, table, version_text
 
 Report = Mapping[str, Any]
 NUM_NAMED = 3
+COLLAPSE = "; its views are all alike (collapsed): see docs/math.md"
 
 
 class Summary(NamedTuple):
@@ -72,9 +73,8 @@ def _train(report: Report, words: str) -> Summary:
     names = [name for name in ("epoch", "step", "loss", "lv", "dev_top1", "collapsed") if epochs and name in epochs[0]]
     rows = [[epoch[name] for name in names] for epoch in epochs]
     tables = [table("epochs", [name.replace("_", " ") for name in names], rows)] if rows else []
-    verdict = f"trained: {report['name']}/{report['fingerprint']}"
-    if epochs and epochs[-1].get("collapsed"):
-        verdict += "; its views are all alike (collapsed): see docs/math.md"
+    collapse = COLLAPSE * bool(epochs and epochs[-1].get("collapsed"))
+    verdict = f"trained: {report['name']}/{report['fingerprint']}{collapse}"
     next_commands = {"readers": f"read {words} ranking=FILE", "cross_encoders": f"mine {words}"}
     return Summary(tables, verdict, next_commands.get(str(report["folder"]).partition("/")[0], f"index {words}"))
 
@@ -112,53 +112,50 @@ def _index_facts(report: Report) -> dict[str, Any]:
 
 def _index(report: Report, words: str) -> Summary:
     passages = sum(shard["num_passages"] for shard in report["shards"])
-    verdict = f"live: version {report['version']} of index {report['index']}, {count(passages, 'passage')}"
-    if report["metrics"].get("collapsed"):
-        verdict += "; its views are all alike (collapsed): see docs/math.md"
+    collapse = COLLAPSE * bool(report["metrics"].get("collapsed"))
+    verdict = f"live: {version_text(report)}, {count(passages, 'passage')}{collapse}"
     return Summary(_facts(_index_facts(report)), verdict, f'search {words} "your question"')
 
 
 def _refine(report: Report, words: str) -> Summary:
-    columns = ("group", "protocol", "questions", "top-1", "top-5")
-    rows = [
-        (row["group"], row["protocol"], row["num_questions"], _change(row, "top_1"), _change(row, "top_5"))
-        for row in report["accuracy"]
-    ]
+    rows = []
+    for row in report["accuracy"]:
+        top = [f"{percent(row[f'{k}_before'])} to {percent(row[f'{k}_after'])}" for k in ("top_1", "top_5")]
+        rows.append((row["group"], row["protocol"], row["num_questions"], *top))
+    accuracy = table("accuracy, in percent", ("group", "protocol", "questions", "top-1", "top-5"), rows)
     manifest = report["published"]
     if manifest is None:
         verdict = f"not published: {report['reason']}; version {report['base_version']} stays live"
-        return Summary([table("accuracy, in percent", columns, rows)], verdict, f"analyze {words}")
-    verdict = (
-        f"live: version {manifest['version']} of index {manifest['index']}, "
-        f"{percent(report['dirty_share'])} % of passages changed ({report['reason']})"
-    )
-    return Summary([table("accuracy, in percent", columns, rows)], verdict, f"evaluate {words}")
-
-
-def _change(row: Report, name: str) -> str:
-    return f"{percent(row[f'{name}_before'])} to {percent(row[f'{name}_after'])}"
+        return Summary([accuracy], verdict, f"analyze {words}")
+    changes = f"{percent(report['dirty_share'])} % of passages changed ({report['reason']})"
+    return Summary([accuracy], f"live: {version_text(manifest)}, {changes}", f"evaluate {words}")
 
 
 def _accuracy_tables(rows: Sequence[Report], system: str) -> list[Table]:
     """Return a table a question set and kind of metric: systems down, metrics across, in percent."""
-    tables: list[Table] = []
-    groups = dict.fromkeys((row["questions"], row["metric"].partition("/")[0]) for row in rows)
-    for questions, kind in groups:
-        own = [row for row in rows if (row["questions"], row["metric"].partition("/")[0]) == (questions, kind)]
-        metrics = list(dict.fromkeys(row["metric"].partition("/")[2] for row in own))
-        systems = list(dict.fromkeys(row["system"] for row in own))
-        values = {(row["system"], row["metric"].partition("/")[2]): row["value"] for row in own}
-        lines = [[name, *(percent(values.get((name, metric))) for metric in metrics)] for name in systems]
-        title = f"{questions}: {count(own[0]['n'], 'question')}, in percent, by {kind}"
-        tables.append(table(title, [system, *metrics], lines))
-    return tables
+    groups: dict[tuple[str, str], list[Report]] = {}
+    for row in rows:
+        groups.setdefault((row["questions"], row["metric"].partition("/")[0]), []).append(row)
+    return [
+        _pivot(
+            f"{questions}: {count(own[0]['n'], 'question')}, in percent, by {kind}",
+            system,
+            {(row["system"], row["metric"].partition("/")[2]): row["value"] for row in own},
+        )
+        for (questions, kind), own in groups.items()
+    ]
+
+
+def _pivot(title: str, corner: str, shares: Mapping[tuple[Any, str], float]) -> Table:
+    """Make a table of shares, in percent, by row and column."""
+    rows, columns = (list(dict.fromkeys(names)) for names in zip(*shares))
+    lines = [[row, *(percent(shares.get((row, column))) for column in columns)] for row in rows]
+    return table(title, [corner, *columns], lines)
 
 
 def _evaluate(report: Report, words: str) -> Summary:
     rows = report["rows"]
-    verdict = (
-        f"evaluated: version {report['version']} of index {report['index']}, {count(report['passages'], 'passage')}"
-    )
+    verdict = f"evaluated: {version_text(report)}, {count(report['passages'], 'passage')}"
     firsts = {row["questions"]: row for row in reversed(rows) if row["system"] == report["index"]}
     main_rows = list(reversed(firsts.values()))[:NUM_NAMED]
     for row in main_rows:
@@ -168,43 +165,32 @@ def _evaluate(report: Report, words: str) -> Summary:
 
 
 def _analyze(report: Report, words: str) -> Summary:
-    shares = ", ".join(percent(share) for share in report["win_shares"])
     facts = {
-        "best view of the own passage, %": shares,
+        "best view of the own passage, %": ", ".join(map(percent, report["win_shares"])),
         "PPL": report["ppl"],
         "LV": report["lv"],
         "view pair cosine": report["view_pair_cosine"],
         "attention KL": report["attention_kl"],
     }
     ppl = report["ppl"]
-    questions = count(report["num_questions"], "question")
-    verdict = f"analyzed: version {report['version']} of index {report['index']}, {questions}"
+    verdict = f"analyzed: {version_text(report)}, {count(report['num_questions'], 'question')}"
     if ppl is not None:
         verdict += f"\n  of {len(report['win_shares'])} views, {ppl:.2f} answer the questions of a passage (PPL)"
-    return Summary(
-        [*_facts(facts), *_accuracy_tables(report["rows"], "view")], verdict, f'explain {words} "your question"'
-    )
+    tables = [*_facts(facts), *_accuracy_tables(report["rows"], "view")]
+    return Summary(tables, verdict, f'explain {words} "your question"')
 
 
 def _retrieve(report: Report, words: str) -> Summary:
-    verdict = (
-        f"retrieved: {report['k']} passages for each of {count(report['questions'], 'question')}, "
-        f"from version {report['version']} of index {report['index']}\n  {report['output']} ({report['format']})"
-    )
+    questions = count(report["questions"], "question")
+    verdict = f"retrieved: {report['k']} passages for each of {questions}, from {version_text(report)}"
+    verdict += f"\n  {report['output']} ({report['format']})"
     command = f"read {words} ranking={shlex.quote(report['output'])}" if report["format"] in ("dpr", "jsonl") else ""
     return Summary([], verdict, command)
 
 
 def _read(report: Report, words: str) -> Summary:
-    rows = report["rows"]
-    metrics = list(dict.fromkeys(row["metric"] for row in rows))
-    values = {(row["passages"], row["metric"]): row["value"] for row in rows}
-    lines = [
-        [k, *(percent(values[k, metric]) for metric in metrics)] for k in dict.fromkeys(row["passages"] for row in rows)
-    ]
-    tables = (
-        [table("answers, in percent", ["passages", *(m.replace("_", " ") for m in metrics)], lines)] if lines else []
-    )
+    shares = {(row["passages"], row["metric"].replace("_", " ")): row["value"] for row in report["rows"]}
+    tables = [_pivot("answers, in percent", "passages", shares)] if shares else []
     verdict = f"read: {count(report['questions'], 'question')} by {report['reader']}"
     if report["unread"]:
         verdict += f", {report['unread']:,} of them without any text"
@@ -222,23 +208,23 @@ def _update(report: Report, words: str) -> Summary:
 
 
 def _compact(report: Report, words: str) -> Summary:
-    if report["version"] == report["base_version"]:
-        return Summary([], f"nothing to do: version {report['version']} has no changes beside its shards", "")
-    verdict = (
-        f"live: version {report['version']} of index {report['index']}, {count(report['shards_written'], 'shard')} "
-        f"written whole, {size(report['bytes_before'])} before, {size(report['bytes'])} now"
+    what = (
+        f"{count(report['shards_written'], 'shard')} written whole, {size(report['bytes_before'])} before, "
+        f"{size(report['bytes'])} now"
     )
-    return Summary([], verdict, f"versions {words.partition(' ')[0]} list")
+    return _rewrite_summary(report, words, what, "no changes beside its shards")
 
 
 def _reshard(report: Report, words: str) -> Summary:
+    shards = count(report["shards"], "shard")
+    what = f"{count(report['passages'], 'passage')} in {shards} ({report['shards_before']:,} before)"
+    return _rewrite_summary(report, words, what, shards)
+
+
+def _rewrite_summary(report: Report, words: str, what: str, reason: str) -> Summary:
     if report["version"] == report["base_version"]:
-        return Summary([], f"nothing to do: version {report['version']} has {count(report['shards'], 'shard')}", "")
-    verdict = (
-        f"live: version {report['version']} of index {report['index']}, {count(report['passages'], 'passage')} "
-        f"in {count(report['shards'], 'shard')} ({report['shards_before']:,} before)"
-    )
-    return Summary([], verdict, f"versions {words.partition(' ')[0]} list")
+        return Summary([], f"nothing to do: version {report['version']} has {reason}", "")
+    return Summary([], f"live: {version_text(report)}, {what}", f"versions {words.partition(' ')[0]} list")
 
 
 def versions_tables(index: str, action: str, report: Any, *, verbose: bool) -> list[Table]:
@@ -256,17 +242,5 @@ def versions_tables(index: str, action: str, report: Any, *, verbose: bool) -> l
     return [table(f"index {index}", ("version", "parent", "operation", "created", "passages", ""), rows)]
 
 
-_SUMMARIES: dict[str, Callable[[Report, str], Summary]] = {
-    "prepare": _prepare,
-    "train": _train,
-    "mine": _mine,
-    "index": _index,
-    "refine": _refine,
-    "evaluate": _evaluate,
-    "analyze": _analyze,
-    "retrieve": _retrieve,
-    "read": _read,
-    "update": _update,
-    "compact": _compact,
-    "reshard": _reshard,
-}
+_STAGES = (_prepare, _train, _mine, _index, _refine, _evaluate, _analyze, _retrieve, _read, _update, _compact, _reshard)
+_SUMMARIES: dict[str, Callable[[Report, str], Summary]] = {one.__name__.removeprefix("_"): one for one in _STAGES}

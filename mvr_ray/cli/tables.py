@@ -18,7 +18,7 @@ from rich.text import Text
 
 if TYPE_CHECKING:  # these modules take a second to import, and most commands need none
     from mvr_ray.capacity import Plan
-    from mvr_ray.explanation import ExplainedPassage, Explanation
+    from mvr_ray.explanation import ExplainedPassage
     from mvr_ray.serving.schemas import Exact, PassageHit
 
 _results: list[TextIO] = []
@@ -57,12 +57,8 @@ def exactness(exact: "Exact") -> str:
     return f"{'exact' if exact.certified else 'approximate'}{method}"
 
 
-def explanation_tables(explanation: "Explanation") -> list[Table]:
-    """Return a table a passage: views down, each with its snippet; a question's best view is marked with «."""
-    return [_explanation_table(passage, explanation.questions) for passage in explanation.passages]
-
-
-def _explanation_table(passage: "ExplainedPassage", questions: Sequence[str]) -> Table:
+def explanation_table(passage: "ExplainedPassage", questions: Sequence[str]) -> Table:
+    """Make the table of a passage: views down, each with its snippet; a question's best view is marked with «."""
     from mvr_ray.explanation import describe_view
 
     output = Table(title=Text(f"{passage.title or passage.id}  [{passage.id}]"), title_justify="left", show_lines=True)
@@ -83,13 +79,9 @@ def _explanation_table(passage: "ExplainedPassage", questions: Sequence[str]) ->
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
     """Make a table of rows; square brackets in a title, a column name or a cell are no markup."""
+    heading = Text(title, style="bold") if title else None
     output = Table(
-        title=Text(title, style="bold") if title else None,
-        title_justify="left",
-        show_header=any(columns),
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
+        title=heading, title_justify="left", show_header=any(columns), box=SIMPLE_HEAD, show_edge=False, pad_edge=False
     )
     for i, column in enumerate(columns):
         numeric = all(_is_number(row[i]) for row in rows if row[i] is not None)
@@ -130,20 +122,22 @@ def plan_table(plan: "Plan", *, with_notes: bool) -> Table:
     return table(title, columns, [row[: len(columns)] for row in rows])
 
 
+def version_text(manifest: Mapping[str, Any]) -> str:
+    return f"version {manifest['version']} of index {manifest['index']}"
+
+
 def report_tables(title: str, report: Mapping[str, Any]) -> list[Table]:
     """Make tables of a plain report: its single values as two columns, each list of records as a table of its own."""
-    single: list[tuple[str, str]] = []
-    tables: list[Table] = []
+    single, tables = [], []
     for name, value in report.items():
         label = name.replace("_", " ")
         if name == "shards" and isinstance(value, list):
             single.append((label, f"{len(value):,}"))
         elif isinstance(value, dict) and "shards" in value:
-            single.append((label, f"version {value['version']} of index {value['index']}"))
+            single.append((label, version_text(value)))
         elif isinstance(value, list) and value and isinstance(value[0], dict):
-            columns = list(value[0])
-            rows = [[row.get(column) for column in columns] for row in value]
-            tables.append(table(label, [column.replace("_", " ") for column in columns], rows))
+            columns = [column.replace("_", " ") for column in value[0]]
+            tables.append(table(label, columns, [[row.get(column) for column in value[0]] for row in value]))
         elif value not in (None, "", [], {}):
             single.append((label, cell(value)))
     return [*([table(title, ("", ""), single)] if single else []), *tables]
@@ -169,12 +163,16 @@ def _stdout() -> TextIO:
 
 
 def print_json(value: Any) -> None:
-    write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    """Print a report, plain or not, as JSON on stdout."""
+    from mvr_ray.store.runs import to_plain
+
+    write(json.dumps(to_plain(value), indent=2, ensure_ascii=False) + "\n")
 
 
-def print_result(result: Table | Text | str) -> None:
-    """Print a table or text on stdout; a file or pipe gets lines of 160 characters."""
-    console = Console(file=_stdout(), highlight=False, soft_wrap=not isinstance(result, Table))
-    if not console.is_terminal:
-        console.width = 160
-    console.print(result)
+def print_result(*results: Table | Text | str) -> None:
+    """Print tables and texts on stdout; a file or pipe gets lines of 160 characters."""
+    for result in results:
+        console = Console(file=_stdout(), highlight=False, soft_wrap=not isinstance(result, Table))
+        if not console.is_terminal:
+            console.width = 160
+        console.print(result)

@@ -2,17 +2,14 @@
 
 from mvr_ray.config.loader import resolve_model as resolve_model
 from mvr_ray.config.loader import resolve_path as resolve_path
-from mvr_ray.config.run import AnalyzeConfig as AnalyzeConfig
 from mvr_ray.config.run import EncoderConfig as EncoderConfig
 from mvr_ray.config.run import EvaluateConfig as EvaluateConfig
 from mvr_ray.config.run import FieldType as FieldType
 from mvr_ray.config.run import FollowConfig as FollowConfig
 from mvr_ray.config.run import IndexConfig as IndexConfig
 from mvr_ray.config.run import PrepareConfig as PrepareConfig
-from mvr_ray.config.run import ReadConfig as ReadConfig
 from mvr_ray.config.run import RefineConfig as RefineConfig
 from mvr_ray.config.run import ResourcesConfig as ResourcesConfig
-from mvr_ray.config.run import RetrieveConfig as RetrieveConfig
 from mvr_ray.config.run import RunConfig as RunConfig
 from mvr_ray.config.run import ServeConfig as ServeConfig
 from mvr_ray.config.run import SourceConfig as SourceConfig

@@ -45,7 +45,9 @@ def explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:
         elif problem["type"] == "value_error":
             lines.setdefault(place, str(problem["ctx"]["error"]))
         else:
-            lines.setdefault(place, f"{_value_text(problem['input'])} is not {allowed_in_words(schema, whole)}")
+            value = problem["input"]
+            text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            lines.setdefault(place, f"{text:.80} is not {allowed_in_words(schema, whole)}")
     return f"{where}: " + "; ".join(f"{place}: {line}" for place, line in lines.items())
 
 
@@ -85,7 +87,11 @@ def allowed_in_words(schema: dict[str, Any], whole: dict[str, Any]) -> str:
         return f"one of {', '.join(map(str, schema['enum']))}"
     match schema.get("type"):
         case "integer" | "number" as kind:
-            return f"{'a whole number' if kind == 'integer' else 'a number'}{_limits(schema)}"
+            low, above, high = (schema.get(key) for key in ("minimum", "exclusiveMinimum", "maximum"))
+            limits = f" above {above}" * (above is not None) + f", at most {high}" * (high is not None)
+            if low is not None:
+                limits = f" of at least {low}" if high is None else f" from {low} to {high}"
+            return f"{'a whole number' if kind == 'integer' else 'a number'}{limits}"
         case "array":
             least = f" of at least {schema['minItems']}" if "minItems" in schema else ""
             return f"a list{least}, each entry {allowed_in_words(schema.get('items', {}), whole)}"
@@ -95,14 +101,3 @@ def allowed_in_words(schema: dict[str, Any], whole: dict[str, Any]) -> str:
             return "a mapping"
         case kind:
             return {"string": "a text", "boolean": "true or false", "null": "null"}.get(str(kind), "a value")
-
-
-def _limits(schema: dict[str, Any]) -> str:
-    low, above, high = (schema.get(key) for key in ("minimum", "exclusiveMinimum", "maximum"))
-    if low is not None:
-        return f" of at least {low}" if high is None else f" from {low} to {high}"
-    return (f" above {above}" if above is not None else "") + (f", at most {high}" if high is not None else "")
-
-
-def _value_text(value: Any) -> str:
-    return f"{value!r:.80}" if isinstance(value, str) else f"{json.dumps(value, ensure_ascii=False, default=str):.80}"

@@ -76,9 +76,8 @@ def read(path: Path, dependents: tuple[Path, ...] = ()) -> dict[str, Any]:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(data, dict):
-        raise ConfigError(
-            f"{path}: a run file holds sections (store:, prepare:, ...), this one holds {type(data).__name__}"
-        )
+        kind = type(data).__name__
+        raise ConfigError(f"{path}: a run file holds sections (store:, prepare:, ...), this one holds {kind}")
     base = data.pop("base", None)
     if not isinstance(base, str | None):
         raise ConfigError(f"{path}: base: {base!r:.60} is not a text; give the path of another run file")

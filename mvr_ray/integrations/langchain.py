@@ -12,7 +12,7 @@ from langchain_core.retrievers import BaseRetriever
 from pydantic import ConfigDict, Field
 
 from mvr_ray.client import Client
-from mvr_ray.integrations.metadata import hit_metadata
+from mvr_ray.integrations import hit_metadata
 
 
 class LangChainRetriever(BaseRetriever):

@@ -11,7 +11,7 @@ from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
 from mvr_ray.client import Client
-from mvr_ray.integrations.metadata import hit_metadata
+from mvr_ray.integrations import hit_metadata
 
 
 class LlamaIndexRetriever(BaseRetriever):

@@ -24,6 +24,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Annotated, Any, TypeVar
 
@@ -35,12 +36,10 @@ from pydantic import BaseModel, BeforeValidator
 from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
-from starlette.types import Scope
 
 from mvr_ray import __version__, logs
 from mvr_ray.config import ServeConfig
 from mvr_ray.deadline import Deadline
-from mvr_ray.errors import MvrRayError
 from mvr_ray.explanation import Explanation
 from mvr_ray.serving import schemas
 from mvr_ray.serving.admission import Admission, Workers, late_error
@@ -241,17 +240,17 @@ class _PassageIdConvertor(PathConvertor):
 register_url_convertor("passage_id", _PassageIdConvertor())
 
 
+@dataclass
 class _Probe:
     """Runs one readiness search at a time; concurrent probes share it."""
 
-    def __init__(self, service: SearchService) -> None:
-        self._service = service
-        self._search: asyncio.Task[schemas.Readiness] | None = None
+    service: SearchService
+    _search: asyncio.Task[schemas.Readiness] | None = None
 
     async def readiness(self, deadline: Deadline) -> schemas.Readiness:
         search = self._search
         if search is None or search.done() or search.get_loop() is not asyncio.get_running_loop():
-            search = self._search = asyncio.create_task(asyncio.to_thread(self._service.readiness))
+            search = self._search = asyncio.create_task(asyncio.to_thread(self.service.readiness))
         try:
             return await asyncio.wait_for(asyncio.shield(search), deadline.left_s)
         except TimeoutError:
@@ -301,11 +300,7 @@ def _page_sender(content: bytes, media_type: str) -> Callable[[], Awaitable[Resp
 
 
 def _answer_errors(api: FastAPI) -> None:
-    """Convert every error to one JSON shape; the middleware converts unexpected ones."""
-
-    @api.exception_handler(RequestError)
-    async def request_error(_: Request, error: RequestError) -> Response:
-        return error_response(error)
+    """Convert the errors of routing to the JSON shape of all errors; the middleware converts the others."""
 
     @api.exception_handler(RequestValidationError)
     async def validation_error(_: Request, error: RequestValidationError) -> Response:
@@ -319,19 +314,10 @@ def _answer_errors(api: FastAPI) -> None:
         message = f"{request.method} {request.url.path[:200]}: {error.detail}"
         headers = dict(error.headers or {})
         if error.status_code == 405:  # raised by one route of this path, which knows its own methods only
-            headers["allow"] = ", ".join(sorted(_methods(api, request.scope)))
+            routes = [one for one in api.routes if isinstance(one, Route)]
+            own = [route.methods or () for route in routes if route.matches(request.scope)[0] != Match.NONE]
+            headers["allow"] = ", ".join(sorted(set().union(*own)))
         return error_response(RequestError(error.status_code, code, "", message, "see GET /openapi.json", headers))
-
-    @api.exception_handler(MvrRayError)
-    async def package_error(_: Request, error: MvrRayError) -> Response:
-        log.warning("request failed: id=%s", logs.request_id(), exc_info=error)
-        return error_response(schemas.to_request_error(error))
-
-
-def _methods(api: FastAPI, scope: Scope) -> set[str]:
-    """Return the methods of all routes that match the path of a request."""
-    routes = (route for route in api.routes if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE)
-    return {method for route in routes for method in route.methods or ()}
 
 
 def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:

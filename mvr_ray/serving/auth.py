@@ -13,15 +13,15 @@ import ipaddress
 import logging
 import stat
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from mvr_ray.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 Role = Literal["read", "admin"]
-ROLES: tuple[Role, ...] = ("read", "admin")
 VARIABLES: dict[Role, str] = {"read": "MVR_RAY_READ_TOKEN", "admin": "MVR_RAY_ADMIN_TOKEN"}
 REALM = 'Bearer realm="mvr_ray"'
 MIN_CHARS = 20
@@ -33,44 +33,39 @@ _HOW = (
 )
 
 
-class KnownToken(NamedTuple):
-    """A token by its SHA-256, in hexadecimal digits."""
-
-    sha256: str
-    role: Role
-
-
+@dataclass(frozen=True)
 class TokenStore:
-    """The tokens that a server accepts; without any, every client may only read."""
+    """The roles of the tokens that a server accepts, by SHA-256 in hexadecimal digits; without any token, every client
+    may only read."""
 
-    def __init__(self, tokens: tuple[KnownToken, ...] = ()) -> None:
-        self.tokens = tokens
+    roles: Mapping[str, Role] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.tokens)
+        return bool(self.roles)
 
     def role(self, token: bytes) -> Role | None:
         """Return the role of a token, None for an unknown one, in constant time."""
         digest = hashlib.sha256(token).hexdigest()
-        matches = [one.role for one in self.tokens if hmac.compare_digest(digest, one.sha256)]
+        matches = [role for own, role in self.roles.items() if hmac.compare_digest(digest, own)]
         return matches[0] if matches else None
 
 
 def read_tokens(file: str | None, environ: Mapping[str, str]) -> TokenStore:
     """Read the tokens of file and environment. Raises ConfigError naming the line or variable, never the token."""
     roles: dict[str, Role] = {}
-    for role in ROLES:
-        if environ.get(VARIABLES[role]):
-            _add(roles, role, environ[VARIABLES[role]].strip(), VARIABLES[role])
+    for role, variable in VARIABLES.items():
+        if environ.get(variable):
+            _add(roles, role, environ[variable].strip(), variable)
     for number, line in enumerate(_lines(file) if file is not None else (), 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        role = next((one for one in ROLES if one == words[0]), None)
-        if role is None or len(words) != 2:
-            raise ConfigError(f"serve.tokens_file {file} line {number} is not `read TOKEN` or `admin TOKEN`; {_HOW}")
-        _add(roles, role, words[1], f"serve.tokens_file {file} line {number}")
-    return TokenStore(tuple(KnownToken(digest, role) for digest, role in sorted(roles.items())))
+        where = f"serve.tokens_file {file} line {number}"
+        match line.partition("#")[0].split():
+            case []:
+                continue
+            case ["read" | "admin" as role, token]:
+                _add(roles, role, token, where)
+            case _:
+                raise ConfigError(f"{where} is not `read TOKEN` or `admin TOKEN`; {_HOW}")
+    return TokenStore(dict(sorted(roles.items())))
 
 
 def require_tokens(host: str, tokens: TokenStore) -> None:
@@ -89,9 +84,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _lines(file: str) -> list[str]:
-    path = Path(file)
     try:
-        text, mode = path.read_text(encoding="utf-8"), path.stat().st_mode
+        text, mode = Path(file).read_text(encoding="utf-8"), Path(file).stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"serve.tokens_file {file} cannot be read ({type(error).__name__}); {_HOW}") from None
     if mode & (stat.S_IRGRP | stat.S_IROTH):

@@ -48,9 +48,6 @@ class ManifestPayload(Manifest):
     digest: Word | None = None
     """Over all other fields, as the store's file has it; absent: not checked."""
 
-    def manifest(self) -> Manifest:
-        return Manifest(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Manifest)})
-
 
 class PublishRequest(RequestModel):
     manifest: ManifestPayload
@@ -122,13 +119,23 @@ class VersionCatalog:
         return version_info(version, version.version == manifests.latest_version(self.store, self.index))
 
     def _wait(self, manifest: Manifest, deadline: Deadline, was_published: bool = False) -> Manifest:
+        """Publish a manifest in a job, or wait for the job of the same manifest that runs already."""
         live = manifests.latest_version(self.store, self.index)
         if live != manifest.parent:
             raise PublishConflictError(
                 f"index {self.index!r} version {manifest.parent + 1} not published: version {live} is live, not "
                 f"{manifest.parent}; check it, then send the request with parent {live} to follow it"
             )
-        job = self._start(_PublishJob(self.store, manifest, was_published))
+        job = _PublishJob(self.store, manifest, was_published)
+        with self._lock:
+            current = None if self._job is None or self._job.is_over() else self._job
+            if current and current.key == job.key:
+                job = current
+            elif current and not current.result.done():
+                raise _busy("another version is being published here", "ask again when it is done")
+            else:
+                self._job = job
+                threading.Thread(target=job.run, name="mvr-publish", daemon=True).start()
         wait([job.result], timeout=deadline.left_s)
         if not job.result.done():
             progress = f"{job.num_whole} of {len(manifest.shards)} shards were found whole so far"
@@ -137,18 +144,6 @@ class VersionCatalog:
             if self._job is job:  # a third request reads the files again
                 self._job = None
         return job.result.result()
-
-    def _start(self, job: "_PublishJob") -> "_PublishJob":
-        """Start a job, or return that of the same manifest. Raises RequestError (503) while another one runs."""
-        with self._lock:
-            if self._job is not None and not self._job.is_over():
-                if self._job.key == job.key:
-                    return self._job
-                if not self._job.result.done():
-                    raise _busy("another version is being published here", "ask again when it is done")
-            self._job = job
-            threading.Thread(target=job.run, name="mvr-publish", daemon=True).start()
-            return job
 
     def _require(self, version: int) -> int:
         """Return the live version's number. Raises RequestError (404) if `version` does not exist."""
@@ -161,21 +156,21 @@ class VersionCatalog:
         return numbers[-1]
 
 
+@dataclasses.dataclass(eq=False)
 class _PublishJob:
-    """Reads every file that one manifest names, then publishes it.
+    """Reads every file that one manifest names, then publishes it."""
 
-    `was_published`: the content is that of an existing version, whose counts are correct.
-    """
+    store: Store
+    manifest: Manifest
+    was_published: bool
+    """The content is that of an existing version, whose counts are correct."""
+    result: Future[Manifest] = dataclasses.field(default_factory=Future)
+    num_whole: int = 0
+    """Shards checked so far."""
+    _end_s: float = math.inf
 
-    def __init__(self, store: Store, manifest: Manifest, was_published: bool = False) -> None:
-        self.store = store
-        self.manifest = manifest
-        self.was_published = was_published
-        self.key = (manifest.content_digest(), manifest.parent)
-        self.result: Future[Manifest] = Future()
-        self.num_whole = 0
-        """Shards checked so far."""
-        self._end_s = math.inf
+    def __post_init__(self) -> None:
+        self.key = (self.manifest.content_digest(), self.manifest.parent)
 
     def is_over(self) -> bool:
         return time.monotonic() - self._end_s > MEMORY_S
@@ -188,11 +183,13 @@ class _PublishJob:
         self._end_s = time.monotonic()
 
     def _check_and_publish(self) -> Manifest:
-        for number, entry in enumerate(self.manifest.shards):
-            self._check_shard(entry, f"manifest.shards.{number}")
+        manifest = self.manifest
+        rest = dataclasses.replace(manifest, shards=(), refined_queries={}, lexical=None)
+        for number, entry in enumerate(manifest.shards):
+            self._check_shard(entry, dataclasses.replace(rest, shards=(entry,)), f"manifest.shards.{number}")
             self.num_whole += 1
-        self._check_files(dataclasses.replace(self.manifest, shards=(), lexical=None), "manifest.refined_queries")
-        self._check_files(dataclasses.replace(self.manifest, shards=(), refined_queries={}), "manifest.lexical")
+        for field in ("refined_queries", "lexical"):
+            self._check_files(dataclasses.replace(rest, **{field: getattr(manifest, field)}), f"manifest.{field}")
         self._check_sources()
         try:
             version = manifests.publish(self.store, self.manifest)
@@ -203,12 +200,12 @@ class _PublishJob:
         log.info("published by request: index=%s version=%d", version.index, version.version)
         return version
 
-    def _check_shard(self, entry: ShardEntry, field: str) -> None:
+    def _check_shard(self, entry: ShardEntry, part: Manifest, field: str) -> None:
         folder = paths.shard_dir(self.manifest.index, entry.digest)
         if not self.store.exists(folder):
             raise _not_whole(field, f"{folder} is missing")
         self.store.touch(folder)  # so that a concurrent collection keeps it
-        self._check_files(dataclasses.replace(self.manifest, shards=(entry,), refined_queries={}, lexical=None), field)
+        self._check_files(part, field)
         if self.was_published:
             return
         try:
@@ -223,11 +220,10 @@ class _PublishJob:
 
     def _check_files(self, part: Manifest, field: str) -> None:
         try:
-            problems = manifests.verify(self.store, part).problems
+            for problem in manifests.verify(self.store, part).problems:
+                raise _not_whole(field, f"{problem.path} {problem.reason}")
         except FormatError as error:
             raise _not_whole(field, str(error)) from None
-        for problem in problems:
-            raise _not_whole(field, f"{problem.path} {problem.reason}")
 
     def _check_sources(self) -> None:
         """Raise RequestError (422) unless encoder and corpus of the version, which searches need, are in this store."""
@@ -254,7 +250,7 @@ def published_version(store: Store, manifest: Manifest) -> Manifest | None:
 
 def check_payload(payload: ManifestPayload, index: str) -> Manifest:
     """Return the manifest to publish in `index`. Raises RequestError for an invalid one."""
-    manifest = payload.manifest()
+    manifest = Manifest(**{field.name: getattr(payload, field.name) for field in dataclasses.fields(Manifest)})
     if payload.digest is not None and json.loads(manifest.to_json())["digest"] != payload.digest:
         message = "the manifest's digest is not that of its fields: it is damaged, or was changed"
         raise RequestError(422, "wrong_digest", "manifest.digest", message, _SOURCE)
@@ -262,25 +258,21 @@ def check_payload(payload: ManifestPayload, index: str) -> Manifest:
         message = f"the manifest is of index {manifest.index!r}, this server answers from index {index!r}"
         raise RequestError(422, "wrong_index", "manifest.index", message, "send it to a server of that index")
     for place, entry in enumerate(manifest.shards):
-        _check_entry(entry, place)
+        field = f"manifest.shards.{place}"
+        if entry.shard != place:
+            message, hint = f"shard {entry.shard} is at place {place}", "name every shard once, from 0 on, in order"
+            raise RequestError(422, "wrong_value", f"{field}.shard", message, hint)
+        if paths.EMBEDDINGS not in entry.files:
+            raise RequestError(422, "wrong_value", f"{field}.files", f"the shard has no {paths.EMBEDDINGS}", _SOURCE)
+        content = {name: value for name, value in dataclasses.asdict(entry).items() if name != "digest"}
+        if digest_of(content)[:DIGEST_HEX] != entry.digest:
+            message = f"{entry.digest} is not the digest of the shard's counts and files"
+            raise RequestError(422, "wrong_digest", f"{field}.digest", message, _SOURCE)
     try:
         check_params(IndexParams(**manifest.index_params), manifest.dimension)
     except (MvrRayError, TypeError) as error:
         raise RequestError(422, "wrong_value", "manifest.index_params", str(error), _SOURCE) from None
     return manifest
-
-
-def _check_entry(entry: ShardEntry, place: int) -> None:
-    field = f"manifest.shards.{place}"
-    if entry.shard != place:
-        message = f"shard {entry.shard} is at place {place}"
-        raise RequestError(422, "wrong_value", f"{field}.shard", message, "name every shard once, from 0 on, in order")
-    if paths.EMBEDDINGS not in entry.files:
-        raise RequestError(422, "wrong_value", f"{field}.files", f"the shard has no {paths.EMBEDDINGS}", _SOURCE)
-    content = {name: value for name, value in dataclasses.asdict(entry).items() if name != "digest"}
-    if digest_of(content)[:DIGEST_HEX] != entry.digest:
-        message = f"{entry.digest} is not the digest of the shard's counts and files"
-        raise RequestError(422, "wrong_digest", f"{field}.digest", message, _SOURCE)
 
 
 def _not_whole(field: str, message: str) -> RequestError:

@@ -5,7 +5,7 @@ Like `service`, a plain function over a router: no HTTP and no Ray in here.
 Shapes: Q queries, D dimension, N views of one passage.
 """
 
-from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,20 +16,20 @@ from mvr_ray.core.searching.hybrid import hybrid_scores
 from mvr_ray.errors import UnknownPassageError
 from mvr_ray.explanation import ExplainedPassage, ExplainedView, Explanation, Winner
 from mvr_ray.serving.schemas import ExplainRequest, RequestError
-from mvr_ray.types import Answer, FloatArray, HybridQueries, HybridWeight, Passage, PassageScores
+from mvr_ray.types import FloatArray, HybridQueries, HybridWeight, Passage, PassageScores
 
 if TYPE_CHECKING:
     from mvr_ray.distributed.router import Router
 
-Ranks = list[dict[str, int]]
-"""For each question, the rank of its hits by passage id, counted from 1."""
+RankedScores = dict[str, tuple[int, float]]
+"""By passage id, the rank of a question's hit, counted from 1, and its score."""
 
 
 def explain(
     router: "Router", request: ExplainRequest, limits: ServeConfig, hybrid: HybridWeight | None = None
 ) -> Explanation:
-    """Explain the passages of the request, or the questions' best hits: every view with every question; with `hybrid`
-    the words, too.
+    """Explain the passages of the request, or the questions' best hits: the first of every question, then the second,
+    and so on. Every view is scored with every question; with `hybrid` the words, too.
 
     Raises RequestError for what the limits forbid, and for a passage that the index does not hold.
     """
@@ -40,9 +40,12 @@ def explain(
     else:
         words = None if hybrid is None else HybridQueries(tuple(request.questions), hybrid)
         answer = router.search(queries_QD, request.k, hybrid=words)
-    ranks: Ranks = [{hit.passage_id: rank for rank, hit in enumerate(hits, 1)} for hits in answer.hits]
-    ranks = ranks or [{} for _ in request.questions]
-    passage_ids = list(dict.fromkeys(request.passages)) or passages_by_rank(answer)
+    hits_Q: list[RankedScores] = [
+        {hit.passage_id: (rank, hit.score) for rank, hit in enumerate(hits, 1)}
+        for hits in answer.hits or [[] for _ in request.questions]
+    ]
+    by_rank = (hit.passage_id for hits in zip_longest(*answer.hits) for hit in hits if hit)
+    passage_ids = list(dict.fromkeys(request.passages or by_rank))
     try:
         all_scores = router.explain(queries_QD, passage_ids)
     except UnknownPassageError as error:
@@ -50,14 +53,19 @@ def explain(
         message, _, hint = str(error).partition("; ")
         raise RequestError(404, "unknown_passage", field, message, hint) from None
     passages = router.passages(passage_ids)
-    explanations = []
     lexical = {} if hybrid is None else router.lexical_scores(request.questions, list(passages.values()))
+    explanations = []
     for scores in all_scores:
-        passage = passages[scores.passage_id]
-        one = _explain_passage(passage, scores, ranks, router.view_spans(passage), router.num_views)
-        if hybrid is not None:
-            _add_lexical(one, lexical[passage.id], hybrid, answer)
-        explanations.append(one)
+        passage, num_views = passages[scores.passage_id], router.num_views
+        spans = router.view_spans(passage)
+        views = [
+            _view(passage, number, scores_Q, spans[number] if number < num_views else None, num_views)
+            for number, scores_Q in zip(scores.view_numbers_N.tolist(), scores.scores_QN.T.tolist())
+        ]
+        winners = _winners(scores, hits_Q, lexical.get(passage.id), hybrid)
+        explanations.append(
+            ExplainedPassage(id=passage.id, title=passage.title, text=passage.text, views=views, winners=winners)
+        )
     return Explanation(
         index=answer.index,
         version=answer.version,
@@ -69,43 +77,24 @@ def explain(
     )
 
 
-def passages_by_rank(answer: Answer) -> list[str]:
-    """Return the hits of all questions, each passage once: the first of every question, then the second, and so on."""
-    deepest = max((len(hits) for hits in answer.hits), default=0)
-    return list(dict.fromkeys(hits[at].passage_id for at in range(deepest) for hits in answer.hits if at < len(hits)))
-
-
-def _explain_passage(
-    passage: Passage,
-    scores: PassageScores,
-    ranks: Ranks,
-    spans: Sequence[tuple[int, int] | None],
-    num_views: int,
-) -> ExplainedPassage:
-    numbers, scores_QN = scores.view_numbers_N.tolist(), scores.scores_QN
-    views = [
-        _view(passage, number, scores_QN[:, at].tolist(), spans[number] if number < num_views else None, num_views)
-        for at, number in enumerate(numbers)
-    ]
-    winners = [
-        Winner(view=view, score=float(scores_N[numbers.index(view)]), rank=rank_of.get(passage.id))
-        for view, scores_N, rank_of in zip(scores.winner_Q.tolist(), scores_QN, ranks)
-    ]
-    return ExplainedPassage(id=passage.id, title=passage.title, text=passage.text, views=views, winners=winners)
-
-
-def _add_lexical(passage: ExplainedPassage, scores: FloatArray, weight: HybridWeight, answer: Answer) -> None:
-    """Add the BM25 score and the total to the best view's dense score, for each question. Reciprocal ranks have a total
+def _winners(
+    scores: PassageScores, hits_Q: list[RankedScores], lexical_Q: FloatArray | None, hybrid: HybridWeight | None
+) -> list[Winner]:
+    """Return the best view for each question. With `hybrid` it has the BM25 score, and the total: for reciprocal ranks,
     if the passage is among the question's hits."""
-    totals: list[float | None]
-    if isinstance(weight, str):
-        hits = answer.hits or [[] for _ in passage.winners]
-        totals = [next((hit.score for hit in own if hit.passage_id == passage.id), None) for own in hits]
-    else:
-        dense = np.array([winner.score for winner in passage.winners], np.float32)
-        totals = hybrid_scores(scores, dense, weight).tolist()
-    for winner, lexical, total in zip(passage.winners, scores.tolist(), totals):
-        winner.lexical, winner.total = lexical, total
+    columns_Q = np.searchsorted(scores.view_numbers_N, scores.winner_Q)
+    dense_Q = scores.scores_QN[np.arange(len(columns_Q)), columns_Q]
+    hits = [hits.get(scores.passage_id, (None, None)) for hits in hits_Q]
+    totals: list[float | None] = [score for _, score in hits]
+    if lexical_Q is not None and isinstance(hybrid, int | float):
+        totals = hybrid_scores(lexical_Q, dense_Q, hybrid).tolist()
+    lexical = [None] * len(hits) if lexical_Q is None else lexical_Q.tolist()
+    return [
+        Winner(view=view, score=score, rank=rank, lexical=words, total=None if words is None else total)
+        for view, score, (rank, _), words, total in zip(
+            scores.winner_Q.tolist(), dense_Q.tolist(), hits, lexical, totals
+        )
+    ]
 
 
 def _view(

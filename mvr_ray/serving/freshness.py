@@ -50,18 +50,15 @@ class FreshnessMonitor:
 
     def running(self) -> AbstractContextManager[None]:
         """Update at once and then every few seconds, in a thread, until the block ends."""
+        return run_periodically(self.update, 0.0, "mvr-freshness")
 
-        def update() -> float:
-            self.update()
-            return self.every_s
-
-        return run_periodically(update, 0.0, "mvr-freshness")
-
-    def update(self) -> None:
+    def update(self) -> float:
+        """Read the times of changes; returns the seconds until the next update."""
         try:
             self._times = self._read_times(self.live_version())
         except MvrRayError as error:
             log.warning("freshness not measured: %s", error)
+        return self.every_s
 
     def measure(self) -> Freshness | None:
         """Return the current ages; None before the first update."""

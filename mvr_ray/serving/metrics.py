@@ -8,6 +8,7 @@ passages that the version changed, are read when Prometheus scrapes.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
@@ -84,11 +85,11 @@ class Metrics:
         return generate_latest(self.registry)
 
 
+@dataclass(eq=False)
 class _Searchers(Collector):
     """The counts of a router."""
 
-    def __init__(self, router: "HotSwapRouter") -> None:
-        self.router = router
+    router: "HotSwapRouter"
 
     def collect(self) -> Iterator[Metric]:
         counts = self.router.searchers.counts()
@@ -106,11 +107,11 @@ class _Searchers(Collector):
         yield dirty
 
 
+@dataclass(eq=False)
 class _Freshness(Collector):
     """Ages of changes, as of the scrape."""
 
-    def __init__(self, monitor: "FreshnessMonitor") -> None:
-        self.monitor = monitor
+    monitor: "FreshnessMonitor"
 
     def collect(self) -> Iterator[Metric]:
         freshness = self.monitor.measure()

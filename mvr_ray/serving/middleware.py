@@ -21,10 +21,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mvr_ray import logs
 from mvr_ray.config import ServeConfig
 from mvr_ray.deadline import Deadline
+from mvr_ray.errors import MvrRayError
 from mvr_ray.serving.admission import Admission, Slot, late_error
 from mvr_ray.serving.auth import REALM, Role, TokenStore, is_loopback
 from mvr_ray.serving.metrics import Metrics
-from mvr_ray.serving.schemas import RequestError
+from mvr_ray.serving.schemas import RequestError, to_request_error
 
 log = logging.getLogger(__name__)
 
@@ -64,14 +65,22 @@ class RequestMiddleware:
         try:
             check_host(headers, self.tokens, self.limits.hosts)
             role = None if path in self.open_paths else authenticate(headers, self.tokens)
-            if path.startswith(SLOT_PATHS):
-                slot = self.admission.acquire()
             takes_body = path.startswith(SLOT_PATHS)  # of any method: the app answers a wrong one
+            if takes_body:
+                slot = self.admission.acquire()
             body = await _read_body(headers, receive, self.limits, deadline, takes_body)
             scope.setdefault("state", {}).update(role=role, slot=slot, deadline=deadline)
-            await self.app(scope, _replay(body, receive), response)
+            messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def replay() -> Message:
+                return messages.pop() if messages else await receive()
+
+            await self.app(scope, replay, response)
         except RequestError as error:
             await error_response(error)(scope, receive, response)
+        except MvrRayError as error:
+            log.warning("request failed: id=%s", response.request_id, exc_info=error)
+            await error_response(to_request_error(error))(scope, receive, response)
         except Exception as error:  # every error of the app gets a response and a log line with the request's id
             log.error("request failed unexpectedly: path=%s", path[:200], exc_info=error)
             if response.status:
@@ -183,38 +192,26 @@ async def _read_body(
     """Read the body. Raises RequestError: 413 as soon as it is too large, 408 if it does not arrive in the server's
     time, 504 if it does not arrive in the sender's own."""
     max_bytes = limits.max_body_bytes if takes_body else 0
+    message, hint = "this route takes no body", "send bodies only to routes below /v1/"
     if takes_body:
         message, hint = f"the body is larger than {max_bytes} bytes", f"send at most {max_bytes} (serve.max_body_bytes)"
-    else:
-        message, hint = "this route takes no body", "send bodies only to routes below /v1/"
     too_large = RequestError(413, "body_too_large", "", message, hint, {"connection": "close"})
     length = headers.get("content-length", "")
     if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > max_bytes):
         raise too_large
 
-    async def read() -> bytes:
-        body = bytearray()
-        while (message := await receive())["type"] == "http.request":
-            body += message.get("body", b"")
-            if len(body) > max_bytes:
-                raise too_large
-            if not message.get("more_body", False):
-                break
-        return bytes(body)
-
+    body = bytearray()
     try:
-        return await asyncio.wait_for(read(), deadline.left_s)
+        async with asyncio.timeout(deadline.left_s):
+            while (message := await receive())["type"] == "http.request":
+                body += message.get("body", b"")
+                if len(body) > max_bytes:
+                    raise too_large
+                if not message.get("more_body", False):
+                    break
+        return bytes(body)
     except TimeoutError:
         if deadline.timeout_s < limits.timeout_ms / 1000:
             raise late_error(deadline) from None
         message, hint = "the body did not arrive in time", "send it faster, or send less"
         raise RequestError(408, "body_late", "", message, hint, {"connection": "close"}) from None
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replay() -> Message:
-        return messages.pop() if messages else await receive()
-
-    return replay

@@ -101,11 +101,7 @@ class ProxyLimiter:
             if slot:
                 slot.release()
         if not response.status:
-            error = late_error(deadline) if timeout.expired() else replica_error()
+            message, hint = "the replica ended before it had answered", "try again; see GET /readyz"
+            ended_error = RequestError(503, "unavailable", "", message, hint, retry_after_s=1)
+            error = late_error(deadline) if timeout.expired() else ended_error
             await error_response(error)(scope, receive, response)
-
-
-def replica_error() -> RequestError:
-    """Return the error for a request whose replica ended, or could not be reached."""
-    message, hint = "the replica ended before it had answered", "try again; see GET /readyz"
-    return RequestError(503, "unavailable", "", message, hint, retry_after_s=1)

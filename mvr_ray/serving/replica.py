@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,7 +25,7 @@ from mvr_ray.config import RunConfig, load_run
 from mvr_ray.errors import ConfigError
 from mvr_ray.serving import proxy_limit
 from mvr_ray.serving.app import create_app
-from mvr_ray.serving.auth import KnownToken, TokenStore, read_tokens, require_tokens
+from mvr_ray.serving.auth import TokenStore, read_tokens, require_tokens
 from mvr_ray.serving.catalog import VersionCatalog
 from mvr_ray.serving.freshness import FreshnessMonitor
 from mvr_ray.serving.metrics import Metrics
@@ -54,19 +54,17 @@ _REFUSALS = 1024
 class SearchIngress:
     """A replica that answers HTTP from the live version, and from newer ones as they are published."""
 
-    def __init__(self, run: dict[str, Any], version: int | None = None, tokens: Sequence[KnownToken] = ()) -> None:
+    def __init__(self, run: dict[str, Any], version: int | None, tokens: TokenStore) -> None:
         from mvr_ray.distributed.hot_swap import open_hot_swap_router
 
         logs.to_stderr()
         log.info("replica started: pid=%d", os.getpid())
         config = RunConfig.model_validate(run)
         self._resources = ExitStack()
-        timeout_s, follow_s = config.serve.timeout_ms / 1000, config.serve.follow_s or None
         self._metrics = Metrics()
+        options = {"timeout_s": config.serve.timeout_ms / 1000, "follow_s": config.serve.follow_s or None}
         router = self._resources.enter_context(
-            open_hot_swap_router(
-                config, version, timeout_s=timeout_s, follow_s=follow_s, observe=self._metrics.note_stage
-            )
+            open_hot_swap_router(config, version, **options, observe=self._metrics.note_stage)
         )
         with router.pin() as live:
             if not live.missing_sources():  # under load, a new replica's first question would wait for imports
@@ -79,7 +77,7 @@ class SearchIngress:
         self._resources.enter_context(freshness.running())
         self._metrics.add_freshness(freshness)
         self.service = SearchService(router, config.serve, catalog, recall_monitor, freshness, config.search.hybrid)
-        self._tokens = TokenStore(tuple(tokens))
+        self._tokens = tokens
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self.service, self._tokens, self._metrics)
@@ -119,7 +117,7 @@ def application(run: RunConfig, version: int | None, tokens: TokenStore) -> serv
         health_check_period_s=_HEALTH_S,
         health_check_timeout_s=_HEALTH_S,
     )
-    return replica.bind(run.model_dump(mode="json"), version, tokens.tokens)
+    return replica.bind(run.model_dump(mode="json"), version, tokens)
 
 
 def load_tokens(run: RunConfig) -> TokenStore:
@@ -131,10 +129,13 @@ def load_tokens(run: RunConfig) -> TokenStore:
     return tokens
 
 
-def _start_serve(run: RunConfig, port: int) -> None:
-    """Start Ray Serve on the loopback, or join it. Raises ConfigError, and changes nothing, if it already runs and
-    listens elsewhere, which may be open to other machines."""
+def _start_serve(run: RunConfig) -> int:
+    """Start Ray Serve on the loopback, or join it; returns its port, a free one. Raises ConfigError, and changes
+    nothing, if it already runs and listens elsewhere, which may be open to other machines."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    with socket.socket() as probe:
+        probe.bind((_LOOPBACK, 0))
+        port = probe.getsockname()[1]
     timeout_s = run.serve.timeout_ms / 1000 + SERVE_GRACE_S
     serve.start(http_options={"host": _LOOPBACK, "port": port, "request_timeout_s": timeout_s})
     client = _get_global_client()
@@ -145,6 +146,7 @@ def _start_serve(run: RunConfig, port: int) -> None:
             f"Ray Serve of this cluster listens on {options.host}:{options.port} already, not on {_LOOPBACK}:{port}; "
             f"end what it serves first (`serve shutdown`)"
         )
+    return port
 
 
 def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[str], None]) -> None:
@@ -166,14 +168,18 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
         require_words(manifest)
     proxy_limit.configure_proxies(run.serve, os.environ)
     os.environ.setdefault(*_NO_TASK_EVENTS)
-    signals: list[int] = []
-    before: dict[int, Any] = {}
+    signals, before = [], {}
     with ReverseProxy(run.serve, tokens) as proxy, connect(run.resources):
-        port = _free_port()
-        _start_serve(run, port)
+        port = _start_serve(run)
         try:
             serve.run(application(run, version, tokens), name="mvr_ray", route_prefix="/")
-            _require_serve_proxy(port)
+            try:  # Serve has a proxy on the head, and on nodes with replicas
+                socket.create_connection((_LOOPBACK, port), timeout=_CONNECT_S).close()
+            except OSError as error:
+                raise ConfigError(
+                    f"Ray Serve has no proxy on this machine ({error}); run `mvr-ray serve` on the head of the "
+                    f"cluster, or submit it as a job"
+                ) from None
             proxy.start(port)
             address = f"http://{run.serve.host}:{run.serve.port}"
             say(f"serving on {address}: POST /v1/search, GET /readyz, GET /docs; Ctrl-C stops")
@@ -188,20 +194,3 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
             serve.shutdown()
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _require_serve_proxy(port: int) -> None:
-    """Raise ConfigError if Serve has no proxy on this machine: it has one on the head, and on nodes with replicas."""
-    try:
-        socket.create_connection((_LOOPBACK, port), timeout=_CONNECT_S).close()
-    except OSError as error:
-        raise ConfigError(
-            f"Ray Serve has no proxy on this machine ({error}); run `mvr-ray serve` on the head of the cluster, or "
-            f"submit it as a job"
-        ) from None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_LOOPBACK, 0))
-        return probe.getsockname()[1]

@@ -52,10 +52,12 @@ class ReverseProxy:
         """Bind `serve.host:serve.port`. Raises ConfigError if that fails, or without a HAProxy."""
         self._limits = limits
         self._tokens = tokens
-        self._binary = find_haproxy()
+        binary = find_haproxy()
         self._socket = _bind(limits.host, limits.port)
         self._folder = Path(tempfile.mkdtemp(prefix="mvr-haproxy-"))
-        self._process: subprocess.Popen[bytes] | None = None
+        self._command = [binary, "-db", "-C", str(self._folder), "-f", "haproxy.cfg"]
+        self.process: subprocess.Popen[bytes] | None = None
+        """HAProxy, from `start` to `stop`."""
 
     def __enter__(self) -> Self:
         return self
@@ -67,7 +69,7 @@ class ReverseProxy:
     def stop(self) -> None:
         """Stop listening, give requests that are under way a short time, and end. A second call does nothing."""
         self._socket.close()
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None:
             process.send_signal(signal.SIGUSR1)
             try:
@@ -75,13 +77,6 @@ class ReverseProxy:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-    @property
-    def process_id(self) -> int:
-        """Process id of HAProxy. Raises ResourceError if it was not started."""
-        if self._process is None:
-            raise ResourceError("haproxy was not started; call start")
-        return self._process.pid
 
     @property
     def address(self) -> tuple[str, int]:
@@ -93,25 +88,24 @@ class ReverseProxy:
         """Listen, and forward to Ray Serve's proxy at 127.0.0.1:`serve_port`. Raises ResourceError."""
         for name, content in haproxy_files(self._limits, self._tokens, serve_port, self._socket.fileno()).items():
             (self._folder / name).write_text(content)
-        check = subprocess.run(
-            [*self._command(), "-c"], pass_fds=(self._socket.fileno(),), capture_output=True, check=False
-        )
+        command = [*self._command, "-c"]
+        check = subprocess.run(command, pass_fds=(self._socket.fileno(),), capture_output=True, check=False)
         if check.returncode:
             output = (check.stderr + check.stdout).decode(errors="replace").strip()[-500:]
-            raise ResourceError(f"{self._binary} does not take the configuration of mvr_ray: {output}")
+            raise ResourceError(f"{self._command[0]} does not take the configuration of mvr_ray: {output}")
         self._socket.listen(_BACKLOG)
         self._run()
 
     def restart_if_ended(self) -> None:
         """Start HAProxy again if it has ended. Connections that arrived meanwhile wait in the socket's queue."""
-        if self._process is not None and self._process.poll() is not None:
-            log.warning("haproxy ended, starting it again: status=%s", self._process.returncode)
+        if self.process is not None and self.process.poll() is not None:
+            log.warning("haproxy ended, starting it again: status=%s", self.process.returncode)
             self._run()
 
     def _run(self) -> None:
         prctl = ctypes.CDLL(None).prctl
-        self._process = subprocess.Popen(
-            self._command(),
+        self.process = subprocess.Popen(
+            self._command,
             pass_fds=(self._socket.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -119,9 +113,6 @@ class ReverseProxy:
             start_new_session=True,  # a Ctrl-C of the terminal is for this process
             preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
         )
-
-    def _command(self) -> list[str]:
-        return [self._binary, "-db", "-C", str(self._folder), "-f", "haproxy.cfg"]
 
 
 def find_haproxy() -> str:
@@ -197,7 +188,7 @@ def haproxy_files(limits: ServeConfig, tokens: TokenStore, serve_port: int, list
     ]
     return {
         "haproxy.cfg": "\n".join([*lines, ""]),
-        "tokens": "".join(f"{token.sha256}\n" for token in tokens.tokens),
+        "tokens": "".join(f"{digest}\n" for digest in tokens.roles),
     }
 
 

@@ -4,6 +4,7 @@ A request is read from bytes strictly: UTF-8, finite numbers, no unknown field. 
 {"code", "field", "message", "hint"}}, with the code for programs and the dotted place of the field.
 """
 
+import dataclasses
 import json
 import math
 import re
@@ -380,30 +381,25 @@ class ErrorResponse(BaseModel):
     error: ErrorDetail
 
 
+@dataclasses.dataclass(eq=False)
 class RequestError(Exception):
     """A request that cannot be answered: HTTP status, a code for programs, the field, and what to do."""
 
-    def __init__(
-        self,
-        status: int,
-        code: str,
-        field: str,
-        message: str,
-        hint: str,
-        headers: Mapping[str, str] | None = None,
-        *,
-        retry_after_s: float | None = None,
-    ) -> None:
-        """`retry_after_s` gives the header Retry-After."""
-        super().__init__(f"{field}: {message}; {hint}" if field else f"{message}; {hint}")
-        self.status = status
-        self.code = code
-        self.field = field
-        self.message = message
-        self.hint = hint
-        self.headers = dict(headers or {})
+    status: int
+    code: str
+    field: str
+    message: str
+    hint: str
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    retry_after_s: dataclasses.InitVar[float | None] = None
+    """Gives the header Retry-After."""
+
+    def __post_init__(self, retry_after_s: float | None) -> None:
         if retry_after_s is not None:
-            self.headers["retry-after"] = str(retry_seconds(retry_after_s))
+            self.headers = {**self.headers, "retry-after": str(retry_seconds(retry_after_s))}
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}; {self.hint}" if self.field else f"{self.message}; {self.hint}"
 
     def body(self) -> bytes:
         """JSON, escaped to ASCII: a message may quote half a surrogate pair."""

@@ -12,7 +12,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import repeat
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -72,29 +73,19 @@ class SearchService:
         with self._pin(request.version, deadline) as router:
             require_encoder(request.encoder_fingerprint, current_version(router))
             require_fields(request.fields, router)
-            k = request.k
             weight = self._weight(request.hybrid, router) if texts else None
             options = {"deadline": deadline, "min_coverage": request.min_coverage, "filter": request.filter}
             try:
                 if texts:
-                    answer = router.search_text(texts, k, **options, hybrid=weight, parts=request.text)
+                    answer = router.search_text(texts, request.k, **options, hybrid=weight, parts=request.text)
                 else:
-                    answer = router.search(parse_vectors(vectors, router.dimension), k, **options)
+                    answer = router.search(parse_vectors(vectors, router.dimension), request.k, **options)
             except FilterError as error:
                 raise schemas.to_request_error(error) from None
             require_encoder(request.encoder_fingerprint, answer)
             if self.recall_monitor is not None and request.filter is None and weight is None:
                 self.recall_monitor.note(request.queries, request.k, answer)
-            results = [[passage_hit(hit, router.num_views) for hit in hits] for hits in answer.hits]
-            if answer.parts:
-                results = [list(map(add_parts, *own)) for own in zip(results, answer.parts)]
-            ids = sorted({hit.passage_id for hits in answer.hits for hit in hits})
-            passages = router.passages(ids) if request.text or request.fields else {}
-            if request.fields:
-                results = [[add_fields(hit, passages[hit.id], request.fields) for hit in hits] for hits in results]
-            if request.text:
-                spans = {id: router.view_spans(passage) for id, passage in passages.items()}
-                results = [[add_text(hit, passages[hit.id], spans[hit.id]) for hit in hits] for hits in results]
+            results = passage_hits(answer, request, router)
         took_ms = 1000 * (time.perf_counter() - start_s)
         log.info(
             "searched: index=%s version=%d queries=%d k=%d coverage=%.4f certified=%s took_ms=%.1f",
@@ -130,15 +121,10 @@ class SearchService:
                 raise RequestError(422, "wrong_dimension", "dimensions", message, "leave it out")
             vectors_QD = router.embed(texts).astype("<f4")
             num_tokens = router.count_tokens(texts)
-        data = [
-            schemas.Embedding(
-                index=number,
-                embedding=vector_D.tolist()
-                if request.encoding_format == "float"
-                else base64.b64encode(vector_D.tobytes()).decode("ascii"),
-            )
-            for number, vector_D in enumerate(vectors_QD)
-        ]
+        embeddings: list[list[float]] | list[str] = vectors_QD.tolist()
+        if request.encoding_format == "base64":
+            embeddings = [base64.b64encode(vector_D.tobytes()).decode("ascii") for vector_D in vectors_QD]
+        data = [schemas.Embedding(index=number, embedding=embedding) for number, embedding in enumerate(embeddings)]
         usage = schemas.TokenUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
         return schemas.EmbeddingsResponse(data=data, model=model, usage=usage)
 
@@ -316,26 +302,27 @@ def coverage(answer: Answer) -> schemas.Coverage:
     )
 
 
-def passage_hit(hit: Hit, num_views: int) -> schemas.PassageHit:
-    """Convert a hit. View numbers from V on are feedback views: questions that the passage answered."""
-    return schemas.PassageHit(id=hit.passage_id, score=hit.score, view=hit.view, feedback=hit.view >= num_views)
+def passage_hits(answer: Answer, request: schemas.SearchRequest, router: "Router") -> list[list[schemas.PassageHit]]:
+    """Convert the hits of each query, with the texts, snippets and fields that the request names. View numbers from V
+    on are feedback views: questions that the passage answered."""
+    ids = sorted({hit.passage_id for hits in answer.hits for hit in hits})
+    passages = router.passages(ids) if request.text or request.fields else {}
+    spans = {id: router.view_spans(passage) for id, passage in passages.items()} if request.text else {}
 
+    def convert(hit: Hit, parts: HybridParts | None) -> schemas.PassageHit:
+        more: dict[str, Any] = {} if parts is None else parts._asdict()
+        is_feedback = hit.view >= router.num_views
+        if request.fields:
+            fields = {name: to_json(value) for name, value in passages[hit.passage_id].fields}
+            more["fields"] = {name: fields.get(name) for name in request.fields}
+        if request.text:
+            passage, own_spans = passages[hit.passage_id], spans[hit.passage_id]
+            span = own_spans[hit.view] if hit.view < len(own_spans) and not is_feedback else None
+            more |= {"title": passage.title, "text": passage.text, "snippet": span and snippet_of(passage, span)}
+        return schemas.PassageHit(id=hit.passage_id, score=hit.score, view=hit.view, feedback=is_feedback, **more)
 
-def add_parts(hit: schemas.PassageHit, parts: HybridParts) -> schemas.PassageHit:
-    """Add both parts of its score to a hit."""
-    return hit.model_copy(update=parts._asdict())
-
-
-def add_fields(hit: schemas.PassageHit, passage: Passage, names: Sequence[str]) -> schemas.PassageHit:
-    """Add the fields of these names to a hit; null if the passage lacks one."""
-    fields = {name: to_json(value) for name, value in passage.fields}
-    return hit.model_copy(update={"fields": {name: fields.get(name) for name in names}})
-
-
-def add_text(hit: schemas.PassageHit, passage: Passage, spans: Sequence[tuple[int, int] | None]) -> schemas.PassageHit:
-    span = spans[hit.view] if hit.view < len(spans) and not hit.feedback else None
-    snippet = snippet_of(passage, span) if span else None
-    return hit.model_copy(update={"title": passage.title, "text": passage.text, "snippet": snippet})
+    parts = answer.parts or repeat(repeat(None))
+    return [[convert(*hit) for hit in zip(*query)] for query in zip(answer.hits, parts)]
 
 
 def snippet_of(passage: Passage, span: tuple[int, int]) -> schemas.Snippet:

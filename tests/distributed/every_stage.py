@@ -14,7 +14,7 @@ from mvr_ray.store.runs import to_plain
 
 def run_stages(run: RunConfig) -> dict[str, Any]:
     """The report of each stage without paths, times and the store's own name."""
-    from mvr_ray.cli import search_once
+    from mvr_ray.cli.search_once import SearchRequest, open_service
     from mvr_ray.distributed import analyze, build_index, evaluate, refine, retrieve, rewrite
     from mvr_ray.store.files import Store
     from mvr_ray.store.update import update
@@ -24,7 +24,9 @@ def run_stages(run: RunConfig) -> dict[str, Any]:
     stages["evaluate"] = evaluate.evaluate(run)
     stages["retrieve"] = retrieve.retrieve(run, "dev", folder / "ranking.jsonl", "jsonl")._replace(output="")
     stages["ranking"] = (folder / "ranking.jsonl").read_text()
-    stages["search"] = search_once.search(run, None, "who ruled the country?", 5).model_dump(mode="json")
+    request = SearchRequest(queries=["who ruled the country?"], k=5)
+    with open_service("search", run, None, request) as service:
+        stages["search"] = service.search(request).model_dump(mode="json")
     stages["analyze"] = analyze.analyze(run)
     stages["update"] = update(run.prepare, Store(run.store.path), str(folder / "changes.jsonl"))
     stages["index again"] = build_index.index(run)

@@ -19,7 +19,7 @@ def test_tokens_of_the_file_and_of_the_environment_have_their_roles(tmp_path) ->
 
 def test_what_is_kept_of_a_token_is_not_the_token(tmp_path) -> None:
     tokens = read_tokens(None, {"MVR_RAY_ADMIN_TOKEN": ADMIN})
-    assert ADMIN not in repr(tokens.tokens) and ADMIN not in repr(vars(tokens))
+    assert ADMIN not in repr(tokens.roles) and ADMIN not in repr(vars(tokens))
 
 
 @pytest.mark.parametrize(

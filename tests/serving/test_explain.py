@@ -6,7 +6,7 @@ from in_memory_index import PASSAGES, SPANS, InMemoryIndex
 from mvr_ray.config import ServeConfig
 from mvr_ray.core.encoding.snippets import TITLE
 from mvr_ray.explanation import ExplainedView, Winner, describe_view
-from mvr_ray.serving.explain import explain, passages_by_rank
+from mvr_ray.serving.explain import explain
 from mvr_ray.serving.schemas import ExplainRequest, RequestError, SearchRequest, Snippet
 from mvr_ray.serving.service import SearchService
 
@@ -33,9 +33,8 @@ def test_without_a_passage_the_best_hits_of_all_questions_are_explained_each_onc
 
 
 def test_hits_of_several_questions_go_by_rank_then_question() -> None:
-    library = InMemoryIndex()
-    assert passages_by_rank(library.search(library.embed(["hill", "rhine"]), 3)) == ["p2", "p1", "p3"]
-    assert passages_by_rank(library.search(library.embed([])[:0].reshape(0, 3), 3)) == []
+    explanation = explain_in_memory(questions=["hill", "rhine"], k=3)
+    assert [passage.id for passage in explanation.passages] == ["p2", "p1", "p3"]
 
 
 def test_a_feedback_view_stands_for_no_part_of_the_text_and_a_missing_one_is_not_there() -> None:

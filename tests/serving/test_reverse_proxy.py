@@ -72,7 +72,7 @@ def test_a_header_of_any_length_is_refused_and_stalls_nobody() -> None:
         assert attack.result() == [RawReply(431, "headers_too_large")] + 2 * [RawReply(400, "")]
         path = b"GET /" + 40_000 * b"p" + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"
         assert send(port(proxy), [path]) == RawReply(431, "headers_too_large")
-        assert memory_bytes(proxy.process_id) < 200_000_000
+        assert memory_bytes(proxy.process.pid) < 200_000_000
 
 
 def test_a_body_where_none_belongs_or_without_a_token_is_refused_before_it_is_read() -> None:
@@ -82,7 +82,7 @@ def test_a_body_where_none_belongs_or_without_a_token_is_refused_before_it_is_re
         assert set(at_once(20, lambda: send(port(proxy), chunked_body(SEARCH, 30)))) == {RawReply(401, "no_token")}
         wrong = SEARCH + b"Authorization: Bearer " + READ[:-1].encode() + b"\r\n"
         assert send(port(proxy), chunked_body(wrong, 30)) == RawReply(401, "wrong_token")
-        assert memory_bytes(proxy.process_id) < 200_000_000
+        assert memory_bytes(proxy.process.pid) < 200_000_000
         headers = SEARCH + b"authorization: bearer  " + READ.encode() + b"\r\n"
         assert send(port(proxy), chunked_body(headers, 1)) == RawReply(422, "not_json")
         with client(proxy, token=READ) as user:
@@ -106,8 +106,8 @@ def test_slow_bodies_take_no_slot_and_are_told_that_they_are_late() -> None:
 
 def test_haproxy_that_was_killed_runs_again_and_who_came_meanwhile_is_answered() -> None:
     with app_behind_haproxy() as proxy:
-        os.kill(proxy.process_id, signal.SIGKILL)
-        os.waitid(os.P_PID, proxy.process_id, os.WEXITED | os.WNOWAIT)
+        os.kill(proxy.process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, proxy.process.pid, os.WEXITED | os.WNOWAIT)
         with socket.create_connection(("127.0.0.1", port(proxy)), timeout=30) as raw:
             raw.sendall(GET + b"\r\n")
             proxy.restart_if_ended()
