@@ -4,8 +4,7 @@ Option of the step: `questions`, the names of stored sets (default: `evaluate.qu
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mvr_ray.config import RunConfig
@@ -56,9 +55,8 @@ def reading(
     names = (options or {}).get("questions", run.evaluate.questions)
     if not names:
         raise ConfigError("reading needs question sets; name some in the step's options or in evaluate.questions")
-    ranking_run = run.model_copy(
-        update={"retrieve": run.retrieve.model_copy(update={"k": max(run.read.top_passages, default=1)})}
-    )
+    settings = run.retrieve.model_copy(update={"k": max(run.read.top_passages, default=1)})
+    ranking_run = run.model_copy(update={"retrieve": settings})
     sets, store = [], Store(run.store.path)
     passages = Corpus.open(store, run.prepare.corpus)
     with store.scratch() as folder:
@@ -67,13 +65,16 @@ def reading(
             file, answers = folder / f"{name}.jsonl", folder / f"{name}-answers.jsonl"
             ranking = retrieve(ranking_run, name, file, "jsonl", progress)
             report = read(run, file, answers, progress, article_of)
-            sets.append(SetReading(name, report.questions, report.rows, list(_values(answers, article_of))))
+            values = [
+                QuestionReading(
+                    row["id"],
+                    article_of[row["id"]],
+                    one["passages"],
+                    float(bool(one["exact_match"])),
+                    one["f1"] or 0.0,
+                )
+                for row in map(json.loads, answers.read_text(encoding="utf-8").splitlines())
+                for one in (row["predictions"] if row["answers"] else ())
+            ]
+            sets.append(SetReading(name, report.questions, report.rows, values))
     return ReadingReport(ranking.index, ranking.version, report.fingerprint, sets)
-
-
-def _values(answers: Path, article_of: Mapping[str, str]) -> Iterator[QuestionReading]:
-    for line in answers.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        for one in row["predictions"] if row["answers"] else ():
-            exact, f1 = float(bool(one["exact_match"])), one["f1"] or 0.0
-            yield QuestionReading(row["id"], article_of[row["id"]], one["passages"], exact, f1)
