@@ -12,7 +12,6 @@ Shapes: P passages, N their views, Q questions, K hits, F feedback views, L labe
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -112,22 +111,16 @@ class Round(NamedTuple):
     sets: list[SetAccuracy]
 
 
-class StepCounts(NamedTuple):
-    """The mean loss before a step, and the numbers of moved and of skipped vectors."""
+class SimulatedState(NamedTuple):
+    """The views and the labelled queries after some rounds; the mean loss before the last step, and the numbers of
+    vectors that it moved and skipped."""
 
+    changes: ShardChanges
+    labelled_QD: FloatArray
     loss: float = float("nan")
     num_moved: int = 0
     skipped_domain: int = 0
     skipped_no_positive: int = 0
-
-
-@dataclass(frozen=True)
-class SimulatedState:
-    """The views and the labelled queries after some rounds, and the result of the last step."""
-
-    changes: ShardChanges
-    labelled_QD: FloatArray
-    counts: StepCounts
 
 
 class RefinementSimulator:
@@ -143,7 +136,7 @@ class RefinementSimulator:
     def start(self, queries_QD: FloatArray) -> SimulatedState:
         """Return the version's initial state, with the labelled queries as encoded."""
         no_changes = ShardChanges.none(self.block.vectors_ND.shape[1])
-        return SimulatedState(no_changes, queries_QD.astype(np.float32), StepCounts())
+        return SimulatedState(no_changes, queries_QD.astype(np.float32))
 
     def simulate(
         self,
@@ -168,7 +161,7 @@ class RefinementSimulator:
             growth_M = np.linalg.norm(state.changes.moved_MD, axis=1) / np.linalg.norm(stored_MD, axis=1)
             growth = float(growth_M.mean()) if len(growth_M) else 1.0, float(growth_M.max(initial=1.0))
             newest_top1 = float(newest.mean()) if len(newest) else float("nan")
-            rounds.append(Round(number, *state.counts, *growth, newest_top1, sets))
+            rounds.append(Round(number, *state[2:], *growth, newest_top1, sets))
         return rounds
 
     def open_index(self, state: SimulatedState) -> ShardIndex:
@@ -220,7 +213,7 @@ class RefinementSimulator:
         if setting.method == "feedback_views":
             new = make_feedback(setting, state.labelled_QD, labels, self.norms_P)
             changes = state.changes.with_feedback(new.passage_F, new.vectors_FD)
-            return SimulatedState(changes, state.labelled_QD, StepCounts(num_moved=len(np.unique(new.passage_F))))
+            return SimulatedState(changes, state.labelled_QD, num_moved=len(np.unique(new.passage_F)))
         slots_L = self.views.slots(labels.passage_L, labels.view_L)
         if setting.move == "every":
             copies_L = np.repeat(np.arange(len(slots_L)), np.diff(self.block.row_ptr)[labels.passage_L])
@@ -231,19 +224,20 @@ class RefinementSimulator:
         matrices = label_matrices(slots_L, labels.question_L, labels.positive_L, *sizes)
         steps = []
         if setting.method in MOVES_QUERIES:
-            steps.append(_step_queries(setting, labelled_QD, vectors_ND, matrices))
+            steps.append(_move(setting, labelled_QD, vectors_ND, matrices.transpose()))
             labelled_QD = labelled_QD.copy()
             labelled_QD[steps[-1].moved_M] = steps[-1].vectors_MD
         if setting.method not in KEEPS_PASSAGES:
-            steps.append(_step_passages(setting, labelled_QD, vectors_ND, matrices))
+            steps.append(_move(setting, vectors_ND, labelled_QD, matrices, single=True))
             changes = changes.with_moved(steps[-1].moved_M, steps[-1].vectors_MD)
-        counts = StepCounts(
+        return SimulatedState(
+            changes,
+            labelled_QD,
             float("nan") if setting.method in ONE_SHOT else float(np.nanmean([step.loss for step in steps])),
             sum(step.num_moved for step in steps),
             sum(step.num_outside_domain for step in steps),
             sum(step.num_no_positive for step in steps),
         )
-        return SimulatedState(changes, labelled_QD, counts)
 
     def _vectors(self, state: SimulatedState) -> FloatArray:
         """Return the current vectors of the version's views, float32 [N, D], without new feedback views."""
@@ -263,26 +257,20 @@ class RefinementSimulator:
         )
 
 
-def _step_queries(
-    setting: Setting, queries_QD: FloatArray, vectors_ND: FloatArray, matrices: LabelMatrices
+def _move(
+    setting: Setting, vectors_ND: FloatArray, partners_QD: FloatArray, labels: LabelMatrices, single: bool = False
 ) -> aopt.StepResult:
-    if setting.method == "rocchio":
-        step = aopt.rocchio_step(queries_QD, vectors_ND, matrices, beta=setting.beta, gamma=setting.gamma)
-    else:
-        step = aopt.query_step(queries_QD, vectors_ND, matrices, step_size=setting.step_size, guard=setting.guard)
-    return step.keep_length(queries_QD) if setting.keep_length else step
-
-
-def _step_passages(
-    setting: Setting, queries_QD: FloatArray, vectors_ND: FloatArray, matrices: LabelMatrices
-) -> aopt.StepResult:
-    sides, step_size = (vectors_ND, queries_QD, matrices), setting.step_size
-    if setting.method == "linear":
-        step = aopt.linear_step(*sides, beta=setting.beta, gamma=setting.gamma)
+    """Move passages by the form of a setting, or, with transposed labels, queries."""
+    if setting.method in ONE_SHOT:
+        step = aopt.linear_step(vectors_ND, partners_QD, labels, beta=setting.beta, gamma=setting.gamma)
     elif setting.method == "softmax":
-        step = aopt.softmax_step(*sides, step_size=step_size, temperature=setting.temperature)
+        step = aopt.softmax_step(
+            vectors_ND, partners_QD, labels, step_size=setting.step_size, temperature=setting.temperature
+        )
     else:
-        step = aopt.passage_step(*sides, step_size=step_size, guard=setting.guard, single=True)
+        step = aopt.passage_step(
+            vectors_ND, partners_QD, labels, step_size=setting.step_size, guard=setting.guard, single=single
+        )
     return step.keep_length(vectors_ND) if setting.keep_length else step
 
 

@@ -145,8 +145,7 @@ def _cell(metric: str, rows: Sequence[Report], ranks: Sequence[QuestionRanks]) -
     low, high = (float(np.mean([row[name] for row in rows])) for name in ("low", "high"))
     half = 0.0
     if seeds > 1:
-        spread = float(np.std([row["value"] for row in rows], ddof=1))
-        half = float(stats.t.ppf(0.975, seeds - 1)) * spread / math.sqrt(seeds)
+        half = float(stats.t.ppf(0.975, seeds - 1) * stats.sem([row["value"] for row in rows]))
     return Cell(mean, mean - math.hypot(mean - low, half), mean + math.hypot(high - mean, half), seeds, n)
 
 
