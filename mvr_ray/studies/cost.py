@@ -15,7 +15,7 @@ Shapes: Q queries, P passages, T tokens, I query tokens, V views or centroids, D
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -34,6 +34,7 @@ from mvr_ray.errors import MissingInputError
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.questions import read_questions
+from mvr_ray.studies.definition import NO_OPTIONS, Options
 from mvr_ray.types import Passage, Progress, no_progress
 
 VIEWS = 8
@@ -74,9 +75,9 @@ class _System(NamedTuple):
     search: Callable[[Any], Tensor]
 
 
-def cost(run: RunConfig, progress: Progress = no_progress, options: Mapping[str, Any] | None = None) -> CostReport:
+def cost(run: RunConfig, progress: Progress = no_progress, options: Options = NO_OPTIONS) -> CostReport:
     """Time every system on the first passages of the corpus and the first questions of `evaluate.questions`."""
-    sizes = {"passages": 128, "questions": 64, "repeats": 5, **(options or {})}
+    sizes = {"passages": 128, "questions": 64, "repeats": 5, **options}
     corpus = Corpus.open(Store(run.store.path), run.prepare.corpus)
     passages = list(islice(corpus, sizes["passages"]))
     questions = [q.text for q in read_questions(corpus, run.evaluate.questions[0])[: sizes["questions"]]]

@@ -9,8 +9,9 @@ A variant is a chain of steps (stages, each with further overrides). Overrides a
 variant, the variant at this size, step, the step at this size, command line; so the command line wins.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, ValidationError
@@ -24,6 +25,9 @@ StepName = Literal[
     "cost", "refinement_grid", "reading", "entity_frequency",
 ]  # fmt: skip
 
+Options = Mapping[str, Any]
+"""Options of a measure beyond the run file (`refinement_grid`, `cost`, `reading`, `entity_frequency`)."""
+NO_OPTIONS: Options = MappingProxyType({})
 BM25, WITH_BM25 = "BM25", ", with BM25"
 """Names in reports and in contrasts: BM25 alone, and the suffix of a variant fused with it."""
 
@@ -42,7 +46,6 @@ class StepConfig(Section):
     only: list[str] = Field(default_factory=list)
     """The sizes with this step; absent: all."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of a measure beyond the run file (`refinement_grid`, `cost`, `reading`, `entity_frequency`)."""
 
 
 Steps = list[Annotated[StepConfig, BeforeValidator(_expand_stage_name)]]

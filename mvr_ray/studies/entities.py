@@ -16,7 +16,7 @@ Shapes: Q questions, P passages.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import regex
@@ -31,7 +31,7 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.store.questions import read_questions
-from mvr_ray.studies.definition import BM25
+from mvr_ray.studies.definition import BM25, NO_OPTIONS, Options
 from mvr_ray.types import IntArray, Progress, no_progress
 
 KS = (1, 5, 20)
@@ -104,14 +104,12 @@ class EntityReport(NamedTuple):
     ranks: list[QuestionRanks]
 
 
-def entity_frequency(
-    run: RunConfig, progress: Progress = no_progress, options: Mapping[str, Any] | None = None
-) -> EntityReport:
+def entity_frequency(run: RunConfig, progress: Progress = no_progress, options: Options = NO_OPTIONS) -> EntityReport:
     """Rank `evaluate.questions` with the live index and with BM25, and divide the questions by their entities.
 
     Raises ConfigError for a set without answers, and the errors of `evaluate`.
     """
-    ks = sorted(set((options or {}).get("k", KS)))
+    ks = sorted(set(options.get("k", KS)))
     settings = run.evaluate.model_copy(update={"k": ks, "bm25": True, "hybrid": None})
     report = evaluate(run.model_copy(update={"evaluate": settings}), progress)
     store = Store(run.store.path)

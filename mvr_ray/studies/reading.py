@@ -4,8 +4,7 @@ Option of the step: `questions`, the names of stored sets (default: `evaluate.qu
 """
 
 import json
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed.evaluate import articles_of
@@ -15,6 +14,7 @@ from mvr_ray.errors import ConfigError
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.questions import read_questions
+from mvr_ray.studies.definition import NO_OPTIONS, Options
 from mvr_ray.types import Progress, no_progress
 
 
@@ -45,14 +45,12 @@ class ReadingReport(NamedTuple):
     sets: list[SetReading]
 
 
-def reading(
-    run: RunConfig, progress: Progress = no_progress, options: Mapping[str, Any] | None = None
-) -> ReadingReport:
+def reading(run: RunConfig, progress: Progress = no_progress, options: Options = NO_OPTIONS) -> ReadingReport:
     """Read answers from the passages that the live version ranks first.
 
     Raises ConfigError without question sets, and the errors of `retrieve` and `read`.
     """
-    names = (options or {}).get("questions", run.evaluate.questions)
+    names = options.get("questions", run.evaluate.questions)
     if not names:
         raise ConfigError("reading needs question sets; name some in the step's options or in evaluate.questions")
     settings = run.retrieve.model_copy(update={"k": max(run.read.top_passages, default=1)})

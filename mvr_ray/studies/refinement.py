@@ -23,6 +23,7 @@ from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.questions import read_questions
+from mvr_ray.studies.definition import NO_OPTIONS, Options
 from mvr_ray.studies.refinement_simulator import LabelledQuestions, RefinementSimulator, Round, Setting
 from mvr_ray.types import EmbeddingBlock, Progress, no_progress
 
@@ -69,11 +70,9 @@ class GridReport(NamedTuple):
     tried: list[SettingResult]
 
 
-def refinement_grid(
-    run: RunConfig, progress: Progress = no_progress, options: Mapping[str, Any] | None = None
-) -> GridReport:
+def refinement_grid(run: RunConfig, progress: Progress = no_progress, options: Options = NO_OPTIONS) -> GridReport:
     """Simulate every setting on the live version. Raises ConfigError for invalid settings or question sets."""
-    settings = list(expand_settings((options or {}).get("settings", [{}])))
+    settings = list(expand_settings(options.get("settings", [{}])))
     refine, store = run.refine, Store(run.store.path)
     if refine.questions is None or not refine.gate:
         raise ConfigError("refinement_grid needs refine.questions and refine.gate; name the sets that a split made")
