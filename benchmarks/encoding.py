@@ -13,9 +13,7 @@ Shapes: P passages, Q questions, D dimension, K hits.
 """
 
 import argparse
-import gzip
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -31,9 +29,10 @@ from encoding_peer import memory_text
 from floors import matrix_rate
 from lightning_ir_mvr import PINS as LIGHTNING
 from lightning_ir_mvr import lightning_environment
-from machine import ROOT, forget_peak, peak_bytes
+from machine import forget_peak, peak_bytes
 from measure import ROUNDS, Bar, Part, interleave, speedup, write
 from peers import PEERS, SENTENCE_TRANSFORMERS, Peer, environment
+from squad_files import DEV, TRAIN, read_paragraphs
 from torch.profiler import ProfilerActivity, profile
 
 from mvr_ray.config import resolve_path
@@ -98,18 +97,11 @@ class Squad(NamedTuple):
 
 
 def squad() -> Squad:
-    data = Path(os.environ.get("MVR_RAY_DATA", ROOT.parent / "shared" / "data")) / "squad"
-    read: dict[str, list[dict[str, Any]]] = {}
-    for name in ("train", "dev"):
-        path = data / f"{name}-v1.1.json.gz"
-        if not path.is_file():
-            sys.exit(f"{path} does not exist; set MVR_RAY_DATA to the folder that holds squad/{path.name}")
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            read[name] = [p for article in json.load(file)["data"] for p in article["paragraphs"]]
-    dev = [paragraph["context"] for paragraph in read["dev"]]
-    pairs = [(qa["question"], row) for row, paragraph in enumerate(read["dev"]) for qa in paragraph["qas"]]
-    everything = sorted([p["context"] for part in read.values() for p in part], key=lambda text: (-len(text), text))
-    return Squad(everything, dev, [question for question, _ in pairs], np.array([row for _, row in pairs]))
+    train, dev = read_paragraphs(TRAIN), read_paragraphs(DEV)
+    pairs = [(qa["question"], row) for row, paragraph in enumerate(dev) for qa in paragraph["qas"]]
+    everything = sorted([p["context"] for p in [*train, *dev]], key=lambda text: (-len(text), text))
+    texts = [paragraph["context"] for paragraph in dev]
+    return Squad(everything, texts, [question for question, _ in pairs], np.array([row for _, row in pairs]))
 
 
 def sample(texts: Sequence[str], num: int) -> list[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import synthetic
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed.router import Router, open_router
@@ -27,7 +28,6 @@ from mvr_ray.store.embeddings import EmbeddingWriter, Views
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
-from mvr_ray.types import EmbeddingBlock
 
 PASSAGES_A_SHARD = 50_000
 Rows = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -86,7 +86,9 @@ class Ours:
                 with EmbeddingWriter(folder / paths.EMBEDDINGS, self.dimension, self.views, draft.dtype) as writer:
                     for rows, _, vectors_PVD in parts:
                         own_P = [shard_of(name(row), self.run.prepare.num_shards) == shard for row in rows.tolist()]
-                        writer.write(block([name(row) for row in rows[own_P].tolist()], vectors_PVD[own_P]))
+                        ids = [name(row) for row in rows[own_P].tolist()]
+                        views_ND = vectors_PVD[own_P].reshape(-1, vectors_PVD.shape[2])
+                        writer.write(synthetic.block(views_ND, vectors_PVD.shape[1], ids))
                 entries.append(build_shard(store, draft, shard, folder))
         manifests.publish(store, dataclasses.replace(draft, shards=tuple(entries)))
         self._open()
@@ -144,14 +146,6 @@ class Ours:
 
 def name(row: int) -> str:
     return f"{row:08d}"
-
-
-def block(ids: list[str], vectors_PVD: np.ndarray) -> EmbeddingBlock:
-    count, views, dimension = vectors_PVD.shape
-    numbers_N = np.tile(np.arange(views, dtype=np.int16), count)
-    return EmbeddingBlock(
-        ids, np.arange(count + 1, dtype=np.int64) * views, numbers_N, vectors_PVD.reshape(-1, dimension)
-    )
 
 
 def _pairs(hits: list[Any]) -> list[tuple[int, float]]:

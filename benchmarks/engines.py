@@ -29,6 +29,7 @@ from machine import ROOT
 from measure import Bar, Part, speedup, write
 from numpy.typing import NDArray
 from peers import PEERS, Peer, environment
+from squad_files import DEV, TRAIN
 
 from mvr_ray.config import RunConfig, SourceConfig
 from mvr_ray.core.encoding.snippets import load_punkt
@@ -47,7 +48,6 @@ LONG_QUESTIONS, LONG_ROUNDS = 2, 3
 BATCH, BATCH_TITLE = 32, "batch of 32, k 10"
 SHARES = (1, 10, 50)
 EVERY = 100
-DATA = ROOT.parent / "shared" / "data" / "squad"
 PINS = {
     "qdrant": ("qdrant-edge-py==0.9.0", "numpy==2.4.6"),
     "lancedb": ("lancedb==0.40.0", "numpy==2.4.6"),
@@ -104,9 +104,9 @@ def real_views() -> NDArray[np.float16]:
     cache_file = PEERS / "engines-views.npy"
     if not cache_file.exists():
         splitter, passages = load_punkt(), []
-        for file in ("train-v1.1.json.gz", "dev-v1.1.json.gz"):
-            if (DATA / file).exists():
-                records = read_source(SourceConfig(path=str(DATA / file), format="squad"))
+        for path in (TRAIN, DEV):
+            if path.exists():
+                records = read_source(SourceConfig(path=str(path), format="squad"))
                 own = [record.passage for record in records if isinstance(record, PassageRecord)]
                 passages += [passage for passage in own if len(splitter.spans(passage.text)) >= VIEWS]
         encoder = make_encoder(RunConfig.model_validate({"encoder": {"use_title": False}}), Store(str(PEERS)))

@@ -12,7 +12,6 @@ Shapes: Q questions, P passages, V views, D dimension.
 """
 
 import json
-import os
 import sys
 import tempfile
 import time
@@ -22,9 +21,9 @@ from pathlib import Path
 import numpy as np
 import synthetic
 import torch
-from machine import ROOT
 from measure import Bar, Part, interleave, speedup, write
 from numpy.typing import NDArray
+from squad_files import DEV
 
 from mvr_ray.config import RunConfig, SourceConfig
 from mvr_ray.core.searching.codes import encode
@@ -45,23 +44,18 @@ PASSAGES, APPROXIMATE_PASSAGES, APPROXIMATE_K = 25_000, 5_000, 10
 SHARES = (0.01, 0.1, 0.5, 1.0)
 BATCHES = (1, 32)
 ROUNDS = 21
-DATA = Path(os.environ.get("MVR_RAY_DATA", ROOT.parent / "shared" / "data"))
 Mask = NDArray[np.bool_]
 
 
 def block_of(passages: int, dtype: type[np.floating]) -> EmbeddingBlock:
     shape = synthetic.Shape(passages, VIEWS, DIMENSION)
     vectors_ND = np.concatenate([part.astype(dtype) for part in synthetic.vectors(shape, synthetic.SNIPPET_MEANS)])
-    ids = [f"{number:06d}" for number in range(passages)]
-    numbers_N = np.tile(np.arange(VIEWS, dtype=np.int16), passages)
-    return EmbeddingBlock(ids, np.arange(passages + 1, dtype=np.int64) * VIEWS, numbers_N, vectors_ND)
+    return synthetic.block(vectors_ND, VIEWS)
 
 
 def passing_alone(block: EmbeddingBlock, mask_P: Mask) -> EmbeddingBlock:
     ids = [name for name, passes in zip(block.ids, mask_P) if passes]
-    of_N = np.repeat(mask_P, VIEWS)
-    row_ptr = np.arange(len(ids) + 1, dtype=np.int64) * VIEWS
-    return EmbeddingBlock(ids, row_ptr, block.view_numbers_N[of_N], block.vectors_ND[of_N])
+    return synthetic.block(block.vectors_ND[np.repeat(mask_P, VIEWS)], VIEWS, ids)
 
 
 def masks_of(passages: int) -> dict[float, Mask]:
@@ -130,7 +124,7 @@ def recall(index: ShardIndex, flat: FlatIndex, queries_QD: NDArray[np.float32], 
 
 def squad_rows() -> Iterator[dict]:
     """Return development paragraphs, with a number from 0 to 99 and the length of the text as fields."""
-    for record in read_source(SourceConfig(path=str(DATA / "squad" / "dev-v1.1.json.gz"), format="squad")):
+    for record in read_source(SourceConfig(path=str(DEV), format="squad")):
         if isinstance(record, PassageRecord):
             passage = record.passage
             number = int.from_bytes(passage.id.encode()[-4:], "big") * 37 % 100
@@ -158,9 +152,7 @@ def measure_squad(part: Part, scratch: Path) -> None:
     rows = {row["id"]: row for row in squad_rows()}
     questions = [
         record.question.text
-        for record in read_source(
-            SourceConfig(path=str(DATA / "squad" / "dev-v1.1.json.gz"), passages=False, questions="q")
-        )
+        for record in read_source(SourceConfig(path=str(DEV), passages=False, questions="q"))
         if isinstance(record, QuestionRecord)
     ][::240][:32]
     with open_router(run, local=True) as router:

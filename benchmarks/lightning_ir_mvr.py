@@ -11,10 +11,8 @@ Shapes: Q questions, P passages, V views per passage, D dimension, T tokens.
 """
 
 import argparse
-import gzip
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -24,8 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from machine import RESULTS, ROOT, hardware
+from machine import RESULTS, ROOT, cpu_seconds, hardware
 from peers import environment
+from squad_files import DEV, read_paragraphs
 
 from mvr_ray.config import resolve_path
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
@@ -69,13 +68,7 @@ class Paragraphs(NamedTuple):
 
 
 def paragraphs(num: int) -> Paragraphs:
-    data = Path(os.environ.get("MVR_RAY_DATA", ROOT.parent / "shared" / "data"))
-    path = data / "squad" / "dev-v1.1.json.gz"
-    if not path.is_file():
-        sys.exit(f"{path} does not exist; set MVR_RAY_DATA to the folder that holds squad/dev-v1.1.json.gz")
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        articles = json.load(file)["data"]
-    entries = [p for article in articles for p in article["paragraphs"] if p["qas"]][:num]
+    entries = [p for p in read_paragraphs(DEV) if p["qas"]][:num]
     return Paragraphs([p["context"] for p in entries], [p["qas"][0]["question"].strip() for p in entries])
 
 
@@ -157,12 +150,6 @@ def our_losses(ours: DualEncoder, task: dict[str, Any]) -> dict[str, Any]:
     figures["gradient_on_negatives"] = float(share_P[1::2].sum() / share_P.sum())
     figures["rows"] = len(positive_Q)
     return figures
-
-
-def cpu_seconds() -> float:
-    """Return processor seconds of this process and of its ended child processes."""
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in usages)
 
 
 def span(positions: list[int]) -> str:

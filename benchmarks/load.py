@@ -34,6 +34,7 @@ from typing import NamedTuple
 import yaml
 from machine import ROOT
 from measure import Bar, Part, write
+from squad_files import DEV
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import build_index
@@ -42,7 +43,6 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.questions import read_questions
 
-SQUAD = ROOT.parent / "shared" / "data" / "squad"
 CLIENTS = (1, 2, 4, 8, 16)
 TRY_S = 8.0
 WINDOW_S = 10.0
@@ -204,7 +204,7 @@ def run_of(port: int) -> RunConfig:
             "store": {"path": str(ROOT / "store")},
             "prepare": {
                 "corpus": "load",
-                "sources": [{"path": str(SQUAD / "dev-v1.1.json.gz"), "format": "squad", "questions": "load"}],
+                "sources": [{"path": str(DEV), "format": "squad", "questions": "load"}],
                 "num_shards": 4,
             },
             "encoder": {"name": "load", "use_title": False},

@@ -1,7 +1,8 @@
-"""Describe the machine of a benchmark, and read the peak memory of a process."""
+"""Describe the machine of a benchmark, and read the peak memory and the processor time of a process."""
 
 import os
 import platform
+import resource
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +26,12 @@ def peak_bytes() -> int:
 def forget_peak() -> None:
     """Reset the peak to the current resident bytes, so that it does not include the loading of a model."""
     Path("/proc/self/clear_refs").write_text("5")
+
+
+def cpu_seconds() -> float:
+    """Return the processor seconds of this process and of its ended child processes."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in usages)
 
 
 def hardware() -> dict[str, str]:

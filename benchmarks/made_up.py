@@ -12,12 +12,13 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import synthetic
 
 from mvr_ray.checksums import add_trailer
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed.encode import chunks_of, encode_task
 from mvr_ray.distributed.encoders import resolve_encoder
-from mvr_ray.distributed.shards import build_shard, index_params
+from mvr_ray.distributed.shards import build_shard, index_params, shard_folder
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, CorpusInfo, PartInfo, corpus_digest, shard_of
 from mvr_ray.store.embeddings import EmbeddingWriter
@@ -49,9 +50,7 @@ def views(number: int, passages: int) -> FloatArray:
 
 def block(ids: list[str], number: int) -> EmbeddingBlock:
     """Return a block of passages with all their views."""
-    count = len(ids)
-    numbers_N = np.tile(np.arange(V, dtype=np.int16), count)
-    return EmbeddingBlock(ids, np.arange(count + 1, dtype=np.int64) * V, numbers_N, views(number, count))
+    return synthetic.block(views(number, len(ids)), V, ids)
 
 
 def queries(count: int, seed: int = 1) -> FloatArray:
@@ -90,9 +89,7 @@ def publish(store: Store, run: RunConfig, passages: int, num_shards: int, parent
     )
     entries = []
     for shard, ids in enumerate(shards_of(passages, num_shards)):
-        with store.scratch() as scratch:
-            folder = scratch / "shard"
-            folder.mkdir()
+        with shard_folder(store) as folder:
             with EmbeddingWriter(folder / paths.EMBEDDINGS, D, V) as writer:
                 for low in range(0, len(ids), BLOCK):
                     writer.write(block(ids[low : low + BLOCK], shard * 1000 + low // BLOCK))

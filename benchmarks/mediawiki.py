@@ -10,7 +10,6 @@ Results: results/mediawiki.md and .json.
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import RESULTS, ROOT, hardware
+from squad_files import DATA
 
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.store.files import Store
@@ -30,7 +30,6 @@ from mvr_ray.store.formats.sources import read_source
 from mvr_ray.store.formats.text_files import open_bytes
 from mvr_ray.store.prepare import prepare
 
-DATA = Path(os.environ.get("MVR_RAY_DATA", ROOT.parent / "shared" / "data"))
 EXCERPT = DATA / "wikipedia_dump" / "enwiki-pages-articles-shortened.xml.bz2"
 READ_BYTES = 1 << 20
 WHOLE_GB = 105

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import made_up
 import numpy as np
 import torch
-from machine import ROOT
 from measure import FOLDER, Bar, Part, interleave, speedup, write
 from rates import read_rates
+from squad_files import DEV, TRAIN
 
 from mvr_ray.checksums import with_trailer
 from mvr_ray.config import RunConfig
@@ -68,7 +68,7 @@ BYTES = (
 )
 
 
-def config(store: Path, data: Path, name: str = "squad") -> RunConfig:
+def config(store: Path, name: str = "squad") -> RunConfig:
     return RunConfig.model_validate(
         {
             "store": {"path": str(store)},
@@ -76,8 +76,8 @@ def config(store: Path, data: Path, name: str = "squad") -> RunConfig:
                 "corpus": "squad",
                 "num_shards": SHARDS,
                 "sources": [
-                    {"path": str(data / "squad" / "train-v1.1.json.gz"), "format": "squad", "questions": "train"},
-                    {"path": str(data / "squad" / "dev-v1.1.json.gz"), "format": "squad", "questions": "dev"},
+                    {"path": str(TRAIN), "format": "squad", "questions": "train"},
+                    {"path": str(DEV), "format": "squad", "questions": "dev"},
                 ],
             },
             "index": {"name": name, "encoder": "untrained"},
@@ -346,9 +346,8 @@ def rebuilds(
 
 def main() -> None:
     part, clock = Part("refinement", "Refinement", "passages"), Clock()
-    data = Path(os.environ.get("MVR_RAY_DATA", ROOT.parent / "shared" / "data"))
     with tempfile.TemporaryDirectory(prefix="mvr-refine-") as folder:
-        run = config(Path(folder), data)
+        run = config(Path(folder))
         store = Store(folder)
         with clock("prepare"):
             prepare.prepare(run.prepare, store)

@@ -58,11 +58,11 @@ def questions(views_ND: FloatArray, count: int, seed: int = 1, falling: bool = F
     return _mix([about, noise], [ABOUT**2]).numpy()
 
 
-def block(views_ND: FloatArray, num_views: int) -> EmbeddingBlock:
-    """Return the vectors as a shard whose passages all have `num_views` views."""
+def block(views_ND: FloatArray, num_views: int, ids: list[str] | None = None) -> EmbeddingBlock:
+    """Return the vectors as a shard whose passages all have `num_views` views; ids are their numbers by default."""
     count = len(views_ND) // num_views
     numbers_N = np.tile(np.arange(num_views, dtype=np.int16), count)
-    ids = [f"{row:08d}" for row in range(count)]
+    ids = [f"{row:08d}" for row in range(count)] if ids is None else ids
     return EmbeddingBlock(ids, np.arange(count + 1, dtype=np.int64) * num_views, numbers_N, views_ND)
 
 

@@ -19,7 +19,6 @@ twenty times a second: a file that is linked under another name has no new bytes
 import json
 import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -34,9 +33,10 @@ import made_up
 import numpy as np
 import torch
 import yaml
-from machine import ROOT
+from machine import ROOT, cpu_seconds
 from measure import Bar, Part, write
 from peers import PEERS, Peer, environment
+from squad_files import DATA
 from transformers import AutoModel, AutoTokenizer
 
 from mvr_ray.config import RunConfig, SourceConfig, resolve_model
@@ -73,7 +73,6 @@ START = (
     "two commands import torch, transformers, nltk with scipy, and read the encoder and the changed shards whole to "
     "compare digests: some ten seconds of a processor, several times as long on a machine that others use"
 )
-DATA = ROOT.parent / "shared" / "data"
 SOURCES = (("squad/train-v1.1.json.gz", "squad"), ("squad/dev-v1.1.json.gz", "squad"))
 SUMMARIES = ("wiki_vital/psgs_vital.tsv.gz", "dpr_tsv")
 QUESTION = "When was the university founded?"
@@ -185,12 +184,6 @@ def two_layers(folder: Path) -> Path:
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     return folder
-
-
-def cpu_seconds() -> float:
-    """Return the processor time of this process and of its ended child processes."""
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in usages)
 
 
 class Corpora:

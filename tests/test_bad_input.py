@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from damaged_file import flip_byte
 from prepared_corpus import only_corpus
 
 from mvr_ray.cli import main, run_stage
@@ -119,7 +120,7 @@ def config(indexed_folder: Path, tmp_path: Path) -> str:
     """The run file of a copy that a test may damage."""
 
     def link_weights(source: str, target: str) -> None:
-        """Weights are linked: 90 MB that no test writes into (`flip` makes a new file)."""
+        """Weights are linked: 90 MB that no test writes into (`flip_byte` makes a new file)."""
         (os.link if source.endswith(".safetensors") else shutil.copy2)(source, target)
 
     shutil.copytree(indexed_folder / "store", tmp_path / "store", copy_function=link_weights)
@@ -253,7 +254,7 @@ def test_an_encoder_with_other_weights_than_it_was_saved_with_is_refused(
 ) -> None:
     folder = encoder_folder(tmp_path / "store")
     [weights] = folder.rglob("model.safetensors")
-    flip(weights, -1)
+    flip_byte(weights, -1)
     status, out, message = command("search", config, "which river?")
     assert (status, out) == (1, "")
     assert message.startswith(f"mvr-ray: encoder snapshot {folder} was saved as {folder.name} but loads as ")
@@ -277,20 +278,13 @@ def test_embeddings_of_another_dimension_than_their_manifest_are_refused(
     assert command("search", config, "which river?")[0] == 0
 
 
-def flip(file: Path, at: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[at] ^= 1
-    file.unlink()
-    file.write_bytes(data)
-
-
 @pytest.mark.ray
 def test_a_flipped_byte_is_found_by_search_and_verify_and_named(command: Said, config: str, tmp_path: Path) -> None:
     store = Store(str(tmp_path / "store"))
     entry = manifest.read(store, "index").shards[1]
     name = f"{paths.shard_dir('index', entry.digest)}/{paths.EMBEDDINGS}"
     file, sha256 = tmp_path / "store" / name, entry.files[paths.EMBEDDINGS].sha256
-    flip(file, file.stat().st_size // 2)
+    flip_byte(file, file.stat().st_size // 2)
     assert command("search", config, "which river?") == (
         1,
         "",
@@ -312,7 +306,7 @@ def test_verify_ends_with_a_verdict(command: Said, config: str, tmp_path: Path) 
     last = f"whole: 4 files, {num_bytes / 1000:.3g} kB, each equal to its digest"
     assert (status, out.rstrip().rpartition("\n")[2]) == (0, last)
     [part, *_] = (tmp_path / "store" / "corpora").rglob("part-*.arrow")
-    flip(part, -1)
+    flip_byte(part, -1)
     shutil.rmtree(encoder_folder(tmp_path / "store"))
     status, _, message = command("versions", config, "verify")
     assert status == 1

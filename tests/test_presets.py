@@ -51,7 +51,7 @@ def test_what_a_study_calls_as_published_has_no_warm_start_no_scale_and_no_maske
         if "as published" not in variant.name:
             continue
         for step in study.steps(variant):
-            run = study.resolve(study.overrides(variant, step, study.seeds[0]))
+            run = study.resolve(study.overrides(variant, step, study.at_size.seeds[0]))
             assert run.train.warm_start_steps == 0 and run.train.answer_share == 1.0
             assert not run.encoder.normalize and run.encoder.score_scale == 1.0
             if run.encoder.strategy == "snippets":

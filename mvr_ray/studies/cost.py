@@ -3,13 +3,19 @@
 One backbone, the same passages and questions, untrained weights (time does not depend on them), one process,
 interleaved runs, medians; on a GPU where `resources.gpus_per_encoder` gives one. A query is scored against all passages
 exactly, without the savings of an approximate index. All vectors are float32 in the backbone's own dimension; published
-ColBERT projects to 128.
+ColBERT projects to 128. Two systems are no index here, and only compared with views (MVR, table 4):
+
+    late interaction   f(q, p) = sum_i max_j <q_i, p_j>       over all tokens of question and passage (ColBERT)
+    centroids          views = k-means centroids of the passage's token states; f as for any views
+                       (DRPQ: Tang et al. 2021, improving document representations by pseudo query embeddings)
 
 Options of the step: `passages`, `questions`, `repeats`.
+
+Shapes: Q queries, P passages, T tokens, I query tokens, V views or centroids, D dimension.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -17,6 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from mvr_ray.config import RunConfig, resolve_model
 from mvr_ray.core.encoding.encoder import DualEncoder
@@ -26,7 +34,7 @@ from mvr_ray.errors import MissingInputError
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.questions import read_questions
-from mvr_ray.studies.late_interaction import centroids, late_interaction, token_states
+from mvr_ray.studies.definition import NO_OPTIONS, Options
 from mvr_ray.types import Passage, Progress, no_progress
 
 VIEWS = 8
@@ -53,20 +61,24 @@ class CostReport(NamedTuple):
     device: str = "cpu"
 
 
+class TokenStates(NamedTuple):
+    """Unit states_PTD of each text's tokens, zero on padding, and which tokens are real."""
+
+    states_PTD: Tensor
+    real_PT: Tensor
+
+
 class _System(NamedTuple):
-    """A system: `encode` gives the argument of `search` and `vectors`; `search` scores all queries and passages."""
+    """`encode` gives the views or the batches of token states that `search` scores with all queries."""
 
-    name: str
     encode: Callable[[], Any]
-    search: Callable[[Any], Any]
-    vectors: Callable[[Any], float]
+    search: Callable[[Any], Tensor]
 
 
-def cost(run: RunConfig, progress: Progress = no_progress, options: Mapping[str, Any] | None = None) -> CostReport:
+def cost(run: RunConfig, progress: Progress = no_progress, options: Options = NO_OPTIONS) -> CostReport:
     """Time every system on the first passages of the corpus and the first questions of `evaluate.questions`."""
-    sizes = {"passages": 128, "questions": 64, "repeats": 5, **(options or {})}
-    store = Store(run.store.path)
-    corpus = Corpus.open(store, run.prepare.corpus)
+    sizes = {"passages": 128, "questions": 64, "repeats": 5, **options}
+    corpus = Corpus.open(Store(run.store.path), run.prepare.corpus)
     passages = list(islice(corpus, sizes["passages"]))
     questions = [q.text for q in read_questions(corpus, run.evaluate.questions[0])[: sizes["questions"]]]
     if not passages or not questions:
@@ -76,91 +88,114 @@ def cost(run: RunConfig, progress: Progress = no_progress, options: Mapping[str,
     torch.set_num_threads(run.resources.torch_threads)
     try:
         systems = _systems(run, passages, questions, device)
-        times: dict[str, tuple[list[float], list[float]]] = {system.name: ([], []) for system in systems}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
         vectors: dict[str, float] = {}
         for repeat in range(sizes["repeats"] + 1):  # the first run warms up
-            for system in systems:
+            for name, system in systems.items():
                 encode_s, embeddings = _time_work(system.encode, device)
                 search_s, _ = _time_work(partial(system.search, embeddings), device)
-                vectors[system.name] = system.vectors(embeddings)
-                if repeat:
-                    times[system.name][0].append(1000 * encode_s / len(passages))
-                    times[system.name][1].append(1000 * search_s / len(questions))
+                vectors[name] = _vectors_a_passage(embeddings)
+                times[name].append((1000 * encode_s / len(passages), 1000 * search_s / len(questions)))
             progress("cost runs", repeat, sizes["repeats"])
     finally:
         torch.set_num_threads(num_threads)
-    medians = {name: (float(np.median(encode)), float(np.median(search))) for name, (encode, search) in times.items()}
-    base = medians[systems[0].name]
+    medians = {name: np.median(pairs[1:], axis=0).tolist() for name, pairs in times.items()}
+    base_encode, base_search = medians["DPR"]
     lines = [
-        CostLine(name, vectors[name], encode, encode / base[0], search, search / base[1])
+        CostLine(name, vectors[name], encode, encode / base_encode, search, search / base_search)
         for name, (encode, search) in medians.items()
     ]
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     return CostReport(len(passages), len(questions), sizes["repeats"], run.resources.torch_threads, lines, name)
 
 
-class _Timing(NamedTuple):
-    seconds: float
-    result: Any
-
-
-def _time_work(work: Callable[[], Any], device: torch.device) -> _Timing:
+def _time_work(work: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """Run some work; returns its seconds and its result."""
     start = time.perf_counter()
     result = work()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return _Timing(time.perf_counter() - start, result)
+    return time.perf_counter() - start, result
+
+
+def _vectors_a_passage(embeddings: Tensor | list[TokenStates]) -> float:
+    if isinstance(embeddings, Tensor):
+        return float(embeddings.shape[1])
+    return float(np.mean([real_PT.sum(-1).float().mean().item() for _, real_PT in embeddings]))
 
 
 def _systems(
     run: RunConfig, passages: Sequence[Passage], questions: Sequence[str], device: torch.device
-) -> list[_System]:
+) -> dict[str, _System]:
     folder = resolve_model(run.encoder.backbone)
     spec = replace(encoder_spec(run), empty_snippets="masked")  # no system here supports kept ones
+    readouts: dict[str, dict[str, Any]] = {
+        "DPR": {"strategy": "cls", "num_views": 1},
+        f"ME-BERT (k={VIEWS})": {"strategy": "first_k", "num_views": VIEWS},
+        f"MVR (k={VIEWS})": {"strategy": "viewers", "num_views": VIEWS},
+        f"snippet means (k={VIEWS})": {"strategy": "snippet_means", "num_views": VIEWS},
+    }
 
-    def views(name: str, **changes: Any) -> _System:
-        encoder = DualEncoder.from_backbone(folder, replace(spec, **changes)).to(device)
-        queries_QD = torch.from_numpy(encoder.embed_queries(questions)).to(device)
-        return _System(
-            name,
-            lambda: _encode(encoder, passages),
-            lambda views_PVD: torch.einsum("qd,pvd->qpv", queries_QD, views_PVD).amax(-1),
-            lambda views_PVD: float(views_PVD.shape[1]),
-        )
+    def batches(encoder: DualEncoder) -> list[list[TokenizedPassage]]:
+        """Batch passages of similar length, the shortest first."""
+        by_length = sorted(encoder.tokenize_passages(passages), key=lambda passage: passage.num_tokens)
+        return [by_length[low : low + _BATCH] for low in range(0, len(by_length), _BATCH)]
 
-    cls_encoder = DualEncoder.from_backbone(folder, replace(spec, strategy="cls", num_views=1)).to(device)
-    queries = token_states(cls_encoder, cls_encoder.tokenize_queries(questions))
-    queries_QD = torch.from_numpy(cls_encoder.embed_queries(questions)).to(device)
-    return [
-        views("DPR", strategy="cls", num_views=1),
-        views(f"ME-BERT (k={VIEWS})", strategy="first_k", num_views=VIEWS),
-        views(f"MVR (k={VIEWS})", strategy="viewers", num_views=VIEWS),
-        views(f"snippet means (k={VIEWS})", strategy="snippet_means", num_views=VIEWS),
-        _System(
-            f"DRPQ (k={VIEWS})",
-            lambda: torch.cat([centroids(part, VIEWS) for part in _states(cls_encoder, passages)]),
-            lambda views_PVD: torch.einsum("qd,pvd->qpv", queries_QD, views_PVD).amax(-1),
-            lambda views_PVD: float(views_PVD.shape[1]),
-        ),
-        _System(
-            "late interaction",
-            lambda: _states(cls_encoder, passages),
-            lambda parts: torch.cat([late_interaction(*queries, part) for part in parts], dim=1),
-            lambda parts: float(np.mean([real.sum(-1).float().mean().item() for _, real in parts])),
-        ),
-    ]
+    def views(encoder: DualEncoder) -> Tensor:
+        parts = [encoder.embed_passages(batch).views_PVD for batch in batches(encoder)]
+        return torch.from_numpy(np.concatenate(parts)).to(encoder.device)
 
+    def best_view(queries_QD: Tensor, views_PVD: Tensor) -> Tensor:
+        return torch.einsum("qd,pvd->qpv", queries_QD, views_PVD).amax(-1)
 
-def _encode(encoder: DualEncoder, passages: Sequence[Passage]) -> torch.Tensor:
-    parts = [encoder.embed_passages(batch).views_PVD for batch in _batches(encoder, passages)]
-    return torch.from_numpy(np.concatenate(parts)).to(encoder.device)
-
-
-def _states(encoder: DualEncoder, passages: Sequence[Passage]) -> list[Any]:
-    return [token_states(encoder, batch) for batch in _batches(encoder, passages)]
+    encoders = {
+        name: DualEncoder.from_backbone(folder, replace(spec, **readout)).to(device)
+        for name, readout in readouts.items()
+    }
+    searches = {
+        name: partial(best_view, torch.from_numpy(encoder.embed_queries(questions)).to(device))
+        for name, encoder in encoders.items()
+    }
+    systems = {name: _System(partial(views, encoder), searches[name]) for name, encoder in encoders.items()}
+    base = encoders["DPR"]
+    tokens = token_states(base, base.tokenize_queries(questions))
+    systems[f"DRPQ (k={VIEWS})"] = _System(
+        lambda: torch.cat([centroids(token_states(base, batch), VIEWS) for batch in batches(base)]), searches["DPR"]
+    )
+    systems["late interaction"] = _System(
+        lambda: [token_states(base, batch) for batch in batches(base)],
+        lambda parts: torch.cat([late_interaction(*tokens, part) for part in parts], dim=1),
+    )
+    return systems
 
 
-def _batches(encoder: DualEncoder, passages: Sequence[Passage]) -> list[list[TokenizedPassage]]:
-    """Batch passages of similar length, the shortest first."""
-    by_length = sorted(encoder.tokenize_passages(passages), key=lambda passage: passage.num_tokens)
-    return [by_length[low : low + _BATCH] for low in range(0, len(by_length), _BATCH)]
+def token_states(encoder: DualEncoder, texts: Sequence[TokenizedPassage]) -> TokenStates:
+    """Compute the last layer's states of every token of the texts, by the passage tower."""
+    with torch.no_grad():
+        states_PTD, real_PT = encoder.states(texts)
+    return TokenStates(F.normalize(states_PTD.float(), dim=-1) * real_PT[..., None], real_PT)
+
+
+def late_interaction(queries_QID: Tensor, real_QI: Tensor, passages: TokenStates) -> Tensor:
+    """Compute scores_QP: the sum over query tokens of the best passage token's score (Khattab and Zaharia 2020, eq.
+    3)."""
+    scores_QPIT = torch.einsum("qid,ptd->qpit", queries_QID, passages.states_PTD)
+    best_QPI = scores_QPIT.masked_fill(~passages.real_PT[None, :, None], -torch.inf).amax(-1)
+    return (best_QPI * real_QI[:, None]).sum(-1)
+
+
+def centroids(passages: TokenStates, num: int, rounds: int = 5) -> Tensor:
+    """Compute views_PVD: k-means of each passage's token states from evenly spaced tokens; a centroid may repeat."""
+    views = []
+    for states_TD, real_T in zip(*passages):
+        own_TD = states_TD[real_T]
+        start = torch.linspace(0, len(own_TD) - 1, num).long()
+        centre_VD = own_TD[start].clone()
+        for _ in range(rounds):
+            nearest_T = (own_TD @ centre_VD.T - centre_VD.square().sum(-1) / 2).argmax(-1)
+            sums_VD = torch.zeros_like(centre_VD).index_add_(0, nearest_T, own_TD)
+            count_V = torch.bincount(nearest_T, minlength=num)
+            used_V = count_V > 0
+            centre_VD[used_V] = sums_VD[used_V] / count_V[used_V, None]
+        views.append(centre_VD)
+    return torch.stack(views)

@@ -9,7 +9,9 @@ A variant is a chain of steps (stages, each with further overrides). Overrides a
 variant, the variant at this size, step, the step at this size, command line; so the command line wins.
 """
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, ValidationError
@@ -23,6 +25,9 @@ StepName = Literal[
     "cost", "refinement_grid", "reading", "entity_frequency",
 ]  # fmt: skip
 
+Options = Mapping[str, Any]
+"""Options of a measure beyond the run file (`refinement_grid`, `cost`, `reading`, `entity_frequency`)."""
+NO_OPTIONS: Options = MappingProxyType({})
 BM25, WITH_BM25 = "BM25", ", with BM25"
 """Names in reports and in contrasts: BM25 alone, and the suffix of a variant fused with it."""
 
@@ -41,7 +46,6 @@ class StepConfig(Section):
     only: list[str] = Field(default_factory=list)
     """The sizes with this step; absent: all."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of a measure beyond the run file (`refinement_grid`, `cost`, `reading`, `entity_frequency`)."""
 
 
 Steps = list[Annotated[StepConfig, BeforeValidator(_expand_stage_name)]]
@@ -114,12 +118,14 @@ class Study(NamedTuple):
     extra: tuple[str, ...]
 
     @property
-    def seeds(self) -> list[int]:
-        return self.config.sizes[self.size].seeds
+    def at_size(self) -> SizeConfig:
+        """The settings of this size."""
+        return self.config.sizes[self.size]
 
     @property
-    def run_file(self) -> Path:
-        return self.file.parent / self.config.run
+    def run(self) -> RunConfig:
+        """The run file at this size, without the overrides of a variant."""
+        return self.resolve([*self.at_size.set, *self.extra])
 
     def steps(self, variant: VariantConfig) -> list[StepConfig]:
         """Return the steps of a variant in this size, in order."""
@@ -128,19 +134,16 @@ class Study(NamedTuple):
 
     def overrides(self, variant: VariantConfig, step: StepConfig, seed: int) -> list[str]:
         common = [f"evaluate.questions=[{self.config.questions}]", f"train.seed={seed}", f"encoder.seed={seed}"]
-        size = self.config.sizes[self.size].set
         own_overrides = [one for part in (variant, step) for one in (*part.set, *part.sizes.get(self.size, ()))]
-        return [*common, *size, *own_overrides, *self.extra]
-
-    @property
-    def curve(self) -> list[int]:
-        return self.config.sizes[self.size].curve
+        return [*common, *self.at_size.set, *own_overrides, *self.extra]
 
     def resolve(self, overrides: list[str]) -> RunConfig:
-        data = loader.read(self.run_file)
+        """Apply overrides to the run file. Raises ConfigError."""
+        path = self.file.parent / self.config.run
+        data = loader.read(path)
         for override in overrides:
             loader.apply(data, override)
-        return parse_run(data, f"{self.file} ({self.run_file.name})")
+        return parse_run(data, f"{self.file} ({path.name})")
 
 
 def load_study(path: str | Path, size: str = "quick", extra: tuple[str, ...] = ()) -> Study:
@@ -150,31 +153,27 @@ def load_study(path: str | Path, size: str = "quick", extra: tuple[str, ...] = (
         config = StudyConfig.model_validate(loader.read(file))
     except ValidationError as error:
         raise ConfigError(explain(error, str(file), StudyConfig)) from None
-    if size not in config.sizes:
-        raise ConfigError(f"{file}: no size {size!r}; there are {', '.join(config.sizes)}")
+
+    def require_sizes(sizes: Iterable[str], where: str) -> None:
+        if unknown_sizes := sorted(set(sizes) - set(config.sizes)):
+            raise ConfigError(f"{where}: no size {unknown_sizes[0]!r}; there are {', '.join(config.sizes)}")
+
+    require_sizes([size], str(file))
     names = [variant.name for variant in config.variants]
-    duplicates = sorted({name for name in names if names.count(name) > 1})
-    if duplicates:
+    if duplicates := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{file}: variant {duplicates[0]!r} stands twice; give each a name of its own")
-    for contrast in config.contrasts:
-        for name in (contrast.better, contrast.than):
-            if name != BM25 and name.removesuffix(WITH_BM25) not in names:
-                raise ConfigError(f"{file}: a contrast names variant {name!r}; there are {', '.join(names)}")
+    for name in (name for contrast in config.contrasts for name in (contrast.better, contrast.than)):
+        if name != BM25 and name.removesuffix(WITH_BM25) not in names:
+            raise ConfigError(f"{file}: a contrast names variant {name!r}; there are {', '.join(names)}")
     study = Study(config, size, file, extra)
     for variant in config.variants:
-        sizes_at = {"": {*variant.sizes}}
+        where = f"{file}: variant {variant.name!r}"
+        require_sizes(variant.sizes, where)
         for step in variant.steps or config.steps:
-            sizes_at.setdefault(f", step {step.stage}", set()).update(step.sizes, step.only)
-        for where, sizes in sizes_at.items():
-            unknown_sizes = sorted(sizes - set(config.sizes))
-            if unknown_sizes:
-                raise ConfigError(
-                    f"{file}: variant {variant.name!r}{where}: no size {unknown_sizes[0]!r}; there are "
-                    f"{', '.join(config.sizes)}"
-                )
+            require_sizes([*step.sizes, *step.only], f"{where}, step {step.stage}")
         for step in study.steps(variant):
             try:
-                study.resolve(study.overrides(variant, step, study.seeds[0]))
+                study.resolve(study.overrides(variant, step, study.at_size.seeds[0]))
             except ConfigError as error:
-                raise ConfigError(f"{file}: variant {variant.name!r}, step {step.stage}: {error}") from None
+                raise ConfigError(f"{where}, step {step.stage}: {error}") from None
     return study

@@ -16,7 +16,7 @@ Shapes: Q questions, P passages.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import regex
@@ -31,7 +31,7 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.store.questions import read_questions
-from mvr_ray.studies.definition import BM25
+from mvr_ray.studies.definition import BM25, NO_OPTIONS, Options
 from mvr_ray.types import IntArray, Progress, no_progress
 
 KS = (1, 5, 20)
@@ -104,14 +104,12 @@ class EntityReport(NamedTuple):
     ranks: list[QuestionRanks]
 
 
-def entity_frequency(
-    run: RunConfig, progress: Progress = no_progress, options: Mapping[str, Any] | None = None
-) -> EntityReport:
+def entity_frequency(run: RunConfig, progress: Progress = no_progress, options: Options = NO_OPTIONS) -> EntityReport:
     """Rank `evaluate.questions` with the live index and with BM25, and divide the questions by their entities.
 
     Raises ConfigError for a set without answers, and the errors of `evaluate`.
     """
-    ks = sorted(set((options or {}).get("k", KS)))
+    ks = sorted(set(options.get("k", KS)))
     settings = run.evaluate.model_copy(update={"k": ks, "bm25": True, "hybrid": None})
     report = evaluate(run.model_copy(update={"evaluate": settings}), progress)
     store = Store(run.store.path)
@@ -120,16 +118,14 @@ def entity_frequency(
     sets = []
     for name in dict.fromkeys(settings.questions):
         texts = {question.id: question.text for question in read_questions(passages, name)}
-        own, words = (
-            next(ranks for ranks in report.ranks if ranks.questions == name and (ranks.system == "bm25") == sparse)
-            for sparse in (False, True)
-        )
+        systems = {BM25 if own.system == "bm25" else own.system: own for own in report.ranks if own.questions == name}
+        own = systems[run.index.name]
         places = [at for at, rank in enumerate(own.answer_ranks) if rank is not None]
         if not places:
             raise ConfigError(f"entity_frequency needs answers; question set {name!r} has none")
         ranks = {
-            system: np.array([ranking.answer_ranks[at] for at in places], np.int64)
-            for system, ranking in ((BM25, words), (run.index.name, own))
+            system: np.array([systems[system].answer_ranks[at] for at in places], np.int64)
+            for system in (BM25, run.index.name)
         }
         rows = rows_by_frequency(
             [texts[own.question_ids[at]] for at in places],
@@ -191,12 +187,12 @@ def entity_of(question: str) -> str:
             runs.append([])
         if is_name:
             runs[-1].append(word)
-    if not runs[-1]:
-        runs.pop()
-    if not runs:
-        return ""
-    best = max(runs, key=lambda run: (len(run), run[0] is not words[0], run[-1].end() - run[0].start()))
-    return question[best[0].start() : best[-1].end()]
+    best = max(
+        (run for run in runs if run),
+        key=lambda run: (len(run), run[0] is not words[0], run[-1].end() - run[0].start()),
+        default=None,
+    )
+    return question[best[0].start() : best[-1].end()] if best else ""
 
 
 def passage_frequencies(entities_Q: Sequence[str], passages: Iterable[str]) -> IntArray:
@@ -216,21 +212,20 @@ def frequency_buckets(entities_Q: Sequence[str], frequency_Q: IntArray) -> list[
 
     Questions of one frequency are in one bucket, so buckets differ in size; empty buckets are omitted.
     """
-    everything = list(range(len(entities_Q)))
-    with_entity = [at for at in everything if entities_Q[at]]
+    has_entity_Q = np.array([bool(entity) for entity in entities_Q])
     buckets = [
-        FrequencyBucket(ALL, None, None, everything),
-        FrequencyBucket(NO_ENTITY, None, None, [at for at in everything if not entities_Q[at]]),
+        FrequencyBucket(ALL, None, None, list(range(len(entities_Q)))),
+        FrequencyBucket(NO_ENTITY, None, None, np.flatnonzero(~has_entity_Q).tolist()),
     ]
-    if with_entity:
-        own_frequency = frequency_Q[with_entity]
-        bounds = np.quantile(own_frequency, np.arange(1, NUM_BUCKETS) / NUM_BUCKETS, method="inverted_cdf")
-        quartiles = np.searchsorted(bounds, own_frequency, side="left")
-        for number in range(NUM_BUCKETS):
-            members = [at for at, quartile in zip(with_entity, quartiles) if quartile == number]
-            if members:
+    if has_entity_Q.any():
+        shares = np.arange(1, NUM_BUCKETS) / NUM_BUCKETS
+        bounds = np.quantile(frequency_Q[has_entity_Q], shares, method="inverted_cdf")
+        quartile_Q = np.where(has_entity_Q, np.searchsorted(bounds, frequency_Q, side="left"), -1)
+        for members in (np.flatnonzero(quartile_Q == number) for number in range(NUM_BUCKETS)):
+            if len(members):
                 low, high = int(frequency_Q[members].min()), int(frequency_Q[members].max())
-                buckets.append(FrequencyBucket(f"entity in {_span(low, high)}", low, high, members))
+                span = f"{low} to {high} passages" if low < high else f"{low} passage{'s' if low != 1 else ''}"
+                buckets.append(FrequencyBucket(f"entity in {span}", low, high, members.tolist()))
     return [bucket for bucket in buckets if bucket.questions]
 
 
@@ -239,9 +234,3 @@ def _continues_name(question: str, previous: "regex.Match[str]", word: "regex.Ma
     between = question[previous.end() : word.start()]
     is_short = len(previous[0]) <= _LONGEST_ABBREVIATION or "." in previous[0]
     return bool(_BLANK.fullmatch(between) or (is_short and _PERIOD.fullmatch(between)))
-
-
-def _span(low: int, high: int) -> str:
-    if low < high:
-        return f"{low} to {high} passages"
-    return "1 passage" if low == 1 else f"{low} passages"

@@ -83,37 +83,34 @@ def run_plan(
     labels = {step.key: f"step {number} of {len(waiting)}" for number, step in enumerate(waiting, 1)}
     running: dict[str, _RunningStep] = {}
     code, machine = code_version(), hardware()
-
-    def write_record(step: PlannedStep, start: float, report: dict[str, Any]) -> None:
-        seconds = round(time.monotonic() - start, 1)
-        date = f"{datetime.now(UTC):%Y-%m-%d}"
-        record = StepRecord(step.key, step.stage, step.command, seconds, report, date, code, machine)
-        store.write_bytes(paths.study_step(step.key), (json.dumps(record._asdict()) + "\n").encode())
-        records[step.key] = record
-        progress("study steps", len(labels) - len(waiting) - len(running), len(labels))
-
     with session.connect(run.resources, dashboard=run.resources.train_workers > 0) as info, StagePool(info) as pool:
         progress("study steps", 0, len(labels))
         while waiting or running:
-            step = _next_step(waiting, records, [one.step for one in running.values()], at_once)
+            step, start = (
+                _next_step(waiting, records, [one.step for one in running.values()], at_once),
+                time.monotonic(),
+            )
             if step is None:
-                finish = running.pop(pool.wait())
-                with _name_failed_step(finish.step, labels):
-                    report = pool.report(finish.step.key)
-                write_record(finish.step, finish.start, report)
-                continue
-            waiting.remove(step)
-            log.info("study step: key=%s stage=%s command=%s", step.key, step.stage, step.command)
-            start = time.monotonic()
-            with _name_failed_step(step, labels):
-                if step.stage == "prepare":  # reads files that may exist only on this machine
-                    write_record(step, start, _prepare(step, store, progress))
-                    continue
-                _restore_corpus(plan, step, store, progress)
-                _make_live(step, records)
-                lane = min(set(range(at_once)) - {one.lane for one in running.values()})
-                _start(step, pool, progress if at_once == 1 else _in_lane(progress, lane))
-                running[step.key] = _RunningStep(step, lane, start)
+                step, _, start = running.pop(pool.wait())
+                with _name_failed_step(step, labels):
+                    report = pool.report(step.key)
+            else:
+                waiting.remove(step)
+                log.info("study step: key=%s stage=%s command=%s", step.key, step.stage, step.command)
+                with _name_failed_step(step, labels):
+                    if step.stage != "prepare":
+                        _restore_corpus(plan, step, store, progress)
+                        _make_live(step, records)
+                        lane = min(set(range(at_once)) - {one.lane for one in running.values()})
+                        _start(step, pool, progress if at_once == 1 else _in_lane(progress, lane))
+                        running[step.key] = _RunningStep(step, lane, start)
+                        continue
+                    report = _prepare(step, store, progress)  # here: its files may exist only on this machine
+            seconds, date = round(time.monotonic() - start, 1), f"{datetime.now(UTC):%Y-%m-%d}"
+            record = StepRecord(step.key, step.stage, step.command, seconds, report, date, code, machine)
+            store.write_bytes(paths.study_step(step.key), (json.dumps(record._asdict()) + "\n").encode())
+            records[step.key] = record
+            progress("study steps", len(labels) - len(waiting) - len(running), len(labels))
     return records
 
 
@@ -183,6 +180,12 @@ def _in_lane(progress: Progress, lane: int) -> Progress:
     return lambda what, count, total: progress(f"lane {lane + 1}: {what}", count, total)
 
 
+def read_records(plan: StudyPlan, store: Store) -> dict[str, StepRecord]:
+    """Read the records of the finished steps, by key."""
+    files = {key: paths.study_step(key) for key in plan.steps}
+    return {key: StepRecord(**json.loads(store.read_bytes(path))) for key, path in files.items() if store.exists(path)}
+
+
 def _prepare(step: PlannedStep, store: Store, progress: Progress) -> Any:
     report = to_plain(STAGES["prepare"](step.run, progress))
     marker = {"key": step.key, "digest": report["digest"]}
@@ -201,16 +204,6 @@ def _restore_corpus(plan: StudyPlan, step: PlannedStep, store: Store, progress: 
         digest = None
     if marker.get("key") != step.corpus or marker.get("digest") != digest:
         _prepare(plan.steps[step.corpus], store, progress)
-
-
-def read_records(plan: StudyPlan, store: Store) -> dict[str, StepRecord]:
-    """Read the records of the finished steps, by key."""
-    return {key: record for key in plan.steps if (record := read_step(store, key))}
-
-
-def read_step(store: Store, key: str) -> StepRecord | None:
-    path = paths.study_step(key)
-    return StepRecord(**json.loads(store.read_bytes(path))) if store.exists(path) else None
 
 
 def _make_live(step: PlannedStep, records: Mapping[str, StepRecord]) -> None:

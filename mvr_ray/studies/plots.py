@@ -3,8 +3,8 @@
 import io
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import matplotlib
 
@@ -17,7 +17,8 @@ from PIL import Image
 
 from mvr_ray.studies.definition import BM25, Study
 from mvr_ray.studies.refinement_tables import MANY_ROUNDS
-from mvr_ray.studies.results import VariantResult, stage_reports
+from mvr_ray.studies.results import Report, VariantResult, stage_reports
+from mvr_ray.studies.tables import Cell
 
 _DEPTHS = ("1", "5", "20", "100")
 _HELD_OUT = "unseen"
@@ -43,18 +44,22 @@ def draw_plots(study: Study, results: Sequence[VariantResult]) -> list[Plot]:
     return [*plots, *_trade_off(results)]
 
 
+def _percents(cells: Iterable[Cell]) -> np.ndarray:
+    """Return values, lower and upper ends of cells in percent, [3, cells]."""
+    return 100 * np.array([[cell.value, cell.low, cell.high] for cell in cells]).T
+
+
 def _bars(study: Study, results: Sequence[VariantResult]) -> Iterator[Plot]:
     metric = study.config.metrics[0]
     cells = {result.name: result.cells[metric] for result in results if metric in result.cells}
     if len(cells) < 2:
         return
     figure, axes = plt.subplots(figsize=(7, 0.8 + 0.35 * len(cells)))
-    values = np.array([100 * cell.value for cell in cells.values()])
-    errors = np.array([[100 * (cell.value - cell.low), 100 * (cell.high - cell.value)] for cell in cells.values()]).T
-    axes.barh(list(cells), values, xerr=np.maximum(errors, 0), capsize=3, color="#4878a8")
+    value_C, low_C, high_C = _percents(cells.values())
+    errors = np.maximum([value_C - low_C, high_C - value_C], 0)
+    axes.barh(list(cells), value_C, xerr=errors, capsize=3, color="#4878a8")
     axes.invert_yaxis()
-    axes.set_xlim(left=max(0.0, float((values - errors[0]).min()) - 3))
-    axes.set_xlabel(f"{metric}, percent, with 95 % interval")
+    axes.set(xlim=(max(0.0, low_C.min() - 3), None), xlabel=f"{metric}, percent, with 95 % interval")
     yield _plot(figure, "retrieval", f"{metric} of every variant")
 
 
@@ -63,22 +68,16 @@ def _learning_curves(study: Study, results: Sequence[VariantResult]) -> Iterator
     metric = study.config.metrics[0]
     figure, axes = plt.subplots(figsize=(10, 5))
     ticks: set[int] = set()
-    for result in results:
-        ends = [report["epochs"][-1]["step"] for report in result.reports.get("train", [])[-1:] if report.get("epochs")]
+    for result in (result for result in results if metric in result.cells):
         points = {at: point.cells[metric] for at, point in result.curve.items() if metric in point.cells}
-        if not points or metric not in result.cells:
-            continue
-        points |= {ends[0]: result.cells[metric]} if ends else {}
-        steps, cells = zip(*sorted(points.items()))
-        ticks |= {*steps}
-        [line] = axes.plot(steps, [100 * cell.value for cell in cells], marker="o", label=result.name)
-        axes.fill_between(
-            steps,
-            [100 * cell.low for cell in cells],
-            [100 * cell.high for cell in cells],
-            color=line.get_color(),
-            alpha=0.08,
-        )
+        ends = [report["epochs"][-1]["step"] for report in result.reports.get("train", [])[-1:] if report.get("epochs")]
+        if points:
+            points |= dict.fromkeys(ends, result.cells[metric])
+            steps = sorted(points)
+            value_C, low_C, high_C = _percents(points[step] for step in steps)
+            [line] = axes.plot(steps, value_C, marker="o", label=result.name)
+            axes.fill_between(steps, low_C, high_C, color=line.get_color(), alpha=0.08)
+            ticks |= {*steps}
     if not axes.lines:
         plt.close(figure)
         return
@@ -87,8 +86,7 @@ def _learning_curves(study: Study, results: Sequence[VariantResult]) -> Iterator
             axes.axhline(100 * result.cells[metric].value, linestyle=":", color="grey", label=BM25)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted(ticks), [f"{step:,}" for step in sorted(ticks)])
-    axes.set_xlabel("training steps")
-    axes.set_ylabel(f"{metric}, percent")
+    axes.set(xlabel="training steps", ylabel=f"{metric}, percent")
     best_first = sorted(axes.lines, key=lambda line: -np.asarray(line.get_ydata(), float)[-1])
     axes.legend(handles=best_first, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     yield _plot(figure, "curve", f"{metric} over the training budget, with 95 % intervals over articles")
@@ -96,34 +94,27 @@ def _learning_curves(study: Study, results: Sequence[VariantResult]) -> Iterator
 
 def _budget(results: Sequence[VariantResult]) -> Iterator[Plot]:
     """Draw dev accuracy over training steps, for variants with several measurements."""
-    curves = {
-        result.name: [
-            (epoch["step"], 100 * epoch["dev_top1"])
-            for epoch in report.get("epochs", [])
-            if epoch["dev_top1"] is not None
-        ]
-        for result, report in stage_reports(results, "train", first_seed=True)
-    }
-    curves = {name: points for name, points in curves.items() if len(points) > 1}
-    if not curves:
-        return
     figure, axes = plt.subplots(figsize=(7, 4))
-    for name, points in curves.items():
-        axes.plot(*zip(*points), marker="o", label=name)
-    axes.set_xlabel("training steps")
-    axes.set_ylabel("dev top-1 among dev passages, percent")
+    for result, report in stage_reports(results, "train", first_seed=True):
+        epochs = [epoch for epoch in report.get("epochs", []) if epoch["dev_top1"] is not None]
+        if len(epochs) > 1:
+            accuracies = [100 * epoch["dev_top1"] for epoch in epochs]
+            axes.plot([epoch["step"] for epoch in epochs], accuracies, marker="o", label=result.name)
+    if not axes.lines:
+        plt.close(figure)
+        return
+    axes.set(xlabel="training steps", ylabel="dev top-1 among dev passages, percent")
     axes.legend(fontsize=7)
     yield _plot(figure, "budget", "Accuracy over the training budget (first seed)")
 
 
 def _attention(name: str, table: list[list[float | None]]) -> Plot:
-    values_VV = np.array([[np.nan if value is None else value for value in row] for row in table])
+    values_VV = np.array(table, np.float64)  # None is nan
     np.fill_diagonal(values_VV, 0.0)  # up to rounding, the divergence of a view from itself
     figure, axes = plt.subplots(figsize=(4.6, 4))
     views = [str(view + 1) for view in range(len(table))]
     _heat(axes, values_VV, views, views, "%.2g")
-    axes.set_xlabel("view j")
-    axes.set_ylabel("view i")
+    axes.set(xlabel="view j", ylabel="view i")
     title = f"{name}: D(i, j) = KL(attention of view j || of view i) in nats (CAMVR eq. 14)"
     return _plot(figure, f"attention-kl-{_slug(name)}", title)
 
@@ -133,67 +124,60 @@ def _heat(axes: Axes, values: np.ndarray, rows: Sequence[str], columns: Sequence
     axes.set_xticks(range(len(columns)), columns)
     axes.set_yticks(range(len(rows)), rows)
     middle = np.nanmean(values) if np.isfinite(values).any() else 0.0
-    for row, column in np.ndindex(*values.shape):
-        if np.isfinite(values[row, column]):
-            color = "white" if values[row, column] < middle else "black"
-            axes.text(column, row, form % values[row, column], ha="center", va="center", fontsize=6, color=color)
+    for row, column in np.argwhere(np.isfinite(values)):
+        color = "white" if values[row, column] < middle else "black"
+        axes.text(column, row, form % values[row, column], ha="center", va="center", fontsize=6, color=color)
     assert axes.figure is not None
     axes.figure.colorbar(image, ax=axes, shrink=0.8)
 
 
-def _grids(name: str, report: dict[str, Any]) -> Iterator[Plot]:
+def _grids(name: str, report: Report) -> Iterator[Plot]:
     """Draw heat maps of the linear form over beta and gamma (AOpt figure 6), one for every question set and length."""
-    for keeps_length in (True, False):
-        trials = [
-            trial
+    for keeps_length, length in ((True, "length kept"), (False, "raw")):
+        last_rounds = {
+            (trial["setting"]["beta"], trial["setting"]["gamma"]): trial["rounds"][-1]["sets"]
             for trial in report["tried"]
             if trial["setting"]["method"] == "linear" and trial["setting"]["keep_length"] == keeps_length
-        ]
-        betas = sorted({trial["setting"]["beta"] for trial in trials})
-        gammas = sorted({trial["setting"]["gamma"] for trial in trials}, reverse=True)
+        }
+        betas = sorted({beta for beta, _ in last_rounds})
+        gammas = sorted({gamma for _, gamma in last_rounds}, reverse=True)
         if len(betas) < 2 or len(gammas) < 2:
             continue
-        length = "length kept" if keeps_length else "raw"
-        for number, accuracy in enumerate(trials[0]["rounds"][0]["sets"]):
+        for number, accuracy in enumerate(next(iter(last_rounds.values()))):
             figure, grid = plt.subplots(2, 2, figsize=(11, 9.5))
             for axes, depth in zip(grid.flat, _DEPTHS):
                 values = np.full((len(betas), len(gammas)), np.nan)
-                for trial in trials:
-                    at = betas.index(trial["setting"]["beta"]), gammas.index(trial["setting"]["gamma"])
-                    values[at] = 100 * trial["rounds"][-1]["sets"][number]["answer"][depth]
+                for (beta, gamma), sets in last_rounds.items():
+                    values[betas.index(beta), gammas.index(gamma)] = 100 * sets[number]["answer"][depth]
                 _heat(axes, values, [f"{b:g}" for b in betas], [f"{g:g}" for g in gammas], "%.1f")
-                axes.set_ylabel("beta")
-                axes.set_xlabel("gamma")
-                axes.set_title(f"top-{depth}, percent")
+                axes.set(xlabel="gamma", ylabel="beta", title=f"top-{depth}, percent")
             title = f"{name}: linear form, {length}, on {accuracy['questions']} (answer-bearing)"
             yield _plot(figure, f"linear-{_slug(length)}-{_slug(name)}-{_slug(accuracy['questions'])}", title)
 
 
-def _curves(name: str, report: dict[str, Any]) -> Iterator[Plot]:
+def _curves(name: str, report: Report) -> Iterator[Plot]:
     """Draw accuracy and loss over rounds (AOpt figure 7), norms and hubs; a dot marks the chosen round."""
     for trial in report["tried"]:
         rounds = trial["rounds"]
         if len(rounds) <= MANY_ROUNDS:
             continue
+        names = [accuracy["questions"] for accuracy in rounds[0]["sets"]]
         figure, (accuracy_axes, loss_axes, hub_axes) = plt.subplots(1, 3, figsize=(14, 3.6))
-        for number, accuracy in enumerate(rounds[0]["sets"]):
+        for number, questions in enumerate(names):
             for kind, style in (("answer", "-"), ("gold", "--")):
                 values = [100 * state["sets"][number][kind]["1"] for state in rounds]
-                label = f"{accuracy['questions']} {kind}"
-                [line] = accuracy_axes.plot(values, style, label=label, color=f"C{number}")
-                accuracy_axes.plot(trial["chosen"], values[trial["chosen"]], "o", color=line.get_color())
-        accuracy_axes.set_ylabel("top-1, percent")
+                accuracy_axes.plot(values, style, label=f"{questions} {kind}", color=f"C{number}")
+                accuracy_axes.plot(trial["chosen"], values[trial["chosen"]], "o", color=f"C{number}")
         accuracy_axes.legend(fontsize=6)
         loss_axes.plot([np.nan if state["loss"] is None else state["loss"] for state in rounds])
         loss_axes.axvline(trial["lowest_loss"], linestyle=":", color="grey")
-        loss_axes.set_ylabel("loss (dotted: where it is lowest)")
         for at in (0, -1):
             largest = [state["sets"][at]["hubs"]["most"] for state in rounds]
-            hub_axes.plot(largest, label=f"largest hub, {rounds[0]['sets'][at]['questions']}", color=f"C{at % 4}")
-        hub_axes.set_ylabel("foreign top-10 lists of one passage")
+            hub_axes.plot(largest, label=f"largest hub, {names[at]}", color=f"C{at % 4}")
         hub_axes.set_ylim(bottom=0)
-        for axes in (accuracy_axes, loss_axes, hub_axes):
-            axes.set_xlabel("round")
+        accuracy_axes.set(xlabel="round", ylabel="top-1, percent")
+        loss_axes.set(xlabel="round", ylabel="loss (dotted: where it is lowest)")
+        hub_axes.set(xlabel="round", ylabel="foreign top-10 lists of one passage")
         norms = hub_axes.twinx()
         norms.plot([state["norm_mean"] for state in rounds], "k--", label="mean norm of moved views")
         norms.ticklabel_format(useOffset=False)
@@ -223,8 +207,10 @@ def _trade_off(results: Sequence[VariantResult]) -> Iterator[Plot]:
     for number, (label, pairs) in enumerate(points.items()):
         axes.scatter(*zip(*pairs), s=14, alpha=0.7, label=label, color=f"C{number % 10}", marker="osv^D*"[number // 10])
     axes.axvline(-1, linestyle=":", color="grey")
-    axes.set_xlabel("change on unseen articles, points of top-1 (dotted: one point lost)")
-    axes.set_ylabel("gain on the labelled questions, points of top-1")
+    axes.set(
+        xlabel="change on unseen articles, points of top-1 (dotted: one point lost)",
+        ylabel="gain on the labelled questions, points of top-1",
+    )
     axes.legend(fontsize=7)
     yield _plot(figure, "trade-off", "What refinement gains on known questions, and what unseen articles pay")
 

@@ -4,9 +4,7 @@ Option of the step: `questions`, the names of stored sets (default: `evaluate.qu
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed.evaluate import articles_of
@@ -16,6 +14,7 @@ from mvr_ray.errors import ConfigError
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.questions import read_questions
+from mvr_ray.studies.definition import NO_OPTIONS, Options
 from mvr_ray.types import Progress, no_progress
 
 
@@ -46,19 +45,16 @@ class ReadingReport(NamedTuple):
     sets: list[SetReading]
 
 
-def reading(
-    run: RunConfig, progress: Progress = no_progress, options: Mapping[str, Any] | None = None
-) -> ReadingReport:
+def reading(run: RunConfig, progress: Progress = no_progress, options: Options = NO_OPTIONS) -> ReadingReport:
     """Read answers from the passages that the live version ranks first.
 
     Raises ConfigError without question sets, and the errors of `retrieve` and `read`.
     """
-    names = (options or {}).get("questions", run.evaluate.questions)
+    names = options.get("questions", run.evaluate.questions)
     if not names:
         raise ConfigError("reading needs question sets; name some in the step's options or in evaluate.questions")
-    ranking_run = run.model_copy(
-        update={"retrieve": run.retrieve.model_copy(update={"k": max(run.read.top_passages, default=1)})}
-    )
+    settings = run.retrieve.model_copy(update={"k": max(run.read.top_passages, default=1)})
+    ranking_run = run.model_copy(update={"retrieve": settings})
     sets, store = [], Store(run.store.path)
     passages = Corpus.open(store, run.prepare.corpus)
     with store.scratch() as folder:
@@ -67,13 +63,16 @@ def reading(
             file, answers = folder / f"{name}.jsonl", folder / f"{name}-answers.jsonl"
             ranking = retrieve(ranking_run, name, file, "jsonl", progress)
             report = read(run, file, answers, progress, article_of)
-            sets.append(SetReading(name, report.questions, report.rows, list(_values(answers, article_of))))
+            values = [
+                QuestionReading(
+                    row["id"],
+                    article_of[row["id"]],
+                    one["passages"],
+                    float(bool(one["exact_match"])),
+                    one["f1"] or 0.0,
+                )
+                for row in map(json.loads, answers.read_text(encoding="utf-8").splitlines())
+                for one in (row["predictions"] if row["answers"] else ())
+            ]
+            sets.append(SetReading(name, report.questions, report.rows, values))
     return ReadingReport(ranking.index, ranking.version, report.fingerprint, sets)
-
-
-def _values(answers: Path, article_of: Mapping[str, str]) -> Iterator[QuestionReading]:
-    for line in answers.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        for one in row["predictions"] if row["answers"] else ():
-            exact, f1 = float(bool(one["exact_match"])), one["f1"] or 0.0
-            yield QuestionReading(row["id"], article_of[row["id"]], one["passages"], exact, f1)

@@ -23,18 +23,11 @@ from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.questions import read_questions
+from mvr_ray.studies.definition import NO_OPTIONS, Options
 from mvr_ray.studies.refinement_simulator import LabelledQuestions, RefinementSimulator, Round, Setting
 from mvr_ray.types import EmbeddingBlock, Progress, no_progress
 
 MOST_VECTORS = 2_000_000
-
-
-class Ending(NamedTuple):
-    """The round after which the rule stops, and the round that it restores; 0 where every round exceeded the gate's
-    bound."""
-
-    stopped: int
-    restored: int
 
 
 class SettingResult(NamedTuple):
@@ -77,11 +70,9 @@ class GridReport(NamedTuple):
     tried: list[SettingResult]
 
 
-def refinement_grid(
-    run: RunConfig, progress: Progress = no_progress, options: Mapping[str, Any] | None = None
-) -> GridReport:
+def refinement_grid(run: RunConfig, progress: Progress = no_progress, options: Options = NO_OPTIONS) -> GridReport:
     """Simulate every setting on the live version. Raises ConfigError for invalid settings or question sets."""
-    settings = list(expand_settings((options or {}).get("settings", [{}])))
+    settings = list(expand_settings(options.get("settings", [{}])))
     refine, store = run.refine, Store(run.store.path)
     if refine.questions is None or not refine.gate:
         raise ConfigError("refinement_grid needs refine.questions and refine.gate; name the sets that a split made")
@@ -104,53 +95,47 @@ def refinement_grid(
         sets.append(GridQuestions(name, list(article_of), list(article_of.values())))
         queries_QD = encoder.embed_queries([question.text for question in questions])
         gold_Q = [{row_of[i] for i in question.positive_ids if i in row_of} for question in questions]
-        answers_Q = [question.answers for question in questions]
-        question_sets.append(LabelledQuestions(name, queries_QD, answers_Q, gold_Q))
+        question_sets.append(LabelledQuestions(name, queries_QD, [question.answers for question in questions], gold_Q))
     source, *others = question_sets
     results = []
     for number, fields in enumerate(settings, 1):
-        setting = Setting(**fields)
-        rounds = simulator.simulate(setting, source, others, run.evaluate.k)
-        results.append(_setting_result(run, setting, _label(fields, settings), rounds))
+        names = [name for name in fields if any(other.get(name) != fields[name] for other in settings)]
+        label = ", ".join(f"{name} {fields[name]}" for name in names) or str(fields.get("method", "feedback_views"))
+        rounds = simulator.simulate(Setting(**fields), source, others, run.evaluate.k)
+        results.append(_setting_result(run, Setting(**fields), label, rounds))
         progress("settings", number, len(settings))
     return GridReport(
-        version.index,
-        version.version,
-        len(views.ids),
-        len(views.vectors_ND),
-        refine.questions,
-        len(source.queries_QD),
-        ", ".join(refine.gate),
-        sets,
-        results,
+        index=version.index,
+        version=version.version,
+        passages=len(views.ids),
+        vectors=len(views.vectors_ND),
+        labelled=refine.questions,
+        num_labelled=len(source.queries_QD),
+        gate=", ".join(refine.gate),
+        sets=sets,
+        tried=results,
     )
 
 
 def _setting_result(run: RunConfig, setting: Setting, label: str, rounds: Sequence[Round]) -> SettingResult:
     """Find where each rule ends these rounds, and drop the ranks of rounds that no table compares."""
     by, last, refine = "gold" if setting.labels == "gold" else "answer", len(rounds) - 1, run.refine
-    gate_RG = tuple(
-        tuple(100 * getattr(one, by)[1] for one in each.sets if one.questions in refine.gate) for each in rounds
-    )
-    labelled_R = tuple(100 * getattr(each.sets[0], by)[1] for each in rounds)
-    best, end = (
+    top1_RS = [{one.questions: 100 * getattr(one, by)[1] for one in each.sets} for each in rounds]
+    labelled_R = tuple(next(iter(top1_S.values())) for top1_S in top1_RS)
+    gate_RG = tuple(tuple(top1_S[name] for name in top1_S if name in refine.gate) for top1_S in top1_RS)
+    (_, chosen), (stopped, restored) = (
         find_ending(labelled_R, gate_RG, patience, refine.max_heldout_loss) for patience in (last, refine.patience)
     )
-    lowest_loss = _lowest_loss(rounds)
-    compared_rounds = {0, best.restored, end.restored, lowest_loss, last}
-    return SettingResult(
-        label=label,
-        setting=setting._asdict(),
-        chosen=best.restored,
-        stopped=end.stopped,
-        restored=end.restored,
-        lowest_loss=lowest_loss,
-        rounds=[each if each.number in compared_rounds else _without_ranks(each) for each in rounds],
-    )
-
-
-def _without_ranks(state: Round) -> Round:
-    return state._replace(sets=[one._replace(answer_ranks=[], gold_ranks=[]) for one in state.sets])
+    loss_R = [each.loss for each in rounds[1:]]  # that of round r is measured before its step, on the state of r - 1
+    lowest_loss = int(np.nanargmin(loss_R)) if np.isfinite(loss_R).any() else last
+    compared_rounds = {0, chosen, restored, lowest_loss, last}
+    rounds = [
+        each
+        if each.number in compared_rounds
+        else each._replace(sets=[one._replace(answer_ranks=[], gold_ranks=[]) for one in each.sets])
+        for each in rounds
+    ]
+    return SettingResult(label, setting._asdict(), chosen, stopped, restored, lowest_loss, rounds)
 
 
 def expand_settings(settings: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -166,33 +151,21 @@ def expand_settings(settings: Sequence[Mapping[str, Any]]) -> Iterator[dict[str,
             yield dict(zip(lists, values))
 
 
-def _label(fields: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> str:
-    """Label a setting by the fields that differ between the settings."""
-    names = [name for name in fields if any(other.get(name) != fields[name] for other in settings)]
-    return ", ".join(f"{name} {fields[name]}" for name in names) or str(fields.get("method", "feedback_views"))
-
-
 def find_ending(
     labelled_R: tuple[float, ...], gate_RG: tuple[tuple[float, ...], ...], patience: int, max_loss: float
-) -> Ending:
-    """Find the round at which `refine_policy` stops when it receives the rounds in turn, and the round that it
-    restores.
+) -> tuple[int, int]:
+    """Return the round at which `refine_policy` stops when it receives the rounds in turn, and the round that it
+    restores, 0 where every round exceeded the gate's bound.
 
-    `known_R` and `gate_RG` are top-1 of the labelled questions and of the gate sets after each round, in points.
+    `labelled_R` and `gate_RG` are top-1 of the labelled questions and of the gate sets after each round, in points.
     """
     last = len(gate_RG) - 1
     for number in range(last + 1):
         until = slice(number + 1)
         action = next_action(RefineState(gate_RG[until], labelled_R[until], last, max(1, patience), max_loss))
         if not isinstance(action, Continue):
-            return Ending(number, action.best_round if isinstance(action, Stop) else 0)
+            return number, action.best_round if isinstance(action, Stop) else 0
     raise AssertionError("refine_policy did not stop at the last round")
-
-
-def _lowest_loss(rounds: Sequence[Round]) -> int:
-    """Find the round with the lowest loss; the loss of round r is measured before its step, on the state of r - 1."""
-    losses = [each.loss for each in rounds[1:]]
-    return int(np.nanargmin(losses)) if losses and np.isfinite(losses).any() else len(rounds) - 1
 
 
 def load_views(store: Store, version: Manifest) -> EmbeddingBlock:
@@ -206,9 +179,9 @@ def load_views(store: Store, version: Manifest) -> EmbeddingBlock:
     blocks = [block for folder, files in folders for block in open_embeddings(folder, files).blocks()]
     ids = [passage_id for block in blocks for passage_id in block.ids]
     count_P = np.concatenate([np.diff(block.row_ptr) for block in blocks])
-    start_P = np.cumsum(count_P) - count_P
     order = sorted(range(len(ids)), key=ids.__getitem__)
-    slots = np.concatenate([np.arange(start_P[row], start_P[row] + count_P[row]) for row in order])
+    place_P = np.argsort(order)
+    slots = np.argsort(np.repeat(place_P, count_P), kind="stable")
     return EmbeddingBlock(
         ids=[ids[row] for row in order],
         row_ptr=np.concatenate([[0], np.cumsum(count_P[order])]).astype(np.int64),

@@ -12,7 +12,6 @@ Shapes: P passages, N their views, Q questions, K hits, F feedback views, L labe
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -30,7 +29,7 @@ from mvr_ray.core.refining.pseudo_labels import (
     labels_from_hits,
     winning_slots,
 )
-from mvr_ray.core.refining.refine_policy import ONE_SHOT
+from mvr_ray.core.refining.refine_policy import KEEPS_PASSAGES, MOVES_QUERIES, ONE_SHOT
 from mvr_ray.distributed.refinement.state import ShardChanges, StoredViews, ordinals
 from mvr_ray.index.base import IndexParams, ShardIndex
 from mvr_ray.index.kinds import open_index
@@ -112,9 +111,9 @@ class Round(NamedTuple):
     sets: list[SetAccuracy]
 
 
-@dataclass(frozen=True)
-class SimulatedState:
-    """The views and the labelled queries after some rounds, and the result of the last step."""
+class SimulatedState(NamedTuple):
+    """The views and the labelled queries after some rounds; the mean loss before the last step, and the numbers of
+    vectors that it moved and skipped."""
 
     changes: ShardChanges
     labelled_QD: FloatArray
@@ -158,20 +157,11 @@ class RefinementSimulator:
             newest = self.bears_answer(questions, passage_QK[:, :1])[newest_Q]
             sets = [self._measure(questions, passage_QK, ks)]
             sets += [self._measure(other, self.search(index, other.queries_QD, max(ks)), ks) for other in others]
-            growth_M = self._growth(state.changes)
-            rounds.append(
-                Round(
-                    number,
-                    state.loss,
-                    state.num_moved,
-                    state.skipped_domain,
-                    state.skipped_no_positive,
-                    float(growth_M.mean()) if len(growth_M) else 1.0,
-                    float(growth_M.max(initial=1.0)),
-                    float(newest.mean()) if len(newest) else float("nan"),
-                    sets,
-                )
-            )
+            stored_MD = self.block.vectors_ND[state.changes.moved_M].astype(np.float32)
+            growth_M = np.linalg.norm(state.changes.moved_MD, axis=1) / np.linalg.norm(stored_MD, axis=1)
+            growth = float(growth_M.mean()) if len(growth_M) else 1.0, float(growth_M.max(initial=1.0))
+            newest_top1 = float(newest.mean()) if len(newest) else float("nan")
+            rounds.append(Round(number, *state[2:], *growth, newest_top1, sets))
         return rounds
 
     def open_index(self, state: SimulatedState) -> ShardIndex:
@@ -233,12 +223,12 @@ class RefinementSimulator:
         sizes = len(vectors_ND), len(labelled_QD)
         matrices = label_matrices(slots_L, labels.question_L, labels.positive_L, *sizes)
         steps = []
-        if setting.method in ("query", "hybrid", "rocchio"):
-            steps.append(_step_queries(setting, labelled_QD, vectors_ND, matrices))
+        if setting.method in MOVES_QUERIES:
+            steps.append(_move(setting, labelled_QD, vectors_ND, matrices.transpose()))
             labelled_QD = labelled_QD.copy()
             labelled_QD[steps[-1].moved_M] = steps[-1].vectors_MD
-        if setting.method in ("passage", "hybrid", "linear", "softmax"):
-            steps.append(_step_passages(setting, labelled_QD, vectors_ND, matrices))
+        if setting.method not in KEEPS_PASSAGES:
+            steps.append(_move(setting, vectors_ND, labelled_QD, matrices, single=True))
             changes = changes.with_moved(steps[-1].moved_M, steps[-1].vectors_MD)
         return SimulatedState(
             changes,
@@ -252,11 +242,6 @@ class RefinementSimulator:
     def _vectors(self, state: SimulatedState) -> FloatArray:
         """Return the current vectors of the version's views, float32 [N, D], without new feedback views."""
         return self.views.vectors(np.arange(len(self.block.vectors_ND)), state.changes)
-
-    def _growth(self, changes: ShardChanges) -> FloatArray:
-        """Return the norm of each moved view over its norm in the version."""
-        stored_MD = self.block.vectors_ND[changes.moved_M].astype(np.float32)
-        return np.linalg.norm(changes.moved_MD, axis=1) / np.linalg.norm(stored_MD, axis=1)
 
     def _measure(self, questions: LabelledQuestions, passage_QK: IntArray, ks: Sequence[int]) -> SetAccuracy:
         bears_QK = self.bears_answer(questions, passage_QK)
@@ -272,26 +257,20 @@ class RefinementSimulator:
         )
 
 
-def _step_queries(
-    setting: Setting, queries_QD: FloatArray, vectors_ND: FloatArray, matrices: LabelMatrices
+def _move(
+    setting: Setting, vectors_ND: FloatArray, partners_QD: FloatArray, labels: LabelMatrices, single: bool = False
 ) -> aopt.StepResult:
-    if setting.method == "rocchio":
-        step = aopt.rocchio_step(queries_QD, vectors_ND, matrices, beta=setting.beta, gamma=setting.gamma)
-    else:
-        step = aopt.query_step(queries_QD, vectors_ND, matrices, step_size=setting.step_size, guard=setting.guard)
-    return step.keep_length(queries_QD) if setting.keep_length else step
-
-
-def _step_passages(
-    setting: Setting, queries_QD: FloatArray, vectors_ND: FloatArray, matrices: LabelMatrices
-) -> aopt.StepResult:
-    sides, step_size = (vectors_ND, queries_QD, matrices), setting.step_size
-    if setting.method == "linear":
-        step = aopt.linear_step(*sides, beta=setting.beta, gamma=setting.gamma)
+    """Move passages by the form of a setting, or, with transposed labels, queries."""
+    if setting.method in ONE_SHOT:
+        step = aopt.linear_step(vectors_ND, partners_QD, labels, beta=setting.beta, gamma=setting.gamma)
     elif setting.method == "softmax":
-        step = aopt.softmax_step(*sides, step_size=step_size, temperature=setting.temperature)
+        step = aopt.softmax_step(
+            vectors_ND, partners_QD, labels, step_size=setting.step_size, temperature=setting.temperature
+        )
     else:
-        step = aopt.passage_step(*sides, step_size=step_size, guard=setting.guard, single=True)
+        step = aopt.passage_step(
+            vectors_ND, partners_QD, labels, step_size=setting.step_size, guard=setting.guard, single=single
+        )
     return step.keep_length(vectors_ND) if setting.keep_length else step
 
 
@@ -304,21 +283,15 @@ def count_hubs(passage_QK: IntArray, relevant_QK: np.ndarray, num_passages: int,
     return Hubs(int(count_P.max(initial=0)), skewness)
 
 
-class Clicks(NamedTuple):
-    """The hits with a click, and the hits that the user saw: all down to the last click."""
-
-    clicked_QK: np.ndarray
-    seen_QK: np.ndarray
-
-
-def simulate_clicks(relevant_QK: np.ndarray, seed: int) -> Clicks:
-    """Draw the clicks of a user model that reads from the top, with errors."""
+def simulate_clicks(relevant_QK: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Draw the clicks of a user model that reads from the top, with errors. Returns two flags of each hit, bool [Q, K]:
+    a click, and that the user saw it: all down to the last click."""
     rng = np.random.default_rng(seed)
     rank_K = np.arange(relevant_QK.shape[1])
     chance_QK = CLICK_RANK**rank_K * np.where(relevant_QK, CLICK_RELEVANT, CLICK_OTHER)
     clicked_QK = rng.random(relevant_QK.shape) < chance_QK
-    last_Q = np.where(clicked_QK.any(1), clicked_QK.shape[1] - 1 - clicked_QK[:, ::-1].argmax(1), -1)
-    return Clicks(clicked_QK, rank_K <= last_Q[:, None])
+    last_Q = np.where(clicked_QK, rank_K, -1).max(axis=1, initial=-1)
+    return clicked_QK, rank_K <= last_Q[:, None]
 
 
 def wave_ages(num_questions: int) -> IntArray:
@@ -330,7 +303,13 @@ def make_feedback(
     setting: Setting, queries_QD: FloatArray, labels: Labels, norms_P: FloatArray
 ) -> feedback.FeedbackViews:
     """Build feedback views like `refine`, from positive questions weighted by age, less `push` x the negatives."""
-    negative = labels.take(~labels.positive_L)
+    offset_PD = None
+    if setting.push:
+        negative = labels.take(~labels.positive_L)
+        where, shape = (negative.passage_L, negative.question_L), (len(norms_P), len(queries_QD))
+        counts_PQ = csr_array((np.ones(len(negative.passage_L)), where), shape=shape)
+        sums_PD = counts_PQ @ queries_QD.astype(np.float64)
+        offset_PD = setting.push * (sums_PD / np.maximum(counts_PQ.sum(axis=1), 1)[:, None])
     return feedback.feedback_views(
         queries_QD,
         labels,
@@ -338,11 +317,5 @@ def make_feedback(
         weight=setting.weight,
         clusters=setting.clusters,
         share_Q=setting.decay ** wave_ages(len(queries_QD)),
-        offset_PD=setting.push * _means(negative, queries_QD, len(norms_P)) if setting.push else None,
+        offset_PD=offset_PD,
     )
-
-
-def _means(labels: Labels, queries_QD: FloatArray, num_passages: int) -> FloatArray:
-    shape = (num_passages, len(queries_QD))
-    counts = csr_array((np.ones(len(labels.passage_L)), (labels.passage_L, labels.question_L)), shape=shape)
-    return (counts @ queries_QD.astype(np.float64)) / np.maximum(counts.sum(axis=1), 1)[:, None]

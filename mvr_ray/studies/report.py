@@ -4,12 +4,13 @@ import base64
 import html
 import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from markdown_it import MarkdownIt
 
 from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
 from mvr_ray.store.formats.question_views import QUESTION_VIEWS, QuestionViews, question_views_bytes
@@ -19,7 +20,7 @@ from mvr_ray.studies.execute import StepRecord, code_version, hardware
 from mvr_ray.studies.plots import Plot, draw_plots
 from mvr_ray.studies.results import question_ranks, stage_reports, variant_results
 from mvr_ray.studies.steps import StudyPlan
-from mvr_ray.studies.tables import Table, Value
+from mvr_ray.studies.tables import Table
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8886; --faint: #8882; }
@@ -32,8 +33,8 @@ td:first-child, th:first-child {
   text-align: left; white-space: normal; min-width: 13rem; position: sticky; left: 0; background: Canvas;
 }
 tr:nth-child(even) { background: var(--faint); }
-figure { margin: 1rem 0; overflow-x: auto; } img { max-width: 100%; background: white; }
-.wide { overflow-x: auto; } code { font-size: 12px; overflow-wrap: anywhere; } .note { opacity: .8; }
+img { display: block; margin: 1rem 0; max-width: 100%; background: white; }
+.wide { overflow-x: auto; } code { font-size: 12px; overflow-wrap: anywhere; } h2 + p { opacity: .8; }
 """
 
 ANSWERS = "answers.parquet"
@@ -54,16 +55,6 @@ PROVENANCE = {
 """The training data of a backbone before a study trains it, which every report that compares readouts states."""
 
 
-class _Content(NamedTuple):
-    """The parts of report.md and of report.html."""
-
-    study: Study
-    facts: Mapping[str, str]
-    tables: list[Table]
-    plots: Sequence[Plot]
-    commands: Sequence[str]
-
-
 class StudyReport(NamedTuple):
     """A report's files by name, and its tables."""
 
@@ -73,9 +64,8 @@ class StudyReport(NamedTuple):
 
 def make_report(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]) -> StudyReport:
     """Build the report of the variants whose steps have all finished."""
-    complete_runs = [run for run in plan.variants if all(key in records for key in run.keys)]
-    missing_runs = [run for run in plan.variants if run not in complete_runs]
-    plan = StudyPlan(plan.steps, complete_runs)
+    missing_runs = [run for run in plan.variants if not records.keys() >= {*run.keys}]
+    plan = StudyPlan(plan.steps, [run for run in plan.variants if run not in missing_runs])
     results = variant_results(study, plan, records)
     tables = (
         retrieval_tables.retrieval_table(study, results),
@@ -97,13 +87,13 @@ def make_report(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]
         retrieval_tables.reading_table(results),
         retrieval_tables.cost_table(results),
     )
+    tables = [table for table in tables if table]
     steps = [records[key]._replace(command=step.command) for key, step in plan.steps.items() if key in records]
     variants = {key: [run.variant.name for run in plan.variants if key in run.keys] for key in plan.steps}
     commands = [f"{step.command}  # {_step_line(step, variants[step.key])}" for step in steps]
     facts, plots = _facts(study, records), draw_plots(study, results)
     if missing_runs:
         facts["not run yet"] = "; ".join(dict.fromkeys(run.variant.name for run in missing_runs))
-    content = _Content(study, facts, [table for table in tables if table], plots, commands)
     files = {f"{plot.name}.png": plot.png for plot in plots}
     entity_ranks, round_ranks = retrieval_tables.entity_ranks(results), refinement_tables.refinement_ranks(results)
     if ranks := [*question_ranks(results), *round_ranks, *entity_ranks]:
@@ -114,7 +104,9 @@ def make_report(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]
         for question_set in report["sets"]
         for value in question_set["values"]
     ]:
-        files[ANSWERS] = _parquet(answers)
+        buffer = io.BytesIO()
+        pq.write_table(pa.Table.from_pylist(answers), buffer, compression="zstd")
+        files[ANSWERS] = buffer.getvalue()
     if views := {
         (run.variant.name, run.seed): [QuestionViews(**row) for row in records[key].report["values"]]
         for run in plan.variants
@@ -122,8 +114,9 @@ def make_report(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]
         if not run.at and records[key].stage == "analyze" and records[key].report["values"]
     }:
         files[QUESTION_VIEWS] = question_views_bytes(views)
-    files["report.md"] = _markdown(content).encode()
-    files["report.html"] = _page(content).encode()
+    markdown = _markdown(study, facts, tables, plots, commands)
+    files["report.md"] = markdown.encode()
+    files["report.html"] = _page(study.config.title, markdown, plots).encode()
     plain = {
         "study": study.config.study,
         "size": study.size,
@@ -131,17 +124,11 @@ def make_report(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]
         "paper": study.config.paper,
         "facts": facts,
         "notes": study.config.notes,
-        "tables": [table._asdict() for table in content.tables],
+        "tables": [table._asdict() for table in tables],
         "steps": [step._asdict() | {"report": _without_fields(step.report, PER_QUESTION)} for step in steps],
     }
     files["report.json"] = (json.dumps(plain, indent=1, ensure_ascii=False) + "\n").encode()
-    return StudyReport(files, content.tables)
-
-
-def _parquet(rows: list[dict[str, Any]]) -> bytes:
-    buffer = io.BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows), buffer, compression="zstd")
-    return buffer.getvalue()
+    return StudyReport(files, tables)
 
 
 def _without_fields(value: Any, names: frozenset[str]) -> Any:
@@ -161,25 +148,22 @@ def _step_line(step: StepRecord, variants: Sequence[str]) -> str:
 
 def _facts(study: Study, records: Mapping[str, StepRecord]) -> dict[str, str]:
     passages = sorted({step.report["passages_written"] for step in records.values() if step.stage == "prepare"})
-    backbone = study.resolve([*study.config.sizes[study.size].set, *study.extra]).encoder.backbone
+    backbone = study.run.encoder.backbone
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "version": f"{code_version()} when the report was made; beside each command, when it was run",
         "hardware": "; ".join(dict.fromkeys(step.hardware or hardware() for step in records.values())),
-        "size": f"{study.size}: {study.config.sizes[study.size].about}",
+        "size": f"{study.size}: {study.at_size.about}",
         "backbone": PROVENANCE.get(backbone, backbone),
         "passages": ", ".join(f"{count:,}" for count in passages),
-        "seeds": ", ".join(map(str, study.seeds)),
+        "seeds": ", ".join(map(str, study.at_size.seeds)),
         "seconds": f"{sum(step.seconds for step in records.values()):,.0f} in all steps",
     }
 
 
-def _cells(row: Sequence[Value]) -> list[str]:
-    return ["" if value is None else str(value) for value in row]
-
-
-def _markdown(content: _Content) -> str:
-    study, facts, tables, plots, commands = content
+def _markdown(
+    study: Study, facts: Mapping[str, str], tables: Sequence[Table], plots: Sequence[Plot], commands: Sequence[str]
+) -> str:
     config = study.config
     lines = [f"# {config.title}", "", f"Beside: {config.paper}", ""]
     lines += [config.about, ""] if config.about else []
@@ -187,7 +171,7 @@ def _markdown(content: _Content) -> str:
     for table in tables:
         lines += ["", f"## {table.title}", "", table.note, ""]
         lines += ["| " + " | ".join(table.columns) + " |", "|---" * len(table.columns) + "|"]
-        lines += ["| " + " | ".join(_cells(row)) + " |" for row in table.rows]
+        lines += ["| " + " | ".join(map(str, row)) + " |" for row in table.rows]
     lines += ["", *(f"![{plot.title}]({plot.name}.png)" for plot in plots)]
     if config.notes:
         lines += ["", "## Notes", "", *(f"- {note}" for note in config.notes)]
@@ -196,31 +180,14 @@ def _markdown(content: _Content) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _page(content: _Content) -> str:
-    study, facts, tables, plots, commands = content
-    config, escape = study.config, html.escape
-    parts = [f"<h1>{escape(config.title)}</h1>", f"<p>Beside: {escape(config.paper)}</p>"]
-    parts += [f"<p>{escape(config.about)}</p>"] if config.about else []
-    parts.append(f"<ul>{_tags('li', [f'{name}: {value}' for name, value in facts.items()])}</ul>")
-    for table in tables:
-        body = "".join(f"<tr>{_tags('td', _cells(row))}</tr>" for row in table.rows)
-        head = f"<thead><tr>{_tags('th', table.columns)}</tr></thead>"
-        parts.append(f'<h2>{escape(table.title)}</h2><p class="note">{escape(table.note)}</p>')
-        parts.append(f'<div class="wide"><table>{head}<tbody>{body}</tbody></table></div>')
+def _page(title: str, markdown: str, plots: Sequence[Plot]) -> str:
+    """Render a report's Markdown as HTML that needs no other file."""
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
+    body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
     for plot in plots:
         data = base64.b64encode(plot.png).decode()
-        parts.append(f'<figure><img alt="{escape(plot.title)}" src="data:image/png;base64,{data}"></figure>')
-    if config.notes:
-        parts.append(f"<h2>Notes</h2><ul>{_tags('li', config.notes)}</ul>")
-    lines = "".join(f"<li><code>{escape(command)}</code></li>" for command in commands)
-    parts.append(f"<h2>Commands</h2><ol>{lines}</ol>")
+        body = body.replace(f'src="{plot.name}.png"', f'src="data:image/png;base64,{data}"')
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(config.title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'
-        f"<body>{''.join(parts)}</body></html>\n"
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>{body}</body></html>\n'
     )
-
-
-def _tags(tag: str, texts: Iterable[str]) -> str:
-    """Wrap each text, escaped, in an HTML element."""
-    return "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in texts)

@@ -7,7 +7,9 @@ Shapes: S seeds, Q questions.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -26,6 +28,8 @@ from mvr_ray.types import FloatArray
 
 Report = dict[str, Any]
 """A step's report, as plain values."""
+SeedRanks = Mapping[int, QuestionRanks]
+"""The ranks of every question, by seed."""
 CROSS_ENCODER, READER = "cross-encoder training", "reader training"
 BM25_SYSTEM = "bm25"
 """BM25's name in the reports of steps; the name of a fusion with it contains this name."""
@@ -47,19 +51,20 @@ class VariantResult(NamedTuple):
     paper: Mapping[str, float]
     setting: str
     cells: dict[str, Cell]
-    ranks: dict[int, QuestionRanks]
-    reports: dict[str, list[Report]]
+    ranks: SeedRanks
+    reports: Mapping[str, list[Report]]
     curve: Mapping[int, "VariantResult"] = MappingProxyType({})
     """The results after fewer training steps, by their number, where the study measures a curve."""
-    view_ranks: Mapping[str, Mapping[int, QuestionRanks]] = MappingProxyType({})
+    view_ranks: Mapping[str, SeedRanks] = MappingProxyType({})
 
 
-class _SystemRows(NamedTuple):
-    """The rows of one system by metric and seed, its ranks by seed, and its names in the reports."""
+@dataclass
+class _SystemRows:
+    """The rows of one system by metric and seed, its ranks by seed, and its names in the reports, in order."""
 
-    rows: dict[str, dict[int, Report]]
-    ranks: dict[int, QuestionRanks]
-    names: list[str]
+    rows: dict[str, dict[int, Report]] = field(default_factory=lambda: defaultdict(dict))
+    ranks: dict[int, QuestionRanks] = field(default_factory=dict)
+    names: dict[str, None] = field(default_factory=dict)
 
 
 def variant_results(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]) -> list[VariantResult]:
@@ -67,58 +72,55 @@ def variant_results(study: Study, plan: StudyPlan, records: Mapping[str, StepRec
     it)."""
     results: list[VariantResult] = []
     for variant in study.config.variants:
-        runs = [run for run in plan.variants if run.variant.name == variant.name]
-        if all(run.at for run in runs):
-            continue
-        systems = list(_system_results(study, variant, [run for run in runs if not run.at], records))
-        curves: dict[str, dict[int, VariantResult]] = {}
-        for at in sorted({run.at for run in runs} - {0}):
-            for curve_result in _system_results(study, variant, [run for run in runs if run.at == at], records):
-                curves.setdefault(curve_result.name, {})[at] = curve_result
-        results += [
-            system._replace(curve={} if system.name == BM25 else curves.get(system.name, {})) for system in systems
-        ]
+        runs: dict[int, list[PlannedVariant]] = defaultdict(list)
+        for run in plan.variants:
+            if run.variant.name == variant.name:
+                runs[run.at].append(run)
+        points = {at: _system_results(study, variant, own, records) for at, own in sorted(runs.items())}
+        for name, result in points.pop(0, {}).items():
+            curve = {at: systems[name] for at, systems in points.items() if name in systems and name != BM25}
+            results.append(result._replace(curve=curve))
     return results
 
 
 def _system_results(
     study: Study, variant: VariantConfig, runs: Sequence[PlannedVariant], records: Mapping[str, StepRecord]
-) -> Iterator[VariantResult]:
-    """Yield the results of a variant's systems. `analyze` may have fewer questions than `evaluate`: a metric of both is
-    that of `evaluate`, and that of `analyze` has the system's name as prefix. BM25 is untrained: one seed is enough."""
-    systems = {variant.name: _SystemRows({}, {}, [])}
-    reports: dict[str, list[Report]] = {}
-    view_ranks: dict[str, dict[int, QuestionRanks]] = {}
+) -> dict[str, VariantResult]:
+    """Collect a variant's systems by name. `analyze` may have fewer questions than `evaluate`: a metric of both is that
+    of `evaluate`, and that of `analyze` has the system's name as prefix. BM25 is untrained: one seed is enough."""
+    systems = defaultdict(_SystemRows, {variant.name: _SystemRows()})
+    reports: dict[str, list[Report]] = defaultdict(list)
+    view_ranks: dict[str, dict[int, QuestionRanks]] = defaultdict(dict)
     for run in runs:
-        for key in sorted(run.keys, key=lambda key: records[key].stage == "evaluate"):
-            stage, report = records[key].stage, records[key].report
-            reports.setdefault(_kind(records[key]), []).append(report)
-            if stage not in ("evaluate", "analyze"):
-                continue
-            for row in [*report["rows"], *report["ranks"]]:
+        for record in sorted((records[key] for key in run.keys), key=lambda record: record.stage == "evaluate"):
+            stage, report = record.stage, record.report
+            reports[_kind(record)].append(report)
+            for row in [*report["rows"], *report["ranks"]] if stage in ("evaluate", "analyze") else ():
                 name = system_name(variant.name, row["system"])
                 if row["questions"] != study.config.questions or (name == BM25 and run.seed != runs[0].seed):
                     continue
-                rows, ranks, names = systems.setdefault(name, _SystemRows({}, {}, []))
-                if "metric" not in row:
-                    one = QuestionRanks(**row)._replace(seed=run.seed)
+                system, is_main = systems[name], stage == "evaluate" or row["system"] == ALL_VIEWS
+                if "metric" in row:
+                    system.names[row["system"]] = None
                     if stage == "analyze":
-                        view_ranks.setdefault(one.system, {})[run.seed] = one
-                    if stage == "evaluate" or one.system == ALL_VIEWS:
-                        ranks[run.seed] = one
-                    continue
-                if row["system"] not in names:
-                    names.append(row["system"])
-                if stage == "analyze":
-                    rows.setdefault(f"{row['system']}: {row['metric']}", {})[run.seed] = row
-                if stage == "evaluate" or row["system"] == ALL_VIEWS:
-                    rows.setdefault(row["metric"], {})[run.seed] = row
-    for name, (rows, ranks, names) in systems.items():
-        cells = {metric: _cell(metric, list(own.values()), list(ranks.values())) for metric, own in rows.items()}
-        if name == variant.name:
-            yield VariantResult(name, variant.paper, variant.setting, cells, ranks, reports, view_ranks=view_ranks)
-        else:
-            yield VariantResult(name, {}, "" if name == BM25 else "; ".join(names), cells, ranks, {})
+                        system.rows[f"{row['system']}: {row['metric']}"][run.seed] = row
+                    if is_main:
+                        system.rows[row["metric"]][run.seed] = row
+                else:
+                    ranks = QuestionRanks(**row)._replace(seed=run.seed)
+                    if stage == "analyze":
+                        view_ranks[ranks.system][run.seed] = ranks
+                    if is_main:
+                        system.ranks[run.seed] = ranks
+    results = {}
+    for name, system in systems.items():
+        cells = {
+            metric: _cell(metric, [*own.values()], [*system.ranks.values()]) for metric, own in system.rows.items()
+        }
+        setting = "" if name == BM25 else "; ".join(system.names)
+        results[name] = VariantResult(name, {}, setting, cells, system.ranks, {})
+    own = results[variant.name]._replace(paper=variant.paper, setting=variant.setting)
+    return results | {variant.name: own._replace(reports=reports, view_ranks=view_ranks)}
 
 
 def system_name(variant: str, system: str) -> str:
@@ -143,8 +145,7 @@ def _cell(metric: str, rows: Sequence[Report], ranks: Sequence[QuestionRanks]) -
     low, high = (float(np.mean([row[name] for row in rows])) for name in ("low", "high"))
     half = 0.0
     if seeds > 1:
-        spread = float(np.std([row["value"] for row in rows], ddof=1))
-        half = float(stats.t.ppf(0.975, seeds - 1)) * spread / math.sqrt(seeds)
+        half = float(stats.t.ppf(0.975, seeds - 1) * stats.sem([row["value"] for row in rows]))
     return Cell(mean, mean - math.hypot(mean - low, half), mean + math.hypot(high - mean, half), seeds, n)
 
 
@@ -155,16 +156,14 @@ def metric_values(parts: Sequence[QuestionRanks], metric: str) -> MetricValues |
     All parts must rank the same questions.
     """
     kind, _, cutoff = metric.partition("/top-")
-    own_SQ: list[Sequence[float | None]]
     if metric == f"gold/ndcg@{NDCG_CUTOFF}":
-        own_SQ = [part.gold_ndcgs for part in parts]
+        attribute = "gold_ndcgs"
     elif kind in ("answer", "gold") and cutoff.isdigit():
-        own_SQ = [part.answer_ranks if kind == "answer" else part.gold_ranks for part in parts]
+        attribute = f"{kind}_ranks"
     else:
         return None
-    if not own_SQ or not all(own_SQ):
-        return None
-    places = [at for at, value in enumerate(own_SQ[0]) if value is not None]
+    own_SQ: list[Sequence[float | None]] = [getattr(part, attribute) for part in parts]
+    places = [at for at, value in enumerate(own_SQ[0]) if value is not None] if own_SQ and all(own_SQ) else []
     if not places:
         return None
     values_SQ = np.array([[own_Q[at] for at in places] for own_Q in own_SQ], np.float64)
@@ -174,49 +173,30 @@ def metric_values(parts: Sequence[QuestionRanks], metric: str) -> MetricValues |
     return MetricValues(values_SQ, [first.question_ids[at] for at in places], [first.articles[at] for at in places])
 
 
-def hits_within(ranks: Sequence[int | None], k: int) -> FloatArray:
-    """Return 1.0 for ranks (from 0, -1: not among the hits) among the first k. float64 [Q]."""
-    return hit_within(np.asarray(ranks, np.int64), k)
-
-
-def compare_variants(better: VariantResult, than: VariantResult, metric: str) -> Difference | None:
-    """Compute the difference of two variants on the same questions; None where their questions differ."""
-    return compare_ranks(better.ranks, than.ranks, metric)
-
-
-def compare_ranks(
-    better: Mapping[int, QuestionRanks], than: Mapping[int, QuestionRanks], metric: str
-) -> Difference | None:
-    """Compute the difference of two systems' ranks by seed; None where their questions differ."""
+def compare_ranks(better: SeedRanks, than: SeedRanks, metric: str) -> Difference | None:
+    """Compute the difference of two systems on the same questions; None of a system and itself, or where their
+    questions differ."""
     seeds = sorted(set(better) & set(than))
-    if len(better) == 1 or len(than) == 1:  # an untrained system is compared with every seed
-        parts = [list(one.values()) for one in (better, than)]
-    else:
-        parts = [[one[seed] for seed in seeds] for one in (better, than)]
-    a, b = (metric_values(part, metric) for part in parts)
-    if a is None or b is None or a.ids_Q != b.ids_Q:
+    is_single = 1 in (len(better), len(than))  # an untrained system is compared with every seed
+    a, b = (metric_values([one[seed] for seed in (one if is_single else seeds)], metric) for one in (better, than))
+    if better is than or a is None or b is None or a.ids_Q != b.ids_Q:
         return None
     return difference(a.values_SQ, b.values_SQ, a.articles_Q)
 
 
 def compare_views(better: VariantResult, than: VariantResult, measure: str) -> Difference | None:
     """Compute the difference of a measure of `QuestionViews` (x 100) between two variants, over the questions for which
-    both have it; None without one. `attention_kl` is compared by passage."""
+    both have it; None without one, and of a variant and itself. `attention_kl` is compared by passage."""
     name = "passage_id" if measure == "attention_kl" else "question_id"
-    first, second = (
-        [
-            {row[name]: row for row in report["values"] if row[measure] is not None}
-            for report in one.reports.get("analyze", [])
-        ]
-        for one in (better, than)
-    )
-    ids = [i for i in (first[0] if first else ()) if all(i in rows for rows in [*first, *second])]
-    if not ids or not second:
+    parts = [
+        [{row[name]: row for row in report["values"] if row[measure] is not None} for report in reports]
+        for reports in (one.reports.get("analyze", []) for one in (better, than))
+    ]
+    ids = [i for i in parts[0][0] if all(i in rows for part in parts for rows in part)] if all(parts) else []
+    if not ids or better is than:
         return None
-    first_SQ, second_SQ = (
-        np.array([[float(rows[i][measure]) for i in ids] for rows in part]) for part in (first, second)
-    )
-    return difference(first_SQ, second_SQ, [first[0][i]["article"] for i in ids])
+    better_SQ, than_SQ = (np.array([[float(rows[i][measure]) for i in ids] for rows in part]) for part in parts)
+    return difference(better_SQ, than_SQ, [parts[0][0][i]["article"] for i in ids])
 
 
 def stage_reports(
@@ -231,7 +211,7 @@ def stage_reports(
 def question_ranks(results: Sequence[VariantResult]) -> list[QuestionRanks]:
     """Return the ranks of every variant and seed for every question, under the variant's name, those of its views under
     `view_system_name`, and those after fewer steps under `curve_system_name`."""
-    systems: list[tuple[str, Mapping[int, QuestionRanks]]] = []
+    systems: list[tuple[str, SeedRanks]] = []
     for result in results:
         systems.append((result.name, result.ranks))
         systems += [(view_system_name(result.name, system), ranks) for system, ranks in result.view_ranks.items()]

@@ -9,17 +9,8 @@ import numpy as np
 from mvr_ray.comparison import difference
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.studies.definition import BM25, ContrastConfig, Study
-from mvr_ray.studies.results import BM25_SYSTEM, VariantResult, compare_variants, stage_reports
-from mvr_ray.studies.tables import (
-    Cell,
-    Row,
-    Table,
-    format_cell,
-    format_change,
-    format_number,
-    format_percent,
-    make_table,
-)
+from mvr_ray.studies.results import BM25_SYSTEM, VariantResult, compare_ranks, stage_reports
+from mvr_ray.studies.tables import Cell, Row, Table, format_change, make_table, percent
 from mvr_ray.types import FloatArray
 
 _COSTS = ("vectors_a_passage", "encode_ms", "encode_ratio", "search_ms", "search_ratio")
@@ -33,14 +24,11 @@ def retrieval_table(study: Study, results: Sequence[VariantResult]) -> Table | N
     for result in variants:
         row: Row = {"variant": f"{result.name} ({result.setting})" if result.setting else result.name}
         for metric in metrics:
-            row[f"paper {metric}"] = format_percent(result.paper.get(metric))
-            row[metric] = format_cell(result.cells.get(metric))
+            row |= {f"paper {metric}": percent(result.paper.get(metric)), metric: result.cells.get(metric)}
         cells = [result.cells[metric] for metric in metrics if metric in result.cells]
         row |= {"n": max(cell.n for cell in cells), "seeds": max(cell.seeds for cell in cells)}
-        first = variants[0]
-        gap = compare_variants(result, first, metrics[0]) if result is not first else None
-        row[f"{metrics[0]} against {first.name}, p"] = format_change(*gap[:4]) if gap else ""
-        rows.append(row)
+        gap = compare_ranks(result.ranks, variants[0].ranks, metrics[0])
+        rows.append(row | {f"{metrics[0]} against {variants[0].name}, p": gap})
     note = (
         "Percent, with 95 % intervals: articles resampled, and the spread over seeds added. n: questions. The last "
         "column is the difference in points, its interval, and the p of the paired test, which flips whole articles."
@@ -50,19 +38,17 @@ def retrieval_table(study: Study, results: Sequence[VariantResult]) -> Table | N
 
 def contrast_table(contrasts: Sequence[ContrastConfig], results: Sequence[VariantResult]) -> Table | None:
     """Tabulate differences on the same questions, over the same seeds."""
-    by_name = {result.name: result for result in results}
+    ranks = {result.name: result.ranks for result in results}
     rows: list[Row] = []
-    for contrast in contrasts:
-        if contrast.better not in by_name or contrast.than not in by_name:
-            continue
-        gap = compare_variants(by_name[contrast.better], by_name[contrast.than], contrast.metric)
+    for better, than, metric in ((one.better, one.than, one.metric) for one in contrasts):
+        gap = compare_ranks(ranks[better], ranks[than], metric) if {better, than} <= ranks.keys() else None
         if gap is not None:
             tests = {
                 "p, paired by article": gap.p,
                 "p, t-test over seeds": gap.unpaired_t,
                 "p, paired t-test over seeds": gap.paired_t,
             }
-            row: Row = {"variant": contrast.better, "against": contrast.than, "metric": contrast.metric}
+            row: Row = {"variant": better, "against": than, "metric": metric}
             row |= {"difference (points)": f"{gap.points:+.1f}", "95 % interval": f"{gap.low:+.1f} to {gap.high:+.1f}"}
             row |= {test: f"{p:.2g}" if math.isfinite(p) else "" for test, p in tests.items()}
             rows.append(row | {"n": gap.questions, "seeds": gap.seeds})
@@ -82,8 +68,8 @@ def index_table(results: Sequence[VariantResult]) -> Table | None:
             passages, vectors = (sum(shard[name] for shard in shards) for name in ("num_passages", "num_vectors"))
             if passages:
                 row: Row = {"variant": result.name, "passages": passages, "vectors": vectors}
-                row["vectors a passage"] = format_number(vectors / passages)
-                rows.append(row | {"dimension": report["dimension"], "stored as": report["dtype"]})
+                row |= {"vectors a passage": vectors / passages, "dimension": report["dimension"]}
+                rows.append(row | {"stored as": report["dtype"]})
     return make_table("Index", "Of the last seed; before any refinement.", rows)
 
 
@@ -96,9 +82,8 @@ def entity_table(study: Study, results: Sequence[VariantResult]) -> Table | None
             questions, lines = question_set["questions"], question_set["rows"]
             for system in dict.fromkeys(line["system"] for line in lines):
                 name = BM25 if system == BM25 else result.name
-                head: Row = {"system": name, "questions": questions}
                 own = [line for line in lines if line["system"] == system]
-                groups.setdefault((questions, name), _bucket_rows(head, own))
+                groups.setdefault((questions, name), _bucket_rows({"system": name, "questions": questions}, own))
     note = (
         "Percent of the questions with an answer-bearing passage among the first, with 95 % intervals over articles; "
         "the difference from BM25 in points, with its interval and the p of the paired test, which flips whole "
@@ -112,21 +97,16 @@ def _bucket_rows(head: Row, lines: Sequence[Mapping[str, Any]]) -> list[Row]:
     """Build a row a bucket: accuracy at every depth, then the gain over BM25 at every depth."""
     rows: list[Row] = []
     for bucket in dict.fromkeys(line["bucket"] for line in lines):
-        at = {line["k"]: line for line in lines if line["bucket"] == bucket}
-        row: Row = {**head, "bucket": bucket}
-        for k in sorted(at):
-            row |= {"n": at[k]["n"], "articles": at[k]["articles"]}
-            row[f"top-{k}"] = format_cell(Cell(at[k]["value"], at[k]["low"], at[k]["high"], 1))
-        for k in sorted(at):
-            row[f"top-{k} over BM25, p"] = _format_gain(at[k]["over_bm25"])
+        own = sorted((line for line in lines if line["bucket"] == bucket), key=lambda line: line["k"])
+        row: Row = {**head, "bucket": bucket, "n": own[0]["n"], "articles": own[0]["articles"]}
+        row |= {f"top-{line['k']}": Cell(line["value"], line["low"], line["high"]) for line in own}
+        for line in own:
+            gain = line["over_bm25"]
+            row[f"top-{line['k']} over BM25, p"] = (
+                format_change(100 * gain["value"], 100 * gain["low"], 100 * gain["high"], gain["p"]) if gain else ""
+            )
         rows.append(row)
     return rows
-
-
-def _format_gain(gain: Mapping[str, float] | None) -> str:
-    if gain is None:
-        return ""
-    return format_change(100 * gain["value"], 100 * gain["low"], 100 * gain["high"], gain["p"])
 
 
 def entity_ranks(results: Sequence[VariantResult]) -> list[QuestionRanks]:
@@ -146,21 +126,19 @@ def reading_table(results: Sequence[VariantResult]) -> Table | None:
     first: dict[tuple[str, int], FloatArray] = {}
     for result, report in stage_reports(results, "reading", first_seed=True):
         for question_set in report["sets"]:
-            lines = {(line["passages"], line["metric"]): line for line in question_set["rows"]}
-            for k in sorted({passages for passages, _ in lines}):
-                exact, f1 = (
-                    format_cell(Cell(line["value"], line["low"], line["high"], 1))
-                    for line in (lines[k, "exact_match"], lines[k, "f1"])
-                )
+            cells = {
+                (line["passages"], line["metric"]): Cell(line["value"], line["low"], line["high"])
+                for line in question_set["rows"]
+            }
+            for k in sorted({passages for passages, _ in cells}):
                 values = [value for value in question_set["values"] if value["passages"] == k]
                 f1_Q = np.array([value["f1"] for value in values])
                 base_Q = first.setdefault((question_set["questions"], k), f1_Q)
-                gap = difference(f1_Q, base_Q, [value["article"] for value in values])
+                gap = difference(f1_Q, base_Q, [value["article"] for value in values]) if base_Q is not f1_Q else None
                 row: Row = {"variant": result.name, "questions": question_set["questions"], "n": question_set["asked"]}
-                row |= {"passages": k, "paper exact match": format_percent(result.paper.get("exact_match"))}
-                row |= {"exact match": exact, "F1": f1}
-                against = rows[0]["variant"] if rows else result.name
-                rows.append(row | {f"F1 against {against}, p": "" if base_Q is f1_Q else format_change(*gap[:4])})
+                row |= {"passages": k, "paper exact match": percent(result.paper.get("exact_match"))}
+                row |= {"exact match": cells[k, "exact_match"], "F1": cells[k, "f1"]}
+                rows.append(row | {f"F1 against {rows[0]['variant'] if rows else result.name}, p": gap})
     note = (
         "Percent by SQuAD's rules, with 95 % intervals for which articles are resampled; answers from the first so "
         "many passages. Paper: AOpt table 4, NQ, transductive. The last column is the difference of F1 in points, its "
@@ -172,20 +150,19 @@ def reading_table(results: Sequence[VariantResult]) -> Table | None:
 def cost_table(results: Sequence[VariantResult]) -> Table | None:
     """Tabulate milliseconds, and ratios to DPR of the same run, beside the paper's (of its own milliseconds)."""
     rows: list[Row] = []
-    reports = [report for _, report in stage_reports(results, "cost")]
-    for result, report in stage_reports(results, "cost"):
+    reports = list(stage_reports(results, "cost"))
+    for result, report in reports:
         for line in report["lines"]:
             method = line["system"].partition(" (")[0]
             row: Row = {"system": line["system"]}
             for name in _COSTS:
                 if name.endswith("_ratio"):
-                    paper = [result.paper.get(f"{name.replace('_ratio', '_ms')}/{of}") for of in (method, "DPR")]
-                    ratio = paper[0] / paper[1] if paper[0] and paper[1] else None
-                    row[f"paper {name}".replace("_", " ")] = format_number(ratio)
-                row[name.replace("_", " ")] = format_number(line[name])
+                    own, base = (result.paper.get(f"{name.replace('_ratio', '_ms')}/{of}") for of in (method, "DPR"))
+                    row[f"paper {name}".replace("_", " ")] = own / base if own and base else None
+                row[name.replace("_", " ")] = float(line[name])
             rows.append(row)
-    threads = sorted({report["threads"] for report in reports})
+    threads = sorted({report["threads"] for _, report in reports})
     cpu = "one thread" if threads == [1] else f"{', '.join(map(str, threads))} threads"
-    devices = sorted({report.get("device", "cpu") for report in reports})
+    devices = sorted({report.get("device", "cpu") for _, report in reports})
     places = " and ".join(cpu if device == "cpu" else device for device in devices)
     return make_table("Cost", f"Medians of interleaved runs on {places}; ratios to DPR of the same run.", rows)

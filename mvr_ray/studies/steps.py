@@ -152,70 +152,61 @@ class StudyPlan:
 
 def plan_study(study: Study) -> StudyPlan:
     """Plan the steps of every variant and seed, in the order of the file, equal ones once."""
-    plan = StudyPlan()
+    plan, curve = StudyPlan(), study.at_size.curve
     for variant in study.config.variants:
         steps = study.steps(variant)
-        last_train = max(
-            (number for number, step in enumerate(steps) if _trains_encoder(study, variant, step)), default=-1
-        )
-        for seed in study.seeds if variant.seeds else study.seeds[:1]:
-            for at in [*(study.curve if last_train >= 0 else []), 0]:
+        seeds = study.at_size.seeds if variant.seeds else study.at_size.seeds[:1]
+        tasks = [
+            step.stage == "train" and study.resolve(study.overrides(variant, step, seeds[0])).train.task
+            for step in steps
+        ]
+        last_train = max((number for number, task in enumerate(tasks) if task == "retriever"), default=-1)
+        for seed in seeds:
+            for at in [*(curve if last_train >= 0 else []), 0]:
                 chain = _Chain(study, variant, seed, at)
                 keys = [chain.add(plan, step, number == last_train) for number, step in enumerate(steps)]
                 plan.variants.append(PlannedVariant(variant, seed, tuple(keys), at))
     return plan
 
 
-def _trains_encoder(study: Study, variant: VariantConfig, step: StepConfig) -> bool:
-    run = study.resolve(study.overrides(variant, step, study.seeds[0]))
-    return step.stage == "train" and run.train.task == "retriever"
-
-
 class _Chain:
-    """The steps of one variant with one seed. `latest` has the key of the last step of each product. `snapshot`:
-    training steps after which later steps read the encoder, 0 for the end; set after the last training."""
+    """The steps of one variant with one seed. `latest` has the key of the last step of each product. `snapshot`: after
+    the last training, the suffix of the encoder's name that later steps read; "" for the end of the training."""
 
     def __init__(self, study: Study, variant: VariantConfig, seed: int, at: int) -> None:
         self.study, self.variant, self.seed, self.at = study, variant, seed, at
         self.latest: dict[str, str] = {}
-        self.snapshot = 0
+        self.snapshot = ""
 
     def add(self, plan: StudyPlan, step: StepConfig, is_last_train: bool) -> str:
         """Plan a step and the preparation of its corpus; returns its key."""
-        overrides = self.study.overrides(self.variant, step, self.seed)
-        if is_last_train and self.study.curve:
-            overrides.append(f"train.snapshot_steps={self.study.curve}")
+        overrides, curve = self.study.overrides(self.variant, step, self.seed), self.study.at_size.curve
+        if is_last_train and curve:
+            overrides.append(f"train.snapshot_steps={curve}")
         run = self.study.resolve(overrides)
         self._plan(plan, StepConfig.model_construct(stage="prepare"), run, overrides)
         key = self._plan(plan, step, run, overrides)
-        self.snapshot = self.at if is_last_train else self.snapshot
+        if is_last_train and self.at:
+            self.snapshot = f"{SNAPSHOT}{self.at}"
         return key
 
     def _plan(self, plan: StudyPlan, step: StepConfig, run: RunConfig, overrides: list[str]) -> str:
-        stage = step.stage
+        stage, rule = step.stage, RULES[step.stage]
         product = run.train.task if stage == "train" and run.train.task != "retriever" else stage
-        rule = RULES[stage]
         needs = [self.latest[name] for name in self._needs(product, rule, run) if name in self.latest]
-        report_fields = [rule.report_fields] if rule.report_fields else []
-        if self.snapshot and "train" in rule.needs:
-            report_fields.append(f"{SNAPSHOT}{self.snapshot}")
-        key = _digest([stage, *_deciding_values(product, stage, run), step.options, *needs, *report_fields])
-        names = self._names(product, run, key)
+        parts = [stage, *_deciding_values(product, stage, run), step.options, *needs]
+        parts += [text for text in (rule.report_fields, self.snapshot if "train" in rule.needs else "") if text]
+        key = _digest(parts)
         if key not in plan.steps:
-            settings = run.model_dump(mode="json")
-            arguments = ["mvr-ray", "study", f"configs/studies/{self.study.file.name}", f"size={self.study.size}"]
+            names = self._names(product, run, key)
+            words = ["study", f"configs/studies/{self.study.file.name}", f"size={self.study.size}"]
             if stage in STAGES:
-                arguments = ["mvr-ray", stage, str(self.study.config.run).replace("../", "configs/"), *overrides]
-                arguments += [
-                    f"{part}.{name}={value}" for part, values in names.items() for name, value in values.items()
-                ]
+                words = [stage, self.study.config.run.replace("../", "configs/"), *overrides, *names]
             plan.steps[key] = PlannedStep(
                 key,
                 stage,
-                RunConfig.model_validate(
-                    {**settings, **{part: settings[part] | values for part, values in names.items()}}
-                ),
-                shlex.join(arguments),
+                self.study.resolve([*overrides, *names]),
+                shlex.join(["mvr-ray", *words]),
                 tuple(needs),
                 plan.steps[needs[0]].corpus if needs else key,
                 self.latest.get("refine") if "refine" in rule.needs else None,
@@ -223,8 +214,7 @@ class _Chain:
             )
         if product in ("train", "index"):
             self.latest.pop("refine", None)
-        if product in ("train", "index", "refine", "mine", "prepare", "cross_encoder", "reader"):
-            self.latest[product] = key
+        self.latest[product] = key
         return key
 
     def _needs(self, product: str, rule: StageRule, run: RunConfig) -> tuple[str, ...]:
@@ -239,39 +229,37 @@ class _Chain:
             return (*rule.needs, "train")
         return rule.needs
 
-    def _names(self, product: str, run: RunConfig, key: str) -> dict[str, dict[str, Any]]:
-        """Return the names of this step's product and inputs by section, each from the key of its step."""
+    def _names(self, product: str, run: RunConfig, key: str) -> list[str]:
+        """Return overrides that name this step's product and inputs, each by the key of its step."""
         if product == "prepare":
-            return {}
+            return []
         latest = {**self.latest, product: key}
-        encoder = latest.get("train") or _digest([_deciding_settings(run, "encoder")])
-        snapshot = f"{SNAPSHOT}{self.snapshot}" if self.snapshot else ""
-        names: dict[str, dict[str, Any]] = {"encoder": {"name": f"study-{encoder}{snapshot}"}}
+        names = [f"encoder.name=study-{latest.get('train') or _digest([_deciding_settings(run, 'encoder')])}"]
+        names[0] += self.snapshot
         if "index" in latest:
             encoder_kind = "trained" if "train" in latest else "untrained"
-            names["index"] = {"name": f"study-{latest['index']}", "encoder": encoder_kind}
+            names += [f"index.name=study-{latest['index']}", f"index.encoder={encoder_kind}"]
         if "mine" in latest:
-            names["mine"] = {"output": f"mined-{latest['mine']}"}
+            names.append(f"mine.output=mined-{latest['mine']}")
             if product in ("train", "cross_encoder", "reader"):
-                names["train"] = {"hard_negatives": f"mined-{latest['mine']}"}
+                names.append(f"train.hard_negatives=mined-{latest['mine']}")
         if product == "train" and run.train.init_from == PREVIOUS:
-            names.setdefault("train", {})["init_from"] = f"study-{self.latest['train']}"
+            names.append(f"train.init_from=study-{self.latest['train']}")
         if product in ("cross_encoder", "reader"):
-            names.setdefault("train", {})[product] = f"study-{key}"
+            names.append(f"train.{product}=study-{key}")
         if product == "mine" and "cross_encoder" in latest:
-            names["mine"]["cross_encoder"] = f"study-{latest['cross_encoder']}"
+            names.append(f"mine.cross_encoder=study-{latest['cross_encoder']}")
         if "reader" in latest:
-            names["read"] = {"reader": f"study-{latest['reader']}"}
+            names.append(f"read.reader=study-{latest['reader']}")
         return names
 
 
 def _deciding_values(product: str, stage: str, run: RunConfig) -> list[Any]:
     """Return the settings that determine a step's result. A model with a task head is the same for every readout of its
     backbone; times depend on the device."""
-    if product == "reader":
-        return [run.encoder.backbone, _deciding_settings(run, "train"), asdict(reader_spec(run))]
-    if product == "cross_encoder":
-        return [run.encoder.backbone, _deciding_settings(run, "train"), asdict(pair_spec(run))]
+    if product in ("reader", "cross_encoder"):
+        spec = reader_spec(run) if product == "reader" else pair_spec(run)
+        return [run.encoder.backbone, _deciding_settings(run, "train"), asdict(spec)]
     on_gpu = ["gpu"] if stage == "cost" and run.resources.gpus_per_encoder else []
     hybrid = [run.search.hybrid] if stage in ("reading", "evaluate") and run.search.hybrid is not None else []
     return [*(_deciding_settings(run, section) for section in RULES[stage].sections), *on_gpu, *hybrid]

@@ -1,7 +1,8 @@
 """Define the tables of a report, and format their cells.
 
 A row maps columns to values. A table has the columns of its rows, in the order of their first occurrence, so the rows
-define the table. Shares are in percent, differences in points.
+define the table. The type of a value says how it is written: a `Cell` in percent and a `Difference` in points, both
+with their interval; a float with four digits; texts and whole numbers as they are; None as an empty cell.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,8 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-Value = str | float | int | None
-Row = dict[str, Value]
+from mvr_ray.comparison import Difference
 
 
 class Cell(NamedTuple):
@@ -19,8 +19,12 @@ class Cell(NamedTuple):
     value: float
     low: float
     high: float
-    seeds: int
+    seeds: int = 1
     n: int = 0
+
+
+Value = str | float | int | Cell | Difference | None
+Row = dict[str, Value]
 
 
 class Table(NamedTuple):
@@ -29,34 +33,42 @@ class Table(NamedTuple):
     title: str
     note: str
     columns: list[str]
-    rows: list[list[Value]]
+    rows: list[list[str | int]]
 
 
 def make_table(title: str, note: str, rows: Iterable[Row], *, drop_empty: bool = False) -> Table | None:
     """Build a table; None without rows. `drop_empty` omits columns that are empty in every row."""
-    rows = list(rows)
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+    texts = [{column: format_value(value) for column, value in row.items()} for row in rows]
+    if not texts:
+        return None
+    columns = list(dict.fromkeys(column for row in texts for column in row))
     if drop_empty:
-        columns = [column for column in columns if any(row.get(column, "") not in ("", None) for row in rows)]
-    return Table(title, note, columns, [[row.get(column, "") for column in columns] for row in rows]) if rows else None
+        columns = [column for column in columns if any(row.get(column, "") != "" for row in texts)]
+    return Table(title, note, columns, [[row.get(column, "") for column in columns] for row in texts])
 
 
-def format_percent(share: float | None, decimals: int = 1) -> str:
+def format_value(value: Value) -> str | int:
+    """Format the value of a cell by its type."""
+    match value:
+        case None:
+            return ""
+        case Cell(share, low, high):
+            return f"{100 * share:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+        case Difference():
+            return format_change(*value[:4])
+        case float():
+            return f"{value:.4g}" if abs(value) >= 1e-3 or value == 0 else f"{value:.1e}"
+    return value
+
+
+def percent(share: float | None, decimals: int = 1) -> str:
+    """Format a share in percent."""
     return "" if share is None else f"{100 * share:.{decimals}f}"
-
-
-def format_cell(cell: Cell | None) -> str:
-    """Format a share in percent, with its interval."""
-    return "" if cell is None else f"{100 * cell.value:.1f} ({100 * cell.low:.1f} to {100 * cell.high:.1f})"
 
 
 def format_change(value: float, low: float, high: float, p: float, decimals: int = 1) -> str:
     """Format a difference with its interval, and the p of the paired test."""
     return f"{value:+.{decimals}f} ({low:+.{decimals}f} to {high:+.{decimals}f}), {p:.2g}"
-
-
-def format_number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}" if abs(value) >= 1e-3 or value == 0 else f"{value:.1e}"
 
 
 def mean(values: Sequence[float | None]) -> float | None:

@@ -14,20 +14,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mvr_ray.comparison import Difference
 from mvr_ray.distributed.analyze import ALL_VIEWS, ANSWER_VIEW
 from mvr_ray.studies.definition import Study
 from mvr_ray.studies.results import VariantResult, compare_ranks, compare_views, stage_reports
-from mvr_ray.studies.tables import (
-    Row,
-    Table,
-    format_cell,
-    format_change,
-    format_number,
-    format_percent,
-    make_table,
-    mean,
-)
+from mvr_ray.studies.tables import Row, Table, Value, format_change, make_table, mean, percent
 
 MIN_QUESTIONS_FOR_PPL = 3
 """Mean questions a passage below which a paper's PPL is omitted: PPL cannot exceed that number, and the paper's
@@ -47,12 +37,6 @@ FIGURE_4 = (("query 1", 3), ("query 2", 5))
 FIGURE_4_PASSAGE = "Argentina at the FIFA World Cup"
 
 
-_TEST_NOTE = (
-    "The last columns are differences on the same questions, with their intervals and the p of the paired test, which "
-    "flips whole articles."
-)
-
-
 def view_table(results: Sequence[VariantResult]) -> Table | None:
     """Tabulate the differences between the views of each variant (MVR eqs. 9 and 10, CAMVR eq. 14)."""
     variants = [result for result in results if result.reports.get("analyze")]
@@ -67,23 +51,22 @@ def view_table(results: Sequence[VariantResult]) -> Table | None:
             paper = variant.paper.get(name)
             if name == "ppl" and paper is not None and questions < MIN_QUESTIONS_FOR_PPL:
                 paper, few_questions = None, True
-            row |= {f"paper {column}": format_number(paper)} if name in paper_values else {}
-            row[column] = format_number(mean([report[name] for report in reports]))
-        row["most"] = format_number(mean([max(report["win_shares"]) for report in reports]))
-        row |= {"n": int(reports[0]["num_questions"]), "questions a passage": format_number(questions)}
-        first = _first_with_views(variants)
-        row[f"LV against {first.name}, p"] = _view_change(variant, first, "lv")
-        reference = _first_with_views(variants, "gold_answer_view")
-        row[f"gold answer view wins (points) against {reference.name}, p"] = _view_change(
-            variant, reference, "gold_answer_view"
-        )
+            row |= {f"paper {column}": paper} if name in paper_values else {}
+            row[column] = mean([report[name] for report in reports])
+        row |= {"most": mean([max(report["win_shares"]) for report in reports])}
+        row |= {"n": int(reports[0]["num_questions"]), "questions a passage": questions}
+        for measure, column in (("lv", "LV"), ("gold_answer_view", "gold answer view wins (points)")):
+            first = _first_with_views(variants, measure)
+            row[f"{column} against {first.name}, p"] = _view_change(variant, first, measure)
         rows.append(row)
     note = (
         "Cosine 1 and LV 0 mean that the views are one vector, and PPL is then meaningless; near-ties go to the lowest "
         "view. PPL (MVR eq. 10) is the mean over passages of exp(entropy), `of mean entropy` the exponent of the mean; "
         "the paper does not say which it uses. `most` is the share of questions won by the view that wins most. "
-        "Attention KL is the mean over pairs i < j. n: questions, with their number a passage. "
-    ) + _TEST_NOTE
+        "Attention KL is the mean over pairs i < j. n: questions, with their number a passage. The last columns are "
+        "differences on the same questions, with their intervals and the p of the paired test, which flips whole "
+        "articles."
+    )
     if few_questions:
         note += (
             f" The paper's PPL is of 4.8 questions a passage, which bounds it; it is omitted for fewer than "
@@ -92,7 +75,7 @@ def view_table(results: Sequence[VariantResult]) -> Table | None:
     return make_table("Views", note, rows, drop_empty=True)
 
 
-def _first_with_views(variants: Sequence[VariantResult], measure: str = "lv") -> VariantResult:
+def _first_with_views(variants: Sequence[VariantResult], measure: str) -> VariantResult:
     """Return the first variant with this measure of several views, else the first one."""
     with_measure = (
         variant
@@ -102,33 +85,28 @@ def _first_with_views(variants: Sequence[VariantResult], measure: str = "lv") ->
     return next(with_measure, variants[0])
 
 
-def _view_change(variant: VariantResult, first: VariantResult, measure: str) -> str:
-    """Format the difference of a measure from the first variant's: in points for shares, else in its own unit."""
-    gap = compare_views(variant, first, measure) if variant is not first else None
-    if measure == "gold_answer_view":
-        return _format_gap(gap)
-    return format_change(gap.points / 100, gap.low / 100, gap.high / 100, gap.p, decimals=3) if gap else ""
-
-
-def _format_gap(gap: Difference | None) -> str:
-    return format_change(*gap[:4]) if gap else ""
+def _view_change(variant: VariantResult, first: VariantResult, measure: str) -> Value:
+    """Compute the difference of a measure from the first variant's: in points for shares, else in its own unit."""
+    gap = compare_views(variant, first, measure)
+    if gap is None or measure == "gold_answer_view":
+        return gap
+    return format_change(gap.points / 100, gap.low / 100, gap.high / 100, gap.p, decimals=3)
 
 
 def alone_table(study: Study, results: Sequence[VariantResult]) -> Table | None:
     """Tabulate each view alone, and all together (CAMVR tables 2 and 7)."""
     rows: list[Row] = []
+    metric = study.config.metrics[0]
     for result in results:
         alone = {metric.partition(": ")[0] for metric in result.cells if metric.startswith("view ")}
         for view in [*sorted(alone, key=lambda view: int(view[5:])), *([ALL_VIEWS] if alone else [])]:
             cells = {metric: result.cells.get(f"{view}: {metric}") for metric in study.config.metrics}
             row: Row = {"variant": result.name, "view": view}
-            for metric, cell in cells.items():
-                row[f"paper {metric}"] = format_percent(result.paper.get(f"{view}: {metric}"), decimals=2)
-                row[metric] = format_cell(cell)
+            for name, cell in cells.items():
+                row |= {f"paper {name}": percent(result.paper.get(f"{view}: {name}"), decimals=2), name: cell}
             row |= {"n": max((cell.n for cell in cells.values() if cell), default=0)}
-            metric, ranks = study.config.metrics[0], result.view_ranks
-            gap = compare_ranks(ranks[view], ranks[ALL_VIEWS], metric) if view in ranks and view != ALL_VIEWS else None
-            rows.append(row | {f"{metric} against all views, p": _format_gap(gap)})
+            gap = compare_ranks(result.view_ranks.get(view, {}), result.view_ranks.get(ALL_VIEWS, {}), metric)
+            rows.append(row | {f"{metric} against all views, p": gap})
     note = (
         "Percent of the questions that were analysed, with 95 % intervals over articles (CAMVR tables 2 and 7). The "
         "last column is the difference from all views of the same variant in points, with its interval and the p of "
@@ -146,15 +124,15 @@ def answer_view_table(results: Sequence[VariantResult]) -> Table | None:
             overall, answer_view = (result.cells[f"{ALL_VIEWS}: {kind}/top-{k}"] for kind in ("answer", "answer_view"))
             paper, paper_view = (result.paper.get(f"{kind}/top-{k}") for kind in ("answer", "answer_view"))
             rest = None if paper is None or paper_view is None else paper - paper_view
-            row: Row = {"variant": result.name, "hits": f"top-{k}"}
-            row |= {"paper overall": format_percent(paper), "overall": format_cell(overall)}
-            row |= {"paper answer view": format_percent(paper_view), "answer view": format_cell(answer_view)}
             first = next(one for one in results if one.cells.get(f"{prefix}{k}"))
             own, other = (one.view_ranks.get(ANSWER_VIEW, {}) for one in (result, first))
-            rest_gap = compare_ranks(result.view_ranks.get(ALL_VIEWS, {}), own, f"answer/top-{k}")
-            gap = compare_ranks(own, other, f"answer/top-{k}") if result is not first else None
-            row |= {"paper other views": format_percent(rest), "other views, p": _format_gap(rest_gap)}
-            rows.append(row | {"n": answer_view.n, f"answer view against {first.name}, p": _format_gap(gap)})
+            row: Row = {"variant": result.name, "hits": f"top-{k}"}
+            row |= {"paper overall": percent(paper), "overall": overall}
+            row |= {"paper answer view": percent(paper_view), "answer view": answer_view}
+            row |= {"paper other views": percent(rest)}
+            row |= {"other views, p": compare_ranks(result.view_ranks.get(ALL_VIEWS, {}), own, f"answer/top-{k}")}
+            gap = compare_ranks(own, other, f"answer/top-{k}")
+            rows.append(row | {"n": answer_view.n, f"answer view against {first.name}, p": gap})
     note = (
         "Percent of the questions for which one of the first hits holds an answer (overall), and for which one of them "
         "was matched by a view whose own snippet holds it (answer view). Snippets are searched by the rule for "
@@ -176,17 +154,17 @@ def attention_table(results: Sequence[VariantResult]) -> Table | None:
     for result in variants:
         reports = result.reports["analyze"]
         tables = [report["attention_kl_table"] for report in reports]
-        num_views = len(tables[0])
-        for i in range(num_views - 1):
-            head: Row = {"variant": result.name, "view i": i + 1}
-            columns = {f"j = {j + 1}": j for j in range(i + 1, num_views)}
-            paper = {column: _paper_attention(result, i, j) for column, j in columns.items()}
+        no_difference = 0.0 if result.paper.get("attention_kl") == 0 else None  # a mean of 0 has no other terms
+        for i in range(1, len(tables[0])):
+            head: Row = {"variant": result.name, "view i": i}
+            columns = range(i + 1, len(tables[0]) + 1)
+            paper = {f"j = {j}": result.paper.get(f"attention_kl/{i},{j}", no_difference) for j in columns}
             if any(value is not None for value in paper.values()):
                 figures = {column: "" if value is None else f"{value:.2f}" for column, value in paper.items()}
                 rows.append({**head, "figures": "paper", **figures})
-            means = {column: mean([table[i][j] for table in tables]) for column, j in columns.items()}
-            row: Row = {**head, "figures": "ours", **{column: format_number(kl) for column, kl in means.items()}}
-            if i == 0:
+            row: Row = {**head, "figures": "ours"}
+            row |= {f"j = {j}": mean([table[i - 1][j - 1] for table in tables]) for j in columns}
+            if i == 1:
                 row["n (passages)"] = reports[0]["attention_passages"]
                 row[f"mean against {variants[0].name}, p"] = _view_change(result, variants[0], "attention_kl")
             rows.append(row)
@@ -197,11 +175,6 @@ def attention_table(results: Sequence[VariantResult]) -> Table | None:
         "of the paired test, which flips whole articles."
     )
     return make_table("Attention divergence between views (CAMVR eq. 14)", note, rows, drop_empty=True)
-
-
-def _paper_attention(result: VariantResult, i: int, j: int) -> float | None:
-    """Return the paper's D(i, j). Where its mean is 0 every pair is 0, as none is negative."""
-    return result.paper.get(f"attention_kl/{i + 1},{j + 1}", 0.0 if result.paper.get("attention_kl") == 0 else None)
 
 
 def examples_table(results: Sequence[VariantResult]) -> Table | None:
@@ -227,9 +200,8 @@ def examples_table(results: Sequence[VariantResult]) -> Table | None:
 
 def _example_row(variant: str, passage: str, question: str, answer_view: int, scores: Sequence[float | None]) -> Row:
     best = int(np.argmax([-np.inf if score is None else score for score in scores])) + 1
-    head: Row = {"variant": variant, "passage": passage, "question": question, "answer's view": answer_view}
-    return {**head, "best": best, **{f"view {number}": _format_score(score) for number, score in enumerate(scores, 1)}}
-
-
-def _format_score(score: float | None) -> str:
-    return "" if score is None else f"{score:.2f}" if abs(score) >= 10 else f"{score:.4f}"
+    row: Row = {"variant": variant, "passage": passage, "question": question, "answer's view": answer_view}
+    row["best"] = best
+    for number, score in enumerate(scores, 1):
+        row[f"view {number}"] = "" if score is None else f"{score:.2f}" if abs(score) >= 10 else f"{score:.4f}"
+    return row

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from damaged_file import flip_byte
 from random_index import brute_force, publish_random_index, random_views
 
 from mvr_ray.checksums import add_trailer
@@ -65,13 +66,6 @@ def cut_short(file: Path) -> None:
     os.truncate(file, file.stat().st_size * 2 // 3)
 
 
-def flip(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 4
-    file.unlink()
-    file.write_bytes(data)
-
-
 @pytest.mark.slow
 @pytest.mark.chaos(
     "a byte flipped in, or bytes cut off, any file of unfinished indexing",
@@ -102,7 +96,7 @@ def test_whatever_staged_file_is_damaged_the_same_command_ends_with_the_same_byt
     assert [name.split("-")[0] for name in names] == ["built"] * 2 + ["carried"] * 2 + ["chunk"] * 2 + ["plan"] * 2
     whole = shutil.copytree(staging, tmp_path / "whole")
     shard_file = own_index / paths.shard_dir("index", first.shards[0].digest) / paths.EMBEDDINGS
-    for damage, name in [(flip, name) for name in names[::2]] + [(cut_short, name) for name in names[1::2]]:
+    for damage, name in [(flip_byte, name) for name in names[::2]] + [(cut_short, name) for name in names[1::2]]:
         shutil.rmtree(staging)
         shutil.copytree(whole, staging)
         damage(staging / name)
@@ -112,7 +106,7 @@ def test_whatever_staged_file_is_damaged_the_same_command_ends_with_the_same_byt
         again = build()
         assert (again.shards, again.metrics) == (first.shards, first.metrics), name
         assert manifest.verify(store, again).problems == []
-    flip(shard_file)
+    flip_byte(shard_file)
     assert build().shards == first.shards and manifest.verify(store, first).problems == []
     version = build_index.index(run_over(own_index))
     assert (version.shards, version.metrics["encoded"]) == (first.shards, 9)

@@ -13,6 +13,7 @@ import ray
 from hypothesis import given
 from hypothesis import strategies as st
 from random_index import D, brute_force, publish_random_index, random_views
+from waiting import until
 
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.router import open_router
@@ -64,13 +65,6 @@ def shut(actor, gate: str = "gate", later: bool = False) -> None:
 
 def reopen(actor, gate: str = "gate") -> None:
     ray.get(beside(actor, lambda searcher: searcher.__dict__.setdefault(gate, threading.Event()).set()))
-
-
-def until(holds, seconds: float = 60.0) -> None:
-    began = time.monotonic()
-    while not holds():
-        assert time.monotonic() - began < seconds
-        time.sleep(0.002)
 
 
 def beside(actor, ask):

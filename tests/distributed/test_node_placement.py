@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from live_search import live_search
 from random_index import D, brute_force, publish_random_index, random_views
 from ray.cluster_utils import Cluster
 from ray.exceptions import GetTimeoutError, RayError
+from waiting import until
 
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.hot_swap import HotSwapRouter, open_hot_swap_router
@@ -142,15 +142,6 @@ class Asking:
                 self.wrong.append(answer)
 
 
-def until(what, seconds: float = 90.0):
-    """The first true value of `what()`, polled until the time is over."""
-    end = time.monotonic() + seconds
-    while not (value := what()):
-        assert time.monotonic() < end, "the condition did not become true"
-        time.sleep(0.1)
-    return value
-
-
 @pytest.mark.nodes
 @pytest.mark.chaos(
     "searcher node joins, then is killed",
@@ -169,7 +160,7 @@ def test_only_the_shards_of_a_node_that_comes_or_goes_are_moved(
         assert len({node for node, _ in before.values()}) == 2
         node = cluster.add_node(num_cpus=5, memory=10**9, object_store_memory=100_000_000)
         cluster.wait_for_nodes()
-        moves = until(rebalancer.rebalance)
+        moves = until(rebalancer.rebalance, 90, every_s=0.1)
         during = places(live)
         assert {move.to for move in moves} == {node.node_id}
         groups = {move.shard for move in moves}
@@ -178,11 +169,11 @@ def test_only_the_shards_of_a_node_that_comes_or_goes_are_moved(
         assert {group for group, (where, _) in during.items() if where == node.node_id} == groups
         assert asking.refused == 0
         cluster.remove_node(node, allow_graceful=False)
-        after = until(lambda: places_without(live, node.node_id))
+        after = until(lambda: places_without(live, node.node_id), 90, every_s=0.1)
         restarted_groups = {group for group in after if after[group] != during[group]}
         assert restarted_groups == groups
         right = asking.right
-        until(lambda: asking.right > right + 5)
+        until(lambda: asking.right > right + 5, 90, every_s=0.1)
     assert asking.wrong == []
     text = f"{len(groups)} of {GROUPS} groups moved each time; {asking.right} right answers, {asking.refused} refused"
     record_property("figures", text)

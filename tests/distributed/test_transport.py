@@ -5,7 +5,6 @@ import pickle
 import socket
 import subprocess
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import flight
 from random_index import D, brute_force, publish_random_index, random_views
+from waiting import until
 
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.router import open_router
@@ -98,13 +98,6 @@ def server(desk, request):
     yield one
     desk.gate.set()
     one.shutdown()
-
-
-def until(holds, seconds: float = 30.0) -> None:
-    began = time.monotonic()
-    while not holds():
-        assert time.monotonic() - began < seconds
-        time.sleep(0.002)
 
 
 def call(connection: Connection, method: str, message: bytes = b"", timeout_s: float = 30.0):

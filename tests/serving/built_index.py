@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 from in_memory_index import PASSAGES, VIEWS_PVD
+from version_store import manifest_of
 
+from mvr_ray.distributed.shards import shard_folder
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import CorpusInfo, PartInfo, corpus_digest, shard_of
 from mvr_ray.store.delta import open_embeddings, write_changed
@@ -33,22 +35,8 @@ def build(
     store.write_bytes(f"{paths.encoder_dir('words', 'f' * 16)}/{paths.ENCODER_JSON}", b"{}")
     digest = corpus(store, types, fields)
     entries = tuple(shard(store, number, scale) for number in range(SHARDS))
-    version = Manifest(
-        index="library",
-        operation="index",
-        encoder_name="words",
-        encoder_fingerprint="f" * 16,
-        similarity="inner_product",
-        num_views=2,
-        dimension=3,
-        dtype="fp32",
-        corpus="books",
-        corpus_digest=digest,
-        index_params={"kind": "flat"},
-        shards=entries,
-        metrics={"lv": 0.25, "collapsed": 0},
-    )
-    return manifest.publish(store, version)
+    version = manifest_of(entries, 0, digest)
+    return manifest.publish(store, dataclasses.replace(version, metrics={"lv": 0.25, "collapsed": 0}))
 
 
 def corpus(store: Store, types: Mapping[str, str] = NO_FIELDS, fields: Content = NO_FIELDS) -> str:
@@ -77,9 +65,7 @@ def shard(store: Store, number: int, scale: float) -> manifest.ShardEntry:
         np.array([0, 1] * len(views), np.int16),
         np.array([vector for name in sorted(views) for vector in views[name]], np.float32).reshape(-1, 3),
     )
-    with store.scratch() as scratch:
-        folder = scratch / "shard"
-        folder.mkdir()
+    with shard_folder(store) as folder:
         with EmbeddingWriter(folder / paths.EMBEDDINGS, 3, 2, "fp32") as writer:
             writer.write(block)
         return manifest.add_shard(store, "library", folder, ShardMeta(number, len(views), 2 * len(views)))
@@ -92,9 +78,7 @@ def refine(root: Path) -> Manifest:
     embeddings = open_embeddings(manifest.open_shard(store, "library", entry), entry.files)
     now = Views(np.array([0, 1, 2], np.int16), np.eye(3, dtype=np.float32))
     first = embeddings.ids()[0]
-    with store.scratch() as scratch:
-        folder = scratch / "shard"
-        folder.mkdir()
+    with shard_folder(store) as folder:
         assert write_changed(embeddings, folder, {first: now}, max_changed_share=1.0), "the first file was written anew"
         meta = ShardMeta(0, entry.num_passages, entry.num_vectors + 1)
         laid_over = manifest.add_shard(store, "library", folder, meta)

@@ -1,7 +1,6 @@
 """Real HTTP servers on the loopback: uvicorn in a thread of this process, and `mvr-ray serve` as a process."""
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -76,9 +75,3 @@ def command(
         except BaseException:
             server.kill()
             raise
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]

@@ -33,7 +33,7 @@ def store(tmp_path: Path) -> Store:
 
 def version_of_now(store: Store) -> Manifest:
     entry = ShardEntry(0, "0" * 32, 1, 1, {"x": FileEntry(1, "0" * 64)})
-    return manifest_of(entry, 0, Corpus.open(store, "books").digest)
+    return manifest_of((entry,), 0, Corpus.open(store, "books").digest)
 
 
 def write_change(folder: Path, name: str, hours: float, text: str = "") -> None:

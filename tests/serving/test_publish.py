@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from asgi import Reply, call
 from built_index import as_sent, build, copy_files, corpus, refine
+from damaged_file import flip_byte
 from in_memory_index import InMemoryIndex
 
 from mvr_ray.client import Client, RefusedError
@@ -145,17 +146,11 @@ def first_file(elsewhere: Elsewhere) -> Path:
     return elsewhere.root / paths.shard_dir("library", elsewhere.version.shards[1].digest) / paths.EMBEDDINGS
 
 
-def flip(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-
-
 DAMAGE = {
     "missing": (lambda file: file.unlink(), "is missing"),
     "cut short": (lambda file: file.write_bytes(file.read_bytes()[:-1]), "bytes, not"),
     "too long": (lambda file: file.write_bytes(file.read_bytes() + b"x"), "bytes, not"),
-    "flipped": (flip, "another sha256"),
+    "flipped": (flip_byte, "another sha256"),
 }
 
 
@@ -300,7 +295,7 @@ def test_nothing_rolls_back_to_a_version_of_which_a_byte_differs(elsewhere) -> N
     for path, code in ((file, "not_whole"), (part, "no_corpus")):
         whole = path.read_bytes()
         path.chmod(0o644)
-        flip(path)
+        flip_byte(path)
         reply = call(create_app(elsewhere.service, tokens()), "POST", "/v1/versions/1/rollback", token=ADMIN)
         assert (reply.status, reply.body["error"]["code"]) == (422, code)
         path.write_bytes(whole)

@@ -17,8 +17,9 @@ import pytest
 import ray
 from attacks import SEARCH as SEARCH_HEADERS
 from attacks import RawReply, chunked_body, send
+from node_ports import free_ports
 from ray._private.state import actors
-from server import ADMIN, command, free_port
+from server import ADMIN, command
 
 from mvr_ray.client import Client, RefusedError, UnreachableError
 from mvr_ray.errors import ConfigError
@@ -105,7 +106,7 @@ def turned_away(port: int, case: str) -> str:
 def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_word_too_many(
     small_index, run_over, proxy_waiting, serve_turn, tmp_path
 ):
-    port = free_port()
+    port = free_ports(1)[0]
     with command(run_over(small_index, serve={"port": port}), tmp_path) as (server, output):
         address = f"http://127.0.0.1:{port}"
         with Client(address, token=ADMIN, timeout_s=60) as client:
@@ -137,7 +138,7 @@ def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_wor
         assert search_lines and all("status=200" in by_request[line["request"]]["message"] for line in search_lines)
         assert not any(ADMIN in str(line) for line in lines)
         with pytest.raises(ConfigError, match=r"listens on 127\.0\.0\.1:\d+ already"):
-            serve_until_interrupted(run_over(small_index, serve={"port": free_port()}), None, print)
+            serve_until_interrupted(run_over(small_index, serve={"port": free_ports(1)[0]}), None, print)
         with Client(address, token=ADMIN, timeout_s=60) as client:  # it goes on
             assert client.ready().ready
         server.send_signal(signal.SIGINT)
@@ -175,7 +176,7 @@ def timed_search(address: str, timeout_ms: int) -> tuple[str, float]:
 def test_a_request_to_a_replica_that_hangs_or_was_killed_is_answered_by_its_deadline(
     small_index, run_over, serve_turn, tmp_path, record_property
 ):
-    port = free_port()
+    port = free_ports(1)[0]
     address = f"http://127.0.0.1:{port}"
     with command(run_over(small_index, serve={"port": port}), tmp_path) as (server, _):
         alive = actors(actor_state_name="ALIVE").values()

@@ -27,9 +27,10 @@ from attacks import (
     read_reply,
     send,
 )
+from node_ports import free_ports
 from ray import serve
 from ray._private.state import actors
-from server import ADMIN, command, free_port
+from server import ADMIN, command
 
 from mvr_ray.client import Client
 
@@ -50,7 +51,7 @@ class Server(NamedTuple):
 
 @pytest.fixture(scope="module")
 def server(small_index, run_over, serve_turn, tmp_path_factory) -> Iterator[Server]:
-    port = free_port()
+    port = free_ports(1)[0]
     settings = {"port": port, "replicas": 2}
     with command(run_over(small_index, serve=settings), tmp_path_factory.mktemp("served")) as (process, _):
         yield Server(port, process.pid)
@@ -307,7 +308,7 @@ def test_under_load_with_a_process_killed_again_and_again_no_answer_is_wrong_or_
 
 @pytest.mark.chaos("GCS of a private cluster killed under load", "answers for a minute; then status 1, no process")
 def test_without_its_head_a_server_answers_until_it_ends_by_itself(small_index, run_over, tmp_path, record_property):
-    port = free_port()
+    port = free_ports(1)[0]
     with command(run_over(small_index, serve={"port": port}), tmp_path, private=True) as (process, _):
         expected = search_once(port)
         [head] = [child for child in descendants(process.pid) if name_of(child) == "gcs_server"]

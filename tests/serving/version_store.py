@@ -19,11 +19,11 @@ def version_catalog(folder: Path, versions: int = 2) -> VersionCatalog:
         folder_of_shard.mkdir()
         (folder_of_shard / "embeddings.arrow").write_bytes(b"vectors of version %d" % number)
         entry = manifest.add_shard(store, "library", folder_of_shard, ShardMeta(0, 3, 4 + number))
-        manifest.publish(store, manifest_of(entry, number - 1, "0" * 32))
+        manifest.publish(store, manifest_of((entry,), number - 1, "0" * 32))
     return VersionCatalog(store, "library")
 
 
-def manifest_of(entry: manifest.ShardEntry, parent: int, corpus_digest: str) -> Manifest:
+def manifest_of(shards: tuple[manifest.ShardEntry, ...], parent: int, corpus_digest: str) -> Manifest:
     return Manifest(
         index="library",
         operation="index",
@@ -36,6 +36,6 @@ def manifest_of(entry: manifest.ShardEntry, parent: int, corpus_digest: str) -> 
         corpus="books",
         corpus_digest=corpus_digest,
         index_params={"kind": "flat"},
-        shards=(entry,),
+        shards=shards,
         parent=parent,
     )

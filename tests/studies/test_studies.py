@@ -40,7 +40,7 @@ from mvr_ray.studies.execute import StepRecord, run_plan
 from mvr_ray.studies.refinement import expand_settings, find_ending, load_views, refinement_grid
 from mvr_ray.studies.refinement_simulator import LabelledQuestions, RefinementSimulator, Setting
 from mvr_ray.studies.report import make_report
-from mvr_ray.studies.results import VariantResult, compare_variants, variant_results
+from mvr_ray.studies.results import VariantResult, compare_ranks, variant_results
 from mvr_ray.studies.retrieval_tables import contrast_table, cost_table, retrieval_table
 from mvr_ray.studies.steps import plan_study
 from mvr_ray.studies.study import run_study
@@ -391,11 +391,11 @@ def test_gains_are_compared_question_by_question_as_hits_are():
         VariantResult(name, {}, "", {}, {1: QuestionRanks(**fake(0.5, 1)["ranks"][0])._replace(gold_ndcgs=ndcg_Q)}, {})
         for name, ndcg_Q in zip("ab", ndcg_SQ)
     )
-    gap = compare_variants(own, than, "gold/ndcg@10")
+    gap = compare_ranks(own.ranks, than.ranks, "gold/ndcg@10")
     assert gap.points == pytest.approx(100 * (np.mean(ndcg_SQ[0]) - np.mean(ndcg_SQ[1])))
     assert gap.p == paired_test(np.array(ndcg_SQ[0]), np.array(ndcg_SQ[1]), ARTICLES)
     unknown = {1: than.ranks[1]._replace(gold_ndcgs=())}
-    assert compare_variants(own, than._replace(ranks=unknown), "gold/ndcg@10") is None
+    assert compare_ranks(own.ranks, unknown, "gold/ndcg@10") is None
 
 
 def refined_round(number: int, share: float, num_moved: int) -> dict:
@@ -629,7 +629,7 @@ def test_a_curve_measures_the_weights_of_its_steps_and_a_part_reports_what_is_on
         assert (version.encoder_name, version.encoder_fingerprint) == (
             encoder, latest_fingerprint(store, ENCODERS, encoder)
         )  # fmt: skip
-        report = execute.read_step(store, run.keys[2]).report
+        report = execute.read_records(plan, store)[run.keys[2]].report
         [row] = [row for row in report["rows"] if row["metric"] == metric]
         assert rows[run.at or "all"][metric].startswith(f"{100 * row['value']:.1f} (")
         assert rows[run.at or "all"]["n"] == row["n"]

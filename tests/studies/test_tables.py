@@ -50,7 +50,7 @@ def test_a_table_has_the_columns_of_its_rows_in_order_and_drops_those_that_stay_
     rows = [{"variant": "a", "paper": "", "top-1": "50.0"}, {"variant": "b", "paper": None, "n": 3}]
     table = make_table("Title", "note", rows)
     assert table.columns == ["variant", "paper", "top-1", "n"]
-    assert table.rows == [["a", "", "50.0", ""], ["b", None, "", 3]]
+    assert table.rows == [["a", "", "50.0", ""], ["b", "", "", 3]]
     assert make_table("Title", "note", rows, drop_empty=True).columns == ["variant", "top-1", "n"]
     assert make_table("Title", "note", []) is None
 

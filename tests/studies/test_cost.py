@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
-from mvr_ray.studies.late_interaction import TokenStates, centroids, late_interaction, token_states
+from mvr_ray.studies.cost import TokenStates, centroids, late_interaction, token_states
 from mvr_ray.types import Passage
 
 PASSAGES = [
