@@ -49,7 +49,7 @@ class MergedResults:
         shards = np.array([result.shard for result in self._results], np.int64)[numbers]
         rows = passages - np.array(self._starts, np.int64)[numbers]
         columns = score_QK[passage_QK >= 0], view_QK[passage_QK >= 0], shards, rows
-        hits = iter(map(Hit, self._ids_of(passages), *(column.tolist() for column in columns)))
+        hits = map(Hit._make, zip(self._ids_of(passages), *(column.tolist() for column in columns)))
         return [[next(hits) for _ in range(count)] for count in (passage_QK >= 0).sum(axis=1).tolist()]
 
     def _ids_of(self, passages: IntArray) -> list[str]:
