@@ -129,8 +129,8 @@ def _comparison(place: str, field: str, kind: str, operator: str, value: Any) ->
             f"type {own_kind}{hint}"
         ) from None
     if operator in ORDERS:
-        bound = pa.scalar(values[0], ARROW_TYPES[kind])
-        return lambda table: _to_mask(pc.fill_null(ORDERS[operator](table.column(field), bound), False))
+        limit = pa.scalar(values[0], ARROW_TYPES[kind])
+        return lambda table: _to_mask(pc.fill_null(ORDERS[operator](table.column(field), limit), False))
     equal = _membership(field, kind, pa.array(values, ARROW_TYPES[own_kind]))
     return _negation(equal) if operator in ("ne", "nin") else equal
 
