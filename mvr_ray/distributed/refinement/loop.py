@@ -272,7 +272,7 @@ class RoundStep(NamedTuple):
         share = sum(part.moved_passages for part in self.shards) / num_passages
         if not self.shards and self.queries is not None:
             share = self.queries.num_moved / num_questions
-        skipped = ("skipped_domain", "skipped_no_positive", "skipped_no_negative")
+        skip_counts = ("skipped_domain", "skipped_no_positive", "skipped_no_negative")
         return {
             "loss": math.fsum(part.loss_sum for part in self.parts) / max(self.num_moved, 1),
             "num_positives": self.num_positive,
@@ -280,5 +280,5 @@ class RoundStep(NamedTuple):
             "moved_share": share,
             "drift_mean": math.fsum(part.drift_sum for part in self.parts) / max(num_drifted, 1),
             "drift_max": max((part.drift_max for part in self.parts), default=0.0),
-            **{name: sum(getattr(part, name) for part in self.parts) for name in skipped},
+            **{name: sum(getattr(part, name) for part in self.parts) for name in skip_counts},
         }
