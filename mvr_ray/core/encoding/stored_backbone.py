@@ -66,13 +66,10 @@ def open_stored_tower(folder: Path) -> Tower | None:
     if not supports_unpadded_cpu(backbone):
         return None
     backend = Tokenizer.from_file(str(folder / _FILES[2]))
-    ids = [_token_id(backend, tokens.get(f"{name}_token")) for name in ("cls", "sep", "pad", "unk")]
+    special = [tokens.get(f"{name}_token") for name in ("cls", "sep", "pad", "unk")]
+    texts = [token.get("content") if isinstance(token, dict) else token for token in special]
+    ids = [None if text is None else backend.token_to_id(text) for text in texts]
     if None in ids[:3]:
         return None
     tokenizer = StoredTokenizer(backend, int(tokens.get("model_max_length", MAX_TOKENS)), *ids)
     return Tower(backbone, tokenizer, read_modules(str(folder)))
-
-
-def _token_id(backend: Tokenizer, token: Any) -> int | None:
-    text = token.get("content") if isinstance(token, dict) else token
-    return None if text is None else backend.token_to_id(text)

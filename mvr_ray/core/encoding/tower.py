@@ -132,7 +132,10 @@ class Tower(nn.Module):
         self.num_positions = num_rows - padding_row - 1
         self.max_tokens = min(self.num_positions, modules.max_tokens or int(tokenizer.model_max_length), MAX_TOKENS)
         self.prompts = modules.query_prompt, modules.passage_prompt
-        self.pooling = modules.pooling or Pooling(("lasttoken",) if _generates_text(config) else ("mean",))
+        # sentence-transformers pools a plain model that was trained to generate text by the last token
+        names = getattr(config, "architectures", None) or [""]
+        generates_text = names[0].endswith("ForCausalLM") and getattr(config, "is_causal", True) is not False
+        self.pooling = modules.pooling or Pooling(("lasttoken",) if generates_text else ("mean",))
         self.heads = modules.heads or Heads()
         backend = tokenizer.backend_tokenizer
         backend.no_truncation()
@@ -290,12 +293,6 @@ class LoadedModel(NamedTuple):
     model: Any
     tokenizer: Any
     missing: list[str]
-
-
-def _generates_text(config: Any) -> bool:
-    """Whether a plain model was trained to generate text: sentence-transformers pools such models by the last token."""
-    names = getattr(config, "architectures", None) or [""]
-    return names[0].endswith("ForCausalLM") and getattr(config, "is_causal", True) is not False
 
 
 def position_table(backbone: nn.Module) -> tuple[int, int]:

@@ -52,18 +52,14 @@ def view_attention(encoder: DualEncoder, batch: Sequence[TokenizedPassage]) -> l
             with encoder.inference():
                 output = tower.run(tokens.ids_PT, tokens.positions_PT, tokens.real_PT, output_attentions=True)
             mean_PTT = output.attentions[-1].double().mean(1).cpu().numpy()
-            results += [_of_views(mean_TT, own, encoder.num_views) for mean_TT, own in zip(mean_PTT, part)]
+            for mean_TT, passage in zip(mean_PTT, part):
+                member_VT = passage.view_T == np.arange(encoder.num_views)[:, None]
+                count_V, size = member_VT.sum(1), passage.num_tokens
+                attention_VT = member_VT @ mean_TT[:size, :size] / np.maximum(count_V, 1)[:, None]
+                results.append(ViewAttention(attention_VT, count_V > 0))
         return results
     finally:
         backbone.set_attn_implementation(implementation)
-
-
-def _of_views(mean_TT: FloatArray, passage: TokenizedPassage, num_views: int) -> ViewAttention:
-    size = passage.num_tokens
-    member_VT = passage.view_T == np.arange(num_views)[:, None]
-    count_V = member_VT.sum(1)
-    attention_VT = member_VT @ mean_TT[:size, :size] / np.maximum(count_V, 1)[:, None]
-    return ViewAttention(attention_VT, count_V > 0)
 
 
 def attention_kl(passage: ViewAttention) -> FloatArray:

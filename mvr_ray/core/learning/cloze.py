@@ -4,11 +4,9 @@ The sentence is removed from its passage, except with probability `keep_share`, 
 Its position determines the answer's snippet for CAMVR.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from mvr_ray.core.encoding.snippets import Span, Splitter, sentence_spans
+from mvr_ray.core.encoding.snippets import Splitter, sentence_spans
 from mvr_ray.core.learning.batches import Example
 from mvr_ray.types import Passage
 
@@ -21,7 +19,9 @@ def cloze_example(passage: Passage, splitter: Splitter, keep_share: float, rng: 
     spans = sentence_spans(passage.text, splitter)
     if not spans:
         return Example(passage.title or passage.id, passage)
-    start, stop = _draw(passage.text, spans, rng)
+    long_spans = [(start, stop) for start, stop in spans if len(passage.text[start:stop].split()) >= MIN_WORDS]
+    candidates = long_spans or spans
+    start, stop = candidates[int(rng.integers(len(candidates)))]
     keep = rng.random() < keep_share
     if keep or len(spans) == 1:
         return Example(passage.text[start:stop], passage, start)
@@ -29,8 +29,3 @@ def cloze_example(passage: Passage, splitter: Splitter, keep_share: float, rng: 
     rest = f"{before} {after}" if before and after else before or after
     at = len(before) + 1 if before and after else max(0, len(rest) - 1) if before else 0
     return Example(passage.text[start:stop], passage._replace(text=rest), at)
-
-
-def _draw(text: str, spans: Sequence[Span], rng: np.random.Generator) -> Span:
-    candidates = [span for span in spans if len(text[span[0] : span[1]].split()) >= MIN_WORDS] or list(spans)
-    return candidates[int(rng.integers(len(candidates)))]

@@ -72,12 +72,15 @@ class FusedKernel(TorchKernel):
     def __init__(self, device: str = "cuda", tuning: Tuning | None = None) -> None:
         super().__init__(device)
         self.tuning = tuning or Tuning()
-        self.fused = _can_compile(self.device.type)
+        is_cuda = self.device.type == "cuda"
+        # Triton compiles the kernel for GPUs; with TRITON_INTERPRET=1 its interpreter runs it elsewhere.
+        has_triton = importlib.util.find_spec("triton") is not None
+        self.fused = has_triton and (is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
         self._starts: dict[int, tuple[IntArray, torch.Tensor]] = {}
-        if self.device.type == "cuda":
+        if is_cuda:
             free_bytes = torch.cuda.mem_get_info(self.device)[0]
             self.vectors_per_step = min(MAX_STEP, max(GPU_STEP, free_bytes // BYTES_PER_VECTOR))
-        if self.fused and self.device.type == "cuda":
+        if self.fused and is_cuda:
             self._test_kernel()
 
     @property
@@ -228,12 +231,6 @@ class FusedKernel(TorchKernel):
             starts = self.put(np.cumsum([0, *counts_P]).astype(np.int32))
             entry = self._starts[id(counts_P)] = (counts_P, starts)
         return entry[1]
-
-
-def _can_compile(device_type: str) -> bool:
-    """Whether Triton can compile the kernel: for GPUs, or with TRITON_INTERPRET=1 for its interpreter elsewhere."""
-    has_triton = importlib.util.find_spec("triton") is not None
-    return has_triton and (device_type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def _half_queries(queries_QD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
