@@ -200,16 +200,18 @@ async def _read_body(
     if length.isascii() and length.isdigit() and (len(length) > 18 or int(length) > max_bytes):
         raise too_large
 
-    body = bytearray()
-    try:
-        async with asyncio.timeout(deadline.left_s):
-            while (message := await receive())["type"] == "http.request":
-                body += message.get("body", b"")
-                if len(body) > max_bytes:
-                    raise too_large
-                if not message.get("more_body", False):
-                    break
+    async def read() -> bytes:
+        body = bytearray()
+        while (message := await receive())["type"] == "http.request":
+            body += message.get("body", b"")
+            if len(body) > max_bytes:
+                raise too_large
+            if not message.get("more_body", False):
+                break
         return bytes(body)
+
+    try:
+        return await asyncio.wait_for(read(), deadline.left_s)
     except TimeoutError:
         if deadline.timeout_s < limits.timeout_ms / 1000:
             raise late_error(deadline) from None
