@@ -123,19 +123,19 @@ def _setting_result(run: RunConfig, setting: Setting, label: str, rounds: Sequen
     top1_RS = [{one.questions: 100 * getattr(one, by)[1] for one in each.sets} for each in rounds]
     labelled_R = tuple(next(iter(top1_S.values())) for top1_S in top1_RS)
     gate_RG = tuple(tuple(top1_S[name] for name in top1_S if name in refine.gate) for top1_S in top1_RS)
-    (_, chosen), (stopped, restored) = (
+    (_, best_round), (last_round, final_round) = (
         find_ending(labelled_R, gate_RG, patience, refine.max_heldout_loss) for patience in (last, refine.patience)
     )
     loss_R = [each.loss for each in rounds[1:]]  # that of round r is measured before its step, on the state of r - 1
     lowest_loss = int(np.nanargmin(loss_R)) if np.isfinite(loss_R).any() else last
-    compared_rounds = {0, chosen, restored, lowest_loss, last}
+    compared_rounds = {0, best_round, final_round, lowest_loss, last}
     rounds = [
         each
         if each.number in compared_rounds
         else each._replace(sets=[one._replace(answer_ranks=[], gold_ranks=[]) for one in each.sets])
         for each in rounds
     ]
-    return SettingResult(label, setting._asdict(), chosen, stopped, restored, lowest_loss, rounds)
+    return SettingResult(label, setting._asdict(), best_round, last_round, final_round, lowest_loss, rounds)
 
 
 def expand_settings(settings: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:

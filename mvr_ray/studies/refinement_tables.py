@@ -190,18 +190,18 @@ def stopping_table(results: Sequence[VariantResult]) -> Table | None:
     for variant, report in stage_reports(results, "refinement_grid"):
         articles = _articles(report)
         for trial in report["tried"]:
-            rounds, restored = trial["rounds"], trial["restored"]
+            rounds, final = trial["rounds"], trial["restored"]
             if len(rounds) <= MANY_ROUNDS:
                 continue
             top1 = [[state["sets"][which]["answer"]["1"] for which in (0, -1)] for state in rounds]
             at = [f"{number}: {_shares(shares)}" for number, shares in enumerate(top1)]
             peak = max(range(len(rounds)), key=lambda number: (top1[number][0], -number))
             row: Row = {"index": variant.name, "setting": trial["label"], "peak": at[peak]}
-            row |= {"stopped after": trial["stopped"], "restored": at[restored] if restored else "nothing"}
+            row |= {"stopped after": trial["stopped"], "restored": at[final] if final else "nothing"}
             ends = {"lowest loss": trial["lowest_loss"], "last round": len(rounds) - 1}
             row |= {name: at[end] for name, end in ends.items()}
             for name, end in ends.items():
-                own, other = _by_set(rounds[restored]), _by_set(rounds[end])
+                own, other = _by_set(rounds[final]), _by_set(rounds[end])
                 for questions in _first_and_last_sets(results):
                     change = _change(own[questions], other[questions], articles[questions])
                     row[f"{questions}: restored against {name}, p"] = change

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
+from hosts import HEALTH
 from hypothesis import given
 from hypothesis import strategies as st
 from live_search import live_search
@@ -79,7 +80,7 @@ TRUTH = [brute_force(VIEWS, query_D, K) for query_D in QUERIES_QD]
 @pytest.fixture
 def cluster(monkeypatch) -> Iterator[Cluster]:
     """A head without CPUs for searchers and two nodes; health checks that take seconds."""
-    for name, value in {"period_ms": 500, "timeout_ms": 1000, "failure_threshold": 3, "initial_delay_ms": 500}.items():
+    for name, value in HEALTH.items():
         monkeypatch.setenv(f"RAY_health_check_{name}", str(value))
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100_000_000}
     cluster = Cluster(initialize_head=True, head_node_args=head)

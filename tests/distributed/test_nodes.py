@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hosts import HEALTH
 from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
@@ -56,7 +57,7 @@ QUESTIONS = ["When did the oil crisis begin?", "Who won the Super Bowl?", "What 
 @pytest.fixture
 def cluster(monkeypatch) -> Iterator[Cluster]:
     """A head whose health checks take seconds."""
-    for name, value in {"period_ms": 500, "timeout_ms": 1000, "failure_threshold": 3, "initial_delay_ms": 500}.items():
+    for name, value in HEALTH.items():
         monkeypatch.setenv(f"RAY_health_check_{name}", str(value))
     with head() as ray_cluster:
         monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
