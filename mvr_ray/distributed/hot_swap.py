@@ -251,18 +251,14 @@ class HotSwapRouter:
             if old is not None:  # it is cached, or it was live and calls of that time still run
                 old.calls += 1
                 return old
-        try:
+        with ExitStack() as undo:  # nothing stays open after an error, after Ctrl-C either
+            undo.callback(self._release, self._live)
             fleet = self.searchers.load(manifest)
-            try:
-                router = self._router(manifest, fleet)
-                router.take_over(self._live.router)
-                router.search(np.eye(1, manifest.dimension, dtype=np.float32), 1)
-            except BaseException:  # nothing stays open, after Ctrl-C either
-                self.searchers.drop(manifest.version)
-                raise
-        except BaseException:  # the live version is released, after Ctrl-C too
-            self._release(self._live)
-            raise
+            undo.callback(self.searchers.drop, manifest.version)
+            router = self._router(manifest, fleet)
+            router.take_over(self._live.router)
+            router.search(np.eye(1, manifest.dimension, dtype=np.float32), 1)
+            undo.pop_all()
         with self._lock:
             open_version = self._open[manifest.version] = _OpenVersion(router, calls=1)
         return open_version

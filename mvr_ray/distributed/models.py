@@ -84,16 +84,23 @@ class ModelWorker:
 
     @cached_property
     def model(self) -> Any:
-        """Loaded by the first batch: an error in an actor's constructor would reach the driver as text only."""
-        kind, address, spec, fingerprint, _, threads, gpu = self.task
-        return open_model(kind, address, spec, expected=fingerprint, threads=threads, gpu=gpu)
+        """Loaded by the first batch, with `gpu` on this process's GPU: an error in an actor's constructor would reach
+        the driver as text only. Raises FingerprintError where it is not the driver's."""
+        task, address = self.task, self.task.address
+        model = open_model(task.kind, address, task.spec, task.threads)
+        if model.fingerprint != task.fingerprint:
+            raise FingerprintError(
+                f"{task.kind.model.what} {address.folder or address.stored} is {model.fingerprint} on this machine and "
+                f"{task.fingerprint} where the stage was started; put the same files on every machine"
+            )
+        return model.to("cuda") if task.gpu else model
 
 
 def find_worker_model(run: RunConfig, kind: ModelKind[Any], name: str, spec: Any) -> WorkerModel:
     """Find the model of a setting, and load it once for its fingerprint. Raises MissingInputError and the model's own
     error."""
     address, resources = find_model(run, kind, name), run.resources
-    fingerprint = open_model(kind, address, spec, threads=resources.torch_threads).fingerprint
+    fingerprint = open_model(kind, address, spec, resources.torch_threads).fingerprint
     gpu = resources.gpus_per_encoder > 0
     return WorkerModel(kind, address, spec, fingerprint, run.read.tokens_per_batch, resources.torch_threads, gpu)
 
@@ -135,30 +142,12 @@ def find_model(run: RunConfig, kind: ModelKind[Any], address: str) -> ModelAddre
     )
 
 
-def open_model(
-    kind: ModelKind[M],
-    address: ModelAddress,
-    spec: Any,
-    *,
-    expected: str | None = None,
-    threads: int = 1,
-    gpu: bool = False,
-) -> M:
-    """Load a model, with `gpu` on this process's GPU.
-
-    Raises FingerprintError where it is not the `expected` one.
-    """
+def open_model(kind: ModelKind[M], address: ModelAddress, spec: Any, threads: int = 1) -> M:
+    """Load a model."""
     torch.set_num_threads(threads)
     if address.stored:
-        model = kind.model.load(Store(address.store).local_path(address.stored), spec)
-    else:
-        model = kind.model.open(address.folder, spec)
-    if expected and model.fingerprint != expected:
-        raise FingerprintError(
-            f"{kind.model.what} {address.folder or address.stored} is {model.fingerprint} on this machine and "
-            f"{expected} where the stage was started; put the same files on every machine"
-        )
-    return model.to("cuda") if gpu else model
+        return kind.model.load(Store(address.store).local_path(address.stored), spec)
+    return kind.model.open(address.folder, spec)
 
 
 def latest_fingerprint(store: Store, kind: ModelKind[Any], name: str) -> str | None:
