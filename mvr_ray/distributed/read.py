@@ -100,10 +100,10 @@ def read(
     path, ks = resolve_path(str(ranking)), sorted(set(run.read.top_passages))
     if not ks:
         raise ConfigError("read.top_passages is empty; set the numbers of passages to read, such as [1, 5, 20]")
+    task = models.find_worker_model(run, models.READERS, run.read.reader, models.reader_spec(run))
     results = _with_texts(run, path, list(read_ranking(path, ks[-1])))
     if run.read.score_weight:
         _require_scores(path, results)
-    task = models.find_worker_model(run, models.READERS, run.read.reader, models.reader_spec(run))
     scores: dict[tuple[int, str], list[float]] = {(k, metric): [] for k in ks for metric in ("exact_match", "f1")}
     groups: list[str] = []
     num_unread = 0

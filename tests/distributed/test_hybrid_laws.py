@@ -247,7 +247,7 @@ def test_words_in_several_files_of_changes_score_as_whole_ones(tmp_path_factory,
             )
             for words in tokenize(QUESTIONS):
                 np.testing.assert_array_equal(own.scores(words, statistics), other.scores(words, exact))
-            sizes = [move.num_changes for move in own.moves]
+            sizes = [file.num_changes for file in own.changes]
             assert all(2 * size > 3 * after for size, after in pairwise(sizes))
             most_files = max(most_files, len(own_files))
         assert compact_lexical(lexical_task(corpus, "random", shards), lexical) == whole
