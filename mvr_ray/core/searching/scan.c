@@ -35,8 +35,7 @@
 #define ROWS 8
 #define LANES 16
 #define BLOCK 32 /* rows of a block for matrix tiles: two tiles of 16 */
-#define AHEAD_FLOAT32 3072 /* prefetch distance in bytes of rows read one after the other, into the second cache */
-#define AHEAD_SHORT 6144 /* the same for values of one and two bytes */
+#define AHEAD(size) ((size) == 4 ? 3072 : 6144) /* prefetch distance in order, in bytes, into the second cache */
 #define TILE 512 /* two-byte values of a matrix tile */
 #define SLICE 6 /* times 32 dimensions: both parts of a block's rows fit the first-level cache; twice as long for one */
 #define LARGE 0x1p120f /* above, a bfloat16 could be infinite */
@@ -509,7 +508,6 @@ FAST static int align_query(int kind, const char *rows, const Queries *queries, 
 /* Rows one after the other with four sums each, for `mvr_in_order`; numbers before and after a row are masked. */
 FAST INLINE __m256 float_rows_by_line(const char *part, const int half, const AlignedQuery *aligned, int dimension) {
     const int64_t size = half ? 2 : 4, step = LANES * size, stride = dimension * size;
-    const int ahead = half ? AHEAD_SHORT : AHEAD_FLOAT32;
     const __mmask16 first = (__mmask16)(0xffffu << aligned->skew), last = (__mmask16)((1u << aligned->skew) - 1);
     const char *row = part - aligned->skew * size;
     __m512 sum[ROWS];
@@ -518,19 +516,19 @@ FAST INLINE __m256 float_rows_by_line(const char *part, const int half, const Al
         const char *at = row, *end = row + stride;
         __m512 one[4];
         UNROLL for (int i = 0; i < 4; i++) {
-            if (!half || i & 1) _mm_prefetch(at + i * step + ahead, _MM_HINT_T1);
+            if (!half || i & 1) _mm_prefetch(at + i * step + AHEAD(size), _MM_HINT_T1);
             const __m512 lanes = load_row(half, at, i * LANES, i ? 0xffff : first);
             one[i] = _mm512_mul_ps(lanes, _mm512_load_ps(query + i * LANES));
         }
         for (at += 4 * step, query += 4 * LANES; at + 4 * step <= end; at += 4 * step, query += 4 * LANES) {
             UNROLL for (int i = 0; i < 4; i++) {
-                if (!half || i & 1) _mm_prefetch(at + i * step + ahead, _MM_HINT_T1);
+                if (!half || i & 1) _mm_prefetch(at + i * step + AHEAD(size), _MM_HINT_T1);
                 const __m512 lanes = load_row(half, at, i * LANES, 0xffff);
                 one[i] = _mm512_fmadd_ps(lanes, _mm512_load_ps(query + i * LANES), one[i]);
             }
         }
         for (; at < end; at += step, query += LANES) {
-            _mm_prefetch(at + ahead, _MM_HINT_T1);
+            _mm_prefetch(at + AHEAD(size), _MM_HINT_T1);
             one[1] = _mm512_fmadd_ps(load_row(half, at, 0, 0xffff), _mm512_load_ps(query), one[1]);
         }
         if (last) one[2] = _mm512_fmadd_ps(load_row(half, at, 0, last), _mm512_load_ps(query), one[2]);
@@ -573,10 +571,10 @@ FAST INLINE __m256 code_rows_by_line(const char *part, const float *scale_R, con
         const char *at = row, *end = row + dimension;
         const int8_t *high = aligned->high, *low = aligned->low;
         __m512i large = aligned->bias_high, small = aligned->bias_low;
-        _mm_prefetch(at + AHEAD_SHORT, _MM_HINT_T1);
+        _mm_prefetch(at + AHEAD(1), _MM_HINT_T1);
         add_codes(_mm512_maskz_loadu_epi8(first, at), high, low, &large, &small);
         for (at += 64, high += 64, low += 64; at < end; at += 64, high += 64, low += 64) {
-            _mm_prefetch(at + AHEAD_SHORT, _MM_HINT_T1);
+            _mm_prefetch(at + AHEAD(1), _MM_HINT_T1);
             add_codes(_mm512_load_si512(at), high, low, &large, &small);
         }
         if (last) add_codes(_mm512_maskz_loadu_epi8(last, at), high, low, &large, &small);
