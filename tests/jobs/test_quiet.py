@@ -19,6 +19,7 @@ COMMAND = str(Path(sys.executable).with_name("mvr-ray"))
 OWN_LINES = re.compile(
     r"starting Ray on this machine, which takes seconds|"
     r"(encode|build shards|passages read = embedded = indexed = in the manifest|"
+    r"look for equal passages, shards|"
     r"look for embeddings of earlier versions, shards|carried over from earlier versions, passages): [\d,]+ of .*|"
     r"(report|next): .*|"
     r"WARNING mvr_ray.distributed.build_index: views collapsed into one vector: .*|"  # of the random backbone

@@ -114,7 +114,7 @@ class RefinerPool:
 
         Raises ResourceError where an actor dies or hangs repeatedly.
         """
-        if any(isinstance(call.actor, ShardRefiner) for call in calls):
+        if all(isinstance(call.actor, ShardRefiner) for call in calls):
             return [call.ref for call in calls]
         import ray
 
