@@ -15,10 +15,10 @@ from dataclasses import asdict, field
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict
+from pydantic import BeforeValidator, ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
-from mvr_ray.checksums import json_with_checksum, parse_json, require_format
+from mvr_ray.checksums import describe_problems, json_with_checksum, parse_json, require_format
 from mvr_ray.errors import DigestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
@@ -159,8 +159,8 @@ def _from_fields(kind: type[Description], fields: dict[str, Any], where: str, fo
     require_format(fields, format_version, where, _OTHER_NAME)
     try:
         return kind(**{**fields, "format_version": FORMAT_VERSION})
-    except (ValueError, TypeError) as error:
-        raise StorageError(f"{where} is damaged ({error}); {CURE}") from error
+    except ValidationError as error:
+        raise StorageError(f"{where} is damaged ({describe_problems(error)}); {CURE}") from error
 
 
 def _corpus_info(fields: dict[str, Any], where: str, format_version: int = FORMAT_VERSION) -> CorpusInfo:

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from mvr_ray.checksums import FORMAT_VERSION as FORMAT_KEY
-from mvr_ray.checksums import json_with_checksum, parse_json, require_format
+from mvr_ray.checksums import describe_problems, json_with_checksum, parse_json, require_format
 from mvr_ray.config.base import Name
 from mvr_ray.errors import DigestError, ManifestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import paths
@@ -184,8 +184,9 @@ class Manifest:
             raise DigestError(f"{where} is damaged: its digest is not {digest}; publish again or roll back")
         try:
             return cls(**fields)
-        except (TypeError, ValidationError) as error:
-            raise ManifestError(f"{where} is not a manifest that this program reads: {error}") from error
+        except ValidationError as error:
+            problems = describe_problems(error)
+            raise ManifestError(f"{where} is not a manifest that this program reads: {problems}") from error
 
 
 QUERIES, LEXICAL = -1, -2

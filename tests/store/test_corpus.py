@@ -358,3 +358,14 @@ def test_damage_is_named(corpus: Corpus):
         corpus.store.write_bytes(paths.corpus_publication("corpus", 1), bad)
         with pytest.raises(StorageError, match=r"publications/1\.json"):
             Corpus.open(corpus.store, "corpus")
+
+
+def test_a_description_without_a_checksum_names_its_invalid_fields_in_one_line(corpus: Corpus):
+    path = paths.question_set("corpus", corpus.digest, "dev")
+    corpus.store.write_bytes(path, b'{"format_version": 1, "name": 3}')
+    with pytest.raises(StorageError) as error:
+        question_set(corpus, "dev")
+    message = str(error.value)
+    assert "name: Input should be a valid string" in message and "sha256: Field required" in message
+    assert message.startswith(corpus.store.where(path)) and message.endswith("run `mvr-ray prepare CONFIG` again")
+    assert "\n" not in message and "pydantic" not in message
