@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from mvr_ray.errors import DigestError, FormatError, StorageError
 
 CHECKSUM = "checksum"
@@ -43,11 +41,6 @@ def parse_json(data: bytes, where: str, cure: str = "") -> dict[str, Any]:
     if checksum is not None and checksum != _canonical_digest(fields):
         raise DigestError(f"{where} is damaged (its checksum is not {checksum!r}){advice}")
     return fields
-
-
-def describe_problems(error: ValidationError) -> str:
-    """Name in one line each field of a file that is missing or invalid, and why."""
-    return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
 
 
 def require_format(fields: Mapping[str, Any], own: int, where: str, cure: str) -> None:

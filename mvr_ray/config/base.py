@@ -28,6 +28,11 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
+def describe_problems(error: ValidationError) -> str:
+    """Name in one line each field of a file that is missing or invalid, and why."""
+    return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+
+
 def explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:
     """Describe the errors of a file: each key with its value and what is allowed, or the nearest known key."""
     whole = _json_schema(model)

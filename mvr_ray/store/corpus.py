@@ -18,7 +18,8 @@ from typing import Annotated, Any, Self, TypeVar
 from pydantic import BeforeValidator, ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
-from mvr_ray.checksums import describe_problems, json_with_checksum, parse_json, require_format
+from mvr_ray.checksums import json_with_checksum, parse_json, require_format
+from mvr_ray.config.base import describe_problems
 from mvr_ray.errors import DigestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store

@@ -21,8 +21,8 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from mvr_ray.checksums import FORMAT_VERSION as FORMAT_KEY
-from mvr_ray.checksums import describe_problems, json_with_checksum, parse_json, require_format
-from mvr_ray.config.base import Name
+from mvr_ray.checksums import json_with_checksum, parse_json, require_format
+from mvr_ray.config.base import Name, describe_problems
 from mvr_ray.errors import DigestError, ManifestError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus

@@ -209,7 +209,7 @@ def test_what_cannot_be_read_is_refused_before_any_reader_works(library, run_rea
     assert message_of(ConfigError, run_reading({"top_passages": []}), texts) == (
         "read.top_passages is empty; set the numbers of passages to read, such as [1, 5, 20]"
     )
-    elsewhere = run_over(tmp_path / "empty", read={"reader": str(library / "readers")})
+    elsewhere = run_over(tmp_path / "empty", read={"reader": str(library / "readers" / "raw" / newest)})
     assert message_of(MissingInputError, elsewhere, bare) == (
         f"ranking {bare} has {distinct(bare)} passages without text, and corpus 'corpus' not found "
         f"in {tmp_path / 'empty'}/corpora/corpus; make it: mvr-ray prepare CONFIG"
