@@ -5,7 +5,7 @@ import pickle
 import socket
 import subprocess
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +19,7 @@ from waiting import until
 
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.router import open_router
+from mvr_ray.distributed.searching import transport
 from mvr_ray.distributed.searching.messages import (
     ScanRequest,
     ShardFailure,
@@ -87,31 +88,74 @@ class FakeActor:
         return ray.put(self.address)
 
 
+class Proxy:
+    """Forwards TCP connections to a server until it is cut."""
+
+    def __init__(self, endpoint: SearcherAddress) -> None:
+        self._there = int(endpoint.uri.rpartition(":")[2])
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._sockets = [self._listener]
+        self.endpoint = endpoint._replace(uri=f"grpc://127.0.0.1:{self._listener.getsockname()[1]}")
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                ends = self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._there))
+                self._sockets += ends
+                for one, other in (ends, ends[::-1]):
+                    threading.Thread(target=self._forward, args=(one, other), daemon=True).start()
+
+    def _forward(self, one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError):
+            while data := one.recv(65536):
+                other.sendall(data)
+
+    def cut(self) -> None:
+        for one in self._sockets:
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+
+@pytest.fixture
+def connections():
+    """The connections of a test. A server shuts down when its streams have ended."""
+    return []
+
+
+@pytest.fixture
+def connect(connections):
+    def connect(endpoint: SearcherAddress) -> Connection:
+        """Open a connection; its first call went by Ray."""
+        connection = Connection(FakeActor(endpoint), 4)
+        connections.append(connection)
+        assert call(connection, "say", b"by Ray").result(30).to_pybytes() == b"by Ray"
+        until(lambda: connection.is_connected)
+        assert connection.actor.by_ray == 1 and connection.waiting == 0
+        return connection
+
+    return connect
+
+
 @pytest.fixture
 def desk():
     return Desk()
 
 
 @pytest.fixture(params=["127.0.0.1", "::1"])
-def server(desk, request):
+def server(desk, connections, request):
     one = SearcherServer(desk.handle, request.param)
     yield one
     desk.gate.set()
+    for connection in connections:
+        connection.close()
     one.shutdown()
 
 
 def call(connection: Connection, method: str, message: bytes = b"", timeout_s: float = 30.0):
     connection.add_waiting(1)
     return connection.call(method, "a call", pa.py_buffer(message), Deadline.after(timeout_s))
-
-
-def connect(endpoint: SearcherAddress) -> Connection:
-    """Open a connection; its first call went by Ray."""
-    connection = Connection(FakeActor(endpoint), 4)
-    assert call(connection, "say", b"by Ray").result(30).to_pybytes() == b"by Ray"
-    until(lambda: connection.is_connected)
-    assert connection.actor.by_ray == 1 and connection.waiting == 0
-    return connection
 
 
 def whole(router) -> bool:
@@ -200,7 +244,9 @@ def test_the_fair_lock_is_held_by_one_thread_at_a_time_in_order_of_arrival():
 
 
 @pytest.mark.ray
-def test_what_is_sent_comes_back_whatever_its_size_and_errors_of_ours_keep_their_type(server, desk, ray_session):
+def test_what_is_sent_comes_back_whatever_its_size_and_errors_of_ours_keep_their_type(
+    server, desk, connect, ray_session
+):
     connection = connect(server.endpoint)
     for message in (b"", b"a", os.urandom(9_000_000)):
         assert call(connection, "say", message).result(30).to_pybytes() == message
@@ -215,7 +261,9 @@ def test_what_is_sent_comes_back_whatever_its_size_and_errors_of_ours_keep_their
 
 
 @pytest.mark.ray
-def test_a_caller_without_the_token_reaches_no_method_and_unpickles_nothing(server, desk, ray_session, tmp_path):
+def test_a_caller_without_the_token_reaches_no_method_and_unpickles_nothing(
+    server, desk, connect, ray_session, tmp_path
+):
     class Trap:
         def __reduce__(self):
             return open, (str(tmp_path / "sprung"), "w")
@@ -232,7 +280,9 @@ def test_a_caller_without_the_token_reaches_no_method_and_unpickles_nothing(serv
         options = flight.FlightCallOptions(timeout=10, headers=headers)
         for method in ("say", "hello"):
             with pytest.raises(flight.FlightUnauthenticatedError):
-                next(iter(client.do_action(flight.Action(method, trap), options)))
+                writer, reader = client.do_exchange(flight.FlightDescriptor.for_command(b""), options)
+                writer.write_metadata(method.encode().ljust(63) + b"\n" + trap)
+                reader.read_chunk()
     assert desk.calls == 0 and not (tmp_path / "sprung").exists()
     impostor = Connection(FakeActor(server.endpoint._replace(token="another key")), 1)
     assert call(impostor, "say", b"by Ray").result(30).to_pybytes() == b"by Ray"
@@ -253,7 +303,7 @@ def test_without_a_server_calls_go_by_ray_and_no_second_connect_follows_at_once(
 
 
 @pytest.mark.ray
-def test_calls_run_side_by_side_and_count_until_they_end(server, desk, ray_session):
+def test_calls_run_side_by_side_and_count_until_they_end(server, desk, connect, ray_session):
     connection = connect(server.endpoint)
     slow, quick = call(connection, "later", b"1"), call(connection, "say", b"2")
     assert quick.result(30).to_pybytes() == b"2"
@@ -264,7 +314,9 @@ def test_calls_run_side_by_side_and_count_until_they_end(server, desk, ray_sessi
 
 
 @pytest.mark.ray
-def test_a_closed_connection_fails_its_calls_at_once_and_the_next_call_connects_anew(server, desk, ray_session):
+def test_a_closed_connection_fails_its_calls_at_once_and_the_next_call_connects_anew(
+    server, desk, connect, ray_session
+):
     connection = connect(server.endpoint)
     waits = call(connection, "later")
     until(lambda: desk.calls == 1)
@@ -280,18 +332,41 @@ def test_a_closed_connection_fails_its_calls_at_once_and_the_next_call_connects_
 
 
 @pytest.mark.ray
-def test_where_a_server_goes_away_ray_carries_the_calls_that_run_and_those_that_follow(desk, ray_session):
+def test_where_a_connection_breaks_ray_carries_the_calls_that_run_and_those_that_follow(desk, connect, ray_session):
     server = SearcherServer(desk.handle, "127.0.0.1")
-    connection = connect(server.endpoint)
-    with ThreadPoolExecutor(1) as threads:
-        waits = call(connection, "later", b"runs")
-        until(lambda: desk.calls == 1)
-        shutdown = threads.submit(server.shutdown)
-        desk.gate.set()
-        shutdown.result(30)
+    proxy = Proxy(server.endpoint)
+    connection = connect(proxy.endpoint)
+    waits = call(connection, "later", b"runs")
+    until(lambda: desk.calls == 1)
+    proxy.cut()
     assert waits.result(30).to_pybytes() == b"runs"
     assert call(connection, "say", b"follows").result(30).to_pybytes() == b"follows"
     assert not connection.is_connected and connection.actor.by_ray >= 2
+    desk.gate.set()
+    server.shutdown()
+
+
+@pytest.mark.ray
+def test_calls_one_after_the_other_share_a_stream_and_one_that_would_end_too_early_is_replaced(
+    server, desk, connect, ray_session
+):
+    connection = connect(server.endpoint)
+    for timeout_s, is_new in ((30, True), (30, False), (20, False), (300, True), (30, False)):
+        before = list(connection._idle_streams)
+        assert call(connection, "say", b"1", timeout_s).result(30).to_pybytes() == b"1"
+        until(lambda: len(connection._idle_streams) == 1)
+        assert (connection._idle_streams != before) == is_new
+    assert connection.actor.by_ray == 1
+
+
+@pytest.mark.ray
+def test_a_call_that_is_never_answered_ends_with_its_stream(server, desk, connect, ray_session, monkeypatch):
+    connection = connect(server.endpoint)
+    monkeypatch.setattr(transport, "LINGER_S", 0.0)
+    with pytest.raises(ConnectionLost):
+        call(connection, "later", timeout_s=0.5).result(30)
+    assert desk.calls == 1 and connection.waiting == 0 and connection.actor.by_ray == 1
+    assert call(connection, "say", b"next").result(30).to_pybytes() == b"next"
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +378,9 @@ def tls_dir(tmp_path_factory) -> str:
 
 
 @pytest.mark.ray
-def test_with_a_certificate_calls_are_encrypted_and_another_certificate_is_refused(desk, ray_session, tls_dir):
+def test_with_a_certificate_calls_are_encrypted_and_another_certificate_is_refused(
+    desk, connect, connections, ray_session, tls_dir
+):
     server = SearcherServer(desk.handle, "127.0.0.1", tls_dir)
     assert server.endpoint.uri.startswith("grpc+tls://")
     assert call(connect(server.endpoint), "say", b"secret").result(30).to_pybytes() == b"secret"
@@ -319,6 +396,7 @@ def test_with_a_certificate_calls_are_encrypted_and_another_certificate_is_refus
         until(lambda connection=connection: not connection._connecting)
         assert not connection.is_connected
     assert desk.calls == 1
+    connections[0].close()
     server.shutdown()
 
 

@@ -3,14 +3,15 @@
     scan     queries [Q, D]; settings                      ->  hits, counts and ids of every shard
     views    settings name the passages                    ->  numbers and vectors of all views
 
-A message is one row, with an array a column. The shapes of arrays, settings and failures of shards are JSON in the
-schema's metadata. Decoding creates arrays, strings and numbers, and runs no code.
+A message is a table of lists, a row a shard or a passage and a column a field: columns cost time, rows do not. Settings
+and failures are JSON in the metadata of the schema. Decoding creates arrays, strings and numbers, and runs no code.
 
 Shapes: Q queries, D dimension, R distinct rows among the hits, N view vectors.
 """
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,30 +68,31 @@ class ViewResults(NamedTuple):
 def encode_scan(request: ScanRequest) -> pa.Buffer:
     """The request as one message."""
     queries_QD, *settings = request
-    return _encode(settings, [np.asarray(queries_QD, np.float32)])
+    return _encode([*settings, queries_QD.shape], [[np.asarray(queries_QD, np.float32)]])
 
 
 def decode_scan(message: pa.Buffer) -> ScanRequest:
     """The request in a message."""
-    (k, shards, version, filter, hybrid), [queries_QD] = _decode(message)
+    (k, shards, version, filter, hybrid, shape), [[queries]] = _decode(message)
     words = HybridQueries(tuple(hybrid[0]), hybrid[1]) if hybrid else None
-    return ScanRequest(queries_QD, k, tuple(shards), version, filter, words)
+    return ScanRequest(queries.reshape(shape), k, tuple(shards), version, filter, words)
 
 
 def encode_results(answer: ShardResults) -> pa.Buffer:
-    """Results as one message."""
+    """Results as one message, a row a shard."""
     results, failures = answer
-    arrays = [array for one in results for array in (*one.hits, one.rescored_Q, one.rows_R, one.ids_R)]
-    return _encode([[one.shard for one in results], failures], arrays)
+    rows = [(*one.hits, one.rescored_Q, one.rows_R, one.ids_R) for one in results]
+    return _encode([[one.shard for one in results], failures], [*zip(*rows)])
 
 
 def decode_results(message: pa.Buffer) -> ShardResults:
     """The results in a message; arrays are views of it."""
-    (shards, failures), arrays = _decode(message)
-    width, results = len(arrays) // max(len(shards), 1), []
-    for number, shard in enumerate(shards):
-        *hits, rescored_Q, rows_R, ids_R = arrays[number * width : (number + 1) * width]
-        results.append(ShardResult(shard, ShardHits(*hits), rescored_Q, rows_R, ids_R))
+    (shards, failures), columns = _decode(message)
+    results = []
+    for shard, *lists, frontier_Q, rescored_Q, rows_R, ids_R in zip(shards, *columns):
+        rows_QK, scores_QK, views_QK = (one.reshape(len(frontier_Q), -1) for one in lists)
+        hits = ShardHits(rows_QK, scores_QK, views_QK, frontier_Q)
+        results.append(ShardResult(shard, hits, rescored_Q, rows_R, ids_R))
     return ShardResults(results, _failures(failures))
 
 
@@ -106,41 +108,48 @@ def decode_views_request(message: pa.Buffer) -> tuple[dict[int, list[str]], int]
 
 
 def encode_views(answer: ViewResults) -> pa.Buffer:
-    """Stored views as one message."""
-    views = list(answer.views.values())
-    numbers_N = np.concatenate([np.empty(0, np.int16), *(one.view_numbers_N for one in views)])
-    vectors_ND = np.concatenate([one.vectors_ND for one in views]) if views else np.empty((0, 1), np.float32)
-    counts = [(name, len(one.view_numbers_N)) for name, one in answer.views.items()]
-    return _encode([counts, answer.failures], [numbers_N, vectors_ND])
+    """Stored views as one message, a row a passage."""
+    shapes = {name: one.vectors_ND.shape for name, one in answer.views.items()}
+    return _encode([shapes, answer.failures], [*zip(*answer.views.values())])
 
 
 def decode_views(message: pa.Buffer) -> ViewResults:
     """The stored views in a message."""
-    (counts, failures), arrays = _decode(message)
-    ends = np.cumsum([count for _, count in counts], dtype=np.int64)[:-1]
-    numbers, vectors = (np.split(array, ends) for array in arrays)
-    views = {name: Views(*own) for (name, _), *own in zip(counts, numbers, vectors)}
+    (shapes, failures), columns = _decode(message)
+    rows = zip(shapes.items(), *columns)
+    views = {name: Views(numbers_N, vectors.reshape(shape)) for (name, shape), numbers_N, vectors in rows}
     return ViewResults(views, _failures(failures))
 
 
-def _encode(settings: Any, arrays: Sequence[np.ndarray | pa.Array] = ()) -> pa.Buffer:
-    values = [array if isinstance(array, pa.Array) else pa.array(array.reshape(-1)) for array in arrays]
-    columns = [pa.ListArray.from_arrays(pa.array([0, len(one)], pa.int32()), one) for one in values]
-    shapes = [None if isinstance(array, pa.Array) else array.shape for array in arrays]
-    batch = pa.RecordBatch.from_arrays(columns, [str(number) for number in range(len(columns))])
-    batch = batch.replace_schema_metadata({_SETTINGS: json.dumps([settings, shapes])})
+def _encode(settings: Any, columns: Sequence[Sequence[np.ndarray | pa.Array]] = ()) -> pa.Buffer:
+    lists = [_list_column(arrays) for arrays in columns]
+    batch = pa.RecordBatch.from_arrays(lists, [str(number) for number in range(len(lists))])
+    batch = batch.replace_schema_metadata({_SETTINGS: json.dumps(settings)})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
     return sink.getvalue()
 
 
-def _decode(message: pa.Buffer) -> tuple[Any, list[Any]]:
-    """The settings and the arrays of a message; an array without a shape stays in Arrow."""
+def _list_column(arrays: Sequence[np.ndarray | pa.Array]) -> pa.ListArray:
+    if isinstance(arrays[0], pa.Array):
+        values, sizes = pa.concat_arrays(arrays), map(len, arrays)
+    else:
+        values, sizes = pa.array(np.concatenate([array.reshape(-1) for array in arrays])), (one.size for one in arrays)
+    return pa.ListArray.from_arrays(pa.array([0, *accumulate(sizes)], pa.int32()), values)
+
+
+def _decode(message: pa.Buffer) -> tuple[Any, list[list[Any]]]:
+    """The settings and the columns of a message; numbers as flat arrays, texts in Arrow."""
     with pa.ipc.open_stream(message) as reader:
-        batch, (settings, shapes) = reader.read_next_batch(), json.loads(reader.schema.metadata[_SETTINGS])
-    values = [column.values for column in batch.columns]
-    return settings, [one if shape is None else one.to_numpy().reshape(shape) for one, shape in zip(values, shapes)]
+        batch, settings = reader.read_next_batch(), json.loads(reader.schema.metadata[_SETTINGS])
+    columns = []
+    for column in batch.columns:
+        ends, values = column.offsets.to_pylist(), column.values
+        if not pa.types.is_string(values.type):
+            values = values.to_numpy()
+        columns.append([values[begin:end] for begin, end in pairwise(ends)])
+    return settings, columns
 
 
 def _failures(fields: Sequence[Sequence[Any]]) -> list[ShardFailure]:

@@ -3,7 +3,8 @@
     serve     a searcher listens on a free port of its node's address; in a private cluster only on the loopback
     connect   a caller gets the address and the bearer token from the actor through Ray; a thread connects, and calls go
               by Ray until it is connected
-    call      an action named by the method and the call, an Arrow message each way (`messages`); no code is sent
+    call      an Arrow message each way (`messages`), with a header that names the method and the call; no code is sent;
+              streams of messages stay open for further calls, since opening one takes half a millisecond
     refuse    a caller without the token reaches no method
     lose      a call whose connection breaks is repeated by Ray: the restarted searcher answers it, or the call fails
 
@@ -16,10 +17,11 @@ import logging
 import secrets
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,7 +47,9 @@ RESTART_RETRY_S = 1.0
 LINGER_S = 60.0
 """A call counts as load until it ends, at most this long after its deadline."""
 HELLO = "hello"
-"""The action that tests a connection."""
+"""The method that tests a connection."""
+HEADER_BYTES = 64
+"""A header is padded to a multiple of this length, so that arrays in the message after it stay aligned."""
 TLS_NAME = "mvr-ray"
 """The DNS name in the searchers' certificate, independent of their addresses."""
 _KEEPALIVE = [("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 10_000)]
@@ -104,17 +108,49 @@ class SearcherServer(flight.FlightServerBase):
         self.endpoint = SearcherAddress(f"{origin}:{self.port}", token, authority)
         self._handle = handle
 
-    def do_action(self, context: Any, action: flight.Action) -> Iterator[flight.Result]:
-        """Answer one call. An MvrRayError keeps its type; others become Flight's errors."""
-        method, _, call = action.type.partition(" ")
-        if method == HELLO:
-            yield flight.Result(action.body)
-            return
-        try:
-            yield flight.Result(self._handle(method, call, action.body))
-        except MvrRayError as error:
-            details = json.dumps([type(error).__name__, str(error)])
-            raise flight.FlightServerError(str(error), extra_info=details.encode()) from None
+    def do_exchange(
+        self,
+        context: Any,
+        descriptor: Any,
+        reader: flight.MetadataRecordBatchReader,
+        writer: flight.MetadataRecordBatchWriter,
+    ) -> None:
+        """Answer the calls of one stream in turn. An MvrRayError keeps its type."""
+        for chunk in reader:
+            header, message = _split_frame(chunk.app_metadata)
+            method, _, call = header.partition(" ")
+            try:
+                frame = _frame("", message if method == HELLO else self._handle(method, call, message))
+            except Exception as error:  # noqa: BLE001 - the caller must get every error
+                frame = _frame(json.dumps([type(error).__name__, str(error)]), b"")
+            writer.write_metadata(frame)
+
+
+class _Stream:
+    """An open stream of messages on one client, which gRPC ends at `end_s`. Without references it closes."""
+
+    def __init__(self, client: flight.FlightClient, token: str, seconds: float) -> None:
+        self.client = client
+        self.end_s = time.monotonic() + seconds
+        options = flight.FlightCallOptions(timeout=seconds, headers=[(b"authorization", f"Bearer {token}".encode())])
+        self._writer, self._reader = client.do_exchange(flight.FlightDescriptor.for_command(b""), options)
+        weakref.finalize(self, _close_stream, self._writer, self._reader)
+
+    def send(self, header: str, message: pa.Buffer) -> tuple[str, pa.Buffer]:
+        """Send a message and wait for the answer and its header, which describes an error. Raises Flight's errors."""
+        self._writer.write_metadata(_frame(header, message))
+        return _split_frame(self._reader.read_chunk().app_metadata)
+
+    def cancel(self) -> None:
+        """End the stream, and the call that waits on it in another thread."""
+        self._reader.cancel()
+
+
+def _close_stream(writer: flight.MetadataRecordBatchWriter, reader: flight.MetadataRecordBatchReader) -> None:
+    """Close a stream without waiting for the searcher. Arrow would write to stderr if a broken one were left to it."""
+    reader.cancel()
+    with suppress(pa.ArrowException, OSError):
+        writer.close()
 
 
 class Connection:
@@ -133,6 +169,8 @@ class Connection:
         self._not_before_s = 0.0
         self._epoch = 0
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="mvr-call")
+        self._idle_streams: list[_Stream] = []
+        self._busy_streams: set[_Stream] = set()
 
     @property
     def is_connected(self) -> bool:
@@ -157,12 +195,15 @@ class Connection:
             running, self._running, self._client = self._running, set(), None
             self._epoch += 1
             self.waiting -= len(running)
+            for stream in (*self._idle_streams, *self._busy_streams):
+                stream.cancel()
+            self._idle_streams.clear()
         for future in running:
             future.set_exception(ConnectionLost("the searcher is being restarted"))
 
     def _call(self, future: "Future[pa.Buffer]", method: str, call: str, message: pa.Buffer, timeout_s: float) -> None:
         try:
-            settle = partial(future.set_result, self._send(method, call, message, timeout_s))
+            settle = partial(future.set_result, self._send(future, method, call, message, timeout_s))
         except BaseException as error:  # noqa: BLE001 - the caller must get every error
             settle = partial(future.set_exception, error)
         with self._lock:
@@ -172,22 +213,55 @@ class Connection:
             self.waiting -= 1
         settle()
 
-    def _send(self, method: str, call: str, message: pa.Buffer, timeout_s: float) -> pa.Buffer:
+    def _send(
+        self, future: "Future[pa.Buffer]", method: str, call: str, message: pa.Buffer, timeout_s: float
+    ) -> pa.Buffer:
         """Send over Flight if connected. By Ray otherwise, or if the connection breaks: Ray finds a restarted actor."""
         client = self._usable_client()
         try:
             if client is not None:
-                with suppress(*_BROKEN):
-                    return _act(*client, f"{method} {call}", message, timeout_s)
-                with self._lock:
-                    self._client = None if self._client is client else self._client
+                try:
+                    with self._stream(*client, timeout_s) as stream:
+                        problem, answer = stream.send(f"{method} {call}", message)
+                except _BROKEN as error:
+                    with self._lock:
+                        self._client = None if self._client is client else self._client
+                        if future not in self._running:
+                            raise ConnectionLost("the connection was closed during the call") from error
+                else:
+                    if problem:
+                        raise _decode_error(*json.loads(problem))
+                    return answer
             return ray.get(self.actor.handle.remote(method, call, message), timeout=timeout_s)
         except (RayActorError, GetTimeoutError, flight.FlightTimedOutError) as error:
             raise ConnectionLost(str(error).partition("\n")[0]) from error
         except RayTaskError as error:
             raise unwrap_error(error, "searching") from error
-        except flight.FlightServerError as error:
-            raise _decode_error(error) from error
+
+    @contextmanager
+    def _stream(self, client: flight.FlightClient, token: str, timeout_s: float) -> Iterator[_Stream]:
+        """Lend a stream of the client that stays open for at least `timeout_s`; keep it afterwards unless it broke.
+
+        gRPC has no timeout of a message, so a call that the searcher never answers ends with its stream.
+        """
+        with self._lock:
+            needed_s = time.monotonic() + timeout_s
+            self._idle_streams = [one for one in self._idle_streams if one.client is client and one.end_s >= needed_s]
+            stream = self._idle_streams.pop() if self._idle_streams else None
+        stream = stream or _Stream(client, token, 2 * timeout_s)
+        with self._lock:
+            self._busy_streams.add(stream)
+        try:
+            yield stream
+        except BaseException:
+            stream.cancel()
+            raise
+        else:
+            with self._lock:
+                self._idle_streams.append(stream)
+        finally:
+            with self._lock:
+                self._busy_streams.discard(stream)
 
     def _usable_client(self) -> tuple[flight.FlightClient, str] | None:
         """The connection; if there is none, start connecting in a thread and return None."""
@@ -208,7 +282,7 @@ class Connection:
             uri, token, authority = ray.get(ref, timeout=CONNECT_S)
             options: Any = {"tls_root_certs": authority, "override_hostname": TLS_NAME} if authority else {}
             new_client = flight.FlightClient(uri, generic_options=_KEEPALIVE, **options)
-            _act(new_client, token, HELLO, pa.py_buffer(b""), CONNECT_S)
+            _Stream(new_client, token, CONNECT_S).send(HELLO, pa.py_buffer(b""))
             client = new_client, token
         except RayError as error:  # the actor restarts, or is dead
             retry_s = RESTART_RETRY_S
@@ -235,16 +309,22 @@ class _TokenCheck(flight.ServerMiddlewareFactory):
             raise flight.FlightUnauthenticatedError("no valid token")
 
 
-def _act(client: flight.FlightClient, token: str, action: str, message: pa.Buffer, timeout_s: float) -> pa.Buffer:
-    options = flight.FlightCallOptions(timeout=timeout_s, headers=[(b"authorization", f"Bearer {token}".encode())])
-    return next(iter(client.do_action(flight.Action(action, message), options))).body
+def _frame(header: str, message: pa.Buffer | bytes) -> bytes:
+    """A header and a message as one."""
+    line = header.encode() + b"\n"
+    return line.ljust(-(-len(line) // HEADER_BYTES) * HEADER_BYTES) + memoryview(message)
 
 
-def _decode_error(error: flight.FlightServerError) -> BaseException:
-    """The MvrRayError that a searcher raised, else Flight's error."""
-    try:
-        name, message = json.loads(error.extra_info)
-        kind = getattr(errors, name)
-    except (ValueError, AttributeError):
-        return error
-    return kind(message) if isinstance(kind, type) and issubclass(kind, MvrRayError) else error
+def _split_frame(frame: pa.Buffer) -> tuple[str, pa.Buffer]:
+    """The header and the message of a frame; the message is aligned, which a part of what gRPC received may not be."""
+    data = frame.to_pybytes()
+    end = data.index(b"\n")
+    return data[:end].decode(), pa.py_buffer(data).slice((end // HEADER_BYTES + 1) * HEADER_BYTES)
+
+
+def _decode_error(name: str, message: str) -> BaseException:
+    """The MvrRayError that a searcher raised, else an error of Flight with its name."""
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, MvrRayError):
+        return kind(message)
+    return flight.FlightServerError(f"{name}: {message}")
