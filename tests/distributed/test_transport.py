@@ -32,6 +32,7 @@ from mvr_ray.distributed.searching.messages import (
     encode_results,
     encode_scan,
     encode_views,
+    frame,
 )
 from mvr_ray.distributed.searching.transport import (
     Connection,
@@ -281,7 +282,7 @@ def test_a_caller_without_the_token_reaches_no_method_and_unpickles_nothing(
         for method in ("say", "hello"):
             with pytest.raises(flight.FlightUnauthenticatedError):
                 writer, reader = client.do_exchange(flight.FlightDescriptor.for_command(b""), options)
-                writer.write_metadata(method.encode().ljust(63) + b"\n" + trap)
+                writer.write_metadata(frame([method, "a call"], trap))
                 reader.read_chunk()
     assert desk.calls == 0 and not (tmp_path / "sprung").exists()
     impostor = Connection(FakeActor(server.endpoint._replace(token="another key")), 1)

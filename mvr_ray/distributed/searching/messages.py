@@ -3,8 +3,9 @@
     scan     queries [Q, D]; settings                      ->  hits, counts and ids of every shard
     views    settings name the passages                    ->  numbers and vectors of all views
 
-A message is a table of lists, a row a shard or a passage and a column a field: columns cost time, rows do not. Settings
-and failures are JSON in the metadata of the schema. Decoding creates arrays, strings and numbers, and runs no code.
+A message is a header in JSON, with settings and failures, and a record batch of lists: a row a shard or a passage, a
+column a field. The columns have fixed types, so no schema is sent. Decoding creates arrays, strings and numbers, and
+runs no code.
 
 Shapes: Q queries, D dimension, R distinct rows among the hits, N view vectors.
 """
@@ -20,7 +21,26 @@ import pyarrow as pa
 from mvr_ray.store.embeddings import Views
 from mvr_ray.types import FloatArray, HybridQueries, IntArray, ShardHits
 
-_SETTINGS = b"mvr_ray"
+_LENGTH_BYTES = 8
+_ALIGNMENT = 64
+"""A header is padded to a multiple of this length, so that the arrays after it stay aligned."""
+
+
+def _lists(**types: pa.DataType) -> pa.Schema:
+    return pa.schema([(name, pa.list_(type)) for name, type in types.items()])
+
+
+_SCAN = _lists(queries=pa.float32())
+_RESULTS = _lists(
+    rows=pa.int64(),
+    scores=pa.float32(),
+    views=pa.int16(),
+    frontier=pa.float32(),
+    rescored=pa.int64(),
+    passages=pa.int64(),
+    ids=pa.string(),
+)
+_VIEWS = {name: _lists(numbers=pa.int16(), vectors=pa.type_for_alias(name)) for name in ("float16", "float32")}
 
 
 class ScanRequest(NamedTuple):
@@ -68,12 +88,13 @@ class ViewResults(NamedTuple):
 def encode_scan(request: ScanRequest) -> pa.Buffer:
     """The request as one message."""
     queries_QD, *settings = request
-    return _encode([*settings, queries_QD.shape], [[np.asarray(queries_QD, np.float32)]])
+    return _encode([*settings, queries_QD.shape], _SCAN, [[np.asarray(queries_QD, np.float32)]])
 
 
 def decode_scan(message: pa.Buffer) -> ScanRequest:
     """The request in a message."""
-    (k, shards, version, filter, hybrid, shape), [[queries]] = _decode(message)
+    (k, shards, version, filter, hybrid, shape), body = split_frame(message)
+    [[queries]] = _columns(body, _SCAN)
     words = HybridQueries(tuple(hybrid[0]), hybrid[1]) if hybrid else None
     return ScanRequest(queries.reshape(shape), k, tuple(shards), version, filter, words)
 
@@ -82,14 +103,14 @@ def encode_results(answer: ShardResults) -> pa.Buffer:
     """Results as one message, a row a shard."""
     results, failures = answer
     rows = [(*one.hits, one.rescored_Q, one.rows_R, one.ids_R) for one in results]
-    return _encode([[one.shard for one in results], failures], [*zip(*rows)])
+    return _encode([[one.shard for one in results], failures], _RESULTS, [*zip(*rows)])
 
 
 def decode_results(message: pa.Buffer) -> ShardResults:
     """The results in a message; arrays are views of it."""
-    (shards, failures), columns = _decode(message)
+    (shards, failures), body = split_frame(message)
     results = []
-    for shard, *lists, frontier_Q, rescored_Q, rows_R, ids_R in zip(shards, *columns):
+    for shard, *lists, frontier_Q, rescored_Q, rows_R, ids_R in zip(shards, *_columns(body, _RESULTS)):
         rows_QK, scores_QK, views_QK = (one.reshape(len(frontier_Q), -1) for one in lists)
         hits = ShardHits(rows_QK, scores_QK, views_QK, frontier_Q)
         results.append(ShardResult(shard, hits, rescored_Q, rows_R, ids_R))
@@ -98,37 +119,48 @@ def decode_results(message: pa.Buffer) -> ShardResults:
 
 def encode_views_request(ids: Mapping[int, Sequence[str]], version: int) -> pa.Buffer:
     """A request for the stored views of these passages of a version, by the shard that holds them, as one message."""
-    return _encode([list(ids.items()), version])
+    return frame([list(ids.items()), version])
 
 
 def decode_views_request(message: pa.Buffer) -> tuple[dict[int, list[str]], int]:
     """The passages by shard, and the version, of the request in a message."""
-    (ids, version), _ = _decode(message)
+    (ids, version), _ = split_frame(message)
     return dict(ids), version
 
 
 def encode_views(answer: ViewResults) -> pa.Buffer:
     """Stored views as one message, a row a passage."""
+    views = answer.views.values()
+    dtype = next((str(one.vectors_ND.dtype) for one in views), "float32")
     shapes = {name: one.vectors_ND.shape for name, one in answer.views.items()}
-    return _encode([shapes, answer.failures], [*zip(*answer.views.values())])
+    return _encode([dtype, shapes, answer.failures], _VIEWS[dtype], [*zip(*views)])
 
 
 def decode_views(message: pa.Buffer) -> ViewResults:
     """The stored views in a message."""
-    (shapes, failures), columns = _decode(message)
-    rows = zip(shapes.items(), *columns)
+    (dtype, shapes, failures), body = split_frame(message)
+    rows = zip(shapes.items(), *_columns(body, _VIEWS[dtype]))
     views = {name: Views(numbers_N, vectors.reshape(shape)) for (name, shape), numbers_N, vectors in rows}
     return ViewResults(views, _failures(failures))
 
 
-def _encode(settings: Any, columns: Sequence[Sequence[np.ndarray | pa.Array]] = ()) -> pa.Buffer:
+def frame(header: Any, body: pa.Buffer | bytes = b"") -> pa.Buffer:
+    """The length of a header, the header in JSON, and the bytes after it."""
+    line = json.dumps(header).encode()
+    head = len(line).to_bytes(_LENGTH_BYTES, "little") + line
+    return pa.py_buffer(head.ljust(-(-len(head) // _ALIGNMENT) * _ALIGNMENT) + memoryview(body))
+
+
+def split_frame(message: pa.Buffer) -> tuple[Any, pa.Buffer]:
+    """The header of a frame, and the bytes after it."""
+    end = _LENGTH_BYTES + int.from_bytes(message.slice(0, _LENGTH_BYTES).to_pybytes(), "little")
+    header = json.loads(message.slice(_LENGTH_BYTES, end - _LENGTH_BYTES).to_pybytes())
+    return header, message.slice(-(-end // _ALIGNMENT) * _ALIGNMENT)
+
+
+def _encode(settings: Any, schema: pa.Schema, columns: Sequence[Sequence[np.ndarray | pa.Array]]) -> pa.Buffer:
     lists = [_list_column(arrays) for arrays in columns]
-    batch = pa.RecordBatch.from_arrays(lists, [str(number) for number in range(len(lists))])
-    batch = batch.replace_schema_metadata({_SETTINGS: json.dumps(settings)})
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, batch.schema) as writer:
-        writer.write_batch(batch)
-    return sink.getvalue()
+    return frame(settings, pa.RecordBatch.from_arrays(lists, schema=schema).serialize() if lists else b"")
 
 
 def _list_column(arrays: Sequence[np.ndarray | pa.Array]) -> pa.ListArray:
@@ -139,17 +171,15 @@ def _list_column(arrays: Sequence[np.ndarray | pa.Array]) -> pa.ListArray:
     return pa.ListArray.from_arrays(pa.array([0, *accumulate(sizes)], pa.int32()), values)
 
 
-def _decode(message: pa.Buffer) -> tuple[Any, list[list[Any]]]:
-    """The settings and the columns of a message; numbers as flat arrays, texts in Arrow."""
-    with pa.ipc.open_stream(message) as reader:
-        batch, settings = reader.read_next_batch(), json.loads(reader.schema.metadata[_SETTINGS])
+def _columns(body: pa.Buffer, schema: pa.Schema) -> list[list[Any]]:
+    """The columns of a message: numbers as flat arrays, texts in Arrow."""
     columns = []
-    for column in batch.columns:
+    for column in pa.ipc.read_record_batch(body, schema).columns if body.size else ():
         ends, values = column.offsets.to_pylist(), column.values
         if not pa.types.is_string(values.type):
             values = values.to_numpy()
         columns.append([values[begin:end] for begin, end in pairwise(ends)])
-    return settings, columns
+    return columns
 
 
 def _failures(fields: Sequence[Sequence[Any]]) -> list[ShardFailure]:

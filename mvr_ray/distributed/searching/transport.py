@@ -12,7 +12,6 @@ With `resources.tls_dir` the connection is encrypted, and the searcher proves th
 """
 
 import hmac
-import json
 import logging
 import secrets
 import threading
@@ -34,6 +33,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from mvr_ray import errors
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.ray_errors import unwrap_error
+from mvr_ray.distributed.searching.messages import frame, split_frame
 from mvr_ray.errors import MvrRayError
 
 log = logging.getLogger(__name__)
@@ -48,8 +48,6 @@ LINGER_S = 60.0
 """A call counts as load until it ends, at most this long after its deadline."""
 HELLO = "hello"
 """The method that tests a connection."""
-HEADER_BYTES = 64
-"""A header is padded to a multiple of this length, so that arrays in the message after it stay aligned."""
 TLS_NAME = "mvr-ray"
 """The DNS name in the searchers' certificate, independent of their addresses."""
 _KEEPALIVE = [("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 10_000)]
@@ -117,13 +115,12 @@ class SearcherServer(flight.FlightServerBase):
     ) -> None:
         """Answer the calls of one stream in turn. An MvrRayError keeps its type."""
         for chunk in reader:
-            header, message = _split_frame(chunk.app_metadata)
-            method, _, call = header.partition(" ")
+            (method, call), message = split_frame(_aligned(chunk.app_metadata))
             try:
-                frame = _frame("", message if method == HELLO else self._handle(method, call, message))
+                answer = frame(None, message if method == HELLO else self._handle(method, call, message))
             except Exception as error:  # noqa: BLE001 - the caller must get every error
-                frame = _frame(json.dumps([type(error).__name__, str(error)]), b"")
-            writer.write_metadata(frame)
+                answer = frame([type(error).__name__, str(error)])
+            writer.write_metadata(answer)
 
 
 class _Stream:
@@ -136,10 +133,10 @@ class _Stream:
         self._writer, self._reader = client.do_exchange(flight.FlightDescriptor.for_command(b""), options)
         weakref.finalize(self, _close_stream, self._writer, self._reader)
 
-    def send(self, header: str, message: pa.Buffer) -> tuple[str, pa.Buffer]:
-        """Send a message and wait for the answer and its header, which describes an error. Raises Flight's errors."""
-        self._writer.write_metadata(_frame(header, message))
-        return _split_frame(self._reader.read_chunk().app_metadata)
+    def send(self, method: str, call: str, message: pa.Buffer) -> tuple[list[str] | None, pa.Buffer]:
+        """Send a message, and wait for the searcher's error, if any, and its answer. Raises Flight's errors."""
+        self._writer.write_metadata(frame([method, call], message))
+        return split_frame(_aligned(self._reader.read_chunk().app_metadata))
 
     def cancel(self) -> None:
         """End the stream, and the call that waits on it in another thread."""
@@ -222,7 +219,7 @@ class Connection:
             if client is not None:
                 try:
                     with self._stream(*client, timeout_s) as stream:
-                        problem, answer = stream.send(f"{method} {call}", message)
+                        problem, answer = stream.send(method, call, message)
                 except _BROKEN as error:
                     with self._lock:
                         self._client = None if self._client is client else self._client
@@ -230,7 +227,7 @@ class Connection:
                             raise ConnectionLost("the connection was closed during the call") from error
                 else:
                     if problem:
-                        raise _decode_error(*json.loads(problem))
+                        raise _decode_error(*problem)
                     return answer
             return ray.get(self.actor.handle.remote(method, call, message), timeout=timeout_s)
         except (RayActorError, GetTimeoutError, flight.FlightTimedOutError) as error:
@@ -282,7 +279,7 @@ class Connection:
             uri, token, authority = ray.get(ref, timeout=CONNECT_S)
             options: Any = {"tls_root_certs": authority, "override_hostname": TLS_NAME} if authority else {}
             new_client = flight.FlightClient(uri, generic_options=_KEEPALIVE, **options)
-            _Stream(new_client, token, CONNECT_S).send(HELLO, pa.py_buffer(b""))
+            _Stream(new_client, token, CONNECT_S).send(HELLO, "", pa.py_buffer(b""))
             client = new_client, token
         except RayError as error:  # the actor restarts, or is dead
             retry_s = RESTART_RETRY_S
@@ -309,17 +306,9 @@ class _TokenCheck(flight.ServerMiddlewareFactory):
             raise flight.FlightUnauthenticatedError("no valid token")
 
 
-def _frame(header: str, message: pa.Buffer | bytes) -> bytes:
-    """A header and a message as one."""
-    line = header.encode() + b"\n"
-    return line.ljust(-(-len(line) // HEADER_BYTES) * HEADER_BYTES) + memoryview(message)
-
-
-def _split_frame(frame: pa.Buffer) -> tuple[str, pa.Buffer]:
-    """The header and the message of a frame; the message is aligned, which a part of what gRPC received may not be."""
-    data = frame.to_pybytes()
-    end = data.index(b"\n")
-    return data[:end].decode(), pa.py_buffer(data).slice((end // HEADER_BYTES + 1) * HEADER_BYTES)
+def _aligned(received: pa.Buffer) -> pa.Buffer:
+    """A copy at the start of an allocation: gRPC's own is a part of one, where arrays would not be aligned."""
+    return pa.py_buffer(received.to_pybytes())
 
 
 def _decode_error(name: str, message: str) -> BaseException:
