@@ -4,6 +4,7 @@ import os
 import pickle
 import socket
 import subprocess
+import sys
 import threading
 from contextlib import suppress
 
@@ -120,43 +121,30 @@ class Proxy:
 
 
 @pytest.fixture
-def connections():
-    """The connections of a test. A server shuts down when its streams have ended."""
-    return []
-
-
-@pytest.fixture
-def connect(connections):
-    def connect(endpoint: SearcherAddress) -> Connection:
-        """Open a connection; its first call went by Ray."""
-        connection = Connection(FakeActor(endpoint), 4)
-        connections.append(connection)
-        assert call(connection, "say", b"by Ray").result(30).to_pybytes() == b"by Ray"
-        until(lambda: connection.is_connected)
-        assert connection.actor.by_ray == 1 and connection.waiting == 0
-        return connection
-
-    return connect
-
-
-@pytest.fixture
 def desk():
     return Desk()
 
 
 @pytest.fixture(params=["127.0.0.1", "::1"])
-def server(desk, connections, request):
+def server(desk, request):
     one = SearcherServer(desk.handle, request.param)
     yield one
     desk.gate.set()
-    for connection in connections:
-        connection.close()
     one.shutdown()
 
 
 def call(connection: Connection, method: str, message: bytes = b"", timeout_s: float = 30.0):
     connection.add_waiting(1)
     return connection.call(method, "a call", pa.py_buffer(message), Deadline.after(timeout_s))
+
+
+def connect(endpoint: SearcherAddress) -> Connection:
+    """Open a connection; its first call went by Ray."""
+    connection = Connection(FakeActor(endpoint), 4)
+    assert call(connection, "say", b"by Ray").result(30).to_pybytes() == b"by Ray"
+    until(lambda: connection.is_connected)
+    assert connection.actor.by_ray == 1 and connection.waiting == 0
+    return connection
 
 
 def whole(router) -> bool:
@@ -245,9 +233,7 @@ def test_the_fair_lock_is_held_by_one_thread_at_a_time_in_order_of_arrival():
 
 
 @pytest.mark.ray
-def test_what_is_sent_comes_back_whatever_its_size_and_errors_of_ours_keep_their_type(
-    server, desk, connect, ray_session
-):
+def test_what_is_sent_comes_back_whatever_its_size_and_errors_of_ours_keep_their_type(server, desk, ray_session):
     connection = connect(server.endpoint)
     for message in (b"", b"a", os.urandom(9_000_000)):
         assert call(connection, "say", message).result(30).to_pybytes() == message
@@ -262,9 +248,7 @@ def test_what_is_sent_comes_back_whatever_its_size_and_errors_of_ours_keep_their
 
 
 @pytest.mark.ray
-def test_a_caller_without_the_token_reaches_no_method_and_unpickles_nothing(
-    server, desk, connect, ray_session, tmp_path
-):
+def test_a_caller_without_the_token_reaches_no_method_and_unpickles_nothing(server, desk, ray_session, tmp_path):
     class Trap:
         def __reduce__(self):
             return open, (str(tmp_path / "sprung"), "w")
@@ -304,7 +288,7 @@ def test_without_a_server_calls_go_by_ray_and_no_second_connect_follows_at_once(
 
 
 @pytest.mark.ray
-def test_calls_run_side_by_side_and_count_until_they_end(server, desk, connect, ray_session):
+def test_calls_run_side_by_side_and_count_until_they_end(server, desk, ray_session):
     connection = connect(server.endpoint)
     slow, quick = call(connection, "later", b"1"), call(connection, "say", b"2")
     assert quick.result(30).to_pybytes() == b"2"
@@ -315,9 +299,7 @@ def test_calls_run_side_by_side_and_count_until_they_end(server, desk, connect, 
 
 
 @pytest.mark.ray
-def test_a_closed_connection_fails_its_calls_at_once_and_the_next_call_connects_anew(
-    server, desk, connect, ray_session
-):
+def test_a_closed_connection_fails_its_calls_at_once_and_the_next_call_connects_anew(server, desk, ray_session):
     connection = connect(server.endpoint)
     waits = call(connection, "later")
     until(lambda: desk.calls == 1)
@@ -333,7 +315,7 @@ def test_a_closed_connection_fails_its_calls_at_once_and_the_next_call_connects_
 
 
 @pytest.mark.ray
-def test_where_a_connection_breaks_ray_carries_the_calls_that_run_and_those_that_follow(desk, connect, ray_session):
+def test_where_a_connection_breaks_ray_carries_the_calls_that_run_and_those_that_follow(desk, ray_session):
     server = SearcherServer(desk.handle, "127.0.0.1")
     proxy = Proxy(server.endpoint)
     connection = connect(proxy.endpoint)
@@ -349,7 +331,7 @@ def test_where_a_connection_breaks_ray_carries_the_calls_that_run_and_those_that
 
 @pytest.mark.ray
 def test_calls_one_after_the_other_share_a_stream_and_one_that_would_end_too_early_is_replaced(
-    server, desk, connect, ray_session
+    server, desk, ray_session
 ):
     connection = connect(server.endpoint)
     for timeout_s, is_new in ((30, True), (30, False), (20, False), (300, True), (30, False)):
@@ -361,13 +343,37 @@ def test_calls_one_after_the_other_share_a_stream_and_one_that_would_end_too_ear
 
 
 @pytest.mark.ray
-def test_a_call_that_is_never_answered_ends_with_its_stream(server, desk, connect, ray_session, monkeypatch):
+def test_a_call_that_is_never_answered_ends_with_its_stream(server, desk, ray_session, monkeypatch):
     connection = connect(server.endpoint)
     monkeypatch.setattr(transport, "LINGER_S", 0.0)
     with pytest.raises(ConnectionLost):
         call(connection, "later", timeout_s=0.5).result(30)
     assert desk.calls == 1 and connection.waiting == 0 and connection.actor.by_ray == 1
     assert call(connection, "say", b"next").result(30).to_pybytes() == b"next"
+
+
+SERVE = """
+from mvr_ray.distributed.searching.transport import SearcherServer
+server = SearcherServer(lambda method, call, message: message, "127.0.0.1")
+print(*server.endpoint[:2], flush=True)
+input()
+"""
+
+
+@pytest.mark.ray
+def test_a_process_ends_while_callers_hold_streams_to_its_server(ray_session):
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        connection = connect(SearcherAddress(*process.stdout.readline().split()))
+        assert call(connection, "say", b"1").result(30).to_pybytes() == b"1" and connection.actor.by_ray == 1
+        process.stdin.write("\n")
+        process.stdin.flush()
+        try:
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+    assert call(connection, "say", b"2").result(30).to_pybytes() == b"2" and connection.actor.by_ray == 2
 
 
 @pytest.fixture(scope="module")
@@ -379,9 +385,7 @@ def tls_dir(tmp_path_factory) -> str:
 
 
 @pytest.mark.ray
-def test_with_a_certificate_calls_are_encrypted_and_another_certificate_is_refused(
-    desk, connect, connections, ray_session, tls_dir
-):
+def test_with_a_certificate_calls_are_encrypted_and_another_certificate_is_refused(desk, ray_session, tls_dir):
     server = SearcherServer(desk.handle, "127.0.0.1", tls_dir)
     assert server.endpoint.uri.startswith("grpc+tls://")
     assert call(connect(server.endpoint), "say", b"secret").result(30).to_pybytes() == b"secret"
@@ -397,7 +401,6 @@ def test_with_a_certificate_calls_are_encrypted_and_another_certificate_is_refus
         until(lambda connection=connection: not connection._connecting)
         assert not connection.is_connected
     assert desk.calls == 1
-    connections[0].close()
     server.shutdown()
 
 

@@ -13,7 +13,10 @@ With `resources.tls_dir` the connection is encrypted, and the searcher proves th
 
 import hmac
 import logging
+import os
 import secrets
+import socket
+import stat
 import threading
 import time
 import weakref
@@ -105,6 +108,7 @@ class SearcherServer(flight.FlightServerBase):
         super().__init__(f"{origin}:0", middleware={"token": _TokenCheck(token)}, **options)
         self.endpoint = SearcherAddress(f"{origin}:{self.port}", token, authority)
         self._handle = handle
+        weakref.finalize(self, _break_connections, self.port)  # before Flight's own, which waits for open streams
 
     def do_exchange(
         self,
@@ -121,6 +125,21 @@ class SearcherServer(flight.FlightServerBase):
             except Exception as error:  # noqa: BLE001 - the caller must get every error
                 answer = frame([type(error).__name__, str(error)])
             writer.write_metadata(answer)
+
+    def shutdown(self) -> None:
+        """Break all connections and shut the server down."""
+        _break_connections(self.port)
+        super().shutdown()
+
+
+def _break_connections(port: int) -> None:
+    """Break this process's connections to callers of its server. Flight has no call for it."""
+    for number in [int(path.name) for path in Path("/dev/fd").iterdir()]:
+        with suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                with socket.socket(fileno=os.dup(number)) as own:
+                    if own.family in (socket.AF_INET, socket.AF_INET6) and own.getsockname()[1] == port:
+                        own.shutdown(socket.SHUT_RDWR)
 
 
 class _Stream:
