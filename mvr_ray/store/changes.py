@@ -49,10 +49,16 @@ def num_kept(sizes: Sequence[int], num_changes: int) -> int:
     return num_files
 
 
-def changed_ids(ids: Iterable[str], upsert_ids: Collection[str], deleted_ids: Collection[str]) -> list[str]:
-    """Return ascending ids with `upsert_ids` added and `deleted_ids` removed."""
-    hidden_ids = {*upsert_ids, *deleted_ids}
-    return sorted([*(name for name in ids if name not in hidden_ids), *upsert_ids])
+def changed_ids(ids: list[str], upsert_ids: Collection[str], deleted_ids: Collection[str]) -> list[str]:
+    """Return ascending ids with `upsert_ids`, a set or keys, added and `deleted_ids` removed; ids between two changes
+    are copied as slices."""
+    result, row = [], 0
+    for name in sorted({*upsert_ids, *deleted_ids}):
+        at = bisect.bisect_left(ids, name, row)
+        result += ids[row:at]
+        row = at + (at < len(ids) and ids[at] == name)
+        result += [name] * (name in upsert_ids)
+    return result + ids[row:]
 
 
 def lay_over(

@@ -171,4 +171,4 @@ def _to_block(name: str, views: Views, dtype: DTypeLike | None = None) -> Embedd
 def _common_ids(ids: Collection[str], others: pa.ChunkedArray) -> set[str]:
     """Return the ids that are among others."""
     own = pa.array(list(ids), pa.string())
-    return set(own.filter(pc.is_in(own, value_set=others)).to_pylist())  # pyrefly: ignore
+    return set(others.filter(pc.is_in(others, value_set=own)).to_pylist())  # pyrefly: ignore
