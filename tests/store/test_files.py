@@ -1,6 +1,7 @@
 """Laws of files at rest: whole or absent, created once, told in full when they cannot be written."""
 
 import errno
+import hashlib
 import os
 import pickle
 import resource
@@ -129,6 +130,21 @@ def test_a_file_moves_in_and_a_changed_one_is_seen_through_the_cache(store: Stor
         store.put_file(source, "a/file")
         assert not source.exists()
         assert store.local_path("a/file").read_bytes() == content
+
+
+def test_a_damaged_copy_in_the_cache_stays_until_it_is_fetched_again_as_others_may_read_it(store: Store, monkeypatch):
+    store.write_bytes("a/file", b"whole")
+    local = store.local_path("a/file")
+    local.write_bytes(b"wrong")
+    fetch, was_there = Store.local_path, []
+
+    def local_path(own: Store, path: str) -> Path:
+        was_there.append(local.is_file())
+        return fetch(own, path)
+
+    monkeypatch.setattr(Store, "local_path", local_path)
+    assert store.is_whole(local, "a/file", 5, hashlib.sha256(b"whole").hexdigest()) == (not store.is_local)
+    assert was_there == [True] * (not store.is_local)
 
 
 def test_scratch_is_gone_after_success_and_failure(store: Store):
