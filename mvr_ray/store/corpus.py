@@ -165,7 +165,7 @@ def _from_fields(kind: type[Description], fields: dict[str, Any], where: str, fo
 
 
 def _corpus_info(fields: dict[str, Any], where: str, format_version: int = FORMAT_VERSION) -> CorpusInfo:
-    parts = fields.get("parts") or ()
+    parts = parts if isinstance(parts := fields.get("parts"), list) else []
     several = any(isinstance(part, dict) and isinstance(part.get("changes"), list) for part in parts)
     return _from_fields(CorpusInfo, fields, where, _SEVERAL_FORMAT if several else format_version)
 

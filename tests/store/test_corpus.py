@@ -354,7 +354,7 @@ def test_damage_is_named(corpus: Corpus):
     corpus.store.write_bytes(path, data[:-1])
     with pytest.raises(StorageError, match=r"part 1 .* cut short"):
         Corpus.open(corpus.store, "corpus").part(1)
-    for bad in (b"{", b"[]", b'{"format_version": 9}', b'{"format_version": 1}'):
+    for bad in (b"{", b"[]", b'{"format_version": 9}', b'{"format_version": 1}', b'{"parts": 5}'):
         corpus.store.write_bytes(paths.corpus_publication("corpus", 1), bad)
         with pytest.raises(StorageError, match=r"publications/1\.json"):
             Corpus.open(corpus.store, "corpus")
