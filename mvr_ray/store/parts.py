@@ -36,14 +36,12 @@ class CorpusPart:
         """`fields` are those of the corpus; without them passages are read as if they had none."""
         self.path, self.change_paths = path, changes
         self._schema = passage_schema(fields or {})
-        self.change_files = [_read_changes(file, self._schema.names) for file in changes]
-        self.changes = Changes.join(self.change_files)
         self._batches = [batch.select(self._schema.names).replace_schema_metadata() for batch in map_batches(path)]
         if changes:
             self._batches = list(
                 lay_over(
                     self._batches,
-                    self.changes,
+                    Changes.join(self.read_changes()),
                     ids_of=lambda batch: batch.column(0).to_pylist(),
                     piece_of=lambda _, row: row,
                     cut=lambda batch, start, stop: batch.slice(start, stop - start),
@@ -53,6 +51,10 @@ class CorpusPart:
             )
         self._starts = list(itertools.accumulate((batch.num_rows for batch in self._batches), initial=0))
         self._first_ids = [batch.column(0)[0].as_py() for batch in self._batches]
+
+    def read_changes(self) -> list[Changes[pa.RecordBatch]]:
+        """Read the files of changes. They are not kept: a row, as a batch of its own, takes 600 bytes of memory."""
+        return [_read_changes(path, self._schema.names) for path in self.change_paths]
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -122,7 +124,7 @@ def _difference_of_changes(before: CorpusPart, after: CorpusPart) -> PartDiffere
     difference = PartDifference([], [])
     pairs = zip(before.change_paths, after.change_paths)
     num_both = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    files = [own for part in (before, after) for own in part.change_files[num_both:]]
+    files = [_read_changes(path, ["id"]) for part in (before, after) for path in part.change_paths[num_both:]]
     for name in sorted({name for own in files for name in own.ids()}):
         row, old = after.row(name), before.get(name)
         if row < 0:

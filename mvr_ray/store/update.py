@@ -290,9 +290,10 @@ def _write_part(parent: Corpus, shard: int, own: Changes[Passage], folder: Path)
     """Write the changes of one part beside its files, or the part whole if they are too many. Either file is
     named by its content. Files of changes that are about as small are written again with these (`num_kept`)."""
     part, info = parent.part(shard), parent.info.parts[shard]
-    num_files = num_kept([len(file.ids()) for file in part.change_files], len(own.ids()))
+    files = part.read_changes()
+    num_files = num_kept([len(file.ids()) for file in files], len(own.ids()))
     below = CorpusPart(part.path, *part.change_paths[:num_files], fields=parent.fields)
-    rows, deletions = Changes.join(part.change_files[num_files:])
+    rows, deletions = Changes.join(files[num_files:])
     again = Changes({passage.id: passage for row in rows.values() for passage in passages_of(row)}, deletions)
     upserts, deletions = Changes.join([again, own])
     passages = {name: upserts[name] for name in sorted(upserts) if below.get(name) != upserts[name]}
@@ -301,7 +302,7 @@ def _write_part(parent: Corpus, shard: int, own: Changes[Passage], folder: Path)
     if not passages and not deleted_ids:
         return dataclasses.replace(info, num_passages=len(below), changes=info.changes[:num_files])
     file = folder / "part.arrow"
-    num_changes = len(below.changes.ids().union(passages, deleted_ids))
+    num_changes = len(Changes.join(files[:num_files]).ids().union(passages, deleted_ids))
     if is_delta := num_changes <= MAX_CHANGED_SHARE * len(CorpusPart(part.path)):
         write_passages(file, passages.values(), parent.fields, deleted_ids)
         new_part = CorpusPart(part.path, *part.change_paths[:num_files], file)

@@ -3,6 +3,7 @@
 import hashlib
 import random
 import resource
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -130,6 +131,16 @@ def test_a_part_with_changes_reads_as_if_written_whole_and_its_difference_is_tol
     for names in (find_contents(after, queries - lost_contents, lacking), find_contents(after, queries, set())):
         assert names.keys() == queries - lost_contents
         assert all(others[name][1:3] == content for content, name in names.items())
+
+
+def test_an_open_part_keeps_no_object_for_each_of_its_changes(base_part, tmp_path: Path):
+    edited_part(base_part, tmp_path, [dict.fromkeys(range(0, ROWS, 2), "new")], False)
+    tracemalloc.start()
+    try:
+        part = CorpusPart(base_part[0], *tmp_path.iterdir(), fields={"n": "int"})
+        assert len(part) == ROWS and tracemalloc.get_traced_memory()[0] < 20 * ROWS // 2
+    finally:
+        tracemalloc.stop()
 
 
 @st.composite
