@@ -66,8 +66,9 @@ def read_csv(path: Path, names: Names = NO_NAMES, delimiter: str = ",") -> Itera
 
 def read_rows(rows: Iterable[Mapping[str, Any]], source: str, names: Names) -> Iterator[Record]:
     """Read rows that a library yields; messages name a row by its number from 0."""
+    path = Path(source)
     for number, row in enumerate(rows):
-        yield _record(dict(row), number, Path(source), f"{source}:row {number}", names)
+        yield _record(dict(row), number, path, f"{source}:row {number}", names)
 
 
 def read_nq_open(path: Path) -> Iterator[Record]:
