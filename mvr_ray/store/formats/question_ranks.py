@@ -9,7 +9,6 @@
 Shapes: Q questions.
 """
 
-import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -53,8 +52,8 @@ def question_ranks_bytes(parts: Iterable[QuestionRanks]) -> bytes:
     """Write ranks as the bytes of a Parquet file, zstd-compressed; equal ranks give equal bytes."""
     rows = []
     for part in parts:
-        ndcgs = part.gold_ndcgs or itertools.repeat(None)
-        columns = zip(part.question_ids, part.articles, part.answer_ranks, part.gold_ranks, ndcgs)
+        ndcgs = part.gold_ndcgs or [None] * len(part.question_ids)
+        columns = zip(part.question_ids, part.articles, part.answer_ranks, part.gold_ranks, ndcgs, strict=True)
         rows += ((part.system, part.seed, part.questions, *row) for row in columns)
     return parquet_bytes(rows, SCHEMA)
 

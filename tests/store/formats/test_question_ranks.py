@@ -52,6 +52,11 @@ def test_a_file_of_an_earlier_version_has_no_ndcg(tmp_path: Path):
     assert read_question_ranks(path) == [ranks._replace(gold_ndcgs=())]
 
 
+def test_lists_of_unequal_length_are_an_error_and_no_question_is_left_out():
+    with pytest.raises(ValueError, match="shorter"):
+        question_ranks_bytes([QuestionRanks("BM25", "dev", ["a", "b"], ["x", "x"], [0], [0, -1])])
+
+
 def test_other_files_are_refused(tmp_path: Path):
     (tmp_path / "a.parquet").write_text("no parquet")
     with pytest.raises(DataError, match=r"a\.parquet is not a Parquet file of question ranks"):
