@@ -3,6 +3,7 @@
 import json
 import string
 import unicodedata
+import weakref
 
 import numpy as np
 import pytest
@@ -219,6 +220,14 @@ def test_a_text_larger_than_the_whole_cache_is_still_searched():
     assert matcher.cached_bytes == 0
 
 
+def test_a_matcher_that_nobody_uses_frees_its_passages_at_once():
+    matcher = AnswerMatcher()
+    assert matcher.has_answer("a needle in a long text", ["needle"])
+    reference = weakref.ref(matcher)
+    del matcher
+    assert reference() is None, "its cache, up to 256 MB, waits for the garbage collector"
+
+
 @pytest.mark.parametrize(
     ("text", "pattern", "expected"),
     [
@@ -263,6 +272,8 @@ def test_strict_refuses_an_answer_that_would_match_everything():
 def test_one_string_in_place_of_a_list_of_answers_is_refused():
     with pytest.raises(AssertionError):
         has_answer("a cat", "cat")
+    with pytest.raises(AssertionError):
+        AnswerMatcher().index(["cat"])
 
 
 def slow_normalize(text: str) -> str:

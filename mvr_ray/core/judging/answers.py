@@ -19,7 +19,7 @@ import string
 import unicodedata
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 import numpy as np
@@ -92,15 +92,13 @@ class AnswerMatcher:
         max_questions: int = _MAX_QUESTIONS_CACHED,
     ) -> None:
         self.match: Match = match
-        self.strict = strict
         self.max_cached_bytes = max_cached_bytes
         self.cached_bytes = 0
         self._haystacks: OrderedDict[str, str] = OrderedDict()
-        self._needles = lru_cache(max_questions)(self._checked_needles)
+        self._needles = lru_cache(max_questions)(partial(_checked_needles, match, strict))
 
     def has_answer(self, text: str, answers: Sequence[str]) -> bool:
-        assert not isinstance(answers, str), "answers is a sequence of strings, not one string"
-        needles = self._needles(tuple(answers))
+        needles = self._needles_of(answers)
         if not needles:
             return False
         haystack = self._haystack_of(text)
@@ -108,15 +106,11 @@ class AnswerMatcher:
 
     def index(self, answers: Sequence[Sequence[str]]) -> "AnswerIndex":
         """Prepare the answers of many questions for matching passage by passage."""
-        return AnswerIndex(self.match, [self._needles(tuple(one)) for one in answers])
+        return AnswerIndex(self.match, [self._needles_of(one) for one in answers])
 
-    def _checked_needles(self, answers: tuple[str, ...]) -> "list[Needle]":
-        if self.strict and (empty := empty_answers(answers)):
-            raise DataError(
-                f"answer {empty[0]!r} (of {list(answers)!r}) holds no letter, number or sign and would match every "
-                f"passage; remove it, or turn strict_answers off to count it as the field's scripts do"
-            )
-        return _needles(answers, self.match)
+    def _needles_of(self, answers: Sequence[str]) -> "list[Needle]":
+        assert not isinstance(answers, str), "answers is a sequence of strings, not one string"
+        return self._needles(tuple(answers))
 
     def _haystack_of(self, text: str) -> str:
         haystack = self._haystacks.get(text)
@@ -180,6 +174,15 @@ def _haystack(text: str, match: Match) -> str:
             return unicodedata.normalize("NFD", text)
         case "kilt":
             return normalize_answer(text)
+
+
+def _checked_needles(match: Match, strict: bool, answers: tuple[str, ...]) -> list[Needle]:
+    if strict and (empty := empty_answers(answers)):
+        raise DataError(
+            f"answer {empty[0]!r} (of {list(answers)!r}) holds no letter, number or sign and would match every "
+            f"passage; remove it, or turn strict_answers off to count it as the field's scripts do"
+        )
+    return _needles(answers, match)
 
 
 def _needles(answers: Sequence[str], match: Match) -> list[Needle]:
