@@ -170,8 +170,11 @@ def _markdown(
     lines += [f"- {name}: {value}" for name, value in facts.items()]
     for table in tables:
         lines += ["", f"## {table.title}", "", table.note, ""]
-        lines += ["| " + " | ".join(table.columns) + " |", "|---" * len(table.columns) + "|"]
-        lines += ["| " + " | ".join(map(str, row)) + " |" for row in table.rows]
+        head, *rows = (
+            "| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |"
+            for row in [table.columns, *table.rows]
+        )
+        lines += [head, "|---" * len(table.columns) + "|", *rows]
     lines += ["", *(f"![{plot.title}]({plot.name}.png)" for plot in plots)]
     if config.notes:
         lines += ["", "## Notes", "", *(f"- {note}" for note in config.notes)]
@@ -181,8 +184,9 @@ def _markdown(
 
 
 def _page(title: str, markdown: str, plots: Sequence[Plot]) -> str:
-    """Render a report's Markdown as HTML that needs no other file."""
-    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
+    """Render a report's Markdown as HTML that needs no other file. Marks in names and questions stay as they are."""
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
+    body = parser.disable(["emphasis", "link", "entity", "escape"]).render(markdown)
     body = body.replace("<table>", '<div class="wide"><table>').replace("</table>", "</table></div>")
     for plot in plots:
         data = base64.b64encode(plot.png).decode()

@@ -1,5 +1,6 @@
 """Studies: equal steps are made once, finished ones are kept, and reports say what the steps said."""
 
+import html
 import json
 import random
 from pathlib import Path
@@ -955,6 +956,19 @@ def test_a_report_says_nothing_of_what_was_not_measured(write):
     low, high = cluster_interval(hits(0.2)[0], ARTICLES)
     assert f"20.0 ({100 * low:.1f} to {100 * high:.1f})" in report.files["report.md"].decode()
     assert set(report.files) == {"report.md", "report.html", "report.json", "questions.parquet"}
+
+
+def test_the_page_shows_every_character_and_column_of_a_name_with_marks(write):
+    name = "a | *b* [c](d) \\_ &amp; 2*3*4"
+    study = load_study(write({}, variants=[{**STUDY["variants"][0], "name": name}], sizes={"quick": {"seeds": [1]}}))
+    plan = plan_study(study)
+    empty = {"passages_written": 9}
+    records = {key: StepRecord(key, step.stage, step.command, 1.0, empty) for key, step in plan.steps.items()}
+    last = plan.variants[0].keys[-1]
+    report = make_report(study, plan, {**records, last: records[last]._replace(report=fake(0.2, 1))})
+    page = report.files["report.html"].decode()
+    assert f"<td>{html.escape(name)}</td>" in page
+    assert page.count("<td>") == page.count("<th>") == len(report.tables[0].columns)
 
 
 @pytest.mark.data
