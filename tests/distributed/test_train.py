@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import ray
+import torch
 import yaml
 from prepared_corpus import only_corpus
 
@@ -20,7 +22,7 @@ from mvr_ray.core.encoding.views import EncoderSpec
 from mvr_ray.distributed.encoders import encoder_spec
 from mvr_ray.distributed.models import ENCODERS, latest_fingerprint
 from mvr_ray.distributed.train import train
-from mvr_ray.distributed.training import steps
+from mvr_ray.distributed.training import checkpoints, steps
 from mvr_ray.distributed.training.retriever import loss_name, warm_start_steps
 from mvr_ray.errors import ConfigError, DataError, EncoderError, MissingInputError, ResourceError
 from mvr_ray.store import paths
@@ -130,6 +132,28 @@ def test_a_training_killed_anywhere_ends_with_the_same_weights_to_the_bit(store_
     for step, fingerprint in zip(cfg["snapshot_steps"], snapshots[0]):
         folder = paths.model_dir(ENCODERS.store_dir, f"{name}-whole-step-{step}", fingerprint)
         assert DualEncoder.load(store.local_path(folder)).spec.max_passage_tokens == 48
+
+
+def test_a_checkpoint_copies_the_tensors_of_one_file_at_a_time(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    model = torch.nn.Linear(4, 4)
+    optimiser = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimiser.step()
+    saved_copies: list[weakref.ref[torch.Tensor]] = []
+    clone = torch.Tensor.clone
+
+    def clone_alone(tensor: torch.Tensor) -> torch.Tensor:
+        assert not any(copy() is not None for copy in saved_copies)
+        return clone(tensor)
+
+    def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        saved_copies.extend(map(weakref.ref, tensors.values()))
+        path.write_bytes(b"")
+
+    monkeypatch.setattr(torch.Tensor, "clone", clone_alone)
+    monkeypatch.setattr(checkpoints, "save_file", save)
+    checkpoints.Checkpoints(Store(str(tmp_path)), "training").save(model, optimiser, checkpoints.TrainState())
+    assert len(saved_copies) == 2 + 2 * 3
 
 
 @pytest.mark.data

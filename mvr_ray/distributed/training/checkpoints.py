@@ -168,8 +168,8 @@ class Checkpoints:
             folder = scratch / name
             folder.mkdir()
             for file, own in tensors.items():
-                plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in own.items()}
-                save_file(plain, folder / f"{file}.safetensors")
+                copies = ((name, tensor.detach().cpu().contiguous().clone()) for name, tensor in own.items())
+                save_file(dict(copies), folder / f"{file}.safetensors")
             if state:
                 (folder / "state.json").write_bytes(state)
             self._digests |= {f"{name}/{file.name}": sha256_of(file) for file in folder.iterdir()}
