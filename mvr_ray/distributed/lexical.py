@@ -106,8 +106,11 @@ def shard_words(task: LexicalTask, shard: int) -> ShardWords:
     if before is None:
         return ShardWords(_write_postings(task, shard_passages(corpus, shard, task.num_shards)))
     assert before.lexical, "the base version has no words"
-    files, part = before.lexical.postings[shard], corpus.part(shard)
-    old = Corpus.open(store, before.corpus, before.corpus_digest).part(shard)
+    files, old_corpus = before.lexical.postings[shard], Corpus.open(store, before.corpus, before.corpus_digest)
+    is_same = corpus.info.parts[shard].digest == old_corpus.info.parts[shard].digest
+    if is_same and are_whole(store, task.index, files):  # without reading the part
+        return ShardWords(files)
+    old, part = old_corpus.part(shard), corpus.part(shard)
     changes = difference(old, part)
     new_passages = part.take(changes.changed_rows)
     previous = [own for own in map(old.get, [*(one.id for one in new_passages), *changes.deleted_ids]) if own]

@@ -8,7 +8,7 @@ import pytest
 
 from mvr_ray.distributed import build_index, repair, rewrite
 from mvr_ray.distributed.bm25 import BM25Index
-from mvr_ray.distributed.lexical import open_statistics
+from mvr_ray.distributed.lexical import lexical_task, open_statistics, shard_words
 from mvr_ray.index.lexical import Postings, tokenize
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
@@ -84,6 +84,15 @@ def test_a_changed_corpus_has_new_statistics_and_the_postings_of_parts_that_stay
     assert new[:1] == old and len(new) == 2 and new[1].num_bytes < old[0].num_bytes / 2
     assert after.lexical.statistics[:1] == before.lexical.statistics and len(after.lexical.statistics) == 2
     assert words_score_as_bm25_over_the_corpus(store, after)
+
+
+def test_an_unchanged_part_keeps_its_words_without_being_read(with_words, monkeypatch: pytest.MonkeyPatch):
+    store = Store(str(with_words))
+    version = manifest.read(store, "index")
+    assert version.lexical
+    task = lexical_task(Corpus.open(store, version.corpus), "index", len(version.shards), version)
+    monkeypatch.setattr(Corpus, "part", None)
+    assert tuple(shard_words(task, shard).files for shard in range(3)) == version.lexical.postings
 
 
 def test_resharding_keeps_the_words(with_words, run_over):
