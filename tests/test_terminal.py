@@ -76,6 +76,9 @@ def test_the_snippet_that_matched_is_marked_and_nothing_else_changes() -> None:
     assert hit_text(1, hit.model_copy(update={"snippet": None})).plain.endswith("\n" + text)
     by_title = hit.model_copy(update={"view": 0, "snippet": Snippet(start=0, stop=0, text="Rivers")})
     assert hit_text(1, by_title).plain.endswith(f"\n»Rivers« {text}")
+    fields = {"year": 1958, "price": 19.995, "sold": True, "tags": ["a", "b"], "day": None}
+    with_fields = hit_text(1, hit.model_copy(update={"fields": fields})).plain.split("\n")[1]
+    assert with_fields == "    year 1958, price 19.995, sold yes, tags a, b, day -"
 
 
 def test_square_brackets_in_a_table_are_shown_as_they_are() -> None:

@@ -39,8 +39,8 @@ def hit_text(rank: int, hit: "PassageHit") -> Text:
     kind = "feedback view" if hit.feedback else "view"
     text.append(f"  [{hit.id}] score {hit.score:.4f}, {kind} {hit.view}\n", style="dim")
     if hit.fields:
-        fields = ", ".join(f"{name} {cell(value)}" for name, value in hit.fields.items())
-        text.append(f"    {fields}\n", style="dim")
+        texts = {name: str(value) if type(value) in (int, float) else cell(value) for name, value in hit.fields.items()}
+        text.append(f"    {', '.join(f'{name} {value}' for name, value in texts.items())}\n", style="dim")
     body, snippet = hit.text or "", hit.snippet
     if snippet is None:
         return text.append(body, style="not bold")
