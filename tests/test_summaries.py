@@ -128,6 +128,14 @@ def test_a_summary_shows_what_counts_and_no_zero() -> None:
     assert "descriptions_of_all_articles_known"[:12] in draw(summarize("refine", REFINED, WORDS))
 
 
+def test_accuracy_by_answer_and_by_gold_passage_are_told_apart() -> None:
+    by_answer = ACCURACY | {"kind": "answer", "top_1_before": 0.9}
+    summary = summarize("refine", REFINED | {"accuracy": [by_answer, ACCURACY]}, WORDS)
+    answer, gold = draw(summary).split("accuracy by gold, in percent")
+    assert "accuracy by answer, in percent" in answer
+    assert "90.0 to 97.0" in answer and "88.9 to 97.0" in gold
+
+
 def test_a_list_of_versions_fits_and_verbose_has_every_column() -> None:
     line = {"version": 2, "parent": 1, "operation": "refine:feedback_views", "created": "2026-01-31T12:00:00+00:00"}
     line |= {"passages": 21_015_324, "vectors": 9, "shards": 4, "encoder": "e/ab", "content": "cd", "live": True}

@@ -118,17 +118,18 @@ def _index(report: Report, words: str) -> Summary:
 
 
 def _refine(report: Report, words: str) -> Summary:
-    rows = []
+    rows: dict[str, list[tuple[Any, ...]]] = {}
     for row in report["accuracy"]:
         top = [f"{percent(row[f'{k}_before'])} to {percent(row[f'{k}_after'])}" for k in ("top_1", "top_5")]
-        rows.append((row["group"], row["protocol"], row["num_questions"], *top))
-    accuracy = table("accuracy, in percent", ("group", "protocol", "questions", "top-1", "top-5"), rows)
+        rows.setdefault(row["kind"], []).append((row["group"], row["protocol"], row["num_questions"], *top))
+    columns = ("group", "protocol", "questions", "top-1", "top-5")
+    accuracy = [table(f"accuracy by {kind}, in percent", columns, own) for kind, own in rows.items()]
     manifest = report["published"]
     if manifest is None:
         verdict = f"not published: {report['reason']}; version {report['base_version']} stays live"
-        return Summary([accuracy], verdict, f"analyze {words}")
+        return Summary(accuracy, verdict, f"analyze {words}")
     changes = f"{percent(report['dirty_share'])} % of passages changed ({report['reason']})"
-    return Summary([accuracy], f"live: {version_text(manifest)}, {changes}", f"evaluate {words}")
+    return Summary(accuracy, f"live: {version_text(manifest)}, {changes}", f"evaluate {words}")
 
 
 def _accuracy_tables(rows: Sequence[Report], system: str) -> list[Table]:
