@@ -62,6 +62,10 @@ PREPARED = {
 COMPACTED = {"index": "wiki", "base_version": 4, "version": 5, "shards_written": 1, "bytes_before": 9, "bytes": 8}
 RETRIEVED = {"output": "my dev.json", "format": "dpr", "questions": 20, "k": 100, "index": "wiki", "version": 4}
 
+CURVE = [{"weight": weight, "top1": 0.5, "top5": 0.75, "top20": 1.0, "mrr": 0.625} for weight in (None, "rrf", 15.0)]
+TUNED = {"index": "wiki", "version": 4, "questions": "train", "num_questions": 20, "setting": "search.hybrid=15"}
+TUNED |= {"rows": CURVE}
+
 
 def draw(summary: Summary) -> str:
     stream = io.StringIO()
@@ -101,6 +105,7 @@ def draw(summary: Summary) -> str:
             "retrieved: 100 passages for each of 20 questions, from version 4 of index wiki\n  my dev.json (dpr)",
             "read",
         ),
+        ("tune", TUNED, "tuned: search.hybrid=15, on 20 questions of train with version 4 of index wiki", "evaluate"),
     ],
 )
 def test_a_stage_ends_with_a_verdict_and_the_next_command(

@@ -189,6 +189,18 @@ def _retrieve(report: Report, words: str) -> Summary:
     return Summary([], verdict, command)
 
 
+def _tune(report: Report, words: str) -> Summary:
+    metrics = ("top1", "top5", "top20", "mrr")
+    rows = [
+        ("dense" if row["weight"] is None else cell(row["weight"]), *(percent(row[name]) for name in metrics))
+        for row in report["rows"]
+    ]
+    curve = table("in percent, by gold", ("weight", "top-1", "top-5", "top-20", "mrr"), rows)
+    questions = f"{count(report['num_questions'], 'question')} of {report['questions']}"
+    verdict = f"tuned: {report['setting']}, on {questions} with {version_text(report)}"
+    return Summary([curve], verdict, f"evaluate {words} {report['setting']}")
+
+
 def _read(report: Report, words: str) -> Summary:
     shares = {(row["passages"], row["metric"].replace("_", " ")): row["value"] for row in report["rows"]}
     tables = [_pivot("answers, in percent", "passages", shares)] if shares else []
@@ -243,5 +255,8 @@ def versions_tables(index: str, action: str, report: Any, *, verbose: bool) -> l
     return [table(f"index {index}", ("version", "parent", "operation", "created", "passages", ""), rows)]
 
 
-_STAGES = (_prepare, _train, _mine, _index, _refine, _evaluate, _analyze, _retrieve, _read, _update, _compact, _reshard)
+_STAGES = (
+    *(_prepare, _train, _mine, _index, _refine, _evaluate, _analyze),
+    *(_retrieve, _tune, _read, _update, _compact, _reshard),
+)
 _SUMMARIES: dict[str, Callable[[Report, str], Summary]] = {one.__name__.removeprefix("_"): one for one in _STAGES}
