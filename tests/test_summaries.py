@@ -105,7 +105,7 @@ def draw(summary: Summary) -> str:
             "retrieved: 100 passages for each of 20 questions, from version 4 of index wiki\n  my dev.json (dpr)",
             "read",
         ),
-        ("tune", TUNED, "tuned: search.hybrid=15, on 20 questions of train with version 4 of index wiki", "evaluate"),
+        ("tune", TUNED, "tuned: search.hybrid=15\n  20 questions of train, version 4 of index wiki", "evaluate"),
     ],
 )
 def test_a_stage_ends_with_a_verdict_and_the_next_command(

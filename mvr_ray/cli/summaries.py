@@ -197,7 +197,7 @@ def _tune(report: Report, words: str) -> Summary:
     ]
     curve = table("in percent, by gold", ("weight", "top-1", "top-5", "top-20", "mrr"), rows)
     questions = f"{count(report['num_questions'], 'question')} of {report['questions']}"
-    verdict = f"tuned: {report['setting']}, on {questions} with {version_text(report)}"
+    verdict = f"tuned: {report['setting']}\n  {questions}, {version_text(report)}"
     return Summary([curve], verdict, f"evaluate {words} {report['setting']}")
 
 
