@@ -153,7 +153,9 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
         raise MissingInputError(f"no question of {name!r} has its passage in index {manifest.index!r}; name another")
     encoder_id, threads = (manifest.encoder_name, manifest.encoder_fingerprint), run.resources.torch_threads
     encoder = open_encoder(store, *encoder_id, threads=threads, only_embeds=False)  # `view_attention` reads attention
+    progress("embed questions", 0, len(questions))
     queries_QD = encoder.embed_queries([question.text for question in questions])
+    progress("embed questions", len(questions), len(questions))
     cpus = run.resources.cpus_per_encoder
     with session.connect(run.resources, manifest.num_passages, [session.Need("analyzers", 1, cpus)]):
         shared_queries, shared_ids = share(queries_QD), share(sorted(gold))
@@ -164,7 +166,8 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     rows: list[EvaluationRow] = []
     ranks: list[QuestionRanks] = []
     article_of, start_of = articles_of(questions, passages), shard_starts(manifest.shards)
-    for view in range(manifest.num_views + 1) if manifest.num_views > 1 else [1]:
+    compared_views = range(manifest.num_views + 1) if manifest.num_views > 1 else [1]
+    for number, view in enumerate(compared_views, 1):
         hit_lists = MergedResults([shard.results[view] for shard in shards], start_of, max(run.evaluate.k)).hits()
         system = ALL_VIEWS if view == manifest.num_views else f"view {view + 1}"
         results = judge_hits(questions, hit_lists, passages, matcher)
@@ -180,6 +183,7 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
             matched_Q = [snippet_ranks.get(question_id) for question_id in result.ranks.question_ids]
             no_gold = {"gold_ranks": [None] * len(matched_Q), "gold_ndcgs": ()}
             ranks.append(result.ranks._replace(system=ANSWER_VIEW, answer_ranks=matched_Q, **no_gold))
+        progress("judge views", number, len(compared_views))
     own = _gather_own_views(questions, queries_QD, shards, manifest)
     spans = {i: _spans(encoder, passage) for i, passage in gold.items()}
     answer_Q = np.array([_answer_view(question, spans[question.positive_ids[0]]) for question in questions])

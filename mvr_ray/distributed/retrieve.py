@@ -159,10 +159,10 @@ def rank_questions(
     count, total = 0, sum(len(batch.questions) for batch in batches)
     batch_hits = map_in_pool(_PoolRanker, arguments, batches, resources, "ranking questions")
     for (_, questions), lists in zip(batches, batch_hits):
+        count += len(questions)
+        progress("questions", count, total)  # first, as a caller that has its last question asks for no further one
         for question, hits in zip(questions, lists):
             yield RankedQuestion(question, [RankedPassage(*fields) for fields in hits])
-        count += len(questions)
-        progress("questions", count, total)
 
 
 def _question(fields: Sequence[Any]) -> Question:

@@ -64,10 +64,17 @@ def test_all_views_score_as_evaluate_says_and_each_alone_as_a_loop_over_its_vect
     small_index, run_over, view_vectors
 ):
     run = run_over(small_index)
-    report = analyze(run)
+    steps: dict[str, tuple[int, int]] = {}
+
+    def progress(what: str, count: int, total: int) -> None:
+        steps[what] = count, total
+
+    report = analyze(run, progress)
+    assert {"embed questions", "judge views"} < steps.keys()
     values = {(row.system, row.metric): row.value for row in report.rows}
-    for row in evaluate(run).rows:
+    for row in evaluate(run, progress).rows:
         assert values[ALL_VIEWS, row.metric] == row.value
+    assert all(count == total for count, total in steps.values())
     store = Store(str(small_index))
     questions = read_questions(only_corpus(store), "dev")
     encoder = DualEncoder.load(small_index / paths.encoder_dir("encoder", report.encoder_fingerprint))
