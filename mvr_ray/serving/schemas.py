@@ -489,6 +489,10 @@ def first_problem(problems: Sequence[Mapping[str, Any]], fields: Iterable[str]) 
     if field.split(".")[0] == "queries" and kind not in ("missing", "too_short"):
         message = "queries is neither a list of texts nor a list of vectors"
         return RequestError(422, "wrong_type", field, message, 'send {"queries": ["a question"], "k": 10}')
+    if field.split(".")[0] == "hybrid":
+        message = "hybrid is neither a number of at least 0 nor rrf or off"
+        return RequestError(422, "wrong_value", "hybrid", message, 'send "hybrid": 30, "rrf" or "off", or leave it out')
     code = _CODES.get(kind, "wrong_type" if kind.endswith("_type") else "wrong_value")
     hint = f"a request holds: {', '.join(fields)}" if fields else "see GET /openapi.json"
-    return RequestError(422, code, field, problem["msg"], hint)
+    message = f"{field}: {problem['msg']}" if field else problem["msg"]
+    return RequestError(422, code, field, message, hint)
