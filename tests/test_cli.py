@@ -356,4 +356,8 @@ def test_help_says_every_command_in_a_line_of_80_columns(command) -> None:
     _, _, commands = out.partition("Commands:\n")
     lines = commands.splitlines()
     assert len(lines) > 20
+    for line in lines:
+        status, out, _ = command(line.split()[0], "--help")
+        assert status == 0
+        assert not [part for part in out.splitlines() if len(part) > 80]
     assert not [line for line in lines if line.endswith("...") or len(line) > 80 or not line.endswith(".")]

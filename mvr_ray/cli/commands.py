@@ -356,7 +356,8 @@ def study(
     files: Annotated[
         list[str],
         typer.Argument(
-            metavar="STUDY... [size=NAME] [only=REGEX] [earlier=DIR] [output=DIR] [at_once=N] [SECTION.KEY=VALUE]..."
+            metavar="STUDY... [NAME=VALUE]...",
+            help="Study files; size, only, earlier, output and at_once; and SECTION.KEY=VALUE, laid over the run file.",
         ),
     ],
     as_json: AsJson = False,
