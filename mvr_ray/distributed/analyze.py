@@ -29,7 +29,14 @@ from mvr_ray.core.judging.attention import attention_kl, attention_kl_table, mea
 from mvr_ray.core.searching.exact import distinct
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder
-from mvr_ray.distributed.evaluate import EvaluationRow, articles_of, judge_hits, mean_row, system_result
+from mvr_ray.distributed.evaluate import (
+    HOW_TO_ADD_QUESTIONS,
+    EvaluationRow,
+    articles_of,
+    judge_hits,
+    mean_row,
+    system_result,
+)
 from mvr_ray.distributed.searching.merged_results import MergedResults, shard_starts
 from mvr_ray.distributed.searching.messages import ShardResult
 from mvr_ray.distributed.shards import shard_embeddings
@@ -142,7 +149,9 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     settings, store = run.analyze, Store(run.store.path)
     name = settings.questions or next(iter(run.evaluate.questions), None)
     if name is None:
-        raise ConfigError("analyze.questions names no question set, and evaluate.questions is empty; name one")
+        raise ConfigError(
+            f"analyze.questions names no question set, and evaluate.questions is empty. {HOW_TO_ADD_QUESTIONS}"
+        )
     manifest = manifests.read(store, run.index.name)
     passages = Corpus.open(store, manifest.corpus, manifest.corpus_digest)
     questions = [question for question in read_questions(passages, name) if question.positive_ids]

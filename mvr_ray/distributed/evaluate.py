@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 WEIGHTS = (0.0, 1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 80.0, 120.0, 200.0)
 """Weights for the dense score, a cosine; BM25 scores of a question are some tens."""
 DEPTH = 20
+HOW_TO_ADD_QUESTIONS = "Name a source's set by `questions: NAME` in prepare.sources, and run `mvr-ray prepare CONFIG`"
 
 
 class WeightAccuracy(NamedTuple):
@@ -108,7 +109,9 @@ def evaluate(run: RunConfig, progress: Progress = no_progress) -> EvaluationRepo
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
     if not settings.questions:
         set_names = ", ".join(question_sets(corpus)) or "none"
-        raise ConfigError(f"evaluate.questions names no question set; corpus {corpus.name!r} has: {set_names}")
+        raise ConfigError(
+            f"evaluate.questions names no question set; corpus {corpus.name!r} has: {set_names}. {HOW_TO_ADD_QUESTIONS}"
+        )
     sets = [QuestionSet(name, read_questions(corpus, name)) for name in dict.fromkeys(settings.questions)]
     if settings.hybrid in settings.questions:
         raise ConfigError(

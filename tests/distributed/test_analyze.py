@@ -291,7 +291,7 @@ def test_an_index_with_a_title_view_says_title_where_the_title_won_and_numbers_t
 
 
 def test_questions_that_cannot_be_asked_are_refused_by_name(small_index, own_index, run_over):
-    with pytest.raises(ConfigError, match=r"analyze\.questions names no question set"):
+    with pytest.raises(ConfigError, match=r"analyze\.questions names no question set.*`questions: NAME`"):
         analyze(run_over(small_index, evaluate={"questions": []}))
     write_questions(only_corpus(Store(str(own_index))), "strays", [Question("q", "Who?", positive_ids=("nowhere",))])
     with pytest.raises(MissingInputError, match="no question of 'strays' has its passage in index 'index'"):

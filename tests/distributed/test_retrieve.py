@@ -290,5 +290,5 @@ def test_questions_come_from_a_set_or_any_file_and_the_error_names_the_sets(smal
 
 
 def test_evaluating_nothing_names_what_could_be(small_index, run_over):
-    with pytest.raises(ConfigError, match="corpus 'corpus' has: dev"):
+    with pytest.raises(ConfigError, match=r"corpus 'corpus' has: dev\. Name a source's set by `questions: NAME`"):
         evaluate(run_over(small_index, evaluate={"questions": []}))
