@@ -88,6 +88,10 @@ def _training_row(row: Any, number: int, path: Path, where: str) -> Iterator[Rec
     if not isinstance(row, dict):
         yield BadRow(where, "a row is not an object")
         return
+    if not row.keys() & {*CONTEXTS}:
+        reason = f"no training row of DPR ({CONTEXTS[0]}); write passages and questions one object a line, as .jsonl"
+        yield BadRow(where, reason)
+        return
     ids: dict[str, list[Any]] = {}
     for kind in CONTEXTS:
         contexts = row.get(kind) or []

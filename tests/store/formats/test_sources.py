@@ -179,6 +179,12 @@ def test_dpr_training_rows(write: Write, format: str):
     assert sum(isinstance(record, DroppedRow) for record in records) == 1
 
 
+def test_an_array_of_passages_is_no_training_data_and_the_error_names_the_format_that_fits(write: Write):
+    [row] = read(write("passages.json", json.dumps([{"id": "p1", "title": "T", "text": "A text."}])))
+    assert isinstance(row, BadRow)
+    assert row.reason.startswith("no training row of DPR") and row.reason.endswith("one object a line, as .jsonl")
+
+
 def test_question_csv_is_parsed_as_literals_and_never_run(write: Write, tmp_path: Path):
     canary = tmp_path / "canary"
     text = (
