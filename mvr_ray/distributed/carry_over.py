@@ -175,7 +175,7 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
     """Stage embeddings of one shard's passages from other shards, then the plan."""
     store, corpus = Store(task.store), task.open_corpus()
     part = corpus.part(shard)
-    plan = _plan_over_base(store, corpus, shard, sources) or EncodePlan()
+    plan = _plan_over_base(store, corpus, shard, sources, task.draft.index) or EncodePlan()
     passages = part.passages() if plan.rows is None else part.take(plan.rows)
     remaining = {passage.id: passage for passage in passages}
     blocks: list[EmbeddingBlock] = []
@@ -213,8 +213,11 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
     task.write_plan(store, shard, plan)
 
 
-def _plan_over_base(store: Store, corpus: Corpus, shard: int, sources: Sequence[EmbeddedCorpus]) -> EncodePlan | None:
-    """Plan over the first source with the same number of shards, encoding all changed passages; None without one."""
+def _plan_over_base(
+    store: Store, corpus: Corpus, shard: int, sources: Sequence[EmbeddedCorpus], index: str
+) -> EncodePlan | None:
+    """Plan over the first source with the same number of shards, encoding all changed passages; None without one.
+    What a source of another index has beside the corpus does not count as deleted."""
     for source in sources:
         version = source.version
         if len(version.shards) != corpus.num_shards:
@@ -234,7 +237,8 @@ def _plan_over_base(store: Store, corpus: Corpus, shard: int, sources: Sequence[
         if source.is_refined:
             num_unlearned = _num_unlearned(store, source, sources, [*replaced_ids, *deleted_ids])
         own = BaseShard(version.index, version.shards[shard], version.index_params, promised_recall(version))
-        return EncodePlan(changed_rows, own, deleted_ids, len(deleted_ids), num_unlearned)
+        num_deleted = len(deleted_ids) if version.index == index else 0
+        return EncodePlan(changed_rows, own, deleted_ids, num_deleted, num_unlearned)
     return None
 
 

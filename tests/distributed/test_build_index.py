@@ -226,6 +226,10 @@ def test_an_unchanged_shard_is_taken_whole_and_a_second_corpus_encodes_what_is_n
         lambda *report: reports.append(report),
     )
     assert second.num_passages == 22
+    prepare_texts(store, tmp_path, old[:20], 3, corpus="third")
+    third = build_index.index(run_over(own_index, prepare={"corpus": "third"}, index={"name": "third"}))
+    counts = third.metrics["encoded"], third.metrics["carried_over"], third.metrics["deleted"]
+    assert counts == (0, 20, 0), "an index that begins has deleted nothing, whatever others hold"
     assert [report for report in reports if report[0] == "encode"][-1] == ("encode", 1, 1), "one content is new"
     mine, first = views_by_id(own_index, second), views_by_id(own_index, before)
     for passage in old[:20]:
