@@ -9,6 +9,7 @@ passages they run in this process, without Ray.
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -338,7 +339,14 @@ class Index:
             with file.open("w", encoding="utf-8") as lines:
                 for row in changes:
                     lines.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
-            update(self.run.prepare, self._store, str(file), progress, index=live.index)
+            try:
+                update(self.run.prepare, self._store, str(file), progress, index=live.index)
+            except DataError as error:
+                problem = str(error).removeprefix("update: ").partition("; nothing was changed")[0]
+                problem = re.sub(re.escape(str(file)) + r":(\d+)", lambda line: f"item {int(line[1]) - 1}", problem)
+                raise DataError(
+                    f"{problem}; nothing was changed. Correct the items and call the method again"
+                ) from None
         sections = {"encoder": {"name": live.encoder_name}, "index": {"encoder": live.encoder_fingerprint}}
         manifest = _index(self._with(**sections), progress)
         self._follow()

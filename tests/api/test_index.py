@@ -241,6 +241,18 @@ def test_upserts_and_deletions_give_the_answers_of_an_index_built_from_nothing(
     assert "p3" in {hit.id for hit in index.search(question, 100)}
 
 
+def test_a_change_that_is_refused_names_the_id_and_the_item_and_no_file(index: Index):
+    cure = "nothing was changed. Correct the items and call the method again"
+    with pytest.raises(DataError) as error:
+        index.upsert([("x", "A text."), ("x", "Another text.")])
+    assert str(error.value) == f"item 1 names passage 'x', which item 0 names already; keep one of them; {cure}"
+    with pytest.raises(DataError, match=r"^item 0: text is empty.*; nothing was changed\. Correct the items"):
+        index.upsert([("x", "")])
+    with pytest.raises(DataError, match=r"^item 1 names passage 'p1', which item 0 names already"):
+        index.delete(["p1", "p1"])
+    assert (index.manifest.version, len(index)) == (1, 24)
+
+
 def test_building_again_is_a_version_over_the_new_passages_and_embeds_only_what_changed(
     index: Index, tiny_backbone: Path
 ):
