@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
+from mvr_ray.cli.search_once import open_service
 from mvr_ray.client import Client
 from mvr_ray.config import ServeConfig
 from mvr_ray.distributed.router import open_router
-from mvr_ray.errors import ShardIndexError
+from mvr_ray.errors import ConfigError, ShardIndexError
 from mvr_ray.serving.replica import serve_until_interrupted
 from mvr_ray.serving.schemas import ExplainRequest, RequestError, SearchRequest, parse_json
 from mvr_ray.serving.service import SearchService
@@ -78,6 +79,13 @@ def test_a_version_without_words_refuses_and_says_what_to_do(small_index, run_ov
         assert service.search(SearchRequest(queries=[QUESTION], hybrid="off")).results[0]
     with pytest.raises(ShardIndexError, match="has no words of its passages, which a hybrid search needs"):
         serve_until_interrupted(run_over(small_index, search={"hybrid": 2.0}), None, print)
+
+
+def test_the_command_line_names_the_setting_that_a_version_without_words_needs(small_index, run_over):
+    run, request = run_over(small_index, search={"hybrid": 2.0}), SearchRequest(queries=[QUESTION])
+    advice = r"^search: index .* has no words of its passages; set search\.hybrid=null, or index them: mvr-ray index"
+    with pytest.raises(ConfigError, match=advice), open_service("search", run, None, request) as service:
+        service.search(request)
 
 
 @pytest.mark.parametrize("hybrid", ["-1", '"on"', "true", "1e999", "[1]"])
