@@ -73,7 +73,7 @@ def passages(count: int = NUM_PASSAGES) -> str:
 
 def test_a_source_that_is_not_there_is_named(command: Said, tmp_path: Path) -> None:
     path = tmp_path / "passages.tsv"
-    message = f"mvr-ray: source {path} does not exist ({path}); check prepare.sources"
+    message = f"mvr-ray: source {path} does not exist ({path}); correct its path"
     assert command("prepare", run_file(tmp_path)) == (1, "", message)
 
 
