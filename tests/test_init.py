@@ -145,7 +145,14 @@ def test_packaged_summaries_are_told(initialize) -> None:
 @pytest.mark.parametrize(
     ("content", "name", "message"),
     [
-        (None, "nowhere.csv", "mvr-ray: source nowhere.csv does not exist"),
+        (None, "nowhere.csv", "mvr-ray: source nowhere.csv does not exist (nowhere.csv); correct its path\n"),
+        ("", "nothing.csv", "mvr-ray: nothing.csv is empty; it needs a header and rows\n"),
+        ("id,text\n", "header.csv", "mvr-ray: init: no passage among the first 500 rows: header.csv: csv"),
+        (
+            "id;title;text\n1;A title;A text\n",
+            "semicolons.csv",
+            "mvr-ray: semicolons.csv: its columns are separated by semicolons; save it with commas, or as .tsv\n",
+        ),
         ('{"question": "Who?"}\n', "asked.jsonl", "mvr-ray: init: no passage among the first 500 rows: asked.jsonl"),
         ("%PDF-1.4", "a.pdf", "mvr-ray: the format of source a.pdf cannot be detected from the name 'a.pdf'"),
         (
@@ -166,6 +173,19 @@ def test_data_that_cannot_be_used_is_named_and_nothing_is_written(
     assert end.value.code == 1
     assert capsys.readouterr().err.startswith(message)
     assert not list(tmp_path.glob("*.yaml"))
+
+
+def test_a_folder_of_several_formats_is_refused_and_its_files_one_by_one_are_not(
+    initialize, tmp_path: Path, capsys
+) -> None:
+    (tmp_path / "mix").mkdir()
+    (tmp_path / "mix" / "a.csv").write_text("id,text\na,A text.\n")
+    (tmp_path / "mix" / "b.jsonl").write_text('{"id": "b", "text": "B text."}\n')
+    with pytest.raises(SystemExit) as end:
+        main(["init", "mix"])
+    message = "mvr-ray: init: folder mix holds files of several formats (a.csv, b.jsonl); name its files one by one, "
+    assert (end.value.code, capsys.readouterr().err) == (1, f"{message}as in mvr-ray init mix/a.csv mix/b.jsonl\n")
+    assert initialize("mix/a.csv", "mix/b.jsonl")[2].passages_written == 2
 
 
 def test_a_run_file_that_is_there_is_never_replaced(tmp_path: Path, monkeypatch, capsys) -> None:

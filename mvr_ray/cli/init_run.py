@@ -89,6 +89,8 @@ def sample_source(path: str) -> SourceSample:
         source, split = source.model_copy(update={"split": "train"}), "train"
     files = source_files(source)
     kind = format_of(source)
+    if kind in ("csv", "tsv", "jsonl", "parquet"):
+        _require_one_kind(path, files)
     if kind in ("dpr_tsv", "msmarco") and files[0].is_file():
         with open_text(files[0]) as text:
             columns = [name.strip().lower() for name in text.readline().split("\t")]
@@ -119,6 +121,20 @@ def sample_source(path: str) -> SourceSample:
         bad=next((str(record) for record in records if isinstance(record, BadRow)), ""),
         num_bytes=sum(file.stat().st_size for file in files),
     )
+
+
+def _require_one_kind(path: str, files: Sequence[Path]) -> None:
+    """Raise DataError for a folder whose files have several formats, by their names."""
+    firsts: dict[str, str] = {}
+    for file in files:
+        ending = Path(file.name.lower().removesuffix(".gz").removesuffix(".bz2")).suffix.replace(".ndjson", ".jsonl")
+        if ending in (".csv", ".tsv", ".json", ".jsonl", ".parquet"):
+            firsts.setdefault(ending, file.name)
+    if len(firsts) > 1:
+        raise DataError(
+            f"init: folder {path} holds files of several formats ({', '.join(firsts.values())}); name its files one by "
+            f"one, as in mvr-ray init {' '.join(f'{path}/{name}' for name in firsts.values())}"
+        )
 
 
 def _raw_rows(source: SourceConfig, kind: str) -> Iterator[Mapping[str, Any]]:

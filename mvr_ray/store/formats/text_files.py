@@ -94,8 +94,12 @@ def csv_rows(path: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
     kind = "tab-separated" if delimiter == "\t" else "comma-separated"
     rows = _separated_rows(path, delimiter)
     first = next(rows, None)
+    if first is None:
+        raise DataError(f"{path} is empty; it needs a header and rows")
     names = [name.strip() for name in first.values] if isinstance(first, Row) else []
     header = [name.lower() if name.lower() in ("id", "title", "text") else name for name in names]
+    if delimiter == "," and len(header) == 1 and ";" in header[0]:
+        raise DataError(f"{path}: its columns are separated by semicolons; save it with commas, or as .tsv")
     missing = [name for name in columns if name not in header]
     if missing or len(set(header)) < len(header):
         problem = f"lacks {' and '.join(missing)}" if missing else "has a column twice"

@@ -343,10 +343,9 @@ def test_rows_of_a_csv_that_cannot_be_used_are_named_with_their_first_line(write
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("name;title;text\n", "lacks id and text; it has 1 comma-separated columns: 'name;title;text'"),
+        ("name\n", "lacks id and text; it has 1 comma-separated columns: 'name'"),
         ("ID,Body\n1,a\n", "lacks text; it has 2 comma-separated columns: 'id', 'Body'"),
         ("id,text,text\n", "has a column twice; it has 3 comma-separated columns: 'id', 'text', 'text'"),
-        ("", "lacks id and text; it has 0 comma-separated columns: none"),
     ],
 )
 def test_a_csv_header_that_cannot_be_used_is_told_with_its_columns(write: Write, text: str, problem: str):
