@@ -47,6 +47,17 @@ def test_away_from_a_terminal_progress_is_first_and_last_line_and_one_an_interva
     assert lines[1].startswith("train (loss 0.01): 100 of 100 (100 %)")
 
 
+def test_a_long_description_is_cut_on_a_terminal_and_its_counts_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    with Reporter(stream) as progress:
+        progress("passages read = embedded = indexed = in the manifest of the new version", 0, 21_015_324)
+        progress("passages read = embedded = indexed = in the manifest of the new version", 2_941_234, 21_015_324)
+    assert "2941234/21015324" in stream.getvalue() and "passages read = embedded = in… " in stream.getvalue()
+
+
 def test_the_same_work_once_more_has_a_clock_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 10.0, 1000.0, 1010.0])
     monkeypatch.setattr("mvr_ray.cli.progress.time.monotonic", lambda: next(clock))

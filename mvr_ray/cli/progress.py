@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 INTERVAL_S = 10.0
 
@@ -33,8 +34,13 @@ class Reporter:
         self._console = Console(file=stream or sys.stderr)
         self._interval_s = interval_s
         self._tasks: dict[str, ProgressTask] = {}
-        columns = "{task.description}", BarColumn(), MofNCompleteColumn(), "{task.fields[rate]}", TimeRemainingColumn()
-        self._bars = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
+        cut = Column(no_wrap=True, overflow="ellipsis", max_width=max(20, self._console.width - 50))
+        whole = Column(no_wrap=True)
+        description = TextColumn("{task.description}", table_column=cut)
+        numbers = MofNCompleteColumn(table_column=whole), "{task.fields[rate]}", TimeRemainingColumn(table_column=whole)
+        self._bars = Progress(
+            description, BarColumn(), *numbers, console=self._console, disable=not self._console.is_terminal
+        )
 
     def __enter__(self) -> "Reporter":
         self._bars.start()
