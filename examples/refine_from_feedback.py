@@ -25,6 +25,9 @@ for name, some in (("known", known), ("unseen", unseen)):
 clicks = [(one["question"], one["positive_ids"][0], 1) for one in known]
 print(f"{index.add_feedback(clicks):,} judgements")
 report = index.refine(rounds=3)
-print("published:", report.published.version if report.published else None, "-", report.reason)
+if report.published:
+    print(f"published: version {report.published.version} ({report.reason})")
+else:
+    print(f"not published, version {report.base_version} stays live: {report.reason}")
 for name in ("known", "unseen"):
     print(f"after, {name}: top-1 {top_1(name)}")

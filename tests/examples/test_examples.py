@@ -18,7 +18,7 @@ SCRIPTS = {
     "filters": "filter: None",
     "hybrid": "  hybrid rrf: ",
     "changing_corpus": "version 2: 1 encoded, 60 kept",
-    "refine_from_feedback": "after, unseen: top-1 ",
+    "refine_from_feedback": "published: version 2 (",
     "train_an_encoder": "trained: encoder ",
     "serve_and_ask": "exact: True",
 }
