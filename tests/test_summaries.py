@@ -65,6 +65,7 @@ RETRIEVED = {"output": "my dev.json", "format": "dpr", "questions": 20, "k": 100
 CURVE = [{"weight": weight, "top1": 0.5, "top5": 0.75, "top20": 1.0, "mrr": 0.625} for weight in (None, "rrf", 15.0)]
 TUNED = {"index": "wiki", "version": 4, "questions": "train", "num_questions": 20, "setting": "search.hybrid=15"}
 TUNED |= {"rows": CURVE}
+ROLLED_BACK = {"index": "wiki", "version": 5, "to": 3, "content": "ab", "passages": 6, "files": 9, "bytes": 9}
 
 
 def draw(summary: Summary) -> str:
@@ -105,6 +106,7 @@ def draw(summary: Summary) -> str:
             "retrieved: 100 passages for each of 20 questions, from version 4 of index wiki\n  my dev.json (dpr)",
             "read",
         ),
+        ("rollback", ROLLED_BACK, "live: version 5 of index wiki, the content of version 3, 6 passages", "search"),
         ("tune", TUNED, "tuned: search.hybrid=15\n  20 questions of train, version 4 of index wiki", "evaluate"),
     ],
 )

@@ -497,7 +497,8 @@ def versions(
     if len(numbers) > 1:
         named_versions = ", ".join(map(str, numbers))
         raise ConfigError(f"versions {action}: {len(numbers)} versions are named ({named_versions}); name one")
-    run = _load_run(config, [word for word in rest or () if not word.isdigit()])
+    overrides = [word for word in rest or () if not word.isdigit()]
+    run = _load_run(config, overrides)
     from mvr_ray import versions as actions
     from mvr_ray.store.runs import to_plain
 
@@ -505,7 +506,12 @@ def versions(
     if as_json:
         print_json(result)
     else:
-        print_result(*versions_tables(run.index.name, action, to_plain(result), verbose=verbose))
+        plain = to_plain(result)
+        print_result(*versions_tables(run.index.name, action, plain, verbose=verbose))
+        rollback_report = {**plain, "index": run.index.name} if action == "rollback" else None
+        if rollback_report and (summary := summarize(action, rollback_report, (config, *overrides))):
+            print_result(summary.verdict)
+            _err(f"next: mvr-ray {summary.next}")
     if action in ("verify", "repair"):
         result.require()
     if action == "verify" and not as_json:

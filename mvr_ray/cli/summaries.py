@@ -240,6 +240,11 @@ def _rewrite_summary(report: Report, words: str, what: str, reason: str) -> Summ
     return Summary([], f"live: {version_text(report)}, {what}", f"versions {words.partition(' ')[0]} list")
 
 
+def _rollback(report: Report, words: str) -> Summary:
+    what = f"the content of version {report['to']}, {count(report['passages'], 'passage')}"
+    return Summary([], f"live: {version_text(report)}, {what}", f'search {words} "your question"')
+
+
 def versions_tables(index: str, action: str, report: Any, *, verbose: bool) -> list[Table]:
     """Return the tables of an action on versions; `report` is its plain result."""
     if verbose or action not in ("list", "show"):
@@ -257,6 +262,6 @@ def versions_tables(index: str, action: str, report: Any, *, verbose: bool) -> l
 
 _STAGES = (
     *(_prepare, _train, _mine, _index, _refine, _evaluate, _analyze),
-    *(_retrieve, _tune, _read, _update, _compact, _reshard),
+    *(_retrieve, _tune, _read, _update, _compact, _reshard, _rollback),
 )
 _SUMMARIES: dict[str, Callable[[Report, str], Summary]] = {one.__name__.removeprefix("_"): one for one in _STAGES}

@@ -241,6 +241,17 @@ def test_upserts_and_deletions_give_the_answers_of_an_index_built_from_nothing(
     assert "p3" in {hit.id for hit in index.search(question, 100)}
 
 
+def test_a_rollback_on_the_command_line_ends_with_a_verdict_and_the_next_command(index: Index, capsys):
+    index.delete("p3")
+    words = [f"{index.run.store.path}/run.yaml", f"store.path={index.run.store.path}"]
+    with pytest.raises(SystemExit) as end:
+        main(["versions", words[0], "rollback", "1", words[1]])
+    out, err = capsys.readouterr()
+    assert end.value.code == 0
+    assert out.endswith("\nlive: version 3 of index index, the content of version 1, 24 passages\n")
+    assert err.endswith(f'next: mvr-ray search {" ".join(words)} "your question"\n')
+
+
 def test_a_change_that_is_refused_names_the_id_and_the_item_and_no_file(index: Index):
     cure = "nothing was changed. Correct the items and call the method again"
     with pytest.raises(DataError) as error:
