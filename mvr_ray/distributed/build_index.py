@@ -48,7 +48,8 @@ log = logging.getLogger(__name__)
 
 
 def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
-    """Encode the corpus, build every shard and publish the version; returns the live one if nothing would change.
+    """Encode the corpus, build every shard and publish the version; returns the live one if nothing would change, with
+    counts of none encoded.
 
     Raises MissingInputError, EncoderError, ShardIndexError, ResourceError, StorageError, RowsLostError and
     PublishConflictError. After any of them the live version is unchanged, and the same command resumes. Damaged
@@ -76,7 +77,8 @@ def _index(run: RunConfig, progress: Progress) -> Manifest:
     if ready and (live := _same_live_version(store, draft, reusable)):
         log.info("index unchanged: index=%s version=%d", live.index, live.version)
         progress(f"nothing changed, version {live.version} stays live; passages", live.num_passages, live.num_passages)
-        return live
+        counts = {"encoded": 0, "carried_over": live.num_passages, "deleted": 0}
+        return dataclasses.replace(live, metrics=live.metrics | counts)
     others = [shard for shard in range(corpus.num_shards) if shard not in reusable]
     if not session.needs_ray(resources, 1):  # a small update of a large corpus needs no cluster
         carry_over(task, corpus, _not_built(store, task, others), progress)

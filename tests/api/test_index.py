@@ -227,6 +227,7 @@ def test_upserts_and_deletions_give_the_answers_of_an_index_built_from_nothing(
     upserts = [{**ROWS[7], "text": "Bananas are yellow."}, {**ROWS[0], "id": "new", "text": "Tower 7 again."}]
     version = index.upsert(upserts)
     assert (version.version, version.metrics["encoded"], len(index)) == (2, 2, 25)
+    assert (same := index.upsert(upserts)).version == 2 and same.metrics["encoded"] == 0
     index.delete(["p3", "unknown"])
     rows = [row for row in ROWS if row["id"] not in ("p3", "p7")] + upserts
     fresh = Index.build(rows, str(tiny_backbone), tmp_path / "fresh", settings=SMALL)

@@ -57,8 +57,11 @@ def test_every_passage_of_the_corpus_is_in_its_shard_with_views(small_index):
 def test_the_same_command_again_publishes_nothing(own_index, run_over):
     store, reports = Store(str(own_index)), []
     before = manifest.read(store, "index")
-    assert build_index.index(run_over(own_index), lambda *report: reports.append(report)) == before
-    assert manifest.list_versions(store, "index") == [1]
+    assert before.metrics["encoded"] == before.num_passages
+    counts = {"encoded": 0, "carried_over": before.num_passages, "deleted": 0}
+    again = build_index.index(run_over(own_index), lambda *report: reports.append(report))
+    assert again == dataclasses.replace(before, metrics=before.metrics | counts)
+    assert manifest.read(store, "index") == before and manifest.list_versions(store, "index") == [1]
     assert [what for what, _, _ in reports] == ["nothing changed, version 1 stays live; passages"]
 
 

@@ -101,7 +101,7 @@ def test_a_store_keeps_the_precision_that_its_passages_were_embedded_in(empty_st
     for name in ("one", "two"):
         again = build_index.index(run_over(empty_store, index={"name": name}, resources=here))
         assert again.encoder_fingerprint == live.encoder_fingerprint
-        assert (again == live) if name == "one" else (again.metrics["encoded"] == 0)
+        assert again.metrics["encoded"] == 0 and (again.shards == live.shards or name == "two")
     on_gpus = run_over(empty_store, index={"name": "three"}, resources={"gpus_per_encoder": 1})
     assert resolve_encoder(on_gpus) == full
 
