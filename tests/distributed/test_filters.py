@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -143,6 +144,20 @@ def test_fields_that_cannot_be_read_are_told_and_other_searches_go_on(tmp_path):
     answer = router.search(queries_QD, 3, filter={"year": 1}, min_coverage=0.1)
     assert [shard.state for shard in answer.shards] == ["searched", "damaged"] and not answer.exact.certified
     assert router.search(queries_QD, 3).exact.certified
+
+
+def test_one_more_mask_does_not_visit_those_that_are_kept(tmp_path):
+    class NoVisits(OrderedDict):
+        def values(self):
+            raise AssertionError("a searcher with a million masks would visit them all, while it holds the lock")
+
+    views = random_views(40, 8)
+    version = publish_random_index(tmp_path, views, 1, corpus=prepare_rows(tmp_path, random_rows(views, 8), 1))
+    cache = MaskCache(str(tmp_path), limit_bytes=100)
+    cache._masks = NoVisits()
+    for year in range(4):
+        cache.mask(version, 0, pa.array(sorted(views)), json.dumps({"year": year}))
+    assert cache.num_bytes == 80
 
 
 def test_masks_are_kept_within_their_limit_and_dropped_with_their_version(tmp_path):

@@ -38,14 +38,11 @@ class MaskCache:
     def __init__(self, store: str, limit_bytes: int = MASK_BYTES) -> None:
         self.store = store
         self.limit_bytes = limit_bytes
+        self.num_bytes = 0
         self._corpora: dict[int, Corpus] = {}
         self._rows: dict[tuple[int, int], IntArray | None] = {}
         self._masks: OrderedDict[tuple[int, int, str], Mask] = OrderedDict()
         self._lock = threading.Lock()
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(mask_P.nbytes for mask_P in self._masks.values())
 
     def mask(self, manifest: Manifest, shard: int, ids: pa.Array, filter: str) -> Mask:
         """For each passage of a shard, whether it passes the filter (its JSON) [P]. `ids` are the shard's.
@@ -59,9 +56,10 @@ class MaskCache:
                 return self._masks[key]
         mask_P = self._evaluate(manifest, shard, ids, filter)
         with self._lock:
+            self.num_bytes += mask_P.nbytes * (key not in self._masks)
             self._masks[key] = mask_P
             while self.num_bytes > self.limit_bytes and len(self._masks) > 1:
-                self._masks.popitem(last=False)
+                self.num_bytes -= self._masks.popitem(last=False)[1].nbytes
         return mask_P
 
     def drop(self, version: int) -> None:
@@ -69,7 +67,8 @@ class MaskCache:
         with self._lock:
             self._corpora.pop(version, None)
             self._rows = {key: rows for key, rows in self._rows.items() if key[0] != version}
-            self._masks = OrderedDict((key, mask_P) for key, mask_P in self._masks.items() if key[0] != version)
+            for key in [key for key in self._masks if key[0] == version]:
+                self.num_bytes -= self._masks.pop(key).nbytes
 
     def _evaluate(self, manifest: Manifest, shard: int, ids: pa.Array, filter: str) -> Mask:
         corpus = self._corpora.get(manifest.version)
