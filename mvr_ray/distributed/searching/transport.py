@@ -119,7 +119,7 @@ class SearcherServer(flight.FlightServerBase):
     ) -> None:
         """Answer the calls of one stream in turn. An MvrRayError keeps its type."""
         for chunk in reader:
-            (method, call), message = split_frame(_aligned(chunk.app_metadata))
+            (method, call), message = split_frame(_copy_of(chunk.app_metadata))
             try:
                 answer = frame(None, message if method == HELLO else self._handle(method, call, message))
             except Exception as error:  # noqa: BLE001 - the caller must get every error
@@ -155,7 +155,7 @@ class _Stream:
     def send(self, method: str, call: str, message: pa.Buffer) -> tuple[list[str] | None, pa.Buffer]:
         """Send a message, and wait for the searcher's error, if any, and its answer. Raises Flight's errors."""
         self._writer.write_metadata(frame([method, call], message))
-        return split_frame(_aligned(self._reader.read_chunk().app_metadata))
+        return split_frame(_copy_of(self._reader.read_chunk().app_metadata))
 
     def cancel(self) -> None:
         """End the stream, and the call that waits on it in another thread."""
@@ -325,9 +325,9 @@ class _TokenCheck(flight.ServerMiddlewareFactory):
             raise flight.FlightUnauthenticatedError("no valid token")
 
 
-def _aligned(received: pa.Buffer) -> pa.Buffer:
+def _copy_of(buffer: pa.Buffer) -> pa.Buffer:
     """A copy at the start of an allocation: gRPC's own is a part of one, where arrays would not be aligned."""
-    return pa.py_buffer(received.to_pybytes())
+    return pa.py_buffer(buffer.to_pybytes())
 
 
 def _decode_error(name: str, message: str) -> BaseException:
