@@ -343,6 +343,16 @@ def test_calls_one_after_the_other_share_a_stream_and_one_that_would_end_too_ear
 
 
 @pytest.mark.ray
+def test_streams_close_without_calls_and_the_connection_stays(server, desk, ray_session, monkeypatch):
+    monkeypatch.setattr(transport, "IDLE_S", 0.1)
+    connection = connect(server.endpoint)
+    for _ in range(2):
+        assert call(connection, "say", b"1").result(30).to_pybytes() == b"1"
+        until(lambda: not connection._idle_streams and not connection._closes_idle)
+    assert connection.actor.by_ray == 1 and connection.is_connected
+
+
+@pytest.mark.ray
 def test_a_call_that_is_never_answered_ends_with_its_stream(server, desk, ray_session, monkeypatch):
     connection = connect(server.endpoint)
     monkeypatch.setattr(transport, "LINGER_S", 0.0)

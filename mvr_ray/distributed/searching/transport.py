@@ -49,6 +49,9 @@ RESTART_RETRY_S = 1.0
 """Delay before another attempt if the actor did not answer because it restarts."""
 LINGER_S = 60.0
 """A call counts as load until it ends, at most this long after its deadline."""
+IDLE_S = 20.0
+"""Streams close after so much time without a call: over idle ones gRPC sends keepalive pings, and after a few of them
+without data the searcher ends the connection (too_many_pings)."""
 HELLO = "hello"
 """The method that tests a connection."""
 TLS_NAME = "mvr-ray"
@@ -187,6 +190,8 @@ class Connection:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="mvr-call")
         self._idle_streams: list[_Stream] = []
         self._busy_streams: set[_Stream] = set()
+        self._last_use_s = 0.0
+        self._closes_idle = False
 
     @property
     def is_connected(self) -> bool:
@@ -275,9 +280,20 @@ class Connection:
         else:
             with self._lock:
                 self._idle_streams.append(stream)
+                self._last_use_s = time.monotonic()
+                starts, self._closes_idle = not self._closes_idle, True
+            if starts:
+                threading.Thread(target=self._close_idle_streams, name="mvr-idle", daemon=True).start()
         finally:
             with self._lock:
                 self._busy_streams.discard(stream)
+
+    def _close_idle_streams(self) -> None:
+        while (left_s := self._last_use_s + IDLE_S - time.monotonic()) > 0:
+            time.sleep(left_s)
+        with self._lock:
+            self._idle_streams.clear()
+            self._closes_idle = False
 
     def _usable_client(self) -> tuple[flight.FlightClient, str] | None:
         """The connection; if there is none, start connecting in a thread and return None."""
