@@ -48,8 +48,8 @@ RETRY_S = 30.0
 RESTART_RETRY_S = 1.0
 """Delay before another attempt if the actor did not answer because it restarts."""
 LINGER_S = 60.0
-"""A call counts as load until it ends, by Ray at most this long after its deadline, over Flight at most until gRPC ends its
-stream: after twice the sum of this and the time left to the call that opened the stream."""
+"""A call counts as load until it ends: by Ray at most this long after its deadline, over Flight at most until gRPC ends
+its stream, after twice the sum of this and the time left to the call that opened it."""
 IDLE_S = 20.0
 """Streams close after so much time without a call: over idle ones gRPC sends keepalive pings, and after a few of them
 without data the searcher ends the connection (too_many_pings)."""
