@@ -215,12 +215,14 @@ class IndexConfig(Section):
     encoder: str = "auto"
     """`untrained`: the backbone with the encoder section's strategy; `trained`: the newest snapshot of
     `encoder.name`; a fingerprint; auto: trained if there is one, else untrained."""
-    precision: Literal["auto", "fp32", "bf16", "int8", "openvino"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "int8", "openvino", "openvino-bf16"] = "auto"
     """Precision of embedding passages; questions always use fp32. Another precision is another encoder, with a
-    fingerprint of its own. auto: bf16 if encoders run on CPUs, the processor of this machine has instructions for it
-    and the model runs without padding, else fp32; a corpus embedded before keeps its precision. A GPU runs bf16 without
-    padding. openvino: fp32, and int8: bytes with scales that are calibrated once, on passages of the corpus; both by
-    OpenVINO on CPUs (pip install 'mvr-ray[openvino]'), for models without local attention."""
+    fingerprint of its own. auto: on CPUs the fastest float of this machine: bf16 where the processor has instructions
+    for it, by mvr_ray's own layers with AMX, else by OpenVINO if it is installed and known to run the model; on GPUs
+    fp32. A corpus embedded before keeps its precision. bf16: by mvr_ray's layers or torch; a GPU runs it without
+    padding. openvino, openvino-bf16: fp32 and bf16 by OpenVINO on CPUs, for models without local attention; int8: as
+    these, in bytes with scales that are calibrated once, on passages of the corpus
+    (pip install 'mvr-ray[openvino]')."""
     kind: Literal["flat", "faiss", "hnsw"] = "flat"
     scan: Literal["vectors", "int8"] = "vectors"
     """Kind flat: the data that a search scans. int8: codes of one byte a component, stored beside the vectors; passages

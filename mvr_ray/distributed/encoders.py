@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 CALIBRATION_PASSAGES = 256
 """Passages of the corpus that calibrate the scales of int8."""
+AUTO_PRECISIONS: tuple[PrecisionName, ...] = ("bf16", "openvino-bf16", "openvino")
+"""What auto may lower an encoder to."""
 INT8_RECORD = "int8-openvino"
 """Distinct from `int8` records of earlier versions of mvr_ray, whose encoders can no longer embed."""
 
@@ -72,8 +74,9 @@ def _auto_precision(run: RunConfig, full: LocalEncoder) -> PrecisionName:
         with suppress(MissingInputError, StorageError):  # such as an index without a version
             if manifests.read(store, name).encoder_fingerprint == full.fingerprint:
                 return "fp32"
-    if store.exists(paths.lowered_encoder(full.name, full.fingerprint, "bf16", run.prepare.corpus)):
-        return "bf16"
+    for precision in AUTO_PRECISIONS:
+        if store.exists(paths.lowered_encoder(full.name, full.fingerprint, precision, run.prepare.corpus)):
+            return precision
     encoder = DualEncoder.load(full.folder)
     return fastest_float(encoder.passage_tower) if encoder.precision.name == "fp32" else "fp32"
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from mvr_ray.core.encoding import unpadded_cpu
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.encoding.precision import fastest_float
 from mvr_ray.core.encoding.unpadded_cpu import (
     MANY_BLOCKS,
     UnpaddedCpuTower,
@@ -208,11 +207,3 @@ def test_a_view_is_the_mean_of_its_tokens_states(view_T, seed):
             expected_D = own[rows].mean(0) if rows else np.zeros(5)
             assert actual.count_PV[text, view] == len(rows)
             np.testing.assert_allclose(actual.views_PVD[text, view], expected_D, atol=1e-6)
-
-
-def test_bfloat16_is_taken_where_the_processor_has_instructions_for_it_and_texts_are_not_padded(tiny, monkeypatch):
-    towers = {kind: DualEncoder.from_backbone(tiny(kind), EncoderSpec()).passage_tower for kind in ("bert", "electra")}
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True, raising=False)
-    for has, expected in (({"amx_bf16": True}, "bf16"), ({"avx512_bf16": True}, "bf16"), ({"avx512_f": True}, "fp32")):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: has, raising=False)
-        assert fastest_float(towers["bert"]) == expected and fastest_float(towers["electra"]) == "fp32"

@@ -85,7 +85,7 @@ def test_another_precision_is_another_encoder_that_the_corpus_keeps(empty_store,
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("first", ["fp32", "bf16"])
+@pytest.mark.parametrize("first", ["fp32", "bf16", "openvino-bf16"])
 def test_a_store_keeps_the_precision_that_its_passages_were_embedded_in(empty_store, run_over, monkeypatch, first):
     """The encoder in use on either kind of processor; the numbers are those of fp32, which every processor supports."""
     build = precision.inference_pass

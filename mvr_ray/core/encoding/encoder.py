@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mvr_ray.core.encoding.length_batches import filled_batches, token_batches
-from mvr_ray.core.encoding.openvino_cpu import quantize
 from mvr_ray.core.encoding.padded import join_rows, pad, padded_views
 from mvr_ray.core.encoding.pooling import Dense, Heads, Truncation
 from mvr_ray.core.encoding.precision import (
@@ -31,6 +30,7 @@ from mvr_ray.core.encoding.precision import (
     PrecisionName,
     check,
     has_inference_pass,
+    of_tower,
     reads_unpadded,
 )
 from mvr_ray.core.encoding.snapshot import export_towers, read_parts, tower_names, write_parts
@@ -144,7 +144,7 @@ class DualEncoder(StoredModel):
         """
         description = cls.read_description(Path(folder))
         with translate_load_errors(f"{cls.what} {folder}", "copy or make it again", cls.error_type):
-            if only_embeds and description.get("precision") != "openvino":
+            if only_embeds:
                 encoder = cls(*read_parts(Path(folder), description, only_embeds)).eval()
                 if encoder.fingerprint == description["fingerprint"]:
                     return encoder
@@ -218,9 +218,8 @@ class DualEncoder(StoredModel):
         does not support the precision.
         """
         check(self.passage_tower, precision, gpu)
-        parts = quantize(self.passage_tower, self.tokenize_passages(passages)) if precision == "int8" else None
-        towers = list(self.towers.values())
-        return DualEncoder(self.spec, towers, self.splitter.params, Precision(precision, parts)).eval()
+        own = of_tower(self.passage_tower, precision, self.tokenize_passages(passages))
+        return DualEncoder(self.spec, list(self.towers.values()), self.splitter.params, own).eval()
 
     def tokenize_queries(self, texts: Sequence[str]) -> list[TokenizedPassage]:
         """Tokenize queries after their prompt, cut to `max_query_tokens`. Raises EncoderError for an empty query."""

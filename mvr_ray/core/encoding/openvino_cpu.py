@@ -1,10 +1,12 @@
-"""Run a tower by OpenVINO on a CPU, in float32 or int8: backbones without local attention, padded texts.
+"""Run a tower by OpenVINO on a CPU, in float32, bfloat16 or int8: backbones without local attention, padded texts.
 
     (ids_PT, positions_PT, real_PT) -> states_PTD        `Tower.forward`, converted once for texts of any length
 
 Texts are sorted by length into padded batches of `BATCH_TOKENS`; each thread runs one batch through the whole model.
-The texts alone determine the rows of a batch, so the bytes do not depend on the number of threads. The states equal
-those of the padded pass up to rounding, as the tests check.
+The texts alone determine the rows of a batch, so the bytes do not depend on the number of threads. In float32 the
+states equal those of the padded pass up to rounding, as the tests check.
+
+The conversion takes seconds (3 s for MiniLM), so an encoder stores its result: a process then compiles it in 0.2 s.
 
 In int8, NNCF puts scales around the products, calibrated on passages: static quantisation that smooths the steps of
 wide dimensions into the weights (SmoothQuant, Xiao et al. 2023). All other operations run in OpenVINO's default
@@ -32,7 +34,7 @@ from torch import Tensor, nn
 
 from mvr_ray.core.encoding.length_batches import token_batches
 from mvr_ray.core.encoding.padded import PaddedTokens, mean_states, pad
-from mvr_ray.core.encoding.tower import Tower
+from mvr_ray.core.encoding.tower import Tower, quiet_transformers
 from mvr_ray.core.encoding.unpadded_cpu import Means, thread_pool
 from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.errors import EncoderError
@@ -40,8 +42,8 @@ from mvr_ray.errors import EncoderError
 INSTALL = "pip install 'mvr-ray[openvino]'"
 BATCH_TOKENS = 2048
 """Tokens of a batch, padding counted."""
-PRODUCTS = "f32"
-"""Precision of the products; OpenVINO's default is bf16 where the processor has it."""
+FILES = ("model", "weights")
+"""The two files of a model of OpenVINO: operations as XML, and constants."""
 INPUTS = ("ids_PT", "positions_PT", "real_PT")
 
 
@@ -57,19 +59,23 @@ class StatesModule(nn.Module):
 
 
 class OpenVinoTower:
-    """A tower's current weights, compiled for this machine; `int8`: the result of `quantize` for them."""
+    """A tower's current weights, compiled for this machine.
 
-    def __init__(self, tower: Tower, int8: Mapping[str, NDArray[np.uint8]] | None = None) -> None:
+    `products`: OpenVINO's name of the precision of the products, `f32` or `bf16`; None: the model's own, for int8.
+    `files`: the result of `convert` or `quantize` for these weights; None: they are converted here.
+    """
+
+    def __init__(
+        self, tower: Tower, products: str | None = "f32", files: Mapping[str, NDArray[np.uint8]] | None = None
+    ) -> None:
         openvino = import_openvino()
         self.tower, self.dimension = tower, tower.dimension
         self._threads = torch.get_num_threads()
         settings: dict[str, Any] = {"INFERENCE_NUM_THREADS": self._threads, "NUM_STREAMS": self._threads}
         core = openvino.Core()
-        if int8 is None:
-            model = to_openvino(tower)
-            settings["INFERENCE_PRECISION_HINT"] = PRODUCTS
-        else:
-            model = core.read_model(int8["model"].tobytes(), int8["weights"].tobytes())
+        if products is not None:
+            settings["INFERENCE_PRECISION_HINT"] = products
+        model = core.read_model(*(files[name].tobytes() for name in FILES)) if files else to_openvino(tower)
         compiled_model = core.compile_model(model, "CPU", settings)
         self._inputs = _inputs(compiled_model)
         self._requests: SimpleQueue[Any] = SimpleQueue()
@@ -107,17 +113,21 @@ def to_openvino(tower: Tower) -> Any:
     example = (torch.ones(2, 8, dtype=torch.long), torch.arange(8).expand(2, 8).contiguous(), torch.ones(2, 8) > 0)
     shapes = [openvino.PartialShape([-1, -1])] * len(example)
     training = tower.training
-    with torch.no_grad(), warnings.catch_warnings():
+    with torch.no_grad(), warnings.catch_warnings(), quiet_transformers():
         warnings.simplefilter("ignore")  # about values that a trace fixes: all that varies by text is an input
         model = openvino.convert_model(StatesModule(tower).eval(), example_input=example, input=shapes)
     tower.train(training)
     return model
 
 
+def convert(tower: Tower, halve: bool = False) -> dict[str, NDArray[np.uint8]]:
+    """Convert a tower to the bytes of OpenVINO's two files, FILES; `halve`: with weights in float16."""
+    return _to_files(to_openvino(tower), halve)
+
+
 def quantize(tower: Tower, texts: Sequence[TokenizedPassage]) -> dict[str, NDArray[np.uint8]]:
-    """Quantize `to_openvino(tower)` to int8, calibrated on representative texts: the bytes of OpenVINO's two files,
-    `model` and `weights`. Raises EncoderError without NNCF."""
-    openvino = import_openvino()
+    """Quantize a tower to int8, calibrated on representative texts, as the bytes of FILES. Raises EncoderError without
+    NNCF."""
     if find_spec("nncf") is None:
         raise EncoderError(
             f"int8 needs the library nncf to find its scales, and it is not installed; run {INSTALL}, or set "
@@ -130,11 +140,15 @@ def quantize(tower: Tower, texts: Sequence[TokenizedPassage]) -> dict[str, NDArr
         logging.getLogger("nncf").setLevel(logging.ERROR)  # nncf's own function also sets the level of others' handlers
         data = nncf.Dataset([_arrays(pad(tower, [text]), _inputs(model)) for text in texts])
         int8_model = nncf.quantize(model, data, subset_size=len(texts), model_type=nncf.ModelType.TRANSFORMER)
+    return _to_files(int8_model)
+
+
+def _to_files(model: Any, halve: bool = False) -> dict[str, NDArray[np.uint8]]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.xml"
-        openvino.save_model(int8_model, path, compress_to_fp16=False)
-        files = {"model": path, "weights": path.with_suffix(".bin")}
-        return {name: np.frombuffer(file.read_bytes(), np.uint8) for name, file in files.items()}
+        import_openvino().save_model(model, path, compress_to_fp16=halve)
+        paths = (path, path.with_suffix(".bin"))
+        return {name: np.frombuffer(file.read_bytes(), np.uint8) for name, file in zip(FILES, paths)}
 
 
 def _inputs(model: Any) -> list[str]:

@@ -1,10 +1,10 @@
-"""Embed passages in fp32 or bf16 by mvr_ray's own layers, or in fp32 or int8 by OpenVINO.
+"""Embed passages in fp32 or bf16 by mvr_ray's own layers or torch's, or in fp32, bf16 or int8 by OpenVINO.
 
-`fp32` is the reference. `bf16` multiplies numbers of two bytes. `openvino` multiplies in float32 by OpenVINO, and
-`int8` numbers of one byte, with scales that are calibrated once and belong to the encoder; both run on a CPU, for every
-backbone without local attention. Each precision is an encoder with its own fingerprint. Only inference on passages
-uses a lower precision; training and questions use float32. A GPU runs bf16 without padding where its attention accepts
-the bounds of texts.
+`fp32` is the reference. `bf16` multiplies numbers of two bytes. `openvino` and `openvino-bf16` are the same by
+OpenVINO, and `int8` multiplies numbers of one byte, with scales that are calibrated once; these three run on a CPU, for
+every backbone without local attention, and their encoder holds the model that OpenVINO reads. Each precision is an
+encoder with its own fingerprint. Only inference on passages uses a lower precision; training and questions use float32.
+A GPU runs bf16 without padding where its attention accepts the bounds of texts.
 """
 
 import copy
@@ -18,29 +18,35 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from mvr_ray.core.encoding.openvino_cpu import INSTALL, OpenVinoTower
+from mvr_ray.core.encoding.openvino_cpu import INSTALL, OpenVinoTower, convert, quantize
 from mvr_ray.core.encoding.padded import padded_views
 from mvr_ray.core.encoding.tower import Tower
 from mvr_ray.core.encoding.unpadded_cpu import Means, UnpaddedCpuTower, supports_unpadded_cpu
 from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.errors import EncoderError
 
-PrecisionName = Literal["fp32", "bf16", "int8", "openvino"]
-ON_OPENVINO = ("int8", "openvino")
+PrecisionName = Literal["fp32", "bf16", "int8", "openvino", "openvino-bf16"]
+ON_OPENVINO: Mapping[PrecisionName, str | None] = {"int8": None, "openvino": "f32", "openvino-bf16": "bf16"}
+"""Precisions of OpenVINO, with its name for that of the products; None: the model's own."""
+KNOWN_ON_OPENVINO = (
+    *("bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "electra", "deberta", "deberta-v2", "t5"),
+    *("qwen3", "mistral", "llama"),
+)
+"""Model types that OpenVINO runs as the padded pass does (`tests/core/test_openvino.py`)."""
 
 LOCAL_ATTENTION = ("local_attention", "sliding_window")
 """Settings of backbones with local attention. OpenVINO's version gives NaN on padding far from every token."""
 
 
 class Precision(NamedTuple):
-    """A precision, and for int8 the model with its scales (`openvino_cpu.quantize`)."""
+    """A precision, and for those of OpenVINO the model that it reads (`openvino_cpu.convert`, `quantize`)."""
 
     name: PrecisionName
     parts: Mapping[str, NDArray[Any]] | None = None
 
     def digest(self) -> bytes:
         """Digest name and parts; empty for fp32, whose fingerprints are older than other precisions. Omits the text of
-        an int8 model, whose names change with each conversion."""
+        OpenVINO's model, whose names change with each conversion."""
         if self.name == "fp32":
             return b""
         hasher = hashlib.blake2b(self.name.encode(), digest_size=32)
@@ -90,7 +96,7 @@ def inference_pass(tower: Tower, precision: Precision) -> InferencePass:
             "searched, but no passage can be embedded beside it; run mvr-ray index, which embeds all of them anew"
         )
     if precision.name in ON_OPENVINO:
-        return OpenVinoTower(tower, precision.parts).views
+        return OpenVinoTower(tower, ON_OPENVINO[precision.name], precision.parts).views
     dtype = torch.bfloat16 if precision.name == "bf16" else torch.float32
     if not reads_unpadded(tower, precision.name):
         return partial(padded_views, copy.deepcopy(tower).to(dtype=dtype).eval())
@@ -101,18 +107,39 @@ def inference_pass(tower: Tower, precision: Precision) -> InferencePass:
     return UnpaddedCpuTower(tower, dtype).views
 
 
+def of_tower(tower: Tower, name: PrecisionName, texts: Sequence[TokenizedPassage] = ()) -> Precision:
+    """Prepare a tower for a precision. int8 calibrates its scales on `texts`."""
+    if name == "int8":
+        return Precision(name, quantize(tower, texts))
+    return Precision(name, convert(tower, halve=name == "openvino-bf16") if name in ON_OPENVINO else None)
+
+
 def fastest_float(tower: Tower) -> PrecisionName:
-    """Return the precision in which this processor embeds passages fastest within a cosine of 0.9999 of float32: bf16
-    where it has bf16 instructions and texts run without padding, else fp32."""
-    is_fast = multiplies_bf16(torch.device("cpu")) and supports_unpadded_cpu(tower.backbone)
-    return "bf16" if is_fast else "fp32"
+    """Return the precision of floats in which this processor embeds passages fastest.
+
+    Where the processor multiplies bf16, that. By mvr_ray's layers where they are 15 % ahead of OpenVINO, which is with
+    AMX, or where OpenVINO is missing; by OpenVINO for all other models that it is known to run; else by torch in fp32.
+    """
+    cpu = torch.device("cpu")
+    has_bf16, own_layers = multiplies_bf16(cpu), supports_unpadded_cpu(tower.backbone)
+    backbone: Any = tower.backbone
+    on_openvino = backbone.config.model_type in KNOWN_ON_OPENVINO and not _missing_on_cpu(tower, "openvino")
+    if has_bf16 and own_layers and (_capabilities().get("amx_bf16") or not on_openvino):
+        return "bf16"
+    if on_openvino:
+        return "openvino-bf16" if has_bf16 else "openvino"
+    return "fp32"
+
+
+def _capabilities() -> Mapping[str, bool]:
+    return getattr(torch.cpu, "get_capabilities", dict)()
 
 
 def multiplies_bf16(device: torch.device) -> bool:
     """Whether this processor, or a GPU, has instructions for bf16 products."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    has = getattr(torch.cpu, "get_capabilities", dict)()
+    has = _capabilities()
     return bool(has.get("amx_bf16") or has.get("avx512_bf16")) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -154,7 +181,7 @@ def _missing_on_cpu(tower: Tower, precision: PrecisionName) -> str:
         return f"the library openvino ({INSTALL})"
     if precision in ON_OPENVINO and any(getattr(backbone.config, name, None) for name in LOCAL_ATTENTION):
         return f"a backbone whose attention reaches all of a text, and this is a {backbone.config.model_type}"
-    if precision == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if precision in ("bf16", "openvino-bf16") and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "a processor that multiplies bfloat16, and this one does not"
     return ""
 

@@ -2,8 +2,9 @@
 
 encoder.json            format version, fingerprint, dimension, views, settings, precision (where it is not fp32); last
 punkt.json              sentence parameters
-int8.safetensors        of int8: the bytes of OpenVINO's two files, `model` and `weights`; scales.safetensors in its
-                        place where an earlier mvr_ray made them
+openvino.safetensors    of openvino and openvino-bf16: the bytes of OpenVINO's two files, `model` and `weights`; an
+                        earlier mvr_ray wrote none, and each process converts the tower
+int8.safetensors        of int8: the same; scales.safetensors in its place where an earlier mvr_ray made them
 shared/                 the tower when tied; else question/ and passage/
     config.json  model.safetensors  tokenizer.json  ..  viewers.safetensors (where the strategy has viewers)
     modules.json  sentence_bert_config.json  1_Pooling/config.json  2_Dense/ ..    as sentence-transformers reads them
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple, get_args
 from safetensors.numpy import load_file, save_file
 
 from mvr_ray.core.encoding.model_folder import SentenceModules, write_modules
+from mvr_ray.core.encoding.openvino_cpu import FILES
 from mvr_ray.core.encoding.pooling import Heads, Normalize, Pooling
 from mvr_ray.core.encoding.precision import FP32, Precision, PrecisionName
 from mvr_ray.core.encoding.snippets import PunktParams
@@ -29,19 +31,24 @@ from mvr_ray.core.encoding.views import EncoderSpec
 from mvr_ray.errors import EncoderError
 
 PUNKT_FILE = "punkt.json"
-INT8_PARTS = {
-    "int8.safetensors": ("model", "weights"),
-    "scales.safetensors": (
-        "qkv_step_LD",
-        "qkv_zero_LD",
-        "out_step_LD",
-        "up_step_LD",
-        "up_zero_LD",
-        "down_step_L",
-        "down_zero_L",
-    ),
+_OPENVINO = {"openvino.safetensors": FILES}
+_PARTS: Mapping[PrecisionName, Mapping[str, Sequence[str]]] = {
+    "int8": {
+        "int8.safetensors": FILES,
+        "scales.safetensors": (
+            "qkv_step_LD",
+            "qkv_zero_LD",
+            "out_step_LD",
+            "up_step_LD",
+            "up_zero_LD",
+            "down_step_L",
+            "down_zero_L",
+        ),
+    },
+    "openvino": _OPENVINO,
+    "openvino-bf16": _OPENVINO,
 }
-"""The parts of int8 in the order of their digest, by file name."""
+"""The parts of a precision in the order of their digest, by file name; one of the files is there."""
 _LATER_SETTINGS: Mapping[str, Any] = {
     "title_view": False,
     "whole_view": False,
@@ -81,7 +88,7 @@ def write_parts(
     }
     if precision.name != "fp32":
         description["precision"] = precision.name
-    for file, names in INT8_PARTS.items():
+    for file, names in _PARTS.get(precision.name, {}).items():
         if precision.parts is not None and set(precision.parts) == set(names):
             save_file(dict(precision.parts), folder / file)
     return description
@@ -140,9 +147,11 @@ def read_parts(folder: Path, description: Mapping[str, Any], only_embeds: bool =
             f"make the snapshot again"
         )
     spec = EncoderSpec(**{**_LATER_SETTINGS, **settings})
+    precision = _precision(folder, description.get("precision", "fp32"))
+    must_convert = precision.name == "openvino" and precision.parts is None
     towers = []
     for name in tower_names(spec):
-        tower = open_stored_tower(folder / name) if only_embeds else None
+        tower = open_stored_tower(folder / name) if only_embeds and not must_convert else None
         if tower is None:
             from mvr_ray.core.encoding.backbones import open_tower  # imports transformers
 
@@ -155,18 +164,19 @@ def read_parts(folder: Path, description: Mapping[str, Any], only_embeds: bool =
         punkt = PunktParams.from_json((folder / PUNKT_FILE).read_text(encoding="utf-8"))
     except (EncoderError, UnicodeDecodeError) as error:
         raise EncoderError(f"{folder / PUNKT_FILE} is damaged ({error}); copy or make the snapshot again") from None
-    return Snapshot(spec, towers, punkt, _precision(folder, description.get("precision", "fp32")))
+    return Snapshot(spec, towers, punkt, precision)
 
 
 def _precision(folder: Path, precision: Any) -> Precision:
     if precision not in get_args(PrecisionName):
         raise EncoderError(f"encoder snapshot {folder} embeds in {precision!r}, which this mvr_ray does not know")
-    if precision != "int8":
-        return Precision(precision)
-    file = next((name for name in INT8_PARTS if (folder / name).is_file()), None)
+    files = _PARTS.get(precision, {})
+    file = next((name for name in files if (folder / name).is_file()), None)
     if file is None:
-        raise EncoderError(f"encoder snapshot {folder} has no {next(iter(INT8_PARTS))}; copy or make it again")
+        if not files or precision == "openvino":
+            return Precision(precision)
+        raise EncoderError(f"encoder snapshot {folder} has no {next(iter(files))}; copy or make it again")
     parts = load_file(folder / file)
-    if set(parts) != set(INT8_PARTS[file]):
-        raise EncoderError(f"{folder / file} does not hold the parts of int8; copy or make the snapshot again")
-    return Precision(precision, {name: parts[name] for name in INT8_PARTS[file]})
+    if set(parts) != set(files[file]):
+        raise EncoderError(f"{folder / file} does not hold the parts of {precision}; copy or make the snapshot again")
+    return Precision(precision, {name: parts[name] for name in files[file]})
