@@ -37,7 +37,7 @@ COLD = {"mvr-ray --help": 0.6, "mvr-ray search": 3.0, "import mvr_ray": 0.3}
 ENCODING = f"""
 import json, sys
 from mvr_ray import Encoder
-encoder = Encoder({MODEL!r}, strategy="mean", use_title=False)
+encoder = Encoder({MODEL!r}, precision="auto", strategy="mean", use_title=False)
 encoder.embed_passages(json.loads(line) for line in open(sys.argv[1]))
 """
 FIVE_LINES = f"""

@@ -212,6 +212,17 @@ def test_hits_are_those_of_brute_force_over_the_vectors_of_the_encoder(index: In
     ]
 
 
+def test_an_encoder_of_a_precision_embeds_as_an_index_of_it(tiny_backbone: Path, tmp_path: Path):
+    settings = {**SMALL, "index": {"precision": "auto"}}
+    own = Index.build(ROWS, str(tiny_backbone), tmp_path, settings=settings)
+    encoder = Encoder(str(tiny_backbone), precision="auto", **SMALL["encoder"])
+    assert encoder.fingerprint == own.manifest.encoder_fingerprint
+    views_PVD, _ = encoder.embed_passages(ROWS)
+    np.testing.assert_array_equal(views_PVD, own.encoder.embed_passages(ROWS).views_PVD)
+    with pytest.raises(ConfigError, match="precision is 'int8'; give one of auto, fp32"):
+        Encoder(str(tiny_backbone), precision="int8")
+
+
 def test_a_filter_leaves_only_what_passes(index: Index):
     ids = {hit.id for hit in index.search("who built the tower?", k=100, filter={"year": {"gte": 1920}})}
     assert ids == {row["id"] for row in ROWS if row["year"] >= 1920}
