@@ -34,7 +34,8 @@ class Encoder:
         `encoder` section, such as `strategy`, `num_views` and `max_passage_tokens`.
 
         `precision` is that of passages, as `index.precision` of a run file: `auto` is up to five times as fast as
-        `fp32`, and OpenVINO may convert the model first, which takes seconds. `int8` needs an index, whose passages calibrate it.
+        `fp32`, and OpenVINO may convert the model first, which takes seconds. `int8` is calibrated on the passages of
+        an index, so it is refused here.
         Raises ConfigError, EncoderError.
         """
         if precision not in PRECISIONS:
