@@ -6,9 +6,10 @@ fingerprint, `trained` (the newest of `encoder.name`), `untrained` (made from th
 
 import json
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +48,7 @@ class LocalEncoder(NamedTuple):
     num_views: int
     dimension: int
     similarity: str
+    precision: PrecisionName
 
 
 def encoder_spec(run: RunConfig) -> EncoderSpec:
@@ -60,16 +62,17 @@ def resolve_encoder(run: RunConfig, corpus: Corpus | None = None) -> LocalEncode
 
     `corpus` is read if `encoder.sentences` or int8 needs its texts; default: the run's own.
     """
-    encoder = _named_encoder(run, corpus)
-    precision = _auto_precision(run, encoder) if run.index.precision == "auto" else run.index.precision
-    return encoder if precision == "fp32" else _in_lower_precision(run, encoder, corpus, precision)
+    full = _named_encoder(run, corpus)
+    load = cache(partial(DualEncoder.load, full.folder))  # once, and only if a conversion needs it
+    precision = _auto_precision(run, full, load) if run.index.precision == "auto" else run.index.precision
+    return full if precision in ("fp32", full.precision) else _in_lower_precision(run, full, load, corpus, precision)
 
 
-def _auto_precision(run: RunConfig, full: LocalEncoder) -> PrecisionName:
+def _auto_precision(run: RunConfig, full: LocalEncoder, load: Callable[[], DualEncoder]) -> PrecisionName:
     """The precision of this encoder's embeddings in the store; without any, the fastest on this machine."""
     store = Store(run.store.path)
-    if run.resources.gpus_per_encoder > 0:
-        return "fp32"
+    if full.precision != "fp32" or run.resources.gpus_per_encoder > 0:
+        return full.precision
     for name in store.list(paths.indexes_dir()):
         with suppress(MissingInputError, StorageError):  # such as an index without a version
             if manifests.read(store, name).encoder_fingerprint == full.fingerprint:
@@ -77,8 +80,7 @@ def _auto_precision(run: RunConfig, full: LocalEncoder) -> PrecisionName:
     for precision in AUTO_PRECISIONS:
         if store.exists(paths.lowered_encoder(full.name, full.fingerprint, precision, run.prepare.corpus)):
             return precision
-    encoder = DualEncoder.load(full.folder)
-    return fastest_float(encoder.passage_tower) if encoder.precision.name == "fp32" else "fp32"
+    return fastest_float(load().passage_tower)
 
 
 def _named_encoder(run: RunConfig, corpus: Corpus | None) -> LocalEncoder:
@@ -115,7 +117,8 @@ def local_encoder(store: Store, name: str, fingerprint: str) -> LocalEncoder:
     metadata = _description(store, name, fingerprint)
     similarity = "cosine" if metadata["spec"]["normalize"] else "inner_product"
     folder = store.local_path(paths.encoder_dir(name, fingerprint))
-    return LocalEncoder(folder, name, fingerprint, metadata["num_views"], metadata["dimension"], similarity)
+    sizes = metadata["num_views"], metadata["dimension"]
+    return LocalEncoder(folder, name, fingerprint, *sizes, similarity, metadata.get("precision", "fp32"))
 
 
 def _description(store: Store, name: str, fingerprint: str) -> dict[str, Any]:
@@ -176,13 +179,14 @@ def make_encoder(run: RunConfig, store: Store, corpus: Corpus | None = None) -> 
 
 
 def _in_lower_precision(
-    run: RunConfig, full: LocalEncoder, corpus: Corpus | None, precision: PrecisionName
+    run: RunConfig,
+    full: LocalEncoder,
+    load: Callable[[], DualEncoder],
+    corpus: Corpus | None,
+    precision: PrecisionName,
 ) -> LocalEncoder:
     """Convert an encoder to a lower precision, once per corpus name: the result stays when the corpus grows."""
     store, name = Store(run.store.path), full.name
-    encoder = DualEncoder.load(full.folder)
-    if encoder.precision.name == precision:
-        return full
     label = INT8_RECORD if precision == "int8" else precision
     path = paths.lowered_encoder(name, full.fingerprint, label, run.prepare.corpus)
     if not store.exists(path):
@@ -190,7 +194,7 @@ def _in_lower_precision(
         if precision == "int8":
             texts = sample_evenly(corpus or Corpus.open(store, run.prepare.corpus), CALIBRATION_PASSAGES)
         gpu = run.resources.gpus_per_encoder > 0
-        snapshot = save_encoder(store, name, encoder.to_precision(precision, texts, gpu))
+        snapshot = save_encoder(store, name, load().to_precision(precision, texts, gpu))
         log.info("encoder lowered: from=%s to=%s precision=%s", full.fingerprint, snapshot.fingerprint, precision)
         record = json_with_checksum({"fingerprint": snapshot.fingerprint, FORMAT_VERSION: models.RECORD_FORMAT})
         with suppress(FileExistsError):

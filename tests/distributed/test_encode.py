@@ -47,7 +47,7 @@ def test_a_chunk_embeds_to_what_its_passages_embed_to_alone(encoder):
 def test_chunks_cover_every_row_of_a_part_once(corpus_store, run_over):
     run = run_over(corpus_store)
     corpus = Corpus.open(Store(str(corpus_store)), run.prepare.corpus)
-    task = encode.encode_task(run, corpus, LocalEncoder(Path(), "encoder", "f" * 16, 4, 384, "cosine"))
+    task = encode.encode_task(run, corpus, LocalEncoder(Path(), "encoder", "f" * 16, 4, 384, "cosine", "fp32"))
     for shard in range(corpus.num_shards):
         chunks = encode.chunks_of(task, corpus, shard)
         assert [row for c in chunks for row in range(c.start, c.stop)] == list(range(len(corpus.part(shard))))

@@ -118,6 +118,7 @@ class Tower(nn.Module):
 
     def __init__(self, backbone: nn.Module, tokenizer: Any, modules: SentenceModules) -> None:
         super().__init__()
+        self._digest: tuple[list[tuple[int, int]], bytes] | None = None
         self.backbone = backbone
         self.viewers: nn.Embedding | None = None
         self.tokenizer = tokenizer
@@ -275,9 +276,14 @@ class Tower(nn.Module):
             self.viewers = nn.Embedding.from_pretrained(load_file(folder / VIEWERS_FILE)["weight"], freeze=False)
 
     def digest(self) -> bytes:
-        """Digest weights, tokenizer and architecture; equal on every machine and after every load."""
-        names = _ARCHITECTURE if self.kind else _ARCHITECTURE_OF_OTHERS
-        digest = digest_of(self.backbone.config, self.tokenizer, self.state_dict(), names)
+        """Digest weights, tokenizer and architecture; equal on every machine and after every load. The weights are read
+        again only after a change."""
+        weights = self.state_dict()
+        state = [(weight.data_ptr(), weight._version) for weight in weights.values()]
+        if self._digest is None or self._digest[0] != state:
+            names = _ARCHITECTURE if self.kind else _ARCHITECTURE_OF_OTHERS
+            self._digest = state, digest_of(self.backbone.config, self.tokenizer, weights, names)
+        digest = self._digest[1]
         layers = self.heads.description()
         return digest + json.dumps(layers, sort_keys=True).encode() if layers else digest
 
