@@ -32,5 +32,4 @@ def open_service(
         with open_router(run, version, local=not session.cluster_address(run.resources)) as router:
             yield SearchService(router, run.serve, hybrid=run.search.hybrid)
     except RequestError as error:
-        hint = error.hint.replace('send "hybrid": "off"', "set search.hybrid=null")
-        raise ConfigError(f"{command}: {error.message}; {hint}") from None
+        raise ConfigError(f"{command}: {error.message}; {error.hint}") from None

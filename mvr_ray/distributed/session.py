@@ -6,6 +6,7 @@ needs first: `require` raises where Ray would hang. One CPU always stays free, b
 a pool of actors.
 """
 
+import importlib.metadata
 import importlib.util
 import logging
 import math
@@ -321,9 +322,13 @@ def _check_software() -> Iterator[Check]:
             yield Check(name, False, f"cannot be imported: {error}{extra}")
         else:
             yield Check(name, True, version)
+    from mvr_ray.core.encoding.openvino_cpu import INSTALL
     from mvr_ray.core.refining import native_step
     from mvr_ray.core.searching import native
 
+    has_openvino = importlib.util.find_spec("openvino") is not None
+    lack = f"not installed: CPUs embed passages up to four times more slowly; {INSTALL}"
+    yield Check("openvino", True, importlib.metadata.version("openvino") if has_openvino else lack)
     missing = [name for name in (native.LIBRARY, native_step.LIBRARY) if importlib.util.find_spec(name) is None]
     lack = f"{', '.join(missing)} missing, torch replaces them more slowly; install again with a C compiler"
     yield Check("compiled loops", not missing, lack if missing else "search and refinement, compiled from C")

@@ -215,7 +215,10 @@ class SearchService:
         if weight is not None and router.manifest.lexical is None:
             manifest = router.manifest
             message = f"index {manifest.index!r} version {manifest.version} has no words of its passages"
-            hint = 'send "hybrid": "off", or index them: mvr-ray index CONFIG index.lexical=true'
+            hint = (
+                'search without them ("hybrid": "off", in Python hybrid="off", in a run file search.hybrid: null), or '
+                "index them: mvr-ray index CONFIG index.lexical=true"
+            )
             raise RequestError(409, "no_words", "hybrid", message, hint)
         return weight
 

@@ -182,6 +182,24 @@ def test_an_error_of_a_call_is_raised_by_all_its_searches(index):
     assert is_true(queries(4, 1), router.search(queries(4, 1), K).hits, K)
 
 
+def test_queued_searches_end_with_the_error_where_their_call_cannot_start(index):
+    root, version = index
+    gated_fleet = GatedFleet(LocalFleet(SearcherTask(str(root), version)))
+    batcher = DynamicBatcher(gated_fleet, concurrent_calls=1)
+    router = Router(Store(str(root)), version, batcher, timeout_s=LONG_S)
+    with ThreadPoolExecutor(3) as threads:
+        first = threads.submit(router.search, queries(0, 1), K)
+        gated_fleet.at_gate.acquire()
+        waiting = [threads.submit(router.search, queries(seed, 1), k) for seed, k in ((1, K), (2, 2))]
+        wait_for_queue(batcher, 2)
+        batcher._threads.shutdown()
+        gated_fleet.gate.set()
+        assert is_true(queries(0, 1), first.result().hits, K)
+        for one in waiting:
+            with pytest.raises(RuntimeError, match="cannot schedule new futures after shutdown"):
+                one.result(30)
+
+
 @pytest.mark.ray
 def test_many_clients_of_searchers_get_whole_answers_from_fewer_calls(tmp_path, run_over, ray_session):
     publish_random_index(tmp_path, VIEWS, SHARDS)

@@ -78,6 +78,14 @@ def test_a_dashboard_address_is_refused_with_what_to_set_instead():
         pass
 
 
+@pytest.mark.parametrize(("is_installed", "detail"), [(True, "20"), (False, "more slowly; pip install 'mvr-ray[open")])
+def test_doctor_says_what_embedding_on_a_cpu_goes_without(monkeypatch, is_installed, detail):
+    if not is_installed:
+        monkeypatch.setitem(sys.modules, "openvino", None)
+    [check] = [check for check in doctor() if check.name == "openvino"]
+    assert check.ok and detail in check.detail
+
+
 @pytest.mark.ray
 def test_connecting_inside_a_session_keeps_it_open(ray_session):
     with connect(ResourcesConfig()) as info:

@@ -167,7 +167,7 @@ class NotByRay:
 @given(st.data())
 def test_messages_are_decoded_as_they_were_encoded(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 999)))
-    num_queries, k = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    num_queries, k = data.draw(st.integers(0, 4)), data.draw(st.integers(1, 5))
     queries_QD = rng.normal(size=(num_queries, D)).astype(np.float32)
     hybrid = HybridQueries(tuple(data.draw(st.lists(st.text(), max_size=3))), data.draw(st.floats(0, 99)))
     request = ScanRequest(
@@ -176,7 +176,7 @@ def test_messages_are_decoded_as_they_were_encoded(data):
     np.testing.assert_equal(decode_scan(encode_scan(request)), request)
     results = []
     for shard in request.shards:
-        width = data.draw(st.integers(0, k))
+        width = data.draw(st.integers(0, k)) if num_queries else 0
         rows_QK = np.sort(rng.permuted(np.tile(np.arange(-1, 9), (num_queries, 1)), axis=1)[:, :width])
         score_QK, frontier_Q = rng.normal(size=rows_QK.shape), rng.normal(size=num_queries)
         hits = ShardHits(rows_QK, score_QK.astype(np.float32), rows_QK.astype(np.int16), frontier_Q.astype(np.float32))

@@ -168,7 +168,10 @@ class DynamicBatcher:
             run = copy_context().run  # log lines of a batch carry the request of its first search
         fan_out = partial(self.fleet.fan_out, on_partial=batch.add_partial)
         latest = max((search.deadline for search in searches), key=lambda deadline: deadline.due_s)
-        batch.future = self._threads.submit(run, fan_out, batch.joined_request(), latest)
+        try:
+            batch.future = self._threads.submit(run, fan_out, batch.joined_request(), latest)
+        except Exception as error:  # noqa: BLE001 - every waiting search must end, such as when the process exits
+            batch.future.set_exception(error)
         for search in searches:
             search.batch.set_result(batch)
         batch.future.add_done_callback(lambda _: self._finish_call(began_s))

@@ -111,7 +111,8 @@ def decode_results(message: pa.Buffer) -> ShardResults:
     (shards, failures), body = split_frame(message)
     results = []
     for shard, *lists, frontier_Q, rescored_Q, rows_R, ids_R in zip(shards, *_columns(body, _RESULTS)):
-        rows_QK, scores_QK, views_QK = (one.reshape(len(frontier_Q), -1) for one in lists)
+        num_queries = len(frontier_Q)
+        rows_QK, scores_QK, views_QK = (one.reshape(num_queries, one.size // max(1, num_queries)) for one in lists)
         hits = ShardHits(rows_QK, scores_QK, views_QK, frontier_Q)
         results.append(ShardResult(shard, hits, rescored_Q, rows_R, ids_R))
     return ShardResults(results, _failures(failures))

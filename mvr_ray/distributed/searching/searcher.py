@@ -184,7 +184,7 @@ class ShardSearcher:
             self._versions.pop(version, None)
             keys = {key for one in self._versions.values() for key in one.by_key()}
             self._parts = {key: part for key, part in self._parts.items() if key in keys}
-            self._damaged = {key: reason for key, reason in self._damaged.items() if key in keys}
+            self._damaged = {key: reason for key, reason in list(self._damaged.items()) if key in keys}
 
     def health(self) -> list[str]:
         """Digests of the shards that are open now; also answers during a search."""
