@@ -150,12 +150,13 @@ class Store:
         """Move a finished local folder to `path`, whole, with the small files `last`, which describe the others; do
         not write to them afterwards.
 
-        Returns False if `path` exists: it stays, and the source is deleted.
+        Returns False if `path` exists, with `last` if there are any: it stays, and the source is deleted. In an object
+        store they come after all others, so a folder without them is a part of a killed upload, which this completes.
 
         For folders that are named by their content, so that an existing one is equal.
         """
         last = last or {}
-        if self.exists(path):
+        if self.exists(f"{path}/{next(iter(last))}" if last else path):
             shutil.rmtree(source)
             return False
         num_bytes = sum(file.stat().st_size for file in _files_of(source)) + sum(map(len, last.values()))
@@ -163,8 +164,9 @@ class Store:
             for name, data in last.items():
                 (source / name).write_bytes(data)
             if self._objects:
-                for file in sorted(_files_of(source), key=lambda file: (file.suffix == ".json", str(file))):
-                    self._objects.upload(file, f"{_check_path(path)}/{file.relative_to(source).as_posix()}")
+                names = [file.relative_to(source).as_posix() for file in _files_of(source)]
+                for name in sorted(names, key=lambda name: (name in last, name)):
+                    self._objects.upload(source / name, f"{_check_path(path)}/{name}")
                 shutil.rmtree(source)
                 return True
             target = self._local(path)
