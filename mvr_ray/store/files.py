@@ -312,15 +312,17 @@ class Store:
 
     def is_whole(self, local: Path, path: str, num_bytes: int, sha256: str) -> bool:
         """Return whether `local`, from `local_path(path)`, is there with this size and digest. A copy in the cache that
-        differs is fetched again first; it stays until then, as another process may read it."""
+        differs is fetched again first; it stays until then, as another process may read it. Raises StorageError if it
+        cannot be read."""
 
         def equals() -> bool:
             return local.is_file() and local.stat().st_size == num_bytes and cached_sha256_of(local) == sha256
 
-        if not self.is_local and local.is_file() and not equals():
-            os.utime(local, (0, 0))
-            self.local_path(path)
-        return equals()
+        with _storage_errors("read", self.where(path)):
+            if not self.is_local and local.is_file() and not equals():
+                os.utime(local, (0, 0))
+                self.local_path(path)
+            return equals()
 
     def free_bytes(self) -> int | None:
         """Return the free space of the disk under a local root; None on an object store."""

@@ -187,7 +187,7 @@ def apply_changes(
             progress("parts written", count, len(by_shard))
     counts = {name: len(questions) for name, questions in changed_sets.items()}
     digest = corpus_digest(parts)
-    earlier = _described(parent, digest)  # the same passages were a corpus before: it keeps its questions and parent
+    earlier = _earlier_info(parent, digest)  # the same passages were a corpus before: it keeps its questions and parent
     info = dataclasses.replace(
         description,
         digest=digest,
@@ -293,7 +293,7 @@ def _read_rows(file: Path, types: Mapping[str, str]) -> Changes[Passage]:
     return changes
 
 
-def _described(parent: Corpus, digest: str) -> CorpusInfo | None:
+def _earlier_info(parent: Corpus, digest: str) -> CorpusInfo | None:
     """The description of the parent, or of an earlier corpus of its name, if the digest is that one's."""
     if digest == parent.digest:
         return parent.info
