@@ -238,16 +238,14 @@ class Index:
         from mvr_ray.distributed.refine import refine
 
         own = dict(settings)
-        with TemporaryDirectory() as folder:
-            if questions is not None:
-                own["questions"] = self.add_questions(questions, "refine")
-            elif not {"questions", "feedback"} & set(own):
-                if not self._store.exists(paths.feedback(self.run.index.name)):
-                    raise ConfigError("refine: no questions are given and no feedback was added (Index.add_feedback)")
-                file = Path(folder) / "feedback.jsonl"
-                file.write_bytes(self._store.read_bytes(paths.feedback(self.run.index.name)))
-                own["feedback"] = str(file)
-            report = refine(self._with(refine=own), progress)
+        if questions is not None:
+            own["questions"] = self.add_questions(questions, "refine")
+        elif not {"questions", "feedback"} & set(own):
+            path = paths.feedback(self.run.index.name)
+            if not self._store.exists(path):
+                raise ConfigError("refine: no questions are given and no feedback was added (Index.add_feedback)")
+            own["feedback"] = str(self._store.local_path(path).absolute())
+        report = refine(self._with(refine=own), progress)
         self._follow()
         return report
 

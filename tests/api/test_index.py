@@ -21,6 +21,7 @@ from mvr_ray.api.rows import passage_records
 from mvr_ray.cli import main
 from mvr_ray.config import PrepareConfig
 from mvr_ray.distributed import session
+from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
@@ -297,26 +298,45 @@ def test_evaluation_counts_questions_whose_answer_or_gold_passage_is_among_the_h
     assert index.evaluate(index.add_questions(questions, "towers"), k=[24]).rows[0].questions == "towers"
 
 
+STRANGE = [
+    "purple clouds",
+    "green rain",
+    "seven moons",
+    "loud silence",
+    "cold fire",
+    "warm ice",
+    "blue sand",
+    "tall valley",
+]
+CLICKS = [(text, f"p{at}", 1) for at, text in enumerate(STRANGE)]
+ONE_ROUND = {"rounds": 1, "depth": 10, "max_heldout_loss": 100.0}
+
+
 def test_feedback_teaches_the_index_and_is_kept_until_then(index: Index):
-    strange = [
-        "purple clouds",
-        "green rain",
-        "seven moons",
-        "loud silence",
-        "cold fire",
-        "warm ice",
-        "blue sand",
-        "tall valley",
-    ]
-    judgements = [(text, f"p{at}", 1) for at, text in enumerate(strange)]
-    assert index.add_feedback(judgements[:3]) == 3
-    assert index.add_feedback(judgements) == len(strange)
-    report = index.refine(rounds=1, depth=10, max_heldout_loss=100.0)
+    assert index.add_feedback(CLICKS[:3]) == 3
+    assert index.add_feedback(CLICKS[3:]) == len(STRANGE)
+    report = index.refine(**ONE_ROUND)
     assert report.published is not None
-    answered_texts = [text for at, text in enumerate(strange) if index.search(text, k=1)[0].id == f"p{at}"]
+    answered_texts = [text for at, text in enumerate(STRANGE) if index.search(text, k=1)[0].id == f"p{at}"]
     assert len(answered_texts) >= 4, "questions outside the gate find the passage that was given for them"
     with pytest.raises(DataError, match=r"judgement 0 is .*not .question, passage id, 1 or -1"):
         index.add_feedback([("why?", "p1", 2)])
+
+
+def test_a_refinement_killed_after_its_publish_reports_what_it_published(index: Index, monkeypatch):
+    index.add_feedback(CLICKS)
+
+    def interrupt(journal: Journal) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Journal, "delete", interrupt)
+        index.refine(**ONE_ROUND)
+    live = index.manifest
+    assert live.version == 2
+    report = index.refine(**ONE_ROUND)
+    assert (report.base_version, report.published, index.manifest) == (1, live, live)
+    assert index.refine(**ONE_ROUND).base_version == 2
 
 
 def test_a_bad_row_is_named_and_changes_nothing(index: Index, tmp_path: Path):
