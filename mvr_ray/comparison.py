@@ -6,12 +6,14 @@
     paired test            swaps the two systems' values of whole articles, each value being the mean over seeds
     t-tests                compare the seeds' means alone, unpaired as in CAMVR table 6, and paired
 
-A question of an unknown article counts as an article of its own.
+A question of an unknown article counts as an article of its own. Beyond the depth of a ranking it is not known whether
+a passage counts, so no cut-off is greater than the depth of either side.
 
 Shapes: S seeds, Q questions.
 """
 
 import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,9 +27,11 @@ from scipy import stats
 
 from mvr_ray.core.judging.metrics import Groups, interval_over_seeds, paired_test
 from mvr_ray.errors import ConfigError, DataError
-from mvr_ray.store.formats.question_ranks import read_question_ranks
+from mvr_ray.store.formats.question_ranks import read_question_ranks, reported_depth
 from mvr_ray.store.formats.trec import read_qrels, read_trec_run
 from mvr_ray.types import FloatArray
+
+log = logging.getLogger(__name__)
 
 Grades = dict[str, dict[str, int]]
 """Judgements of passages by question, as `read_qrels` returns them."""
@@ -35,6 +39,7 @@ UNKNOWN = (
     "it is not known which passages answer {!r}; retrieve questions that have answers, or compare TREC runs with "
     "--qrels FILE"
 )
+CUTOFFS = (1, 5, 20, 100)
 _SAME = 1e-9
 """Seeds that differ by less have no spread for a t-test."""
 
@@ -98,18 +103,20 @@ class QuestionHits(NamedTuple):
 
 class Ranking(NamedTuple):
     """Ids and texts of questions, None where the file has none; for each question and seed the rank, from 1, of the
-    first passage that counts, infinity where none does; and the known articles by question id."""
+    first passage that counts, infinity where none does; the known articles by question id; and the number of hits among
+    which that passage was looked for, the most of any question."""
 
     ids: list[str | None]
     texts: list[str | None]
     ranks: list[list[float]]
     articles: dict[str, str]
+    depth: int
 
 
 def compare(
     first: str | Path,
     second: str | Path,
-    ks: Sequence[int],
+    ks: Sequence[int] | None = None,
     seed: int = 0,
     qrels: Path | None = None,
     question_set: str | None = None,
@@ -118,9 +125,10 @@ def compare(
     answers; by those that `qrels` judges relevant where a side is a TREC run.
 
     Each side is a ranking file, or FILE:SYSTEM of a file of question ranks. Questions are the same by id, or by text
-    where a side has no ids (DPR's JSON). Raises ConfigError, and DataError when the two do not rank the same questions.
+    where a side has no ids (DPR's JSON). `ks` None: those of CUTOFFS that both sides reach. Raises ConfigError, also
+    for a cut-off deeper than a side, and DataError when the two do not rank the same questions.
     """
-    if bad := [k for k in ks if k < 1]:
+    if bad := [k for k in ks or () if k < 1]:
         raise ConfigError(f"compare: -k is {bad[0]}; give cut-offs of 1 or more")
     sides = str(first), str(second)
     runs = [side for side in sides if _is_trec_run(side)]
@@ -147,8 +155,16 @@ def compare(
             f"compare: {first} has {seeds[0]} seeds and {second} has {seeds[1]}; compare systems of as many seeds, or "
             f"with one that was not trained"
         )
+    shallow, depth = min(((side, ranking.depth) for side, ranking in zip(sides, both)), key=lambda pair: pair[1])
+    if too_deep := [k for k in ks or CUTOFFS if k > depth]:
+        if ks:
+            raise ConfigError(
+                f"compare: -k is {too_deep[0]}, but {shallow} is known to rank only {depth} passages a question; give "
+                f"cut-offs up to {depth}, or rank more by retrieve.k or evaluate.k"
+            )
+        log.warning("cut-offs left out: k=%s ranking=%s depth=%d", ",".join(map(str, too_deep)), shallow, depth)
     rows = []
-    for k in ks:
+    for k in ks or [k for k in CUTOFFS if k <= depth]:
         first_SQ, second_SQ = ((ranks_SQ <= k).astype(float) for ranks_SQ in ranks)
         shares = 100 * float(first_SQ.mean()), 100 * float(second_SQ.mean())
         gap = difference(second_SQ, first_SQ, groups, seed)
@@ -186,6 +202,8 @@ def _ranking(side: str, grades: Grades | None, question_set: str | None) -> Rank
     if not Path(path).is_file():
         raise DataError(f"{path} does not exist; `mvr-ray evaluate` and `mvr-ray study` write files of question ranks")
     parts = read_question_ranks(Path(path))
+    file_ranks = (rank for part in parts for rank in (*part.answer_ranks, *part.gold_ranks) if rank is not None)
+    depth = reported_depth(Path(path)) or 1 + max((0, *file_ranks))
     systems = sorted({part.system for part in parts})
     parts = [part for part in parts if part.system == system]
     if not parts:
@@ -203,7 +221,7 @@ def _ranking(side: str, grades: Grades | None, question_set: str | None) -> Rank
             if rank is not None:
                 ranks.setdefault(name, []).append(rank + 1 if rank >= 0 else np.inf)
     articles = dict(zip(parts[0].question_ids, parts[0].articles))
-    return Ranking(list(ranks), [None] * len(ranks), list(ranks.values()), articles)
+    return Ranking(list(ranks), [None] * len(ranks), list(ranks.values()), articles, depth)
 
 
 def _file_ranking(path: Path, grades: Grades | None) -> Ranking:
@@ -225,7 +243,8 @@ def _file_ranking(path: Path, grades: Grades | None) -> Ranking:
                 raise DataError(f"{path}, entry {number}: {UNKNOWN.format(row.text)}")
         flags = [[bool(mark) for _, mark in row.hits] for row in rows]
     ranks = [[next((float(rank) for rank, flag in enumerate(own, 1) if flag), np.inf)] for own in flags]
-    return Ranking([row.id for row in rows], [row.text for row in rows], ranks, {})
+    depth = max((1, *(len(row.hits) for row in rows)))
+    return Ranking([row.id for row in rows], [row.text for row in rows], ranks, {}, depth)
 
 
 def _trec(path: Path) -> Iterator[QuestionHits]:

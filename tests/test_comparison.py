@@ -49,6 +49,31 @@ def test_a_large_difference_is_told_from_chance(tmp_path: Path) -> None:
     assert back.p == pytest.approx(row.p, abs=1e-3)
 
 
+def test_a_ranking_differs_from_its_own_first_hits_by_nothing_at_any_cut_off(tmp_path: Path, caplog) -> None:
+    names = [f"p{rank}" for rank in range(100)]
+    rows = [
+        RankedQuestion(
+            Question(f"q{i}", f"q{i}", ("a",)),
+            [RankedPassage(name, "", "", 1 - rank / 100, rank == at) for rank, name in enumerate(names)],
+        )
+        for i, at in enumerate([0, 3, 10, 50] * 10)
+    ]
+    first_hits = [row._replace(passages=row.passages[:20]) for row in rows]
+    for form in ("jsonl", "parquet", "trec"):
+        deep, shallow = tmp_path / f"deep.{form}", tmp_path / f"shallow.{form}"
+        write_ranking(rows, deep, form)
+        write_ranking(first_hits, shallow, form)
+        qrels = tmp_path / "qrels"
+        qrels.write_text("".join(f"q{i} 0 p{at} 1\n" for i, at in enumerate([0, 3, 10, 50] * 10)))
+        caplog.clear()
+        results = compare(shallow, deep, qrels=qrels)
+        assert [(row.metric, row.difference, row.p) for row in results] == [(f"top-{k}", 0, 1) for k in (1, 5, 20)]
+        assert caplog.messages == [f"cut-offs left out: k=100 ranking={shallow} depth=20"]
+        assert [row.metric for row in compare(deep, deep, qrels=qrels)] == ["top-1", "top-5", "top-20", "top-100"]
+        with pytest.raises(ConfigError, match=r"-k is 21, but .*shallow.* is known to rank only 20 passages"):
+            compare(deep, shallow, [20, 21], qrels=qrels)
+
+
 def test_rankings_of_different_questions_are_refused(tmp_path: Path) -> None:
     first, second = ranking(tmp_path / "a.json", [1, 1]), ranking(tmp_path / "b.json", [1])
     with pytest.raises(DataError, match="rank different questions: 1 are in only one of them"):
@@ -160,6 +185,37 @@ def test_systems_of_a_file_of_question_ranks_are_compared_over_seeds_and_article
     assert row.high - row.low > np.ptp(cluster_interval(100 * (several - one), articles))
     assert row.p == paired_test(one, several, articles) == 0.25
     assert row.questions == 6
+
+
+def write_report(folder: Path, content: object) -> None:
+    (folder / "report.json").write_text(json.dumps(content))
+
+
+def test_question_ranks_are_as_deep_as_their_report_tells_and_else_as_their_deepest_rank(
+    ranks_file: Path, caplog
+) -> None:
+    one = f"{ranks_file}:one vector"
+
+    def cutoffs() -> list[str]:
+        return [row.metric for row in compare(one, one, question_set="dev")]
+
+    assert cutoffs() == ["top-1", "top-5"]
+    assert caplog.messages == [f"cut-offs left out: k=20,100 ranking={one} depth=6"]
+    with pytest.raises(ConfigError, match=r"-k is 7, but .* is known to rank only 6 passages"):
+        compare(one, one, [7], question_set="dev")
+    evaluation = {"report": {"rows": [{"metric": f"answer/top-{k}"} for k in (1, 20)] + [{"metric": "gold/mrr"}]}}
+    write_report(ranks_file.parent, {"stage": "evaluate", **evaluation})
+    assert cutoffs() == ["top-1", "top-5", "top-20"]
+    grid = {"report": {"tried": [{"rounds": [{"sets": [{"answer": {"1": 0.5, "100": 1.0}}]}]}]}}
+    write_report(ranks_file.parent, {"steps": [{"report": {"passages": 9}}, grid]})
+    assert cutoffs() == ["top-1", "top-5", "top-20", "top-100"]
+    write_report(ranks_file.parent, {"steps": [evaluation, grid]})
+    assert cutoffs() == ["top-1", "top-5", "top-20"]
+    write_report(ranks_file.parent, {"steps": [grid, {"report": {"sets": [{"rows": [{"k": 5}, {"k": 20}]}]}}]})
+    assert cutoffs() == ["top-1", "top-5", "top-20"]
+    (ranks_file.parent / "report.json").write_text("{")
+    with pytest.raises(DataError, match=r"report\.json, which tells how deep questions\.parquet is, is not JSON"):
+        cutoffs()
 
 
 def test_gold_passages_count_where_no_question_has_answers(ranks_file: Path) -> None:
