@@ -22,7 +22,7 @@ from mvr_ray.cli import main
 from mvr_ray.config import PrepareConfig
 from mvr_ray.distributed import session
 from mvr_ray.distributed.refinement.journal import Journal
-from mvr_ray.errors import ConfigError, DataError, MissingInputError
+from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
 
@@ -321,6 +321,23 @@ def test_feedback_teaches_the_index_and_is_kept_until_then(index: Index):
     assert len(answered_texts) >= 4, "questions outside the gate find the passage that was given for them"
     with pytest.raises(DataError, match=r"judgement 0 is .*not .question, passage id, 1 or -1"):
         index.add_feedback([("why?", "p1", 2)])
+
+
+def test_a_refinement_that_lost_the_race_to_another_refines_again_from_its_version(index: Index):
+    index.add_feedback(CLICKS)
+    rival = Index(index.run)
+
+    def lose(what: str, count: int, total: int) -> None:
+        if rival.manifest.version == 1:
+            rival.refine(**ONE_ROUND, feedback_weight=0.7)
+
+    with pytest.raises(PublishConflictError, match="run the same command again"):
+        index.refine(progress=lose, **ONE_ROUND, feedback_weight=0.8)
+    assert rival.manifest.refinement["feedback_weight"] == 0.7
+    report = index.refine(**ONE_ROUND, feedback_weight=0.8)
+    assert report.published is not None
+    assert (report.base_version, report.published.version) == (2, 3)
+    assert index.manifest.refinement["feedback_weight"] == 0.8
 
 
 def test_a_refinement_killed_after_its_publish_reports_what_it_published(index: Index, monkeypatch):
