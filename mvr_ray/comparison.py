@@ -28,6 +28,8 @@ from scipy import stats
 from mvr_ray.core.judging.metrics import Groups, interval_over_seeds, paired_test
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.formats.question_ranks import read_question_ranks, reported_depth
+from mvr_ray.store.formats.records import BadRow
+from mvr_ray.store.formats.text_files import json_lines
 from mvr_ray.store.formats.trec import read_qrels, read_trec_run
 from mvr_ray.types import FloatArray
 
@@ -270,13 +272,19 @@ def _parquet(path: Path) -> Iterator[QuestionHits]:
 
 def _json(path: Path) -> Iterator[QuestionHits]:
     """Read DPR's JSON, JSON lines, or pyserini's object by question id."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        rows = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines() if line]
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8: {error}") from None
+    if path.suffix == ".jsonl":
+        rows = []
+        for line in json_lines(path):
+            if isinstance(line, BadRow):
+                raise DataError(f"{line}; give a ranking of `mvr-ray retrieve` with format=jsonl")
+            rows.append(line.values)
+    else:
+        try:
+            rows = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is not UTF-8: {error}") from None
     if isinstance(rows, dict):
         rows = [{"id": name, **row} if isinstance(row, dict) else row for name, row in rows.items()]
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):

@@ -119,6 +119,26 @@ def test_every_format_of_a_ranking_gives_the_same_comparison(tmp_path: Path) -> 
                 assert compare(first, second, [1, 5], qrels=tmp_path / "qrels") == expected, (form, other)
 
 
+def test_line_separators_of_unicode_in_texts_end_no_line_and_an_error_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    hit = RankedPassage("p", "", "\u2028", 1.0, True)
+    rows = [RankedQuestion(Question(f"q{i}", "a\u2028b\u2029c\u0085d?", ("a",)), [hit]) for i in range(3)]
+    write_ranking(rows, path, "jsonl")
+    [row] = compare(path, path, [1])
+    assert (row.first, row.questions) == (100, 3)
+    lines = path.read_text(encoding="utf-8").split("\n")
+    path.write_text("\n".join([lines[0], "", lines[1], lines[2][:-9]]), encoding="utf-8")
+    with pytest.raises(DataError, match=r"a\.jsonl:4: not valid JSON: .*retrieve"):
+        compare(path, path, [1])
+    path.write_text(f"{lines[0]}\n[]\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"a\.jsonl:2: not a JSON object"):
+        compare(path, path, [1])
+    document = tmp_path / "b.json"
+    document.write_text("[\n{]")
+    with pytest.raises(DataError, match=r"b\.json:2: not JSON: .*"):
+        compare(document, path, [1])
+
+
 def test_questions_of_the_same_text_are_compared_in_their_order(tmp_path: Path) -> None:
     rows = [RankedQuestion(Question(f"q{i}", "why?", ("a",)), hits(at)) for i, at in enumerate([1, 3])]
     write_ranking(rows, tmp_path / "a.json", "dpr")
