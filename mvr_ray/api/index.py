@@ -213,10 +213,10 @@ class Index:
             raise ConfigError(f"search: {error.message}; {error.hint}") from None
         return results[0] if isinstance(query, str) else results
 
-    def passages(self, ids: Sequence[str]) -> dict[str, Passage]:
+    def passages(self, ids: str | Sequence[str]) -> dict[str, Passage]:
         """Return passages of the live version by id; unknown ids are left out."""
         with self._router.pin() as router:
-            return router.passages(ids)
+            return router.passages([ids] if isinstance(ids, str) else ids)
 
     def upsert(self, passages: Any, progress: Progress = no_progress) -> Manifest:
         """Add passages, or replace those of the same ids, and publish a version. Only their contents are embedded.

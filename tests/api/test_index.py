@@ -214,6 +214,16 @@ def test_hits_are_those_of_brute_force_over_the_vectors_of_the_encoder(index: In
     ]
 
 
+def test_one_text_is_one_question_or_passage_and_not_its_characters(index: Index):
+    encoder = index.encoder
+    np.testing.assert_array_equal(encoder.embed_queries("who built it?"), encoder.embed_queries(["who built it?"]))
+    one, several = encoder.embed_passages("A tower. A town."), encoder.embed_passages(["A tower. A town."])
+    np.testing.assert_array_equal(one.views_PVD, several.views_PVD)
+    assert index.passages("p1") == index.passages(["p1"]) != {}
+    with pytest.raises(DataError, match=r"^'A tower\.' is one text and holds no rows; give a list"):
+        index.upsert("A tower.")
+
+
 def test_an_encoder_of_a_precision_embeds_as_an_index_of_it(tiny_backbone: Path, tmp_path: Path):
     settings = {**SMALL, "index": {"precision": "auto"}}
     own = Index.build(ROWS, str(tiny_backbone), tmp_path, settings=settings)
