@@ -49,7 +49,7 @@ from mvr_ray.versions import VersionInfo
 A = TypeVar("A", bound=BaseModel)
 P = ParamSpec("P")
 T = TypeVar("T")
-Queries = Sequence[str] | Sequence[Sequence[float]] | FloatArray
+Queries = str | Sequence[str] | Sequence[Sequence[float]] | FloatArray
 
 TIMEOUT_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
@@ -251,21 +251,21 @@ class _Endpoints:
         hybrid: schemas.Hybrid = None,
         timeout_s: float | None = None,
         filter: Mapping[str, Any] | None = None,
-        fields: Sequence[str] = (),
+        fields: str | Sequence[str] = (),
     ) -> EndpointRequest[SearchResponse]:
-        """Return the best `k` passages of each query: texts, or vectors_QD of the index's encoder; of those passages
-        that pass a filter, such as `{"year": {"gte": 1958}}`. `fields` come with the hits. `hybrid` w scores by BM25 +
-        w x dense, "off" by the dense score alone; absent: as the server's run file says."""
+        """Return the best `k` passages of each query: one text, texts, or vectors_QD of the index's encoder; of those
+        passages that pass a filter, such as `{"year": {"gte": 1958}}`. `fields` come with the hits. `hybrid` w scores
+        by BM25 + w x dense, "off" by the dense score alone; absent: as the server's run file says."""
         body = schemas.validate(
             schemas.SearchRequest,
-            queries=list(queries) if isinstance(queries, Sequence) else queries.tolist(),
+            queries=_texts(queries) if isinstance(queries, Sequence) else queries.tolist(),
             k=k,
             text=text,
             min_coverage=min_coverage,
             version=version,
             encoder_fingerprint=encoder_fingerprint,
             filter=None if filter is None else dict(filter),
-            fields=list(fields),
+            fields=_texts(fields),
             hybrid=hybrid,
         )
         return EndpointRequest("POST", "/v1/search", SearchResponse, lambda s, due: s.search(body, due), body)
@@ -273,8 +273,8 @@ class _Endpoints:
     @Endpoint
     @staticmethod
     def explain(
-        questions: Sequence[str],
-        passages: Sequence[str] = (),
+        questions: str | Sequence[str],
+        passages: str | Sequence[str] = (),
         k: int = 3,
         *,
         version: int | None = None,
@@ -286,8 +286,8 @@ class _Endpoints:
         `search`: with the words of each passage, too."""
         body = schemas.validate(
             schemas.ExplainRequest,
-            questions=questions,
-            passages=passages,
+            questions=_texts(questions),
+            passages=_texts(passages),
             k=k,
             version=version,
             encoder_fingerprint=encoder_fingerprint,
@@ -298,10 +298,10 @@ class _Endpoints:
     @Endpoint
     @staticmethod
     def embed(
-        texts: Sequence[str], *, model: str, timeout_s: float | None = None
+        texts: str | Sequence[str], *, model: str, timeout_s: float | None = None
     ) -> EndpointRequest[EmbeddingsResponse]:
-        """Embed texts by the index's encoder, as a search embeds its queries. `model` names that encoder."""
-        body = schemas.validate(schemas.EmbeddingsRequest, model=model, input=list(texts))
+        """Embed one text or several by the index's encoder, as a search embeds its queries. `model` names it."""
+        body = schemas.validate(schemas.EmbeddingsRequest, model=model, input=_texts(texts))
         return EndpointRequest("POST", "/v1/embeddings", EmbeddingsResponse, lambda s, due: s.embed(body, due), body)
 
     @Endpoint
@@ -411,6 +411,11 @@ class Client(_Endpoints):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _texts(values: str | Sequence[T]) -> list[str] | list[T]:
+    """Return a list of several values, or of the one text given."""
+    return [values] if isinstance(values, str) else list(values)
 
 
 def next_pause_s(tries: int, retry_after: str, spread: float) -> float:

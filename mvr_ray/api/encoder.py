@@ -68,15 +68,16 @@ class Encoder:
         """Digest of the model and everything that changes an embedding; an index manifest holds it."""
         return self._encoder.fingerprint
 
-    def embed_queries(self, questions: Sequence[str], batch_size: int = 64) -> FloatArray:
-        """Return queries_QD, float32. Raises EncoderError for a question without a word."""
-        return self._encoder.embed_queries(questions, batch_size)
+    def embed_queries(self, questions: str | Sequence[str], batch_size: int = 64) -> FloatArray:
+        """Return queries_QD, float32, of one question (Q = 1) or several. Raises EncoderError for a question without a
+        word."""
+        return self._encoder.embed_queries([questions] if isinstance(questions, str) else questions, batch_size)
 
-    def embed_passages(self, passages: Iterable[Any], tokens_per_batch: int = 8192) -> EmbeddedViews:
-        """Return (views_PVD, mask_PV) of passages as `Index.build` takes them: float32, zero where the mask is False,
-        because the passage has fewer snippets. Raises DataError for an invalid passage."""
+    def embed_passages(self, passages: str | Iterable[Any], tokens_per_batch: int = 8192) -> EmbeddedViews:
+        """Return (views_PVD, mask_PV) of one text, or of passages as `Index.build` takes them: float32, zero where the
+        mask is False, because the passage has fewer snippets. Raises DataError for an invalid passage."""
         valid_passages = []
-        for record in passage_records(passages):
+        for record in passage_records([passages] if isinstance(passages, str) else passages):
             if not isinstance(record, PassageRecord):
                 raise DataError(f"{record}; give texts, (id, text), (id, title, text), or mappings with text")
             valid_passages.append(record.passage)

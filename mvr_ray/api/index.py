@@ -28,12 +28,12 @@ from mvr_ray.serving.schemas import Hybrid, RequestError, SearchRequest, validat
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus, question_sets
+from mvr_ray.store.corpus import SETTINGS_OF_CHANGES, Corpus, question_sets
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import write_questions
-from mvr_ray.store.update import update
+from mvr_ray.store.update import parent_corpus, update
 from mvr_ray.types import FloatArray, Passage, Progress, no_progress
 from mvr_ray.versions import RollbackReport, VersionInfo
 
@@ -59,6 +59,7 @@ class Index:
         self.run = run
         self._store = Store(run.store.path)
         self._open = ExitStack()
+        self._has_run_file = True
 
     @classmethod
     def build(
@@ -108,18 +109,23 @@ class Index:
     ) -> Self:
         """Open the index of a store, or the one that a run file (`.yaml`) describes.
 
-        `name` selects one of several indexes of a store. `settings` override the run file. Raises MissingInputError if
-        there is none, ConfigError.
+        `name` selects one of several indexes of a store. `settings` override the run file. A store of the command line
+        has no run file: what the store records then takes its place, and other settings have their defaults. Raises
+        MissingInputError if there is none, ConfigError.
         """
         text = str(path)
-        if text.endswith((".yaml", ".yml")):
+        is_run_file = text.endswith((".yaml", ".yml"))
+        has_run_file = is_run_file or (name is None and Store(text).exists(paths.RUN_FILE))
+        if is_run_file:
             base = load_run(text).model_dump(mode="json")
         else:
-            base = _run_of_store(Store(text), name)
+            store = Store(text)
+            base = yaml.safe_load(store.read_bytes(paths.RUN_FILE)) if has_run_file else _run_of_store(store, name)
             base["store"] = {"path": _absolute(text)}
         for section, values in (settings or {}).items():
             base[section] = {**base.get(section, {}), **values}
         index = cls(parse_run(base, text))
+        index._has_run_file = has_run_file
         manifests.read(index._store, index.run.index.name)
         return index
 
@@ -207,10 +213,10 @@ class Index:
             raise ConfigError(f"search: {error.message}; {error.hint}") from None
         return results[0] if isinstance(query, str) else results
 
-    def passages(self, ids: Sequence[str]) -> dict[str, Passage]:
+    def passages(self, ids: str | Sequence[str]) -> dict[str, Passage]:
         """Return passages of the live version by id; unknown ids are left out."""
         with self._router.pin() as router:
-            return router.passages(ids)
+            return router.passages([ids] if isinstance(ids, str) else ids)
 
     def upsert(self, passages: Any, progress: Progress = no_progress) -> Manifest:
         """Add passages, or replace those of the same ids, and publish a version. Only their contents are embedded.
@@ -332,6 +338,8 @@ class Index:
     def _change(self, changes: Iterable[Mapping[str, Any]], progress: Progress) -> Manifest:
         """Update the corpus by rows of a file of changes, and publish a version of it."""
         live = self.manifest
+        if not self._has_run_file:
+            self._require_settings(live)
         with TemporaryDirectory() as folder:
             file = Path(folder) / "changes.jsonl"
             with file.open("w", encoding="utf-8") as lines:
@@ -349,6 +357,22 @@ class Index:
         manifest = _index(self._with(**sections), progress)
         self._follow()
         return manifest
+
+    def _require_settings(self, live: Manifest) -> None:
+        """Raise ConfigError if an earlier program did not record a setting that a change needs."""
+        corpus, run = parent_corpus(self._store, live.corpus, live.index), self.run
+        problem = ""
+        if "pruned_views" in live.metrics and "prune_views" not in live.metrics and run.index.prune_views is None:
+            problem = "lacks views by an index.prune_views"
+        if "chunk_words" not in corpus.info.counts and not run.prepare.chunk_words:
+            first_id = next((passage.id for passage in corpus), "")
+            if re.search(r"#\d+$", first_id):
+                problem = f"has chunks such as {first_id!r} by a prepare.chunk_words"
+        if problem:
+            raise ConfigError(
+                f"index {live.index!r} {problem} that the program which made the store did not record; nothing was "
+                f"changed. Open the run file instead: Index.open('CONFIG.yaml')"
+            )
 
 
 def _upserts(passages: Any) -> Iterable[dict[str, Any]]:
@@ -370,9 +394,7 @@ def _absolute(path: str) -> str:
 
 
 def _run_of_store(store: Store, name: str | None) -> dict[str, Any]:
-    """Return the run file that `build` stored, else the settings of an index of the command line."""
-    if name is None and store.exists(paths.RUN_FILE):
-        return yaml.safe_load(store.read_bytes(paths.RUN_FILE))
+    """Return the settings of an index without a run file, as its live version and its corpus record them."""
     names = store.list(paths.indexes_dir())
     if name is None and len(names) == 1:
         [name] = names
@@ -381,10 +403,18 @@ def _run_of_store(store: Store, name: str | None) -> dict[str, Any]:
         problem = f"no index {name!r}" if name else "not exactly one index"
         raise MissingInputError(f"{store.name} holds {problem} (there are: {known_names}); give name=, or build one")
     live = manifests.read(store, name)
+    counts = parent_corpus(store, live.corpus, name).info.counts
     return {
-        "prepare": {"corpus": live.corpus},
+        "prepare": {"corpus": live.corpus} | {key: counts[key] for key in SETTINGS_OF_CHANGES if key in counts},
         "encoder": {"name": live.encoder_name},
-        "index": {**live.index_params, "name": name, "dtype": live.dtype, "encoder": live.encoder_fingerprint},
+        "index": {
+            **live.index_params,
+            "name": name,
+            "dtype": live.dtype,
+            "encoder": live.encoder_fingerprint,
+            "lexical": live.lexical is not None,
+            "prune_views": live.metrics.get("prune_views"),
+        },
     }
 
 

@@ -94,6 +94,8 @@ def _question_record(row: Any, number: int) -> Record:
 
 def rows_of(rows: Any) -> Iterator[Any]:
     """Return the rows of an iterable, a pandas or polars frame, an Arrow table, batch reader or dataset, in order."""
+    if isinstance(rows, str | bytes):
+        raise DataError(f"{rows!r:.60} is one text and holds no rows; give a list")
     if isinstance(rows, Mapping):
         raise DataError(f"a mapping of {len(rows)} keys holds no rows; give its items(), or the split that you mean")
     if hasattr(rows, "to_batches"):  # of Arrow: Table, Dataset

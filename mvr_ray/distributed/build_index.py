@@ -96,7 +96,7 @@ def _index(run: RunConfig, progress: Progress) -> Manifest:
         lexical = build_lexical(words, progress) if cfg.lexical else None
     counts = count_passages(task, corpus, others)
     counts["carried_over"] += sum(entry.num_passages for entry in reusable.values())
-    version = dataclasses.replace(_complete_draft(draft, built_shards, counts), lexical=lexical)
+    version = dataclasses.replace(_complete_draft(draft, built_shards, counts, cfg.prune_views), lexical=lexical)
     _require_all_rows(corpus, version)
     live = _same_live_version(store, version, {entry.shard: entry for entry in version.shards})
     manifest = live or manifests.publish(store, version)
@@ -355,7 +355,9 @@ def _open_staged(store: Store, task: EncodeTask, shard: int, path: str) -> Embed
         raise StagingError(f"a staged chunk is removed ({error}); run the same command again, it encodes it") from error
 
 
-def _complete_draft(draft: Manifest, built_shards: Sequence[BuiltShard], counts: Mapping[str, int]) -> Manifest:
+def _complete_draft(
+    draft: Manifest, built_shards: Sequence[BuiltShard], counts: Mapping[str, int], prune_views: float | None
+) -> Manifest:
     """Complete the draft with its shards, the counts of encoded and reused passages, and the measurements on shards,
     averaged over passages."""
     cosine, lv = shards.mean_over_passages(built_shards, "pair_cosine"), shards.mean_over_passages(built_shards, "lv")
@@ -368,6 +370,8 @@ def _complete_draft(draft: Manifest, built_shards: Sequence[BuiltShard], counts:
     if any(paths.PRUNED_JSON in shard.entry.files for shard in built_shards):
         metrics["pruned_views"] = float(sum(shard.dropped for shard in built_shards))
         metrics["pruned_bound"] = max(shard.worst for shard in built_shards)
+    if prune_views is not None:
+        metrics["prune_views"] = prune_views
     if cosine is not None and lv is not None:
         metrics["collapsed"] = float(cosine > MAX_COSINE or lv < MIN_LV)
         level, what = logging.INFO, "differ"

@@ -33,6 +33,8 @@ _NUMBER = "publication"
 _SEVERAL_FORMAT = 3
 """Of descriptions of a part with several files of changes, of which earlier programs read one."""
 _CONFIG = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+SETTINGS_OF_CHANGES = ("chunk_words", "max_passages")
+"""Settings of `prepare` that a change of the corpus needs again; `CorpusInfo.counts` has them."""
 _OTHER_NAME = "set prepare.corpus to another name and prepare again"
 
 
@@ -111,6 +113,7 @@ class CorpusInfo:
     sources: tuple[SourceInfo, ...]
     questions: dict[str, int]
     counts: dict[str, int]
+    """The numbers of the report of `prepare`, and `SETTINGS_OF_CHANGES`, which earlier programs did not record."""
     parent: str = ""
     """Digest of the corpus that an update changed; empty for one that `prepare` made."""
     fields: dict[str, str] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from mvr_ray.errors import (
 from mvr_ray.store import paths
 from mvr_ray.store.chunks import AnswerPlace, carry_over, chunk, locate
 from mvr_ray.store.corpus import (
+    SETTINGS_OF_CHANGES,
     Corpus,
     CorpusInfo,
     PartInfo,
@@ -360,6 +361,7 @@ def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[Par
     for part in infos:
         store.put_file(files / part.file, f"{paths.corpus_dir(cfg.corpus)}/{part.file}")
     counts = {key: value for key, value in asdict(report).items() if isinstance(value, int)}
+    settings = {name: getattr(cfg, name) for name in SETTINGS_OF_CHANGES}
     info = CorpusInfo(
         name=cfg.corpus,
         digest=report.digest,
@@ -367,7 +369,7 @@ def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[Par
         parts=tuple(infos),
         sources=tuple(_describe_sources(cfg)),
         questions=report.questions,
-        counts={**counts, "bad_rows": len(report.bad_rows)},
+        counts={**counts, "bad_rows": len(report.bad_rows), **settings},
         fields=report.fields,
     )
     corpus = Corpus(store, info)

@@ -1,5 +1,6 @@
 """Every shape of passages gives `Index.build` the command line's index, and its hits are those of brute force."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from mvr_ray.config import PrepareConfig
 from mvr_ray.distributed import session
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
 
@@ -213,6 +215,16 @@ def test_hits_are_those_of_brute_force_over_the_vectors_of_the_encoder(index: In
     ]
 
 
+def test_one_text_is_one_question_or_passage_and_not_its_characters(index: Index):
+    encoder = index.encoder
+    np.testing.assert_array_equal(encoder.embed_queries("who built it?"), encoder.embed_queries(["who built it?"]))
+    one, several = encoder.embed_passages("A tower. A town."), encoder.embed_passages(["A tower. A town."])
+    np.testing.assert_array_equal(one.views_PVD, several.views_PVD)
+    assert index.passages("p1") == index.passages(["p1"]) != {}
+    with pytest.raises(DataError, match=r"^'A tower\.' is one text and holds no rows; give a list"):
+        index.upsert("A tower.")
+
+
 def test_an_encoder_of_a_precision_embeds_as_an_index_of_it(tiny_backbone: Path, tmp_path: Path):
     settings = {**SMALL, "index": {"precision": "auto"}}
     own = Index.build(ROWS, str(tiny_backbone), tmp_path, settings=settings)
@@ -252,6 +264,60 @@ def test_upserts_and_deletions_give_the_answers_of_an_index_built_from_nothing(
     index.rollback(1)
     assert (len(index), index.manifest.operation) == (24, "rollback")
     assert "p3" in {hit.id for hit in index.search(question, 100)}
+
+
+@pytest.fixture
+def command_store(tiny_backbone: Path, tmp_path: Path) -> Path:
+    """A store of the command line, without a run file, of chunks, with words, and without redundant views."""
+    store, source, run_file = tmp_path / "commands", tmp_path / "long.jsonl", tmp_path / "run.yaml"
+    texts = [" ".join(f"Tower {n} has {word} stones." for word in range(20)) for n in range(6)]
+    source.write_text("".join(json.dumps({"id": f"p{n}", "text": text}) + "\n" for n, text in enumerate(texts)))
+    sections = {
+        "store": {"path": str(store)},
+        "prepare": {"chunk_words": 30, "num_shards": 2, "sources": [str(source)]},
+        "encoder": {**SMALL["encoder"], "backbone": str(tiny_backbone)},
+        "index": {**SMALL["index"], "lexical": True, "prune_views": 0.25},
+    }
+    run_file.write_text(json.dumps(sections))
+    for stage in ("prepare", "index"):
+        with pytest.raises(SystemExit) as end:
+            main([stage, str(run_file)])
+        assert not end.value.code
+    return store
+
+
+def test_a_store_of_the_command_line_is_changed_in_python_as_its_run_file_says(command_store: Path, tmp_path: Path):
+    run_file = tmp_path / "run.yaml"
+    for open_from in (run_file, command_store):
+        with Index.open(open_from) as index:
+            index.rollback(1)
+            index.delete("p1")
+            assert not index.passages([f"p1#{number}" for number in range(4)])
+            index.upsert([("p2", "A tower of gold. " * 20)])
+            assert {*index.passages(["p2", "p2#0", "p2#1", "p2#2", "p2#3"])} == {"p2#0", "p2#1", "p2#2"}
+            assert index.search("gold", hybrid=30)[0].id.startswith("p2#")
+            manifest = index.manifest
+        if open_from == run_file:
+            by_run_file = manifest
+    assert (manifest.shards, manifest.config_digest) == (by_run_file.shards, by_run_file.config_digest)
+    assert manifest.lexical is not None and manifest.metrics["prune_views"] == 0.25
+
+
+def test_a_store_whose_chunk_words_no_program_recorded_is_changed_by_its_run_file_alone(
+    command_store: Path, tmp_path: Path
+):
+    corpus = Corpus.open(Store(str(command_store)), "corpus")
+    counts = {name: count for name, count in corpus.info.counts.items() if name not in ("chunk_words", "max_passages")}
+    Corpus(corpus.store, dataclasses.replace(corpus.info, counts=counts)).publish(after=corpus.number)
+    with Index.open(command_store) as index:
+        for change in (lambda: index.delete("p1"), lambda: index.upsert([("p1", "A text.")])):
+            with pytest.raises(ConfigError, match=r"prepare\.chunk_words.*nothing was changed\. Open the run file"):
+                change()
+        assert index.manifest.version == 1
+    for open_from, settings in ((command_store, {"prepare": {"chunk_words": 30}}), (tmp_path / "run.yaml", {})):
+        with Index.open(open_from, settings=settings) as index:
+            index.delete("p1")
+            assert not index.passages(["p1#0", "p1#1"])
 
 
 def test_a_rollback_on_the_command_line_ends_with_a_verdict_and_the_next_command(index: Index, capsys):

@@ -85,6 +85,15 @@ def test_a_search_gives_what_the_service_gives(client, service) -> None:
         assert client.search(queries, k=2).results == answer.results
 
 
+def test_one_text_is_one_query_and_not_its_characters(client) -> None:
+    one, several = client.search("nile", k=2), client.search(["nile"], k=2)
+    assert without_time(one) == without_time(several) and len(one.results) == 1
+    assert client.explain("nile", "p1") == client.explain(["nile"], ["p1"])
+    assert client.embed("nile", model="words").data == client.embed(["nile"], model="words").data
+    with pytest.raises(RefusedError, match="the corpus has no field 'year'"):
+        client.search("nile", fields="year")
+
+
 @pytest.mark.parametrize("passage_id", ODD)
 def test_a_passage_is_found_by_its_id_whatever_it_holds(client, passage_id) -> None:
     assert client.passage(passage_id).id == passage_id
