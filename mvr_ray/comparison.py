@@ -35,8 +35,6 @@ from mvr_ray.types import FloatArray
 
 log = logging.getLogger(__name__)
 
-Grades = dict[str, dict[str, int]]
-"""Judgements of passages by question, as `read_qrels` returns them."""
 UNKNOWN = (
     "it is not known which passages answer {!r}; retrieve questions that have answers, or compare TREC runs with "
     "--qrels FILE"
@@ -95,6 +93,13 @@ class ComparisonRow(NamedTuple):
     questions: int
 
 
+class Judgements(NamedTuple):
+    """A file of judgements, and the relevant passages of every question that has some."""
+
+    path: Path
+    relevant: dict[str, set[str]]
+
+
 class QuestionHits(NamedTuple):
     """Id and text of a question in a ranking file, and its hits with "bears an answer", best first."""
 
@@ -139,8 +144,8 @@ def compare(
             f"compare: {runs[0]} is not .json, .jsonl or .parquet, and a TREC run does not say which passages count; "
             f"give --qrels FILE"
         )
-    grades = read_qrels(qrels) if runs and qrels is not None else None
-    both = [_ranking(side, grades, question_set) for side in sides]
+    judgements = _read_judgements(qrels) if runs and qrels is not None else None
+    both = [_ranking(side, judgements, question_set) for side in sides]
     places = _question_places(sides, both)
     if unmatched_keys := sorted(set(places[0]) ^ set(places[1])):
         raise DataError(
@@ -192,14 +197,24 @@ def _question_places(sides: tuple[str, str], both: list[Ranking]) -> list[dict[t
     )
 
 
+def _read_judgements(path: Path) -> Judgements:
+    if not path.is_file():
+        raise DataError(f"qrels {path} does not exist or is not a file; give --qrels the file of judgements")
+    passages = {name: {i for i, grade in own.items() if grade > 0} for name, own in read_qrels(path).items()}
+    relevant = {name: own for name, own in passages.items() if own}
+    if not relevant:
+        raise DataError(f"qrels {path} judges no passage relevant; give --qrels a file with grades above 0")
+    return Judgements(path, relevant)
+
+
 def _is_trec_run(side: str) -> bool:
     return ".parquet:" not in side and Path(side).suffix not in (".parquet", ".jsonl", ".json")
 
 
-def _ranking(side: str, grades: Grades | None, question_set: str | None) -> Ranking:
+def _ranking(side: str, judgements: Judgements | None, question_set: str | None) -> Ranking:
     stem, separator, system = side.partition(".parquet:")
     if not separator:
-        return _file_ranking(Path(side), grades)
+        return _file_ranking(Path(side), judgements)
     path = f"{stem}.parquet"
     if not Path(path).is_file():
         raise DataError(f"{path} does not exist; `mvr-ray evaluate` and `mvr-ray study` write files of question ranks")
@@ -226,19 +241,26 @@ def _ranking(side: str, grades: Grades | None, question_set: str | None) -> Rank
     return Ranking(list(ranks), [None] * len(ranks), list(ranks.values()), articles, depth)
 
 
-def _file_ranking(path: Path, grades: Grades | None) -> Ranking:
-    """Judge a ranking file: by the grades of its questions' passages, else by its own marks. Questions without grades
-    are omitted; graded questions that the file lacks have no passage that counts."""
+def _file_ranking(path: Path, judgements: Judgements | None) -> Ranking:
+    """Judge a ranking file: by the judgements of its questions' passages, else by its own marks. Questions without a
+    relevant passage are omitted; judged questions that the file lacks have no passage that counts."""
     if not path.is_file():
         raise DataError(f"ranking {path} does not exist; make one with `mvr-ray retrieve CONFIG ... output={path}`")
     read = _parquet if path.suffix == ".parquet" else _trec if _is_trec_run(str(path)) else _json
     rows = list(read(path))
     if not rows:
         raise DataError(f"ranking {path} holds no question")
-    if grades is not None and all(row.id is not None for row in rows):
-        row_of = {str(row.id): row for row in rows if row.id in grades}
-        rows = [row_of.get(name, QuestionHits(name, None, [])) for name in grades]
-        flags = [[grades[str(row.id)].get(name, 0) > 0 for name, _ in row.hits] for row in rows]
+    if judgements is not None and all(row.id is not None for row in rows):
+        relevant, first = judgements.relevant, rows[0].id
+        row_of = {str(row.id): row for row in rows if row.id in relevant}
+        if not row_of:
+            raise DataError(
+                f"{path} ranks none of the {len(relevant)} questions that {judgements.path} judges (first: "
+                f"{next(iter(relevant))!r}; the ranking's first: {first!r}); give --qrels the judgements of its "
+                f"question set"
+            )
+        rows = [row_of.get(name, QuestionHits(name, None, [])) for name in relevant]
+        flags = [[name in relevant[str(row.id)] for name, _ in row.hits] for row in rows]
     else:
         for number, row in enumerate(rows, 1):
             if any(mark is None for _, mark in row.hits):

@@ -156,6 +156,37 @@ def test_judgements_count_for_both_sides_where_one_is_a_trec_run(tmp_path: Path)
     assert (row.first, row.second, row.questions) == (50, 50, 2)
 
 
+def test_only_questions_with_a_relevant_passage_are_compared(tmp_path: Path) -> None:
+    rows = [RankedQuestion(Question(f"q{i}", f"question {i}", ("a",)), hits(1)) for i in range(3)]
+    write_ranking(rows, tmp_path / "a.trec", "trec")
+    qrels = tmp_path / "qrels"
+    qrels.write_text("q0 0 right 1\nq0 0 other2 0\nq1 0 right 0\nq2 0 right -1\nunranked 0 right 2\n")
+    [row] = compare(tmp_path / "a.trec", tmp_path / "a.trec", [1], qrels=qrels)
+    assert (row.first, row.second, row.questions) == (50, 50, 2)
+
+
+def test_judgements_that_cannot_judge_a_run_are_refused(tmp_path: Path) -> None:
+    run, qrels = tmp_path / "a.trec", tmp_path / "qrels"
+    write_ranking([RankedQuestion(Question("q0", "question", ("a",)), hits(1))], run, "trec")
+    with pytest.raises(DataError) as refusal:
+        compare(run, run, [1], qrels=qrels)
+    assert str(refusal.value) == f"qrels {qrels} does not exist or is not a file; give --qrels the file of judgements"
+    for text in ("", "q0 0 right 0\n"):
+        qrels.write_text(text)
+        with pytest.raises(DataError) as refusal:
+            compare(run, run, [1], qrels=qrels)
+        assert str(refusal.value) == (
+            f"qrels {qrels} judges no passage relevant; give --qrels a file with grades above 0"
+        )
+    qrels.write_text("x1 0 right 1\nx2 0 right 1\n")
+    with pytest.raises(DataError) as refusal:
+        compare(run, run, [1], qrels=qrels)
+    assert str(refusal.value) == (
+        f"{run} ranks none of the 2 questions that {qrels} judges (first: 'x1'; the ranking's first: 'q0'); give "
+        f"--qrels the judgements of its question set"
+    )
+
+
 FORMATS = {"dpr": ".json", "jsonl": ".jsonl", "parquet": ".parquet", "trec": ".trec", "pyserini": ".pyserini.json"}
 
 
