@@ -64,7 +64,13 @@ def _refine(
     count = min(run.resources.refiners, len(base.shards))
     with session.connect(run.resources, base.num_passages, [session.Need("refiners", count, cpus)]):
         task = RefinerTask(
-            store.address, base, journal.folder, run.refine, threads, compact_share=run.index.compact_share
+            store.address,
+            base,
+            journal.folder,
+            run.refine,
+            threads,
+            compact_share=run.index.compact_share,
+            match=run.evaluate.match,
         )
         with RefinerPool(task, count, cpus) as refiners:
             loop = RefinementLoop(questions, queries_TD, refiners, journal, progress)

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from scipy.sparse import csr_array
 
-from mvr_ray.core.judging.answers import AnswerMatcher
+from mvr_ray.core.judging.answers import AnswerMatcher, Match
 from mvr_ray.core.judging.metrics import first_ranks, top_k_accuracy
 from mvr_ray.core.refining import aopt, feedback
 from mvr_ray.core.refining.pseudo_labels import (
@@ -127,10 +127,12 @@ class RefinementSimulator:
     """One index version in memory. `text_of` returns the text of a row of the block. Views are searched in the block's
     type, and moved in float32."""
 
-    def __init__(self, block: EmbeddingBlock, num_views: int, text_of: Callable[[int], str]) -> None:
+    def __init__(
+        self, block: EmbeddingBlock, num_views: int, text_of: Callable[[int], str], match: Match = "string"
+    ) -> None:
         self.block, self.views, self.num_views = block, StoredViews([block]), num_views
         self.norms_P = feedback.own_norms(block.vectors_ND, block.row_ptr, block.view_numbers_N, num_views)
-        self._text_of, self._matcher = text_of, AnswerMatcher()
+        self._text_of, self._matcher = text_of, AnswerMatcher(match)
         self._answer_flags: dict[str, np.ndarray] = {}
 
     def start(self, queries_QD: FloatArray) -> SimulatedState:

@@ -1,6 +1,7 @@
 """Refinements in memory against loops that a reader can check, and against what they promise."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -32,6 +33,19 @@ def simulate_index(row_ptr: np.ndarray, numbers: np.ndarray, vectors: np.ndarray
     """A simulator over these views; passage i says `word<i mod 7>`."""
     block = EmbeddingBlock([f"p{row:02d}" for row in range(len(row_ptr) - 1)], row_ptr, numbers, vectors)
     return RefinementSimulator(block, num_views, lambda row: f"it is word{row % 7}")
+
+
+def test_answers_that_are_patterns_are_found_as_by_an_independent_search():
+    block = EmbeddingBlock(
+        ["p0", "p1", "p2"], np.arange(4), np.zeros(3, np.int16), unit((3, D), np.random.default_rng(1))
+    )
+    texts, answers = ["it was in 1975", "it was in 1977", "it is 19(75|76)"], ["19(75|76)", r"197\d$"]
+    simulator = RefinementSimulator(block, 3, texts.__getitem__, "regex")
+    questions = LabelledQuestions(
+        "years", unit((2, D), np.random.default_rng(2)), [[answer] for answer in answers], [set(), set()]
+    )
+    marks_QP = simulator.bears_answer(questions, np.tile(np.arange(3), (2, 1)))
+    assert marks_QP.tolist() == [[re.search(answer, text) is not None for text in texts] for answer in answers]
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@
     <staging>/refine-<key>/report.json             the outcome, with a digest of what was to be published, from just
                                                    before the publish
 
-The key is a digest of everything that determines the result: this format, the base version, the refine section, every
-question. A round counts once the journal names it; the journal is replaced as a whole. Only the latest and the best
-round are kept. Each file ends with its digest: where one is damaged, the refinement restarts.
+The key is a digest of everything that determines the result: this format, the base version, the refine section,
+`evaluate.match`, every question. A round counts once the journal names it; the journal is replaced as a whole. Only the
+latest and the best round are kept. Each file ends with its digest: where one is damaged, the refinement restarts.
 """
 
 import hashlib
