@@ -36,7 +36,7 @@ from mvr_ray.store.corpus import (
 )
 from mvr_ray.store.fields import FieldReader
 from mvr_ray.store.files import Store, sha256_of
-from mvr_ray.store.formats.records import BadRow, PassageRecord, with_fields, with_prefix
+from mvr_ray.store.formats.records import BadRow, PassageRecord, deletion_record, with_fields, with_prefix
 from mvr_ray.store.formats.rows import passage_of
 from mvr_ray.store.formats.text_files import json_lines
 from mvr_ray.store.gc import collect_corpus
@@ -274,9 +274,9 @@ def _read_rows(file: Path, types: Mapping[str, str]) -> Changes[Passage]:
     for row in json_lines(file):
         if isinstance(row, BadRow):
             raise DataError(str(row))
-        name, where = row.values.get("id"), row.where
+        where = row.where
         if row.values.get("delete") is True:
-            record = PassageRecord(Passage(str(name), "", ""), where) if name else BadRow(where, "it has no id")
+            record = deletion_record(row.values.get("id"), where)
         else:
             record = passage_of(row.values, where)
             record = with_fields(record, fields.read) if isinstance(record, PassageRecord) else record

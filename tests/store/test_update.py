@@ -217,7 +217,10 @@ def test_contents_that_return_are_the_corpus_of_before_with_its_questions(tmp_pa
         ('{"id": "a", "text": "x"}\n{"id": "a", "delete": true}\n', r"c\.jsonl:2 names passage 'a', which .*:1 names"),
         ('{"title": "x", "text": "x"}\n', r"c\.jsonl:1"),
         ('{"id": "a", "title": "x"}\n', r"c\.jsonl:1"),
-        ('{"delete": true}\n', r"c\.jsonl:1.*no id"),
+        ('{"delete": true}\n', r"c\.jsonl:1: id is missing"),
+        ('{"id": "", "delete": true}\n', r"c\.jsonl:1: id is missing"),
+        ('{"id": 1.5, "delete": true}\n', r"c\.jsonl:1: id is 1\.5, not a text or a whole number"),
+        ('{"id": "a\\ud83d", "delete": true}\n', r"c\.jsonl:1: id is not valid UTF-8"),
         ("[1]\n", r"c\.jsonl:1"),
     ],
 )
@@ -227,6 +230,14 @@ def test_a_bad_file_is_named_by_line_and_nothing_changes(tmp_path: Path, write: 
     with pytest.raises(DataError, match=f"(?s){message}.*nothing was changed"):
         update(CONFIG, store, str(write("c.jsonl", content)))
     assert Corpus.open(store, "corpus").info == before.info
+
+
+def test_a_passage_is_deleted_by_every_id_that_adds_one(tmp_path: Path, write: Write):
+    store, ids = Store(tmp_path / "store"), [0, 1, "a"]
+    make_corpus(store, write, {"b": "one"})
+    for change in ({"text": "x"}, {"delete": True}):
+        update(CONFIG, store, str(write("c.jsonl", lines(*({"id": id_, **change} for id_ in ids)))))
+        assert len(Corpus.open(store, "corpus").get(map(str, ids))) == (3 if "text" in change else 0)
 
 
 def test_what_cannot_be_updated_is_refused(tmp_path: Path, write: Write):

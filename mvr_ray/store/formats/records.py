@@ -88,6 +88,14 @@ def passage_record(
     return PassageRecord(Passage(name, heading, body), where, repeats, extras)
 
 
+def deletion_record(id_: Any, where: str) -> PassageRecord | BadRow:
+    """Make the record of a passage to delete, which has an id alone, or a bad row with the reason."""
+    try:
+        return PassageRecord(Passage(_id(id_), "", ""), where)
+    except _Fault as error:
+        return BadRow(where, str(error))
+
+
 def question_record(
     id_: Any,
     text: Any,
