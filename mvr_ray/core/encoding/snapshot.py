@@ -90,7 +90,7 @@ def write_parts(
     if precision.name != "fp32":
         description["precision"] = precision.name
     if precision.parts is not None and "model" in precision.parts:  # the fingerprint omits it
-        description["model_sha256"] = sha256(precision.parts["model"]).hexdigest()
+        description["model_sha256"] = sha256(precision.parts["model"].data).hexdigest()
     for file, names in _PARTS.get(precision.name, {}).items():
         if precision.parts is not None and set(precision.parts) == set(names):
             save_file(dict(precision.parts), folder / file)
@@ -182,6 +182,6 @@ def _precision(folder: Path, precision: Any, model_sha256: str | None) -> Precis
     parts = load_file(folder / file)
     if set(parts) != set(files[file]):
         raise EncoderError(f"{folder / file} does not hold the parts of {precision}; copy or make the snapshot again")
-    if model_sha256 and sha256(parts["model"]).hexdigest() != model_sha256:
+    if model_sha256 and sha256(parts["model"].data).hexdigest() != model_sha256:
         raise EncoderError(f"{folder / file} holds another model than was saved; copy or make the snapshot again")
     return Precision(precision, {name: parts[name] for name in files[file]})
