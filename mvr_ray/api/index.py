@@ -262,7 +262,7 @@ class Index:
         """
         path = paths.feedback(self.run.index.name)
         before = self._store.read_bytes(path).decode() if self._store.exists(path) else ""
-        lines = before.splitlines()
+        lines = [line for line in before.split("\n") if line.strip()]
         for number, judgement in enumerate(judgements):
             match judgement:
                 case (str() as question, str() as passage_id, (1 | -1) as label) if question.strip():

@@ -389,6 +389,15 @@ def test_feedback_teaches_the_index_and_is_kept_until_then(index: Index):
         index.add_feedback([("why?", "p1", 2)])
 
 
+def test_feedback_is_split_at_line_feeds_alone_whatever_its_questions_hold(index: Index):
+    clicks = [(f"{text}\u2028{text}\u2029{text}\x85?", passage, label) for text, passage, label in CLICKS]
+    for number, click in enumerate(clicks, 1):
+        assert index.add_feedback([click]) == number
+    report = index.refine(**ONE_ROUND)
+    assert report.published is not None
+    assert sum(row.num_questions for row in report.accuracy) == len(clicks)
+
+
 def test_a_refinement_that_lost_the_race_to_another_refines_again_from_its_version(index: Index):
     index.add_feedback(CLICKS)
     rival = Index(index.run)

@@ -185,10 +185,12 @@ def test_feedback_names_stored_questions_by_id_or_text_and_makes_the_others(tmp_
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", r"clicks.jsonl:2: not JSON"),
+        ("{", r"clicks.jsonl:2: not valid JSON"),
+        ("[1]", r"clicks.jsonl:2: not a JSON object"),
         ('{"question": "q", "label": 1}', r"clicks.jsonl:2: a line is"),
         ('{"question": "q", "passage_id": "p", "label": 0}', r"clicks.jsonl:2: label is 1 .* given 0"),
         ('{"question": " ", "passage_id": "p", "label": 1}', r"clicks.jsonl:2: question and passage_id"),
+        ('{"question": "\\ud800", "passage_id": "p", "label": 1}', r"clicks.jsonl:2: .* not valid UTF-8"),
         ('{"question": "good", "passage_id": "p", "label": -1}', r"clicks.jsonl:2: .* judged both 1 and -1"),
     ],
 )
