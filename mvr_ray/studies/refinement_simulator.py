@@ -11,6 +11,7 @@ negatives that push feedback views away, decay, clicks.
 Shapes: P passages, N their views, Q questions, K hits, F feedback views, L labels, D dimension.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -190,14 +191,13 @@ class RefinementSimulator:
     ) -> Labels:
         """Label the hits (AOpt eq. 8, first hits only, gold, or clicks) at the currently winning views.
 
-        Gold labels add the first gold passage that is not among the hits.
+        Gold labels add every gold passage that is not among the hits.
         """
         passage_QK, positives = passage_QK[:, : setting.depth], "all"
         if setting.labels == "gold":
-            missing_Q = [
-                min(gold.difference(row.tolist()), default=-1) for gold, row in zip(questions.gold_Q, passage_QK)
-            ]
-            passage_QK = np.column_stack([passage_QK, missing_Q])
+            missing_Q = [sorted(gold.difference(row.tolist())) for gold, row in zip(questions.gold_Q, passage_QK)]
+            columns = itertools.zip_longest(*missing_Q, fillvalue=-1)
+            passage_QK = np.column_stack([passage_QK, *columns])
             relevant_QK = gold_relevance(passage_QK, questions.gold_Q)
         else:
             relevant_QK, positives = self.bears_answer(questions, passage_QK), setting.positives

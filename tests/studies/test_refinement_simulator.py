@@ -211,6 +211,24 @@ def test_gold_labels_reach_gold_passages_that_were_not_retrieved(simulator):
     assert after.sets[0].gold[1] >= len(alone) / 12, "a view of weight 1 made of one question scores 1 with it"
 
 
+def test_gold_labels_are_the_hits_and_every_gold_passage_at_the_best_view(simulator):
+    """Questions with two gold passages, one with three and one without, whose labels are written out with loops."""
+    source, generator = questions("known", 12, 2), np.random.default_rng(9)
+    gold_Q = [{int(row) for row in generator.choice(40, 2, replace=False)} for _ in range(10)] + [{3, 17, 31}, set()]
+    source = source._replace(gold_Q=gold_Q)
+    state = simulator.start(source.queries_QD)
+    views = views_of(simulator, simulator.block.vectors_ND)
+    rankings = [slow_ranking(views, query) for query in source.queries_QD]
+    labels = simulator.label(Setting(labels="gold", depth=4), source, state, np.array(rankings))
+    expected = [
+        (question, row, int(np.argmax([query @ view for view in views[row]])), row in gold)
+        for question, (query, gold, ranking) in enumerate(zip(source.queries_QD, gold_Q, rankings))
+        for row in sorted({*ranking[:4], *gold})
+    ]
+    assert list(zip(*(column.tolist() for column in labels))) == expected
+    assert any(len(gold.difference(ranking[:4])) >= 2 for gold, ranking in zip(gold_Q, rankings))
+
+
 def test_hubs_count_places_in_top_ten_lists_that_are_not_earned():
     lists = np.array([[0, 1, 2], [0, 2, 1], [0, 3, -1]])
     relevant = np.array([[True, False, False], [False, False, False], [False, False, False]])
