@@ -258,20 +258,23 @@ class Index:
     def add_feedback(self, judgements: Iterable[tuple[str, str, int]]) -> int:
         """Store judgements (question, passage id, 1 or -1), such as clicks, for `refine`; returns how many there are.
 
-        index.add_feedback([("Who built it?", "p7", 1), ("Who built it?", "p9", -1)])
+            index.add_feedback([("Who built it?", "p7", 1), ("Who built it?", "p9", -1)])
+
+        A question is a text, or the id of a stored one. Of several judgements of a pair `refine` takes the majority;
+        a draw gives no label.
         """
         path = paths.feedback(self.run.index.name)
         before = self._store.read_bytes(path).decode() if self._store.exists(path) else ""
         lines = [line for line in before.split("\n") if line.strip()]
         for number, judgement in enumerate(judgements):
             match judgement:
-                case (str() as question, str() as passage_id, (1 | -1) as label) if question.strip():
-                    row = {"question": question, "passage_id": passage_id, "label": label}
+                case (str() as question, str(), 1 | -1) if question.strip() and not isinstance(judgement[2], bool):
+                    row = dict(zip(("question", "passage_id", "label"), judgement))
                     lines.append(json.dumps(row, ensure_ascii=False))
                 case _:
                     raise DataError(f"judgement {number} is {judgement!r:.80}, not (question, passage id, 1 or -1)")
-        self._store.write_bytes(path, "".join(f"{line}\n" for line in dict.fromkeys(lines)).encode())
-        return len(dict.fromkeys(lines))
+        self._store.write_bytes(path, "".join(f"{line}\n" for line in lines).encode())
+        return len(lines)
 
     def add_questions(self, questions: Any, name: str) -> str:
         """Store a set of questions with the corpus under a name, which `evaluate`, `refine` and run files take.

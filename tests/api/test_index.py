@@ -385,8 +385,21 @@ def test_feedback_teaches_the_index_and_is_kept_until_then(index: Index):
     assert report.published is not None
     answered_texts = [text for at, text in enumerate(STRANGE) if index.search(text, k=1)[0].id == f"p{at}"]
     assert len(answered_texts) >= 4, "questions outside the gate find the passage that was given for them"
-    with pytest.raises(DataError, match=r"judgement 0 is .*not .question, passage id, 1 or -1"):
-        index.add_feedback([("why?", "p1", 2)])
+
+
+@pytest.mark.parametrize("label", [2, 0, True, False, "1"])
+def test_feedback_of_another_grade_than_1_and_minus_1_is_refused_and_nothing_is_stored(index: Index, label):
+    with pytest.raises(DataError, match=r"judgement 1 is .*not .question, passage id, 1 or -1"):
+        index.add_feedback([("who?", "p1", 1), ("why?", "p1", label)])
+    assert index.add_feedback([]) == 0
+
+
+def test_feedback_that_contradicts_itself_is_kept_and_its_majority_is_learned(index: Index):
+    disputes = [(text, "p20", label) for text in STRANGE for label in (1, -1)]
+    majority = [(text, "p21", label) for text in STRANGE for label in (-1, 1, -1)]
+    assert index.add_feedback([*CLICKS, *disputes, *majority]) == 8 * 6
+    [first_round] = index.refine(**ONE_ROUND).rounds
+    assert first_round.num_positives == first_round.num_negatives > 0
 
 
 def test_feedback_is_split_at_line_feeds_alone_whatever_its_questions_hold(index: Index):
