@@ -239,8 +239,8 @@ def test_an_encoder_of_a_precision_embeds_as_an_index_of_it(tiny_backbone: Path,
 def test_limits_of_the_server_do_not_apply_to_searches_in_this_process(index_store: Path):
     limits = {"max_k": 1, "max_batch": 1, "max_query_chars": 4, "timeout_ms": 1}
     questions = [f"who built tower {n}?" for n in range(3)]
-    with Index.open(index_store) as free, Index.open(index_store, settings={"serve": limits}) as limited:
-        one, other = ([[hit.id for hit in hits] for hits in own.search(questions, k=5)] for own in (free, limited))
+    with Index.open(index_store) as free, Index.open(index_store, settings={"serve": limits}) as small_batch:
+        one, other = ([[hit.id for hit in hits] for hits in own.search(questions, k=5)] for own in (free, small_batch))
         assert one == other
 
 
