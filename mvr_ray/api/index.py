@@ -265,16 +265,15 @@ class Index:
 
             index.add_feedback([("Who built it?", "p7", 1), ("Who built it?", "p9", -1)])
 
-        A question is a text, or the id of a stored one. Of several judgements of a pair `refine` takes the majority;
-        a draw gives no label.
+        Of several judgements of a pair `refine` takes the majority; a draw gives no label.
         """
         path = paths.feedback(self.run.index.name)
         before = self._store.read_bytes(path).decode() if self._store.exists(path) else ""
         lines = [line for line in before.split("\n") if line.strip()]
         for number, judgement in enumerate(judgements):
             match judgement:
-                case (str() as question, str(), 1 | -1) if question.strip() and not isinstance(judgement[2], bool):
-                    row = dict(zip(("question", "passage_id", "label"), judgement))
+                case (str() as question, str() as passage, (1 | -1) as label) if question.strip() and label is not True:
+                    row = {"question": question, "passage_id": passage, "label": label}
                     lines.append(json.dumps(row, ensure_ascii=False))
                 case _:
                     raise DataError(f"judgement {number} is {judgement!r:.80}, not (question, passage id, 1 or -1)")
