@@ -143,23 +143,26 @@ def _join_cluster(address: str) -> Iterator[None]:
     _require_listener(address)
     is_loopback = ray_internals.listens_on_loopback_alone(address)
     before = os.environ.get("RAY_AUTH_MODE")
-    with ExitStack() as stack:
-        stack.callback(_restore_authentication, before)
-        stack.enter_context(ray_internals.loopback_node() if is_loopback else nullcontext())
-        if before is None:
-            # A client with a token refuses the calls of a cluster without tokens, and loses its actors.
-            use_token = _has_token() and not ray_internals.accepts_without_token(address)
-            os.environ["RAY_AUTH_MODE"] = "token" if use_token else "disabled"
-        ray_internals.reread_authentication()
+    try:
+        with ray_internals.loopback_node() if is_loopback else nullcontext():
+            if before is None:
+                # A client with a token refuses the calls of a cluster without tokens, and loses its actors.
+                use_token = _has_token() and not ray_internals.accepts_without_token(address)
+                os.environ["RAY_AUTH_MODE"] = "token" if use_token else "disabled"
+            ray_internals.reread_authentication()
+            try:
+                _init_ray(address=address)
+            except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+                raise ResourceError(
+                    f"no Ray cluster could be joined at {address!r} (RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']}): "
+                    f"{error}; check the address and, with token authentication, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+                ) from error
         try:
-            _init_ray(address=address)
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-            raise ResourceError(
-                f"no Ray cluster could be joined at {address!r} (RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']}): "
-                f"{error}; check the address and, with token authentication, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
-            ) from error
-        stack.callback(ray.shutdown)
-        yield
+            yield
+        finally:
+            ray.shutdown()
+    finally:
+        _restore_authentication(before)
 
 
 def _restore_authentication(mode: str | None) -> None:
