@@ -26,7 +26,7 @@ class TrainConfig(Section):
     """A mined question set (`mvr-ray mine`) whose hard negatives are used."""
     init_from: str | None = None
     """Encoder snapshot to start from: a fingerprint of `encoder.name`, or another encoder's name, for its newest;
-    absent: the backbone."""
+    absent: the backbone. A reader or cross-encoder starts from the backbone alone."""
     loss: Literal["auto", "dpr", "mvr", "camvr"] = "auto"
     """dpr: every passage by its best view. auto: dpr for snippet means and one view, camvr for other snippets, mvr for
     several other views."""

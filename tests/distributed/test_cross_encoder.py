@@ -125,6 +125,8 @@ def test_a_training_killed_anywhere_ends_with_the_same_cross_encoder_to_the_bit(
 def test_what_cannot_be_trained_or_mined_is_refused_by_name(store_path, tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"train\.task is cross_encoder, which learns from questions"):
         cross_encoder.train(run_of(store_path, {"questions": None}))
+    with pytest.raises(ConfigError, match=r"init_from is earlier, .*cross_encoder starts from encoder\.backbone"):
+        cross_encoder.train(run_of(store_path, {"init_from": "earlier"}))
     with pytest.raises(CrossEncoderError, match=r"max_tokens is 600, .* lower mine\.max_pair_tokens to 512"):
         cross_encoder.train(run_of(store_path, mine={**MINING, "max_pair_tokens": 600}))
     with pytest.raises(MissingInputError, match=r"cross-encoder 'nobody' is neither stored in .*mine\.cross_encoder"):

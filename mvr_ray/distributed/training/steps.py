@@ -302,6 +302,11 @@ class TaskModelLoop(StepLoop):
         """Open the model and data of a rank; checkpoints are under a digest of everything that determines the
         weights."""
         store, task = Store(run.store.path), cls.kind.model.task
+        if run.train.init_from is not None:
+            raise ConfigError(
+                f"train.init_from is {run.train.init_from}, an encoder's snapshot, but train.task={task} starts from "
+                f"encoder.backbone; leave train.init_from out, and name the folder of a model there to start from it"
+            )
         corpus, name = Corpus.open(store, run.prepare.corpus), getattr(run.train, task)
         model = cls.kind.model.from_backbone(resolve_model(run.encoder.backbone), cls.spec(run), run.train.seed)
         examples, dev = cls.open_data(corpus, run)
