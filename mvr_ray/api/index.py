@@ -45,7 +45,12 @@ if TYPE_CHECKING:
     from mvr_ray.distributed.refinement.report import RefineReport
 
 BATCH_QUERIES = 256
-NO_LIMITS = {"max_k": 1_000_000, "max_query_chars": 10_000_000, "timeout_ms": 3_600_000}
+NO_LIMITS = {
+    "max_k": 1_000_000,
+    "max_query_chars": 10_000_000,
+    "max_batch": BATCH_QUERIES,
+    "timeout_ms": 3_600_000,
+}
 """Limits of `serve` that do not apply to searches in this process."""
 
 

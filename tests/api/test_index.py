@@ -251,6 +251,16 @@ def test_an_encoder_of_a_precision_embeds_as_an_index_of_it(tiny_backbone: Path,
         Encoder(str(tiny_backbone), precision="int8")
 
 
+def test_limits_of_the_server_do_not_apply_to_searches_in_this_process(index_store: Path):
+    limits = {"max_k": 1, "max_batch": 1, "max_query_chars": 4, "timeout_ms": 1}
+    questions = [f"who built tower {n}?" for n in range(3)]
+    ids = []
+    for serve in ({}, limits):
+        with Index.open(index_store, settings={"serve": serve}) as index:
+            ids.append([[hit.id for hit in hits] for hits in index.search(questions, k=5)])
+    assert ids[0] == ids[1] and len(ids[0][0]) == 5
+
+
 def test_a_filter_leaves_only_what_passes(index: Index):
     ids = {hit.id for hit in index.search("who built the tower?", k=100, filter={"year": {"gte": 1920}})}
     assert ids == {row["id"] for row in ROWS if row["year"] >= 1920}
