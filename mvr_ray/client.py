@@ -6,7 +6,7 @@
     ClientError                the request has no result; has status, code, field, message, hint
     ├── RefusedError           4xx: the request, the token or the id is wrong; sent once
     ├── UnavailableError       5xx: the server cannot answer now
-    └── UnreachableError       no answer: no connection, or the deadline has passed
+    └── UnreachableError       no answer: no connection, the deadline has passed, or the client is closed
 
 `timeout_s` is one deadline over connecting, waiting and every attempt; absent, it is that of the client. Each attempt
 has the time that is left, and sends it to the server (X-Timeout-Ms). A request is sent again without a connection and
@@ -223,9 +223,15 @@ class _Endpoints:
 
     def _open(self, transport: Transport, timeout_s: float) -> None:
         self._transport = transport
+        self._is_closed = False
         self.timeout_s = timeout_s
 
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise UnreachableError(0, "closed", "", "the client is closed", "make another one")
+
     async def _send(self, build: Callable[P, EndpointRequest[A]], *args: P.args, **options: P.kwargs) -> A:
+        self._require_open()
         own_s: Any = options.get("timeout_s")
         deadline = Deadline.after(self.timeout_s if own_s is None else own_s)
         try:
@@ -370,7 +376,11 @@ class AsyncClient(_Endpoints):
     _call = _Endpoints._send
 
     async def close(self) -> None:
-        await self._transport.close()
+        """Close connections, or the index in this process. Later calls raise UnreachableError, a second `close` does
+        nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            await self._transport.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -390,6 +400,7 @@ class Client(_Endpoints):
         self._thread.start()
 
     def _call(self, build: Callable[P, EndpointRequest[A]], *args: P.args, **options: P.kwargs) -> A:
+        self._require_open()
         return self._wait(self._send(build, *args, **options))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
@@ -401,10 +412,17 @@ class Client(_Endpoints):
             raise
 
     def close(self) -> None:
-        self._wait(self._transport.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        """Close connections, or the index in this process. Later calls raise UnreachableError, a second `close` does
+        nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._wait(self._transport.close())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
 
     def __enter__(self) -> Self:
         return self

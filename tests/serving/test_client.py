@@ -268,6 +268,27 @@ def test_a_rollback_is_repeated_only_where_it_never_began() -> None:
             assert len(server.asked) == 1
 
 
+@pytest.mark.filterwarnings("error")
+def test_closing_twice_is_closing_once_and_a_call_after_it_is_refused(service, address) -> None:
+    for client in (Client(address, token=ADMIN), Client.over(service)):
+        with client:
+            client.search("nile")
+            client.close()
+        client.close()
+        with pytest.raises(UnreachableError, match=r"^closed: the client is closed; make another one$"):
+            client.search("nile")
+
+    async def close_twice(client: AsyncClient) -> None:
+        async with client:
+            await client.search("nile")
+            await client.close()
+        with pytest.raises(UnreachableError, match=r"^closed: "):
+            await client.search("nile")
+
+    for async_client in (AsyncClient(address, token=ADMIN), AsyncClient.over(service)):
+        asyncio.run(close_twice(async_client))
+
+
 def test_an_answer_of_something_else_is_an_error_that_says_so() -> None:
     for body in (b"<html>hello</html>", b"{}", b""):
         with (
