@@ -362,7 +362,7 @@ def main() -> None:
             of = read_version(store, version)
             questions, queries_TD = make_questions(store, of)
             journal = Journal(store, version, run, questions)
-            task = RefinerTask(store.address, version, journal.folder, run.refine)
+            task = RefinerTask(store.address, version, journal.folder, run.refine, match=run.evaluate.match)
             with RefinerPool(task, REFINERS, run.resources.cpus_per_searcher) as refiners:
                 with clock("open"):
                     loop = RefinementLoop(questions, queries_TD, refiners, journal, no_progress)

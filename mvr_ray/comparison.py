@@ -6,12 +6,14 @@
     paired test            swaps the two systems' values of whole articles, each value being the mean over seeds
     t-tests                compare the seeds' means alone, unpaired as in CAMVR table 6, and paired
 
-A question of an unknown article counts as an article of its own.
+A question of an unknown article counts as an article of its own. Beyond the depth of a ranking it is not known whether
+a passage counts, so no cut-off is greater than the depth of either side.
 
 Shapes: S seeds, Q questions.
 """
 
 import json
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,16 +27,19 @@ from scipy import stats
 
 from mvr_ray.core.judging.metrics import Groups, interval_over_seeds, paired_test
 from mvr_ray.errors import ConfigError, DataError
-from mvr_ray.store.formats.question_ranks import read_question_ranks
+from mvr_ray.store.formats.question_ranks import read_question_ranks, reported_depth
+from mvr_ray.store.formats.records import BadRow
+from mvr_ray.store.formats.text_files import json_lines
 from mvr_ray.store.formats.trec import read_qrels, read_trec_run
 from mvr_ray.types import FloatArray
 
-Grades = dict[str, dict[str, int]]
-"""Judgements of passages by question, as `read_qrels` returns them."""
+log = logging.getLogger(__name__)
+
 UNKNOWN = (
     "it is not known which passages answer {!r}; retrieve questions that have answers, or compare TREC runs with "
     "--qrels FILE"
 )
+CUTOFFS = (1, 5, 20, 100)
 _SAME = 1e-9
 """Seeds that differ by less have no spread for a t-test."""
 
@@ -88,6 +93,13 @@ class ComparisonRow(NamedTuple):
     questions: int
 
 
+class Judgements(NamedTuple):
+    """A file of judgements, and the relevant passages of every question that has some."""
+
+    path: Path
+    relevant: dict[str, set[str]]
+
+
 class QuestionHits(NamedTuple):
     """Id and text of a question in a ranking file, and its hits with "bears an answer", best first."""
 
@@ -98,18 +110,20 @@ class QuestionHits(NamedTuple):
 
 class Ranking(NamedTuple):
     """Ids and texts of questions, None where the file has none; for each question and seed the rank, from 1, of the
-    first passage that counts, infinity where none does; and the known articles by question id."""
+    first passage that counts, infinity where none does; the known articles by question id; and the number of hits among
+    which that passage was looked for, the most of any question."""
 
     ids: list[str | None]
     texts: list[str | None]
     ranks: list[list[float]]
     articles: dict[str, str]
+    depth: int
 
 
 def compare(
     first: str | Path,
     second: str | Path,
-    ks: Sequence[int],
+    ks: Sequence[int] | None = None,
     seed: int = 0,
     qrels: Path | None = None,
     question_set: str | None = None,
@@ -118,9 +132,10 @@ def compare(
     answers; by those that `qrels` judges relevant where a side is a TREC run.
 
     Each side is a ranking file, or FILE:SYSTEM of a file of question ranks. Questions are the same by id, or by text
-    where a side has no ids (DPR's JSON). Raises ConfigError, and DataError when the two do not rank the same questions.
+    where a side has no ids (DPR's JSON). `ks` None: those of CUTOFFS that both sides reach. Raises ConfigError, also
+    for a cut-off deeper than a side, and DataError when the two do not rank the same questions.
     """
-    if bad := [k for k in ks if k < 1]:
+    if bad := [k for k in ks or () if k < 1]:
         raise ConfigError(f"compare: -k is {bad[0]}; give cut-offs of 1 or more")
     sides = str(first), str(second)
     runs = [side for side in sides if _is_trec_run(side)]
@@ -129,8 +144,8 @@ def compare(
             f"compare: {runs[0]} is not .json, .jsonl or .parquet, and a TREC run does not say which passages count; "
             f"give --qrels FILE"
         )
-    grades = read_qrels(qrels) if runs and qrels is not None else None
-    both = [_ranking(side, grades, question_set) for side in sides]
+    judgements = _read_judgements(qrels) if runs and qrels is not None else None
+    both = [_ranking(side, judgements, question_set) for side in sides]
     places = _question_places(sides, both)
     if unmatched_keys := sorted(set(places[0]) ^ set(places[1])):
         raise DataError(
@@ -147,8 +162,16 @@ def compare(
             f"compare: {first} has {seeds[0]} seeds and {second} has {seeds[1]}; compare systems of as many seeds, or "
             f"with one that was not trained"
         )
+    shallow, depth = min(((side, ranking.depth) for side, ranking in zip(sides, both)), key=lambda pair: pair[1])
+    if too_deep := [k for k in ks or CUTOFFS if k > depth]:
+        if ks:
+            raise ConfigError(
+                f"compare: -k is {too_deep[0]}, but {shallow} is known to rank only {depth} passages a question; give "
+                f"cut-offs up to {depth}, or rank more by retrieve.k or evaluate.k"
+            )
+        log.warning("cut-offs left out: k=%s ranking=%s depth=%d", ",".join(map(str, too_deep)), shallow, depth)
     rows = []
-    for k in ks:
+    for k in ks or [k for k in CUTOFFS if k <= depth]:
         first_SQ, second_SQ = ((ranks_SQ <= k).astype(float) for ranks_SQ in ranks)
         shares = 100 * float(first_SQ.mean()), 100 * float(second_SQ.mean())
         gap = difference(second_SQ, first_SQ, groups, seed)
@@ -174,18 +197,30 @@ def _question_places(sides: tuple[str, str], both: list[Ranking]) -> list[dict[t
     )
 
 
+def _read_judgements(path: Path) -> Judgements:
+    if not path.is_file():
+        raise DataError(f"qrels {path} does not exist or is not a file; give --qrels the file of judgements")
+    passages = {name: {i for i, grade in own.items() if grade > 0} for name, own in read_qrels(path).items()}
+    relevant = {name: own for name, own in passages.items() if own}
+    if not relevant:
+        raise DataError(f"qrels {path} judges no passage relevant; give --qrels a file with grades above 0")
+    return Judgements(path, relevant)
+
+
 def _is_trec_run(side: str) -> bool:
     return ".parquet:" not in side and Path(side).suffix not in (".parquet", ".jsonl", ".json")
 
 
-def _ranking(side: str, grades: Grades | None, question_set: str | None) -> Ranking:
+def _ranking(side: str, judgements: Judgements | None, question_set: str | None) -> Ranking:
     stem, separator, system = side.partition(".parquet:")
     if not separator:
-        return _file_ranking(Path(side), grades)
+        return _file_ranking(Path(side), judgements)
     path = f"{stem}.parquet"
     if not Path(path).is_file():
         raise DataError(f"{path} does not exist; `mvr-ray evaluate` and `mvr-ray study` write files of question ranks")
     parts = read_question_ranks(Path(path))
+    file_ranks = (rank for part in parts for rank in (*part.answer_ranks, *part.gold_ranks) if rank is not None)
+    depth = reported_depth(Path(path)) or 1 + max((0, *file_ranks))
     systems = sorted({part.system for part in parts})
     parts = [part for part in parts if part.system == system]
     if not parts:
@@ -203,29 +238,37 @@ def _ranking(side: str, grades: Grades | None, question_set: str | None) -> Rank
             if rank is not None:
                 ranks.setdefault(name, []).append(rank + 1 if rank >= 0 else np.inf)
     articles = dict(zip(parts[0].question_ids, parts[0].articles))
-    return Ranking(list(ranks), [None] * len(ranks), list(ranks.values()), articles)
+    return Ranking(list(ranks), [None] * len(ranks), list(ranks.values()), articles, depth)
 
 
-def _file_ranking(path: Path, grades: Grades | None) -> Ranking:
-    """Judge a ranking file: by the grades of its questions' passages, else by its own marks. Questions without grades
-    are omitted; graded questions that the file lacks have no passage that counts."""
+def _file_ranking(path: Path, judgements: Judgements | None) -> Ranking:
+    """Judge a ranking file: by the judgements of its questions' passages, else by its own marks. Questions without a
+    relevant passage are omitted; judged questions that the file lacks have no passage that counts."""
     if not path.is_file():
         raise DataError(f"ranking {path} does not exist; make one with `mvr-ray retrieve CONFIG ... output={path}`")
     read = _parquet if path.suffix == ".parquet" else _trec if _is_trec_run(str(path)) else _json
     rows = list(read(path))
     if not rows:
         raise DataError(f"ranking {path} holds no question")
-    if grades is not None and all(row.id is not None for row in rows):
-        row_of = {str(row.id): row for row in rows if row.id in grades}
-        rows = [row_of.get(name, QuestionHits(name, None, [])) for name in grades]
-        flags = [[grades[str(row.id)].get(name, 0) > 0 for name, _ in row.hits] for row in rows]
+    if judgements is not None and all(row.id is not None for row in rows):
+        relevant, first = judgements.relevant, rows[0].id
+        row_of = {str(row.id): row for row in rows if row.id in relevant}
+        if not row_of:
+            raise DataError(
+                f"{path} ranks none of the {len(relevant)} questions that {judgements.path} judges (first: "
+                f"{next(iter(relevant))!r}; the ranking's first: {first!r}); give --qrels the judgements of its "
+                f"question set"
+            )
+        rows = [row_of.get(name, QuestionHits(name, None, [])) for name in relevant]
+        flags = [[name in relevant[str(row.id)] for name, _ in row.hits] for row in rows]
     else:
         for number, row in enumerate(rows, 1):
             if any(mark is None for _, mark in row.hits):
                 raise DataError(f"{path}, entry {number}: {UNKNOWN.format(row.text)}")
         flags = [[bool(mark) for _, mark in row.hits] for row in rows]
     ranks = [[next((float(rank) for rank, flag in enumerate(own, 1) if flag), np.inf)] for own in flags]
-    return Ranking([row.id for row in rows], [row.text for row in rows], ranks, {})
+    depth = max((1, *(len(row.hits) for row in rows)))
+    return Ranking([row.id for row in rows], [row.text for row in rows], ranks, {}, depth)
 
 
 def _trec(path: Path) -> Iterator[QuestionHits]:
@@ -251,13 +294,19 @@ def _parquet(path: Path) -> Iterator[QuestionHits]:
 
 def _json(path: Path) -> Iterator[QuestionHits]:
     """Read DPR's JSON, JSON lines, or pyserini's object by question id."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        rows = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines() if line]
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8: {error}") from None
+    if path.suffix == ".jsonl":
+        rows = []
+        for line in json_lines(path):
+            if isinstance(line, BadRow):
+                raise DataError(f"{line}; give a ranking of `mvr-ray retrieve` with format=jsonl")
+            rows.append(line.values)
+    else:
+        try:
+            rows = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path} is not UTF-8: {error}") from None
     if isinstance(rows, dict):
         rows = [{"id": name, **row} if isinstance(row, dict) else row for name, row in rows.items()]
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):

@@ -49,6 +49,31 @@ def test_a_large_difference_is_told_from_chance(tmp_path: Path) -> None:
     assert back.p == pytest.approx(row.p, abs=1e-3)
 
 
+def test_a_ranking_differs_from_its_own_first_hits_by_nothing_at_any_cut_off(tmp_path: Path, caplog) -> None:
+    names = [f"p{rank}" for rank in range(100)]
+    rows = [
+        RankedQuestion(
+            Question(f"q{i}", f"q{i}", ("a",)),
+            [RankedPassage(name, "", "", 1 - rank / 100, rank == at) for rank, name in enumerate(names)],
+        )
+        for i, at in enumerate([0, 3, 10, 50] * 10)
+    ]
+    first_hits = [row._replace(passages=row.passages[:20]) for row in rows]
+    for form in ("jsonl", "parquet", "trec"):
+        deep, shallow = tmp_path / f"deep.{form}", tmp_path / f"shallow.{form}"
+        write_ranking(rows, deep, form)
+        write_ranking(first_hits, shallow, form)
+        qrels = tmp_path / "qrels"
+        qrels.write_text("".join(f"q{i} 0 p{at} 1\n" for i, at in enumerate([0, 3, 10, 50] * 10)))
+        caplog.clear()
+        results = compare(shallow, deep, qrels=qrels)
+        assert [(row.metric, row.difference, row.p) for row in results] == [(f"top-{k}", 0, 1) for k in (1, 5, 20)]
+        assert caplog.messages == [f"cut-offs left out: k=100 ranking={shallow} depth=20"]
+        assert [row.metric for row in compare(deep, deep, qrels=qrels)] == ["top-1", "top-5", "top-20", "top-100"]
+        with pytest.raises(ConfigError, match=r"-k is 21, but .*shallow.* is known to rank only 20 passages"):
+            compare(deep, shallow, [20, 21], qrels=qrels)
+
+
 def test_rankings_of_different_questions_are_refused(tmp_path: Path) -> None:
     first, second = ranking(tmp_path / "a.json", [1, 1]), ranking(tmp_path / "b.json", [1])
     with pytest.raises(DataError, match="rank different questions: 1 are in only one of them"):
@@ -94,6 +119,26 @@ def test_every_format_of_a_ranking_gives_the_same_comparison(tmp_path: Path) -> 
                 assert compare(first, second, [1, 5], qrels=tmp_path / "qrels") == expected, (form, other)
 
 
+def test_line_separators_of_unicode_in_texts_end_no_line_and_an_error_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    hit = RankedPassage("p", "", "\u2028", 1.0, True)
+    rows = [RankedQuestion(Question(f"q{i}", "a\u2028b\u2029c\u0085d?", ("a",)), [hit]) for i in range(3)]
+    write_ranking(rows, path, "jsonl")
+    [row] = compare(path, path, [1])
+    assert (row.first, row.questions) == (100, 3)
+    lines = path.read_text(encoding="utf-8").split("\n")
+    path.write_text("\n".join([lines[0], "", lines[1], lines[2][:-9]]), encoding="utf-8")
+    with pytest.raises(DataError, match=r"a\.jsonl:4: not valid JSON: .*retrieve"):
+        compare(path, path, [1])
+    path.write_text(f"{lines[0]}\n[]\n", encoding="utf-8")
+    with pytest.raises(DataError, match=r"a\.jsonl:2: not a JSON object"):
+        compare(path, path, [1])
+    document = tmp_path / "b.json"
+    document.write_text("[\n{]")
+    with pytest.raises(DataError, match=r"b\.json:2: not JSON: .*"):
+        compare(document, path, [1])
+
+
 def test_questions_of_the_same_text_are_compared_in_their_order(tmp_path: Path) -> None:
     rows = [RankedQuestion(Question(f"q{i}", "why?", ("a",)), hits(at)) for i, at in enumerate([1, 3])]
     write_ranking(rows, tmp_path / "a.json", "dpr")
@@ -109,6 +154,37 @@ def test_judgements_count_for_both_sides_where_one_is_a_trec_run(tmp_path: Path)
     write_ranking(rows, tmp_path / "b.jsonl", "jsonl")
     [row] = compare(tmp_path / "a.trec", tmp_path / "b.jsonl", [1], qrels=tmp_path / "qrels")
     assert (row.first, row.second, row.questions) == (50, 50, 2)
+
+
+def test_only_questions_with_a_relevant_passage_are_compared(tmp_path: Path) -> None:
+    rows = [RankedQuestion(Question(f"q{i}", f"question {i}", ("a",)), hits(1)) for i in range(3)]
+    write_ranking(rows, tmp_path / "a.trec", "trec")
+    qrels = tmp_path / "qrels"
+    qrels.write_text("q0 0 right 1\nq0 0 other2 0\nq1 0 right 0\nq2 0 right -1\nunranked 0 right 2\n")
+    [row] = compare(tmp_path / "a.trec", tmp_path / "a.trec", [1], qrels=qrels)
+    assert (row.first, row.second, row.questions) == (50, 50, 2)
+
+
+def test_judgements_that_cannot_judge_a_run_are_refused(tmp_path: Path) -> None:
+    run, qrels = tmp_path / "a.trec", tmp_path / "qrels"
+    write_ranking([RankedQuestion(Question("q0", "question", ("a",)), hits(1))], run, "trec")
+    with pytest.raises(DataError) as refusal:
+        compare(run, run, [1], qrels=qrels)
+    assert str(refusal.value) == f"qrels {qrels} does not exist or is not a file; give --qrels the file of judgements"
+    for text in ("", "q0 0 right 0\n"):
+        qrels.write_text(text)
+        with pytest.raises(DataError) as refusal:
+            compare(run, run, [1], qrels=qrels)
+        assert str(refusal.value) == (
+            f"qrels {qrels} judges no passage relevant; give --qrels a file with grades above 0"
+        )
+    qrels.write_text("x1 0 right 1\nx2 0 right 1\n")
+    with pytest.raises(DataError) as refusal:
+        compare(run, run, [1], qrels=qrels)
+    assert str(refusal.value) == (
+        f"{run} ranks none of the 2 questions that {qrels} judges (first: 'x1'; the ranking's first: 'q0'); give "
+        f"--qrels the judgements of its question set"
+    )
 
 
 FORMATS = {"dpr": ".json", "jsonl": ".jsonl", "parquet": ".parquet", "trec": ".trec", "pyserini": ".pyserini.json"}
@@ -160,6 +236,37 @@ def test_systems_of_a_file_of_question_ranks_are_compared_over_seeds_and_article
     assert row.high - row.low > np.ptp(cluster_interval(100 * (several - one), articles))
     assert row.p == paired_test(one, several, articles) == 0.25
     assert row.questions == 6
+
+
+def write_report(folder: Path, content: object) -> None:
+    (folder / "report.json").write_text(json.dumps(content))
+
+
+def test_question_ranks_are_as_deep_as_their_report_tells_and_else_as_their_deepest_rank(
+    ranks_file: Path, caplog
+) -> None:
+    one = f"{ranks_file}:one vector"
+
+    def cutoffs() -> list[str]:
+        return [row.metric for row in compare(one, one, question_set="dev")]
+
+    assert cutoffs() == ["top-1", "top-5"]
+    assert caplog.messages == [f"cut-offs left out: k=20,100 ranking={one} depth=6"]
+    with pytest.raises(ConfigError, match=r"-k is 7, but .* is known to rank only 6 passages"):
+        compare(one, one, [7], question_set="dev")
+    evaluation = {"report": {"rows": [{"metric": f"answer/top-{k}"} for k in (1, 20)] + [{"metric": "gold/mrr"}]}}
+    write_report(ranks_file.parent, {"stage": "evaluate", **evaluation})
+    assert cutoffs() == ["top-1", "top-5", "top-20"]
+    grid = {"report": {"tried": [{"rounds": [{"sets": [{"answer": {"1": 0.5, "100": 1.0}}]}]}]}}
+    write_report(ranks_file.parent, {"steps": [{"report": {"passages": 9}}, grid]})
+    assert cutoffs() == ["top-1", "top-5", "top-20", "top-100"]
+    write_report(ranks_file.parent, {"steps": [evaluation, grid]})
+    assert cutoffs() == ["top-1", "top-5", "top-20"]
+    write_report(ranks_file.parent, {"steps": [grid, {"report": {"sets": [{"rows": [{"k": 5}, {"k": 20}]}]}}]})
+    assert cutoffs() == ["top-1", "top-5", "top-20"]
+    (ranks_file.parent / "report.json").write_text("{")
+    with pytest.raises(DataError, match=r"report\.json, which tells how deep questions\.parquet is, is not JSON"):
+        cutoffs()
 
 
 def test_gold_passages_count_where_no_question_has_answers(ranks_file: Path) -> None:

@@ -249,36 +249,36 @@ class Index:
         from mvr_ray.distributed.refine import refine
 
         own = dict(settings)
-        with TemporaryDirectory() as folder:
-            if questions is not None:
-                own["questions"] = self.add_questions(questions, "refine")
-            elif not {"questions", "feedback"} & set(own):
-                if not self._store.exists(paths.feedback(self.run.index.name)):
-                    raise ConfigError("refine: no questions are given and no feedback was added (Index.add_feedback)")
-                file = Path(folder) / "feedback.jsonl"
-                file.write_bytes(self._store.read_bytes(paths.feedback(self.run.index.name)))
-                own["feedback"] = str(file)
-            report = refine(self._with(refine=own), progress)
+        if questions is not None:
+            own["questions"] = self.add_questions(questions, "refine")
+        elif not {"questions", "feedback"} & set(own):
+            path = paths.feedback(self.run.index.name)
+            if not self._store.exists(path):
+                raise ConfigError("refine: no questions are given and no feedback was added (Index.add_feedback)")
+            own["feedback"] = str(self._store.local_path(path).absolute())
+        report = refine(self._with(refine=own), progress)
         self._follow()
         return report
 
     def add_feedback(self, judgements: Iterable[tuple[str, str, int]]) -> int:
         """Store judgements (question, passage id, 1 or -1), such as clicks, for `refine`; returns how many there are.
 
-        index.add_feedback([("Who built it?", "p7", 1), ("Who built it?", "p9", -1)])
+            index.add_feedback([("Who built it?", "p7", 1), ("Who built it?", "p9", -1)])
+
+        Of several judgements of a pair `refine` takes the majority; a draw gives no label.
         """
         path = paths.feedback(self.run.index.name)
         before = self._store.read_bytes(path).decode() if self._store.exists(path) else ""
-        lines = before.splitlines()
+        lines = [line for line in before.split("\n") if line.strip()]
         for number, judgement in enumerate(judgements):
             match judgement:
-                case (str() as question, str() as passage_id, (1 | -1) as label) if question.strip():
-                    row = {"question": question, "passage_id": passage_id, "label": label}
+                case (str() as question, str() as passage, (1 | -1) as label) if question.strip() and label is not True:
+                    row = {"question": question, "passage_id": passage, "label": label}
                     lines.append(json.dumps(row, ensure_ascii=False))
                 case _:
                     raise DataError(f"judgement {number} is {judgement!r:.80}, not (question, passage id, 1 or -1)")
-        self._store.write_bytes(path, "".join(f"{line}\n" for line in dict.fromkeys(lines)).encode())
-        return len(dict.fromkeys(lines))
+        self._store.write_bytes(path, "".join(f"{line}\n" for line in lines).encode())
+        return len(lines)
 
     def add_questions(self, questions: Any, name: str) -> str:
         """Store a set of questions with the corpus under a name, which `evaluate`, `refine` and run files take.

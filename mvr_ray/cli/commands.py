@@ -618,7 +618,7 @@ def compare(
     from mvr_ray import comparison
     from mvr_ray.store.runs import to_plain
 
-    rows = to_plain(comparison.compare(first, second, k or [1, 5, 20, 100], seed, qrels, questions))
+    rows = to_plain(comparison.compare(first, second, k, seed, qrels, questions))
     if as_json:
         print_json(rows)
     else:

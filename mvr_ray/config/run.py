@@ -358,6 +358,9 @@ class EvaluateConfig(Section):
     questions: list[Name] = Field(default_factory=list)
     k: list[Count] = Field(default_factory=lambda: [1, 5, 20, 100])
     match: Literal["string", "regex"] = "string"
+    """When a passage holds an answer, in evaluate, retrieve, analyze, refine, mine and train. string: it has the words
+    of an answer in a row. regex: an answer is a pattern found in it, as in CuratedTREC, with no known place for
+    `train.answer_views: first`. Readers need string: they are trained and scored by words."""
     bm25: bool = False
     """Also score BM25 over the same corpus."""
     hybrid: Name | None = None
@@ -473,9 +476,12 @@ class RunConfig(Section):
     resources: ResourcesConfig = Field(default_factory=ResourcesConfig)
 
     def digest(self, *sections: str) -> str:
-        """Return the hex digest of the named sections (all when none is named)."""
+        """Return the hex digest of the named sections (all when none is named), and of `evaluate.match` unless it is
+        string: refinement and training find answers by it, and digests are older than that."""
         plain = self.model_dump(mode="json")
         content = {name: plain[name] for name in (sections or sorted(plain))}
+        if self.evaluate.match != "string":
+            content["match"] = self.evaluate.match
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -35,6 +35,7 @@ from mvr_ray.distributed.evaluate import (
     articles_of,
     judge_hits,
     mean_row,
+    search_depth,
     system_result,
 )
 from mvr_ray.distributed.searching.merged_results import MergedResults, shard_starts
@@ -169,7 +170,8 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     with session.connect(run.resources, manifest.num_passages, [session.Need("analyzers", 1, cpus)]):
         shared_queries, shared_ids = share(queries_QD), share(sorted(gold))
         entries = [entry for entry in manifest.shards if entry.num_passages]
-        calls = [(store.address, manifest, entry, shared_queries, shared_ids, max(run.evaluate.k)) for entry in entries]
+        depth = search_depth(run.evaluate)
+        calls = [(store.address, manifest, entry, shared_queries, shared_ids, depth) for entry in entries]
         shards = run_tasks(_analyze_shard, calls, "analyzing views", "analyze views", progress, cpus=cpus)
     matcher = AnswerMatcher(run.evaluate.match)
     rows: list[EvaluationRow] = []
@@ -177,14 +179,15 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     article_of, start_of = articles_of(questions, passages), shard_starts(manifest.shards)
     compared_views = range(manifest.num_views + 1) if manifest.num_views > 1 else [1]
     for number, view in enumerate(compared_views, 1):
-        hit_lists = MergedResults([shard.results[view] for shard in shards], start_of, max(run.evaluate.k)).hits()
+        hit_lists = MergedResults([shard.results[view] for shard in shards], start_of, depth).hits()
         system = ALL_VIEWS if view == manifest.num_views else f"view {view + 1}"
         results = judge_hits(questions, hit_lists, passages, matcher)
         result = system_result(system, name, results, article_of, run.evaluate)
         rows += result.rows
         ranks.append(result.ranks)
         if view == manifest.num_views and encoder.spec.has_snippets:
-            snippet_ranks = _answer_view_ranks(results, hit_lists, passages, encoder, matcher)
+            first_hits = [hits[: max(run.evaluate.k)] for hits in hit_lists]
+            snippet_ranks = _answer_view_ranks(results, first_hits, passages, encoder, matcher)
             articles, ranks_Q = [article_of[i] for i in snippet_ranks], np.array(list(snippet_ranks.values()))
             for k in sorted(set(run.evaluate.k)) if snippet_ranks else ():
                 metric, within_Q = f"answer_view/top-{k}", metrics.hit_within(ranks_Q, k)
@@ -288,7 +291,7 @@ def _answer_view_ranks(
     ranks: dict[str, int] = {}
     for row, hits in zip(results, hit_lists, strict=True):
         if row.question.answers:
-            pairs = enumerate(zip(row.passages, hits, strict=True))
+            pairs = enumerate(zip(row.passages, hits))
             matches = (rank for rank, (passage, hit) in pairs if passage.has_answer and holds(row.question, hit))
             ranks[row.question.id] = next(matches, -1)
     return ranks

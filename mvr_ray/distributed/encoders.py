@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import fields
 from functools import cache, lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 CALIBRATION_PASSAGES = 256
 """Passages of the corpus that calibrate the scales of int8."""
-AUTO_PRECISIONS: tuple[PrecisionName, ...] = ("bf16", "openvino-bf16", "openvino")
-"""What auto may lower an encoder to."""
+PRECISIONS: tuple[PrecisionName, ...] = get_args(PrecisionName)
+RECORD_CURE = "delete it: the same command then converts the encoder again"
 INT8_RECORD = "int8-openvino"
 """Distinct from `int8` records of earlier versions of mvr_ray, whose encoders can no longer embed."""
 
@@ -73,14 +73,17 @@ def _auto_precision(run: RunConfig, full: LocalEncoder, load: Callable[[], DualE
     store = Store(run.store.path)
     if full.precision != "fp32" or run.resources.gpus_per_encoder > 0:
         return full.precision
-    for name in store.list(paths.indexes_dir()):
+    fingerprints: dict[str, PrecisionName] = {full.fingerprint: "fp32"}
+    for precision in PRECISIONS[1:]:
+        path = _record_path(run, full, precision)
+        if store.exists(path):
+            fingerprints[models.read_fingerprint(store, path, RECORD_CURE, RECORD_CURE)] = precision
+    for name in sorted(store.list(paths.indexes_dir()), key=lambda name: name != run.index.name):
         with suppress(MissingInputError, StorageError):  # such as an index without a version
-            if manifests.read(store, name).encoder_fingerprint == full.fingerprint:
-                return "fp32"
-    for precision in AUTO_PRECISIONS:
-        if store.exists(paths.lowered_encoder(full.name, full.fingerprint, precision, run.prepare.corpus)):
-            return precision
-    return fastest_float(load().passage_tower)
+            if precision := fingerprints.get(manifests.read(store, name).encoder_fingerprint):
+                return precision
+    floats = (precision for precision in fingerprints.values() if precision not in ("fp32", "int8"))
+    return next(floats, None) or fastest_float(load().passage_tower)
 
 
 def _named_encoder(run: RunConfig, corpus: Corpus | None) -> LocalEncoder:
@@ -187,8 +190,7 @@ def _in_lower_precision(
 ) -> LocalEncoder:
     """Convert an encoder to a lower precision, once per corpus name: the result stays when the corpus grows."""
     store, name = Store(run.store.path), full.name
-    label = INT8_RECORD if precision == "int8" else precision
-    path = paths.lowered_encoder(name, full.fingerprint, label, run.prepare.corpus)
+    path = _record_path(run, full, precision)
     if not store.exists(path):
         texts: list[Passage] = []
         if precision == "int8":
@@ -199,8 +201,13 @@ def _in_lower_precision(
         record = json_with_checksum({"fingerprint": snapshot.fingerprint, FORMAT_VERSION: models.RECORD_FORMAT})
         with suppress(FileExistsError):
             store.create_once(path, json.dumps(record).encode())
-    cure = "delete it: the same command then converts the encoder again"
-    return local_encoder(store, name, models.read_fingerprint(store, path, cure, cure))
+    return local_encoder(store, name, models.read_fingerprint(store, path, RECORD_CURE, RECORD_CURE))
+
+
+def _record_path(run: RunConfig, full: LocalEncoder, precision: PrecisionName) -> str:
+    """Path of the record of an encoder in another precision."""
+    label = INT8_RECORD if precision == "int8" else precision
+    return paths.lowered_encoder(full.name, full.fingerprint, label, run.prepare.corpus)
 
 
 def sample_evenly(corpus: Corpus, num: int) -> list[Passage]:

@@ -6,7 +6,8 @@
     gold/ndcg@10    normalised discounted cumulative gain of gold passages
 
 Every value is a mean over questions with its 95 % interval, which resamples whole articles: questions of one article
-are not independent. Only complete answers count: a version with an unavailable shard is not measured.
+are not independent. Every search has at least 10 hits, for gold/ndcg@10; ranks are over the first max(k), as gold/mrr
+is. Only complete answers count: a version with an unavailable shard is not measured.
 
 `tune` chooses the weight of the dense score in a hybrid search, on questions outside every reported figure. Each weight
 is tried with the exact production search. The best one has the most questions with a gold passage at rank 1; ties go to
@@ -120,7 +121,7 @@ def evaluate(run: RunConfig, progress: Progress = no_progress) -> EvaluationRepo
     if settings.hybrid or run.search.hybrid is not None:
         require_words(base)
     rank = RankSettings(
-        k=max(settings.k),
+        k=search_depth(settings),
         match=settings.match,
         strict_answers=run.retrieve.strict_answers,
         refined_queries=run.retrieve.refined_queries,
@@ -164,11 +165,16 @@ def evaluate(run: RunConfig, progress: Progress = no_progress) -> EvaluationRepo
     )
 
 
+def search_depth(settings: EvaluateConfig) -> int:
+    """Return the number of hits that the metrics of `system_result` need."""
+    return max(*settings.k, NDCG_CUTOFF)
+
+
 def system_result(
     system: str, name: str, results: Sequence[RankedQuestion], article_of: Mapping[str, str], settings: EvaluateConfig
 ) -> SystemResult:
-    """Compute every metric that the set's questions allow, and their ranks. `article_of` maps question ids to
-    articles (`articles_of`)."""
+    """Compute every metric that the set's questions allow, and their ranks over the first max(k) hits. `article_of`
+    maps question ids to articles (`articles_of`)."""
     ks = sorted(set(settings.k))
     rows: list[EvaluationRow] = []
     ranks_of: dict[str, dict[str, int]] = {"answer": {}, "gold": {}}
@@ -178,7 +184,7 @@ def system_result(
         rows.append(mean_row(system, name, metric, values_Q, [article_of[row.question.id] for row in of], settings))
 
     def rank(kind: str, marks: Sequence[Sequence[bool]], of: Sequence[RankedQuestion]) -> IntArray:
-        ranks_Q = first_ranks(marks)
+        ranks_Q = first_ranks([row[: max(ks)] for row in marks])
         ranks_of[kind] = dict(zip((row.question.id for row in of), ranks_Q.tolist()))
         for k in ks:
             add(f"{kind}/top-{k}", hit_within(ranks_Q, k), of)

@@ -78,7 +78,7 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
         )
     corpus = Corpus.open(store, run.prepare.corpus)
     questions = read_questions(corpus, cfg.questions)
-    matcher = AnswerMatcher()
+    matcher = AnswerMatcher(run.evaluate.match)
     scorer = None
     if cfg.cross_encoder:
         scorer = models.find_worker_model(run, models.CROSS_ENCODERS, cfg.cross_encoder, models.pair_spec(run))

@@ -189,7 +189,7 @@ def save_model(store: Store, kind: ModelKind[Any], name: str, model: StoredModel
     disk is full."""
     fingerprint = model.fingerprint
     path = paths.model_dir(kind.store_dir, name, fingerprint)
-    if store.exists(path):
+    if store.exists(f"{path}/{model.description_file}"):
         return fingerprint
     with store.scratch() as folder:
         try:
@@ -201,7 +201,8 @@ def save_model(store: Store, kind: ModelKind[Any], name: str, model: StoredModel
                 f"cannot write {store.where(path)}: no space left ({store.free_bytes()} bytes free); free space and "
                 f"run the same command again"
             ) from error
-        store.upload_dir(folder / fingerprint, path)
+        description = (folder / fingerprint / model.description_file).read_bytes()
+        store.upload_dir(folder / fingerprint, path, {model.description_file: description})
     return fingerprint
 
 

@@ -94,8 +94,8 @@ def read(
     """Answer every question of a ranking file; with `output`, write the predictions as JSON lines, in its order.
 
     `articles` maps question ids to articles, whose questions are resampled together for intervals; a question of an
-    unknown article is independent. Texts that the file lacks come from the corpus. Raises DataError,
-    MissingInputError, ReaderError, ResourceError.
+    unknown article is independent. Texts that the file lacks come from the corpus. Raises ConfigError (answers that are
+    patterns), DataError, MissingInputError, ReaderError, ResourceError.
     """
     path, ks = resolve_path(str(ranking)), sorted(set(run.read.top_passages))
     if not ks:
@@ -104,6 +104,12 @@ def read(
     results = _with_texts(run, path, list(read_ranking(path, ks[-1])))
     if run.read.score_weight:
         _require_scores(path, results)
+    if run.evaluate.match == "regex" and any(row.question.answers for row in results):
+        raise ConfigError(
+            f"evaluate.match is regex, but the answers of ranking {path} would be scored by exact match and F1 with "
+            f"their words, which a pattern does not have; leave the answers out of the ranking, or set "
+            f"evaluate.match=string to score them as words"
+        )
     scores: dict[tuple[int, str], list[float]] = {(k, metric): [] for k in ks for metric in ("exact_match", "f1")}
     groups: list[str] = []
     num_unread = 0

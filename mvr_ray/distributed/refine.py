@@ -64,14 +64,20 @@ def _refine(
     count = min(run.resources.refiners, len(base.shards))
     with session.connect(run.resources, base.num_passages, [session.Need("refiners", count, cpus)]):
         task = RefinerTask(
-            store.address, base, journal.folder, run.refine, threads, compact_share=run.index.compact_share
+            store.address,
+            base,
+            journal.folder,
+            run.refine,
+            threads,
+            compact_share=run.index.compact_share,
+            match=run.evaluate.match,
         )
         with RefinerPool(task, count, cpus) as refiners:
             loop = RefinementLoop(questions, queries_TD, refiners, journal, progress)
             end = loop.run()
             report, manifest = _conclude(run, store, base, loop, end)
     if manifest is not None:
-        journal.save_report(report)
+        journal.save_report(report, manifest.content_digest())
         report = dataclasses.replace(report, published=manifests.publish(store, manifest))
     journal.delete()
     return report
@@ -114,11 +120,11 @@ def _conclude(
 
 
 def _finished_by(store: Store, live: Manifest, run: RunConfig, questions: RefineQuestions) -> RefineReport | None:
-    """The saved report of this command if it was killed between its publish and its report."""
+    """The saved report of this command if the live version is what it published before it was killed."""
     if live.operation != f"refine:{run.refine.method}" or live.parent not in manifests.list_versions(store, live.index):
         return None
     journal = Journal(store, manifests.read(store, live.index, live.parent), run, questions)
-    report = journal.saved_report()
+    report = journal.saved_report(live.content_digest())
     if report is None:
         return None
     journal.delete()

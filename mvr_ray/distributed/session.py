@@ -142,8 +142,11 @@ def _join_cluster(address: str) -> Iterator[None]:
     ray_internals.log_worker_messages()
     _require_listener(address)
     is_loopback = ray_internals.listens_on_loopback_alone(address)
-    with ray_internals.loopback_node() if is_loopback else nullcontext():
-        if "RAY_AUTH_MODE" not in os.environ:
+    before = os.environ.get("RAY_AUTH_MODE")
+    with ExitStack() as stack:
+        stack.callback(_restore_authentication, before)
+        stack.enter_context(ray_internals.loopback_node() if is_loopback else nullcontext())
+        if before is None:
             # A client with a token refuses the calls of a cluster without tokens, and loses its actors.
             use_token = _has_token() and not ray_internals.accepts_without_token(address)
             os.environ["RAY_AUTH_MODE"] = "token" if use_token else "disabled"
@@ -155,10 +158,17 @@ def _join_cluster(address: str) -> Iterator[None]:
                 f"no Ray cluster could be joined at {address!r} (RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']}): "
                 f"{error}; check the address and, with token authentication, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
             ) from error
-    try:
+        stack.callback(ray.shutdown)
         yield
-    finally:
-        ray.shutdown()
+
+
+def _restore_authentication(mode: str | None) -> None:
+    """Set RAY_AUTH_MODE as it was before a cluster was joined: the next one of this process may have another."""
+    from mvr_ray.distributed import ray_internals
+
+    if mode is None:
+        os.environ.pop("RAY_AUTH_MODE", None)
+        ray_internals.reread_authentication()
 
 
 def _init_ray(**options: Any) -> None:

@@ -166,9 +166,12 @@ class SearchService:
         return self._catalog().publish(request, self._search_deadline(deadline))
 
     def rollback(self, number: int, deadline: Deadline | None = None) -> VersionInfo:
-        """Publish the content of a version as a new one, when every file is whole, and answer from it at once."""
+        """Publish the content of a version as a new one, when every file is whole, and answer from it at once. Raises
+        RequestError (503) if that is published, but cannot be opened here."""
         version = self._catalog().rollback(number, self._search_deadline(deadline))
         self.router.follow()
+        if self.router.failure:
+            self._require_serving(version.version, f"version {number} was published again as {version.version}, which")
         return version
 
     def promote(self, number: int) -> schemas.Readiness:
@@ -178,12 +181,16 @@ class SearchService:
             hint = f"roll back to it (POST /v1/versions/{number}/rollback), or name the newest one"
             raise RequestError(409, "not_newest", "n", message, hint)
         self.router.follow()
+        self._require_serving(number, f"version {number}")
+        return self.readiness()
+
+    def _require_serving(self, number: int, what: str) -> None:
+        """Raise RequestError (503) unless this version answers; `what` names it."""
         serving = self.current_version().version
         if serving != number:
             why = self.router.failure or "the server was started with a fixed version"
-            message = f"version {number} could not be opened beside version {serving}, which stays in use: {why}"
+            message = f"{what} could not be opened beside version {serving}, which stays in use: {why}"
             raise RequestError(503, "not_opened", "n", message, "see `mvr-ray versions CONFIG verify`")
-        return self.readiness()
 
     def ready(self) -> Answer:
         """Search for a fixed vector, so that the health check fails if searches hang."""

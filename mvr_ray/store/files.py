@@ -150,12 +150,13 @@ class Store:
         """Move a finished local folder to `path`, whole, with the small files `last`, which describe the others; do
         not write to them afterwards.
 
-        Returns False if `path` exists: it stays, and the source is deleted.
+        Returns False if `path` exists, with `last` if there are any: it stays, and the source is deleted. In an object
+        store they come after all others, so a folder without them is a part of a killed upload, which this completes.
 
         For folders that are named by their content, so that an existing one is equal.
         """
         last = last or {}
-        if self.exists(path):
+        if self.exists(f"{path}/{next(iter(last))}" if last else path):
             shutil.rmtree(source)
             return False
         num_bytes = sum(file.stat().st_size for file in _files_of(source)) + sum(map(len, last.values()))
@@ -163,8 +164,9 @@ class Store:
             for name, data in last.items():
                 (source / name).write_bytes(data)
             if self._objects:
-                for file in sorted(_files_of(source), key=lambda file: (file.suffix == ".json", str(file))):
-                    self._objects.upload(file, f"{_check_path(path)}/{file.relative_to(source).as_posix()}")
+                names = [file.relative_to(source).as_posix() for file in _files_of(source)]
+                for name in sorted(names, key=lambda name: (name in last, name)):
+                    self._objects.upload(source / name, f"{_check_path(path)}/{name}")
                 shutil.rmtree(source)
                 return True
             target = self._local(path)
@@ -310,15 +312,17 @@ class Store:
 
     def is_whole(self, local: Path, path: str, num_bytes: int, sha256: str) -> bool:
         """Return whether `local`, from `local_path(path)`, is there with this size and digest. A copy in the cache that
-        differs is fetched again first; it stays until then, as another process may read it."""
+        differs is fetched again first; it stays until then, as another process may read it. Raises StorageError if it
+        cannot be read."""
 
         def equals() -> bool:
             return local.is_file() and local.stat().st_size == num_bytes and cached_sha256_of(local) == sha256
 
-        if not self.is_local and local.is_file() and not equals():
-            os.utime(local, (0, 0))
-            self.local_path(path)
-        return equals()
+        with _storage_errors("read", self.where(path)):
+            if not self.is_local and local.is_file() and not equals():
+                os.utime(local, (0, 0))
+                self.local_path(path)
+            return equals()
 
     def free_bytes(self) -> int | None:
         """Return the free space of the disk under a local root; None on an object store."""

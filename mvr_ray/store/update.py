@@ -112,8 +112,11 @@ def parent_corpus(store: Store, name: str, index: str) -> Corpus:
     indexed_corpora = {
         (one.corpus, one.corpus_digest) for one in (manifests.read(store, index, number) for number in numbers)
     }
-    digest = last.digest
-    while digest and (name, digest) not in indexed_corpora and store.exists(paths.corpus_version(name, digest)):
+    digest, descent = last.digest, set[str]()  # earlier programs wrote circles where contents returned
+    while digest not in descent and (name, digest) not in indexed_corpora:
+        if not digest or not store.exists(paths.corpus_version(name, digest)):
+            break
+        descent.add(digest)
         digest = Corpus.open(store, name, digest).info.parent
     if live.corpus != name or digest == live.corpus_digest or (name, digest) not in indexed_corpora:
         return last
@@ -182,18 +185,22 @@ def apply_changes(
         for count, shard in enumerate(sorted(by_shard), 1):
             parts[shard] = _write_part(parent, shard, by_shard[shard], folder)
             progress("parts written", count, len(by_shard))
+    counts = {name: len(questions) for name, questions in changed_sets.items()}
     digest = corpus_digest(parts)
+    earlier = _earlier_info(parent, digest)  # the same passages were a corpus before: it keeps its questions and parent
     info = dataclasses.replace(
         description,
         digest=digest,
         num_passages=sum(part.num_passages for part in parts),
         parts=tuple(parts),
-        questions=parent.info.questions | {name: len(questions) for name, questions in changed_sets.items()},
-        parent=parent.info.parent if digest == parent.digest else parent.digest,
+        questions=earlier.questions if earlier else parent.info.questions | counts,
+        parent=earlier.parent if earlier else parent.digest,
     )
     corpus = Corpus(parent.store, info)
     if by_shard or description.change_files != parent.info.change_files:
         for name in sets:
+            if digest != parent.digest and parent.store.exists(paths.question_set(parent.name, digest, name)):
+                continue
             if name in changed_sets:
                 write_questions(corpus, name, changed_sets[name])
             elif corpus.digest != parent.digest:
@@ -284,6 +291,14 @@ def _read_rows(file: Path, types: Mapping[str, str]) -> Changes[Passage]:
         else:
             changes.upserts[name] = record.passage
     return changes
+
+
+def _earlier_info(parent: Corpus, digest: str) -> CorpusInfo | None:
+    """The description of the parent, or of an earlier corpus of its name, if the digest is that one's."""
+    if digest == parent.digest:
+        return parent.info
+    has_version = parent.store.exists(paths.corpus_version(parent.name, digest))
+    return Corpus.open(parent.store, parent.name, digest).info if has_version else None
 
 
 def _write_part(parent: Corpus, shard: int, own: Changes[Passage], folder: Path) -> PartInfo:

@@ -79,7 +79,10 @@ def refinement_grid(run: RunConfig, progress: Progress = no_progress, options: O
     version = manifest.read(store, run.index.name)
     views, passages = load_views(store, version), Corpus.open(store, version.corpus, version.corpus_digest)
     simulator = RefinementSimulator(
-        views, version.num_views, lambda row: passages.get([views.ids[row]])[views.ids[row]].text
+        views,
+        version.num_views,
+        lambda row: passages.get([views.ids[row]])[views.ids[row]].text,
+        run.evaluate.match,
     )
     encoder = open_encoder(
         store, version.encoder_name, version.encoder_fingerprint, threads=run.resources.torch_threads

@@ -11,6 +11,7 @@ negatives that push feedback views away, decay, clicks.
 Shapes: P passages, N their views, Q questions, K hits, F feedback views, L labels, D dimension.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -18,7 +19,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from scipy.sparse import csr_array
 
-from mvr_ray.core.judging.answers import AnswerMatcher
+from mvr_ray.core.judging.answers import AnswerMatcher, Match
 from mvr_ray.core.judging.metrics import first_ranks, top_k_accuracy
 from mvr_ray.core.refining import aopt, feedback
 from mvr_ray.core.refining.pseudo_labels import (
@@ -127,10 +128,12 @@ class RefinementSimulator:
     """One index version in memory. `text_of` returns the text of a row of the block. Views are searched in the block's
     type, and moved in float32."""
 
-    def __init__(self, block: EmbeddingBlock, num_views: int, text_of: Callable[[int], str]) -> None:
+    def __init__(
+        self, block: EmbeddingBlock, num_views: int, text_of: Callable[[int], str], match: Match = "string"
+    ) -> None:
         self.block, self.views, self.num_views = block, StoredViews([block]), num_views
         self.norms_P = feedback.own_norms(block.vectors_ND, block.row_ptr, block.view_numbers_N, num_views)
-        self._text_of, self._matcher = text_of, AnswerMatcher()
+        self._text_of, self._matcher = text_of, AnswerMatcher(match)
         self._answer_flags: dict[str, np.ndarray] = {}
 
     def start(self, queries_QD: FloatArray) -> SimulatedState:
@@ -188,14 +191,13 @@ class RefinementSimulator:
     ) -> Labels:
         """Label the hits (AOpt eq. 8, first hits only, gold, or clicks) at the currently winning views.
 
-        Gold labels add the first gold passage that is not among the hits.
+        Gold labels add every gold passage that is not among the hits.
         """
         passage_QK, positives = passage_QK[:, : setting.depth], "all"
         if setting.labels == "gold":
-            missing_Q = [
-                min(gold.difference(row.tolist()), default=-1) for gold, row in zip(questions.gold_Q, passage_QK)
-            ]
-            passage_QK = np.column_stack([passage_QK, missing_Q])
+            missing_Q = [sorted(gold.difference(row.tolist())) for gold, row in zip(questions.gold_Q, passage_QK)]
+            columns = itertools.zip_longest(*missing_Q, fillvalue=-1)
+            passage_QK = np.column_stack([passage_QK, *columns])
             relevant_QK = gold_relevance(passage_QK, questions.gold_Q)
         else:
             relevant_QK, positives = self.bears_answer(questions, passage_QK), setting.positives

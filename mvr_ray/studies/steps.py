@@ -256,13 +256,14 @@ class _Chain:
 
 def _deciding_values(product: str, stage: str, run: RunConfig) -> list[Any]:
     """Return the settings that determine a step's result. A model with a task head is the same for every readout of its
-    backbone; times depend on the device."""
+    backbone; times depend on the device; training, mining and refinement find answers by `evaluate.match`."""
+    patterns = [run.evaluate.match] if stage in ("train", "mine", "refine") and run.evaluate.match != "string" else []
     if product in ("reader", "cross_encoder"):
         spec = reader_spec(run) if product == "reader" else pair_spec(run)
-        return [run.encoder.backbone, _deciding_settings(run, "train"), asdict(spec)]
+        return [run.encoder.backbone, _deciding_settings(run, "train"), asdict(spec), *patterns]
     on_gpu = ["gpu"] if stage == "cost" and run.resources.gpus_per_encoder else []
     hybrid = [run.search.hybrid] if stage in ("reading", "evaluate") and run.search.hybrid is not None else []
-    return [*(_deciding_settings(run, section) for section in RULES[stage].sections), *on_gpu, *hybrid]
+    return [*(_deciding_settings(run, section) for section in RULES[stage].sections), *on_gpu, *hybrid, *patterns]
 
 
 def _deciding_settings(run: RunConfig, section: str) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from mvr_ray.api.rows import passage_records
 from mvr_ray.cli import main
 from mvr_ray.config import PrepareConfig
 from mvr_ray.distributed import session
-from mvr_ray.errors import ConfigError, DataError, MissingInputError
+from mvr_ray.distributed.refinement.journal import Journal
+from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
@@ -407,26 +408,84 @@ def test_evaluation_counts_questions_whose_answer_or_gold_passage_is_among_the_h
     assert index.evaluate(index.add_questions(questions, "towers"), k=[24]).rows[0].questions == "towers"
 
 
+STRANGE = [
+    "purple clouds",
+    "green rain",
+    "seven moons",
+    "loud silence",
+    "cold fire",
+    "warm ice",
+    "blue sand",
+    "tall valley",
+]
+CLICKS = [(text, f"p{at}", 1) for at, text in enumerate(STRANGE)]
+ONE_ROUND = {"rounds": 1, "depth": 10, "max_heldout_loss": 100.0}
+
+
 def test_feedback_teaches_the_index_and_is_kept_until_then(index: Index):
-    strange = [
-        "purple clouds",
-        "green rain",
-        "seven moons",
-        "loud silence",
-        "cold fire",
-        "warm ice",
-        "blue sand",
-        "tall valley",
-    ]
-    judgements = [(text, f"p{at}", 1) for at, text in enumerate(strange)]
-    assert index.add_feedback(judgements[:3]) == 3
-    assert index.add_feedback(judgements) == len(strange)
-    report = index.refine(rounds=1, depth=10, max_heldout_loss=100.0)
+    assert index.add_feedback(CLICKS[:3]) == 3
+    assert index.add_feedback(CLICKS[3:]) == len(STRANGE)
+    report = index.refine(**ONE_ROUND)
     assert report.published is not None
-    answered_texts = [text for at, text in enumerate(strange) if index.search(text, k=1)[0].id == f"p{at}"]
+    answered_texts = [text for at, text in enumerate(STRANGE) if index.search(text, k=1)[0].id == f"p{at}"]
     assert len(answered_texts) >= 4, "questions outside the gate find the passage that was given for them"
-    with pytest.raises(DataError, match=r"judgement 0 is .*not .question, passage id, 1 or -1"):
-        index.add_feedback([("why?", "p1", 2)])
+
+
+@pytest.mark.parametrize("label", [2, 0, True, False, "1"])
+def test_feedback_of_another_grade_than_1_and_minus_1_is_refused_and_nothing_is_stored(index: Index, label):
+    with pytest.raises(DataError, match=r"judgement 1 is .*not .question, passage id, 1 or -1"):
+        index.add_feedback([("who?", "p1", 1), ("why?", "p1", label)])
+    assert index.add_feedback([]) == 0
+
+
+def test_feedback_that_contradicts_itself_is_kept_and_its_majority_is_learned(index: Index):
+    disputes = [(text, "p20", label) for text in STRANGE for label in (1, -1)]
+    majority = [(text, "p21", label) for text in STRANGE for label in (-1, 1, -1)]
+    assert index.add_feedback([*CLICKS, *disputes, *majority]) == 8 * 6
+    [first_round] = index.refine(**ONE_ROUND).rounds
+    assert first_round.num_positives == first_round.num_negatives > 0
+
+
+def test_feedback_is_split_at_line_feeds_alone_whatever_its_questions_hold(index: Index):
+    clicks = [(f"{text}\u2028{text}\u2029{text}\x85?", passage, label) for text, passage, label in CLICKS]
+    for number, click in enumerate(clicks, 1):
+        assert index.add_feedback([click]) == number
+    report = index.refine(**ONE_ROUND)
+    assert report.published is not None
+    assert sum(row.num_questions for row in report.accuracy) == len(clicks)
+
+
+def test_a_refinement_that_lost_the_race_to_another_refines_again_from_its_version(index: Index):
+    index.add_feedback(CLICKS)
+    rival = Index(index.run)
+
+    def lose(what: str, count: int, total: int) -> None:
+        if rival.manifest.version == 1:
+            rival.refine(**ONE_ROUND, feedback_weight=0.7)
+
+    with pytest.raises(PublishConflictError, match="run the same command again"):
+        index.refine(progress=lose, **ONE_ROUND, feedback_weight=0.8)
+    assert rival.manifest.refinement["feedback_weight"] == 0.7
+    report = index.refine(**ONE_ROUND, feedback_weight=0.8)
+    assert report.published is not None
+    assert (report.base_version, report.published.version) == (2, 3)
+    assert index.manifest.refinement["feedback_weight"] == 0.8
+
+
+def test_a_refinement_killed_after_its_publish_reports_what_it_published(index: Index, monkeypatch):
+    index.add_feedback(CLICKS)
+
+    def interrupt(journal: Journal) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Journal, "delete", interrupt)
+        index.refine(**ONE_ROUND)
+    live = index.manifest
+    assert live.version == 2
+    report = index.refine(**ONE_ROUND)
+    assert (report.base_version, report.published, index.manifest) == (1, live, live)
+    assert index.refine(**ONE_ROUND).base_version == 2
 
 
 def test_a_bad_row_is_named_and_changes_nothing(index: Index, tmp_path: Path):

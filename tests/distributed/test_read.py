@@ -228,6 +228,11 @@ def test_what_cannot_be_read_is_refused_before_any_reader_works(library, run_rea
         f"ranking {path}: passage {row['hits'][1]['id']!r} of question {row['question']!r} has no score, which "
         f"read.score_weight needs; set read.score_weight=0, or give a ranking with scores"
     )
+    assert message_of(ConfigError, run_reading(evaluate={"match": "regex"}), texts) == (
+        f"evaluate.match is regex, but the answers of ranking {texts} would be scored by exact match and F1 with their "
+        f"words, which a pattern does not have; leave the answers out of the ranking, or set evaluate.match=string to "
+        f"score them as words"
+    )
 
 
 def distinct(path: Path) -> int:

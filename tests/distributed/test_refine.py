@@ -397,7 +397,7 @@ def test_a_driver_killed_after_publishing_says_what_it_published(store, record_p
     base = manifest.read(own_store, "squad")
     report = refining.refine(run)
     journal = Journal(own_store, base, run, gather(only_corpus(own_store), run.refine))
-    journal.save_report(report)  # as it stood when the driver died
+    journal.save_report(report, report.published.content_digest())  # as it stood when the driver died
     again = refining.refine(run)
     assert again == report
     assert manifest.list_versions(own_store, "squad") == [1, 2]

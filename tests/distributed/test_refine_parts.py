@@ -1,6 +1,9 @@
 """Refinement without Ray: changes over a shard, labelled and held-out questions, feedback, the label cache."""
 
 import json
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -182,14 +185,50 @@ def test_feedback_names_stored_questions_by_id_or_text_and_makes_the_others(tmp_
     assert labels[2][0].positive_ids == ("p3", "p9")
 
 
+KEYS = {"q1": "who is it?", "who is it?": "who is it?", "q2": "and where?", "a new one": "a new one"}
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(KEYS)), st.sampled_from("pr"), st.sampled_from([1, -1])), min_size=1))
+def test_the_majority_of_a_pairs_judgements_counts_and_a_draw_gives_no_label(rows):
+    questions = [Question("q1", "who is it?", ("x",)), Question("q2", "and where?", ())]
+    totals = Counter()
+    for key, passage_id, label in rows:
+        totals[KEYS[key], passage_id] += label
+    expected = {pair: total > 0 for pair, total in totals.items() if total}
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "clicks.jsonl"
+        lines = [json.dumps({"question": key, "passage_id": p, "label": label}) for key, p, label in rows]
+        file.write_text("\n".join(lines))
+        if not expected:
+            with pytest.raises(DataError, match="no feedback"):
+                read_feedback(file, questions)
+            return
+        labels = read_feedback(file, questions)
+    assert [((q.text, p), good) for q, p, good in labels] == list(expected.items())
+    positives = {p for (text, p), good in expected.items() if good and text == "a new one"}
+    assert all(set(q.positive_ids) == positives for q, _, _ in labels if q.text == "a new one")
+
+
+def test_drawn_pairs_are_counted_in_the_log(tmp_path, caplog):
+    rows = [("who?", "p", 1), ("who?", "p", -1), ("who?", "r", 1), ("where?", "p", -1), ("where?", "p", 1)]
+    file = tmp_path / "clicks.jsonl"
+    file.write_text("\n".join(json.dumps({"question": q, "passage_id": p, "label": v}) for q, p, v in rows))
+    with caplog.at_level("INFO", "mvr_ray"):
+        read_feedback(file, [])
+    assert f"feedback drawn_pairs=2 pairs=3 file={file}" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", r"clicks.jsonl:2: not JSON"),
+        ("{", r"clicks.jsonl:2: not valid JSON"),
+        ("[1]", r"clicks.jsonl:2: not a JSON object"),
         ('{"question": "q", "label": 1}', r"clicks.jsonl:2: a line is"),
         ('{"question": "q", "passage_id": "p", "label": 0}', r"clicks.jsonl:2: label is 1 .* given 0"),
         ('{"question": " ", "passage_id": "p", "label": 1}', r"clicks.jsonl:2: question and passage_id"),
-        ('{"question": "good", "passage_id": "p", "label": -1}', r"clicks.jsonl:2: .* judged both 1 and -1"),
+        ('{"question": "\\ud800", "passage_id": "p", "label": 1}', r"clicks.jsonl:2: .* not valid UTF-8"),
+        ('{"question": "good", "passage_id": "p", "label": -1}', r"no feedback.*judged 1 as often as -1"),
+        ('{"question": "good", "passage_id": "p", "label": true}', r"clicks.jsonl:2: label is 1 .* given True"),
     ],
 )
 def test_a_bad_feedback_line_is_named(tmp_path, line, message):

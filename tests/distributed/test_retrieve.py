@@ -12,6 +12,7 @@ from prepared_corpus import only_corpus
 
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.judging.answers import has_answer
+from mvr_ray.distributed.analyze import analyze
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.evaluate import evaluate, system_result
 from mvr_ray.distributed.retrieve import QuestionRanker, QuestionSet, RankSettings, question_set, retrieve
@@ -198,6 +199,24 @@ def test_measurements_are_what_slow_counting_says(small_index, run_over, expecte
     assert (report.version, report.passages, report.exact) == (1, 60, True)
 
 
+def test_ndcg_at_ten_and_ranks_do_not_depend_on_deeper_or_shallower_cut_offs(lexical_index, run_over):
+    evaluation = {"questions": ["dev"], "bm25": True}
+    run = run_over(lexical_index, search={"hybrid": 7}, evaluate={**evaluation, "k": [1, 5, 20]})
+    shallow_run = run_over(lexical_index, search={"hybrid": 7}, evaluate={**evaluation, "k": [5, 1]})
+    for measure in (evaluate, analyze):
+        deep, shallow = measure(run), measure(shallow_run)
+        values = {(row.system, row.metric): row.value for row in deep.rows}
+        assert shallow.rows and len(shallow.ranks) == len(deep.ranks)
+        for row in shallow.rows:
+            assert row.metric == "gold/mrr" or row.value == values[row.system, row.metric], row
+        for own, other in zip(shallow.ranks, deep.ranks, strict=True):
+            assert own.gold_ndcgs == other.gold_ndcgs
+            for name in ("answer_ranks", "gold_ranks"):
+                ranks, other_ranks = getattr(own, name), getattr(other, name)
+                assert ranks == [rank if rank is None or rank < 5 else -1 for rank in other_ranks]
+        assert any(5 <= rank < 10 for own in deep.ranks for rank in own.gold_ranks if rank is not None)
+
+
 def test_only_questions_that_can_be_judged_count(run_over, tmp_path):
     settings = run_over(tmp_path, evaluate={"k": [1]}).evaluate
     right, wrong = RankedPassage("p1", "", "", 1.0, True), RankedPassage("p2", "", "", 0.5, False)
@@ -214,7 +233,7 @@ def test_only_questions_that_can_be_judged_count(run_over, tmp_path):
     assert values["gold/mrr"] == (0.0, 1)
     assert values["gold/ndcg@10"] == (pytest.approx(1 / math.log2(3)), 1)
     assert result.ranks.question_ids == ["a", "b", "c", "d"]
-    assert (result.ranks.answer_ranks, result.ranks.gold_ranks) == ([0, -1, None, None], [None, None, 1, None])
+    assert (result.ranks.answer_ranks, result.ranks.gold_ranks) == ([0, -1, None, None], [None, None, -1, None])
     assert result.ranks.gold_ndcgs == [None, None, values["gold/ndcg@10"][0], None]
 
 

@@ -13,6 +13,7 @@ import pytest
 import ray
 
 from mvr_ray.config import ResourcesConfig
+from mvr_ray.distributed import session
 from mvr_ray.distributed.session import ClusterInfo, Need, Node, connect, doctor, require
 from mvr_ray.errors import ResourceError
 
@@ -68,6 +69,24 @@ def test_doctor_finds_what_the_package_needs():
         "temporary folder",
     ):
         assert checks[name].ok, checks[name]
+
+
+def test_a_join_that_fails_leaves_the_authentication_of_this_process_as_it_was(monkeypatch):
+    def fail(**options: object) -> None:
+        assert os.environ["RAY_AUTH_MODE"] == "disabled"
+        raise ConnectionError("no cluster")
+
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setattr(session, "_init_ray", fail)
+    monkeypatch.setattr(session, "_require_listener", lambda address: None)
+    monkeypatch.setattr(session, "_has_token", lambda: False)
+    monkeypatch.setattr(session, "in_ray", lambda: False)
+    with (
+        pytest.raises(ResourceError, match=r"RAY_AUTH_MODE=disabled.*no cluster"),
+        connect(ResourcesConfig(address="192.0.2.1:6379")),
+    ):
+        pass
+    assert "RAY_AUTH_MODE" not in os.environ
 
 
 def test_a_dashboard_address_is_refused_with_what_to_set_instead():

@@ -119,6 +119,26 @@ def test_mined_negatives_replace_those_of_the_question(corpus, ids):
     assert [passage.id for passage in second.negatives] == [ids[2]]
 
 
+@pytest.mark.parametrize(
+    "setting", [{"hard_negatives": "mined"}, {"distil_weight": 0.5}], ids=lambda one: next(iter(one))
+)
+@pytest.mark.parametrize(
+    ("cause", "cure"),
+    [
+        ({"questions": None}, r"questions of the corpus's own sentences.*train\.questions"),
+        ({"num_hard_negatives": 0}, r"num_hard_negatives is 0.*set train\.num_hard_negatives=1"),
+    ],
+    ids=["without questions", "without negatives"],
+)
+def test_negatives_that_a_training_would_ignore_are_refused(corpus, ids, setting, cause, cure):
+    questions = [Question(name, "A?", ("x",), (ids[0],), (ids[1],), (0,), (2.0, 1.0)) for name in "ab"]
+    for name in ("own", "mined"):
+        write_questions(corpus, name, questions)
+    cfg = TrainConfig(**{"questions": "own", "batch_questions": 2, **setting, **cause})
+    with pytest.raises(ConfigError, match=rf"train\.{next(iter(setting))} is .*{cure}"):
+        open_examples(corpus, load_punkt(), cfg)
+
+
 def test_questions_of_one_passage_and_passages_of_one_article_are_grouped(corpus, ids):
     questions = [Question(str(n), "?", (), (passage_id,)) for n, passage_id in enumerate([*ids, *ids])]
     examples = QuestionExamples(corpus, questions, [], TrainConfig(questions="q", siblings=True))

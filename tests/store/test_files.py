@@ -115,6 +115,31 @@ def test_a_finished_folder_arrives_whole_once_and_its_source_is_gone(store: Stor
     assert store.list("shards") == []
 
 
+def test_an_upload_that_was_killed_before_its_last_file_is_completed(store: Store, tmp_path: Path):
+    if store.is_local:
+        return  # a folder is renamed into place
+    store.write_bytes("models/abc/deep/x.bin", b"con")
+    source = tmp_path / "source"
+    (source / "deep").mkdir(parents=True)
+    (source / "deep" / "x.bin").write_bytes(b"content")
+    (source / "other.json").write_bytes(b"{}")
+    assert store.upload_dir(source, "models/abc", {"about.json": b"{}"})
+    assert store.list("models/abc") == ["about.json", "deep", "other.json"]
+    assert store.read_bytes("models/abc/deep/x.bin") == b"content"
+
+
+def test_a_file_that_cannot_be_read_is_an_error_of_the_store(tmp_path: Path, monkeypatch):
+    store = Store(tmp_path)
+    store.write_bytes("x.bin", b"content")
+
+    def fail(path: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(files_module, "cached_sha256_of", fail)
+    with pytest.raises(StorageError, match=r"cannot read .*x\.bin: Input/output error"):
+        store.is_whole(tmp_path / "x.bin", "x.bin", 7, "0" * 64)
+
+
 def test_a_moved_folder_is_whole_at_its_new_name_and_gone_at_the_old(store: Store):
     for name in ("x.bin", "deep/y.bin", "about.json"):
         store.write_bytes(f"shards/abc/{name}", name.encode())

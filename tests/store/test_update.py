@@ -8,16 +8,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 
 import pytest
+from drafts import describe, make_shard
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import ConfigError, DataError, DigestError, MissingInputError, PublishConflictError, StorageError
-from mvr_ray.store import paths
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, publications, shard_of
 from mvr_ray.store.files import Store
 from mvr_ray.store.parts import CorpusPart, difference
@@ -184,6 +186,28 @@ def test_questions_follow_their_passages(tmp_path: Path, write: Write):
         Question("open", "?", ("x",)),
     ]
     assert read_questions(Corpus.open(store, "corpus", corpus.digest), "set") == questions
+
+
+def test_contents_that_return_are_the_corpus_of_before_with_its_questions(tmp_path: Path, write: Write):
+    """Parents form no circle, in which the next update would search for ever."""
+    store = Store(tmp_path / "store")
+    first = make_corpus(store, write, {name: f"text of {name}" for name in NAMES[:9]})
+    questions = [Question("q", "?", ("of p1",), ("p1",), (), (5,)), Question("open", "?", ("x",))]
+    write_questions(first, "set", questions)
+    draft = describe([make_shard(store, tmp_path / "shard", b"content")])
+    manifest.publish(store, replace(draft, corpus_digest=first.digest))
+
+    def change(*rows: dict) -> Corpus:
+        update(CONFIG, store, str(write("c.jsonl", lines(*rows))), index="i")
+        return Corpus.open(store, "corpus")
+
+    more = change(row("p20", "new"))
+    for _ in range(2):
+        fewer = change({"id": "p1", "delete": True})
+        assert [one.id for one in read_questions(fewer, "set")] == ["open"]
+        again = change(row("p1", "text of p1"))
+        assert (again.digest, again.info.parent) == (more.digest, first.digest)
+        assert read_questions(again, "set") == questions and again.info.questions == more.info.questions
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Refinements in memory against loops that a reader can check, and against what they promise."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -32,6 +33,19 @@ def simulate_index(row_ptr: np.ndarray, numbers: np.ndarray, vectors: np.ndarray
     """A simulator over these views; passage i says `word<i mod 7>`."""
     block = EmbeddingBlock([f"p{row:02d}" for row in range(len(row_ptr) - 1)], row_ptr, numbers, vectors)
     return RefinementSimulator(block, num_views, lambda row: f"it is word{row % 7}")
+
+
+def test_answers_that_are_patterns_are_found_as_by_an_independent_search():
+    block = EmbeddingBlock(
+        ["p0", "p1", "p2"], np.arange(4), np.zeros(3, np.int16), unit((3, D), np.random.default_rng(1))
+    )
+    texts, answers = ["it was in 1975", "it was in 1977", "it is 19(75|76)"], ["19(75|76)", r"197\d$"]
+    simulator = RefinementSimulator(block, 3, texts.__getitem__, "regex")
+    questions = LabelledQuestions(
+        "years", unit((2, D), np.random.default_rng(2)), [[answer] for answer in answers], [set(), set()]
+    )
+    marks_QP = simulator.bears_answer(questions, np.tile(np.arange(3), (2, 1)))
+    assert marks_QP.tolist() == [[re.search(answer, text) is not None for text in texts] for answer in answers]
 
 
 @pytest.fixture
@@ -195,6 +209,24 @@ def test_gold_labels_reach_gold_passages_that_were_not_retrieved(simulator):
     alone = [next(iter(gold)) for gold in source.gold_Q if sum(gold == other for other in source.gold_Q) == 1]
     assert after.num_moved == len({next(iter(gold)) for gold in source.gold_Q})
     assert after.sets[0].gold[1] >= len(alone) / 12, "a view of weight 1 made of one question scores 1 with it"
+
+
+def test_gold_labels_are_the_hits_and_every_gold_passage_at_the_best_view(simulator):
+    """Questions with two gold passages, one with three and one without, whose labels are written out with loops."""
+    source, generator = questions("known", 12, 2), np.random.default_rng(9)
+    gold_Q = [{int(row) for row in generator.choice(40, 2, replace=False)} for _ in range(10)] + [{3, 17, 31}, set()]
+    source = source._replace(gold_Q=gold_Q)
+    state = simulator.start(source.queries_QD)
+    views = views_of(simulator, simulator.block.vectors_ND)
+    rankings = [slow_ranking(views, query) for query in source.queries_QD]
+    labels = simulator.label(Setting(labels="gold", depth=4), source, state, np.array(rankings))
+    expected = [
+        (question, row, int(np.argmax([query @ view for view in views[row]])), row in gold)
+        for question, (query, gold, ranking) in enumerate(zip(source.queries_QD, gold_Q, rankings))
+        for row in sorted({*ranking[:4], *gold})
+    ]
+    assert list(zip(*(column.tolist() for column in labels))) == expected
+    assert any(len(gold.difference(ranking[:4])) >= 2 for gold, ranking in zip(gold_Q, rankings))
 
 
 def test_hubs_count_places_in_top_ten_lists_that_are_not_earned():

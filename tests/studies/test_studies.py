@@ -172,6 +172,18 @@ def test_a_train_step_goes_on_from_the_one_before_it_if_told(write):
         plan_study(load_study(write({}, variants=variants, sizes={"quick": {"seeds": [1]}})))
 
 
+def test_steps_that_find_answers_by_patterns_are_others_than_those_that_find_words(write):
+    def keys(run: dict) -> dict[str, str]:
+        steps = ["mine", {"stage": "train", "set": ["train.task=cross_encoder"]}, "train", "index", "refine"]
+        variants = [{"name": "one", "steps": steps}]
+        plan = plan_study(load_study(write(run, variants=variants, sizes={"quick": {"seeds": [1]}})))
+        return {f"{step.stage} {step.run.train.task}": step.key for step in plan.steps.values()}
+
+    words, patterns = keys({}), keys({"evaluate": {"match": "regex"}})
+    assert words == keys({"evaluate": {"match": "string"}})
+    assert {name for name in words if words[name] == patterns[name]} == {"prepare retriever"}
+
+
 def test_a_cross_encoder_denoises_what_is_mined_after_it_and_is_not_the_encoder(write):
     """And what is mined before it is mined alike in a chain without one."""
     teacher = {"stage": "train", "set": ["train.task=cross_encoder"]}

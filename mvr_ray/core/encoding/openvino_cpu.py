@@ -75,8 +75,15 @@ class OpenVinoTower:
         core = openvino.Core()
         if products is not None:
             settings["INFERENCE_PRECISION_HINT"] = products
-        model = core.read_model(*(files[name].tobytes() for name in FILES)) if files else to_openvino(tower)
-        compiled_model = core.compile_model(model, "CPU", settings)
+        try:
+            model = core.read_model(*(files[name].tobytes() for name in FILES)) if files else to_openvino(tower)
+            compiled_model = core.compile_model(model, "CPU", settings)
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise EncoderError(
+                f"OpenVINO {openvino.__version__} cannot run this encoder ({reason}); use the version that converted "
+                f"it, or set index.precision to fp32 and index again"
+            ) from error
         self._inputs = _inputs(compiled_model)
         self._requests: SimpleQueue[Any] = SimpleQueue()
         for _ in range(self._threads):

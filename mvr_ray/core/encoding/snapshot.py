@@ -15,6 +15,7 @@ to the vector of a whole text, as for questions; sentence-transformers supports 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -88,6 +89,8 @@ def write_parts(
     }
     if precision.name != "fp32":
         description["precision"] = precision.name
+    if precision.parts is not None and "model" in precision.parts:  # the fingerprint omits it
+        description["model_sha256"] = sha256(precision.parts["model"].data).hexdigest()
     for file, names in _PARTS.get(precision.name, {}).items():
         if precision.parts is not None and set(precision.parts) == set(names):
             save_file(dict(precision.parts), folder / file)
@@ -147,7 +150,7 @@ def read_parts(folder: Path, description: Mapping[str, Any], only_embeds: bool =
             f"make the snapshot again"
         )
     spec = EncoderSpec(**{**_LATER_SETTINGS, **settings})
-    precision = _precision(folder, description.get("precision", "fp32"))
+    precision = _precision(folder, description.get("precision", "fp32"), description.get("model_sha256"))
     must_convert = precision.name == "openvino" and precision.parts is None
     towers = []
     for name in tower_names(spec):
@@ -167,7 +170,7 @@ def read_parts(folder: Path, description: Mapping[str, Any], only_embeds: bool =
     return Snapshot(spec, towers, punkt, precision)
 
 
-def _precision(folder: Path, precision: Any) -> Precision:
+def _precision(folder: Path, precision: Any, model_sha256: str | None) -> Precision:
     if precision not in get_args(PrecisionName):
         raise EncoderError(f"encoder snapshot {folder} embeds in {precision!r}, which this mvr_ray does not know")
     files = _PARTS.get(precision, {})
@@ -179,4 +182,6 @@ def _precision(folder: Path, precision: Any) -> Precision:
     parts = load_file(folder / file)
     if set(parts) != set(files[file]):
         raise EncoderError(f"{folder / file} does not hold the parts of {precision}; copy or make the snapshot again")
+    if model_sha256 and sha256(parts["model"].data).hexdigest() != model_sha256:
+        raise EncoderError(f"{folder / file} holds another model than was saved; copy or make the snapshot again")
     return Precision(precision, {name: parts[name] for name in files[file]})

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.types import IntArray, Passage
 
 _PLAN = 1
@@ -126,10 +127,13 @@ def join_batch(examples: Sequence[Example]) -> JoinedBatch:
     )
 
 
-def negatives_for(at: int, examples: Sequence[Example], limit: int) -> list[Passage]:
+def negatives_for(
+    at: int, examples: Sequence[Example], limit: int, patterns: AnswerMatcher | None = None
+) -> list[Passage]:
     """Choose passages that do not answer example `at`: its hard negatives, else those of the next examples.
 
-    A passage that contains the answer's words, or is another positive, is excluded.
+    A passage that is another positive, or contains the answer's words, is excluded; with `patterns`, which matches
+    answers that are no words, one that contains any answer.
     """
     own = examples[at]
     if own.negatives:
@@ -140,7 +144,9 @@ def negatives_for(at: int, examples: Sequence[Example], limit: int) -> list[Pass
     for other in (*examples[at + 1 :], *examples[:at]):
         if len(negatives) == limit:
             break
-        if other.passage.id not in positive_ids and not (answer and answer in other.passage.text.lower()):
+        text = other.passage.text
+        has_answer = patterns.has_answer(text, own.answers) if patterns else answer and answer in text.lower()
+        if other.passage.id not in positive_ids and not has_answer:
             negatives[other.passage.id] = other.passage
     return list(negatives.values())
 

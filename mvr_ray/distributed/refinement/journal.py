@@ -5,11 +5,12 @@
     <staging>/refine-<key>/weight-<i>/shard-*.npz  changes of the i-th weight of feedback views to each shard
     <staging>/refine-<key>/round-<r>/shard-*.npz   changes of round r to each shard
     <staging>/refine-<key>/round-<r>/queries.npy   labelled questions after round r, if they move
-    <staging>/refine-<key>/report.json             the outcome, from just before the publish
+    <staging>/refine-<key>/report.json             the outcome, with a digest of what was to be published, from just
+                                                   before the publish
 
-The key is a digest of everything that determines the result: this format, the base version, the refine section, every
-question. A round counts once the journal names it; the journal is replaced as a whole. Only the latest and the best
-round are kept. Each file ends with its digest: where one is damaged, the refinement restarts.
+The key is a digest of everything that determines the result: this format, the base version, the refine section,
+`evaluate.match`, every question. A round counts once the journal names it; the journal is replaced as a whole. Only the
+latest and the best round are kept. Each file ends with its digest: where one is damaged, the refinement restarts.
 """
 
 import hashlib
@@ -136,16 +137,20 @@ class Journal:
     def _queries_path(self, number: int) -> str:
         return f"{StateId('round', number).folder(self.folder)}/queries.npy"
 
-    def save_report(self, report: RefineReport) -> None:
-        self.store.write_bytes(f"{self.folder}/report.json", with_trailer(report.to_json().encode()))
+    def save_report(self, report: RefineReport, content: str) -> None:
+        """Save the outcome with the digest of the content that is about to be published."""
+        fields = {**json.loads(report.to_json()), "content": content}
+        self.store.write_bytes(f"{self.folder}/report.json", with_trailer(json.dumps(fields, indent=1).encode()))
 
-    def saved_report(self) -> RefineReport | None:
-        """The saved outcome, if present and not damaged."""
+    def saved_report(self, content: str) -> RefineReport | None:
+        """The saved outcome, if present, not damaged, and of this content: a faster refinement may have published
+        another."""
         path = f"{self.folder}/report.json"
         try:
-            return RefineReport.from_json(read_staged(self.store, path).decode()) if self.store.exists(path) else None
+            text = read_staged(self.store, path).decode() if self.store.exists(path) else "{}"
         except StagingError:
             return None
+        return RefineReport.from_json(text) if json.loads(text).get("content") == content else None
 
     def delete(self) -> None:
         if self.store.exists(self.folder):

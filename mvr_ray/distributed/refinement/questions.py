@@ -8,7 +8,6 @@ Letters: T all questions in one table (labelled first), L labelled ones.
 """
 
 import hashlib
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,8 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 from mvr_ray.config import RefineConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.formats.records import BadRow
+from mvr_ray.store.formats.text_files import Row, json_lines
 from mvr_ray.store.questions import read_questions
 from mvr_ray.types import Question
 
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 Protocol = Literal["transductive", "gate", "held-out"]
 GATE_FOLDS = 5
+FEEDBACK_LINE = "{question, passage_id, label: 1|-1}"
 P = TypeVar("P", str, int)
 
 
@@ -168,44 +170,53 @@ def read_feedback(path: Path, questions: Sequence[Question]) -> list[tuple[Quest
     """Read judgements (question, passage id, positive) from a JSONL file of {question, passage_id, label: 1|-1}.
 
     `question` is the id of a stored question, else a text; a text that is not stored becomes a question whose
-    positive passages are those judged 1. Repeated judgements of a pair must agree.
+    positive passages are those judged 1. Of repeated judgements of a pair the majority counts; a draw gives no label.
     """
     if not path.is_file():
         raise ConfigError(f"refine.feedback: file {path} does not exist")
     by_key = {question.text: question for question in reversed(questions)}
     by_key.update({question.id: question for question in reversed(questions)})
-    judgements: dict[tuple[str, str], bool] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        key, passage_id, positive = _feedback_row(line, f"{path}:{number}")
-        if judgements.setdefault((key, passage_id), positive) != positive:
-            raise DataError(f"{path}:{number}: passage {passage_id!r} of {key!r} is judged both 1 and -1; keep one")
-    if not judgements:
-        raise DataError(f"{path}: no feedback; each line is {{question, passage_id, label: 1|-1}}")
+    votes: dict[tuple[Question | str, str], int] = {}
+    for row in json_lines(path):
+        key, passage_id, label = _judgement(row)
+        pair = by_key.get(key, key), passage_id
+        votes[pair] = votes.get(pair, 0) + label
+    labels = {pair: total > 0 for pair, total in votes.items() if total}
+    if len(labels) < len(votes):
+        logger.info("feedback drawn_pairs=%d pairs=%d file=%s", len(votes) - len(labels), len(votes), path)
+    if not labels:
+        raise DataError(
+            f"{path}: no feedback; each line is {FEEDBACK_LINE}, and a pair judged 1 as often as -1 gives no label"
+        )
     positives: dict[str, list[str]] = {}
-    for (key, passage_id), positive in judgements.items():
-        positives.setdefault(key, []).extend([passage_id] if positive else [])
-    question_of = {
-        key: by_key.get(key) or Question(f"feedback-{_hash(key, 0):016x}", key, (), tuple(sorted(ids)))
-        for key, ids in positives.items()
+    for (question, passage_id), positive in labels.items():
+        if isinstance(question, str):
+            positives.setdefault(question, []).extend([passage_id] if positive else [])
+    new = {
+        text: Question(f"feedback-{_hash(text, 0):016x}", text, (), tuple(sorted(ids)))
+        for text, ids in positives.items()
     }
-    return [(question_of[key], passage_id, positive) for (key, passage_id), positive in judgements.items()]
+    return [
+        (new[question] if isinstance(question, str) else question, passage_id, positive)
+        for (question, passage_id), positive in labels.items()
+    ]
 
 
-def _feedback_row(line: str, where: str) -> tuple[str, str, bool]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON ({error}); a line is {{question, passage_id, label: 1|-1}}") from None
-    if not isinstance(row, dict) or {"question", "passage_id", "label"} - row.keys():
-        raise DataError(f"{where}: a line is {{question, passage_id, label: 1|-1}}, this one is {line[:120]!r}")
-    question, passage_id, label = row["question"], row["passage_id"], row["label"]
+def _judgement(row: Row | BadRow) -> tuple[str, str, int]:
+    if isinstance(row, BadRow):
+        raise DataError(f"{row}; a line is {FEEDBACK_LINE}")
+    if {"question", "passage_id", "label"} - row.values.keys():
+        raise DataError(f"{row.where}: a line is {FEEDBACK_LINE}, this one is {row.values!r:.120}")
+    question, passage_id, label = row.values["question"], row.values["passage_id"], row.values["label"]
     if not isinstance(question, str) or not question.strip() or not isinstance(passage_id, str):
-        raise DataError(f"{where}: question and passage_id must be non-empty text, given {line[:120]!r}")
+        raise DataError(f"{row.where}: question and passage_id must be non-empty text, given {row.values!r:.120}")
+    try:
+        question.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{row.where}: question is not valid UTF-8: {question!r:.60}") from None
     if label not in (1, -1) or isinstance(label, bool):
-        raise DataError(f"{where}: label is 1 (answers the question) or -1 (does not), given {label!r}")
-    return question, passage_id, label == 1
+        raise DataError(f"{row.where}: label is 1 (answers the question) or -1 (does not), given {label!r}")
+    return question, passage_id, int(label)
 
 
 def _hash(text: str, seed: int) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 
 from mvr_ray.checksums import with_trailer
 from mvr_ray.config import RefineConfig
-from mvr_ray.core.judging.answers import AnswerMatcher
+from mvr_ray.core.judging.answers import AnswerMatcher, Match
 from mvr_ray.core.refining import aopt, feedback
 from mvr_ray.core.refining.pseudo_labels import Labels, label_matrices, winning_slots
 from mvr_ray.core.searching.exact import distinct
@@ -46,7 +46,7 @@ MAX_CACHED_QUESTIONS = 1 << 18
 class RefinerTask:
     """Arguments of a refiner. `staging` is the folder of the states, relative to the store; `starts` has the number of
     each shard's first passage in the whole index. A shard of which more than `compact_share` changed is written
-    whole."""
+    whole. `match` is the rule by which passages hold answers."""
 
     store: str
     manifest: Manifest
@@ -55,6 +55,7 @@ class RefinerTask:
     threads: int = 1
     starts: Mapping[int, int] = field(default_factory=dict)
     compact_share: float = MAX_CHANGED_SHARE
+    match: Match = "string"
 
     @property
     def keep_length(self) -> bool:
@@ -124,7 +125,7 @@ class ShardRefiner:
         self.states: dict[int, _LoadedState] = {}
         self.index: tuple[StateId, ShardIndex] | None = None
         self.ids: dict[int, list[str]] = {}
-        self.matcher = AnswerMatcher(max_questions=MAX_CACHED_QUESTIONS)
+        self.matcher = AnswerMatcher(task.match, max_questions=MAX_CACHED_QUESTIONS)
 
     def search(self, at: StateId, queries_QD: FloatArray, k: int) -> ShardHits:
         """Search all shards of the actor exactly at a state: score descending, then passage id ascending; rows are

@@ -12,15 +12,17 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mvr_ray.config import RunConfig
+from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.learning.batches import Example, negatives_for
 from mvr_ray.core.learning.training import run_seeded
 from mvr_ray.core.reading.cross_encoder import Pair, listwise_loss
 from mvr_ray.distributed.models import CROSS_ENCODERS, pair_spec
 from mvr_ray.distributed.training.examples import DevSet, Examples, open_dev, open_question_examples
-from mvr_ray.distributed.training.steps import TaskModelLoop
+from mvr_ray.distributed.training.steps import TaskModelLoop, TrainingJob
 from mvr_ray.distributed.training.train_model import TrainedModel, train_model
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.types import Progress, no_progress
@@ -48,8 +50,12 @@ class CrossEncoderLoop(TaskModelLoop):
     def open_data(corpus: Corpus, run: RunConfig) -> tuple[Examples, DevSet | None]:
         return open_question_examples(corpus, run.train), open_dev(corpus, run.train)
 
+    def __init__(self, job: TrainingJob, progress: Progress, device: torch.device) -> None:
+        super().__init__(job, progress, device)
+        self.patterns = AnswerMatcher("regex") if job.run.evaluate.match == "regex" else None
+
     def units(self, examples: Sequence[Example]) -> list[list[Pair]]:
-        return candidates_of(examples, self.cfg.num_hard_negatives)
+        return candidates_of(examples, self.cfg.num_hard_negatives, self.patterns)
 
     def losses(self, units: Sequence[Sequence[Pair]], number: int) -> Tensor:
         forward = partial(self.model, self.model.tokenize([pair for group in units for pair in group]))
@@ -66,12 +72,12 @@ class CrossEncoderLoop(TaskModelLoop):
         return (float(np.mean((scores_QC[:, :1] > scores_QC[:, 1:]).all(1))),)
 
 
-def candidates_of(examples: Sequence[Example], num_negatives: int) -> list[list[Pair]]:
+def candidates_of(
+    examples: Sequence[Example], num_negatives: int, patterns: AnswerMatcher | None = None
+) -> list[list[Pair]]:
     """Pair each example's question with its passage first, then with passages that do not answer it."""
-    return [
-        [Pair(example.text, passage) for passage in (example.passage, *negatives_for(at, examples, num_negatives))]
-        for at, example in enumerate(examples)
-    ]
+    groups = [(example, negatives_for(at, examples, num_negatives, patterns)) for at, example in enumerate(examples)]
+    return [[Pair(example.text, passage) for passage in (example.passage, *others)] for example, others in groups]
 
 
 def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:

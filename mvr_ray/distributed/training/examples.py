@@ -137,6 +137,7 @@ def open_examples(corpus: Corpus, splitter: Splitter, cfg: TrainConfig) -> Examp
     """Open training examples. Raises MissingInputError, DataError, ConfigError (fewer than a batch takes)."""
     if cfg.questions is not None:
         return open_question_examples(corpus, cfg)
+    _require_negatives(cfg)
     return _require_batch(ClozeExamples(corpus, splitter, cfg), cfg, f"passages of corpus {corpus.name!r}")
 
 
@@ -148,6 +149,23 @@ def open_question_examples(corpus: Corpus, cfg: TrainConfig) -> Examples:
     return _with_mined(corpus, questions, cfg, f"usable questions of {cfg.questions!r}")
 
 
+def _require_negatives(cfg: TrainConfig) -> None:
+    """Raise ConfigError for a setting of hard negatives in a training that has none."""
+    for name in ("hard_negatives", "distil_weight"):
+        if not (value := getattr(cfg, name)):
+            continue
+        if cfg.questions is None:
+            raise ConfigError(
+                f"train.{name} is {value!r}, but training on questions of the corpus's own sentences has no hard "
+                f"negatives; name the mined questions in train.questions, or leave train.{name} out"
+            )
+        if not cfg.num_hard_negatives:
+            raise ConfigError(
+                f"train.{name} is {value!r}, but train.num_hard_negatives is 0, so no hard negative is used; set "
+                f"train.num_hard_negatives=1 or more, or leave train.{name} out"
+            )
+
+
 def _require_batch(examples: Examples, cfg: TrainConfig, what: str) -> Examples:
     if len(examples) < cfg.batch_questions:
         raise ConfigError(
@@ -157,6 +175,7 @@ def _require_batch(examples: Examples, cfg: TrainConfig, what: str) -> Examples:
 
 
 def _with_mined(corpus: Corpus, questions: Sequence[Question], cfg: TrainConfig, what: str) -> Examples:
+    _require_negatives(cfg)
     negatives = read_questions(corpus, cfg.hard_negatives) if cfg.hard_negatives else []
     return _require_batch(QuestionExamples(corpus, questions, negatives, cfg), cfg, what)
 

@@ -26,6 +26,7 @@ from mvr_ray.distributed.models import READERS, reader_spec
 from mvr_ray.distributed.training.examples import Examples, open_answer_dev, open_answer_examples
 from mvr_ray.distributed.training.steps import TaskModelLoop
 from mvr_ray.distributed.training.train_model import TrainedModel, train_model
+from mvr_ray.errors import ConfigError
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.types import Passage, Progress, Question, no_progress
 
@@ -97,5 +98,11 @@ def targets_of(reader: Reader, examples: Sequence[Example], num_negatives: int =
 
 
 def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
-    """Train `encoder.backbone` as a reader, the newest of `train.reader`. Raises as `train_model`."""
+    """Train `encoder.backbone` as a reader, the newest of `train.reader`. Raises ConfigError for answers that are
+    patterns, else as `train_model`."""
+    if run.evaluate.match == "regex":
+        raise ConfigError(
+            "evaluate.match is regex, but train.task is reader, which learns from the words of answers at their places "
+            "and is measured by exact match with them; set evaluate.match=string, and questions answered in words"
+        )
     return train_model(ReaderLoop, ReaderLoop.open_job, run, progress)

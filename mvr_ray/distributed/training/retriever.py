@@ -95,7 +95,7 @@ class RetrieverLoop(StepLoop):
         self.teacher: DualEncoder | None = None
         self.loss = loss_name(job.run, self.model)
         self.full_spec = self.model.spec
-        self.matcher = AnswerMatcher()
+        self.matcher = AnswerMatcher(job.run.evaluate.match)
 
     def run(self) -> TrainState:
         if self.cfg.max_passage_tokens:

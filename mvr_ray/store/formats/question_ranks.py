@@ -9,9 +9,10 @@
 Shapes: Q questions.
 """
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -81,3 +82,35 @@ def read_question_ranks(path: Path) -> list[QuestionRanks]:
         )
         for (system, questions, seed), own in rows.items()
     ]
+
+
+def reported_depth(path: Path) -> int:
+    """Return the number of hits among which every rank of the file was looked for at least: the least over the steps of
+    the report.json beside it of their deepest top-k. 0 where no report tells. Raises DataError for a damaged report."""
+    report = path.with_name("report.json")
+    if not report.is_file():
+        return 0
+    try:
+        content = json.loads(report.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{report}, which tells how deep {path.name} is, is not JSON: {error}; restore it") from None
+    steps = content.get("steps", [content]) if isinstance(content, dict) else []
+    return min((max(ks) for step in steps if (ks := [*_cutoffs(step)])), default=0)
+
+
+def _cutoffs(report: Any) -> Iterator[int]:
+    """Yield every k for which a step's report has an accuracy: of `evaluate` and `analyze` in the names of metrics, of
+    `entity_frequency` in a field of rows, of `refinement_grid` as keys."""
+    if isinstance(report, list):
+        for part in report:
+            yield from _cutoffs(part)
+    elif isinstance(report, dict):
+        for name, value in report.items():
+            if name == "metric" and "/top-" in value:
+                yield int(value.rpartition("-")[2])
+            elif name == "k" and isinstance(value, int):
+                yield value
+            elif name in ("answer", "gold") and isinstance(value, dict):
+                yield from map(int, value)
+            else:
+                yield from _cutoffs(value)

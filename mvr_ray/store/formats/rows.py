@@ -18,6 +18,7 @@ from mvr_ray.store.formats.dpr import question_id
 from mvr_ray.store.formats.json_stream import JsonReader
 from mvr_ray.store.formats.records import (
     BadRow,
+    PassageRecord,
     Record,
     passage_record,
     plain_apostrophes,
@@ -46,14 +47,26 @@ def read_parquet(path: Path, names: Names = NO_NAMES) -> Iterator[Record]:
         raise MissingInputError(f"{path} does not exist or is not a file; check the path in prepare.sources")
     try:
         with pq.ParquetFile(path) as file:
-            rows = (row for batch in file.iter_batches(PARQUET_ROWS) for row in batch.to_pylist())
+            rows = (row for batch in file.iter_batches(PARQUET_ROWS) for row in _parquet_rows(batch))
             yield from read_rows(rows, str(path), names)
     except pa.ArrowException as error:
         raise DataError(f"{path} is not a whole Parquet file: {error}") from error
 
 
+def _parquet_rows(batch: pa.RecordBatch) -> Iterable[dict[str, Any] | None]:
+    """The rows of a batch; None for a row whose text is not UTF-8."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        if len(batch) == 1:
+            return [None]
+        return (row for at in range(len(batch)) for row in _parquet_rows(batch.slice(at, 1)))
+
+
 def read_csv(path: Path, names: Names = NO_NAMES, delimiter: str = ",") -> Iterator[Record]:
-    """Read passages under a header with id, text and title, which may be missing; other columns are extras."""
+    """Read passages under a header with id, text and title, which may be missing; other columns are extras, and so is
+    `question` unless `names` reads questions."""
+    is_question = "question" in {*names, *names.values()}
     required_names = [name for name in ("id", "text") if name not in names] if "question" not in names else []
     for number, row in enumerate(csv_rows(path, [*required_names, *filter(None, names.values())], delimiter)):
         if isinstance(row, BadRow):
@@ -61,14 +74,18 @@ def read_csv(path: Path, names: Names = NO_NAMES, delimiter: str = ",") -> Itera
         else:
             own = {*_OWN_KEYS, *names.values()}
             values = {name: cell if name in own else TextCell(cell) for name, cell in row.values.items()}
-            yield _record(values, number, path, row.where, names)
+            extra = {} if is_question or "question" not in values else {"question": TextCell(values.pop("question"))}
+            record = _record(values, number, path, row.where, names)
+            yield record._replace(extras={**record.extras, **extra}) if isinstance(record, PassageRecord) else record
 
 
-def read_rows(rows: Iterable[Mapping[str, Any]], source: str, names: Names) -> Iterator[Record]:
-    """Read rows that a library yields; messages name a row by its number from 0."""
+def read_rows(rows: Iterable[Mapping[str, Any] | None], source: str, names: Names) -> Iterator[Record]:
+    """Read rows that a library yields; None is a row whose text is not UTF-8. Messages name a row by its number from
+    0."""
     path = Path(source)
     for number, row in enumerate(rows):
-        yield _record(dict(row), number, path, f"{source}:row {number}", names)
+        where = f"{source}:row {number}"
+        yield BadRow(where, "text is not UTF-8") if row is None else _record(dict(row), number, path, where, names)
 
 
 def read_nq_open(path: Path) -> Iterator[Record]:

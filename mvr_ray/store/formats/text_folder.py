@@ -37,7 +37,7 @@ def read_text_file(path: Path, folder: Path | None = None) -> Iterator[Record]:
     if match := _FRONT_MATTER.match(text):
         try:
             extras = yaml.safe_load(match[1]) or {}
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
             line = error.problem_mark.line + 2 if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark else 1
             yield BadRow(f"{path}:{line}", "the front matter between the lines `---` is not valid YAML")
             return

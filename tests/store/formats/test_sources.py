@@ -269,6 +269,17 @@ def test_parquet_rows(tmp_path: Path):
         read(tmp_path / "bad.parquet")
 
 
+def test_a_parquet_row_whose_text_is_not_utf8_is_bad_and_the_others_are_read(tmp_path: Path):
+    data = [b"fine", b"a\xffb", b"too"]
+    buffers = pa.array(data, pa.binary()).buffers()
+    table = pa.table({"id": ["1", "2", "3"], "text": pa.StringArray.from_buffers(3, buffers[1], buffers[2])})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    records = read(tmp_path / "rows.parquet")
+    assert [passage.text for passage in passages(records)] == ["fine", "too"]
+    [bad] = [record for record in records if isinstance(record, BadRow)]
+    assert bad.where.endswith("rows.parquet:row 1") and "not UTF-8" in bad.reason
+
+
 def test_jsonl_names_wrong_rows(write: Write):
     lines = [
         "{",
@@ -324,6 +335,8 @@ def test_a_csv_with_a_header_gives_passages_whatever_the_order_of_its_columns(wr
     records = read(path, id_prefix="w:")
     assert passages(records) == [Passage("w:1", "A", 'one, "two"\nthree'), Passage("w:2", "", "b")]
     assert passages(read(write("two.csv", "text,id\na,1\n"))) == [Passage("1", "", "a")]
+    [record, other] = read(write("asked.csv", "id,text,question\n1,a,What?\n2,b,\n"))
+    assert [one.passage.text for one in (record, other)] == ["a", "b"] and str(record.extras["question"]) == "What?"
 
 
 def test_rows_of_a_csv_that_cannot_be_used_are_named_with_their_first_line(write: Write):
@@ -522,10 +535,12 @@ def test_a_folder_of_text_and_markdown_is_a_passage_a_file(write: Write):
 def test_text_files_that_cannot_be_used_are_named(write: Write):
     write("notes/a.md", "---\ntitle: [\n---\ntext\n")
     write("notes/b.md", "---\n- a list\n---\ntext\n")
+    write("notes/b2.md", "---\ndate: 2024-02-30\n---\ntext\n")
     root = write("notes/c.txt", b"caf\xe9\n").parent
     assert bad(read(root)) == [
         "notes/a.md:3: the front matter between the lines `---` is not valid YAML",
         "notes/b.md:1: the front matter between the lines `---` is not a mapping in YAML",
+        "notes/b2.md:1: the front matter between the lines `---` is not valid YAML",
         "notes/c.txt:1: text is not valid UTF-8: 'caf\\udce9'",
     ]
 
