@@ -131,7 +131,7 @@ def test_a_list_in_a_cell_of_a_frame_is_a_list_whatever_reads_the_file(index: In
         prepare(cfg, Store(str(tmp_path / name)), records=passage_records(rows)) for name, rows in tables.items()
     ]
     assert {report.digest for report in reports} == {reports[0].digest}
-    index.upsert(frame.drop(columns="tags"))
+    index.upsert(frame)
     assert dict(index.passages("y")["y"].fields) == {"year": 2}
 
 
