@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,7 +68,7 @@ def initialize(tmp_path: Path, monkeypatch, capsys):
         assert not end.value.code, err
         [line] = [line for line in out.splitlines() if line.startswith("written: ")]
         file = line.removeprefix("written: ")
-        assert err.splitlines()[-1] == f"next: mvr-ray prepare {file}"
+        assert err.splitlines()[-1] == f"next: mvr-ray prepare {shlex.quote(file)}"
         config = load_run(file)
         return config, out, prepare(config.prepare, Store(config.store.path))
 
@@ -186,6 +187,14 @@ def test_a_folder_of_several_formats_is_refused_and_its_files_one_by_one_are_not
     message = "mvr-ray: init: folder mix holds files of several formats (a.csv, b.jsonl); name its files one by one, "
     assert (end.value.code, capsys.readouterr().err) == (1, f"{message}as in mvr-ray init mix/a.csv mix/b.jsonl\n")
     assert initialize("mix/a.csv", "mix/b.jsonl")[2].passages_written == 2
+
+
+def test_brackets_and_colons_of_names_are_shown_as_they_are(initialize, tmp_path: Path) -> None:
+    Path("ok[old].csv").write_text("id,text,[/i],[b]:smile:\n1,A text.,x,y\n")
+    _, out, report = initialize("ok[old].csv", "--output", "c[new]:car:.yaml")
+    assert report.passages_written == 1
+    for text in ("ok[old].csv", "written: c[new]:car:.yaml"):
+        assert text in out
 
 
 def test_a_run_file_that_is_there_is_never_replaced(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -7,7 +7,18 @@ import pytest
 from rich.console import Console
 
 from mvr_ray.cli.progress import Reporter, duration, progress_line
-from mvr_ray.cli.tables import exactness, hit_text, print_json, print_result, report_tables, results_only, size, write
+from mvr_ray.cli.tables import (
+    exactness,
+    explanation_table,
+    hit_text,
+    print_json,
+    print_result,
+    report_tables,
+    results_only,
+    size,
+    write,
+)
+from mvr_ray.explanation import ExplainedPassage, ExplainedView, Winner
 from mvr_ray.serving.schemas import Exact, PassageHit, Snippet
 
 
@@ -98,6 +109,24 @@ def test_square_brackets_in_a_table_are_shown_as_they_are() -> None:
     Console(file=stream, width=120).print(output)
     for text in ("index [/x]", "pip install 'mvr-ray[cpu]'", "path [b]", "data[/x].json"):
         assert text in stream.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_square_brackets_and_colons_of_a_task_and_a_text_are_shown_as_they_are(is_terminal, monkeypatch, capsys):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    stream, name = io.StringIO(), "read [old]:car:[/i]"
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    with Reporter(stream) as progress:
+        progress(name, 1, 1)
+        progress.say(f"said: {name}")
+    assert stream.getvalue().count(name) >= 2
+    winner = Winner(view=0, score=0.5, lexical=0.25, total=0.75)
+    view = ExplainedView(view=0, kind="snippet", text=name, scores=[0.5])
+    passage = ExplainedPassage(id=name, title="", text=name, views=[view], winners=[winner])
+    print_result(name, explanation_table(passage, [name]))
+    out = capsys.readouterr().out
+    assert out.startswith(f"{name}\n") and out.count(name) == 5 and "words (BM25)" in out
 
 
 def test_a_report_is_one_table_of_single_values_and_one_a_list_of_records() -> None:

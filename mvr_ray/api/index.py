@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self, overload
 
+import numpy as np
 import yaml
 
 from mvr_ray import versions
@@ -200,9 +201,8 @@ class Index:
         needs an index of words (`index.lexical`). Raises ConfigError for an empty question or a filter that does not
         fit.
         """
-        queries = [query] if isinstance(query, str) else query if isinstance(query, list) else list(query)
-        texts = [one if isinstance(one, str) else f"vector {number}" for number, one in enumerate(queries)]
-        plain = [one if isinstance(one, str) else [float(value) for value in one] for one in queries]
+        plain = [query] if isinstance(query, str) else _plain_queries(query)
+        texts = [one if isinstance(one, str) else f"vector {number}" for number, one in enumerate(plain)]
         with self._router.pin() as router:
             own = {"k": k, "filter": filter, "fields": list(router.corpus.fields), "hybrid": hybrid}
         limits = self.run.serve.model_copy(update=NO_LIMITS)
@@ -351,7 +351,7 @@ class Index:
             file = Path(folder) / "changes.jsonl"
             with file.open("w", encoding="utf-8") as lines:
                 for row in changes:
-                    lines.write(json.dumps(row, ensure_ascii=False, default=_plain) + "\n")
+                    lines.write(json.dumps(row, default=_plain) + "\n")  # ASCII holds half a surrogate, too
             try:
                 update(self.run.prepare, self._store, str(file), progress, index=live.index)
             except DataError as error:
@@ -425,10 +425,20 @@ def _run_of_store(store: Store, name: str | None) -> dict[str, Any]:
     }
 
 
+def _plain_queries(queries: Iterable[Any]) -> list[str | list[float]]:
+    try:
+        return [one if isinstance(one, str) else [float(value) for value in one] for one in queries]
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"search: {queries!r:.60} holds something other than texts and vectors; give a text, a list of texts, or "
+            f"vectors_QD, one vector as [vector]"
+        ) from None
+
+
 def _plain(value: Any) -> Any:
     """Convert a value of a field to JSON: dates to ISO 8601, numbers of numpy to numbers."""
     if hasattr(value, "isoformat"):
         return value.isoformat()
-    if hasattr(value, "item"):
+    if isinstance(value, np.generic):
         return value.item()
     raise DataError(f"{value!r:.60} is no value of a field; give texts, numbers, true or false, dates, lists of texts")

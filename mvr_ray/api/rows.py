@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mvr_ray.config import SourceConfig
 from mvr_ray.errors import DataError
 from mvr_ray.store.formats.records import BadRow, PassageRecord, QuestionRecord, Record, question_record
@@ -50,7 +52,7 @@ def passage_values(row: Any) -> Mapping[str, Any] | None:
             return {"id": id_, "text": text}
         case (id_, title, text):
             return {"id": id_, "title": title, "text": text}
-    return row if isinstance(row, Mapping) else None
+    return _plain_values(row) if isinstance(row, Mapping) else None
 
 
 def questions_of(questions: Any) -> list[Question]:
@@ -79,14 +81,15 @@ def _question_record(row: Any, number: int) -> Record:
         case (text, answers):
             return question_record(f"q{number}", text, where, [answers] if isinstance(answers, str) else answers)
         case Mapping():
+            values = _plain_values(row)
             return question_record(
-                row.get("id", f"q{number}"),
-                row.get("question"),
+                values.get("id", f"q{number}"),
+                values.get("question"),
                 where,
-                row.get("answers", row.get("answer")),
-                row.get("positive_ids"),
-                row.get("hard_negative_ids"),
-                row.get("answer_starts"),
+                values.get("answers", values.get("answer")),
+                values.get("positive_ids"),
+                values.get("hard_negative_ids"),
+                values.get("answer_starts"),
             )
         case _:
             return BadRow(where, f"{row!r:.60} is no question")
@@ -113,6 +116,12 @@ def rows_of(rows: Any) -> Iterator[Any]:
     return iter(rows)
 
 
+def _plain_values(row: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Convert arrays of numpy to lists, as pandas reads lists from Parquet, and its numbers to those of Python."""
+    kinds = np.ndarray | np.number | np.bool_
+    return {name: value.tolist() if isinstance(value, kinds) else value for name, value in row.items()}
+
+
 def _pandas_rows(frame: Any) -> Iterator[Any]:
     if not hasattr(frame, "columns"):  # a series of texts
         yield from frame
@@ -123,8 +132,8 @@ def _pandas_rows(frame: Any) -> Iterator[Any]:
 
 
 def _is_missing(value: Any) -> bool:
-    """Return whether a pandas cell is NaN, NaT or NA: what is not equal to itself."""
+    """Return whether a pandas cell is NaN, NaT or NA: what is not equal to itself. An array is a value."""
     try:
-        return bool(value != value)
-    except (TypeError, ValueError):  # NA, which is neither; an array is a value
+        return not isinstance(value, np.ndarray) and bool(value != value)
+    except (TypeError, ValueError):  # NA, which is neither
         return type(value).__name__ == "NAType"

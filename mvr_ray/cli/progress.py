@@ -31,12 +31,12 @@ class Reporter:
     """A `Progress` callable that draws each call: reporter(what, count, total). Use it as a context manager."""
 
     def __init__(self, stream: TextIO | None = None, interval_s: float = INTERVAL_S) -> None:
-        self._console = Console(file=stream or sys.stderr)
+        self._console = Console(file=stream or sys.stderr, highlight=False, markup=False, emoji=False)
         self._interval_s = interval_s
         self._tasks: dict[str, ProgressTask] = {}
         cut = Column(no_wrap=True, overflow="ellipsis", max_width=max(20, self._console.width - 50))
         whole = Column(no_wrap=True)
-        description = TextColumn("{task.description}", table_column=cut)
+        description = TextColumn("{task.description}", markup=False, table_column=cut)
         numbers = MofNCompleteColumn(table_column=whole), "{task.fields[rate]}", TimeRemainingColumn(table_column=whole)
         self._bars = Progress(
             description, BarColumn(), *numbers, console=self._console, disable=not self._console.is_terminal
@@ -64,10 +64,10 @@ class Reporter:
             self._bars.update(task.bar, description=what, completed=count, total=total or None, rate=_rate(rate))
         elif (total and count >= total) or now - task.line_s >= self._interval_s:
             task.line_s = now
-            self._console.print(progress_line(what, count, total, rate), highlight=False, soft_wrap=True)
+            self._console.print(progress_line(what, count, total, rate), soft_wrap=True)
 
     def say(self, line: str) -> None:
-        self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+        self._console.print(line, soft_wrap=True)
 
 
 def progress_line(what: str, count: int, total: int, rate: float) -> str:

@@ -170,9 +170,11 @@ def print_json(value: Any) -> None:
 
 
 def print_result(*results: Table | Text | str) -> None:
-    """Print tables and texts on stdout; a file or pipe gets lines of 160 characters."""
+    """Print tables and texts on stdout, square brackets and colons as they are; a file or pipe gets lines of 160
+    characters."""
     for result in results:
-        console = Console(file=_stdout(), highlight=False, soft_wrap=not isinstance(result, Table))
+        is_table = isinstance(result, Table)
+        console = Console(file=_stdout(), highlight=False, markup=False, emoji=False, soft_wrap=not is_table)
         if not console.is_terminal:
             console.width = 160
         console.print(result)

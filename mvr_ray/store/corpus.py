@@ -40,7 +40,7 @@ _OTHER_NAME = "set prepare.corpus to another name and prepare again"
 
 def shard_of(passage_id: str, num_shards: int) -> int:
     """Return the shard of a passage, from its id alone."""
-    digest = hashlib.blake2b(passage_id.encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(passage_id.encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big") % num_shards
 
 

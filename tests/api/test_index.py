@@ -15,6 +15,7 @@ import numpy as np
 import pandas
 import polars
 import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from mvr_ray import Encoder, Index, Passage, load_run
@@ -117,6 +118,21 @@ def test_missing_cells_of_a_frame_are_no_value(tmp_path: Path):
     frame["note"] = pandas.array(["x", None], dtype="string")
     extras = [dict(record.extras) for record in passage_records(frame)]
     assert extras[1] == {"year": None, "seen": None, "note": None}
+
+
+def test_a_list_in_a_cell_of_a_frame_is_a_list_whatever_reads_the_file(index: Index, tmp_path: Path):
+    file, lists = tmp_path / "rows.parquet", {"tags": [["a"], ["b", "c"], []], "year": [1, 2, 3]}
+    pa.parquet.write_table(pa.table({"id": ["x", "y", "z"], "text": ["One.", "Two.", "Three."], **lists}), file)
+    frame = pandas.read_parquet(file)
+    assert isinstance(frame["tags"][0], np.ndarray)
+    tables = {"file": pa.parquet.read_table(file), "frame": frame, "arrays": frame.to_dict("records")}
+    cfg = PrepareConfig(fields="infer")
+    reports = [
+        prepare(cfg, Store(str(tmp_path / name)), records=passage_records(rows)) for name, rows in tables.items()
+    ]
+    assert {report.digest for report in reports} == {reports[0].digest}
+    index.upsert(frame)
+    assert dict(index.passages("y")["y"].fields) == {"year": 2}
 
 
 def test_passages_are_streamed_and_never_all_held(tmp_path: Path):
@@ -239,9 +255,11 @@ def test_an_encoder_of_a_precision_embeds_as_an_index_of_it(tiny_backbone: Path,
 def test_limits_of_the_server_do_not_apply_to_searches_in_this_process(index_store: Path):
     limits = {"max_k": 1, "max_batch": 1, "max_query_chars": 4, "timeout_ms": 1}
     questions = [f"who built tower {n}?" for n in range(3)]
-    with Index.open(index_store) as free, Index.open(index_store, settings={"serve": limits}) as small_batch:
-        one, other = ([[hit.id for hit in hits] for hits in own.search(questions, k=5)] for own in (free, small_batch))
-        assert one == other
+    ids = []
+    for serve in ({}, limits):
+        with Index.open(index_store, settings={"serve": serve}) as index:
+            ids.append([[hit.id for hit in hits] for hits in index.search(questions, k=5)])
+    assert ids[0] == ids[1] and len(ids[0][0]) == 5
 
 
 def test_a_filter_leaves_only_what_passes(index: Index):
@@ -349,6 +367,24 @@ def test_a_change_that_is_refused_names_the_id_and_the_item_and_no_file(index: I
     with pytest.raises(DataError, match=r"^item 1 names passage 'p1', which item 0 names already"):
         index.delete(["p1", "p1"])
     assert (index.manifest.version, len(index)) == (1, 24)
+
+
+def test_half_a_surrogate_is_refused_by_item_and_changes_nothing(index: Index):
+    for change, reason in (
+        (lambda: index.upsert([("x", "A text."), ("y", "bad \ud83d text")]), "item 1: text is not valid UTF-8"),
+        (lambda: index.upsert([{"id": "x", "text": "A text.", "year": "\ud83d"}]), "item 0: field 'year'"),
+        (lambda: index.delete(["p1", "p\ud83d"]), "item 1: id is not valid UTF-8"),
+    ):
+        with pytest.raises(DataError, match=f"^{reason}.*nothing was changed"):
+            change()
+    assert index.passages(["p\ud83d"]) == {}
+    assert (index.manifest.version, len(index)) == (1, 24)
+
+
+@pytest.mark.parametrize("queries", [np.ones(32, np.float32), [0.1, 0.2], 5, [None], [["x"]], ["x", [1.0]]])
+def test_what_is_neither_texts_nor_vectors_is_refused(index: Index, queries):
+    with pytest.raises(ConfigError, match=r"^search: "):
+        index.search(queries)
 
 
 def test_building_again_is_a_version_over_the_new_passages_and_embeds_only_what_changed(

@@ -141,6 +141,15 @@ def definitions(path: Path) -> set[str]:
     return names
 
 
+def test_the_table_of_statuses_has_every_code_of_the_server() -> None:
+    rows = re.findall(r"^\| ([\d, ]+) \| (.*?) \|", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE)
+    table = {(status, code) for row in rows for status in row[0].split(", ") for code in re.findall(r"`(\w+)`", row[1])}
+    sources = [path.read_text() for path in (ROOT / "mvr_ray" / "serving").glob("*.py")]
+    codes = {pair for text in sources for pair in re.findall(r'RequestError\(\s*(\d{3}),\s*"(\w+)"', text)}
+    assert len(codes) > 30
+    assert codes <= table
+
+
 def test_every_function_that_the_papers_document_names_exists() -> None:
     references = re.findall(r"`([\w/]+\.py):([\w.]+)`", PAPERS.read_text(encoding="utf-8"))
     assert len(references) > 30
