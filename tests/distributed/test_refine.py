@@ -51,7 +51,7 @@ def config(store: Path, **refine) -> RunConfig:
                 "splits": [{"source": "squad", "known_share": 0.5, "gate_share": 0.2}],
             },
             "encoder": {"num_views": 4, "max_passage_tokens": 128},
-            "index": {"name": "squad", "encoder": "untrained", "recall_sample": 10},
+            "index": {"name": "squad", "encoder": "untrained", "precision": "fp32", "recall_sample": 10},
             "refine": {"questions": "squad_known", **FAST, **refine},
         }
     )
