@@ -89,22 +89,16 @@ class VersionCatalog:
         Raises RequestError: 404 for a version that does not exist, 422 if a file of it, the corpus or the encoder
         does not match it, 503 while files are being read. PublishConflictError if another publisher was first.
         """
-        live = manifests.read(self.store, self.index, self._require(version))
+        self._require(version)
         manifest = manifests.read(self.store, self.index, version)
-        if not self._claim_result(live, manifest):
-            manifest = dataclasses.replace(manifest, parent=live.version, operation=ROLLBACK)
-            live = self._wait(manifest, deadline, was_published=True)
-        return version_info(live, live=True)
-
-    def _claim_result(self, live: Manifest, manifest: Manifest) -> bool:
-        """Return whether the live version is the unclaimed result of a roll back to this manifest, and claim it."""
         with self._lock:
-            job = self._job
-            if job is None or not job.was_published or job.key[0] != manifest.content_digest() or job.is_over():
-                return False
-            is_result = job.result.done() and not job.result.exception() and job.result.result() == live
-            self._job = None if is_result else job
-            return is_result
+            job, is_done = self._job_now()
+            live = manifests.latest_version(self.store, self.index)
+            is_same = job is not None and job.was_published and job.key[0] == manifest.content_digest()
+            if job is None or not is_same or (is_done and not job.is_of(live)):
+                manifest = dataclasses.replace(manifest, parent=live, operation=ROLLBACK)
+                job = self._start(_PublishJob(self.store, manifest, was_published=True))
+        return self._result(job, deadline)
 
     def publish(self, request: PublishRequest, deadline: Deadline) -> VersionInfo:
         """Publish a manifest whose files are in the store, or return the version that has its content.
@@ -115,35 +109,47 @@ class VersionCatalog:
         manifest = check_payload(request.manifest, self.index)
         if request.parent is not None:
             manifest = dataclasses.replace(manifest, parent=request.parent)
-        version = published_version(self.store, manifest) or self._wait(manifest, deadline)
-        return version_info(version, version.version == manifests.latest_version(self.store, self.index))
-
-    def _wait(self, manifest: Manifest, deadline: Deadline, was_published: bool = False) -> Manifest:
-        """Publish a manifest in a job, or wait for the job of the same manifest that runs already."""
-        live = manifests.latest_version(self.store, self.index)
-        if live != manifest.parent:
-            raise PublishConflictError(
-                f"index {self.index!r} version {manifest.parent + 1} not published: version {live} is live, not "
-                f"{manifest.parent}; check it, then send the request with parent {live} to follow it"
-            )
-        job = _PublishJob(self.store, manifest, was_published)
         with self._lock:
-            current = None if self._job is None or self._job.is_over() else self._job
-            if current and current.key == job.key:
-                job = current
-            elif current and not current.result.done():
-                raise _busy("another version is being published here", "ask again when it is done")
-            else:
-                self._job = job
-                threading.Thread(target=job.run, name="mvr-publish", daemon=True).start()
+            job, _ = self._job_now()
+            if job is None or job.key != (manifest.content_digest(), manifest.parent):
+                if version := published_version(self.store, manifest):
+                    return self._info(version)
+                live = manifests.latest_version(self.store, self.index)
+                if live != manifest.parent:
+                    raise PublishConflictError(
+                        f"index {self.index!r} version {manifest.parent + 1} not published: version {live} is live, "
+                        f"not {manifest.parent}; check it, then send the request with parent {live} to follow it"
+                    )
+                job = self._start(_PublishJob(self.store, manifest, was_published=False))
+        return self._result(job, deadline)
+
+    def _job_now(self) -> tuple["_PublishJob | None", bool]:
+        """Return the job whose result nobody has had yet, and whether it is done. Read it before the live version."""
+        if self._job is None or self._job.is_over():
+            return None, True
+        return self._job, self._job.result.done()
+
+    def _start(self, job: "_PublishJob") -> "_PublishJob":
+        """Start a job, while `_lock` is held. Raises RequestError (503) while another job runs."""
+        if not self._job_now()[1]:
+            raise _busy("another version is being published here", "ask again when it is done")
+        self._job = job
+        threading.Thread(target=job.run, name="mvr-publish", daemon=True).start()
+        return job
+
+    def _result(self, job: "_PublishJob", deadline: Deadline) -> VersionInfo:
+        """Wait for a job's version. Raises RequestError (503) if the deadline ends before the job."""
         wait([job.result], timeout=deadline.left_s)
         if not job.result.done():
-            progress = f"{job.num_whole} of {len(manifest.shards)} shards were found whole so far"
+            progress = f"{job.num_whole} of {len(job.manifest.shards)} shards were found whole so far"
             raise _busy(f"the files of this version are being read; {progress}", "send the same request again")
         with self._lock:
             if self._job is job:  # a third request reads the files again
                 self._job = None
-        return job.result.result()
+        return self._info(job.result.result())
+
+    def _info(self, version: Manifest) -> VersionInfo:
+        return version_info(version, version.version == manifests.latest_version(self.store, self.index))
 
     def _require(self, version: int) -> int:
         """Return the live version's number. Raises RequestError (404) if `version` does not exist."""
@@ -171,6 +177,10 @@ class _PublishJob:
 
     def __post_init__(self) -> None:
         self.key = (self.manifest.content_digest(), self.manifest.parent)
+
+    def is_of(self, live: int) -> bool:
+        """Return whether the result is the live version, or the reason why the job could not follow it."""
+        return self.key[1] == live if self.result.exception() else self.result.result().version == live
 
     def is_over(self) -> bool:
         return time.monotonic() - self._end_s > MEMORY_S

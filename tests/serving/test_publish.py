@@ -18,6 +18,7 @@ from mvr_ray.deadline import Deadline
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import read_tokens
 from mvr_ray.serving.catalog import VersionCatalog
+from mvr_ray.serving.schemas import RequestError
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
@@ -285,6 +286,27 @@ def test_a_roll_back_whose_reading_outlasts_its_request_is_published_once(elsewh
     while reply.status in (503, 504) and time.monotonic() < until:
         reply = call(app, "POST", "/v1/versions/1/rollback", token=ADMIN)
     assert (reply.status, reply.body["version"], reply.body["operation"]) == (200, 2, "rollback")
+    assert elsewhere.versions() == [1, 2]
+
+
+def test_a_roll_back_that_is_published_while_its_repetition_lists_the_versions_is_published_once(elsewhere) -> None:
+    caller = threading.current_thread()
+
+    class Published(Slow):
+        """Once files may be read, a listing of the caller's waits until the job has published version 2."""
+
+        def json_names(self, path):
+            found = super().json_names(path)
+            while self.let.is_set() and threading.current_thread() is caller and elsewhere.versions() == [1]:
+                time.sleep(0.01)
+            return found
+
+    assert elsewhere.post(elsewhere.payload).status == 200
+    catalog = VersionCatalog(Published(str(elsewhere.root)), "library")
+    with pytest.raises(RequestError, match="being read"):
+        catalog.rollback(1, Deadline.after(0.3))
+    catalog.store.let.set()
+    assert catalog.rollback(1, Deadline.after(20)).version == 2
     assert elsewhere.versions() == [1, 2]
 
 
