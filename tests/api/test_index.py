@@ -438,7 +438,9 @@ def test_feedback_of_another_grade_than_1_and_minus_1_is_refused_and_nothing_is_
     assert index.add_feedback([]) == 0
 
 
-@pytest.mark.parametrize(("click", "name"), [(("\ud800?", "p1", 1), "question"), (("why?", "p\ud800", 1), "passage id")])
+@pytest.mark.parametrize(
+    ("click", "name"), [(("\ud800?", "p1", 1), "question"), (("why?", "p\ud800", 1), "passage id")]
+)
 def test_feedback_of_half_a_surrogate_is_refused_by_its_number_and_nothing_is_stored(index: Index, click, name):
     with pytest.raises(DataError, match=rf"judgement 1: {name} is not valid UTF-8: '.*ud800"):
         index.add_feedback([("who?", "p1", 1), click])
