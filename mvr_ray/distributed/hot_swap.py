@@ -106,6 +106,11 @@ class HotSwapRouter:
         """Why the last move failed; empty if it did not."""
         return self.state.failure
 
+    @property
+    def failed_version(self) -> int:
+        """The version that the last move did not open; 0 if it did, or if it could not list the versions."""
+        return self.state.failed_version
+
     @contextmanager
     def pin(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator[Router]:
         """The router of one version (None: the live one), open until the block ends, even if another one becomes live.
