@@ -25,7 +25,7 @@ from mvr_ray.api import rows
 from mvr_ray.api.hits import SearchHits
 from mvr_ray.config import RunConfig, load_run, parse_run
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
-from mvr_ray.serving.schemas import Hybrid, RequestError, SearchRequest, validate
+from mvr_ray.serving.schemas import Hybrid, RequestError, SearchRequest, is_text, validate
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
@@ -265,7 +265,8 @@ class Index:
 
             index.add_feedback([("Who built it?", "p7", 1), ("Who built it?", "p9", -1)])
 
-        Of several judgements of a pair `refine` takes the majority; a draw gives no label.
+        Of several judgements of a pair `refine` takes the majority; a draw gives no label. Raises DataError for a wrong
+        judgement, and then stores none.
         """
         path = paths.feedback(self.run.index.name)
         before = self._store.read_bytes(path).decode() if self._store.exists(path) else ""
@@ -274,6 +275,9 @@ class Index:
             match judgement:
                 case (str() as question, str() as passage, (1 | -1) as label) if question.strip() and label is not True:
                     row = {"question": question, "passage_id": passage, "label": label}
+                    for name, text in (("question", question), ("passage id", passage)):
+                        if not is_text(text):
+                            raise DataError(f"judgement {number}: {name} is not valid UTF-8: {text!r:.60}")
                     lines.append(json.dumps(row, ensure_ascii=False))
                 case _:
                     raise DataError(f"judgement {number} is {judgement!r:.80}, not (question, passage id, 1 or -1)")

@@ -1,7 +1,8 @@
 """Switches a router to newer index versions while it answers.
 
     move     open the next version beside the live one, sharing unchanged shards; probe it; make it live
-    finish   running calls end on the version that they began with; its own shards are released after the last one
+    finish   running calls end on the version that they began with; its own shards are released after the last one, and
+             later calls that name it find it among the cached versions
     cache    a version that a call names is opened in the same way and stays open for later calls (`version_cache`)
     refuse   too little memory, a damaged shard, a dead searcher: the live version stays, and the error says why
     follow   move to the newest published version, checked periodically
@@ -56,7 +57,7 @@ class SwapState(NamedTuple):
 
 @dataclass
 class _OpenVersion:
-    """An open version and its running calls; the last one of them closes a retired version."""
+    """An open version and its running calls; the last one of them closes a retired version, which takes no new ones."""
 
     router: Router
     calls: int = 0
@@ -92,7 +93,7 @@ class HotSwapRouter:
         self.options = options
         self.batching = batching
         self.min_idle_s = version_cache.MIN_IDLE_S
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._move_lock = threading.Lock()
         self._live = _OpenVersion(self._router(manifest, searchers.fleet(manifest)))
         self._open = {manifest.version: self._live}
@@ -104,6 +105,11 @@ class HotSwapRouter:
     def failure(self) -> str:
         """Why the last move failed; empty if it did not."""
         return self.state.failure
+
+    @property
+    def failed_version(self) -> int:
+        """The version that the last move did not open; 0 if it did, or if it could not list the versions."""
+        return self.state.failed_version
 
     @contextmanager
     def pin(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator[Router]:
@@ -196,18 +202,20 @@ class HotSwapRouter:
             )
 
     def _acquire(self, version: int | None) -> _OpenVersion | None:
-        """The open version, with one more call; None if it is not open."""
+        """The open version, with one more call; None if it is not open, or retired."""
         with self._lock:
             open_version = self._live if version is None else self._open.get(version)
-            if open_version is not None:
-                open_version.calls += 1
-                open_version.called_s = time.monotonic()
+            if open_version is None or open_version.is_retired:
+                return None
+            open_version.calls += 1
+            open_version.called_s = time.monotonic()
             return open_version
 
     def _open_in_cache(self, manifest: Manifest) -> None:
         """Open a version beside the live one; evict an idle one if the cache or the memory is full."""
         with self._move_lock:
-            if manifest.version in self._open:
+            open_version = self._open.get(manifest.version)
+            if open_version is not None and not open_version.is_retired:
                 return
             live = self._live
             if len(self._cache) >= version_cache.MAX_VERSIONS:
@@ -215,6 +223,7 @@ class HotSwapRouter:
             with translate_ray_errors(f"opening {version_name(manifest)}"):
                 open_version = self._open_with_eviction(manifest, is_move=False)
             with self._lock:
+                open_version.is_retired = False
                 self._cache.append(open_version)
         for one in (live, open_version):
             self._release(one)
@@ -236,19 +245,22 @@ class HotSwapRouter:
         self._retire(next(one for one in self._cache if one.usage.version == version))
 
     def _retire(self, open_version: _OpenVersion) -> None:
-        """Remove a version from the cache, and close it after its last call."""
+        """Remove a version from the cache, and wait until its last call has closed it, at most as long as an answer may
+        take."""
         with self._lock:
             self._cache.remove(open_version)
             open_version.is_retired = True
             open_version.calls += 1
         self._release(open_version)
+        with self._lock:
+            self._lock.wait_for(lambda: not open_version.calls, open_version.router.timeout_s)
 
     def _open_beside_live(self, manifest: Manifest) -> _OpenVersion:
         """Open a version beside the live one; counts a call on both."""
         with self._lock:
             self._live.calls += 1
             old = self._open.get(manifest.version)
-            if old is not None:  # it is cached, or it was live and calls of that time still run
+            if old is not None:  # it is cached, or it is retired and calls of that time still run
                 old.calls += 1
                 return old
         with ExitStack() as undo:  # nothing stays open after an error, after Ctrl-C either
@@ -271,6 +283,7 @@ class HotSwapRouter:
                 version = open_version.router.manifest.version
                 del self._open[version]
                 self.searchers.drop(version)
+                self._lock.notify_all()
                 log.info("dropped: index=%s version=%d", self.index, version)
 
     def _router(self, manifest: Manifest, fleet: Fleet) -> Router:

@@ -93,6 +93,7 @@ class Router:
 
     failure = ""
     """As `HotSwapRouter.failure`; always empty, since this router moves to no other version."""
+    failed_version = 0
 
     def __init__(
         self,

@@ -317,7 +317,8 @@ class ExampleQueries(BaseModel):
 
 
 class Readiness(BaseModel):
-    """`ready`: a real search has just covered every passage of the version, whose corpus and encoder are there."""
+    """`ready`: a real search has just covered every passage of the version, whose corpus and encoder are there. A
+    server that cannot follow a newer version is ready, since it answers from its own."""
 
     ready: bool
     index: str
@@ -326,6 +327,10 @@ class Readiness(BaseModel):
     shards: list[Shard] = Field(default_factory=list)
     problems: list[str] = Field(default_factory=list)
     """Parts of corpus and encoder that are missing in the store or cannot be opened."""
+    failure: str = ""
+    """Why the server could not follow the newest version at its last try; empty if it could."""
+    failed_version: int | None = None
+    """The version that could not be followed; absent without a failure, or if the versions could not be listed."""
     freshness: Freshness | None = None
     """Absent if it was not measured yet."""
 

@@ -198,12 +198,15 @@ class SearchService:
             return _probe(router)
 
     def readiness(self) -> schemas.Readiness:
-        """Report whether that search covered every passage, and corpus and encoder of the version exist."""
+        """Report whether that search covered every passage, and corpus and encoder of the version exist; and a version
+        that could not be followed."""
         with self._pin(None) as router:
             answer, problems = _probe(router), router.missing_sources()
         return schemas.Readiness(
             ready=answer.passages_searched == answer.passages_total and not problems,
             problems=problems,
+            failure=self.router.failure,
+            failed_version=self.router.failed_version or None,
             freshness=self.freshness.measure() if self.freshness else None,
             index=answer.index,
             version=answer.version,

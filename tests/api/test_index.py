@@ -438,6 +438,15 @@ def test_feedback_of_another_grade_than_1_and_minus_1_is_refused_and_nothing_is_
     assert index.add_feedback([]) == 0
 
 
+@pytest.mark.parametrize(
+    ("click", "name"), [(("\ud800?", "p1", 1), "question"), (("why?", "p\ud800", 1), "passage id")]
+)
+def test_feedback_of_half_a_surrogate_is_refused_by_its_number_and_nothing_is_stored(index: Index, click, name):
+    with pytest.raises(DataError, match=rf"judgement 1: {name} is not valid UTF-8: '.*ud800"):
+        index.add_feedback([("who?", "p1", 1), click])
+    assert index.add_feedback([]) == 0
+
+
 def test_feedback_that_contradicts_itself_is_kept_and_its_majority_is_learned(index: Index):
     disputes = [(text, "p20", label) for text in STRANGE for label in (1, -1)]
     majority = [(text, "p21", label) for text in STRANGE for label in (-1, 1, -1)]

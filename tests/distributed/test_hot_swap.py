@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import ray
 from live_search import live_search
 from random_index import D, brute_force, publish_random_index, random_views
+from waiting import until
 
 from mvr_ray.config import ServeConfig
 from mvr_ray.deadline import Deadline
@@ -282,6 +284,69 @@ def test_a_cached_version_is_refused_without_memory_and_evicted_for_a_new_live_v
     )
     with open_hot_swap_router(small, local=True) as live, refusal, live.pin(1):
         pass
+
+
+class OverlappingCalls:
+    """A thread whose calls name a version; each one begins, or is refused, before the one before it ends."""
+
+    def __init__(self, live: HotSwapRouter, version: int) -> None:
+        self.live, self.version = live, version
+        self.num_calls = 0
+        self._stop_event = threading.Event()
+        self._begin_event = threading.Event()
+        self._thread = threading.Thread(target=self._call)
+
+    def _call(self) -> None:
+        calls: list[ExitStack] = []
+        while not self._stop_event.wait(0.001):
+            call = ExitStack()
+            with suppress(OverloadedError):
+                call.enter_context(self.live.pin(self.version, Deadline.after(0.05)))
+                self.num_calls += 1
+                self._begin_event.set()
+            if calls:
+                calls.pop().close()
+            calls.append(call)
+        calls.pop().close()
+
+    def until_called(self) -> None:
+        """Wait for two further calls."""
+        until(lambda after=self.num_calls + 2: self.num_calls >= after)
+
+    def __enter__(self) -> "OverlappingCalls":
+        self._thread.start()
+        assert self._begin_event.wait(30)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stop_event.set()
+        self._thread.join(30)
+
+
+def test_a_version_that_was_live_and_that_overlapping_calls_name_takes_a_place_beside_the_live_one(tmp_path, run_over):
+    versions = {number: publish_random_index(tmp_path, VIEWS[number], SHARDS, parent=number - 1) for number in VIEWS}
+    with open_hot_swap_router(run_of(tmp_path, run_over), 1, local=True) as live:
+        live.min_idle_s = 0
+        with OverlappingCalls(live, 1) as calls:
+            assert live.move_to(4) == 4
+            calls.until_called()
+            with live.pin(2), pytest.raises(OverloadedError, match="all 2 places"), live.pin(3):
+                pass
+        with live.pin(2), live.pin(3):
+            open_digests = {digest for number in (2, 3, 4) for digest in digests(versions[number])}
+            assert live.searchers.searcher.health() == sorted(open_digests)
+
+
+def test_a_version_that_overlapping_calls_name_makes_room_for_a_new_live_version(tmp_path, run_over):
+    """It closes after the calls that run; those that follow wait for it, or are refused."""
+    first = publish_random_index(tmp_path, VIEWS[1], SHARDS)
+    limit = first.num_bytes + publish_random_index(tmp_path, VIEWS[3], SHARDS, parent=1).num_bytes
+    run = run_of(tmp_path, run_over, searcher_bytes=limit)
+    with open_hot_swap_router(run, local=True) as live, OverlappingCalls(live, 1) as calls:
+        calls.until_called()
+        publish_random_index(tmp_path, VIEWS[4], SHARDS, parent=2)
+        assert live.move_to() == 3
+        assert search_one(live, 0) == brute_force(VIEWS[4], QUERIES_QD[0], K)
 
 
 @pytest.mark.chaos(

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import numpy as np
@@ -18,6 +19,7 @@ from pyarrow import flight
 from random_index import D, brute_force, publish_random_index, random_views
 from waiting import until
 
+from mvr_ray import logs
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.router import open_router
 from mvr_ray.distributed.searching import transport
@@ -35,6 +37,8 @@ from mvr_ray.distributed.searching.messages import (
     encode_views,
     frame,
 )
+from mvr_ray.distributed.searching.node_placement import SearcherActor
+from mvr_ray.distributed.searching.searcher import SearcherTask
 from mvr_ray.distributed.searching.transport import (
     Connection,
     ConnectionLost,
@@ -360,6 +364,30 @@ def test_a_call_that_is_never_answered_ends_with_its_stream(server, desk, ray_se
         call(connection, "later", timeout_s=0.5).result(30)
     assert desk.calls == 1 and connection.waiting == 0 and connection.actor.by_ray == 1
     assert call(connection, "say", b"next").result(30).to_pybytes() == b"next"
+
+
+def test_a_call_that_is_repeated_while_it_runs_runs_once(tmp_path, monkeypatch):
+    """Ray repeats a call of more than about two minutes, because gRPC ends its connection."""
+    monkeypatch.setattr(logs, "to_stderr", lambda: None)
+    manifest = publish_random_index(tmp_path, VIEWS, SHARDS)
+    searcher, repeat_event = SearcherActor(SearcherTask(str(tmp_path), manifest)), threading.Event()
+    message = encode_scan(ScanRequest(QUERIES_QD, K, tuple(range(SHARDS)), 1))
+
+    def call_by_ray() -> pa.Buffer:
+        repeat_event.set()
+        return searcher.handle("scan", "request/1", message)
+
+    with ThreadPoolExecutor(2) as threads:
+        with searcher.request_lock:
+            first = threads.submit(searcher.handle, "scan", "request/1", message)
+            until(lambda: len(searcher.request_lock._queue) == 2)
+            second = threads.submit(call_by_ray)
+            assert repeat_event.wait(30)
+            threading.Event().wait(0.2)
+        assert first.result(30).equals(second.result(30))
+    assert searcher.heartbeat().num_finished == 1
+    assert searcher.handle("scan", "request/1", message).equals(first.result())
+    searcher._resources.close()
 
 
 SERVE = """

@@ -35,6 +35,7 @@ class InMemoryIndex:
     dimension = 3
     num_views = 2
     failure = ""
+    failed_version = 0
     corpus = SimpleNamespace(fields={})
     manifest = SimpleNamespace(
         index="words", version=1, encoder_name="words", encoder_fingerprint="f" * 16, lexical=None

@@ -111,6 +111,8 @@ def test_ready_means_that_every_passage_was_searched() -> None:
     assert reply.body == {
         **readiness,
         "problems": [],
+        "failure": "",
+        "failed_version": None,
         "freshness": None,
         "shards": [dict(zip(("shard", "passages", "state", "reason"), one)) for one in shards],
     }

@@ -1,5 +1,6 @@
 """Checks that a server is ready only while the store has the corpus and the encoder of its version."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -54,3 +55,24 @@ def test_a_replica_over_a_store_that_lost_corpus_or_encoder_is_not_ready_and_say
     assert readiness(run).ready
     shutil.rmtree(encoder)
     assert not readiness(run).ready
+
+
+def test_a_server_that_cannot_follow_a_version_is_ready_and_names_it_until_it_can(own_index: Path, run_over):
+    run, store = run_over(own_index), Store(str(own_index))
+    with open_hot_swap_router(run, local=True) as router:
+        service = SearchService(router, ServeConfig())
+        live = service.readiness()
+        assert (live.ready, live.failure, live.failed_version) == (True, "", None)
+        first = manifest.read(store, "index")
+        entry = dataclasses.replace(first.shards[0], digest="0" * 32)
+        shards = (entry, *first.shards[1:])
+        file = own_index / paths.manifest("index", 2)
+        file.write_bytes(dataclasses.replace(first, version=2, parent=1, shards=shards).to_json())
+        assert not router.follow()
+        answer = service.readiness()
+        assert (answer.ready, answer.version, answer.failed_version) == (True, 1, 2)
+        assert answer.failure == router.failure and "0" * 32 in answer.failure
+        file.unlink()
+        assert manifest.rollback(store, "index", 1).version == 2 and router.follow()
+        answer = service.readiness()
+        assert (answer.ready, answer.version, answer.failure, answer.failed_version) == (True, 2, "", None)

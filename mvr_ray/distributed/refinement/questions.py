@@ -210,10 +210,11 @@ def _judgement(row: Row | BadRow) -> tuple[str, str, int]:
     question, passage_id, label = row.values["question"], row.values["passage_id"], row.values["label"]
     if not isinstance(question, str) or not question.strip() or not isinstance(passage_id, str):
         raise DataError(f"{row.where}: question and passage_id must be non-empty text, given {row.values!r:.120}")
-    try:
-        question.encode()
-    except UnicodeEncodeError:
-        raise DataError(f"{row.where}: question is not valid UTF-8: {question!r:.60}") from None
+    for name, text in (("question", question), ("passage_id", passage_id)):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise DataError(f"{row.where}: {name} is not valid UTF-8: {text!r:.60}") from None
     if label not in (1, -1) or isinstance(label, bool):
         raise DataError(f"{row.where}: label is 1 (answers the question) or -1 (does not), given {label!r}")
     return question, passage_id, int(label)

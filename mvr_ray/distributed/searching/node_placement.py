@@ -14,6 +14,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ class SearcherActor(ShardSearcher):
         logs.to_stderr()
         super().__init__(task)
         self.request_lock = FairLock()
+        self._running: dict[str, Future[pa.Buffer]] = {}
         self._server: SearcherServer | None = None
         self._resources = ExitStack()
         self._resources.enter_context(Scrubber(self, task.scrub_bytes_s).run_periodically())
@@ -77,7 +79,20 @@ class SearcherActor(ShardSearcher):
         return self._server.endpoint
 
     def handle(self, method: str, call: str, message: pa.Buffer) -> pa.Buffer:
-        """Answer the message of a method, `scan` or `views`."""
+        """Answer the message of a method, `scan` or `views`. A call that is repeated while it runs, because its
+        connection broke, gets the answer of that run."""
+        future: Future[pa.Buffer] = Future()
+        running = self._running.setdefault(call, future)
+        if running is future:
+            try:
+                future.set_result(self._answer(method, call, message))
+            except BaseException as error:  # noqa: BLE001 - each caller must get every error
+                future.set_exception(error)
+            finally:
+                del self._running[call]
+        return running.result()
+
+    def _answer(self, method: str, call: str, message: pa.Buffer) -> pa.Buffer:
         if method == "scan":
             request = decode_scan(message)
             with self.request_lock:

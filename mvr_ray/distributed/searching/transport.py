@@ -6,7 +6,9 @@
     call      an Arrow message each way (`messages`), with a header that names the method and the call; no code is sent;
               streams of messages stay open for further calls, since opening one takes half a millisecond
     refuse    a caller without the token reaches no method
-    lose      a call whose connection breaks is repeated by Ray: the restarted searcher answers it, or the call fails
+    lose      a call whose connection breaks is repeated by Ray under its name: the searcher gives it the answer of the
+              run that it began, a restarted one runs it, or the call fails. gRPC also ends a connection over which no
+              searcher has sent anything for about two minutes (too_many_pings)
 
 With `resources.tls_dir` the connection is encrypted, and the searcher proves that it holds the certificate's key.
 """
@@ -62,7 +64,7 @@ _KEEPALIVE = [("grpc.keepalive_time_ms", 10_000), ("grpc.keepalive_timeout_ms", 
 _BROKEN = flight.FlightUnavailableError, flight.FlightUnauthenticatedError, flight.FlightCancelledError
 
 Handle = Callable[[str, str, pa.Buffer], pa.Buffer]
-"""A function that answers a method's message; the second argument is the call's name."""
+"""A function that answers a method's message; the second argument is the call's name, which no other call has."""
 
 
 class SearcherAddress(NamedTuple):
