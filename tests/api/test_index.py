@@ -446,6 +446,29 @@ def test_feedback_that_contradicts_itself_is_kept_and_its_majority_is_learned(in
     assert first_round.num_positives == first_round.num_negatives > 0
 
 
+def test_feedback_on_passages_deleted_since_is_skipped_with_a_count(index: Index, caplog: pytest.LogCaptureFixture):
+    index.add_feedback([*CLICKS, (STRANGE[0], "p20", 1), ("lost words", "p21", 1)])
+    index.delete(["p1", "p20", "p21"])
+    with caplog.at_level("WARNING", "mvr_ray"):
+        report = index.refine(**ONE_ROUND)
+    assert "feedback pairs_of_deleted_passages=3 pairs=10" in caplog.text
+    gold_rows = [row for row in report.accuracy if row.kind == "gold"]
+    assert sum(row.num_questions for row in gold_rows) == len(CLICKS) - 1, "a question about deleted passages is left out"
+
+
+def test_feedback_on_passages_that_never_existed_is_refused(index: Index):
+    index.add_feedback([*CLICKS, ("who?", "nowhere", 1)])
+    with pytest.raises(DataError, match=r"1 passages that the index does not hold .first: 'nowhere'"):
+        index.refine(**ONE_ROUND)
+
+
+def test_feedback_on_deleted_passages_alone_is_refused(index: Index):
+    index.add_feedback([(text, "p3", 1) for text in STRANGE])
+    index.delete(["p3"])
+    with pytest.raises(DataError, match=r"1 passages that the index does not hold .first: 'p3'"):
+        index.refine(**ONE_ROUND)
+
+
 def test_feedback_is_split_at_line_feeds_alone_whatever_its_questions_hold(index: Index):
     clicks = [(f"{text}\u2028{text}\u2029{text}\x85?", passage, label) for text, passage, label in CLICKS]
     for number, click in enumerate(clicks, 1):
