@@ -453,7 +453,7 @@ def test_feedback_on_passages_deleted_since_is_skipped_with_a_count(index: Index
         report = index.refine(**ONE_ROUND)
     assert "feedback pairs_of_deleted_passages=3 pairs=10" in caplog.text
     gold_rows = [row for row in report.accuracy if row.kind == "gold"]
-    assert sum(row.num_questions for row in gold_rows) == len(CLICKS) - 1, "a question about deleted passages is left out"
+    assert sum(row.num_questions for row in gold_rows) == len(CLICKS) - 1, "questions without a passage go"
 
 
 def test_feedback_on_passages_that_never_existed_is_refused(index: Index):

@@ -741,7 +741,7 @@ def test_an_earlier_report_gives_back_an_analysis_where_it_has_the_ranks_and_val
             )
             records[key] = StepRecord(key, step.stage, step.command, 1.0, report)
             continue
-        systems = [ALL_VIEWS] if key in of_one else ["view 1", "view 2", ALL_VIEWS]
+        systems = [ALL_VIEWS] if key in of_one else ["view 0", "view 1", ALL_VIEWS]
         metrics = [(system, "answer/top-1") for system in systems] + [(ALL_VIEWS, "answer_view/top-1")]
         row = {"questions": "dev", "value": 0.5, "low": 0.1, "high": 0.9, "n": 10}
         ranks = [
@@ -768,10 +768,19 @@ def test_an_earlier_report_gives_back_an_analysis_where_it_has_the_ranks_and_val
     again = make_report(study, plan, actual)
     assert again.tables == result.tables
     assert {"Views", "Each view alone", "Answer view (CAMVR eq. 15)"} < {table.title for table in result.tables}
+    from_one = {
+        key: record._replace(
+            report=json.loads(json.dumps(record.report).replace('"view 1"', '"view 2"').replace('"view 0"', '"view 1"'))
+        )
+        for key, record in records.items()
+    }
+    earlier = make_report(study, plan, from_one)  # as of earlier programs
+    assert earlier.tables == result.tables and earlier.files[QUESTION_RANKS] == result.files[QUESTION_RANKS]
+    assert json.loads(earlier.files["report.json"])["steps"] == json.loads(result.files["report.json"])["steps"]
     files = {name for name in result.files if name.endswith(".parquet")}
     assert files == {"questions.parquet", "views.parquet"}
     assert all(again.files[name] == result.files[name] for name in files)
-    parts = [part for part in read_question_ranks(tmp_path / QUESTION_RANKS) if part.system != "a: view 2"]
+    parts = [part for part in read_question_ranks(tmp_path / QUESTION_RANKS) if part.system != "a: view 1"]
     (tmp_path / QUESTION_RANKS).write_bytes(question_ranks_bytes(parts))
     assert _analyses(read_report(tmp_path, study, plan)) == _analyses(records) - {
         run.keys[-1] for run in plan.variants[:2]
