@@ -292,6 +292,14 @@ def test_what_a_study_file_gets_wrong_is_told_before_anything_runs(write):
     check_refusal("no size 'huge'; there are quick", size="huge")
     check_refusal("variants.0.stps: unknown key; did you mean 'steps'", variants=[{"name": "a", "stps": []}])
     check_refusal("a contrast names variant 'z'", contrasts=[{"better": "z", "than": "mean", "metric": "gold/top-1"}])
+    shallow = {"evaluate": {"k": [1, 5]}}
+    message = r"variant 'mean', step evaluate: gold/top-20 is compared, but evaluate.k is \[1, 5\], so only 5 hits"
+    check_refusal(message, shallow, contrasts=[{"better": "untrained", "than": "mean", "metric": "gold/top-20"}])
+    check_refusal("gold/top-10 is compared", shallow, metrics=["gold/top-10"])
+    other = [{"better": "untrained", "than": "untrained", "metric": "gold/top-20"}]
+    deep = [{"name": "mean", "steps": ["index", "evaluate"]}]
+    deep += [{"name": "untrained", "set": ["evaluate.k=[1, 20]"], "steps": ["index", "evaluate"]}]
+    load_study(write(shallow, variants=deep, contrasts=other))
     unknown = [{"better": "mean", "than": "mean", "metric": "gold/mrr"}]
     message = "contrasts.0.metric: 'gold/mrr' is not answer/top-K, gold/top-K or gold/ndcg@10"
     check_refusal(message, contrasts=unknown)
