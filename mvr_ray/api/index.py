@@ -244,12 +244,18 @@ class Index:
             index.refine(questions, rounds=10, gate=["held_out"])
 
         A version is published where no held-out question loses more than `max_heldout_loss` points. `settings` are
-        those of the run file's `refine` section. Raises ConfigError if there is nothing to learn from.
+        those of the run file's `refine` section; `feedback`, a file, replaces what the questions' answers would teach.
+        Raises ConfigError if there is nothing to learn from, or questions beside the run file's own `feedback`.
         """
         from mvr_ray.distributed.refine import refine
 
         own = dict(settings)
         if questions is not None:
+            if self.run.refine.feedback and "feedback" not in own:
+                raise ConfigError(
+                    f"refine: questions are given, but the run file's refine.feedback, {self.run.refine.feedback}, "
+                    f"would be learned from instead; pass feedback=None, or leave the questions out"
+                )
             own["questions"] = self.add_questions(questions, "refine")
         elif not {"questions", "feedback"} & set(own):
             path = paths.feedback(self.run.index.name)

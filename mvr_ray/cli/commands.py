@@ -138,6 +138,11 @@ def run_stage(
     if as_json:
         print_json(plain)
         return
+    if name == "mine" and words:  # the next command, train, refuses negatives that it would ignore
+        if not run.train.questions:
+            words = (*words, f"train.questions={run.mine.questions}")
+        if not run.train.num_hard_negatives:
+            words = (*words, "train.num_hard_negatives=1")
     summary = summarize(name, plain, words)
     print_result(*(report_tables(name, plain) if verbose or summary is None else summary.tables))
     if summary:

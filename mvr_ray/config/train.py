@@ -78,7 +78,8 @@ class TrainConfig(Section):
     cache_chunk: Annotated[int, Field(ge=0)] = 0
     """Gradient cache: passages a pass; 0: everything in one pass."""
     max_passage_tokens: Annotated[int, Field(ge=0)] = 0
-    """Shorter passages in training; 0: the encoder's."""
+    """Shorter passages in training; 0: the encoder's. A reader has `read.max_tokens`, a cross-encoder
+    `mine.max_pair_tokens`."""
     checkpoint_steps: Count = 100
     snapshot_steps: list[Count] = Field(default_factory=list, exclude_if=lambda steps: not steps)
     """When training has ended, also store the weights after these steps (the warm start's not counted), as models of

@@ -180,7 +180,7 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     compared_views = range(manifest.num_views + 1) if manifest.num_views > 1 else [1]
     for number, view in enumerate(compared_views, 1):
         hit_lists = MergedResults([shard.results[view] for shard in shards], start_of, depth).hits()
-        system = ALL_VIEWS if view == manifest.num_views else f"view {view + 1}"
+        system = ALL_VIEWS if view == manifest.num_views else f"view {view}"
         results = judge_hits(questions, hit_lists, passages, matcher)
         result = system_result(system, name, results, article_of, run.evaluate)
         rows += result.rows

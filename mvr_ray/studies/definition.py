@@ -173,7 +173,22 @@ def load_study(path: str | Path, size: str = "quick", extra: tuple[str, ...] = (
             require_sizes([*step.sizes, *step.only], f"{where}, step {step.stage}")
         for step in study.steps(variant):
             try:
-                study.resolve(study.overrides(variant, step, study.at_size.seeds[0]))
+                run = study.resolve(study.overrides(variant, step, study.at_size.seeds[0]))
             except ConfigError as error:
                 raise ConfigError(f"{where}, step {step.stage}: {error}") from None
+            if step.stage in ("evaluate", "analyze"):
+                _require_depth(config, variant.name, run, f"{where}, step {step.stage}")
     return study
+
+
+def _require_depth(config: StudyConfig, variant: str, run: RunConfig, where: str) -> None:
+    """Raise ConfigError for a comparison deeper than a variant's ranks: hits below them would count as misses."""
+    systems = {variant, variant + WITH_BM25} | ({BM25} if run.evaluate.bm25 else set())
+    metrics = {one.metric for one in config.contrasts if systems & {one.better, one.than}} | {*config.metrics[:1]}
+    for metric in sorted(metrics):
+        cutoff = metric.partition("/top-")[2]
+        if cutoff.isdecimal() and int(cutoff) > max(run.evaluate.k):
+            raise ConfigError(
+                f"{where}: {metric} is compared, but evaluate.k is {run.evaluate.k}, so only {max(run.evaluate.k)} "
+                f"hits are ranked; add {cutoff} to evaluate.k, or compare a smaller K"
+            )

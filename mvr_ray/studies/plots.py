@@ -112,7 +112,7 @@ def _attention(name: str, table: list[list[float | None]]) -> Plot:
     values_VV = np.array(table, np.float64)  # None is nan
     np.fill_diagonal(values_VV, 0.0)  # up to rounding, the divergence of a view from itself
     figure, axes = plt.subplots(figsize=(4.6, 4))
-    views = [str(view + 1) for view in range(len(table))]
+    views = [str(view) for view in range(len(table))]
     _heat(axes, values_VV, views, views, "%.2g")
     axes.set(xlabel="view j", ylabel="view i")
     title = f"{name}: D(i, j) = KL(attention of view j || of view i) in nats (CAMVR eq. 14)"

@@ -18,7 +18,7 @@ from mvr_ray.studies import refinement_tables, retrieval_tables, training_tables
 from mvr_ray.studies.definition import Study
 from mvr_ray.studies.execute import StepRecord, code_version, hardware
 from mvr_ray.studies.plots import Plot, draw_plots
-from mvr_ray.studies.results import question_ranks, stage_reports, variant_results
+from mvr_ray.studies.results import question_ranks, stage_reports, variant_results, with_views_from_zero
 from mvr_ray.studies.steps import StudyPlan
 from mvr_ray.studies.tables import Table
 
@@ -64,6 +64,7 @@ class StudyReport(NamedTuple):
 
 def make_report(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]) -> StudyReport:
     """Build the report of the variants whose steps have all finished."""
+    records = {key: with_views_from_zero(record) for key, record in records.items()}
     missing_runs = [run for run in plan.variants if not records.keys() >= {*run.keys}]
     plan = StudyPlan(plan.steps, [run for run in plan.variants if run not in missing_runs])
     results = variant_results(study, plan, records)

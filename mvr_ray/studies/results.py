@@ -123,6 +123,20 @@ def _system_results(
     return results | {variant.name: own._replace(reports=reports, view_ranks=view_ranks)}
 
 
+def with_views_from_zero(record: StepRecord) -> StepRecord:
+    """Number the views in a record of `analyze` from 0. Earlier programs did from 1, so their records lack `view 0`."""
+    if record.stage != "analyze" or any(row["system"] == "view 0" for row in record.report["rows"]):
+        return record
+    report = dict(record.report)
+    for part in ("rows", "ranks"):
+        numbers = [row["system"].removeprefix("view ") for row in report[part]]
+        report[part] = [
+            row | {"system": f"view {int(number) - 1}"} if number.isdecimal() else row
+            for row, number in zip(report[part], numbers)
+        ]
+    return record._replace(report=report)
+
+
 def system_name(variant: str, system: str) -> str:
     """Return the name in tables of a system in a variant's reports."""
     return BM25 if system == BM25_SYSTEM else variant + WITH_BM25 if BM25_SYSTEM in system else variant

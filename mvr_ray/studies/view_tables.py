@@ -6,8 +6,9 @@
     attention divergence D(i, j) for i < j (CAMVR eq. 14, table 3)
     two questions        every view's inner product with two questions of one passage (CAMVR figure 4, MVR table 7)
 
-A variant's `paper` has the figures under `lv`, `ppl`, `view 1: answer/top-5`, `all views: answer/top-5`,
-`answer_view/top-5`, `attention_kl/1,2` (row 1, column 2) and `figure 4/1,2` (question 1, view 2).
+A variant's `paper` has the figures under `lv`, `ppl`, `view 0: answer/top-5`, `all views: answer/top-5`,
+`answer_view/top-5`, `attention_kl/1,2` (row 1, column 2) and `figure 4/1,2` (question 1, view 2). Views are
+numbered from 0, as in a hit; the last two name a cell by the paper's own numbers, from 1.
 """
 
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ VIEW_VALUES = {
     "gold_answer_view_share": "gold answer view wins",
     "attention_kl": "attention KL",
 }
-FIGURE_4 = (("query 1", 3), ("query 2", 5))
+FIGURE_4 = (("query 1", 2), ("query 2", 4))
 """The two questions of CAMVR's figure 4, and the views of the snippets that answer them."""
 FIGURE_4_PASSAGE = "Argentina at the FIFA World Cup"
 
@@ -155,16 +156,16 @@ def attention_table(results: Sequence[VariantResult]) -> Table | None:
         reports = result.reports["analyze"]
         tables = [report["attention_kl_table"] for report in reports]
         no_difference = 0.0 if result.paper.get("attention_kl") == 0 else None  # a mean of 0 has no other terms
-        for i in range(1, len(tables[0])):
+        for i in range(len(tables[0]) - 1):
             head: Row = {"variant": result.name, "view i": i}
-            columns = range(i + 1, len(tables[0]) + 1)
-            paper = {f"j = {j}": result.paper.get(f"attention_kl/{i},{j}", no_difference) for j in columns}
+            columns = range(i + 1, len(tables[0]))
+            paper = {f"j = {j}": result.paper.get(f"attention_kl/{i + 1},{j + 1}", no_difference) for j in columns}
             if any(value is not None for value in paper.values()):
                 figures = {column: "" if value is None else f"{value:.2f}" for column, value in paper.items()}
                 rows.append({**head, "figures": "paper", **figures})
             row: Row = {**head, "figures": "ours"}
-            row |= {f"j = {j}": mean([table[i - 1][j - 1] for table in tables]) for j in columns}
-            if i == 1:
+            row |= {f"j = {j}": mean([table[i][j] for table in tables]) for j in columns}
+            if i == 0:
                 row["n (passages)"] = reports[0]["attention_passages"]
                 row[f"mean against {variants[0].name}, p"] = _view_change(result, variants[0], "attention_kl")
             rows.append(row)
@@ -189,7 +190,7 @@ def examples_table(results: Sequence[VariantResult]) -> Table | None:
             for example in report["examples"]:
                 title, passage_id = example["title"], example["passage_id"]
                 passage = f"{title} ({passage_id})" if title else passage_id
-                view = example["answer_view"] + 1
+                view = example["answer_view"]
                 rows.append(_example_row(result.name, passage, example["question"], view, example["scores"]))
     note = (
         "Raw inner products of the first seed's views (CAMVR figure 4). The answer's view is that of the snippet that "
@@ -199,9 +200,9 @@ def examples_table(results: Sequence[VariantResult]) -> Table | None:
 
 
 def _example_row(variant: str, passage: str, question: str, answer_view: int, scores: Sequence[float | None]) -> Row:
-    best = int(np.argmax([-np.inf if score is None else score for score in scores])) + 1
+    best = int(np.argmax([-np.inf if score is None else score for score in scores]))
     row: Row = {"variant": variant, "passage": passage, "question": question, "answer's view": answer_view}
     row["best"] = best
-    for number, score in enumerate(scores, 1):
+    for number, score in enumerate(scores):
         row[f"view {number}"] = "" if score is None else f"{score:.2f}" if abs(score) >= 10 else f"{score:.4f}"
     return row

@@ -431,6 +431,20 @@ def test_feedback_teaches_the_index_and_is_kept_until_then(index: Index):
     assert len(answered_texts) >= 4, "questions outside the gate find the passage that was given for them"
 
 
+def test_questions_beside_the_run_files_feedback_are_refused_unless_the_call_says_which_counts(index: Index, tmp_path):
+    clicks = tmp_path / "clicks.jsonl"
+    rows = [{"question": question, "passage_id": passage, "label": label} for question, passage, label in CLICKS]
+    clicks.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    refine = index.run.refine.model_copy(update={"feedback": str(clicks)})
+    index = Index(index.run.model_copy(update={"refine": refine}))
+    questions = [{"question": f"who built tower {n}?", "positive_ids": [f"p{n}"]} for n in range(16)]
+    with pytest.raises(ConfigError, match=r"feedback, .*clicks.jsonl, would be learned from instead.*feedback=None"):
+        index.refine(questions, **ONE_ROUND)
+    for given, count in (({"feedback": None, "labels": "gold"}, 16), ({"feedback": str(clicks)}, 8)):
+        report = index.refine(questions, **given, **ONE_ROUND)
+        assert sum(row.num_questions for row in report.accuracy if row.kind == "gold") == count
+
+
 @pytest.mark.parametrize("label", [2, 0, True, False, "1"])
 def test_feedback_of_another_grade_than_1_and_minus_1_is_refused_and_nothing_is_stored(index: Index, label):
     with pytest.raises(DataError, match=r"judgement 1 is .*not .question, passage id, 1 or -1"):
@@ -453,6 +467,29 @@ def test_feedback_that_contradicts_itself_is_kept_and_its_majority_is_learned(in
     assert index.add_feedback([*CLICKS, *disputes, *majority]) == 8 * 6
     [first_round] = index.refine(**ONE_ROUND).rounds
     assert first_round.num_positives == first_round.num_negatives > 0
+
+
+def test_feedback_on_passages_deleted_since_is_skipped_with_a_count(index: Index, caplog: pytest.LogCaptureFixture):
+    index.add_feedback([*CLICKS, (STRANGE[0], "p20", 1), ("lost words", "p21", 1)])
+    index.delete(["p1", "p20", "p21"])
+    with caplog.at_level("WARNING", "mvr_ray"):
+        report = index.refine(**ONE_ROUND)
+    assert "feedback pairs_of_deleted_passages=3 pairs=10" in caplog.text
+    gold_rows = [row for row in report.accuracy if row.kind == "gold"]
+    assert sum(row.num_questions for row in gold_rows) == len(CLICKS) - 1, "questions without a passage go"
+
+
+def test_feedback_on_passages_that_never_existed_is_refused(index: Index):
+    index.add_feedback([*CLICKS, ("who?", "nowhere", 1)])
+    with pytest.raises(DataError, match=r"1 passages that the index does not hold .first: 'nowhere'"):
+        index.refine(**ONE_ROUND)
+
+
+def test_feedback_on_deleted_passages_alone_is_refused(index: Index):
+    index.add_feedback([(text, "p3", 1) for text in STRANGE])
+    index.delete(["p3"])
+    with pytest.raises(DataError, match=r"1 passages that the index does not hold .first: 'p3'"):
+        index.refine(**ONE_ROUND)
 
 
 def test_feedback_is_split_at_line_feeds_alone_whatever_its_questions_hold(index: Index):

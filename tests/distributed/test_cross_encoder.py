@@ -127,6 +127,8 @@ def test_what_cannot_be_trained_or_mined_is_refused_by_name(store_path, tmp_path
         cross_encoder.train(run_of(store_path, {"questions": None}))
     with pytest.raises(ConfigError, match=r"init_from is earlier, .*cross_encoder starts from encoder\.backbone"):
         cross_encoder.train(run_of(store_path, {"init_from": "earlier"}))
+    with pytest.raises(ConfigError, match=r"max_passage_tokens is 96, .*=0, and lower mine\.max_pair_tokens instead"):
+        cross_encoder.train(run_of(store_path, {"max_passage_tokens": 96}))
     with pytest.raises(CrossEncoderError, match=r"max_tokens is 600, .* lower mine\.max_pair_tokens to 512"):
         cross_encoder.train(run_of(store_path, mine={**MINING, "max_pair_tokens": 600}))
     with pytest.raises(MissingInputError, match=r"cross-encoder 'nobody' is neither stored in .*mine\.cross_encoder"):

@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 import Stemmer
+import yaml
 from prepared_corpus import only_corpus
 
-from mvr_ray.config import MineConfig, RunConfig, parse_run
+from mvr_ray.cli import main
+from mvr_ray.config import MineConfig, RunConfig, load_run, parse_run
 from mvr_ray.core.judging.answers import AnswerMatcher, has_answer
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.build_index import index
 from mvr_ray.distributed.mine import choose_negatives, filter_hits, mine
 from mvr_ray.distributed.router import open_router
+from mvr_ray.distributed.training.examples import open_question_examples
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -134,6 +137,27 @@ def test_negatives_are_the_window_without_gold_and_answers_and_the_report_adds_u
     assert report.hits == gold + bearing + report.negatives + report.beyond_count
     assert report.negatives == sum(len(mined_question.hard_negative_ids) for mined_question in mined_questions)
     assert mine(with_mining(run, **cfg)) == report
+
+
+@pytest.mark.data
+@pytest.mark.parametrize(
+    ("train", "missing"),
+    [
+        ({"num_hard_negatives": 0}, ["train.questions=asked", "train.num_hard_negatives=1"]),
+        ({"num_hard_negatives": 3, "questions": "asked"}, []),
+    ],
+)
+def test_the_command_after_mining_trains_with_its_negatives(run, tmp_path, capsys, train, missing):
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(run.model_dump(mode="json") | {"train": train}))
+    with pytest.raises(SystemExit):
+        main(["mine", str(path), "mine.num_negatives=2"])
+    *_, line = capsys.readouterr().err.splitlines()
+    command, _, words = line.partition(f"next: mvr-ray train {path} ")
+    assert command == "" and words.split() == ["mine.num_negatives=2", *missing, "train.hard_negatives=mined"]
+    own = load_run(path, words.split())
+    corpus = Corpus.open(Store(run.store.path), "corpus")
+    assert any(example.negatives for example in open_question_examples(corpus, own.train).get(range(20), 0))
 
 
 @pytest.mark.data

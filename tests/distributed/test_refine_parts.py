@@ -174,7 +174,7 @@ def test_feedback_names_stored_questions_by_id_or_text_and_makes_the_others(tmp_
     rows = [("q1", "p1", 1), ("and where?", "p2", -1), ("a new one", "p9", 1), ("a new one", "p3", 1), ("q1", "p1", 1)]
     file = tmp_path / "clicks.jsonl"
     file.write_text("\n".join(json.dumps({"question": q, "passage_id": p, "label": v}) for q, p, v in rows) + "\n\n")
-    labels = read_feedback(file, questions)
+    labels = read_feedback(file, questions, set)
     assert [(q.text, p, good) for q, p, good in labels] == [
         ("who is it?", "p1", True),
         ("and where?", "p2", False),
@@ -201,9 +201,9 @@ def test_the_majority_of_a_pairs_judgements_counts_and_a_draw_gives_no_label(row
         file.write_text("\n".join(lines))
         if not expected:
             with pytest.raises(DataError, match="no feedback"):
-                read_feedback(file, questions)
+                read_feedback(file, questions, set)
             return
-        labels = read_feedback(file, questions)
+        labels = read_feedback(file, questions, set)
     assert [((q.text, p), good) for q, p, good in labels] == list(expected.items())
     positives = {p for (text, p), good in expected.items() if good and text == "a new one"}
     assert all(set(q.positive_ids) == positives for q, _, _ in labels if q.text == "a new one")
@@ -214,7 +214,7 @@ def test_drawn_pairs_are_counted_in_the_log(tmp_path, caplog):
     file = tmp_path / "clicks.jsonl"
     file.write_text("\n".join(json.dumps({"question": q, "passage_id": p, "label": v}) for q, p, v in rows))
     with caplog.at_level("INFO", "mvr_ray"):
-        read_feedback(file, [])
+        read_feedback(file, [], set)
     assert f"feedback drawn_pairs=2 pairs=3 file={file}" in caplog.text
 
 
@@ -236,7 +236,7 @@ def test_a_bad_feedback_line_is_named(tmp_path, line, message):
     file = tmp_path / "clicks.jsonl"
     file.write_text('{"question": "good", "passage_id": "p", "label": 1}\n' + line + "\n")
     with pytest.raises(DataError, match=message):
-        read_feedback(file, [])
+        read_feedback(file, [], set)
 
 
 @settings(max_examples=40)

@@ -139,6 +139,14 @@ def test_negatives_that_a_training_would_ignore_are_refused(corpus, ids, setting
         open_examples(corpus, load_punkt(), cfg)
 
 
+def test_mined_negatives_of_other_questions_are_refused(corpus, ids):
+    write_questions(corpus, "own", [Question(f"q{at}", "Which fact?", positive_ids=(ids[at],)) for at in range(2)])
+    write_questions(corpus, "others", [Question("q9", "Which fact?", positive_ids=ids[:1], hard_negative_ids=ids[1:])])
+    cfg = TrainConfig(questions="own", hard_negatives="others", batch_questions=2)
+    with pytest.raises(ConfigError, match=r"'others', but it has none of the 2 usable questions .*mine.questions=own"):
+        open_examples(corpus, load_punkt(), cfg)
+
+
 def test_questions_of_one_passage_and_passages_of_one_article_are_grouped(corpus, ids):
     questions = [Question(str(n), "?", (), (passage_id,)) for n, passage_id in enumerate([*ids, *ids])]
     examples = QuestionExamples(corpus, questions, [], TrainConfig(questions="q", siblings=True))

@@ -292,6 +292,14 @@ def test_what_a_study_file_gets_wrong_is_told_before_anything_runs(write):
     check_refusal("no size 'huge'; there are quick", size="huge")
     check_refusal("variants.0.stps: unknown key; did you mean 'steps'", variants=[{"name": "a", "stps": []}])
     check_refusal("a contrast names variant 'z'", contrasts=[{"better": "z", "than": "mean", "metric": "gold/top-1"}])
+    shallow = {"evaluate": {"k": [1, 5]}}
+    message = r"variant 'mean', step evaluate: gold/top-20 is compared, but evaluate.k is \[1, 5\], so only 5 hits"
+    check_refusal(message, shallow, contrasts=[{"better": "untrained", "than": "mean", "metric": "gold/top-20"}])
+    check_refusal("gold/top-10 is compared", shallow, metrics=["gold/top-10"])
+    other = [{"better": "untrained", "than": "untrained", "metric": "gold/top-20"}]
+    deep = [{"name": "mean", "steps": ["index", "evaluate"]}]
+    deep += [{"name": "untrained", "set": ["evaluate.k=[1, 20]"], "steps": ["index", "evaluate"]}]
+    load_study(write(shallow, variants=deep, contrasts=other))
     unknown = [{"better": "mean", "than": "mean", "metric": "gold/mrr"}]
     message = "contrasts.0.metric: 'gold/mrr' is not answer/top-K, gold/top-K or gold/ndcg@10"
     check_refusal(message, contrasts=unknown)
@@ -741,7 +749,7 @@ def test_an_earlier_report_gives_back_an_analysis_where_it_has_the_ranks_and_val
             )
             records[key] = StepRecord(key, step.stage, step.command, 1.0, report)
             continue
-        systems = [ALL_VIEWS] if key in of_one else ["view 1", "view 2", ALL_VIEWS]
+        systems = [ALL_VIEWS] if key in of_one else ["view 0", "view 1", ALL_VIEWS]
         metrics = [(system, "answer/top-1") for system in systems] + [(ALL_VIEWS, "answer_view/top-1")]
         row = {"questions": "dev", "value": 0.5, "low": 0.1, "high": 0.9, "n": 10}
         ranks = [
@@ -768,10 +776,19 @@ def test_an_earlier_report_gives_back_an_analysis_where_it_has_the_ranks_and_val
     again = make_report(study, plan, actual)
     assert again.tables == result.tables
     assert {"Views", "Each view alone", "Answer view (CAMVR eq. 15)"} < {table.title for table in result.tables}
+    from_one = {
+        key: record._replace(
+            report=json.loads(json.dumps(record.report).replace('"view 1"', '"view 2"').replace('"view 0"', '"view 1"'))
+        )
+        for key, record in records.items()
+    }
+    earlier = make_report(study, plan, from_one)  # as of earlier programs
+    assert earlier.tables == result.tables and earlier.files[QUESTION_RANKS] == result.files[QUESTION_RANKS]
+    assert json.loads(earlier.files["report.json"])["steps"] == json.loads(result.files["report.json"])["steps"]
     files = {name for name in result.files if name.endswith(".parquet")}
     assert files == {"questions.parquet", "views.parquet"}
     assert all(again.files[name] == result.files[name] for name in files)
-    parts = [part for part in read_question_ranks(tmp_path / QUESTION_RANKS) if part.system != "a: view 2"]
+    parts = [part for part in read_question_ranks(tmp_path / QUESTION_RANKS) if part.system != "a: view 1"]
     (tmp_path / QUESTION_RANKS).write_bytes(question_ranks_bytes(parts))
     assert _analyses(read_report(tmp_path, study, plan)) == _analyses(records) - {
         run.keys[-1] for run in plan.variants[:2]

@@ -73,28 +73,28 @@ def study(tmp_path_factory) -> Study:
 
 
 def test_every_view_alone_and_all_of_them_stand_beside_the_papers_at_every_k(study):
-    cells = {f"view {view}: answer/top-{k}": (view + k) / 20 for view in range(1, 11) for k in (1, 5)}
+    cells = {f"view {view}: answer/top-{k}": (view + k) / 20 for view in range(10) for k in (1, 5)}
     cells |= {"all views: answer/top-1": 0.75, "all views: answer/top-5": 0.9}
     paper = {"view 2: answer/top-5": 0.5551, "all views: answer/top-5": 0.638}
     table = alone_table(study, [result("ten", cells, paper), result("none", {"lv": 1.0})])
     assert table.columns == ["variant", "view", "answer/top-1", "paper answer/top-5", "answer/top-5", "n"]
     rows = {row["view"]: row for row in records(table)}
-    assert list(rows) == [*(f"view {view}" for view in range(1, 11)), "all views"], "in the order of numbers"
+    assert list(rows) == [*(f"view {view}" for view in range(10)), "all views"], "in the order of numbers"
     assert rows["view 2"]["paper answer/top-5"] == "55.51"
     assert rows["view 2"]["answer/top-5"] == "35.0 (25.0 to 45.0)"
-    assert rows["all views"]["paper answer/top-5"] == "63.80" and rows["view 1"]["paper answer/top-5"] == ""
+    assert rows["all views"]["paper answer/top-5"] == "63.80" and rows["view 0"]["paper answer/top-5"] == ""
     assert alone_table(study, [result("none", {"lv": 1.0})]) is None
 
 
 def test_every_view_alone_is_tested_against_all_views_on_the_same_questions(study):
-    cells = {f"{view}: answer/top-1": 0.5 for view in ("view 1", "view 2", "all views")}
-    view_ranks = {view: ranks(view, seed, 2) for seed, view in enumerate(("view 1", "view 2", "all views"))}
+    cells = {f"{view}: answer/top-1": 0.5 for view in ("view 0", "view 1", "all views")}
+    view_ranks = {view: ranks(view, seed, 2) for seed, view in enumerate(("view 0", "view 1", "all views"))}
     rows = {row["view"]: row for row in records(alone_table(study, [result("two", cells, view_ranks=view_ranks)]))}
     column = "answer/top-1 against all views, p"
-    for view in ("view 1", "view 2"):
+    for view in ("view 0", "view 1"):
         pair = hits(view_ranks[view], 1), hits(view_ranks["all views"], 1)
         assert rows[view][column] == expected_change(*pair, ARTICLES)
-    assert (rows["all views"][column], rows["view 1"]["n"]) == ("", 40)
+    assert (rows["all views"][column], rows["view 0"]["n"]) == ("", 40)
 
 
 def analysis(**changes) -> dict:
@@ -210,14 +210,14 @@ def test_the_upper_triangle_of_attention_has_the_papers_figures_above_ours():
     kl, other = ([[own[2 * at]["attention_kl"] for at in passages]] for own in map(question_values, (2, 1)))
     change = expected_change(kl, other, [ARTICLES[2 * at] for at in passages], scale=1.0, decimals=3)
     n, test = "n (passages)", "mean against CAMVR, p"
-    assert table.columns == ["variant", "view i", "figures", "j = 2", "j = 3", n, test]
+    assert table.columns == ["variant", "view i", "figures", "j = 1", "j = 2", n, test]
     assert table.rows == [
-        ["CAMVR", 1, "paper", "0.50", "", "", ""],
-        ["CAMVR", 1, "ours", "0.6", "0.25", 15, ""],
-        ["CAMVR", 2, "paper", "", "0.21", "", ""],
-        ["CAMVR", 2, "ours", "", "2", "", ""],
-        ["MVR", 1, "paper", "0.00", "", "", ""],
-        ["MVR", 1, "ours", "1.0e-12", "", 15, change],
+        ["CAMVR", 0, "paper", "0.50", "", "", ""],
+        ["CAMVR", 0, "ours", "0.6", "0.25", 15, ""],
+        ["CAMVR", 1, "paper", "", "0.21", "", ""],
+        ["CAMVR", 1, "ours", "", "2", "", ""],
+        ["MVR", 0, "paper", "0.00", "", "", ""],
+        ["MVR", 0, "ours", "1.0e-12", "", 15, change],
     ]
     assert attention_table(variants[2:]) is None
 
@@ -227,8 +227,8 @@ def test_two_questions_of_one_passage_stand_under_each_view_with_the_papers_rows
     paper = {f"figure 4/2,{view}": 130.0 + (view == 5) for view in range(1, 9)}
     paper_row, row = records(examples_table([result("CAMVR", paper=paper, analyze=[{"examples": [example]}] * 2)]))
     assert (row["variant"], row["passage"], row["question"]) == ("CAMVR", "Norway (p1)", "Who?")
-    assert (row["answer's view"], row["best"]) == (2, 3)
-    assert [row[f"view {view}"] for view in (1, 2, 3, 4)] == ["0.2500", "", "0.5000", ""]
+    assert (row["answer's view"], row["best"]) == (1, 2)
+    assert [row[f"view {view}"] for view in (0, 1, 2, 3)] == ["0.2500", "", "0.5000", ""]
     assert (paper_row["passage"], paper_row["question"]) == (FIGURE_4_PASSAGE, "query 2")
-    assert (paper_row["best"], paper_row["answer's view"], paper_row["view 5"]) == (5, 5, "131.00")
+    assert (paper_row["best"], paper_row["answer's view"], paper_row["view 4"]) == (4, 4, "131.00")
     assert examples_table([result("none", analyze=[{"examples": []}])]) is None

@@ -6,10 +6,10 @@
     first_k        the same                                    view i is the state of token i            (ME-BERT)
     snippet_means  the same                                    view i is the mean of the states of snippet i's tokens
                                                                (late chunking, Günther et al. 2024)
-      whole_view   the same                                    view 1 is that of `mean`, and the others are snippets
+      whole_view   the same                                    view 0 is that of `mean`, and the others are snippets
     viewers        [VIE_1]..[VIE_V] (title [SEP]) text [SEP]   view i is the state of viewer i           (MVR)
     snippets       (title [SEP]) [VIE_1] snippet_1 .. [SEP]    view i is the state of viewer i, or snippet_means
-      title_view   [VIE_1] title [VIE_2] snippet_1 .. [SEP]    the same; the title is view 1's snippet (CAMVR)
+      title_view   [VIE_1] title [VIE_2] snippet_1 .. [SEP]    the same; the title is view 0's snippet (CAMVR)
     sentences      [CLS] (title [SEP]) snippet_i [SEP], alone  view i is the state of its [CLS], or the mean of all
     splits         the same of V equally long splits           the same (both are baselines of MVR table 5)
 

@@ -20,7 +20,7 @@ from mvr_ray.distributed.refinement.questions import Judgement, QuestionGroup, R
 from mvr_ray.distributed.refinement.refiner_pool import RefinerPool
 from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, Accuracy, Kind
 from mvr_ray.distributed.refinement.state import StateId
-from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.errors import ConfigError
 from mvr_ray.types import FloatArray, IntArray, ShardHits
 
 KINDS: tuple[Kind, ...] = ("answer", "gold")
@@ -57,12 +57,6 @@ class Evaluator:
         """External judgements by passage number, each pair once."""
         judgements = self.questions.feedback or ()
         number_of = self.refiners.locate(one.passage for one in judgements)
-        unknown_ids = sorted({one.passage for one in judgements if one.passage not in number_of})
-        if unknown_ids:
-            raise DataError(
-                f"refine.feedback judges {len(unknown_ids)} passages that the index does not hold (first: "
-                f"{unknown_ids[0]!r}); use passage ids of its corpus"
-            )
         return sorted({Judgement(one.question, number_of[one.passage], one.positive) for one in judgements})
 
     def label(self, at: StateId, queries_LD: FloatArray, hits: ShardHits) -> Labels:

@@ -9,14 +9,15 @@ Letters: T all questions in one table (labelled first), L labelled ones.
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from mvr_ray.config import RefineConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError
-from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.corpus import Corpus, publications
 from mvr_ray.store.formats.records import BadRow
 from mvr_ray.store.formats.text_files import Row, json_lines
 from mvr_ray.store.questions import read_questions
@@ -89,7 +90,7 @@ def gather(corpus: Corpus, refine: RefineConfig) -> RefineQuestions:
     name = refine.questions or "feedback"
     judgements: list[tuple[Question, str, bool]] = []
     if refine.feedback:
-        judgements = read_feedback(resolve_path(refine.feedback), labelled_questions)
+        judgements = read_feedback(resolve_path(refine.feedback), labelled_questions, partial(_existing_ids, corpus))
         labelled_questions = list(dict.fromkeys(question for question, _, _ in judgements))
     gates = [(gate, read_questions(corpus, gate)) for gate in refine.gate]
     if not gates:
@@ -166,11 +167,14 @@ def arrange(
     return RefineQuestions(tuple(table), len(label_questions), tuple(groups), num_gates)
 
 
-def read_feedback(path: Path, questions: Sequence[Question]) -> list[tuple[Question, str, bool]]:
+def read_feedback(
+    path: Path, questions: Sequence[Question], existing_ids: Callable[[set[str]], Collection[str]]
+) -> list[tuple[Question, str, bool]]:
     """Read judgements (question, passage id, positive) from a JSONL file of {question, passage_id, label: 1|-1}.
 
     `question` is the id of a stored question, else a text; a text that is not stored becomes a question whose
-    positive passages are those judged 1. Of repeated judgements of a pair the majority counts; a draw gives no label.
+    positive passages are those judged 1. Of repeated judgements of a pair the majority counts; a draw gives no label,
+    nor does a passage that `existing_ids` leaves out, one that was deleted.
     """
     if not path.is_file():
         raise ConfigError(f"refine.feedback: file {path} does not exist")
@@ -188,6 +192,10 @@ def read_feedback(path: Path, questions: Sequence[Question]) -> list[tuple[Quest
         raise DataError(
             f"{path}: no feedback; each line is {FEEDBACK_LINE}, and a pair judged 1 as often as -1 gives no label"
         )
+    existing = existing_ids({passage_id for _, passage_id in labels})
+    if num_deleted := sum(passage_id not in existing for _, passage_id in labels):
+        logger.warning("feedback pairs_of_deleted_passages=%d pairs=%d file=%s", num_deleted, len(votes), path)
+    labels = {pair: positive for pair, positive in labels.items() if pair[1] in existing}
     positives: dict[str, list[str]] = {}
     for (question, passage_id), positive in labels.items():
         if isinstance(question, str):
@@ -200,6 +208,21 @@ def read_feedback(path: Path, questions: Sequence[Question]) -> list[tuple[Quest
         (new[question] if isinstance(question, str) else question, passage_id, positive)
         for (question, passage_id), positive in labels.items()
     ]
+
+
+def _existing_ids(corpus: Corpus, ids: set[str]) -> Collection[str]:
+    """The ids of passages of the corpus; the others may have been deleted if the corpus has ever changed.
+
+    Raises DataError where none was deleted, or where no id is left.
+    """
+    existing = corpus.get(ids)
+    unknown_ids = sorted(ids - existing.keys())
+    if unknown_ids and (not existing or max(publications(corpus.store, corpus.name), default=0) <= 1):
+        raise DataError(
+            f"refine.feedback judges {len(unknown_ids)} passages that the index does not hold (first: "
+            f"{unknown_ids[0]!r}); use passage ids of its corpus"
+        )
+    return existing
 
 
 def _judgement(row: Row | BadRow) -> tuple[str, str, int]:

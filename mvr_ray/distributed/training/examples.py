@@ -58,6 +58,12 @@ class QuestionExamples:
             )
         if num_missing := len(questions) - len(pairs):
             log.warning("questions omitted without a positive in the corpus: %d of %d", num_missing, len(questions))
+        if cfg.hard_negatives and not any(question.id in negatives_of for question in self._questions):
+            raise ConfigError(
+                f"train.hard_negatives is {cfg.hard_negatives!r}, but it has none of the {len(self._questions)} usable "
+                f"questions of {cfg.questions!r}, by their ids; mine that set (mvr-ray mine CONFIG "
+                f"mine.questions={cfg.questions}), or leave train.hard_negatives out"
+            )
         if cfg.distil_weight and not any(len(question.teacher_scores) > 1 for question in self._questions):
             raise ConfigError(
                 f"train.distil_weight is {cfg.distil_weight:g}, but no question of "

@@ -307,6 +307,12 @@ class TaskModelLoop(StepLoop):
                 f"train.init_from is {run.train.init_from}, an encoder's snapshot, but train.task={task} starts from "
                 f"encoder.backbone; leave train.init_from out, and name the folder of a model there to start from it"
             )
+        if run.train.max_passage_tokens:
+            raise ConfigError(
+                f"train.max_passage_tokens is {run.train.max_passage_tokens}, but train.task={task} reads as many "
+                f"tokens in training as later; set train.max_passage_tokens=0, and lower "
+                f"{'read.max_tokens' if task == 'reader' else 'mine.max_pair_tokens'} instead"
+            )
         corpus, name = Corpus.open(store, run.prepare.corpus), getattr(run.train, task)
         model = cls.kind.model.from_backbone(resolve_model(run.encoder.backbone), cls.spec(run), run.train.seed)
         examples, dev = cls.open_data(corpus, run)
