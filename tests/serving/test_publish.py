@@ -292,17 +292,17 @@ def test_a_roll_back_whose_reading_outlasts_its_request_is_published_once(elsewh
 def test_a_roll_back_that_is_published_while_its_repetition_lists_the_versions_is_published_once(elsewhere) -> None:
     caller = threading.current_thread()
 
-    class Published(Slow):
+    class SlowListing(Slow):
         """Once files may be read, a listing of the caller's waits until the job has published version 2."""
 
         def json_names(self, path):
-            found = super().json_names(path)
+            names = super().json_names(path)
             while self.let.is_set() and threading.current_thread() is caller and elsewhere.versions() == [1]:
                 time.sleep(0.01)
-            return found
+            return names
 
     assert elsewhere.post(elsewhere.payload).status == 200
-    catalog = VersionCatalog(Published(str(elsewhere.root)), "library")
+    catalog = VersionCatalog(SlowListing(str(elsewhere.root)), "library")
     with pytest.raises(RequestError, match="being read"):
         catalog.rollback(1, Deadline.after(0.3))
     catalog.store.let.set()
