@@ -111,11 +111,9 @@ def find_copies(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progres
 def digest_contents(task: EncodeTask, shard: int) -> bytes:
     """Return the concatenated content digests of a shard's passages to encode."""
     part = task.open_corpus().part(shard)
-    rows, table = task.plan(Store(task.store), shard).rows_to_encode(len(part)), part.table(("title", "text"))
-    digests: list[bytes] = []
+    rows, digests = task.plan(Store(task.store), shard).rows_to_encode(len(part)), list[bytes]()
     for start in range(0, len(rows), BATCH_PASSAGES):
-        batch = table.take(list(rows[start : start + BATCH_PASSAGES]))
-        for title, text in zip(*(column.to_pylist() for column in batch.columns)):
+        for _, title, text, *_ in part.take(rows[start : start + BATCH_PASSAGES]):
             content = f"{len(title)} {title}{text}".encode()
             digests.append(hashlib.blake2b(content, digest_size=CONTENT_BYTES).digest())
     return b"".join(digests)
