@@ -19,7 +19,7 @@ def _prepare(run: "RunConfig", progress: "Progress") -> Any:
     from mvr_ray.store import prepare
     from mvr_ray.store.files import Store
 
-    return prepare.prepare(run.prepare, Store(run.store.path), progress)
+    return prepare.prepare(run.prepare, Store(run.store.path), progress, match=run.evaluate.match)
 
 
 def _train(run: "RunConfig", progress: "Progress") -> Any:

@@ -100,7 +100,7 @@ class Index:
         run = parse_run(own, "Index.build")
         store = Store(run.store.path)
         records = None if sources else rows.passage_records(passages)
-        prepare(run.prepare, store, progress, records)
+        prepare(run.prepare, store, progress, records, run.evaluate.match)
         _index(run, progress)
         store.write_bytes(paths.RUN_FILE, yaml.safe_dump(own, sort_keys=False, allow_unicode=True).encode())
         return cls(run)

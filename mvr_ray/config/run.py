@@ -358,7 +358,8 @@ class EvaluateConfig(Section):
     questions: list[Name] = Field(default_factory=list)
     k: list[Count] = Field(default_factory=lambda: [1, 5, 20, 100])
     match: Literal["string", "regex"] = "string"
-    """When a passage holds an answer, in evaluate, retrieve, analyze, refine, mine and train. string: it has the words
+    """When a passage holds an answer, in evaluate, retrieve, analyze, refine, mine and train, and a chunk of
+    `prepare.chunk_words`. string: it has the words
     of an answer in a row. regex: an answer is a pattern found in it, as in CuratedTREC, with no known place for
     `train.answer_views: first`. Readers need string: they are trained and scored by words."""
     bm25: bool = False

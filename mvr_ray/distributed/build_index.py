@@ -111,11 +111,10 @@ def _open_refined(store: Store, cfg: IndexConfig, fingerprint: str) -> Manifest 
     Views pruned by `index.prune_views` cannot be distinguished from refined views: a pruned version is built as
     encoded.
     """
-    numbers = manifests.list_versions(store, cfg.name)
-    if not cfg.keep_refinement or not numbers:
+    if not cfg.keep_refinement or not manifests.latest_version(store, cfg.name):
         return None
-    versions = {number: manifests.read(store, cfg.name, number) for number in numbers}
-    version = versions[max(numbers)]
+    versions = {version.version: version for version in manifests.newest_first(store, cfg.name)}
+    version = versions[max(versions)]
     same = (version.encoder_fingerprint, version.dtype) == (fingerprint, cfg.dtype)
     return version if same and "pruned_views" not in version.metrics and not is_as_encoded(version, versions) else None
 
@@ -156,8 +155,7 @@ def _reusable_shards(store: Store, draft: Manifest, corpus: Corpus, before: Mani
     """Find undamaged shards of earlier versions with the same encoder, settings and passages, newest version first;
     with `before`, only of that version, to keep its learned views."""
     reusable: dict[int, ShardEntry] = {}
-    for number in [before.version] if before else reversed(manifests.list_versions(store, draft.index)):
-        earlier = manifests.read(store, draft.index, number)
+    for earlier in [before] if before else manifests.newest_first(store, draft.index):
         if (not before and earlier.operation != "index") or earlier.config_digest != draft.config_digest:
             continue
         same = _same_parts(store, earlier, corpus)
@@ -165,7 +163,9 @@ def _reusable_shards(store: Store, draft: Manifest, corpus: Corpus, before: Mani
         partial_manifest = dataclasses.replace(earlier, shards=own, refined_queries={}, lexical=None)
         damaged_shards = {problem.shard for problem in manifests.verify(store, partial_manifest).problems}
         if damaged_shards:
-            log.warning("index repairs shards: index=%s version=%d shards=%s", draft.index, number, damaged_shards)
+            log.warning(
+                "index repairs shards: index=%s version=%d shards=%s", draft.index, earlier.version, damaged_shards
+            )
         reusable |= {entry.shard: entry for entry in own if entry.shard not in damaged_shards}
     return reusable
 

@@ -111,11 +111,9 @@ def find_copies(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progres
 def digest_contents(task: EncodeTask, shard: int) -> bytes:
     """Return the concatenated content digests of a shard's passages to encode."""
     part = task.open_corpus().part(shard)
-    rows, table = task.plan(Store(task.store), shard).rows_to_encode(len(part)), part.table(("title", "text"))
-    digests: list[bytes] = []
+    rows, digests = task.plan(Store(task.store), shard).rows_to_encode(len(part)), list[bytes]()
     for start in range(0, len(rows), BATCH_PASSAGES):
-        batch = table.take(list(rows[start : start + BATCH_PASSAGES]))
-        for title, text in zip(*(column.to_pylist() for column in batch.columns)):
+        for _, title, text, *_ in part.take(rows[start : start + BATCH_PASSAGES]):
             content = f"{len(title)} {title}{text}".encode()
             digests.append(hashlib.blake2b(content, digest_size=CONTENT_BYTES).digest())
     return b"".join(digests)
@@ -143,20 +141,14 @@ def count_passages(task: EncodeTask, corpus: Corpus, shards: Iterable[int]) -> d
 
 def embedded_corpora(store: Store, task: EncodeTask) -> list[EmbeddedCorpus]:
     """Versions of the store that the task's encoder embedded: first the one with refined views to keep, then those of
-    the task's own index, newest first, then others. Skips what cannot be read of others."""
+    the task's own index, newest first, then others."""
     draft = task.draft
     indexes = sorted(store.list(paths.indexes_dir()), key=lambda name: name != draft.index)
     corpora: dict[tuple[str, tuple[str, ...]], EmbeddedCorpus] = {}
     for index in indexes:
-        versions = {}
-        for number in manifests.list_versions(store, index):
-            try:
-                versions[number] = manifests.read(store, index, number)
-            except (MissingInputError, StorageError) as error:  # collected meanwhile, damaged, or of a newer program
-                if index == draft.index:
-                    raise
-                log.warning("embeddings not reused: index=%s version=%d reason=%s", index, number, error)
-        for version in reversed(versions.values()):
+        is_own = index == draft.index
+        versions = {version.version: version for version in manifests.newest_first(store, index, require_live=is_own)}
+        for version in versions.values():
             same = (version.encoder_fingerprint, version.dtype) == (draft.encoder_fingerprint, draft.dtype)
             is_parent = (index, version.version) == (draft.index, draft.parent)
             is_refined = draft.operation == REFINED and is_parent

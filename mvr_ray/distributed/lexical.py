@@ -69,8 +69,7 @@ def lexical_task(
 def find_base(store: Store, index: str, corpus: Corpus) -> Manifest | None:
     """Find the newest version that can serve as base: with words, the same number of shards, and its corpus and
     statistics whole in the store."""
-    for number in reversed(manifests.list_versions(store, index)):
-        version = manifests.read(store, index, number)
+    for version in manifests.newest_first(store, index):
         if version.lexical is None or len(version.shards) != corpus.num_shards:
             continue
         try:
@@ -144,9 +143,10 @@ def repair_lexical(store: Store, manifest: Manifest) -> bool:
     files with it; returns whether they now match its manifest."""
     assert manifest.lexical, "the version has no words"
     earlier: list[Manifest] = []
-    for number in manifests.list_versions(store, manifest.index) if manifest.lexical.has_changes else ():
-        version = manifests.read(store, manifest.index, number)
-        if number >= manifest.version or version.lexical is None or len(version.shards) != len(manifest.shards):
+    versions = manifests.newest_first(store, manifest.index, require_live=False) if manifest.lexical.has_changes else ()
+    for version in reversed([*versions]):
+        is_earlier = version.version < manifest.version
+        if not is_earlier or version.lexical is None or len(version.shards) != len(manifest.shards):
             continue
         if {*version.lexical.files} & {*manifest.lexical.files}:
             try:

@@ -3,10 +3,12 @@
 TextChunk n of passage `id` is `id#n`: `chunk_words` words with the white space between them, verbatim.
 """
 
+import itertools
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from mvr_ray.core.judging.answers import Match, has_answer
 from mvr_ray.types import Passage, Question
 
 _WORD = re.compile(r"\S+")
@@ -40,17 +42,26 @@ def chunk(passage: Passage, chunk_words: int) -> list[TextChunk]:
     return chunks
 
 
-def locate(text: str, chunks: Sequence[TextChunk], answers: Sequence[str], starts: Sequence[int]) -> AnswerPlace:
-    """Carry answers at `starts` of `text` (-1: the first occurrence) over to the chunks.
+def locate(
+    text: str, chunks: Sequence[TextChunk], answers: Sequence[str], starts: Sequence[int], match: Match = "string"
+) -> AnswerPlace:
+    """Carry answers at `starts` of `text` (-1: the first occurrence) over to the chunks. With `match` regex, answers
+    without a start are patterns, and a chunk holds one where the pattern is found in it.
 
     The chunks are those that hold an answer whole, in the answers' order; failing that the one in which the first
     known answer begins; failing that the first. Offsets are -1 for answers that the first of them does not hold whole.
     """
     offsets = list(starts) or [-1] * len(answers)
     absolute = [start if start >= 0 else _first_offset(text, answer) for answer, start in zip(answers, offsets)]
-    spans = [(_chunk_at(chunks, start), start, len(answer)) for start, answer in zip(absolute, answers) if start >= 0]
-    whole = [number for number, start, length in spans if start + length <= _end(chunks[number])]
-    numbers = list(dict.fromkeys(whole)) or [number for number, _, _ in spans][:1] or [0]
+    whole: list[int] = []
+    for answer, offset, start in zip(answers, offsets, absolute):
+        if match == "regex" and offset < 0:
+            holders = (at for at, piece in enumerate(chunks) if has_answer(piece.passage.text, [answer], match))
+            whole += itertools.islice(holders, 1)
+        elif start >= 0 and start + len(answer) <= _end(chunks[number := _chunk_at(chunks, start)]):
+            whole.append(number)
+    beginnings = [_chunk_at(chunks, start) for start in absolute if start >= 0]
+    numbers = list(dict.fromkeys(whole)) or beginnings[:1] or [0]
     first = chunks[numbers[0]]
     starts_in_first = tuple(
         start - first.start if first.start <= start and start + len(answer) <= _end(first) else -1

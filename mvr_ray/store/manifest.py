@@ -11,7 +11,7 @@ import itertools
 import json
 import logging
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -356,6 +356,19 @@ def read_version(store: Store, index: str, version: int) -> Manifest:
             f"moved here; put that of version {version} back, or roll back to another one"
         )
     return manifest
+
+
+def newest_first(store: Store, index: str, require_live: bool = True) -> Iterator[Manifest]:
+    """Read the versions of an index. One that cannot be read (deleted meanwhile, damaged, of a newer program) is left
+    out with a warning; the live one only without `require_live`, else its error is raised."""
+    versions = list_versions(store, index)
+    for number in reversed(versions):
+        try:
+            yield read_version(store, index, number)
+        except (MissingInputError, StorageError) as error:
+            if require_live and number == versions[-1]:
+                raise
+            log.warning("version left out: index=%s version=%d reason=%s", index, number, error)
 
 
 def latest_version(store: Store, index: str) -> int:

@@ -26,6 +26,8 @@ BATCH_ROWS = 4096
 CURE = "run `mvr-ray prepare CONFIG` again"
 DELETED_IDS = b"deleted_ids"
 PASSAGE_SCHEMA = pa.schema([pa.field(name, pa.string(), False) for name in ("id", "title", "text")])
+_LARGE_SCHEMA = pa.schema([pa.field(name, pa.large_string(), False) for name in PASSAGE_SCHEMA.names])
+"""For rows taken from a whole part: Arrow joins its batches first, and offsets of 32 bits end at 2 GiB of text."""
 
 
 class CorpusPart:
@@ -111,7 +113,7 @@ def difference(before: CorpusPart, after: CorpusPart) -> PartDifference:
     file, only the changes that they do not share."""
     if before.path == after.path:
         return _difference_of_changes(before, after)
-    old, new = (part.table(PASSAGE_SCHEMA.names) for part in (before, after))
+    old, new = (part.table(PASSAGE_SCHEMA.names).cast(_LARGE_SCHEMA) for part in (before, after))
     compute: Any = pc
     matches = old.take(compute.index_in(new.column("id"), value_set=old.column("id")))
     same = compute.and_(*(compute.equal(matches.column(name), new.column(name)) for name in ("title", "text")))

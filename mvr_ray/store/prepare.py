@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mvr_ray.config import PrepareConfig, SourceConfig
+from mvr_ray.core.judging.answers import Match
 from mvr_ray.errors import (
     ConfigError,
     DataError,
@@ -101,10 +102,14 @@ class BadRows:
 
 
 def prepare(
-    cfg: PrepareConfig, store: Store, progress: Progress = no_progress, records: Iterable[Record] | None = None
+    cfg: PrepareConfig,
+    store: Store,
+    progress: Progress = no_progress,
+    records: Iterable[Record] | None = None,
+    match: Match = "string",
 ) -> PrepareReport:
     """Make the corpus and its question sets, replacing those of the same names. `records` are passages that replace
-    those of the sources.
+    those of the sources; `match` is `evaluate.match`, by which answers are found in chunks.
 
     Raises DataError with file and line when there are more bad rows than allowed, and with the content of sources
     that give no passage; MissingInputError for a missing source; RowsLostError if a passage was lost.
@@ -115,7 +120,7 @@ def prepare(
         _check(cfg)
     _require_readable(cfg, store)
     with store.scratch() as folder:
-        work = _Preparation(cfg, folder, progress)
+        work = _Preparation(cfg, folder, progress, match)
         work.read(records)
         if not work.passages.num_added and records is not None:
             raise DataError("prepare: no passage is given; nothing was changed")
@@ -167,8 +172,8 @@ def prepare(
 class _Preparation:
     """One run of `prepare`: rows of the sources, the pieces that they are cut into, and counts of both."""
 
-    def __init__(self, cfg: PrepareConfig, folder: Path, progress: Progress) -> None:
-        self.cfg, self.folder, self.progress = cfg, folder, progress
+    def __init__(self, cfg: PrepareConfig, folder: Path, progress: Progress, match: Match) -> None:
+        self.cfg, self.folder, self.progress, self.match = cfg, folder, progress, match
         self.bad = BadRows(cfg.max_bad_rows)
         self.fields = FieldReader(cfg.fields)
         self.passages = ShardSpill(folder / "read", cfg.num_shards, self.fields.types)
@@ -253,7 +258,7 @@ class _Preparation:
                     self.negatives[passage.id] = chunks[0].passage.id
                 for name, question in questions_of.get(passage.id, ()):
                     starts = question.answer_starts if passage.id == question.positive_ids[0] else ()
-                    place = locate(passage.text, chunks, question.answers, starts)
+                    place = locate(passage.text, chunks, question.answers, starts, self.match)
                     self.places[name, question.id, passage.id] = place
                 for piece in chunks if num_words else ():
                     self.pieces.add(PassageRecord(piece.passage, f"chunk of passage {passage.id!r}"))

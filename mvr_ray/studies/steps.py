@@ -256,8 +256,10 @@ class _Chain:
 
 def _deciding_values(product: str, stage: str, run: RunConfig) -> list[Any]:
     """Return the settings that determine a step's result. A model with a task head is the same for every readout of its
-    backbone; times depend on the device; training, mining and refinement find answers by `evaluate.match`."""
-    patterns = [run.evaluate.match] if stage in ("train", "mine", "refine") and run.evaluate.match != "string" else []
+    backbone; times depend on the device; training, mining, refinement and the cutting of passages find answers by
+    `evaluate.match`."""
+    finds_answers = stage in ("train", "mine", "refine") or (stage == "prepare" and run.prepare.chunk_words > 0)
+    patterns = [run.evaluate.match] if finds_answers and run.evaluate.match != "string" else []
     if product in ("reader", "cross_encoder"):
         spec = reader_spec(run) if product == "reader" else pair_spec(run)
         return [run.encoder.backbone, _deciding_settings(run, "train"), asdict(spec), *patterns]

@@ -24,10 +24,12 @@ from mvr_ray.distributed.training import reader
 from mvr_ray.distributed.training.cross_encoder import CrossEncoderLoop
 from mvr_ray.distributed.training.retriever import RetrieverLoop
 from mvr_ray.errors import ConfigError
+from mvr_ray.stages import STAGES
 from mvr_ray.store import manifest
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import read_questions
+from mvr_ray.types import no_progress
 
 TOWNS = ("Aden", "Bonn", "Cork", "Dover")
 YEARS = range(1970, 1982)
@@ -88,6 +90,18 @@ def labels_of(run: RunConfig) -> dict[tuple[str, str], bool]:
         ids = [name for entry in base.shards for name in pool.actors[0].ids_of(entry.shard, range(entry.num_passages))]
     names = ((questions.table[row].id, ids[passage]) for row, passage in zip(labels.question_L, labels.passage_L))
     return dict(zip(names, labels.positive_L.tolist()))
+
+
+@pytest.mark.parametrize("match", ["regex", "string"])
+def test_the_gold_chunks_of_a_cut_passage_are_those_that_an_independent_search_finds(store_path, tmp_path, match):
+    (tmp_path / "rows.jsonl").symlink_to(store_path.parent / "rows.jsonl")
+    run = run_of(tmp_path / "store", match, prepare={"chunk_words": 7})
+    STAGES["prepare"](run, no_progress)
+    corpus = only_corpus(Store(run.store.path))
+    questions = read_questions(corpus, "years")
+    gold = [(one, corpus.get([name])[name].text) for one in questions for name in one.positive_ids]
+    assert len(gold) == len(questions) == 16
+    assert {bears(text, one.answers) for one, text in gold} == {match == "regex"}
 
 
 def test_a_refinement_round_labels_hits_as_an_independent_search_for_the_patterns(store_path):

@@ -141,6 +141,33 @@ def test_going_back_from_another_version_takes_the_shards_that_are_there(own_ind
     assert "encode" not in {what for what, _, _ in reports}
 
 
+@pytest.mark.parametrize("is_newer", [True, False], ids=["of a newer program", "damaged"])
+def test_an_old_version_that_cannot_be_read_stops_no_build_and_the_live_one_is_named(
+    own_index, run_over, tmp_path, is_newer
+):
+    """With words, with and without refinement to keep: every place that looks for earlier work leaves it out."""
+
+    def spoil(version: int) -> None:
+        path = paths.manifest("index", version)
+        fields = json.loads(store.read_bytes(path)) | ({"format_version": 9} if is_newer else {"created": "never"})
+        store.write_bytes(path, json.dumps(fields).encode())
+
+    store, texts = Store(str(own_index)), list(Corpus.open(Store(str(own_index)), "corpus"))
+    build_index.index(run_over(own_index, index={"lexical": True}))
+    spoil(1)
+    for number, keeps in ((3, True), (4, False)):
+        prepare_texts(store, tmp_path, texts[number:], 3)
+        index = {"lexical": True, "keep_refinement": keeps}
+        version = build_index.index(run_over(own_index, index=index))
+        assert (version.version, version.metrics["encoded"], version.num_passages) == (number, 0, 60 - number)
+    spoil(4)
+    prepare_texts(store, tmp_path, texts, 3)
+    for keeps in (True, False):
+        with pytest.raises(StorageError, match=r"indexes/index/versions/4\.json"):
+            build_index.index(run_over(own_index, index={"lexical": True, "keep_refinement": keeps}))
+    assert manifest.list_versions(store, "index") == [1, 2, 3, 4]
+
+
 def test_a_lost_passage_is_named_and_nothing_is_published(own_index, run_over):
     run, store = run_over(own_index, index={"name": "holed"}), Store(str(own_index))
     corpus = Corpus.open(store, "corpus")

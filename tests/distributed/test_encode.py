@@ -1,27 +1,33 @@
 """Encoding: the bytes depend only on the corpus and the settings, not on workers or their failures."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from threading import Event
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from random_index import publish_random_index, random_views
 
 from mvr_ray.checksums import json_with_checksum
 from mvr_ray.core.encoding import precision
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.distributed import build_index, encode, encoders, session
+from mvr_ray.distributed.carry_over import digest_contents
 from mvr_ray.distributed.encoders import LocalEncoder, local_encoder, resolve_encoder, sample_evenly
 from mvr_ray.errors import FingerprintError, FormatError, MissingInputError, ResourceError, StorageError
 from mvr_ray.store import manifest, paths
-from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.files import Store
+from mvr_ray.store.corpus import Corpus, CorpusInfo, PartInfo, corpus_digest
+from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.parts import PASSAGE_SCHEMA, CorpusPart, difference, write_passages
 from mvr_ray.types import Passage
 
 
@@ -297,3 +303,34 @@ def test_the_peak_memory_of_a_worker_does_not_grow_with_the_chunks_that_it_encod
     peaks_kb = [int(line) for line in record.stdout.split()]
     assert len(peaks_kb) == 9
     assert peaks_kb[-1] - peaks_kb[2] < 0.03 * peaks_kb[2], peaks_kb
+
+
+class SparseFile(io.FileIO):
+    """Leaves holes where large buffers, of zeros, are written."""
+
+    def write(self, data) -> int:
+        is_large = len(data) > 1 << 20
+        return self.seek(len(data), io.SEEK_CUR) and len(data) if is_large else super().write(data)
+
+
+@pytest.mark.slow
+def test_a_part_with_more_text_than_32_bits_count_is_digested_and_compared(tmp_path):
+    """Every second passage has 0.75 GiB of text."""
+    large_text = pa.py_buffer(np.zeros(num_bytes := 3 << 28, np.uint8))
+    offsets = pa.py_buffer(np.array([0, 1, num_bytes], np.int32))
+    store, version = Store(str(tmp_path)), publish_random_index(tmp_path, random_views(6, 1), 1)
+    large, small = tmp_path / "large.arrow", tmp_path / "small.arrow"
+    with SparseFile(large, "w") as file, pa.ipc.new_file(pa.PythonFile(file, "w"), PASSAGE_SCHEMA) as sink:
+        for number in range(0, 6, 2):
+            texts = pa.StringArray.from_buffers(2, offsets, large_text)
+            columns = [pa.array([f"{number}", f"{number + 1}"]), pa.array(["T", "T"]), texts]
+            sink.write_batch(pa.record_batch(columns, schema=PASSAGE_SCHEMA))
+    write_passages(small, [Passage("0", "T", "\0"), Passage("2", "T", "new"), Passage("4", "T", "\0")])
+    assert difference(CorpusPart(large), CorpusPart(small)) == ([1], ["1", "3", "5"])
+    part = PartInfo("large.arrow", 6, large.stat().st_size, sha256_of(large))
+    corpus = Corpus(store, CorpusInfo("corpus", corpus_digest([part]), 6, (part,), (), {}, {}))
+    store.put_file(large, f"{paths.corpus_dir('corpus')}/{part.file}")
+    corpus.publish(after=0)
+    task = encode.EncodeTask(str(tmp_path), replace(version, corpus_digest=corpus.digest, corpus="corpus"), "key", 1, 1)
+    task.write_plan(store, 0, encode.EncodePlan(rows=[0, 2, 4]))
+    assert digest_contents(task, 0) == 3 * blake2b(b"1 T\0", digest_size=16).digest()

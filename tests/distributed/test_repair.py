@@ -155,6 +155,7 @@ def test_what_a_refinement_lost_is_cured_by_a_version_that_does_not_need_it(tmp_
     refined_version = manifest.publish(store, refined_version)
     truncate(folder_of(tmp_path, refined_version, 0) / paths.EMBEDDINGS)
     store.write_bytes(paths.refined_queries("random", digest), b"moveD")
+    store.write_bytes(paths.manifest("random", 3), b"of a later version, and damaged")
     report = repair(store, refined_version)
     assert [(row.shard, row.state) for row in report.repairs] == [(-1, "lost"), (0, "lost")]
     assert {row.cure for row in report.repairs} == {

@@ -115,6 +115,16 @@ def test_unknown_offsets_are_looked_for_and_unfound_answers_stay_unknown():
     assert locate("one two", chunk(Passage("p", "", "one two"), 1), [], []).chunk_ids == ("p#0",)
 
 
+def test_patterns_are_looked_for_in_chunks_and_known_places_stay():
+    text = "Born in Bonn . Died 12 May 1977 in Cork"
+    chunks = chunk(Passage("p", "T", text), 4)
+    place = locate(text, chunks, ["197(6|7)", "bonn", "(", "Cork", "x+"], [], "regex")
+    assert place.chunk_ids == ("p#1", "p#0", "p#2") and place.answer_starts == (-1, -1, -1, -1, -1)
+    assert locate(text, chunks, ["197(6|7)"], []).chunk_ids == ("p#0",)
+    assert locate(text, chunks, ["in"], [text.rindex("in")], "regex") == ("T", ("p#2",), (0,))
+    assert locate(text, chunks, ["absent|gone"], [], "regex").chunk_ids == ("p#0",)
+
+
 def test_a_question_over_chunks_names_each_once_and_no_positive_as_negative():
     question = Question("q", "?", ("a",), ("p", "r"), ("n",), (0,))
     first = locate("a b", chunk(Passage("p", "T", "a b"), 1), ["a"], [0])

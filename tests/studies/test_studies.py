@@ -182,6 +182,8 @@ def test_steps_that_find_answers_by_patterns_are_others_than_those_that_find_wor
     words, patterns = keys({}), keys({"evaluate": {"match": "regex"}})
     assert words == keys({"evaluate": {"match": "string"}})
     assert {name for name in words if words[name] == patterns[name]} == {"prepare retriever"}
+    chunks = {"prepare": {"chunk_words": 9}}
+    assert keys(chunks)["prepare retriever"] != keys(chunks | {"evaluate": {"match": "regex"}})["prepare retriever"]
 
 
 def test_a_cross_encoder_denoises_what_is_mined_after_it_and_is_not_the_encoder(write):
