@@ -102,9 +102,9 @@ def test_a_question_learns_from_its_first_positive_that_is_there(corpus, ids):
 
 
 def test_a_teachers_scores_are_dropped_with_the_positive_that_they_score(corpus, ids):
-    scored = Question("a", "A?", ("x",), (ids[0], ids[1]), (ids[2],), teacher_scores=(5.0, 1.0))
-    gone = scored._replace(id="b", positive_ids=("gone", ids[1]))
-    own, other = QuestionExamples(corpus, [scored, gone], [], TrainConfig(questions="q")).get([0, 1], 0)
+    question = Question("a", "A?", ("x",), (ids[0], ids[1]), (ids[2],), teacher_scores=(5.0, 1.0))
+    orphan = question._replace(id="b", positive_ids=("gone", ids[1]))
+    own, other = QuestionExamples(corpus, [question, orphan], [], TrainConfig(questions="q")).get([0, 1], 0)
     assert (own.passage.id, own.teacher) == (ids[0], (5.0, 1.0))
     assert (other.passage.id, other.teacher) == (ids[1], ())
 

@@ -138,8 +138,8 @@ def negatives_for(
     own = examples[at]
     if own.negatives:
         return list(own.negatives[:limit])
-    known = own.passage.text[own.answer_start : own.answer_stop] if own.answer_start >= 0 else ""
-    answers = [answer.lower() for answer in ([known] if known else own.answers) if answer]
+    at_place = own.passage.text[own.answer_start : own.answer_stop] if own.answer_start >= 0 else ""
+    answers = [answer.lower() for answer in ([at_place] if at_place else own.answers) if answer]
     positive_ids = {own.passage.id, *own.known_ids}
     negatives: dict[str, Passage] = {}
     for other in (*examples[at + 1 :], *examples[:at]):
