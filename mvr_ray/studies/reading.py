@@ -71,7 +71,7 @@ def reading(run: RunConfig, progress: Progress = no_progress, options: Options =
                     float(bool(one["exact_match"])),
                     one["f1"] or 0.0,
                 )
-                for row in map(json.loads, answers.read_text(encoding="utf-8").splitlines())
+                for row in map(json.loads, answers.read_bytes().splitlines())  # of bytes: at line feeds alone
                 for one in (row["predictions"] if row["answers"] else ())
             ]
             sets.append(SetReading(name, report.questions, report.rows, values))

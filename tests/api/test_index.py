@@ -440,8 +440,8 @@ def test_questions_beside_the_run_files_feedback_are_refused_unless_the_call_say
     questions = [{"question": f"who built tower {n}?", "positive_ids": [f"p{n}"]} for n in range(16)]
     with pytest.raises(ConfigError, match=r"feedback, .*clicks.jsonl, would be learned from instead.*feedback=None"):
         index.refine(questions, **ONE_ROUND)
-    for given, count in (({"feedback": None, "labels": "gold"}, 16), ({"feedback": str(clicks)}, 8)):
-        report = index.refine(questions, **given, **ONE_ROUND)
+    for choice, count in (({"feedback": None, "labels": "gold"}, 16), ({"feedback": str(clicks)}, 8)):
+        report = index.refine(questions, **choice, **ONE_ROUND)
         assert sum(row.num_questions for row in report.accuracy if row.kind == "gold") == count
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mvr_ray.core.encoding.length_batches import token_batches
 from mvr_ray.core.encoding.snippets import load_punkt
-from mvr_ray.core.learning.batches import Example, join_batch, plan_epoch, rank_share
+from mvr_ray.core.learning.batches import Example, join_batch, negatives_for, plan_epoch, rank_share
 from mvr_ray.core.learning.cloze import cloze_example
 from mvr_ray.types import Passage
 
@@ -131,3 +131,12 @@ def test_batches_hold_every_row_once_and_stay_within_the_budget(lengths, budget)
         assert num_tokens <= budget or len(batch) == 1
     widest = [max(lengths[row] for row in batch) for batch in batches]
     assert widest == sorted(widest, reverse=True)
+
+
+def test_a_passage_with_an_answer_is_no_negative_where_the_answers_place_is_unknown():
+    own, other, salt = (
+        Passage(name, "", text) for name, text in (("a", "Rome."), ("b", "It is ROME."), ("c", "Salt."))
+    )
+    examples = [Example("q0", own, answers=("Naples", "Rome")), Example("q1", other), Example("q2", salt)]
+    assert negatives_for(0, examples, 2) == [salt]
+    assert negatives_for(1, examples, 2) == [salt, own], "a question without answers excludes none"

@@ -101,6 +101,14 @@ def test_a_question_learns_from_its_first_positive_that_is_there(corpus, ids):
     assert (second.passage.id, second.answer_start) == (ids[1], -1), "an offset belongs to the first positive's text"
 
 
+def test_a_teachers_scores_are_dropped_with_the_positive_that_they_score(corpus, ids):
+    question = Question("a", "A?", ("x",), (ids[0], ids[1]), (ids[2],), teacher_scores=(5.0, 1.0))
+    orphan = question._replace(id="b", positive_ids=("gone", ids[1]))
+    own, other = QuestionExamples(corpus, [question, orphan], [], TrainConfig(questions="q")).get([0, 1], 0)
+    assert (own.passage.id, own.teacher) == (ids[0], (5.0, 1.0))
+    assert (other.passage.id, other.teacher) == (ids[1], ())
+
+
 def test_hard_negatives_are_drawn_anew_each_epoch_and_are_never_gold_or_missing(corpus, ids):
     questions = [Question("a", "A?", ("x",), (ids[0], ids[1]), (ids[0], ids[1], "gone", *ids[2:8]))]
     examples = QuestionExamples(corpus, questions, [], TrainConfig(questions="q", num_hard_negatives=2))

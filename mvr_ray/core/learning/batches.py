@@ -132,20 +132,22 @@ def negatives_for(
 ) -> list[Passage]:
     """Choose passages that do not answer example `at`: its hard negatives, else those of the next examples.
 
-    A passage that is another positive, or contains the answer's words, is excluded; with `patterns`, which matches
-    answers that are no words, one that contains any answer.
+    A passage that is another positive, or contains the answer's words, is excluded: those of any answer where its place
+    is unknown; with `patterns`, which matches answers that are no words, one that contains any answer.
     """
     own = examples[at]
     if own.negatives:
         return list(own.negatives[:limit])
-    answer = own.passage.text[own.answer_start : own.answer_stop].lower() if own.answer_start >= 0 else ""
+    at_place = own.passage.text[own.answer_start : own.answer_stop] if own.answer_start >= 0 else ""
+    answers = [answer.lower() for answer in ([at_place] if at_place else own.answers) if answer]
     positive_ids = {own.passage.id, *own.known_ids}
     negatives: dict[str, Passage] = {}
     for other in (*examples[at + 1 :], *examples[:at]):
         if len(negatives) == limit:
             break
         text = other.passage.text
-        has_answer = patterns.has_answer(text, own.answers) if patterns else answer and answer in text.lower()
+        words_inside = any(answer in text.lower() for answer in answers)
+        has_answer = patterns.has_answer(text, own.answers) if patterns else words_inside
         if other.passage.id not in positive_ids and not has_answer:
             negatives[other.passage.id] = other.passage
     return list(negatives.values())

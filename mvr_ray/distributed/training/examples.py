@@ -280,7 +280,7 @@ def _with_exact_answers(question: Question, passage: Passage) -> Question | None
 def _with_passages(corpus: Corpus, questions: Sequence[Question]) -> list[tuple[Question, Passage]]:
     """Pair questions with their first positive in the corpus, which becomes `positive_ids[0]`; omit others.
 
-    Answer offsets refer to the first positive, so they are dropped where that one is missing.
+    Answer offsets and a teacher's scores refer to the first positive, so they are dropped where that one is missing.
     """
     pairs: list[tuple[Question, Passage]] = []
     passages: dict[str, Passage] = {}
@@ -289,8 +289,9 @@ def _with_passages(corpus: Corpus, questions: Sequence[Question]) -> list[tuple[
             if positive not in passages:
                 passages |= corpus.get([positive])
             if positive in passages:
-                starts = question.answer_starts if positive == question.positive_ids[0] else ()
+                if positive != question.positive_ids[0]:
+                    question = question._replace(answer_starts=(), teacher_scores=())
                 ids = (positive, *(other for other in question.positive_ids if other != positive))
-                pairs.append((question._replace(positive_ids=ids, answer_starts=starts), passages[positive]))
+                pairs.append((question._replace(positive_ids=ids), passages[positive]))
                 break
     return pairs
