@@ -34,7 +34,13 @@ from mvr_ray.distributed.searching.merged_results import MergedResults, shard_st
 from mvr_ray.distributed.searching.scrubber import Scrubber
 from mvr_ray.distributed.searching.searcher import Fleet, LocalSearchers, Searchers, version_name
 from mvr_ray.distributed.searching.version_cache import CachedVersion, VersionLoader, evict
-from mvr_ray.errors import InsufficientMemoryError, MissingInputError, MvrRayError, StorageError
+from mvr_ray.errors import (
+    DamagedShardsError,
+    InsufficientMemoryError,
+    MissingInputError,
+    MvrRayError,
+    StorageError,
+)
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -301,12 +307,18 @@ class HotSwapRouter:
     def exact(self, queries_QD: FloatArray, k: int, version: int | None = None) -> list[list[Hit]]:
         """Search a version exhaustively for the exact best k, whatever its index is, past the queues of requests.
 
-        Raises ResourceError where a searcher died, TimeoutError after the time limit of an answer.
+        Raises ResourceError where a searcher died, DamagedShardsError for a damaged shard, TimeoutError after the time
+        limit of an answer.
         """
         with self.pin(version) as router:
             queries_QD = check_queries(queries_QD, router.dimension)
             fleet = self.searchers.fleet(router.manifest)
             results = fleet.exact(queries_QD, check_k(k), Deadline.after(router.timeout_s))
+            if missing := {entry.shard for entry in router.manifest.shards} - {result.shard for result in results}:
+                raise DamagedShardsError(
+                    f"{version_name(router.manifest)} not searched exactly: shards {sorted(missing)} are damaged; "
+                    f"repair them: mvr-ray versions CONFIG repair"
+                )
             return MergedResults(results, shard_starts(router.manifest.shards), k).hits()
 
 

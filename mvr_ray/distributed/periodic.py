@@ -10,6 +10,7 @@ from mvr_ray.distributed.ray_errors import ray_error_types
 log = logging.getLogger(__name__)
 
 JOIN_S = 1.0
+RETRY_S = 1.0
 
 
 @contextmanager
@@ -18,14 +19,19 @@ def run_periodically(
 ) -> Iterator[None]:
     """Call `function` after `wait_s`, then each time after the seconds that its last call returned.
 
-    The block's end waits for a call that still runs, at most `join_s` (None: without limit).
+    A call that fails is logged and repeated after the same wait, at least RETRY_S. The block's end waits for a call
+    that still runs, at most `join_s` (None: without limit).
     """
     stop = threading.Event()
 
     def loop() -> None:
         next_s = wait_s
         while not stop.wait(next_s):
-            next_s = function()
+            try:
+                next_s = function()
+            except Exception as error:  # a thread that ended would leave its work undone without a word
+                next_s = max(next_s, RETRY_S)
+                log.error("%s failed, next time in %g s", name, next_s, exc_info=error)
 
     thread = threading.Thread(target=loop, name=name, daemon=True)
     thread.start()

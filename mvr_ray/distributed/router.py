@@ -311,7 +311,9 @@ class Router:
             if self.observe:
                 self.observe(stage, time.perf_counter() - began)
 
-    def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> list[PassageScores]:
+    def explain(
+        self, queries_QD: FloatArray, passage_ids: Sequence[str], deadline: Deadline | None = None
+    ) -> list[PassageScores]:
         """Score every stored view of these passages with every query, as `search` does; calls only the shards that
         hold them.
 
@@ -319,7 +321,7 @@ class Router:
         dimension, CoverageError if a shard does not answer.
         """
         queries_QD = check_queries(queries_QD, self.dimension)
-        stored_views = self._stored_views(passage_ids, Deadline.after(self.timeout_s))
+        stored_views = self._stored_views(passage_ids, deadline or Deadline.after(self.timeout_s))
         for passage_id in passage_ids:
             if passage_id not in stored_views:
                 raise UnknownPassageError(

@@ -13,6 +13,7 @@ import numpy as np
 from mvr_ray.config import ServeConfig
 from mvr_ray.core.encoding.snippets import TITLE
 from mvr_ray.core.searching.hybrid import hybrid_scores
+from mvr_ray.deadline import Deadline
 from mvr_ray.errors import UnknownPassageError
 from mvr_ray.explanation import ExplainedPassage, ExplainedView, Explanation, Winner
 from mvr_ray.serving.schemas import ExplainRequest, RequestError
@@ -26,20 +27,24 @@ RankedScores = dict[str, tuple[int, float]]
 
 
 def explain(
-    router: "Router", request: ExplainRequest, limits: ServeConfig, hybrid: HybridWeight | None = None
+    router: "Router",
+    request: ExplainRequest,
+    limits: ServeConfig,
+    deadline: Deadline,
+    hybrid: HybridWeight | None = None,
 ) -> Explanation:
     """Explain the passages of the request, or the questions' best hits: the first of every question, then the second,
-    and so on. Every view is scored with every question; with `hybrid` the words, too.
+    and so on. Every view is scored with every question; with `hybrid` the words, too. Searchers answer by the deadline.
 
     Raises RequestError for what the limits forbid, and for a passage that the index does not hold.
     """
     request.check(limits)
     queries_QD = router.embed(request.questions)
     if request.passages:
-        answer = router.search(queries_QD[:0], request.k)
+        answer = router.search(queries_QD[:0], request.k, deadline=deadline)
     else:
         words = None if hybrid is None else HybridQueries(tuple(request.questions), hybrid)
-        answer = router.search(queries_QD, request.k, hybrid=words)
+        answer = router.search(queries_QD, request.k, deadline=deadline, hybrid=words)
     hits_Q: list[RankedScores] = [
         {hit.passage_id: (rank, hit.score) for rank, hit in enumerate(hits, 1)}
         for hits in answer.hits or [[] for _ in request.questions]
@@ -47,7 +52,7 @@ def explain(
     by_rank = (hit.passage_id for hits in zip_longest(*answer.hits) for hit in hits if hit)
     passage_ids = list(dict.fromkeys(request.passages or by_rank))
     try:
-        all_scores = router.explain(queries_QD, passage_ids)
+        all_scores = router.explain(queries_QD, passage_ids, deadline)
     except UnknownPassageError as error:
         field = f"passages.{request.passages.index(error.passage_id)}"
         message, _, hint = str(error).partition("; ")

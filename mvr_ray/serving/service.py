@@ -104,9 +104,10 @@ class SearchService:
 
     def explain(self, request: schemas.ExplainRequest, deadline: Deadline | None = None) -> Explanation:
         """Score every view of some passages with every question."""
-        with self._pin(request.version, self._search_deadline(deadline)) as router:
+        deadline = self._search_deadline(deadline)
+        with self._pin(request.version, deadline) as router:
             require_encoder(request.encoder_fingerprint, current_version(router))
-            return explain(router, request, self.limits, self._weight(request.hybrid, router))
+            return explain(router, request, self.limits, deadline, self._weight(request.hybrid, router))
 
     def embed(self, request: schemas.EmbeddingsRequest, deadline: Deadline | None = None) -> schemas.EmbeddingsResponse:
         """Embed texts by the index's own encoder, as a search does."""

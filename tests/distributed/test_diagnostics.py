@@ -10,9 +10,10 @@ from random_index import D, brute_force, publish_random_index, random_views
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.distributed.hot_swap import HotSwapRouter, open_hot_swap_router
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
-from mvr_ray.errors import ShardIndexError
+from mvr_ray.errors import DamagedShardsError, ShardIndexError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.serving.recall_monitor import RecallMonitor
+from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 from mvr_ray.types import FleetCounts
 
@@ -44,6 +45,17 @@ def test_the_exact_answer_is_exhaustive_searchs_whatever_the_index(tmp_path, par
         live.exact(np.ones((1, D + 1), np.float32), K)
     with pytest.raises(ShardIndexError, match="at least one"):
         live.exact(QUERIES_QD, 0)
+
+
+def test_an_exact_search_without_a_damaged_shard_is_an_error_and_no_best_k(tmp_path):
+    live = live_over(tmp_path, random_views(90, 3), POOR)
+    file = tmp_path / paths.shard_dir("random", live.manifest.shards[1].digest) / paths.EMBEDDINGS
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.unlink()
+    file.write_bytes(data)
+    with pytest.raises(DamagedShardsError, match=r"version 1 not searched exactly: shards \[1\] are damaged"):
+        live.exact(QUERIES_QD, K)
 
 
 def test_sampled_recall_is_the_share_of_the_true_best_that_the_answer_reached(tmp_path):

@@ -102,7 +102,9 @@ class InMemoryIndex:
     def example_queries(self, num: int) -> list[str]:
         return ["How long is the Nile?", "What is a hill?", "Is the sea salt?"][:num]
 
-    def explain(self, queries_QD: FloatArray, passage_ids: Sequence[str]) -> list[PassageScores]:
+    def explain(
+        self, queries_QD: FloatArray, passage_ids: Sequence[str], deadline: Deadline | None = None
+    ) -> list[PassageScores]:
         """Every passage has a third, feedback view where the library has any: half of its first view."""
         rows = {passage.id: row for row, passage in enumerate(PASSAGES)}
         all_scores = []

@@ -5,6 +5,7 @@ from in_memory_index import PASSAGES, SPANS, InMemoryIndex
 
 from mvr_ray.config import ServeConfig
 from mvr_ray.core.encoding.snippets import TITLE
+from mvr_ray.deadline import Deadline
 from mvr_ray.explanation import ExplainedView, Winner, describe_view
 from mvr_ray.serving.explain import explain
 from mvr_ray.serving.schemas import ExplainRequest, RequestError, SearchRequest, Snippet
@@ -12,7 +13,8 @@ from mvr_ray.serving.service import SearchService
 
 
 def explain_in_memory(library: InMemoryIndex | None = None, **request):
-    return explain(library or InMemoryIndex(), ExplainRequest(**request), ServeConfig(max_k=20, max_batch=2))
+    limits = ServeConfig(max_k=20, max_batch=2)
+    return explain(library or InMemoryIndex(), ExplainRequest(**request), limits, Deadline.after(60))
 
 
 def test_every_view_has_its_snippet_and_one_score_a_question() -> None:
@@ -30,6 +32,25 @@ def test_without_a_passage_the_best_hits_of_all_questions_are_explained_each_onc
     assert [passage.id for passage in explanation.passages] == ["p1", "p2", "p3"]
     ranks = {passage.id: [winner.rank for winner in passage.winners] for passage in explanation.passages}
     assert ranks == {"p1": [1, None], "p2": [None, 1], "p3": [2, 2]}
+
+
+@pytest.mark.parametrize("passages", [[], ["p1"]])
+def test_an_explanation_hands_its_deadline_to_every_search(passages: list[str]) -> None:
+    """Otherwise a request that ended with 504 holds a thread for the server's whole time, once more for the views."""
+    deadlines = []
+
+    class NotingIndex(InMemoryIndex):
+        def search(self, queries_QD, k, *, deadline=None, **options):
+            deadlines.append(deadline)
+            return super().search(queries_QD, k, **options)
+
+        def explain(self, queries_QD, passage_ids, deadline=None):
+            deadlines.append(deadline)
+            return super().explain(queries_QD, passage_ids)
+
+    own = Deadline.after(5)
+    SearchService(NotingIndex(), ServeConfig()).explain(ExplainRequest(questions=["nile"], passages=passages), own)
+    assert [one.due_s <= own.due_s for one in deadlines[1:]] == [True, True]  # the first asks for the version alone
 
 
 def test_hits_of_several_questions_go_by_rank_then_question() -> None:
