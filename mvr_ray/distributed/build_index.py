@@ -235,7 +235,10 @@ def _write_embeddings(
         return known_files
     base_files, params = plan.base.entry.files, task.draft.index_params
     same_params = plan.base.index_params == params
-    base = shards.shard_embeddings(store, plan.base.index, plan.base.entry)
+    try:
+        base = shards.shard_embeddings(store, plan.base.index, plan.base.entry)
+    except (MissingInputError, StorageError) as error:
+        raise task.discard(store, shard, error) from error
     upserts = views_by_id(new_blocks)
     if cfg.prune_views is not None:
         _write_blocks(task, changed_blocks(base.blocks(), upserts, plan.deleted_ids), folder, cfg.prune_views)

@@ -59,11 +59,16 @@ class EmbeddedCorpus(NamedTuple):
 def carry_over(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progress: Progress = no_progress) -> None:
     """Plan these shards: embeddings to reuse, and rows to encode. Runs in the current Ray session, if any.
 
-    Shards with a staged chunk or plan are skipped. Raises StorageError if refined views to keep are damaged.
+    Shards with a staged chunk or plan are skipped. Where the plan's earlier shard is gone, as after a collection, the
+    staged work is removed first. Raises StorageError if refined views to keep are damaged.
     """
-    index = task.draft.index
+    index, store = task.draft.index, Store(task.store)
+    for shard in staged_shards(task, "plan-").intersection(shards):
+        base = task.plan(store, shard).base
+        if base and (missing := manifests.missing_files(store, base.index, base.entry)):
+            log.warning("%s", task.discard(store, shard, MissingInputError(f"{store.where(missing[0])} is gone")))
     started_shards = staged_shards(task, "chunk-", "plan-")
-    sources = embedded_corpora(Store(task.store), task)
+    sources = embedded_corpora(store, task)
     open_shards = [shard for shard in shards if shard not in started_shards] if sources else []
     shared_sources = share(sources)
     calls = [(task, shard, shared_sources) for shard in open_shards]

@@ -279,8 +279,8 @@ class Store:
                 self._objects.delete_dir(_check_path(path))
                 return
             folder = self._local(path)
-            if folder.exists():
-                aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.gone")
+            aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.gone")
+            with contextlib.suppress(FileNotFoundError):  # not there, or another process deletes it now
                 folder.rename(aside)
                 sync_folder(aside.parent)
                 shutil.rmtree(aside)

@@ -486,7 +486,7 @@ def _require_files(store: Store, manifest: Manifest, version: int) -> None:
 
 def _missing_files(store: Store, manifest: Manifest) -> list[str]:
     """List the paths of the manifest, and of the corpus that it names, that are missing or have another size."""
-    missing = [file.path for file in _files(manifest) if store.size_bytes(file.path) != file.entry.num_bytes]
+    missing = _missing(store, _files(manifest))
     queries = [paths.refined_queries(manifest.index, digest) for digest in manifest.refined_queries.values()]
     missing += [path for path in queries if store.size_bytes(path) < 0]
     if not manifest.corpus_digest:
@@ -495,6 +495,15 @@ def _missing_files(store: Store, manifest: Manifest) -> list[str]:
         return missing + Corpus.open(store, manifest.corpus, manifest.corpus_digest).missing_files()
     except (MissingInputError, StorageError):
         return [*missing, paths.corpus_version(manifest.corpus, manifest.corpus_digest)]
+
+
+def missing_files(store: Store, index: str, entry: ShardEntry) -> list[str]:
+    """List the paths of a shard's files that are missing or have another size."""
+    return _missing(store, _shard_files(index, entry))
+
+
+def _missing(store: Store, files: Iterable[VersionFile]) -> list[str]:
+    return [file.path for file in files if store.size_bytes(file.path) != file.entry.num_bytes]
 
 
 def named_paths(manifest: Manifest) -> set[str]:

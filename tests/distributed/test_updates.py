@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from damaged_file import flip_byte
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from kill_at_call import run_and_kill
@@ -309,6 +310,34 @@ def test_an_index_of_changes_killed_at_any_call_leaves_a_whole_version_and_ends_
         shutil.rmtree(tmp_path / f"killed at {at}")
     assert outcomes == sorted(outcomes) and {*outcomes} == {False, True}, "old until it is named, new from then on"
     record_property("figures", f"killed {len(outcomes)} times; the new one was live after {sum(outcomes)}")
+
+
+@pytest.mark.parametrize("is_removed", [True, False], ids=["collected", "damaged"])
+def test_an_interrupted_index_is_continued_though_the_shards_that_it_builds_on_are_gone(
+    first_store, run_over, tmp_path, is_removed
+):
+    class Interruption(Exception):
+        pass
+
+    def interrupt(what: str, *_) -> None:
+        if what == "encode":
+            raise Interruption
+
+    root = tmp_path / "store"
+    shutil.copytree(first_store, root)
+    store, run = Store(str(root)), own_run(run_over, root, 3)
+    first = manifest.read(store, "index")
+    update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", {f"p{at:02d}": 30 + at for at in range(12)}))
+    with pytest.raises(Interruption):
+        build_index.index(run, interrupt)
+    for entry in first.shards if is_removed else first.shards[:1]:
+        path = paths.shard_dir("index", entry.digest)
+        if is_removed:
+            store.delete_dir(path)
+        else:
+            flip_byte(root / path / paths.EMBEDDINGS)
+    version = build_index.index(run)
+    assert (version.version, version.num_passages) == (2, 20) and manifest.verify(store, version).problems == []
 
 
 def test_a_content_under_another_id_is_not_encoded_again(first_store, run_over, tmp_path):

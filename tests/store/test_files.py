@@ -172,6 +172,21 @@ def test_a_damaged_copy_in_the_cache_stays_until_it_is_fetched_again_as_others_m
     assert was_there == [True] * (not store.is_local)
 
 
+def test_a_folder_that_several_delete_at_once_is_deleted_without_an_error(tmp_path: Path):
+    """As when two commands end the same work."""
+    store, start = Store(tmp_path), threading.Barrier(4)
+
+    def delete(path: str) -> None:
+        start.wait()
+        store.delete_dir(path)
+
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(100):
+            store.write_bytes(f"work-{number}/file", b"")
+            list(pool.map(delete, [f"work-{number}"] * 4))
+    assert not list(tmp_path.iterdir())
+
+
 def test_scratch_is_gone_after_success_and_failure(store: Store):
     with store.scratch() as folder:
         (folder / "x").write_bytes(b"x")
