@@ -189,6 +189,17 @@ def test_a_folder_of_several_formats_is_refused_and_its_files_one_by_one_are_not
     assert initialize("mix/a.csv", "mix/b.jsonl")[2].passages_written == 2
 
 
+@pytest.mark.parametrize("other", ["b.csv", "b.html"])
+def test_no_file_beside_texts_is_left_out_in_silence(tmp_path: Path, capsys, other: str) -> None:
+    (tmp_path / "mix").mkdir()
+    (tmp_path / "mix" / "README.md").write_text("# About\n\nA text.\n")
+    (tmp_path / "mix" / other).write_text("id,text\na,A text.\n")
+    with pytest.raises(SystemExit) as end:
+        main(["init", str(tmp_path / "mix")])
+    err = capsys.readouterr().err
+    assert (end.value.code, f"several formats (README.md, {other}); name its files" in err) == (1, True)
+
+
 def test_brackets_and_colons_of_names_are_shown_as_they_are(initialize, tmp_path: Path) -> None:
     Path("ok[old].csv").write_text("id,text,[/i],[b]:smile:\n1,A text.,x,y\n")
     _, out, report = initialize("ok[old].csv", "--output", "c[new]:car:.yaml")

@@ -103,7 +103,7 @@ def draw(summary: Summary) -> str:
         (
             "retrieve",
             RETRIEVED,
-            "retrieved: 100 passages for each of 20 questions, from version 4 of index wiki\n  my dev.json (dpr)",
+            "retrieved: 20 questions, up to 100 passages each, from version 4 of index wiki\n  my dev.json (dpr)",
             "read",
         ),
         ("rollback", ROLLED_BACK, "live: version 5 of index wiki, the content of version 3, 6 passages", "search"),

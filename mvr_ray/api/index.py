@@ -218,10 +218,11 @@ class Index:
             raise ConfigError(f"search: {error.message}; {error.hint}") from None
         return results[0] if isinstance(query, str) else results
 
-    def passages(self, ids: str | Sequence[str]) -> dict[str, Passage]:
-        """Return passages of the live version by id; unknown ids are left out."""
+    def passages(self, ids: str | int | Iterable[str | int]) -> dict[str, Passage]:
+        """Return passages of the live version by id; unknown ids are left out. A whole number is the id of its digits,
+        as in `build`."""
         with self._router.pin() as router:
-            return router.passages([ids] if isinstance(ids, str) else ids)
+            return router.passages([str(one) for one in _several(ids)])
 
     def upsert(self, passages: Any, progress: Progress = no_progress) -> Manifest:
         """Add passages, or replace those of the same ids, and publish a version. Only their contents are embedded.
@@ -232,10 +233,9 @@ class Index:
         """
         return self._change(_upserts(passages), progress)
 
-    def delete(self, ids: str | Iterable[str], progress: Progress = no_progress) -> Manifest:
+    def delete(self, ids: str | int | Iterable[str | int], progress: Progress = no_progress) -> Manifest:
         """Remove passages by id, and publish a version. An unknown id changes nothing."""
-        names = [ids] if isinstance(ids, str) else ids
-        return self._change(({"id": name, "delete": True} for name in names), progress)
+        return self._change(({"id": name, "delete": True} for name in _several(ids)), progress)
 
     def refine(self, questions: Any = None, progress: Progress = no_progress, **settings: Any) -> "RefineReport":
         """Learn from questions with answers or gold passages, else from the feedback of `add_feedback`.
@@ -280,7 +280,7 @@ class Index:
         for number, judgement in enumerate(judgements):
             match judgement:
                 case (str() as question, str() as passage, (1 | -1) as label) if question.strip() and label is not True:
-                    row = {"question": question, "passage_id": passage, "label": label}
+                    row = {"question": question, "passage_id": passage, "label": int(label)}
                     for name, text in (("question", question), ("passage id", passage)):
                         if not is_text(text):
                             raise DataError(f"judgement {number}: {name} is not valid UTF-8: {text!r:.60}")
@@ -294,8 +294,9 @@ class Index:
         """Store a set of questions with the corpus under a name, which `evaluate`, `refine` and run files take.
 
         They are a file, or texts, tuples (question, answer or answers), and mappings with question, answers and
-        positive_ids. Raises DataError.
+        positive_ids. Raises DataError, and ConfigError for a name that no set can have.
         """
+        self._with(evaluate={"questions": [name]})
         live = self.manifest
         write_questions(Corpus.open(self._store, live.corpus, live.corpus_digest), name, rows.questions_of(questions))
         return name
@@ -390,6 +391,10 @@ class Index:
                 f"index {live.index!r} {problem} that the program which made the store did not record; nothing was "
                 f"changed. Open the run file instead: Index.open('CONFIG.yaml')"
             )
+
+
+def _several(ids: str | int | Iterable[str | int]) -> Iterable[str | int]:
+    return [ids] if isinstance(ids, str | int | np.integer) else ids
 
 
 def _upserts(passages: Any) -> Iterable[dict[str, Any]]:

@@ -49,9 +49,9 @@ def passage_values(row: Any) -> Mapping[str, Any] | None:
         case str():
             return {"text": row}
         case (id_, text):
-            return {"id": id_, "text": text}
+            return _plain_values({"id": id_, "text": text})
         case (id_, title, text):
-            return {"id": id_, "title": title, "text": text}
+            return _plain_values({"id": id_, "title": title, "text": text})
     return _plain_values(row) if isinstance(row, Mapping) else None
 
 

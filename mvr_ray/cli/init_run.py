@@ -89,7 +89,7 @@ def sample_source(path: str) -> SourceSample:
         source, split = source.model_copy(update={"split": "train"}), "train"
     files = source_files(source)
     kind = format_of(source)
-    if kind in ("csv", "tsv", "jsonl", "parquet"):
+    if kind in ("csv", "tsv", "jsonl", "parquet", "text"):
         _require_one_kind(path, files)
     if kind in ("dpr_tsv", "msmarco") and files[0].is_file():
         with open_text(files[0]) as text:
@@ -127,8 +127,9 @@ def _require_one_kind(path: str, files: Sequence[Path]) -> None:
     """Raise DataError for a folder whose files have several formats, by their names."""
     firsts: dict[str, str] = {}
     for file in files:
-        ending = Path(file.name.lower().removesuffix(".gz").removesuffix(".bz2")).suffix.replace(".ndjson", ".jsonl")
-        if ending in (".csv", ".tsv", ".json", ".jsonl", ".parquet"):
+        ending = Path(file.name.lower().removesuffix(".gz").removesuffix(".bz2")).suffix
+        ending = {".ndjson": ".jsonl", ".md": ".txt", ".markdown": ".txt"}.get(ending, ending)
+        if ending in (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".html", ".htm"):
             firsts.setdefault(ending, file.name)
     if len(firsts) > 1:
         raise DataError(

@@ -183,7 +183,7 @@ def _analyze(report: Report, words: str) -> Summary:
 
 def _retrieve(report: Report, words: str) -> Summary:
     questions = count(report["questions"], "question")
-    verdict = f"retrieved: {report['k']} passages for each of {questions}, from {version_text(report)}"
+    verdict = f"retrieved: {questions}, up to {report['k']} passages each, from {version_text(report)}"
     verdict += f"\n  {report['output']} ({report['format']})"
     command = f"read {words} ranking={shlex.quote(report['output'])}" if report["format"] in ("dpr", "jsonl") else ""
     return Summary([], verdict, command)

@@ -101,8 +101,8 @@ def evaluate(run: RunConfig, progress: Progress = no_progress) -> EvaluationRepo
     """Measure the live version on every set of `evaluate.questions`: by the dense score, and by hybrid
     search with `search.hybrid` or the weight tuned on `evaluate.hybrid`.
 
-    Raises ConfigError without a configured set, MissingInputError, CoverageError, ResourceError, ShardIndexError for a
-    hybrid search over a version without words.
+    Raises ConfigError without a configured set or any label, MissingInputError, CoverageError, ResourceError,
+    ShardIndexError for a hybrid search over a version without words.
     """
     settings, store = run.evaluate, Store(run.store.path)
     base = manifests.read(store, run.index.name)
@@ -114,6 +114,12 @@ def evaluate(run: RunConfig, progress: Progress = no_progress) -> EvaluationRepo
             f"evaluate.questions names no question set; corpus {corpus.name!r} has: {set_names}. {HOW_TO_ADD_QUESTIONS}"
         )
     sets = [QuestionSet(name, read_questions(corpus, name)) for name in dict.fromkeys(settings.questions)]
+    if not any(question.answers or question.positive_ids for own in sets for question in own.questions):
+        raise ConfigError(
+            f"evaluate.questions: no question of {', '.join(own.name for own in sets)} has an answer or a gold "
+            f"passage, so there is nothing to measure; give answers or positive_ids, or rank passages alone by "
+            f"`mvr-ray retrieve`"
+        )
     if settings.hybrid in settings.questions:
         raise ConfigError(
             f"evaluate.hybrid is {settings.hybrid!r}, which is also reported; choose the weight on another set"

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from datetime import UTC, date, datetime
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 
 from mvr_ray.config import check_field_name
@@ -48,6 +49,8 @@ def parse_field(value: Any, kind: str) -> FieldValue:
     """Read a value of a type, from Python or JSON. Raises ValueError, which says what the value is."""
     if isinstance(value, TextCell):
         value = _parse_cell(value, kind)
+    elif isinstance(value, np.number | np.bool_):
+        value = value.item()
     try:
         match kind:
             case "string" if isinstance(value, str):

@@ -472,6 +472,8 @@ def make_folder(path: Path) -> None:
             folder.mkdir(exist_ok=True)
         except FileExistsError:
             raise NotADirectoryError(errno.ENOTDIR, "a file exists where a folder is needed", str(folder)) from None
+        except FileNotFoundError:  # /proc and the like hold no folders of others
+            raise PermissionError(errno.EACCES, "no folder can be made there", str(folder)) from None
         sync_folder(folder.parent)
 
 

@@ -101,7 +101,11 @@ def parse_filter(value: Any, fields: Mapping[str, str]) -> Filter:
     """
     parser = _Parser(fields)
     mask = parser.parse(value)
-    return Filter(json.dumps(value, sort_keys=True, default=date.isoformat), sorted(parser.columns), mask)
+    return Filter(json.dumps(value, sort_keys=True, default=_to_json), sorted(parser.columns), mask)
+
+
+def _to_json(value: date | np.generic) -> Any:
+    return value.isoformat() if isinstance(value, date) else value.item()
 
 
 def _comparison(place: str, field: str, kind: str, operator: str, value: Any) -> Expression:

@@ -25,6 +25,7 @@ from mvr_ray.config import PrepareConfig
 from mvr_ray.distributed import session
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError
+from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
@@ -110,6 +111,8 @@ def test_texts_and_tuples_are_passages_and_a_row_without_an_id_gets_its_number(t
     records = passage_records(["One.", ("a", "Two."), ("b", "Title", "Three."), {"text": "Four.", "year": 4}])
     passages = [(record.passage.id, record.passage.title, record.passage.text) for record in records]
     assert passages == [("0", "", "One."), ("a", "", "Two."), ("b", "Title", "Three."), ("3", "", "Four.")]
+    numbers = passage_records([(np.int64(3), "Two."), (np.int64(4), "Title", "Three.")])
+    assert [record.passage.id for record in numbers] == ["3", "4"]
 
 
 def test_missing_cells_of_a_frame_are_no_value(tmp_path: Path):
@@ -422,6 +425,11 @@ CLICKS = [(text, f"p{at}", 1) for at, text in enumerate(STRANGE)]
 ONE_ROUND = {"rounds": 1, "depth": 10, "max_heldout_loss": 100.0}
 
 
+def test_questions_without_answers_and_gold_passages_cannot_be_evaluated(index: Index):
+    with pytest.raises(ConfigError, match="no question of evaluate has an answer or a gold passage"):
+        index.evaluate(["who built the tower?"])
+
+
 def test_feedback_teaches_the_index_and_is_kept_until_then(index: Index):
     assert index.add_feedback(CLICKS[:3]) == 3
     assert index.add_feedback(CLICKS[3:]) == len(STRANGE)
@@ -459,6 +467,30 @@ def test_feedback_of_half_a_surrogate_is_refused_by_its_number_and_nothing_is_st
     with pytest.raises(DataError, match=rf"judgement 1: {name} is not valid UTF-8: '.*ud800"):
         index.add_feedback([("who?", "p1", 1), click])
     assert index.add_feedback([]) == 0
+
+
+def test_feedback_with_labels_of_numpy_is_that_of_python(index: Index):
+    rows = [("who?", "p1", 1), ("why?", "p2", -1)]
+    index.add_feedback(rows)
+    index.add_feedback([(question, passage, np.int64(label)) for question, passage, label in rows])
+    path = Path(index.run.store.path) / paths.feedback(index.run.index.name)
+    lines = path.read_text().splitlines()
+    assert lines[:2] == lines[2:]
+
+
+@pytest.mark.parametrize("name", ["../../../set", "a b", "", None])
+def test_a_name_that_no_question_set_can_have_is_refused(index: Index, name):
+    with pytest.raises(ConfigError, match="is not a name"):
+        index.add_questions(["who?"], name)
+
+
+def test_whole_numbers_are_ids_in_every_method(index: Index):
+    index.upsert([(7, "Seven."), (8, "Eight."), (np.int64(9), "Nine.")])
+    assert set(index.passages([7, "8", np.int64(9), 10])) == {"7", "8", "9"}
+    assert set(index.passages(7)) == {"7"}
+    index.delete(7)
+    index.delete([8, np.int64(9)])
+    assert index.passages([7, 8, 9]) == {} and len(index) == len(ROWS)
 
 
 def test_feedback_that_contradicts_itself_is_kept_and_its_majority_is_learned(index: Index):

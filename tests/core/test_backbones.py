@@ -210,6 +210,27 @@ def test_a_checkpoint_that_lacks_weights_is_refused(copy):
     )
 
 
+@pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "t5"])
+def test_a_model_without_tokenizer_files_is_refused_as_all_its_texts_would_be_alike(tiny, tmp_path, kind):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(Path(tiny(kind)) / name, tmp_path)
+    assert refusal(tmp_path) == (
+        f"backbone {tmp_path} has no tokenizer with words, so all texts would be alike; add its tokenizer.json "
+        f"(tokenizer.save_pretrained)"
+    )
+
+
+def test_a_tokenizer_with_more_words_than_the_model_embeds_is_refused(copy, tmp_path):
+    num_words = open_tower(str(copy)).num_words
+    model = transformers.AutoModel.from_pretrained(copy)
+    model.resize_token_embeddings(num_words - 1)
+    model.save_pretrained(copy)
+    assert refusal(copy) == (
+        f"the tokenizer of backbone {copy} has {num_words} words, and the model embeds {num_words - 1}; add the "
+        f"tokenizer of this model"
+    )
+
+
 def test_a_tokenizer_without_a_separator_is_refused(copy):
     config = json.loads((copy / "tokenizer_config.json").read_text())
     del config["sep_token"]

@@ -274,3 +274,8 @@ def test_a_file_is_read_once_a_process_under_any_name_and_again_when_it_has_chan
     path.write_bytes(b"other")  # of the same size
     assert cached_sha256_of(link) == sha256_of(path)
     assert len(read) == 4
+
+
+def test_a_root_where_no_folder_can_be_made_is_an_error_of_the_store():
+    with pytest.raises(StorageError, match=r"cannot write /proc/x/a: no folder can be made there; check the path"):
+        Store("/proc/x").write_bytes("a", b"x")

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from datetime import UTC, date, datetime
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -124,6 +125,14 @@ def test_id_and_title_can_be_named_and_values_of_python_are_taken():
     by_day = parse_filter({"d": {"in": (date(1958, 7, 1),)}}, {"d": "date"})
     assert by_day.mask(table).tolist() == [True, False]
     assert by_day.text == '{"d": {"in": ["1958-07-01"]}}'
+
+
+def test_numbers_of_numpy_are_those_of_python():
+    condition = {"i": {"gte": np.int64(1958), "in": [np.int32(1958), 1960]}, "f": np.float32(0.5), "b": np.bool_(True)}
+    plain = {"i": {"gte": 1958, "in": [1958, 1960]}, "f": 0.5, "b": True}
+    assert parse_filter(condition, FIELDS).text == parse_filter(plain, FIELDS).text
+    with pytest.raises(FilterError, match=r"1958\.0 is no int"):
+        parse_filter({"i": np.float64(1958)}, FIELDS)
 
 
 @pytest.mark.parametrize(

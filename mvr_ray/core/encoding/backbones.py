@@ -186,6 +186,17 @@ def _load(
         tokenizer = AutoTokenizer.from_pretrained(path, **location)
     if tokenizer is None or not tokenizer.is_fast:
         raise error_type(f"{what} {folder} has no fast tokenizer, which character offsets need; add tokenizer.json")
+    num_words, num_embeddings = tokenizer.vocab_size, model.get_input_embeddings().num_embeddings
+    if set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, "▁"}:  # what transformers makes without files
+        raise error_type(
+            f"{what} {folder} has no tokenizer with words, so all texts would be alike; add its tokenizer.json "
+            f"(tokenizer.save_pretrained)"
+        )
+    if num_words > num_embeddings:
+        raise error_type(
+            f"the tokenizer of {what} {folder} has {num_words} words, and the model embeds {num_embeddings}; add the "
+            f"tokenizer of this model"
+        )
     return LoadedModel(model, tokenizer, sorted(info["missing_keys"]))
 
 

@@ -89,7 +89,7 @@ def csv_rows(path: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
     """Yield the rows of a separated file with a header, each as a dict by column. The columns id, title and text may be
     in any case.
 
-    Raises DataError for a header that lacks one of `columns` or has one twice.
+    Raises DataError for a header that is not UTF-8, lacks one of `columns` or has one twice.
     """
     kind = "tab-separated" if delimiter == "\t" else "comma-separated"
     rows = _separated_rows(path, delimiter)
@@ -100,14 +100,17 @@ def csv_rows(path: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
     header = [name.lower() if name.lower() in ("id", "title", "text") else name for name in names]
     if delimiter == "," and len(header) == 1 and ";" in header[0]:
         raise DataError(f"{path}: its columns are separated by semicolons; save it with commas, or as .tsv")
+    if any("\0" in name for name in header):
+        raise DataError(f"{path} is not UTF-8, but perhaps UTF-16, as Excel's Unicode text is; save it as UTF-8")
     missing = [name for name in columns if name not in header]
     if missing or len(set(header)) < len(header):
-        problem = f"lacks {' and '.join(missing)}" if missing else "has a column twice"
-        raise DataError(
-            f"{path}: the header {problem}; it has {len(header)} {kind} columns: "
-            f"{', '.join(map(repr, header)) or 'none'}. Needed are {' and '.join(columns)}, in any order; other names "
-            f"can be given in the source's fields: {{id: NAME, text: NAME}}"
-        )
+        problem, cure = "has a column twice", "Rename one of them"
+        if missing:
+            problem = f"lacks {' and '.join(missing)}"
+            cure = f"Needed are {' and '.join(columns)}, in any order; other names can be given in the source's fields"
+            cure += ": {id: NAME, text: NAME}"
+        there = f"it has {len(header)} {kind} columns: {', '.join(map(repr, header)) or 'none'}"
+        raise DataError(f"{path}: the header {problem}; {there}. {cure}")
     for row in rows:
         if isinstance(row, BadRow):
             yield row

@@ -353,22 +353,29 @@ def test_rows_of_a_csv_that_cannot_be_used_are_named_with_their_first_line(write
     assert [passage.id for passage in passages(records)] == ["5"]
 
 
+NEEDED = "Needed are id and text, in any order; other names can be given in the source's fields: {id: NAME, text: NAME}"
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("name\n", "lacks id and text; it has 1 comma-separated columns: 'name'"),
-        ("ID,Body\n1,a\n", "lacks text; it has 2 comma-separated columns: 'id', 'Body'"),
-        ("id,text,text\n", "has a column twice; it has 3 comma-separated columns: 'id', 'text', 'text'"),
+        ("name\n", f"lacks id and text; it has 1 comma-separated columns: 'name'. {NEEDED}"),
+        ("ID,Body\n1,a\n", f"lacks text; it has 2 comma-separated columns: 'id', 'Body'. {NEEDED}"),
+        (
+            "id,text,text\n",
+            "has a column twice; it has 3 comma-separated columns: 'id', 'text', 'text'. Rename one of them",
+        ),
     ],
 )
 def test_a_csv_header_that_cannot_be_used_is_told_with_its_columns(write: Write, text: str, problem: str):
     with pytest.raises(DataError) as refusal:
         read(write("p.csv", text))
-    message = str(refusal.value).partition("/sources/")[2]
-    hint = (
-        "Needed are id and text, in any order; other names can be given in the source's fields: {id: NAME, text: NAME}"
-    )
-    assert message == f"p.csv: the header {problem}. {hint}"
+    assert str(refusal.value).partition("/sources/")[2] == f"p.csv: the header {problem}"
+
+
+def test_a_csv_in_utf_16_is_refused_as_such(write: Write):
+    with pytest.raises(DataError, match=r"p.csv is not UTF-8, but perhaps UTF-16.*; save it as UTF-8"):
+        read(write("p.csv", "id,text\n1,a\n".encode("utf-16")))
 
 
 def test_files_that_are_missing_unknown_or_broken_are_named(write: Write, tmp_path: Path):
