@@ -1,7 +1,9 @@
 """Reading without padding gives what the padded pass gives; gradients do not depend on what is read together."""
 
 import copy
+import json
 import pickle
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -110,6 +112,17 @@ def test_what_fills_a_block_changes_nothing_but_the_number_of_rows(tiny, monkeyp
     assert set(records[True]) == {num_tokens + padding_tokens(num_tokens)}
     assert len(records[True, "states"]) == num_tokens
     np.testing.assert_allclose(records[True, "states"], records[False, "states"], atol=2e-6)
+
+
+def test_a_bert_that_reads_from_left_to_right_is_read_padded(tiny, tmp_path):
+    shutil.copytree(tiny("bert"), tmp_path / "decoder")
+    config = tmp_path / "decoder" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"is_decoder": True}))
+    encoder = DualEncoder.from_backbone(str(tmp_path / "decoder"), SPEC)
+    assert encoder.passage_tower.is_causal
+    passages = encoder.tokenize_passages(PASSAGES)
+    expected = encoder.encode_passages(passages).views_PVD.detach().numpy()
+    np.testing.assert_allclose(encoder.embed_passages(passages).views_PVD, expected, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", ["distilbert", "mpnet"])

@@ -245,12 +245,14 @@ def layer_norm(x_ND: Tensor, norm: Any, eps: float) -> Tensor:
 
 
 def supports_unpadded_cpu(backbone: nn.Module) -> bool:
-    """Whether the unpadded pass supports this backbone: a known kind of layers, on a CPU whose torch has oneDNN."""
+    """Whether the unpadded pass supports this backbone: a known kind of layers whose attention covers a whole text, on
+    a CPU whose torch has oneDNN."""
     config: Any = backbone.config
     weight = next(backbone.parameters())
     return (
         config.model_type in PACKED_KINDS
         and config.hidden_act == "gelu"
+        and not getattr(config, "is_decoder", False)
         and weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and torch.backends.mkldnn.is_available()
