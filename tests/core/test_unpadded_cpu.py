@@ -2,6 +2,7 @@
 
 import copy
 import json
+import multiprocessing
 import pickle
 import shutil
 from dataclasses import replace
@@ -18,6 +19,7 @@ from mvr_ray.core.encoding.unpadded_cpu import (
     MANY_BLOCKS,
     UnpaddedCpuTower,
     blocks,
+    over_blocks,
     padding_tokens,
     supports_unpadded_cpu,
     view_means,
@@ -144,6 +146,20 @@ def test_a_changed_weight_is_read(tiny):
     after = encoder.embed_passages(passages).views_PVD
     assert np.abs(after - before).max() > 1e-3
     np.testing.assert_allclose(after, encoder.encode_passages(passages).views_PVD.detach().numpy(), atol=2e-6)
+
+
+def test_a_fork_reads_with_threads_of_its_own():
+    threads, work = torch.get_num_threads(), ([500] * 8, lambda rows, whole: None)
+    torch.set_num_threads(2)
+    try:
+        over_blocks(*work)
+        child = multiprocessing.get_context("fork").Process(target=over_blocks, args=work)
+        child.start()
+        child.join(timeout=60)
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+        torch.set_num_threads(threads)
 
 
 def test_the_number_of_threads_changes_no_byte_and_stays_as_it_was(tiny):

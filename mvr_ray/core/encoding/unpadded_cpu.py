@@ -10,6 +10,7 @@ the padded pass (`Tower.forward`) up to rounding, as the tests check; in bf16 th
 Shapes: N tokens of a block, B texts of one length, T their tokens, H heads, D dimension, E = 3 D.
 """
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -186,6 +187,9 @@ def thread_pool(threads: int) -> ThreadPoolExecutor:
     ready.wait()
     torch.set_num_threads(threads)
     return pool
+
+
+os.register_at_fork(after_in_child=thread_pool.cache_clear)  # a fork does not copy threads
 
 
 def view_members(batch: Sequence[TokenizedPassage], num_views: int) -> tuple[IntArray, IntArray]:
