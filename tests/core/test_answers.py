@@ -269,6 +269,14 @@ def test_strict_refuses_an_answer_that_would_match_everything():
     assert empty_answers(["x", "", "\u200b", "!"]) == ["", "\u200b"]
 
 
+@pytest.mark.parametrize(("match", "answer", "other"), [("kilt", "The!", "Thebes"), ("regex", "(19)?x*", "(19)+x*")])
+def test_strict_knows_what_matches_everything_by_each_rule(match, answer, other):
+    assert has_answer("Egypt", [answer], match) and not has_answer("Egypt", [other], match)
+    assert empty_answers([answer, other], match) == [answer]
+    with pytest.raises(DataError, match="would match every passage"):
+        AnswerMatcher(match, strict=True).has_answer("Egypt", [other, answer])
+
+
 def test_one_string_in_place_of_a_list_of_answers_is_refused():
     with pytest.raises(AssertionError):
         has_answer("a cat", "cat")

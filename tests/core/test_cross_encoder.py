@@ -49,6 +49,12 @@ def test_a_score_is_the_models_logit_for_the_pair_alone(tiny, pairs, kind, tmp_p
     assert np.std(expected) > 1e-4
 
 
+def test_half_a_surrogate_pair_is_read_as_a_question_mark(tiny):
+    scorer = CrossEncoder.from_backbone(tiny("bert"), SPEC)
+    half, plain = (Pair(f"who{mark}", Passage("x", mark, f"A river{mark}")) for mark in ("\ud83d", "?"))
+    assert scorer.tokenize([half]) == scorer.tokenize([plain])
+
+
 def test_two_labels_score_by_their_difference(tiny, pairs, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tiny("bert"))
     model = AutoModelForSequenceClassification.from_pretrained(tiny("bert"), num_labels=2).eval()

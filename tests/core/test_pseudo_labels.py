@@ -12,6 +12,8 @@ from mvr_ray.core.refining.pseudo_labels import (
     labels_from_hits,
     winning_slots,
 )
+from mvr_ray.core.searching.exact import BlockTable, Pairs
+from mvr_ray.types import EmbeddingBlock
 
 
 def as_set(labels: Labels) -> set[tuple[int, int, int, bool]]:
@@ -106,6 +108,16 @@ def test_the_winning_view_is_the_best_scored_and_the_first_of_equals(at_once: in
             for v in vectors[row_ptr[p] : row_ptr[p + 1]]
         ]
         assert slot - row_ptr[p] == scores.index(max(scores))
+
+
+def test_a_label_goes_to_the_view_that_wins_the_search():
+    """The first view scores 0 or 1 in float64, by the order of the sum; the search's order gives 0."""
+    vectors = np.array([[1, 2.0**60, -(2.0**60), 1], [0.5, 0, 0, 0]], np.float32)
+    queries, row_ptr, first = np.ones((1, 4), np.float32), np.array([0, 2]), np.array([0])
+    block = EmbeddingBlock(["a"], row_ptr, np.array([0, 1], np.int16), vectors)
+    for use_native in (True, False):
+        pairs = BlockTable([block], use_native=use_native).rescore(queries, Pairs(first, first))
+        assert pairs.view_M.tolist() == winning_slots(queries, vectors, row_ptr, first, first).tolist()
 
 
 def test_matrices_hold_each_label_once_on_its_side():

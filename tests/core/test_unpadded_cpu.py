@@ -1,7 +1,10 @@
 """Reading without padding gives what the padded pass gives; gradients do not depend on what is read together."""
 
 import copy
+import json
+import multiprocessing
 import pickle
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +19,7 @@ from mvr_ray.core.encoding.unpadded_cpu import (
     MANY_BLOCKS,
     UnpaddedCpuTower,
     blocks,
+    over_blocks,
     padding_tokens,
     supports_unpadded_cpu,
     view_means,
@@ -112,6 +116,17 @@ def test_what_fills_a_block_changes_nothing_but_the_number_of_rows(tiny, monkeyp
     np.testing.assert_allclose(records[True, "states"], records[False, "states"], atol=2e-6)
 
 
+def test_a_bert_that_reads_from_left_to_right_is_read_padded(tiny, tmp_path):
+    shutil.copytree(tiny("bert"), tmp_path / "decoder")
+    config = tmp_path / "decoder" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"is_decoder": True}))
+    encoder = DualEncoder.from_backbone(str(tmp_path / "decoder"), SPEC)
+    assert encoder.passage_tower.is_causal
+    passages = encoder.tokenize_passages(PASSAGES)
+    expected = encoder.encode_passages(passages).views_PVD.detach().numpy()
+    np.testing.assert_allclose(encoder.embed_passages(passages).views_PVD, expected, atol=2e-6)
+
+
 @pytest.mark.parametrize("kind", ["distilbert", "mpnet"])
 def test_other_backbones_are_read_padded(tiny, kind):
     encoder = DualEncoder.from_backbone(tiny(kind), SPEC)
@@ -131,6 +146,20 @@ def test_a_changed_weight_is_read(tiny):
     after = encoder.embed_passages(passages).views_PVD
     assert np.abs(after - before).max() > 1e-3
     np.testing.assert_allclose(after, encoder.encode_passages(passages).views_PVD.detach().numpy(), atol=2e-6)
+
+
+def test_a_fork_reads_with_threads_of_its_own():
+    threads, work = torch.get_num_threads(), ([500] * 8, lambda rows, whole: None)
+    torch.set_num_threads(2)
+    try:
+        over_blocks(*work)
+        child = multiprocessing.get_context("fork").Process(target=over_blocks, args=work)
+        child.start()
+        child.join(timeout=60)
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+        torch.set_num_threads(threads)
 
 
 def test_the_number_of_threads_changes_no_byte_and_stays_as_it_was(tiny):

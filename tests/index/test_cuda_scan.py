@@ -39,6 +39,14 @@ def test_k_beyond_what_there_is_gives_all_there_is(shard, check_exact, num_passa
     check_exact(Scan(blocks, FusedKernel("cpu")).search(queries_QD, 120), queries_QD, blocks, 120)
 
 
+def test_the_bounds_of_a_filtered_searchs_views_are_not_kept():
+    kernel, of_step, of_filter = FusedKernel("cpu"), np.array([2, 1, 3]), np.array([2, 3])
+    starts = kernel._start_of(of_step)
+    assert starts.tolist() == [0, 2, 3, 6] and kernel._start_of(of_filter).tolist() == [0, 2, 5]
+    del of_filter
+    assert kernel._starts == {id(of_step): starts} and kernel._start_of(of_step) is starts
+
+
 @pytest.mark.parametrize("columns", [32, 96, 320])
 @pytest.mark.parametrize("keep", [1, 7, 101])
 def test_selection_by_blocks_lets_through_whom_plain_selection_does(columns, keep):

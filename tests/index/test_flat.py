@@ -1,8 +1,10 @@
 """Flat search equals brute force to the last tie, whatever the batch, the blocks, the shards, the engine."""
 
 import mmap
+import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mvr_ray.core.searching import scan as scan_module
 from mvr_ray.core.searching.codes import LEVELS, Codes, decode, encode
 from mvr_ray.core.searching.engines import make_kernel
 from mvr_ray.core.searching.kernels import NumpyKernel, TorchKernel
@@ -67,6 +70,21 @@ def test_flat_search_equals_brute_force(
     codes = codes_of(blocks) if with_codes else None
     scan = Scan(blocks, kernel, codes=codes, queries_at_once=at_once, candidates_at_once=pending)
     check_exact(scan.search(queries_QD, k), queries_QD, blocks, k)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_threads_that_score_many_ties_at_once_do_not_wait_for_each_other(shard, queries, monkeypatch, engine):
+    """More threads scan than the pool has, and each has pairs for several threads."""
+    monkeypatch.setattr(scan_module, "PAIRS_WORTH_THREADS", 8)
+    blocks, batch = shard(1, 3000, 1, 8, palette="constant", per_block=3000), queries(1, 4, 8)
+    kernel = make_kernel(engine)
+    kernel.vectors_per_step, kernel.threads = 100, (os.cpu_count() or 1) + 2
+    expected = as_bytes(FlatIndex(blocks).search(batch, 3))
+    scan, results = Scan(blocks, kernel, candidates_at_once=10), []
+    search = threading.Thread(target=lambda: results.append(as_bytes(scan.search(batch, 3))), daemon=True)
+    search.start()
+    search.join(timeout=60)
+    assert results == [expected]
 
 
 @given(

@@ -10,6 +10,7 @@ the padded pass (`Tower.forward`) up to rounding, as the tests check; in bf16 th
 Shapes: N tokens of a block, B texts of one length, T their tokens, H heads, D dimension, E = 3 D.
 """
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -188,6 +189,9 @@ def thread_pool(threads: int) -> ThreadPoolExecutor:
     return pool
 
 
+os.register_at_fork(after_in_child=thread_pool.cache_clear)  # a fork does not copy threads
+
+
 def view_members(batch: Sequence[TokenizedPassage], num_views: int) -> tuple[IntArray, IntArray]:
     """Return the tokens that enter a view, order_M, sorted by text and view, and the number of tokens of each view,
     count_PV, both int64. Tokens are numbered through the texts laid end to end."""
@@ -245,12 +249,14 @@ def layer_norm(x_ND: Tensor, norm: Any, eps: float) -> Tensor:
 
 
 def supports_unpadded_cpu(backbone: nn.Module) -> bool:
-    """Whether the unpadded pass supports this backbone: a known kind of layers, on a CPU whose torch has oneDNN."""
+    """Whether the unpadded pass supports this backbone: a known kind of layers whose attention covers a whole text, on
+    a CPU whose torch has oneDNN."""
     config: Any = backbone.config
     weight = next(backbone.parameters())
     return (
         config.model_type in PACKED_KINDS
         and config.hidden_act == "gelu"
+        and not getattr(config, "is_decoder", False)
         and weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and torch.backends.mkldnn.is_available()

@@ -70,9 +70,10 @@ def f1_score(prediction: str, answers: Sequence[str]) -> float:
     return max((_overlap(words, Counter(normalize_answer(answer).split())) for answer in answers), default=0.0)
 
 
-def empty_answers(answers: Sequence[str]) -> list[str]:
-    """Return the answers without a token, which match every passage by the string rule."""
-    return [answer for answer in answers if not tokenize(answer)]
+def empty_answers(answers: Sequence[str], match: Match = "string") -> list[str]:
+    """Return the answers that match a text of nothing, and so every passage: by the string rule those without a token,
+    by that of KILT those that normalise to nothing, such as `The`, and patterns that need no character."""
+    return [answer for answer in answers if has_answer("", [answer], match)]
 
 
 class AnswerMatcher:
@@ -177,10 +178,10 @@ def _haystack(text: str, match: Match) -> str:
 
 
 def _checked_needles(match: Match, strict: bool, answers: tuple[str, ...]) -> list[Needle]:
-    if strict and (empty := empty_answers(answers)):
+    if strict and (empty := empty_answers(answers, match)):
         raise DataError(
-            f"answer {empty[0]!r} (of {list(answers)!r}) holds no letter, number or sign and would match every "
-            f"passage; remove it, or turn strict_answers off to count it as the field's scripts do"
+            f"answer {empty[0]!r} (of {list(answers)!r}) holds nothing to find and would match every passage; remove "
+            f"it, or turn strict_answers off to count it as the field's scripts do"
         )
     return _needles(answers, match)
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mvr_ray.core.encoding.tower import LoadedModel
+from mvr_ray.core.encoding.tower import LoadedModel, without_surrogates
 from mvr_ray.core.encoding.unpadded_cpu import UnpaddedCpuBackbone
 from mvr_ray.core.reading.task_model import TaskModel
 from mvr_ray.errors import CrossEncoderError
@@ -70,7 +70,8 @@ class CrossEncoder(TaskModel):
     def tokenize(self, pairs: Sequence[Pair]) -> list[dict[str, list[int]]]:
         """Tokenize pairs, unpadded."""
         spec, tokenizer = self.spec, self.tokenizer
-        questions = list(dict.fromkeys(pair.question for pair in pairs))
+        clean_questions = [without_surrogates(pair.question) for pair in pairs]
+        questions = list(dict.fromkeys(clean_questions))
         options = {"add_special_tokens": False, "truncation": True, "return_offsets_mapping": True}
         offsets = tokenizer(questions, max_length=spec.max_question_tokens, **options)["offset_mapping"]
         short = {
@@ -78,8 +79,8 @@ class CrossEncoder(TaskModel):
             for text, own in zip(questions, offsets)
         }
         inputs = tokenizer(
-            [short[pair.question] for pair in pairs],
-            [f"{pair.passage.title} {pair.passage.text}".strip() for pair in pairs],
+            [short[question] for question in clean_questions],
+            [without_surrogates(f"{pair.passage.title} {pair.passage.text}".strip()) for pair in pairs],
             truncation="only_second",
             max_length=spec.max_tokens,
         )

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
+from mvr_ray.core.searching.exact import exact_scores
 from mvr_ray.types import FloatArray, IntArray
 
 BoolArray = NDArray[np.bool_]
@@ -93,7 +94,7 @@ def winning_slots(
 ) -> IntArray:
     """Find the vector number of the passage's best view for each (question, passage), first on ties. int64 [L].
 
-    Scores are sums of float64 products rounded to float32. Every passage must have a view.
+    Scores are those of search (`exact_scores`). Every passage must have a view.
     """
     slot_L = np.empty(len(question_L), np.int64)
     counts_L = np.diff(row_ptr)[passage_L]
@@ -108,8 +109,7 @@ def winning_slots(
         first_C = np.cumsum(count_C) - count_C
         pair_X = np.repeat(np.arange(len(count_C)), count_C)
         slot_X = row_ptr[passage_L[part]][pair_X] + np.arange(len(pair_X)) - first_C[pair_X]
-        products_XD = vectors_ND[slot_X].astype(np.float64) * queries_QD[question_L[part]][pair_X]
-        score_X = products_XD.sum(axis=1).astype(np.float32)
+        score_X = exact_scores(queries_QD[question_L[part]][pair_X], vectors_ND[slot_X])
         best_C = np.maximum.reduceat(score_X, first_C)
         wins_X = np.flatnonzero(score_X == best_C[pair_X])
         _, lowest_C = np.unique(pair_X[wins_X], return_index=True)

@@ -22,6 +22,7 @@ import importlib.util
 import logging
 import os
 import subprocess
+import weakref
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,7 +39,6 @@ BLOCK = 32
 MAX_DIMENSION = 1016
 MAX_VIEWS = 64
 ROWS_PER_TILE = 128
-MAX_CACHED_STARTS = 4096
 MAX_STEP = 1 << 24
 BYTES_PER_VECTOR = 8192
 """Free memory for each vector of a step: scores of 256 queries, one view a passage, take an eighth of it."""
@@ -76,7 +76,7 @@ class FusedKernel(TorchKernel):
         # Triton compiles the kernel for GPUs; with TRITON_INTERPRET=1 its interpreter runs it elsewhere.
         has_triton = importlib.util.find_spec("triton") is not None
         self.fused = has_triton and (is_cuda or os.environ.get("TRITON_INTERPRET") == "1")
-        self._starts: dict[int, tuple[IntArray, torch.Tensor]] = {}
+        self._starts: dict[int, torch.Tensor] = {}
         if is_cuda:
             free_bytes = torch.cuda.mem_get_info(self.device)[0]
             self.vectors_per_step = min(MAX_STEP, max(GPU_STEP, free_bytes // BYTES_PER_VECTOR))
@@ -223,14 +223,13 @@ class FusedKernel(TorchKernel):
         return F.pad(torch.cat(parts, 1), (0, width - len(counts_P)), value=-torch.inf)
 
     def _start_of(self, counts_P: IntArray) -> torch.Tensor:
-        """Return the bounds of the passages' views on the device, cached for the array of counts."""
-        entry = self._starts.get(id(counts_P))
-        if entry is None:
-            if len(self._starts) >= MAX_CACHED_STARTS:  # filtered searches have their own counts
-                self._starts.clear()
-            starts = self.put(np.cumsum([0, *counts_P]).astype(np.int32))
-            entry = self._starts[id(counts_P)] = (counts_P, starts)
-        return entry[1]
+        """Return the bounds of the passages' views on the device, cached as long as the array of counts exists: that of
+        a step stays, that of a filtered search does not."""
+        starts = self._starts.get(id(counts_P))
+        if starts is None:
+            starts = self._starts[id(counts_P)] = self.put(np.cumsum([0, *counts_P]).astype(np.int32))
+            weakref.finalize(counts_P, self._starts.pop, id(counts_P), None)
+        return starts
 
 
 def _half_queries(queries_QD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

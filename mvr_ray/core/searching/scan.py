@@ -299,7 +299,11 @@ class Scan:
             return [self.table.rescore(queries_QD, pairs)]
         edges = [part * count // threads for part in range(threads + 1)]
         parts = [Pairs(pairs.query_M[low:high], pairs.row_M[low:high]) for low, high in pairwise(edges)]
-        return list(_pool().map(lambda part: self.table.rescore(queries_QD, part), parts))
+        futures = [_pool().submit(self.table.rescore, queries_QD, part) for part in parts]
+        return [  # a caller that only waits may be the pool's last thread
+            self.table.rescore(queries_QD, part) if future.cancel() else future.result()
+            for future, part in zip(futures, parts)
+        ]
 
     def _gather(self, step: Step, vectors_M: IntArray) -> tuple[Any, Any]:
         """Copy some vectors of a step, or their codes with scales, to the kernel's device."""
