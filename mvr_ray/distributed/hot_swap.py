@@ -121,9 +121,9 @@ class HotSwapRouter:
     def pin(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator[Router]:
         """The router of one version (None: the live one), open until the block ends, even if another one becomes live.
 
-        If the version is not open, the call waits for that until the deadline. Raises MissingInputError, StorageError
-        or ResourceError if it cannot be opened; OverloadedError if it is not open in time, or if no cached version may
-        be evicted yet.
+        If the version is not open, the call waits for that until the deadline. Raises MissingInputError for a version
+        that does not exist, StorageError or ResourceError if it cannot be opened; OverloadedError if it is not open in
+        time, or if no cached version may be evicted yet.
         """
         pinned_version = self._acquire(version)
         if pinned_version is None:
@@ -226,8 +226,12 @@ class HotSwapRouter:
             live = self._live
             if len(self._cache) >= version_cache.MAX_VERSIONS:
                 self._evict(manifest, f"all {version_cache.MAX_VERSIONS} places beside the live one are taken")
-            with translate_ray_errors(f"opening {version_name(manifest)}"):
-                open_version = self._open_with_eviction(manifest, is_move=False)
+            name = version_name(manifest)
+            try:
+                with translate_ray_errors(f"opening {name}"):
+                    open_version = self._open_with_eviction(manifest, is_move=False)
+            except MissingInputError as error:  # to callers it would say that the version does not exist
+                raise StorageError(f"{name} cannot be opened: {error}") from error
             with self._lock:
                 open_version.is_retired = False
                 self._cache.append(open_version)
