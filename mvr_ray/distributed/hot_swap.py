@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -308,13 +308,14 @@ class HotSwapRouter:
         with self.pin() as router:
             router.ready()
 
-    def exact(self, queries_QD: FloatArray, k: int, version: int | None = None) -> list[list[Hit]]:
-        """Search a version exhaustively for the exact best k, whatever its index is, past the queues of requests.
+    def exact(self, queries_QD: FloatArray, k: int, router: Router | None = None) -> list[list[Hit]]:
+        """Search the live version, or a pinned `router`, exhaustively for the exact best k, whatever its index is, past
+        the queues of requests.
 
         Raises ResourceError where a searcher died, DamagedShardsError for a damaged shard, TimeoutError after the time
         limit of an answer.
         """
-        with self.pin(version) as router:
+        with nullcontext(router) if router else self.pin() as router:
             queries_QD = check_queries(queries_QD, router.dimension)
             fleet = self.searchers.fleet(router.manifest)
             results = fleet.exact(queries_QD, check_k(k), Deadline.after(router.timeout_s))
