@@ -244,6 +244,16 @@ def test_one_text_is_one_question_or_passage_and_not_its_characters(index: Index
         index.upsert("A tower.")
 
 
+@pytest.mark.parametrize("question", ["half a pair: \ud800", 5])
+def test_a_question_that_is_no_text_is_refused_by_its_number(index: Index, question):
+    with pytest.raises(DataError, match="question 1 is not text that UTF-8 can encode"):
+        index.encoder.embed_queries(["who?", question])
+    with pytest.raises(ConfigError, match=r"^search: "):
+        index.search(["who?", question])
+    with pytest.raises(ConfigError, match=r"^search: filter\.title"):
+        index.search("who?", filter={"title": question})
+
+
 def test_an_encoder_of_a_precision_embeds_as_an_index_of_it(tiny_backbone: Path, tmp_path: Path):
     settings = {**SMALL, "index": {"precision": "auto"}}
     own = Index.build(ROWS, str(tiny_backbone), tmp_path, settings=settings)
