@@ -418,11 +418,17 @@ def _absolute(path: str) -> str:
 def _run_of_store(store: Store, name: str | None) -> dict[str, Any]:
     """Return the settings of an index without a run file, as its live version and its corpus record them."""
     names = store.list(paths.indexes_dir())
+    if not names:
+        problem = "does not exist" if store.is_local and not store.exists(".") else "holds no index"
+        raise MissingInputError(
+            f"{store.name} {problem}; correct the path, or make an index there: Index.build(passages, "
+            f"path={store.name!r})"
+        )
     if name is None and len(names) == 1:
         [name] = names
     if name not in names:
-        known_names = ", ".join(names) or "none"
         problem = f"no index {name!r}" if name else "not exactly one index"
+        known_names = ", ".join(names)
         raise MissingInputError(f"{store.name} holds {problem} (there are: {known_names}); give name=, or build one")
     live = manifests.read(store, name)
     counts = parent_corpus(store, live.corpus, name).info.counts

@@ -585,8 +585,10 @@ def test_a_bad_row_is_named_and_changes_nothing(index: Index, tmp_path: Path):
         Index.build({"a": "One."}, path=tmp_path / "bad")
     with pytest.raises(DataError, match="no passage is given"):
         Index.build([], path=tmp_path / "bad")
-    with pytest.raises(MissingInputError, match=r"not exactly one index .there are: none"):
-        Index.open(tmp_path / "bad")
+    for folder, problem in ((tmp_path / "bad", "holds no index"), (tmp_path / "absent", "does not exist")):
+        message = f"^{folder} {problem}; correct the path, or make an index there: Index.build"
+        with pytest.raises(MissingInputError, match=message):
+            Index.open(folder)
     with pytest.raises(ConfigError, match=r"num_view.*did you mean 'num_views'"):
         Index.build(["One."], path=tmp_path / "bad", settings={"encoder": {"num_view": 3}})
     assert index.manifest.version == 1
