@@ -58,6 +58,8 @@ class Index:
     """An index of passages. Make it with `Index.build` or `Index.open`; `with` or `close` release its memory.
 
     Methods that change it (`upsert`, `delete`, `refine`, `rollback`) publish a version; later searches answer from it.
+    The first search opens the newest version. A version that another process, or another `Index`, publishes after that
+    is searched and shown after `close`, or by another `Index.open`.
     """
 
     def __init__(self, run: RunConfig) -> None:
@@ -142,7 +144,7 @@ class Index:
         self.close()
 
     def close(self) -> None:
-        """Release the open shards and the encoder; the next search opens them again."""
+        """Release the open shards and the encoder; the next search opens those of the newest version."""
         self._open.close()
         self.__dict__.pop("_router", None)
 
@@ -158,8 +160,8 @@ class Index:
 
     @property
     def manifest(self) -> Manifest:
-        """The description of the live version: encoder, shards, measurements."""
-        return manifests.read(self._store, self.run.index.name)
+        """The description of the version that searches answer from: encoder, shards, measurements."""
+        return self._router.manifest if "_router" in self.__dict__ else self._newest()
 
     @property
     def encoder(self) -> "Encoder":
@@ -297,7 +299,7 @@ class Index:
         positive_ids. Raises DataError, and ConfigError for a name that no set can have.
         """
         self._with(evaluate={"questions": [name]})
-        live = self.manifest
+        live = self._newest()
         write_questions(Corpus.open(self._store, live.corpus, live.corpus_digest), name, rows.questions_of(questions))
         return name
 
@@ -313,7 +315,7 @@ class Index:
         """
         from mvr_ray.distributed.evaluate import evaluate
 
-        live = self.manifest
+        live = self._newest()
         corpus = Corpus.open(self._store, live.corpus, live.corpus_digest)
         is_stored = isinstance(questions, str) and questions in question_sets(corpus)
         name = questions if is_stored else self.add_questions(questions, "evaluate")
@@ -348,6 +350,9 @@ class Index:
 
         return self._open.enter_context(open_hot_swap_router(self.run, batching=False))
 
+    def _newest(self) -> Manifest:
+        return manifests.read(self._store, self.run.index.name)
+
     def _follow(self) -> None:
         """Switch an open router to the newest version."""
         if "_router" in self.__dict__:
@@ -355,7 +360,7 @@ class Index:
 
     def _change(self, changes: Iterable[Mapping[str, Any]], progress: Progress) -> Manifest:
         """Update the corpus by rows of a file of changes, and publish a version of it."""
-        live = self.manifest
+        live = self._newest()
         if not self._has_run_file:
             self._require_settings(live)
         with TemporaryDirectory() as folder:

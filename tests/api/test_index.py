@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -303,6 +304,26 @@ def test_upserts_and_deletions_give_the_answers_of_an_index_built_from_nothing(
     index.rollback(1)
     assert (len(index), index.manifest.operation) == (24, "rollback")
     assert "p3" in {hit.id for hit in index.search(question, 100)}
+
+
+def test_an_index_shows_the_version_that_it_answers_from_and_changes_the_newest_one(index: Index):
+    """Another `Index` over the same store publishes a version after this one has searched."""
+
+    def state() -> tuple[int, int, int, int, int]:
+        hits = index.search("who built the tower?", k=100)
+        [in_repr] = map(int, re.findall(r"version (\d+)", repr(index)))
+        return index.manifest.version, hits.version, in_repr, len(index), len(hits)
+
+    assert state() == (1, 1, 1, 24, 24)
+    with Index.open(index.run.store.path) as other:
+        other.delete("p3")
+    assert state() == (1, 1, 1, 24, 24)
+    index.close()
+    assert state() == (2, 2, 2, 23, 23)
+    with Index.open(index.run.store.path) as other:
+        other.delete("p4")
+    index.delete("p5")
+    assert state() == (4, 4, 4, 21, 21)
 
 
 @pytest.fixture
