@@ -94,7 +94,7 @@ class Index:
         an interrupted build continues. Raises ConfigError, DataError, EncoderError, ResourceError.
         """
         sources = rows.sources_of(passages)
-        own = {name: dict(values) for name, values in (settings or {}).items()}
+        own = _sections(settings)
         own["store"] = {**own.get("store", {}), "path": _absolute(str(path))}
         own["encoder"] = {**own.get("encoder", {}), "backbone": model}
         paths_given = [source.model_dump(exclude_defaults=True) for source in sources or ()]
@@ -130,7 +130,7 @@ class Index:
             store = Store(text)
             base = yaml.safe_load(store.read_bytes(paths.RUN_FILE)) if has_run_file else _run_of_store(store, name)
             base["store"] = {"path": _absolute(text)}
-        for section, values in (settings or {}).items():
+        for section, values in _sections(settings).items():
             base[section] = {**base.get(section, {}), **values}
         index = cls(parse_run(base, text))
         index._has_run_file = has_run_file
@@ -279,7 +279,7 @@ class Index:
         path = paths.feedback(self.run.index.name)
         before = self._store.read_bytes(path).decode() if self._store.exists(path) else ""
         lines = [line for line in before.split("\n") if line.strip()]
-        for number, judgement in enumerate(judgements):
+        for number, judgement in enumerate(rows.rows_of(judgements)):
             match judgement:
                 case (str() as question, str() as passage, (1 | -1) as label) if question.strip() and label is not True:
                     row = {"question": question, "passage_id": passage, "label": int(label)}
@@ -304,7 +304,7 @@ class Index:
         return name
 
     def evaluate(
-        self, questions: Any, k: Sequence[int] = (1, 5, 20, 100), progress: Progress = no_progress
+        self, questions: Any, k: int | Sequence[int] = (1, 5, 20, 100), progress: Progress = no_progress
     ) -> "EvaluationReport":
         """Measure how well the live version answers questions: shares with an answer, and with a gold passage, among
         the first `k` hits, with their 95 % intervals (`rows` of the report).
@@ -319,7 +319,8 @@ class Index:
         corpus = Corpus.open(self._store, live.corpus, live.corpus_digest)
         is_stored = isinstance(questions, str) and questions in question_sets(corpus)
         name = questions if is_stored else self.add_questions(questions, "evaluate")
-        return evaluate(self._with(evaluate={"questions": [name], "k": list(k)}), progress)
+        depths = list(k) if isinstance(k, Iterable) else [k]
+        return evaluate(self._with(evaluate={"questions": [name], "k": depths}), progress)
 
     def versions(self) -> list[VersionInfo]:
         """List the published versions, oldest first; the last one is live."""
@@ -399,7 +400,16 @@ class Index:
 
 
 def _several(ids: str | int | Iterable[str | int]) -> Iterable[str | int]:
-    return [ids] if isinstance(ids, str | int | np.integer) else ids
+    return [ids] if isinstance(ids, str | int | np.integer) else rows.rows_of(ids)
+
+
+def _sections(settings: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
+    """Return a copy. Raises ConfigError for anything but sections of settings."""
+    try:
+        return {name: dict(values) for name, values in (settings or {}).items()}
+    except (AttributeError, TypeError, ValueError):
+        example = '{"encoder": {"num_views": 4}}'
+        raise ConfigError(f"settings is {settings!r:.60}; give sections of a run file, such as {example}") from None
 
 
 def _upserts(passages: Any) -> Iterable[dict[str, Any]]:

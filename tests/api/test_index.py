@@ -326,6 +326,24 @@ def test_an_index_shows_the_version_that_it_answers_from_and_changes_the_newest_
     assert state() == (4, 4, 4, 21, 21)
 
 
+WRONG_ARGUMENTS = {
+    "settings are texts": (lambda index: Index.open(index.run.store.path, settings=["index"]), "settings is"),
+    "a section is a number": (lambda index: Index.open(index.run.store.path, settings={"index": 3}), "settings is"),
+    "a section of a build": (lambda index: Index.build(ROWS, path="never", settings={"index": 3}), "settings is"),
+    "k is no number": (lambda index: index.evaluate(["who?"], k=None), r"evaluate\.k"),
+    "ids": (lambda index: index.passages(2.5), "float holds no rows"),
+    "ids to delete": (lambda index: index.delete(None), "NoneType holds no rows"),
+    "judgements": (lambda index: index.add_feedback(5), "int holds no rows"),
+    "questions to embed": (lambda index: index.encoder.embed_queries(5), "int holds no rows"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG_ARGUMENTS.values(), ids=WRONG_ARGUMENTS)
+def test_an_argument_of_a_wrong_type_is_an_error_of_the_package(index: Index, call, message: str):
+    with pytest.raises((ConfigError, DataError), match=message):
+        call(index)
+
+
 @pytest.fixture
 def command_store(tiny_backbone: Path, tmp_path: Path) -> Path:
     """A store of the command line, without a run file, of chunks, with words, and without redundant views."""
