@@ -32,6 +32,7 @@ from urllib.parse import quote
 
 import httpx2
 from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticSerializationError
 
 from mvr_ray.config import RunConfig
 from mvr_ray.deadline import Deadline
@@ -139,7 +140,11 @@ class HttpTransport:
         """Send a request until there is a response, a permanent error, or no time."""
         tries, path, content, headers = 0, self.address + request.path, None, {}
         if request.body is not None:
-            content, headers = request.body.model_dump_json(exclude_none=True), {"content-type": "application/json"}
+            try:
+                content, headers = request.body.model_dump_json(exclude_none=True), {"content-type": "application/json"}
+            except PydanticSerializationError as error:  # of a value in a filter or a manifest
+                hint = "give texts that UTF-8 can encode, numbers, true or false, dates, lists and objects"
+                raise RequestError(422, "not_json", "", f"the request is no JSON: {error}", hint) from None
         last: ClientError | None = None
         while (left_s := deadline.left_s) > 0:
             retry_after, tries = "", tries + 1

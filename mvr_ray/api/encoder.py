@@ -6,12 +6,13 @@ from typing import Any, Self
 
 import numpy as np
 
-from mvr_ray.api.rows import passage_records
+from mvr_ray.api.rows import passage_records, rows_of
 from mvr_ray.config import parse_run, resolve_model
 from mvr_ray.core.encoding.encoder import DualEncoder, EmbeddedViews, EncoderSpec
 from mvr_ray.core.encoding.precision import fastest_float
 from mvr_ray.distributed.encode import embed_chunk
 from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.serving.schemas import is_text
 from mvr_ray.store.formats.records import PassageRecord
 from mvr_ray.types import FloatArray
 
@@ -70,8 +71,12 @@ class Encoder:
 
     def embed_queries(self, questions: str | Sequence[str], batch_size: int = 64) -> FloatArray:
         """Return queries_QD, float32, of one question (Q = 1) or several. Raises EncoderError for a question without a
-        word."""
-        return self._encoder.embed_queries([questions] if isinstance(questions, str) else questions, batch_size)
+        word, DataError for one that is not text."""
+        texts = [questions] if isinstance(questions, str) else list(rows_of(questions))
+        for number, text in enumerate(texts):
+            if not isinstance(text, str) or not is_text(text):
+                raise DataError(f"question {number} is not text that UTF-8 can encode: {text!r:.60}")
+        return self._encoder.embed_queries(texts, batch_size)
 
     def embed_passages(self, passages: str | Iterable[Any], tokens_per_batch: int = 8192) -> EmbeddedViews:
         """Return (views_PVD, mask_PV) of one text, or of passages as `Index.build` takes them: float32, zero where the

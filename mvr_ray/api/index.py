@@ -58,6 +58,8 @@ class Index:
     """An index of passages. Make it with `Index.build` or `Index.open`; `with` or `close` release its memory.
 
     Methods that change it (`upsert`, `delete`, `refine`, `rollback`) publish a version; later searches answer from it.
+    The first search opens the newest version. A version that another process, or another `Index`, publishes after that
+    is searched and shown after `close`, or by another `Index.open`.
     """
 
     def __init__(self, run: RunConfig) -> None:
@@ -92,7 +94,7 @@ class Index:
         an interrupted build continues. Raises ConfigError, DataError, EncoderError, ResourceError.
         """
         sources = rows.sources_of(passages)
-        own = {name: dict(values) for name, values in (settings or {}).items()}
+        own = _sections(settings)
         own["store"] = {**own.get("store", {}), "path": _absolute(str(path))}
         own["encoder"] = {**own.get("encoder", {}), "backbone": model}
         paths_given = [source.model_dump(exclude_defaults=True) for source in sources or ()]
@@ -128,7 +130,7 @@ class Index:
             store = Store(text)
             base = yaml.safe_load(store.read_bytes(paths.RUN_FILE)) if has_run_file else _run_of_store(store, name)
             base["store"] = {"path": _absolute(text)}
-        for section, values in (settings or {}).items():
+        for section, values in _sections(settings).items():
             base[section] = {**base.get(section, {}), **values}
         index = cls(parse_run(base, text))
         index._has_run_file = has_run_file
@@ -142,7 +144,7 @@ class Index:
         self.close()
 
     def close(self) -> None:
-        """Release the open shards and the encoder; the next search opens them again."""
+        """Release the open shards and the encoder; the next search opens those of the newest version."""
         self._open.close()
         self.__dict__.pop("_router", None)
 
@@ -158,8 +160,8 @@ class Index:
 
     @property
     def manifest(self) -> Manifest:
-        """The description of the live version: encoder, shards, measurements."""
-        return manifests.read(self._store, self.run.index.name)
+        """The description of the version that searches answer from: encoder, shards, measurements."""
+        return self._router.manifest if "_router" in self.__dict__ else self._newest()
 
     @property
     def encoder(self) -> "Encoder":
@@ -277,7 +279,7 @@ class Index:
         path = paths.feedback(self.run.index.name)
         before = self._store.read_bytes(path).decode() if self._store.exists(path) else ""
         lines = [line for line in before.split("\n") if line.strip()]
-        for number, judgement in enumerate(judgements):
+        for number, judgement in enumerate(rows.rows_of(judgements)):
             match judgement:
                 case (str() as question, str() as passage, (1 | -1) as label) if question.strip() and label is not True:
                     row = {"question": question, "passage_id": passage, "label": int(label)}
@@ -297,12 +299,12 @@ class Index:
         positive_ids. Raises DataError, and ConfigError for a name that no set can have.
         """
         self._with(evaluate={"questions": [name]})
-        live = self.manifest
+        live = self._newest()
         write_questions(Corpus.open(self._store, live.corpus, live.corpus_digest), name, rows.questions_of(questions))
         return name
 
     def evaluate(
-        self, questions: Any, k: Sequence[int] = (1, 5, 20, 100), progress: Progress = no_progress
+        self, questions: Any, k: int | Sequence[int] = (1, 5, 20, 100), progress: Progress = no_progress
     ) -> "EvaluationReport":
         """Measure how well the live version answers questions: shares with an answer, and with a gold passage, among
         the first `k` hits, with their 95 % intervals (`rows` of the report).
@@ -313,11 +315,12 @@ class Index:
         """
         from mvr_ray.distributed.evaluate import evaluate
 
-        live = self.manifest
+        live = self._newest()
         corpus = Corpus.open(self._store, live.corpus, live.corpus_digest)
         is_stored = isinstance(questions, str) and questions in question_sets(corpus)
         name = questions if is_stored else self.add_questions(questions, "evaluate")
-        return evaluate(self._with(evaluate={"questions": [name], "k": list(k)}), progress)
+        depths = list(k) if isinstance(k, Iterable) else [k]
+        return evaluate(self._with(evaluate={"questions": [name], "k": depths}), progress)
 
     def versions(self) -> list[VersionInfo]:
         """List the published versions, oldest first; the last one is live."""
@@ -348,6 +351,9 @@ class Index:
 
         return self._open.enter_context(open_hot_swap_router(self.run, batching=False))
 
+    def _newest(self) -> Manifest:
+        return manifests.read(self._store, self.run.index.name)
+
     def _follow(self) -> None:
         """Switch an open router to the newest version."""
         if "_router" in self.__dict__:
@@ -355,7 +361,7 @@ class Index:
 
     def _change(self, changes: Iterable[Mapping[str, Any]], progress: Progress) -> Manifest:
         """Update the corpus by rows of a file of changes, and publish a version of it."""
-        live = self.manifest
+        live = self._newest()
         if not self._has_run_file:
             self._require_settings(live)
         with TemporaryDirectory() as folder:
@@ -394,7 +400,16 @@ class Index:
 
 
 def _several(ids: str | int | Iterable[str | int]) -> Iterable[str | int]:
-    return [ids] if isinstance(ids, str | int | np.integer) else ids
+    return [ids] if isinstance(ids, str | int | np.integer) else rows.rows_of(ids)
+
+
+def _sections(settings: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
+    """Return a copy. Raises ConfigError for anything but sections of settings."""
+    try:
+        return {name: dict(values) for name, values in (settings or {}).items()}
+    except (AttributeError, TypeError, ValueError):
+        example = '{"encoder": {"num_views": 4}}'
+        raise ConfigError(f"settings is {settings!r:.60}; give sections of a run file, such as {example}") from None
 
 
 def _upserts(passages: Any) -> Iterable[dict[str, Any]]:
@@ -418,11 +433,17 @@ def _absolute(path: str) -> str:
 def _run_of_store(store: Store, name: str | None) -> dict[str, Any]:
     """Return the settings of an index without a run file, as its live version and its corpus record them."""
     names = store.list(paths.indexes_dir())
+    if not names:
+        problem = "does not exist" if store.is_local and not store.exists(".") else "holds no index"
+        raise MissingInputError(
+            f"{store.name} {problem}; correct the path, or make an index there: Index.build(passages, "
+            f"path={store.name!r})"
+        )
     if name is None and len(names) == 1:
         [name] = names
     if name not in names:
-        known_names = ", ".join(names) or "none"
         problem = f"no index {name!r}" if name else "not exactly one index"
+        known_names = ", ".join(names)
         raise MissingInputError(f"{store.name} holds {problem} (there are: {known_names}); give name=, or build one")
     live = manifests.read(store, name)
     counts = parent_corpus(store, live.corpus, name).info.counts

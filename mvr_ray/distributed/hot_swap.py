@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -121,9 +121,9 @@ class HotSwapRouter:
     def pin(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator[Router]:
         """The router of one version (None: the live one), open until the block ends, even if another one becomes live.
 
-        If the version is not open, the call waits for that until the deadline. Raises MissingInputError, StorageError
-        or ResourceError if it cannot be opened; OverloadedError if it is not open in time, or if no cached version may
-        be evicted yet.
+        If the version is not open, the call waits for that until the deadline. Raises MissingInputError for a version
+        that does not exist, StorageError or ResourceError if it cannot be opened; OverloadedError if it is not open in
+        time, or if no cached version may be evicted yet.
         """
         pinned_version = self._acquire(version)
         if pinned_version is None:
@@ -226,8 +226,12 @@ class HotSwapRouter:
             live = self._live
             if len(self._cache) >= version_cache.MAX_VERSIONS:
                 self._evict(manifest, f"all {version_cache.MAX_VERSIONS} places beside the live one are taken")
-            with translate_ray_errors(f"opening {version_name(manifest)}"):
-                open_version = self._open_with_eviction(manifest, is_move=False)
+            name = version_name(manifest)
+            try:
+                with translate_ray_errors(f"opening {name}"):
+                    open_version = self._open_with_eviction(manifest, is_move=False)
+            except MissingInputError as error:  # to callers it would say that the version does not exist
+                raise StorageError(f"{name} cannot be opened: {error}") from error
             with self._lock:
                 open_version.is_retired = False
                 self._cache.append(open_version)
@@ -304,13 +308,14 @@ class HotSwapRouter:
         with self.pin() as router:
             router.ready()
 
-    def exact(self, queries_QD: FloatArray, k: int, version: int | None = None) -> list[list[Hit]]:
-        """Search a version exhaustively for the exact best k, whatever its index is, past the queues of requests.
+    def exact(self, queries_QD: FloatArray, k: int, router: Router | None = None) -> list[list[Hit]]:
+        """Search the live version, or a pinned `router`, exhaustively for the exact best k, whatever its index is, past
+        the queues of requests.
 
         Raises ResourceError where a searcher died, DamagedShardsError for a damaged shard, TimeoutError after the time
         limit of an answer.
         """
-        with self.pin(version) as router:
+        with nullcontext(router) if router else self.pin() as router:
             queries_QD = check_queries(queries_QD, router.dimension)
             fleet = self.searchers.fleet(router.manifest)
             results = fleet.exact(queries_QD, check_k(k), Deadline.after(router.timeout_s))

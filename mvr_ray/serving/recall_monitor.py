@@ -1,6 +1,7 @@
 """Estimates the recall of an approximate index while it serves: some queries are also answered exactly.
 
-    every     one of so many queries is sampled; none while the previous sample is being measured
+    every     one of so many queries is sampled; none while the previous sample is being measured, and only while the
+              version that answered is the live one
     recall    of the exact best k, the share whose score the answer reached; scores are exact on both sides, so a
               passage tied with the k-th counts as well as the one ranked in its place
 
@@ -65,9 +66,11 @@ class RecallMonitor:
 
     def _measure(self, query: Query, k: int, version: int, scores: Sequence[float]) -> None:
         try:
-            with self.router.pin(version) as router:
+            with self.router.pin() as router:
+                if router.manifest.version != version:
+                    return
                 query_1D = router.embed([query]) if isinstance(query, str) else np.array([query], np.float32)
-                [truth] = self.router.exact(query_1D, k, version) or [[]]
+                [truth] = self.router.exact(query_1D, k, router) or [[]]
             if truth:
                 self.report(sum(score >= truth[-1].score for score in scores) / len(truth))
         except (MvrRayError, TimeoutError) as error:

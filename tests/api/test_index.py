@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -244,6 +245,16 @@ def test_one_text_is_one_question_or_passage_and_not_its_characters(index: Index
         index.upsert("A tower.")
 
 
+@pytest.mark.parametrize("question", ["half a pair: \ud800", 5])
+def test_a_question_that_is_no_text_is_refused_by_its_number(index: Index, question):
+    with pytest.raises(DataError, match="question 1 is not text that UTF-8 can encode"):
+        index.encoder.embed_queries(["who?", question])
+    with pytest.raises(ConfigError, match=r"^search: "):
+        index.search(["who?", question])
+    with pytest.raises(ConfigError, match=r"^search: filter\.title"):
+        index.search("who?", filter={"title": question})
+
+
 def test_an_encoder_of_a_precision_embeds_as_an_index_of_it(tiny_backbone: Path, tmp_path: Path):
     settings = {**SMALL, "index": {"precision": "auto"}}
     own = Index.build(ROWS, str(tiny_backbone), tmp_path, settings=settings)
@@ -293,6 +304,44 @@ def test_upserts_and_deletions_give_the_answers_of_an_index_built_from_nothing(
     index.rollback(1)
     assert (len(index), index.manifest.operation) == (24, "rollback")
     assert "p3" in {hit.id for hit in index.search(question, 100)}
+
+
+def test_an_index_shows_the_version_that_it_answers_from_and_changes_the_newest_one(index: Index):
+    """Another `Index` over the same store publishes a version after this one has searched."""
+
+    def state() -> tuple[int, int, int, int, int]:
+        hits = index.search("who built the tower?", k=100)
+        [in_repr] = map(int, re.findall(r"version (\d+)", repr(index)))
+        return index.manifest.version, hits.version, in_repr, len(index), len(hits)
+
+    assert state() == (1, 1, 1, 24, 24)
+    with Index.open(index.run.store.path) as other:
+        other.delete("p3")
+    assert state() == (1, 1, 1, 24, 24)
+    index.close()
+    assert state() == (2, 2, 2, 23, 23)
+    with Index.open(index.run.store.path) as other:
+        other.delete("p4")
+    index.delete("p5")
+    assert state() == (4, 4, 4, 21, 21)
+
+
+WRONG_ARGUMENTS = {
+    "settings are texts": (lambda index: Index.open(index.run.store.path, settings=["index"]), "settings is"),
+    "a section is a number": (lambda index: Index.open(index.run.store.path, settings={"index": 3}), "settings is"),
+    "a section of a build": (lambda index: Index.build(ROWS, path="never", settings={"index": 3}), "settings is"),
+    "k is no number": (lambda index: index.evaluate(["who?"], k=None), r"evaluate\.k"),
+    "ids": (lambda index: index.passages(2.5), "float holds no rows"),
+    "ids to delete": (lambda index: index.delete(None), "NoneType holds no rows"),
+    "judgements": (lambda index: index.add_feedback(5), "int holds no rows"),
+    "questions to embed": (lambda index: index.encoder.embed_queries(5), "int holds no rows"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG_ARGUMENTS.values(), ids=WRONG_ARGUMENTS)
+def test_an_argument_of_a_wrong_type_is_an_error_of_the_package(index: Index, call, message: str):
+    with pytest.raises((ConfigError, DataError), match=message):
+        call(index)
 
 
 @pytest.fixture
@@ -575,8 +624,10 @@ def test_a_bad_row_is_named_and_changes_nothing(index: Index, tmp_path: Path):
         Index.build({"a": "One."}, path=tmp_path / "bad")
     with pytest.raises(DataError, match="no passage is given"):
         Index.build([], path=tmp_path / "bad")
-    with pytest.raises(MissingInputError, match=r"not exactly one index .there are: none"):
-        Index.open(tmp_path / "bad")
+    for folder, problem in ((tmp_path / "bad", "holds no index"), (tmp_path / "absent", "does not exist")):
+        message = f"^{folder} {problem}; correct the path, or make an index there: Index.build"
+        with pytest.raises(MissingInputError, match=message):
+            Index.open(folder)
     with pytest.raises(ConfigError, match=r"num_view.*did you mean 'num_views'"):
         Index.build(["One."], path=tmp_path / "bad", settings={"encoder": {"num_view": 3}})
     assert index.manifest.version == 1

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from live_search import live_search
 from random_index import D, brute_force, publish_random_index, random_views
+from waiting import until
 
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.distributed.hot_swap import HotSwapRouter, open_hot_swap_router
@@ -95,6 +96,22 @@ def test_one_query_of_so_many_is_taken_wherever_it_stands_in_its_batch_and_exact
     assert live.searchers.counts() == FleetCounts()
     recall_monitor.close()
     never.close()
+
+
+def test_a_version_that_was_replaced_is_not_opened_again_for_a_sample(tmp_path):
+    live = live_over(tmp_path, random_views(60, 3), POOR)
+    recalls: queue.Queue[float] = queue.Queue()
+    recall_monitor = RecallMonitor(live, recalls.put, every=1)
+    answer = live_search(live, QUERIES_QD[:1], K)
+    publish_random_index(tmp_path, random_views(60, 4), 3, POOR, parent=1)
+    assert live.move_to(2) == 2
+    open_before = live.searchers.searcher.health()
+    recall_monitor.note(QUERIES_QD[:1].tolist(), K, answer)
+    until(lambda: not recall_monitor._busy)
+    assert (recalls.qsize(), live.searchers.searcher.health()) == (0, open_before)
+    recall_monitor.note(QUERIES_QD[:1].tolist(), K, live_search(live, QUERIES_QD[:1], K))
+    assert recalls.get(timeout=60) is not None
+    recall_monitor.close()
 
 
 @pytest.mark.ray

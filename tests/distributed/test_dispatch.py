@@ -1,10 +1,12 @@
 """Tests of replicas, hedging, bounded queues and probes with slow, dead, hung and overloaded searchers."""
 
 import dataclasses
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -362,6 +364,19 @@ def test_a_busy_searcher_is_not_taken_for_a_hung_one(open_with):
         assert [check_health(monitor, at_s, other) for at_s in (40, 69, 71)] == [0, 0, 1]
         router.ready()
         assert is_whole(router.search(QUERIES_QD, K))
+
+
+@pytest.mark.ray
+def test_nothing_keeps_a_replica_that_was_replaced(open_with):
+    """It would keep its threads."""
+    with open_with() as router:
+        dispatcher, actor = router.fleet.searchers.dispatcher, router.fleet.actors[0]
+        monitor = HealthMonitor(dispatcher, hung_s=30)
+        assert monitor.check(0) == 0
+        before = weakref.ref(dispatcher.replace(0, 0, actor))
+        assert monitor.check(1) == 0
+        gc.collect()
+        assert before() is None
 
 
 @pytest.mark.chaos(

@@ -134,7 +134,7 @@ def test_words_that_were_overwritten_under_a_searcher_are_withdrawn_and_taken_up
         after = router.search(queries_QD, 5, hybrid=by_words)
         assert (after.hits, after.exact.certified, after.coverage_share) == (before.hits, True, 1.0)
     searcher.drop(version.version)
-    assert searcher.open_files() == [] and searcher.damaged_keys() == []
+    assert searcher.open_files() == {} and searcher.damaged_keys() == []
 
 
 def test_a_shard_stays_withdrawn_whose_changed_file_has_the_time_and_size_that_it_had(
@@ -173,3 +173,21 @@ def test_no_more_is_read_in_a_second_than_is_allowed(tmp_path: Path, version: Ma
         scrubber.scrub(0.0)
         seconds += 1
     assert num_files / 2 < seconds <= num_files + 1
+
+
+def test_files_of_a_version_that_was_dropped_do_not_stay_open(tmp_path: Path, version: Manifest):
+    """Deleted files would keep their disk space until the pass ends, which takes hours over a large index."""
+    task = SearcherTask(str(tmp_path), version)
+    searcher = ShardSearcher(task)
+    LocalFleet(task, searcher).ready()
+    scrubber = Scrubber(searcher, 1)
+    scrubber.scrub(0.0)
+
+    def open_paths() -> list[str]:
+        links = (file for file in Path("/proc/self/fd").iterdir() if file.is_symlink())
+        return [path for path in map(os.readlink, links) if path.startswith(str(tmp_path))]
+
+    assert open_paths()
+    searcher.drop(version.version)
+    scrubber.scrub(1.0)
+    assert open_paths() == []

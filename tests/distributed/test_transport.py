@@ -8,6 +8,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from unittest.mock import MagicMock
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +24,7 @@ from mvr_ray import logs
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.router import open_router
 from mvr_ray.distributed.searching import transport
+from mvr_ray.distributed.searching.dispatch import Dispatcher
 from mvr_ray.distributed.searching.messages import (
     ScanRequest,
     ShardFailure,
@@ -82,6 +84,7 @@ class FakeActor:
         self.address = endpoint
         self.num_connects, self.by_ray = 0, 0
         self.endpoint = self.handle = self
+        self.cancel = MagicMock()
 
     def options(self, **_):
         return self
@@ -329,6 +332,23 @@ def test_where_a_connection_breaks_ray_carries_the_calls_that_run_and_those_that
     assert waits.result(30).to_pybytes() == b"runs"
     assert call(connection, "say", b"follows").result(30).to_pybytes() == b"follows"
     assert not connection.is_connected and connection.actor.by_ray >= 2
+    desk.gate.set()
+    server.shutdown()
+
+
+@pytest.mark.ray
+def test_a_call_that_its_caller_gave_up_is_not_repeated_by_ray_where_its_connection_breaks(desk, ray_session):
+    server = SearcherServer(desk.handle, "127.0.0.1")
+    proxy = Proxy(server.endpoint)
+    dispatcher = Dispatcher([[actor := FakeActor(proxy.endpoint)]], lambda *_: None)
+    [[replica]], message = dispatcher.groups, {0: pa.py_buffer(b"1")}
+    assert dispatcher.gather("say", message, Deadline.after(30)).failures == {}
+    until(lambda: replica.is_connected)
+    assert dispatcher.gather("later", message, Deadline.after(0.5)).failures == {0: "late"}
+    until(lambda: desk.calls == 1)
+    proxy.cut()
+    until(lambda: replica.waiting == 0)
+    assert actor.by_ray == 1 and replica.state == ""
     desk.gate.set()
     server.shutdown()
 

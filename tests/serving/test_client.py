@@ -134,6 +134,13 @@ def test_a_refusal_is_the_same_error_inside_and_over_http(client, ask, status, c
     assert error.hint and error.message in str(error)
 
 
+@pytest.mark.parametrize("value", ["half a pair: \ud800", object()], ids=["surrogate", "object"])
+def test_a_filter_that_json_cannot_hold_is_refused(client, value) -> None:
+    with pytest.raises(RefusedError) as refusal:
+        client.search(["x"], filter={"id": value})
+    assert refusal.value.status == 422 and refusal.value.hint
+
+
 def test_tokens_are_sent_and_their_refusals_told(address) -> None:
     for token, status, code in ((None, 401, "no_token"), (READ[1:], 401, "wrong_token"), (READ, 403, "admin_needed")):
         with Client(address, token=token) as client, pytest.raises(RefusedError) as refusal:

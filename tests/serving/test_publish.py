@@ -15,6 +15,7 @@ from in_memory_index import InMemoryIndex
 from mvr_ray.client import Client, RefusedError
 from mvr_ray.config import RunConfig, ServeConfig
 from mvr_ray.deadline import Deadline
+from mvr_ray.distributed.hot_swap import open_hot_swap_router
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import read_tokens
 from mvr_ray.serving.catalog import VersionCatalog
@@ -349,3 +350,19 @@ def test_a_published_version_is_answered_from_as_its_source_is(elsewhere, tmp_pa
     assert (before.version, after.version) == (1, 2)
     assert [hit.score for hit in after.results[0]] == [2 * hit.score for hit in before.results[0]]
     assert [hit.id for hit in after.results[0]] == [hit.id for hit in before.results[0]]
+
+
+def test_a_version_that_lost_its_corpus_is_unavailable_and_one_that_never_was_is_unknown(elsewhere, tmp_path) -> None:
+    """The corpus of version 2 replaces that of version 1 in the store."""
+    assert elsewhere.post(elsewhere.payload).status == 200
+    build(tmp_path / "next", types={"year": "int"}, fields={"p1": {"year": 1958}})
+    copy_files(tmp_path / "next", elsewhere.root)
+    assert elsewhere.post(as_sent(tmp_path / "next"), parent=1).status == 200
+    run = RunConfig.model_validate({"store": {"path": str(elsewhere.root)}, "index": {"name": "library"}})
+    with open_hot_swap_router(run, local=True) as router:
+        app = create_app(SearchService(router, ServeConfig()))
+        body = {"queries": [[1.0, 0, 0]], "k": 1, "text": False, "fields": ["year"]}
+        replies = [call(app, "POST", "/v1/search", {**body, **of}) for of in ({}, {"version": 1}, {"version": 3})]
+    assert [reply.status for reply in replies] == [200, 503, 404]
+    assert [reply.body["error"]["code"] for reply in replies[1:]] == ["unavailable", "unknown_version"]
+    assert "corpus 'books' of digest" in replies[1].body["error"]["message"]

@@ -14,12 +14,13 @@ def test_queries_that_are_answered_during_or_after_the_close_are_not_measured() 
     index, recalls = InMemoryIndex(exact=Exactness(False, "hnsw", 1, 0, 0.5)), []
     start = threading.Event()
 
-    def exact(queries_QD, k, version):
+    def exact(queries_QD, k, router):
         start.set()
         return index.search(queries_QD, k).hits
 
     answer = index.search(index.embed(["nile"]), 1)
-    monitor = RecallMonitor(SimpleNamespace(pin=lambda _: nullcontext(index), exact=exact), recalls.append, every=1)
+    index.manifest = SimpleNamespace(version=answer.version)
+    monitor = RecallMonitor(SimpleNamespace(pin=lambda: nullcontext(index), exact=exact), recalls.append, every=1)
     index.gate.clear()
     monitor.note(["nile"], 1, answer)
     assert start.wait(20)

@@ -289,7 +289,8 @@ class Dispatcher:
 
         `ray.cancel` does not reach a call that waits in an actor's concurrency group.
         """
-        for call in calls.values():
+        for future, call in calls.items():
+            future.cancel()
             call.replica.actor.cancel.options(concurrency_group="health").remote(call.name)
             with self._lock:
                 self.latencies[call.group].add(time.monotonic() - call.began_s)

@@ -46,7 +46,9 @@ class HealthMonitor:
 
     def check(self, now_s: float) -> int:
         """Send probes, read heartbeats, and kill hung searchers; return their number."""
-        up = [(group, one) for group, many in enumerate(self.dispatcher.groups) for one in many if not one.state]
+        replicas = [(group, one) for group, many in enumerate(self.dispatcher.groups) for one in many]
+        self._probes = {one: self._probes[one] for _, one in replicas if one in self._probes}  # not of replaced ones
+        up = [(group, one) for group, one in replicas if not one.state]
         refs = {one: one.actor.heartbeat.options(concurrency_group="health").remote() for _, one in up}
         if refs:
             ray.wait(list(refs.values()), num_returns=len(refs), timeout=HEARTBEAT_TIMEOUT_S)

@@ -58,21 +58,27 @@ class Scrubber:
 
     def _read_all(self) -> Iterator[int]:
         """Read every file of every open shard once; yield the number of bytes of each piece."""
-        for key, files in self.searcher.open_files():
-            for file in files:
-                digest, start, problem = hashlib.sha256(), 0, ""
-                try:
-                    while piece := file.handle.read_at(PIECE_BYTES, start):
-                        digest.update(piece)
-                        start += len(piece)
-                        yield len(piece)
-                except OSError as error:
-                    problem = f"cannot be read ({error})"
-                if not problem and digest.hexdigest() != file.entry.sha256:
-                    problem = "was changed while it was open"
-                if problem:
-                    reason = f"{file.path} {problem}; repair it: mvr-ray versions CONFIG repair"
-                    log.error("shard withdrawn: %s", reason)
-                    drop_cached_sha256_of(file.path)
-                    self.searcher.withdraw(key, files, reason)
-                    break
+        for key in list(self.searcher.open_files()):
+            yield from self._read_part(key)
+
+    def _read_part(self, key: Key) -> Iterator[int]:
+        files = self.searcher.open_files().get(key, ())
+        for file in files:
+            digest, start, problem = hashlib.sha256(), 0, ""
+            try:
+                while piece := file.handle.read_at(PIECE_BYTES, start):
+                    digest.update(piece)
+                    start += len(piece)
+                    yield len(piece)
+                    if self.searcher.open_files().get(key) is not files:
+                        return  # handles of a dropped part would keep the disk space of its deleted files
+            except OSError as error:
+                problem = f"cannot be read ({error})"
+            if not problem and digest.hexdigest() != file.entry.sha256:
+                problem = "was changed while it was open"
+            if problem:
+                reason = f"{file.path} {problem}; repair it: mvr-ray versions CONFIG repair"
+                log.error("shard withdrawn: %s", reason)
+                drop_cached_sha256_of(file.path)
+                self.searcher.withdraw(key, files, reason)
+                return

@@ -191,9 +191,9 @@ class ShardSearcher:
         open_parts = list(self._parts.items())
         return sorted({key.partition(" ")[0] for key, part in open_parts if isinstance(part.value, OpenShard)})
 
-    def open_files(self) -> list[tuple[Key, tuple[OpenFile, ...]]]:
+    def open_files(self) -> dict[Key, tuple[OpenFile, ...]]:
         """The open files of each part."""
-        return [(key, part.files) for key, part in list(self._parts.items())]
+        return {key: part.files for key, part in list(self._parts.items())}
 
     def damaged_keys(self) -> list[Key]:
         return list(self._damaged)
@@ -225,7 +225,7 @@ class ShardSearcher:
 
     def memory(self) -> MemoryUsage:
         """The bytes held here, and those free on this machine."""
-        held_bytes = {key: sum(file.entry.num_bytes for file in files) for key, files in self.open_files()}
+        held_bytes = {key: sum(file.entry.num_bytes for file in files) for key, files in self.open_files().items()}
         return MemoryUsage(node_name(), free_bytes(), held_bytes)
 
     def scan(self, request: ScanRequest, call: str = "") -> ShardResults:

@@ -6,9 +6,9 @@
     call      an Arrow message each way (`messages`), with a header that names the method and the call; no code is sent;
               streams of messages stay open for further calls, since opening one takes half a millisecond
     refuse    a caller without the token reaches no method
-    lose      a call whose connection breaks is repeated by Ray under its name: the searcher gives it the answer of the
-              run that it began, a restarted one runs it, or the call fails. gRPC also ends a connection over which no
-              searcher has sent anything for about two minutes (too_many_pings)
+    lose      a call whose connection breaks is repeated by Ray under its name, unless its caller has given it up: the
+              searcher gives it the answer of the run that it began, a restarted one runs it, or the call fails. gRPC
+              also ends a connection over which no searcher has sent anything for about two minutes (too_many_pings)
 
 With `resources.tls_dir` the connection is encrypted, and the searcher proves that it holds the certificate's key.
 """
@@ -206,7 +206,8 @@ class Connection:
             self.waiting += calls
 
     def call(self, method: str, call: str, message: pa.Buffer, deadline: Deadline) -> "Future[pa.Buffer]":
-        """Send a call that `add_waiting` has counted. The future raises what the searcher raised, or ConnectionLost."""
+        """Send a call that `add_waiting` has counted. The future raises what the searcher raised, or ConnectionLost;
+        cancel it to give the call up."""
         future: Future[pa.Buffer] = Future()
         with self._lock:
             self._running.add(future)
@@ -223,7 +224,8 @@ class Connection:
                 stream.cancel()
             self._idle_streams.clear()
         for future in running:
-            future.set_exception(ConnectionLost("the searcher is being restarted"))
+            if future.set_running_or_notify_cancel():
+                future.set_exception(ConnectionLost("the searcher is being restarted"))
 
     def _call(self, future: "Future[pa.Buffer]", method: str, call: str, message: pa.Buffer, timeout_s: float) -> None:
         try:
@@ -235,7 +237,8 @@ class Connection:
                 return
             self._running.discard(future)
             self.waiting -= 1
-        settle()
+        if future.set_running_or_notify_cancel():
+            settle()
 
     def _send(
         self, future: "Future[pa.Buffer]", method: str, call: str, message: pa.Buffer, timeout_s: float
@@ -256,6 +259,8 @@ class Connection:
                     if problem:
                         raise _decode_error(*problem)
                     return answer
+            if future.cancelled():
+                raise ConnectionLost("the caller gave the call up")
             return ray.get(self.actor.handle.remote(method, call, message), timeout=timeout_s)
         except (RayActorError, GetTimeoutError, flight.FlightTimedOutError) as error:
             raise ConnectionLost(str(error).partition("\n")[0]) from error
