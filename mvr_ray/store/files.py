@@ -221,12 +221,12 @@ class Store:
 
     def list(self, path: str) -> list[str]:
         """List the names directly under `path`, sorted, without hidden ones; empty when it is not there."""
-        with self._input(path, "list"):
+        names: list[str] = []
+        with self._input(path, "list"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if self._objects:
                 names = self._objects.list(_check_path(path))
             else:
-                folder = self._local(path)
-                names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+                names = [entry.name for entry in self._local(path).iterdir()]
         return sorted(name for name in names if not name.startswith("."))
 
     def size_bytes(self, path: str) -> int:
@@ -243,9 +243,7 @@ class Store:
             if self._objects:
                 newest = self._objects.newest_s(_check_path(path))
             else:
-                root = self._local(path)
-                times = [file.stat().st_mtime for file in [*_files_of(root), root] if file.exists()]
-                newest = max(times, default=None)
+                newest = _newest_s(self._local(path))
         return max(0.0, time.time() - newest) if newest is not None else 0.0
 
     def touch(self, path: str) -> None:
@@ -509,6 +507,16 @@ def _check_path(path: str) -> str:
     pure = PurePosixPath(path)
     assert path and not pure.is_absolute() and ".." not in pure.parts, f"not a path inside the store: {path!r}"
     return str(pure)
+
+
+def _newest_s(root: Path) -> float | None:
+    """Return the newest Unix time of a file or folder and the files in it, though some are deleted meanwhile; None
+    where nothing is there."""
+    times: list[float] = []
+    for file in [root, *(Path(folder, name) for folder, _, names in os.walk(root) for name in names)]:
+        with contextlib.suppress(FileNotFoundError):
+            times.append(file.stat().st_mtime)
+    return max(times, default=None)
 
 
 def _files_of(folder: Path) -> list[Path]:
