@@ -9,6 +9,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -24,6 +25,8 @@ from mvr_ray.store.objects import ObjectFiles, first_line, open_address
 from mvr_ray.store.scratch import scratch_folder
 
 SCRATCH = ".scratch"
+ASIDE = re.compile(r"\..+\.[0-9a-f]{32}\.(tmp|gone)")
+"""Names of files and folders that are being written or deleted."""
 MAX_DIGESTS = 1 << 14
 SETTLED_NS = 2 * 10**9
 READ_TRIES = 2
@@ -282,6 +285,21 @@ class Store:
                 folder.rename(aside)
                 sync_folder(aside.parent)
                 shutil.rmtree(aside)
+
+    def delete_leftovers(self, min_age_s: float) -> "list[str]":
+        """Remove what killed processes left aside, if at least this old; returns the paths."""
+        if self._objects:
+            paths = self._objects.leftovers()
+        else:
+            paths = []
+            for folder, folders, files in os.walk(self._folder):
+                at = Path(folder).relative_to(self._folder)
+                paths += [(at / name).as_posix() for name in [*folders, *files] if ASIDE.fullmatch(name)]
+                folders[:] = [name for name in folders if not name.startswith(".")]
+        removals = [path for path in paths if self.age_s(path) >= min_age_s]
+        for path in removals:
+            self.delete_dir(path) if self.is_local and self._local(path).is_dir() else self.delete(path)
+        return removals
 
     def move_dir(self, path: str, to: str) -> None:
         """Move a folder to a name that is free: by one rename, or on an object store file by file, copied first."""
