@@ -27,7 +27,7 @@ import pyarrow as pa
 import torch
 from pydantic.dataclasses import dataclass
 
-from mvr_ray.checksums import add_trailer, with_trailer, without_trailer
+from mvr_ray.checksums import add_trailer, with_trailer
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, TokenizedPassage
 from mvr_ray.core.encoding.unpadded_cpu import supports_unpadded_cpu
@@ -36,8 +36,8 @@ from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import LocalEncoder, cached_encoder, open_encoder
 from mvr_ray.distributed.models import translate_out_of_memory
 from mvr_ray.distributed.ray_data import dataset, pool_need, pool_options, stream_rows
-from mvr_ray.distributed.shards import index_params
-from mvr_ray.errors import DigestError, StagingError
+from mvr_ray.distributed.shards import STAGED, index_params, parse_staged
+from mvr_ray.errors import DigestError, FormatError, StagingError
 from mvr_ray.index.kinds import check_params
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
@@ -67,7 +67,7 @@ class ChunkRange(NamedTuple):
     stop: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STAGED)
 class BaseShard:
     """An earlier shard with the passages of a part, except for the changes of a plan. `index_params` are those of its
     version, `least_recall` the minimum recall that it promises."""
@@ -78,7 +78,7 @@ class BaseShard:
     least_recall: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STAGED)
 class EncodePlan:
     """The rows of one part to encode, and the source of the others.
 
@@ -132,14 +132,14 @@ class EncodeTask(NamedTuple):
     def plan(self, store: Store, shard: int) -> EncodePlan:
         """Read the plan of `carry_over` for a shard; without one, all of it is encoded.
 
-        Raises StagingError for a damaged plan, after removing all staged work that follows it.
+        Raises StagingError for a damaged plan or a newer program's, after removing all staged work that follows it.
         """
         path = self.plan_path(shard)
         if not store.exists(path):
             return EncodePlan()
         try:
-            return EncodePlan(**json.loads(bytes(without_trailer(store.read_bytes(path), store.where(path)))))
-        except DigestError as error:
+            return parse_staged(EncodePlan, store.read_bytes(path), store.where(path))
+        except (DigestError, FormatError) as error:
             raise self.discard(store, shard, error) from error
 
     def write_plan(self, store: Store, shard: int, plan: EncodePlan) -> None:

@@ -10,15 +10,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
+from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
 from mvr_ray.checksums import with_trailer, without_trailer
 from mvr_ray.config import IndexConfig
+from mvr_ray.config.base import describe_problems
 from mvr_ray.core.judging.collapse import Collapse, collapse_report
 from mvr_ray.distributed.session import Need
-from mvr_ray.errors import DigestError
+from mvr_ray.errors import DigestError, FormatError
 from mvr_ray.index.base import IndexParams, default_factory, measured_recall
 from mvr_ray.index.candidates import LABELS_FILE
 from mvr_ray.index.flat import shared_codes
@@ -33,16 +36,19 @@ from mvr_ray.types import EmbeddingBlock, FloatArray
 
 log = logging.getLogger(__name__)
 
+Staged = TypeVar("Staged")
 RECALL_DEPTH = 100
 COLLAPSE_SAMPLE = 256
 INDEX_BUILDERS = Need("index builders", 1, 1.0)
 """A stage with tasks for shards needs room for one of them at least (`tasks.run_tasks`)."""
 RECALL_SLACK = 0.01
 """Promised recall is lower by this than the one measured at the build: shards and samples differ."""
+STAGED = ConfigDict(extra="forbid")
+"""Of what is staged as JSON: a field of a newer program may change what the others mean."""
 RECALL_METRICS = ("recall", "recall_least", "shards_updated", "shards_rebuilt")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STAGED)
 class BuiltShard:
     """A stored shard and its measurements; None where there is nothing to measure.
 
@@ -102,6 +108,15 @@ def keep_codes(
     return known_files
 
 
+def parse_staged(kind: type[Staged], data: bytes, where: str) -> Staged:
+    """Parse a staged plan or note. Raises DigestError for a damaged one, FormatError for one of a newer program."""
+    fields = json.loads(bytes(without_trailer(data, where)))
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        raise FormatError(f"{where} is of another program ({describe_problems(error)})") from error
+
+
 def write_note(store: Store, path: str, report: BuiltShard) -> BuiltShard:
     """Write the note of a built shard, for use until its version is published; returns the shard."""
     store.write_bytes(path, with_trailer(json.dumps(asdict(report)).encode()))
@@ -110,17 +125,17 @@ def write_note(store: Store, path: str, report: BuiltShard) -> BuiltShard:
 
 def read_note(store: Store, index: str, path: str) -> BuiltShard | None:
     """Read the note of a shard that an earlier try built, and check all its files; None where it or its note is missing
-    or damaged: the note is removed, and the shard is built again."""
+    or damaged, or a newer program's: the note is removed, and the shard is built again."""
     if not store.exists(path):
         return None
     try:
-        built_shard = BuiltShard(**json.loads(bytes(without_trailer(store.read_bytes(path), store.where(path)))))
+        built_shard = parse_staged(BuiltShard, store.read_bytes(path), store.where(path))
         entry = built_shard.entry
         folder = paths.shard_dir(index, entry.digest)
         checks = (store.damage(f"{folder}/{name}", file.num_bytes, file.sha256) for name, file in entry.files.items())
         if reason := next(filter(None, checks), ""):
             raise DigestError(f"a file of shard {entry.shard} {reason}")
-    except DigestError as error:
+    except (DigestError, FormatError) as error:
         log.warning("shard is built again: note=%s (%s)", store.where(path), error)
         store.delete(path)
         return None

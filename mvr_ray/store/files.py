@@ -9,6 +9,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -24,6 +25,8 @@ from mvr_ray.store.objects import ObjectFiles, first_line, open_address
 from mvr_ray.store.scratch import scratch_folder
 
 SCRATCH = ".scratch"
+ASIDE = re.compile(r"\..+\.[0-9a-f]{32}\.(tmp|gone)")
+"""Names of files and folders that are being written or deleted."""
 MAX_DIGESTS = 1 << 14
 SETTLED_NS = 2 * 10**9
 READ_TRIES = 2
@@ -221,12 +224,12 @@ class Store:
 
     def list(self, path: str) -> list[str]:
         """List the names directly under `path`, sorted, without hidden ones; empty when it is not there."""
-        with self._input(path, "list"):
+        names: list[str] = []
+        with self._input(path, "list"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if self._objects:
                 names = self._objects.list(_check_path(path))
             else:
-                folder = self._local(path)
-                names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+                names = [entry.name for entry in self._local(path).iterdir()]
         return sorted(name for name in names if not name.startswith("."))
 
     def size_bytes(self, path: str) -> int:
@@ -243,9 +246,7 @@ class Store:
             if self._objects:
                 newest = self._objects.newest_s(_check_path(path))
             else:
-                root = self._local(path)
-                times = [file.stat().st_mtime for file in [*_files_of(root), root] if file.exists()]
-                newest = max(times, default=None)
+                newest = _newest_s(self._local(path))
         return max(0.0, time.time() - newest) if newest is not None else 0.0
 
     def touch(self, path: str) -> None:
@@ -284,6 +285,21 @@ class Store:
                 folder.rename(aside)
                 sync_folder(aside.parent)
                 shutil.rmtree(aside)
+
+    def delete_leftovers(self, min_age_s: float) -> "list[str]":
+        """Remove what killed processes left aside, if at least this old; returns the paths."""
+        if self._objects:
+            paths = self._objects.leftovers()
+        else:
+            paths = []
+            for folder, folders, files in os.walk(self._folder):
+                at = Path(folder).relative_to(self._folder)
+                paths += [(at / name).as_posix() for name in [*folders, *files] if ASIDE.fullmatch(name)]
+                folders[:] = [name for name in folders if not name.startswith(".")]
+        removals = [path for path in paths if self.age_s(path) >= min_age_s]
+        for path in removals:
+            self.delete_dir(path) if self.is_local and self._local(path).is_dir() else self.delete(path)
+        return removals
 
     def move_dir(self, path: str, to: str) -> None:
         """Move a folder to a name that is free: by one rename, or on an object store file by file, copied first."""
@@ -509,6 +525,16 @@ def _check_path(path: str) -> str:
     pure = PurePosixPath(path)
     assert path and not pure.is_absolute() and ".." not in pure.parts, f"not a path inside the store: {path!r}"
     return str(pure)
+
+
+def _newest_s(root: Path) -> float | None:
+    """Return the newest Unix time of a file or folder and the files in it, though some are deleted meanwhile; None
+    where nothing is there."""
+    times: list[float] = []
+    for file in [root, *(Path(folder, name) for folder, _, names in os.walk(root) for name in names)]:
+        with contextlib.suppress(FileNotFoundError):
+            times.append(file.stat().st_mtime)
+    return max(times, default=None)
 
 
 def _files_of(folder: Path) -> list[Path]:

@@ -25,8 +25,8 @@ KEPT_PUBLICATIONS = 100
 def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
     """Remove all but the newest `keep` versions, and what no remaining version names, if at least `grace_s` old.
 
-    Also removes unfinished work of that age, and corpora that no version names and that are not the last of `prepare`.
-    Returns the removed paths.
+    Also removes unfinished work of that age, corpora that no version names and that are not the last of `prepare`, and
+    what killed processes left aside anywhere in the store. Returns the removed paths.
     """
     assert keep >= 1, "the live version is always kept"
     removals: list[str] = []
@@ -50,7 +50,7 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
             removals.append(path)
     for name in sorted(corpora):
         removals += collect_corpus(store, name, grace_s=grace_s, index=index)
-    return removals
+    return removals + store.delete_leftovers(grace_s)
 
 
 def _age_s(store: Store, path: str) -> float:

@@ -213,6 +213,10 @@ class ObjectFiles:
         if files := [file["path"] for file in self._below(path)]:
             obstore.delete(self._objects, files)
 
+    def leftovers(self) -> "list[str]":
+        """List the copies of `touch` that are there, as those of killed processes."""
+        return [file["path"] for file in self._below(TOUCHED)]
+
     def move_dir(self, path: str, to: str) -> None:
         """Copy every file, then delete the originals."""
         for file in self._below(path):

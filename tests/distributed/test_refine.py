@@ -15,6 +15,7 @@ import pytest
 import ray
 from prepared_corpus import only_corpus
 
+from mvr_ray.checksums import with_trailer
 from mvr_ray.config import RefineConfig, RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.judging.answers import has_answer
@@ -406,7 +407,10 @@ def test_a_driver_killed_after_publishing_says_what_it_published(store, record_p
     )
 
 
-@pytest.mark.parametrize("damage", [b"", b'{"answer_ranks": [1, 2'], ids=["empty", "cut"])
+NEWER = with_trailer(b'{"weights": [], "rounds": [{"of_a_newer_program": 1}]}')
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"answer_ranks": [1, 2', NEWER], ids=["empty", "cut", "newer"])
 def test_a_damaged_journal_is_begun_anew(store, damage):
     run = config(store, method="feedback_views", rounds=1)
     own_store = Store(str(store))

@@ -13,10 +13,12 @@ import pytest
 import yaml
 from every_stage import run_stages
 
+from mvr_ray.checksums import with_trailer, without_trailer
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.distributed import build_index, session
-from mvr_ray.store import manifest
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.files import Store
+from mvr_ray.store.update import update
 
 DATED = ("created", "token", "took_ms")
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -96,6 +98,45 @@ def test_an_interrupted_index_is_continued_by_the_same_command_and_ends_with_the
     version = build_index.index(run, lambda *step: again.append(step))
     assert next(step for step in again if step[0] == "encode") == steps[-1]
     assert version.shards == whole.shards
+
+
+@pytest.mark.data
+def test_staged_plans_and_notes_of_a_newer_program_are_made_again(
+    empty_store: Path, run_over, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(session, "in_ray", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    run = run_over(empty_store, resources={"local_passages": 1000})
+    build_index.index(run)
+    changes = tmp_path / "changes.jsonl"
+    changes.write_text("".join(json.dumps({"id": f"new {n}", "text": f"Text {n}."}) + "\n" for n in range(9)))
+    update(run.prepare, Store(str(empty_store)), str(changes))
+    undisturbed_store = Path(shutil.copytree(empty_store, tmp_path / "undisturbed"))
+    whole = build_index.index(run_over(undisturbed_store, resources={"local_passages": 1000}))
+
+    def interrupt(step: str, *_: int) -> None:
+        if step == "build shards":
+            raise KeyboardInterrupt
+
+    def add_field(file: Path, part: str) -> None:
+        fields = json.loads(bytes(without_trailer(file.read_bytes(), file.name)))
+        (fields[part] if part else fields)["of_a_newer_program"] = 1
+        file.write_bytes(with_trailer(json.dumps(fields).encode()))
+
+    with pytest.raises(KeyboardInterrupt):
+        build_index.index(run, interrupt)
+    [staging] = (empty_store / paths.index_dir("index", "staging")).iterdir()
+    [note], plans = staging.glob("built-*"), sorted(staging.glob("plan-*"))
+    copies = Path(shutil.copytree(empty_store, tmp_path / "interrupted"))
+    for file, part in [(plans[1], ""), (plans[1], "base"), (note, ""), (note, "entry")]:
+        shutil.rmtree(empty_store)
+        shutil.copytree(copies, empty_store)
+        add_field(file, part)
+        steps: list[tuple[str, int, int]] = []
+        version = build_index.index(run, lambda *step, steps=steps: steps.append(step))
+        assert version.shards == whole.shards
+        is_planned = any(what == "look for embeddings of earlier versions, shards" for what, *_ in steps)
+        assert is_planned == (file != note), (file.name, part)
 
 
 def test_without_an_address_the_size_decides_whether_ray_is_needed(monkeypatch: pytest.MonkeyPatch):

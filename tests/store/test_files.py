@@ -5,6 +5,7 @@ import hashlib
 import os
 import pickle
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -185,6 +186,27 @@ def test_a_folder_that_several_delete_at_once_is_deleted_without_an_error(tmp_pa
             store.write_bytes(f"work-{number}/file", b"")
             list(pool.map(delete, [f"work-{number}"] * 4))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_deleted_meanwhile_has_an_age_and_a_list(tmp_path: Path):
+    """As when collection meets a command that ends, and deletes its unfinished work."""
+    store, is_over = Store(tmp_path), threading.Event()
+
+    def make_and_delete() -> None:
+        while not is_over.is_set():
+            for number in range(40):
+                (tmp_path / f"work/{number % 4}").mkdir(parents=True, exist_ok=True)
+                (tmp_path / f"work/{number % 4}/{number}").touch()
+            shutil.rmtree(tmp_path / "work")
+
+    with ThreadPoolExecutor(1) as pool:
+        deletions = pool.submit(make_and_delete)
+        try:
+            for _ in range(1000):
+                assert store.age_s("work") < 60 and set(store.list("work")) <= set("0123")
+        finally:
+            is_over.set()
+        deletions.result()
 
 
 def test_scratch_is_gone_after_success_and_failure(store: Store):

@@ -188,6 +188,22 @@ def test_collection_removes_what_no_kept_version_names_and_nothing_young(store: 
     assert manifest.verify(store, live).problems == []
 
 
+def test_collection_removes_what_killed_processes_left_aside_and_nothing_young(store: Store, tmp_path: Path):
+    version = manifest.publish(store, describe([make_shard(store, tmp_path / "s", b"content")]))
+    if store.is_local:
+        leftovers = [f"training/encoder/.key.{'1f' * 16}.gone", f"indexes/i/versions/.2.json.{'0e' * 16}.tmp"]
+        files = [f"{leftovers[0]}/state/file", leftovers[1]]
+    else:
+        leftovers = files = [".touched/corpora/corpus/versions/digest.json"]
+    others = ["training/encoder/key/state", ".own.tmp"]
+    for file in [*files, *others]:
+        store.write_bytes(file, b"x")
+    assert collect(store, "i", keep=1, grace_s=3600) == []
+    assert sorted(collect(store, "i", keep=1, grace_s=0)) == sorted(leftovers)
+    assert [store.exists(path) for path in [*leftovers, *others]] == [False] * len(leftovers) + [True] * 2
+    assert manifest.verify(store, version).problems == []
+
+
 @pytest.mark.chaos(
     "clock leaps ten days while a version is published, and old work is collected",
     "the version that was live is live again and whole; the same command then publishes",

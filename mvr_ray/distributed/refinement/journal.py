@@ -18,13 +18,14 @@ import io
 import json
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from mvr_ray.checksums import with_trailer
 from mvr_ray.config import RunConfig
+from mvr_ray.config.base import describe_problems
 from mvr_ray.distributed.refinement.measure import Ranks
 from mvr_ray.distributed.refinement.questions import RefineQuestions
 from mvr_ray.distributed.refinement.report import RefineReport, RoundReport, WeightReport
@@ -74,25 +75,30 @@ class Journal:
         self.heldout_before: tuple[float, ...] = ()
         self.rounds: list[RoundRecord] = []
         self.weights: list[WeightRecord] = []
-        if fields := self._read():
-            self.before = np.array([fields["answer_ranks"], fields["gold_ranks"]], np.int64)
-            self.labelled_before = fields["labelled_before"]
-            self.heldout_before = tuple(fields["heldout_before"])
-            self.rounds = _ROUNDS.validate_python(fields["rounds"])
-            self.weights = _WEIGHTS.validate_python(fields["weights"])
+        try:
+            self._read()
+        except StagingError as error:
+            log.warning("refinement restarts: %s", error)
+            self.delete()
 
     @property
     def _path(self) -> str:
         return f"{self.folder}/journal.json"
 
-    def _read(self) -> dict[str, Any] | None:
-        """Read the journal; None where it is missing or damaged: the refinement then restarts."""
+    def _read(self) -> None:
+        """Read the journal, if there. Raises StagingError for a damaged one or a newer program's."""
+        if not self.store.exists(self._path):
+            return
+        fields = json.loads(read_staged(self.store, self._path))
         try:
-            return json.loads(read_staged(self.store, self._path)) if self.store.exists(self._path) else None
-        except StagingError as error:
-            log.warning("refinement restarts: %s", error)
-            self.delete()
-            return None
+            rounds, weights = _ROUNDS.validate_python(fields["rounds"]), _WEIGHTS.validate_python(fields["weights"])
+        except ValidationError as error:
+            where = self.store.where(self._path)
+            raise StagingError(f"{where} is of another program ({describe_problems(error)})") from error
+        self.rounds, self.weights = rounds, weights
+        self.before = np.array([fields["answer_ranks"], fields["gold_ranks"]], np.int64)
+        self.labelled_before = fields["labelled_before"]
+        self.heldout_before = tuple(fields["heldout_before"])
 
     def begin(self, before: Ranks, labelled_points: float, heldout: Sequence[float]) -> None:
         self.before, self.labelled_before, self.heldout_before = before, labelled_points, tuple(heldout)
