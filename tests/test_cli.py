@@ -1,6 +1,7 @@
 """The command line as a user meets it: exit status, what stands on stderr, and what on stdout."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -348,6 +349,21 @@ for words in json.loads(sys.argv[1]):
     messages = process.stderr.splitlines()
     assert len(messages) == len(commands) - 2, process.stderr
     assert all(line.startswith("mvr-ray: ") for line in messages)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", [["version"], ["plan", "--passages", "100"], ["plan", "--passages", "100", "--json"]])
+def test_a_full_or_closed_stdout_is_one_line_and_status_1(run_file: str, words: list[str], unbuffered: str) -> None:
+    command = [sys.executable, "-m", "mvr_ray.cli", words[0], *([run_file] * (len(words) > 1)), *words[1:]]
+    variables = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    messages = {
+        "/dev/full": "standard output cannot be written: No space left on device; free space or redirect it",
+        "&-": "standard output is closed; redirect it to a file, or to /dev/null",
+    }
+    for target, message in messages.items():
+        shell = ["sh", "-c", f'exec "$@" >{target}', "sh", *command]
+        process = subprocess.run(shell, env=variables, stderr=subprocess.PIPE, text=True)
+        assert (process.returncode, process.stderr) == (1, f"mvr-ray: {message}\n")
 
 
 def test_help_says_every_command_in_a_line_of_80_columns(command) -> None:
