@@ -351,11 +351,11 @@ for words in json.loads(sys.argv[1]):
     assert all(line.startswith("mvr-ray: ") for line in messages)
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("python_buffer", ["", "1"])
 @pytest.mark.parametrize("words", [["version"], ["plan", "--passages", "100"], ["plan", "--passages", "100", "--json"]])
-def test_a_full_or_closed_stdout_is_one_line_and_status_1(run_file: str, words: list[str], unbuffered: str) -> None:
+def test_a_full_or_closed_stdout_is_one_line_and_status_1(run_file: str, words: list[str], python_buffer: str) -> None:
     command = [sys.executable, "-m", "mvr_ray.cli", words[0], *([run_file] * (len(words) > 1)), *words[1:]]
-    variables = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    variables = {**os.environ, "PYTHONUNBUFFERED": python_buffer}
     messages = {
         "/dev/full": "standard output cannot be written: No space left on device; free space or redirect it",
         "&-": "standard output is closed; redirect it to a file, or to /dev/null",
