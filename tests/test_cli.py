@@ -76,6 +76,7 @@ def test_every_stage_refuses_a_run_file_that_does_not_exist(command, stage: str)
             "encoder.num_views: 65 is not a whole number from 1 to 64",
         ),
         ("retrieve.k=0", "retrieve.k: 0 is not a whole number of at least 1"),
+        ("store.path=", "store.path: '' is not a path or an address"),
     ],
 )
 def test_a_wrong_override_is_refused_by_name(command, run_file: str, override: str, message: str) -> None:
