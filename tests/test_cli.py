@@ -1,6 +1,7 @@
 """The command line as a user meets it: exit status, what stands on stderr, and what on stdout."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -75,6 +76,7 @@ def test_every_stage_refuses_a_run_file_that_does_not_exist(command, stage: str)
             "encoder.num_views: 65 is not a whole number from 1 to 64",
         ),
         ("retrieve.k=0", "retrieve.k: 0 is not a whole number of at least 1"),
+        ("store.path=", "store.path: '' is not a path or an address"),
     ],
 )
 def test_a_wrong_override_is_refused_by_name(command, run_file: str, override: str, message: str) -> None:
@@ -348,6 +350,21 @@ for words in json.loads(sys.argv[1]):
     messages = process.stderr.splitlines()
     assert len(messages) == len(commands) - 2, process.stderr
     assert all(line.startswith("mvr-ray: ") for line in messages)
+
+
+@pytest.mark.parametrize("python_buffer", ["", "1"])
+@pytest.mark.parametrize("words", [["version"], ["plan", "--passages", "100"], ["plan", "--passages", "100", "--json"]])
+def test_a_full_or_closed_stdout_is_one_line_and_status_1(run_file: str, words: list[str], python_buffer: str) -> None:
+    command = [sys.executable, "-m", "mvr_ray.cli", words[0], *([run_file] * (len(words) > 1)), *words[1:]]
+    variables = {**os.environ, "PYTHONUNBUFFERED": python_buffer}
+    messages = {
+        "/dev/full": "standard output cannot be written: No space left on device; free space or redirect it",
+        "&-": "standard output is closed; redirect it to a file, or to /dev/null",
+    }
+    for target, message in messages.items():
+        shell = ["sh", "-c", f'exec "$@" >{target}', "sh", *command]
+        process = subprocess.run(shell, env=variables, stderr=subprocess.PIPE, text=True)
+        assert (process.returncode, process.stderr) == (1, f"mvr-ray: {message}\n")
 
 
 def test_help_says_every_command_in_a_line_of_80_columns(command) -> None:

@@ -57,6 +57,8 @@ Verbose = Annotated[
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of `mvr-ray` and of every script in jobs/; always ends by SystemExit."""
+    if sys.stdout is None:  # the next file to be opened would take its place
+        sys.exit("mvr-ray: standard output is closed; redirect it to a file, or to /dev/null")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

@@ -5,16 +5,20 @@ Progress and errors go to stderr, so the output of `--json` can be piped. Ray pr
 """
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from mvr_ray.errors import StorageError
 
 if TYPE_CHECKING:  # these modules take a second to import, and most commands need none
     from mvr_ray.capacity import Plan
@@ -154,8 +158,24 @@ def results_only() -> Iterator[None]:
         _results.pop()
 
 
+@contextmanager
+def translate_stdout_errors() -> Iterator[None]:
+    """Write what the block prints at once; raise StorageError if stdout cannot be written. A reader that ended, such as
+    `head`, is no error."""
+    try:
+        yield
+        _stdout().flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        with Path(os.devnull).open("wb") as null, suppress(OSError):  # else Python writes the rest again at its exit
+            os.dup2(null.fileno(), _stdout().fileno())
+        raise StorageError(f"standard output cannot be written: {error.strerror}; free space or redirect it") from None
+
+
 def write(text: str) -> None:
-    _stdout().write(text)
+    with translate_stdout_errors():
+        _stdout().write(text)
 
 
 def _stdout() -> TextIO:
@@ -177,4 +197,5 @@ def print_result(*results: Table | Text | str) -> None:
         console = Console(file=_stdout(), highlight=False, markup=False, emoji=False, soft_wrap=not is_table)
         if not console.is_terminal:
             console.width = 160
-        console.print(result)
+        with translate_stdout_errors():
+            console.print(result)

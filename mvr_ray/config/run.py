@@ -23,7 +23,7 @@ Weight = Annotated[float, Field(gt=0, le=1)]
 
 
 class StoreConfig(Section):
-    path: str = "store"
+    path: Annotated[str, Field(pattern=r"\S", json_schema_extra={ALLOWED: "a path or an address"})] = "store"
     """Where everything at rest lives: a folder, `s3://bucket/prefix` or `gs://bucket/prefix`."""
 
 
