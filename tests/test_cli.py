@@ -352,6 +352,23 @@ for words in json.loads(sys.argv[1]):
     assert all(line.startswith("mvr-ray: ") for line in messages)
 
 
+def test_a_missing_model_is_said_before_ray_is_announced(command, run_file: str, tmp_path: Path) -> None:
+    passages = tmp_path / "passages.jsonl"
+    passages.write_text('{"id": "p1", "text": "A text."}\n{"id": "q1", "question": "which?", "positive_ids": ["p1"]}\n')
+    sources = f"prepare.sources=[{{path: {passages}, questions: dev}}]"
+    assert command("prepare", run_file, sources)[0] == 0
+    mine = ["mine", run_file, "mine.questions=dev"]
+    messages = {
+        ("train", run_file, "encoder.backbone=./nowhere"): "model folder ./nowhere does not exist",
+        ("train", run_file, "train.init_from=nowhere"): "encoder snapshot 'nowhere' not found",
+        (*mine, "mine.cross_encoder=nowhere"): "cross-encoder 'nowhere' is neither stored in",
+        ("read", run_file, f"ranking={passages}", "read.reader=nowhere"): "reader 'nowhere' is neither stored in",
+    }
+    for words, message in messages.items():
+        _, _, err = command(*words)
+        assert err.startswith(f"mvr-ray: {message}")
+
+
 @pytest.mark.parametrize("python_buffer", ["", "1"])
 @pytest.mark.parametrize("words", [["version"], ["plan", "--passages", "100"], ["plan", "--passages", "100", "--json"]])
 def test_a_full_or_closed_stdout_is_one_line_and_status_1(run_file: str, words: list[str], python_buffer: str) -> None:

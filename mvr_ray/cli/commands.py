@@ -482,7 +482,6 @@ def serve(
     from mvr_ray.cli.inputs import check_version
 
     check_version(run, version)
-    _err("starting Ray Serve, which takes half a minute")
     from mvr_ray.serving.replica import serve_until_interrupted
 
     serve_until_interrupted(run, version, _err)

@@ -1,4 +1,4 @@
-"""Check the inputs of a stage before Ray or torch is imported.
+"""Check the inputs of a stage before Ray starts, and but for models before torch is imported.
 
 The store's own functions read manifests, corpora and question sets, so errors have the messages of the stage itself,
 some seconds earlier and without a cluster.
@@ -7,7 +7,7 @@ some seconds earlier and without a cluster.
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from mvr_ray.config import RunConfig, resolve_path
+from mvr_ray.config import RunConfig, resolve_model, resolve_path
 from mvr_ray.distributed import session
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest
@@ -54,10 +54,20 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
             _check_corpus(run, ())
         case "train":
             _check_corpus(run, (run.train.questions, run.train.dev_questions, run.train.hard_negatives))
+            if run.train.init_from is None:
+                resolve_model(run.encoder.backbone)
+            elif run.train.task == "retriever":
+                from mvr_ray.distributed.encoders import starting_snapshot
+
+                starting_snapshot(run, run.train.init_from)
         case "mine":
             _check_corpus(run, (run.mine.questions,))
             if run.mine.method == "index":
                 check_version(run)
+            if run.mine.cross_encoder:
+                from mvr_ray.distributed.models import CROSS_ENCODERS, find_model
+
+                find_model(run, CROSS_ENCODERS, run.mine.cross_encoder)
         case "refine":
             if run.refine.feedback and not resolve_path(run.refine.feedback).is_file():
                 raise MissingInputError(f"refine.feedback {run.refine.feedback} does not exist or is not a file")
@@ -70,11 +80,16 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
         case "retrieve":
             is_file = resolve_path(arguments["questions"]).is_file()
             check_version(run, sets=() if is_file else (arguments["questions"],))
+        case "tune":
+            check_version(run, sets=(arguments["questions"],))
         case "read":
             if not resolve_path(arguments["ranking"]).is_file():
                 raise MissingInputError(
                     f"ranking {arguments['ranking']} does not exist or is not a file; `mvr-ray retrieve` writes one"
                 )
+            from mvr_ray.distributed.models import READERS, find_model
+
+            find_model(run, READERS, run.read.reader)
         case "compact" | "reshard":
             check_version(run)
 

@@ -124,6 +124,16 @@ def local_encoder(store: Store, name: str, fingerprint: str) -> LocalEncoder:
     return LocalEncoder(folder, name, fingerprint, *sizes, similarity, metadata.get("precision", "fp32"))
 
 
+def starting_snapshot(run: RunConfig, start: str) -> LocalEncoder:
+    """Find the snapshot that `train.init_from` names: the newest of this name, or a fingerprint of `encoder.name`.
+
+    Raises as `local_encoder`.
+    """
+    store = Store(run.store.path)
+    newest = models.latest_fingerprint(store, models.ENCODERS, start)
+    return local_encoder(store, start, newest) if newest else local_encoder(store, run.encoder.name, start)
+
+
 def _description(store: Store, name: str, fingerprint: str) -> dict[str, Any]:
     """Read `encoder.json` of a snapshot."""
     path = paths.encoder_dir(name, fingerprint)

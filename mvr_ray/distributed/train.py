@@ -10,8 +10,7 @@ import json
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.views import MODEL_SETTINGS
-from mvr_ray.distributed.encoders import encoder_spec, local_encoder, make_encoder
-from mvr_ray.distributed.models import ENCODERS, latest_fingerprint
+from mvr_ray.distributed.encoders import encoder_spec, make_encoder, starting_snapshot
 from mvr_ray.distributed.training.checkpoints import Checkpoints
 from mvr_ray.distributed.training.examples import input_digests, open_dev, open_examples
 from mvr_ray.distributed.training.retriever import RetrieverLoop, loss_name
@@ -58,12 +57,10 @@ def open_job(run: RunConfig) -> TrainingJob:
 
 
 def _starting_encoder(run: RunConfig, store: Store, corpus: Corpus) -> DualEncoder:
-    name, start = run.encoder.name, run.train.init_from
+    start = run.train.init_from
     if start is None:
         return make_encoder(run, store, corpus)
-    newest = latest_fingerprint(store, ENCODERS, start)
-    snapshot = local_encoder(store, start, newest) if newest else local_encoder(store, name, start)
-    encoder = DualEncoder.load(snapshot.folder)
+    encoder = DualEncoder.load(starting_snapshot(run, start).folder)
     spec = encoder_spec(run).fill({name: getattr(encoder.spec, name) for name in MODEL_SETTINGS})
     expected, actual = spec.settings(), encoder.spec.settings()
     if expected != actual:

@@ -166,6 +166,7 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
     require_encoder(store, manifest)
     if run.search.hybrid is not None:
         require_words(manifest)
+    say("starting Ray Serve, which takes half a minute")
     proxy_limit.configure_proxies(run.serve, os.environ)
     os.environ.setdefault(*_NO_TASK_EVENTS)
     signals, before = [], {}
