@@ -35,7 +35,8 @@ class Question(NamedTuple):
     """A question, its known answers and its known passages.
 
     `answer_starts[i]` is the character offset of `answers[i]` in the text of `positive_ids[0]`, -1 where unknown.
-    `teacher_scores` of a cross-encoder, if any: of `positive_ids[0]`, then of each hard negative.
+    `teacher_scores` of a cross-encoder, if any: of `positive_ids[0]`, then of each hard negative. `positive_grades` say
+    how relevant each of `positive_ids` is, from 1; empty: 1 each.
     """
 
     id: str
@@ -45,6 +46,12 @@ class Question(NamedTuple):
     hard_negative_ids: tuple[str, ...] = ()
     answer_starts: tuple[int, ...] = ()
     teacher_scores: tuple[float, ...] = ()
+    positive_grades: tuple[int, ...] = ()
+
+    @property
+    def grade_of(self) -> dict[str, int]:
+        """The grade of each positive passage."""
+        return dict(zip(self.positive_ids, self.positive_grades or (1,) * len(self.positive_ids)))
 
 
 class ShardHits(NamedTuple):

@@ -199,7 +199,7 @@ def system_result(
     if with_answers := [row for row in results if row.question.answers]:
         rank("answer", [[bool(hit.has_answer) for hit in row.passages] for row in with_answers], with_answers)
     if with_gold := [row for row in results if row.question.positive_ids]:
-        gold = [dict.fromkeys(row.question.positive_ids, 1) for row in with_gold]
+        gold = [row.question.grade_of for row in with_gold]
         lists = [[hit.id for hit in row.passages] for row in with_gold]
         ranks_Q = rank("gold", [[i in gold_ids for i in ids] for ids, gold_ids in zip(lists, gold)], with_gold)
         add("gold/mrr", reciprocal_ranks(ranks_Q, max(ks)), with_gold)

@@ -72,11 +72,13 @@ def locate(
 
 def carry_over(question: Question, places: Sequence[AnswerPlace], hard_negative_ids: tuple[str, ...]) -> Question:
     """Carry a question over to chunks; `places` has one entry for each of its positive ids, in their order."""
-    positives = dict.fromkeys(chunk_id for place in places for chunk_id in place.chunk_ids)
+    grades = question.grade_of.values()
+    positives = {chunk_id: grade for place, grade in zip(places, grades) for chunk_id in place.chunk_ids}
     return question._replace(
         positive_ids=tuple(positives),
         hard_negative_ids=tuple(name for name in hard_negative_ids if name not in positives),
         answer_starts=places[0].answer_starts if places else (-1,) * len(question.answers),
+        positive_grades=tuple(positives.values()) if question.positive_grades else (),
     )
 
 

@@ -27,8 +27,10 @@ QUESTION_SCHEMA = pa.schema(
         pa.field("hard_negative_ids", pa.list_(pa.string()), False),
         pa.field("answer_starts", pa.list_(pa.int32()), False),
         pa.field("teacher_scores", pa.list_(pa.float32()), False),
+        pa.field("positive_grades", pa.list_(pa.int32()), False),
     ]
 )
+"""The last column is written only where a set has grades: earlier programs read the others."""
 
 
 def write_questions(corpus: Corpus, name: str, questions: Iterable[Question]) -> int:
@@ -58,7 +60,9 @@ def copy_questions(source: Corpus, corpus: Corpus, name: str) -> None:
 
 
 def write_question_file(path: Path, name: str, questions: Iterable[Question]) -> int:
-    return write_rows(path, QUESTION_SCHEMA, (_checked_question(question, name) for question in questions))
+    rows = [_checked_question(question, name) for question in questions]
+    has_grades = any(question.positive_grades for question in rows)
+    return write_rows(path, QUESTION_SCHEMA if has_grades else pa.schema(list(QUESTION_SCHEMA)[:-1]), rows)
 
 
 def read_questions(corpus: Corpus, name: str) -> list[Question]:
@@ -95,6 +99,8 @@ def only_with(
             question = question._replace(answer_starts=(-1,) * len(question.answer_starts))
         if negatives != question.hard_negative_ids:
             question = question._replace(teacher_scores=())
+        if question.positive_grades:
+            question = question._replace(positive_grades=tuple(map(question.grade_of.__getitem__, positives)))
         results.append(question._replace(positive_ids=positives, hard_negative_ids=negatives))
     return results
 
@@ -127,6 +133,11 @@ def _checked_question(question: Question, name: str) -> Question:
         raise DataError(
             f"question set {name!r}: question {question.id!r} has {len(question.hard_negative_ids)} hard negatives and "
             f"{len(question.teacher_scores)} teacher scores; give one for the positive and one for each negative"
+        )
+    if question.positive_grades and len(question.positive_grades) != len(question.positive_ids):
+        raise DataError(
+            f"question set {name!r}: question {question.id!r} has {len(question.positive_ids)} positive ids and "
+            f"{len(question.positive_grades)} grades; give one each"
         )
     return question
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from prepared_corpus import only_corpus
 
+from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.judging.answers import has_answer
 from mvr_ray.distributed.analyze import analyze
@@ -235,6 +236,15 @@ def test_only_questions_that_can_be_judged_count(run_over, tmp_path):
     assert result.ranks.question_ids == ["a", "b", "c", "d"]
     assert (result.ranks.answer_ranks, result.ranks.gold_ranks) == ([0, -1, None, None], [None, None, -1, None])
     assert result.ranks.gold_ndcgs == [None, None, values["gold/ndcg@10"][0], None]
+
+
+def test_ndcg_gains_by_the_grades_of_the_judgements():
+    question = Question("q", "why?", (), ("low", "high", "unfound"), positive_grades=(1, 3, 2))
+    passages = [RankedPassage(name, "", "", 1.0) for name in ("low", "other", "high")]
+    result = system_result("dense", "q", [RankedQuestion(question, passages)], {"q": "q"}, RunConfig().evaluate)
+    [value] = [row.value for row in result.rows if row.metric == "gold/ndcg@10"]
+    ideal = 3 + 2 / math.log2(3) + 1 / 2
+    assert value == pytest.approx((1 + 3 / 2) / ideal)
 
 
 class LosesOnce:

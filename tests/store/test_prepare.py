@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 from drafts import describe, make_shard
 from prepared_corpus import only_corpus
@@ -22,7 +23,7 @@ from mvr_ray.store.files import Store
 from mvr_ray.store.formats.sources import read_source
 from mvr_ray.store.gc import collect, collect_corpus
 from mvr_ray.store.prepare import prepare
-from mvr_ray.store.questions import read_questions
+from mvr_ray.store.questions import QUESTION_SCHEMA, only_with, read_questions, write_question_file
 from mvr_ray.store.sampling import draw
 from mvr_ray.types import Question
 
@@ -195,6 +196,29 @@ def test_chunks_carry_answers_and_positives(write: Write, tmp_path: Path):
     assert actual.hard_negative_ids == ("p1#0",)
     assert actual.answer_starts[1] == -1
     assert corpus.get(["p0#1"])["p0#1"].text.startswith("w120", actual.answer_starts[0])
+
+
+@pytest.mark.parametrize("chunk_words", [0, 2])
+def test_grades_of_judgements_are_stored_by_passage_and_leave_with_it(write: Write, tmp_path: Path, chunk_words: int):
+    write("beir/corpus.jsonl", lines(*({"_id": f"d{n}", "text": "two words and two more"[: 9 * n]} for n in (1, 2, 3))))
+    write("beir/queries.jsonl", lines({"_id": "graded", "text": "why?"}, {"_id": "plain", "text": "who?"}))
+    folder = write("beir/qrels/test.tsv", "graded\td1\t1\ngraded\td2\t3\ngraded\td3\t0\nplain\td3\t1\n").parent.parent
+    prepare(config(folder, chunk_words=chunk_words), Store(tmp_path))
+    question, plain = both = read_questions(only_corpus(Store(tmp_path)), "q")
+    suffix = "#0" if chunk_words else ""
+    assert question.grade_of == {f"d1{suffix}": 1, f"d2{suffix}": 3}
+    assert (plain.grade_of, plain.positive_grades) == ({f"d3{suffix}": 1}, ())
+    [question, _] = only_with(lambda name: not name.startswith("d1"), both)
+    assert question.grade_of == {f"d2{suffix}": 3}
+
+
+def test_a_set_without_grades_is_the_file_that_earlier_programs_wrote_and_read(tmp_path: Path):
+    path = tmp_path / "set.arrow"
+    for grades, columns in (((), 7), ((2,), 8)):
+        write_question_file(path, "q", [Question("q1", "why?", (), ("p1",), positive_grades=grades)])
+        assert pa.ipc.open_file(path).schema.equals(pa.schema(list(QUESTION_SCHEMA)[:columns]))
+    with pytest.raises(DataError, match="'q1' has 1 positive ids and 2 grades"):
+        write_question_file(path, "q", [Question("q1", "why?", (), ("p1",), positive_grades=(1, 2))])
 
 
 def test_splits_are_stored_beside_their_source(write: Write, tmp_path: Path):

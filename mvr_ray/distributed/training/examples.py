@@ -292,6 +292,6 @@ def _with_passages(corpus: Corpus, questions: Sequence[Question]) -> list[tuple[
                 if positive != question.positive_ids[0]:
                     question = question._replace(answer_starts=(), teacher_scores=())
                 ids = (positive, *(other for other in question.positive_ids if other != positive))
-                pairs.append((question._replace(positive_ids=ids), passages[positive]))
+                pairs.append((question._replace(positive_ids=ids, positive_grades=()), passages[positive]))
                 break
     return pairs

@@ -49,9 +49,11 @@ class JudgedFolder(NamedTuple):
                 yield row
                 continue
             id_, text = row.values
-            positives = [passage for passage, grade in judgements.get(str(id_), {}).items() if grade > 0]
-            if positives:
-                yield question_record(id_, text, row.where, positive_ids=positives)
+            grades = {passage: grade for passage, grade in judgements.get(str(id_), {}).items() if grade > 0}
+            if grades:
+                yield question_record(
+                    id_, text, row.where, positive_ids=list(grades), positive_grades=tuple(grades.values())
+                )
             else:
                 yield DroppedRow(row.where, f"query without a relevant {self.passage_noun} in this split")
 

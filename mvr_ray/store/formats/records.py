@@ -104,8 +104,9 @@ def question_record(
     positive_ids: Any = (),
     hard_negative_ids: Any = (),
     answer_starts: Any = (),
+    positive_grades: tuple[int, ...] = (),
 ) -> QuestionRecord | BadRow:
-    """Make a question from raw values, or a bad row with the reason.."""
+    """Make a question from raw values, or a bad row with the reason."""
     try:
         starts = tuple(answer_starts or ())
         texts = tuple(_text(answer, "answer", may_be_empty=True) for answer in _list(answers, "answers"))
@@ -120,6 +121,7 @@ def question_record(
             positive_ids=_ids(positive_ids, "positive_ids"),
             hard_negative_ids=_ids(hard_negative_ids, "hard_negative_ids"),
             answer_starts=starts,
+            positive_grades=() if set(positive_grades) == {1} else positive_grades,
         )
     except _Fault as error:
         return BadRow(where, str(error))

@@ -222,7 +222,7 @@ def test_beir(beir: Path):
     records = read(beir, split="dev")
     assert passages(records) == [Passage("d1", "T", "one"), Passage("d2", "only title", "only title")]
     assert questions(records) == [
-        Question("q1", "first", (), ("d1", "d2")),
+        Question("q1", "first", (), ("d1", "d2"), positive_grades=(2, 1)),
         Question("3", "third", (), ("d2",)),
     ]
     assert bad(records) == ["beir/corpus.jsonl:3: text is empty"]
