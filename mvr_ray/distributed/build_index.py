@@ -63,12 +63,20 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
 
 
 def _index(run: RunConfig, progress: Progress) -> Manifest:
-    store, cfg, resources = Store(run.store.path), run.index, run.resources
+    store, cfg = Store(run.store.path), run.index
     corpus = Corpus.open(store, run.prepare.corpus)
     encoder = resolve_encoder(run, corpus)
     before = _open_refined(store, cfg, encoder.fingerprint)
     task = encode_task(run, corpus, encoder, before)
-    draft = task.draft
+    with shards.renew_periodically(store, task.draft, task.key, cfg.grace_s):
+        manifest = _build(run, corpus, task, before, progress)
+    store.delete_dir(paths.staging_dir(cfg.name, task.key))
+    return manifest
+
+
+def _build(run: RunConfig, corpus: Corpus, task: EncodeTask, before: Manifest | None, progress: Progress) -> Manifest:
+    """Make and publish the version of a task; with `before`, from that version's refined views."""
+    store, cfg, resources, draft = corpus.store, run.index, run.resources, task.draft
     reusable = _reusable_shards(store, draft, corpus, before)
     base = find_base(store, cfg.name, corpus) if cfg.lexical else None
     if base and base.corpus_digest == corpus.digest:
@@ -100,7 +108,6 @@ def _index(run: RunConfig, progress: Progress) -> Manifest:
     _require_all_rows(corpus, version)
     live = _same_live_version(store, version, {entry.shard: entry for entry in version.shards})
     manifest = live or manifests.publish(store, version)
-    store.delete_dir(paths.staging_dir(cfg.name, task.key))
     progress("passages read = embedded = indexed = in the manifest", manifest.num_passages, corpus.num_passages)
     return manifest
 

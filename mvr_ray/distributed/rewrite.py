@@ -72,7 +72,10 @@ def reshard(run: RunConfig, num_shards: int, progress: Progress = no_progress) -
     else:
         _require_possible(store, base)
         staging, sample = staging_key(base, num_shards), run.index.recall_sample
-        with session.connect(run.resources, base.num_passages, [shards.INDEX_BUILDERS]):
+        with (
+            session.connect(run.resources, base.num_passages, [shards.INDEX_BUILDERS]),
+            shards.renew_periodically(store, base, staging, run.index.grace_s),
+        ):
             calls = [(store.address, base, num_shards, staging, shard, sample) for shard in range(num_shards)]
             new_shards: list[BuiltShard] = run_tasks(reshard_one, calls, "resharding", "reshard", progress)
             new = rewritten_manifest(base, "reshard", new_shards)
@@ -213,7 +216,10 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
     changed_entries = [entry for entry in base.shards if paths.CHANGES in entry.files]
     lexical = base.lexical
     if changed_entries or (lexical and lexical.has_changes):
-        with session.connect(run.resources, base.num_passages, [shards.INDEX_BUILDERS]):
+        with (
+            session.connect(run.resources, base.num_passages, [shards.INDEX_BUILDERS]),
+            shards.renew_periodically(store, base, _compact_key(base), run.index.grace_s),
+        ):
             is_rebuilt = any(LABELS_FILE in entry.files for entry in changed_entries)
             entries, sample = (base.shards, run.index.recall_sample) if is_rebuilt else (changed_entries, 0)
             calls = [(store.address, base, entry, sample) for entry in entries]

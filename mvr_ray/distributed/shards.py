@@ -7,7 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TypeVar
@@ -20,8 +20,9 @@ from mvr_ray.checksums import with_trailer, without_trailer
 from mvr_ray.config import IndexConfig
 from mvr_ray.config.base import describe_problems
 from mvr_ray.core.judging.collapse import Collapse, collapse_report
+from mvr_ray.distributed.periodic import run_periodically
 from mvr_ray.distributed.session import Need
-from mvr_ray.errors import DigestError, FormatError
+from mvr_ray.errors import DigestError, FormatError, MissingInputError
 from mvr_ray.index.base import IndexParams, default_factory, measured_recall
 from mvr_ray.index.candidates import LABELS_FILE
 from mvr_ray.index.flat import shared_codes
@@ -31,6 +32,7 @@ from mvr_ray.store import paths
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, gather_rows
 from mvr_ray.store.files import Store, link_or_copy
+from mvr_ray.store.gc import GRACE_S
 from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry, ShardMeta
 from mvr_ray.types import EmbeddingBlock, FloatArray
 
@@ -41,6 +43,8 @@ RECALL_DEPTH = 100
 COLLAPSE_SAMPLE = 256
 INDEX_BUILDERS = Need("index builders", 1, 1.0)
 """A stage with tasks for shards needs room for one of them at least (`tasks.run_tasks`)."""
+RENEWALS, MIN_RENEWAL_S = 4, 1.0
+"""How often the age of unfinished work is renewed within a grace time, and the least time between."""
 RECALL_SLACK = 0.01
 """Promised recall is lower by this than the one measured at the build: shards and samples differ."""
 STAGED = ConfigDict(extra="forbid")
@@ -140,6 +144,24 @@ def read_note(store: Store, index: str, path: str) -> BuiltShard | None:
         store.delete(path)
         return None
     return built_shard
+
+
+def renew_periodically(store: Store, draft: Manifest, key: str, grace_s: float) -> AbstractContextManager[None]:
+    """Renew, while the block runs, the age of unfinished work, of the shards that its notes name, and of the corpus of
+    its version, so that no collection with this grace time, or the one of corpora, removes them."""
+    interval_s = max(min(grace_s, GRACE_S) / RENEWALS, MIN_RENEWAL_S)
+
+    def renew() -> float:
+        store.touch(paths.corpus_version(draft.corpus, draft.corpus_digest))
+        store.write_bytes(paths.staged_marker(draft.index, key), b"")
+        folder = paths.staging_dir(draft.index, key)
+        for path in (f"{folder}/{name}" for name in store.list(folder) if name.startswith("built-")):
+            with suppress(MissingInputError, DigestError, FormatError):  # the command itself deals with such a note
+                built_shard = parse_staged(BuiltShard, store.read_bytes(path), store.where(path))
+                store.touch(paths.shard_dir(draft.index, built_shard.entry.digest))
+        return interval_s
+
+    return run_periodically(renew, 0.0, "mvr-renew", join_s=None)
 
 
 @contextmanager

@@ -182,6 +182,11 @@ def staged_carried(index: str, key: str, shard: int) -> str:
     return f"indexes/{index}/staging/{key}/carried-{shard:05d}.arrow"
 
 
+def staged_marker(index: str, key: str) -> str:
+    """Empty file, written again and again while a command makes this work."""
+    return f"indexes/{index}/staging/{key}/running"
+
+
 def staged_shard(index: str, key: str, params: str, shard: int) -> str:
     """Record of a shard that is built with index parameters of digest `params`."""
     return f"indexes/{index}/staging/{key}/built-{params}-{shard:05d}.json"

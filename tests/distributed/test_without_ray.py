@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.distributed import build_index, session
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.files import Store
+from mvr_ray.store.gc import collect
 from mvr_ray.store.update import update
 
 DATED = ("created", "token", "took_ms")
@@ -98,6 +100,42 @@ def test_an_interrupted_index_is_continued_by_the_same_command_and_ends_with_the
     version = build_index.index(run, lambda *step: again.append(step))
     assert next(step for step in again if step[0] == "encode") == steps[-1]
     assert version.shards == whole.shards
+
+
+@pytest.mark.data
+def test_a_build_keeps_its_corpus_and_shards_from_collections_that_run_meanwhile(
+    empty_store: Path, run_over, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A build of hours, while newer corpora are published."""
+    monkeypatch.setattr(session, "in_ray", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    store = Store(str(empty_store))
+    run = run_over(empty_store, index={"grace_s": 4}, resources={"local_passages": 1000})
+    first = build_index.index(run)
+
+    def publish_corpus(text: str) -> str:
+        changes = tmp_path / "changes.jsonl"
+        changes.write_text("".join(json.dumps({"id": f"new {n}", "text": f"{text} {n}"}) + "\n" for n in range(9)))
+        return update(run.prepare, store, str(changes)).digest
+
+    digest, removals = publish_corpus("Text"), []
+
+    def pass_hours_and_collect(step: str, count: int, _: int) -> None:
+        if (step, count) != ("build shards", 1):
+            return
+        for file in empty_store.rglob("*"):
+            os.utime(file, (time.time() - 7200,) * 2)
+        deadline = time.monotonic() + 30
+        folders = (empty_store / paths.shard_dir("index", name) for name in store.list("indexes/index/shards"))
+        [new] = [folder for folder in folders if folder.name not in {entry.digest for entry in first.shards}]
+        while new.stat().st_mtime < time.time() - 3600 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        publish_corpus("Newer text")
+        removals.extend(collect(store, "index", keep=1, grace_s=3600))
+
+    version = build_index.index(run, pass_hours_and_collect)
+    assert version.corpus_digest == digest and version.metrics["encoded"] == 9 and removals == []
+    assert manifest.verify(store, version).problems == []
 
 
 @pytest.mark.data
