@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -286,7 +286,7 @@ class Store:
                 sync_folder(aside.parent)
                 shutil.rmtree(aside)
 
-    def delete_leftovers(self, min_age_s: float) -> "list[str]":
+    def delete_leftovers(self, min_age_s: float) -> Sequence[str]:
         """Remove what killed processes left aside, if at least this old; returns the paths."""
         if self._objects:
             paths = self._objects.leftovers()

@@ -50,7 +50,7 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
             removals.append(path)
     for name in sorted(corpora):
         removals += collect_corpus(store, name, grace_s=grace_s, index=index)
-    return removals + store.delete_leftovers(grace_s)
+    return [*removals, *store.delete_leftovers(grace_s)]
 
 
 def _age_s(store: Store, path: str) -> float:

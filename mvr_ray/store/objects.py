@@ -213,7 +213,7 @@ class ObjectFiles:
         if files := [file["path"] for file in self._below(path)]:
             obstore.delete(self._objects, files)
 
-    def leftovers(self) -> "list[str]":
+    def leftovers(self) -> Sequence[str]:
         """List the copies of `touch` that are there, as those of killed processes."""
         return [file["path"] for file in self._below(TOUCHED)]
 

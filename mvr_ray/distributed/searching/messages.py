@@ -122,7 +122,7 @@ def decode_views(message: pa.Buffer) -> ViewResults:
     return ViewResults(dict(zip(names, map(Views, arrays[::2], arrays[1::2]))), _failures(failures))
 
 
-def frame(header: Any, *parts: pa.Buffer | bytes | np.ndarray) -> pa.Buffer:
+def frame(header: Any, *parts: pa.Buffer | bytes | memoryview) -> pa.Buffer:
     """The length of a header, the header in JSON, and the bytes after it."""
     line = json.dumps(header).encode()
     head = len(line).to_bytes(_LENGTH_BYTES, "little") + line
@@ -137,7 +137,7 @@ def split_frame(message: pa.Buffer) -> tuple[Any, pa.Buffer]:
 
 
 def _encode(settings: Any, arrays: Sequence[np.ndarray]) -> pa.Buffer:
-    parts = [part for array in arrays for part in (np.ascontiguousarray(array), bytes(-array.nbytes % _ALIGNMENT))]
+    parts = [part for array in arrays for part in (np.ascontiguousarray(array).data, bytes(-array.nbytes % _ALIGNMENT))]
     return frame([settings, [(array.dtype.str, array.shape) for array in arrays]], *parts)
 
 
