@@ -89,6 +89,8 @@ class VersionSwitcher:
 
     failure = ""
 
+    failed_version = 0
+
     def __init__(self, live: InMemoryIndex) -> None:
         self.live = live
 
