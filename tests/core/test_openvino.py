@@ -1,5 +1,6 @@
 """OpenVINO gives the padded pass's states for many architectures, whatever the threads, under a name of its own."""
 
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -69,6 +70,27 @@ def test_the_bytes_do_not_depend_on_the_number_of_threads_and_a_stored_encoder_g
     with copy.inference():
         states_PTD, real_PT = copy.states(passages[:3])
     assert (states_PTD[~real_PT] == 0).all()
+
+
+def test_threads_do_not_load_numpy_for_openvino(tiny, tmp_path):
+    """OpenVINO binds numpy's arrays at their first use in a process, and two threads that do wait for each other."""
+    DualEncoder.from_backbone(tiny("electra"), SPEC).to_precision("openvino").save(tmp_path / "encoder")
+    script = f"""
+import sys
+from mvr_ray.core.encoding import openvino_cpu
+from mvr_ray.core.encoding.encoder import DualEncoder
+from mvr_ray.types import Passage
+
+def pad_without_numpy(*args, pad=openvino_cpu.pad):
+    sys.modules["numpy._core.multiarray"] = None
+    return pad(*args)
+
+openvino_cpu.pad = pad_without_numpy
+encoder = DualEncoder.load({str(tmp_path / "encoder")!r})
+print(encoder.embed_passages(encoder.tokenize_passages([Passage("1", "", "The river.")])).views_PVD.shape)
+"""
+    reply = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert (reply.returncode, reply.stdout) == (0, "(1, 3, 16)\n"), reply.stderr[-2500:]
 
 
 def test_every_model_type_that_auto_gives_to_openvino_is_tested_above():

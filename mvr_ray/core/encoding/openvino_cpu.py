@@ -87,7 +87,9 @@ class OpenVinoTower:
         self._inputs = _inputs(compiled_model)
         self._requests: SimpleQueue[Any] = SimpleQueue()
         for _ in range(self._threads):
-            self._requests.put(compiled_model.create_infer_request())
+            request = compiled_model.create_infer_request()
+            request.get_input_tensor(0).data  # noqa: B018 - loads numpy for OpenVINO: two threads at once would deadlock
+            self._requests.put(request)
 
     def views(self, batch: Sequence[TokenizedPassage], num_views: int) -> Means:
         """Average the states of each view's tokens, in float32.
