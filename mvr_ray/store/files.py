@@ -298,7 +298,8 @@ class Store:
                 folders[:] = [name for name in folders if not name.startswith(".")]
         removals = [path for path in paths if self.age_s(path) >= min_age_s]
         for path in removals:
-            self.delete_dir(path) if self.is_local and self._local(path).is_dir() else self.delete(path)
+            is_folder = self.is_local and self._local(path).is_dir()
+            (self.delete_dir if is_folder else self.delete)(path)
         return removals
 
     def move_dir(self, path: str, to: str) -> None:
