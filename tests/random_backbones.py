@@ -1,5 +1,6 @@
 """Builds tiny backbones with random weights, of many architectures, with tokenizers of their kind."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,12 +43,19 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 POSITIONS = 96
 
 
+def _pieces(pattern: str, texts: list[str]) -> tuple[list[str], list[str]]:
+    """The characters and the short words. A trained vocabulary would differ from process to process."""
+    words = re.findall(pattern, " ".join(texts))
+    return sorted(set("".join(words))), sorted({word for word in words if 1 < len(word) <= 5})
+
+
 def _wordpiece() -> tuple[Tokenizer, list[str]]:
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    characters, words = _pieces(r"[a-z]+|[0-9]+|[^\sa-z0-9]", [text.lower() for text in TEXT])
+    pieces = [*special, *characters, *(f"##{one}" for one in characters if one.isalnum()), *words]
+    tokenizer = Tokenizer(models.WordPiece({piece: at for at, piece in enumerate(pieces)}, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.train_from_iterator(TEXT, trainers.WordPieceTrainer(vocab_size=120, special_tokens=special))
     return tokenizer, special
 
 
@@ -65,10 +73,11 @@ def _byte_level() -> tuple[Tokenizer, list[str]]:
 
 def _metaspace() -> tuple[Tokenizer, list[str]]:
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    tokenizer = Tokenizer(models.Unigram())
+    characters, words = _pieces(r"\S+", TEXT)
+    scores = {**dict.fromkeys(special, 0.0), "▁": -2.0, **{f"▁{word}": -3.0 for word in words}}
+    scores |= {one: -2.0 - at / 100 for at, one in enumerate(characters)}
+    tokenizer = Tokenizer(models.Unigram(list(scores.items()), unk_id=special.index("<unk>")))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=120, special_tokens=special, unk_token="<unk>")
-    tokenizer.train_from_iterator(TEXT, trainer)
     return tokenizer, special
 
 
