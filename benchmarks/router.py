@@ -39,7 +39,7 @@ from mvr_ray.types import FloatArray
 PASSAGES, K = 20_958, 100
 LAYOUTS = ((1, 1), (2, 2), (4, 2), (8, 2))
 """Shards, and the searchers that hold them."""
-BATCHES = {1: 40, 32: 7, 256: 5}
+BATCHES = {1: 40, 32: 41, 256: 9}
 """Queries at once, and how many rounds of them."""
 RUN = RunConfig.model_validate({"index": {"name": "made"}})
 CLIENTS, ROUND_S, DEADLINE_S = 32, 4.0, 2.0
