@@ -1,7 +1,8 @@
-"""Finds ports for a Ray node of a test's own."""
+"""Finds ports for a Ray node of a test's own, and holds one for a server."""
 
 import socket
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 WORKER_PORTS = range(10002, 20000)
 
@@ -17,3 +18,12 @@ def free_ports(count: int) -> list[int]:
             if port not in WORKER_PORTS:
                 ports.append(port)
     return ports
+
+
+@contextmanager
+def held_port() -> Iterator[int]:
+    """A port that no other process is given meanwhile, and that a server which sets SO_REUSEADDR can listen at."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]

@@ -121,7 +121,7 @@ def record_searches(actor) -> None:
 
 def wait_until_held(actor) -> None:
     """Wait until a search is blocked there."""
-    assert ray.get(beside(actor, lambda searcher: searcher.search_event.wait(60)))
+    assert ray.get(beside(actor, lambda searcher: searcher.search_event.wait(300)))
 
 
 @given(st.lists(st.booleans(), max_size=600), st.sampled_from([0.05, 0.1, 0.5]), st.integers(10, 60))
@@ -205,7 +205,7 @@ def test_with_a_replica_lost_answers_stay_whole_and_certified(open_with, record_
         waits_s = []
         for target, replica, other in ((first, *groups[0]), (second, *reversed(groups[0]))):
             if other.open_ref:
-                ray.wait([other.open_ref], timeout=60)  # it was killed before, and now gets calls again
+                ray.wait([other.open_ref], timeout=300)  # it was killed before, and now gets calls again
             pid = hold_searches(target)
             other.waiting += 32  # so that the one to be killed is called first
             search = threads.submit(router.search, QUERIES_QD, K, deadline=Deadline.after(120))
@@ -300,7 +300,7 @@ def test_cancelled_calls_are_skipped_and_count_as_waiting_until_then(open_with):
         actor, replica = router.fleet.actors[0], router.fleet.searchers.dispatcher.groups[0][0]
         shut(actor)
         for _ in range(3):
-            answer = router.search(QUERIES_QD, K, deadline=Deadline.after(0.5), min_coverage=0.0)
+            answer = router.search(QUERIES_QD, K, deadline=Deadline.after(2.0), min_coverage=0.0)
             assert {shard.state for shard in answer.shards} <= {"searched", "late"}
         with pytest.raises(OverloadedError):
             router.search(QUERIES_QD, K, min_coverage=0.0)
@@ -402,7 +402,6 @@ def test_without_a_replica_left_the_shards_are_told_until_they_are_back(open_wit
         states = {shard.shard: shard.state for shard in lenient.result().shards}
         assert {states[shard] for shard in router.fleet.actor_assignments[0].shards} == {"searched"}
         assert {states[shard] for shard in router.fleet.actor_assignments[1].shards} == {"died"}
-        ray.wait([replica.open_ref], timeout=60)
-        assert is_whole(router.search(QUERIES_QD, K))  # nobody said ready()
+        until(lambda: is_whole(router.search(QUERIES_QD, K, min_coverage=0.0)), 300)  # nobody said ready()
         took_s = time.monotonic() - began
     record_property("figures", f"2 calls told what died; whole again {took_s:.1f} s later")

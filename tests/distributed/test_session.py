@@ -238,9 +238,10 @@ def _listeners(pids: set[int]) -> list[tuple[str, int]]:
     """Address in the kernel's notation and process of every TCP socket on which one of the processes listens."""
     owners: dict[str, int] = {}
     for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with suppress(FileNotFoundError):  # closed since
-                owners[str(link.readlink())] = pid
+        with suppress(FileNotFoundError, ProcessLookupError):  # ended since
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(FileNotFoundError):  # closed since
+                    owners[str(link.readlink())] = pid
     sockets = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

@@ -344,7 +344,7 @@ def test_a_call_that_its_caller_gave_up_is_not_repeated_by_ray_where_its_connect
     [[replica]], message = dispatcher.groups, {0: pa.py_buffer(b"1")}
     assert dispatcher.gather("say", message, Deadline.after(30)).failures == {}
     until(lambda: replica.is_connected)
-    assert dispatcher.gather("later", message, Deadline.after(0.5)).failures == {0: "late"}
+    assert dispatcher.gather("later", message, Deadline.after(2.0)).failures == {0: "late"}
     until(lambda: desk.calls == 1)
     proxy.cut()
     until(lambda: replica.waiting == 0)
@@ -381,7 +381,7 @@ def test_a_call_that_is_never_answered_ends_with_its_stream(server, desk, ray_se
     connection = connect(server.endpoint)
     monkeypatch.setattr(transport, "LINGER_S", 0.0)
     with pytest.raises(ConnectionLost):
-        call(connection, "later", timeout_s=0.5).result(30)
+        call(connection, "later", timeout_s=2.0).result(30)
     assert desk.calls == 1 and connection.waiting == 0 and connection.actor.by_ray == 1
     assert call(connection, "say", b"next").result(30).to_pybytes() == b"next"
 

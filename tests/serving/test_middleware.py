@@ -190,7 +190,7 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
 def test_no_more_than_max_waiting_are_let_in_and_the_others_hear_it_at_once(record_property) -> None:
     slow, places, num_tasks = InMemoryIndex(), 3, 30
     slow.gate.clear()
-    application = app(slow, max_waiting=places, max_running=1, timeout_ms=5000)
+    application = app(slow, max_waiting=places, max_running=1, timeout_ms=60_000)
 
     async def flood() -> tuple[list, list]:
         tasks = [asyncio.create_task(ask(application, "POST", "/v1/search", NILE)) for _ in range(num_tasks)]

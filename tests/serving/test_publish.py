@@ -251,14 +251,14 @@ class Slow(Store):
         self.read = 0
 
     def sha256(self, path: str) -> str:
-        self.let.wait(20)
+        self.let.wait(60)
         self.read += 1
         return super().sha256(path)
 
 
 def test_who_asks_again_while_files_are_read_waits_for_the_same_reading(elsewhere) -> None:
     slow = Slow(str(elsewhere.root))
-    service = SearchService(InMemoryIndex(), ServeConfig(timeout_ms=2000), VersionCatalog(slow, "library"))
+    service = SearchService(InMemoryIndex(), ServeConfig(timeout_ms=4000), VersionCatalog(slow, "library"))
     app = create_app(service, tokens())
     first = call(app, "POST", "/v1/versions", {"manifest": elsewhere.payload}, token=ADMIN)
     assert (first.status, first.body["error"]["code"], first.headers["retry-after"]) == (503, "publishing", "2")
@@ -278,7 +278,7 @@ def test_who_asks_again_while_files_are_read_waits_for_the_same_reading(elsewher
 def test_a_roll_back_whose_reading_outlasts_its_request_is_published_once(elsewhere) -> None:
     assert elsewhere.post(elsewhere.payload).status == 200
     slow = Slow(str(elsewhere.root))
-    service = SearchService(InMemoryIndex(), ServeConfig(timeout_ms=2000), VersionCatalog(slow, "library"))
+    service = SearchService(InMemoryIndex(), ServeConfig(timeout_ms=4000), VersionCatalog(slow, "library"))
     app = create_app(service, tokens())
     first = call(app, "POST", "/v1/versions/1/rollback", token=ADMIN)
     assert (first.status, first.body["error"]["code"]) == (503, "publishing")

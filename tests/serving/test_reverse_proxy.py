@@ -24,7 +24,7 @@ from attacks import (
     send,
 )
 from in_memory_index import InMemoryIndex
-from node_ports import free_ports
+from node_ports import held_port
 from server import listening
 
 from mvr_ray.client import Client, UnavailableError
@@ -42,11 +42,12 @@ READ = "read-" + "r" * 20
 @contextmanager
 def app_behind_haproxy(tokens: TokenStore | None = None, **limits: int) -> Iterator[ReverseProxy]:
     """HAProxy in front of a real server of the app over three passages."""
-    serve = ServeConfig(port=free_ports(1)[0], **limits)
-    service = SearchService(InMemoryIndex(), serve)
-    with listening(create_app(service, tokens)) as behind, ReverseProxy(serve, tokens or TokenStore()) as proxy:
-        proxy.start(urlsplit(behind).port)
-        yield proxy
+    with held_port() as free:
+        serve = ServeConfig(port=free, **limits)
+        service = SearchService(InMemoryIndex(), serve)
+        with listening(create_app(service, tokens)) as behind, ReverseProxy(serve, tokens or TokenStore()) as proxy:
+            proxy.start(urlsplit(behind).port)
+            yield proxy
 
 
 def port(proxy: ReverseProxy) -> int:
@@ -116,8 +117,12 @@ def test_haproxy_that_was_killed_runs_again_and_who_came_meanwhile_is_answered()
 
 
 def test_a_server_behind_that_hangs_or_is_gone_is_answered_for_by_the_deadline() -> None:
-    serve = ServeConfig(port=free_ports(1)[0], timeout_ms=60_000)
-    with socket.socket() as hanging, ReverseProxy(serve, TokenStore()) as proxy, client(proxy) as user:
+    with (
+        held_port() as free,
+        socket.socket() as hanging,
+        ReverseProxy(ServeConfig(port=free, timeout_ms=60_000), TokenStore()) as proxy,
+        client(proxy) as user,
+    ):
         hanging.bind(("127.0.0.1", 0))
         hanging.listen()
         proxy.start(hanging.getsockname()[1])
@@ -177,7 +182,8 @@ def test_a_program_that_does_not_take_the_configuration_is_an_error_with_its_wor
     program.chmod(0o755)
     monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(program))
     with (
-        ReverseProxy(ServeConfig(port=free_ports(1)[0]), TokenStore()) as proxy,
+        held_port() as free,
+        ReverseProxy(ServeConfig(port=free), TokenStore()) as proxy,
         pytest.raises(ResourceError, match="too old"),
     ):
         proxy.start(1)
