@@ -36,7 +36,7 @@ class TrainConfig(Section):
     batch_questions: Annotated[int, Field(ge=2)] = 32
     """Questions a step over all workers; a multiple of their number."""
     questions_per_passage: Count = 1
-    """Most questions of one passage in a batch."""
+    """Questions of one passage are drawn in groups of at most this many, which stand together in a batch."""
     max_passage_questions: Annotated[int, Field(ge=0)] = 0
     """Train on at most this many questions of a passage, drawn by a stable hash; 0: on all."""
     num_hard_negatives: Annotated[int, Field(ge=0)] = 1

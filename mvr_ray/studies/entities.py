@@ -173,7 +173,9 @@ def rows_by_frequency(
 
 
 def entity_of(question: str) -> str:
-    """Find the longest run of capitalised words (on ties the one with more letters, then the first); "" without one.
+    """Find the longest run of capitalised words; "" without one.
+
+    On ties a run that begins with the first word comes last; then the one of more characters wins, then the first.
 
     Numbers end a run, as do all signs except a period after an abbreviation of up to three letters. The first word is
     always capitalised: one that commonly begins questions belongs to no run, and any other is a run by itself only

@@ -200,6 +200,19 @@ def test_distillation_is_the_divergence_over_the_passages_that_the_teacher_score
     assert torch.autograd.gradcheck(loss, (batch.queries.requires_grad_(), batch.views.requires_grad_()))
 
 
+def test_without_teacher_scores_distillation_is_zero_beside_padding_passages_too():
+    """A passage without a view scores -inf, and -inf times 0 is not 0."""
+    batch = Batch(3)
+    batch.mask[2] = False
+    views = batch.views.requires_grad_()
+    loss = distillation_loss(batch.queries, views, batch.mask, torch.full((5, 7), math.nan, dtype=torch.float64))
+    terms = mvr_loss(batch.queries, views, batch.mask, torch.zeros(5, dtype=torch.long))
+    (terms.total + loss).backward()
+    assert loss.item() == 0
+    assert views.grad is not None
+    assert views.grad.isfinite().all()
+
+
 def test_a_student_that_scores_as_its_teacher_has_nothing_to_learn():
     batch = Batch(3)
     teacher = pairwise_scores(batch.queries, batch.views, batch.mask).amax(-1) + 5.0

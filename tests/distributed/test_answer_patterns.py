@@ -28,7 +28,7 @@ from mvr_ray.stages import STAGES
 from mvr_ray.store import manifest
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
-from mvr_ray.store.questions import read_questions
+from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.types import no_progress
 
 TOWNS = ("Aden", "Bonn", "Cork", "Dover")
@@ -113,6 +113,16 @@ def test_a_refinement_round_labels_hits_as_an_independent_search_for_the_pattern
     assert labels == {(q, p): bears(text_of[p], questions[q].answers) for q, p in labels}
     assert len(set(labels.values())) == 2
     assert not any(labels_of(run_of(store_path, "string")).values())
+
+
+def test_a_refinement_omits_patterns_that_match_every_passage(store_path):
+    corpus = only_corpus(Store(str(store_path)))
+    questions = read_questions(corpus, "years")
+    more = [one._replace(answers=(*one.answers, "(?:years)*"), answer_starts=()) for one in questions]
+    write_questions(corpus, "any", more)
+    labels = labels_of(run_of(store_path, refine={"questions": "any"}))
+    assert labels == labels_of(run_of(store_path))
+    assert not all(labels.values())
 
 
 def test_a_refinement_counts_the_answers_that_evaluate_counts(store_path):

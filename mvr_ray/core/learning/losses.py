@@ -98,13 +98,13 @@ def distillation_loss(
     KL( softmax over p of teacher || softmax over p of f ), a list at a time as in RocketQAv2 (Ren et al. 2021), which
     trains both models together; here the teacher is fixed.
 
-    teacher_QP is NaN where the teacher has no score. Questions with fewer than two scored passages contribute 0.
+    teacher_QP is NaN where the teacher has no score. Questions with fewer than two scored passages are not counted.
     """
     student_QP = scale * pairwise_scores(queries_QD, views_PVD, mask_PV).amax(-1)
     scored_QP = ~teacher_QP.isnan()
     several_Q = scored_QP.sum(-1) > 1
     if not several_Q.any():
-        return student_QP.sum() * 0.0
+        return queries_QD.new_zeros(())
     teacher_log_QP = teacher_QP.masked_fill(~scored_QP, -torch.inf)[several_Q].log_softmax(-1)
     student_log_QP = student_QP.masked_fill(~scored_QP, -torch.inf)[several_Q].log_softmax(-1)
     scored_QP = scored_QP[several_Q]
