@@ -1,4 +1,4 @@
-"""Rules of the house that no single room can hold: imports, module length, shipped files, the README's commands."""
+"""Rules that hold across packages: imports, module length, shipped files, the README's commands."""
 
 import ast
 import importlib.util
