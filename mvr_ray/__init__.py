@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Client", "Encoder", "Index", "Passage", "load_run"]
 
-_ROOMS = {"Client": "client", "Encoder": "api.encoder", "Index": "api.index", "Passage": "types", "load_run": "config"}
+_PATHS = {"Client": "client", "Encoder": "api.encoder", "Index": "api.index", "Passage": "types", "load_run": "config"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOMS:
+    if name not in _PATHS:
         raise AttributeError(f"module 'mvr_ray' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = globals()[name] = getattr(import_module(f"mvr_ray.{_ROOMS[name]}"), name)
+    value = globals()[name] = getattr(import_module(f"mvr_ray.{_PATHS[name]}"), name)
     return value
 
 

@@ -110,7 +110,7 @@ class Manifest:
 
     index: Name
     operation: Word
-    """index, refine:METHOD or rollback."""
+    """index, index:refined, refine:METHOD, reshard, compact or rollback."""
     encoder_name: Name
     encoder_fingerprint: Name
     similarity: Annotated[str, Field(pattern="^(cosine|inner_product)$")]

@@ -1,4 +1,4 @@
-"""Rules of the house that no single room can hold: imports, module length, shipped files, the README's commands."""
+"""Rules that hold across packages: imports, module length, shipped files, the README's commands."""
 
 import ast
 import importlib.util
@@ -150,11 +150,20 @@ def test_the_table_of_statuses_has_every_code_of_the_server() -> None:
     assert codes <= table
 
 
-def test_every_function_that_the_papers_document_names_exists() -> None:
-    references = re.findall(r"`([\w/]+\.py):([\w.]+)`", PAPERS.read_text(encoding="utf-8"))
+def test_every_function_that_the_documents_name_exists() -> None:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in DOCUMENTS)
+    references = re.findall(r"`(?:mvr_ray/)?([\w/]+\.py):([\w.]+)`", text)
     assert len(references) > 30
     modules = {module: definitions(ROOT / "mvr_ray" / module) for module, _ in references}
     assert [f"{module}:{name}" for module, name in references if name not in modules[module]] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_key_of_a_run_file_in_the_documents_exists(path: Path) -> None:
+    sections = "|".join(RunConfig.model_fields)
+    for section, key in re.findall(rf"`({sections})\.(\w+)(?:[=:][^`]*)?`", path.read_text(encoding="utf-8")):
+        is_module = (ROOT / "mvr_ray" / f"{section}.py").is_file() or key in ("py", "json", "yaml")
+        assert is_module or key in RunConfig.model_fields[section].annotation.model_fields, f"{section}.{key}"
 
 
 def test_every_setting_that_the_papers_document_names_is_the_presets() -> None:

@@ -144,7 +144,7 @@ def test_the_package_uses_every_term_of_the_glossary() -> None:
 
 
 def public_classes() -> list[str]:
-    """The classes that a user of the package names: those of its own `__init__` and the values that rooms exchange."""
+    """The classes of the values that packages exchange, which a user of the package names."""
     tree = ast.parse((FOLDERS["mvr_ray"] / "types.py").read_text(encoding="utf-8"))
     return [node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
 
