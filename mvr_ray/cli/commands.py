@@ -118,7 +118,7 @@ def run_stage(
     `words` are CONFIG and overrides as given, which the next command repeats; `arguments` the command's own. Inputs
     are checked before Ray or torch is imported.
     """
-    from mvr_ray.cli.inputs import check_inputs, ray_line
+    from mvr_ray.cli.inputs import check_inputs, ray_line, ready_command
     from mvr_ray.cli.progress import Reporter
     from mvr_ray.store.runs import record, to_plain
 
@@ -164,8 +164,8 @@ def run_stage(
         _err(f"report: {folder}/report.json")
     if plain.get("questions_file"):
         _err(f"every question's ranks, for `mvr-ray compare`: {plain['questions_file']}")
-    if summary and summary.next and words:
-        _err(f"next: mvr-ray {summary.next}")
+    if summary and words and (following := ready_command(summary.next, run)):
+        _err(f"next: mvr-ray {following}")
 
 
 def _load_run(
