@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,6 +15,19 @@ from ray.exceptions import RayTaskError
 from mvr_ray.cli import exit_on_error, main, run_stage
 from mvr_ray.config import RunConfig, load_run
 from mvr_ray.errors import DataError, MvrRayError
+
+INTERRUPTED_STAGE = """
+import signal, sys, typer
+from mvr_ray.cli import exit_on_error, run_stage
+from mvr_ray.config import RunConfig
+
+run = RunConfig.model_validate({{"store": {{"path": {store!r}}}}})
+stage = exit_on_error(lambda: run_stage("prepare", run, lambda run, progress: signal.raise_signal({number})))
+try:
+    stage()
+except typer.Exit as end:
+    sys.exit(end.exit_code)
+"""
 
 
 @pytest.fixture
@@ -227,14 +241,15 @@ def test_plan_totals_are_the_sums_of_their_lines(command, run_file: str) -> None
         assert total == sum(line["bytes_each"] * line["count"] for line in plan["lines"] if line["kind"] == kind)
 
 
-def test_an_interrupt_is_one_line_and_status_130(capsys) -> None:
-    def command() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(Exception) as end:
-        exit_on_error(command)()
-    assert end.value.exit_code == 130
-    assert capsys.readouterr().err == "mvr-ray: interrupted; the same command continues where it stopped\n"
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_stage_says_so_in_one_line_and_is_recorded(tmp_path: Path, number: signal.Signals) -> None:
+    script = tmp_path / "stage.py"
+    script.write_text(INTERRUPTED_STAGE.format(store=str(tmp_path / "store"), number=int(number)))
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (130, "")
+    assert result.stderr == "mvr-ray: interrupted; the same command continues where it stopped\n"
+    [report] = (tmp_path / "store").glob("runs/*/report.json")
+    assert json.loads(report.read_text())["outcome"] == "interrupted"
 
 
 def test_an_error_that_crossed_a_ray_task_is_told_without_the_way_it_took(capsys) -> None:

@@ -1,12 +1,15 @@
 """Summaries of reports: readable at 80 columns, with a verdict and the command that comes next."""
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from mvr_ray.cli.inputs import ready_command
 from mvr_ray.cli.summaries import Summary, summarize, versions_tables
+from mvr_ray.config import RunConfig
 
 WORDS = ("run.yaml", "index.kind=flat", "prepare.corpus=two words")
 SHARD = {"shard": 0, "digest": "ab", "num_passages": 3, "num_vectors": 20, "files": {"x": {"num_bytes": 2000}}}
@@ -122,6 +125,26 @@ def test_a_stage_ends_with_a_verdict_and_the_next_command(
     text = draw(summary)
     assert all(len(line) <= 80 for line in (*text.splitlines(), *summary.verdict.splitlines()))
     assert "afb6c4a3e008652b" not in text
+
+
+@pytest.mark.parametrize(
+    ("command", "settings", "suggestion"),
+    [
+        ("evaluate run.yaml index.kind=flat", {}, 'search run.yaml index.kind=flat "your question"'),
+        ("evaluate run.yaml", {"evaluate": {"questions": ["dev"]}}, "evaluate run.yaml"),
+        ("analyze run.yaml", {}, 'search run.yaml "your question"'),
+        ("analyze run.yaml", {"analyze": {"questions": "dev"}}, "analyze run.yaml"),
+        ("read run.yaml ranking=dev.json", {}, ""),
+        ("read run.yaml ranking=dev.json", {"read": {"reader": "."}}, "read run.yaml ranking=dev.json"),
+        ("serve run.yaml", {}, "serve run.yaml"),
+        ("", {}, ""),
+    ],
+)
+def test_no_command_is_suggested_whose_questions_or_reader_are_missing(
+    command: str, settings: dict[str, Any], suggestion: str, tmp_path: Path
+) -> None:
+    run = RunConfig.model_validate({"store": {"path": str(tmp_path)}, **settings})
+    assert ready_command(command, run) == suggestion
 
 
 def test_a_summary_shows_what_counts_and_no_zero() -> None:

@@ -1,7 +1,7 @@
 """The command line: `mvr-ray STAGE CONFIG [section.key=value ...] [--print-config] [--json]`.
 
 Every stage reads one run file, does its work, prints a table (or JSON) on stdout and stores config and report under
-<store>/runs/. Exit status: 0 success, 1 failure, 2 wrong request, 130 interrupted.
+<store>/runs/. Exit status: 0 success, 1 failure, 2 wrong request, 130 interrupted (Ctrl-C or SIGTERM).
 """
 
 import functools
@@ -11,7 +11,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -67,12 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def exit_on_error(function: Callable[..., None]) -> Callable[..., None]:
-    """Convert an MvrRayError to its message on stderr and an exit status."""
+    """Convert an MvrRayError to its message on stderr and an exit status; SIGTERM interrupts as Ctrl-C does."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> None:
         try:
-            with results_only():
+            with results_only(), _interrupt_on_sigterm():
                 function(*args, **kwargs)
         except MvrRayError as error:
             cause = getattr(error, "cause", None)  # an error of mvr_ray that crossed a Ray task
@@ -84,6 +85,16 @@ def exit_on_error(function: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(130) from None
 
     return run
+
+
+@contextmanager
+def _interrupt_on_sigterm() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGTERM, which service managers send, so that the run is recorded and leaves Ray."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
@@ -107,7 +118,7 @@ def run_stage(
     `words` are CONFIG and overrides as given, which the next command repeats; `arguments` the command's own. Inputs
     are checked before Ray or torch is imported.
     """
-    from mvr_ray.cli.inputs import check_inputs, ray_line
+    from mvr_ray.cli.inputs import check_inputs, ray_line, ready_command
     from mvr_ray.cli.progress import Reporter
     from mvr_ray.store.runs import record, to_plain
 
@@ -153,8 +164,8 @@ def run_stage(
         _err(f"report: {folder}/report.json")
     if plain.get("questions_file"):
         _err(f"every question's ranks, for `mvr-ray compare`: {plain['questions_file']}")
-    if summary and summary.next and words:
-        _err(f"next: mvr-ray {summary.next}")
+    if summary and words and (following := ready_command(summary.next, run)):
+        _err(f"next: mvr-ray {following}")
 
 
 def _load_run(
@@ -317,14 +328,11 @@ def follow(
     from mvr_ray.store.runs import to_plain
 
     report = stage.FollowReport()
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with Reporter() as progress:
         try:
             stage.follow(run, report, progress.say, progress, once=once)
         except KeyboardInterrupt:
             progress.say("follow ended; what was not applied is applied by the same command")
-        finally:
-            signal.signal(signal.SIGTERM, before)
     if as_json:
         print_json(report)
     else:

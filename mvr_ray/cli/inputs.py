@@ -94,6 +94,23 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
             check_version(run)
 
 
+def ready_command(command: str, run: RunConfig) -> str:
+    """Return the command to be suggested: itself, a search where it lacks question sets, empty where it lacks a
+    reader."""
+    stage, _, words = command.partition(" ")
+    sets = {"evaluate": run.evaluate.questions, "analyze": run.analyze.questions or run.evaluate.questions}
+    if not sets.get(stage, True):
+        return f'search {words} "your question"'
+    if stage == "read":
+        from mvr_ray.distributed.models import READERS, find_model
+
+        try:
+            find_model(run, READERS, run.read.reader)
+        except MissingInputError:
+            return ""
+    return command
+
+
 def _check_corpus(run: RunConfig, sets: Iterable[str | None]) -> None:
     corpus = Corpus.open(Store(run.store.path), run.prepare.corpus)
     for name in filter(None, sets):

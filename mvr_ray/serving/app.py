@@ -312,11 +312,12 @@ def _answer_errors(api: FastAPI) -> None:
     async def http_error(request: Request, error: HTTPException) -> Response:
         code = {404: "unknown_route", 405: "wrong_method"}.get(error.status_code, "http_error")
         message = f"{request.method} {request.url.path[:200]}: {error.detail}"
-        headers = dict(error.headers or {})
+        headers = {name.lower(): value for name, value in (error.headers or {}).items()}
         if error.status_code == 405:  # raised by one route of this path, which knows its own methods only
             routes = [one for one in api.routes if isinstance(one, Route)]
             own = [route.methods or () for route in routes if route.matches(request.scope)[0] != Match.NONE]
-            headers["allow"] = ", ".join(sorted(set().union(*own)))
+            methods = set().union(*own)
+            headers["allow"] = ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
         return error_response(RequestError(error.status_code, code, "", message, "see GET /openapi.json", headers))
 
 

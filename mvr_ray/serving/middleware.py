@@ -33,7 +33,7 @@ SLOT_PATHS = "/v1/"
 """Requests below it take a slot."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 _TOKEN_HINT = "send the header `Authorization: Bearer TOKEN` with a token of this server"
-_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 @dataclass
@@ -52,6 +52,8 @@ class RequestMiddleware:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
+            if scope["method"] == "HEAD":  # the response of GET, whose body the HTTP server leaves out
+                scope = {**scope, "method": "GET"}
             response = ResponseSender(send, request_id(Headers(scope=scope)))
             with logs.request_context(response.request_id):
                 await self._respond(scope, receive, response)

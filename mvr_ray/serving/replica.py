@@ -18,11 +18,12 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
 
 from mvr_ray import logs
 from mvr_ray.config import RunConfig, load_run
-from mvr_ray.errors import ConfigError
+from mvr_ray.errors import ConfigError, ResourceError
 from mvr_ray.serving import proxy_limit
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import TokenStore, read_tokens, require_tokens
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.2
 _NO_TASK_EVENTS = "RAY_task_events_report_interval_ms", "0"
 """Ray's control store keeps 3 kB of history for each of the last 100,000 calls; a server's own cluster needs none."""
+_PROXY_START = "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60"
+"""Serve kills a proxy that is not ready after 5 s, and its own start then fails; on a busy machine one takes longer."""
 SERVE_GRACE_S = 1.0
 """Time after `serve.timeout_ms` at which Serve itself ends a request, if its proxies run without the limiter."""
 ANYWHERE = "0.0.0.0"
@@ -131,13 +134,18 @@ def load_tokens(run: RunConfig) -> TokenStore:
 
 def _start_serve(run: RunConfig) -> int:
     """Start Ray Serve on the loopback, or join it; returns its port, a free one. Raises ConfigError, and changes
-    nothing, if it already runs and listens elsewhere, which may be open to other machines."""
+    nothing, if it already runs and listens elsewhere, which may be open to other machines; ResourceError if it does
+    not start."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with socket.socket() as probe:
         probe.bind((_LOOPBACK, 0))
         port = probe.getsockname()[1]
     timeout_s = run.serve.timeout_ms / 1000 + SERVE_GRACE_S
-    serve.start(http_options={"host": _LOOPBACK, "port": port, "request_timeout_s": timeout_s})
+    try:
+        serve.start(http_options={"host": _LOOPBACK, "port": port, "request_timeout_s": timeout_s})
+    except (RayError, TimeoutError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ResourceError(f"Ray Serve did not start ({reason}); run the same command again") from error
     client = _get_global_client()
     assert client is not None, "serve.start has just been called"
     options = client.http_config
@@ -169,6 +177,7 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
     say("starting Ray Serve, which takes half a minute")
     proxy_limit.configure_proxies(run.serve, os.environ)
     os.environ.setdefault(*_NO_TASK_EVENTS)
+    os.environ.setdefault(*_PROXY_START)
     signals, before = [], {}
     with ReverseProxy(run.serve, tokens) as proxy, connect(run.resources):
         port = _start_serve(run)

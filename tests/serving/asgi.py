@@ -72,5 +72,6 @@ async def ask(
     start = next(m for m in messages if m["type"] == "http.response.start")
     text = b"".join(m.get("body", b"") for m in messages if m["type"] == "http.response.body")
     response_headers = {name.decode().lower(): value.decode() for name, value in start["headers"]}
+    assert len(response_headers) == len(start["headers"]), "a header stands twice"
     plain = json.loads(text) if text and response_headers.get("content-type") == "application/json" else text.decode()
     return Reply(start["status"], plain, response_headers, num_reads)

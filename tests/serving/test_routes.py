@@ -243,7 +243,7 @@ def test_the_description_names_every_route_its_bodies_limits_and_token() -> None
 
 
 @pytest.mark.parametrize(
-    ("path", "methods"), [("/v1/versions", "GET, POST"), ("/v1/search", "POST"), ("/livez", "GET")]
+    ("path", "methods"), [("/v1/versions", "GET, HEAD, POST"), ("/v1/search", "POST"), ("/livez", "GET, HEAD")]
 )
 def test_a_wrong_method_is_told_all_right_ones(path, methods) -> None:
     reply = call(app(), "DELETE", path, token=ADMIN)
@@ -254,3 +254,11 @@ def test_what_is_no_number_in_json_is_none_here() -> None:
     for field, value in (("k", True), ("k", "5"), ("min_coverage", False), ("text", 1), ("timeout_ms", "100")):
         reply = call(app(), "POST", "/v1/search", {"queries": ["nile"], field: value}, token=ADMIN)
         assert (reply.status, reply.body["error"]["code"]) == (422, "wrong_type"), field
+
+
+@pytest.mark.parametrize("path", ["/", "/livez", "/readyz", "/v1/versions", "/v1/versions/9", "/v1/search", "/nowhere"])
+def test_head_has_the_status_and_the_headers_of_get(path) -> None:
+    server = app()
+    get, head = (call(server, method, path, token=ADMIN) for method in ("GET", "HEAD"))
+    assert (head.status, head.headers["content-type"]) == (get.status, get.headers["content-type"])
+    assert head.headers.get("allow") == get.headers.get("allow")

@@ -6,6 +6,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import ray
+import yaml
 from attacks import SEARCH as SEARCH_HEADERS
 from attacks import RawReply, chunked_body, send
 from node_ports import free_ports
@@ -200,3 +203,20 @@ def test_a_request_to_a_replica_that_hangs_or_was_killed_is_answered_by_its_dead
     assert outcome[0] in ("200", "503 unavailable", "504 timeout") and outcome[1] < 11
     seconds = ", ".join(f"{seconds:.1f}" for _, seconds in timeouts)
     record_property("figures", f"stopped: 504 after {seconds} s; killed: {outcome[0]} after {outcome[1]:.1f} s")
+
+
+@pytest.mark.slow
+@pytest.mark.data
+@pytest.mark.ray
+def test_a_proxy_that_does_not_start_ends_the_command_with_one_line(small_index, run_over, tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run_over(small_index, serve={"port": free_ports(1)[0]}).model_dump(mode="json")))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "0.001"
+    words = [sys.executable, "-m", "mvr_ray.cli", "serve", str(file), "resources.address=null"]
+    result = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 1
+    lines = result.stderr.splitlines()
+    assert len(lines) == 2 and re.fullmatch(
+        r"mvr-ray: Ray Serve did not start \(.*\); run the same command again", lines[1]
+    )
