@@ -7,7 +7,7 @@ from wikipedia import passages, questions
 
 from mvr_ray import Index
 
-rows = passages()
+rows = passages(2000)
 every = questions(rows)
 known, unseen = every[::2], every[1::2]
 index = Index.build(rows, path="example-store/refine")
