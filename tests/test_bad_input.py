@@ -22,7 +22,8 @@ import yaml
 from damaged_file import flip_byte
 from prepared_corpus import only_corpus
 
-from mvr_ray.cli import main, run_stage
+from mvr_ray.cli import main
+from mvr_ray.cli.commands import run_stage
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ManifestError, StorageError
 from mvr_ray.store import manifest, paths

@@ -55,8 +55,8 @@ Verbose = Annotated[
 ]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of `mvr-ray` and of every script in jobs/; always ends by SystemExit."""
+def run_words(arguments: Sequence[str] | None = None) -> None:
+    """Run the command of these words, or of the process's own; always ends by SystemExit."""
     if sys.stdout is None:  # the next file to be opened would take its place
         sys.exit("mvr-ray: standard output is closed; redirect it to a file, or to /dev/null")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -79,9 +79,6 @@ def exit_on_error(function: Callable[..., None]) -> Callable[..., None]:
             origin = cause if isinstance(cause, MvrRayError) else error
             _err(f"mvr-ray: {origin}")
             raise typer.Exit(2 if isinstance(origin, ConfigError) else 1) from None
-        except KeyboardInterrupt:
-            _err("mvr-ray: interrupted; the same command continues where it stopped")
-            raise typer.Exit(130) from None
 
     return run
 

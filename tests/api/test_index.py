@@ -655,7 +655,7 @@ def test_texts_are_read_to_the_models_own_length_unless_settings_say_another(tin
         assert bool((one_D == other_D).all()) is are_equal
 
 
-@pytest.mark.parametrize("module", ["mvr_ray", "mvr_ray.cli"])
+@pytest.mark.parametrize("module", ["mvr_ray", "mvr_ray.cli.commands"])
 def test_the_package_and_the_command_line_are_imported_without_what_they_import_when_used(module: str):
     heavy = "{'numpy', 'torch', 'ray', 'pydantic', 'pyarrow', 'transformers'}"
     program = f"import sys, {module}; sys.exit(', '.join({heavy} & set(sys.modules)) or 0)"
