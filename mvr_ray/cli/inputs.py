@@ -78,8 +78,8 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
         case "analyze":
             check_version(run, sets=(run.analyze.questions or next(iter(run.evaluate.questions), None),))
         case "retrieve":
-            is_file = resolve_path(arguments["questions"]).is_file()
-            check_version(run, sets=() if is_file else (arguments["questions"],))
+            is_path = resolve_path(arguments["questions"]).exists()
+            check_version(run, sets=() if is_path else (arguments["questions"],))
         case "tune":
             check_version(run, sets=(arguments["questions"],))
         case "read":

@@ -643,6 +643,33 @@ def test_hits_show_their_snippet_as_text_and_as_a_table_without_markup_of_passag
     assert repr(index).startswith(f"Index('{tmp_path / 'one'}', 1 passages, ")
 
 
+def test_retrieve_ranks_for_a_beir_folder_as_for_a_file_of_its_questions(index: Index, tmp_path: Path):
+    folder = tmp_path / "beir"
+    (folder / "qrels").mkdir(parents=True)
+    queries = [{"_id": f"q{n}", "text": f"who built tower {n}?"} for n in range(3)]
+    (folder / "corpus.jsonl").write_text("")
+    (folder / "queries.jsonl").write_text("".join(f"{json.dumps(query)}\n" for query in queries))
+    (folder / "qrels" / "test.tsv").write_text("".join(f"q{n}\t{ROWS[n]['id']}\t1\n" for n in range(3)))
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps({"id": q["_id"], "question": q["text"]}) + "\n" for q in queries))
+    rankings = []
+    for questions in (folder, file):
+        with pytest.raises(SystemExit) as end:
+            main(
+                [
+                    "retrieve",
+                    f"{index.run.store.path}/run.yaml",
+                    f"store.path={index.run.store.path}",
+                    f"questions={questions}",
+                    f"output={tmp_path}/run.trec",
+                    "format=trec",
+                ]
+            )
+        assert not end.value.code
+        rankings.append((tmp_path / "run.trec").read_text())
+    assert rankings[0] == rankings[1] and rankings[0].startswith("q0 Q0 ")
+
+
 def test_a_run_file_is_left_in_the_store_and_describes_it(index_store: Path):
     run = load_run(index_store / "run.yaml")
     assert (run.store.path, run.encoder.num_views, run.prepare.num_shards) == (str(index_store), 3, 3)

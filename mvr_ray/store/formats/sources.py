@@ -122,7 +122,8 @@ def folder_format(source: SourceConfig, folder: Path) -> str | None:
 
 
 def read_question_file(path: Path) -> list[Question]:
-    """Read the questions of a file in any question format; a `.txt` file has one a line. Bad rows are refused."""
+    """Read the questions of a file or folder in any question format; a `.txt` file has one a line. Bad rows are
+    refused."""
     if path.name.endswith((".txt", ".txt.gz")):
         with open_text(path) as file:
             lines = [(number, line.strip()) for number, line in enumerate(file, 1) if line.strip()]
