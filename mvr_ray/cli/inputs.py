@@ -1,4 +1,4 @@
-"""Check the inputs of a stage before Ray starts, and but for models before torch is imported.
+"""Check the inputs of a stage before Ray starts, and that they are there before torch is imported.
 
 The store's own functions read manifests, corpora and question sets, so errors have the messages of the stage itself,
 some seconds earlier and without a cluster.
@@ -13,6 +13,7 @@ from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus, question_set
 from mvr_ray.store.files import Store
+from mvr_ray.store.model_records import CROSS_ENCODERS, READERS, find_model, require_snapshot, starting_name
 
 WITHOUT_RAY = frozenset({"prepare", "update"})
 BY_SIZE = frozenset({"index", "refine", "evaluate", "analyze", "retrieve", "tune", "compact", "reshard"})
@@ -57,6 +58,7 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
             if run.train.init_from is None:
                 resolve_model(run.encoder.backbone)
             elif run.train.task == "retriever":
+                require_snapshot(Store(run.store.path), *starting_name(run, run.train.init_from))
                 from mvr_ray.distributed.encoders import starting_snapshot
 
                 starting_snapshot(run, run.train.init_from)
@@ -65,8 +67,6 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
             if run.mine.method == "index":
                 check_version(run)
             if run.mine.cross_encoder:
-                from mvr_ray.distributed.models import CROSS_ENCODERS, find_model
-
                 find_model(run, CROSS_ENCODERS, run.mine.cross_encoder)
         case "refine":
             if run.refine.feedback and not resolve_path(run.refine.feedback).is_file():
@@ -87,8 +87,6 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
                 raise MissingInputError(
                     f"ranking {arguments['ranking']} does not exist or is not a file; `mvr-ray retrieve` writes one"
                 )
-            from mvr_ray.distributed.models import READERS, find_model
-
             find_model(run, READERS, run.read.reader)
         case "compact" | "reshard":
             check_version(run)
