@@ -370,13 +370,18 @@ def test_what_is_missing_is_said_before_ray_or_torch_is_imported(run_file: str, 
     assert all(line.startswith("mvr-ray: ") for line in messages)
 
 
-def test_a_missing_model_is_said_before_ray_or_torch_is_imported(command, run_file: str, tmp_path: Path) -> None:
+def test_a_missing_model_or_setting_is_said_before_ray_or_torch_is_imported(
+    command, run_file: str, tmp_path: Path
+) -> None:
     passages = tmp_path / "passages.jsonl"
     passages.write_text('{"id": "p1", "text": "A text."}\n{"id": "q1", "question": "which?", "positive_ids": ["p1"]}\n')
     sources = f"prepare.sources=[{{path: {passages}, questions: dev}}]"
     assert command("prepare", run_file, sources)[0] == 0
     mine = ["mine", run_file, "mine.questions=dev"]
     messages = {
+        ("train", run_file, "train.task=reader"): "train.task is reader, which learns from answers",
+        ("train", run_file, "train.task=cross_encoder"): "train.task is cross_encoder, which learns from questions",
+        ("train", run_file, "train.distil_weight=1"): "train.distil_weight is 1.0, but training on questions of",
         ("train", run_file, "encoder.backbone=./nowhere"): "model folder ./nowhere does not exist",
         ("train", run_file, "train.init_from=nowhere"): "encoder snapshot 'nowhere' not found",
         (*mine, "mine.cross_encoder=nowhere"): "cross-encoder 'nowhere' is neither stored in",

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mvr_ray.config import RunConfig, resolve_model, resolve_path
+from mvr_ray.config.train import check_train
 from mvr_ray.distributed import session
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest
@@ -54,10 +55,11 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
         case "index":
             _check_corpus(run, ())
         case "train":
+            check_train(run.train)
             _check_corpus(run, (run.train.questions, run.train.dev_questions, run.train.hard_negatives))
             if run.train.init_from is None:
                 resolve_model(run.encoder.backbone)
-            elif run.train.task == "retriever":
+            else:
                 require_snapshot(Store(run.store.path), *starting_name(run, run.train.init_from))
                 from mvr_ray.distributed.encoders import starting_snapshot
 

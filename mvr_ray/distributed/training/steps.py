@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from mvr_ray.config import RunConfig, resolve_model
+from mvr_ray.config.train import check_train
 from mvr_ray.core.encoding.precision import multiplies_bf16
 from mvr_ray.core.encoding.training_attention import training_attention
 from mvr_ray.core.learning.batches import Example, plan_epoch
@@ -303,17 +304,7 @@ class TaskModelLoop(StepLoop):
         """Open the model and data of a rank; checkpoints are under a digest of everything that determines the
         weights."""
         store, task = Store(run.store.path), cls.kind.task
-        if run.train.init_from is not None:
-            raise ConfigError(
-                f"train.init_from is {run.train.init_from}, an encoder's snapshot, but train.task={task} starts from "
-                f"encoder.backbone; leave train.init_from out, and name the folder of a model there to start from it"
-            )
-        if run.train.max_passage_tokens:
-            raise ConfigError(
-                f"train.max_passage_tokens is {run.train.max_passage_tokens}, but train.task={task} reads as many "
-                f"tokens in training as later; set train.max_passage_tokens=0, and lower "
-                f"{'read.max_tokens' if task == 'reader' else 'mine.max_pair_tokens'} instead"
-            )
+        check_train(run.train)
         corpus, name = Corpus.open(store, run.prepare.corpus), getattr(run.train, task)
         backbone = resolve_model(run.encoder.backbone)
         model = MODEL_CLASSES[cls.kind].from_backbone(backbone, cls.spec(run), run.train.seed)
