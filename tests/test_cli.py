@@ -396,9 +396,18 @@ def test_a_missing_model_or_setting_is_said_before_ray_or_torch_is_imported(
 
 
 @pytest.mark.parametrize("python_buffer", ["", "1"])
-@pytest.mark.parametrize("words", [["version"], ["plan", "--passages", "100"], ["plan", "--passages", "100", "--json"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["version"],
+        ["--help"],
+        ["plan", "--help"],
+        ["plan", "--passages", "100"],
+        ["plan", "--passages", "100", "--json"],
+    ],
+)
 def test_a_full_or_closed_stdout_is_one_line_and_status_1(run_file: str, words: list[str], python_buffer: str) -> None:
-    command = [sys.executable, "-m", "mvr_ray.cli", words[0], *([run_file] * (len(words) > 1)), *words[1:]]
+    command = [sys.executable, "-m", "mvr_ray.cli", words[0], *([run_file] * (len(words) > 2)), *words[1:]]
     variables = {**os.environ, "PYTHONUNBUFFERED": python_buffer}
     messages = {
         "/dev/full": "standard output cannot be written: No space left on device; free space or redirect it",
@@ -408,6 +417,21 @@ def test_a_full_or_closed_stdout_is_one_line_and_status_1(run_file: str, words: 
         shell = ["sh", "-c", f'exec "$@" >{target}', "sh", *command]
         process = subprocess.run(shell, env=variables, stderr=subprocess.PIPE, text=True)
         assert (process.returncode, process.stderr) == (1, f"mvr-ray: {message}\n")
+
+
+def test_a_file_that_a_full_disk_does_not_take_is_one_line_and_status_1(tmp_path: Path) -> None:
+    (tmp_path / "passages.jsonl").write_text('{"id": "a", "text": "One sentence."}\n')
+    program = """
+import resource, signal
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+from mvr_ray.cli import main
+main(["init", "passages.jsonl"])
+"""
+    process = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    message = "mvr-ray: cannot write passages.yaml: File too large; free space and run the same command again\n"
+    assert (process.returncode, process.stderr) == (1, message)
+    assert [path.name for path in tmp_path.iterdir()] == ["passages.jsonl"]
 
 
 def test_help_says_every_command_in_a_line_of_80_columns(command) -> None:

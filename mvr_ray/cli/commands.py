@@ -4,6 +4,7 @@ Every stage reads one run file, does its work, prints a table (or JSON) on stdou
 <store>/runs/. Exit status: 0 success, 1 failure, 2 wrong request, 130 interrupted.
 """
 
+import errno
 import functools
 import inspect
 import logging
@@ -63,7 +64,12 @@ def run_words(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     _set_terminal_level(logging.WARNING)  # a run's record takes INFO lines, the terminal does not
-    app(args=None if arguments is None else list(arguments), prog_name="mvr-ray")
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="mvr-ray")
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        sys.exit(f"mvr-ray: {tables.stdout_error(error)}")  # of --help, which typer prints
 
 
 def exit_on_error(function: Callable[..., None]) -> Callable[..., None]:
@@ -448,6 +454,7 @@ def explain(
     run = _load_run(config, overrides, print_config, as_json)
     from mvr_ray.cli.search_once import ExplainRequest, open_service
     from mvr_ray.explanation import render_html
+    from mvr_ray.store.files import finished_file
 
     if html is not None and (html.is_dir() or not html.parent.is_dir()):
         raise ConfigError(f"explain: --html {html} cannot be written; name a file in a folder that exists")
@@ -455,7 +462,8 @@ def explain(
     with open_service("explain", run, version, request) as service:
         explanation = service.explain(request)
     if html is not None:
-        html.write_text(render_html(explanation), encoding="utf-8")
+        with finished_file(html) as aside:
+            aside.write_text(render_html(explanation), encoding="utf-8")
         _err(f"page: {html}")
     if as_json:
         print_json(explanation)

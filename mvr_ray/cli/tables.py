@@ -168,9 +168,14 @@ def translate_stdout_errors() -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        with Path(os.devnull).open("wb") as null, suppress(OSError):  # else Python writes the rest again at its exit
-            os.dup2(null.fileno(), _stdout().fileno())
-        raise StorageError(f"standard output cannot be written: {error.strerror}; free space or redirect it") from None
+        raise stdout_error(error) from None
+
+
+def stdout_error(error: OSError) -> StorageError:
+    """Drop what stdout did not take, and return the error of it to raise."""
+    with Path(os.devnull).open("wb") as null, suppress(OSError):  # else Python writes the rest again at its exit
+        os.dup2(null.fileno(), _stdout().fileno())
+    return StorageError(f"standard output cannot be written: {error.strerror}; free space or redirect it")
 
 
 def write(text: str) -> None:
