@@ -34,13 +34,14 @@ not searched."""
 class Evaluator:
     """Holds the answers and gold passages of every question; the refiners match answers to passages.
 
-    Answers without a letter, number or sign are omitted: they would match every passage.
+    Answers that match every passage by the rule in force are omitted.
     """
 
     def __init__(self, refine: RefineConfig, questions: RefineQuestions, refiners: RefinerPool) -> None:
         self.refine, self.questions, self.refiners = refine, questions, refiners
         self.answers_T = [
-            tuple(answer for answer in question.answers if not empty_answers([answer])) for question in questions.table
+            tuple(answer for answer in question.answers if not empty_answers([answer], refiners.task.match))
+            for question in questions.table
         ]
         number_of = refiners.locate(passage_id for question in questions.table for passage_id in question.positive_ids)
         self.gold_T = [
