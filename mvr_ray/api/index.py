@@ -121,7 +121,7 @@ class Index:
         has no run file: what the store records then takes its place, and other settings have their defaults. Raises
         MissingInputError if there is none, ConfigError.
         """
-        text = str(path)
+        text, location = str(path), _absolute(str(path))
         is_run_file = text.endswith((".yaml", ".yml"))
         has_run_file = is_run_file or (name is None and Store(text).exists(paths.RUN_FILE))
         if is_run_file:
@@ -129,7 +129,7 @@ class Index:
         else:
             store = Store(text)
             base = yaml.safe_load(store.read_bytes(paths.RUN_FILE)) if has_run_file else _run_of_store(store, name)
-            base["store"] = {"path": _absolute(text)}
+            base["store"] = {"path": location}
         for section, values in _sections(settings).items():
             base[section] = {**base.get(section, {}), **values}
         index = cls(parse_run(base, text))
@@ -427,6 +427,8 @@ def _index(run: RunConfig, progress: Progress) -> Manifest:
 
 
 def _absolute(path: str) -> str:
+    if not path.strip():
+        raise ConfigError(f"path is {path!r}, which names no store; name a folder, or '.' for the working folder")
     return path if "://" in path else str(Path(path).expanduser().absolute())
 
 

@@ -670,6 +670,15 @@ def test_retrieve_ranks_for_a_beir_folder_as_for_a_file_of_its_questions(index: 
     assert rankings[0] == rankings[1] and rankings[0].startswith("q0 Q0 ")
 
 
+@pytest.mark.parametrize("path", ["", " "])
+def test_a_path_of_nothing_is_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for call in (lambda: Index.build(ROWS, path=path), lambda: Index.open(path)):
+        with pytest.raises(ConfigError, match=r"path is '.?', which names no store; name a folder, or '\.'"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_run_file_is_left_in_the_store_and_describes_it(index_store: Path):
     run = load_run(index_store / "run.yaml")
     assert (run.store.path, run.encoder.num_views, run.prepare.num_shards) == (str(index_store), 3, 3)
