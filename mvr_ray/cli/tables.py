@@ -41,7 +41,7 @@ def hit_text(rank: int, hit: "PassageHit") -> Text:
     snippet that is the title stands before the text."""
     text = Text(f"{rank:>2}. {hit.title or hit.id}", style="bold")
     kind = "feedback view" if hit.feedback else "view"
-    text.append(f"  [{hit.id}] score {hit.score:.4f}, {kind} {hit.view}\n", style="dim")
+    text.append(f"  [{hit.id}] score {hit.score:z.4f}, {kind} {hit.view}\n", style="dim")
     if hit.fields:
         texts = {name: str(value) if type(value) in (int, float) else cell(value) for name, value in hit.fields.items()}
         text.append(f"    {', '.join(f'{name} {value}' for name, value in texts.items())}\n", style="dim")
@@ -72,12 +72,12 @@ def explanation_table(passage: "ExplainedPassage", questions: Sequence[str]) -> 
         output.add_column(Text(question), min_width=9, max_width=30)
     for view in passage.views:
         wins = [winner.view == view.view for winner in passage.winners]
-        scores = [Text(f"{score:.4f}{' «' * best}", style="bold" * best) for score, best in zip(view.scores, wins)]
+        scores = [Text(f"{score:z.4f}{' «' * best}", style="bold" * best) for score, best in zip(view.scores, wins)]
         output.add_row(str(view.view), Text(describe_view(view)), *scores)
     for name, kind in (("words (BM25)", "lexical"), ("words and views together", "total")):
         scores = [getattr(winner, kind) for winner in passage.winners]
         if any(score is not None for score in scores):
-            output.add_row("", name, *("" if score is None else f"{score:.4f}" for score in scores))
+            output.add_row("", name, *("" if score is None else f"{score:z.4f}" for score in scores))
     return output
 
 
