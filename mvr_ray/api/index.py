@@ -24,7 +24,7 @@ from mvr_ray import versions
 from mvr_ray.api import rows
 from mvr_ray.api.hits import SearchHits
 from mvr_ray.config import RunConfig, load_run, parse_run
-from mvr_ray.errors import ConfigError, DataError, MissingInputError
+from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
 from mvr_ray.serving.schemas import Hybrid, RequestError, SearchRequest, is_text, validate
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest as manifests
@@ -154,8 +154,9 @@ class Index:
     def __repr__(self) -> str:
         live = self.manifest
         return (
-            f"Index({self.run.store.path!r}, {live.num_passages:,} passages, {live.num_vectors:,} vectors of "
-            f"{live.dimension}, encoder {live.encoder_fingerprint}, version {live.version})"
+            f"Index({self.run.store.path!r}, {count_noun(live.num_passages, 'passage')}, "
+            f"{count_noun(live.num_vectors, 'vector')} of {live.dimension}, "
+            f"encoder {live.encoder_fingerprint}, version {live.version})"
         )
 
     @property

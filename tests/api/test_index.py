@@ -562,14 +562,14 @@ def test_feedback_on_passages_deleted_since_is_skipped_with_a_count(index: Index
 
 def test_feedback_on_passages_that_never_existed_is_refused(index: Index):
     index.add_feedback([*CLICKS, ("who?", "nowhere", 1)])
-    with pytest.raises(DataError, match=r"1 passages that the index does not hold .first: 'nowhere'"):
+    with pytest.raises(DataError, match=r"1 passage that the index does not hold .first: 'nowhere'"):
         index.refine(**ONE_ROUND)
 
 
 def test_feedback_on_deleted_passages_alone_is_refused(index: Index):
     index.add_feedback([(text, "p3", 1) for text in STRANGE])
     index.delete(["p3"])
-    with pytest.raises(DataError, match=r"1 passages that the index does not hold .first: 'p3'"):
+    with pytest.raises(DataError, match=r"1 passage that the index does not hold .first: 'p3'"):
         index.refine(**ONE_ROUND)
 
 
@@ -640,7 +640,7 @@ def test_hits_show_their_snippet_as_text_and_as_a_table_without_markup_of_passag
     assert f"»{hits[0].snippet.text}«" in repr(hits)
     html = hits._repr_html_()
     assert "<script>" not in html and "&lt;script&gt;" in html and "<mark>" in html
-    assert repr(index).startswith(f"Index('{tmp_path / 'one'}', 1 passages, ")
+    assert repr(index).startswith(f"Index('{tmp_path / 'one'}', 1 passage, ")
 
 
 def test_retrieve_ranks_for_a_beir_folder_as_for_a_file_of_its_questions(index: Index, tmp_path: Path):

@@ -211,7 +211,7 @@ def test_what_cannot_be_read_is_refused_before_any_reader_works(library, run_rea
     path = tmp_path / "lost.jsonl"
     path.write_text(json.dumps(row) + "\n")
     assert message_of(DataError, run_reading(), path) == (
-        f"ranking {path} has no text for 1 passages (first: 'nobody') that corpus 'corpus' does not hold; retrieve "
+        f"ranking {path} has no text for 1 passage (first: 'nobody') that corpus 'corpus' does not hold; retrieve "
         f"again with format=dpr or format=jsonl, or set prepare.corpus to the ranked corpus"
     )
     row["hits"].pop(1)
