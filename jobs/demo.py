@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import typer
 
+from mvr_ray.cli import exit_on_interrupt
 from mvr_ray.cli.commands import Config, Overrides, exit_on_error
 from mvr_ray.cli.progress import Reporter, duration
 from mvr_ray.cli.tables import hit_text, print_result, report_tables, table
@@ -152,4 +153,5 @@ def main(config: Config = "configs/demo.yaml", overrides: Overrides = None) -> N
 
 
 if __name__ == "__main__":
-    app()
+    with exit_on_interrupt():
+        app()

@@ -129,7 +129,7 @@ def compare(
     question_set: str | None = None,
 ) -> list[ComparisonRow]:
     """Compare two rankings by answer-bearing passages; by gold ones where no question of a file of question ranks has
-    answers; by those that `qrels` judges relevant where a side is a TREC run.
+    answers; by those that `qrels` judges relevant where it is given, which a TREC run needs.
 
     Each side is a ranking file, or FILE:SYSTEM of a file of question ranks. Questions are the same by id, or by text
     where a side has no ids (DPR's JSON). `ks` None: those of CUTOFFS that both sides reach. Raises ConfigError, also
@@ -138,13 +138,14 @@ def compare(
     if bad := [k for k in ks or () if k < 1]:
         raise ConfigError(f"compare: -k is {bad[0]}; give cut-offs of 1 or more")
     sides = str(first), str(second)
-    runs = [side for side in sides if _is_trec_run(side)]
-    if runs and qrels is None:
+    if qrels is None and (runs := [side for side in sides if _is_trec_run(side)]):
         raise ConfigError(
             f"compare: {runs[0]} is not .json, .jsonl or .parquet, and a TREC run does not say which passages count; "
             f"give --qrels FILE"
         )
-    judgements = _read_judgements(qrels) if runs and qrels is not None else None
+    if qrels is not None and all(".parquet:" in side for side in sides):
+        raise ConfigError("compare: --qrels has no effect on FILE:SYSTEM, which has no passages; leave it out")
+    judgements = None if qrels is None else _read_judgements(qrels)
     both = [_ranking(side, judgements, question_set) for side in sides]
     places = _question_places(sides, both)
     if unmatched_keys := sorted(set(places[0]) ^ set(places[1])):
@@ -250,7 +251,12 @@ def _file_ranking(path: Path, judgements: Judgements | None) -> Ranking:
     rows = list(read(path))
     if not rows:
         raise DataError(f"ranking {path} holds no question")
-    if judgements is not None and all(row.id is not None for row in rows):
+    if judgements is not None:
+        if any(row.id is None for row in rows):
+            raise ConfigError(
+                f"compare: {path} names its questions by their texts, so {judgements.path} does not say which passages "
+                f"count; retrieve it again with format=jsonl or format=parquet, which write their ids"
+            )
         relevant, first = judgements.relevant, rows[0].id
         row_of = {str(row.id): row for row in rows if row.id in relevant}
         if not row_of:

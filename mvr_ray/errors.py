@@ -135,3 +135,8 @@ class StudyError(MvrRayError, RuntimeError):
 
 class RowsLostError(MvrRayError, RuntimeError):
     """Passages read, embedded and indexed differ in number; the message names missing ids."""
+
+
+def count_noun(number: int, noun: str) -> str:
+    """`1 passage`, `2,000 passages`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

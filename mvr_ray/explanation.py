@@ -122,7 +122,7 @@ def _passage(passage: ExplainedPassage, questions: Sequence[str], bar: Callable[
         words = f" and words with {winner.lexical:.4f}" if winner.lexical is not None else ""
         heads += (
             f'<th scope="col"><div class="key" style="--mark: {mark}">{escape(question)}<br>'
-            f'<span class="soft">view {winner.view} with {winner.score:.4f}{words}{rank}</span></div></th>'
+            f'<span class="soft">view {winner.view} with {winner.score:z.4f}{words}{rank}</span></div></th>'
         )
     whole = any(view.kind == "passage" for view in passage.views)
     return "\n".join(
@@ -141,7 +141,7 @@ def _passage(passage: ExplainedPassage, questions: Sequence[str], bar: Callable[
 
 def _view(view: ExplainedView, winners: Sequence[Winner], bar: Callable[[float], str]) -> str:
     cells = "".join(
-        f'<td class="score{" won" if winner.view == view.view else ""}" style="--mark: {mark}">{score:.4f}'
+        f'<td class="score{" won" if winner.view == view.view else ""}" style="--mark: {mark}">{score:z.4f}'
         f'<span class="bar"><i style="{bar(score)}"></i>'
         "</span></td>"
         for mark, score, winner in zip(cycle(_MARKS), view.scores, winners)

@@ -22,7 +22,8 @@ import yaml
 from damaged_file import flip_byte
 from prepared_corpus import only_corpus
 
-from mvr_ray.cli import main, run_stage
+from mvr_ray.cli import main
+from mvr_ray.cli.commands import run_stage
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ManifestError, StorageError
 from mvr_ray.store import manifest, paths
@@ -94,7 +95,7 @@ def test_a_row_that_cannot_be_used_is_named_with_file_and_line(
     assert command("prepare", run_file(tmp_path)) == (
         1,
         "",
-        f"mvr-ray: 1 bad rows, more than prepare.max_bad_rows=0: {path}:5: {reason.format(path=path)}; "
+        f"mvr-ray: 1 bad row, more than prepare.max_bad_rows=0: {path}:5: {reason.format(path=path)}; "
         f"correct the file, or raise prepare.max_bad_rows to skip such rows",
     )
     assert not (tmp_path / "store" / "corpora").exists()
@@ -294,7 +295,7 @@ def test_a_flipped_byte_is_found_by_search_and_verify_and_named(command: Said, c
     status, _, message = command("versions", config, "verify")
     assert (status, message) == (
         1,
-        f"mvr-ray: 1 problems in 4 files; first: {name} of shard 1 has another sha256 than {sha256}; next: "
+        f"mvr-ray: 1 problem in 4 files; first: {name} of shard 1 has another sha256 than {sha256}; next: "
         f"mvr-ray versions CONFIG repair",
     )
 
@@ -329,7 +330,7 @@ def test_a_changed_word_of_a_question_is_found_by_evaluate_and_verify(
     status, _, message = command("versions", config, "verify")
     assert status == 1
     assert re.fullmatch(
-        rf"mvr-ray: 1 problems in 5 files; first: {file.relative_to(tmp_path / 'store')} has another sha256 than "
+        rf"mvr-ray: 1 problem in 5 files; first: {file.relative_to(tmp_path / 'store')} has another sha256 than "
         r"[0-9a-f]{64}; next: mvr-ray prepare CONFIG",
         message,
     )
@@ -371,7 +372,7 @@ def test_an_empty_question_in_a_file_is_named_with_its_line(command: Said, confi
     questions_file = tmp_path / "asked.jsonl"
     questions_file.write_text('{"id": "q1", "question": "which river?"}\n{"id": "q2", "question": "  "}\n')
     words = (f"questions={questions_file}", f"output={tmp_path / 'out.json'}")
-    message = f"mvr-ray: 1 bad rows, first: {questions_file}:2: question is empty"
+    message = f"mvr-ray: 1 bad row, first: {questions_file}:2: question is empty"
     assert command("retrieve", config, *words) == (1, "", message)
 
 

@@ -12,21 +12,21 @@ import pytest
 import yaml
 from ray.exceptions import RayTaskError
 
-from mvr_ray.cli import exit_on_error, main, run_stage
+from mvr_ray.cli import main
+from mvr_ray.cli.commands import exit_on_error, run_stage
 from mvr_ray.config import RunConfig, load_run
 from mvr_ray.errors import DataError, MvrRayError
 
 INTERRUPTED_STAGE = """
-import signal, sys, typer
-from mvr_ray.cli import exit_on_error, run_stage
+import signal
+from mvr_ray.cli import exit_on_interrupt
+from mvr_ray.cli.commands import exit_on_error, run_stage
 from mvr_ray.config import RunConfig
 
 run = RunConfig.model_validate({{"store": {{"path": {store!r}}}}})
 stage = exit_on_error(lambda: run_stage("prepare", run, lambda run, progress: signal.raise_signal({number})))
-try:
+with exit_on_interrupt():
     stage()
-except typer.Exit as end:
-    sys.exit(end.exit_code)
 """
 
 
@@ -252,6 +252,29 @@ def test_an_interrupted_stage_says_so_in_one_line_and_is_recorded(tmp_path: Path
     assert json.loads(report.read_text())["outcome"] == "interrupted"
 
 
+INTERRUPTED = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background may have it ignored
+
+def interrupt(event, details):
+    if event == "import" and details[0] == sys.argv[1]:
+        sys.argv[1] = ""
+        signal.raise_signal(signal.SIGINT)
+
+sys.addaudithook(interrupt)
+from mvr_ray.cli import main
+main(["plan", "run.yaml", "--passages", "10"])
+"""
+
+
+@pytest.mark.parametrize("module", ["typer", "rich.table", "pydantic.types", "mvr_ray.capacity"])
+def test_an_interrupt_at_any_import_is_one_line_and_status_130(module: str, run_file: str) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, module]
+    process = subprocess.run(command, cwd=Path(run_file).parent, capture_output=True, text=True)
+    message = "mvr-ray: interrupted; the same command continues where it stopped\n"
+    assert (process.returncode, process.stdout, process.stderr) == (130, "", message)
+
+
 def test_an_error_that_crossed_a_ray_task_is_told_without_the_way_it_took(capsys) -> None:
     def command() -> None:
         raise RayTaskError(
@@ -328,6 +351,17 @@ def test_doctor_says_at_once_that_nothing_listens_at_the_cluster_s_address(comma
     assert status == 1 and not cluster["ok"] and address in cluster["detail"] and "listens" in cluster["detail"]
 
 
+WITHOUT_HEAVY = """
+import contextlib, io, json, sys
+from mvr_ray.cli import main
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        main(words)
+    if heavy := {"ray", "torch", "transformers", "faiss"} & set(sys.modules):
+        sys.exit(f"{words} imports {heavy}")
+"""
+
+
 def test_what_is_missing_is_said_before_ray_or_torch_is_imported(run_file: str, tmp_path: Path) -> None:
     commands = [
         ["index", run_file],
@@ -351,43 +385,53 @@ def test_what_is_missing_is_said_before_ray_or_torch_is_imported(run_file: str, 
         ["--help"],
         ["index", run_file, "--print-config"],
     ]
-    program = """
-import contextlib, io, json, sys
-from mvr_ray.cli import main
-for words in json.loads(sys.argv[1]):
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
-        main(words)
-    if heavy := {"ray", "torch", "transformers", "faiss"} & set(sys.modules):
-        sys.exit(f"{words} imports {heavy}")
-"""
-    process = subprocess.run([sys.executable, "-c", program, json.dumps(commands)], capture_output=True, text=True)
+    process = subprocess.run(
+        [sys.executable, "-c", WITHOUT_HEAVY, json.dumps(commands)], capture_output=True, text=True
+    )
     assert process.returncode == 0, process.stderr
     messages = process.stderr.splitlines()
     assert len(messages) == len(commands) - 2, process.stderr
     assert all(line.startswith("mvr-ray: ") for line in messages)
 
 
-def test_a_missing_model_is_said_before_ray_is_announced(command, run_file: str, tmp_path: Path) -> None:
+def test_a_missing_model_or_setting_is_said_before_ray_or_torch_is_imported(
+    command, run_file: str, tmp_path: Path
+) -> None:
     passages = tmp_path / "passages.jsonl"
     passages.write_text('{"id": "p1", "text": "A text."}\n{"id": "q1", "question": "which?", "positive_ids": ["p1"]}\n')
     sources = f"prepare.sources=[{{path: {passages}, questions: dev}}]"
     assert command("prepare", run_file, sources)[0] == 0
     mine = ["mine", run_file, "mine.questions=dev"]
     messages = {
+        ("train", run_file, "train.task=reader"): "train.task is reader, which learns from answers",
+        ("train", run_file, "train.task=cross_encoder"): "train.task is cross_encoder, which learns from questions",
+        ("train", run_file, "train.distil_weight=1"): "train.distil_weight is 1.0, but training on questions of",
         ("train", run_file, "encoder.backbone=./nowhere"): "model folder ./nowhere does not exist",
         ("train", run_file, "train.init_from=nowhere"): "encoder snapshot 'nowhere' not found",
         (*mine, "mine.cross_encoder=nowhere"): "cross-encoder 'nowhere' is neither stored in",
         ("read", run_file, f"ranking={passages}", "read.reader=nowhere"): "reader 'nowhere' is neither stored in",
     }
-    for words, message in messages.items():
-        _, _, err = command(*words)
-        assert err.startswith(f"mvr-ray: {message}")
+    process = subprocess.run(
+        [sys.executable, "-c", WITHOUT_HEAVY, json.dumps([*messages])], capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    for line, message in zip(process.stderr.splitlines(), messages.values(), strict=True):
+        assert line.startswith(f"mvr-ray: {message}")
 
 
 @pytest.mark.parametrize("python_buffer", ["", "1"])
-@pytest.mark.parametrize("words", [["version"], ["plan", "--passages", "100"], ["plan", "--passages", "100", "--json"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["version"],
+        ["--help"],
+        ["plan", "--help"],
+        ["plan", "--passages", "100"],
+        ["plan", "--passages", "100", "--json"],
+    ],
+)
 def test_a_full_or_closed_stdout_is_one_line_and_status_1(run_file: str, words: list[str], python_buffer: str) -> None:
-    command = [sys.executable, "-m", "mvr_ray.cli", words[0], *([run_file] * (len(words) > 1)), *words[1:]]
+    command = [sys.executable, "-m", "mvr_ray.cli", words[0], *([run_file] * (len(words) > 2)), *words[1:]]
     variables = {**os.environ, "PYTHONUNBUFFERED": python_buffer}
     messages = {
         "/dev/full": "standard output cannot be written: No space left on device; free space or redirect it",
@@ -397,6 +441,21 @@ def test_a_full_or_closed_stdout_is_one_line_and_status_1(run_file: str, words: 
         shell = ["sh", "-c", f'exec "$@" >{target}', "sh", *command]
         process = subprocess.run(shell, env=variables, stderr=subprocess.PIPE, text=True)
         assert (process.returncode, process.stderr) == (1, f"mvr-ray: {message}\n")
+
+
+def test_a_file_that_a_full_disk_does_not_take_is_one_line_and_status_1(tmp_path: Path) -> None:
+    (tmp_path / "passages.jsonl").write_text('{"id": "a", "text": "One sentence."}\n')
+    program = """
+import resource, signal
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+from mvr_ray.cli import main
+main(["init", "passages.jsonl"])
+"""
+    process = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    message = "mvr-ray: cannot write passages.yaml: File too large; free space and run the same command again\n"
+    assert (process.returncode, process.stderr) == (1, message)
+    assert [path.name for path in tmp_path.iterdir()] == ["passages.jsonl"]
 
 
 def test_help_says_every_command_in_a_line_of_80_columns(command) -> None:

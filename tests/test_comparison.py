@@ -107,16 +107,18 @@ def test_every_format_of_a_ranking_gives_the_same_comparison(tmp_path: Path) -> 
     expected = compare(ranking(tmp_path / "a.json", ranks["a"]), ranking(tmp_path / "b.json", ranks["b"]), [1, 5])
     for form, first in paths["a"].items():
         for other, second in paths["b"].items():
-            if {form, other} == {"dpr", "trec"}:
-                with pytest.raises(ConfigError) as refusal:
-                    compare(first, second, [1, 5], qrels=tmp_path / "qrels")
-                texts, ids = (first, second) if form == "dpr" else (second, first)
-                assert str(refusal.value) == (
-                    f"compare: {texts} names its questions by their texts, {ids} by their ids, so they cannot be "
-                    f"matched; retrieve one of them again with format=jsonl or format=parquet, which write both"
-                )
-            else:
+            if "trec" not in (form, other):
+                assert compare(first, second, [1, 5]) == expected, (form, other)
+            if "dpr" not in (form, other):
                 assert compare(first, second, [1, 5], qrels=tmp_path / "qrels") == expected, (form, other)
+                continue
+            with pytest.raises(ConfigError) as refusal:
+                compare(first, second, [1, 5], qrels=tmp_path / "qrels")
+            assert str(refusal.value) == (
+                f"compare: {first if form == 'dpr' else second} names its questions by their texts, so "
+                f"{tmp_path / 'qrels'} does not say which passages count; retrieve it again with format=jsonl or "
+                f"format=parquet, which write their ids"
+            )
 
 
 def test_line_separators_of_unicode_in_texts_end_no_line_and_an_error_names_its_line(tmp_path: Path) -> None:
@@ -147,13 +149,20 @@ def test_questions_of_the_same_text_are_compared_in_their_order(tmp_path: Path) 
     assert (row.first, row.second, row.questions) == (50, 50, 2)
 
 
-def test_judgements_count_for_both_sides_where_one_is_a_trec_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["trec", "jsonl", "parquet"])
+def test_judgements_count_for_both_sides_in_place_of_answers(tmp_path: Path, form: str) -> None:
     (tmp_path / "qrels").write_text("q0 0 other2 1\nq1 0 right 1\n")
     rows = [RankedQuestion(Question(f"q{i}", f"question {i}", ("a",)), hits(1)) for i in range(3)]
-    write_ranking(rows, tmp_path / "a.trec", "trec")
-    write_ranking(rows, tmp_path / "b.jsonl", "jsonl")
-    [row] = compare(tmp_path / "a.trec", tmp_path / "b.jsonl", [1], qrels=tmp_path / "qrels")
+    first, second = tmp_path / f"a.{form}", tmp_path / "b.jsonl"
+    write_ranking(rows, first, form)
+    write_ranking(rows, second, "jsonl")
+    [row] = compare(first, second, [1], qrels=tmp_path / "qrels")
     assert (row.first, row.second, row.questions) == (50, 50, 2)
+
+
+def test_judgements_that_no_side_can_use_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--qrels has no effect on FILE:SYSTEM"):
+        compare("a.parquet:one", "a.parquet:two", qrels=tmp_path / "qrels")
 
 
 def test_only_questions_with_a_relevant_passage_are_compared(tmp_path: Path) -> None:

@@ -94,6 +94,8 @@ def test_the_snippet_that_matched_is_marked_and_nothing_else_changes() -> None:
     head, body = hit_text(1, hit).plain.split("\n")
     assert head == " 1. Rivers  [p1] score 0.5000, view 1"
     assert body == "The Nile is long. »The Rhine is shorter.« So it goes."
+    for score in (-0.0, -1e-5):
+        assert "score 0.0000, " in hit_text(1, hit.model_copy(update={"score": score})).plain
     feedback_hit = hit.model_copy(update={"view": 9, "feedback": True, "snippet": None})
     assert hit_text(1, feedback_hit).plain.split("\n")[0].endswith("score 0.5000, feedback view 9")
     assert hit_text(1, hit.model_copy(update={"snippet": None})).plain.endswith("\n" + text)

@@ -29,7 +29,7 @@ class SearchHits(list[PassageHit]):
             before, snippet, after = _parts(hit)
             fields = ", ".join(f"{name} {value}" for name, value in _fields(hit).items())
             text = f"{before}»{snippet}«{after}" if snippet else before
-            lines.append(f"{rank:>2}. {hit.score:.4f}  {hit.title or hit.id}  [{hit.id}]")
+            lines.append(f"{rank:>2}. {hit.score:z.4f}  {hit.title or hit.id}  [{hit.id}]")
             lines += [f"    {fields}", f"    {text}"] if fields else [f"    {text}"]
         return "\n".join(lines)
 
@@ -40,7 +40,7 @@ class SearchHits(list[PassageHit]):
             mark = f"<mark>{snippet}</mark>" if snippet else ""
             extra = "".join(f" · {escape(name)} {escape(str(value))}" for name, value in _fields(hit).items())
             title = f"<b>{escape(hit.title or hit.id)}</b> <small>{escape(hit.id)}{extra}</small>"
-            rows += f"<tr><td>{rank}</td><td>{hit.score:.4f}</td><td style='text-align:left'>"
+            rows += f"<tr><td>{rank}</td><td>{hit.score:z.4f}</td><td style='text-align:left'>"
             rows += f"{title}<br>{before}{mark}{after}</td></tr>"
         return f"<p><b>{escape(self.question)}</b></p><table>{rows}</table>"
 

@@ -24,7 +24,7 @@ from mvr_ray import versions
 from mvr_ray.api import rows
 from mvr_ray.api.hits import SearchHits
 from mvr_ray.config import RunConfig, load_run, parse_run
-from mvr_ray.errors import ConfigError, DataError, MissingInputError
+from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
 from mvr_ray.serving.schemas import Hybrid, RequestError, SearchRequest, is_text, validate
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest as manifests
@@ -121,7 +121,7 @@ class Index:
         has no run file: what the store records then takes its place, and other settings have their defaults. Raises
         MissingInputError if there is none, ConfigError.
         """
-        text = str(path)
+        text, location = str(path), _absolute(str(path))
         is_run_file = text.endswith((".yaml", ".yml"))
         has_run_file = is_run_file or (name is None and Store(text).exists(paths.RUN_FILE))
         if is_run_file:
@@ -129,7 +129,7 @@ class Index:
         else:
             store = Store(text)
             base = yaml.safe_load(store.read_bytes(paths.RUN_FILE)) if has_run_file else _run_of_store(store, name)
-            base["store"] = {"path": _absolute(text)}
+            base["store"] = {"path": location}
         for section, values in _sections(settings).items():
             base[section] = {**base.get(section, {}), **values}
         index = cls(parse_run(base, text))
@@ -154,8 +154,9 @@ class Index:
     def __repr__(self) -> str:
         live = self.manifest
         return (
-            f"Index({self.run.store.path!r}, {live.num_passages:,} passages, {live.num_vectors:,} vectors of "
-            f"{live.dimension}, encoder {live.encoder_fingerprint}, version {live.version})"
+            f"Index({self.run.store.path!r}, {count_noun(live.num_passages, 'passage')}, "
+            f"{count_noun(live.num_vectors, 'vector')} of {live.dimension}, "
+            f"encoder {live.encoder_fingerprint}, version {live.version})"
         )
 
     @property
@@ -427,6 +428,8 @@ def _index(run: RunConfig, progress: Progress) -> Manifest:
 
 
 def _absolute(path: str) -> str:
+    if not path.strip():
+        raise ConfigError(f"path is {path!r}, which names no store; name a folder, or '.' for the working folder")
     return path if "://" in path else str(Path(path).expanduser().absolute())
 
 

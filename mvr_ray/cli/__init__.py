@@ -1,6 +1,25 @@
 """Provides the command line `mvr-ray`: commands, arguments, tables, progress."""
 
-from mvr_ray.cli.commands import app as app
-from mvr_ray.cli.commands import exit_on_error as exit_on_error
-from mvr_ray.cli.commands import main as main
-from mvr_ray.cli.commands import run_stage as run_stage
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `mvr-ray` and of every script in jobs/; always ends by SystemExit."""
+    with exit_on_interrupt():
+        from mvr_ray.cli.commands import run_words  # Ctrl-C may come while this is imported
+
+        run_words(arguments)
+
+
+@contextmanager
+def exit_on_interrupt() -> Iterator[None]:
+    """Convert Ctrl-C to one line on stderr and exit status 130, which is all that typer makes of it."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as end:
+        if isinstance(end, SystemExit) and end.code != 130:
+            raise
+        sys.stderr.write("mvr-ray: interrupted; the same command continues where it stopped\n")
+        sys.exit(130)

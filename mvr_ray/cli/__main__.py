@@ -1,5 +1,5 @@
 """Runs the command line as `python -m mvr_ray.cli`."""
 
-from mvr_ray.cli.commands import main
+from mvr_ray.cli import main
 
 main()

@@ -4,6 +4,7 @@ Every stage reads one run file, does its work, prints a table (or JSON) on stdou
 <store>/runs/. Exit status: 0 success, 1 failure, 2 wrong request, 130 interrupted (Ctrl-C or SIGTERM).
 """
 
+import errno
 import functools
 import inspect
 import logging
@@ -56,15 +57,20 @@ Verbose = Annotated[
 ]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of `mvr-ray` and of every script in jobs/; always ends by SystemExit."""
+def run_words(arguments: Sequence[str] | None = None) -> None:
+    """Run the command of these words, or of the process's own; always ends by SystemExit."""
     if sys.stdout is None:  # the next file to be opened would take its place
         sys.exit("mvr-ray: standard output is closed; redirect it to a file, or to /dev/null")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     _set_terminal_level(logging.WARNING)  # a run's record takes INFO lines, the terminal does not
-    app(args=None if arguments is None else list(arguments), prog_name="mvr-ray")
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="mvr-ray")
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        sys.exit(f"mvr-ray: {tables.stdout_error(error)}")  # of --help, which typer prints
 
 
 def exit_on_error(function: Callable[..., None]) -> Callable[..., None]:
@@ -80,9 +86,6 @@ def exit_on_error(function: Callable[..., None]) -> Callable[..., None]:
             origin = cause if isinstance(cause, MvrRayError) else error
             _err(f"mvr-ray: {origin}")
             raise typer.Exit(2 if isinstance(origin, ConfigError) else 1) from None
-        except KeyboardInterrupt:
-            _err("mvr-ray: interrupted; the same command continues where it stopped")
-            raise typer.Exit(130) from None
 
     return run
 
@@ -459,6 +462,7 @@ def explain(
     run = _load_run(config, overrides, print_config, as_json)
     from mvr_ray.cli.search_once import ExplainRequest, open_service
     from mvr_ray.explanation import render_html
+    from mvr_ray.store.files import finished_file
 
     if html is not None and (html.is_dir() or not html.parent.is_dir()):
         raise ConfigError(f"explain: --html {html} cannot be written; name a file in a folder that exists")
@@ -466,7 +470,8 @@ def explain(
     with open_service("explain", run, version, request) as service:
         explanation = service.explain(request)
     if html is not None:
-        html.write_text(render_html(explanation), encoding="utf-8")
+        with finished_file(html) as aside:
+            aside.write_text(render_html(explanation), encoding="utf-8")
         _err(f"page: {html}")
     if as_json:
         print_json(explanation)
@@ -623,7 +628,7 @@ def compare(
     ],
     second: Annotated[str, typer.Argument(help="Another over the same questions.")],
     k: Annotated[list[int] | None, typer.Option("-k", help="Cut-offs of top-k accuracy; may be given again.")] = None,
-    qrels: Annotated[Path | None, typer.Option(help="TREC qrels, for TREC runs.")] = None,
+    qrels: Annotated[Path | None, typer.Option(help="TREC qrels: they say which passages count.")] = None,
     questions: Annotated[str | None, typer.Option(help="The question set, where FILE:SYSTEM has several.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the paired test.")] = 0,
     as_json: AsJson = False,

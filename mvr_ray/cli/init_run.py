@@ -16,6 +16,7 @@ from mvr_ray.config import SourceConfig, check_field_name, load_run, resolve_pat
 from mvr_ray.config.loader import parse_yaml
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.fields import FieldReader, TextCell
+from mvr_ray.store.files import finished_file
 from mvr_ray.store.formats.huggingface import open_dataset
 from mvr_ray.store.formats.records import BadRow, PassageRecord, QuestionRecord
 from mvr_ray.store.formats.sources import NAMED_FIELDS, format_of, read_source, source_files
@@ -76,7 +77,8 @@ def write_run_file(paths: Sequence[str], output: Path | None) -> tuple[Path, lis
         raise ConfigError(f"init: {file} exists already; name another file with --output, or move it away")
     if not file.absolute().parent.is_dir():
         raise ConfigError(f"init: --output {file} cannot be written; name a file in a folder that exists")
-    file.write_text(run_file_text(name, samples), encoding="utf-8")
+    with finished_file(file) as aside:
+        aside.write_text(run_file_text(name, samples), encoding="utf-8")
     load_run(file)
     return file, samples
 

@@ -1,4 +1,4 @@
-"""Check the inputs of a stage before Ray starts, and but for models before torch is imported.
+"""Check the inputs of a stage before Ray starts, and that they are there before torch is imported.
 
 The store's own functions read manifests, corpora and question sets, so errors have the messages of the stage itself,
 some seconds earlier and without a cluster.
@@ -8,11 +8,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mvr_ray.config import RunConfig, resolve_model, resolve_path
+from mvr_ray.config.train import check_train
 from mvr_ray.distributed import session
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus, question_set
 from mvr_ray.store.files import Store
+from mvr_ray.store.model_records import CROSS_ENCODERS, READERS, find_model, require_snapshot, starting_name
 
 WITHOUT_RAY = frozenset({"prepare", "update"})
 BY_SIZE = frozenset({"index", "refine", "evaluate", "analyze", "retrieve", "tune", "compact", "reshard"})
@@ -53,10 +55,12 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
         case "index":
             _check_corpus(run, ())
         case "train":
+            check_train(run.train)
             _check_corpus(run, (run.train.questions, run.train.dev_questions, run.train.hard_negatives))
             if run.train.init_from is None:
                 resolve_model(run.encoder.backbone)
-            elif run.train.task == "retriever":
+            else:
+                require_snapshot(Store(run.store.path), *starting_name(run, run.train.init_from))
                 from mvr_ray.distributed.encoders import starting_snapshot
 
                 starting_snapshot(run, run.train.init_from)
@@ -65,8 +69,6 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
             if run.mine.method == "index":
                 check_version(run)
             if run.mine.cross_encoder:
-                from mvr_ray.distributed.models import CROSS_ENCODERS, find_model
-
                 find_model(run, CROSS_ENCODERS, run.mine.cross_encoder)
         case "refine":
             if run.refine.feedback and not resolve_path(run.refine.feedback).is_file():
@@ -78,8 +80,8 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
         case "analyze":
             check_version(run, sets=(run.analyze.questions or next(iter(run.evaluate.questions), None),))
         case "retrieve":
-            is_file = resolve_path(arguments["questions"]).is_file()
-            check_version(run, sets=() if is_file else (arguments["questions"],))
+            is_path = resolve_path(arguments["questions"]).exists()
+            check_version(run, sets=() if is_path else (arguments["questions"],))
         case "tune":
             check_version(run, sets=(arguments["questions"],))
         case "read":
@@ -87,8 +89,6 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
                 raise MissingInputError(
                     f"ranking {arguments['ranking']} does not exist or is not a file; `mvr-ray retrieve` writes one"
                 )
-            from mvr_ray.distributed.models import READERS, find_model
-
             find_model(run, READERS, run.read.reader)
         case "compact" | "reshard":
             check_version(run)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from mvr_ray.cli.tables import cell, report_tables, size, table, version_text
+from mvr_ray.errors import count_noun
 
 Report = Mapping[str, Any]
 NUM_NAMED = 3
@@ -38,11 +39,6 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}"
 
 
-def count(number: int, what: str) -> str:
-    """`1 passage`, `2,000 passages`."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
 def _facts(rows: Mapping[str, Any], title: str = "") -> list[Table]:
     """Return a table of labels and values without those that are zero or empty; no table if none is left."""
     lines = [(label, cell(value)) for label, value in rows.items() if value not in (None, 0, "", [], {})]
@@ -65,7 +61,7 @@ def _prepare(report: Report, words: str) -> Summary:
         "question sets": "\n".join(f"{name} {cell(number)}" for name, number in report["questions"].items()),
     }
     num = report["passages_written"]
-    return Summary(_facts(facts), f"prepared: {count(num, 'passage')}", f"index {words}" if num else "")
+    return Summary(_facts(facts), f"prepared: {count_noun(num, 'passage')}", f"index {words}" if num else "")
 
 
 def _train(report: Report, words: str) -> Summary:
@@ -88,7 +84,7 @@ def _mine(report: Report, words: str) -> Summary:
         "questions with fewer": report["short"],
         "questions without any": report["without"],
     }
-    negatives = f"{count(report['negatives'], 'hard negative')} for {count(report['questions'], 'question')}"
+    negatives = f"{count_noun(report['negatives'], 'hard negative')} for {count_noun(report['questions'], 'question')}"
     verdict = f"mined: {negatives}, as question set {report['output']}"
     return Summary(_facts(facts), verdict, f"train {words} train.hard_negatives={report['output']}")
 
@@ -113,7 +109,7 @@ def _index_facts(report: Report) -> dict[str, Any]:
 def _index(report: Report, words: str) -> Summary:
     passages = sum(shard["num_passages"] for shard in report["shards"])
     collapse = COLLAPSE * bool(report["metrics"].get("collapsed"))
-    verdict = f"live: {version_text(report)}, {count(passages, 'passage')}{collapse}"
+    verdict = f"live: {version_text(report)}, {count_noun(passages, 'passage')}{collapse}"
     return Summary(_facts(_index_facts(report)), verdict, f'search {words} "your question"')
 
 
@@ -139,7 +135,7 @@ def _accuracy_tables(rows: Sequence[Report], system: str) -> list[Table]:
         groups.setdefault((row["questions"], row["metric"].partition("/")[0]), []).append(row)
     return [
         _pivot(
-            f"{questions}: {count(own[0]['n'], 'question')}, in percent, by {kind}",
+            f"{questions}: {count_noun(own[0]['n'], 'question')}, in percent, by {kind}",
             system,
             {(row["system"], row["metric"].partition("/")[2]): row["value"] for row in own},
         )
@@ -156,7 +152,7 @@ def _pivot(title: str, corner: str, shares: Mapping[tuple[Any, str], float]) -> 
 
 def _evaluate(report: Report, words: str) -> Summary:
     rows = report["rows"]
-    verdict = f"evaluated: {version_text(report)}, {count(report['passages'], 'passage')}"
+    verdict = f"evaluated: {version_text(report)}, {count_noun(report['passages'], 'passage')}"
     firsts = {row["questions"]: row for row in reversed(rows) if row["system"] == report["index"]}
     main_rows = list(reversed(firsts.values()))[:NUM_NAMED]
     for row in main_rows:
@@ -174,7 +170,7 @@ def _analyze(report: Report, words: str) -> Summary:
         "attention KL": report["attention_kl"],
     }
     ppl = report["ppl"]
-    verdict = f"analyzed: {version_text(report)}, {count(report['num_questions'], 'question')}"
+    verdict = f"analyzed: {version_text(report)}, {count_noun(report['num_questions'], 'question')}"
     if ppl is not None:
         verdict += f"\n  of {len(report['win_shares'])} views, {ppl:.2f} answer the questions of a passage (PPL)"
     tables = [*_facts(facts), *_accuracy_tables(report["rows"], "view")]
@@ -182,7 +178,7 @@ def _analyze(report: Report, words: str) -> Summary:
 
 
 def _retrieve(report: Report, words: str) -> Summary:
-    questions = count(report["questions"], "question")
+    questions = count_noun(report["questions"], "question")
     verdict = f"retrieved: {questions}, up to {report['k']} passages each, from {version_text(report)}"
     verdict += f"\n  {report['output']} ({report['format']})"
     command = f"read {words} ranking={shlex.quote(report['output'])}" if report["format"] in ("dpr", "jsonl") else ""
@@ -196,7 +192,7 @@ def _tune(report: Report, words: str) -> Summary:
         for row in report["rows"]
     ]
     curve = table("in percent, by gold", ("weight", "top-1", "top-5", "top-20", "mrr"), rows)
-    questions = f"{count(report['num_questions'], 'question')} of {report['questions']}"
+    questions = f"{count_noun(report['num_questions'], 'question')} of {report['questions']}"
     verdict = f"tuned: {report['setting']}\n  {questions}, {version_text(report)}"
     return Summary([curve], verdict, f"evaluate {words} {report['setting']}")
 
@@ -204,7 +200,7 @@ def _tune(report: Report, words: str) -> Summary:
 def _read(report: Report, words: str) -> Summary:
     shares = {(row["passages"], row["metric"].replace("_", " ")): row["value"] for row in report["rows"]}
     tables = [_pivot("answers, in percent", "passages", shares)] if shares else []
-    verdict = f"read: {count(report['questions'], 'question')} by {report['reader']}"
+    verdict = f"read: {count_noun(report['questions'], 'question')} by {report['reader']}"
     if report["unread"]:
         verdict += f", {report['unread']:,} of them without any text"
     if report["output"]:
@@ -216,21 +212,23 @@ def _update(report: Report, words: str) -> Summary:
     names = ("added", "replaced", "deleted", "unchanged", "absent", "questions_dropped")
     facts = {name.replace("_", " "): report[name] for name in names}
     num_changes = report["added"] + report["replaced"] + report["deleted"]
-    verdict = f"updated: {count(report['passages'], 'passage')} in corpus {report['corpus']}, {num_changes:,} changed"
+    verdict = (
+        f"updated: {count_noun(report['passages'], 'passage')} in corpus {report['corpus']}, {num_changes:,} changed"
+    )
     return Summary(_facts(facts), verdict, f"index {words}")
 
 
 def _compact(report: Report, words: str) -> Summary:
     what = (
-        f"{count(report['shards_written'], 'shard')} written whole, {size(report['bytes_before'])} before, "
+        f"{count_noun(report['shards_written'], 'shard')} written whole, {size(report['bytes_before'])} before, "
         f"{size(report['bytes'])} now"
     )
     return _rewrite_summary(report, words, what, "no changes beside its shards")
 
 
 def _reshard(report: Report, words: str) -> Summary:
-    shards = count(report["shards"], "shard")
-    what = f"{count(report['passages'], 'passage')} in {shards} ({report['shards_before']:,} before)"
+    shards = count_noun(report["shards"], "shard")
+    what = f"{count_noun(report['passages'], 'passage')} in {shards} ({report['shards_before']:,} before)"
     return _rewrite_summary(report, words, what, shards)
 
 
@@ -241,7 +239,7 @@ def _rewrite_summary(report: Report, words: str, what: str, reason: str) -> Summ
 
 
 def _rollback(report: Report, words: str) -> Summary:
-    what = f"the content of version {report['to']}, {count(report['passages'], 'passage')}"
+    what = f"the content of version {report['to']}, {count_noun(report['passages'], 'passage')}"
     return Summary([], f"live: {version_text(report)}, {what}", f'search {words} "your question"')
 
 

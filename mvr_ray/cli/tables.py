@@ -41,7 +41,7 @@ def hit_text(rank: int, hit: "PassageHit") -> Text:
     snippet that is the title stands before the text."""
     text = Text(f"{rank:>2}. {hit.title or hit.id}", style="bold")
     kind = "feedback view" if hit.feedback else "view"
-    text.append(f"  [{hit.id}] score {hit.score:.4f}, {kind} {hit.view}\n", style="dim")
+    text.append(f"  [{hit.id}] score {hit.score:z.4f}, {kind} {hit.view}\n", style="dim")
     if hit.fields:
         texts = {name: str(value) if type(value) in (int, float) else cell(value) for name, value in hit.fields.items()}
         text.append(f"    {', '.join(f'{name} {value}' for name, value in texts.items())}\n", style="dim")
@@ -72,12 +72,12 @@ def explanation_table(passage: "ExplainedPassage", questions: Sequence[str]) -> 
         output.add_column(Text(question), min_width=9, max_width=30)
     for view in passage.views:
         wins = [winner.view == view.view for winner in passage.winners]
-        scores = [Text(f"{score:.4f}{' «' * best}", style="bold" * best) for score, best in zip(view.scores, wins)]
+        scores = [Text(f"{score:z.4f}{' «' * best}", style="bold" * best) for score, best in zip(view.scores, wins)]
         output.add_row(str(view.view), Text(describe_view(view)), *scores)
     for name, kind in (("words (BM25)", "lexical"), ("words and views together", "total")):
         scores = [getattr(winner, kind) for winner in passage.winners]
         if any(score is not None for score in scores):
-            output.add_row("", name, *("" if score is None else f"{score:.4f}" for score in scores))
+            output.add_row("", name, *("" if score is None else f"{score:z.4f}" for score in scores))
     return output
 
 
@@ -168,9 +168,14 @@ def translate_stdout_errors() -> Iterator[None]:
     except BrokenPipeError:
         raise
     except OSError as error:
-        with Path(os.devnull).open("wb") as null, suppress(OSError):  # else Python writes the rest again at its exit
-            os.dup2(null.fileno(), _stdout().fileno())
-        raise StorageError(f"standard output cannot be written: {error.strerror}; free space or redirect it") from None
+        raise stdout_error(error) from None
+
+
+def stdout_error(error: OSError) -> StorageError:
+    """Drop what stdout did not take, and return the error of it to raise."""
+    with Path(os.devnull).open("wb") as null, suppress(OSError):  # else Python writes the rest again at its exit
+        os.dup2(null.fileno(), _stdout().fileno())
+    return StorageError(f"standard output cannot be written: {error.strerror}; free space or redirect it")
 
 
 def write(text: str) -> None:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from mvr_ray.config.base import Count, Fraction, Name, Section
+from mvr_ray.errors import ConfigError
 
 
 class TrainConfig(Section):
@@ -85,6 +86,37 @@ class TrainConfig(Section):
     """When training has ended, also store the weights after these steps (the warm start's not counted), as models of
     the names `NAME-step-STEPS`: for a curve over the budget."""
     seed: int = 12345
+
+
+def check_train(cfg: TrainConfig) -> None:
+    """Raise ConfigError for a setting that the training needs and lacks, or has and would ignore."""
+    if cfg.task != "retriever" and cfg.questions is None:
+        what = "answers; name a stored set" if cfg.task == "reader" else "questions; name a set"
+        raise ConfigError(f"train.task is {cfg.task}, which learns from {what} in train.questions")
+    if cfg.task != "retriever" and cfg.init_from is not None:
+        raise ConfigError(
+            f"train.init_from is {cfg.init_from}, an encoder's snapshot, but train.task={cfg.task} starts from "
+            f"encoder.backbone; leave train.init_from out, and name the folder of a model there to start from it"
+        )
+    if cfg.task != "retriever" and cfg.max_passage_tokens:
+        raise ConfigError(
+            f"train.max_passage_tokens is {cfg.max_passage_tokens}, but train.task={cfg.task} reads as many "
+            f"tokens in training as later; set train.max_passage_tokens=0, and lower "
+            f"{'read.max_tokens' if cfg.task == 'reader' else 'mine.max_pair_tokens'} instead"
+        )
+    for name in ("hard_negatives", "distil_weight"):
+        if not (value := getattr(cfg, name)):
+            continue
+        if cfg.questions is None:
+            raise ConfigError(
+                f"train.{name} is {value!r}, but training on questions of the corpus's own sentences has no hard "
+                f"negatives; name the mined questions in train.questions, or leave train.{name} out"
+            )
+        if not cfg.num_hard_negatives:
+            raise ConfigError(
+                f"train.{name} is {value!r}, but train.num_hard_negatives is 0, so no hard negative is used; set "
+                f"train.num_hard_negatives=1 or more, or leave train.{name} out"
+            )
 
 
 class MineConfig(Section):

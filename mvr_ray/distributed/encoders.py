@@ -27,6 +27,14 @@ from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.model_records import (
+    ENCODERS,
+    RECORD_FORMAT,
+    latest_fingerprint,
+    read_fingerprint,
+    require_snapshot,
+    starting_name,
+)
 from mvr_ray.types import Passage
 
 log = logging.getLogger(__name__)
@@ -77,7 +85,7 @@ def _auto_precision(run: RunConfig, full: LocalEncoder, load: Callable[[], DualE
     for precision in PRECISIONS[1:]:
         path = _record_path(run, full, precision)
         if store.exists(path):
-            fingerprints[models.read_fingerprint(store, path, RECORD_CURE, RECORD_CURE)] = precision
+            fingerprints[read_fingerprint(store, path, RECORD_CURE, RECORD_CURE)] = precision
     for name in sorted(store.list(paths.indexes_dir()), key=lambda name: name != run.index.name):
         with suppress(MissingInputError, StorageError):  # such as an index without a version
             if precision := fingerprints.get(manifests.read(store, name).encoder_fingerprint):
@@ -90,7 +98,7 @@ def _named_encoder(run: RunConfig, corpus: Corpus | None) -> LocalEncoder:
     store, name = Store(run.store.path), run.encoder.name
     choice = run.index.encoder
     if choice in ("trained", "auto"):
-        newest = models.latest_fingerprint(store, models.ENCODERS, name)
+        newest = latest_fingerprint(store, ENCODERS, name)
         if newest is not None:
             return local_encoder(store, name, newest)
         if choice == "trained":
@@ -125,25 +133,14 @@ def local_encoder(store: Store, name: str, fingerprint: str) -> LocalEncoder:
 
 
 def starting_snapshot(run: RunConfig, start: str) -> LocalEncoder:
-    """Find the snapshot that `train.init_from` names: the newest of this name, or a fingerprint of `encoder.name`.
-
-    Raises as `local_encoder`.
-    """
-    store = Store(run.store.path)
-    newest = models.latest_fingerprint(store, models.ENCODERS, start)
-    return local_encoder(store, start, newest) if newest else local_encoder(store, run.encoder.name, start)
+    """Open the snapshot that `train.init_from` names. Raises as `local_encoder`."""
+    return local_encoder(Store(run.store.path), *starting_name(run, start))
 
 
 def _description(store: Store, name: str, fingerprint: str) -> dict[str, Any]:
     """Read `encoder.json` of a snapshot."""
     path = paths.encoder_dir(name, fingerprint)
-    if not store.exists(f"{path}/{paths.ENCODER_JSON}"):
-        fingerprints = models.stored_fingerprints(store, models.ENCODERS, name)
-        raise MissingInputError(
-            f"encoder snapshot {fingerprint!r} not found ({store.where(path)}); of {name!r} there are: "
-            f"{', '.join(fingerprints) or 'none'}. Train it (mvr-ray train CONFIG), copy it there, or name another in "
-            f"index.encoder"
-        )
+    require_snapshot(store, name, fingerprint)
     try:
         metadata = parse_json(store.read_bytes(f"{path}/{paths.ENCODER_JSON}"), paths.ENCODER_JSON)
         DualEncoder.require_format(metadata, f"{store.where(path)}/{paths.ENCODER_JSON}")
@@ -163,7 +160,7 @@ def _description(store: Store, name: str, fingerprint: str) -> dict[str, Any]:
 
 def save_encoder(store: Store, name: str, encoder: DualEncoder) -> LocalEncoder:
     """Save a snapshot under its fingerprint, unless the store has it."""
-    return local_encoder(store, name, models.save_model(store, models.ENCODERS, name, encoder))
+    return local_encoder(store, name, models.save_model(store, ENCODERS, name, encoder))
 
 
 def open_encoder(
@@ -208,10 +205,10 @@ def _in_lower_precision(
         gpu = run.resources.gpus_per_encoder > 0
         snapshot = save_encoder(store, name, load().to_precision(precision, texts, gpu))
         log.info("encoder lowered: from=%s to=%s precision=%s", full.fingerprint, snapshot.fingerprint, precision)
-        record = json_with_checksum({"fingerprint": snapshot.fingerprint, FORMAT_VERSION: models.RECORD_FORMAT})
+        record = json_with_checksum({"fingerprint": snapshot.fingerprint, FORMAT_VERSION: RECORD_FORMAT})
         with suppress(FileExistsError):
             store.create_once(path, json.dumps(record).encode())
-    return local_encoder(store, name, models.read_fingerprint(store, path, RECORD_CURE, RECORD_CURE))
+    return local_encoder(store, name, read_fingerprint(store, path, RECORD_CURE, RECORD_CURE))
 
 
 def _record_path(run: RunConfig, full: LocalEncoder, precision: PrecisionName) -> str:

@@ -26,7 +26,7 @@ from mvr_ray.core.judging.metrics import cluster_interval
 from mvr_ray.core.reading.reader import ReadRequest, Span, choose
 from mvr_ray.distributed import models, session
 from mvr_ray.distributed.ray_data import map_in_pool, pool_need
-from mvr_ray.errors import ConfigError, DataError, MissingInputError
+from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store, finished_file
 from mvr_ray.store.formats.rankings import RankedQuestion, read_ranking
@@ -196,12 +196,15 @@ def _with_texts(run: RunConfig, path: Path, results: list[RankedQuestion]) -> li
     try:
         corpus = Corpus.open(Store(run.store.path), run.prepare.corpus)
     except MissingInputError as error:
-        raise MissingInputError(f"ranking {path} has {len(textless)} passages without text, and {error}") from None
+        raise MissingInputError(
+            f"ranking {path} has {count_noun(len(textless), 'passage')} without text, and {error}"
+        ) from None
     passages = corpus.get(textless)
     if absent := [passage_id for passage_id in textless if passage_id not in passages]:
         raise DataError(
-            f"ranking {path} has no text for {len(absent)} passages (first: {absent[0]!r}) that corpus {corpus.name!r} "
-            f"does not hold; retrieve again with format=dpr or format=jsonl, or set prepare.corpus to the ranked corpus"
+            f"ranking {path} has no text for {count_noun(len(absent), 'passage')} (first: {absent[0]!r}) that "
+            f"corpus {corpus.name!r} does not hold; retrieve again with format=dpr or format=jsonl, or set "
+            f"prepare.corpus to the ranked corpus"
         )
     return [
         row._replace(passages=[hit if hit.text else hit._replace(text=passages[hit.id].text) for hit in row.passages])

@@ -189,8 +189,8 @@ def retrieve(
 ) -> RetrieveReport:
     """Write the best `retrieve.k` passages of every question to `output`, in question order, in one atomic step.
 
-    `questions` is a stored set or a file in any question format. Raises MissingInputError, DataError, FilterError,
-    CoverageError; ShardIndexError for `search.hybrid` over a version without words.
+    `questions` is a stored set, or a file or folder in any question format. Raises MissingInputError, DataError,
+    FilterError, CoverageError; ShardIndexError for `search.hybrid` over a version without words.
     """
     store = Store(run.store.path)
     base = manifests.read(store, run.index.name)
@@ -229,14 +229,14 @@ def retrieve(
 
 
 def question_set(corpus: Corpus, name: str) -> QuestionSet:
-    """Read a question set of the corpus by name, else the questions of a file."""
+    """Read a question set of the corpus by name, else the questions of a file, or of a folder such as BEIR's."""
     if name in question_sets(corpus):
         return QuestionSet(name, read_questions(corpus, name))
     path = resolve_path(name)
-    if not path.is_file():
+    if not path.exists():
         set_names = ", ".join(question_sets(corpus)) or "none"
         raise MissingInputError(
-            f"questions {name!r}: neither a file nor a set of corpus {corpus.name!r} in {corpus.store.root} "
-            f"(sets: {set_names})"
+            f"questions {name!r}: neither a file, nor a folder, nor a set of corpus {corpus.name!r} in "
+            f"{corpus.store.root} (sets: {set_names})"
         )
     return QuestionSet(path.name, read_question_file(path))

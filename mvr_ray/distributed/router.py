@@ -44,6 +44,7 @@ from mvr_ray.errors import (
     ShardIndexError,
     StorageError,
     UnknownPassageError,
+    count_noun,
 )
 from mvr_ray.index.lexical import CorpusStatistics, count_words, tokenize
 from mvr_ray.store import manifest as manifests
@@ -298,7 +299,8 @@ class Router:
             raise ShardIndexError(f"the weight of the dense score is {hybrid.weight}; it must be finite and at least 0")
         if len(hybrid.texts) != num_queries:
             raise ShardIndexError(
-                f"{num_queries} query vectors and {len(hybrid.texts)} texts; a hybrid search needs one text a vector"
+                f"{count_noun(num_queries, 'query vector')} and "
+                f"{count_noun(len(hybrid.texts), 'text')}; a hybrid search needs one text a vector"
             )
 
     @contextmanager

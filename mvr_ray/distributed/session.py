@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.config.loader import PACKAGED_MODEL, resolve_model
-from mvr_ray.errors import ResourceError
+from mvr_ray.errors import ResourceError, count_noun
 
 log = logging.getLogger(__name__)
 
@@ -387,6 +387,10 @@ def _check_cluster(address: str) -> Check:
         if not address.startswith(("http://", "https://")):  # `connect` explains these
             _require_listener(address)  # also if this process is already in a session
         with connect(ResourcesConfig(address=address)) as info:
-            return Check("cluster", True, f"{address}: {len(info.nodes)} nodes, {info.cpus:g} CPUs, {info.gpus:g} GPUs")
+            return Check(
+                "cluster",
+                True,
+                f"{address}: {count_noun(len(info.nodes), 'node')}, {info.cpus:g} CPUs, {info.gpus:g} GPUs",
+            )
     except ResourceError as error:
         return Check("cluster", False, str(error))

@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass
 
 from mvr_ray.checksums import json_with_checksum, parse_json, require_format
 from mvr_ray.config.base import describe_problems
-from mvr_ray.errors import DigestError, MissingInputError, PublishConflictError, StorageError
+from mvr_ray.errors import DigestError, MissingInputError, PublishConflictError, StorageError, count_noun
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.parts import BATCH_ROWS, CURE, CorpusPart, map_batches
@@ -294,8 +294,9 @@ class Corpus:
     def _require_parts(self, what: str) -> None:
         if missing := self.missing_files():
             raise StorageError(
-                f"corpus {self.name!r} of digest {self.digest} {what}: {len(missing)} files are missing or cut short "
-                f"(first: {self.store.where(missing[0])}); run the same command again"
+                f"corpus {self.name!r} of digest {self.digest} {what}: "
+                f"{count_noun(len(missing), 'missing or unfinished file')} (first: {self.store.where(missing[0])}); "
+                f"run the same command again"
             )
 
     def part(self, shard: int) -> CorpusPart:

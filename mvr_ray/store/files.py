@@ -504,12 +504,16 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def finished_file(target: Path, sync: bool = True) -> Iterator[Path]:
-    """Yield a path beside `target` to write to, and rename it to `target` when the block succeeds, else delete it.
+    """Yield a path beside `target` to write to, and rename it to `target` when the block succeeds, else delete it. A
+    device or a pipe is written itself.
 
     Without `sync`, for files that are then moved to a `Store`, which syncs them.
     """
     with _storage_errors("write", str(target)):
         make_folder(target.parent)
+        if target.exists() and not target.is_file():
+            yield target
+            return
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         try:
             yield aside

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 from mvr_ray.checksums import FORMAT_VERSION as FORMAT_KEY
 from mvr_ray.checksums import json_with_checksum, parse_json, require_format
 from mvr_ray.config.base import Name, describe_problems
-from mvr_ray.errors import DigestError, ManifestError, MissingInputError, PublishConflictError, StorageError
+from mvr_ray.errors import DigestError, ManifestError, MissingInputError, PublishConflictError, StorageError, count_noun
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store, sha256_of
@@ -220,7 +220,7 @@ class VerifyReport(NamedTuple):
         if self.problems:
             shard, path, reason, cure = self.problems[0]
             raise DigestError(
-                f"{len(self.problems)} problems in {self.num_files} files; first: {path} "
+                f"{count_noun(len(self.problems), 'problem')} in {count_noun(self.num_files, 'file')}; first: {path} "
                 f"{f'of shard {shard} ' * (shard >= 0)}{reason}; next: {cure}"
             )
 
@@ -425,8 +425,8 @@ def _withdraw_if_torn(store: Store, manifest: Manifest) -> None:
         return
     index, parent = manifest.index, manifest.parent
     problem = (
-        f"index {index!r} version {manifest.version} lost {len(missing)} files while it was published (first: "
-        f"{store.where(missing[0])}), as when a clock jumps and `versions collect` runs"
+        f"index {index!r} version {manifest.version} lost {count_noun(len(missing), 'file')} while it was published "
+        f"(first: {store.where(missing[0])}), as when a clock jumps and `versions collect` runs"
     )
     if not parent:
         raise ManifestError(f"{problem}; no earlier version is there; run the same command again")

@@ -22,6 +22,7 @@ from mvr_ray.errors import (
     PublishConflictError,
     RowsLostError,
     StorageError,
+    count_noun,
 )
 from mvr_ray.store import paths
 from mvr_ray.store.chunks import AnswerPlace, carry_over, chunk, locate
@@ -96,7 +97,7 @@ class BadRows:
             first = "; ".join(str(bad) for bad in self.rows[:NUM_NAMED])
             more = f" (and {len(self.rows) - NUM_NAMED} before this)" if len(self.rows) > NUM_NAMED else ""
             raise DataError(
-                f"{len(self.rows)} bad rows, more than prepare.max_bad_rows={self.limit}: {first}{more}; "
+                f"{count_noun(len(self.rows), 'bad row')}, more than prepare.max_bad_rows={self.limit}: {first}{more}; "
                 f"correct the file, or raise prepare.max_bad_rows to skip such rows"
             )
 
@@ -355,8 +356,9 @@ def _holdings(source: SourceConfig) -> str:
         "" if not counts[PassageRecord] else f" (share: {source.share})" if source.passages else " (passages: false)"
     )
     return (
-        f"{source.path} (format {format_of(source)}) holds {counts[PassageRecord]} passages{limit}, "
-        f"{counts[QuestionRecord]} questions, {counts[BadRow]} bad rows"
+        f"{source.path} (format {format_of(source)}) holds "
+        f"{count_noun(counts[PassageRecord], 'passage')}{limit}, {count_noun(counts[QuestionRecord], 'question')}, "
+        f"{count_noun(counts[BadRow], 'bad row')}"
     )
 
 

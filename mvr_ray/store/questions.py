@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from mvr_ray.errors import DataError, StorageError
+from mvr_ray.errors import DataError, StorageError, count_noun
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus, SetInfo, question_set, question_sets, undescribed_path
 from mvr_ray.store.files import sha256_of
@@ -126,18 +126,21 @@ def _checked_question(question: Question, name: str) -> Question:
         raise DataError(f"question set {name!r}: question {question.id!r} has no id or no text")
     if question.answer_starts and len(question.answer_starts) != len(question.answers):
         raise DataError(
-            f"question set {name!r}: question {question.id!r} has {len(question.answers)} answers and "
-            f"{len(question.answer_starts)} answer starts; give one each, -1 where unknown"
+            f"question set {name!r}: question {question.id!r} has {count_noun(len(question.answers), 'answer')} and "
+            f"{count_noun(len(question.answer_starts), 'answer start')}; give one each, -1 where unknown"
         )
     if question.teacher_scores and len(question.teacher_scores) != 1 + len(question.hard_negative_ids):
         raise DataError(
-            f"question set {name!r}: question {question.id!r} has {len(question.hard_negative_ids)} hard negatives and "
-            f"{len(question.teacher_scores)} teacher scores; give one for the positive and one for each negative"
+            f"question set {name!r}: question {question.id!r} has "
+            f"{count_noun(len(question.hard_negative_ids), 'hard negative')} and "
+            f"{count_noun(len(question.teacher_scores), 'teacher score')}; give one for the positive and "
+            f"one for each negative"
         )
     if question.positive_grades and len(question.positive_grades) != len(question.positive_ids):
         raise DataError(
-            f"question set {name!r}: question {question.id!r} has {len(question.positive_ids)} positive ids and "
-            f"{len(question.positive_grades)} grades; give one each"
+            f"question set {name!r}: question {question.id!r} has "
+            f"{count_noun(len(question.positive_ids), 'positive id')} and "
+            f"{count_noun(len(question.positive_grades), 'grade')}; give one each"
         )
     return question
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from mvr_ray.errors import ConfigError
 from mvr_ray.store import paths
-from mvr_ray.store.files import Store
+from mvr_ray.store.files import Store, finished_file
 from mvr_ray.studies.definition import load_study
 from mvr_ray.studies.earlier_report import read_report
 from mvr_ray.studies.execute import read_records, run_plan
@@ -66,9 +66,9 @@ def run_study(
     location = store.where(folder)
     if output is not None:
         target = output / f"{study.config.study}-{size}"
-        target.mkdir(parents=True, exist_ok=True)
         for name, data in report.files.items():
-            (target / name).write_bytes(data)
+            with finished_file(target / name) as aside:
+                aside.write_bytes(data)
         location = str(target)
     log.info("study done: study=%s size=%s steps=%d folder=%s", study.config.study, size, len(plan.steps), location)
     return StudyResult(study.config.study, size, len(plan.variants), len(plan.steps), location, report.tables)

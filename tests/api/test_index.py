@@ -562,14 +562,14 @@ def test_feedback_on_passages_deleted_since_is_skipped_with_a_count(index: Index
 
 def test_feedback_on_passages_that_never_existed_is_refused(index: Index):
     index.add_feedback([*CLICKS, ("who?", "nowhere", 1)])
-    with pytest.raises(DataError, match=r"1 passages that the index does not hold .first: 'nowhere'"):
+    with pytest.raises(DataError, match=r"1 passage that the index does not hold .first: 'nowhere'"):
         index.refine(**ONE_ROUND)
 
 
 def test_feedback_on_deleted_passages_alone_is_refused(index: Index):
     index.add_feedback([(text, "p3", 1) for text in STRANGE])
     index.delete(["p3"])
-    with pytest.raises(DataError, match=r"1 passages that the index does not hold .first: 'p3'"):
+    with pytest.raises(DataError, match=r"1 passage that the index does not hold .first: 'p3'"):
         index.refine(**ONE_ROUND)
 
 
@@ -640,7 +640,43 @@ def test_hits_show_their_snippet_as_text_and_as_a_table_without_markup_of_passag
     assert f"»{hits[0].snippet.text}«" in repr(hits)
     html = hits._repr_html_()
     assert "<script>" not in html and "&lt;script&gt;" in html and "<mark>" in html
-    assert repr(index).startswith(f"Index('{tmp_path / 'one'}', 1 passages, ")
+    assert repr(index).startswith(f"Index('{tmp_path / 'one'}', 1 passage, ")
+
+
+def test_retrieve_ranks_for_a_beir_folder_as_for_a_file_of_its_questions(index: Index, tmp_path: Path):
+    folder = tmp_path / "beir"
+    (folder / "qrels").mkdir(parents=True)
+    queries = [{"_id": f"q{n}", "text": f"who built tower {n}?"} for n in range(3)]
+    (folder / "corpus.jsonl").write_text("")
+    (folder / "queries.jsonl").write_text("".join(f"{json.dumps(query)}\n" for query in queries))
+    (folder / "qrels" / "test.tsv").write_text("".join(f"q{n}\t{ROWS[n]['id']}\t1\n" for n in range(3)))
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps({"id": q["_id"], "question": q["text"]}) + "\n" for q in queries))
+    rankings = []
+    for questions in (folder, file):
+        with pytest.raises(SystemExit) as end:
+            main(
+                [
+                    "retrieve",
+                    f"{index.run.store.path}/run.yaml",
+                    f"store.path={index.run.store.path}",
+                    f"questions={questions}",
+                    f"output={tmp_path}/run.trec",
+                    "format=trec",
+                ]
+            )
+        assert not end.value.code
+        rankings.append((tmp_path / "run.trec").read_text())
+    assert rankings[0] == rankings[1] and rankings[0].startswith("q0 Q0 ")
+
+
+@pytest.mark.parametrize("path", ["", " "])
+def test_a_path_of_nothing_is_refused(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for call in (lambda: Index.build(ROWS, path=path), lambda: Index.open(path)):
+        with pytest.raises(ConfigError, match=r"path is '.?', which names no store; name a folder, or '\.'"):
+            call()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_file_is_left_in_the_store_and_describes_it(index_store: Path):
@@ -655,7 +691,7 @@ def test_texts_are_read_to_the_models_own_length_unless_settings_say_another(tin
         assert bool((one_D == other_D).all()) is are_equal
 
 
-@pytest.mark.parametrize("module", ["mvr_ray", "mvr_ray.cli"])
+@pytest.mark.parametrize("module", ["mvr_ray", "mvr_ray.cli.commands"])
 def test_the_package_and_the_command_line_are_imported_without_what_they_import_when_used(module: str):
     heavy = "{'numpy', 'torch', 'ray', 'pydantic', 'pyarrow', 'transformers'}"
     program = f"import sys, {module}; sys.exit(', '.join({heavy} & set(sys.modules)) or 0)"

@@ -205,7 +205,7 @@ def test_a_checkpoint_that_lacks_weights_is_refused(copy):
     missing = sorted(weights)[5]
     save_file({name: weight for name, weight in weights.items() if name != missing}, copy / "model.safetensors")
     assert refusal(copy) == (
-        f"backbone {copy} lacks 1 weights of a bert model (first: {missing}); they would be random, so take a complete "
+        f"backbone {copy} lacks 1 weight of a bert model (first: {missing}); they would be random, so take a complete "
         f"checkpoint"
     )
 

@@ -1,8 +1,11 @@
 """The encoder against plain transformers calls, and what padding, titles, missing views and towers may do."""
 
+import json
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -439,3 +442,15 @@ def test_untrained_snippet_means_find_more_gold_passages_than_one_vector_does(mi
         return float((scores.argmax(1) == gold).mean())
 
     assert share_found("snippet_means") > share_found("mean") + 0.03
+
+
+@pytest.mark.parametrize("name", ["mean", "first_k", "snippet_means", "splits mean"])
+def test_a_passage_without_a_token_is_refused_by_its_id(tiny, tmp_path: Path, name: str):
+    folder = shutil.copytree(tiny("llama"), tmp_path / "bare")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer | {"post_processor": None}))
+    encoder = DualEncoder.from_backbone(str(folder), STRATEGIES[name])
+    river, nothing = Passage("a", "", "The river."), Passage("b", "", "")
+    assert np.isfinite(encoder.embed_passages(encoder.tokenize_passages([river]))[0]).all()
+    with pytest.raises(EncoderError, match=r"passage 'b' has no token"):
+        encoder.embed_passages(encoder.tokenize_passages([river, nothing]))

@@ -325,7 +325,7 @@ def test_what_cannot_serve_as_a_reader_is_refused_by_name(pair_backbone, tmp_pat
     lost_name = sorted(weights)[5]
     save_file({name: weight for name, weight in weights.items() if name != lost_name}, copy / "model.safetensors")
     assert refusal(copy, SMALL, Reader.from_backbone) == (
-        f"reader {copy} lacks 1 weights of a bert model (first: bert.{lost_name}); they would be random, so take a "
+        f"reader {copy} lacks 1 weight of a bert model (first: bert.{lost_name}); they would be random, so take a "
         f"complete checkpoint"
     )
     config = json.loads((copy / "config.json").read_text())

@@ -59,6 +59,51 @@ def test_merging_keeps_every_sentence_in_order_and_makes_as_many_pieces_as_it_ca
     assert len(ranges) == min(num, len(lengths))
 
 
+def merge_slowly(lengths, num):
+    """Algorithm 1 by a walk over all pieces for every merge."""
+    pieces = [(at, at + 1, length) for at, length in enumerate(lengths)]
+    while len(pieces) > num:
+        shortest = min(range(len(pieces)), key=lambda at: pieces[at][2])
+        neighbours = [at for at in (shortest - 1, shortest + 1) if 0 <= at < len(pieces)]
+        first, last = sorted((shortest, min(neighbours, key=lambda at: pieces[at][2])))
+        pieces[first : last + 1] = [(pieces[first][0], pieces[last][1], pieces[first][2] + pieces[last][2])]
+    return [(first, last) for first, last, _ in pieces]
+
+
+@given(lengths=st.lists(st.integers(0, 6) | st.integers(1, 300), max_size=40), num=st.integers(1, 12))
+@settings(max_examples=500)
+def test_merging_equals_a_walk_over_all_pieces(lengths, num):
+    assert merge_snippets(lengths, num) == merge_slowly(lengths, num)
+
+
+class CountingInt(int):
+    """A length that counts its comparisons."""
+
+    num_compared = 0
+
+    def __lt__(self, other):
+        CountingInt.num_compared += 1
+        return int(self) < other
+
+    def __eq__(self, other):
+        CountingInt.num_compared += 1
+        return int(self) == other
+
+    def __add__(self, other):
+        return CountingInt(int(self) + other)
+
+    __hash__ = int.__hash__
+
+
+def test_the_work_of_merging_grows_hardly_faster_than_the_sentences():
+    counts = []
+    for num in (500, 4000):
+        CountingInt.num_compared = 0
+        merge_snippets([CountingInt(1 + at * at % 97) for at in range(num)], 8)
+        counts.append(CountingInt.num_compared)
+    assert counts[1] < 20 * counts[0]
+
+
 @given(lengths=st.lists(st.integers(1, 50), min_size=2, max_size=12), num=st.integers(1, 6))
 @settings(max_examples=100)
 def test_one_piece_fewer_is_one_merge_of_a_shortest_piece(lengths, num):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,11 +77,13 @@ def bears(text: str, answers: tuple[str, ...]) -> bool:
     return any(re.search(answer, text, re.IGNORECASE) for answer in answers)
 
 
-def labels_of(run: RunConfig) -> dict[tuple[str, str], bool]:
-    """The labels of a refinement's first round, by question and passage id."""
+def labels_of(run: RunConfig, *more_answers: str) -> dict[tuple[str, str], bool]:
+    """The labels of a refinement's first round, by question and passage id; `more_answers` are of every question."""
     store = Store(run.store.path)
     base = manifest.read(store, run.index.name)
     questions = gather(only_corpus(store), run.refine)
+    table = tuple(one._replace(answers=(*one.answers, *more_answers)) for one in questions.table)
+    questions = replace(questions, table=table)
     queries_TD = embed_questions(store, base, questions, 1, lambda *_: None)
     task = RefinerTask(store.address, base, "", run.refine, match=run.evaluate.match)
     with session.connect(run.resources, base.num_passages), RefinerPool(task, 1, 1) as pool:
@@ -112,6 +115,8 @@ def test_a_refinement_round_labels_hits_as_an_independent_search_for_the_pattern
     text_of = {passage.id: passage.text for passage in corpus}
     assert labels == {(q, p): bears(text_of[p], questions[q].answers) for q, p in labels}
     assert len(set(labels.values())) == 2
+    assert labels_of(run, "x*") == labels
+    assert all(labels_of(run, " ").values())
     assert not any(labels_of(run_of(store_path, "string")).values())
 
 

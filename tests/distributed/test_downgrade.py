@@ -17,7 +17,6 @@ import torch
 from mvr_ray import versions
 from mvr_ray.checksums import json_with_checksum
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed.models import ENCODERS, find_model, latest_fingerprint, record_latest
 from mvr_ray.distributed.router import open_router
 from mvr_ray.distributed.training.checkpoints import Checkpoints, TrainState
 from mvr_ray.errors import EncoderError, FormatError, ManifestError, MvrRayError, StorageError
@@ -26,6 +25,7 @@ from mvr_ray.store.corpus import Corpus, question_digest
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect, collect_corpus
+from mvr_ray.store.model_records import ENCODERS, find_model, latest_fingerprint, record_latest
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.store.update import update

@@ -175,7 +175,7 @@ def test_masks_are_kept_within_their_limit_and_dropped_with_their_version(tmp_pa
     assert cache.mask(version, 0, ids, '{"year": 0}') is not masks[0]
     cache.drop(1)
     assert cache.num_bytes == 0
-    with pytest.raises(ManifestError, match="holds 1 passages that its corpus 'corpus' lacks, first 'q'"):
+    with pytest.raises(ManifestError, match="holds 1 passage that its corpus 'corpus' lacks, first 'q'"):
         cache.mask(version, 0, pa.array([*sorted(views), "q"]), '{"year": 3}')
 
 

@@ -109,7 +109,7 @@ def test_a_weight_that_is_none_is_refused(lexical_index, run_over, texts, weight
     with open_router(run_over(lexical_index), local=True) as router:
         with pytest.raises(ShardIndexError, match="it must be finite and at least 0"):
             router.search_text(texts, 5, hybrid=weight)
-        with pytest.raises(ShardIndexError, match="2 query vectors and 1 texts"):
+        with pytest.raises(ShardIndexError, match="2 query vectors and 1 text"):
             router.search(router.embed(texts[:2]), 5, hybrid=HybridQueries(("one",), 1.0))
 
 

@@ -12,22 +12,14 @@ from mvr_ray.config import RunConfig
 from mvr_ray.core.judging.answers import exact_match_score, f1_score
 from mvr_ray.core.reading.reader import Reader, ReadRequest, Span
 from mvr_ray.distributed.bm25 import BM25Index
-from mvr_ray.distributed.models import (
-    READERS,
-    ModelAddress,
-    WorkerModel,
-    find_model,
-    latest_fingerprint,
-    open_model,
-    reader_spec,
-    save_model,
-)
+from mvr_ray.distributed.models import WorkerModel, open_model, reader_spec, save_model
 from mvr_ray.distributed.read import QuestionReader, predictions, read
 from mvr_ray.errors import ConfigError, DataError, FingerprintError, MissingInputError, ReaderError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion, write_ranking
+from mvr_ray.store.model_records import READERS, ModelAddress, find_model, latest_fingerprint
 from mvr_ray.store.questions import read_questions
 from mvr_ray.types import Question
 
@@ -219,7 +211,7 @@ def test_what_cannot_be_read_is_refused_before_any_reader_works(library, run_rea
     path = tmp_path / "lost.jsonl"
     path.write_text(json.dumps(row) + "\n")
     assert message_of(DataError, run_reading(), path) == (
-        f"ranking {path} has no text for 1 passages (first: 'nobody') that corpus 'corpus' does not hold; retrieve "
+        f"ranking {path} has no text for 1 passage (first: 'nobody') that corpus 'corpus' does not hold; retrieve "
         f"again with format=dpr or format=jsonl, or set prepare.corpus to the ranked corpus"
     )
     row["hits"].pop(1)

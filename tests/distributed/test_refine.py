@@ -509,7 +509,7 @@ def test_feedback_from_a_file_teaches_its_questions(store):
     assert {i for i, mine in views.items() if 4 in mine} == {question.positive_ids[0] for question in questions}
 
     file.write_text(json.dumps({"question": "who?", "passage_id": "nowhere", "label": 1}))
-    with pytest.raises(DataError, match=r"1 passages that the index does not hold .first: 'nowhere'"):
+    with pytest.raises(DataError, match=r"1 passage that the index does not hold .first: 'nowhere'"):
         refining.refine(run)
 
 
@@ -519,5 +519,5 @@ def test_what_cannot_be_learned_from_is_refused_before_work(store):
     write_questions(
         only_corpus(Store(str(store))), "one", read_questions(only_corpus(Store(str(store))), "squad_known")[:1]
     )
-    with pytest.raises(ConfigError, match="'one' with 1 questions is too small to hold a fifth"):
+    with pytest.raises(ConfigError, match="'one' with 1 question is too small to hold a fifth"):
         refining.refine(config(store, questions="one", gate=[]))

@@ -20,13 +20,13 @@ from mvr_ray.config import RunConfig, load_run, parse_run
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.views import EncoderSpec
 from mvr_ray.distributed.encoders import encoder_spec
-from mvr_ray.distributed.models import ENCODERS, latest_fingerprint
 from mvr_ray.distributed.train import train
 from mvr_ray.distributed.training import checkpoints, steps
 from mvr_ray.distributed.training.retriever import loss_name, warm_start_steps
 from mvr_ray.errors import ConfigError, DataError, EncoderError, MissingInputError, ResourceError
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
+from mvr_ray.store.model_records import ENCODERS, latest_fingerprint
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.types import Question

@@ -14,7 +14,7 @@ import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 from typer.main import get_command
 
-from mvr_ray.cli import app
+from mvr_ray.cli.commands import app
 from mvr_ray.config import RunConfig, load_run
 
 ROOT = Path(__file__).resolve().parent.parent.parent

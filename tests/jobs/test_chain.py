@@ -170,7 +170,7 @@ def test_a_flipped_byte_is_found_and_named(chain: Chain, tmp_path: Path, capsys)
     path.write_bytes(data)
     capsys.readouterr()
     assert chain.status("versions", "verify", "index.name=damaged") == 1
-    assert "1 problems in " in capsys.readouterr().err
+    assert "1 problem in " in capsys.readouterr().err
     assert chain.status("search", "a question", "index.name=damaged") == 1
     assert "is missing or damaged" in capsys.readouterr().err
 

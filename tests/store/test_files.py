@@ -16,7 +16,7 @@ import pytest
 
 from mvr_ray.errors import MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import files as files_module
-from mvr_ray.store.files import Store, cached_sha256_of
+from mvr_ray.store.files import Store, cached_sha256_of, finished_file
 
 
 def test_what_is_written_is_read_back_and_replaced_whole(store: Store):
@@ -302,3 +302,13 @@ def test_a_file_is_read_once_a_process_under_any_name_and_again_when_it_has_chan
 def test_a_root_where_no_folder_can_be_made_is_an_error_of_the_store():
     with pytest.raises(StorageError, match=r"cannot write /proc/x/a: no folder can be made there; check the path"):
         Store("/proc/x").write_bytes("a", b"x")
+
+
+def test_a_pipe_is_written_and_no_file_takes_its_place(tmp_path: Path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with finished_file(pipe) as path:
+        path.write_text("rows")
+    assert os.read(reader, 10) == b"rows" and pipe.is_fifo()
+    os.close(reader)

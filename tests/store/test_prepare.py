@@ -85,9 +85,9 @@ def test_sources_without_a_passage_are_named_with_what_they_hold_and_the_corpus_
     with pytest.raises(DataError) as refusal:
         prepare(PrepareConfig(sources=[SourceConfig(path=str(only)), share, other], max_bad_rows=1), store)
     assert str(refusal.value).replace(f"{only.parent}/", "") == (
-        "prepare: the sources give no passage: only.jsonl (format jsonl) holds 0 passages, 2 questions, 1 bad rows; "
-        "few.jsonl (format jsonl) holds 1 passages (share: 1e-09), 0 questions, 0 bad rows; "
-        "other.jsonl (format jsonl) holds 1 passages (passages: false), 0 questions, 0 bad rows. "
+        "prepare: the sources give no passage: only.jsonl (format jsonl) holds 0 passages, 2 questions, 1 bad row; "
+        "few.jsonl (format jsonl) holds 1 passage (share: 1e-09), 0 questions, 0 bad rows; "
+        "other.jsonl (format jsonl) holds 1 passage (passages: false), 0 questions, 0 bad rows. "
         "Nothing was changed; add a source with passages to prepare.sources"
     )
     assert snapshot(tmp_path / "store") == before
@@ -97,9 +97,7 @@ def test_bad_rows_stop_the_stage_with_file_and_line_unless_allowed(write: Write,
     rows = [passage(0), passage(1), {"id": "p2", "text": " "}, passage(1, "again"), question(1, 9), question(2, 0), {}]
     path = write("rows.jsonl", lines(*rows, question(2, 1)))
     store = Store(tmp_path / "store")
-    with pytest.raises(
-        DataError, match=r"1 bad rows, more than prepare.max_bad_rows=0: .*rows\.jsonl:3: text is empty"
-    ):
+    with pytest.raises(DataError, match=r"1 bad row, more than prepare.max_bad_rows=0: .*rows\.jsonl:3: text is empty"):
         prepare(config(path), store)
     assert not store.exists(paths.corpus_dir("corpus"))
     with pytest.raises(DataError, match="max_bad_rows=4"):
@@ -217,7 +215,7 @@ def test_a_set_without_grades_is_the_file_that_earlier_programs_wrote_and_read(t
     for grades, columns in (((), 7), ((2,), 8)):
         write_question_file(path, "q", [Question("q1", "why?", (), ("p1",), positive_grades=grades)])
         assert pa.ipc.open_file(path).schema.equals(pa.schema(list(QUESTION_SCHEMA)[:columns]))
-    with pytest.raises(DataError, match="'q1' has 1 positive ids and 2 grades"):
+    with pytest.raises(DataError, match="'q1' has 1 positive id and 2 grades"):
         write_question_file(path, "q", [Question("q1", "why?", (), ("p1",), positive_grades=(1, 2))])
 
 

@@ -17,7 +17,6 @@ from mvr_ray.config import load_run
 from mvr_ray.core.judging.metrics import cluster_interval, interval_over_seeds, paired_test
 from mvr_ray.distributed.analyze import ALL_VIEWS, ANSWER_VIEW
 from mvr_ray.distributed.encoders import open_encoder
-from mvr_ray.distributed.models import ENCODERS, latest_fingerprint
 from mvr_ray.distributed.refine import refine
 from mvr_ray.distributed.session import ClusterInfo, Node
 from mvr_ray.distributed.stage_pool import StagePool
@@ -33,6 +32,7 @@ from mvr_ray.store.formats.question_ranks import (
 )
 from mvr_ray.store.formats.question_views import QUESTION_VIEWS, QuestionViews
 from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.model_records import ENCODERS, latest_fingerprint
 from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.studies import execute
 from mvr_ray.studies.definition import load_study

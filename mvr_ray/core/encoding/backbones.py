@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPI
 from mvr_ray.core.encoding.model_folder import read_modules
 from mvr_ray.core.encoding.stored_model import first_line, translate_load_errors
 from mvr_ray.core.encoding.tower import KINDS, LoadedModel, Tower, quiet_transformers
-from mvr_ray.errors import EncoderError, MvrRayError
+from mvr_ray.errors import EncoderError, MvrRayError, count_noun
 
 _HUB_TIMEOUT_S = 5.0
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -202,6 +202,6 @@ def _load(
 
 def _missing_weights(what: str, model_type: str | None, missing: list[str]) -> str:
     return (
-        f"{what} lacks {len(missing)} weights of a {model_type} model (first: {missing[0]}); "
+        f"{what} lacks {count_noun(len(missing), 'weight')} of a {model_type} model (first: {missing[0]}); "
         f"they would be random, so take a complete checkpoint"
     )

@@ -233,7 +233,8 @@ class DualEncoder(StoredModel):
     def tokenize_passages(self, passages: Sequence[Passage], max_tokens: int = 0) -> list[TokenizedPassage]:
         """Tokenize passages and mark the tokens of each view; same passages, same arrays, on any machine.
 
-        `max_tokens` shortens passages further than the settings, for training; 0: no further limit.
+        `max_tokens` shortens passages further than the settings, for training; 0: no further limit. Raises EncoderError
+        for a passage of which the tokenizer leaves nothing.
         """
         spec = self.spec
         if max_tokens:
@@ -250,6 +251,11 @@ class DualEncoder(StoredModel):
             prompt_ids, rest = (title if title.ids else text).split(len(prompt))
             title_ids, text = (rest.ids, text) if title.ids else ([], rest)
             result.append(self.layout.passage(spec, title_ids, text, self.snippets(passage), prompt_ids))
+            if not result[-1].num_tokens:
+                raise EncoderError(
+                    f"passage {passage.id!r} has no token of the backbone's tokenizer ({passage.text!r:.100}); give it "
+                    f"a text, or leave it out of the corpus"
+                )
         return result
 
     def snippets(self, passage: Passage) -> list[Span]:

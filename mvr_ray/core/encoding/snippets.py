@@ -12,11 +12,13 @@ A span is (start, end) in characters. Letters: S sentences of a text, V snippets
 """
 
 import json
+import math
 import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
+from heapq import heapify, heappop, heappush
 from importlib import import_module
 from importlib.resources import files
 from importlib.util import find_spec
@@ -190,16 +192,22 @@ def merge_snippets(lengths: Sequence[int], num: int) -> list[Span]:
     """
     if num < 1:
         raise ValueError(f"cannot cut a text into {num} snippets; ask for 1 or more")
-    size = list(lengths)
-    ranges = [(at, at + 1) for at in range(len(size))]
-    while len(size) > num:
-        shortest = min(range(len(size)), key=size.__getitem__)
-        first = shortest - 1
-        if shortest == 0 or (shortest + 1 < len(size) and size[shortest + 1] < size[shortest - 1]):
-            first = shortest
-        size[first : first + 2] = [size[first] + size[first + 1]]
-        ranges[first : first + 2] = [(ranges[first][0], ranges[first + 1][1])]
-    return ranges
+    edge = len(lengths)
+    size = dict(enumerate(lengths)) | {-1: math.inf, edge: math.inf}  # of the pieces, by their first sentences
+    before, after = {at: at - 1 for at in range(edge + 1)}, {at: at + 1 for at in range(edge)}
+    by_size: list[tuple[float, int]] = [(length, at) for at, length in enumerate(lengths)]
+    heapify(by_size)
+    while len(after) > num:
+        length, shortest = heappop(by_size)
+        if size.get(shortest) != length:  # it grew or was merged since
+            continue
+        first = shortest if size[after[shortest]] < size[before[shortest]] else before[shortest]
+        second = after[first]
+        size[first] += size.pop(second)
+        after[first] = after.pop(second)
+        before[after[first]] = first
+        heappush(by_size, (size[first], first))
+    return list(after.items())
 
 
 def snippet_spans(text: str, num: int, splitter: Splitter) -> list[Span]:

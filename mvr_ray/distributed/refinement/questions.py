@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from mvr_ray.config import RefineConfig, resolve_path
-from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.errors import ConfigError, DataError, count_noun
 from mvr_ray.store.corpus import Corpus, publications
 from mvr_ray.store.formats.records import BadRow
 from mvr_ray.store.formats.text_files import Row, json_lines
@@ -97,8 +97,8 @@ def gather(corpus: Corpus, refine: RefineConfig) -> RefineQuestions:
         gate_questions = [question for question in labelled_questions if _fold(question.text, refine.seed) == 0]
         if not gate_questions or len(gate_questions) == len(labelled_questions):
             raise ConfigError(
-                f"refine.gate is empty, and {name!r} with {len(labelled_questions)} questions is too small to hold a "
-                f"fifth of it back; name a held-out question set in refine.gate"
+                f"refine.gate is empty, and {name!r} with {count_noun(len(labelled_questions), 'question')} is too "
+                f"small to hold a fifth of it back; name a held-out question set in refine.gate"
             )
         labelled_questions = [question for question in labelled_questions if _fold(question.text, refine.seed) != 0]
         gates = [(f"{name}/gate", gate_questions)]
@@ -219,7 +219,7 @@ def _existing_ids(corpus: Corpus, ids: set[str]) -> Collection[str]:
     unknown_ids = sorted(ids - existing.keys())
     if unknown_ids and (not existing or max(publications(corpus.store, corpus.name), default=0) <= 1):
         raise DataError(
-            f"refine.feedback judges {len(unknown_ids)} passages that the index does not hold (first: "
+            f"refine.feedback judges {count_noun(len(unknown_ids), 'passage')} that the index does not hold (first: "
             f"{unknown_ids[0]!r}); use passage ids of its corpus"
         )
     return existing

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute
 from numpy.typing import NDArray
 
-from mvr_ray.errors import ManifestError
+from mvr_ray.errors import ManifestError, count_noun
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.filters import parse_filter
@@ -94,7 +94,8 @@ def _rows_of(ids: pa.Array, corpus_ids: pa.ChunkedArray, manifest: Manifest, sha
     if rows.null_count:
         absent = ids.filter(pc.is_null(rows))
         raise ManifestError(
-            f"shard {shard} of index {manifest.index!r} version {manifest.version} holds {len(absent)} passages that "
-            f"its corpus {manifest.corpus!r} lacks, first {absent[0].as_py()!r}; index again"
+            f"shard {shard} of index {manifest.index!r} version {manifest.version} holds "
+            f"{count_noun(len(absent), 'passage')} that its corpus {manifest.corpus!r} lacks, "
+            f"first {absent[0].as_py()!r}; index again"
         )
     return rows.to_numpy()

@@ -20,11 +20,12 @@ from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.learning.batches import Example, negatives_for
 from mvr_ray.core.learning.training import run_seeded
 from mvr_ray.core.reading.cross_encoder import Pair, listwise_loss
-from mvr_ray.distributed.models import CROSS_ENCODERS, pair_spec
+from mvr_ray.distributed.models import pair_spec
 from mvr_ray.distributed.training.examples import DevSet, Examples, open_dev, open_question_examples
 from mvr_ray.distributed.training.steps import TaskModelLoop, TrainingJob
 from mvr_ray.distributed.training.train_model import TrainedModel, train_model
 from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.model_records import CROSS_ENCODERS
 from mvr_ray.types import Progress, no_progress
 
 _PAIRS = 3

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from mvr_ray.config import TrainConfig
+from mvr_ray.config.train import check_train
 from mvr_ray.core.encoding.snippets import Splitter
 from mvr_ray.core.learning.batches import Example
 from mvr_ray.core.learning.cloze import cloze_example
@@ -143,33 +144,16 @@ def open_examples(corpus: Corpus, splitter: Splitter, cfg: TrainConfig) -> Examp
     """Open training examples. Raises MissingInputError, DataError, ConfigError (fewer than a batch takes)."""
     if cfg.questions is not None:
         return open_question_examples(corpus, cfg)
-    _require_negatives(cfg)
+    check_train(cfg)
     return _require_batch(ClozeExamples(corpus, splitter, cfg), cfg, f"passages of corpus {corpus.name!r}")
 
 
 def open_question_examples(corpus: Corpus, cfg: TrainConfig) -> Examples:
     """Open stored questions with a positive passage. Raises as `open_examples`."""
-    if cfg.questions is None:
-        raise ConfigError(f"train.task is {cfg.task}, which learns from questions; name a set in train.questions")
+    check_train(cfg)
+    assert cfg.questions is not None
     questions = read_questions(corpus, cfg.questions)
     return _with_mined(corpus, questions, cfg, f"usable questions of {cfg.questions!r}")
-
-
-def _require_negatives(cfg: TrainConfig) -> None:
-    """Raise ConfigError for a setting of hard negatives in a training that has none."""
-    for name in ("hard_negatives", "distil_weight"):
-        if not (value := getattr(cfg, name)):
-            continue
-        if cfg.questions is None:
-            raise ConfigError(
-                f"train.{name} is {value!r}, but training on questions of the corpus's own sentences has no hard "
-                f"negatives; name the mined questions in train.questions, or leave train.{name} out"
-            )
-        if not cfg.num_hard_negatives:
-            raise ConfigError(
-                f"train.{name} is {value!r}, but train.num_hard_negatives is 0, so no hard negative is used; set "
-                f"train.num_hard_negatives=1 or more, or leave train.{name} out"
-            )
 
 
 def _require_batch(examples: Examples, cfg: TrainConfig, what: str) -> Examples:
@@ -181,7 +165,6 @@ def _require_batch(examples: Examples, cfg: TrainConfig, what: str) -> Examples:
 
 
 def _with_mined(corpus: Corpus, questions: Sequence[Question], cfg: TrainConfig, what: str) -> Examples:
-    _require_negatives(cfg)
     negatives = read_questions(corpus, cfg.hard_negatives) if cfg.hard_negatives else []
     return _require_batch(QuestionExamples(corpus, questions, negatives, cfg), cfg, what)
 
@@ -191,8 +174,8 @@ def open_answer_examples(corpus: Corpus, cfg: TrainConfig) -> Examples:
 
     Raises ConfigError, MissingInputError, or DataError where no question has one.
     """
-    if cfg.questions is None:
-        raise ConfigError("train.task is reader, which learns from answers; name a stored set in train.questions")
+    check_train(cfg)
+    assert cfg.questions is not None
     stored_questions = read_questions(corpus, cfg.questions)
     questions = [own for pair in _with_passages(corpus, stored_questions) if (own := _with_exact_answers(*pair))]
     if not questions:

@@ -22,12 +22,13 @@ from mvr_ray.core.learning.training import run_seeded
 from mvr_ray.core.reading.reader import Reader, ReadRequest
 from mvr_ray.core.reading.spans import span_losses, tokens_of
 from mvr_ray.core.reading.windows import Window
-from mvr_ray.distributed.models import READERS, reader_spec
+from mvr_ray.distributed.models import reader_spec
 from mvr_ray.distributed.training.examples import Examples, open_answer_dev, open_answer_examples
 from mvr_ray.distributed.training.steps import TaskModelLoop
 from mvr_ray.distributed.training.train_model import TrainedModel, train_model
 from mvr_ray.errors import ConfigError
 from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.model_records import READERS
 from mvr_ray.types import Passage, Progress, Question, no_progress
 
 _WINDOWS = 2

@@ -31,10 +31,10 @@ from mvr_ray.core.learning.training import (
     winning_views,
     world_size,
 )
-from mvr_ray.distributed.models import ENCODERS
 from mvr_ray.distributed.training.checkpoints import EpochSums, TrainState
 from mvr_ray.distributed.training.steps import StepLoop, TrainingJob
 from mvr_ray.errors import ConfigError
+from mvr_ray.store.model_records import ENCODERS
 from mvr_ray.types import Passage, Progress
 
 log = logging.getLogger(__name__)

@@ -21,17 +21,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from mvr_ray.config import RunConfig, resolve_model
+from mvr_ray.config.train import check_train
 from mvr_ray.core.encoding.precision import multiplies_bf16
 from mvr_ray.core.encoding.training_attention import training_attention
 from mvr_ray.core.learning.batches import Example, plan_epoch
 from mvr_ray.core.learning.training import PassSettings, average_gradients, chunks, lr_factor, rank, world_size
-from mvr_ray.distributed.models import ModelKind
+from mvr_ray.distributed.models import MODEL_CLASSES
 from mvr_ray.distributed.training.checkpoints import Checkpoints, EpochSums, TrainState
 from mvr_ray.distributed.training.examples import input_digests
 from mvr_ray.errors import ConfigError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+from mvr_ray.store.model_records import ModelKind
 from mvr_ray.types import IntArray, Progress
 
 log = logging.getLogger(__name__)
@@ -69,7 +71,7 @@ class Schedule(NamedTuple):
 class StepLoop(ABC):
     """Run `learn` until the schedule ends. A model is a `StoredModel`."""
 
-    kind: ClassVar[ModelKind[Any]]
+    kind: ClassVar[ModelKind]
     epoch: ClassVar[type[Any]]
     """The report of an epoch: `epoch`, `step`, `figures` and the dev metrics, among others."""
     figures: ClassVar[tuple[str, ...]] = ("loss",)
@@ -301,20 +303,11 @@ class TaskModelLoop(StepLoop):
     def open_job(cls, run: RunConfig) -> TrainingJob:
         """Open the model and data of a rank; checkpoints are under a digest of everything that determines the
         weights."""
-        store, task = Store(run.store.path), cls.kind.model.task
-        if run.train.init_from is not None:
-            raise ConfigError(
-                f"train.init_from is {run.train.init_from}, an encoder's snapshot, but train.task={task} starts from "
-                f"encoder.backbone; leave train.init_from out, and name the folder of a model there to start from it"
-            )
-        if run.train.max_passage_tokens:
-            raise ConfigError(
-                f"train.max_passage_tokens is {run.train.max_passage_tokens}, but train.task={task} reads as many "
-                f"tokens in training as later; set train.max_passage_tokens=0, and lower "
-                f"{'read.max_tokens' if task == 'reader' else 'mine.max_pair_tokens'} instead"
-            )
+        store, task = Store(run.store.path), cls.kind.task
+        check_train(run.train)
         corpus, name = Corpus.open(store, run.prepare.corpus), getattr(run.train, task)
-        model = cls.kind.model.from_backbone(resolve_model(run.encoder.backbone), cls.spec(run), run.train.seed)
+        backbone = resolve_model(run.encoder.backbone)
+        model = MODEL_CLASSES[cls.kind].from_backbone(backbone, cls.spec(run), run.train.seed)
         examples, dev = cls.open_data(corpus, run)
         sets = input_digests(corpus, run.train)
         parts = [task, run.digest("train"), asdict(model.spec), model.fingerprint, corpus.digest, *sets]

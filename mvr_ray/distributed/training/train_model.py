@@ -23,13 +23,14 @@ from ray.train.torch import TorchConfig, TorchTrainer, get_device
 from mvr_ray.config import RunConfig, StoreConfig
 from mvr_ray.core.learning.training import rank
 from mvr_ray.distributed import session
-from mvr_ray.distributed.models import latest_fingerprint, record_latest, save_model
+from mvr_ray.distributed.models import save_model
 from mvr_ray.distributed.progress import forward_progress
 from mvr_ray.distributed.training.checkpoints import TrainState
 from mvr_ray.distributed.training.steps import StepLoop, TrainingJob
 from mvr_ray.errors import FormatError, MvrRayError, ResourceError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
+from mvr_ray.store.model_records import latest_fingerprint, record_latest
 from mvr_ray.types import Progress
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def train_model(loop: type[StepLoop], open_job: OpenJob, run: RunConfig, progres
         record_before = job.checkpoints.result()
         if record_before and store.exists(paths.model_dir(loop.kind.store_dir, job.name, record_before["fingerprint"])):
             return _make_latest(loop, store, job.name, record_before)
-        log.info("training: %s examples=%d workers=%d", loop.kind.model.what, len(job.examples), workers)
+        log.info("training: %s examples=%d workers=%d", loop.kind.what, len(job.examples), workers)
         if workers:
             state = _train_on_workers(loop, open_job, run, progress)
         else:
@@ -89,7 +90,7 @@ def _save(loop: type[StepLoop], store: Store, job: TrainingJob, state: TrainStat
     best = next((epoch for epoch in state.epochs if epoch["step"] == state.best_step), {})
     names = (*loop.figures, *loop.dev_metrics)
     metrics = {"steps": float(state.step)} | {name: float(best[name]) for name in names if best.get(name) is not None}
-    log.info("trained: %s fingerprint=%s best_step=%d", loop.kind.model.what, fingerprint, state.best_step)
+    log.info("trained: %s fingerprint=%s best_step=%d", loop.kind.what, fingerprint, state.best_step)
     if state.before is not None:
         metrics[f"{loop.dev_metrics[-1]}_before"] = state.before
         if state.best_step >= 0 and state.best_accuracy <= state.before:

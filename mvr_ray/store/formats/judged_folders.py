@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from mvr_ray.errors import MissingInputError
+from mvr_ray.errors import MissingInputError, count_noun
 from mvr_ray.store.formats.records import BadRow, DroppedRow, Record, passage_record, question_record
 from mvr_ray.store.formats.text_files import Row, json_lines, open_text
 from mvr_ray.store.formats.trec import read_qrels
@@ -108,7 +108,7 @@ def _tab_rows(path: Path, num_columns: int = 2) -> Iterator[Row | BadRow]:
             if len(values) == num_columns:
                 yield Row(values, where)
             elif values != [""]:
-                yield BadRow(where, f"{len(values)} tab-separated columns, not {num_columns}")
+                yield BadRow(where, f"{count_noun(len(values), 'tab-separated column')}, not {num_columns}")
 
 
 def _present(folder: Path, name: str) -> list[Path]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from mvr_ray.errors import count_noun
 from mvr_ray.store.fields import Fields
 from mvr_ray.types import Passage, Question
 
@@ -113,7 +114,7 @@ def question_record(
         if any(isinstance(start, bool) or not isinstance(start, int) for start in starts):
             raise _Fault(f"answer_starts holds something other than whole numbers: {starts!r}")
         if starts and len(starts) != len(texts):
-            raise _Fault(f"{len(texts)} answers and {len(starts)} answer starts")
+            raise _Fault(f"{count_noun(len(texts), 'answer')} and {count_noun(len(starts), 'answer start')}")
         question = Question(
             id=_id(id_),
             text=_text(text, "question").strip(),

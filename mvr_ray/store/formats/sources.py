@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from mvr_ray.config import SourceConfig, resolve_path
-from mvr_ray.errors import ConfigError, DataError, MissingInputError
+from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
 from mvr_ray.store.formats.dpr import CONTEXTS, question_id, read_dpr_json, read_dpr_jsonl, read_dpr_tsv, read_qas_csv
 from mvr_ray.store.formats.huggingface import SAVED_NAMES, SCHEME, open_dataset
 from mvr_ray.store.formats.json_stream import JsonReader
@@ -122,7 +122,8 @@ def folder_format(source: SourceConfig, folder: Path) -> str | None:
 
 
 def read_question_file(path: Path) -> list[Question]:
-    """Read the questions of a file in any question format; a `.txt` file has one a line. Bad rows are refused."""
+    """Read the questions of a file or folder in any question format; a `.txt` file has one a line. Bad rows are
+    refused."""
     if path.name.endswith((".txt", ".txt.gz")):
         with open_text(path) as file:
             lines = [(number, line.strip()) for number, line in enumerate(file, 1) if line.strip()]
@@ -132,7 +133,7 @@ def read_question_file(path: Path) -> list[Question]:
     bad = [record for record in records if isinstance(record, BadRow)]
     questions = [record.question for record in records if isinstance(record, QuestionRecord)]
     if bad:
-        raise DataError(f"{len(bad)} bad rows, first: {bad[0]}")
+        raise DataError(f"{count_noun(len(bad), 'bad row')}, first: {bad[0]}")
     if not questions:
         raise DataError(f"{path} holds no question; known formats: {', '.join(READERS)}, or .txt with one a line")
     return questions

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
-from mvr_ray.errors import DataError, MissingInputError, MvrRayError
+from mvr_ray.errors import DataError, MissingInputError, MvrRayError, count_noun
 from mvr_ray.store.formats.records import BadRow
 
 GZIP_MAGIC = b"\x1f\x8b"
@@ -82,7 +82,7 @@ def tsv_rows(path: Path, num_columns: int | None) -> Iterator[Row | BadRow]:
         if isinstance(row, BadRow) or num_columns is None or len(row.values) == num_columns:
             yield row
         else:
-            yield BadRow(row.where, f"{len(row.values)} tab-separated columns, not {num_columns}")
+            yield BadRow(row.where, f"{count_noun(len(row.values), 'tab-separated column')}, not {num_columns}")
 
 
 def csv_rows(path: Path, columns: Sequence[str], delimiter: str = ",") -> Iterator[Row | BadRow]:

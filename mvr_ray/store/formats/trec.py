@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mvr_ray.errors import DataError
+from mvr_ray.errors import DataError, count_noun
 from mvr_ray.store.formats.text_files import open_text
 
 MILLION = 1_000_000
@@ -47,7 +47,7 @@ def read_trec_run(path: Path) -> Iterator[RunLine]:
             if not parts:
                 continue
             if len(parts) != 6:
-                raise DataError(f"{path}:{number}: {len(parts)} columns, not the 6 of a TREC run")
+                raise DataError(f"{path}:{number}: {count_noun(len(parts), 'column')}, not the 6 of a TREC run")
             question_id, _, passage_id, rank, score, tag = parts
             try:
                 yield RunLine(question_id, passage_id, int(rank), float(score), tag)
@@ -65,7 +65,7 @@ def read_qrels(path: Path) -> dict[str, dict[str, int]]:
             if not any(parts) or (number == 1 and parts[0] == "query-id"):
                 continue
             if len(parts) not in (3, 4):
-                raise DataError(f"{path}:{number}: {len(parts)} columns; qrels have 4, or 3 in BEIR")
+                raise DataError(f"{path}:{number}: {count_noun(len(parts), 'column')}; qrels have 4, or 3 in BEIR")
             try:
                 judgements.setdefault(parts[0], {})[parts[-2]] = int(float(parts[-1]))
             except (ValueError, OverflowError):

@@ -397,7 +397,7 @@ def test_a_question_file_may_be_plain_lines(write: Write):
     ]
     with pytest.raises(DataError, match="holds no question"):
         read_question_file(write("p.tsv", "1\ta\tA\n"))
-    with pytest.raises(DataError, match=r"1 bad rows, first: .*q\.jsonl:1"):
+    with pytest.raises(DataError, match=r"1 bad row, first: .*q\.jsonl:1"):
         read_question_file(write("q.jsonl", "{\n"))
 
 
