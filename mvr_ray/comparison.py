@@ -278,11 +278,12 @@ def _file_ranking(path: Path, judgements: Judgements | None) -> Ranking:
 
 
 def _trec(path: Path) -> Iterator[QuestionHits]:
-    rankings: dict[str, list[tuple[float, str]]] = {}
+    """Order hits as trec_eval: by the score in 32 bits, then by id, both descending; it ignores ranks."""
+    rankings: dict[str, list[tuple[np.float32, str]]] = {}
     for line in read_trec_run(path):
-        rankings.setdefault(line.question_id, []).append((-line.score, line.passage_id))
+        rankings.setdefault(line.question_id, []).append((np.float32(line.score), line.passage_id))
     for question, hits in rankings.items():
-        yield QuestionHits(question, None, [(passage, None) for _, passage in sorted(hits)])
+        yield QuestionHits(question, None, [(passage, None) for _, passage in sorted(hits, reverse=True)])
 
 
 def _parquet(path: Path) -> Iterator[QuestionHits]:

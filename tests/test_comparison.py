@@ -3,8 +3,11 @@
 import json
 from pathlib import Path
 
+import ir_measures
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mvr_ray.comparison import compare
 from mvr_ray.core.judging.metrics import cluster_interval, interval_over_seeds, paired_test
@@ -194,6 +197,22 @@ def test_judgements_that_cannot_judge_a_run_are_refused(tmp_path: Path) -> None:
         f"{run} ranks none of the 2 questions that {qrels} judges (first: 'x1'; the ranking's first: 'q0'); give "
         f"--qrels the judgements of its question set"
     )
+
+
+@given(st.data())
+def test_a_run_with_equal_scores_is_ranked_as_trec_eval_ranks_it(tmp_path_factory, data: st.DataObject):
+    """Scores that differ below 32 bits are equal too; ranks say nothing."""
+    scores = st.sampled_from([1.0, 1.0 + 1e-9, 0.5, -2.0])
+    run = data.draw(st.dictionaries(st.sampled_from(["10", "9", "a", "b", "C"]), scores, min_size=2))
+    relevant = data.draw(st.sampled_from(sorted(run)))
+    folder = tmp_path_factory.mktemp("run")
+    lines = [f"q Q0 {name} {rank} {score:.12f} tag\n" for rank, (name, score) in enumerate(run.items(), 1)]
+    (folder / "run").write_text("".join(lines))
+    (folder / "qrels").write_text(f"q 0 {relevant} 1\n")
+    read_run, qrels = ir_measures.read_trec_run(str(folder / "run")), ir_measures.read_trec_qrels(str(folder / "qrels"))
+    found = ir_measures.calc_aggregate([ir_measures.Success @ 1], list(qrels), list(read_run))[ir_measures.Success @ 1]
+    [row] = compare(folder / "run", folder / "run", [1], qrels=folder / "qrels")
+    assert row.first == 100 * found
 
 
 FORMATS = {"dpr": ".json", "jsonl": ".jsonl", "parquet": ".parquet", "trec": ".trec", "pyserini": ".pyserini.json"}
