@@ -252,6 +252,39 @@ def test_what_cannot_be_updated_is_refused(tmp_path: Path, write: Write):
         update(CONFIG.model_copy(update={"chunk_words": 100}), store, changes)
 
 
+def test_an_unreadable_version_stops_an_update_only_where_it_decides_whether_a_roll_back_replaced_the_corpus(
+    tmp_path: Path, write: Write
+):
+    """Version 1 is damaged; version 3 rolls back from version 2, or, if that is damaged, nobody can tell from what."""
+    store = Store(tmp_path / "store")
+    make_corpus(store, write, {"p": "first"})
+
+    def publish(parent: int, operation: str, digest: str) -> None:
+        shard = make_shard(store, tmp_path / f"{parent}", b"%d" % parent)
+        manifest.publish(store, replace(describe([shard], parent), operation=operation, corpus_digest=digest))
+
+    def change(name: str) -> None:
+        update(CONFIG, store, str(write("changes", lines(row(name, "new")))), index="i")
+
+    def damage(number: int) -> None:
+        store.write_bytes(paths.manifest("i", number), store.read_bytes(paths.manifest("i", number))[:-9])
+
+    first = Corpus.open(store, "corpus").digest
+    publish(0, "index", first)
+    publish(1, "index", first)
+    damage(1)
+    change("a")
+    change("b")
+    assert {one.id for one in Corpus.open(store, "corpus")} == {"p", "a", "b"}
+    publish(2, "index", Corpus.open(store, "corpus").digest)
+    publish(3, manifest.ROLLBACK, first)
+    change("c")
+    assert {one.id for one in Corpus.open(store, "corpus")} == {"p", "c"}
+    damage(3)
+    with pytest.raises(StorageError, match=r"1\.json is not a manifest"):
+        change("d")
+
+
 def test_of_two_updaters_the_slower_one_is_told_and_the_faster_one_stays(tmp_path: Path, write: Write):
     store = Store(tmp_path / "store")
     make_corpus(store, write, {"a": "one"})
