@@ -206,6 +206,7 @@ def apply_changes(
     )
     corpus = Corpus(parent.store, info)
     if by_shard or description.change_files != parent.info.change_files:
+        parent.store.touch(paths.corpus_version(parent.name, digest))  # an old corpus that returns is not collected now
         for name in sets:
             if digest != parent.digest and parent.store.exists(paths.question_set(parent.name, digest, name)):
                 continue

@@ -4,8 +4,10 @@ The corpus is what the changes say, only touched parts are written, and a bad fi
 """
 
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,6 +24,7 @@ from mvr_ray.errors import ConfigError, DataError, DigestError, MissingInputErro
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, publications, shard_of
 from mvr_ray.store.files import Store
+from mvr_ray.store.gc import collect_corpus
 from mvr_ray.store.parts import CorpusPart, difference
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import read_questions, write_questions
@@ -208,6 +211,35 @@ def test_contents_that_return_are_the_corpus_of_before_with_its_questions(tmp_pa
         again = change(row("p1", "text of p1"))
         assert (again.digest, again.info.parent) == (more.digest, first.digest)
         assert read_questions(again, "set") == questions and again.info.questions == more.info.questions
+
+
+@pytest.mark.parametrize("command", ["update", "prepare"])
+def test_an_old_corpus_that_returns_keeps_its_questions_from_a_collection_that_runs_meanwhile(
+    tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch, command: str
+):
+    store = Store(tmp_path / "store")
+    sources = [SourceConfig(path=str(write("q.jsonl", lines({"question": "Who?", "id": "q"}))), questions="set")]
+    sources.append(SourceConfig(path=str(write("rows.jsonl", lines(*(row(name, "text") for name in NAMES[:9]))))))
+    cfg = PrepareConfig(corpus="corpus", sources=sources, num_shards=3)
+    prepare(cfg, store)
+    first, change = Corpus.open(store, "corpus"), write("a.jsonl", lines(row("p20", "new")))
+    update(CONFIG, store, str(change))
+    for file in tmp_path.rglob("*"):
+        os.utime(file, (time.time() - 7200,) * 2)
+    publish = Corpus.publish
+
+    def collect_and_publish(corpus: Corpus, after: int) -> None:
+        collect_corpus(store, "corpus")
+        publish(corpus, after)
+
+    monkeypatch.setattr(Corpus, "publish", collect_and_publish)
+    if command == "update":
+        update(CONFIG, store, str(write("b.jsonl", lines({"id": "p20", "delete": True}))))
+    else:
+        prepare(cfg, store)
+    again = Corpus.open(store, "corpus")
+    assert again.digest == first.digest
+    assert [question.id for question in read_questions(again, "set")] == ["q"]
 
 
 @pytest.mark.parametrize(
