@@ -15,6 +15,7 @@ from mvr_ray.store.manifest import Manifest, Problem, VerifyReport
 ACTIONS = ("list", "show", "verify", "repair", "rollback", "collect")
 NO_SHARD = -1
 CORPUS_CURE = "mvr-ray prepare CONFIG"
+_MANIFEST_CURE = "copy the file back, use the program that wrote it or, if a later version is live, delete it"
 
 
 class VersionInfo(BaseModel):
@@ -30,13 +31,17 @@ class VersionInfo(BaseModel):
     encoder: str
     content: str
     live: bool
+    problem: str = ""
+    """Why its manifest cannot be read; its operation is then `unreadable`, and the other fields are empty."""
 
 
 class CollectReport(NamedTuple):
-    """The paths that collection removed, and the versions that stay."""
+    """The paths that collection removed, the versions that stay, and those of them that cannot be read, with the
+    reason: what they may name stays, too."""
 
     removed: list[str]
     versions: list[int]
+    unreadable: list[str]
 
 
 class RollbackReport(NamedTuple):
@@ -64,11 +69,11 @@ def act(run: RunConfig, action: str, version: int | None, sizes_only: bool = Fal
         raise ConfigError(f"versions: index {index!r} has no version {version}; there are {known_numbers}")
     match action:
         case "list":
-            return [version_info(manifest.read(store, index, n), n == numbers[-1]) for n in numbers]
+            return list_versions(store, index)
         case "show":
             return manifest.read(store, index, version)
         case "verify":
-            return verify(store, manifest.read(store, index, version))
+            return verify(store, manifest.read(store, index, version)) if version else _verify_newest(store, index)
         case "repair":
             from mvr_ray.distributed.repair import repair  # imports the modules that build an index
 
@@ -79,7 +84,32 @@ def act(run: RunConfig, action: str, version: int | None, sizes_only: bool = Fal
             return rollback(store, index, version, sizes_only)
         case _:
             garbage = collect(store, index, keep=run.index.keep_versions, grace_s=run.index.grace_s)
-            return CollectReport(garbage, manifest.list_versions(store, index))
+            versions = list_versions(store, index)
+            unreadable = [f"{one.problem}; {_MANIFEST_CURE}" for one in versions if one.problem]
+            return CollectReport(garbage, [one.version for one in versions], unreadable)
+
+
+def list_versions(store: Store, index: str) -> list[VersionInfo]:
+    """Describe every version, ascending; the last is live."""
+    numbers = manifest.list_versions(store, index)
+    versions, problems = manifest.read_versions(store, index, numbers)
+    infos = [version_info(version, number == numbers[-1]) for number, version in versions.items()]
+    for number, problem in problems.items():
+        empty = {"created": "", "passages": 0, "vectors": 0, "shards": 0, "encoder": "", "content": ""}
+        own = {"version": number, "parent": 0, "operation": "unreadable", "live": number == numbers[-1]}
+        infos.append(VersionInfo.model_validate({**own, **empty, "problem": problem}))
+    return sorted(infos, key=lambda info: info.version)
+
+
+def _verify_newest(store: Store, index: str) -> VerifyReport:
+    """Verify the newest version that can be read, the live one if it can be; each that cannot is a problem."""
+    versions, problems = manifest.read_versions(store, index, manifest.list_versions(store, index))
+    report = verify(store, versions[max(versions)]) if versions else VerifyReport(0, 0, [])
+    unreadable = [
+        Problem(NO_SHARD, paths.manifest(index, number), f"cannot be read ({problem})", _MANIFEST_CURE)
+        for number, problem in problems.items()
+    ]
+    return report._replace(problems=[*report.problems, *unreadable])
 
 
 def verify(store: Store, version: Manifest) -> VerifyReport:

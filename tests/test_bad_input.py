@@ -450,11 +450,11 @@ def test_a_stage_that_only_reads_does_its_work_without_a_record_where_the_store_
     out, err = capsys.readouterr()
     assert json.loads(out) == {"value": 1}
     assert "report:" not in err
-    assert caplog.messages[0].startswith(f"no record of this run: cannot write {tmp_path}/runs/")
+    assert caplog.messages[0].startswith(f"no record of this run: cannot create {tmp_path}/runs/")
 
 
 def test_a_stage_that_writes_needs_a_store_that_can_be_written_before_it_works(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("where the folder of records would be")
     run = RunConfig.model_validate({"store": {"path": str(tmp_path)}})
-    with pytest.raises(StorageError, match=r"cannot write .*/runs/"):
+    with pytest.raises(StorageError, match=r"cannot create .*/runs/"):
         run_stage("index", run, lambda _run, _progress: pytest.fail("it works"), as_json=True)

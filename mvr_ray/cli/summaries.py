@@ -243,6 +243,10 @@ def _rollback(report: Report, words: str) -> Summary:
     return Summary([], f"live: {version_text(report)}, {what}", f'search {words} "your question"')
 
 
+def _state(version: Report) -> str:
+    return ": ".join(filter(None, ("live" * version["live"], version.get("problem"))))
+
+
 def versions_tables(index: str, action: str, report: Any, *, verbose: bool) -> list[Table]:
     """Return the tables of an action on versions; `report` is its plain result."""
     if verbose or action not in ("list", "show"):
@@ -252,7 +256,7 @@ def versions_tables(index: str, action: str, report: Any, *, verbose: bool) -> l
         return _facts(_index_facts(report), title)
     names = ("version", "parent", "operation")
     rows = [
-        (*(row[name] for name in names), row["created"][:16].replace("T", " "), row["passages"], "live" * row["live"])
+        (*(row[name] for name in names), row["created"][:16].replace("T", " "), row["passages"], _state(row))
         for row in report
     ]
     return [table(f"index {index}", ("version", "parent", "operation", "created", "passages", ""), rows)]

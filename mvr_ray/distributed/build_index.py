@@ -100,7 +100,7 @@ def _build(run: RunConfig, corpus: Corpus, task: EncodeTask, before: Manifest | 
         encode_corpus(task, corpus, missing, resources, progress)
         calls = [(task, shard, reusable.get(shard), cfg) for shard in range(corpus.num_shards)]
         built_shards: list[BuiltShard] = run_tasks(build_one, calls, "building the index", "build shards", progress)
-        words = lexical_task(corpus, cfg.name, corpus.num_shards, base, cfg.compact_share)
+        words = lexical_task(corpus, cfg.name, corpus.num_shards, base, cfg.compact_share, task.key)
         lexical = build_lexical(words, progress) if cfg.lexical else None
     counts = count_passages(task, corpus, others)
     counts["carried_over"] += sum(entry.num_passages for entry in reusable.values())

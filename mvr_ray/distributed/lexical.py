@@ -28,6 +28,7 @@ from mvr_ray.index.lexical import (
     write_statistics_changes,
 )
 from mvr_ray.store import manifest as manifests
+from mvr_ray.store import paths
 from mvr_ray.store.changes import MAX_CHANGED_SHARE, num_kept
 from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.files import Store
@@ -49,7 +50,8 @@ class ShardWords(NamedTuple):
 
 class LexicalTask(NamedTuple):
     """Arguments of a task that builds the postings of a shard. `before` is the base version with words, over as many
-    shards as the corpus has parts; None: every shard is written whole."""
+    shards as the corpus has parts; None: every shard is written whole. New files are claimed in the folder `staging`
+    of unfinished work, if any."""
 
     store: str
     index: str
@@ -58,12 +60,20 @@ class LexicalTask(NamedTuple):
     num_shards: int
     before: Manifest | None = None
     most_share: float = MAX_CHANGED_SHARE
+    staging: str = ""
 
 
 def lexical_task(
-    corpus: Corpus, index: str, num_shards: int, before: Manifest | None = None, most_share: float = MAX_CHANGED_SHARE
+    corpus: Corpus,
+    index: str,
+    num_shards: int,
+    before: Manifest | None = None,
+    most_share: float = MAX_CHANGED_SHARE,
+    key: str = "",
 ) -> LexicalTask:
-    return LexicalTask(corpus.store.address, index, corpus.name, corpus.digest, num_shards, before, most_share)
+    """Make the task of a version's words; `key` is that of its unfinished work."""
+    staging = paths.staging_dir(index, key) if key else ""
+    return LexicalTask(corpus.store.address, index, corpus.name, corpus.digest, num_shards, before, most_share, staging)
 
 
 def find_base(store: Store, index: str, corpus: Corpus) -> Manifest | None:
@@ -243,7 +253,10 @@ def _add(task: LexicalTask, write: Callable[[Path], object]) -> FileEntry:
     with store.scratch() as folder:
         path = folder / "words.arrow"
         write(path)
-        return manifests.add_lexical(store, task.index, path)
+        entry = manifests.add_lexical(store, task.index, path)
+    if task.staging:
+        store.write_bytes(paths.staged_claim(task.staging, manifests.lexical_path(task.index, entry)), b"")
+    return entry
 
 
 def are_whole(store: Store, index: str, files: Files) -> bool:

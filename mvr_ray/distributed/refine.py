@@ -16,7 +16,7 @@ import numpy as np
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.refining.refine_policy import MOVES_QUERIES, Reject, Stop
-from mvr_ray.distributed import session
+from mvr_ray.distributed import session, shards
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.distributed.refinement.loop import RefinementLoop
@@ -27,6 +27,7 @@ from mvr_ray.distributed.refinement.report import RefineReport
 from mvr_ray.distributed.refinement.shard_refiner import RefinerTask
 from mvr_ray.errors import StagingError
 from mvr_ray.store import manifest as manifests
+from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -48,12 +49,15 @@ def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
     if report := _finished_by(store, base, run, questions):
         return report
     journal = Journal(store, base, run, questions)
-    try:
-        return _refine(run, store, base, questions, journal, progress)
-    except StagingError as error:
-        log.warning("refinement restarts: index=%s (%s)", base.index, error)
-        journal.delete()
-        return _refine(run, store, base, questions, Journal(store, base, run, questions), progress)
+    with shards.renew_periodically(store, base, journal.key, run.index.grace_s):
+        try:
+            report = _refine(run, store, base, questions, journal, progress)
+        except StagingError as error:
+            log.warning("refinement restarts: index=%s (%s)", base.index, error)
+            journal.delete()
+            report = _refine(run, store, base, questions, Journal(store, base, run, questions), progress)
+    journal.delete()
+    return report
 
 
 def _refine(
@@ -79,7 +83,6 @@ def _refine(
     if manifest is not None:
         journal.save_report(report, manifest.content_digest())
         report = dataclasses.replace(report, published=manifests.publish(store, manifest))
-    journal.delete()
     return report
 
 
@@ -111,6 +114,8 @@ def _conclude(
     if run.refine.method in MOVES_QUERIES:
         labelled_questions = loop.questions.table[: loop.questions.num_labelled]
         digest = save_queries(store, base.index, labelled_questions, loop.queries_at(end.best_round))
+        claim = paths.staged_claim(loop.journal.folder, paths.refined_queries(base.index, digest))
+        store.write_bytes(claim, b"")
         manifest = dataclasses.replace(
             manifest, refined_queries={**base.refined_queries, loop.questions.groups[0].name: digest}
         )

@@ -81,10 +81,11 @@ def reshard(run: RunConfig, num_shards: int, progress: Progress = no_progress) -
             new = rewritten_manifest(base, "reshard", new_shards)
             if base.lexical:
                 corpus = Corpus.open(store, base.corpus, base.corpus_digest)
-                words = lexical_task(corpus, base.index, num_shards)
+                words = lexical_task(corpus, base.index, num_shards, key=staging)
                 lexical = build_lexical(words, progress, statistics=base.lexical.statistics)  # the same in any shards
                 new = dataclasses.replace(new, lexical=lexical)
-        version = publish_rewritten(store, base, new, staging, progress)
+            version = publish_rewritten(store, base, new, progress)
+        store.delete_dir(paths.staging_dir(base.index, staging))
         progress("views before = after", version.num_vectors, base.num_vectors)
     return ReshardReport(
         index=base.index,
@@ -140,11 +141,10 @@ def rewritten_manifest(base: Manifest, operation: str, new_shards: Sequence[Buil
     return dataclasses.replace(new, recall=recalls.get("recall"), metrics={**metrics, **recalls})
 
 
-def publish_rewritten(store: Store, base: Manifest, new: Manifest, staging: str, progress: Progress) -> Manifest:
-    """Publish a version over rewritten shards, and delete their notes. Raises as `require_same_counts`."""
+def publish_rewritten(store: Store, base: Manifest, new: Manifest, progress: Progress) -> Manifest:
+    """Publish a version over rewritten shards. Raises as `require_same_counts`."""
     require_same_counts(base, new)
     version = manifests.publish(store, new)
-    store.delete_dir(paths.staging_dir(base.index, staging))
     progress("passages before = after", version.num_passages, base.num_passages)
     return version
 
@@ -229,9 +229,10 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
             new = rewritten_manifest(base, "compact", new_shards)
             if lexical and lexical.has_changes:
                 corpus = Corpus.open(store, base.corpus, base.corpus_digest)
-                lexical = compact_lexical(lexical_task(corpus, base.index, len(base.shards)), lexical, progress)
-        new = dataclasses.replace(new, lexical=lexical)
-        version = publish_rewritten(store, base, new, _compact_key(base), progress)
+                words = lexical_task(corpus, base.index, len(base.shards), key=_compact_key(base))
+                lexical = compact_lexical(words, lexical, progress)
+            version = publish_rewritten(store, base, dataclasses.replace(new, lexical=lexical), progress)
+        store.delete_dir(paths.staging_dir(base.index, _compact_key(base)))
     else:
         progress("passages before = after", base.num_passages, base.num_passages)
     return CompactReport(

@@ -147,18 +147,22 @@ def read_note(store: Store, index: str, path: str) -> BuiltShard | None:
 
 
 def renew_periodically(store: Store, draft: Manifest, key: str, grace_s: float) -> AbstractContextManager[None]:
-    """Renew, while the block runs, the age of unfinished work, of the shards that its notes name, and of the corpus of
-    its version, so that no collection with this grace time, or the one of corpora, removes them."""
+    """Renew, while the block runs, the age of unfinished work, of what it claims and the shards that its notes name,
+    and of the corpus of its version, so that no collection with this grace time, or that of corpora, removes them."""
     interval_s = max(min(grace_s, GRACE_S) / RENEWALS, MIN_RENEWAL_S)
 
     def renew() -> float:
         store.touch(paths.corpus_version(draft.corpus, draft.corpus_digest))
         store.write_bytes(paths.staged_marker(draft.index, key), b"")
         folder = paths.staging_dir(draft.index, key)
-        for path in (f"{folder}/{name}" for name in store.list(folder) if name.startswith("built-")):
-            with suppress(MissingInputError, DigestError, FormatError):  # the command itself deals with such a note
-                built_shard = parse_staged(BuiltShard, store.read_bytes(path), store.where(path))
-                store.touch(paths.shard_dir(draft.index, built_shard.entry.digest))
+        for name in store.list(folder):
+            path = paths.claimed_path(draft.index, name)
+            if name.startswith("built-"):
+                with suppress(MissingInputError, DigestError, FormatError):  # the command itself deals with such a note
+                    data, where = store.read_bytes(f"{folder}/{name}"), store.where(f"{folder}/{name}")
+                    path = paths.shard_dir(draft.index, parse_staged(BuiltShard, data, where).entry.digest)
+            if path and store.age_s(path) >= interval_s:  # an object store copies a file to renew it
+                store.touch(path)
         return interval_s
 
     return run_periodically(renew, 0.0, "mvr-renew", join_s=None)

@@ -26,6 +26,7 @@ from mvr_ray.index.candidates import (
 )
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
+hnswlib.Index(space="ip", dim=1).get_items([])  # loads numpy for hnswlib: two threads at once would deadlock
 HNSW_FILE = "index.hnsw"
 LEVEL_SEED = 100
 

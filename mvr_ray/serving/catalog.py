@@ -30,7 +30,7 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import DIGEST_HEX, ROLLBACK, Manifest, Number, ShardEntry, Word, digest_of
-from mvr_ray.versions import VersionInfo, version_info
+from mvr_ray.versions import VersionInfo, list_versions, version_info
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +67,7 @@ class VersionCatalog:
 
     def all(self) -> list[VersionInfo]:
         """List every version, ascending; the last is live."""
-        numbers = manifests.list_versions(self.store, self.index)
-        return [version_info(manifests.read(self.store, self.index, n), n == numbers[-1]) for n in numbers]
+        return list_versions(self.store, self.index)
 
     def one(self, version: int) -> VersionDetail:
         """Describe a version. Raises RequestError (404) for one that does not exist."""

@@ -7,13 +7,11 @@ them, and a listed version that does not exist ends the collection.
 
 import contextlib
 import logging
-from functools import partial
 
-from mvr_ray.errors import MissingInputError, StorageError
+from mvr_ray.errors import ManifestError, MissingInputError, StorageError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, publications, question_set, question_sets
 from mvr_ray.store.files import Store
-from mvr_ray.store.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -26,29 +24,34 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
     """Remove all but the newest `keep` versions, and what no remaining version names, if at least `grace_s` old.
 
     Also removes unfinished work of that age, corpora that no version names and that are not the last of `prepare`, and
-    what killed processes left aside anywhere in the store. Returns the removed paths.
+    what killed processes left aside anywhere in the store. A version that this program cannot read stays, beside `keep`
+    others, and may name anything: no shard, query or lexical file and no corpus is then removed. Returns the removed
+    paths.
     """
     assert keep >= 1, "the live version is always kept"
     removals: list[str] = []
-    if not (versions := manifest.find_versions(store, index)):
+    if not (numbers := manifest.find_versions(store, index)):
         return removals
-    # A version that this program cannot read ends the collection before anything is removed.
-    corpora = {one.corpus for one in map(partial(_version, store, index), versions) if one}
-    for version in versions[:-keep]:
+    versions = manifest.read_versions(store, index, numbers)
+    for version, problem in versions.problems.items():
+        log.warning("what version %d may name stays: index=%s (%s)", version, index, problem)
+    for version in sorted(versions.manifests)[:-keep]:
         path = paths.manifest(index, version)
         if store.age_s(path) >= grace_s:
             store.delete(path)
             removals.append(path)
     store.sync_names(paths.index_dir(index, "versions"))  # before their files are deleted
-    folders = [paths.index_dir(index, kind) for kind in ("shards", "queries", "lexical", "staging")]
+    staging = paths.index_dir(index, "staging")
+    folders = [*(paths.index_dir(index, kind) for kind in ("shards", "queries", "lexical")), staging]
     candidates = [f"{folder}/{name}" for folder in folders for name in store.list(folder)]
-    paths_of: dict[int, set[str]] = {}
+    paths_of = _paths_of(versions)
     for path in candidates:
         # References and age are checked right before the deletion: a publisher touches the shards that it will name.
-        if not _is_named(store, index, path, paths_of) and _age_s(store, path) >= grace_s:
+        is_named = not path.startswith(f"{staging}/") and _is_named(store, index, path, paths_of)
+        if not is_named and _age_s(store, path) >= grace_s:
             store.delete(path) if path.endswith(".arrow") else store.delete_dir(path)
             removals.append(path)
-    for name in sorted(corpora):
+    for name in sorted({one.corpus for one in versions.manifests.values()}):
         removals += collect_corpus(store, name, grace_s=grace_s, index=index)
     return [*removals, *store.delete_leftovers(grace_s)]
 
@@ -116,25 +119,24 @@ def _file_names(corpus: Corpus) -> set[str]:
 
 def _digests_named(store: Store, corpus: str, index: str) -> set[str]:
     """Return the digests of the corpora of one name that the versions of all indexes were made from, `index` (if any)
-    and those that are listed."""
-    indexes = {*store.list(paths.indexes_dir()), *([index] if index else [])}
-    versions = (_version(store, one, number) for one in indexes for number in manifest.find_versions(store, one))
-    return {version.corpus_digest for version in versions if version and version.corpus == corpus}
+    and those that are listed. Raises ManifestError for a version that cannot be read."""
+    digests: set[str] = set()
+    for one in {*store.list(paths.indexes_dir()), *([index] if index else [])}:
+        versions = manifest.read_versions(store, one, manifest.find_versions(store, one))
+        for problem in versions.problems.values():
+            raise ManifestError(problem)
+        digests |= {version.corpus_digest for version in versions.manifests.values() if version.corpus == corpus}
+    return digests
 
 
-def _version(store: Store, index: str, number: int) -> Manifest | None:
-    """Read a listed version; None if it was deleted. Its number is never reused."""
-    try:
-        return manifest.read_version(store, index, number)
-    except MissingInputError:
-        return None
+def _is_named(store: Store, index: str, path: str, paths_of: dict[int, set[str] | None]) -> bool:
+    """Return whether a current version names the path, or may name it; `paths_of` caches the paths that versions name,
+    None for a version that cannot be read."""
+    numbers = manifest.find_versions(store, index)
+    paths_of |= _paths_of(manifest.read_versions(store, index, [one for one in numbers if one not in paths_of]))
+    return any(names is None or path in names for names in (paths_of.get(number, ()) for number in numbers))
 
 
-def _is_named(store: Store, index: str, path: str, paths_of: dict[int, set[str]]) -> bool:
-    """Return whether a current version names the path; `paths_of` caches the paths that versions name."""
-    versions = manifest.find_versions(store, index)
-    for version in versions:
-        if version not in paths_of:
-            one = _version(store, index, version)
-            paths_of[version] = manifest.named_paths(one) if one else set()
-    return any(path in paths_of[version] for version in versions)
+def _paths_of(versions: manifest.Versions) -> dict[int, set[str] | None]:
+    names = {number: manifest.named_paths(version) for number, version in versions.manifests.items()}
+    return {**names, **dict.fromkeys(versions.problems)}

@@ -358,6 +358,26 @@ def read_version(store: Store, index: str, version: int) -> Manifest:
     return manifest
 
 
+class Versions(NamedTuple):
+    """The versions of an index by number: manifests, and the reason of each that this program cannot read."""
+
+    manifests: dict[int, Manifest]
+    problems: dict[int, str]
+
+
+def read_versions(store: Store, index: str, numbers: Iterable[int]) -> Versions:
+    """Read the versions of these numbers, ascending; those that were deleted meanwhile are left out."""
+    versions = Versions({}, {})
+    for number in numbers:
+        try:
+            versions.manifests[number] = read_version(store, index, number)
+        except MissingInputError:
+            pass
+        except StorageError as error:
+            versions.problems[number] = str(error)
+    return versions
+
+
 def newest_first(store: Store, index: str, require_live: bool = True) -> Iterator[Manifest]:
     """Read the versions of an index. One that cannot be read (deleted meanwhile, damaged, of a newer program) is left
     out with a warning; the live one only without `require_live`, else its error is raised."""

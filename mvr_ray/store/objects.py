@@ -41,6 +41,10 @@ CREATE_TRIES = 5
 FIRST_PAUSE_S = 0.1
 SETTLED_S = 5.0
 CHUNK_BYTES = 1 << 20
+MAX_COPY_BYTES = 5 << 30
+"""The largest object that S3 copies in one request."""
+MIN_PART_BYTES, MAX_PARTS = 8 << 20, 10_000
+"""Of uploads in parts, as S3 takes them."""
 CLIENT: Any = {"allow_http": True, "timeout": "60s"}
 RETRY: Any = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
 OPTIONS = ("region", "scheme", "endpoint_override", "force_virtual_addressing")
@@ -94,6 +98,11 @@ def _s3_settings(bucket: str, user: str, endpoint: str, region: str) -> dict[str
 def first_line(error: BaseException | None) -> str:
     """Return an error's message without the dump of its source."""
     return str(error).partition("\n")[0]
+
+
+def _part_bytes(num_bytes: int) -> int:
+    """Return the size of an upload's parts, so that there are not too many."""
+    return max(MIN_PART_BYTES, -(-num_bytes // MAX_PARTS))
 
 
 class ObjectFiles:
@@ -164,7 +173,7 @@ class ObjectFiles:
             return None
 
     def upload(self, source: Path, path: str) -> None:
-        obstore.put(self._objects, path, source)
+        obstore.put(self._objects, path, source, chunk_size=_part_bytes(source.stat().st_size))
 
     def download(self, path: str, cache: Path) -> Path:
         """Copy a file or folder to the cache; fetch files with another size or time again, very young ones always."""
@@ -218,9 +227,18 @@ class ObjectFiles:
         return [file["path"] for file in self._below(TOUCHED)]
 
     def move_dir(self, path: str, to: str) -> None:
-        """Copy every file, then delete the originals."""
+        """Copy every file, then delete the originals. A file that is too large for one copy is read and written."""
         for file in self._below(path):
-            obstore.copy(self._objects, file["path"], f"{to}/{file['path'].removeprefix(path).lstrip('/')}")
+            name, size = f"{to}/{file['path'].removeprefix(path).lstrip('/')}", file["size"]
+            if size <= MAX_COPY_BYTES:
+                obstore.copy(self._objects, file["path"], name)
+                continue
+            writer = obstore.open_writer(self._objects, name, buffer_size=_part_bytes(size), max_concurrency=2)
+            for piece in obstore.get(self._objects, file["path"]).stream(CHUNK_BYTES):
+                writer.write(piece)
+            writer.close()  # not after an error: it would finish the object
+            if (num_bytes := self.size_bytes(name)) != size:
+                raise OSError(f"{name} has {num_bytes} bytes, not {size} as {file['path']}")
         self.delete_dir(path)
 
     def sha256(self, path: str) -> str:

@@ -187,6 +187,18 @@ def staged_marker(index: str, key: str) -> str:
     return f"indexes/{index}/staging/{key}/running"
 
 
+def staged_claim(folder: str, path: str) -> str:
+    """Empty file of unfinished work in `folder`, which names a shard, or a file of queries or words, that it finished
+    and that no version names yet."""
+    return f"{folder}/claim-{'-'.join(path.split('/')[-2:])}"
+
+
+def claimed_path(index: str, name: str) -> str | None:
+    """Return the path that a file of unfinished work claims; None for one of another kind."""
+    kind, _, own = name.removeprefix("claim-").partition("-")
+    return f"indexes/{index}/{kind}/{own}" if name.startswith("claim-") else None
+
+
 def staged_shard(index: str, key: str, params: str, shard: int) -> str:
     """Record of a shard that is built with index parameters of digest `params`."""
     return f"indexes/{index}/staging/{key}/built-{params}-{shard:05d}.json"

@@ -380,6 +380,7 @@ def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[Par
         fields=report.fields,
     )
     corpus = Corpus(store, info)
+    store.touch(paths.corpus_version(cfg.corpus, report.digest))  # an old corpus that returns is not collected now
     for name, count in report.questions.items():
         put_questions(corpus, name, files / f"{name}.arrow", count)
     while not corpus.number:

@@ -53,15 +53,14 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
     """Write the config before the work and the report after it, whether it succeeds, fails or is interrupted."""
     store = Store(run.store.path)
     start = datetime.datetime.now(datetime.UTC)
-    run_record = RunRecord(_free_folder(store, start, stage))
+    run_record = RunRecord("")
     config = yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False)
     try:
-        store.write_bytes(f"{run_record.folder}/config.yaml", config.encode())
+        run_record.folder = _create_folder(store, start, stage, config.encode())
     except StorageError as error:
         if stage not in READING_STAGES:
             raise
         log.warning("no record of this run: %s", error)
-        run_record.folder = ""
         yield run_record
         return
     lines = io.StringIO()
@@ -126,10 +125,14 @@ def to_plain(value: Any) -> Any:
     return value
 
 
-def _free_folder(store: Store, start: datetime.datetime, stage: str) -> str:
+def _create_folder(store: Store, start: datetime.datetime, stage: str, config: bytes) -> str:
+    """Create the record of a run with its configuration; runs of one second have a folder each."""
     stem = start.strftime("%Y%m%dT%H%M%S")
     folder, again = paths.run_dir(stem, stage), 1
-    while store.exists(f"{folder}/config.yaml"):
-        again += 1
-        folder = paths.run_dir(f"{stem}.{again}", stage)
-    return folder
+    while True:
+        try:
+            store.create_once(f"{folder}/config.yaml", config)
+            return folder
+        except FileExistsError:
+            again += 1
+            folder = paths.run_dir(f"{stem}.{again}", stage)

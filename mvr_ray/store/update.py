@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mvr_ray.config import PrepareConfig, resolve_path
-from mvr_ray.errors import ConfigError, DataError, MissingInputError
+from mvr_ray.errors import ConfigError, DataError, ManifestError, MissingInputError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.changes import MAX_CHANGED_SHARE, Changes, changed_ids, num_kept
@@ -103,24 +103,32 @@ def update(
 
 def parent_corpus(store: Store, name: str, index: str) -> Corpus:
     """Open the corpus that the next change of a name applies to: the last one, or that of the index's live version if
-    the last one is, or descends from, the corpus of another version, which a roll back replaced."""
+    the last one is, or descends from, the corpus of another version, which a roll back replaced.
+
+    Raises ManifestError if a version cannot be read that decides which one it is.
+    """
     last = Corpus.open(store, name)
-    if not index or not manifests.latest_version(store, index):
-        return last
-    live = manifests.read(store, index)
-    numbers = manifests.list_versions(store, index)
-    indexed_corpora = {
-        (one.corpus, one.corpus_digest) for one in (manifests.read(store, index, number) for number in numbers)
-    }
+    numbers = manifests.list_versions(store, index) if index else []
+    for number in reversed(numbers):
+        version = manifests.read_version(store, index, number)
+        if version.operation.startswith("index"):  # of what was the last corpus then: nothing was rolled back since
+            return last
+        if version.operation == manifests.ROLLBACK:
+            break
+    versions, problems = manifests.read_versions(store, index, numbers)
+    indexed_corpora = {(one.corpus, one.corpus_digest) for one in versions.values()}
     digest, descent = last.digest, set[str]()  # earlier programs wrote circles where contents returned
     while digest not in descent and (name, digest) not in indexed_corpora:
         if not digest or not store.exists(paths.corpus_version(name, digest)):
             break
         descent.add(digest)
         digest = Corpus.open(store, name, digest).info.parent
-    if live.corpus != name or digest == live.corpus_digest or (name, digest) not in indexed_corpora:
-        return last
-    return Corpus(store, Corpus.open(store, name, live.corpus_digest).info, last.number)
+    live = versions[max(numbers)] if numbers else None
+    if live and live.corpus == name and digest != live.corpus_digest and (name, digest) in indexed_corpora:
+        return Corpus(store, Corpus.open(store, name, live.corpus_digest).info, last.number)
+    for problem in problems.values():
+        raise ManifestError(problem)
+    return last
 
 
 def require_all_chunks(cfg: PrepareConfig) -> None:
@@ -198,6 +206,7 @@ def apply_changes(
     )
     corpus = Corpus(parent.store, info)
     if by_shard or description.change_files != parent.info.change_files:
+        parent.store.touch(paths.corpus_version(parent.name, digest))  # an old corpus that returns is not collected now
         for name in sets:
             if digest != parent.digest and parent.store.exists(paths.question_set(parent.name, digest, name)):
                 continue

@@ -6,6 +6,7 @@ raised as a newer program would.
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from mvr_ray.checksums import json_with_checksum
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed.router import open_router
 from mvr_ray.distributed.training.checkpoints import Checkpoints, TrainState
-from mvr_ray.errors import EncoderError, FormatError, ManifestError, MvrRayError, StorageError
+from mvr_ray.errors import DigestError, EncoderError, FormatError, ManifestError, MvrRayError, StorageError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, question_digest
 from mvr_ray.store.delta import open_embeddings
@@ -84,12 +85,22 @@ def test_a_newer_manifest_is_refused_by_name_and_nothing_is_changed_beside_it(st
         store,
         ManifestError,
         text,
-        *(lambda action=action: versions.act(run, action, None) for action in ("list", "show", "verify", "collect")),
+        lambda: versions.act(run, "show", None),
         lambda: versions.act(run, "rollback", 2),
         lambda: open_router(run, local=True).__enter__(),
     )
     before = content(store)
     assert collect_corpus(store, CORPUS, grace_s=0) == [] and content(store) == before
+    first, newer = versions.act(run, "list", None)
+    assert first.passages and not first.problem
+    assert newer.live and newer.operation == "unreadable" and re.search(text, newer.problem)
+    report = versions.act(run, "verify", None)
+    assert report.num_files and re.search(text, report.problems[-1].reason)
+    with pytest.raises(DigestError, match=text):
+        report._replace(problems=report.problems[-1:]).require()
+    report = versions.act(run, "collect", None)
+    assert (report.removed, report.versions) == ([], [1, 2]) and content(store) == before
+    assert re.search(text, report.unreadable[0])
     assert versions.act(run, "rollback", 1).version == 3
     with open_router(run, local=True) as router:
         assert router.manifest.version == 3

@@ -16,7 +16,8 @@ from every_stage import run_stages
 
 from mvr_ray.checksums import with_trailer, without_trailer
 from mvr_ray.config import ResourcesConfig, RunConfig
-from mvr_ray.distributed import build_index, session
+from mvr_ray.distributed import build_index, rewrite, session
+from mvr_ray.distributed import refine as refining
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect
@@ -136,6 +137,57 @@ def test_a_build_keeps_its_corpus_and_shards_from_collections_that_run_meanwhile
     version = build_index.index(run, pass_hours_and_collect)
     assert version.corpus_digest == digest and version.metrics["encoded"] == 9 and removals == []
     assert manifest.verify(store, version).problems == []
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("stage", ["index", "reshard", "compact", "feedback_views", "query"])
+def test_files_that_no_version_names_yet_survive_collections_until_the_publication(
+    corpus_store: Path, run_over, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+):
+    """Files of words, shards and refined queries, in a stage that takes hours."""
+    monkeypatch.setattr(session, "in_ray", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    root = Path(shutil.copytree(corpus_store, tmp_path / "store"))
+    run, store = run_for(root, run_over), Store(str(root))
+    refine_cfg = {"method": stage, "step_size": 0.05} if stage in ("feedback_views", "query") else {}
+    sections = {"index": {"lexical": True, "grace_s": 4}, "refine": refine_cfg}
+    run = RunConfig.model_validate(
+        {**(plain := run.model_dump(mode="json")), **{name: {**plain[name], **own} for name, own in sections.items()}}
+    )
+    build_index.index(run if stage != "index" else run_for(root, run_over))
+    if stage == "compact":
+        update(run.prepare, store, str(root / "changes.jsonl"))
+        build_index.index(run)
+    publish, removals = manifest.publish, []
+
+    def pass_hours_and_collect(store: Store, version: manifest.Manifest) -> manifest.Manifest:
+        times = {file: time.time() - 7200 for file in root.rglob("*") if file.is_file()}
+        for file, changed_s in times.items():
+            os.utime(file, (changed_s,) * 2)
+            os.utime(file.parent, (changed_s,) * 2)
+        markers = [file for file in times if file.name == "running"]
+        for _ in range(2):  # the second time, all of the first renewal is done
+            before_ns, deadline = [marker.stat().st_mtime_ns for marker in markers], time.monotonic() + 30
+            while markers and [m.stat().st_mtime_ns for m in markers] == before_ns and time.monotonic() < deadline:
+                time.sleep(0.1)
+        removals.extend(collect(store, "index", keep=1, grace_s=3600))
+        return publish(store, version)
+
+    monkeypatch.setattr(manifest, "publish", pass_hours_and_collect)
+    match stage:
+        case "index":
+            build_index.index(run)
+        case "reshard":
+            rewrite.reshard(run, 2)
+        case "compact":
+            rewrite.compact(run)
+        case _:
+            refining.refine(run)
+    version = manifest.read(store, "index")
+    assert removals == [] or stage == "compact"  # of which version 1 goes
+    assert version.version == 2 + (stage == "compact")
+    assert manifest.verify(store, version).problems == []
+    assert store.list(paths.index_dir("index", "staging")) == []
 
 
 @pytest.mark.data

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -272,3 +274,19 @@ def test_blocks_are_needed_to_know_the_dimension(tmp_path):
 def test_parameters_survive_json():
     params = IndexParams("faiss", "IVF8,PQ4x4", nprobe=7)
     assert IndexParams(**json.loads(json.dumps(dataclasses.asdict(params)))) == params
+
+
+def test_a_query_does_not_load_numpy_for_hnswlib():
+    """hnswlib binds numpy's arrays at their first use in a process, and two threads that do wait for each other."""
+    script = """
+import sys
+import numpy as np
+from mvr_ray.index.hnsw_index import hnswlib
+sys.modules["numpy._core.multiarray"] = None
+graph = hnswlib.Index(space="ip", dim=4)
+graph.init_index(max_elements=1)
+graph.add_items(np.ones((1, 4), np.float32))
+print(graph.knn_query(np.ones((1, 4), np.float32), k=1)[0].tolist())
+"""
+    reply = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert (reply.returncode, reply.stdout) == (0, "[[0]]\n"), reply.stderr[-2500:]

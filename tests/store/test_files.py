@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 import pickle
+import random
 import resource
 import shutil
 import subprocess
@@ -147,6 +148,17 @@ def test_a_moved_folder_is_whole_at_its_new_name_and_gone_at_the_old(store: Stor
     store.move_dir("shards/abc", "aside/abc-1")
     assert store.list("shards") == [] and store.list("aside/abc-1") == ["about.json", "deep", "x.bin"]
     assert store.read_bytes("aside/abc-1/deep/y.bin") == b"deep/y.bin"
+
+
+def test_a_file_too_large_for_one_copy_moves_in_parts(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("mvr_ray.store.objects.MAX_COPY_BYTES", 1 << 20)
+    monkeypatch.setattr("mvr_ray.store.objects.obstore.copy", None)
+    data = random.Random(1).randbytes(19 << 20)
+    (tmp_path / "large").write_bytes(data)
+    store.put_file(tmp_path / "large", "shards/abc/large")
+    store.move_dir("shards/abc", "aside/abc-1")
+    assert store.read_bytes("aside/abc-1/large") == data
+    assert store.size_bytes("shards/abc/large") == -1
 
 
 def test_a_file_moves_in_and_a_changed_one_is_seen_through_the_cache(store: Store, tmp_path: Path):

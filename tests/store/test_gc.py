@@ -16,7 +16,7 @@ from drafts import describe, make_shard
 
 from mvr_ray.config import PrepareConfig
 from mvr_ray.errors import MvrRayError
-from mvr_ray.store import manifest
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect
@@ -95,3 +95,23 @@ def test_collection_by_lists_of_one_earlier_moment_keeps_what_kept_versions_name
 def test_collection_by_lists_of_several_moments_keeps_what_kept_versions_name(moments, tmp_path, keep):
     for seed in range(12):
         collect_with(tuple(moments), moments[-1], tmp_path / f"{seed}", keep, seed)
+
+
+@pytest.mark.parametrize("bad", [1, 2, 3, 4])
+def test_what_an_unreadable_version_may_name_stays_and_the_newest_others_are_kept_beside_it(tmp_path: Path, bad):
+    store = Store(tmp_path / "store")
+    shards = [make_shard(store, tmp_path / f"{number}", b"%d" % number) for number in range(4)]
+    for number, shard in enumerate(shards):
+        manifest.publish(store, describe([shard], parent=number))
+    store.write_bytes(paths.staged_marker("i", "work"), b"")
+    whole = store.read_bytes(paths.manifest("i", bad))
+    store.write_bytes(paths.manifest("i", bad), whole[:-9])
+    removals = collect(store, "i", keep=1, grace_s=0)
+    stays = {bad, 3 if bad == 4 else 4}
+    others = [paths.manifest("i", number) for number in range(1, 5) if number not in stays]
+    assert removals == [*others, paths.staging_dir("i", "work")]
+    store.write_bytes(paths.manifest("i", bad), whole)
+    assert manifest.verify(store, manifest.read(store, "i", bad)).problems == []
+    collect(store, "i", keep=len(stays), grace_s=0)
+    digests = {shards[number - 1].digest for number in stays}
+    assert {*store.list(paths.index_dir("i", "shards"))} == digests

@@ -4,8 +4,10 @@ The corpus is what the changes say, only touched parts are written, and a bad fi
 """
 
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,6 +24,7 @@ from mvr_ray.errors import ConfigError, DataError, DigestError, MissingInputErro
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, publications, shard_of
 from mvr_ray.store.files import Store
+from mvr_ray.store.gc import collect_corpus
 from mvr_ray.store.parts import CorpusPart, difference
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import read_questions, write_questions
@@ -210,6 +213,35 @@ def test_contents_that_return_are_the_corpus_of_before_with_its_questions(tmp_pa
         assert read_questions(again, "set") == questions and again.info.questions == more.info.questions
 
 
+@pytest.mark.parametrize("command", ["update", "prepare"])
+def test_an_old_corpus_that_returns_keeps_its_questions_from_a_collection_that_runs_meanwhile(
+    tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch, command: str
+):
+    store = Store(tmp_path / "store")
+    sources = [SourceConfig(path=str(write("q.jsonl", lines({"question": "Who?", "id": "q"}))), questions="set")]
+    sources.append(SourceConfig(path=str(write("rows.jsonl", lines(*(row(name, "text") for name in NAMES[:9]))))))
+    cfg = PrepareConfig(corpus="corpus", sources=sources, num_shards=3)
+    prepare(cfg, store)
+    first, change = Corpus.open(store, "corpus"), write("a.jsonl", lines(row("p20", "new")))
+    update(CONFIG, store, str(change))
+    for file in tmp_path.rglob("*"):
+        os.utime(file, (time.time() - 7200,) * 2)
+    publish = Corpus.publish
+
+    def collect_and_publish(corpus: Corpus, after: int) -> None:
+        collect_corpus(store, "corpus")
+        publish(corpus, after)
+
+    monkeypatch.setattr(Corpus, "publish", collect_and_publish)
+    if command == "update":
+        update(CONFIG, store, str(write("b.jsonl", lines({"id": "p20", "delete": True}))))
+    else:
+        prepare(cfg, store)
+    again = Corpus.open(store, "corpus")
+    assert again.digest == first.digest
+    assert [question.id for question in read_questions(again, "set")] == ["q"]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -250,6 +282,39 @@ def test_what_cannot_be_updated_is_refused(tmp_path: Path, write: Write):
         update(CONFIG, store, "nowhere.jsonl")
     with pytest.raises(ConfigError, match=r"prepare\.chunk_words is 100"):
         update(CONFIG.model_copy(update={"chunk_words": 100}), store, changes)
+
+
+def test_an_unreadable_version_stops_an_update_only_where_it_decides_whether_a_roll_back_replaced_the_corpus(
+    tmp_path: Path, write: Write
+):
+    """Version 1 is damaged; version 3 rolls back from version 2, or, if that is damaged, nobody can tell from what."""
+    store = Store(tmp_path / "store")
+    make_corpus(store, write, {"p": "first"})
+
+    def publish(parent: int, operation: str, digest: str) -> None:
+        shard = make_shard(store, tmp_path / f"{parent}", b"%d" % parent)
+        manifest.publish(store, replace(describe([shard], parent), operation=operation, corpus_digest=digest))
+
+    def change(name: str) -> None:
+        update(CONFIG, store, str(write("changes", lines(row(name, "new")))), index="i")
+
+    def damage(number: int) -> None:
+        store.write_bytes(paths.manifest("i", number), store.read_bytes(paths.manifest("i", number))[:-9])
+
+    first = Corpus.open(store, "corpus").digest
+    publish(0, "index", first)
+    publish(1, "index", first)
+    damage(1)
+    change("a")
+    change("b")
+    assert {one.id for one in Corpus.open(store, "corpus")} == {"p", "a", "b"}
+    publish(2, "index", Corpus.open(store, "corpus").digest)
+    publish(3, manifest.ROLLBACK, first)
+    change("c")
+    assert {one.id for one in Corpus.open(store, "corpus")} == {"p", "c"}
+    damage(3)
+    with pytest.raises(StorageError, match=r"1\.json is not a manifest"):
+        change("d")
 
 
 def test_of_two_updaters_the_slower_one_is_told_and_the_faster_one_stays(tmp_path: Path, write: Write):

@@ -67,9 +67,9 @@ class Journal:
 
     def __init__(self, store: Store, base: Manifest, run: RunConfig, questions: RefineQuestions) -> None:
         decides = (_FORMAT, base.content_digest(), base.version, run.digest("refine"), questions.digest())
-        key = hashlib.sha256(repr(decides).encode()).hexdigest()[:16]
+        self.key = "refine-" + hashlib.sha256(repr(decides).encode()).hexdigest()[:16]
         self.store = store
-        self.folder = paths.staging_dir(base.index, f"refine-{key}")
+        self.folder = paths.staging_dir(base.index, self.key)
         self.before: Ranks | None = None
         self.labelled_before = 0.0
         self.heldout_before: tuple[float, ...] = ()

@@ -263,6 +263,8 @@ class ShardRefiner:
                     known_files = {name: entry.files[name] for name in names}
                     known_files |= keep_codes(params, embeddings.path.parent, entry.files, folder)
                 entry = build_shard(self.store, self.manifest, shard, folder, known_files)
+            path = paths.shard_dir(self.manifest.index, entry.digest)
+            self.store.write_bytes(paths.staged_claim(self.task.staging, path), b"")
         recall = shard_recall(self.store, self.manifest, entry, recall_sample)
         is_updated = False if changes and self.manifest.index_params["kind"] != "flat" else None
         floor = promised_recall(self.manifest)

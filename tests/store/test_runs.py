@@ -1,0 +1,25 @@
+"""Laws of run records: each run has its own."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+from mvr_ray.config import RunConfig
+from mvr_ray.store.runs import record
+
+
+def test_runs_of_the_same_second_have_a_record_each(tmp_path: Path):
+    run, together = RunConfig.model_validate({"store": {"path": str(tmp_path)}}), Barrier(8)
+
+    def run_one(number: int) -> str:
+        together.wait()
+        with record(run, "evaluate") as run_record:
+            run_record.report = number
+            together.wait()
+            return run_record.folder
+
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(run_one, range(8)))
+    reports = [json.loads((tmp_path / folder / "report.json").read_text())["report"] for folder in folders]
+    assert reports == list(range(8))
