@@ -210,9 +210,9 @@ def test_a_run_with_equal_scores_is_ranked_as_trec_eval_ranks_it(tmp_path_factor
     (folder / "run").write_text("".join(lines))
     (folder / "qrels").write_text(f"q 0 {relevant} 1\n")
     read_run, qrels = ir_measures.read_trec_run(str(folder / "run")), ir_measures.read_trec_qrels(str(folder / "qrels"))
-    found = ir_measures.calc_aggregate([ir_measures.Success @ 1], list(qrels), list(read_run))[ir_measures.Success @ 1]
+    [expected] = ir_measures.calc_aggregate([ir_measures.Success @ 1], list(qrels), list(read_run)).values()
     [row] = compare(folder / "run", folder / "run", [1], qrels=folder / "qrels")
-    assert row.first == 100 * found
+    assert row.first == 100 * expected
 
 
 FORMATS = {"dpr": ".json", "jsonl": ".jsonl", "parquet": ".parquet", "trec": ".trec", "pyserini": ".pyserini.json"}

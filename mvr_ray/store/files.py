@@ -289,7 +289,8 @@ class Store:
     def delete_leftovers(self, min_age_s: float) -> Sequence[str]:
         """Remove what killed processes left aside, if at least this old; returns the paths."""
         if self._objects:
-            paths = self._objects.leftovers()
+            with _storage_errors("list", self.name):
+                paths = self._objects.leftovers()
         else:
             paths = []
             for folder, folders, files in os.walk(self._folder):

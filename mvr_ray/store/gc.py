@@ -43,9 +43,12 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
     store.sync_names(paths.index_dir(index, "versions"))  # before their files are deleted
     staging = paths.index_dir(index, "staging")
     folders = [*(paths.index_dir(index, kind) for kind in ("shards", "queries", "lexical")), staging]
-    candidates = [f"{folder}/{name}" for folder in folders for name in store.list(folder)]
+    listing = {f"{folder}/{name}" for folder in folders for name in store.list(folder)}
     paths_of = _paths_of(versions)
-    for path in candidates:
+    kept_names = [
+        names for number, names in paths_of.items() if names and paths.manifest(index, number) not in removals
+    ]
+    for path in sorted(listing.difference(*kept_names)):
         # References and age are checked right before the deletion: a publisher touches the shards that it will name.
         is_named = not path.startswith(f"{staging}/") and _is_named(store, index, path, paths_of)
         if not is_named and _age_s(store, path) >= grace_s:

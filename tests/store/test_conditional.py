@@ -199,6 +199,8 @@ def test_a_service_that_refuses_is_told_by_every_question(serve: Serve, monkeypa
             monkeypatch.setattr(f"mvr_ray.store.objects.obstore.{name}", refuse)
         with pytest.raises(StorageError, match=r"cannot .*/a/b\.json: the token has expired"):
             getattr(store, ask)("a/b.json")
+        with pytest.raises(StorageError, match=r"cannot list .*: the token has expired"):
+            store.delete_leftovers(0)
 
 
 def test_what_is_misread_is_not_written_back_when_an_age_is_renewed(serve: Serve, monkeypatch: pytest.MonkeyPatch):

@@ -115,3 +115,27 @@ def test_what_an_unreadable_version_may_name_stays_and_the_newest_others_are_kep
     collect(store, "i", keep=len(stays), grace_s=0)
     digests = {shards[number - 1].digest for number in stays}
     assert {*store.list(paths.index_dir("i", "shards"))} == digests
+
+
+class StoreThatCounts(Store):
+    """Counts the lists of versions."""
+
+    looks = 0
+
+    def list(self, path: str) -> list[str]:
+        self.looks += path == paths.index_dir("i", "versions")
+        return super().list(path)
+
+
+def test_versions_are_looked_up_again_only_for_what_no_kept_version_names(tmp_path: Path):
+    looks = []
+    for own in (5, 50):
+        store = StoreThatCounts(tmp_path / f"{own}")
+        shards = [make_shard(store, tmp_path / f"{own}-{number}", b"%d" % number, number) for number in range(own)]
+        manifest.publish(store, describe(shards))
+        other = make_shard(store, tmp_path / f"{own}-other", b"other")
+        store.looks = 0
+        removals = collect(store, "i", keep=1, grace_s=0)
+        assert removals == [paths.shard_dir("i", other.digest)]
+        looks.append(store.looks)
+    assert looks[0] == looks[1]
