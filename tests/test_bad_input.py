@@ -9,17 +9,17 @@ import errno
 import json
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import yaml
 from damaged_file import flip_byte
+from file_size_limit import file_size_limit
 from prepared_corpus import only_corpus
 
 from mvr_ray.cli import main
@@ -396,18 +396,8 @@ def full(folder: Path) -> Iterator[str]:
             subprocess.run(["umount", "-l", folder], check=True)
         return
     shutil.copytree(moved_folder, folder, dirs_exist_ok=True)
-    with no_growth():
+    with file_size_limit(100):
         yield os.strerror(errno.EFBIG)
-
-
-@contextmanager
-def no_growth() -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.ray
@@ -428,16 +418,13 @@ def test_a_full_disk_does_not_hide_what_stopped_a_stage(tmp_path: Path) -> None:
     """The record of the run cannot be written either, and is not what the user has to hear of."""
     run = RunConfig.model_validate({"store": {"path": str(tmp_path)}})
 
-    def work(_run, _progress) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-        raise ManifestError("version 2 not published, 1 stays live")
+    with pytest.raises(ManifestError, match=r"^version 2 not published, 1 stays live$"), ExitStack() as limit:
 
-    with pytest.raises(ManifestError, match=r"^version 2 not published, 1 stays live$"):
-        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-        try:
-            run_stage("index", run, work, as_json=True)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        def work(_run, _progress) -> None:
+            limit.enter_context(file_size_limit(10))
+            raise ManifestError("version 2 not published, 1 stays live")
+
+        run_stage("index", run, work, as_json=True)
 
 
 @pytest.mark.parametrize("stage", ["retrieve", "evaluate", "analyze", "read"])

@@ -446,13 +446,14 @@ def test_a_full_or_closed_stdout_is_one_line_and_status_1(run_file: str, words: 
 def test_a_file_that_a_full_disk_does_not_take_is_one_line_and_status_1(tmp_path: Path) -> None:
     (tmp_path / "passages.jsonl").write_text('{"id": "a", "text": "One sentence."}\n')
     program = """
-import resource, signal
-resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+from file_size_limit import file_size_limit
 from mvr_ray.cli import main
-main(["init", "passages.jsonl"])
+with file_size_limit(100):
+    main(["init", "passages.jsonl"])
 """
-    process = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program]
+    process = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
     message = "mvr-ray: cannot write passages.yaml: File too large; free space and run the same command again\n"
     assert (process.returncode, process.stderr) == (1, message)
     assert [path.name for path in tmp_path.iterdir()] == ["passages.jsonl"]

@@ -1,10 +1,10 @@
 """Laws of embedding shards: what goes in comes out, mapped; bytes depend on the rows alone; no row without a view."""
 
-import resource
 from pathlib import Path
 
 import numpy as np
 import pytest
+from file_size_limit import file_size_limit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -139,12 +139,8 @@ def test_files_that_are_missing_foreign_or_cut_short_are_refused(tmp_path: Path)
 
 def test_a_file_that_cannot_be_written_whole_is_told_and_leaves_nothing(tmp_path: Path):
     block = to_block(make_rows(2000, 0))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-    try:
-        with pytest.raises(StorageError, match=r"cannot write .*a\.arrow: .*free space and run the same command again"):
-            write(tmp_path / "a.arrow", [block])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    message = r"cannot write .*a\.arrow: .*free space and run the same command again"
+    with file_size_limit(10_000), pytest.raises(StorageError, match=message):
+        write(tmp_path / "a.arrow", [block])
     assert list(tmp_path.iterdir()) == []
     assert write(tmp_path / "a.arrow", [block]).num_passages == 2000
