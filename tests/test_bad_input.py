@@ -341,9 +341,15 @@ def test_a_flipped_byte_in_a_manifest_is_found(command: Said, config: str, tmp_p
     file = tmp_path / "store" / paths.manifest("index", 1)
     digest = json.loads(file.read_text())["digest"]
     file.write_text(file.read_text().replace('"num_views": 2', '"num_views": 3'))
-    message = f"mvr-ray: {file} is damaged: its digest is not {digest}; publish again or roll back"
-    assert command("versions", config, "verify") == (1, "", message)
-    assert command("search", config, "which river?") == (1, "", message)
+    message = f"{file} is damaged: its digest is not {digest}; publish again or roll back"
+    status, out, _ = command("versions", config, "verify", "--json")
+    [problem] = json.loads(out)["problems"]
+    assert (status, problem["path"], problem["reason"]) == (
+        1,
+        paths.manifest("index", 1),
+        f"cannot be read ({message})",
+    )
+    assert command("search", config, "which river?") == (1, "", f"mvr-ray: {message}")
 
 
 @pytest.mark.ray
