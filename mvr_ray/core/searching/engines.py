@@ -12,12 +12,14 @@ if TYPE_CHECKING:
 ENGINES = ("auto", "native", "torch", "numpy")
 
 
-def make_small_batch_kernel(engine: str, device: str, threads: int | None) -> "Avx2Kernel | None":
+def make_small_batch_kernel(
+    engine: str, device: str, threads: int | None, with_codes: bool = False
+) -> "Avx2Kernel | None":
     """Create the kernel that is faster than that of `make_kernel` of the same arguments for few queries; None where
     there is none.
 
-    The loops for AVX2 read only vectors that pass a filter, while those for AVX-512 copy these together or read all;
-    torch's matrix product is always slower for few queries.
+    The loops for AVX2 read only vectors (or codes) that pass a filter, while those for AVX-512 copy these together or
+    read all; torch's matrix product is always slower for few queries.
     """
     from mvr_ray.core.searching.native import Avx2Kernel, library, library_avx2
 
@@ -25,7 +27,7 @@ def make_small_batch_kernel(engine: str, device: str, threads: int | None) -> "A
         return None
     kernel = Avx2Kernel(threads)
     if library() is not None:
-        kernel.max_queries, kernel.max_share = 4, 0.4
+        kernel.max_queries, kernel.max_share = 4, 0.4 if with_codes else 0.6
     return kernel
 
 

@@ -696,7 +696,7 @@ FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const in
             if (kind == INT8) {
                 uint8_t *codes = (uint8_t *)wide;
                 for (int i = 0; i < ROWS; i++)
-                    for (int d = 0; d < dimension; d++) codes[i * width + d] = (uint8_t)from[i * dimension + d] ^ 0x80;
+                    for (int64_t d = 0; d < dimension; d++) codes[i * width + d] = from[i * dimension + d] ^ 0x80;
                 code_tile(s, codes, width, scale_R, queries->packed, queries->bias, queries->unit_Q, ends & 0xff,
                           before, best_Q);
             } else {
@@ -807,11 +807,12 @@ AVX2 INLINE void best_views(const int kind, const char *rows, const float *scale
                             const float *unit_Q, int queries, float *best_QP) {
     const int64_t stride = (int64_t)dimension * size_of(kind);
     for (int64_t p = 0; p < passages; p++) {
-        const char *row = rows + first_P[p] * stride;
+        const char *row = rows + first_P[p] * stride, *next = rows + first_P[p + 1 < passages ? p + 1 : p] * stride;
         for (int q = 0; q < queries; q++) {
             const int64_t query = (int64_t)q * dimension;
             float best = -INFINITY;
-            for (int64_t v = 0; v < count_P[p]; v++) {
+            for (int64_t v = 0; v < count_P[p]; v++, next += stride) {
+                for (int64_t at = 0; at < stride && !q; at += 64) _mm_prefetch(next + at, _MM_HINT_T0);
                 float score;
                 if (kind == INT8) {
                     const double units = (double)scale_N[first_P[p] + v] * unit_Q[q];
@@ -837,20 +838,19 @@ AVX2 void mvr_best_views(int kind, const char *rows, const float *scale_N, const
 }
 
 /* The inner product of `exact.py`: products in float64, which are exact, the upper half added to the lower until one is
-   left. Where four divides D, the first two additions are done at once, in the same order. */
-AVX2 static float exact_score(const float *restrict row, const double *restrict query, int dimension,
+   left. Where four divides D, the first two additions are done at once, in the same order. Under Python's -fwrapv
+   compilers vectorise these loops, and the one of codes above, only where their index has 64 bits. */
+AVX2 static float exact_score(const float *restrict row, const double *restrict query, int64_t dimension,
                               double *restrict terms) {
-    const int parts = dimension % 4 ? 1 : 4, part = dimension / parts;
-    for (int d = 0; d < part; d++) {
-        const int one = d + part, two = one + part, three = two + part;
+    const int64_t parts = dimension % 4 ? 1 : 4, part = dimension / parts;
+    for (int64_t d = 0; d < part; d++) {
+        const int64_t one = d + part, two = one + part, three = two + part;
         terms[d] = query[d] * row[d];
         if (parts == 4)
             terms[d] = (terms[d] + query[two] * row[two]) + (query[one] * row[one] + query[three] * row[three]);
     }
-    for (int left = part, half; left > 1; left = half) {
-        half = (left + 1) / 2;
-        for (int d = 0; d < left - half; d++) terms[d] += terms[half + d];
-    }
+    for (int64_t left = part; left > 1; left -= left / 2)
+        for (int64_t d = 0; d < left / 2; d++) terms[d] += terms[left - left / 2 + d];
     return dimension ? (float)(terms[0] + 0.0) : 0; /* + 0.0 makes every zero the positive one */
 }
 
