@@ -147,6 +147,11 @@ def test_no_command_is_suggested_whose_questions_or_reader_are_missing(
     assert ready_command(command, run) == suggestion
 
 
+def test_the_list_of_versions_that_comes_next_is_of_the_same_store() -> None:
+    following = summarize("compact", COMPACTED, ("my run.yaml", "store.path=elsewhere")).next
+    assert following == "versions 'my run.yaml' list store.path=elsewhere"
+
+
 def test_a_summary_shows_what_counts_and_no_zero() -> None:
     text = draw(summarize("prepare", PREPARED, WORDS))
     for part in ("10,033", "9,733", "1, first: a.jsonl:3: text is missing", "2 (redirect)", "year (int)", "dev 20"):

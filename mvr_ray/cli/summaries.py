@@ -235,7 +235,9 @@ def _reshard(report: Report, words: str) -> Summary:
 def _rewrite_summary(report: Report, words: str, what: str, reason: str) -> Summary:
     if report["version"] == report["base_version"]:
         return Summary([], f"nothing to do: version {report['version']} has {reason}", "")
-    return Summary([], f"live: {version_text(report)}, {what}", f"versions {words.partition(' ')[0]} list")
+    config, *overrides = shlex.split(words)
+    following = shlex.join(["versions", config, "list", *overrides])
+    return Summary([], f"live: {version_text(report)}, {what}", following)
 
 
 def _rollback(report: Report, words: str) -> Summary:

@@ -176,9 +176,11 @@ class HotSwapRouter:
         try:
             number = version or manifests.latest_version(self.store, self.index)
             if version is None and self.state.follows and number < self.state.version:
+                what = f"index {self.index!r} has no version {self.state.version} any more, which stays live here"
+                if not number:
+                    raise MissingInputError(f"{what}; {self.store.name} has no version of it: restore the store")
                 raise MissingInputError(
-                    f"index {self.index!r} has no version {self.state.version} any more, which stays live here; "
-                    f"the newest one is {number}: restore the manifest, or restart to answer from {number}"
+                    f"{what}; the newest one is {number}: restore the manifest, or restart to answer from {number}"
                 )
             manifest = manifests.read(self.store, self.index, number or None)
             if number == self.state.version:

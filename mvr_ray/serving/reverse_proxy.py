@@ -85,7 +85,8 @@ class ReverseProxy:
         return host, port
 
     def start(self, serve_port: int) -> None:
-        """Listen, and forward to Ray Serve's proxy at 127.0.0.1:`serve_port`. Raises ResourceError."""
+        """Listen, and forward to Ray Serve's proxy at 127.0.0.1:`serve_port`. Raises ResourceError, or ConfigError if
+        another process listens there by now."""
         for name, content in haproxy_files(self._limits, self._tokens, serve_port, self._socket.fileno()).items():
             (self._folder / name).write_text(content)
         command = [*self._command, "-c"]
@@ -93,7 +94,11 @@ class ReverseProxy:
         if check.returncode:
             output = (check.stderr + check.stdout).decode(errors="replace").strip()[-500:]
             raise ResourceError(f"{self._command[0]} does not take the configuration of mvr_ray: {output}")
-        self._socket.listen(_BACKLOG)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # see _bind
+            self._socket.listen(_BACKLOG)
+        except OSError as error:
+            raise _unusable(self._limits.host, self._limits.port, error) from None
         self._run()
 
     def restart_if_ended(self) -> None:
@@ -206,9 +211,14 @@ def _bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # or a second server binds it until one listens
     except OSError as error:
-        raise ConfigError(
-            f"serve.host {host} and serve.port {port} cannot be listened at ({error.strerror or error}); "
-            f"end what listens there, or set another serve.port"
-        ) from None
+        raise _unusable(host, port, error) from None
     return listener
+
+
+def _unusable(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"serve.host {host} and serve.port {port} cannot be listened at ({error.strerror or error}); "
+        f"end what listens there, or set another serve.port"
+    )

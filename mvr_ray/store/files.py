@@ -30,6 +30,7 @@ ASIDE = re.compile(r"\..+\.[0-9a-f]{32}\.(tmp|gone)")
 MAX_DIGESTS = 1 << 14
 SETTLED_NS = 2 * 10**9
 READ_TRIES = 2
+WRITE_TRIES = 3
 FIRST_PAUSE_S = 0.1
 
 
@@ -93,8 +94,12 @@ class Store:
             if self._objects:
                 self._objects.write(_check_path(path), data)
                 return
-            with self._aside(path, data) as aside:
-                aside.replace(self._local(path))
+
+            def write() -> None:
+                with self._aside(path, data) as aside:
+                    aside.replace(self._local(path))
+
+            _again_if_deleted(write)
 
     def create_once(self, path: str, data: bytes) -> None:
         """Put `data` at a free `path`. Raises FileExistsError where something is there, which stays."""
@@ -143,11 +148,16 @@ class Store:
                 source.unlink()
                 return
             target = self._local(path)
-            self._make_folder(target.parent)
-            source = _beside(source, target)
-            _seal(source)
-            source.replace(target)
-            sync_folder(target.parent)
+
+            def place() -> None:
+                self._make_folder(target.parent)
+                aside = _beside(source, target)
+                _seal(aside)
+                aside.replace(target)
+
+            _again_if_deleted(place)
+            with contextlib.suppress(FileNotFoundError):  # deleted again
+                sync_folder(target.parent)
 
     def upload_dir(self, source: Path, path: str, last: Mapping[str, bytes] | None = None) -> bool:
         """Move a finished local folder to `path`, whole, with the small files `last`, which describe the others; do
@@ -477,6 +487,15 @@ def sync_folder(path: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def _again_if_deleted(write: Callable[[], None]) -> None:
+    """Call `write`, and again if another process deletes the folder meanwhile, as the faster of two equal commands
+    deletes the unfinished work of both."""
+    for _ in range(WRITE_TRIES - 1):
+        with contextlib.suppress(FileNotFoundError):
+            return write()
+    return write()
 
 
 def make_folder(path: Path) -> None:

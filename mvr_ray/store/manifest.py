@@ -403,15 +403,19 @@ def _format_of(manifest: Manifest) -> int:
     return 2 if any(len(paths.changes_files(entry.files)) > 1 for entry in manifest.shards) else FORMAT_VERSION
 
 
+def require_live(store: Store, index: str, version: int) -> None:
+    """Raise PublishConflictError unless a version (0: none) is live, so that another may be published after it."""
+    if (live := latest_version(store, index)) != version:
+        raise _conflict(index, version + 1, live)
+
+
 def publish(store: Store, manifest: Manifest) -> Manifest:
     """Make a manifest the live version: number `parent + 1`, where `parent` must be live now.
 
     Raises PublishConflictError if another publisher was faster; its version stays, and nothing of this one is visible.
     """
-    index, version = manifest.index, manifest.parent + 1
-    live = latest_version(store, index)
-    if live != manifest.parent:
-        raise _conflict(index, version, live)
+    index, version, live = manifest.index, manifest.parent + 1, manifest.parent
+    require_live(store, index, live)
     _require_files(store, manifest, version)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     own = {"version": version, "created": now, "token": uuid.uuid4().hex, "format_version": _format_of(manifest)}

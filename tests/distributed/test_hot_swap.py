@@ -526,6 +526,19 @@ def test_a_newest_manifest_that_is_deleted_takes_no_reader_back(tmp_path, run_ov
         assert search_one(live, 0) == expected(FIRST)[0]
 
 
+def test_a_store_that_was_moved_away_is_named_and_followed_once_it_is_back(tmp_path, run_over):
+    store = tmp_path / "store"
+    publish_random_index(store, FIRST, SHARDS)
+    with open_hot_swap_router(run_of(store, run_over), local=True, follow_s=None) as live:
+        away = store.rename(tmp_path / "away")
+        assert not live.follow()
+        assert f"{store} has no version of it: restore the store" in live.failure
+        assert search_one(live, 0) == expected(FIRST)[0] and not store.exists()
+        away.rename(store)
+        publish_random_index(store, SECOND, SHARDS, parent=1)
+        assert live.follow() and not live.failure
+
+
 def test_a_follower_that_cannot_read_the_list_of_versions_says_so(tmp_path, run_over, monkeypatch):
     """Otherwise a promotion would report another reason, and an old version would pass for the newest."""
     publish_random_index(tmp_path, FIRST, SHARDS)

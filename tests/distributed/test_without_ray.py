@@ -18,6 +18,7 @@ from mvr_ray.checksums import with_trailer, without_trailer
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.distributed import build_index, rewrite, session
 from mvr_ray.distributed import refine as refining
+from mvr_ray.errors import PublishConflictError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect
@@ -137,6 +138,29 @@ def test_a_build_keeps_its_corpus_and_shards_from_collections_that_run_meanwhile
     version = build_index.index(run, pass_hours_and_collect)
     assert version.corpus_digest == digest and version.metrics["encoded"] == 9 and removals == []
     assert manifest.verify(store, version).problems == []
+
+
+@pytest.mark.data
+def test_a_refinement_ends_in_the_round_in_which_another_version_is_published(
+    corpus_store: Path, run_over, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its result could not be published: rounds of hours would be for nothing."""
+    monkeypatch.setattr(session, "in_ray", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    root = Path(shutil.copytree(corpus_store, tmp_path / "store"))
+    run, store = run_for(root, run_over), Store(str(root))
+    build_index.index(run)
+    steps: list[str] = []
+
+    def publish_another(step: str, _count: int, _total: int) -> None:
+        steps.append(step)
+        if step.startswith("refine round 0"):
+            manifest.rollback(store, "index", 1)
+
+    with pytest.raises(PublishConflictError, match="run the same command again on version 2"):
+        refining.refine(run, publish_another)
+    assert not [step for step in steps if step == "refine rounds" or step.startswith("refine round 1")]
+    assert refining.refine(run).base_version == 2
 
 
 @pytest.mark.data

@@ -169,6 +169,23 @@ def test_a_port_that_is_taken_is_an_error_before_anything_starts() -> None:
             ReverseProxy(ServeConfig(port=port), TokenStore())
 
 
+def test_a_port_that_another_server_is_starting_on_is_an_error_before_anything_starts() -> None:
+    with held_port() as free:
+        limits = ServeConfig(port=free)
+        with ReverseProxy(limits, TokenStore()), pytest.raises(ConfigError, match=rf"serve\.port {free} cannot be"):
+            ReverseProxy(limits, TokenStore())
+
+
+def test_a_port_that_was_taken_since_the_start_is_an_error_in_plain_words() -> None:
+    with held_port() as free, ReverseProxy(ServeConfig(port=free), TokenStore()) as proxy, socket.socket() as other:
+        proxy._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(proxy.address)
+        other.listen()
+        with pytest.raises(ConfigError, match=rf"serve\.port {free} cannot be listened at"):
+            proxy.start(1)
+
+
 def test_a_machine_without_haproxy_is_told_what_to_install(monkeypatch) -> None:
     monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", "/nowhere/haproxy")
     monkeypatch.setenv("PATH", "/nowhere")

@@ -40,6 +40,28 @@ def test_what_is_missing_is_named(store: Store):
     store.delete_dir("nowhere")
 
 
+@pytest.mark.parametrize(("at", "remaining"), [(1, ["file"]), (2, [])])
+@pytest.mark.parametrize("kind", ["bytes", "file"])
+def test_a_write_survives_that_another_process_deletes_the_folder(
+    tmp_path: Path, monkeypatch, kind: str, at: int, remaining: list[str]
+):
+    """Of two equal commands the faster one deletes the unfinished work of both: here at a sync, of the new file or of
+    its folder."""
+    store, source, sync, syncs = Store(tmp_path), tmp_path / "source", os.fsync, []
+    store.write_bytes("work/other", b"x")
+    source.write_bytes(b"new")
+
+    def delete_and_sync(handle: int) -> None:
+        syncs.append(handle)
+        if len(syncs) == at:
+            shutil.rmtree(tmp_path / "work")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", delete_and_sync)
+    store.write_bytes("work/file", b"new") if kind == "bytes" else store.put_file(source, "work/file")
+    assert store.list("work") == remaining
+
+
 def test_a_store_survives_the_way_to_another_process(store: Store):
     store.write_bytes("a/file", b"x")
     assert pickle.loads(pickle.dumps(store)).read_bytes("a/file") == b"x"

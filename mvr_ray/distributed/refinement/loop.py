@@ -39,6 +39,7 @@ from mvr_ray.distributed.refinement.refiner_pool import QUERY_BLOCK, RefinerPool
 from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, Accuracy, RoundReport, WeightReport
 from mvr_ray.distributed.refinement.shard_refiner import ShardStep
 from mvr_ray.distributed.refinement.state import PUBLISHED, StateId
+from mvr_ray.store import manifest as manifests
 from mvr_ray.types import FloatArray, Progress, ShardHits
 
 logger = logging.getLogger(__name__)
@@ -136,6 +137,10 @@ class RefinementLoop:
         return PUBLISHED if self.refine.method in KEEPS_PASSAGES else StateId("round", number)
 
     def search(self, at: StateId, queries_QD: FloatArray, what: str) -> ShardHits:
+        """Search a state. Raises PublishConflictError if another version was published meanwhile: the result of this
+        refinement could not be."""
+        base = self.refiners.task.manifest
+        manifests.require_live(self.journal.store, base.index, base.version)
         return self.refiners.search(at, queries_QD, self.depth, what, self.progress)
 
     def rank(self, at: StateId, hits: ShardHits, others: Sequence[Literal["gate", "report"]]) -> Ranks:
