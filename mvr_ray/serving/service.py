@@ -97,7 +97,7 @@ class SearchService:
             version=answer.version,
             encoder_fingerprint=answer.encoder_fingerprint,
             coverage=coverage(answer),
-            exact=schemas.Exact(**answer.exact._asdict()),
+            exact=answer.exact,
             took_ms=round(took_ms, 3),
             results=results,
         )
@@ -212,7 +212,7 @@ class SearchService:
             index=answer.index,
             version=answer.version,
             coverage=answer.coverage_share,
-            shards=coverage(answer).shards,
+            shards=list(answer.shards),
         )
 
     def current_version(self) -> Answer:
@@ -312,7 +312,7 @@ def coverage(answer: Answer) -> schemas.Coverage:
         share=answer.coverage_share,
         passages_searched=answer.passages_searched,
         passages_total=answer.passages_total,
-        shards=[schemas.Shard(**shard._asdict()) for shard in answer.shards],
+        shards=list(answer.shards),
     )
 
 

@@ -5,6 +5,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.error import HTTPError
@@ -72,7 +73,7 @@ class HybridIndex(VersionIndex):
             return answer
         hits = [[hit._replace(score=LEXICAL[hit.passage_id] + 2 * hit.score) for hit in own] for own in answer.hits]
         halves = [[HybridParts(LEXICAL[hit.passage_id], hit.score) for hit in own] for own in answer.hits]
-        exact = answer.exact._replace(method="bm25 + flat")
+        exact = replace(answer.exact, method="bm25 + flat")
         order = [sorted(range(len(own)), key=lambda at, own=own: -own[at].score) for own in hits]
         return answer._replace(
             hits=[[own[at] for at in one] for own, one in zip(hits, order)],
