@@ -47,6 +47,7 @@ class VersionIndex(InMemoryIndex):
     def __init__(self, version: int, *, text: str | None = None, **options) -> None:
         super().__init__(**options)
         self.version, self.text = version, text
+        self.manifest = SimpleNamespace(**{**vars(self.manifest), "version": version})
 
     def search(self, queries_QD, k, **options):
         answer = super().search(queries_QD if self.version == 3 else queries_QD[:, ::-1], k, **options)
@@ -65,7 +66,7 @@ LEXICAL = {"p1": 0.5, "p2": 9.25, "p3": 4.0}
 class HybridIndex(VersionIndex):
     """The library with a word score for each passage, by BM25 + 2 x dense: p2, p3, p1."""
 
-    manifest = SimpleNamespace(index="library", version=3, lexical=True)
+    manifest = SimpleNamespace(**{**vars(InMemoryIndex.manifest), "lexical": True})
 
     def search(self, queries_QD, k, *, hybrid=None, parts=False, **options):
         answer = super().search(queries_QD, k, **options)
