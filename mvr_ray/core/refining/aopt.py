@@ -68,7 +68,6 @@ class StepResult(NamedTuple):
     num_outside_domain   labelled both ways, but a sum of scores was at or below the guard: not moved
     num_no_positive      labelled, never positively: not moved
     num_no_negative      labelled, never negatively: not moved (except by the linear form)
-    num_negative_loss    moved with a loss below zero, as its negatives' scores sum below zero: a sign of large steps
     """
 
     moved_M: IntArray
@@ -77,7 +76,6 @@ class StepResult(NamedTuple):
     num_outside_domain: int
     num_no_positive: int
     num_no_negative: int
-    num_negative_loss: int
 
     @property
     def num_moved(self) -> int:
@@ -274,7 +272,6 @@ def _result(
         num_outside_domain=0,
         num_no_positive=int((negative_N & ~positive_N).sum()),
         num_no_negative=int((positive_N & ~negative_N).sum()),
-        num_negative_loss=int((losses_M < 0).sum()),
     )
 
 
