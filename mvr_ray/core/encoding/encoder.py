@@ -281,10 +281,6 @@ class DualEncoder(StoredModel):
                 spans[view] = span
         return spans
 
-    def forward(self, texts: Sequence[str], batch: Sequence[TokenizedPassage]) -> tuple[Tensor, PassageViews]:
-        """Encode both sides in one call, as wrappers of `forward` need (DistributedDataParallel)."""
-        return self.encode_queries(texts), self.encode_passages(batch)
-
     def encode_queries(self, texts: Sequence[str]) -> Tensor:
         """Encode queries as queries_QD, differentiable."""
         return self._read(self.question_tower, self.tokenize_queries(texts), 1, FP32).views_PVD[:, 0]
