@@ -128,7 +128,7 @@ class DualEncoder(StoredModel):
                         f"encoder truncate_dim is {spec.truncate_dim}, but the model's vectors have {size} dimensions; "
                         f"give 1 to {size}"
                     )
-                tower.heads = Heads([*tower.heads, Truncation(spec.truncate_dim)])
+                tower.heads = Heads(*tower.heads, Truncation(spec.truncate_dim))
             if spec.has_viewers:
                 tower.add_viewers(spec.num_views, spec.viewer_init, spec.seed)
         encoder = cls(spec, towers, punkt)
