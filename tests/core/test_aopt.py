@@ -558,4 +558,4 @@ def test_nothing_labelled_moves_nothing():
         assert result.num_moved == 0
         assert result.vectors_MD.shape == (0, 2)
         assert math.isnan(result.loss)
-        assert tuple(result[3:]) == (0, 0, 0, 0)
+        assert tuple(result[3:]) == (0, 0, 0)
