@@ -121,18 +121,17 @@ def run_stage(
     `words` are CONFIG and overrides as given, which the next command repeats; `arguments` the command's own. Inputs
     are checked before Ray or torch is imported.
     """
-    from mvr_ray.cli.inputs import check_inputs, ray_line, ready_command
+    from mvr_ray.cli.inputs import check_inputs, ready_command
     from mvr_ray.cli.progress import Reporter
+    from mvr_ray.distributed import session
     from mvr_ray.store.runs import record, to_plain
 
     if verbose:
         logging.getLogger("mvr_ray").setLevel(logging.INFO)
         _set_terminal_level(logging.INFO)
-    with Reporter() as progress, record(run, name) as run_record:
+    with Reporter() as progress, session.announcing(progress.say), record(run, name) as run_record:
         if words:
             check_inputs(name, run, arguments or {})
-            if line := ray_line(name, run):
-                progress.say(line)
         report = work(run, progress)
         if ranks := getattr(report, "ranks", None):
             from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
