@@ -21,7 +21,7 @@ import typer
 
 from mvr_ray import __version__
 from mvr_ray.cli import tables
-from mvr_ray.cli.args import json_object, named_arguments, question_and_overrides, section_overrides
+from mvr_ray.cli.args import arguments_and_overrides, json_object, question_and_overrides
 from mvr_ray.cli.summaries import summarize, versions_tables
 from mvr_ray.cli.tables import print_json, print_result, report_tables, results_only, table, write
 from mvr_ray.errors import ConfigError, MvrRayError
@@ -217,8 +217,9 @@ def stage_command(
         ) -> None:
             arguments: dict[str, str] = {}
             if parameters:
-                arguments = named_arguments(stage, overrides, mandatory, optional, usage, show_only=print_config)
-                overrides = section_overrides(overrides)
+                arguments, overrides = arguments_and_overrides(
+                    stage, overrides or (), mandatory, optional, usage, show_only=print_config
+                )
             if not print_config:
                 check(arguments)
             run, words = _load_run(config, overrides, print_config, as_json), (config, *(overrides or ()))
@@ -387,7 +388,7 @@ def study(
     usage = "give study files, size=quick|gpu|paper, only=REGEX, earlier=DIR, output=DIR, at_once=N, section.key=value"
     paths, words = [word for word in files if "=" not in word], [word for word in files if "=" in word]
     names = ("size", "only", "earlier", "output", "at_once")
-    options = named_arguments("study", words, (), names, usage, show_only=False)
+    options, overrides = arguments_and_overrides("study", words, (), names, usage, show_only=False)
     if not paths:
         raise ConfigError(f"study: no study file is named; {usage}")
     if not options.get("at_once", "1").isdecimal():
@@ -395,13 +396,13 @@ def study(
     from mvr_ray.cli.progress import Reporter
     from mvr_ray.studies.study import run_study
 
-    size, overrides = options.get("size", "quick"), tuple(section_overrides(words))
+    size, extra = options.get("size", "quick"), tuple(overrides)
     output, earlier = (Path(options[name]) if name in options else None for name in ("output", "earlier"))
     at_once = int(options["at_once"]) if "at_once" in options else None
     for path in paths:
         with Reporter() as progress:
             progress.say(f"== {path}")
-            result = run_study(path, size, overrides, output, progress, at_once, options.get("only", ""), earlier)
+            result = run_study(path, size, extra, output, progress, at_once, options.get("only", ""), earlier)
         if as_json:
             print_json(result)
         else:
