@@ -4,6 +4,7 @@ Shapes: Q queries, P passages, N view vectors, D dimension, K hits kept.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import date
 from typing import Literal, NamedTuple
 
@@ -112,8 +113,9 @@ class HybridParts(NamedTuple):
     dense: float
 
 
-class Exactness(NamedTuple):
-    """Whether an answer equals exhaustive search over all stored views.
+@dataclass(frozen=True)
+class Exactness:
+    """`certified`: the hits are those of exhaustive search over every passage's stored views, to the last tie.
 
     `method` is flat, or the approximate index's name; where views were pruned from the index, it says so, with their
     distance from the others. `recall` of an approximate index comes from its manifest: measured against exact search
@@ -126,13 +128,14 @@ class Exactness(NamedTuple):
     method: str
     rounds: int
     rescored: int
-    recall: float | None
+    recall: float | None = None
 
 
 SEARCHED = "searched"
 
 
-class ShardState(NamedTuple):
+@dataclass(frozen=True)
+class ShardState:
     """State of one shard in an answer: `searched`, or why it was not.
 
     `died` its searcher is restarting; `late` no answer in time; `hung` its searcher did not answer its probe and was

@@ -20,7 +20,8 @@ from mvr_ray.cli.tables import (
     write,
 )
 from mvr_ray.explanation import ExplainedPassage, ExplainedView, Winner
-from mvr_ray.serving.schemas import Exact, PassageHit, Snippet
+from mvr_ray.serving.schemas import PassageHit, Snippet
+from mvr_ray.types import Exactness
 
 
 @pytest.mark.parametrize(
@@ -166,7 +167,7 @@ def test_while_results_are_wanted_alone_what_others_print_goes_to_stderr(capsys)
 
 def test_what_an_answer_is_worth_is_said_in_a_few_words():
     def certificate_text(is_certified: bool, method: str, recall: float | None = None) -> str:
-        return exactness(Exact(certified=is_certified, method=method, rounds=1, rescored=9, recall=recall))
+        return exactness(Exactness(certified=is_certified, method=method, rounds=1, rescored=9, recall=recall))
 
     assert certificate_text(True, "flat") == "exact"
     assert certificate_text(True, "flat over stored views") == "exact (flat over stored views)"

@@ -1,16 +1,16 @@
 """Turn texts into vectors with any encoder of a run file or of an index."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields
 from typing import Any, Self
 
 import numpy as np
 
 from mvr_ray.api.rows import passage_records, rows_of
 from mvr_ray.config import parse_run, resolve_model
-from mvr_ray.core.encoding.encoder import DualEncoder, EmbeddedViews, EncoderSpec
+from mvr_ray.core.encoding.encoder import DualEncoder, EmbeddedViews
 from mvr_ray.core.encoding.precision import fastest_float
 from mvr_ray.distributed.encode import embed_chunk
+from mvr_ray.distributed.encoders import encoder_spec
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.serving.schemas import is_text
 from mvr_ray.store.formats.records import PassageRecord
@@ -41,10 +41,8 @@ class Encoder:
         """
         if precision not in PRECISIONS:
             raise ConfigError(f"precision is {precision!r}; give one of {', '.join(PRECISIONS)}")
-        config = parse_run({"encoder": {**settings, "backbone": model}}, "Encoder").encoder
-        values = config.model_dump()
-        spec = EncoderSpec(**{field.name: values[field.name] for field in fields(EncoderSpec)})
-        full = DualEncoder.from_backbone(resolve_model(config.backbone), spec)
+        run = parse_run({"encoder": {**settings, "backbone": model}}, "Encoder")
+        full = DualEncoder.from_backbone(resolve_model(run.encoder.backbone), encoder_spec(run))
         name = fastest_float(full.passage_tower) if precision == "auto" else precision
         self._encoder = full.to_precision(name) if name != "fp32" else full
 

@@ -3,7 +3,8 @@
 from html import escape
 from typing import Any
 
-from mvr_ray.serving.schemas import Exact, PassageHit, SearchResponse
+from mvr_ray.serving.schemas import PassageHit, SearchResponse
+from mvr_ray.types import Exactness
 
 SHOWN_CHARS = 400
 
@@ -20,7 +21,7 @@ class SearchHits(list[PassageHit]):
         self.question = question
         self.version: int = response.version
         """The index version that answered."""
-        self.exact: Exact = response.exact
+        self.exact: Exactness = response.exact
         """Whether the hits are certified to be those of exhaustive search."""
 
     def __repr__(self) -> str:

@@ -8,28 +8,19 @@ from typing import Any
 from mvr_ray.errors import ConfigError
 
 
-def named_arguments(
-    command: str,
-    words: Sequence[str] | None,
-    mandatory: Sequence[str],
-    optional: Sequence[str],
-    hint: str,
-    *,
-    show_only: bool,
-) -> dict[str, str]:
-    """Return the command's own NAME=VALUE words, those without a section. `show_only` requires none."""
-    arguments = {key: value for key, _, value in (word.partition("=") for word in words or ()) if "." not in key}
+def arguments_and_overrides(
+    command: str, words: Sequence[str], mandatory: Sequence[str], optional: Sequence[str], hint: str, *, show_only: bool
+) -> tuple[dict[str, str], list[str]]:
+    """Separate the command's own NAME=VALUE words from those that override a value of the run file, which have a
+    section. `show_only` requires none."""
+    overrides = [word for word in words if "." in word.partition("=")[0]]
+    arguments = {key: value for key, _, value in (word.partition("=") for word in words) if "." not in key}
     unknown_keys = sorted(set(arguments) - {*mandatory, *optional})
     missing = [key for key in mandatory if not arguments.get(key)]
     if unknown_keys or (missing and not show_only):
         problem = f"{unknown_keys[0]}=... is not known" if unknown_keys else f"{missing[0]}=... is missing"
         raise ConfigError(f"{command}: {problem}; {hint}")
-    return arguments
-
-
-def section_overrides(words: Sequence[str] | None) -> list[str]:
-    """Return the words that override a value of the run file."""
-    return [word for word in words or () if "." in word.partition("=")[0]]
+    return arguments, overrides
 
 
 def question_and_overrides(command: str, words: Sequence[str], *, show_only: bool) -> tuple[str, list[str]]:

@@ -21,7 +21,7 @@ import typer
 
 from mvr_ray import __version__
 from mvr_ray.cli import tables
-from mvr_ray.cli.args import json_object, named_arguments, question_and_overrides, section_overrides
+from mvr_ray.cli.args import arguments_and_overrides, json_object, question_and_overrides
 from mvr_ray.cli.summaries import summarize, versions_tables
 from mvr_ray.cli.tables import print_json, print_result, report_tables, results_only, table, write
 from mvr_ray.errors import ConfigError, MvrRayError
@@ -121,18 +121,17 @@ def run_stage(
     `words` are CONFIG and overrides as given, which the next command repeats; `arguments` the command's own. Inputs
     are checked before Ray or torch is imported.
     """
-    from mvr_ray.cli.inputs import check_inputs, ray_line, ready_command
+    from mvr_ray.cli.inputs import check_inputs, ready_command
     from mvr_ray.cli.progress import Reporter
+    from mvr_ray.distributed import session
     from mvr_ray.store.runs import record, to_plain
 
     if verbose:
         logging.getLogger("mvr_ray").setLevel(logging.INFO)
         _set_terminal_level(logging.INFO)
-    with Reporter() as progress, record(run, name) as run_record:
+    with Reporter() as progress, session.announcing(progress.say), record(run, name) as run_record:
         if words:
             check_inputs(name, run, arguments or {})
-            if line := ray_line(name, run):
-                progress.say(line)
         report = work(run, progress)
         if ranks := getattr(report, "ranks", None):
             from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
@@ -218,8 +217,9 @@ def stage_command(
         ) -> None:
             arguments: dict[str, str] = {}
             if parameters:
-                arguments = named_arguments(stage, overrides, mandatory, optional, usage, show_only=print_config)
-                overrides = section_overrides(overrides)
+                arguments, overrides = arguments_and_overrides(
+                    stage, overrides or (), mandatory, optional, usage, show_only=print_config
+                )
             if not print_config:
                 check(arguments)
             run, words = _load_run(config, overrides, print_config, as_json), (config, *(overrides or ()))
@@ -388,7 +388,7 @@ def study(
     usage = "give study files, size=quick|gpu|paper, only=REGEX, earlier=DIR, output=DIR, at_once=N, section.key=value"
     paths, words = [word for word in files if "=" not in word], [word for word in files if "=" in word]
     names = ("size", "only", "earlier", "output", "at_once")
-    options = named_arguments("study", words, (), names, usage, show_only=False)
+    options, overrides = arguments_and_overrides("study", words, (), names, usage, show_only=False)
     if not paths:
         raise ConfigError(f"study: no study file is named; {usage}")
     if not options.get("at_once", "1").isdecimal():
@@ -396,13 +396,13 @@ def study(
     from mvr_ray.cli.progress import Reporter
     from mvr_ray.studies.study import run_study
 
-    size, overrides = options.get("size", "quick"), tuple(section_overrides(words))
+    size, extra = options.get("size", "quick"), tuple(overrides)
     output, earlier = (Path(options[name]) if name in options else None for name in ("output", "earlier"))
     at_once = int(options["at_once"]) if "at_once" in options else None
     for path in paths:
         with Reporter() as progress:
             progress.say(f"== {path}")
-            result = run_study(path, size, overrides, output, progress, at_once, options.get("only", ""), earlier)
+            result = run_study(path, size, extra, output, progress, at_once, options.get("only", ""), earlier)
         if as_json:
             print_json(result)
         else:

@@ -9,39 +9,11 @@ from pathlib import Path
 
 from mvr_ray.config import RunConfig, resolve_model, resolve_path
 from mvr_ray.config.train import check_train
-from mvr_ray.distributed import session
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus, question_set
 from mvr_ray.store.files import Store
 from mvr_ray.store.model_records import CROSS_ENCODERS, READERS, find_model, require_snapshot, starting_name
-
-WITHOUT_RAY = frozenset({"prepare", "update"})
-BY_SIZE = frozenset({"index", "refine", "evaluate", "analyze", "retrieve", "tune", "compact", "reshard"})
-"""Stages that run in this process where the corpus has at most `resources.local_passages` passages."""
-
-
-def ray_line(stage: str, run: RunConfig) -> str | None:
-    """Return the line to print while Ray starts; None for a stage without Ray. Call it after `check_inputs`."""
-    if session.in_ray() or stage in WITHOUT_RAY or (stage == "train" and run.resources.train_workers == 0):
-        return None
-    if stage == "mine" and not run.mine.cross_encoder and run.mine.method == "bm25":
-        return None
-    by_size = stage in BY_SIZE or (stage == "mine" and not run.mine.cross_encoder)
-    if by_size and not session.needs_ray(run.resources, _num_passages(stage, run)):
-        return None
-    address = session.cluster_address(run.resources)
-    return f"joining the Ray cluster at {address}" if address else "starting Ray on this machine, which takes seconds"
-
-
-def _num_passages(stage: str, run: RunConfig) -> int:
-    """Count the passages that a stage surely processes: those of the live version, or of the corpus for a first one.
-    What `index` has to encode beside an earlier version is known only to the stage."""
-    store = Store(run.store.path)
-    if stage != "index":
-        return manifest.read(store, run.index.name).num_passages
-    has_version = bool(manifest.list_versions(store, run.index.name))
-    return 0 if has_version else Corpus.open(store, run.prepare.corpus).num_passages
 
 
 def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> None:

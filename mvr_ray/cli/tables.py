@@ -23,7 +23,8 @@ from mvr_ray.errors import StorageError
 if TYPE_CHECKING:  # these modules take a second to import, and most commands need none
     from mvr_ray.capacity import Plan
     from mvr_ray.explanation import ExplainedPassage
-    from mvr_ray.serving.schemas import Exact, PassageHit
+    from mvr_ray.serving.schemas import PassageHit
+    from mvr_ray.types import Exactness
 
 _results: list[TextIO] = []
 
@@ -54,7 +55,7 @@ def hit_text(rank: int, hit: "PassageHit") -> Text:
     return text.append(body[snippet.stop :], style="not bold")
 
 
-def exactness(exact: "Exact") -> str:
+def exactness(exact: "Exactness") -> str:
     """Say whether an answer is certified, by which method, and an approximate index's recall."""
     recall = "" if exact.recall is None else f", recall {exact.recall:.3f} when built"
     method = "" if exact.certified and exact.method == "flat" else f" ({exact.method}{recall})"

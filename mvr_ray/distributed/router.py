@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -278,7 +279,8 @@ class Router:
         dense = self.search(queries_QD, depth, **options)
         hits = [fuse_ranks(lists, k) for lists in zip(words.hits, dense.hits)]
         shards = tuple(max(both, key=lambda shard: shard.state != SEARCHED) for both in zip(words.shards, dense.shards))
-        exact = dense.exact._replace(
+        exact = replace(
+            dense.exact,
             certified=words.exact.certified and dense.exact.certified,
             method=f"reciprocal ranks in the first {depth} by bm25 and the first {depth} by {dense.exact.method}",
             rounds=max(words.exact.rounds, dense.exact.rounds),

@@ -19,8 +19,9 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +48,7 @@ MAX_TEMP_PATH = 20
 """Ray puts unix sockets under its temporary folder, and their paths may have 107 bytes."""
 _FREE_CPUS = 1.0
 _CONNECT_TIMEOUT_S = 10.0
+_say: ContextVar[Callable[[str], None]] = ContextVar("mvr_ray_say", default=lambda line: None)
 
 
 class Node(NamedTuple):
@@ -104,6 +106,16 @@ def cluster_address(resources: ResourcesConfig) -> str | None:
 
 
 @contextmanager
+def announcing(say: Callable[[str], None]) -> Iterator[None]:
+    """Call `say` with a line for people whenever Ray is joined or started within the block."""
+    before = _say.set(say)
+    try:
+        yield
+    finally:
+        _say.reset(before)
+
+
+@contextmanager
 def connect(
     resources: ResourcesConfig, num_passages: int | None = None, needs: Sequence[Need] = (), *, dashboard: bool = False
 ) -> Iterator[ClusterInfo]:
@@ -127,6 +139,8 @@ def connect(
             for name, value in _ENVIRONMENT.items():
                 os.environ.setdefault(name, value)
             if not in_ray():
+                joins = f"joining the Ray cluster at {address}"
+                _say.get()(joins if address else "starting Ray on this machine, which takes seconds")
                 stack.enter_context(_join_cluster(address) if address else _private(resources, dashboard))
             info = describe(resources)
         require(info, needs)

@@ -17,7 +17,7 @@ from mvr_ray.deadline import Deadline
 from mvr_ray.errors import UnknownPassageError
 from mvr_ray.explanation import ExplainedPassage, ExplainedView, Explanation, Winner
 from mvr_ray.serving.schemas import ExplainRequest, RequestError
-from mvr_ray.types import FloatArray, HybridQueries, HybridWeight, Passage, PassageScores
+from mvr_ray.types import FloatArray, Hit, HybridQueries, HybridWeight, Passage, PassageScores
 
 if TYPE_CHECKING:
     from mvr_ray.distributed.router import Router
@@ -40,16 +40,14 @@ def explain(
     """
     request.check(limits)
     queries_QD = router.embed(request.questions)
-    if request.passages:
-        answer = router.search(queries_QD[:0], request.k, deadline=deadline)
-    else:
+    hits: list[list[Hit]] = [[] for _ in request.questions]
+    if not request.passages:
         words = None if hybrid is None else HybridQueries(tuple(request.questions), hybrid)
-        answer = router.search(queries_QD, request.k, deadline=deadline, hybrid=words)
+        hits = router.search(queries_QD, request.k, deadline=deadline, hybrid=words).hits
     hits_Q: list[RankedScores] = [
-        {hit.passage_id: (rank, hit.score) for rank, hit in enumerate(hits, 1)}
-        for hits in answer.hits or [[] for _ in request.questions]
+        {hit.passage_id: (rank, hit.score) for rank, hit in enumerate(own, 1)} for own in hits
     ]
-    by_rank = (hit.passage_id for hits in zip_longest(*answer.hits) for hit in hits if hit)
+    by_rank = (hit.passage_id for of_rank in zip_longest(*hits) for hit in of_rank if hit)
     passage_ids = list(dict.fromkeys(request.passages or by_rank))
     try:
         all_scores = router.explain(queries_QD, passage_ids, deadline)
@@ -72,9 +70,9 @@ def explain(
             ExplainedPassage(id=passage.id, title=passage.title, text=passage.text, views=views, winners=winners)
         )
     return Explanation(
-        index=answer.index,
-        version=answer.version,
-        encoder_fingerprint=answer.encoder_fingerprint,
+        index=router.manifest.index,
+        version=router.manifest.version,
+        encoder_fingerprint=router.manifest.encoder_fingerprint,
         num_views=router.num_views,
         questions=list(request.questions),
         hybrid=hybrid,

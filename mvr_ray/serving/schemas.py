@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from mvr_ray.config import ServeConfig
 from mvr_ray.errors import CoverageError, FilterError, MvrRayError, OverloadedError, PublishConflictError
+from mvr_ray.types import Exactness, ShardState
 from mvr_ray.versions import VersionInfo
 
 M = TypeVar("M", bound=BaseModel)
@@ -218,37 +219,13 @@ class PassageHit(BaseModel):
     """Of a hybrid search with `text`: the score of the view."""
 
 
-class Shard(BaseModel):
-    """`state` is `searched`, or why not, with a `reason` where there is more to say."""
-
-    shard: int
-    passages: int
-    state: str
-    reason: str = ""
-
-
 class Coverage(BaseModel):
     """How many of the manifest's passages were searched, and the state of each shard."""
 
     share: float
     passages_searched: int
     passages_total: int
-    shards: list[Shard]
-
-
-class Exact(BaseModel):
-    """`certified`: the hits are those of exhaustive search over every passage's stored views, to the last tie.
-
-    `method` names what was searched, and for an index without some views the bound of their scores. `rescored`
-    passages, over all queries and shards, were scored exactly after a fast scan or an approximate index had proposed
-    them. `recall` is an approximate index's share of exact search's passages, measured when it was built.
-    """
-
-    certified: bool
-    method: str
-    rounds: int
-    rescored: int
-    recall: float | None = None
+    shards: list[ShardState]
 
 
 class SearchResponse(BaseModel):
@@ -256,7 +233,7 @@ class SearchResponse(BaseModel):
     version: int
     encoder_fingerprint: str
     coverage: Coverage
-    exact: Exact
+    exact: Exactness
     took_ms: float
     results: list[list[PassageHit]]
 
@@ -324,7 +301,7 @@ class Readiness(BaseModel):
     index: str
     version: int
     coverage: float
-    shards: list[Shard] = Field(default_factory=list)
+    shards: list[ShardState] = Field(default_factory=list)
     problems: list[str] = Field(default_factory=list)
     """Parts of corpus and encoder that are missing in the store or cannot be opened."""
     failure: str = ""

@@ -28,6 +28,7 @@ from mvr_ray.serving.explain import explain
 from mvr_ray.serving.recall_monitor import RecallMonitor
 from mvr_ray.serving.schemas import RequestError
 from mvr_ray.store.fields import to_json
+from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import Answer, FloatArray, Hit, HybridParts, HybridWeight, Passage
 from mvr_ray.versions import VersionInfo
 
@@ -71,7 +72,7 @@ class SearchService:
         texts = [query for query in request.queries if isinstance(query, str)]
         vectors = [query for query in request.queries if not isinstance(query, str)]
         with self._pin(request.version, deadline) as router:
-            require_encoder(request.encoder_fingerprint, current_version(router))
+            require_encoder(request.encoder_fingerprint, router.manifest)
             require_fields(request.fields, router)
             weight = self._weight(request.hybrid, router) if texts else None
             options = {"deadline": deadline, "min_coverage": request.min_coverage, "filter": request.filter}
@@ -97,7 +98,7 @@ class SearchService:
             version=answer.version,
             encoder_fingerprint=answer.encoder_fingerprint,
             coverage=coverage(answer),
-            exact=schemas.Exact(**answer.exact._asdict()),
+            exact=answer.exact,
             took_ms=round(took_ms, 3),
             results=results,
         )
@@ -106,7 +107,7 @@ class SearchService:
         """Score every view of some passages with every question."""
         deadline = self._search_deadline(deadline)
         with self._pin(request.version, deadline) as router:
-            require_encoder(request.encoder_fingerprint, current_version(router))
+            require_encoder(request.encoder_fingerprint, router.manifest)
             return explain(router, request, self.limits, deadline, self._weight(request.hybrid, router))
 
     def embed(self, request: schemas.EmbeddingsRequest, deadline: Deadline | None = None) -> schemas.EmbeddingsResponse:
@@ -132,7 +133,7 @@ class SearchService:
     def passage(self, passage_id: str) -> schemas.PassageResponse:
         """Return one passage as it was indexed."""
         with self._pin(None) as router:
-            current = current_version(router)
+            current = router.manifest
             passages = router.passages([passage_id]) if schemas.is_text(passage_id) else {}
             if passage_id not in passages:
                 message = f"index {current.index!r} version {current.version} holds no passage of this id"
@@ -212,13 +213,13 @@ class SearchService:
             index=answer.index,
             version=answer.version,
             coverage=answer.coverage_share,
-            shards=coverage(answer).shards,
+            shards=list(answer.shards),
         )
 
-    def current_version(self) -> Answer:
+    def current_version(self) -> Manifest:
         """Return the version that answers now."""
         with self._pin(None) as router:
-            return current_version(router)
+            return router.manifest
 
     def _weight(self, hybrid: schemas.Hybrid, router: "Router") -> HybridWeight | None:
         """Return the hybrid weight of a request. Raises RequestError (409) for a version without words."""
@@ -261,12 +262,7 @@ def _probe(router: "Router") -> Answer:
     return router.search(np.eye(1, router.dimension, dtype=np.float32), 1, min_coverage=0.0)
 
 
-def current_version(router: "Router") -> Answer:
-    """Return index, version and encoder as the answer to an empty search, which calls no shard."""
-    return router.search(np.zeros((0, router.dimension), dtype=np.float32), 1, min_coverage=0.0)
-
-
-def require_encoder(fingerprint: str | None, version: Answer) -> None:
+def require_encoder(fingerprint: str | None, version: Manifest | Answer) -> None:
     """Raise RequestError (409) if a request is for another encoder than the version's."""
     if fingerprint is not None and fingerprint != version.encoder_fingerprint:
         message = (
@@ -312,7 +308,7 @@ def coverage(answer: Answer) -> schemas.Coverage:
         share=answer.coverage_share,
         passages_searched=answer.passages_searched,
         passages_total=answer.passages_total,
-        shards=[schemas.Shard(**shard._asdict()) for shard in answer.shards],
+        shards=list(answer.shards),
     )
 
 

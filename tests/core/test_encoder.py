@@ -200,7 +200,7 @@ def test_mean_pooling_for_the_warm_start_is_what_the_mean_strategy_reads(tiny, n
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_both_sides_train_every_tower_and_gradients_stay_finite(tiny, name, one_tower):
     encoder = DualEncoder.from_backbone(tiny("bert"), replace(STRATEGIES[name], tied=one_tower)).train()
-    queries, views = encoder(QUERIES[:2], encoder.tokenize_passages(PASSAGES))
+    queries, views = encoder.encode_queries(QUERIES[:2]), encoder.encode_passages(encoder.tokenize_passages(PASSAGES))
     weights = torch.randn(views.views_PVD.shape, generator=torch.Generator().manual_seed(0))
     (queries[:, 0].sum() + (views.views_PVD * weights).sum()).backward()
     for parameter_name, parameter in encoder.named_parameters():

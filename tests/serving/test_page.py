@@ -5,6 +5,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.error import HTTPError
@@ -46,6 +47,7 @@ class VersionIndex(InMemoryIndex):
     def __init__(self, version: int, *, text: str | None = None, **options) -> None:
         super().__init__(**options)
         self.version, self.text = version, text
+        self.manifest = SimpleNamespace(**{**vars(self.manifest), "version": version})
 
     def search(self, queries_QD, k, **options):
         answer = super().search(queries_QD if self.version == 3 else queries_QD[:, ::-1], k, **options)
@@ -64,7 +66,7 @@ LEXICAL = {"p1": 0.5, "p2": 9.25, "p3": 4.0}
 class HybridIndex(VersionIndex):
     """The library with a word score for each passage, by BM25 + 2 x dense: p2, p3, p1."""
 
-    manifest = SimpleNamespace(index="library", version=3, lexical=True)
+    manifest = SimpleNamespace(**{**vars(InMemoryIndex.manifest), "lexical": True})
 
     def search(self, queries_QD, k, *, hybrid=None, parts=False, **options):
         answer = super().search(queries_QD, k, **options)
@@ -72,7 +74,7 @@ class HybridIndex(VersionIndex):
             return answer
         hits = [[hit._replace(score=LEXICAL[hit.passage_id] + 2 * hit.score) for hit in own] for own in answer.hits]
         halves = [[HybridParts(LEXICAL[hit.passage_id], hit.score) for hit in own] for own in answer.hits]
-        exact = answer.exact._replace(method="bm25 + flat")
+        exact = replace(answer.exact, method="bm25 + flat")
         order = [sorted(range(len(own)), key=lambda at, own=own: -own[at].score) for own in hits]
         return answer._replace(
             hits=[[own[at] for at in one] for own, one in zip(hits, order)],

@@ -128,7 +128,7 @@ class DualEncoder(StoredModel):
                         f"encoder truncate_dim is {spec.truncate_dim}, but the model's vectors have {size} dimensions; "
                         f"give 1 to {size}"
                     )
-                tower.heads = Heads([*tower.heads, Truncation(spec.truncate_dim)])
+                tower.heads = Heads(*tower.heads, Truncation(spec.truncate_dim))
             if spec.has_viewers:
                 tower.add_viewers(spec.num_views, spec.viewer_init, spec.seed)
         encoder = cls(spec, towers, punkt)
@@ -280,10 +280,6 @@ class DualEncoder(StoredModel):
             if view in present:
                 spans[view] = span
         return spans
-
-    def forward(self, texts: Sequence[str], batch: Sequence[TokenizedPassage]) -> tuple[Tensor, PassageViews]:
-        """Encode both sides in one call, as wrappers of `forward` need (DistributedDataParallel)."""
-        return self.encode_queries(texts), self.encode_passages(batch)
 
     def encode_queries(self, texts: Sequence[str]) -> Tensor:
         """Encode queries as queries_QD, differentiable."""

@@ -93,7 +93,7 @@ def read_modules(folder: str) -> SentenceModules:
     return SentenceModules(
         transformer,
         pooling,
-        Heads(heads),
+        Heads(*heads),
         prompt(QUERY_PROMPTS),
         prompt(PASSAGE_PROMPTS),
         int(lengths.get("max_seq_length") or 0),

@@ -11,7 +11,6 @@ Over a text's tokens `t = 1..T`, without those of an excluded prompt:
 Shapes: P texts, T tokens, D dimension of a state, O dimension of a vector.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -109,16 +108,8 @@ class Truncation(nn.Module):
         return vectors[..., : self.out_size]
 
 
-class Heads(nn.ModuleList):
+class Heads(nn.Sequential):
     """The layers after pooling, in order."""
-
-    def __init__(self, layers: Iterable[nn.Module] = ()) -> None:
-        super().__init__(layers)
-
-    def forward(self, vectors: Tensor) -> Tensor:
-        for layer in self:
-            vectors = layer(vectors)
-        return vectors
 
     def out_size(self, size: int) -> int:
         """Return the output dimension for an input dimension."""
@@ -135,7 +126,7 @@ class Heads(nn.ModuleList):
             last = layers.pop()
             if isinstance(last, Truncation):
                 rest.insert(0, last)
-        return Heads([*layers, *rest])
+        return Heads(*layers, *rest)
 
     def description(self) -> list[dict[str, Any]]:
         """Describe the layers' kinds and their settings outside their weights, as plain values."""

@@ -133,7 +133,7 @@ def _write_tower(folder: Path, spec: EncoderSpec, tower: Tower, name: str) -> No
     if spec.strategy != "pooling":
         reads_first = spec.strategy in ("cls", "first_k") or (spec.has_pieces and spec.readout == "viewer")
         pooling = Pooling(("cls",) if reads_first else ("mean",), pooling.include_prompt)
-    heads = Heads([*tower.heads, *([Normalize()] if spec.normalize else [])])
+    heads = Heads(*tower.heads, *([Normalize()] if spec.normalize else []))
     max_tokens = spec.query_limit if name == "question" else spec.passage_limit
     prompts = spec.query_prompt or "", spec.passage_prompt or ""
     write_modules(folder, SentenceModules("", pooling, heads, *prompts, max_tokens), tower.dimension)

@@ -68,7 +68,6 @@ class StepResult(NamedTuple):
     num_outside_domain   labelled both ways, but a sum of scores was at or below the guard: not moved
     num_no_positive      labelled, never positively: not moved
     num_no_negative      labelled, never negatively: not moved (except by the linear form)
-    num_negative_loss    moved with a loss below zero, as its negatives' scores sum below zero: a sign of large steps
     """
 
     moved_M: IntArray
@@ -77,7 +76,6 @@ class StepResult(NamedTuple):
     num_outside_domain: int
     num_no_positive: int
     num_no_negative: int
-    num_negative_loss: int
 
     @property
     def num_moved(self) -> int:
@@ -104,7 +102,8 @@ def passage_step(
 ) -> StepResult:
     """Run the passage-centric step, eqs. 13 and 14, on all views at once.
 
-    `single`: in float32, where the package was built with a compiler or torch is installed.
+    For the query-centric step, down eq. 11, pass queries, views and `labels.transpose()`. `single`: in float32, where
+    the package was built with a compiler or torch is installed.
     """
     run_step = _double_step
     if single and native_step.library() is not None:
@@ -114,13 +113,6 @@ def passage_step(
     counts = _row_counts(labels.positive_NQ), _row_counts(labels.negative_NQ)
     rows_M = _labelled_both_ways(*counts)
     return _ratio_result(rows_M, run_step(views_ND, queries_QD, labels, rows_M, step_size), guard, *counts)
-
-
-def query_step(
-    queries_QD: FloatArray, views_ND: FloatArray, labels: LabelMatrices, *, step_size: float, guard: float = 1e-3
-) -> StepResult:
-    """Run the query-centric step down eq. 11, on all queries at once; `labels` as for the passage side."""
-    return passage_step(queries_QD, views_ND, labels.transpose(), step_size=step_size, guard=guard)
 
 
 def label_sums(partners_QD: FloatArray, labels: LabelMatrices) -> LabelSums:
@@ -177,19 +169,14 @@ def linear_step(
 ) -> StepResult:
     """Move passages by the linear form, eq. 9: alpha x + beta mean(positives) + gamma mean(negatives).
 
-    The mean of no vectors is zero. A vector without a positive does not move: nearly every retrieved passage is a
-    negative of some question, so moving those would dirty the whole index.
+    For Rocchio's form, eq. 7, pass queries, views and `labels.transpose()`. The mean of no vectors is zero. A vector
+    without a positive does not move: nearly every retrieved passage is a negative of some question, so moving those
+    would dirty the whole index.
     """
     rows_M = np.flatnonzero(_row_counts(labels.positive_NQ) + _row_counts(labels.negative_NQ))
     sums = label_sums(partners_QD, labels.rows(rows_M))
     step = linear_combination(vectors_ND[rows_M], sums, alpha=alpha, beta=beta, gamma=gamma)
     return step._replace(moved_M=rows_M[step.moved_M])
-
-
-def rocchio_step(queries_QD: FloatArray, views_ND: FloatArray, labels: LabelMatrices, **weights: float) -> StepResult:
-    """Move queries by Rocchio's form, eq. 7, with the sign of gamma as in eq. 9; `labels` as for the passage side, and
-    `weights` as for `linear_step`."""
-    return linear_step(queries_QD, views_ND, labels.transpose(), **weights)
 
 
 def linear_combination(
@@ -285,7 +272,6 @@ def _result(
         num_outside_domain=0,
         num_no_positive=int((negative_N & ~positive_N).sum()),
         num_no_negative=int((positive_N & ~negative_N).sum()),
-        num_negative_loss=int((losses_M < 0).sum()),
     )
 
 

@@ -36,13 +36,11 @@ class FeedbackViews(NamedTuple):
     passage_F      passage numbers, ascending; a passage with several views is repeated, the view of the most questions
                    first
     vectors_FD     float32, weight x the passage's norm x the unit mean of the cluster's questions
-    num_questions_F    questions of each
     num_cancelled  clusters whose questions cancel out, so that they have no direction and no view
     """
 
     passage_F: IntArray
     vectors_FD: FloatArray
-    num_questions_F: IntArray
     num_cancelled: int
 
 
@@ -91,8 +89,7 @@ def feedback_views(
     has_direction_F = length_F > _CANCEL_SHARE * (shares_FA @ length_A) / total_F
     scale_F = weight * norms_P[passage_F[has_direction_F]] / length_F[has_direction_F]
     vectors_FD = (mean_FD[has_direction_F] * scale_F[:, None]).astype(np.float32)
-    count_F = np.bincount(row_X, minlength=len(view_F))[has_direction_F]
-    return FeedbackViews(passage_F[has_direction_F], vectors_FD, count_F, int((~has_direction_F).sum()))
+    return FeedbackViews(passage_F[has_direction_F], vectors_FD, int((~has_direction_F).sum()))
 
 
 def spherical_clusters(unit_ND: FloatArray, max_clusters: int) -> IntArray:

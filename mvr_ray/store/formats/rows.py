@@ -128,16 +128,7 @@ def _record(row: dict[str, Any], number: int, path: Path, where: str, names: Nam
             return BadRow(where, f"{record.reason} (fields: {mapping})" if mapping else record.reason)
         return record
     if row.get("question") is not None:
-        answers = row.get("answers") if row.get("answers") is not None else row.get("answer")
-        return question_record(
-            row.get("id") if row.get("id") not in (None, "") else question_id(path, number),
-            row["question"],
-            where,
-            answers=answers,
-            positive_ids=row.get("positive_ids"),
-            hard_negative_ids=row.get("hard_negative_ids"),
-            answer_starts=row.get("answer_starts"),
-        )
+        return question_of(row, where, question_id(path, number))
     return passage_of(row, where)
 
 
@@ -157,6 +148,19 @@ def _lookup(row: Any, name: str) -> Any:
         return row[name]
     first, dot, rest = name.partition(".")
     return _lookup(row[first], rest) if dot and isinstance(row.get(first), dict) else None
+
+
+def question_of(row: Mapping[str, Any], where: str, own_id: str) -> Record:
+    """Read a row as a question, or return a bad row. `own_id` is the id of a row that has none."""
+    return question_record(
+        row.get("id") if row.get("id") not in (None, "") else own_id,
+        row.get("question"),
+        where,
+        answers=row.get("answers") if row.get("answers") is not None else row.get("answer"),
+        positive_ids=row.get("positive_ids"),
+        hard_negative_ids=row.get("hard_negative_ids"),
+        answer_starts=row.get("answer_starts"),
+    )
 
 
 def passage_of(row: dict[str, Any], where: str) -> Record:
