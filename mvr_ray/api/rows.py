@@ -13,7 +13,7 @@ import numpy as np
 from mvr_ray.config import SourceConfig
 from mvr_ray.errors import DataError
 from mvr_ray.store.formats.records import BadRow, PassageRecord, QuestionRecord, Record, question_record
-from mvr_ray.store.formats.rows import passage_of
+from mvr_ray.store.formats.rows import passage_of, question_of
 from mvr_ray.store.formats.sources import read_question_file
 from mvr_ray.types import Passage, Question
 
@@ -81,16 +81,7 @@ def _question_record(row: Any, number: int) -> Record:
         case (text, answers):
             return question_record(f"q{number}", text, where, [answers] if isinstance(answers, str) else answers)
         case Mapping():
-            values = _plain_values(row)
-            return question_record(
-                values.get("id", f"q{number}"),
-                values.get("question"),
-                where,
-                values.get("answers", values.get("answer")),
-                values.get("positive_ids"),
-                values.get("hard_negative_ids"),
-                values.get("answer_starts"),
-            )
+            return question_of(_plain_values(row), f"q{number}", where)
         case _:
             return BadRow(where, f"{row!r:.60} is no question")
 

@@ -128,16 +128,7 @@ def _record(row: dict[str, Any], number: int, path: Path, where: str, names: Nam
             return BadRow(where, f"{record.reason} (fields: {mapping})" if mapping else record.reason)
         return record
     if row.get("question") is not None:
-        answers = row.get("answers") if row.get("answers") is not None else row.get("answer")
-        return question_record(
-            row.get("id") if row.get("id") not in (None, "") else question_id(path, number),
-            row["question"],
-            where,
-            answers=answers,
-            positive_ids=row.get("positive_ids"),
-            hard_negative_ids=row.get("hard_negative_ids"),
-            answer_starts=row.get("answer_starts"),
-        )
+        return question_of(row, question_id(path, number), where)
     return passage_of(row, where)
 
 
@@ -165,3 +156,16 @@ def passage_of(row: dict[str, Any], where: str) -> Record:
     text = row["text"] if row.get("text") is not None else row.get("contents")
     extras = {key: value for key, value in row.items() if key not in _OWN_KEYS}
     return passage_record(id_, row.get("title"), text, where, extras=extras)
+
+
+def question_of(row: dict[str, Any], own_id: str, where: str) -> Record:
+    """Read a row as a question, or return a bad row. `own_id` is its id where it has none."""
+    return question_record(
+        row.get("id") if row.get("id") not in (None, "") else own_id,
+        row.get("question"),
+        where,
+        answers=row["answers"] if row.get("answers") is not None else row.get("answer"),
+        positive_ids=row.get("positive_ids"),
+        hard_negative_ids=row.get("hard_negative_ids"),
+        answer_starts=row.get("answer_starts"),
+    )
