@@ -187,8 +187,6 @@ def touched_share(passages: int, changes: int) -> float:
 
 def corpus_size(run: RunConfig, passages: int = 0) -> int:
     """Passages to plan for: `passages`, else the number that `prepare` counted."""
-    if passages < 0:
-        raise ConfigError(f"--passages must be positive, not {passages}")
     if passages:
         return passages
     try:

@@ -17,7 +17,6 @@ CHECKSUM = "checksum"
 FORMAT_VERSION = "format_version"
 _MARK = b"sha256: "
 _TRAILER_BYTES = len(_MARK) + 64
-_READ_BYTES = 1 << 20
 
 
 def json_with_checksum(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,11 +58,8 @@ def with_trailer(data: bytes) -> bytes:
 
 def add_trailer(file: Path) -> None:
     """Write the digest of a finished local file behind its bytes."""
-    digest = hashlib.sha256()
     with file.open("r+b") as handle:
-        while piece := handle.read(_READ_BYTES):
-            digest.update(piece)
-        handle.write(_MARK + digest.hexdigest().encode())
+        handle.write(_MARK + hashlib.file_digest(handle, "sha256").hexdigest().encode())
 
 
 def without_trailer(data: Any, where: str) -> memoryview:

@@ -435,7 +435,7 @@ def _absolute(path: str) -> str:
 
 def _run_of_store(store: Store, name: str | None) -> dict[str, Any]:
     """Return the settings of an index without a run file, as its live version and its corpus record them."""
-    names = store.list(paths.indexes_dir())
+    names = store.list(paths.INDEXES)
     if not names:
         problem = "does not exist" if store.is_local and not store.exists(".") else "holds no index"
         raise MissingInputError(

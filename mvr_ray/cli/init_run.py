@@ -102,8 +102,7 @@ def sample_source(path: str) -> SourceSample:
     if kind in ("beir", "msmarco"):
         split = _split(resolve_path(path), kind)
         source = source.model_copy(update={"split": split, "questions": "questions" if split else None})
-    has_names = kind in NAMED_FIELDS and kind not in ("nq_open", "dpr_jsonl", "dpr_json", "squad")
-    names = _names(list(islice(_raw_rows(source, kind), SAMPLE_ROWS))) if has_names else {}
+    names = _names(list(islice(_raw_rows(source, kind), SAMPLE_ROWS))) if kind in NAMED_FIELDS else {}
     source = SourceConfig.model_validate({**source.model_dump(exclude_unset=True), "format": kind, "fields": names})
     records = list(islice(read_source(source), SAMPLE_ROWS))
     passages = [record for record in records if isinstance(record, PassageRecord)]

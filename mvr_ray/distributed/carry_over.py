@@ -148,7 +148,7 @@ def embedded_corpora(store: Store, task: EncodeTask) -> list[EmbeddedCorpus]:
     """Versions of the store that the task's encoder embedded: first the one with refined views to keep, then those of
     the task's own index, newest first, then others."""
     draft = task.draft
-    indexes = sorted(store.list(paths.indexes_dir()), key=lambda name: name != draft.index)
+    indexes = sorted(store.list(paths.INDEXES), key=lambda name: name != draft.index)
     corpora: dict[tuple[str, tuple[str, ...]], EmbeddedCorpus] = {}
     for index in indexes:
         is_own = index == draft.index

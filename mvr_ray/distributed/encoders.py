@@ -86,7 +86,7 @@ def _auto_precision(run: RunConfig, full: LocalEncoder, load: Callable[[], DualE
         path = _record_path(run, full, precision)
         if store.exists(path):
             fingerprints[read_fingerprint(store, path, RECORD_CURE, RECORD_CURE)] = precision
-    for name in sorted(store.list(paths.indexes_dir()), key=lambda name: name != run.index.name):
+    for name in sorted(store.list(paths.INDEXES), key=lambda name: name != run.index.name):
         with suppress(MissingInputError, StorageError):  # such as an index without a version
             if precision := fingerprints.get(manifests.read(store, name).encoder_fingerprint):
                 return precision

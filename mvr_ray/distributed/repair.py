@@ -168,9 +168,7 @@ def _cure(store: Store, manifest: Manifest, damaged_paths: Iterable[str]) -> str
         return "encode it again, and no other shard: mvr-ray index CONFIG"
     step, lost_paths = manifest.operation.partition(":")[0], set(damaged_paths)
     for other in manifests.newest_first(store, manifest.index, require_live=False):
-        needed_paths = {paths.shard_dir(other.index, entry.digest) for entry in other.shards}
-        needed_paths |= {paths.refined_queries(other.index, digest) for digest in other.refined_queries.values()}
-        if not lost_paths & needed_paths:
+        if not lost_paths & manifests.named_paths(other):
             back = f"version {other.version} does not need it: mvr-ray versions CONFIG rollback {other.version}"
             return f"{back}; or do the {step} again on it"
     return f"encode again, then do the {step} again: mvr-ray index CONFIG"

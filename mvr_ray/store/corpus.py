@@ -421,7 +421,7 @@ def _undescribed_dir(corpus: Corpus) -> str:
     or, for programs before corpus versions, one folder for the sets of all corpora."""
     if corpus.store.exists(paths.corpus_version(corpus.name, corpus.digest)):
         return paths.questions_dir(corpus.name, corpus.digest)
-    return paths.shared_questions_dir()
+    return paths.SHARED_QUESTIONS
 
 
 def undescribed_path(corpus: Corpus, name: str) -> str:

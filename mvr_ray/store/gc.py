@@ -124,7 +124,7 @@ def _digests_named(store: Store, corpus: str, index: str) -> set[str]:
     """Return the digests of the corpora of one name that the versions of all indexes were made from, `index` (if any)
     and those that are listed. Raises ManifestError for a version that cannot be read."""
     digests: set[str] = set()
-    for one in {*store.list(paths.indexes_dir()), *([index] if index else [])}:
+    for one in {*store.list(paths.INDEXES), *([index] if index else [])}:
         versions = manifest.read_versions(store, one, manifest.find_versions(store, one))
         for problem in versions.problems.values():
             raise ManifestError(problem)

@@ -423,8 +423,6 @@ def publish(store: Store, manifest: Manifest) -> Manifest:
     path, data = paths.manifest(index, version), manifest.to_json()
     try:
         store.create_once(path, data)
-    except ManifestError:
-        raise
     except OSError as error:
         try:
             is_there = store.holds(path, data, error)

@@ -36,6 +36,9 @@ SHARD_JSON = "shard.json"
 PRUNED_JSON = "pruned.json"
 ENCODER_JSON = "encoder.json"
 RUN_FILE = "run.yaml"
+INDEXES = "indexes"
+SHARED_QUESTIONS = "questions"
+"""Folder of the sets that programs before corpus versions stored, for any corpus."""
 
 
 def changes_file(number: int) -> str:
@@ -96,11 +99,6 @@ def question_file(name: str, digest: str) -> str:
     return f"sets/{name}-{digest[:16]}.arrow"
 
 
-def shared_questions_dir() -> str:
-    """Folder of the sets that programs before corpus versions stored, for any corpus."""
-    return "questions"
-
-
 def feedback(index: str) -> str:
     return f"feedback/{index}.jsonl"
 
@@ -131,10 +129,6 @@ def model_dir(kind: str, name: str, fingerprint: str) -> str:
 def training_dir(name: str, key: str) -> str:
     """Folder of a training's checkpoints; `key` is a digest of all inputs of its result."""
     return f"training/{name}/{key}"
-
-
-def indexes_dir() -> str:
-    return "indexes"
 
 
 def index_dir(index: str, kind: Literal["versions", "shards", "queries", "lexical", "quarantine", "staging"]) -> str:

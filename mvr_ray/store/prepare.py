@@ -349,16 +349,12 @@ def _is_sampled(source: SourceConfig, passage: Passage) -> bool:
 
 def _holdings(source: SourceConfig) -> str:
     """Describe the content of a source, including rows that the run does not take."""
-    counts = Counter(
-        type(record) for record in read_source(source.model_copy(update={"passages": True, "questions": "all"}))
-    )
-    limit = (
-        "" if not counts[PassageRecord] else f" (share: {source.share})" if source.passages else " (passages: false)"
-    )
+    counts = Counter(map(type, read_source(source.model_copy(update={"passages": True, "questions": "all"}))))
+    limit = f" (share: {source.share})" if source.passages else " (passages: false)"
     return (
         f"{source.path} (format {format_of(source)}) holds "
-        f"{count_noun(counts[PassageRecord], 'passage')}{limit}, {count_noun(counts[QuestionRecord], 'question')}, "
-        f"{count_noun(counts[BadRow], 'bad row')}"
+        f"{count_noun(counts[PassageRecord], 'passage')}{limit * bool(counts[PassageRecord])}, "
+        f"{count_noun(counts[QuestionRecord], 'question')}, {count_noun(counts[BadRow], 'bad row')}"
     )
 
 

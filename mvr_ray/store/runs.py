@@ -11,7 +11,6 @@ No stage reads a record: deleting `runs/` loses history, never a result.
 
 import dataclasses
 import datetime
-import enum
 import io
 import json
 import logging
@@ -106,8 +105,6 @@ def to_plain(value: Any) -> Any:
     """Convert a report to JSON types: named tuples and dataclasses become objects, NaN becomes null."""
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
-    if isinstance(value, enum.Enum):
-        return to_plain(value.value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, tuple) and hasattr(value, "_fields"):

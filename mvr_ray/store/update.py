@@ -13,7 +13,6 @@ written, so a file with a bad line changes nothing, and the same file applied ag
 import dataclasses
 import itertools
 import logging
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -36,8 +35,10 @@ from mvr_ray.store.corpus import (
 )
 from mvr_ray.store.fields import FieldReader
 from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.formats.mediawiki import REVISION_FIELD, page_record, read_pages
 from mvr_ray.store.formats.records import BadRow, PassageRecord, deletion_record, with_fields, with_prefix
 from mvr_ray.store.formats.rows import passage_of
+from mvr_ray.store.formats.sources import DUMP_NAME
 from mvr_ray.store.formats.text_files import json_lines
 from mvr_ray.store.gc import collect_corpus
 from mvr_ray.store.parts import CorpusPart, passages_of, write_passages
@@ -46,9 +47,6 @@ from mvr_ray.store.questions import copy_questions, only_with, read_questions, w
 from mvr_ray.types import Passage, Progress, no_progress
 
 log = logging.getLogger(__name__)
-
-DUMP_NAME = re.compile(r"\.xml(-p\w+)?(\.gz|\.bz2)?$")
-"""Names of MediaWiki dumps, as `prepare` detects them; any other file of changes has JSON lines."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,8 +246,6 @@ def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage
     Other passages stay: the dump may be a part. Raises DataError for more pages that cannot be parsed than
     `prepare.max_bad_rows`, and for a corpus without the field `revision_id`.
     """
-    from mvr_ray.store.formats.mediawiki import REVISION_FIELD, page_record, read_pages
-
     if REVISION_FIELD not in corpus.fields:
         raise DataError(
             f"{file} is a dump, and corpus {corpus.name!r} has no field {REVISION_FIELD} to compare pages by; run "

@@ -86,10 +86,8 @@ def run_plan(
     with session.connect(run.resources, dashboard=run.resources.train_workers > 0) as info, StagePool(info) as pool:
         progress("study steps", 0, len(labels))
         while waiting or running:
-            step, start = (
-                _next_step(waiting, records, [one.step for one in running.values()], at_once),
-                time.monotonic(),
-            )
+            start = time.monotonic()
+            step = _next_step(waiting, records, [one.step for one in running.values()], at_once)
             if step is None:
                 step, _, start = running.pop(pool.wait())
                 with _name_failed_step(step, labels):

@@ -20,6 +20,7 @@ from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.delta import open_embeddings
+from mvr_ray.store.embeddings import BlockRow, gather_rows
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.questions import read_questions
@@ -180,14 +181,5 @@ def load_views(store: Store, version: Manifest) -> EmbeddingBlock:
         )
     folders = [(manifest.open_shard(store, version.index, entry), entry.files) for entry in version.shards]
     blocks = [block for folder, files in folders for block in open_embeddings(folder, files).blocks()]
-    ids = [passage_id for block in blocks for passage_id in block.ids]
-    count_P = np.concatenate([np.diff(block.row_ptr) for block in blocks])
-    order = sorted(range(len(ids)), key=ids.__getitem__)
-    place_P = np.argsort(order)
-    slots = np.argsort(np.repeat(place_P, count_P), kind="stable")
-    return EmbeddingBlock(
-        ids=[ids[row] for row in order],
-        row_ptr=np.concatenate([[0], np.cumsum(count_P[order])]).astype(np.int64),
-        view_numbers_N=np.concatenate([block.view_numbers_N for block in blocks])[slots],
-        vectors_ND=np.concatenate([block.vectors_ND for block in blocks])[slots],
-    )
+    rows = (BlockRow(name, at, row) for at, block in enumerate(blocks) for row, name in enumerate(block.ids))
+    return gather_rows(blocks, sorted(rows))

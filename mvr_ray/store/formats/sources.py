@@ -1,6 +1,7 @@
 """Read any source of a run file, and detect its format if none is set."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,8 @@ READERS: dict[str, Callable[..., Iterator[Record]]] = {
 """Formats of files. `beir`, `msmarco`, `text` and `huggingface` may be whole folders."""
 NAMED_FIELDS = ("jsonl", "csv", "tsv", "parquet", "huggingface")
 """Formats whose fields a source may name (`SourceConfig.fields`)."""
+DUMP_NAME = re.compile(r"\.xml(-p\w+)?(\.gz|\.bz2)?$", re.IGNORECASE)
+"""Names of MediaWiki dumps, whole or in several files: `pages-articles1.xml-p1p41242.bz2`."""
 
 
 def read_source(source: SourceConfig) -> Iterator[Record]:
@@ -194,7 +197,7 @@ def _detect_format(file: Path, source: str, has_names: bool = False) -> str:
         return "jsonl" if has_names else _detect_lines(file)
     if stem.endswith(".json"):
         return _detect_json(file)
-    if stem.endswith(".xml") or ".xml-p" in stem:  # a dump in several files: pages-articles1.xml-p1p41242.bz2
+    if DUMP_NAME.search(file.name):
         return "mediawiki"
     if _is_text(file):
         return "text"
