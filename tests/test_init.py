@@ -150,6 +150,28 @@ def test_a_question_file_names_its_gold_passages_by_their_ids(
     assert set(answers.values()) == ({()} if name == "tsv.tsv" else {("Nile",), ("Alps",)})
 
 
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        (("prepare",), "p.csv"),
+        (("index",), "store/corpora/p"),
+        (("search", "What flows?"), "store"),
+        (("versions",), "store"),
+    ],
+)
+def test_a_command_in_another_folder_than_the_run_file_names_the_folder_that_it_reads(
+    initialize, tmp_path: Path, monkeypatch, capsys, words: tuple[str, ...], missing: str
+) -> None:
+    (tmp_path / "p.csv").write_text("id,text\n1,The Nile is long.\n")
+    initialize("p.csv")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    with pytest.raises(SystemExit) as end:
+        main([words[0], "../p.yaml", *words[1:]])
+    assert end.value.code == 1
+    assert f"{tmp_path}/other/{missing}" in capsys.readouterr().err
+
+
 def test_a_source_of_which_nothing_can_be_read_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     Path("p.csv").write_text("id,text\n1,The Nile is long.\n")
@@ -191,7 +213,7 @@ def test_packaged_summaries_are_told(initialize) -> None:
 @pytest.mark.parametrize(
     ("content", "name", "message"),
     [
-        (None, "nowhere.csv", "mvr-ray: source nowhere.csv does not exist (nowhere.csv); correct its path\n"),
+        (None, "nowhere.csv", "mvr-ray: source nowhere.csv does not exist (FOLDER/nowhere.csv); correct its path\n"),
         ("", "nothing.csv", "mvr-ray: nothing.csv is empty; it needs a header and rows\n"),
         ("id,text\n", "header.csv", "mvr-ray: init: no passage among the first 500 rows: header.csv: csv"),
         (
@@ -217,7 +239,7 @@ def test_data_that_cannot_be_used_is_named_and_nothing_is_written(
     with pytest.raises(SystemExit) as end:
         main(["init", name])
     assert end.value.code == 1
-    assert capsys.readouterr().err.startswith(message)
+    assert capsys.readouterr().err.startswith(message.replace("FOLDER", str(tmp_path)))
     assert not list(tmp_path.glob("*.yaml"))
 
 
