@@ -63,7 +63,7 @@ def act(run: RunConfig, action: str, version: int | None, sizes_only: bool = Fal
     store, index = Store(run.store.path), run.index.name
     numbers = manifest.list_versions(store, index)
     if not numbers:
-        raise MissingInputError(f"index {index!r} in {run.store.path} has no version; run `mvr-ray index CONFIG`")
+        raise MissingInputError(f"index {index!r} in {store.full_name} has no version; run `mvr-ray index CONFIG`")
     known_numbers = ", ".join(map(str, numbers))
     if version is not None and version not in numbers:
         raise ConfigError(f"versions: index {index!r} has no version {version}; there are {known_numbers}")

@@ -73,7 +73,7 @@ def test_every_stage_refuses_a_run_file_that_does_not_exist(command, stage: str)
         "read": "read: ranking=... is missing; give ranking=FILE as `mvr-ray retrieve` wrote it (dpr or jsonl), and "
         "output=FILE to keep the predictions",
     }
-    nowhere = "run file nowhere.yaml does not exist; the shipped ones are in configs/"
+    nowhere = "run file nowhere.yaml does not exist; `mvr-ray init DATA` writes one for your data"
     assert command(stage, "nowhere.yaml") == (2, "", f"mvr-ray: {missing.get(stage, nowhere)}\n")
 
 

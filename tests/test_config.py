@@ -73,9 +73,8 @@ def test_the_digest_changes_with_its_sections_only() -> None:
 
 
 def test_a_missing_run_file_is_named(run_file) -> None:
-    assert refusal("nowhere.yaml") == "run file nowhere.yaml does not exist; the shipped ones are in configs/".replace(
-        "nowhere.yaml", "run.yaml"
-    )
+    message = "run file run.yaml does not exist; `mvr-ray init DATA` writes one for your data"
+    assert refusal("nowhere.yaml") == message
 
 
 def test_an_unknown_key_is_refused_with_the_nearest_one(run_file) -> None:

@@ -16,6 +16,7 @@ from mvr_ray.config import RunConfig, load_run, resolve_path
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import PrepareReport, prepare
+from mvr_ray.store.questions import read_questions
 
 ROWS = [
     {"doc_id": f"d{i}", "headline": f"Title {i}", "body": f"The text of document {i} is short.", "year": 1900 + i}
@@ -116,6 +117,72 @@ def test_questions_beside_passages_are_split_and_evaluated(initialize, tmp_path:
     assert report.questions["questions"] == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("q.csv", "question,answer,passage_id\nWhat flows?,Nile,1\nWhat flows here?,Nile,1\nWhat is high?,Alps,2\n"),
+        (
+            "q.jsonl",
+            '{"question": "What flows?", "answer": "Nile", "passage_id": 1}\n'
+            '{"question": "What flows here?", "answers": "Nile", "passage_id": 1}\n'
+            '{"question": "What is high?", "answer": ["Alps"], "passage_id": 2}\n',
+        ),
+        (
+            "own.jsonl",
+            '{"qid": 7, "question": "What flows?", "answers": "Nile", "positive_ids": 1}\n'
+            '{"qid": 8, "question": "What flows here?", "answers": ["Nile"], "positive_ids": "1"}\n'
+            '{"qid": 9, "question": "What is high?", "answers": "Alps", "positive_ids": ["2"]}\n',
+        ),
+        ("tsv.tsv", "id\tquery\tdoc_id\nx\tWhat flows?\t1\nx\tWhat flows here?\t1\nx\tWhat is high?\t2\n"),
+    ],
+)
+def test_a_question_file_names_its_gold_passages_by_their_ids(
+    initialize, tmp_path: Path, name: str, content: str
+) -> None:
+    (tmp_path / "p.csv").write_text("id,text\n1,The Nile is long.\n2,The Alps are high.\n")
+    (tmp_path / name).write_text(content)
+    run, _, report = initialize("p.csv", name)
+    assert not report.bad_rows
+    questions = read_questions(Corpus.open(Store(run.store.path), run.prepare.corpus), "questions")
+    gold = {question.text: question.positive_ids for question in questions}
+    assert gold == {"What flows?": ("1",), "What flows here?": ("1",), "What is high?": ("2",)}
+    answers = {question.text: question.answers for question in questions}
+    assert set(answers.values()) == ({()} if name == "tsv.tsv" else {("Nile",), ("Alps",)})
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        (("prepare",), "p.csv"),
+        (("index",), "store/corpora/p"),
+        (("search", "What flows?"), "store"),
+        (("versions",), "store"),
+    ],
+)
+def test_a_command_in_another_folder_than_the_run_file_names_the_folder_that_it_reads(
+    initialize, tmp_path: Path, monkeypatch, capsys, words: tuple[str, ...], missing: str
+) -> None:
+    (tmp_path / "p.csv").write_text("id,text\n1,The Nile is long.\n")
+    initialize("p.csv")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    with pytest.raises(SystemExit) as end:
+        main([words[0], "../p.yaml", *words[1:]])
+    assert end.value.code == 1
+    assert f"{tmp_path}/other/{missing}" in capsys.readouterr().err
+
+
+def test_a_source_of_which_nothing_can_be_read_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("p.csv").write_text("id,text\n1,The Nile is long.\n")
+    Path("q.jsonl").write_text('{"question": "What flows?", "answers": {"a": 1}}\n')
+    with pytest.raises(SystemExit) as end:
+        main(["init", "p.csv", "q.jsonl"])
+    message = "mvr-ray: init: neither a passage nor a question among the first 500 rows: q.jsonl:1: answers is {'a': 1}"
+    assert (end.value.code, capsys.readouterr().err.startswith(message)) == (1, True)
+    assert not list(tmp_path.glob("*.yaml"))
+
+
 @pytest.mark.data
 @pytest.mark.parametrize(
     ("path", "format", "passages", "labels"),
@@ -146,7 +213,7 @@ def test_packaged_summaries_are_told(initialize) -> None:
 @pytest.mark.parametrize(
     ("content", "name", "message"),
     [
-        (None, "nowhere.csv", "mvr-ray: source nowhere.csv does not exist (nowhere.csv); correct its path\n"),
+        (None, "nowhere.csv", "mvr-ray: source nowhere.csv does not exist (FOLDER/nowhere.csv); correct its path\n"),
         ("", "nothing.csv", "mvr-ray: nothing.csv is empty; it needs a header and rows\n"),
         ("id,text\n", "header.csv", "mvr-ray: init: no passage among the first 500 rows: header.csv: csv"),
         (
@@ -172,7 +239,7 @@ def test_data_that_cannot_be_used_is_named_and_nothing_is_written(
     with pytest.raises(SystemExit) as end:
         main(["init", name])
     assert end.value.code == 1
-    assert capsys.readouterr().err.startswith(message)
+    assert capsys.readouterr().err.startswith(message.replace("FOLDER", str(tmp_path)))
     assert not list(tmp_path.glob("*.yaml"))
 
 

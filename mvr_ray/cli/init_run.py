@@ -35,6 +35,14 @@ NAMES = {
     "answers": ("answers", "answer"),
 }
 """Common names of the parts of a passage or question, the first one first."""
+QUESTION_NAMES = {
+    "id": ("id", "_id", "question_id", "query_id", "qid", "uid", "uuid", "key"),
+    "positive_ids": (
+        *("positive_ids", "positive_id", "passage_ids", "passage_id", "pid"),
+        *("doc_ids", "doc_id", "docid", "document_id", "context_id"),
+    ),
+}
+"""The same for the ids of a file of questions alone, where a passage's id names the gold passage."""
 OWN_NAMES = {"id": ("id", "_id"), "text": ("text", "contents"), "answers": ("answers", "answer")}
 """Names that the readers of rows expect."""
 
@@ -68,6 +76,10 @@ def write_run_file(paths: Sequence[str], output: Path | None) -> tuple[Path, lis
     Raises MissingInputError or DataError for what cannot be read, ConfigError if the file exists.
     """
     samples = [sample_source(path) for path in paths]
+    useless = [sample for sample in samples if not (sample.has_passages or sample.has_questions)]
+    if useless and any(sample.has_passages for sample in samples):
+        problems = "; ".join(sample.bad or sample.path for sample in useless)
+        raise DataError(f"init: neither a passage nor a question among the first {SAMPLE_ROWS} rows: {problems}")
     if not any(sample.has_passages for sample in samples):
         problems = "; ".join(sample.bad or sample.title for sample in samples)
         raise DataError(f"init: no passage among the first {SAMPLE_ROWS} rows: {problems}")
@@ -96,7 +108,8 @@ def sample_source(path: str) -> SourceSample:
     if kind in ("dpr_tsv", "msmarco") and files[0].is_file():
         with open_text(files[0]) as text:
             columns = [name.strip().lower() for name in text.readline().split("\t")]
-        if columns[:3] != ["id", "text", "title"] and {*NAMES["text"]} & {*columns}:  # another order or name than DPR's
+        common_names = {*NAMES["text"], *NAMES["question"]}
+        if columns[:3] != ["id", "text", "title"] and common_names & {*columns}:  # another order or name than DPR's
             kind = "tsv"
             source = source.model_copy(update={"format": kind})
     if kind in ("beir", "msmarco"):
@@ -161,7 +174,10 @@ def _names(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
     """Return the columns of the parts of passages and questions whose names are not those that readers expect."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     by_lower = {column.lower(): column for column in reversed(columns)}
-    match = {part: next((by_lower[name] for name in names if name in by_lower), None) for part, names in NAMES.items()}
+
+    has_only_questions = bool({*NAMES["question"]} & {*by_lower}) and not {*NAMES["text"]} & {*by_lower}
+    parts = NAMES | QUESTION_NAMES if has_only_questions else NAMES
+    match = {part: next((by_lower[name] for name in names if name in by_lower), None) for part, names in parts.items()}
     if match["text"] is None and match["question"] is None:
         lengths = {
             column: sum(len(row[column]) for row in rows if isinstance(row.get(column), str))
@@ -176,7 +192,8 @@ def _names(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
         if column is not None and column not in OWN_NAMES.get(part, (part,))
     }
     ids = [row.get(match["id"]) for row in rows] if match["id"] else []
-    if match["question"] is None and (not ids or len(set(map(str, ids))) < len(ids)):
+    has_repeats = len(set(map(str, ids))) < len(ids)
+    if has_repeats if has_only_questions else match["question"] is None and (has_repeats or not ids):
         names["id"] = None
     return names
 

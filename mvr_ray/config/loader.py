@@ -66,7 +66,7 @@ def read(path: Path, dependents: tuple[Path, ...] = ()) -> dict[str, Any]:
         chain = " -> ".join(str(file) for file in (*dependents, path))
         raise ConfigError(f"run files are based on each other in a circle: {chain}; take one `base:` out")
     if not path.is_file():
-        raise ConfigError(f"run file {path} does not exist; the shipped ones are in configs/")
+        raise ConfigError(f"run file {path} does not exist; `mvr-ray init DATA` writes one for your data")
     try:
         data = parse_yaml(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -235,7 +235,7 @@ class Corpus:
             path = paths.corpus_json(name)
             number = max(publications(store, name), default=0)
         if not number and not store.exists(path):
-            where = store.where(paths.corpus_dir(name))
+            where = f"{store.full_name}/{paths.corpus_dir(name)}"
             raise MissingInputError(f"corpus {name!r} not found in {where}; make it: mvr-ray prepare CONFIG")
         if number:
             info = _read_publication(store, name, number)

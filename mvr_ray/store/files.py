@@ -80,6 +80,11 @@ class Store:
         scheme, _, rest = self.root.partition("://")
         return f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"
 
+    @property
+    def full_name(self) -> str:
+        """`name`, but of a folder the full path: for what may be missing because another folder is the working one."""
+        return self.address if self.is_local else self.name
+
     def where(self, path: str) -> str:
         """Return the name of a path for error messages."""
         return f"{self.name.rstrip('/')}/{_check_path(path)}".removesuffix("/.")

@@ -338,7 +338,7 @@ def read(store: Store, index: str, version: int | None = None) -> Manifest:
     """Read a version's manifest; the live one's when `version` is None."""
     versions = list_versions(store, index)
     if not versions:
-        raise MissingInputError(f"index {index!r} has no version in {store.name}; make one: mvr-ray index CONFIG")
+        raise MissingInputError(f"index {index!r} has no version in {store.full_name}; make one: mvr-ray index CONFIG")
     if version is not None and version not in versions:
         raise MissingInputError(
             f"index {index!r} has no version {version} in {store.name}; there are {', '.join(map(str, versions))}"

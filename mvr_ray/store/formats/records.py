@@ -165,8 +165,11 @@ def _unicode(value: str, name: str) -> str:
 
 
 def _list(value: Any, name: str) -> Sequence[Any]:
-    if value is None:
+    """Check a list. A lone text or number is a list of one, an empty text or None one of none."""
+    if value is None or value == "":
         return ()
+    if isinstance(value, str | int):
+        return (value,)
     if not isinstance(value, list | tuple):
         raise _Fault(f"{name} is {value!r:.60}, not a list")
     return value

@@ -25,11 +25,10 @@ from mvr_ray.store.formats.records import (
     question_record,
     slug,
 )
-from mvr_ray.store.formats.text_files import csv_rows, json_lines, open_text
+from mvr_ray.store.formats.text_files import csv_header, csv_rows, json_lines, open_text
 
 PARQUET_ROWS = 1024
 _OWN_KEYS = {"id", "_id", "title", "text", "contents", "question", "delete"}
-_LISTS = ("answers", "positive_ids")
 
 
 Names = Mapping[str, str | None]
@@ -65,9 +64,12 @@ def _parquet_rows(batch: pa.RecordBatch) -> Iterable[dict[str, Any] | None]:
 
 def read_csv(path: Path, names: Names = NO_NAMES, delimiter: str = ",") -> Iterator[Record]:
     """Read passages under a header with id, text and title, which may be missing; other columns are extras, and so is
-    `question` unless `names` reads questions."""
-    is_question = "question" in {*names, *names.values()}
-    required_names = [name for name in ("id", "text") if name not in names] if "question" not in names else []
+    `question` unless `names` reads questions. A header with `question` and without text is that of questions."""
+    header = csv_header(path, delimiter)
+    has_only_questions = "question" in {*header, *names} and "text" not in {*header, *names}
+    is_question = has_only_questions or "question" in {*names, *names.values()}
+    has_passages = not has_only_questions and "question" not in names
+    required_names = [name for name in ("id", "text") if name not in names] if has_passages else []
     for number, row in enumerate(csv_rows(path, [*required_names, *filter(None, names.values())], delimiter)):
         if isinstance(row, BadRow):
             yield row
@@ -133,12 +135,11 @@ def _record(row: dict[str, Any], number: int, path: Path, where: str, names: Nam
 
 
 def _rename(row: dict[str, Any], number: int, path: Path, names: Names) -> dict[str, Any]:
-    """Rename the parts of a passage or question to their own names. A lone answer or id becomes a list."""
+    """Rename the parts of a passage or question to their own names."""
     source_names = {part for name in names.values() if name for part in (name, name.partition(".")[0])}
     result = {key: value for key, value in row.items() if key not in source_names}
     for part, name in names.items():
-        value = question_id(path, number) if name is None else _lookup(row, name)
-        result[part] = [value] if part in _LISTS and isinstance(value, str) else value
+        result[part] = question_id(path, number) if name is None else _lookup(row, name)
     return result
 
 

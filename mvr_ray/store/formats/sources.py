@@ -83,7 +83,7 @@ def source_files(source: SourceConfig) -> list[Path]:
         return []
     path = resolve_path(source.path)
     if not path.exists():
-        raise MissingInputError(f"source {source.path} does not exist ({path}); correct its path")
+        raise MissingInputError(f"source {source.path} does not exist ({path.absolute()}); correct its path")
     if path.is_file():
         return [path]
     match folder_format(source, path):
@@ -96,7 +96,7 @@ def source_files(source: SourceConfig) -> list[Path]:
         case _:
             files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
     if not files:
-        raise MissingInputError(f"source {source.path} is a folder without files ({path}); correct its path")
+        raise MissingInputError(f"source {source.path} is a folder without files ({path.absolute()}); correct its path")
     return files
 
 

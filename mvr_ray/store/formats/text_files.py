@@ -85,6 +85,16 @@ def tsv_rows(path: Path, num_columns: int | None) -> Iterator[Row | BadRow]:
             yield BadRow(row.where, f"{count_noun(len(row.values), 'tab-separated column')}, not {num_columns}")
 
 
+def csv_header(path: Path, delimiter: str = ",") -> list[str]:
+    """Return the column names of a separated file, as `csv_rows` names them."""
+    return _header(next(_separated_rows(path, delimiter), None))
+
+
+def _header(row: Row | BadRow | None) -> list[str]:
+    names = [name.strip() for name in row.values] if isinstance(row, Row) else []
+    return [name.lower() if name.lower() in ("id", "title", "text") else name for name in names]
+
+
 def csv_rows(path: Path, columns: Sequence[str], delimiter: str = ",") -> Iterator[Row | BadRow]:
     """Yield the rows of a separated file with a header, each as a dict by column. The columns id, title and text may be
     in any case.
@@ -96,8 +106,7 @@ def csv_rows(path: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
     first = next(rows, None)
     if first is None:
         raise DataError(f"{path} is empty; it needs a header and rows")
-    names = [name.strip() for name in first.values] if isinstance(first, Row) else []
-    header = [name.lower() if name.lower() in ("id", "title", "text") else name for name in names]
+    header = _header(first)
     if delimiter == "," and len(header) == 1 and ";" in header[0]:
         raise DataError(f"{path}: its columns are separated by semicolons; save it with commas, or as .tsv")
     if any("\0" in name for name in header):

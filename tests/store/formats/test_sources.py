@@ -287,7 +287,7 @@ def test_jsonl_names_wrong_rows(write: Write):
         '{"id": "a", "text": 3}',
         '{"id": true, "text": "x"}',
         '{"id": "\\ud800", "text": "x"}',
-        '{"question": "q", "answers": "a"}',
+        '{"question": "q", "answers": {"a": 1}}',
         '{"question": "q", "answers": ["a"], "answer_starts": [1, 2]}',
         '{"question": "q", "answers": ["a"], "answer_starts": ["1"]}',
         '{"id": "ok", "text": "fine"}',
