@@ -32,7 +32,7 @@ from mvr_ray.distributed.searching import version_cache
 from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.merged_results import MergedResults, shard_starts
 from mvr_ray.distributed.searching.scrubber import Scrubber
-from mvr_ray.distributed.searching.searcher import Fleet, LocalSearchers, Searchers, version_name
+from mvr_ray.distributed.searching.searcher import LocalSearchers, Searchers, version_name
 from mvr_ray.distributed.searching.version_cache import CachedVersion, VersionLoader, evict
 from mvr_ray.errors import (
     DamagedShardsError,
@@ -101,7 +101,7 @@ class HotSwapRouter:
         self.min_idle_s = version_cache.MIN_IDLE_S
         self._lock = threading.Condition()
         self._move_lock = threading.Lock()
-        self._live = _OpenVersion(self._router(manifest, searchers.fleet(manifest)))
+        self._live = _OpenVersion(self._router(manifest))
         self._open = {manifest.version: self._live}
         self._cache: list[_OpenVersion] = []
         self._loader = VersionLoader(self._open_in_cache, max_waiting)
@@ -275,9 +275,9 @@ class HotSwapRouter:
                 return old
         with ExitStack() as undo:  # nothing stays open after an error, after Ctrl-C either
             undo.callback(self._release, self._live)
-            fleet = self.searchers.load(manifest)
+            self.searchers.load(manifest)
             undo.callback(self.searchers.drop, manifest.version)
-            router = self._router(manifest, fleet)
+            router = self._router(manifest)
             router.take_over(self._live.router)
             router.search(np.eye(1, manifest.dimension, dtype=np.float32), 1)
             undo.pop_all()
@@ -296,8 +296,9 @@ class HotSwapRouter:
                 self._lock.notify_all()
                 log.info("dropped: index=%s version=%d", self.index, version)
 
-    def _router(self, manifest: Manifest, fleet: Fleet) -> Router:
-        return Router(self.store, manifest, DynamicBatcher(fleet) if self.batching else fleet, **self.options)
+    def _router(self, manifest: Manifest) -> Router:
+        fleet = DynamicBatcher(self.searchers) if self.batching else self.searchers
+        return Router(self.store, manifest, fleet, **self.options)
 
     @property
     def manifest(self) -> Manifest:
@@ -317,8 +318,8 @@ class HotSwapRouter:
         """
         with nullcontext(router) if router else self.pin() as router:
             queries_QD = check_queries(queries_QD, router.dimension)
-            fleet = self.searchers.fleet(router.manifest)
-            results = fleet.exact(queries_QD, check_k(k), Deadline.after(router.timeout_s))
+            deadline = Deadline.after(router.timeout_s)
+            results = self.searchers.exact(queries_QD, check_k(k), router.manifest, deadline)
             if missing := {entry.shard for entry in router.manifest.shards} - {result.shard for result in results}:
                 raise DamagedShardsError(
                     f"{version_name(router.manifest)} not searched exactly: shards {sorted(missing)} are damaged; "

@@ -338,7 +338,7 @@ class Router:
         ids: dict[int, list[str]] = {}
         for passage_id in dict.fromkeys(passage_ids):
             ids.setdefault(shard_of(passage_id, len(manifest.shards)), []).append(passage_id)
-        results = self.fleet.views(ids, deadline)
+        results = self.fleet.views(ids, manifest.version, deadline)
         for failure in results.failures:
             if failure.reason == DAMAGED:
                 raise DamagedShardsError(failure.detail)
@@ -420,7 +420,7 @@ class Router:
 
     def ready(self) -> None:
         """Wait until every shard can be searched, also after the restart of a searcher."""
-        self.fleet.ready()
+        self.fleet.ready(self.manifest)
 
     def passages(self, ids: Sequence[str]) -> dict[str, Passage]:
         return self.corpus.get(ids)
@@ -520,9 +520,8 @@ def open_router(
     store = Store(run.store.path)
     manifest = manifests.read(store, run.index.name, version)
     with open_searchers(run, manifest, local) as searchers:
-        fleet = searchers.fleet(manifest)
-        fleet.ready()
-        yield Router(store, manifest, fleet, timeout_s=timeout_s, threads=run.resources.torch_threads)
+        searchers.ready(manifest)
+        yield Router(store, manifest, searchers, timeout_s=timeout_s, threads=run.resources.torch_threads)
 
 
 @contextmanager
