@@ -33,12 +33,13 @@ from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.merged_results import MergedResults, shard_starts
 from mvr_ray.distributed.searching.scrubber import Scrubber
 from mvr_ray.distributed.searching.searcher import LocalSearchers, Searchers, version_name
-from mvr_ray.distributed.searching.version_cache import CachedVersion, VersionLoader, evict
+from mvr_ray.distributed.searching.version_cache import VersionLoader
 from mvr_ray.errors import (
     DamagedShardsError,
     InsufficientMemoryError,
     MissingInputError,
     MvrRayError,
+    OverloadedError,
     StorageError,
 )
 from mvr_ray.store import manifest as manifests
@@ -69,10 +70,11 @@ class _OpenVersion:
     calls: int = 0
     is_retired: bool = False
     called_s: float = field(default_factory=time.monotonic)
+    """When a call last began or ended (monotonic)."""
 
     @property
-    def usage(self) -> CachedVersion:
-        return CachedVersion(self.router.manifest.version, self.calls, self.called_s)
+    def version(self) -> int:
+        return self.router.manifest.version
 
 
 class HotSwapRouter:
@@ -194,7 +196,7 @@ class HotSwapRouter:
             live.is_retired, before.is_retired = False, True
             self._cache = [one for one in self._cache if one is not live]
             self.state = SwapState(manifest.version, version is None)
-        log.info("moved: index=%s from=%d to=%d", self.index, before.router.manifest.version, manifest.version)
+        log.info("moved: index=%s from=%d to=%d", self.index, before.version, manifest.version)
         for one in (live, before):
             self._release(one)
         return manifest.version
@@ -249,10 +251,24 @@ class HotSwapRouter:
                 self._retire(self._cache[0]) if is_move else self._evict(manifest, str(error))
 
     def _evict(self, manifest: Manifest, reason: str) -> None:
+        """Retire the idle version that was called least recently, to open another one.
+
+        Raises OverloadedError, with the reason for an eviction and a retry time, if none is idle.
+        """
         with self._lock:
-            usages = [one.usage for one in self._cache]
-        version = evict(version_name(manifest), usages, reason, time.monotonic(), self.min_idle_s)
-        self._retire(next(one for one in self._cache if one.usage.version == version))
+            versions = sorted(self._cache, key=lambda one: (one.called_s, one.version))
+            idle_s = time.monotonic() - self.min_idle_s
+            idle = [one for one in versions if not one.calls and one.called_s <= idle_s]
+        if idle:
+            self._retire(idle[0])
+            return
+        retry_s = max(1.0, versions[0].called_s - idle_s)
+        numbers = ", ".join(str(one.version) for one in self._cache)
+        raise OverloadedError(
+            f"{version_name(manifest)} not opened: {reason}, and what is open beside the live version (version "
+            f"{numbers}) was called less than {self.min_idle_s:g} s ago and stays; ask again in {retry_s:.0f} s",
+            retry_s,
+        )
 
     def _retire(self, open_version: _OpenVersion) -> None:
         """Remove a version from the cache, and wait until its last call has closed it, at most as long as an answer may
@@ -290,11 +306,10 @@ class HotSwapRouter:
             open_version.calls -= 1
             open_version.called_s = time.monotonic()
             if open_version.is_retired and not open_version.calls:
-                version = open_version.router.manifest.version
-                del self._open[version]
-                self.searchers.drop(version)
+                del self._open[open_version.version]
+                self.searchers.drop(open_version.version)
                 self._lock.notify_all()
-                log.info("dropped: index=%s version=%d", self.index, version)
+                log.info("dropped: index=%s version=%d", self.index, open_version.version)
 
     def _router(self, manifest: Manifest) -> Router:
         fleet = DynamicBatcher(self.searchers) if self.batching else self.searchers
