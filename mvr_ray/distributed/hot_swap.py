@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -45,21 +45,12 @@ from mvr_ray.errors import (
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.types import FloatArray, Hit
+from mvr_ray.types import FloatArray, Hit, SwapState
 
 log = logging.getLogger(__name__)
 
 MAX_FOLLOW_S = 600.0
 """Maximum interval between attempts to open a version; it doubles after each failure."""
-
-
-class SwapState(NamedTuple):
-    """The live version, whether the router follows the newest one, and why the last move failed (empty: it did not)."""
-
-    version: int
-    follows: bool
-    failed_version: int = 0
-    failure: str = ""
 
 
 @dataclass
@@ -109,16 +100,6 @@ class HotSwapRouter:
         self._loader = VersionLoader(self._open_in_cache, max_waiting)
         self.state = SwapState(manifest.version, True)
 
-    @property
-    def failure(self) -> str:
-        """Why the last move failed; empty if it did not."""
-        return self.state.failure
-
-    @property
-    def failed_version(self) -> int:
-        """The version that the last move did not open; 0 if it did, or if it could not list the versions."""
-        return self.state.failed_version
-
     @contextmanager
     def pin(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator[Router]:
         """The router of one version (None: the live one), open until the block ends, even if another one becomes live.
@@ -149,7 +130,7 @@ class HotSwapRouter:
     def follow(self) -> bool:
         """Move to a newer version if there is one and no version was named; return whether the router moved.
 
-        A move that fails raises nothing; `failure` has the reason.
+        A move that fails raises nothing; `state` has the reason.
         """
         with self._move_lock:
             before = self.state

@@ -67,6 +67,7 @@ from mvr_ray.types import (
     Passage,
     PassageScores,
     ShardState,
+    SwapState,
 )
 
 if TYPE_CHECKING:
@@ -92,10 +93,6 @@ Observe = Callable[[str, float], None]
 class Router:
     """Searches one version with its own encoder. Safe to use from several threads."""
 
-    failure = ""
-    """As `HotSwapRouter.failure`; always empty, since this router moves to no other version."""
-    failed_version = 0
-
     def __init__(
         self,
         store: Store,
@@ -118,6 +115,7 @@ class Router:
         self.gpu = gpu
         self.observe = observe
         sizes = [entry.num_passages for entry in manifest.shards]
+        self.state = SwapState(manifest.version, follows=False)
         self._start_of = shard_starts(manifest.shards)
         self._first_depth = lru_cache(MAX_DEPTHS)(lambda k, num_queries: first_depth(k, sizes, num_queries))
         self._lock = threading.Lock()
