@@ -505,13 +505,11 @@ def require_words(manifest: Manifest) -> None:
 
 
 @contextmanager
-def open_router(
-    run: RunConfig, version: int | None = None, *, local: bool | None = None, timeout_s: float = TIMEOUT_S
-) -> Iterator[Router]:
+def open_router(run: RunConfig, version: int | None = None, *, local: bool | None = None) -> Iterator[Router]:
     """Open all shards of a version of `index.name` (by default the live one) until the block ends.
 
     `local` holds the shards in this process, without Ray; None: as `session.needs_ray` decides. Otherwise
-    `resources.searchers` actors hold them. `timeout_s`: of a search without a deadline.
+    `resources.searchers` actors hold them.
 
     Raises MissingInputError, DigestError, ManifestError, ResourceError.
     """
@@ -519,7 +517,7 @@ def open_router(
     manifest = manifests.read(store, run.index.name, version)
     with open_searchers(run, manifest, local) as searchers:
         searchers.ready(manifest)
-        yield Router(store, manifest, searchers, timeout_s=timeout_s, threads=run.resources.torch_threads)
+        yield Router(store, manifest, searchers, threads=run.resources.torch_threads)
 
 
 @contextmanager

@@ -37,12 +37,10 @@ class _Load(NamedTuple):
 class VersionLoader:
     """Opens one version at a time for calls, which wait until their deadlines. Safe to use from several threads."""
 
-    def __init__(
-        self, open_version: Callable[[Manifest], None], max_waiting: int = MAX_WAITING, min_idle_s: float = MIN_IDLE_S
-    ) -> None:
+    def __init__(self, open_version: Callable[[Manifest], None], max_waiting: int) -> None:
         """`open_version` runs in a background thread. `max_waiting`: calls that may wait at the same time."""
         self.max_waiting = max_waiting
-        self.min_idle_s = min_idle_s
+        self.min_idle_s = MIN_IDLE_S
         self._open_version = open_version
         self._current: _Load | None = None
         self._slots = threading.Semaphore(max_waiting)
