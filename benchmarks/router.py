@@ -30,7 +30,7 @@ from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.fleet import RemoteSearchers
 from mvr_ray.distributed.searching.messages import ScanRequest, ShardResults
 from mvr_ray.distributed.searching.node_placement import SearcherActor
-from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask, ShardAssignment
+from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask, ShardAssignment
 from mvr_ray.distributed.searching.transport import Connection
 from mvr_ray.store import manifest
 from mvr_ray.store.files import Store
@@ -98,11 +98,10 @@ def open_both(folder: str, remote: RemoteSearchers, shards: int, held_by: int) -
     every = tuple(range(shards))
     parts = [every[at::held_by] if at < held_by else () for at in range(len(remote.groups))]
     remote.assignments[version.version] = [ShardAssignment(version, part) for part in parts]
-    fleet = remote.fleet(version)
-    local = LocalFleet(SearcherTask(store.address, version, held_by))
-    fleet.ready()
-    local.ready()
-    return Both(Router(store, version, fleet), Router(store, version, local), remote.actors[:held_by])
+    local = LocalSearchers(SearcherTask(store.address, version, held_by))
+    remote.ready(version)
+    local.ready(version)
+    return Both(Router(store, version, remote), Router(store, version, local), remote.actors[:held_by])
 
 
 def by_ray(router: Router, queries_QD: FloatArray) -> None:

@@ -152,7 +152,7 @@ class Quiet(NamedTuple):
 def quiet(live: HotSwapRouter, times: int) -> Quiet:
     searchers: Any = live.searchers
     version = live.manifest.version
-    shards = [assignment.shards for assignment in searchers.fleet(live.manifest).actor_assignments]
+    shards = [own.shards for own, actors in zip(searchers.assignments[version], searchers.groups) for _ in actors]
     query_1D = queries(1)
     cpu: list[float] = []
 

@@ -310,7 +310,7 @@ def stored_views(router: Router, passages: Sequence[Passage]) -> Mapping[str, Vi
     of_shard: dict[int, list[str]] = {}
     for one in passages:
         of_shard.setdefault(shard_of(one.id, SHARDS), []).append(one.id)
-    return router.fleet.views(of_shard, Deadline.after(60)).views
+    return router.fleet.views(of_shard, router.manifest.version, Deadline.after(60)).views
 
 
 def changed_bytes(router: Router, passages: Sequence[Passage]) -> int:

@@ -25,10 +25,8 @@ def _prepare(run: "RunConfig", progress: "Progress") -> Any:
 def _train(run: "RunConfig", progress: "Progress") -> Any:
     """Train the encoder, or a reader or a cross-encoder (train.task)."""
     from mvr_ray.distributed import train
-    from mvr_ray.distributed.training import cross_encoder, reader
 
-    trainers = {"retriever": train.train, "reader": reader.train, "cross_encoder": cross_encoder.train}
-    return trainers[run.train.task](run, progress)
+    return train.train(run, progress)
 
 
 def _mine(run: "RunConfig", progress: "Progress") -> Any:

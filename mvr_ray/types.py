@@ -134,6 +134,16 @@ class Exactness:
 SEARCHED = "searched"
 
 
+class SwapState(NamedTuple):
+    """The live version of a router, whether it follows the newest one, and why its last move failed (empty: it did
+    not): `failed_version` was not opened, or, if that is 0, the versions could not be listed."""
+
+    version: int
+    follows: bool
+    failed_version: int = 0
+    failure: str = ""
+
+
 @dataclass(frozen=True)
 class ShardState:
     """State of one shard in an answer: `searched`, or why it was not.

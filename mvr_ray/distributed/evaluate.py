@@ -311,7 +311,7 @@ def try_weights(
     progress: Progress = no_progress,
 ) -> list[WeightAccuracy]:
     """Search with each of the weights; every question names gold passages. Raises ShardIndexError, CoverageError."""
-    ranker = QuestionRanker(router, RankSettings(k=DEPTH), run.resources.torch_threads)
+    ranker = QuestionRanker(router, RankSettings(k=DEPTH))
     batches = questions.batches(run.retrieve.batch)
     queries = [ranker.embed(batch) for batch in batches]
     rows = []

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,33 +32,25 @@ from mvr_ray.distributed.searching import version_cache
 from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.merged_results import MergedResults, shard_starts
 from mvr_ray.distributed.searching.scrubber import Scrubber
-from mvr_ray.distributed.searching.searcher import Fleet, LocalSearchers, Searchers, version_name
-from mvr_ray.distributed.searching.version_cache import CachedVersion, VersionLoader, evict
+from mvr_ray.distributed.searching.searcher import LocalSearchers, Searchers, version_name
+from mvr_ray.distributed.searching.version_cache import VersionLoader
 from mvr_ray.errors import (
     DamagedShardsError,
     InsufficientMemoryError,
     MissingInputError,
     MvrRayError,
+    OverloadedError,
     StorageError,
 )
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.types import FloatArray, Hit
+from mvr_ray.types import FloatArray, Hit, SwapState
 
 log = logging.getLogger(__name__)
 
 MAX_FOLLOW_S = 600.0
 """Maximum interval between attempts to open a version; it doubles after each failure."""
-
-
-class SwapState(NamedTuple):
-    """The live version, whether the router follows the newest one, and why the last move failed (empty: it did not)."""
-
-    version: int
-    follows: bool
-    failed_version: int = 0
-    failure: str = ""
 
 
 @dataclass
@@ -69,10 +61,11 @@ class _OpenVersion:
     calls: int = 0
     is_retired: bool = False
     called_s: float = field(default_factory=time.monotonic)
+    """When a call last began or ended (monotonic)."""
 
     @property
-    def usage(self) -> CachedVersion:
-        return CachedVersion(self.router.manifest.version, self.calls, self.called_s)
+    def version(self) -> int:
+        return self.router.manifest.version
 
 
 class HotSwapRouter:
@@ -101,21 +94,11 @@ class HotSwapRouter:
         self.min_idle_s = version_cache.MIN_IDLE_S
         self._lock = threading.Condition()
         self._move_lock = threading.Lock()
-        self._live = _OpenVersion(self._router(manifest, searchers.fleet(manifest)))
+        self._live = _OpenVersion(self._router(manifest))
         self._open = {manifest.version: self._live}
         self._cache: list[_OpenVersion] = []
         self._loader = VersionLoader(self._open_in_cache, max_waiting)
         self.state = SwapState(manifest.version, True)
-
-    @property
-    def failure(self) -> str:
-        """Why the last move failed; empty if it did not."""
-        return self.state.failure
-
-    @property
-    def failed_version(self) -> int:
-        """The version that the last move did not open; 0 if it did, or if it could not list the versions."""
-        return self.state.failed_version
 
     @contextmanager
     def pin(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator[Router]:
@@ -147,7 +130,7 @@ class HotSwapRouter:
     def follow(self) -> bool:
         """Move to a newer version if there is one and no version was named; return whether the router moved.
 
-        A move that fails raises nothing; `failure` has the reason.
+        A move that fails raises nothing; `state` has the reason.
         """
         with self._move_lock:
             before = self.state
@@ -196,7 +179,7 @@ class HotSwapRouter:
             live.is_retired, before.is_retired = False, True
             self._cache = [one for one in self._cache if one is not live]
             self.state = SwapState(manifest.version, version is None)
-        log.info("moved: index=%s from=%d to=%d", self.index, before.router.manifest.version, manifest.version)
+        log.info("moved: index=%s from=%d to=%d", self.index, before.version, manifest.version)
         for one in (live, before):
             self._release(one)
         return manifest.version
@@ -251,10 +234,24 @@ class HotSwapRouter:
                 self._retire(self._cache[0]) if is_move else self._evict(manifest, str(error))
 
     def _evict(self, manifest: Manifest, reason: str) -> None:
+        """Retire the idle version that was called least recently, to open another one.
+
+        Raises OverloadedError, with the reason for an eviction and a retry time, if none is idle.
+        """
         with self._lock:
-            usages = [one.usage for one in self._cache]
-        version = evict(version_name(manifest), usages, reason, time.monotonic(), self.min_idle_s)
-        self._retire(next(one for one in self._cache if one.usage.version == version))
+            versions = sorted(self._cache, key=lambda one: (one.called_s, one.version))
+            idle_s = time.monotonic() - self.min_idle_s
+            idle = [one for one in versions if not one.calls and one.called_s <= idle_s]
+        if idle:
+            self._retire(idle[0])
+            return
+        retry_s = max(1.0, versions[0].called_s - idle_s)
+        numbers = ", ".join(str(one.version) for one in self._cache)
+        raise OverloadedError(
+            f"{version_name(manifest)} not opened: {reason}, and what is open beside the live version (version "
+            f"{numbers}) was called less than {self.min_idle_s:g} s ago and stays; ask again in {retry_s:.0f} s",
+            retry_s,
+        )
 
     def _retire(self, open_version: _OpenVersion) -> None:
         """Remove a version from the cache, and wait until its last call has closed it, at most as long as an answer may
@@ -277,9 +274,9 @@ class HotSwapRouter:
                 return old
         with ExitStack() as undo:  # nothing stays open after an error, after Ctrl-C either
             undo.callback(self._release, self._live)
-            fleet = self.searchers.load(manifest)
+            self.searchers.load(manifest)
             undo.callback(self.searchers.drop, manifest.version)
-            router = self._router(manifest, fleet)
+            router = self._router(manifest)
             router.take_over(self._live.router)
             router.search(np.eye(1, manifest.dimension, dtype=np.float32), 1)
             undo.pop_all()
@@ -292,14 +289,14 @@ class HotSwapRouter:
             open_version.calls -= 1
             open_version.called_s = time.monotonic()
             if open_version.is_retired and not open_version.calls:
-                version = open_version.router.manifest.version
-                del self._open[version]
-                self.searchers.drop(version)
+                del self._open[open_version.version]
+                self.searchers.drop(open_version.version)
                 self._lock.notify_all()
-                log.info("dropped: index=%s version=%d", self.index, version)
+                log.info("dropped: index=%s version=%d", self.index, open_version.version)
 
-    def _router(self, manifest: Manifest, fleet: Fleet) -> Router:
-        return Router(self.store, manifest, DynamicBatcher(fleet) if self.batching else fleet, **self.options)
+    def _router(self, manifest: Manifest) -> Router:
+        fleet = DynamicBatcher(self.searchers) if self.batching else self.searchers
+        return Router(self.store, manifest, fleet, **self.options)
 
     @property
     def manifest(self) -> Manifest:
@@ -319,8 +316,8 @@ class HotSwapRouter:
         """
         with nullcontext(router) if router else self.pin() as router:
             queries_QD = check_queries(queries_QD, router.dimension)
-            fleet = self.searchers.fleet(router.manifest)
-            results = fleet.exact(queries_QD, check_k(k), Deadline.after(router.timeout_s))
+            deadline = Deadline.after(router.timeout_s)
+            results = self.searchers.exact(queries_QD, check_k(k), router.manifest, deadline)
             if missing := {entry.shard for entry in router.manifest.shards} - {result.shard for result in results}:
                 raise DamagedShardsError(
                     f"{version_name(router.manifest)} not searched exactly: shards {sorted(missing)} are damaged; "

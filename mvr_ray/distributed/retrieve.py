@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.core.judging.answers import AnswerMatcher, Match
@@ -71,16 +70,14 @@ class RankSettings(NamedTuple):
 class QuestionRanker:
     """Rank batches of questions over one version with a router; needs Ray only if the fleet does."""
 
-    def __init__(self, router: Router, settings: RankSettings, threads: int = 1) -> None:
+    def __init__(self, router: Router, settings: RankSettings) -> None:
         self.router = router
         self.settings = settings
-        self.threads = threads
         self.matcher = AnswerMatcher(settings.match, strict=settings.strict_answers)
         self._refined_queries = lru_cache(router.refined_queries)
 
     def rank(self, batch: QuestionSet) -> list[list[RankedPassage]]:
         """Search for each question; hits are best first and judged by the question's answers."""
-        torch.set_num_threads(self.threads)
         weight = self.settings.hybrid
         hybrid = None if weight is None else HybridQueries(batch.texts, weight)
         answer = self.search(self.embed(batch), self.settings.k, hybrid)
@@ -124,7 +121,7 @@ class _PoolRanker:
         self, store: str, manifest: Manifest, fleet: Fleet, settings: RankSettings, threads: int, gpu: bool
     ) -> None:
         router = Router(Store(store), manifest, fleet, threads=threads, gpu=gpu)
-        self.ranker = QuestionRanker(router, settings, threads)
+        self.ranker = QuestionRanker(router, settings)
 
     def __call__(self, batch: tuple[str, Sequence[Sequence[Any]]]) -> list[list[RankedPassage]]:
         name, questions = batch

@@ -68,6 +68,7 @@ from mvr_ray.types import (
     Passage,
     PassageScores,
     ShardState,
+    SwapState,
 )
 
 if TYPE_CHECKING:
@@ -93,10 +94,6 @@ Observe = Callable[[str, float], None]
 class Router:
     """Searches one version with its own encoder. Safe to use from several threads."""
 
-    failure = ""
-    """As `HotSwapRouter.failure`; always empty, since this router moves to no other version."""
-    failed_version = 0
-
     def __init__(
         self,
         store: Store,
@@ -119,6 +116,7 @@ class Router:
         self.gpu = gpu
         self.observe = observe
         sizes = [entry.num_passages for entry in manifest.shards]
+        self.state = SwapState(manifest.version, follows=False)
         self._start_of = shard_starts(manifest.shards)
         self._first_depth = lru_cache(MAX_DEPTHS)(lambda k, num_queries: first_depth(k, sizes, num_queries))
         self._lock = threading.Lock()
@@ -340,7 +338,7 @@ class Router:
         ids: dict[int, list[str]] = {}
         for passage_id in dict.fromkeys(passage_ids):
             ids.setdefault(shard_of(passage_id, len(manifest.shards)), []).append(passage_id)
-        results = self.fleet.views(ids, deadline)
+        results = self.fleet.views(ids, manifest.version, deadline)
         for failure in results.failures:
             if failure.reason == DAMAGED:
                 raise DamagedShardsError(failure.detail)
@@ -422,7 +420,7 @@ class Router:
 
     def ready(self) -> None:
         """Wait until every shard can be searched, also after the restart of a searcher."""
-        self.fleet.ready()
+        self.fleet.ready(self.manifest)
 
     def passages(self, ids: Sequence[str]) -> dict[str, Passage]:
         return self.corpus.get(ids)
@@ -509,22 +507,19 @@ def require_words(manifest: Manifest) -> None:
 
 
 @contextmanager
-def open_router(
-    run: RunConfig, version: int | None = None, *, local: bool | None = None, timeout_s: float = TIMEOUT_S
-) -> Iterator[Router]:
+def open_router(run: RunConfig, version: int | None = None, *, local: bool | None = None) -> Iterator[Router]:
     """Open all shards of a version of `index.name` (by default the live one) until the block ends.
 
     `local` holds the shards in this process, without Ray; None: as `session.needs_ray` decides. Otherwise
-    `resources.searchers` actors hold them. `timeout_s`: of a search without a deadline.
+    `resources.searchers` actors hold them.
 
     Raises MissingInputError, DigestError, ManifestError, ResourceError.
     """
     store = Store(run.store.path)
     manifest = manifests.read(store, run.index.name, version)
     with open_searchers(run, manifest, local) as searchers:
-        fleet = searchers.fleet(manifest)
-        fleet.ready()
-        yield Router(store, manifest, fleet, timeout_s=timeout_s, threads=run.resources.torch_threads)
+        searchers.ready(manifest)
+        yield Router(store, manifest, searchers, threads=run.resources.torch_threads)
 
 
 @contextmanager

@@ -176,16 +176,9 @@ def _join_cluster(address: str) -> Iterator[None]:
         finally:
             ray.shutdown()
     finally:
-        _restore_authentication(before)
-
-
-def _restore_authentication(mode: str | None) -> None:
-    """Set RAY_AUTH_MODE as it was before a cluster was joined: the next one of this process may have another."""
-    from mvr_ray.distributed import ray_internals
-
-    if mode is None:
-        os.environ.pop("RAY_AUTH_MODE", None)
-        ray_internals.reread_authentication()
+        if before is None:  # the next cluster of this process may have another mode
+            os.environ.pop("RAY_AUTH_MODE", None)
+            ray_internals.reread_authentication()
 
 
 def _init_ray(**options: Any) -> None:

@@ -1,72 +1,239 @@
-"""Train the encoder, in this process or on the workers of Ray Train, and save the best snapshot.
+"""Train a model of any task, in this process or on the workers of Ray Train, and store it as the newest of its name.
 
-Checkpoints are in the store, under a digest of everything that determines the result: the same command resumes, a
-changed one starts from the beginning.
+The task's loop defines the loss of a step and the metrics of an epoch. Ray Train places the workers, joins them in one
+process group and restarts them when one dies. Each run gets a new name, so Ray Train never resumes silently by name:
+mvr_ray writes its own checkpoints, in the store, under a digest of everything that determines the result: the same
+command resumes, a changed one starts from the beginning.
 """
 
-import hashlib
-import json
+import logging
+import signal
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from mvr_ray.config import RunConfig
-from mvr_ray.core.encoding.encoder import DualEncoder
-from mvr_ray.core.encoding.views import MODEL_SETTINGS
-from mvr_ray.distributed.encoders import encoder_spec, make_encoder, starting_snapshot
-from mvr_ray.distributed.training.checkpoints import Checkpoints
-from mvr_ray.distributed.training.examples import input_digests, open_dev, open_examples
-from mvr_ray.distributed.training.retriever import RetrieverLoop, loss_name
-from mvr_ray.distributed.training.steps import TrainingJob
-from mvr_ray.distributed.training.train_model import TrainedModel, train_model
-from mvr_ray.errors import ConfigError, EncoderError
+import ray
+import ray.train
+import torch
+from ray.train.torch import TorchConfig, TorchTrainer, get_device
+
+from mvr_ray.config import RunConfig, StoreConfig
+from mvr_ray.core.learning.training import rank
+from mvr_ray.distributed import session
+from mvr_ray.distributed.models import save_model
+from mvr_ray.distributed.progress import forward_progress
+from mvr_ray.distributed.training.checkpoints import TrainState
+from mvr_ray.distributed.training.cross_encoder import CrossEncoderLoop
+from mvr_ray.distributed.training.reader import ReaderLoop
+from mvr_ray.distributed.training.retriever import RetrieverLoop
+from mvr_ray.distributed.training.steps import StepLoop, TrainingJob
+from mvr_ray.errors import FormatError, MvrRayError, ResourceError, StorageError
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+from mvr_ray.store.model_records import latest_fingerprint, record_latest
 from mvr_ray.types import Progress, no_progress
+
+log = logging.getLogger(__name__)
+
+SNAPSHOT = "-step-"
+"""Separates a model's name from the step of a weights snapshot."""
+MAX_RESTARTS = 3
+"""Maximum restarts of the workers after one died."""
+LOOPS: dict[str, type[StepLoop]] = {loop.kind.task: loop for loop in (RetrieverLoop, ReaderLoop, CrossEncoderLoop)}
+"""By `train.task`."""
+
+
+class TrainedModel(NamedTuple):
+    """A trained model in the store: `folder` is its path there; `metrics` are of its best epoch."""
+
+    name: str
+    fingerprint: str
+    folder: str
+    metrics: dict[str, float]
+    epochs: list[Any]
 
 
 def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
-    """Train the encoder by the `train` section and record the snapshot as the newest of `encoder.name`.
+    """Train by the `train` section and record the model as the newest of its name.
 
-    Raises ConfigError, DataError, MissingInputError or EncoderError before any worker starts, ResourceError when the
-    workers cannot be placed or keep dying.
+    Raises ConfigError, DataError, MissingInputError or the model's own error before any worker starts, ResourceError
+    when the workers cannot be placed or keep dying.
     """
-    if run.train.task != "retriever":
-        raise ConfigError(
-            f"train.task is {run.train.task}; train it with mvr_ray.distributed.training.{run.train.task}.train"
-        )
-    workers = run.resources.train_workers
-    if run.train.batch_questions % max(1, workers):
-        raise ConfigError(
-            f"train.batch_questions is {run.train.batch_questions}, which {workers} workers (resources.train_workers) "
-            f"cannot share evenly; make it a multiple of {workers}"
-        )
-    return train_model(RetrieverLoop, open_job, run, progress)
+    loop, store, workers = LOOPS[run.train.task], Store(run.store.path), run.resources.train_workers
+    with _threads(run.resources.torch_threads):
+        job = loop.open_job(run)
+        try:
+            latest_fingerprint(store, loop.kind, job.name)
+        except StorageError as error:  # a damaged record is replaced, one of a newer program is not
+            if isinstance(error, FormatError):
+                raise
+        record_before = job.checkpoints.result()
+        if record_before and store.exists(paths.model_dir(loop.kind.store_dir, job.name, record_before["fingerprint"])):
+            return _make_latest(loop, store, job.name, record_before)
+        log.info("training: %s examples=%d workers=%d", loop.kind.what, len(job.examples), workers)
+        if workers:
+            state = _train_on_workers(run, progress)
+        else:
+            state = loop(job, progress, _own_device(run)).run()
+        record = _save(loop, store, job, state)
+        _save_snapshots(loop, store, job)
+        snapshot = _make_latest(loop, store, job.name, record)
+        job.checkpoints.finish(record)
+        return snapshot
 
 
-def open_job(run: RunConfig) -> TrainingJob:
-    """Open the model and data of a rank. This is cheap: passages stay in their mapped files."""
+def _save(loop: type[StepLoop], store: Store, job: TrainingJob, state: TrainState) -> dict[str, Any]:
+    """Save the best weights; returns their record."""
+    model = job.model.to("cpu").eval()
+    if state.best_step >= 0:
+        job.checkpoints.load_model(model, state.best_step, "best")
+    fingerprint = save_model(store, loop.kind, job.name, model)
+    best = next((epoch for epoch in state.epochs if epoch["step"] == state.best_step), {})
+    names = (*loop.figures, *loop.dev_metrics)
+    metrics = {"steps": float(state.step)} | {name: float(best[name]) for name in names if best.get(name) is not None}
+    log.info("trained: %s fingerprint=%s best_step=%d", loop.kind.what, fingerprint, state.best_step)
+    if state.before is not None:
+        metrics[f"{loop.dev_metrics[-1]}_before"] = state.before
+        if state.best_step >= 0 and state.best_accuracy <= state.before:
+            advice = "more questions, or a lower train.lr, may"
+            figures = (state.before, state.best_accuracy)
+            log.warning("training did not raise dev accuracy: before=%.3f best=%.3f; " + advice, *figures)
+    return {"fingerprint": fingerprint, "metrics": metrics, "epochs": state.epochs}
+
+
+def _save_snapshots(loop: type[StepLoop], store: Store, job: TrainingJob) -> None:
+    """Save the weights of `train.snapshot_steps`, each as the newest model of its own name."""
+    for step in job.run.train.snapshot_steps:
+        job.checkpoints.load_model(job.model, step, "snapshot")
+        own = f"{job.name}{SNAPSHOT}{step}"
+        record = {"fingerprint": save_model(store, loop.kind, own, job.model), "metrics": {"steps": float(step)}}
+        record_latest(store, loop.kind, own, {**record, "epochs": []})
+
+
+def _make_latest(loop: type[StepLoop], store: Store, name: str, record: Mapping[str, Any]) -> TrainedModel:
+    """Record a model as the newest of its name."""
+    record_latest(store, loop.kind, name, record)
+    epochs = [loop.epoch(**epoch) for epoch in record["epochs"]]
+    folder = paths.model_dir(loop.kind.store_dir, name, record["fingerprint"])
+    return TrainedModel(name, record["fingerprint"], folder, record["metrics"], epochs)
+
+
+def _own_device(run: RunConfig) -> torch.device:
+    """The device for training in this process. Raises ResourceError where torch sees no GPU."""
+    if not run.resources.gpus_per_trainer:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ResourceError(
+            f"resources.gpus_per_trainer is {run.resources.gpus_per_trainer:g}, but torch sees no GPU on this machine; "
+            f"set it to 0, or train on the workers of a cluster with resources.train_workers"
+        )
+    return torch.device("cuda")
+
+
+def _train_on_workers(run: RunConfig, progress: Progress) -> TrainState:
+    """Train on Ray Train workers in one process group; returns rank 0's state.
+
+    Ray Train restarts workers that die. Raises ResourceError when they cannot be placed or keep dying.
+    """
+    resources = run.resources
+    worker_run = run.model_copy(update={"store": StoreConfig(path=Store(run.store.path).address)})
+    count, cpus, gpus = resources.train_workers, resources.cpus_per_trainer, resources.gpus_per_trainer
+    with ExitStack() as stack:
+        needs = [session.Need("trainers", count, cpus, gpus)]
+        info = stack.enter_context(session.connect(resources, needs=needs, dashboard=True))
+        storage = stack.enter_context(_storage(run, info))
+        actor = stack.enter_context(forward_progress(progress))
+        api: Any = ray.train
+        make_trainer: Any = TorchTrainer
+        trainer = make_trainer(
+            _worker,
+            train_loop_config={"run": worker_run.model_dump(mode="json"), "actor": actor},
+            scaling_config=api.ScalingConfig(
+                num_workers=count,
+                use_gpu=gpus > 0,
+                resources_per_worker={"CPU": cpus} | ({"GPU": gpus} if gpus else {}),
+            ),
+            torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
+            run_config=api.RunConfig(
+                name=f"train-{uuid.uuid4().hex}",
+                storage_path=storage,
+                failure_config=api.FailureConfig(max_failures=MAX_RESTARTS),
+            ),
+        )
+        try:
+            with _interruptible():
+                result = trainer.fit()
+        except ray.train.TrainingFailedError as error:
+            raise _translate_failure(error) from error
+    return TrainState.from_json(result.return_value.encode())
+
+
+def _worker(config: dict[str, Any]) -> str:
+    """Train one rank. Returns the final state as JSON on rank 0, an empty text elsewhere."""
+    run = RunConfig.model_validate(config["run"])
+    torch.set_num_threads(run.resources.torch_threads)
+    device = get_device()
+    assert isinstance(device, torch.device)
+    loop = LOOPS[run.train.task]
+    state = loop(loop.open_job(run), config["actor"].report.remote, device).run()
+    return state.to_json().decode() if rank() == 0 else ""
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Raise KeyboardInterrupt on Ctrl-C during Ray Train, and restore the previous handler.
+
+    Ray Train's own handler aborts the run, exits the process with status 0, and stays installed.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit as error:
+        raise KeyboardInterrupt from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _storage(run: RunConfig, info: session.ClusterInfo) -> Iterator[str]:
+    """Folder for Ray Train's own small files: on this machine, or in the store if there are several machines."""
+    if len(info.nodes) == 1 and not info.can_grow:
+        with tempfile.TemporaryDirectory(prefix="mvr-train-", ignore_cleanup_errors=True) as folder:
+            yield folder
+        return
     store = Store(run.store.path)
-    corpus = Corpus.open(store, run.prepare.corpus)
-    model = _starting_encoder(run, store, corpus)
-    parts = [run.digest("encoder", "train"), model.fingerprint, corpus.digest, *input_digests(corpus, run.train)]
-    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]  # of everything that determines the weights
-    loss_name(run, model)
-    examples = open_examples(corpus, model.splitter, run.train)
-    dev = open_dev(corpus, run.train)
-    checkpoints = Checkpoints(store, paths.training_dir(run.encoder.name, key))
-    return TrainingJob(run, run.encoder.name, model, examples, dev, checkpoints)
+    path = paths.training_dir(run.encoder.name, f"ray-{uuid.uuid4().hex[:8]}")
+    try:
+        yield str(Path(store.where(path)).expanduser().resolve()) if store.is_local else store.where(path)
+    finally:
+        store.delete_dir(path)
 
 
-def _starting_encoder(run: RunConfig, store: Store, corpus: Corpus) -> DualEncoder:
-    start = run.train.init_from
-    if start is None:
-        return make_encoder(run, store, corpus)
-    encoder = DualEncoder.load(starting_snapshot(run, start).folder)
-    spec = encoder_spec(run).fill({name: getattr(encoder.spec, name) for name in MODEL_SETTINGS})
-    expected, actual = spec.settings(), encoder.spec.settings()
-    if expected != actual:
-        differing = sorted(set(expected.items()) ^ set(actual.items()))
-        raise EncoderError(
-            f"train.init_from {start} was made with other settings than the encoder section asks for: "
-            f"{', '.join(dict(differing))}; make them equal, or start from the backbone"
-        )
-    return encoder.to_precision("fp32")
+def _translate_failure(error: Exception) -> Exception:
+    failures = getattr(error, "worker_failures", {})
+    for failure in failures.values():
+        cause = getattr(failure, "cause", failure)
+        if isinstance(cause, MvrRayError):
+            return cause
+    first = next(iter(failures.values()), error)
+    lines = str(first).strip().splitlines()
+    return ResourceError(
+        f"training stopped after {MAX_RESTARTS} restarts: {lines[-1] if lines else type(first).__name__}; see whether "
+        f"a machine ran out of memory or left the cluster, then run the same command again, it continues"
+    )
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Set torch's number of threads in the block, and restore it afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

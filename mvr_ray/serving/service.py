@@ -172,7 +172,7 @@ class SearchService:
         RequestError (503) if that is published, but cannot be opened here."""
         version = self._catalog().rollback(number, self._search_deadline(deadline))
         self.router.follow()
-        if self.router.failure:
+        if self.router.state.failure:
             self._require_serving(version.version, f"version {number} was published again as {version.version}, which")
         return version
 
@@ -190,7 +190,7 @@ class SearchService:
         """Raise RequestError (503) unless this version answers; `what` names it."""
         serving = self.current_version().version
         if serving != number:
-            why = self.router.failure or "the server was started with a fixed version"
+            why = self.router.state.failure or "the server was started with a fixed version"
             message = f"{what} could not be opened beside version {serving}, which stays in use: {why}"
             raise RequestError(503, "not_opened", "n", message, "see `mvr-ray versions CONFIG verify`")
 
@@ -204,11 +204,12 @@ class SearchService:
         that could not be followed."""
         with self._pin(None) as router:
             answer, problems = _probe(router), router.missing_sources()
+        state = self.router.state
         return schemas.Readiness(
             ready=answer.passages_searched == answer.passages_total and not problems,
             problems=problems,
-            failure=self.router.failure,
-            failed_version=self.router.failed_version or None,
+            failure=state.failure,
+            failed_version=state.failed_version or None,
             freshness=self.freshness.measure() if self.freshness else None,
             index=answer.index,
             version=answer.version,

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed.models import pair_spec, reader_spec
-from mvr_ray.distributed.training.train_model import SNAPSHOT
+from mvr_ray.distributed.train import SNAPSHOT
 from mvr_ray.errors import ConfigError
 from mvr_ray.stages import STAGES
 from mvr_ray.studies.definition import StepConfig, Study, VariantConfig

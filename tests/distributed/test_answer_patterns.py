@@ -20,9 +20,8 @@ from mvr_ray.distributed.refinement.questions import gather
 from mvr_ray.distributed.refinement.refiner_pool import RefinerPool
 from mvr_ray.distributed.refinement.shard_refiner import RefinerTask
 from mvr_ray.distributed.refinement.state import PUBLISHED
-from mvr_ray.distributed.train import open_job
-from mvr_ray.distributed.training import reader
 from mvr_ray.distributed.training.cross_encoder import CrossEncoderLoop
+from mvr_ray.distributed.training.reader import ReaderLoop
 from mvr_ray.distributed.training.retriever import RetrieverLoop
 from mvr_ray.errors import ConfigError
 from mvr_ray.stages import STAGES
@@ -159,7 +158,7 @@ def test_mining_drops_the_passages_that_an_independent_search_finds(store_path):
 def test_the_views_that_hold_an_answer_in_training_are_those_that_an_independent_search_finds(store_path):
     sections = {"encoder": {"strategy": "snippet_means", "num_views": 2}}
     train = {"questions": "years", "loss": "camvr", "answer_views": "all", "batch_questions": 8}
-    job = open_job(run_of(store_path, **sections, train=train))
+    job = RetrieverLoop.open_job(run_of(store_path, **sections, train=train))
     loop = RetrieverLoop(job, lambda *_: None, job.model.device)
     examples = job.examples.get(range(8), 0)
     expected_QV = [
@@ -188,7 +187,7 @@ def test_a_reader_refuses_to_learn_from_patterns(store_path):
     with pytest.raises(
         ConfigError, match=r"evaluate\.match is regex, .* train\.task is reader.*; set evaluate\.match=s"
     ):
-        reader.train(run)
+        ReaderLoop.open_job(run)
 
 
 def test_keys_of_unfinished_work_depend_on_the_rule_and_stay_as_they_were_for_words(store_path):
@@ -197,5 +196,7 @@ def test_keys_of_unfinished_work_depend_on_the_rule_and_stay_as_they_were_for_wo
     for sections in (["refine"], ["train"], ["encoder", "train"]):
         assert words.digest(*sections) != patterns.digest(*sections)
     train = {"questions": "years", "batch_questions": 8}
-    words, patterns = (open_job(run_of(store_path, match, train=train)).checkpoints for match in ("string", "regex"))
+    words, patterns = (
+        RetrieverLoop.open_job(run_of(store_path, match, train=train)).checkpoints for match in ("string", "regex")
+    )
     assert words._folder != patterns._folder

@@ -16,7 +16,7 @@ from mvr_ray.distributed.hot_swap import open_hot_swap_router
 from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.messages import ShardResults
-from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
+from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
 from mvr_ray.errors import CoverageError, OverloadedError
 from mvr_ray.store.files import Store
 
@@ -58,7 +58,7 @@ def index(tmp_path_factory):
 def route(index, fleet_of) -> Router:
     root, version = index
     task = SearcherTask(str(root), version)
-    return Router(Store(str(root)), version, fleet_of(LocalFleet(task)), timeout_s=LONG_S)
+    return Router(Store(str(root)), version, fleet_of(LocalSearchers(task)), timeout_s=LONG_S)
 
 
 def is_true(queries_QD, hits, k) -> bool:
@@ -85,7 +85,7 @@ def wait_for_queue(batcher: DynamicBatcher, count: int) -> None:
 def test_answers_of_batched_searches_are_those_of_single_searches(index, searches, max_queries, concurrent_calls):
     """Searches wait behind `concurrent_calls` calls at a gate; then the queued ones share as few calls as possible."""
     root, version = index
-    gated_fleet = GatedFleet(LocalFleet(SearcherTask(str(root), version)))
+    gated_fleet = GatedFleet(LocalSearchers(SearcherTask(str(root), version)))
     batcher = DynamicBatcher(gated_fleet, max_queries, concurrent_calls)
     router = Router(Store(str(root)), version, batcher, timeout_s=LONG_S)
     with ThreadPoolExecutor(len(searches) + concurrent_calls) as threads:
@@ -129,7 +129,7 @@ def test_a_single_search_runs_in_its_own_thread(index):
 
 def test_a_search_past_its_deadline_gets_partial_results_and_the_others_wait_on(index):
     root, version = index
-    gated_fleet = GatedFleet(LocalFleet(SearcherTask(str(root), version)), first_parts=2)
+    gated_fleet = GatedFleet(LocalSearchers(SearcherTask(str(root), version)), first_parts=2)
     batcher = DynamicBatcher(gated_fleet, concurrent_calls=1)
     router = Router(Store(str(root)), version, batcher, timeout_s=LONG_S)
     with ThreadPoolExecutor(3) as threads:
@@ -150,7 +150,7 @@ def test_a_search_past_its_deadline_gets_partial_results_and_the_others_wait_on(
 
 def test_a_search_queued_behind_a_hung_call_is_sent_before_its_deadline(index):
     root, version = index
-    gated_fleet = GatedFleet(LocalFleet(SearcherTask(str(root), version)), first_parts=SHARDS)
+    gated_fleet = GatedFleet(LocalSearchers(SearcherTask(str(root), version)), first_parts=SHARDS)
     router = Router(Store(str(root)), version, DynamicBatcher(gated_fleet, concurrent_calls=1), timeout_s=LONG_S)
     with ThreadPoolExecutor(1) as threads:
         hung_search = threads.submit(router.search, queries(1, 1), K)
@@ -164,7 +164,7 @@ def test_a_search_queued_behind_a_hung_call_is_sent_before_its_deadline(index):
 
 def test_an_error_of_a_call_is_raised_by_all_its_searches(index):
     root, version = index
-    gated_fleet = GatedFleet(LocalFleet(SearcherTask(str(root), version)))
+    gated_fleet = GatedFleet(LocalSearchers(SearcherTask(str(root), version)))
     batcher = DynamicBatcher(gated_fleet, concurrent_calls=1)
     router = Router(Store(str(root)), version, batcher, timeout_s=LONG_S)
     with ThreadPoolExecutor(4) as threads:
@@ -184,7 +184,7 @@ def test_an_error_of_a_call_is_raised_by_all_its_searches(index):
 
 def test_queued_searches_end_with_the_error_where_their_call_cannot_start(index):
     root, version = index
-    gated_fleet = GatedFleet(LocalFleet(SearcherTask(str(root), version)))
+    gated_fleet = GatedFleet(LocalSearchers(SearcherTask(str(root), version)))
     batcher = DynamicBatcher(gated_fleet, concurrent_calls=1)
     router = Router(Store(str(root)), version, batcher, timeout_s=LONG_S)
     with ThreadPoolExecutor(3) as threads:
@@ -222,7 +222,7 @@ def test_if_one_searcher_hangs_the_answer_of_the_other_arrives_in_time(tmp_path,
         assert is_true(queries(1, 2), default_router.search(queries(1, 2), K, deadline=Deadline.after(60)).hits, K)
         router = Router(default_router.store, default_router.manifest, DynamicBatcher(fleet, concurrent_calls=0))
         assert is_true(queries(1, 2), router.search(queries(1, 2), K, deadline=Deadline.after(16)).hits, K)
-        hung_shards, other_shards = (one.shards for one in fleet.actor_assignments)
+        hung_shards, other_shards = (one.shards for one in fleet.assignments[1])
         gate = "gate"
 
         def hold(one) -> None:

@@ -17,7 +17,7 @@ from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.distributed import build_index, encode, rewrite
 from mvr_ray.distributed.encoders import resolve_encoder
 from mvr_ray.distributed.router import Router
-from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
+from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
 from mvr_ray.distributed.shards import RECALL_DEPTH, build_shard, sample_views, shard_recall
 from mvr_ray.errors import MissingInputError, RowsLostError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams
@@ -235,7 +235,7 @@ def test_only_new_contents_are_encoded_when_a_corpus_was_prepared_again(own_inde
     for name, views in mine.items():
         assert views.view_numbers_N.tolist() == true[name].view_numbers_N.tolist()
         np.testing.assert_allclose(views.vectors_ND, true[name].vectors_ND, atol=1e-3)
-    router = Router(store, before, LocalFleet(SearcherTask(store.address, before)))
+    router = Router(store, before, LocalSearchers(SearcherTask(store.address, before)))
     assert router.passages([old[0].id]) == {old[0].id: old[0]}
 
 
@@ -420,7 +420,7 @@ def test_an_approximate_index_is_updated_in_a_copy_or_built_anew_and_the_manifes
     task = SearcherTask(str(own_index), version)
     before, after = views_by_id(own_index, first)[old[0].id], views_by_id(own_index, version)[old[0].id]
     queries_QD = np.concatenate([before.vectors_ND, after.vectors_ND]).astype(np.float32)
-    for hits, query_D in zip(Router(store, version, LocalFleet(task)).search(queries_QD, 60).hits, queries_QD):
+    for hits, query_D in zip(Router(store, version, LocalSearchers(task)).search(queries_QD, 60).hits, queries_QD):
         assert len({hit.passage_id for hit in hits}) == 60
         [own] = [hit for hit in hits if hit.passage_id == old[0].id]
         assert own.score == pytest.approx((after.vectors_ND.astype(np.float32) @ query_D).max(), abs=1e-3)

@@ -18,7 +18,7 @@ from mvr_ray.config import RunConfig
 from mvr_ray.distributed import rewrite, session
 from mvr_ray.distributed.rewrite import compact_one, reshard_one, rewritten_manifest, staging_key
 from mvr_ray.distributed.router import Router
-from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
+from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
 from mvr_ray.distributed.shards import build_shard, folder_embeddings
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.candidates import LABELS_FILE
@@ -72,7 +72,7 @@ def publish_reshard(store: Store, base: Manifest, num_shards: int) -> Manifest:
 
 def answers(root: Path, version: Manifest, queries_QD: np.ndarray, k: int) -> list[list[tuple[str, float, int]]]:
     task = SearcherTask(str(root), version)
-    answer = Router(Store(str(root)), version, LocalFleet(task)).search(queries_QD, k)
+    answer = Router(Store(str(root)), version, LocalSearchers(task)).search(queries_QD, k)
     assert answer.coverage_share == 1.0
     return [[(hit.passage_id, hit.score, hit.view) for hit in hits] for hits in answer.hits]
 

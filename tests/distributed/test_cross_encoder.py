@@ -13,8 +13,8 @@ from mvr_ray.config import RunConfig, parse_run
 from mvr_ray.core.reading.cross_encoder import CrossEncoder, Pair
 from mvr_ray.distributed.mine import mine
 from mvr_ray.distributed.models import pair_spec
-from mvr_ray.distributed.train import open_job, train
-from mvr_ray.distributed.training import cross_encoder
+from mvr_ray.distributed.train import train
+from mvr_ray.distributed.training.retriever import RetrieverLoop
 from mvr_ray.errors import ConfigError, CrossEncoderError, DataError, MissingInputError
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -60,7 +60,7 @@ class CrossEncoderStop(Exception):
 def test_a_cross_encoder_learns_and_what_it_takes_for_an_answer_is_no_negative(store_path, minilm, ray_session):
     settings = {"dev_questions": "all", "num_hard_negatives": 2, "lr": 5e-4, "epochs": 5, "cross_encoder": "judge"}
     backbone = {"backbone": str(minilm)}
-    model = cross_encoder.train(run_of(store_path, settings, encoder=backbone))
+    model = train(run_of(store_path, settings, encoder=backbone))
     assert model.metrics["dev_top1"] > max(0.7, model.metrics["dev_top1_before"])
     assert model.epochs[-1].loss < model.epochs[0].loss / 2
 
@@ -99,7 +99,7 @@ def test_a_cross_encoder_learns_and_what_it_takes_for_an_answer_is_no_negative(s
         for weight in (0, 1)
     )
     assert plain_model.fingerprint != distilled_model.fingerprint
-    [example] = open_job(run_of(store_path, settings_of_retriever)).examples.get([0], 0)
+    [example] = RetrieverLoop.open_job(run_of(store_path, settings_of_retriever)).examples.get([0], 0)
     question = next(one for one in read_questions(only_corpus(store), "clean") if one.text == example.text)
     score_of = dict(zip((question.positive_ids[0], *question.hard_negative_ids), question.teacher_scores))
     assert list(example.teacher) == [score_of[one.id] for one in (example.passage, *example.negatives)]
@@ -109,7 +109,7 @@ def test_a_training_killed_anywhere_ends_with_the_same_cross_encoder_to_the_bit(
     """Negatives of the batch, dropout, several passes a step."""
     settings = {"hard_negatives": None, "batch_questions": 4, "cache_chunk": 3, "dropout": 0.1, "dev_questions": "all"}
     settings |= {"epochs": 2, "max_steps": 4, "checkpoint_steps": 2}
-    whole = cross_encoder.train(run_of(store_path, {**settings, "cross_encoder": "whole"}))
+    whole = train(run_of(store_path, {**settings, "cross_encoder": "whole"}))
 
     def progress(what: str, count: int, total: int) -> None:
         if count == 3:
@@ -117,20 +117,20 @@ def test_a_training_killed_anywhere_ends_with_the_same_cross_encoder_to_the_bit(
 
     run = run_of(store_path, {**settings, "cross_encoder": "broken"})
     with pytest.raises(CrossEncoderStop):
-        cross_encoder.train(run, progress)
-    again = cross_encoder.train(run)
+        train(run, progress)
+    again = train(run)
     assert (again.fingerprint, again.metrics, again.epochs) == (whole.fingerprint, whole.metrics, whole.epochs)
 
 
 def test_what_cannot_be_trained_or_mined_is_refused_by_name(store_path, tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"train\.task is cross_encoder, which learns from questions"):
-        cross_encoder.train(run_of(store_path, {"questions": None}))
+        train(run_of(store_path, {"questions": None}))
     with pytest.raises(ConfigError, match=r"init_from is earlier, .*cross_encoder starts from encoder\.backbone"):
-        cross_encoder.train(run_of(store_path, {"init_from": "earlier"}))
+        train(run_of(store_path, {"init_from": "earlier"}))
     with pytest.raises(ConfigError, match=r"max_passage_tokens is 96, .*=0, and lower mine\.max_pair_tokens instead"):
-        cross_encoder.train(run_of(store_path, {"max_passage_tokens": 96}))
+        train(run_of(store_path, {"max_passage_tokens": 96}))
     with pytest.raises(CrossEncoderError, match=r"max_tokens is 600, .* lower mine\.max_pair_tokens to 512"):
-        cross_encoder.train(run_of(store_path, mine={**MINING, "max_pair_tokens": 600}))
+        train(run_of(store_path, mine={**MINING, "max_pair_tokens": 600}))
     with pytest.raises(MissingInputError, match=r"cross-encoder 'nobody' is neither stored in .*mine\.cross_encoder"):
         mine(run_of(store_path, mine={**MINING, "cross_encoder": "nobody"}))
     with pytest.raises(ConfigError, match=r"no question of 'mined' has a teacher's scores; mine with a cross-encoder"):

@@ -82,7 +82,7 @@ def use_transport(way: str, router, monkeypatch) -> None:
     if way == WAYS[0]:
         monkeypatch.setattr(Connection, "_usable_client", lambda _: None)
         return
-    replicas = [replica for group in router.fleet.searchers.dispatcher.groups for replica in group]
+    replicas = [replica for group in router.fleet.dispatcher.groups for replica in group]
     while not all(replica.is_connected for replica in replicas):
         with ThreadPoolExecutor(4) as threads:
             assert all(threads.map(lambda _: is_whole(router.search(QUERIES_QD, K)), range(4)))
@@ -200,8 +200,8 @@ def test_unchanged_shards_stay_where_they_are_and_every_shard_has_one_place(six_
 def test_with_a_replica_lost_answers_stay_whole_and_certified(open_with, record_property, way, monkeypatch):
     with open_with(replicas=2) as router, ThreadPoolExecutor(1) as threads:
         use_transport(way, router, monkeypatch)
-        groups, (first, second, *_) = router.fleet.searchers.dispatcher.groups, router.fleet.actors
-        router.fleet.searchers.dispatcher.budget = HedgeBudget(share=0.0)  # a second call would hide the loss
+        groups, (first, second, *_) = router.fleet.dispatcher.groups, router.fleet.actors
+        router.fleet.dispatcher.budget = HedgeBudget(share=0.0)  # a second call would hide the loss
         waits_s = []
         for target, replica, other in ((first, *groups[0]), (second, *reversed(groups[0]))):
             if other.open_ref:
@@ -230,7 +230,7 @@ def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedd
     open_with, monkeypatch, record_property
 ):
     with open_with(replicas=2) as router:
-        dispatcher, (first, second, *_) = router.fleet.searchers.dispatcher, router.fleet.actors
+        dispatcher, (first, second, *_) = router.fleet.dispatcher, router.fleet.actors
         for _ in range(MIN_CALLS + 1):
             assert is_whole(router.search(QUERIES_QD, K))
         dispatcher.budget = HedgeBudget()
@@ -260,7 +260,7 @@ def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedd
         dispatcher.queue = 64
         shut(second)
         answer = router.search(QUERIES_QD, K, deadline=Deadline.after(1), min_coverage=0.0)
-        assert {answer.shards[shard].state for shard in router.fleet.actor_assignments[0].shards} == {"late"}
+        assert {answer.shards[shard].state for shard in router.fleet.assignments[1][0].shards} == {"late"}
         assert dispatcher.budget.hedges == hedges
         reopen(first)
         reopen(second)
@@ -273,7 +273,7 @@ def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedd
 def test_a_full_queue_refuses_at_once_and_what_was_let_in_is_answered(open_with, record_property):
     queue, num_asked = 2, 20
     with open_with(searcher_queue=queue) as router, ThreadPoolExecutor(queue) as threads:
-        actor, waiting = router.fleet.actors[0], router.fleet.searchers.dispatcher.groups[0][0]
+        actor, waiting = router.fleet.actors[0], router.fleet.dispatcher.groups[0][0]
         shut(actor)
         searches = [threads.submit(router.search, QUERIES_QD, K, deadline=Deadline.after(120)) for _ in range(queue)]
         while waiting.waiting < queue:
@@ -285,8 +285,8 @@ def test_a_full_queue_refuses_at_once_and_what_was_let_in_is_answered(open_with,
                 router.search(QUERIES_QD, K)
             retries_s.append(error.value.retry_after_s)
         assert min(retries_s) > 0
-        assert router.fleet.searchers.dispatcher.counts().refused == len(retries_s)
-        assert router.fleet.searchers.dispatcher.groups[1][0].waiting <= queue
+        assert router.fleet.dispatcher.counts().refused == len(retries_s)
+        assert router.fleet.dispatcher.groups[1][0].waiting <= queue
         reopen(actor)
         assert all(is_whole(one.result()) for one in searches)
         assert is_whole(router.search(QUERIES_QD, K))
@@ -297,7 +297,7 @@ def test_a_full_queue_refuses_at_once_and_what_was_let_in_is_answered(open_with,
 @pytest.mark.ray
 def test_cancelled_calls_are_skipped_and_count_as_waiting_until_then(open_with):
     with open_with(searcher_queue=3) as router:
-        actor, replica = router.fleet.actors[0], router.fleet.searchers.dispatcher.groups[0][0]
+        actor, replica = router.fleet.actors[0], router.fleet.dispatcher.groups[0][0]
         shut(actor)
         for _ in range(3):
             answer = router.search(QUERIES_QD, K, deadline=Deadline.after(2.0), min_coverage=0.0)
@@ -326,7 +326,7 @@ def check_health(monitor: HealthMonitor, at_s: float, *well) -> int:
 @pytest.mark.parametrize("freeze", [False, True], ids=["its queue stands", "its process stands"])
 def test_a_hung_searcher_is_found_by_its_canary_told_and_replaced(open_with, freeze, record_property):
     with open_with() as router:
-        dispatcher, (actor, other) = router.fleet.searchers.dispatcher, router.fleet.actors
+        dispatcher, (actor, other) = router.fleet.dispatcher, router.fleet.actors
         monitor = HealthMonitor(dispatcher, hung_s=30)
         assert [check_health(monitor, at_s, actor, other) for at_s in (0, 29, 58)] == [0, 0, 0]
         before = ray.get(actor.heartbeat.remote()).instance_id
@@ -340,8 +340,8 @@ def test_a_hung_searcher_is_found_by_its_canary_told_and_replaced(open_with, fre
         began = time.monotonic()
         answer = router.search(QUERIES_QD, K, min_coverage=0.0)
         states = {shard.shard: shard.state for shard in answer.shards}
-        assert {states[shard] for shard in router.fleet.actor_assignments[0].shards} <= {"hung", "searched"}
-        assert {states[shard] for shard in router.fleet.actor_assignments[1].shards} == {"searched"}
+        assert {states[shard] for shard in router.fleet.assignments[1][0].shards} <= {"hung", "searched"}
+        assert {states[shard] for shard in router.fleet.assignments[1][1].shards} == {"searched"}
         router.ready()
         assert is_whole(router.search(QUERIES_QD, K))
         record_property("figures", f"found at the third look, whole again {time.monotonic() - began:.1f} s later")
@@ -353,9 +353,9 @@ def test_a_hung_searcher_is_found_by_its_canary_told_and_replaced(open_with, fre
 def test_a_busy_searcher_is_not_taken_for_a_hung_one(open_with):
     """The probe waits behind another call and a second gate; it may while calls end."""
     with open_with() as router:
-        monitor, (actor, other) = HealthMonitor(router.fleet.searchers.dispatcher, hung_s=30), router.fleet.actors
+        monitor, (actor, other) = HealthMonitor(router.fleet.dispatcher, hung_s=30), router.fleet.actors
         shut(actor, "first")
-        message = encode_scan(ScanRequest(QUERIES_QD, K, router.fleet.actor_assignments[0].shards, 1))
+        message = encode_scan(ScanRequest(QUERIES_QD, K, router.fleet.assignments[1][0].shards, 1))
         others = actor.handle.remote("scan", "", message)
         shut(actor, "second", later=True)
         assert check_health(monitor, 0, other) == 0
@@ -370,7 +370,7 @@ def test_a_busy_searcher_is_not_taken_for_a_hung_one(open_with):
 def test_nothing_keeps_a_replica_that_was_replaced(open_with):
     """It would keep its threads."""
     with open_with() as router:
-        dispatcher, actor = router.fleet.searchers.dispatcher, router.fleet.actors[0]
+        dispatcher, actor = router.fleet.dispatcher, router.fleet.actors[0]
         monitor = HealthMonitor(dispatcher, hung_s=30)
         assert monitor.check(0) == 0
         before = weakref.ref(dispatcher.replace(0, 0, actor))
@@ -387,7 +387,7 @@ def test_nothing_keeps_a_replica_that_was_replaced(open_with):
 def test_without_a_replica_left_the_shards_are_told_until_they_are_back(open_with, record_property, way, monkeypatch):
     with open_with() as router, ThreadPoolExecutor(2) as threads:
         use_transport(way, router, monkeypatch)
-        target, replica = router.fleet.actors[1], router.fleet.searchers.dispatcher.groups[1][0]
+        target, replica = router.fleet.actors[1], router.fleet.dispatcher.groups[1][0]
         pid = hold_searches(target)
         strict = threads.submit(router.search, QUERIES_QD, K, deadline=Deadline.after(120))
         wait_until_held(target)
@@ -400,8 +400,8 @@ def test_without_a_replica_left_the_shards_are_told_until_they_are_back(open_wit
         with pytest.raises(CoverageError, match=r"\(died\)"):
             strict.result()
         states = {shard.shard: shard.state for shard in lenient.result().shards}
-        assert {states[shard] for shard in router.fleet.actor_assignments[0].shards} == {"searched"}
-        assert {states[shard] for shard in router.fleet.actor_assignments[1].shards} == {"died"}
+        assert {states[shard] for shard in router.fleet.assignments[1][0].shards} == {"searched"}
+        assert {states[shard] for shard in router.fleet.assignments[1][1].shards} == {"died"}
         until(lambda: is_whole(router.search(QUERIES_QD, K, min_coverage=0.0)), 300)  # nobody said ready()
         took_s = time.monotonic() - began
     record_property("figures", f"2 calls told what died; whole again {took_s:.1f} s later")

@@ -19,7 +19,7 @@ from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.masks import MaskCache
 from mvr_ray.distributed.searching.messages import ScanRequest
-from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
+from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
 from mvr_ray.errors import DamagedShardsError, FilterError, ManifestError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import paths
@@ -66,7 +66,7 @@ def prepare_rows(root: Path, rows: Rows, num_parts: int) -> Corpus:
 def local(root: Path, version: Manifest) -> Router:
     store = Store(str(root))
     task = SearcherTask(store.root, version)
-    return Router(store, version, LocalFleet(task))
+    return Router(store, version, LocalSearchers(task))
 
 
 def assert_brute_force(router: Router, views: Views, rows: Rows, queries_QD: np.ndarray, k: int) -> None:
@@ -103,11 +103,10 @@ def test_versions_that_share_shards_have_the_fields_of_their_own_corpus(tmp_path
     later = random_rows(views, 4)
     second = publish_random_index(tmp_path, views, 2, parent=1, corpus=prepare_rows(tmp_path, later, 2))
     assert [one.digest for one in first.shards] == [one.digest for one in second.shards]
-    fleet = LocalFleet(SearcherTask(str(tmp_path), first))
-    other = LocalFleet(fleet.task._replace(manifest=second), fleet.searcher)
+    fleet = LocalSearchers(SearcherTask(str(tmp_path), first))
     queries_QD = np.random.default_rng(5).integers(-2, 3, (3, D)).astype(np.float32)
-    for version, own, now in ((first, fleet, rows), (second, other, later), (first, fleet, rows)):
-        assert_brute_force(Router(Store(str(tmp_path)), version, own), views, now, queries_QD, 9)
+    for version, now in ((first, rows), (second, later), (first, rows)):
+        assert_brute_force(Router(Store(str(tmp_path)), version, fleet), views, now, queries_QD, 9)
 
 
 def test_searches_under_other_filters_are_not_asked_together(tmp_path):
@@ -126,7 +125,7 @@ def test_a_filter_that_does_not_fit_is_refused_before_a_search_is_sent(tmp_path,
     views = random_views(5, 1)
     version = publish_random_index(tmp_path, views, 2, corpus=prepare_rows(tmp_path, random_rows(views, 1), 2))
     router = local(tmp_path, version)
-    monkeypatch.setattr(LocalFleet, "fan_out", None)
+    monkeypatch.setattr(LocalSearchers, "fan_out", None)
     with pytest.raises(FilterError, match=r"no field 'yaer'; did you mean 'year'\? .*year \(int\), tags \(strings\)"):
         router.search(np.ones((1, D), np.float32), 3, filter={"yaer": 3})
 
@@ -190,12 +189,11 @@ def test_searchers_in_other_processes_filter_as_one_here_does(tmp_path, ray_sess
     task = SearcherTask(str(tmp_path), version)
     searchers = start_searchers(task, ResourcesConfig(searchers=2), ray_session)
     try:
-        fleet = searchers.fleet(version)
-        fleet.ready()
-        router = Router(Store(str(tmp_path)), version, fleet)
+        searchers.ready(version)
+        router = Router(Store(str(tmp_path)), version, searchers)
         queries_QD = np.random.default_rng(2).integers(-2, 3, (3, D)).astype(np.float32)
         assert_brute_force(router, views, rows, queries_QD, 20)
         with pytest.raises(FilterError, match="no field 'none'"):
-            fleet.fan_out(ScanRequest(queries_QD, 3, (0,), version.version, '{"none": 1}'), Deadline.after(60))
+            searchers.fan_out(ScanRequest(queries_QD, 3, (0,), version.version, '{"none": 1}'), Deadline.after(60))
     finally:
         searchers.stop()

@@ -515,14 +515,14 @@ def test_a_newest_manifest_that_is_deleted_takes_no_reader_back(tmp_path, run_ov
         (tmp_path / paths.manifest("random", 2)).unlink()
         assert not live.follow()
         assert (live.state.version, live.state.failed_version) == (2, 1)
-        assert "has no version 2 any more" in live.failure and "the newest one is 1" in live.failure
+        assert "has no version 2 any more" in live.state.failure and "the newest one is 1" in live.state.failure
         with pytest.raises(MissingInputError, match="no version 2 any more"):
             live.move_to()
         assert search_one(live, 0) == expected(SECOND)[0]
         for version, moves in ((2, False), (3, True)):
             assert manifest.rollback(Store(str(tmp_path)), "random", 1).version == version
             assert live.follow() is moves
-            assert ("its number taken" in live.failure) is not moves
+            assert ("its number taken" in live.state.failure) is not moves
         assert search_one(live, 0) == expected(FIRST)[0]
 
 
@@ -547,9 +547,9 @@ def test_a_follower_that_cannot_read_the_list_of_versions_says_so(tmp_path, run_
         with monkeypatch.context() as patch:
             patch.setattr(Path, "iterdir", lambda _: os.read(-1, 1))  # EBADF stands in for what a disk says
             assert not live.follow()
-            assert f"cannot list {tmp_path}/indexes/random/versions: Bad file descriptor" in live.failure
+            assert f"cannot list {tmp_path}/indexes/random/versions: Bad file descriptor" in live.state.failure
         assert search_one(live, 0) == expected(FIRST)[0]
-        assert live.follow() and not live.failure
+        assert live.follow() and not live.state.failure
 
 
 def test_a_first_version_with_a_damaged_shard_answers_from_the_others(tmp_path, run_over):

@@ -30,7 +30,7 @@ from mvr_ray.distributed.lexical import (
     repair_lexical,
 )
 from mvr_ray.distributed.router import Router
-from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
+from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.lexical import Postings, tokenize
 from mvr_ray.store import manifest as manifests
@@ -81,7 +81,7 @@ def corpus_of(root: Path, rows: dict[str, dict], num_parts: int) -> Corpus:
 
 def local_router(root: Path, version: Manifest) -> Router:
     store = Store(str(root))
-    fleet = LocalFleet(SearcherTask(store.root, version))
+    fleet = LocalSearchers(SearcherTask(store.root, version))
     return Router(store, version, fleet)
 
 

@@ -13,7 +13,7 @@ from mvr_ray.distributed.refinement.shard_refiner import RefinerTask, ShardRefin
 from mvr_ray.distributed.refinement.state import PUBLISHED, StateId
 from mvr_ray.distributed.repair import repair
 from mvr_ray.distributed.router import Router
-from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
+from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
 from mvr_ray.distributed.shards import build_shard, shard_folder
 from mvr_ray.errors import DigestError, ShardIndexError
 from mvr_ray.index.base import IndexParams
@@ -29,7 +29,7 @@ QUERIES_QD = np.random.default_rng(5).integers(-2, 3, (6, D)).astype(np.float32)
 
 def answers(root: Path, version: Manifest) -> list[list[tuple[str, float, int]]]:
     task = SearcherTask(str(root), version)
-    answer = Router(Store(str(root)), version, LocalFleet(task)).search(QUERIES_QD, K)
+    answer = Router(Store(str(root)), version, LocalSearchers(task)).search(QUERIES_QD, K)
     assert answer.exact.certified and answer.coverage_share == 1.0
     return [[(hit.passage_id, hit.score, hit.view) for hit in hits] for hits in answer.hits]
 
@@ -62,7 +62,7 @@ def teach(root: Path, version: Manifest, per_shard: dict[int, list[int]], at: in
 def with_feedback(root: Path, version: Manifest, views: Views) -> Views:
     """Reconstruct all views from a router's scores; own views must equal `views`."""
     task = SearcherTask(str(root), version)
-    router = Router(Store(str(root)), version, LocalFleet(task))
+    router = Router(Store(str(root)), version, LocalSearchers(task))
     unit_QD = np.eye(D, dtype=np.float32)
     all_views = {}
     for name, scores in zip(views, router.explain(unit_QD, list(views))):

@@ -19,7 +19,7 @@ from mvr_ray.distributed.rewrite import (
     staging_key,
 )
 from mvr_ray.distributed.router import Router
-from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
+from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
 from mvr_ray.distributed.shards import related_shards
 from mvr_ray.errors import ConfigError, DigestError, RowsLostError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams
@@ -44,7 +44,7 @@ def dealt_here(root: Path, base: Manifest, num_shards: int) -> Manifest:
 
 def answers(root: Path, version: Manifest, queries_QD: np.ndarray, k: int) -> list[list[tuple[str, float, int]]]:
     task = SearcherTask(str(root), version)
-    answer = Router(Store(str(root)), version, LocalFleet(task)).search(queries_QD, k)
+    answer = Router(Store(str(root)), version, LocalSearchers(task)).search(queries_QD, k)
     assert answer.coverage_share == 1.0
     return [[(hit.passage_id, hit.score, hit.view) for hit in hits] for hits in answer.hits]
 

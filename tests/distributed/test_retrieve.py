@@ -253,7 +253,7 @@ class LosesOnce:
     def __init__(self, whole) -> None:
         self.whole, self.dead, self.waited = whole, True, 0
 
-    def ready(self) -> None:
+    def ready(self, manifest) -> None:
         self.dead, self.waited = False, self.waited + 1
 
     def fan_out(self, request, deadline, admit=False, on_partial=None) -> ShardResults:

@@ -25,7 +25,7 @@ from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.distributed.searching.merged_results import overlay_results
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResult, ShardResults, ViewResults
 from mvr_ray.distributed.searching.rendezvous import balance_shards
-from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
+from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
 from mvr_ray.errors import (
     CoverageError,
     DigestError,
@@ -47,7 +47,7 @@ from mvr_ray.types import ShardHits
 def local(root: Path, version: Manifest, **options) -> Router:
     store = Store(str(root))
     task = SearcherTask(store.root, version)
-    return Router(store, version, LocalFleet(task), **options)
+    return Router(store, version, LocalSearchers(task), **options)
 
 
 @given(st.data())
@@ -160,10 +160,10 @@ def test_every_shard_has_one_holder_and_no_holder_is_idle(num_bytes, groups):
 class HalfDead:
     """A fleet whose shards in `silent` give no answer."""
 
-    def __init__(self, whole: LocalFleet, silent: set[int]) -> None:
+    def __init__(self, whole: LocalSearchers, silent: set[int]) -> None:
         self.whole, self.silent = whole, silent
 
-    def ready(self) -> None:
+    def ready(self, manifest) -> None:
         self.silent = set()
 
     def fan_out(self, request, deadline, admit=False) -> ShardResults:
@@ -172,9 +172,9 @@ class HalfDead:
         late = tuple(shard for shard in request.shards if shard in self.silent)
         return ShardResults(results, [ShardFailure(late, "late")] if late else [])
 
-    def views(self, ids, deadline) -> ViewResults:
+    def views(self, ids, version, deadline) -> ViewResults:
         there = {shard: own for shard, own in ids.items() if shard not in self.silent}
-        views = self.whole.views(there, deadline).views
+        views = self.whole.views(there, version, deadline).views
         late = tuple(shard for shard in ids if shard in self.silent)
         return ViewResults(views, [ShardFailure(late, "late")] if late else [])
 
@@ -207,14 +207,14 @@ class Stuck:
     """A fleet with a shard that never answers: every call of it takes all of its time by `clock`. A call without time,
     and every second one if `deaf`, gets no answer."""
 
-    def __init__(self, whole: LocalFleet, shard: int, deaf: bool) -> None:
+    def __init__(self, whole: LocalSearchers, shard: int, deaf: bool) -> None:
         self.whole, self.shard, self.deaf = whole, shard, deaf
         self.now_s = 100.0
 
     def clock(self) -> float:
         return self.now_s
 
-    def ready(self) -> None: ...
+    def ready(self, manifest) -> None: ...
 
     def fan_out(self, request, deadline, admit=False) -> ShardResults:
         if deadline.left_s <= 0 or (admit and self.deaf):
@@ -225,8 +225,8 @@ class Stuck:
         late = [ShardFailure((self.shard,), "late")] if self.shard in request.shards else []
         return ShardResults(self.whole.fan_out(request._replace(shards=there), deadline).results, late)
 
-    def views(self, ids, deadline) -> ViewResults:
-        return self.whole.views(ids, deadline)
+    def views(self, ids, version, deadline) -> ViewResults:
+        return self.whole.views(ids, version, deadline)
 
 
 def with_a_rich_shard(root: Path) -> tuple[dict, Router]:
@@ -523,7 +523,7 @@ def test_a_dead_searcher_is_told_and_then_answers_again(small_index, run_over):
             digest for own in ray.get([actor.health.remote() for actor in router.fleet.actors]) for digest in own
         }
         assert digests == {entry.digest for entry in router.manifest.shards}
-        shards = router.fleet.actor_assignments[0].shards
+        shards = router.fleet.assignments[router.manifest.version][0].shards
         os.kill(ray.get(router.fleet.actors[0].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
         with pytest.raises(CoverageError, match=rf"{len(shards)} of 3 shards .*{shards[0]} \(died\)"):
             router.search_text(questions, 10)

@@ -12,7 +12,7 @@ from random_index import D, publish_random_index, random_views
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.scrubber import FIRST_RETRY_S, Scrubber
-from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask, ShardSearcher
+from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import SETTLED_NS, Store
@@ -58,8 +58,9 @@ def test_a_shard_that_was_overwritten_under_a_searcher_is_withdrawn_and_reopened
 ):
     """Overwrites the file in place, in spite of its permissions."""
     task = SearcherTask(str(tmp_path), version)
-    searcher = ShardSearcher(task)
-    router, scrubber = Router(Store(tmp_path), version, LocalFleet(task, searcher)), Scrubber(searcher, WHOLE_PASS)
+    searchers = LocalSearchers(task)
+    searcher = searchers.searcher
+    router, scrubber = Router(Store(tmp_path), version, searchers), Scrubber(searcher, WHOLE_PASS)
     queries_QD = np.eye(2, D, dtype=np.float32)
     router.ready()
     before = router.search(queries_QD, 5)
@@ -88,8 +89,9 @@ def test_a_shard_that_was_damaged_before_it_was_opened_answers_once_it_is_whole(
     file = tmp_path / paths.shard_dir("random", entry.digest) / paths.EMBEDDINGS
     moved_file = file.rename(file.with_name("kept"))
     task = SearcherTask(str(tmp_path), version)
-    searcher = ShardSearcher(task)
-    router, scrubber = Router(Store(tmp_path), version, LocalFleet(task, searcher)), Scrubber(searcher, 0)
+    searchers = LocalSearchers(task)
+    searcher = searchers.searcher
+    router, scrubber = Router(Store(tmp_path), version, searchers), Scrubber(searcher, 0)
     queries_QD = np.eye(2, D, dtype=np.float32)
     assert states(router, queries_QD)[0] == ["damaged", "searched", "searched"]
     for now_s in (0.0, FIRST_RETRY_S):
@@ -110,8 +112,9 @@ def test_words_that_were_overwritten_under_a_searcher_are_withdrawn_and_taken_up
     corpus = small_corpus(tmp_path, passages)
     version = publish_random_index(tmp_path, views, num_shards=3, corpus=corpus, with_words=True)
     task = SearcherTask(str(tmp_path), version)
-    searcher = ShardSearcher(task)
-    router, scrubber = Router(Store(tmp_path), version, LocalFleet(task, searcher)), Scrubber(searcher, WHOLE_PASS)
+    searchers = LocalSearchers(task)
+    searcher = searchers.searcher
+    router, scrubber = Router(Store(tmp_path), version, searchers), Scrubber(searcher, WHOLE_PASS)
     queries_QD, by_words = np.eye(2, D, dtype=np.float32), HybridQueries(("castle", "harbour castle"), 0.5)
     router.ready()
     before = router.search(queries_QD, 5, hybrid=by_words)
@@ -146,8 +149,9 @@ def test_a_shard_stays_withdrawn_whose_changed_file_has_the_time_and_size_that_i
     long_ago = time.time_ns() - 10 * SETTLED_NS
     os.utime(file, ns=(long_ago, long_ago))
     task = SearcherTask(str(tmp_path), version)
-    searcher = ShardSearcher(task)
-    router, scrubber = Router(Store(tmp_path), version, LocalFleet(task, searcher)), Scrubber(searcher, WHOLE_PASS)
+    searchers = LocalSearchers(task)
+    searcher = searchers.searcher
+    router, scrubber = Router(Store(tmp_path), version, searchers), Scrubber(searcher, WHOLE_PASS)
     queries_QD = np.eye(2, D, dtype=np.float32)
     router.ready()
     overwrite(file)
@@ -160,8 +164,9 @@ def test_a_shard_stays_withdrawn_whose_changed_file_has_the_time_and_size_that_i
 def test_no_more_is_read_in_a_second_than_is_allowed(tmp_path: Path, version: Manifest):
     """A pass continues where the previous second ended."""
     task = SearcherTask(str(tmp_path), version)
-    searcher = ShardSearcher(task)
-    LocalFleet(task, searcher).ready()
+    searchers = LocalSearchers(task)
+    searcher = searchers.searcher
+    searchers.ready(version)
     entry = version.shards[2]
     file = tmp_path / paths.shard_dir("random", entry.digest) / paths.EMBEDDINGS
     file.chmod(0o644)
@@ -178,8 +183,9 @@ def test_no_more_is_read_in_a_second_than_is_allowed(tmp_path: Path, version: Ma
 def test_files_of_a_version_that_was_dropped_do_not_stay_open(tmp_path: Path, version: Manifest):
     """Deleted files would keep their disk space until the pass ends, which takes hours over a large index."""
     task = SearcherTask(str(tmp_path), version)
-    searcher = ShardSearcher(task)
-    LocalFleet(task, searcher).ready()
+    searchers = LocalSearchers(task)
+    searcher = searchers.searcher
+    searchers.ready(version)
     scrubber = Scrubber(searcher, 1)
     scrubber.scrub(0.0)
 

@@ -12,8 +12,7 @@ from mvr_ray.cli import main
 from mvr_ray.config import RunConfig, parse_run
 from mvr_ray.core.learning.batches import Example, negatives_for
 from mvr_ray.core.reading.reader import Reader, ReaderSpec, ReadRequest
-from mvr_ray.distributed.train import train as train_retriever
-from mvr_ray.distributed.training import reader as train_reader
+from mvr_ray.distributed.train import train
 from mvr_ray.distributed.training.reader import ReaderLoop, targets_of
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, ReaderError, ResourceError
 from mvr_ray.store.corpus import Corpus
@@ -61,7 +60,7 @@ def test_a_reader_learns_to_answer_the_questions_that_it_is_taught(store_path, m
     steps = {"lr": 5e-4, "epochs": 12, "max_steps": 24, "reader": "learner"}
     lengths = {"max_tokens": 192, "overlap_tokens": 48, "max_question_tokens": 40}
     run = run_of(store_path, {**settings, **steps}, lengths, encoder={"backbone": str(minilm)})
-    model = train_reader.train(run)
+    model = train(run)
     assert model.metrics["dev_f1_before"] < 0.3
     assert model.metrics["dev_f1"] > 0.7
     assert model.epochs[-1].loss < model.epochs[0].loss / 3
@@ -93,12 +92,12 @@ def stop_at(step: int):
 def test_a_training_killed_anywhere_ends_with_the_same_reader_to_the_bit(store_path):
     """Passages of several windows, negatives from the batch, dropout, several passes a step."""
     settings = {"epochs": 3, "max_steps": 5, "checkpoint_steps": 2, "cache_chunk": 5, "dev_questions": "tiny"}
-    whole = train_reader.train(run_of(store_path, {**settings, "reader": "whole"}))
+    whole = train(run_of(store_path, {**settings, "reader": "whole"}))
     run = run_of(store_path, {**settings, "reader": "broken"})
     for step in (1, 5):
         with pytest.raises(ReaderStop):
-            train_reader.train(run, stop_at(step))
-    again = train_reader.train(run)
+            train(run, stop_at(step))
+    again = train(run)
     assert again.fingerprint == whole.fingerprint
     assert (again.metrics, again.epochs) == (whole.metrics, whole.epochs)
     assert not Store(str(store_path)).exists("encoders")
@@ -106,12 +105,12 @@ def test_a_training_killed_anywhere_ends_with_the_same_reader_to_the_bit(store_p
 
 def test_a_finished_training_is_not_run_again_and_a_changed_one_is(store_path):
     run = run_of(store_path, {"max_steps": 1, "reader": "once"})
-    first = train_reader.train(run)
+    first = train(run)
     calls: list[int] = []
-    assert train_reader.train(run, lambda what, count, total: calls.append(count)) == first
+    assert train(run, lambda what, count, total: calls.append(count)) == first
     assert not calls
     longer = run_of(store_path, {"max_steps": 1, "reader": "once"}, {**SHORT, "overlap_tokens": 8})
-    assert train_reader.train(longer, lambda what, count, total: calls.append(count)).fingerprint != first.fingerprint
+    assert train(longer, lambda what, count, total: calls.append(count)).fingerprint != first.fingerprint
     assert calls == [1]
     latest = json.loads((store_path / "readers" / "once" / "latest.json").read_text())
     assert (store_path / "readers" / "once" / latest["fingerprint"] / "config.json").is_file()
@@ -184,9 +183,9 @@ def test_what_a_reader_cannot_be_taught_is_refused_by_name(store_path):
         only_corpus(store), "misplaced", [question._replace(answer_starts=wrong_starts), Question("q", "Who?", ("x",))]
     )
 
-    def check(error, message, train=None, read=None, **sections):
+    def check(error, message, settings=None, read=None, **sections):
         with pytest.raises(error) as exc_info:
-            train_reader.train(run_of(store_path, train, read, **sections))
+            train(run_of(store_path, settings, read, **sections))
         assert str(exc_info.value).startswith(message)
 
     offsets = "a reader learns from answer offsets, as SQuAD's files have them"
@@ -207,8 +206,6 @@ def test_what_a_reader_cannot_be_taught_is_refused_by_name(store_path):
     check(ConfigError, "model folder /nowhere does not exist", encoder={"backbone": "/nowhere"})
     check(ReaderError, "max_tokens is 600, but reader ", read={**SHORT, "max_tokens": 600})
     check(ResourceError, "resources.gpus_per_trainer is 1", resources={"train_workers": 0, "gpus_per_trainer": 1})
-    with pytest.raises(ConfigError, match=r"train it with mvr_ray\.distributed\.training\.reader\.train"):
-        train_retriever(run_of(store_path))
 
 
 def test_the_command_trains_a_reader_where_the_run_says_so(store_path, tmp_path, capsys):
@@ -228,9 +225,9 @@ def test_the_command_trains_a_reader_where_the_run_says_so(store_path, tmp_path,
 def test_two_workers_train_the_reader_of_one_process(store_path, tiny_backbone, ray_session):
     """Without dropout, distributing the windows of a batch keeps loss and weights up to rounding."""
     settings = {"max_steps": 3, "epochs": 2, "dropout": 0.0}
-    alone = train_reader.train(run_of(store_path, {**settings, "reader": "alone"}))
+    alone = train(run_of(store_path, {**settings, "reader": "alone"}))
     two = run_of(store_path, {**settings, "reader": "two"}, resources={"train_workers": 2})
-    parallel = train_reader.train(two)
+    parallel = train(two)
     assert [epoch.loss for epoch in parallel.epochs] == pytest.approx([epoch.loss for epoch in alone.epochs], rel=1e-4)
     spec = ReaderSpec(64, 16, 24)
     weights = [Reader.load(store_path / model.folder, spec).state_dict() for model in (alone, parallel)]

@@ -468,7 +468,7 @@ def test_a_router_gets_the_same_answers_over_flight_on_the_loopback_as_by_ray(tm
     resources = {"searchers": 2, "cpus_per_searcher": 0.25, "tls_dir": tls_dir}
     run = run_over(tmp_path, index={"name": "random"}, resources=resources)
     with open_router(run) as router:
-        replicas = [replica for group in router.fleet.searchers.dispatcher.groups for replica in group]
+        replicas = [replica for group in router.fleet.dispatcher.groups for replica in group]
         endpoints = ray.get([replica.actor.endpoint.remote() for replica in replicas])
         assert all(endpoint.uri.startswith("grpc+tls://127.0.0.1:") for endpoint in endpoints)
         assert len({endpoint.token for endpoint in endpoints}) == len(replicas) > 1
@@ -484,4 +484,4 @@ def test_a_router_gets_the_same_answers_over_flight_on_the_loopback_as_by_ray(tm
         ray.get([replica.actor.drop.remote(1) for replica in replicas])
         with pytest.raises(ShardIndexError, match="version 1 was dropped here"):
             router.search(QUERIES_QD, K)
-        until(lambda: router.fleet.searchers.counts().waiting == 0)
+        until(lambda: router.fleet.counts().waiting == 0)

@@ -19,7 +19,7 @@ from mvr_ray.config import RunConfig
 from mvr_ray.distributed import build_index, rewrite, session, shards
 from mvr_ray.distributed.repair import repair
 from mvr_ray.distributed.router import Router
-from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
+from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
 from mvr_ray.distributed.shards import build_shard, shard_recall
 from mvr_ray.index.candidates import LABELS_FILE
 from mvr_ray.index.kinds import KINDS
@@ -96,7 +96,7 @@ def add_views(store: Store, version: Manifest, names: set[str]) -> Manifest:
 def require_true_answers(root: Path, version: Manifest, views: Mapping[str, Views], contents: Contents) -> None:
     """Hits equal those of brute force over these views, with and without a filter, ties by id."""
     task = SearcherTask(str(root), version)
-    router = Router(Store(str(root)), version, LocalFleet(task))
+    router = Router(Store(str(root)), version, LocalSearchers(task))
     queries_QD = np.stack([own.vectors_ND[0] for own in list(views.values())[:3]]).astype(np.float32)
     for year in (1900, 1930):
         passing = [name for name, number in contents.items() if 1900 + number >= year]
@@ -260,7 +260,7 @@ def test_an_update_that_was_interrupted_at_any_step_ends_with_the_same_bytes(
         rewrite.compact(run)
         whole = manifest.read(store, "index")
         assert not any(name.startswith("first-") for entry in whole.shards for name in entry.files)
-        router = Router(store, whole, LocalFleet(SearcherTask(store.root, whole)))
+        router = Router(store, whole, LocalSearchers(SearcherTask(store.root, whole)))
         answer = router.search(np.ones((1, whole.dimension), np.float32), 5)
         assert answer.exact.certified and answer.coverage_share == 1.0, "codes fit what compaction wrote"
 

@@ -42,7 +42,7 @@ from mvr_ray.config import PrepareConfig
 from mvr_ray.distributed.hot_swap import HotSwapRouter
 from mvr_ray.distributed.rewrite import compact_one, reshard_one, rewritten_manifest, staging_key
 from mvr_ray.distributed.router import Router
-from mvr_ray.distributed.searching.searcher import LocalFleet, LocalSearchers, SearcherTask
+from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
 from mvr_ray.distributed.shards import build_shard
 from mvr_ray.errors import MvrRayError
 from mvr_ray.index.base import IndexParams
@@ -250,7 +250,7 @@ class History:
     def read(self, store: Store) -> None:
         known_before, turns = max(self.acknowledged, default=0), len(self.schedule.turns)
         live = manifest.read(store, INDEX)
-        self._ask(Router(store, live, LocalFleet(_searcher_task(store, live))), known_before, turns)
+        self._ask(Router(store, live, LocalSearchers(_searcher_task(store, live))), known_before, turns)
 
     def _server(self) -> Callable[[Store], None]:
         """What a server does at its turn; it keeps what it has open from one turn to the next."""

@@ -12,7 +12,7 @@ import pyarrow as pa
 from mvr_ray.deadline import Deadline
 from mvr_ray.errors import CoverageError, MissingInputError, UnknownPassageError
 from mvr_ray.store.filters import parse_filter
-from mvr_ray.types import SEARCHED, Answer, Exactness, FloatArray, Hit, Passage, PassageScores, ShardState
+from mvr_ray.types import SEARCHED, Answer, Exactness, FloatArray, Hit, Passage, PassageScores, ShardState, SwapState
 
 PASSAGES = [
     Passage("p1", "Rivers", "The Nile is long. The Rhine is shorter."),
@@ -34,8 +34,7 @@ class InMemoryIndex:
 
     dimension = 3
     num_views = 2
-    failure = ""
-    failed_version = 0
+    state = SwapState(1, follows=False)
     corpus = SimpleNamespace(fields={})
     manifest = SimpleNamespace(
         index="library", version=3, encoder_name="words", encoder_fingerprint="f" * 16, lexical=None

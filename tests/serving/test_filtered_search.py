@@ -11,7 +11,7 @@ from mvr_ray.cli.tables import hit_text
 from mvr_ray.client import Client, RefusedError
 from mvr_ray.config import ServeConfig
 from mvr_ray.distributed.router import Router
-from mvr_ray.distributed.searching.searcher import LocalFleet, SearcherTask
+from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.recall_monitor import RecallMonitor
 from mvr_ray.serving.service import SearchService
@@ -30,7 +30,7 @@ def service(tmp_path_factory) -> SearchService:
     root = tmp_path_factory.mktemp("library")
     version = build(root, types=TYPES, fields=FIELDS)
     task = SearcherTask(str(root), version)
-    return SearchService(Router(Store(str(root)), version, LocalFleet(task)), ServeConfig())
+    return SearchService(Router(Store(str(root)), version, LocalSearchers(task)), ServeConfig())
 
 
 def post(service: SearchService, **more):

@@ -82,7 +82,7 @@ def test_only_an_admin_token_rolls_back(tmp_path) -> None:
 def test_a_rollback_that_cannot_be_opened_is_no_success(tmp_path) -> None:
     index = InMemoryIndex()
     service = SearchService(index, ServeConfig(), version_catalog(tmp_path, versions=3))
-    index.failure = "too little memory"
+    index.state = index.state._replace(failure="too little memory")
     tokens = read_tokens(None, {"MVR_RAY_READ_TOKEN": READ, "MVR_RAY_ADMIN_TOKEN": ADMIN})
     reply = call(create_app(service, tokens), "POST", "/v1/versions/1/rollback", token=ADMIN)
     assert (reply.status, reply.body["error"]["code"]) == (503, "not_opened")

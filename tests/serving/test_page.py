@@ -23,7 +23,7 @@ from mvr_ray.serving import app as app_module
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import TokenStore, read_tokens
 from mvr_ray.serving.service import SearchService
-from mvr_ray.types import Exactness, HybridParts, Passage
+from mvr_ray.types import Exactness, HybridParts, Passage, SwapState
 from mvr_ray.versions import VersionInfo
 
 PAGE = Path(app_module.__file__).parent / "page"
@@ -89,9 +89,7 @@ class HybridIndex(VersionIndex):
 class VersionSwitcher:
     """Version 2 beside the live one."""
 
-    failure = ""
-
-    failed_version = 0
+    state = SwapState(3, follows=False)
 
     def __init__(self, live: InMemoryIndex) -> None:
         self.live = live

@@ -71,7 +71,7 @@ def test_a_server_that_cannot_follow_a_version_is_ready_and_names_it_until_it_ca
         assert not router.follow()
         answer = service.readiness()
         assert (answer.ready, answer.version, answer.failed_version) == (True, 1, 2)
-        assert answer.failure == router.failure and "0" * 32 in answer.failure
+        assert answer.failure == router.state.failure and "0" * 32 in answer.failure
         file.unlink()
         assert manifest.rollback(store, "index", 1).version == 2 and router.follow()
         answer = service.readiness()

@@ -95,7 +95,7 @@ def test_every_answer_is_right_while_versions_of_older_and_newer_formats_take_ov
             newer = json.loads(live.to_json()) | {"parent": live.version, "version": 5, "format_version": 4}
             store.create_once(paths.manifest(INDEX, 5), json.dumps(newer).encode())
             for router in (first, second):
-                wait_until(lambda router=router: "5.json has format version 4" in router.failure)
+                wait_until(lambda router=router: "5.json has format version 4" in router.state.failure)
             assert [client.search(["When?"], 1).version for client in clients] == [4, 4]
             with pytest.raises(ManifestError, match=r"5\.json has format version 4, this program reads 1 to 3"):
                 server(run).__enter__()

@@ -72,13 +72,13 @@ class LabelCache:
 class RefinerPool:
     """All shards of one index version in `count` actors. Use as a context manager."""
 
-    def __init__(self, task: RefinerTask, count: int, cpus: float, hang_s: float | None = None) -> None:
+    def __init__(self, task: RefinerTask, count: int, cpus: float, hang_s: float = HANG_S) -> None:
         """Shards are assigned, largest first, to the least loaded actor.
 
-        An actor that finishes no call for `hang_s` (HANG_S by default) is killed and restarted.
+        An actor that finishes no call for `hang_s` is killed and restarted.
         """
         self.task = task
-        self.hang_s = HANG_S if hang_s is None else hang_s
+        self.hang_s = hang_s
         self.started = False
         counts = {entry.shard: entry.num_passages for entry in task.manifest.shards}
         self.index = task.manifest.index

@@ -25,17 +25,16 @@ from mvr_ray.core.refining import aopt, feedback
 from mvr_ray.core.refining.pseudo_labels import Labels, label_matrices, winning_slots
 from mvr_ray.core.searching.exact import distinct
 from mvr_ray.core.searching.merging import merge, replace_hits
+from mvr_ray.distributed import shards
 from mvr_ray.distributed.refinement.state import PUBLISHED, ShardChanges, StateId, StoredViews, read_staged
-from mvr_ray.distributed.shards import BuiltShard, build_shard, keep_codes, promised_recall, shard_recall
 from mvr_ray.index.base import IndexParams, ShardIndex
 from mvr_ray.index.kinds import open_index
 from mvr_ray.store import paths
 from mvr_ray.store.changes import MAX_CHANGED_SHARE
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.delta import open_embeddings, rewrite, write_changed
-from mvr_ray.store.embeddings import EmbeddingShard
+from mvr_ray.store.delta import rewrite, write_changed
 from mvr_ray.store.files import Store
-from mvr_ray.store.manifest import Manifest, open_shard
+from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, ShardHits
 
 MAX_CACHED_QUESTIONS = 1 << 18
@@ -98,7 +97,7 @@ class ShardStep(NamedTuple):
 class WrittenShard(NamedTuple):
     """A stored shard, and the number of its passages that changed."""
 
-    shard: BuiltShard
+    shard: shards.BuiltShard
     dirty_passages: int
 
 
@@ -120,7 +119,8 @@ class ShardRefiner:
         self.manifest = task.manifest
         self.starts = dict(sorted(task.starts.items()))
         self.entries = {entry.shard: entry for entry in task.manifest.shards if entry.shard in task.starts}
-        self.stored = {shard: self._embeddings(shard) for shard in self.starts}
+        index = self.manifest.index
+        self.stored = {shard: shards.shard_embeddings(self.store, index, self.entries[shard]) for shard in self.starts}
         self.views = {shard: StoredViews(embeddings.blocks()) for shard, embeddings in self.stored.items()}
         self.states: dict[int, _LoadedState] = {}
         self.index: tuple[StateId, ShardIndex] | None = None
@@ -162,9 +162,9 @@ class ShardRefiner:
         return lists
 
     def _ids_of_numbers(self, passages: IntArray) -> list[str]:
-        shards, starts = list(self.starts), np.array(list(self.starts.values()))
+        numbers, starts = list(self.starts), np.array(list(self.starts.values()))
         at = np.searchsorted(starts, passages, side="right") - 1
-        return [self._ids(shards[place])[row] for place, row in zip(at.tolist(), (passages - starts[at]).tolist())]
+        return [self._ids(numbers[place])[row] for place, row in zip(at.tolist(), (passages - starts[at]).tolist())]
 
     def ids_of(self, shard: int, rows: Sequence[int]) -> list[str]:
         """Passage ids of some rows."""
@@ -253,27 +253,21 @@ class ShardRefiner:
         entry = self.entries[shard]
         changes = self.views[shard].changes(self._state(at, shard).changes, self._blocks(at, shard))
         if changes:
-            with self.store.scratch() as scratch:
-                folder = scratch / "shard"
-                folder.mkdir()
+            with shards.shard_folder(self.store) as folder:
                 params, embeddings, known_files = IndexParams(**self.manifest.index_params), self.stored[shard], {}
                 if params.kind != "flat":
                     rewrite(embeddings, folder / paths.EMBEDDINGS, changes)
                 elif names := write_changed(embeddings, folder, changes, max_changed_share=self.task.compact_share):
                     known_files = {name: entry.files[name] for name in names}
-                    known_files |= keep_codes(params, embeddings.path.parent, entry.files, folder)
-                entry = build_shard(self.store, self.manifest, shard, folder, known_files)
+                    known_files |= shards.keep_codes(params, embeddings.path.parent, entry.files, folder)
+                entry = shards.build_shard(self.store, self.manifest, shard, folder, known_files)
             path = paths.shard_dir(self.manifest.index, entry.digest)
             self.store.write_bytes(paths.staged_claim(self.task.staging, path), b"")
-        recall = shard_recall(self.store, self.manifest, entry, recall_sample)
+        recall = shards.shard_recall(self.store, self.manifest, entry, recall_sample)
         is_updated = False if changes and self.manifest.index_params["kind"] != "flat" else None
-        floor = promised_recall(self.manifest)
-        shard_result = BuiltShard(entry, recall, None, None, is_updated=is_updated, least_recall=floor)
+        floor = shards.promised_recall(self.manifest)
+        shard_result = shards.BuiltShard(entry, recall, is_updated=is_updated, least_recall=floor)
         return WrittenShard(shard_result, len(changes))
-
-    def _embeddings(self, shard: int) -> EmbeddingShard:
-        folder = open_shard(self.store, self.manifest.index, self.entries[shard])
-        return open_embeddings(folder, self.entries[shard].files)
 
     @cached_property
     def corpus(self) -> Corpus:

@@ -28,6 +28,7 @@ from mvr_ray import logs
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.searching.messages import ScanRequest, ShardFailure, ShardResult, ShardResults, ViewResults
 from mvr_ray.distributed.searching.searcher import Fleet, OnPartial
+from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import HybridQueries, ShardHits
 
 CALLS = 2
@@ -107,11 +108,11 @@ class DynamicBatcher:
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="mvr-batch")
 
-    def ready(self) -> None:
-        self.fleet.ready()
+    def ready(self, manifest: Manifest) -> None:
+        self.fleet.ready(manifest)
 
-    def views(self, ids: Mapping[int, Sequence[str]], deadline: Deadline) -> ViewResults:
-        return self.fleet.views(ids, deadline)
+    def views(self, ids: Mapping[int, Sequence[str]], version: int, deadline: Deadline) -> ViewResults:
+        return self.fleet.views(ids, version, deadline)
 
     def fan_out(
         self, request: ScanRequest, deadline: Deadline, *, admit: bool = False, on_partial: OnPartial | None = None

@@ -1,12 +1,11 @@
-"""Opens the versions of an index on searchers in actors, and gives a fleet for each version.
+"""Opens the versions of an index on searchers in actors, and searches them there.
 
     assign   an unchanged shard stays with the group that holds it, the others go largest first to the lightest group
     load     check the memory, open shards beside those in use, and probe every searcher for them
     drop     release in the background what no other version names
 
 A group is `resources.replicas` actors that hold the same shards (`node_placement` starts them); calls go through
-`dispatch`. `searcher.LocalSearchers` has the same methods
-for one searcher in this process, without Ray.
+`dispatch`. `searcher.LocalSearchers` has the same methods for one searcher in this process, without Ray.
 
 Shapes: Q queries, D dimension.
 """
@@ -48,16 +47,28 @@ PROBE_TIMEOUT_S = 60.0
 
 
 class RemoteSearchers:
-    """Holds versions of an index on actors, in groups that hold the same shards."""
+    """Searches versions of an index on actors, in groups that hold the same shards.
 
-    def __init__(self, groups: Sequence[Sequence[Any]], queue: int = QUEUE, limit_bytes: int = 0) -> None:
+    Other processes that it is sent to call the same actors.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Any]],
+        queue: int = QUEUE,
+        limit_bytes: int = 0,
+        assignments: Mapping[int, list[ShardAssignment]] | None = None,
+    ) -> None:
         self.groups = [list(actors) for actors in groups]
         self.limit_bytes = limit_bytes
-        self.assignments: dict[int, list[ShardAssignment]] = {}
+        self.assignments = dict(assignments or {})
         """Version -> the shards of it that each group holds."""
         self.change_lock = threading.Lock()
         self._drops: list[Any] = []
         self.dispatcher = Dispatcher(self.groups, self._reopen, queue)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.groups, self.dispatcher.queue, self.limit_bytes, dict(self.assignments))
 
     @property
     def actors(self) -> list[Any]:
@@ -79,23 +90,19 @@ class RemoteSearchers:
             self.assignments[manifest.version] = [ShardAssignment(manifest, shards) for shards in shards_of]
         return self.assignments[manifest.version]
 
-    def fleet(self, manifest: Manifest) -> "RemoteFleet":
-        return RemoteFleet(self, self.assign(manifest))
-
-    def load(self, manifest: Manifest) -> "RemoteFleet":
+    def load(self, manifest: Manifest) -> None:
         with self.change_lock:
-            fleet = self.fleet(manifest)
+            self.assign(manifest)
             try:
                 self._pending_drops(PROBE_TIMEOUT_S)
                 usages = self._all(lambda actor: actor.memory.options(concurrency_group="health").remote(), manifest)
-                needs = [assignment_bytes(manifest, assignment.shards) for assignment in fleet.actor_assignments]
+                needs = [assignment_bytes(*assignment) for _, assignment in self._actor_assignments(manifest.version)]
                 require_memory(version_name(manifest), needs, usages, self.limit_bytes)
-                fleet.open(max_task_retries=0)
+                self._open(manifest.version, 0)
                 self._all(lambda actor: actor.probe.remote(manifest.version), manifest)
             except BaseException:  # nothing stays open, after Ctrl-C either
                 self.drop(manifest.version)
                 raise
-            return fleet
 
     def drop(self, version: int) -> None:
         self.assignments.pop(version, None)
@@ -132,43 +139,24 @@ class RemoteSearchers:
         assignments = [groups[group] for groups in list(self.assignments.values())]
         return actor.open.options(concurrency_group="load", max_task_retries=-1).remote(assignments)
 
-
-class RemoteFleet:
-    """Searches one version on the actors. Other processes that it is sent to call the same actors."""
-
-    def __init__(self, searchers: RemoteSearchers, assignments: Sequence[ShardAssignment]) -> None:
-        """`assignments` of each group."""
-        self.searchers = searchers
-        self.assignments = list(assignments)
-        self.version = self.assignments[0].manifest.version
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restore_fleet, (self.searchers.groups, self.searchers.dispatcher.queue, self.assignments)
-
-    @property
-    def actors(self) -> list[Any]:
-        return self.searchers.actors
-
-    @property
-    def actor_assignments(self) -> list[ShardAssignment]:
-        """The assignment of each actor."""
-        return [assignment for assignment, actors in zip(self.assignments, self.searchers.groups) for _ in actors]
-
-    def ready(self) -> None:
-        dispatcher = self.searchers.dispatcher
-        replicas = [replica for group in dispatcher.groups for replica in group]
-        while any(replica.killed_instance == name for replica, name in zip(replicas, self.open(max_task_retries=-1))):
+    def ready(self, manifest: Manifest) -> None:
+        replicas = [replica for group in self.dispatcher.groups for replica in group]
+        while any(one.killed_instance == name for one, name in zip(replicas, self._open(manifest.version, -1))):
             log.info("a searcher that hung has not ended yet")
         for replica in replicas:
-            dispatcher.mark_up(replica)
+            self.dispatcher.mark_up(replica)
 
-    def open(self, max_task_retries: int) -> list[str]:
+    def _actor_assignments(self, version: int) -> list[tuple[Any, ShardAssignment]]:
+        """Each actor with its shards of a version."""
+        return [(actor, own) for own, actors in zip(self.assignments[version], self.groups) for actor in actors]
+
+    def _open(self, version: int, max_task_retries: int) -> list[str]:
         """Wait until every searcher has opened its shards, and return the searchers' instance ids. Without retries the
         death of a searcher is an error.
         """
         refs = [
             actor.open.options(concurrency_group="load", max_task_retries=max_task_retries).remote([assignment])
-            for actor, assignment in zip(self.actors, self.actor_assignments)
+            for actor, assignment in self._actor_assignments(version)
         ]
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=OPEN_TIMEOUT_S)
         if len(ready) < len(refs):
@@ -183,33 +171,34 @@ class RemoteFleet:
         self, request: ScanRequest, deadline: Deadline, *, admit: bool = False, on_partial: OnPartial | None = None
     ) -> ShardResults:
         """Scan the request's shards. Raises OverloadedError if too many calls wait and `admit` is false."""
-        shards_of = self._by_group(request.shards)
+        shards_of = self._by_group(request.version, request.shards)
         messages = {group: encode_scan(request._replace(shards=shards)) for group, shards in shards_of.items()}
         parts, failures = self._gather("scan", messages, shards_of, decode_results, deadline, admit, on_partial)
         return ShardResults([one for part in parts for one in part.results], failures)
 
-    def exact(self, queries_QD: FloatArray, k: int, deadline: Deadline) -> list[ShardResult]:
-        """Search every shard exhaustively for the true best k; bypasses the request queues."""
+    def exact(self, queries_QD: FloatArray, k: int, manifest: Manifest, deadline: Deadline) -> list[ShardResult]:
+        """Bypasses the request queues."""
+        version = manifest.version
         refs = [
-            actors[0].exact.options(concurrency_group="load").remote(queries_QD, k, assignment.shards, self.version)
-            for assignment, actors in zip(self.assignments, self.searchers.groups)
+            actors[0].exact.options(concurrency_group="load").remote(queries_QD, k, assignment.shards, version)
+            for assignment, actors in zip(self.assignments[version], self.groups)
         ]
         with translate_ray_errors("searching exactly"):
             return [one for answers in ray.get(refs, timeout=deadline.left_s) for one in answers]
 
-    def views(self, ids: Mapping[int, Sequence[str]], deadline: Deadline) -> ViewResults:
-        shards_of = self._by_group(ids)
+    def views(self, ids: Mapping[int, Sequence[str]], version: int, deadline: Deadline) -> ViewResults:
+        shards_of = self._by_group(version, ids)
         messages = {
-            group: encode_views_request({shard: ids[shard] for shard in shards}, self.version)
+            group: encode_views_request({shard: ids[shard] for shard in shards}, version)
             for group, shards in shards_of.items()
         }
         parts, failures = self._gather("views", messages, shards_of, decode_views, deadline)
         return ViewResults({name: one for part in parts for name, one in part.views.items()}, failures)
 
-    def _by_group(self, shards: Iterable[int]) -> dict[int, tuple[int, ...]]:
-        """These shards by the group that holds them."""
-        shard_set = set(shards)
-        by_group = {group: tuple(s for s in own if s in shard_set) for group, (_, own) in enumerate(self.assignments)}
+    def _by_group(self, version: int, shards: Iterable[int]) -> dict[int, tuple[int, ...]]:
+        """These shards of a version by the group that holds them."""
+        shard_set, assignments = set(shards), self.assignments[version]
+        by_group = {group: tuple(s for s in own if s in shard_set) for group, (_, own) in enumerate(assignments)}
         return {group: own for group, own in by_group.items() if own}
 
     def _gather(
@@ -224,14 +213,7 @@ class RemoteFleet:
     ) -> tuple[list[Any], list[ShardFailure]]:
         """The decoded answers of the groups, and the failures of shards."""
         on_message = (lambda message: on_partial(decode(message))) if on_partial else None
-        gather = self.searchers.dispatcher.gather
-        answers, states = gather(method, messages, deadline, admit=admit, on_partial=on_message)
+        answers, states = self.dispatcher.gather(method, messages, deadline, admit=admit, on_partial=on_message)
         parts = [decode(answers[group]) for group in sorted(answers)]
         failures = [ShardFailure(shards_of[group], state) for group, state in states.items()]
         return parts, failures + [one for part in parts for one in part.failures]
-
-
-def _restore_fleet(groups: Sequence[Sequence[Any]], queue: int, assignments: Sequence[ShardAssignment]) -> RemoteFleet:
-    searchers = RemoteSearchers(groups, queue)
-    searchers.assignments[assignments[0].manifest.version] = list(assignments)
-    return RemoteFleet(searchers, assignments)

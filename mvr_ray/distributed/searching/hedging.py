@@ -22,8 +22,8 @@ MIN_CALLS = 20
 class Latencies:
     """Keeps the durations of a group's last calls."""
 
-    def __init__(self, window: int = 256) -> None:
-        self._seconds: deque[float] = deque(maxlen=window)
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=256)
 
     def add(self, seconds: float) -> None:
         self._seconds.append(seconds)

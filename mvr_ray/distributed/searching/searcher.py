@@ -398,10 +398,10 @@ class ShardSearcher:
 
 
 class Fleet(Protocol):
-    """Searchers that together hold every shard of a version."""
+    """Searchers that together hold every shard of the versions that they are asked about."""
 
-    def ready(self) -> None:
-        """Return when every shard is open."""
+    def ready(self, manifest: Manifest) -> None:
+        """Return when every shard of a version is open."""
         ...
 
     def fan_out(
@@ -411,26 +411,20 @@ class Fleet(Protocol):
         `on_partial` is called with each part of the answer when it arrives, if parts arrive separately."""
         ...
 
-    def views(self, ids: Mapping[int, Sequence[str]], deadline: Deadline) -> ViewResults:
-        """Stored views of passages, by the shard that holds them."""
+    def views(self, ids: Mapping[int, Sequence[str]], version: int, deadline: Deadline) -> ViewResults:
+        """Stored views of passages of a version, by the shard that holds them."""
         ...
 
 
-class ExactFleet(Fleet, Protocol):
-    """A fleet that can also search exhaustively."""
+class Searchers(Fleet, Protocol):
+    """A fleet that opens and drops versions of one index; a search opens the shards that are not open."""
 
-    def exact(self, queries_QD: FloatArray, k: int, deadline: Deadline) -> list[ShardResult]: ...
-
-
-class Searchers(Protocol):
-    """Holders of versions of one index."""
-
-    def fleet(self, manifest: Manifest) -> ExactFleet:
-        """The fleet of a version; a search opens the shards that are not open."""
+    def exact(self, queries_QD: FloatArray, k: int, manifest: Manifest, deadline: Deadline) -> list[ShardResult]:
+        """Search every shard of a version exhaustively for the true best k; omits those that cannot be opened."""
         ...
 
-    def load(self, manifest: Manifest) -> Fleet:
-        """Open all shards of a version, probe them, and return its fleet.
+    def load(self, manifest: Manifest) -> None:
+        """Open all shards of a version, and probe them.
 
         Raises ResourceError for too little memory or a dead searcher, StorageError for a damaged file; then nothing of
         the version stays open.
@@ -442,59 +436,46 @@ class Searchers(Protocol):
     def counts(self) -> FleetCounts: ...
 
 
-class LocalFleet:
-    """Searches with one searcher in this process; ignores deadlines."""
+class LocalSearchers:
+    """Searches versions of an index with one searcher in this process; ignores deadlines."""
 
-    def __init__(self, task: SearcherTask, searcher: ShardSearcher | None = None) -> None:
-        """`searcher` may hold other versions too."""
-        self.searcher = searcher or ShardSearcher(task)
-        self.task = task
-        self.shards = tuple(entry.shard for entry in task.manifest.shards)
+    def __init__(self, task: SearcherTask, limit_bytes: int = 0) -> None:
+        self.limit_bytes = limit_bytes
+        self.searcher = ShardSearcher(task)
 
-    def ready(self) -> None:
-        self.searcher.open([ShardAssignment(self.task.manifest, self.shards)])
+    def ready(self, manifest: Manifest) -> None:
+        self.searcher.open([ShardAssignment(manifest, _all_shards(manifest))])
 
     def fan_out(
         self, request: ScanRequest, deadline: Deadline, *, admit: bool = False, on_partial: OnPartial | None = None
     ) -> ShardResults:
         return self.searcher.scan(request)
 
-    def exact(self, queries_QD: FloatArray, k: int, deadline: Deadline) -> list[ShardResult]:
-        """Search every shard exhaustively for the true best k."""
-        return self.searcher.exact(queries_QD, k, self.shards, self.task.manifest.version)
+    def views(self, ids: Mapping[int, Sequence[str]], version: int, deadline: Deadline) -> ViewResults:
+        return self.searcher.views(ids, version)
 
-    def views(self, ids: Mapping[int, Sequence[str]], deadline: Deadline) -> ViewResults:
-        return self.searcher.views(ids, self.task.manifest.version)
+    def exact(self, queries_QD: FloatArray, k: int, manifest: Manifest, deadline: Deadline) -> list[ShardResult]:
+        return self.searcher.exact(queries_QD, k, _all_shards(manifest), manifest.version)
 
-
-class LocalSearchers:
-    """Holds versions of an index on one searcher in this process."""
-
-    def __init__(self, task: SearcherTask, limit_bytes: int = 0) -> None:
-        self.task = task
-        self.limit_bytes = limit_bytes
-        self.searcher = ShardSearcher(task)
-
-    def fleet(self, manifest: Manifest) -> LocalFleet:
-        return LocalFleet(self.task._replace(manifest=manifest), self.searcher)
-
-    def load(self, manifest: Manifest) -> LocalFleet:
-        fleet = self.fleet(manifest)
-        needs = assignment_bytes(manifest, fleet.shards)
+    def load(self, manifest: Manifest) -> None:
+        needs = assignment_bytes(manifest, _all_shards(manifest))
         require_memory(version_name(manifest), [needs], [self.searcher.memory()], self.limit_bytes)
         try:
-            fleet.ready()
+            self.ready(manifest)
             self.searcher.probe(manifest.version)
         except BaseException:  # nothing stays open, after Ctrl-C either
             self.drop(manifest.version)
             raise
-        return fleet
 
     def drop(self, version: int) -> None:
         self.searcher.drop(version)
 
     def counts(self) -> FleetCounts:
         return FleetCounts()
+
+
+def _all_shards(manifest: Manifest) -> tuple[int, ...]:
+    return tuple(entry.shard for entry in manifest.shards)
 
 
 def version_name(manifest: Manifest) -> str:

@@ -1,4 +1,4 @@
-"""Keeps a few versions open beside the live one for calls that name them, and selects which one to evict.
+"""Opens a few versions beside the live one for calls that name them; `hot_swap` keeps and evicts them.
 
 capacity  a fixed number of versions; a further one replaces the least recently called
 idle time a version is evicted only some time after its last call; until then calls for a further version are
@@ -10,7 +10,7 @@ waiting   a limited number of calls, each until its deadline; others are refused
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
@@ -28,31 +28,6 @@ MAX_WAITING = 4
 MAX_RETRY_S = 60.0
 
 
-class CachedVersion(NamedTuple):
-    """An open version beside the live one: its running calls, and when a call last began or ended (monotonic)."""
-
-    version: int
-    calls: int
-    called_s: float
-
-
-def evict(name: str, versions: Sequence[CachedVersion], reason: str, now_s: float, min_idle_s: float) -> int:
-    """Select the version to evict for `name`: of the idle ones the least recently called.
-
-    Raises OverloadedError, with the reason for an eviction and a retry time, if none is idle.
-    """
-    idle = [one for one in versions if not one.calls and now_s - one.called_s >= min_idle_s]
-    if idle:
-        return min(idle, key=lambda one: (one.called_s, one.version)).version
-    retry_s = max(1.0, min(one.called_s + min_idle_s - now_s for one in versions))
-    numbers = ", ".join(str(one.version) for one in versions)
-    raise OverloadedError(
-        f"{name} not opened: {reason}, and what is open beside the live version (version {numbers}) was called less "
-        f"than {min_idle_s:g} s ago and stays; ask again in {retry_s:.0f} s",
-        retry_s,
-    )
-
-
 class _Load(NamedTuple):
     version: int
     began_s: float
@@ -62,12 +37,10 @@ class _Load(NamedTuple):
 class VersionLoader:
     """Opens one version at a time for calls, which wait until their deadlines. Safe to use from several threads."""
 
-    def __init__(
-        self, open_version: Callable[[Manifest], None], max_waiting: int = MAX_WAITING, min_idle_s: float = MIN_IDLE_S
-    ) -> None:
+    def __init__(self, open_version: Callable[[Manifest], None], max_waiting: int) -> None:
         """`open_version` runs in a background thread. `max_waiting`: calls that may wait at the same time."""
         self.max_waiting = max_waiting
-        self.min_idle_s = min_idle_s
+        self.min_idle_s = MIN_IDLE_S
         self._open_version = open_version
         self._current: _Load | None = None
         self._slots = threading.Semaphore(max_waiting)

@@ -23,10 +23,9 @@ from mvr_ray.core.reading.cross_encoder import Pair, listwise_loss
 from mvr_ray.distributed.models import pair_spec
 from mvr_ray.distributed.training.examples import DevSet, Examples, open_dev, open_question_examples
 from mvr_ray.distributed.training.steps import TaskModelLoop, TrainingJob
-from mvr_ray.distributed.training.train_model import TrainedModel, train_model
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.model_records import CROSS_ENCODERS
-from mvr_ray.types import Progress, no_progress
+from mvr_ray.types import Progress
 
 _PAIRS = 3
 DEV_QUESTIONS = 128
@@ -79,11 +78,3 @@ def candidates_of(
     """Pair each example's question with its passage first, then with passages that do not answer it."""
     groups = [(example, negatives_for(at, examples, num_negatives, patterns)) for at, example in enumerate(examples)]
     return [[Pair(example.text, passage) for passage in (example.passage, *others)] for example, others in groups]
-
-
-def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
-    """Train `encoder.backbone` to score pairs and record it as the newest of `train.cross_encoder`.
-
-    Raises as `train_model`.
-    """
-    return train_model(CrossEncoderLoop, CrossEncoderLoop.open_job, run, progress)

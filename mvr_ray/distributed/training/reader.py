@@ -25,11 +25,10 @@ from mvr_ray.core.reading.windows import Window
 from mvr_ray.distributed.models import reader_spec
 from mvr_ray.distributed.training.examples import Examples, open_answer_dev, open_answer_examples
 from mvr_ray.distributed.training.steps import TaskModelLoop
-from mvr_ray.distributed.training.train_model import TrainedModel, train_model
 from mvr_ray.errors import ConfigError
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.model_records import READERS
-from mvr_ray.types import Passage, Progress, Question, no_progress
+from mvr_ray.types import Passage, Question
 
 _WINDOWS = 2
 
@@ -58,6 +57,12 @@ class ReaderLoop(TaskModelLoop):
 
     @staticmethod
     def open_data(corpus: Corpus, run: RunConfig) -> tuple[Examples, list[tuple[Question, Passage]]]:
+        if run.evaluate.match == "regex":
+            raise ConfigError(
+                "evaluate.match is regex, but train.task is reader, which learns from the words of answers at their "
+                "places and is measured by exact match with them; set evaluate.match=string, and questions answered in "
+                "words"
+            )
         return open_answer_examples(corpus, run.train), open_answer_dev(corpus, run.train)
 
     def units(self, examples: Sequence[Example]) -> list[Target]:
@@ -96,14 +101,3 @@ def targets_of(reader: Reader, examples: Sequence[Example], num_negatives: int =
             windows = windower.windows(frame, tokens[other.text])
             units += [Target(window, window.null, window.null) for window in windows]
     return units
-
-
-def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
-    """Train `encoder.backbone` as a reader, the newest of `train.reader`. Raises ConfigError for answers that are
-    patterns, else as `train_model`."""
-    if run.evaluate.match == "regex":
-        raise ConfigError(
-            "evaluate.match is regex, but train.task is reader, which learns from the words of answers at their places "
-            "and is measured by exact match with them; set evaluate.match=string, and questions answered in words"
-        )
-    return train_model(ReaderLoop, ReaderLoop.open_job, run, progress)

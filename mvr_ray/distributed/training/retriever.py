@@ -18,6 +18,7 @@ from torch import Tensor
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, PassageViews
 from mvr_ray.core.encoding.snippets import find_snippet
+from mvr_ray.core.encoding.views import MODEL_SETTINGS
 from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.judging.collapse import collapse_report
 from mvr_ray.core.learning.batches import JoinedBatch, join_batch, rank_share
@@ -31,9 +32,13 @@ from mvr_ray.core.learning.training import (
     winning_views,
     world_size,
 )
+from mvr_ray.distributed.encoders import encoder_spec, make_encoder, starting_snapshot
 from mvr_ray.distributed.training.checkpoints import EpochSums, TrainState
-from mvr_ray.distributed.training.steps import StepLoop, TrainingJob
-from mvr_ray.errors import ConfigError
+from mvr_ray.distributed.training.examples import open_dev, open_examples
+from mvr_ray.distributed.training.steps import StepLoop, TrainingJob, training_job
+from mvr_ray.errors import ConfigError, EncoderError
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.files import Store
 from mvr_ray.store.model_records import ENCODERS
 from mvr_ray.types import Passage, Progress
 
@@ -85,9 +90,40 @@ def loss_name(run: RunConfig, model: DualEncoder) -> str:
     return run.train.loss
 
 
+def starting_encoder(run: RunConfig, corpus: Corpus) -> DualEncoder:
+    """The encoder before training: that of `train.init_from`, or one made from the backbone."""
+    start = run.train.init_from
+    if start is None:
+        return make_encoder(run, corpus.store, corpus)
+    encoder = DualEncoder.load(starting_snapshot(run, start).folder)
+    spec = encoder_spec(run).fill({name: getattr(encoder.spec, name) for name in MODEL_SETTINGS})
+    expected, actual = spec.settings(), encoder.spec.settings()
+    if expected != actual:
+        differing = sorted(set(expected.items()) ^ set(actual.items()))
+        raise EncoderError(
+            f"train.init_from {start} was made with other settings than the encoder section asks for: "
+            f"{', '.join(dict(differing))}; make them equal, or start from the backbone"
+        )
+    return encoder.to_precision("fp32")
+
+
 class RetrieverLoop(StepLoop):
     kind, epoch, dev_metrics = ENCODERS, EpochReport, ("dev_top1",)
     figures = ("loss", "loss_global", "loss_local", "view_pair_cosine", "lv")
+
+    @classmethod
+    def open_job(cls, run: RunConfig) -> TrainingJob:
+        workers = run.resources.train_workers
+        if run.train.batch_questions % max(1, workers):
+            raise ConfigError(
+                f"train.batch_questions is {run.train.batch_questions}, which {workers} workers "
+                f"(resources.train_workers) cannot share evenly; make it a multiple of {workers}"
+            )
+        corpus = Corpus.open(Store(run.store.path), run.prepare.corpus)
+        model = starting_encoder(run, corpus)
+        loss_name(run, model)
+        data = open_examples(corpus, model.splitter, run.train), open_dev(corpus, run.train)
+        return training_job(run, run.encoder.name, corpus, model, data, [run.digest("encoder", "train")])
 
     def __init__(self, job: TrainingJob, progress: Progress, device: torch.device) -> None:
         self.model: DualEncoder

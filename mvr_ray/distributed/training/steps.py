@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from mvr_ray.config import RunConfig, resolve_model
-from mvr_ray.config.train import check_train
 from mvr_ray.core.encoding.precision import multiplies_bf16
 from mvr_ray.core.encoding.training_attention import training_attention
 from mvr_ray.core.learning.batches import Example, plan_epoch
@@ -51,6 +50,16 @@ class TrainingJob(NamedTuple):
     examples: Any
     dev: Any
     checkpoints: Checkpoints
+
+
+def training_job(
+    run: RunConfig, name: str, corpus: Corpus, model: Any, data: tuple[Any, Any], settings: Sequence[Any]
+) -> TrainingJob:
+    """Make the job of a rank. `data` are the examples and the dev set; checkpoints are under a digest of everything
+    that determines the weights: these settings, the initial weights, and the content of the data."""
+    parts = [*settings, model.fingerprint, corpus.digest, *input_digests(corpus, run.train)]
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    return TrainingJob(run, name, model, *data, Checkpoints(corpus.store, paths.training_dir(name, key)))
 
 
 class Schedule(NamedTuple):
@@ -99,6 +108,11 @@ class StepLoop(ABC):
         self.state = TrainState(sums=self.new_sums())
         self._plan: tuple[int, IntArray] | None = None
         self._last_log_s = 0.0
+
+    @classmethod
+    @abstractmethod
+    def open_job(cls, run: RunConfig) -> TrainingJob:
+        """Open the model and data of a rank. This is cheap: passages stay in their mapped files."""
 
     @abstractmethod
     def groups(self) -> list[dict[str, Any]]:
@@ -301,18 +315,12 @@ class TaskModelLoop(StepLoop):
 
     @classmethod
     def open_job(cls, run: RunConfig) -> TrainingJob:
-        """Open the model and data of a rank; checkpoints are under a digest of everything that determines the
-        weights."""
-        store, task = Store(run.store.path), cls.kind.task
-        check_train(run.train)
-        corpus, name = Corpus.open(store, run.prepare.corpus), getattr(run.train, task)
+        task, corpus = cls.kind.task, Corpus.open(Store(run.store.path), run.prepare.corpus)
+        data = cls.open_data(corpus, run)
         backbone = resolve_model(run.encoder.backbone)
         model = MODEL_CLASSES[cls.kind].from_backbone(backbone, cls.spec(run), run.train.seed)
-        examples, dev = cls.open_data(corpus, run)
-        sets = input_digests(corpus, run.train)
-        parts = [task, run.digest("train"), asdict(model.spec), model.fingerprint, corpus.digest, *sets]
-        key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
-        return TrainingJob(run, name, model, examples, dev, Checkpoints(store, paths.training_dir(name, key)))
+        settings = [task, run.digest("train"), asdict(model.spec)]
+        return training_job(run, getattr(run.train, task), corpus, model, data, settings)
 
     def groups(self) -> list[dict[str, Any]]:
         return self.model.parameter_groups(self.cfg.lr, self.cfg.head_lr_factor, self.cfg.weight_decay)
