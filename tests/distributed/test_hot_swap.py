@@ -532,11 +532,11 @@ def test_a_store_that_was_moved_away_is_named_and_followed_once_it_is_back(tmp_p
     with open_hot_swap_router(run_of(store, run_over), local=True, follow_s=None) as live:
         away = store.rename(tmp_path / "away")
         assert not live.follow()
-        assert f"{store} has no version of it: restore the store" in live.failure
+        assert f"{store} has no version of it: restore the store" in live.state.failure
         assert search_one(live, 0) == expected(FIRST)[0] and not store.exists()
         away.rename(store)
         publish_random_index(store, SECOND, SHARDS, parent=1)
-        assert live.follow() and not live.failure
+        assert live.follow() and not live.state.failure
 
 
 def test_a_follower_that_cannot_read_the_list_of_versions_says_so(tmp_path, run_over, monkeypatch):
