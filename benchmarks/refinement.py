@@ -143,10 +143,11 @@ class Clock:
 
 
 def one_round(loop: RefinementLoop, clock: Clock) -> Labels:
-    """Run one round from the version's hits to the moved views, as the loop does; return the labels."""
+    """Run one round from the version's hits to the moved views, as the loop does, which ends where `rebuilds` has
+    published other versions; return the labels."""
     queries_LD = loop.queries_at(0)
     with clock("retrieve"):
-        hits: ShardHits = loop.search(PUBLISHED, queries_LD, "retrieve")
+        hits: ShardHits = loop.refiners.search(PUBLISHED, queries_LD, loop.depth, "retrieve", no_progress)
     with clock("judge"):
         loop.evaluator.rank(None, loop.labelled, hits)
     with clock("label"):
