@@ -94,7 +94,12 @@ def make_report(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]
     commands = [f"{step.command}  # {_step_line(step, variants[step.key])}" for step in steps]
     facts, plots = _facts(study, records), draw_plots(study, results)
     if missing_runs:
-        facts["not run yet"] = "; ".join(dict.fromkeys(run.variant.name for run in missing_runs))
+        started = {run.variant.name for run in plan.variants}
+        names = (
+            f"{run.variant.name}, seed {run.seed}" if run.variant.name in started else run.variant.name
+            for run in missing_runs
+        )
+        facts["not run yet"] = "; ".join(dict.fromkeys(names))
     files = {f"{plot.name}.png": plot.png for plot in plots}
     entity_ranks, round_ranks = retrieval_tables.entity_ranks(results), refinement_tables.refinement_ranks(results)
     if ranks := [*question_ranks(results), *round_ranks, *entity_ranks]:

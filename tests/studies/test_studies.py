@@ -724,6 +724,9 @@ def test_an_earlier_report_gives_back_every_answer_of_a_reader_where_it_says_of_
     actual = read_report(tmp_path, study, plan)
     if len(seeds) > 1:
         assert not [record for record in actual.values() if record.stage == "reading"]
+        del records[plan.variants[-1].keys[-1]]
+        facts = json.loads(make_report(study, plan, records).files["report.json"])["facts"]
+        assert facts["not run yet"] == f"b, seed {seeds[-1]}"
         return
     assert actual.keys() == records.keys()
     again = make_report(study, plan, actual)
