@@ -94,9 +94,9 @@ def make_report(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]
     commands = [f"{step.command}  # {_step_line(step, variants[step.key])}" for step in steps]
     facts, plots = _facts(study, records), draw_plots(study, results)
     if missing_runs:
-        started = {run.variant.name for run in plan.variants}
+        reported_names = {run.variant.name for run in plan.variants}
         names = (
-            f"{run.variant.name}, seed {run.seed}" if run.variant.name in started else run.variant.name
+            f"{run.variant.name}, seed {run.seed}" if run.variant.name in reported_names else run.variant.name
             for run in missing_runs
         )
         facts["not run yet"] = "; ".join(dict.fromkeys(names))
