@@ -45,7 +45,7 @@ SHARES = (0.01, 0.1, 0.5, 1.0)
 BATCHES = (1, 32)
 ROUNDS = 21
 FEW = (
-    f"{K + 1} of the 250 passages that pass are scored exactly for each query, two fifths of the time; memory is so "
+    f"{K + 1} of the 250 passages that pass are scored exactly for each query, half of the time; memory is so "
     "fast that scanning all passages takes little more than four times as long"
 )
 Mask = NDArray[np.bool_]

@@ -32,6 +32,7 @@ OTHERS = (
     "engines",
     "engines-200000",
     "engines-avx2",
+    "filters",
     "updates",
     "updates-sizes",
     "gpu",

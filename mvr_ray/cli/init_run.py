@@ -174,7 +174,6 @@ def _names(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
     """Return the columns of the parts of passages and questions whose names are not those that readers expect."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     by_lower = {column.lower(): column for column in reversed(columns)}
-
     has_only_questions = bool({*NAMES["question"]} & {*by_lower}) and not {*NAMES["text"]} & {*by_lower}
     parts = NAMES | QUESTION_NAMES if has_only_questions else NAMES
     match = {part: next((by_lower[name] for name in names if name in by_lower), None) for part, names in parts.items()}
@@ -193,7 +192,8 @@ def _names(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
     }
     ids = [row.get(match["id"]) for row in rows] if match["id"] else []
     has_repeats = len(set(map(str, ids))) < len(ids)
-    if has_repeats if has_only_questions else match["question"] is None and (has_repeats or not ids):
+    needs_numbers = has_repeats if has_only_questions else match["question"] is None and (has_repeats or not ids)
+    if needs_numbers:
         names["id"] = None
     return names
 

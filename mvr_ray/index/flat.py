@@ -120,7 +120,7 @@ class FlatIndex(ShardIndex):
         is_half = all(block.vectors_ND.dtype == np.float16 for block in blocks)
         is_faster = codes is not None and is_half and getattr(kernel, "halves_are_faster", False)
         self._vector_scan = self.scan.of_vectors() if is_faster else None
-        self._small_batch = make_small_batch_kernel(engine, device, threads, codes is not None)
+        self._small_batch = make_small_batch_kernel(engine, device, threads, with_codes=codes is not None)
         self._small_batch_scan = Scan(blocks, self._small_batch, codes=codes) if self._small_batch else None
 
     def search_with_counts(

@@ -477,6 +477,8 @@ ONE_ROUND = {"rounds": 1, "depth": 10, "max_heldout_loss": 100.0}
 def test_questions_without_answers_and_gold_passages_cannot_be_evaluated(index: Index):
     with pytest.raises(ConfigError, match="no question of evaluate has an answer or a gold passage"):
         index.evaluate(["who built the tower?"])
+    with pytest.raises(DataError, match=r"answers is array.*, not a list"):
+        index.evaluate([("who built the tower?", np.array(["king 1", "king 2"]))])
 
 
 def test_feedback_teaches_the_index_and_is_kept_until_then(index: Index):

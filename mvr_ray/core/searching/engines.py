@@ -12,9 +12,7 @@ if TYPE_CHECKING:
 ENGINES = ("auto", "native", "torch", "numpy")
 
 
-def make_small_batch_kernel(
-    engine: str, device: str, threads: int | None, with_codes: bool = False
-) -> "Avx2Kernel | None":
+def make_small_batch_kernel(engine: str, device: str, threads: int | None, *, with_codes: bool) -> "Avx2Kernel | None":
     """Create the kernel that is faster than that of `make_kernel` of the same arguments for few queries; None where
     there is none.
 

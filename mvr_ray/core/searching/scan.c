@@ -811,8 +811,8 @@ AVX2 INLINE void best_views(const int kind, const char *rows, const float *scale
         for (int q = 0; q < queries; q++) {
             const int64_t query = (int64_t)q * dimension;
             float best = -INFINITY;
-            for (int64_t v = 0; v < count_P[p]; v++, next += stride) {
-                for (int64_t at = 0; at < stride && !q; at += 64) _mm_prefetch(next + at, _MM_HINT_T0);
+            for (int64_t v = 0; v < count_P[p]; v++) {
+                for (int64_t at = 0; at < stride && !q; at += 64) _mm_prefetch(next + v * stride + at, _MM_HINT_T0);
                 float score;
                 if (kind == INT8) {
                     const double units = (double)scale_N[first_P[p] + v] * unit_Q[q];

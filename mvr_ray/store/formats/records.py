@@ -166,10 +166,10 @@ def _unicode(value: str, name: str) -> str:
 
 def _list(value: Any, name: str) -> Sequence[Any]:
     """Check a list. A lone text or number is a list of one, an empty text or None one of none."""
-    if value is None or value == "":
+    if value is None:
         return ()
     if isinstance(value, str | int):
-        return (value,)
+        return () if value == "" else (value,)
     if not isinstance(value, list | tuple):
         raise _Fault(f"{name} is {value!r:.60}, not a list")
     return value
