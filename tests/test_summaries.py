@@ -174,8 +174,12 @@ def test_a_summary_shows_what_counts_and_no_zero() -> None:
 def test_a_summary_of_mining_says_what_questions_lack() -> None:
     counts = dict.fromkeys(("hits", "dropped_gold", "dropped_answer_bearing", "dropped_by_cross_encoder"), 0)
     report = {**counts, "questions": 9, "negatives": 8, "output": "mined", "short": 3, "without": 2}
+    report |= {"hits": 20, "dropped_gold": 5, "beyond_count": 7}
     lines = draw(summarize("mine", report, WORDS)).splitlines()
     assert [" ".join(line.split()) for line in lines if line.strip()] == [
+        "hits 20",
+        "dropped as gold 5",
+        "hits beyond mine.num_negatives 7",
         "questions with fewer negatives than mine.num_negatives 3",
         "questions without any negative 2",
     ]

@@ -81,6 +81,7 @@ def _mine(report: Report, words: str) -> Summary:
         "dropped as gold": report["dropped_gold"],
         "dropped as answers": report["dropped_answer_bearing"],
         "dropped by the cross-encoder": report["dropped_by_cross_encoder"],
+        "hits beyond mine.num_negatives": report["beyond_count"],
         "questions with fewer negatives than mine.num_negatives": report["short"],
         "questions without any negative": report["without"],
     }
