@@ -16,6 +16,7 @@ from mvr_ray.cli import main
 from mvr_ray.cli.commands import exit_on_error, run_stage
 from mvr_ray.config import RunConfig, load_run
 from mvr_ray.errors import DataError, MvrRayError
+from mvr_ray.store.files import Store
 
 INTERRUPTED_STAGE = """
 import signal
@@ -316,6 +317,29 @@ def test_a_stage_that_fails_leaves_its_record_too(tmp_path: Path, error: BaseExc
         run_stage("train", run, work)
     report = json.loads((only_record(tmp_path) / "report.json").read_text())
     assert (report["outcome"], report["error"]) == (outcome, message)
+
+
+@pytest.mark.parametrize("content", ["{", None])
+def test_a_command_that_fails_where_no_store_is_makes_none(command, tmp_path: Path, content: str | None) -> None:
+    source, run_file = tmp_path / "passages.jsonl", tmp_path / "run.yaml"
+    if content is not None:
+        source.write_text(content)
+    run_file.write_text(f"store: {{path: {tmp_path}/new/store}}\nprepare: {{sources: [{{path: {source}}}]}}\n")
+    before = set(tmp_path.rglob("*"))
+    for words in (["prepare"], ["index"], ["evaluate"]):
+        assert command(words[0], str(run_file))[0] in (1, 2)
+        assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_failed_command_keeps_its_record_beside_what_it_stored(tmp_path: Path) -> None:
+    def work(run: RunConfig, _progress) -> None:
+        Store(run.store.path).write_bytes("studies/x.json", b"{}")
+        raise DataError("late")
+
+    run = RunConfig.model_validate({"store": {"path": str(tmp_path / "store")}})
+    with pytest.raises(DataError, match="late"):
+        run_stage("train", run, work)
+    assert json.loads((only_record(tmp_path / "store") / "report.json").read_text())["error"] == "DataError: late"
 
 
 def test_two_runs_in_one_second_keep_both_records(tmp_path: Path) -> None:

@@ -48,6 +48,8 @@ ROWS = [
     {"system": "wiki", "questions": "dev", "metric": f"gold/{m}", "value": 0.5, "low": 0.4, "high": 0.6, "n": 20}
     for m in METRICS
 ]
+HYBRID = "bm25 and dense, reciprocal ranks"
+HYBRID_ROWS = [row | {"system": HYBRID, "value": 0.7, "low": 0.6, "high": 0.8} for row in ROWS]
 EVALUATED = {"index": "wiki", "version": 4, "passages": 6, "rows": ROWS}
 PREPARED = {
     "passages_read": 10_033,
@@ -100,6 +102,12 @@ def draw(summary: Summary) -> str:
             "evaluate",
             EVALUATED,
             "evaluated: version 4 of index wiki, 6 passages\n  dev: top-1 50.0 % (40.0 to 60.0)",
+            "serve",
+        ),
+        (
+            "evaluate",
+            EVALUATED | {"rows": [*ROWS, *HYBRID_ROWS], "configured_system": HYBRID},
+            f"evaluated: version 4 of index wiki, 6 passages\n  ranked by {HYBRID}\n  dev: top-1 70.0 % (60.0 to 80.0)",
             "serve",
         ),
         ("compact", COMPACTED, "live: version 5 of index wiki, 1 shard written whole, 9 B before, 8 B now", "versions"),
@@ -161,6 +169,20 @@ def test_a_summary_shows_what_counts_and_no_zero() -> None:
     assert "dev: 20 questions, in percent, by gold" in text
     assert all(metric in text for metric in METRICS)
     assert "descriptions_of_all_articles_known"[:12] in draw(summarize("refine", REFINED, WORDS))
+
+
+def test_a_summary_of_mining_says_what_questions_lack() -> None:
+    counts = dict.fromkeys(("hits", "dropped_gold", "dropped_answer_bearing", "dropped_by_cross_encoder"), 0)
+    report = {**counts, "questions": 9, "negatives": 8, "output": "mined", "short": 3, "without": 2}
+    report |= {"hits": 20, "dropped_gold": 5, "beyond_count": 7}
+    lines = draw(summarize("mine", report, WORDS)).splitlines()
+    assert [" ".join(line.split()) for line in lines if line.strip()] == [
+        "hits 20",
+        "dropped as gold 5",
+        "hits beyond mine.num_negatives 7",
+        "questions with fewer negatives than mine.num_negatives 3",
+        "questions without any negative 2",
+    ]
 
 
 def test_accuracy_by_answer_and_by_gold_passage_are_told_apart() -> None:

@@ -81,8 +81,9 @@ def _mine(report: Report, words: str) -> Summary:
         "dropped as gold": report["dropped_gold"],
         "dropped as answers": report["dropped_answer_bearing"],
         "dropped by the cross-encoder": report["dropped_by_cross_encoder"],
-        "questions with fewer": report["short"],
-        "questions without any": report["without"],
+        "hits beyond mine.num_negatives": report["beyond_count"],
+        "questions with fewer negatives than mine.num_negatives": report["short"],
+        "questions without any negative": report["without"],
     }
     negatives = f"{count_noun(report['negatives'], 'hard negative')} for {count_noun(report['questions'], 'question')}"
     verdict = f"mined: {negatives}, as question set {report['output']}"
@@ -153,7 +154,10 @@ def _pivot(title: str, corner: str, shares: Mapping[tuple[Any, str], float]) -> 
 def _evaluate(report: Report, words: str) -> Summary:
     rows = report["rows"]
     verdict = f"evaluated: {version_text(report)}, {count_noun(report['passages'], 'passage')}"
-    firsts = {row["questions"]: row for row in reversed(rows) if row["system"] == report["index"]}
+    system = report.get("configured_system") or report["index"]
+    if system != report["index"]:
+        verdict += f"\n  ranked by {system}"
+    firsts = {row["questions"]: row for row in reversed(rows) if row["system"] == system}
     main_rows = list(reversed(firsts.values()))[:NUM_NAMED]
     for row in main_rows:
         interval = f"{percent(row['low'])} to {percent(row['high'])}"

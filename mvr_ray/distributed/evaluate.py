@@ -81,6 +81,8 @@ class EvaluationRow(NamedTuple):
 
 
 class EvaluationReport(NamedTuple):
+    """`configured_system` is the one of `rows` that `search` and `serve` rank by: with `search.hybrid`, the hybrid."""
+
     index: str
     version: int
     encoder_fingerprint: str
@@ -88,6 +90,7 @@ class EvaluationReport(NamedTuple):
     exact: bool
     rows: list[EvaluationRow]
     ranks: list[QuestionRanks]
+    configured_system: str = ""
 
 
 class SystemResult(NamedTuple):
@@ -150,7 +153,7 @@ def evaluate(run: RunConfig, progress: Progress = no_progress) -> EvaluationRepo
             matcher = AnswerMatcher(settings.match, strict=rank.strict_answers)
             rankings = (judge_hits(own.questions, hits, corpus, matcher) for own, hits in zip(sets, hit_lists))
             measure("bm25", itertools.chain.from_iterable(rankings))
-        weight = run.search.hybrid
+        system, weight = run.index.name, run.search.hybrid
         if settings.hybrid:
             own_set = gold_questions(corpus, settings.hybrid, "evaluate.hybrid")
             best = best_weight(try_weights(run, router, own_set, progress=progress))
@@ -168,6 +171,7 @@ def evaluate(run: RunConfig, progress: Progress = no_progress) -> EvaluationRepo
         base.index_params["kind"] == "flat",
         [row for result in results for row in result.rows],
         [result.ranks for result in results],
+        system if run.search.hybrid is not None else run.index.name,
     )
 
 

@@ -116,9 +116,8 @@ def _conclude(
         digest = save_queries(store, base.index, labelled_questions, loop.queries_at(end.best_round))
         claim = paths.staged_claim(loop.journal.folder, paths.refined_queries(base.index, digest))
         store.write_bytes(claim, b"")
-        manifest = dataclasses.replace(
-            manifest, refined_queries={**base.refined_queries, loop.questions.groups[0].name: digest}
-        )
+        name = run.refine.questions or loop.questions.groups[0].name  # `retrieve` finds them by the stored set
+        manifest = dataclasses.replace(manifest, refined_queries={**base.refined_queries, name: digest})
     elif not num_rewritten:
         return dataclasses.replace(report, reason=f"{end.reason}; no stored byte changed"), None
     return report, manifest

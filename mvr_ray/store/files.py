@@ -301,6 +301,22 @@ class Store:
                 sync_folder(aside.parent)
                 shutil.rmtree(aside)
 
+    def missing_folders(self) -> Sequence[Path]:
+        """List a local store's folder and those above it that do not exist, the store's first."""
+        return [] if self._objects else [one for one in (self._folder, *self._folder.parents) if not one.exists()]
+
+    def delete_if_alone(self, path: str, folders: Sequence[Path]) -> bool:
+        """Remove the folder at `path` and then the empty ones of `folders`, of `missing_folders`; False if the local
+        store holds another file, and everything stays."""
+        own = self._local(path)
+        if not all(file.is_relative_to(own) for file in _files_of(self._folder)):
+            return False
+        self.delete_dir(path)
+        for folder in (own.parent, self._folder / SCRATCH, *folders):
+            with contextlib.suppress(OSError):  # not there, or another process has put something there
+                folder.rmdir()
+        return True
+
     def delete_leftovers(self, min_age_s: float) -> Sequence[str]:
         """Remove what killed processes left aside, if at least this old; returns the paths."""
         if self._objects:

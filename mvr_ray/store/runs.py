@@ -27,7 +27,7 @@ from pydantic import BaseModel
 
 from mvr_ray import __version__
 from mvr_ray.config import RunConfig
-from mvr_ray.errors import StorageError
+from mvr_ray.errors import MvrRayError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 
@@ -49,8 +49,12 @@ class RunRecord:
 
 @contextmanager
 def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
-    """Write the config before the work and the report after it, whether it succeeds, fails or is interrupted."""
+    """Write the config before the work and the report after it, whether it succeeds, fails or is interrupted.
+
+    A run that ends in an error of the package where no store was before, and stores nothing, leaves none.
+    """
     store = Store(run.store.path)
+    new_folders, is_refused = store.missing_folders(), False
     start = datetime.datetime.now(datetime.UTC)
     run_record = RunRecord("")
     config = yaml.safe_dump(run.model_dump(mode="json"), sort_keys=False)
@@ -77,6 +81,7 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
         raise
     except BaseException as error:  # every outcome is recorded, Ctrl-C too
         outcome, message = "failed", f"{type(error).__name__}: {error}"
+        is_refused = isinstance(error, MvrRayError)
         raise
     finally:
         logger.removeHandler(handler)
@@ -91,9 +96,10 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
             "report": to_plain(run_record.report),
         }
         try:
-            store.write_bytes(f"{run_record.folder}/report.json", json.dumps(summary, indent=2).encode())
-            store.write_bytes(f"{run_record.folder}/log", lines.getvalue().encode())
-            for name, data in run_record.files.items():
+            files = {"report.json": json.dumps(summary, indent=2).encode(), "log": lines.getvalue().encode()}
+            if is_refused and new_folders and store.delete_if_alone(run_record.folder, new_folders):
+                files = {}
+            for name, data in (files | run_record.files).items():
                 store.write_bytes(f"{run_record.folder}/{name}", data)
         except StorageError as error:
             if outcome == "done":

@@ -114,6 +114,9 @@ def parent_corpus(store: Store, name: str, index: str) -> Corpus:
         if version.operation == manifests.ROLLBACK:
             break
     versions, problems = manifests.read_versions(store, index, numbers)
+    live = versions[max(numbers)] if numbers else None
+    if live and (live.corpus, live.corpus_digest) == (name, last.digest):
+        return last
     indexed_corpora = {(one.corpus, one.corpus_digest) for one in versions.values()}
     digest, descent = last.digest, set[str]()  # earlier programs wrote circles where contents returned
     while digest not in descent and (name, digest) not in indexed_corpora:
@@ -121,7 +124,6 @@ def parent_corpus(store: Store, name: str, index: str) -> Corpus:
             break
         descent.add(digest)
         digest = Corpus.open(store, name, digest).info.parent
-    live = versions[max(numbers)] if numbers else None
     if live and live.corpus == name and digest != live.corpus_digest and (name, digest) in indexed_corpora:
         return Corpus(store, Corpus.open(store, name, live.corpus_digest).info, last.number)
     for problem in problems.values():

@@ -9,13 +9,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prepared_corpus import only_corpus
 
 from mvr_ray.cli.tables import report_tables
-from mvr_ray.distributed.refinement.questions import arrange, read_feedback
+from mvr_ray.config import PrepareConfig, RefineConfig, SourceConfig
+from mvr_ray.distributed.refinement.questions import arrange, gather, read_feedback
 from mvr_ray.distributed.refinement.refiner_pool import LabelCache
 from mvr_ray.distributed.refinement.report import Accuracy, RefineReport, RoundReport, WeightReport
 from mvr_ray.distributed.refinement.state import ShardChanges, StoredViews
 from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.store.files import Store
+from mvr_ray.store.prepare import prepare
 from mvr_ray.types import EmbeddingBlock, Question
 
 NUM_VIEWS, DIMENSION = 3, 4
@@ -183,6 +187,23 @@ def test_feedback_names_stored_questions_by_id_or_text_and_makes_the_others(tmp_
     ]
     assert labels[0][0] is questions[0]
     assert labels[2][0].positive_ids == ("p3", "p9")
+
+
+def test_judged_questions_are_called_feedback_whatever_set_stands_beside_them(tmp_path):
+    passages = tmp_path / "passages.jsonl"
+    rows = [{"id": f"p{i}", "text": f"Text {i}."} for i in range(40)]
+    rows += [{"id": f"q{i}", "question": f"which is {i}?", "positive_ids": [f"p{i}"]} for i in range(40)]
+    passages.write_text("\n".join(map(json.dumps, rows)))
+    store, source = Store(tmp_path / "store"), SourceConfig(path=str(passages), questions="known")
+    prepare(PrepareConfig(corpus="c", sources=[source]), store)
+    clicks = tmp_path / "clicks.jsonl"
+    judgements = [{"question": f"q{i}", "passage_id": f"p{i}", "label": 1} for i in range(30)]
+    clicks.write_text("\n".join(map(json.dumps, judgements)))
+    refine = RefineConfig(questions="known", feedback=str(clicks), report=["known"])
+    questions = gather(only_corpus(store), refine)
+    names = {(group.name, group.protocol) for group in questions.groups}
+    assert {("feedback", "transductive"), ("feedback/gate", "gate"), ("known", "held-out")} <= names
+    assert next(iter(gather(only_corpus(store), RefineConfig(questions="known")).groups)).name == "known"
 
 
 KEYS = {"q1": "who is it?", "who is it?": "who is it?", "q2": "and where?", "a new one": "a new one"}

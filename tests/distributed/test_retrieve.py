@@ -89,6 +89,7 @@ def test_evaluation_measures_the_served_hybrid_ranking_with_the_weight_given_or_
         rows = {row.metric: row for row in report.rows if row.system.startswith("bm25 + ")}
         weight = float(rows["gold/top-1"].system.split()[2])
         assert weight == 7 or "search" not in settings
+        assert report.configured_system == (rows["gold/top-1"].system if "search" in settings else report.index)
         for k in (1, 5):
             assert rows[f"gold/top-{k}"].value == pytest.approx(share(questions[15:], 15, weight, k))
     best_share = share(questions[:15], 0, weight, 1)

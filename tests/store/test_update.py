@@ -317,6 +317,19 @@ def test_an_unreadable_version_stops_an_update_only_where_it_decides_whether_a_r
         change("d")
 
 
+def test_no_unreadable_version_stops_an_update_of_the_corpus_that_is_live_after_a_roll_back(
+    tmp_path: Path, write: Write
+):
+    store = Store(tmp_path / "store")
+    first = make_corpus(store, write, {"p": "first"}).digest
+    for parent, operation in enumerate(("index", "index", manifest.ROLLBACK)):
+        shard = make_shard(store, tmp_path / f"{parent}", b"%d" % parent)
+        manifest.publish(store, replace(describe([shard], parent), operation=operation, corpus_digest=first))
+    store.write_bytes(paths.manifest("i", 1), b"{")
+    update(CONFIG, store, str(write("changes", lines(row("a", "new")))), index="i")
+    assert {one.id for one in Corpus.open(store, "corpus")} == {"p", "a"}
+
+
 def test_of_two_updaters_the_slower_one_is_told_and_the_faster_one_stays(tmp_path: Path, write: Write):
     store = Store(tmp_path / "store")
     make_corpus(store, write, {"a": "one"})

@@ -138,11 +138,12 @@ class Evaluator:
         questions, since only these change there from round to round.
         """
         labelled_groups = self.questions.groups[:1] if self.refine.method in KEEPS_PASSAGES else ()
+        label_setting = "feedback" if self.refine.feedback else "questions"
         for group in (*labelled_groups, *self.questions.gates):
             if not self.deciding_kind(group):
                 raise ConfigError(
                     f"question set {group.name!r} decides about refinement, but its questions have neither answers nor "
                     f"gold passages; name another in "
-                    f"refine.{'questions' if group.protocol == 'transductive' else 'gate'}"
+                    f"refine.{label_setting if group.protocol == 'transductive' else 'gate'}"
                 )
         return [(group, kind) for group in self.questions.gates if (kind := self.deciding_kind(group))]

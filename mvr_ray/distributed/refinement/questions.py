@@ -87,7 +87,7 @@ def gather(corpus: Corpus, refine: RefineConfig) -> RefineQuestions:
             "refine.questions names no question set and refine.feedback no file; give one of them to learn from"
         )
     labelled_questions = read_questions(corpus, refine.questions) if refine.questions else []
-    name = refine.questions or "feedback"
+    name = "feedback" if refine.feedback else str(refine.questions)
     judgements: list[tuple[Question, str, bool]] = []
     if refine.feedback:
         judgements = read_feedback(resolve_path(refine.feedback), labelled_questions, partial(_existing_ids, corpus))
