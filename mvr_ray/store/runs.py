@@ -96,11 +96,10 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
             "report": to_plain(run_record.report),
         }
         try:
-            files = {"report.json": json.dumps(summary, indent=2).encode(), "log": lines.getvalue().encode()}
-            if is_refused and new_folders and store.delete_if_alone(run_record.folder, new_folders):
-                files = {}
-            for name, data in (files | run_record.files).items():
-                store.write_bytes(f"{run_record.folder}/{name}", data)
+            own_files = {"report.json": json.dumps(summary, indent=2).encode(), "log": lines.getvalue().encode()}
+            if not (is_refused and new_folders and store.delete_if_alone(run_record.folder, new_folders)):
+                for name, data in (own_files | run_record.files).items():
+                    store.write_bytes(f"{run_record.folder}/{name}", data)
         except StorageError as error:
             if outcome == "done":
                 raise
