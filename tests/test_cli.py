@@ -276,6 +276,24 @@ def test_an_interrupt_at_any_import_is_one_line_and_status_130(module: str, run_
     assert (process.returncode, process.stdout, process.stderr) == (130, "", message)
 
 
+INTERRUPTED_IN_TEXT = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from mvr_ray.cli import exit_on_interrupt
+with exit_on_interrupt():
+    exec("signal.raise_signal(signal.SIGINT)")
+"""
+
+
+def test_an_interrupt_while_code_is_run_from_a_text_has_status_130_also_by_python_m(tmp_path: Path) -> None:
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED_IN_TEXT)
+    command = [sys.executable, "-m", "interrupted"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    message = "mvr-ray: interrupted; the same command continues where it stopped\n"
+    assert (process.returncode, process.stderr) == (130, message)
+
+
 def test_an_error_that_crossed_a_ray_task_is_told_without_the_way_it_took(capsys) -> None:
     def command() -> None:
         raise RayTaskError(

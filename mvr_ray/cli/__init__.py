@@ -21,5 +21,6 @@ def exit_on_interrupt() -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit) as end:
         if isinstance(end, SystemExit) and end.code != 130:
             raise
+        exec("")  # else an interrupt within `exec`, as of a named tuple's definition, lets `python -m` end by SIGINT
         sys.stderr.write("mvr-ray: interrupted; the same command continues where it stopped\n")
         sys.exit(130)

@@ -289,7 +289,8 @@ class Corpus:
     def missing_files(self) -> list[str]:
         """List the paths of part files that are missing or have another size."""
         files = [file for part in self.info.parts for file in part.files]
-        return [path for file in files if self.store.size_bytes(path := self._path_of(file)) != file.num_bytes]
+        sizes = self.store.for_each(lambda file: self.store.size_bytes(self._path_of(file)), files)
+        return [self._path_of(file) for file, num_bytes in zip(files, sizes) if num_bytes != file.num_bytes]
 
     def _require_parts(self, what: str) -> None:
         if missing := self.missing_files():
@@ -360,8 +361,12 @@ class Corpus:
     def find_damage(self) -> list[tuple[str, str]]:
         """Compare every part and question set in the store with its digest; returns path and reason of each that
         differs."""
-        checks = ((self._path_of(file), file) for file in self.files())
-        reasons = [(path, self.store.damage(path, file.num_bytes, file.sha256)) for path, file in checks]
+
+        def check(file: "CorpusFile") -> tuple[str, str]:
+            path = self._path_of(file)
+            return path, self.store.damage(path, file.num_bytes, file.sha256)
+
+        reasons = self.store.for_each(check, self.files())
         for name in question_sets(self):
             if isinstance(reason := self._set_or_reason(name), str):
                 reasons.append((paths.question_set(self.name, self.digest, name), reason))

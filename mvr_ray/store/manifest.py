@@ -11,7 +11,7 @@ import itertools
 import json
 import logging
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -469,7 +469,8 @@ def verify(store: Store, manifest: Manifest) -> VerifyReport:
     """Read every file of a version and compare it with its digest."""
     files = _files(manifest)
     problems = _damage(store, files)
-    problems += [problem for entry in manifest.shards for problem in _check_description(store, manifest.index, entry)]
+    checks = store.for_each(lambda entry: _check_description(store, manifest.index, entry), manifest.shards)
+    problems += itertools.chain.from_iterable(checks)
     num_bytes = sum(file.entry.num_bytes for file in files)
     for digest in manifest.refined_queries.values():
         path = paths.refined_queries(manifest.index, digest)
@@ -501,8 +502,7 @@ def _require_files(store: Store, manifest: Manifest, version: int) -> None:
             f"index {manifest.index!r} version {version} not published: {len(missing)} of {num_files} files "
             f"missing or cut short (first: {store.where(missing[0])}); run the same command again, it continues"
         )
-    for path in sorted(named_paths(manifest)):
-        store.touch(path)
+    store.for_each(store.touch, sorted(named_paths(manifest)))
     store.touch(paths.corpus_version(manifest.corpus, manifest.corpus_digest))
 
 
@@ -524,8 +524,9 @@ def missing_files(store: Store, index: str, entry: ShardEntry) -> list[str]:
     return _missing(store, _shard_files(index, entry))
 
 
-def _missing(store: Store, files: Iterable[VersionFile]) -> list[str]:
-    return [file.path for file in files if store.size_bytes(file.path) != file.entry.num_bytes]
+def _missing(store: Store, files: Sequence[VersionFile]) -> list[str]:
+    sizes = store.for_each(lambda file: store.size_bytes(file.path), files)
+    return [file.path for file, num_bytes in zip(files, sizes) if num_bytes != file.entry.num_bytes]
 
 
 def named_paths(manifest: Manifest) -> set[str]:
@@ -547,9 +548,9 @@ def _shard_files(index: str, shard: ShardEntry) -> list[VersionFile]:
     return [VersionFile(shard.shard, f"{folder}/{name}", entry) for name, entry in shard.files.items()]
 
 
-def _damage(store: Store, files: Iterable[VersionFile]) -> list[Problem]:
-    reasons = ((file, store.damage(file.path, file.entry.num_bytes, file.entry.sha256)) for file in files)
-    return [Problem(file.shard, file.path, reason) for file, reason in reasons if reason]
+def _damage(store: Store, files: Sequence[VersionFile]) -> list[Problem]:
+    reasons = store.for_each(lambda file: store.damage(file.path, file.entry.num_bytes, file.entry.sha256), files)
+    return [Problem(file.shard, file.path, reason) for file, reason in zip(files, reasons) if reason]
 
 
 def _check_description(store: Store, index: str, entry: ShardEntry) -> list[Problem]:

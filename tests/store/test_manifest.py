@@ -277,3 +277,20 @@ def test_who_cannot_withdraw_a_torn_version_is_told_that_it_is_torn(
         assert manifest.verify(store, manifest.read(store, "i")).problems == []
     missing = len(manifest.verify(store, manifest.read(store, "i", 2)).problems)
     record_property("figures", f"{missing} files of version 2 gone, version {manifest.read(store, 'i').version} live")
+
+
+def test_publishing_to_an_object_store_asks_for_several_shards_at_once(tmp_path: Path, s3_server):
+    both = threading.Barrier(2)
+
+    def meet(moment: str, request: str) -> bool:
+        """Hold the first copy of a shard's description until that of another shard has begun."""
+        if moment == "before" and ".touched/" in request and request.startswith("PUT") and not both.broken:
+            both.wait(10)
+        return True
+
+    script = s3_server.Script([], [])
+    with s3_server.serve(script._replace(hear=meet)) as root:
+        store = Store(root)
+        entries = [make_shard(store, tmp_path / f"s{n}", b"content%d" % n, n) for n in range(2)]
+        version = manifest.publish(store, describe(entries))
+    assert not both.broken and version.version == 1
