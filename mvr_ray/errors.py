@@ -12,6 +12,7 @@ MvrRayError
 │   └── UnknownPassageError  an index version holds no passage of this id
 ├── FilterError          a filter names a field that the corpus lacks, or compares it wrongly
 ├── StorageError         bytes at rest are damaged or cannot be written
+│   ├── AccessError          this process lacks the permission, or the file system is read-only
 │   ├── ManifestError        an index version cannot be described, read or published
 │   │   └── PublishConflictError   another publisher took the version number
 │   ├── DigestError          a file's content is not what its manifest says
@@ -79,6 +80,10 @@ class FilterError(MvrRayError, ValueError):
 
 class StorageError(MvrRayError, OSError):
     """Bytes at rest are damaged or cannot be written."""
+
+
+class AccessError(StorageError):
+    """This process lacks the permission to read or write there, or the file system is read-only."""
 
 
 class ManifestError(StorageError):

@@ -75,7 +75,7 @@ PAGE_HEADERS = {
 }
 MEANINGS = {
     401: "No token, or an unknown one.",
-    403: "The token may only read.",
+    403: "The token may only read, or the server may not write to the store.",
     404: "There is no such passage or version.",
     408: "The body did not arrive in time.",
     409: "Another encoder made the index, another publisher was first, or the index has no words.",

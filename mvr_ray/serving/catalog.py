@@ -20,7 +20,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from mvr_ray.deadline import Deadline
-from mvr_ray.errors import FormatError, MissingInputError, MvrRayError, PublishConflictError, StorageError
+from mvr_ray.errors import AccessError, FormatError, MissingInputError, MvrRayError, PublishConflictError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import check_params
 from mvr_ray.serving.schemas import RequestError, RequestModel, ShardContent, VersionDetail
@@ -137,7 +137,8 @@ class VersionCatalog:
         return job
 
     def _result(self, job: "_PublishJob", deadline: Deadline) -> VersionInfo:
-        """Wait for a job's version. Raises RequestError (503) if the deadline ends before the job."""
+        """Wait for a job's version. Raises RequestError: 503 if the deadline ends before the job, 403 if this process
+        may not write to the store."""
         wait([job.result], timeout=deadline.left_s)
         if not job.result.done():
             progress = f"{job.num_whole} of {len(job.manifest.shards)} shards were found whole so far"
@@ -145,7 +146,11 @@ class VersionCatalog:
         with self._lock:
             if self._job is job:  # a third request reads the files again
                 self._job = None
-        return self._info(job.result.result())
+        try:
+            return self._info(job.result.result())
+        except AccessError as error:
+            hint = "give the server write access to the store, or publish with a process that has it"
+            raise RequestError(403, "not_writable", "", str(error), hint) from None
 
     def _info(self, version: Manifest) -> VersionInfo:
         return version_info(version, version.version == manifests.latest_version(self.store, self.index))

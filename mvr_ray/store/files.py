@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeVar
 
-from obstore.exceptions import BaseError
+from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
-from mvr_ray.errors import MissingInputError, StorageError
+from mvr_ray.errors import AccessError, MissingInputError, StorageError
 from mvr_ray.store.objects import ObjectFiles, first_line, open_address
 from mvr_ray.store.scratch import scratch_folder
 
@@ -625,4 +625,8 @@ def _storage_errors(
         space = f" ({num_bytes} bytes to write, {free} free)" if free is not None else ""
         cure = "free space and run the same command again" if full else "check the path and its permissions"
         reason = getattr(error, "strerror", None) or first_line(error)
-        raise StorageError(f"cannot {action} {where}: {reason}{space}; {cure}") from error
+        is_denied = getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS)
+        is_denied |= isinstance(error, PermissionDeniedError | UnauthenticatedError)
+        raise (AccessError if is_denied else StorageError)(
+            f"cannot {action} {where}: {reason}{space}; {cure}"
+        ) from error

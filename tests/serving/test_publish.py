@@ -1,8 +1,10 @@
 """Publishing over HTTP: nothing but a whole version, once, after the version that its sender has seen."""
 
 import copy
+import subprocess
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -188,6 +190,24 @@ def test_a_version_without_its_shard_corpus_or_encoder_is_not_published(elsewher
     assert refusal()[0] == "no_corpus"
     corpus(elsewhere.store)
     assert elsewhere.post(elsewhere.payload).status == 200
+
+
+@pytest.fixture
+def read_only_store(elsewhere) -> Iterator[bool]:
+    """The served store, mounted read-only; False where no mount is allowed."""
+    mount = subprocess.run(["mount", "-o", "bind,ro", elsewhere.root, elsewhere.root], capture_output=True)
+    yield mount.returncode == 0
+    if mount.returncode == 0:
+        subprocess.run(["umount", "-l", elsewhere.root], check=True)
+
+
+def test_a_server_that_may_not_write_to_its_store_refuses_to_publish_for_good(elsewhere, read_only_store) -> None:
+    if not read_only_store:
+        pytest.skip("no mount is allowed here")
+    reply = elsewhere.post(elsewhere.payload)
+    error = reply.body["error"]
+    assert (reply.status, error["code"]) == (403, "not_writable") and "Read-only file system" in error["message"]
+    assert "retry-after" not in reply.headers and elsewhere.versions() == []
 
 
 def change(payload: dict, place: tuple, value: object) -> dict:
