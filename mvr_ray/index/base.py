@@ -63,5 +63,5 @@ def measured_recall(index: ShardIndex, exact: ShardIndex, queries_QD: FloatArray
     results, truth = index.search(queries_QD, k), exact.search(queries_QD, k)
     num_true = int((truth.rows_QK >= 0).sum())
     kth_Q1 = np.where(truth.rows_QK >= 0, truth.scores_QK, np.inf).min(axis=1, keepdims=True, initial=np.inf)
-    num_found = int(((results.rows_QK >= 0) & (results.scores_QK >= kth_Q1)).sum())
+    num_found = int((results.scores_QK >= kth_Q1).sum())
     return num_found / num_true if num_true else 1.0

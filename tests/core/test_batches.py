@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from mvr_ray.core.encoding.length_batches import token_batches
 from mvr_ray.core.encoding.snippets import load_punkt
+from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.learning.batches import Example, join_batch, negatives_for, plan_epoch, rank_share
 from mvr_ray.core.learning.cloze import cloze_example
 from mvr_ray.types import Passage
@@ -74,7 +75,7 @@ def test_a_passage_of_two_questions_comes_once_and_other_positives_are_known():
     batch = join_batch(
         [
             Example("1", a, 5, negatives=(c, b)),
-            Example("2", b, known_ids=("c", "gone")),
+            Example("2", b, known_ids=("c", "gone", "b")),
             Example("3", a, negatives=(c,)),
         ]
     )
@@ -140,3 +141,28 @@ def test_a_passage_with_an_answer_is_no_negative_where_the_answers_place_is_unkn
     examples = [Example("q0", own, answers=("Naples", "Rome")), Example("q1", other), Example("q2", salt)]
     assert negatives_for(0, examples, 2) == [salt]
     assert negatives_for(1, examples, 2) == [salt, own], "a question without answers excludes none"
+
+
+def test_a_teachers_scores_belong_to_the_positive_and_then_to_the_negatives_in_order():
+    a, b, c = (Passage(i, "", i) for i in "abc")
+    batch = join_batch([Example("1", a, negatives=(c, b), teacher=(3.0, 2.0, 1.0)), Example("2", b, negatives=(c,))])
+    assert [p.id for p in batch.passages] == ["a", "b", "c"]
+    np.testing.assert_array_equal(batch.teacher_QP, [[3.0, 1.0, 2.0], [np.nan] * 3])
+
+
+def test_other_positives_and_passages_that_a_pattern_matches_are_no_negatives():
+    own, iron, year, salt = (
+        Passage(name, "", text) for name, text in (("a", "In 1976."), ("b", "Iron."), ("c", "In 1977."), ("d", "Salt."))
+    )
+    examples = [Example("q0", own, known_ids=("b",), answers=("197[67]",))]
+    examples += [Example(f"q{at}", other) for at, other in enumerate((iron, year, salt), 1)]
+    assert negatives_for(0, examples, 3) == [year, salt]
+    assert negatives_for(0, examples, 3, AnswerMatcher("regex")) == [salt]
+
+
+def test_a_cloze_question_is_a_short_sentence_only_where_there_is_no_long_one():
+    short, long = "Salt is old.", "Trade with the north was older than the town."
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        assert cloze_example(Passage("p", "", f"{short} {long}"), load_punkt(), 0.0, rng).text == long
+    assert cloze_example(Passage("p", "", short), load_punkt(), 0.0, rng).text == short

@@ -73,3 +73,16 @@ def test_a_passage_alone_is_collapsed_by_its_cosine_only():
     assert (apart.lv, apart.collapsed) == (None, False)
     alike = collapse_report(np.array([[[1.0, 0.0], [1.0, 0.0]]]), np.ones((1, 2), bool))
     assert (alike.lv, alike.collapsed) == (None, True)
+
+
+def test_local_variation_is_of_the_next_passages_mean_view_as_the_query():
+    rng = np.random.default_rng(1)
+    vectors, mask = rng.normal(size=(4, 3, 5)).astype(np.float32), np.ones((4, 3), bool)
+    mask[1, 2] = mask[2, 0] = False
+    values = []
+    for passage in range(4):
+        own, following = (vectors[at % 4][mask[at % 4]].astype(float) for at in (passage, passage + 1))
+        query = following.mean(axis=0)
+        cosines = sorted(own @ query / np.linalg.norm(own, axis=1) / np.linalg.norm(query))
+        values.append(cosines[-1] - np.mean(cosines[:-1]))
+    assert collapse_report(vectors, mask).lv == pytest.approx(np.mean(values), rel=1e-5)

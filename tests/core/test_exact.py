@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mvr_ray.core.searching.exact import ScoredPairs, best_first, distinct, exact_scores
+from mvr_ray.core.searching.exact import ScoredPairs, best_first, distinct, exact_scores, score_views
 from mvr_ray.core.searching.scan import score_error
 from mvr_ray.errors import ShardIndexError
 
@@ -82,3 +82,10 @@ def test_best_first_is_a_stable_sort(seed, k):
 def test_distinct_is_the_sorted_set(values: list[int]):
     assert distinct(np.array(values, np.int64)).tolist() == sorted(set(values))
     assert distinct(np.array(values * 2, np.int64).reshape(2, -1)).tolist() == sorted(set(values))
+
+
+def test_the_scores_of_a_passage_name_its_best_view_by_number_the_lowest_on_ties():
+    vectors_ND = np.array([[1, 0], [0, 1], [0, 1]], np.float16)
+    scores = score_views(np.array([[0, 2], [3, 1]], np.float32), "p", np.array([2, 5, 7], np.int16), vectors_ND)
+    assert scores.scores_QN.tolist() == [[0, 2, 2], [3, 1, 1]]
+    assert scores.winner_Q.tolist() == [5, 2]

@@ -1,5 +1,6 @@
 """Feedback views and their clusters against slow loops; the same bytes in any order, over any shards."""
 
+import itertools
 import math
 
 import numpy as np
@@ -29,6 +30,8 @@ def test_a_feedback_view_is_the_weighted_unit_mean_of_the_questions_that_the_pas
     )
     views = feedback_views(queries, labels, norms, weight=0.5)
     assert views.passage_F.tolist() == [0, 2]
+    close = feedback_views(np.array([[1e-6, 3.0], [0.0, -3.0]], np.float32), labels.take(np.array([0, 1])), norms)
+    assert (len(close.passage_F), close.num_cancelled) == (0, 1), "what rounding leaves of a mean is no direction"
     half = math.sqrt(0.5)
     np.testing.assert_allclose(views.vectors_FD, [[half, half], [5 * half, 5 * half]], rtol=1e-6)
     assert views.num_cancelled == 1
@@ -185,3 +188,10 @@ def test_shares_weigh_the_questions_of_a_mean_and_what_is_taken_away_is_taken_fr
     away = feedback_views(queries, labels, np.ones(1), weight=1.0, clusters=2, offset_PD=np.array([[0.0, -1.0]]))
     clusters_N = sorted(vector.tolist() for vector in away.vectors_FD)
     np.testing.assert_allclose(clusters_N, [[0, 1], [math.sqrt(0.5)] * 2], atol=1e-6)
+
+
+def test_questions_whose_sum_rounds_by_its_order_give_the_same_bytes_in_any_order():
+    queries = np.array([[1e20, 1e20], [-1e20, 1e20], [1.0, 0.0]], np.float32)
+    labels = labels_of([(q, 0, True) for q in range(3)])
+    orders = itertools.permutations(range(3))
+    assert len({feedback_views(queries[[*order]], labels, np.ones(1)).vectors_FD.tobytes() for order in orders}) == 1

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.core.searching.exact import BlockTable, exact_scores
-from mvr_ray.core.searching.hybrid import hybrid_scores, hybrid_search
+from mvr_ray.core.searching.hybrid import hybrid_scores, hybrid_search, lexical_search
 from mvr_ray.core.searching.merging import merge, uncertain_queries
 from mvr_ray.index.flat import FlatIndex, build_codes, open_codes
 from mvr_ray.types import EmbeddingBlock, FloatArray, ShardHits
@@ -128,6 +128,18 @@ def test_a_dense_search_goes_deeper_until_the_words_of_no_passage_can_lift_it_in
         hit[:2] for hit in expected
     ]
     assert len(depths) > 1 and depths == sorted(depths) and 0 < rescored_Q[0] < 400
+    final_hits, num_last = hybrid_search(
+        lambda queries, depth: index.search(queries_QD[queries], depth),
+        lambda pairs: table.rescore(queries_QD, pairs),
+        lambda query: lexical_QP[query],
+        np.arange(400),
+        1,
+        1.0,
+        5,
+        min_depth=depths[-1],
+    )
+    assert np.array_equal(final_hits.rows_QK, hits.rows_QK)
+    assert rescored_Q[0] > num_last[0], "those of the searches that were not deep enough count, too"
 
 
 def test_rows_that_may_not_be_hits_are_none_and_an_approximate_index_has_no_frontier():
@@ -158,6 +170,45 @@ def test_rows_that_may_not_be_hits_are_none_and_an_approximate_index_has_no_fron
                 assert names == [hit[1] for hit in expected[query][:4]]
             assert set(names) <= set(some.ids)
         assert is_exact or (hits.frontier_Q == np.inf).all()
+
+
+def test_an_approximate_search_has_the_best_of_both_sides_and_knows_when_it_has_all():
+    block = EmbeddingBlock(
+        list("abcd"), np.arange(5), np.zeros(4, np.int16), np.array([[4], [3], [2], [1]], np.float32)
+    )
+    index, table, queries_QD = FlatIndex([block], threads=1), BlockTable([block]), np.ones((1, 1), np.float32)
+    for lexical, k, expected, frontier in (
+        ([0, 0, 0, 9], 2, [(3, 10), (0, 4)], np.inf),
+        ([0, 0, 7, 9], 2, [(3, 10), (2, 9)], 4),
+    ):
+        result = hybrid_search(
+            lambda queries, depth: index.search(queries_QD[queries], 2),
+            lambda pairs: table.rescore(queries_QD, pairs),
+            lambda _, own=lexical: np.array(own, np.float32),
+            np.arange(4), 1, 1.0, k, exact=False,
+        )  # fmt: skip
+        hits = result.hits
+        assert list(zip(hits.rows_QK[0].tolist(), hits.scores_QK[0].tolist())) == expected
+        assert (hits.frontier_Q[0], result.rescored_Q[0]) == (frontier, sum(own > 0 for own in lexical))
+
+
+@given(seed=st.integers(0, 9999), size=st.integers(1, 30), k=st.integers(1, 12), share=st.sampled_from([0.0, 0.3, 0.9]))
+@settings(max_examples=60)
+def test_search_by_words_alone_is_exhaustive_over_the_rows_that_have_one(seed, size, k, share):
+    rng = np.random.default_rng(seed)
+    block, queries_QD = random_shard(rng, 0, size, "fp32", 2), rng.integers(-2, 3, (Q, D)).astype(np.float32)
+    lexical_QP = (rng.integers(1, 4, (Q, size)) * (rng.random((Q, size)) < share)).astype(np.float32)
+    rows_P, table = np.flatnonzero(rng.random(size) < 0.7), BlockTable([block])
+    hits, rescored_Q = lexical_search(
+        lambda pairs: table.rescore(queries_QD, pairs), lambda query: lexical_QP[query], rows_P, Q, k
+    )
+    views = [{name: view for _, name, view in one} for one in exhaustive(block, queries_QD, lexical_QP, 1.0)]
+    for query in range(Q):
+        ranking = sorted((-float(lexical_QP[query, row]), row) for row in rows_P.tolist() if lexical_QP[query, row])
+        expected = [(row, -score, views[query][block.ids[row]]) for score, row in ranking]
+        assert [hit for hit in zip(*(own[query].tolist() for own in hits[:3])) if hit[0] >= 0] == expected[:k]
+        assert hits.frontier_Q[query] == (expected[k][1] if len(expected) > k else -np.inf)
+        assert rescored_Q[query] == len(expected[:k])
 
 
 def test_the_sum_grows_with_both_scores_after_rounding():

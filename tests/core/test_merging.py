@@ -112,6 +112,14 @@ def test_ids_are_looked_up_only_where_scores_tie_across_shards():
     assert looked_up == [[0, 10, 11]]
 
 
+def test_replaced_hits_leave_nothing_of_the_old_ones_of_their_queries():
+    two = ShardHits(*(np.concatenate([own, own]) for own in one_query(3, 2, 1, frontier=1)))
+    result = replace_hits(two, one_query(9, frontier=-np.inf), np.array([1]))
+    assert result.scores_QK.tolist() == [[3, 2, 1], [9, -np.inf, -np.inf]]
+    assert result.rows_QK.tolist() == [[0, 1, 2], [0, -1, -1]]
+    assert result.frontier_Q.tolist() == [1, -np.inf]
+
+
 @pytest.mark.parametrize(("ids", "again"), [({0: "b", 10: "x", 11: "a"}, []), ({0: "a", 10: "x", 11: "b"}, [0])])
 def test_where_the_frontier_ties_the_id_of_the_last_row_decides(ids, again):
     """Only a passage that ranks after the shard's last row was left out."""

@@ -101,6 +101,20 @@ def test_an_article_counts_with_all_its_questions_in_every_resample():
     assert cluster_interval(values, articles) == (0.0, 1.0)
 
 
+@pytest.mark.parametrize("num_articles", [6, 9])
+def test_the_interval_of_few_articles_is_as_wide_as_students(num_articles: int):
+    values = stats.norm.ppf((np.arange(num_articles) + 0.5) / num_articles)
+    interval = cluster_interval(values, np.arange(num_articles), num=20_000)
+    half = stats.t.ppf(0.975, num_articles - 1) * values.std(ddof=1) / math.sqrt(num_articles)
+    assert (interval.high - interval.low) / 2 == pytest.approx(half, rel=0.06)
+
+
+def test_questions_of_a_single_article_count_as_independent():
+    values = np.random.default_rng(2).random(30)
+    assert cluster_interval(values, ["a"] * 30, seed=1) == cluster_interval(values, np.arange(30), seed=1)
+    assert paired_test(values, values[::-1], ["a"] * 30) == paired_test(values, values[::-1])
+
+
 def test_equal_values_have_an_interval_of_no_width():
     assert cluster_interval(np.full(7, 0.25), [0, 0, 1, 1, 2, 2, 2]) == (0.25, 0.25)
     with pytest.raises(AssertionError):

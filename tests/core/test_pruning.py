@@ -39,6 +39,8 @@ def test_no_query_loses_more_than_the_bound(seed, kind, num_views, dimension, to
     views = drawn_views(seed, kind, num_views, dimension)
     keep_V, worst = prune_views(views, tolerance)
     assert keep_V.any() and worst <= tolerance
+    small_keep_V, small_worst = prune_views(views / 64, tolerance)
+    assert (small_keep_V == keep_V).all() and small_worst == worst, "distances are relative to the views' norms"
     rng = np.random.default_rng(seed + 1)
     queries = [rng.normal(size=dimension) for _ in range(50)]
     queries += [views[view] - views[keep_V].mean(0) for view in np.flatnonzero(~keep_V)]
@@ -99,3 +101,13 @@ def test_a_block_keeps_ids_order_and_view_numbers():
 def test_of_zero_vectors_one_stays(tolerance):
     assert prune_views(np.zeros((1, 4)), tolerance)[0].tolist() == [True]
     assert prune_views(np.zeros((3, 4)), tolerance)[0].tolist() == [True, False, False]
+
+
+def test_a_view_near_the_hull_of_others_is_dropped_and_without_tolerance_none_that_is_no_copy():
+    near = np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.5, 0.5, 0.02]])
+    keep_V, worst = prune_views(near, 0.05)
+    assert keep_V.tolist() == [True, True, False]
+    assert worst == pytest.approx(0.02 / np.linalg.norm(near[2]), rel=1e-5)
+    inside = np.array([[2.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
+    assert prune_views(inside, 0.0)[0].all()
+    assert prune_views(inside, 1e-9)[0].tolist() == [True, True, False]

@@ -63,6 +63,10 @@ NO_BETTER = "no round was better for 3 rounds"
         (state(60.0, 61.0, 58.0, 58.0, 58.0, 59.0, labelled_top1=[70, 80, 95, 94, 93, 94]), Continue()),
         # ... and where they gain alike, the gate does.
         (state(60.0, 60.0, 61.0, 61.0, max_rounds=3, labelled_top1=[70, 90, 90, 90]), Stop("3 of 3 rounds done", 2)),
+        (
+            RefineState(((60.0, 60.0), (63.0, 59.0), (61.5, 61.5)), (70.0, 90.0, 90.0), 2, 3, 1.0, 9),
+            Stop("2 of 2 rounds done", 2),  # by the mean of the gate sets, not by their best
+        ),
         # They may lose no more themselves: the query side, where the gate can not change, goes by this alone.
         (state(60.0, 60.0, 60.0, max_rounds=2, labelled_top1=[70, 69.5, 69.0]), Stop("2 of 2 rounds done", 1)),
         (state(60.0, 60.0, 60.0, max_rounds=2, labelled_top1=[70, 68.5, 68.0]), Reject("", 1.5)),

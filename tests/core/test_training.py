@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mvr_ray.core.encoding.encoder import DualEncoder, PassageViews
 from mvr_ray.core.encoding.views import EncoderSpec
+from mvr_ray.core.learning import training
 from mvr_ray.core.learning.batches import rank_share
 from mvr_ray.core.learning.losses import camvr_loss, distillation_loss, dpr_loss, mvr_loss
 from mvr_ray.core.learning.training import (
@@ -269,7 +270,7 @@ def test_cached_passes_draw_the_same_dropout_twice():
     assert_same(cached_gradients, gradients(encoder))
 
 
-def test_dropout_is_a_function_of_seed_and_step():
+def test_dropout_is_a_function_of_seed_step_and_rank(monkeypatch):
     def gradient(**settings):
         encoder = ToyEncoder(dropout=0.4)
         torch.rand(3)
@@ -279,6 +280,9 @@ def test_dropout_is_a_function_of_seed_and_step():
     assert torch.equal(gradient(seed=1, step=2), gradient(seed=1, step=2))
     assert not torch.equal(gradient(seed=1, step=2), gradient(seed=1, step=3))
     assert not torch.equal(gradient(seed=1, step=2), gradient(seed=2, step=2))
+    first = gradient(seed=1, step=2)
+    monkeypatch.setattr(training, "rank", lambda: 1)
+    assert not torch.equal(gradient(seed=1, step=2), first)
 
 
 def test_the_winning_view_is_the_best_that_is_there():

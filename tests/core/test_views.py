@@ -406,3 +406,28 @@ def test_packing_keeps_every_token(data):
     assert len(again) == len(passages)
     for before, after in zip(passages, again):
         assert all(np.array_equal(a, b) and a.dtype == b.dtype for a, b in zip(before, after))
+
+
+@given(num=st.integers(18, 90), overlap=st.integers(1, 6), title=st.sampled_from([[], TITLE]))
+@settings(max_examples=60)
+def test_windows_are_full_and_a_token_counts_where_it_is_further_from_the_end_of_the_shared_part(num, overlap, title):
+    spec = replace(SPEC, strategy="snippet_means", overlap_tokens=overlap)
+    text = TextTokens(ids=list(range(200, 200 + num)), ends=list(range(1, num + 1)))
+    rows = LAYOUT.rows(LAYOUT.passage(spec, title, text, [(0, 9), (9, num)]))
+    starts = [int(row.input_ids[row.input_ids >= 200][0]) - 200 for row in rows]
+    capacity = 18 - 3 * bool(title)
+    assert starts[0] == 0 and starts[-1] == max(0, num - capacity) and len(set(starts)) == len(starts)
+    assert all(later - earlier == capacity - overlap for earlier, later in pairwise(starts[:-1]))
+    assert all(later - earlier <= capacity - overlap for earlier, later in pairwise(starts))
+    own_window = {}
+    for at in range(num):
+        depths = []
+        for number, start in enumerate(starts):
+            before = at - start + 1 if number else num
+            after = start + capacity - at if start != starts[-1] else num
+            depths.append((min(before, after), number) if 0 <= at - start < capacity else (0, number))
+        own_window[200 + at] = max(depths)[1]
+    for number, row in enumerate(rows):
+        assert all(row.num_tokens == 20 or len(rows) == 1 for row in rows)
+        for token, view in zip(row.input_ids.tolist(), row.view_T.tolist()):
+            assert view == (int(token >= 209) if own_window.get(token) == number else -1)

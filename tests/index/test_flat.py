@@ -259,14 +259,15 @@ def test_engines_blocks_and_devices_change_no_byte(shard, queries, palette, devi
     assert all(answer == answers[0] for answer in answers)
 
 
-def test_coarse_matrix_products_change_no_byte(shard, queries, palette):
-    """Someone else in the process may allow bfloat16 products; the bound then widens."""
+@pytest.mark.parametrize(("precision", "rounding"), [("high", 2.0**-10), ("medium", 2.0**-8)])
+def test_coarse_matrix_products_change_no_byte(shard, queries, palette, precision, rounding):
+    """Someone else in the process may allow products of TF32 or bfloat16; the bound then widens."""
     blocks, queries_QD = shard(5, dimension=64, palette=palette), queries(5, 9, 64, palette)
     index = FlatIndex(blocks, engine="torch")
     exact = as_bytes(index.search(queries_QD, 10))
-    torch.set_float32_matmul_precision("medium")
+    torch.set_float32_matmul_precision(precision)
     try:
-        assert index.scan.kernel.input_rounding > 0
+        assert index.scan.kernel.input_rounding == rounding
         assert as_bytes(index.search(queries_QD, 10)) == exact
     finally:
         torch.set_float32_matmul_precision("highest")

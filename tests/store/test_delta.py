@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.store import paths
-from mvr_ray.store.changes import MAX_CHANGED_SHARE, num_kept
+from mvr_ray.store.changes import MAX_CHANGED_SHARE, Changes, num_kept
 from mvr_ray.store.delta import DeltaShard, open_embeddings, rewrite, write_changed
 from mvr_ray.store.embeddings import BATCH_PASSAGES, EmbeddingShard, EmbeddingWriter, Views
 from mvr_ray.store.files import sha256_of
@@ -116,6 +116,8 @@ def test_changes_laid_over_read_as_the_shard_written_whole(tmp_path_factory, cou
         if files:
             names = paths.embedding_files([file.name for file in folder.iterdir()])
             assert names[:-1] == files, "one file is new"
+            below_ids = open_embeddings(folder, names[:-1]).ids()
+            assert set(EmbeddingShard.open(folder / names[-1]).deleted_ids) <= set(below_ids)
             event(f"files of changes: {len(names) - 1}")
         else:
             in_base, base_count, hidden_ids = set(truth), len(truth), set()
@@ -142,6 +144,27 @@ def test_files_of_changes_are_few_and_a_change_is_written_again_only_into_a_larg
         sizes = [*sizes[:num_files], new_size]
         assert all(2 * before > 3 * after for before, after in pairwise(sizes))
     assert sum(sizes) == sum(updates) and 1.5 ** (len(sizes) - 1) <= sum(updates)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abcde"), st.none() | st.integers(0, 9)), max_size=6))
+def test_of_several_changes_the_last_one_to_name_a_row_decides(parts):
+    """A value is a row's new content, None deletes it."""
+
+    def changes(part: dict) -> Changes:
+        upserts = {name: own for name, own in part.items() if own is not None}
+        return Changes(upserts, part.keys() - upserts.keys())
+
+    last = {name: own for part in parts for name, own in part.items()}
+    assert Changes.join(map(changes, parts)) == changes(last)
+
+
+def test_deletions_count_among_the_changes_that_let_a_shard_be_written_whole(tmp_path):
+    shard = make_shard(tmp_path / "base", 40, 1)
+    for num_changes, names in ((10, [paths.EMBEDDINGS]), (11, [])):
+        (tmp_path / f"{num_changes}").mkdir()
+        upserts = {name: random_views(np.random.default_rng(2)) for name in shard.ids()[:4]}
+        deletions = shard.ids()[4:num_changes]
+        assert write_changed(shard, tmp_path / f"{num_changes}", upserts, deletions) == names
 
 
 def test_few_changes_after_many_are_written_alone(tmp_path):

@@ -7,6 +7,7 @@ earlier moments, each folder's of its own, while files are read as they are now.
 import contextlib
 import dataclasses
 import json
+import os
 import random
 import shutil
 from pathlib import Path
@@ -139,3 +140,55 @@ def test_versions_are_looked_up_again_only_for_what_no_kept_version_names(tmp_pa
         assert removals == [paths.shard_dir("i", other.digest)]
         looks.append(store.looks)
     assert looks[0] == looks[1]
+
+
+def test_versions_that_a_list_lacks_are_found_by_name(tmp_path: Path):
+    class StoreThatForgets(Store):
+        def list(self, path: str) -> list[str]:
+            return [name for name in super().list(path) if name not in missing_names]
+
+    store, missing_names = StoreThatForgets(tmp_path / "store"), []
+    for parent in range(5):
+        manifest.publish(store, describe([make_shard(store, tmp_path / f"{parent}", b"shard")], parent=parent))
+    for numbers in ([], [1], [1, 2], [3], [2, 4], [5], [4, 5], [1, 3, 5]):
+        missing_names = [f"{number}.json" for number in numbers]
+        assert manifest.find_versions(store, "i") == [1, 2, 3, 4, 5]
+
+
+def test_publishing_and_adding_again_renew_the_age_of_what_a_version_names(tmp_path: Path):
+    store, words = Store(tmp_path / "store"), tmp_path / "words"
+    make_step(store, 0, tmp_path)
+    words.write_bytes(b"words")
+    entry = manifest.add_lexical(store, "i", words)
+    lexical = manifest.LexicalPart((entry,), ((entry,),) * 2)
+    (tmp_path / "queries").write_bytes(b"queries")
+    queries = {"known": manifest.add_refined_queries(store, "i", tmp_path / "queries")}
+
+    def make_old() -> None:
+        for path in (tmp_path / "store").rglob("*"):
+            os.utime(path, (0, 0))
+
+    make_old()
+    draft = dataclasses.replace(manifest.read(store, "i"), parent=1, lexical=lexical, refined_queries=queries)
+    version = manifest.publish(store, draft)
+    named_paths = [*manifest.named_paths(version), paths.corpus_version(CORPUS, version.corpus_digest)]
+    assert len(named_paths) == 5 and all(store.age_s(path) < 3600 for path in named_paths)
+    make_old()
+    words.write_bytes(b"words")
+    manifest.add_lexical(store, "i", words)
+    assert store.age_s(manifest.lexical_path("i", entry)) < 3600
+
+
+def test_a_shard_is_no_older_than_its_description_though_the_list_of_its_files_may_be(tmp_path: Path):
+    """As in an object store that does not show yet that a publisher renewed the folder's age."""
+
+    class StoreWithOldFolders(Store):
+        def age_s(self, path: str) -> float:
+            return 1e6 if path == folder else super().age_s(path)
+
+    store = StoreWithOldFolders(tmp_path / "store")
+    manifest.publish(store, describe([make_shard(store, tmp_path / "live", b"live")]))
+    folder = paths.shard_dir("i", make_shard(store, tmp_path / "new", b"new").digest)
+    assert collect(store, "i", keep=1, grace_s=3600) == []
+    store.delete(f"{folder}/{paths.SHARD_JSON}")
+    assert collect(store, "i", keep=1, grace_s=3600) == [folder]

@@ -14,7 +14,7 @@ from mvr_ray.errors import DigestError, ManifestError, MissingInputError, Publis
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect
-from mvr_ray.store.manifest import Manifest, ShardEntry
+from mvr_ray.store.manifest import FileEntry, LexicalPart, Manifest, ShardEntry
 
 
 @pytest.fixture
@@ -86,9 +86,63 @@ def test_a_damaged_manifest_is_refused(store: Store, entry: ShardEntry):
             manifest.read(store, "i")
 
 
+@pytest.mark.parametrize("own", [{"index": "j", "version": 1}, {"version": 2}])
+def test_a_manifest_of_another_index_or_version_is_refused(tmp_path: Path, own: dict):
+    store = Store(tmp_path / "store")
+    store.write_bytes(paths.manifest("i", 1), dataclasses.replace(describe([]), **own).to_json())
+    with pytest.raises(ManifestError, match=r"is the manifest of index .*, copied or moved here"):
+        manifest.read(store, "i")
+
+
+def test_the_newest_versions_leave_out_what_cannot_be_read_but_the_live_one(tmp_path: Path):
+    store = Store(tmp_path / "store")
+    entry = make_shard(store, tmp_path / "made", b"content")
+    for parent in range(4):
+        manifest.publish(store, describe([entry], parent=parent))
+    store.write_bytes(paths.manifest("i", 2), b"[]")
+    assert [version.version for version in manifest.newest_first(store, "i")] == [4, 3, 1]
+    store.write_bytes(paths.manifest("i", 4), b"[]")
+    assert [version.version for version in manifest.newest_first(store, "i", require_live=False)] == [3, 1]
+    with pytest.raises(ManifestError, match=r"4\.json"):
+        next(manifest.newest_first(store, "i"))
+
+
+def test_a_damaged_description_of_a_shard_is_a_problem_of_the_version(tmp_path: Path):
+    store = Store(tmp_path / "store")
+    entries = [make_shard(store, tmp_path / f"{n}", b"%d" % n, n) for n in range(2)]
+    version = manifest.publish(store, describe(entries))
+    [path, other] = (f"{paths.shard_dir('i', entry.digest)}/{paths.SHARD_JSON}" for entry in entries)
+    store.write_bytes(path, store.read_bytes(other))
+    assert [(problem.shard, problem.path) for problem in manifest.verify(store, version).problems] == [(0, path)]
+
+
+def words_of(store: Store, folder: Path, num_files: int) -> tuple[FileEntry, ...]:
+    files = []
+    for number in range(num_files):
+        (folder / "words").write_bytes(b"words %d" % number)
+        files.append(manifest.add_lexical(store, "i", folder / "words"))
+    return tuple(files)
+
+
+def test_a_version_has_the_words_of_every_shard_and_a_format_by_its_files_of_changes(tmp_path: Path):
+    store = Store(tmp_path / "store")
+    entry = make_shard(store, tmp_path / "made", b"content")
+    for num_files, format_version in ((1, 1), (2, 1), (3, 3)):
+        words = words_of(store, tmp_path, num_files)
+        draft = describe([entry], parent=manifest.latest_version(store, "i"))
+        for lexical in (LexicalPart(words, (words[:1],)), LexicalPart(words[:1], (words,))):
+            with pytest.raises(ManifestError, match="it has 2 shards and the words of 1; index again"):
+                manifest.publish(store, dataclasses.replace(draft, shards=(entry, entry), lexical=lexical))
+            version = manifest.publish(store, dataclasses.replace(draft, lexical=lexical))
+            assert version.format_version == format_version
+            draft = dataclasses.replace(draft, parent=version.version)
+
+
 def test_refined_queries_are_verified_with_the_version(store: Store, entry: ShardEntry, tmp_path: Path):
     file = tmp_path / "queries.arrow"
     file.write_bytes(b"moved")
+    with pytest.raises(ManifestError, match="1 of 3 files missing"):
+        manifest.publish(store, dataclasses.replace(describe([entry]), refined_queries={"known": "0" * 32}))
     digest = manifest.add_refined_queries(store, "i", file)
     version = manifest.publish(store, dataclasses.replace(describe([entry]), refined_queries={"known": digest}))
     assert manifest.verify(store, version).problems == []

@@ -70,6 +70,15 @@ def test_split_shares_are_kept():
     }
 
 
+def test_the_gate_has_one_unseen_article_at_least_unless_it_has_no_share():
+    questions = [Question(str(i), "?") for i in range(100)]
+    articles = {str(i): str(i % 10) for i in range(100)}
+    for gate_share, num_articles in ((0.1, 1), (0.7, 2), (0.0, 0)):
+        sets = split(questions, articles, unseen_share=0.3, known_share=0.6, gate_share=gate_share, seed=0)
+        assert len(sets["unseen"]) == 10 * (3 - num_articles)
+        assert len(sets["gate"]) == 10 * num_articles + min(round(gate_share * 70), 28)
+
+
 texts = (
     st.lists(st.text("ab \n\u00a0", min_size=1, max_size=6), min_size=1, max_size=12).map(" ".join).filter(str.strip)
 )
