@@ -464,14 +464,19 @@ def _run_of_store(store: Store, name: str | None) -> dict[str, Any]:
     }
 
 
-def _plain_queries(queries: Iterable[Any]) -> list[str | list[float]]:
+def _plain_queries(queries: Any) -> list[str | list[float]]:
+    problem, plain = "queries", []
     try:
-        return [one if isinstance(one, str) else [float(value) for value in one] for one in queries]
-    except (TypeError, ValueError):
+        for number, one in enumerate(rows.rows_of(queries)):
+            problem = f"query {number} is {one!r:.60}"
+            if isinstance(one, Mapping):
+                raise TypeError
+            plain.append(one if isinstance(one, str) else [float(value) for value in one])
+    except (DataError, TypeError, ValueError):
         raise ConfigError(
-            f"search: {queries!r:.60} holds something other than texts and vectors; give a text, a list of texts, or "
-            f"vectors_QD, one vector as [vector]"
+            f"search: {problem}; give a text, a list of texts, or vectors_QD, one vector as [vector]"
         ) from None
+    return plain
 
 
 def _plain(value: Any) -> Any:

@@ -116,6 +116,24 @@ def test_texts_and_tuples_are_passages_and_a_row_without_an_id_gets_its_number(t
     assert [record.passage.id for record in numbers] == ["3", "4"]
 
 
+@pytest.mark.parametrize("kind", ["array", "chunked array", "structs"])
+def test_a_column_of_arrow_holds_the_passages_of_its_list(kind: str):
+    columns = {
+        "array": pa.array(["One.", "Two."]),
+        "chunked array": pa.chunked_array([["One."], ["Two."]]),
+        "structs": pa.array([{"text": "One."}, {"text": "Two."}]),
+    }
+    assert list(passage_records(columns[kind])) == list(passage_records(["One.", "Two."]))
+
+
+@pytest.mark.parametrize("kind", ["torch", "pandas", "arrow", "numpy"])
+def test_the_format_of_a_dataset_changes_no_passage(kind: str):
+    rows = datasets.Dataset.from_list(ROWS)
+    assert list(passage_records(rows.with_format(kind))) == list(passage_records(ROWS))
+    stream = rows.to_iterable_dataset()
+    assert list(passage_records(stream.with_format(kind))) == list(passage_records(ROWS))
+
+
 def test_missing_cells_of_a_frame_are_no_value(tmp_path: Path):
     frame = pandas.DataFrame({"id": ["a", "b"], "text": ["One.", "Two."], "year": [1958.5, None]})
     frame["seen"] = pandas.to_datetime(["2020-01-01", None])
@@ -437,6 +455,30 @@ def test_half_a_surrogate_is_refused_by_item_and_changes_nothing(index: Index):
 def test_what_is_neither_texts_nor_vectors_is_refused(index: Index, queries):
     with pytest.raises(ConfigError, match=r"^search: "):
         index.search(queries)
+
+
+def test_a_frame_or_a_mapping_is_refused_and_its_names_are_no_questions(index: Index):
+    for queries in (
+        pandas.DataFrame({"question": ["Who?"]}),
+        pandas.DataFrame([[1.0, 2.0]]),
+        polars.DataFrame({"question": ["Who?"]}),
+        {"question": "Who?"},
+        [{"question": "Who?"}],
+    ):
+        with pytest.raises(ConfigError, match=r"^search: .*give a text, a list of texts, or vectors_QD"):
+            index.search(queries)
+
+
+def test_a_query_that_is_no_text_is_named_by_its_number(index: Index):
+    with pytest.raises(ConfigError, match=r"^search: query 1 is nan; "):
+        index.search(pandas.Series(["Who?", None]))
+
+
+def test_every_column_of_questions_is_that_of_its_list(index: Index):
+    texts = ["Who built tower 3?", "Which town?"]
+    columns = (tuple(texts), np.array(texts), pandas.Series(texts), polars.Series(texts), pa.array(texts))
+    assert all(index.search(column) == index.search(texts) for column in columns)
+    assert index.search(pa.chunked_array([texts])) == index.search(texts)
 
 
 def test_building_again_is_a_version_over_the_new_passages_and_embeds_only_what_changed(
