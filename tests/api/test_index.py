@@ -687,6 +687,18 @@ def test_hits_show_their_snippet_as_text_and_as_a_table_without_markup_of_passag
     assert repr(index).startswith(f"Index('{tmp_path / 'one'}', 1 passage, ")
 
 
+def test_hits_of_a_long_sentence_are_shown_in_a_few_lines(tiny_backbone: Path, tmp_path: Path):
+    with Index.build(["tower " * 50_000], str(tiny_backbone), tmp_path / "long", settings=SMALL) as index:
+        hits = index.search("tower")
+    assert hits[0].snippet is not None and len(hits[0].snippet.text) > 100_000
+    assert len(repr(hits)) < 1000 and len(hits._repr_html_()) < 1000
+
+
+def test_hits_of_a_filter_that_nothing_passes_say_so(index: Index):
+    hits = index.search("tower", filter={"year": 1})
+    assert hits == [] and repr(hits) == "tower\n    no passage" and "no passage" in hits._repr_html_()
+
+
 def test_retrieve_ranks_for_a_beir_folder_as_for_a_file_of_its_questions(index: Index, tmp_path: Path):
     folder = tmp_path / "beir"
     (folder / "qrels").mkdir(parents=True)
