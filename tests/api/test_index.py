@@ -1,13 +1,15 @@
 """Every shape of passages gives `Index.build` the command line's index, and its hits are those of brute force."""
 
+import copy
 import dataclasses
 import json
+import pickle
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import date
+from datetime import date, datetime
 from pathlib import Path
 from weakref import WeakSet
 
@@ -299,6 +301,31 @@ def test_a_filter_leaves_only_what_passes(index: Index):
     assert ids == {row["id"] for row in ROWS if row["year"] >= 1920}
     with pytest.raises(ConfigError, match="colour"):
         index.search("who?", filter={"colour": "red"})
+
+
+def test_a_date_of_python_is_its_midnight_where_a_timestamp_is_compared(tiny_backbone: Path, tmp_path: Path):
+    rows = [{"id": str(n), "text": f"Tower {n}.", "seen": datetime(2020, 6, n, 12)} for n in (1, 2, 3)]
+    with Index.build(rows, str(tiny_backbone), tmp_path / "store", settings=SMALL) as index:
+        for start in ("2020-06-02", date(2020, 6, 2), datetime(2020, 6, 2)):
+            assert {hit.id for hit in index.search("tower", filter={"seen": {"gte": start}})} == {"2", "3"}
+
+
+def test_a_copy_of_an_open_index_searches_shards_of_its_own(index: Index):
+    before = index.search("Who built tower 3?")
+    with pickle.loads(pickle.dumps(index)) as other, copy.deepcopy(index) as third:
+        index.close()
+        assert other.search("Who built tower 3?") == third.search("Who built tower 3?") == before
+
+
+def test_an_open_encoder_shows_its_size_and_fingerprint(index: Index):
+    encoder = index.encoder
+    assert repr(encoder) == f"Encoder(up to 3 views of 64, fingerprint {encoder.fingerprint})"
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5])
+def test_a_batch_of_no_size_is_refused(index: Index, size):
+    with pytest.raises(ConfigError, match=f"^batch_size is {size}; give a whole number of at least 1$"):
+        index.encoder.embed_queries(["A question?"], batch_size=size)
 
 
 def test_upserts_and_deletions_give_the_answers_of_an_index_built_from_nothing(
@@ -733,6 +760,17 @@ def test_a_path_of_nothing_is_refused(path: str, tmp_path: Path, monkeypatch: py
         with pytest.raises(ConfigError, match=r"path is '.?', which names no store; name a folder, or '\.'"):
             call()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_path_of_the_home_folder_names_a_run_file_and_a_model_may_be_a_path(
+    tiny_backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Index.build(ROWS, tiny_backbone, "~/store", settings=SMALL)
+    assert len(Index.open("~/store/run.yaml")) == len(Index.open(Path("~/store/run.yaml"))) == len(ROWS)
+    assert Encoder(tiny_backbone).dimension == 64
+    with pytest.raises(ConfigError, match=f"^model folder {tmp_path}/nothing does not exist"):
+        Encoder(Path("~/nothing"))
 
 
 def test_a_run_file_is_left_in_the_store_and_describes_it(index_store: Path):
