@@ -473,7 +473,8 @@ def _run_of_store(store: Store, name: str | None) -> dict[str, Any]:
 
 
 def _plain_queries(queries: Any) -> list[str | list[float]]:
-    problem, plain = "queries", []
+    problem = f"queries are {queries!r:.60}"
+    plain: list[str | list[float]] = []
     try:
         for number, one in enumerate(rows.rows_of(queries)):
             problem = f"query {number} is {one!r:.60}"

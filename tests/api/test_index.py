@@ -499,6 +499,8 @@ def test_a_frame_or_a_mapping_is_refused_and_its_names_are_no_questions(index: I
 def test_a_query_that_is_no_text_is_named_by_its_number(index: Index):
     with pytest.raises(ConfigError, match=r"^search: query 1 is nan; "):
         index.search(pandas.Series(["Who?", None]))
+    with pytest.raises(ConfigError, match=r"^search: queries are {'question': 'Who\?'}; "):
+        index.search({"question": "Who?"})
 
 
 def test_every_column_of_questions_is_that_of_its_list(index: Index):
