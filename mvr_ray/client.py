@@ -269,7 +269,7 @@ class _Endpoints:
         by BM25 + w x dense, "off" by the dense score alone; absent: as the server's run file says."""
         body = schemas.validate(
             schemas.SearchRequest,
-            queries=_texts(queries) if isinstance(queries, Sequence) else queries.tolist(),
+            queries=_texts(queries) if isinstance(queries, Sequence) else getattr(queries, "tolist", lambda: queries)(),
             k=k,
             text=text,
             min_coverage=min_coverage,

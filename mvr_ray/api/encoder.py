@@ -1,6 +1,7 @@
 """Turn texts into vectors with any encoder of a run file or of an index."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -11,7 +12,7 @@ from mvr_ray.core.encoding.encoder import DualEncoder, EmbeddedViews
 from mvr_ray.core.encoding.precision import fastest_float
 from mvr_ray.distributed.encode import embed_chunk
 from mvr_ray.distributed.encoders import encoder_spec
-from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.errors import ConfigError, DataError, count_noun
 from mvr_ray.serving.schemas import is_text
 from mvr_ray.store.formats.records import PassageRecord
 from mvr_ray.types import FloatArray
@@ -30,7 +31,7 @@ class Encoder:
     Shapes: Q questions, P passages, V views, D dimension.
     """
 
-    def __init__(self, model: str = "all-MiniLM-L6-v2", *, precision: str = "fp32", **settings: Any) -> None:
+    def __init__(self, model: str | Path = "all-MiniLM-L6-v2", *, precision: str = "fp32", **settings: Any) -> None:
         """`model` is a folder, a Hugging Face name or `package:NAME/path`; `settings` are those of the run file's
         `encoder` section, such as `strategy`, `num_views` and `max_passage_tokens`.
 
@@ -41,7 +42,8 @@ class Encoder:
         """
         if precision not in PRECISIONS:
             raise ConfigError(f"precision is {precision!r}; give one of {', '.join(PRECISIONS)}")
-        run = parse_run({"encoder": {**settings, "backbone": model}}, "Encoder")
+        backbone = str(model.expanduser().absolute()) if isinstance(model, Path) else model
+        run = parse_run({"encoder": {**settings, "backbone": backbone}}, "Encoder")
         full = DualEncoder.from_backbone(resolve_model(run.encoder.backbone), encoder_spec(run))
         name = fastest_float(full.passage_tower) if precision == "auto" else precision
         self._encoder = full.to_precision(name) if name != "fp32" else full
@@ -52,6 +54,10 @@ class Encoder:
         instance = cls.__new__(cls)
         instance._encoder = encoder
         return instance
+
+    def __repr__(self) -> str:
+        views = count_noun(self.num_views, "view")
+        return f"Encoder(up to {views} of {self.dimension}, fingerprint {self.fingerprint})"
 
     @property
     def dimension(self) -> int:
@@ -69,7 +75,9 @@ class Encoder:
 
     def embed_queries(self, questions: str | Sequence[str], batch_size: int = 64) -> FloatArray:
         """Return queries_QD, float32, of one question (Q = 1) or several. Raises EncoderError for a question without a
-        word, DataError for one that is not text."""
+        word, DataError for one that is not text, ConfigError for a wrong `batch_size`."""
+        if not isinstance(batch_size, int | np.integer) or batch_size < 1:
+            raise ConfigError(f"batch_size is {batch_size!r}; give a whole number of at least 1")
         texts = [questions] if isinstance(questions, str) else list(rows_of(questions))
         for number, text in enumerate(texts):
             if not isinstance(text, str) or not is_text(text):

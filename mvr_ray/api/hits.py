@@ -32,6 +32,7 @@ class SearchHits(list[PassageHit]):
             text = f"{before}»{snippet}«{after}" if snippet else before
             lines.append(f"{rank:>2}. {hit.score:z.4f}  {hit.title or hit.id}  [{hit.id}]")
             lines += [f"    {fields}", f"    {text}"] if fields else [f"    {text}"]
+        lines += [] if self else ["    no passage"]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -43,7 +44,8 @@ class SearchHits(list[PassageHit]):
             title = f"<b>{escape(hit.title or hit.id)}</b> <small>{escape(hit.id)}{extra}</small>"
             rows += f"<tr><td>{rank}</td><td>{hit.score:z.4f}</td><td style='text-align:left'>"
             rows += f"{title}<br>{before}{mark}{after}</td></tr>"
-        return f"<p><b>{escape(self.question)}</b></p><table>{rows}</table>"
+        table = f"<table>{rows}</table>" if self else "<p>no passage</p>"
+        return f"<p><b>{escape(self.question)}</b></p>{table}"
 
 
 def _fields(hit: PassageHit) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def _parts(hit: PassageHit) -> tuple[Any, ...]:
     before, after = text[: hit.snippet.start], text[hit.snippet.stop :]
     num_chars = max(0, SHOWN_CHARS - len(hit.snippet.text))
     before = f"…{before[len(before) - num_chars // 2 :]}" if len(before) > num_chars // 2 else before
-    return before, hit.snippet.text, _cut(after, num_chars - len(before))
+    return before, _cut(hit.snippet.text), _cut(after, num_chars - len(before))
 
 
 def _cut(text: str, num_chars: int = SHOWN_CHARS) -> str:

@@ -73,7 +73,7 @@ class Index:
     def build(
         cls,
         passages: Any,
-        model: str = "all-MiniLM-L6-v2",
+        model: str | Path = "all-MiniLM-L6-v2",
         path: str | Path = "index",
         *,
         settings: Mapping[str, Mapping[str, Any]] | None = None,
@@ -96,7 +96,8 @@ class Index:
         sources = rows.sources_of(passages)
         own = _sections(settings)
         own["store"] = {**own.get("store", {}), "path": _absolute(str(path))}
-        own["encoder"] = {**own.get("encoder", {}), "backbone": model}
+        backbone = _absolute(str(model)) if isinstance(model, Path) else model
+        own["encoder"] = {**own.get("encoder", {}), "backbone": backbone}
         paths_given = [source.model_dump(exclude_defaults=True) for source in sources or ()]
         own["prepare"] = {"fields": "infer", **own.get("prepare", {}), "sources": paths_given}
         run = parse_run(own, "Index.build")
@@ -121,7 +122,8 @@ class Index:
         has no run file: what the store records then takes its place, and other settings have their defaults. Raises
         MissingInputError if there is none, ConfigError.
         """
-        text, location = str(path), _absolute(str(path))
+        location = _absolute(str(path))
+        text = location if str(path).startswith("~") else str(path)
         is_run_file = text.endswith((".yaml", ".yml"))
         has_run_file = is_run_file or (name is None and Store(text).exists(paths.RUN_FILE))
         if is_run_file:
@@ -142,6 +144,11 @@ class Index:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, as pickle makes one: it opens shards and an encoder of its own."""
+        state = {name: value for name, value in self.__dict__.items() if name != "_router"}
+        return {**state, "_open": ExitStack()}
 
     def close(self) -> None:
         """Release the open shards and the encoder; the next search opens those of the newest version."""
@@ -197,7 +204,8 @@ class Index:
     ) -> SearchHits | list[SearchHits]:
         """Return the best `k` passages of a question, or of each of several questions or vectors_QD of its encoder.
 
-            index.search("Who built it?", k=3, filter={"year": {"gte": 1958}})
+            hits = index.search("Who built it?", k=3, filter={"year": {"gte": 1958}})
+            table = pandas.DataFrame(hit.model_dump() for hit in hits)
 
         `filter` is an expression over the fields of passages (docs/filters.md). `hybrid` w ranks by BM25 + w times the
         score, "rrf" by the ranks in both, "off" by the score alone; absent: as `search.hybrid` of the settings says. It
@@ -464,14 +472,20 @@ def _run_of_store(store: Store, name: str | None) -> dict[str, Any]:
     }
 
 
-def _plain_queries(queries: Iterable[Any]) -> list[str | list[float]]:
+def _plain_queries(queries: Any) -> list[str | list[float]]:
+    problem = f"queries are {queries!r:.60}"
+    plain: list[str | list[float]] = []
     try:
-        return [one if isinstance(one, str) else [float(value) for value in one] for one in queries]
-    except (TypeError, ValueError):
+        for number, one in enumerate(rows.rows_of(queries)):
+            problem = f"query {number} is {one!r:.60}"
+            if isinstance(one, Mapping):
+                raise TypeError
+            plain.append(one if isinstance(one, str) else [float(value) for value in one])
+    except (DataError, TypeError, ValueError):
         raise ConfigError(
-            f"search: {queries!r:.60} holds something other than texts and vectors; give a text, a list of texts, or "
-            f"vectors_QD, one vector as [vector]"
+            f"search: {problem}; give a text, a list of texts, or vectors_QD, one vector as [vector]"
         ) from None
+    return plain
 
 
 def _plain(value: Any) -> Any:

@@ -87,19 +87,22 @@ def _question_record(row: Any, number: int) -> Record:
 
 
 def rows_of(rows: Any) -> Iterator[Any]:
-    """Return the rows of an iterable, a pandas or polars frame, an Arrow table, batch reader or dataset, in order."""
+    """Return the rows of an iterable, a pandas or polars frame, a table, column, batch reader or dataset of
+    Arrow, a dataset of Hugging Face or Ray, in order."""
     if isinstance(rows, str | bytes):
         raise DataError(f"{rows!r:.60} is one text and holds no rows; give a list")
     if isinstance(rows, Mapping):
         raise DataError(f"a mapping of {len(rows)} keys holds no rows; give its items(), or the split that you mean")
+    if hasattr(rows, "with_format"):  # Hugging Face
+        return iter(rows.with_format(None))
     if hasattr(rows, "to_batches"):  # of Arrow: Table, Dataset
         return (row for batch in rows.to_batches() for row in batch.to_pylist())
-    if hasattr(rows, "to_pylist") and hasattr(rows, "schema"):  # RecordBatch
+    if hasattr(rows, "to_pylist"):  # RecordBatch, Array, ChunkedArray
         return iter(rows.to_pylist())
     if hasattr(rows, "read_next_batch"):  # RecordBatchReader
         return (row for batch in rows for row in batch.to_pylist())
-    if hasattr(rows, "iter_rows"):  # polars
-        return rows.iter_rows(named=True)
+    if hasattr(rows, "iter_rows"):  # polars, and Ray, whose rows are named
+        return rows.iter_rows(named=True) if hasattr(rows, "to_dicts") else iter(rows.iter_rows())
     if hasattr(rows, "iloc"):  # pandas
         return _pandas_rows(rows)
     if not isinstance(rows, Iterable):

@@ -62,8 +62,8 @@ def parse_field(value: Any, kind: str) -> FieldValue:
                 return value
             case "float" if type(value) in (int, float) and math.isfinite(value):
                 return float(value)
-            case "timestamp" if isinstance(value, datetime | str):
-                when = datetime.fromisoformat(value) if isinstance(value, str) else value
+            case "timestamp" if isinstance(value, date | str):
+                when = value if isinstance(value, datetime) else datetime.fromisoformat(str(value))
                 return (when if when.tzinfo else when.replace(tzinfo=UTC)).astimezone(UTC)
             case "date" if isinstance(value, date | str) and not isinstance(value, datetime):
                 return date.fromisoformat(value) if isinstance(value, str) else value
@@ -130,8 +130,9 @@ def _parse_cell(value: str, kind: str) -> Any:
 
 
 def _type_of(name: str, value: Any) -> str:
-    for kind in ("bool", "int", "float", "timestamp", "date", "string", "strings"):
-        if isinstance(value, str) == (kind == "string"):
+    is_whole = isinstance(value, int | np.integer)
+    for kind in ("bool", "int", "float", "date", "timestamp", "string", "strings"):
+        if isinstance(value, str) == (kind == "string") and not (is_whole and kind == "float"):  # it would be rounded
             try:
                 parse_field(value, kind)
             except ValueError:

@@ -1,13 +1,15 @@
 """Every shape of passages gives `Index.build` the command line's index, and its hits are those of brute force."""
 
+import copy
 import dataclasses
 import json
+import pickle
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from datetime import date
+from datetime import date, datetime
 from pathlib import Path
 from weakref import WeakSet
 
@@ -114,6 +116,24 @@ def test_texts_and_tuples_are_passages_and_a_row_without_an_id_gets_its_number(t
     assert passages == [("0", "", "One."), ("a", "", "Two."), ("b", "Title", "Three."), ("3", "", "Four.")]
     numbers = passage_records([(np.int64(3), "Two."), (np.int64(4), "Title", "Three.")])
     assert [record.passage.id for record in numbers] == ["3", "4"]
+
+
+@pytest.mark.parametrize("kind", ["array", "chunked array", "structs"])
+def test_a_column_of_arrow_holds_the_passages_of_its_list(kind: str):
+    columns = {
+        "array": pa.array(["One.", "Two."]),
+        "chunked array": pa.chunked_array([["One."], ["Two."]]),
+        "structs": pa.array([{"text": "One."}, {"text": "Two."}]),
+    }
+    assert list(passage_records(columns[kind])) == list(passage_records(["One.", "Two."]))
+
+
+@pytest.mark.parametrize("kind", ["torch", "pandas", "arrow", "numpy"])
+def test_the_format_of_a_dataset_changes_no_passage(kind: str):
+    rows = datasets.Dataset.from_list(ROWS)
+    assert list(passage_records(rows.with_format(kind))) == list(passage_records(ROWS))
+    stream = rows.to_iterable_dataset()
+    assert list(passage_records(stream.with_format(kind))) == list(passage_records(ROWS))
 
 
 def test_missing_cells_of_a_frame_are_no_value(tmp_path: Path):
@@ -283,6 +303,31 @@ def test_a_filter_leaves_only_what_passes(index: Index):
         index.search("who?", filter={"colour": "red"})
 
 
+def test_a_date_of_python_is_its_midnight_where_a_timestamp_is_compared(tiny_backbone: Path, tmp_path: Path):
+    rows = [{"id": str(n), "text": f"Tower {n}.", "seen": datetime(2020, 6, n, 12)} for n in (1, 2, 3)]
+    with Index.build(rows, str(tiny_backbone), tmp_path / "store", settings=SMALL) as index:
+        for start in ("2020-06-02", date(2020, 6, 2), datetime(2020, 6, 2)):
+            assert {hit.id for hit in index.search("tower", filter={"seen": {"gte": start}})} == {"2", "3"}
+
+
+def test_a_copy_of_an_open_index_searches_shards_of_its_own(index: Index):
+    before = index.search("Who built tower 3?")
+    with pickle.loads(pickle.dumps(index)) as other, copy.deepcopy(index) as third:
+        index.close()
+        assert other.search("Who built tower 3?") == third.search("Who built tower 3?") == before
+
+
+def test_an_open_encoder_shows_its_size_and_fingerprint(index: Index):
+    encoder = index.encoder
+    assert repr(encoder) == f"Encoder(up to 3 views of 64, fingerprint {encoder.fingerprint})"
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5])
+def test_a_batch_of_no_size_is_refused(index: Index, size):
+    with pytest.raises(ConfigError, match=f"^batch_size is {size}; give a whole number of at least 1$"):
+        index.encoder.embed_queries(["A question?"], batch_size=size)
+
+
 def test_upserts_and_deletions_give_the_answers_of_an_index_built_from_nothing(
     index: Index, tiny_backbone: Path, tmp_path: Path
 ):
@@ -437,6 +482,32 @@ def test_half_a_surrogate_is_refused_by_item_and_changes_nothing(index: Index):
 def test_what_is_neither_texts_nor_vectors_is_refused(index: Index, queries):
     with pytest.raises(ConfigError, match=r"^search: "):
         index.search(queries)
+
+
+def test_a_frame_or_a_mapping_is_refused_and_its_names_are_no_questions(index: Index):
+    for queries in (
+        pandas.DataFrame({"question": ["Who?"]}),
+        pandas.DataFrame([[1.0, 2.0]]),
+        polars.DataFrame({"question": ["Who?"]}),
+        {"question": "Who?"},
+        [{"question": "Who?"}],
+    ):
+        with pytest.raises(ConfigError, match=r"^search: .*give a text, a list of texts, or vectors_QD"):
+            index.search(queries)
+
+
+def test_a_query_that_is_no_text_is_named_by_its_number(index: Index):
+    with pytest.raises(ConfigError, match=r"^search: query 1 is nan; "):
+        index.search(pandas.Series(["Who?", None]))
+    with pytest.raises(ConfigError, match=r"^search: queries are {'question': 'Who\?'}; "):
+        index.search({"question": "Who?"})
+
+
+def test_every_column_of_questions_is_that_of_its_list(index: Index):
+    texts = ["Who built tower 3?", "Which town?"]
+    columns = (tuple(texts), np.array(texts), pandas.Series(texts), polars.Series(texts), pa.array(texts))
+    assert all(index.search(column) == index.search(texts) for column in columns)
+    assert index.search(pa.chunked_array([texts])) == index.search(texts)
 
 
 def test_building_again_is_a_version_over_the_new_passages_and_embeds_only_what_changed(
@@ -645,6 +716,18 @@ def test_hits_show_their_snippet_as_text_and_as_a_table_without_markup_of_passag
     assert repr(index).startswith(f"Index('{tmp_path / 'one'}', 1 passage, ")
 
 
+def test_hits_of_a_long_sentence_are_shown_in_a_few_lines(tiny_backbone: Path, tmp_path: Path):
+    with Index.build(["tower " * 50_000], str(tiny_backbone), tmp_path / "long", settings=SMALL) as index:
+        hits = index.search("tower")
+    assert hits[0].snippet is not None and len(hits[0].snippet.text) > 100_000
+    assert len(repr(hits)) < 1000 and len(hits._repr_html_()) < 1000
+
+
+def test_hits_of_a_filter_that_nothing_passes_say_so(index: Index):
+    hits = index.search("tower", filter={"year": 1})
+    assert hits == [] and repr(hits) == "tower\n    no passage" and "no passage" in hits._repr_html_()
+
+
 def test_retrieve_ranks_for_a_beir_folder_as_for_a_file_of_its_questions(index: Index, tmp_path: Path):
     folder = tmp_path / "beir"
     (folder / "qrels").mkdir(parents=True)
@@ -679,6 +762,17 @@ def test_a_path_of_nothing_is_refused(path: str, tmp_path: Path, monkeypatch: py
         with pytest.raises(ConfigError, match=r"path is '.?', which names no store; name a folder, or '\.'"):
             call()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_path_of_the_home_folder_names_a_run_file_and_a_model_may_be_a_path(
+    tiny_backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Index.build(ROWS, tiny_backbone, "~/store", settings=SMALL)
+    assert len(Index.open("~/store/run.yaml")) == len(Index.open(Path("~/store/run.yaml"))) == len(ROWS)
+    assert Encoder(tiny_backbone).dimension == 64
+    with pytest.raises(ConfigError, match=f"^model folder {tmp_path}/nothing does not exist"):
+        Encoder(Path("~/nothing"))
 
 
 def test_a_run_file_is_left_in_the_store_and_describes_it(index_store: Path):

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 import ray
+import ray.data
 
+from mvr_ray.api.rows import passage_records
 from mvr_ray.distributed.tasks import task_results
 from mvr_ray.errors import DataError, ResourceError
 
@@ -47,3 +49,9 @@ def test_a_task_that_hangs_is_an_error_within_the_bound_and_leaves_no_process(ra
     while Path(f"/proc/{file.read_text()}").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not Path(f"/proc/{file.read_text()}").exists()
+
+
+@pytest.mark.ray
+def test_a_dataset_of_ray_holds_the_passages_of_its_rows(ray_session):
+    rows = [{"id": f"p{n}", "text": f"Tower {n}.", "year": 1900 + n} for n in range(9)]
+    assert list(passage_records(ray.data.from_items(rows))) == list(passage_records(rows))

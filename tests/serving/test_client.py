@@ -118,6 +118,8 @@ REFUSED = [
     (lambda c: c.search([[1, 2]]), 422, "wrong_dimension", "queries.0"),
     (lambda c: c.search([[float("nan"), 0, 0]]), 422, "not_finite", "queries.0.0"),
     (lambda c: c.search(["\ud800"]), 422, "not_text", "queries.0"),
+    (lambda c: c.search(None), 422, "wrong_type", "queries"),
+    (lambda c: c.search({"question": "x"}), 422, "wrong_type", "queries"),
     (lambda c: c.search(["x"], encoder_fingerprint="other"), 409, "encoder_mismatch", "encoder_fingerprint"),
     (lambda c: c.explain(["x"], ["p9"]), 404, "unknown_passage", "passages.0"),
     (lambda c: c.passage("p9"), 404, "unknown_passage", "id"),

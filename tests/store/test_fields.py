@@ -168,6 +168,8 @@ def test_what_cannot_be_inferred_is_a_bad_row(tmp_path: Path, write: Write):
         ({"a": 1}, "no type of field"),
         ([1], "no type of field"),
         ("x", "a string, and a int before"),
+        (2**63, "no type of field"),
+        (-(2**70), "no type of field"),
     ]:
         source = write("rows.jsonl", lines(row("p1", f=3), row("p2", f=value)))
         with pytest.raises(DataError, match=rf"rows\.jsonl:2: field 'f' is .*{message}"):
@@ -193,6 +195,7 @@ def test_a_run_file_with_fields_that_cannot_be_is_refused(tmp_path: Path):
 def test_timestamps_are_in_utc_and_dates_are_days():
     assert parse_field("1958-07-01T02:00:00+02:00", "timestamp") == datetime(1958, 7, 1, tzinfo=UTC)
     assert parse_field("1958-07-01", "timestamp") == parse_field(datetime(1958, 7, 1), "timestamp")
+    assert parse_field("1958-07-01", "timestamp") == parse_field(date(1958, 7, 1), "timestamp")
     with pytest.raises(ValueError, match="is no date"):
         parse_field(datetime(1958, 7, 1), "date")
 
