@@ -366,7 +366,7 @@ class Corpus:
             path = self._path_of(file)
             return path, self.store.damage(path, file.num_bytes, file.sha256)
 
-        reasons = self.store.for_each(check, self.files())
+        reasons = [*self.store.for_each(check, self.files())]
         for name in question_sets(self):
             if isinstance(reason := self._set_or_reason(name), str):
                 reasons.append((paths.question_set(self.name, self.digest, name), reason))

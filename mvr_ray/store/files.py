@@ -36,7 +36,8 @@ FIRST_PAUSE_S = 0.1
 REQUESTS_AT_ONCE = 16
 """Of `Store.for_each`: an object store answers each after tens of milliseconds, and many side by side."""
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 _DIGESTS: dict[tuple[int, int, int, int], str] = {}
 
 
@@ -267,7 +268,7 @@ class Store:
                 newest = _newest_s(self._local(path))
         return max(0.0, time.time() - newest) if newest is not None else 0.0
 
-    def for_each(self, work: Callable[[T], R], items: Iterable[T]) -> "list[R]":
+    def for_each(self, work: Callable[[T], R], items: Iterable[T]) -> Sequence[R]:
         """Return the result of `work`, a request to the store, for each item in order; on an object store several
         requests run at once. Raises the error of the first item that has one."""
         if self.is_local:
