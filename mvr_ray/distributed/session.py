@@ -19,11 +19,12 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.config.loader import PACKAGED_MODEL, resolve_model
@@ -48,6 +49,8 @@ MAX_TEMP_PATH = 20
 """Ray puts unix sockets under its temporary folder, and their paths may have 107 bytes."""
 _FREE_CPUS = 1.0
 _CONNECT_TIMEOUT_S = 10.0
+T = TypeVar("T")
+_streams: "WeakSet[Generator[Any]]" = WeakSet()
 _say: ContextVar[Callable[[str], None]] = ContextVar("mvr_ray_say", default=lambda line: None)
 
 
@@ -142,9 +145,22 @@ def connect(
                 joins = f"joining the Ray cluster at {address}"
                 _say.get()(joins if address else "starting Ray on this machine, which takes seconds")
                 stack.enter_context(_join_cluster(address) if address else _private(resources, dashboard))
+                stack.callback(_close_streams)
             info = describe(resources)
         require(info, needs)
         yield info
+
+
+def close_before_leaving(stream: Generator[T]) -> Generator[T]:
+    """Return a stream of Ray's results that is closed before this process leaves Ray, if its reader has not ended it:
+    closed later, Ray Data's thread starts another cluster, and the process may wait for that thread for ever."""
+    _streams.add(stream)
+    return stream
+
+
+def _close_streams() -> None:
+    for stream in list(_streams):
+        stream.close()
 
 
 @contextmanager

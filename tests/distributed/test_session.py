@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -144,6 +145,47 @@ def test_an_interrupted_private_cluster_leaves_no_process_and_no_folder(tmp_path
     alive = [pid for pid in pids if Path(f"/proc/{pid}").exists() and _state(pid) != "Z"]
     assert len(pids) >= 2
     assert not alive
+
+
+INTERRUPTED_BETWEEN_ROWS = """
+from mvr_ray.cli import exit_on_interrupt
+from mvr_ray.config import ResourcesConfig
+from mvr_ray.distributed.ray_data import map_in_pool
+from mvr_ray.distributed.session import connect
+
+class Slow:
+    def __call__(self, batch):
+        import time
+        time.sleep(0.1)
+        return batch
+
+def work(resources):
+    with connect(resources):
+        results = map_in_pool(Slow, {}, list(range(500)), resources, "counting")
+        for result in results:
+            raise KeyboardInterrupt
+
+with exit_on_interrupt():
+    try:
+        work(ResourcesConfig(local_cpus=4, encoders_max=1))
+    finally:
+        import ray
+        print(ray.is_initialized())
+"""
+
+
+@pytest.mark.ray
+def test_an_interrupt_between_two_rows_of_a_pipeline_ends_it_before_its_cluster(tmp_path: Path):
+    """Ray Data's own thread would start another cluster, and an exit would wait for it for ever."""
+    folder = tempfile.mkdtemp(prefix="m", dir="/tmp")
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"RAY_TMPDIR": folder}
+    command = [sys.executable, "-c", INTERRUPTED_BETWEEN_ROWS]
+    try:
+        child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=60)
+        assert (child.returncode, child.stdout) == (130, "False\n"), child.stderr
+        assert list(Path(folder).iterdir()) == []
+    finally:
+        shutil.rmtree(folder)
 
 
 def _state(pid: int) -> str:
