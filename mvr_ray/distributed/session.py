@@ -145,7 +145,6 @@ def connect(
                 joins = f"joining the Ray cluster at {address}"
                 _say.get()(joins if address else "starting Ray on this machine, which takes seconds")
                 stack.enter_context(_join_cluster(address) if address else _private(resources, dashboard))
-                stack.callback(_close_streams)
             info = describe(resources)
         require(info, needs)
         yield info
@@ -158,15 +157,32 @@ def close_before_leaving(stream: Generator[T]) -> Generator[T]:
     return stream
 
 
-def _close_streams() -> None:
-    for stream in list(_streams):
-        stream.close()
+def _leave_ray() -> None:
+    import ray
+
+    try:
+        for stream in list(_streams):
+            stream.close()
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C and SIGTERM in the block, as far as this is the main thread: a second one would leave Ray's
+    processes and files behind."""
+    numbers = (signal.SIGINT, signal.SIGTERM) * (threading.current_thread() is threading.main_thread())
+    before = [(number, signal.signal(number, signal.SIG_IGN)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            if handler is not None:  # one of C code
+                signal.signal(number, handler)
 
 
 @contextmanager
 def _join_cluster(address: str) -> Iterator[None]:
-    import ray
-
     from mvr_ray.distributed import ray_internals
 
     ray_internals.log_worker_messages()
@@ -190,7 +206,8 @@ def _join_cluster(address: str) -> Iterator[None]:
         try:
             yield
         finally:
-            ray.shutdown()
+            with _ignoring_interrupts():
+                _leave_ray()
     finally:
         if before is None:  # the next cluster of this process may have another mode
             os.environ.pop("RAY_AUTH_MODE", None)
@@ -207,6 +224,8 @@ def _init_ray(**options: Any) -> None:
     try:
         with silent_stderr():
             ray.init(**options, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+    except SystemExit as error:  # Ray's own handler of SIGTERM
+        raise KeyboardInterrupt from error
     finally:
         if before not in (None, signal.SIG_DFL) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
@@ -225,8 +244,6 @@ def _require_listener(address: str) -> None:
 
 @contextmanager
 def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
-    import ray
-
     from mvr_ray.distributed import ray_internals
 
     ray_internals.log_worker_messages()
@@ -256,8 +273,9 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
             ) from error
         yield
     finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+        with _ignoring_interrupts():
+            _leave_ray()
+            shutil.rmtree(folder, ignore_errors=True)
         for name in secret:
             os.environ.pop(name, None)
         ray_internals.reread_authentication()
