@@ -6,7 +6,7 @@ Rows of a pipeline are streamed, Ray Data's messages silenced, its errors transl
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -55,8 +55,12 @@ def stream_rows(pipeline: "ray.data.Dataset", what: str) -> Iterator[dict[str, A
     pipeline.context.enable_progress_bars = False
     pipeline.context.raise_original_map_exception = True
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
-    with translate_ray_errors(what):
-        yield from pipeline.iter_rows()
+
+    def rows() -> Generator[dict[str, Any]]:
+        with translate_ray_errors(what):
+            yield from pipeline.iter_rows()
+
+    return session.close_before_leaving(rows())
 
 
 def map_in_pool(

@@ -19,11 +19,12 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakSet
 
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.config.loader import PACKAGED_MODEL, resolve_model
@@ -48,6 +49,8 @@ MAX_TEMP_PATH = 20
 """Ray puts unix sockets under its temporary folder, and their paths may have 107 bytes."""
 _FREE_CPUS = 1.0
 _CONNECT_TIMEOUT_S = 10.0
+T = TypeVar("T")
+_streams: "WeakSet[Generator[Any]]" = WeakSet()
 _say: ContextVar[Callable[[str], None]] = ContextVar("mvr_ray_say", default=lambda line: None)
 
 
@@ -147,10 +150,39 @@ def connect(
         yield info
 
 
-@contextmanager
-def _join_cluster(address: str) -> Iterator[None]:
+def close_before_leaving(stream: Generator[T]) -> Generator[T]:
+    """Return a stream of Ray's results that is closed before this process leaves Ray, if its reader has not ended it:
+    closed later, Ray Data's thread starts another cluster, and the process may wait for that thread for ever."""
+    _streams.add(stream)
+    return stream
+
+
+def _leave_ray() -> None:
     import ray
 
+    try:
+        for stream in list(_streams):
+            stream.close()
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C and SIGTERM in the block, as far as this is the main thread: a second one would leave Ray's
+    processes and files behind."""
+    numbers = (signal.SIGINT, signal.SIGTERM) * (threading.current_thread() is threading.main_thread())
+    before = [(number, signal.signal(number, signal.SIG_IGN)) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            if handler is not None:  # one of C code
+                signal.signal(number, handler)
+
+
+@contextmanager
+def _join_cluster(address: str) -> Iterator[None]:
     from mvr_ray.distributed import ray_internals
 
     ray_internals.log_worker_messages()
@@ -174,7 +206,8 @@ def _join_cluster(address: str) -> Iterator[None]:
         try:
             yield
         finally:
-            ray.shutdown()
+            with _ignoring_interrupts():
+                _leave_ray()
     finally:
         if before is None:  # the next cluster of this process may have another mode
             os.environ.pop("RAY_AUTH_MODE", None)
@@ -191,6 +224,8 @@ def _init_ray(**options: Any) -> None:
     try:
         with silent_stderr():
             ray.init(**options, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+    except SystemExit as error:  # Ray's own handler of SIGTERM
+        raise KeyboardInterrupt from error
     finally:
         if before not in (None, signal.SIG_DFL) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
@@ -209,8 +244,6 @@ def _require_listener(address: str) -> None:
 
 @contextmanager
 def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
-    import ray
-
     from mvr_ray.distributed import ray_internals
 
     ray_internals.log_worker_messages()
@@ -240,8 +273,9 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
             ) from error
         yield
     finally:
-        ray.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+        with _ignoring_interrupts():
+            _leave_ray()
+            shutil.rmtree(folder, ignore_errors=True)
         for name in secret:
             os.environ.pop(name, None)
         ray_internals.reread_authentication()

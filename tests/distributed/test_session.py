@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -129,7 +130,8 @@ with connect(ResourcesConfig(local_cpus=2)) as info:
 
 
 @pytest.mark.ray
-def test_an_interrupted_private_cluster_leaves_no_process_and_no_folder(tmp_path: Path):
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_an_interrupted_private_cluster_leaves_no_process_and_no_folder(tmp_path: Path, is_repeated: bool):
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     child = subprocess.Popen(
         [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env
@@ -138,12 +140,86 @@ def test_an_interrupted_private_cluster_leaves_no_process_and_no_folder(tmp_path
     line = child.stdout.readline().split()
     assert line[:3] == ["up", "2.0", "token"], child.communicate(timeout=30)
     child.send_signal(signal.SIGINT)
+    for _ in range(600 * is_repeated):
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(0.05)
+            break
+        child.send_signal(signal.SIGINT)
     child.communicate(timeout=30)
     folder, pids = Path(line[3]), [int(pid) for pid in line[4:]]
     assert not folder.exists()
     alive = [pid for pid in pids if Path(f"/proc/{pid}").exists() and _state(pid) != "Z"]
     assert len(pids) >= 2
     assert not alive
+
+
+TERMINATED_AT_START = """
+import os, signal, threading, time
+from mvr_ray.config import ResourcesConfig
+from mvr_ray.distributed.session import connect
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+def terminate():
+    while signal.getsignal(signal.SIGTERM) is signal.default_int_handler:
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=terminate, daemon=True).start()
+try:
+    with connect(ResourcesConfig(local_cpus=2)):
+        time.sleep(60)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.ray
+def test_a_sigterm_while_ray_starts_interrupts_as_it_does_later(tmp_path: Path):
+    """Ray's own handler, which it sets meanwhile, ends the process by status 15."""
+    command = [sys.executable, "-c", TERMINATED_AT_START]
+    child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert (child.returncode, child.stdout) == (0, "interrupted\n"), child.stderr
+
+
+INTERRUPTED_BETWEEN_ROWS = """
+from mvr_ray.cli import exit_on_interrupt
+from mvr_ray.config import ResourcesConfig
+from mvr_ray.distributed.ray_data import map_in_pool
+from mvr_ray.distributed.session import connect
+
+class Slow:
+    def __call__(self, batch):
+        import time
+        time.sleep(0.1)
+        return batch
+
+def work(resources):
+    with connect(resources):
+        results = map_in_pool(Slow, {}, list(range(500)), resources, "counting")
+        for result in results:
+            raise KeyboardInterrupt
+
+with exit_on_interrupt():
+    try:
+        work(ResourcesConfig(local_cpus=4, encoders_max=1))
+    finally:
+        import ray
+        print(ray.is_initialized())
+"""
+
+
+@pytest.mark.ray
+def test_an_interrupt_between_two_rows_of_a_pipeline_ends_it_before_its_cluster(tmp_path: Path):
+    """Ray Data's own thread would start another cluster, and an exit would wait for it for ever."""
+    folder = tempfile.mkdtemp(prefix="m", dir="/tmp")
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"RAY_TMPDIR": folder}
+    command = [sys.executable, "-c", INTERRUPTED_BETWEEN_ROWS]
+    try:
+        child = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env, timeout=60)
+        assert (child.returncode, child.stdout) == (130, "False\n"), child.stderr
+        assert list(Path(folder).iterdir()) == []
+    finally:
+        shutil.rmtree(folder)
 
 
 def _state(pid: int) -> str:
