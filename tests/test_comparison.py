@@ -244,7 +244,7 @@ def ranks_file(tmp_path: Path) -> Path:
     path.write_bytes(
         question_ranks_bytes(
             [
-                part("one vector", [0, 1, -1, 0, 4, 5]),
+                part("one vector", [1, 1, -1, 0, 4, 5]),
                 part("several: views", [0, 0, 0, 0, 0, -1]),
                 part("several: views", [0, 0, 2, 0, -1, -1], seed=2),
                 part("several: views", [0] * 6, questions="dev_unseen"),
@@ -256,9 +256,9 @@ def ranks_file(tmp_path: Path) -> Path:
 
 def test_systems_of_a_file_of_question_ranks_are_compared_over_seeds_and_articles(ranks_file: Path) -> None:
     [row] = compare(f"{ranks_file}:one vector", f"{ranks_file}:several: views", [1], question_set="dev")
-    one, several = np.array([1, 0, 0, 1, 0, 0.0]), np.array([1, 1, 0.5, 1, 0.5, 0])
+    one, several = np.array([0, 0, 0, 1, 0, 0.0]), np.array([1, 1, 0.5, 1, 0.5, 0])
     articles = [0, 0, 1, 1, 2, 2]
-    assert (row.first, row.second) == pytest.approx((100 / 3, 400 / 6))
+    assert (row.first, row.second) == pytest.approx((100 / 6, 400 / 6))
     seeds = np.array([[1, 1, 1, 1, 1, 0], [1, 1, 0, 1, 0, 0.0]])
     assert (row.low, row.high) == pytest.approx(tuple(interval_over_seeds(100 * (seeds - one), articles)))
     assert row.high - row.low > np.ptp(cluster_interval(100 * (several - one), articles))

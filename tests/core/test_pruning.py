@@ -108,6 +108,6 @@ def test_a_view_near_the_hull_of_others_is_dropped_and_without_tolerance_none_th
     keep_V, worst = prune_views(near, 0.05)
     assert keep_V.tolist() == [True, True, False]
     assert worst == pytest.approx(0.02 / np.linalg.norm(near[2]), rel=1e-5)
-    inside = np.array([[2.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
+    inside = np.array([[-3.0, 4.0, 1.0], [2.0, 4.0, 1.0], [-0.5, 4.0, 1.0]])  # to the solver, its distance is 0
     assert prune_views(inside, 0.0)[0].all()
     assert prune_views(inside, 1e-9)[0].tolist() == [True, True, False]

@@ -16,7 +16,8 @@ from mvr_ray.errors import ShardIndexError
 from mvr_ray.index import candidates
 from mvr_ray.index.base import IndexParams, measured_recall
 from mvr_ray.index.candidates import ApproximateIndex
-from mvr_ray.index.kinds import build_index, check_params, open_index
+from mvr_ray.index.kinds import build_index, check_params, open_index, update_index
+from mvr_ray.types import EmbeddingBlock
 
 KINDS = [
     IndexParams("hnsw", hnsw_m=8, hnsw_ef_construction=40, hnsw_ef_search=16),
@@ -290,3 +291,29 @@ print(graph.knn_query(np.ones((1, 4), np.float32), k=1)[0].tolist())
 """
     reply = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
     assert (reply.returncode, reply.stdout) == (0, "[[0]]\n"), reply.stderr[-2500:]
+
+
+@pytest.mark.parametrize("params", KINDS[:2], ids=lambda params: params.kind)
+def test_an_index_that_was_updated_twice_finds_what_a_scan_finds_and_not_what_was_deleted(
+    params, shard, queries, tmp_path
+):
+    """Each time the first passages are deleted, and the next one changes."""
+    [block], queries_QD = shard(13, 60, per_block=60), queries(13, 5)
+    folders = [tmp_path / f"{number}" for number in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    build_index(params, [block], folders[0])
+    blocks = [block]
+    for first, source, folder in ((3, *folders[:2]), (10, *folders[1:])):
+        at, stop = block.row_ptr[first : first + 2]
+        vectors_ND = block.vectors_ND[at:].copy()
+        vectors_ND[: stop - at] = 2 * queries_QD[0]
+        before, row_ptr = blocks, block.row_ptr[first:] - at
+        blocks = [EmbeddingBlock(block.ids[first:], row_ptr, block.view_numbers_N[at:], vectors_ND)]
+        update = params, before, blocks, block.ids[first : first + 1], source, folder
+        assert update_index(*update, 1.0)
+        share = float((np.load(folder / candidates.LABELS_FILE) == candidates.DELETED).mean())
+        assert update_index(*update, share) and update_index(*update, share - 1e-9) == []
+        hits, exact = (open_index(own, blocks, folder).search(queries_QD, 12) for own in (params, IndexParams()))
+        for column, expected in zip(hits[:3], exact[:3]):
+            np.testing.assert_array_equal(column, expected)

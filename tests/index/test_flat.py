@@ -21,7 +21,7 @@ from mvr_ray.core.searching.native import library
 from mvr_ray.core.searching.scan import Scan
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.base import IndexParams
-from mvr_ray.index.flat import FlatIndex
+from mvr_ray.index.flat import CODES_FILE, SCALES_FILE, FlatIndex, build_codes, open_codes, shared_codes
 from mvr_ray.index.kinds import build_index, open_index
 from mvr_ray.types import EmbeddingBlock
 
@@ -378,3 +378,25 @@ hits = open_index(IndexParams(), [block], Path()).search(np.array([[0, 1, 2]]), 
 assert hits.rows_QK.tolist() == [[1, 0]] and hits.scores_QK.tolist() == [[2, 1]] and hits.views_QK.tolist() == [[0, 1]]
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_codes_of_a_changed_shard_are_those_of_its_vectors_now(shard, tmp_path):
+    """Vectors that the first file has keep its codes, in whatever rows; others are encoded."""
+    first, [new] = shard(11, 40, per_block=40)[0], shard(12, 40, per_block=40)
+    build_codes([first], tmp_path)
+    for name, first_name in shared_codes([CODES_FILE, SCALES_FILE], has_changes=False).items():
+        (tmp_path / name).rename(tmp_path / first_name)
+    parts = [[0, 1, 2], [3, -1, 5], [6, 8, 9], [-1, -1], [], [10]]
+    blocks = [
+        EmbeddingBlock(
+            [f"p{part}-{at}" for at in range(len(rows))],
+            np.arange(len(rows) + 1),
+            np.zeros(len(rows), np.int16),
+            np.array([(first if row >= 0 else new).vectors_ND[row] for row in rows], np.float16).reshape(-1, 16),
+        )
+        for part, rows in enumerate(parts)
+    ]
+    rows_N = np.array([row for rows in parts for row in rows])
+    for block, codes in zip(blocks, open_codes(tmp_path, blocks, rows_N), strict=True):
+        for own, expected in zip(codes, encode(block.vectors_ND), strict=True):
+            np.testing.assert_array_equal(own, expected)

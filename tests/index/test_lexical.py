@@ -6,7 +6,7 @@ import bm25s
 import numpy as np
 import pytest
 import Stemmer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.errors import ShardIndexError
@@ -14,11 +14,14 @@ from mvr_ray.index.lexical import (
     CorpusStatistics,
     LexicalIndex,
     Postings,
+    WordCounts,
     count_words,
     indexed_text,
     tokenize,
     write_postings,
+    write_postings_changes,
     write_statistics,
+    write_statistics_changes,
 )
 from mvr_ray.store.corpus import shard_of
 from mvr_ray.types import Passage
@@ -118,3 +121,47 @@ def test_a_file_of_another_kind_is_refused_by_name(tmp_path, passages):
     for wrong in (lambda: CorpusStatistics(tmp_path / "postings"), lambda: Postings(tmp_path / "text")):
         with pytest.raises(ShardIndexError, match=r"holds no words of a shard that this program reads .*index again"):
             wrong()
+
+
+WORDS = ["ship", "harbour", "river", "music"]
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(
+        st.dictionaries(st.integers(0, 9), st.none() | st.lists(st.sampled_from(WORDS), max_size=4)),
+        min_size=2,
+        max_size=5,
+    )
+)
+def test_files_of_changes_score_and_count_as_files_of_the_passages_now(tmp_path_factory, generations):
+    """None deletes a passage, words replace it or are those of a new one."""
+    folder, now = tmp_path_factory.mktemp("words"), {}
+    for number, texts in enumerate(generations):
+        before = now
+        upserts = {f"p{key}": Passage(f"p{key}", "", " ".join(own)) for key, own in texts.items() if own is not None}
+        stays = {name: own for name, own in now.items() if int(name[1:]) not in texts}
+        now = dict(sorted((stays | upserts).items()))
+        write_postings([*now.values()], folder / f"postings-now{number}")
+        write_statistics([Postings(folder / f"postings-now{number}").whole], folder / f"statistics-now{number}")
+        changes = range(1, number)
+        names = [[f"{kind}-now0", *(f"{kind}{one}" for one in changes)] for kind in ("postings", "statistics")]
+        postings_files, statistics_files = ([folder / name for name in own] for own in names)
+        if number:
+            hidden_rows = [row for row, name in enumerate(before) if now.get(name) is not before[name]]
+            places = [row for row, name in enumerate(now) if now[name] is not before.get(name)]
+            new_passages = [[*now.values()][row] for row in places]
+            change = WordCounts.difference(new_passages, [[*before.values()][row] for row in hidden_rows])
+            statistics = CorpusStatistics(*statistics_files)
+            write_statistics_changes(statistics, 0, change, folder / f"whole{number}")
+            assert (folder / f"whole{number}").read_bytes() == (folder / f"statistics-now{number}").read_bytes()
+            postings_files.append(folder / f"postings{number}")
+            statistics_files.append(folder / f"statistics{number}")
+            rows = np.array(places, np.int64), np.array(hidden_rows, np.int64)
+            write_postings_changes(new_passages, *rows, postings_files[-1])
+            write_statistics_changes(statistics, number, change, statistics_files[-1])
+        index = LexicalIndex(Postings(*postings_files), CorpusStatistics(*statistics_files))
+        whole = Postings(folder / f"postings-now{number}"), CorpusStatistics(folder / f"statistics-now{number}")
+        words = tokenize([" ".join(WORDS)])[0]
+        for own in (words, *([word] for word in words)):
+            np.testing.assert_array_equal(index.scores(own), LexicalIndex(*whole).scores(own))
