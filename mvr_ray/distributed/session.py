@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -162,7 +162,8 @@ def _leave_ray() -> None:
 
     try:
         for stream in list(_streams):
-            stream.close()
+            with suppress(ValueError):  # another thread reads it
+                stream.close()
     finally:
         ray.shutdown()
 
