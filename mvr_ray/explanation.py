@@ -59,6 +59,11 @@ class Explanation(BaseModel):
     passages: list[ExplainedPassage]
     hybrid: float | Literal["rrf"] | None = None
 
+    def _repr_html_(self) -> str:
+        """Return the page in a frame, as a notebook shows it: the page's style stays inside."""
+        frame = "width: 100%; height: 40rem; border: 0; resize: vertical"
+        return f'<iframe sandbox style="{frame}" srcdoc="{escape(render_html(self))}"></iframe>'
+
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c1e21; --soft: #5c636b; --paper: #ffffff; --line: #d9dde2; --shade: #f3f5f7;

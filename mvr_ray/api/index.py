@@ -10,8 +10,8 @@ passages they run in this process, without Ray.
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +25,8 @@ from mvr_ray.api import rows
 from mvr_ray.api.hits import SearchHits
 from mvr_ray.config import RunConfig, load_run, parse_run
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
-from mvr_ray.serving.schemas import Hybrid, RequestError, SearchRequest, is_text, validate
+from mvr_ray.explanation import Explanation
+from mvr_ray.serving.schemas import ExplainRequest, Hybrid, RequestError, SearchRequest, is_text, validate
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
@@ -216,18 +217,43 @@ class Index:
         texts = [one if isinstance(one, str) else f"vector {number}" for number, one in enumerate(plain)]
         with self._router.pin() as router:
             own = {"k": k, "filter": filter, "fields": list(router.corpus.fields), "hybrid": hybrid}
-        limits = self.run.serve.model_copy(update=NO_LIMITS)
-        service = SearchService(self._router, limits, hybrid=self.run.search.hybrid)
         results: list[SearchHits] = []
-        try:
+        with self._service("search") as service:
             for start in range(0, len(plain), BATCH_QUERIES):
                 request = validate(SearchRequest, queries=plain[start : start + BATCH_QUERIES], **own)
                 response = service.search(request)
                 names = texts[start : start + BATCH_QUERIES]
                 results += [SearchHits(name, hits, response) for name, hits in zip(names, response.results)]
-        except RequestError as error:
-            raise ConfigError(f"search: {error.message}; {error.hint}") from None
         return results[0] if isinstance(query, str) else results
+
+    def explain(
+        self,
+        questions: str | Sequence[str],
+        passages: str | int | Iterable[str | int] = (),
+        k: int = 3,
+        *,
+        hybrid: Hybrid = None,
+    ) -> Explanation:
+        """Score every view of some passages with one or several questions, at most 256: of the passages with these
+        ids, else of the best `k` hits of each question. A notebook shows the result as a page (CAMVR, Figure 4).
+
+            index.explain(["Who built it?", "When was it built?"], "tower_4")
+
+        `hybrid` as in `search`. Raises ConfigError for an empty question or an unknown id.
+        """
+        texts = [questions] if isinstance(questions, str) else list(rows.rows_of(questions))
+        ids = [str(one) for one in _several(passages)]
+        with self._service("explain") as service:
+            return service.explain(validate(ExplainRequest, questions=texts, passages=ids, k=k, hybrid=hybrid))
+
+    @contextmanager
+    def _service(self, method: str) -> Iterator[SearchService]:
+        """Answer requests from the live version. Raises ConfigError, in the method's name, for one that is refused."""
+        limits = self.run.serve.model_copy(update=NO_LIMITS)
+        try:
+            yield SearchService(self._router, limits, hybrid=self.run.search.hybrid)
+        except RequestError as error:
+            raise ConfigError(f"{method}: {error.message}; {error.hint}") from None
 
     def passages(self, ids: str | int | Iterable[str | int]) -> dict[str, Passage]:
         """Return passages of the live version by id; unknown ids are left out. A whole number is the id of its digits,

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import date, datetime
+from html import unescape
 from pathlib import Path
 from weakref import WeakSet
 
@@ -28,6 +29,7 @@ from mvr_ray.config import PrepareConfig
 from mvr_ray.distributed import session
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError
+from mvr_ray.explanation import render_html
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -253,6 +255,47 @@ def test_hits_are_those_of_brute_force_over_the_vectors_of_the_encoder(index: In
     assert [[h.id for h in hits] for hits in index.search(vectors_QD)] == [
         [h.id for h in hits] for hits in index.search(questions)
     ]
+
+
+def test_an_explanation_has_the_product_of_every_view_and_question_and_a_page_of_its_own(index: Index):
+    questions = ["who built tower 7?", "which king ruled town 3?"]
+    encoder = index.encoder
+    views_PVD, mask_PV = encoder.embed_passages(ROWS)
+    scores_QPV = np.einsum(
+        "qd,pvd->qpv", encoder.embed_queries(questions), views_PVD.astype(np.float16).astype(np.float32)
+    )
+    explanation = index.explain(questions, ["p7", "p3"])
+    assert [passage.id for passage in explanation.passages] == ["p7", "p3"]
+    for passage, row in zip(explanation.passages, (7, 3)):
+        views = [view.view for view in passage.views]
+        assert views == np.flatnonzero(mask_PV[row]).tolist()
+        expected = np.where(mask_PV[row], scores_QPV[:, row], -np.inf)
+        scores_QN = np.array([view.scores for view in passage.views]).T
+        np.testing.assert_allclose(scores_QN, expected[:, views], atol=1e-5)
+        assert [winner.view for winner in passage.winners] == expected.argmax(1).tolist()
+    hits = index.search(questions[0], k=2)
+    of_hits = index.explain(questions[0], k=2)
+    assert [passage.id for passage in of_hits.passages] == [hit.id for hit in hits]
+    assert [passage.winners[0].view for passage in of_hits.passages] == [hit.view for hit in hits]
+    assert of_hits._repr_html_().startswith("<iframe sandbox ") and render_html(of_hits) in unescape(
+        of_hits._repr_html_()
+    )
+
+
+@pytest.mark.parametrize(
+    ("questions", "passages", "message"),
+    [
+        ("", (), "question"),
+        ([], (), "questions"),
+        ("who?", "p99", "p99"),
+        ([5], (), "questions"),
+        (pandas.DataFrame({"question": ["who?"]}), (), "questions"),
+        (np.ones((1, 32), np.float32), (), "questions"),
+    ],
+)
+def test_an_explanation_of_no_question_or_an_unknown_passage_is_refused(index: Index, questions, passages, message):
+    with pytest.raises(ConfigError, match=rf"^explain: .*{message}"):
+        index.explain(questions, passages)
 
 
 def test_one_text_is_one_question_or_passage_and_not_its_characters(index: Index):
