@@ -3,7 +3,7 @@
 | type        | value in Python             | in JSON                                        | in Arrow             |
 |-------------|-----------------------------|------------------------------------------------|----------------------|
 | `string`    | str                         | a string                                       | string               |
-| `int`       | int, of 64 bits             | a whole number                                 | int64                |
+| `int`       | int, of 64 bits             | a whole number, also as 1958.0                 | int64                |
 | `float`     | float, finite               | a number                                       | double               |
 | `bool`      | bool                        | true, false                                    | bool                 |
 | `date`      | datetime.date               | "1958-07-01"                                   | date32               |
@@ -36,6 +36,8 @@ ARROW_TYPES: Mapping[str, pa.DataType] = {
     "strings": pa.list_(pa.string()),
 }
 _LARGEST_INT = 2**63 - 1
+_LARGEST_EXACT_FLOAT = 2**53
+"""Above it a float may be a whole number that was rounded. pandas holds a column of int with a gap as float."""
 _BOOLS = {"true": True, "false": False}
 
 
@@ -60,6 +62,8 @@ def parse_field(value: Any, kind: str) -> FieldValue:
                 return value
             case "int" if type(value) is int and -_LARGEST_INT <= value <= _LARGEST_INT:
                 return value
+            case "int" if type(value) is float and value.is_integer() and abs(value) <= _LARGEST_EXACT_FLOAT:
+                return int(value)
             case "float" if type(value) in (int, float) and math.isfinite(value):
                 return float(value)
             case "timestamp" if isinstance(value, date | str):
@@ -132,7 +136,8 @@ def _parse_cell(value: str, kind: str) -> Any:
 def _type_of(name: str, value: Any) -> str:
     is_whole = isinstance(value, int | np.integer)
     for kind in ("bool", "int", "float", "date", "timestamp", "string", "strings"):
-        if isinstance(value, str) == (kind == "string") and not (is_whole and kind == "float"):  # it would be rounded
+        is_number = kind in ("int", "float")
+        if isinstance(value, str) == (kind == "string") and not (is_number and is_whole != (kind == "int")):
             try:
                 parse_field(value, kind)
             except ValueError:

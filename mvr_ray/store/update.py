@@ -13,12 +13,12 @@ written, so a file with a bad line changes nothing, and the same file applied ag
 import dataclasses
 import itertools
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mvr_ray.config import PrepareConfig, resolve_path
-from mvr_ray.errors import ConfigError, DataError, ManifestError, MissingInputError
+from mvr_ray.errors import ConfigError, DataError, ManifestError, MissingInputError, count_noun
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.changes import MAX_CHANGED_SHARE, Changes, changed_ids, num_kept
@@ -238,7 +238,7 @@ def read_changes(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Pass
 
     Raises DataError that names the line of a row that is bad, or names an id again.
     """
-    return read_dump(file, corpus, cfg) if DUMP_NAME.search(file.name) else _read_rows(file, corpus.fields)
+    return read_dump(file, corpus, cfg) if DUMP_NAME.search(file.name) else _read_rows(file, corpus, cfg)
 
 
 def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage]:
@@ -275,9 +275,12 @@ def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage
     return changes
 
 
-def _read_rows(file: Path, types: Mapping[str, str]) -> Changes[Passage]:
-    changes, fields = Changes({}, set()), FieldReader(types)
+def _read_rows(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage]:
+    """Read the rows of JSON lines. A value that is no field of the corpus is left out, with a warning where
+    `prepare.fields` does not name those to keep."""
+    changes, fields = Changes({}, set()), FieldReader(corpus.fields)
     line_of: dict[str, str] = {}
+    unknown_fields = Counter[str]()
     for row in json_lines(file):
         if isinstance(row, BadRow):
             raise DataError(str(row))
@@ -286,7 +289,11 @@ def _read_rows(file: Path, types: Mapping[str, str]) -> Changes[Passage]:
             record = deletion_record(row.values.get("id"), where)
         else:
             record = passage_of(row.values, where)
-            record = with_fields(record, fields.read) if isinstance(record, PassageRecord) else record
+            if isinstance(record, PassageRecord):
+                unknown_fields.update(
+                    name for name, value in record.extras.items() if name not in corpus.fields and value is not None
+                )
+                record = with_fields(record, fields.read)
         if not isinstance(record, PassageRecord):
             raise DataError(f'{record}. A row is a passage with id, title and text, or an id with "delete": true')
         name = record.passage.id
@@ -297,6 +304,12 @@ def _read_rows(file: Path, types: Mapping[str, str]) -> Changes[Passage]:
             changes.deletions.add(name)
         else:
             changes.upserts[name] = record.passage
+    if unknown_fields and cfg.fields == "infer":
+        counts = ", ".join(f"{name!r} of {count_noun(count, 'passage')}" for name, count in unknown_fields.items())
+        log.warning(
+            f"update: no field of corpus {corpus.name!r}, and left out: {counts}; prepare the corpus again from "
+            f"sources that have them to add them"
+        )
     return changes
 
 

@@ -146,6 +146,16 @@ def test_missing_cells_of_a_frame_are_no_value(tmp_path: Path):
     assert extras[1] == {"year": None, "seen": None, "note": None}
 
 
+def test_a_frame_whose_whole_numbers_have_a_gap_is_accepted_for_a_field_of_int(index: Index):
+    frame = pandas.DataFrame(
+        {"id": ["p1", "new"], "title": ["T", "U"], "text": ["A tower.", "A new town."], "year": [2001, None]}
+    )
+    assert frame.year.dtype == float
+    index.upsert(frame)
+    assert dict(index.passages("p1")["p1"].fields) == {"year": 2001}
+    assert dict(index.passages("new")["new"].fields) == {}
+
+
 def test_a_list_in_a_cell_of_a_frame_is_a_list_whatever_reads_the_file(index: Index, tmp_path: Path):
     file, lists = tmp_path / "rows.parquet", {"tags": [["a"], ["b", "c"], []], "year": [1, 2, 3]}
     pa.parquet.write_table(pa.table({"id": ["x", "y", "z"], "text": ["One.", "Two.", "Three."], **lists}), file)

@@ -215,6 +215,29 @@ def test_an_update_carries_fields_and_a_row_without_one_makes_it_null(tmp_path: 
         update(PrepareConfig(), before.store, str(write("c.jsonl", lines(row("p1", year="x")))))
 
 
+def test_a_whole_float_is_an_int_where_the_type_says_so_and_a_float_where_it_is_inferred(tmp_path: Path, write: Write):
+    source = write("rows.jsonl", lines(row("p1", year=1958), row("p2", year=1959.0)))
+    assert fields_of(corpus_of(tmp_path, source, fields={"year": "int"})) == {
+        "p1": {"year": 1958},
+        "p2": {"year": 1959},
+    }
+    inferred = corpus_of(tmp_path / "inferred", source, fields="infer")
+    assert inferred.fields == {"year": "float"}
+
+
+def test_a_change_says_which_of_its_values_are_no_field_of_an_inferred_corpus(
+    tmp_path: Path, write: Write, caplog: pytest.LogCaptureFixture
+):
+    before = corpus_of(tmp_path, write("rows.jsonl", lines(row("p1", year=1))), fields="infer")
+    changes = write("c.jsonl", lines(row("p1", year=2, hue="red"), row("p2", hue="blue", size=None)))
+    update(PrepareConfig(fields={"year": "int"}), before.store, str(changes))
+    assert not caplog.messages
+    report = update(PrepareConfig(fields="infer"), before.store, str(changes))
+    assert report.unchanged == 2 and fields_of(Corpus.open(before.store, "corpus")) == {"p1": {"year": 2}, "p2": {}}
+    [message] = caplog.messages
+    assert "'hue' of 2 passages" in message and "size" not in message
+
+
 def test_a_header_of_a_csv_file_names_further_columns(tmp_path: Path, write: Write):
     source = write("rows.csv", "ID,Year,title,text\nw1,1958,T,A.\nw2,,T,B.\n")
     assert fields_of(corpus_of(tmp_path, source, fields={"Year": "int"})) == {"w1": {"Year": 1958}, "w2": {}}
