@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from mvr_ray.config import PrepareConfig, resolve_path

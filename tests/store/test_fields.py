@@ -221,8 +221,8 @@ def test_a_whole_float_is_an_int_where_the_type_says_so_and_a_float_where_it_is_
         "p1": {"year": 1958},
         "p2": {"year": 1959},
     }
-    inferred = corpus_of(tmp_path / "inferred", source, fields="infer")
-    assert inferred.fields == {"year": "float"}
+    without_types = corpus_of(tmp_path / "without", source, fields="infer")
+    assert without_types.fields == {"year": "float"}
 
 
 def test_a_change_says_which_of_its_values_are_no_field_of_an_inferred_corpus(
