@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from mvr_ray.cli.progress import Reporter, duration, progress_line
 from mvr_ray.cli.tables import (
     exactness,
     explanation_table,
@@ -20,6 +19,7 @@ from mvr_ray.cli.tables import (
     write,
 )
 from mvr_ray.explanation import ExplainedPassage, ExplainedView, Winner
+from mvr_ray.progress import Reporter, duration, progress_line
 from mvr_ray.serving.schemas import PassageHit, Snippet
 from mvr_ray.types import Exactness
 
@@ -73,7 +73,7 @@ def test_a_long_description_is_cut_on_a_terminal_and_its_counts_are_not(monkeypa
 
 def test_the_same_work_once_more_has_a_clock_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 10.0, 1000.0, 1010.0])
-    monkeypatch.setattr("mvr_ray.cli.progress.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr("mvr_ray.progress.time", SimpleNamespace(monotonic=lambda: next(clock)))
     stream = io.StringIO()
     with Reporter(stream, interval_s=0) as progress:
         for count in (1, 3, 1, 3):

@@ -78,18 +78,19 @@ class Index:
         path: str | Path = "index",
         *,
         settings: Mapping[str, Mapping[str, Any]] | None = None,
-        progress: Progress = no_progress,
+        progress: Progress | bool = False,
     ) -> Self:
         """Embed and index passages, and publish them as the live version of the store at `path`.
 
             Index.build(["A first text.", "A second one."], path="texts")
             Index.build([{"id": "p1", "title": "Nile", "text": "...", "year": 1958}], path="rivers")
-            Index.build(pandas.read_csv("passages.csv"), "intfloat/e5-small-v2", "csv", progress=print)
+            Index.build(pandas.read_csv("passages.csv"), "intfloat/e5-small-v2", "csv", progress=True)
 
         `passages` are texts, tuples (id, text) or (id, title, text), mappings, a pandas or polars frame, an Arrow
         table, a Hugging Face dataset, or a path of a file or folder in any format of docs/formats.md. Rows are
         streamed. What a row has besides id, title and text is kept for filters. `model` is a folder, a Hugging Face
         name or `package:NAME/path`. `settings` are sections of a run file, such as `{"encoder": {"num_views": 4}}`.
+        `progress`, here and in other methods: True shows it on stderr; a callback gets (what, count, total).
 
         An existing index gets a new version over these passages alone; unchanged passages are not embedded again, and
         an interrupted build continues. Raises ConfigError, DataError, EncoderError, ResourceError.
@@ -104,8 +105,9 @@ class Index:
         run = parse_run(own, "Index.build")
         store = Store(run.store.path)
         records = None if sources else rows.passage_records(passages)
-        prepare(run.prepare, store, progress, records, run.evaluate.match)
-        _index(run, progress)
+        with _progress_callback(progress) as callback:
+            prepare(run.prepare, store, callback, records, run.evaluate.match)
+            _index(run, callback)
         store.write_bytes(paths.RUN_FILE, yaml.safe_dump(own, sort_keys=False, allow_unicode=True).encode())
         return cls(run)
 
@@ -261,20 +263,22 @@ class Index:
         with self._router.pin() as router:
             return router.passages([str(one) for one in _several(ids)])
 
-    def upsert(self, passages: Any, progress: Progress = no_progress) -> Manifest:
+    def upsert(self, passages: Any, progress: Progress | bool = False) -> Manifest:
         """Add passages, or replace those of the same ids, and publish a version. Only their contents are embedded.
 
             index.upsert([{"id": "p2", "text": "A new text."}])
 
         Raises DataError for a passage without an id, and then changes nothing.
         """
-        return self._change(_upserts(passages), progress)
+        with _progress_callback(progress) as callback:
+            return self._change(_upserts(passages), callback)
 
-    def delete(self, ids: str | int | Iterable[str | int], progress: Progress = no_progress) -> Manifest:
+    def delete(self, ids: str | int | Iterable[str | int], progress: Progress | bool = False) -> Manifest:
         """Remove passages by id, and publish a version. An unknown id changes nothing."""
-        return self._change(({"id": name, "delete": True} for name in _several(ids)), progress)
+        with _progress_callback(progress) as callback:
+            return self._change(({"id": name, "delete": True} for name in _several(ids)), callback)
 
-    def refine(self, questions: Any = None, progress: Progress = no_progress, **settings: Any) -> "RefineReport":
+    def refine(self, questions: Any = None, progress: Progress | bool = False, **settings: Any) -> "RefineReport":
         """Learn from questions with answers or gold passages, else from the feedback of `add_feedback`.
 
             index.refine([("Who built the tower?", "Gustave Eiffel"), ...])
@@ -299,7 +303,9 @@ class Index:
             if not self._store.exists(path):
                 raise ConfigError("refine: no questions are given and no feedback was added (Index.add_feedback)")
             own["feedback"] = str(self._store.local_path(path).absolute())
-        report = refine(self._with(refine=own), progress)
+        run = self._with(refine=own)
+        with _progress_callback(progress) as callback:
+            report = refine(run, callback)
         self._follow()
         return report
 
@@ -339,7 +345,7 @@ class Index:
         return name
 
     def evaluate(
-        self, questions: Any, k: int | Sequence[int] = (1, 5, 20, 100), progress: Progress = no_progress
+        self, questions: Any, k: int | Sequence[int] = (1, 5, 20, 100), progress: Progress | bool = False
     ) -> "EvaluationReport":
         """Measure how well the live version answers questions: shares with an answer, and with a gold passage, among
         the first `k` hits, with their 95 % intervals (`rows` of the report).
@@ -355,7 +361,9 @@ class Index:
         is_stored = isinstance(questions, str) and questions in question_sets(corpus)
         name = questions if is_stored else self.add_questions(questions, "evaluate")
         depths = list(k) if isinstance(k, Iterable) else [k]
-        return evaluate(self._with(evaluate={"questions": [name], "k": depths}), progress)
+        run = self._with(evaluate={"questions": [name], "k": depths})
+        with _progress_callback(progress) as callback:
+            return evaluate(run, callback)
 
     def versions(self) -> list[VersionInfo]:
         """List the published versions, oldest first; the last one is live."""
@@ -432,6 +440,20 @@ class Index:
                 f"index {live.index!r} {problem} that the program which made the store did not record; nothing was "
                 f"changed. Open the run file instead: Index.open('CONFIG.yaml')"
             )
+
+
+@contextmanager
+def _progress_callback(progress: Progress | bool) -> Iterator[Progress]:
+    """Return a callback as it is; for True one that shows progress on stderr, for False none."""
+    if not isinstance(progress, bool):
+        yield progress
+    elif progress:
+        from mvr_ray.progress import Reporter
+
+        with Reporter() as reporter:
+            yield reporter
+    else:
+        yield no_progress
 
 
 def _several(ids: str | int | Iterable[str | int]) -> Iterable[str | int]:

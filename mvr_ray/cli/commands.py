@@ -122,8 +122,8 @@ def run_stage(
     are checked before Ray or torch is imported.
     """
     from mvr_ray.cli.inputs import check_inputs, ready_command
-    from mvr_ray.cli.progress import Reporter
     from mvr_ray.distributed import session
+    from mvr_ray.progress import Reporter
     from mvr_ray.store.runs import record, to_plain
 
     if verbose:
@@ -326,8 +326,8 @@ def follow(
     Every batch is published as a version.
     """
     run = _load_run(config, overrides, print_config, as_json)
-    from mvr_ray.cli.progress import Reporter
     from mvr_ray.distributed import follow as stage
+    from mvr_ray.progress import Reporter
     from mvr_ray.store.runs import to_plain
 
     report = stage.FollowReport()
@@ -393,7 +393,7 @@ def study(
         raise ConfigError(f"study: no study file is named; {usage}")
     if not options.get("at_once", "1").isdecimal():
         raise ConfigError(f"study: at_once={options['at_once']}; it is how many steps run side by side, a whole number")
-    from mvr_ray.cli.progress import Reporter
+    from mvr_ray.progress import Reporter
     from mvr_ray.studies.study import run_study
 
     size, extra = options.get("size", "quick"), tuple(overrides)

@@ -29,7 +29,7 @@ from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.encoders import require_encoder
 from mvr_ray.distributed.retrieve import QuestionRanker, QuestionSet, RankSettings, rank_questions
 from mvr_ray.distributed.router import Router, open_router, require_words
-from mvr_ray.errors import ConfigError, MissingInputError
+from mvr_ray.errors import ConfigError, MissingInputError, count_noun, text_table
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.files import Store
@@ -79,6 +79,9 @@ class EvaluationRow(NamedTuple):
     high: float
     n: int
 
+    def in_percent(self) -> str:
+        return f"{100 * self.value:.1f} ({100 * self.low:.1f} to {100 * self.high:.1f})"
+
 
 class EvaluationReport(NamedTuple):
     """`configured_system` is the one of `rows` that `search` and `serve` rank by: with `search.hybrid`, the hybrid."""
@@ -91,6 +94,12 @@ class EvaluationReport(NamedTuple):
     rows: list[EvaluationRow]
     ranks: list[QuestionRanks]
     configured_system: str = ""
+
+    def __repr__(self) -> str:
+        """Show the figures, in percent, as a table; `pandas.DataFrame(report.rows)` has them as shares."""
+        lines = [(row.questions, row.system, f"{row.n:,}", row.metric, row.in_percent()) for row in self.rows]
+        title = f"index {self.index} version {self.version}, {count_noun(self.passages, 'passage')}"
+        return text_table(title, ("questions", "system", "number", "metric", "%"), lines)
 
 
 class SystemResult(NamedTuple):

@@ -140,6 +140,15 @@ class Manifest:
     """Random, from the publisher: identifies its manifest if the reply to the creation is lost."""
     format_version: Literal[1, 2, 3] = 1
 
+    def __repr__(self) -> str:
+        """Name the version and its content; `shards` and other parts are attributes."""
+        return (
+            f"Manifest(index {self.index!r}, version {self.version} by {self.operation}, "
+            f"{count_noun(self.num_passages, 'passage')} of corpus {self.corpus!r}, "
+            f"{count_noun(self.num_vectors, 'vector')} of {self.dimension} ({self.dtype}) in "
+            f"{count_noun(len(self.shards), 'shard')}, encoder {self.encoder_name}/{self.encoder_fingerprint})"
+        )
+
     @property
     def num_passages(self) -> int:
         return sum(shard.num_passages for shard in self.shards)

@@ -598,6 +598,31 @@ CLICKS = [(text, f"p{at}", 1) for at, text in enumerate(STRANGE)]
 ONE_ROUND = {"rounds": 1, "depth": 10, "max_heldout_loss": 100.0}
 
 
+def test_reports_and_manifests_print_as_tables_and_a_line(index: Index):
+    report = index.evaluate([("Who built tower 3?", ["king 9"]), ("Who built tower 5?", ["king 99"])], k=[1, 5])
+    title, header, *lines = repr(report).split("\n")
+    assert title == f"index index version {index.manifest.version}, 24 passages"
+    assert header.split() == ["questions", "system", "number", "metric", "%"]
+    for line, row in zip(lines, report.rows, strict=True):
+        start = [row.questions, row.system, str(row.n), row.metric, f"{100 * row.value:.1f}"]
+        assert line.split()[:5] == start and line.startswith("  ")
+    refinement = index.refine([(f"Who built tower {n}?", f"king {n * n}") for n in range(8)])
+    text = repr(refinement)
+    assert refinement.reason in text and f"{100 * refinement.accuracy[0].top_1_after:.1f}" in text
+    assert len(text.split("\n")) == 2 + len(refinement.accuracy)
+    assert repr(index.manifest).count("\n") == 0 and f"version {index.manifest.version} by" in repr(index.manifest)
+
+
+def test_progress_is_shown_on_request_and_a_callback_gets_it(index: Index, capsys: pytest.CaptureFixture[str]):
+    index.upsert([("p1", "A new text.")])
+    assert capsys.readouterr().err == ""
+    index.upsert([("p1", "A newer text.")], progress=True)
+    assert "build shards: 3 of 3 (100 %)" in capsys.readouterr().err
+    calls: list[tuple[str, int, int]] = []
+    index.delete("p1", progress=lambda *call: calls.append(call))
+    assert ("build shards", 3, 3) in calls and capsys.readouterr().err == ""
+
+
 def test_questions_without_answers_and_gold_passages_cannot_be_evaluated(index: Index):
     with pytest.raises(ConfigError, match="no question of evaluate has an answer or a gold passage"):
         index.evaluate(["who built the tower?"])

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from pydantic import TypeAdapter
 
 from mvr_ray.distributed.refinement.questions import Protocol
+from mvr_ray.errors import text_table
 from mvr_ray.store.manifest import Manifest
 
 REPORT_DEPTHS = (1, 5, 20, 100)
@@ -98,6 +99,17 @@ class RefineReport:
     reason: str
     settings: dict[str, float] = field(default_factory=dict)
     weights: tuple[WeightReport, ...] = ()
+
+    def __repr__(self) -> str:
+        """Show the outcome, and accuracy before and after in percent, as a table."""
+        outcome = f"version {self.published.version} published" if self.published else "not published"
+        title = f"index {self.index}, {self.method} of version {self.base_version}: {outcome} ({self.reason})"
+        lines = []
+        for row in self.accuracy:
+            shares = (f"{100 * before:.1f} to {100 * after:.1f}" for before, after in zip(row.before, row.after))
+            lines.append((row.group, row.protocol, row.kind, f"{row.num_questions:,}", *shares))
+        depths = tuple(f"top-{depth}" for depth in REPORT_DEPTHS)
+        return text_table(title, ("group", "protocol", "kind", "questions", *depths), lines)
 
     def to_json(self) -> str:
         """Plain JSON; the manifest is named by its version."""

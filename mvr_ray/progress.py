@@ -31,7 +31,8 @@ class Reporter:
     """A `Progress` callable that draws each call: reporter(what, count, total). Use it as a context manager."""
 
     def __init__(self, stream: TextIO | None = None, interval_s: float = INTERVAL_S) -> None:
-        self._console = Console(file=stream or sys.stderr, highlight=False, markup=False, emoji=False)
+        output = stream or sys.stderr
+        self._console = Console(file=output, highlight=False, markup=False, emoji=False, force_jupyter=False)
         self._interval_s = interval_s
         self._tasks: dict[str, ProgressTask] = {}
         cut = Column(no_wrap=True, overflow="ellipsis", max_width=max(20, self._console.width - 50))
