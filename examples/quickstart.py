@@ -58,6 +58,11 @@ hits = index.search("Why does the tower lean?", k=2)
 print(hits)
 assert hits[0].id == "Tower_of_Pisa"
 
+# %% Why it matched: the score of every view, that is of every sentence. A notebook shows `explanation` as a page.
+explanation = index.explain("Why does the tower lean?", "Tower_of_Pisa")
+for view in explanation.passages[0].views:
+    print(f"{view.scores[0]:.3f}  {view.text}")
+
 # %% Several questions at once, and only towers finished after 1900.
 for hits in index.search(["Who built a tower in Paris?", "Where can I eat?"], k=2, filter={"year": {"gte": 1900}}):
     print(hits)
@@ -71,11 +76,8 @@ for version in index.versions():
 assert len(index) == len(passages)
 
 # %% Measure it on questions with known answers.
-report = index.evaluate(
-    [("Who built the tower in Paris?", "Gustave Eiffel"), ("How tall is it in Dubai?", "828")], k=[1, 5]
-)
-for row in report.rows:
-    print(f"{row.metric}: {row.value:.2f} of {row.n} questions")
+answers = [("Who built the tower in Paris?", "Gustave Eiffel"), ("How tall is it in Dubai?", "828")]
+print(index.evaluate(answers, k=[1, 5]))
 
 # %% Only vectors: one for a question, one per snippet for a passage.
 encoder = Encoder("all-MiniLM-L6-v2")

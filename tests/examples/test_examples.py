@@ -61,7 +61,8 @@ def test_the_notebook_runs_and_draws_its_plots(tmp_path: Path, monkeypatch: pyte
     NotebookClient(notebook, timeout=500, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
-    assert any("<mark>" in output.get("data", {}).get("text/html", "") for output in outputs)
+    pages = [output.get("data", {}).get("text/html", "") for output in outputs]
+    assert any("<mark>" in page for page in pages) and any("<iframe" in page for page in pages)
 
 
 def test_the_notebook_is_stored_without_outputs() -> None:
