@@ -117,6 +117,13 @@ def draw(summary: Summary) -> str:
             "retrieved: 20 questions, up to 100 passages each, from version 4 of index wiki\n  my dev.json (dpr)",
             "read",
         ),
+        (
+            "retrieve",
+            RETRIEVED | {"system": HYBRID},
+            "retrieved: 20 questions, up to 100 passages each, from version 4 of index wiki\n"
+            f"  ranked by {HYBRID}\n  my dev.json (dpr)",
+            "read",
+        ),
         ("rollback", ROLLED_BACK, "live: version 5 of index wiki, the content of version 3, 6 passages", "search"),
         ("tune", TUNED, "tuned: search.hybrid=15\n  20 questions of train, version 4 of index wiki", "evaluate"),
     ],

@@ -129,6 +129,11 @@ def _refine(report: Report, words: str) -> Summary:
     return Summary(accuracy, f"live: {version_text(manifest)}, {changes}", f"evaluate {words}")
 
 
+def _ranked_by(report: Report, system: str | None) -> str:
+    """Return a line that names a ranking other than that of the index."""
+    return f"\n  ranked by {system}" if system and system != report["index"] else ""
+
+
 def _accuracy_tables(rows: Sequence[Report], system: str) -> list[Table]:
     """Return a table a question set and kind of metric: systems down, metrics across, in percent."""
     groups: dict[tuple[str, str], list[Report]] = {}
@@ -155,8 +160,7 @@ def _evaluate(report: Report, words: str) -> Summary:
     rows = report["rows"]
     verdict = f"evaluated: {version_text(report)}, {count_noun(report['passages'], 'passage')}"
     system = report.get("configured_system") or report["index"]
-    if system != report["index"]:
-        verdict += f"\n  ranked by {system}"
+    verdict += _ranked_by(report, system)
     firsts = {row["questions"]: row for row in reversed(rows) if row["system"] == system}
     main_rows = list(reversed(firsts.values()))[:NUM_NAMED]
     for row in main_rows:
@@ -184,7 +188,7 @@ def _analyze(report: Report, words: str) -> Summary:
 def _retrieve(report: Report, words: str) -> Summary:
     questions = count_noun(report["questions"], "question")
     verdict = f"retrieved: {questions}, up to {report['k']} passages each, from {version_text(report)}"
-    verdict += f"\n  {report['output']} ({report['format']})"
+    verdict += f"{_ranked_by(report, report.get('system'))}\n  {report['output']} ({report['format']})"
     command = f"read {words} ranking={shlex.quote(report['output'])}" if report["format"] in ("dpr", "jsonl") else ""
     return Summary([], verdict, command)
 

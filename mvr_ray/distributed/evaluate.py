@@ -25,6 +25,7 @@ import numpy as np
 from mvr_ray.config import EvaluateConfig, RunConfig
 from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.judging.metrics import NDCG_CUTOFF, cluster_interval, first_ranks, hit_within, ndcg, reciprocal_ranks
+from mvr_ray.core.searching.hybrid import system_name
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.encoders import require_encoder
 from mvr_ray.distributed.retrieve import QuestionRanker, QuestionSet, RankSettings, rank_questions
@@ -169,7 +170,7 @@ def evaluate(run: RunConfig, progress: Progress = no_progress) -> EvaluationRepo
             log.info("hybrid weight: weight=%s accuracy=%.3f set=%s", best.weight, best.top1, settings.hybrid)
             weight = best.weight
         if weight is not None:
-            system = "bm25 and dense, reciprocal ranks" if weight == "rrf" else f"bm25 + {weight:g} x dense"
+            system = system_name(weight)
             measure(system, rank_questions(run, router, sets, rank._replace(hybrid=weight), progress))
     log.info("evaluated: index=%s version=%d sets=%d", base.index, base.version, len(sets))
     return EvaluationReport(

@@ -17,6 +17,7 @@ import numpy as np
 
 from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.core.judging.answers import AnswerMatcher, Match
+from mvr_ray.core.searching.hybrid import system_name
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import require_encoder
 from mvr_ray.distributed.ray_data import map_in_pool, pool_need
@@ -168,7 +169,8 @@ def _question(fields: Sequence[Any]) -> Question:
 
 
 class RetrieveReport(NamedTuple):
-    """The file written, and the version searched. `exact`: the hits are the best k of all passages."""
+    """The file written, and the version searched. `exact`: the hits are the best k of all passages. `system` names the
+    ranking as `evaluate` does: the index, or a hybrid."""
 
     output: str
     format: str
@@ -179,6 +181,7 @@ class RetrieveReport(NamedTuple):
     encoder_fingerprint: str
     passages: int
     exact: bool
+    system: str = ""
 
 
 def retrieve(
@@ -222,6 +225,7 @@ def retrieve(
         base.encoder_fingerprint,
         base.num_passages,
         base.index_params["kind"] == "flat",
+        base.index if run.search.hybrid is None else system_name(run.search.hybrid),
     )
 
 

@@ -157,3 +157,8 @@ def _best(scores_P: FloatArray, k: int) -> IntArray:
     """Find the places of the best k positive scores."""
     places = np.flatnonzero(scores_P > 0)
     return places if len(places) <= k else places[np.argpartition(-scores_P[places], k - 1)[:k]]
+
+
+def system_name(weight: float | str) -> str:
+    """Return the name of a hybrid ranking in reports: "bm25 + 30 x dense"."""
+    return "bm25 and dense, reciprocal ranks" if isinstance(weight, str) else f"bm25 + {weight:g} x dense"
