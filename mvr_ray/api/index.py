@@ -255,7 +255,8 @@ class Index:
         try:
             yield SearchService(self._router, limits, hybrid=self.run.search.hybrid)
         except RequestError as error:
-            raise ConfigError(f"{method}: {error.message}; {error.hint}") from None
+            hint = re.sub(r" \(serve\.\w+\)", "", error.hint)  # no setting of the server limits a process
+            raise ConfigError(f"{method}: {error.message}; {hint}") from None
 
     def passages(self, ids: str | int | Iterable[str | int]) -> dict[str, Passage]:
         """Return passages of the live version by id; unknown ids are left out. A whole number is the id of its digits,

@@ -347,6 +347,8 @@ def test_limits_of_the_server_do_not_apply_to_searches_in_this_process(index_sto
         with Index.open(index_store, settings={"serve": serve}) as index:
             ids.append([[hit.id for hit in hits] for hits in index.search(questions, k=5)])
     assert ids[0] == ids[1] and len(ids[0][0]) == 5
+    with Index.open(index_store) as index, pytest.raises(ConfigError, match=r"^search: k is 0; .* passages$"):
+        index.search(questions, k=0)
 
 
 def test_a_filter_leaves_only_what_passes(index: Index):
