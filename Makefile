@@ -45,7 +45,7 @@ chaos-soak: $(STAMP)
 	MVR_RAY_HISTORIES=$(SEEDS) $(PYTEST) -m chaos tests/histories $(ARGS)
 
 # Every study at the size for two cores; finished steps are not run again. The three `decided` take days on two
-# cores, minutes on a GPU (docs/operations.md).
+# cores, minutes on a GPU (docs/ranking.md).
 studies: $(STAMP)
 	$(BIN)/python benchmarks/base_model.py
 	$(BIN)/mvr-ray study $(filter-out %/common.yaml %/common-camvr.yaml,$(wildcard configs/studies/*.yaml)) size=quick output=benchmarks/results/studies $(ARGS)

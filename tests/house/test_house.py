@@ -142,7 +142,7 @@ def definitions(path: Path) -> set[str]:
 
 
 def test_the_table_of_statuses_has_every_code_of_the_server() -> None:
-    rows = re.findall(r"^\| ([\d, ]+) \| (.*?) \|", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| ([\d, ]+) \| (.*?) \|", (ROOT / "docs" / "serving.md").read_text(), re.MULTILINE)
     table = {(status, code) for row in rows for status in row[0].split(", ") for code in re.findall(r"`(\w+)`", row[1])}
     sources = [path.read_text() for path in (ROOT / "mvr_ray" / "serving").glob("*.py")]
     codes = {pair for text in sources for pair in re.findall(r'RequestError\(\s*(\d{3}),\s*"(\w+)"', text)}
