@@ -23,7 +23,7 @@ import pyarrow.parquet
 import pytest
 
 from mvr_ray import Encoder, Index, Passage, load_run
-from mvr_ray.api.rows import passage_records
+from mvr_ray.api.rows import passage_records, sources_of
 from mvr_ray.cli import main
 from mvr_ray.config import PrepareConfig
 from mvr_ray.distributed import session
@@ -136,6 +136,15 @@ def test_the_format_of_a_dataset_changes_no_passage(kind: str):
     assert list(passage_records(rows.with_format(kind))) == list(passage_records(ROWS))
     stream = rows.to_iterable_dataset()
     assert list(passage_records(stream.with_format(kind))) == list(passage_records(ROWS))
+
+
+def test_a_csv_with_a_question_beside_each_text_gives_the_corpus_of_its_frame(tmp_path: Path):
+    file = tmp_path / "rows.csv"
+    file.write_text("id,text,question,hue\np1,A tower.,What is it?,red\np2,A town.,,\n")
+    cfg = PrepareConfig(fields="infer")
+    from_file = prepare(cfg.model_copy(update={"sources": sources_of(file)}), Store(tmp_path / "file"))
+    from_frame = prepare(cfg, Store(tmp_path / "frame"), records=passage_records(pandas.read_csv(file)))
+    assert from_file.digest == from_frame.digest and from_file.fields == {"hue": "string"}
 
 
 def test_missing_cells_of_a_frame_are_no_value(tmp_path: Path):

@@ -18,7 +18,6 @@ from mvr_ray.store.formats.dpr import question_id
 from mvr_ray.store.formats.json_stream import JsonReader
 from mvr_ray.store.formats.records import (
     BadRow,
-    PassageRecord,
     Record,
     passage_record,
     plain_apostrophes,
@@ -63,8 +62,9 @@ def _parquet_rows(batch: pa.RecordBatch) -> Iterable[dict[str, Any] | None]:
 
 
 def read_csv(path: Path, names: Names = NO_NAMES, delimiter: str = ",") -> Iterator[Record]:
-    """Read passages under a header with id, text and title, which may be missing; other columns are extras, and so is
-    `question` unless `names` reads questions. A header with `question` and without text is that of questions."""
+    """Read passages under a header with id, text and title, which may be missing; other columns are extras. `question`
+    beside `text` is left out, since no field has that name, unless `names` reads questions. A header with `question`
+    and without `text` is that of questions."""
     header = csv_header(path, delimiter)
     has_only_questions = "question" in {*header, *names} and "text" not in {*header, *names}
     is_question = has_only_questions or "question" in {*names, *names.values()}
@@ -76,9 +76,9 @@ def read_csv(path: Path, names: Names = NO_NAMES, delimiter: str = ",") -> Itera
         else:
             own = {*_OWN_KEYS, *names.values()}
             values = {name: cell if name in own else TextCell(cell) for name, cell in row.values.items()}
-            extra = {} if is_question or "question" not in values else {"question": TextCell(values.pop("question"))}
-            record = _record(values, number, path, row.where, names)
-            yield record._replace(extras={**record.extras, **extra}) if isinstance(record, PassageRecord) else record
+            if not is_question:
+                values.pop("question", None)
+            yield _record(values, number, path, row.where, names)
 
 
 def read_rows(rows: Iterable[Mapping[str, Any] | None], source: str, names: Names) -> Iterator[Record]:
