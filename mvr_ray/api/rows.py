@@ -111,9 +111,13 @@ def rows_of(rows: Any) -> Iterator[Any]:
 
 
 def _plain_values(row: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Convert arrays of numpy to lists, as pandas reads lists from Parquet, and its numbers to those of Python."""
+    """Convert arrays of numpy to lists, as pandas reads lists from Parquet, its numbers to those of Python, and NaN, NaT
+    and NA, as rows of a frame have them, to None."""
     kinds = np.ndarray | np.number | np.bool_
-    return {name: value.tolist() if isinstance(value, kinds) else value for name, value in row.items()}
+    return {
+        name: None if _is_missing(value) else value.tolist() if isinstance(value, kinds) else value
+        for name, value in row.items()
+    }
 
 
 def _pandas_rows(frame: Any) -> Iterator[Any]:
@@ -122,11 +126,11 @@ def _pandas_rows(frame: Any) -> Iterator[Any]:
         return
     for start in range(0, len(frame), BATCH_ROWS):
         for row in frame.iloc[start : start + BATCH_ROWS].to_dict("records"):
-            yield {str(name): None if _is_missing(value) else value for name, value in row.items()}
+            yield {str(name): value for name, value in row.items()}
 
 
 def _is_missing(value: Any) -> bool:
-    """Return whether a pandas cell is NaN, NaT or NA: what is not equal to itself. An array is a value."""
+    """Return whether a value is NaN, NaT or NA: what is not equal to itself. An array is a value."""
     try:
         return not isinstance(value, np.ndarray) and bool(value != value)
     except (TypeError, ValueError):  # NA, which is neither

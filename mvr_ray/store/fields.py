@@ -13,6 +13,7 @@
 A passage that lacks a field, or has null there, has null in the column.
 """
 
+import logging
 import math
 from collections.abc import Mapping
 from datetime import UTC, date, datetime
@@ -23,6 +24,8 @@ import pyarrow as pa
 
 from mvr_ray.config import check_field_name
 from mvr_ray.types import FieldValue
+
+log = logging.getLogger(__name__)
 
 Fields = tuple[tuple[str, FieldValue], ...]
 """As `Passage.fields`."""
@@ -92,14 +95,25 @@ class FieldReader:
     def __init__(self, fields: Mapping[str, str] | Literal["infer"]) -> None:
         self.infers = fields == "infer"
         self.types: dict[str, str] = {} if isinstance(fields, str) else dict(fields)
+        self._left_out: set[str] = set()
 
     def read(self, extras: Mapping[str, Any]) -> Fields:
         """Read the fields from the extras of a passage. Raises ValueError that names the field of a wrong type."""
         for name, value in extras.items() if self.infers else ():
-            if value is not None:
-                check_field_name(name)
+            if value is not None and (name in self.types or self._is_field_name(name)):
                 self.types[name] = self._infer(name, value)
         return read_fields(extras, self.types)
+
+    def _is_field_name(self, name: str) -> bool:
+        """Return whether a field can have the name; warn of each one that is left out once."""
+        try:
+            check_field_name(name)
+        except ValueError as error:
+            if name not in self._left_out:
+                self._left_out.add(name)
+                log.warning("a value of passages is left out: %s; rename it to keep it", error)
+            return False
+        return True
 
     def _infer(self, name: str, value: Any) -> str:
         """Return the type of all values so far; a field of whole numbers becomes one of floats."""

@@ -151,8 +151,9 @@ def test_missing_cells_of_a_frame_are_no_value(tmp_path: Path):
     frame = pandas.DataFrame({"id": ["a", "b"], "text": ["One.", "Two."], "year": [1958.5, None]})
     frame["seen"] = pandas.to_datetime(["2020-01-01", None])
     frame["note"] = pandas.array(["x", None], dtype="string")
-    extras = [dict(record.extras) for record in passage_records(frame)]
-    assert extras[1] == {"year": None, "seen": None, "note": None}
+    for rows in (frame, frame.to_dict("records")):
+        extras = [dict(record.extras) for record in passage_records(rows)]
+        assert extras[1] == {"year": None, "seen": None, "note": None}
 
 
 def test_a_frame_whose_whole_numbers_have_a_gap_is_accepted_for_a_field_of_int(index: Index):

@@ -174,9 +174,18 @@ def test_what_cannot_be_inferred_is_a_bad_row(tmp_path: Path, write: Write):
         source = write("rows.jsonl", lines(row("p1", f=3), row("p2", f=value)))
         with pytest.raises(DataError, match=rf"rows\.jsonl:2: field 'f' is .*{message}"):
             corpus_of(tmp_path, source, fields="infer")
-    source = write("rows.jsonl", lines(row("p1", **{"and": 3})))
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: 'and' cannot name a field"):
-        corpus_of(tmp_path, source, fields="infer")
+
+
+def test_a_name_that_no_field_can_have_is_left_out_with_one_warning(
+    tmp_path: Path, write: Write, caplog: pytest.LogCaptureFixture
+):
+    rows = [row(f"p{n}", **{"and": 3, "Unnamed: 0": n, "year": n}) for n in range(3)]
+    corpus = corpus_of(tmp_path, write("rows.jsonl", lines(*rows)), fields="infer")
+    assert fields_of(corpus) == {f"p{n}": {"year": n} for n in range(3)}
+    assert [name for name in ("'and'", "'Unnamed: 0'") for text in caplog.messages if name in text] == [
+        "'and'",
+        "'Unnamed: 0'",
+    ]
 
 
 def test_a_run_file_with_fields_that_cannot_be_is_refused(tmp_path: Path):
