@@ -111,8 +111,8 @@ def rows_of(rows: Any) -> Iterator[Any]:
 
 
 def _plain_values(row: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Convert arrays of numpy to lists, as pandas reads lists from Parquet, its numbers to those of Python, and NaN, NaT
-    and NA, as rows of a frame have them, to None."""
+    """Convert arrays of numpy to lists, as pandas reads lists from Parquet, its numbers to those of Python, and what a
+    frame has for a missing value (NaN, NaT, NA) to None."""
     kinds = np.ndarray | np.number | np.bool_
     return {
         name: None if _is_missing(value) else value.tolist() if isinstance(value, kinds) else value
