@@ -96,7 +96,7 @@ def test_a_row_that_cannot_be_used_is_named_with_file_and_line(
         1,
         "",
         f"mvr-ray: 1 bad row, more than prepare.max_bad_rows=0: {path}:5: {reason.format(path=path)}; "
-        f"correct the file, or raise prepare.max_bad_rows to skip such rows",
+        f"correct the source, or raise prepare.max_bad_rows to skip such rows",
     )
     assert not (tmp_path / "store" / "corpora").exists()
 

@@ -37,6 +37,9 @@ def passage_records(passages: Any) -> Iterator[Record]:
             yield PassageRecord(row._replace(fields=()), where, extras=dict(row.fields))
         elif values is None:
             yield BadRow(where, f"{row!r:.60} is no text, no (id, text) or (id, title, text), and no mapping")
+        elif not {"text", "contents"} & values.keys():
+            names = ", ".join(map(repr, values))
+            yield BadRow(where, f"text is missing; its keys are {names:.200}: rename the one of the text to 'text'")
         else:
             yield passage_of(dict(values) if "_id" in values else {"id": number, **values}, where)
 
@@ -121,9 +124,12 @@ def _plain_values(row: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _pandas_rows(frame: Any) -> Iterator[Any]:
+    """Yield the rows of a frame; an index with a name is a column, as `set_index("id")` leaves it."""
     if not hasattr(frame, "columns"):  # a series of texts
         yield from frame
         return
+    if all(name is not None and name not in frame.columns for name in frame.index.names):
+        frame = frame.reset_index()
     for start in range(0, len(frame), BATCH_ROWS):
         for row in frame.iloc[start : start + BATCH_ROWS].to_dict("records"):
             yield {str(name): value for name, value in row.items()}

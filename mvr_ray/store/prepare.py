@@ -98,7 +98,7 @@ class BadRows:
             more = f" (and {len(self.rows) - NUM_NAMED} before this)" if len(self.rows) > NUM_NAMED else ""
             raise DataError(
                 f"{count_noun(len(self.rows), 'bad row')}, more than prepare.max_bad_rows={self.limit}: {first}{more}; "
-                f"correct the file, or raise prepare.max_bad_rows to skip such rows"
+                f"correct the source, or raise prepare.max_bad_rows to skip such rows"
             )
 
 

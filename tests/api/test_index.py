@@ -33,6 +33,7 @@ from mvr_ray.explanation import render_html
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+from mvr_ray.store.formats.records import BadRow
 from mvr_ray.store.prepare import prepare
 
 ROWS = [
@@ -136,6 +137,21 @@ def test_the_format_of_a_dataset_changes_no_passage(kind: str):
     assert list(passage_records(rows.with_format(kind))) == list(passage_records(ROWS))
     stream = rows.to_iterable_dataset()
     assert list(passage_records(stream.with_format(kind))) == list(passage_records(ROWS))
+
+
+def test_an_index_of_a_frame_that_has_a_name_is_a_column():
+    frame = pandas.DataFrame({"id": ["a", "b"], "text": ["One.", "Two."], "year": [1, 2]})
+    expected = list(passage_records(frame))
+    assert list(passage_records(frame.set_index("id"))) == expected
+    by_year = [record.passage.id for record in passage_records(frame.set_index(["year", "id"]))]
+    assert by_year == ["a", "b"]
+    frame.index.name = "id"
+    assert list(passage_records(frame)) == expected
+
+
+def test_a_mapping_without_a_text_is_refused_with_its_keys():
+    [record] = passage_records([{"id": "a", "page_content": "One."}])
+    assert isinstance(record, BadRow) and "'id', 'page_content': rename" in record.reason
 
 
 def test_a_csv_with_a_question_beside_each_text_gives_the_corpus_of_its_frame(tmp_path: Path):
