@@ -151,11 +151,13 @@ def _kind(step: StepRecord) -> str:
 
 
 def _cell(metric: str, rows: Sequence[Report], ranks: Sequence[QuestionRanks]) -> Cell:
-    """Compute a cell from every question's value where known, else from the intervals in the rows."""
+    """Compute a cell from every question's value where known, else from the intervals in the rows. An interval of
+    shares ends at 0 and 1, whatever Student's half width over few seeds is."""
     values = metric_values(ranks, metric)
     mean, seeds, n = float(np.mean([row["value"] for row in rows])), len(rows), rows[0]["n"]
     if values is not None and values.values_SQ.shape == (seeds, n):
-        return Cell(mean, *interval_over_seeds(values.values_SQ, values.articles_Q), seeds, n)
+        low, high = np.clip(interval_over_seeds(values.values_SQ, values.articles_Q), 0.0, 1.0).tolist()
+        return Cell(mean, low, high, seeds, n)
     low, high = (float(np.mean([row[name] for row in rows])) for name in ("low", "high"))
     half = 0.0
     if seeds > 1:
