@@ -29,8 +29,6 @@ MvrRayError
 Each message says what failed, where, with which value, and what to do.
 """
 
-from collections.abc import Sequence
-
 
 class MvrRayError(Exception):
     """Base of every error raised on purpose by this package."""
@@ -147,10 +145,3 @@ class RowsLostError(MvrRayError, RuntimeError):
 def count_noun(number: int, noun: str) -> str:
     """`1 passage`, `2,000 passages`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def text_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return lines of text, indented by two: under a title the columns, and below each its cells."""
-    widths = [max(map(len, cells)) for cells in zip(columns, *lines)]
-    rows = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in (columns, *lines))
-    return "\n  ".join([title, *rows])

@@ -30,7 +30,8 @@ from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.encoders import require_encoder
 from mvr_ray.distributed.retrieve import QuestionRanker, QuestionSet, RankSettings, rank_questions
 from mvr_ray.distributed.router import Router, open_router, require_words
-from mvr_ray.errors import ConfigError, MissingInputError, count_noun, text_table
+from mvr_ray.distributed.text_table import text_table
+from mvr_ray.errors import ConfigError, MissingInputError, count_noun
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.files import Store

@@ -16,6 +16,7 @@ A passage that lacks a field, or has null there, has null in the column.
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, date, datetime
 from typing import Any, Literal
 
@@ -139,12 +140,13 @@ def read_fields(values: Mapping[str, Any], types: Mapping[str, str]) -> Fields:
 
 
 def _parse_cell(value: str, kind: str) -> Any:
-    try:
-        if kind == "bool":
-            return _BOOLS.get(value.strip().lower(), value)
-        return int(value) if kind == "int" else float(value) if kind == "float" else str(value)
-    except ValueError:
-        return str(value)
+    """Read a cell of a text file as a declared type; text that does not fit stays text."""
+    if kind == "bool":
+        return _BOOLS.get(value.strip().lower(), value)
+    for read in {"int": (int, float), "float": (float,)}.get(kind, ()):  # pandas writes an int beside a gap as 1958.0
+        with suppress(ValueError):
+            return read(value)
+    return str(value)
 
 
 def _type_of(name: str, value: Any) -> str:

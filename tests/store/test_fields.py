@@ -234,6 +234,13 @@ def test_a_whole_float_is_an_int_where_the_type_says_so_and_a_float_where_it_is_
     assert without_types.fields == {"year": "float"}
 
 
+def test_a_cell_of_an_int_beside_a_gap_is_read_as_pandas_writes_it(tmp_path: Path, write: Write):
+    source = write("rows.csv", "id,text,year\nw1,A.,1958.0\nw2,B.,\n")
+    assert fields_of(corpus_of(tmp_path, source, fields={"year": "int"})) == {"w1": {"year": 1958}, "w2": {}}
+    with pytest.raises(DataError, match=r"1958\.5 is no int"):
+        corpus_of(tmp_path / "other", write("rows.csv", "id,text,year\nw1,A.,1958.5\n"), fields={"year": "int"})
+
+
 def test_a_change_says_which_of_its_values_are_no_field_of_an_inferred_corpus(
     tmp_path: Path, write: Write, caplog: pytest.LogCaptureFixture
 ):

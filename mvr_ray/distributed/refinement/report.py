@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from pydantic import TypeAdapter
 
 from mvr_ray.distributed.refinement.questions import Protocol
-from mvr_ray.errors import text_table
+from mvr_ray.distributed.text_table import text_table
 from mvr_ray.store.manifest import Manifest
 
 REPORT_DEPTHS = (1, 5, 20, 100)
