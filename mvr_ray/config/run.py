@@ -131,7 +131,7 @@ class PrepareConfig(Section):
     """Rows that may be malformed, empty or duplicate before the stage fails; each is counted and named."""
     fields: dict[str, FieldType] | Literal["infer"] = Field(default_factory=dict)
     """Fields of a passage besides id, title and text, for filters: names with types (`{year: int}`), or `infer`: all
-    fields of the sources. `strings` is a list of strings."""
+    fields of the sources whose values one type holds. `strings` is a list of strings."""
 
     @field_validator("fields", mode="before")
     @classmethod

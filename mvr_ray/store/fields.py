@@ -97,33 +97,45 @@ class FieldReader:
         self.infers = fields == "infer"
         self.types: dict[str, str] = {} if isinstance(fields, str) else dict(fields)
         self._left_out: set[str] = set()
+        """Names that no field can have, and names of values that no type holds."""
 
     def read(self, extras: Mapping[str, Any]) -> Fields:
         """Read the fields from the extras of a passage. Raises ValueError that names the field of a wrong type."""
         for name, value in extras.items() if self.infers else ():
             if value is not None and (name in self.types or self._is_field_name(name)):
-                self.types[name] = self._infer(name, value)
+                kind = self._infer(name, value)
+                if kind is not None:
+                    self.types[name] = kind
         return read_fields(extras, self.types)
 
     def _is_field_name(self, name: str) -> bool:
-        """Return whether a field can have the name; warn of each one that is left out once."""
         try:
             check_field_name(name)
         except ValueError as error:
-            if name not in self._left_out:
-                self._left_out.add(name)
-                log.warning("a value of passages is left out: %s; rename it to keep it", error)
+            self._leave_out(name, f"{error}; rename it to keep it")
             return False
         return True
 
-    def _infer(self, name: str, value: Any) -> str:
-        """Return the type of all values so far; a field of whole numbers becomes one of floats."""
-        kind, before = _type_of(name, value), self.types.get(name)
-        if before in (None, kind):
+    def _infer(self, name: str, value: Any) -> str | None:
+        """Return the type of all values so far, None where no type holds them. Whole numbers and floats are floats."""
+        kind, before = _type_of(value), self.types.get(name)
+        if kind == before or (before is None and name not in self._left_out):
+            if kind is None:
+                self._leave_out(name, f"{name!r} is {value!r:.60}, which no type holds: {', '.join(ARROW_TYPES)}")
             return kind
         if {before, kind} == {"int", "float"}:
             return "float"
-        raise ValueError(f"field {name!r} is {value!r:.60}, a {kind}, and a {before} before; name its type in fields")
+        here, earlier = (f"of type {one}" if one else "of no type" for one in (kind, before))
+        raise ValueError(
+            f"field {name!r} is {value!r:.60}, {here}, and {earlier} before; "
+            f"name the fields to keep, with their types, in fields"
+        )
+
+    def _leave_out(self, name: str, why: str) -> None:
+        """Warn of a value that is left out, once a name."""
+        if name not in self._left_out:
+            self._left_out.add(name)
+            log.warning("a value of passages is left out: %s", why)
 
 
 def read_fields(values: Mapping[str, Any], types: Mapping[str, str]) -> Fields:
@@ -149,9 +161,9 @@ def _parse_cell(value: str, kind: str) -> Any:
     return str(value)
 
 
-def _type_of(name: str, value: Any) -> str:
+def _type_of(value: Any) -> str | None:
     is_whole = isinstance(value, int | np.integer)
-    for kind in ("bool", "int", "float", "date", "timestamp", "string", "strings"):
+    for kind in ARROW_TYPES:
         is_number = kind in ("int", "float")
         if isinstance(value, str) == (kind == "string") and not (is_number and is_whole != (kind == "int")):
             try:
@@ -159,7 +171,4 @@ def _type_of(name: str, value: Any) -> str:
             except ValueError:
                 continue
             return kind
-    raise ValueError(
-        f"field {name!r} is {value!r:.60}, which no type of field holds ({', '.join(ARROW_TYPES)}); "
-        f"name the fields to keep in prepare.fields"
-    )
+    return None

@@ -163,17 +163,23 @@ def test_a_value_of_a_wrong_type_is_a_bad_row_with_its_line(tmp_path: Path, writ
     assert set(fields_of(corpus_of(tmp_path, source, fields={"f": kind}, max_bad_rows=1))) == {"p1"}
 
 
-def test_what_cannot_be_inferred_is_a_bad_row(tmp_path: Path, write: Write):
-    for value, message in [
-        ({"a": 1}, "no type of field"),
-        ([1], "no type of field"),
-        ("x", "a string, and a int before"),
-        (2**63, "no type of field"),
-        (-(2**70), "no type of field"),
-    ]:
-        source = write("rows.jsonl", lines(row("p1", f=3), row("p2", f=value)))
-        with pytest.raises(DataError, match=rf"rows\.jsonl:2: field 'f' is .*{message}"):
+@pytest.mark.parametrize("value", [{"a": 1}, [1], "x", 2**63, -(2**70), ["a", None]])
+def test_a_field_whose_values_share_no_type_is_a_bad_row_in_either_order(tmp_path: Path, write: Write, value: object):
+    for first, second in [(3, value), (value, 3)]:
+        source = write("rows.jsonl", lines(row("p1", f=first), row("p2", f=second)))
+        with pytest.raises(DataError, match=r"rows\.jsonl:2: field 'f' is .*of (no )?type.* and of .*type.* before"):
             corpus_of(tmp_path, source, fields="infer")
+
+
+def test_a_field_of_values_that_no_type_holds_is_left_out_with_one_warning(
+    tmp_path: Path, write: Write, caplog: pytest.LogCaptureFixture
+):
+    """Such as a vector or a mapping in each row of a data set."""
+    rows = [row(f"p{n}", emb=[0.5, n], answers={"text": ["a"]}, year=n) for n in range(3)]
+    corpus = corpus_of(tmp_path, write("rows.jsonl", lines(*rows)), fields="infer")
+    assert (corpus.fields, fields_of(corpus)) == ({"year": "int"}, {f"p{n}": {"year": n} for n in range(3)})
+    warnings = [text for text in caplog.messages if "is left out" in text]
+    assert [name for text in warnings for name in ("emb", "answers") if f"'{name}' is" in text] == ["emb", "answers"]
 
 
 def test_a_name_that_no_field_can_have_is_left_out_with_one_warning(
