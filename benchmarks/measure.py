@@ -9,7 +9,7 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -127,37 +127,77 @@ def _plain(value: Any) -> Any:
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """Return one part as Markdown: its cases, its targets, its settings."""
+    """Return one part as Markdown: its cases, its targets, its settings. Names `A: B` of many A by many B are a grid of
+    medians, ratios or facts."""
     lines = [f"## {report['title']}", ""]
-    if report["samples"]:
+    if in_grid(report["samples"]):
+        medians = {name: _format_seconds(statistics.median(seconds)) for name, seconds in report["samples"].items()}
+        lines += ["Medians:", "", *_grid(_swap(medians))]
+    elif report["samples"]:
         lines += [f"| case | median | least..most | {report['unit']}/s | share of the floor |", "|---|---|---|---|---|"]
         for name, seconds in report["samples"].items():
             middle, floor = statistics.median(seconds), report["floors"].get(name)
             share = f"{floor / middle:.0%}" if floor else ""
             spread = f"{_format_seconds(min(seconds))}..{_format_seconds(max(seconds))}"
-            lines.append(
-                f"| {name} | {_format_seconds(middle)} | {spread} | {report['work'][name] / middle:,.4g} | {share} |"
-            )
+            rate = report["work"][name] / middle
+            lines.append(f"| {name} | {_format_seconds(middle)} | {spread} | {rate:,.4g} | {share} |")
         lines.append("")
-    if report["bars"]:
+    bars = report["bars"]
+    if in_grid([bar["what"] for bar in bars]) and len({target(bar) for bar in bars}) == 1:
+        ratios = {bar["what"]: f"{bar['measured']:.3g}" if bar["met"] else f"**{bar['measured']:.3g}**" for bar in bars}
+        lines += [f"Ratios; asked are {target(bars[0])}, what misses that is bold:", "", *_grid(_swap(ratios))]
+    elif bars:
         lines += ["| bar | asked | measured | |", "|---|---|---|---|"]
-        lines += [f"| {bar_row(bar)} |" for bar in report["bars"]]
+        lines += [f"| {bar_row(bar)} |" for bar in bars]
         lines.append("")
-        lines += [f"- {bar['what']}: {bar['note']}" for bar in report["bars"] if bar["note"]]
-        lines.append("")
-    lines += [f"- {key}: {_fact(value)}" for key, value in report["facts"].items()]
+    for note in dict.fromkeys(bar["note"] for bar in bars if bar["note"]):
+        names = [bar["what"] for bar in bars if bar["note"] == note]
+        cases = dict.fromkeys(name.split(": ")[0] for name in names) if len(names) > 1 else names
+        lines.append(f"- {'; '.join(cases)}: {note}")
+    facts = {key: _fact(value) for key, value in report["facts"].items()}
+    many = {key: fact for key, fact in facts.items() if ": " in key}
+    lines += [f"- {key}: {fact}" for key, fact in facts.items() if key not in many or not in_grid(many)]
     machine = report["hardware"]
     with_memory = f", {machine['memory']} of memory" if "memory" in machine else ""
     where = f"{machine['cores']} cores of {machine['processor']}{with_memory}"
     took = f", in {report['seconds']:.0f} s" if "seconds" in report else ""
     lines.append(f"- measured {machine['date']} at commit {machine['commit']}, {where}{took}")
-    return "\n".join(lines) + "\n"
+    if in_grid(many):
+        lines += ["", *_grid(many)]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def in_grid(names: Iterable[str]) -> bool:
+    """Whether the names are `A: B` of at least three A and three B, in nearly all combinations."""
+    pairs = {tuple(name.split(": ", 1)) for name in names}
+    sizes = [len({pair[at] for pair in pairs if len(pair) == 2}) for at in (0, 1)]
+    return min(sizes) >= 3 and 0.9 * sizes[0] * sizes[1] <= sum(len(pair) == 2 for pair in pairs) == len(pairs)
+
+
+def _swap(cells: Mapping[str, str]) -> dict[str, str]:
+    return {": ".join(reversed(name.split(": ", 1))): cell for name, cell in cells.items()}
+
+
+def _grid(cells: Mapping[str, str]) -> list[str]:
+    """Return the cells of names `row: column` as a table, and a blank line."""
+    pairs = {tuple(name.split(": ", 1)): cell for name, cell in cells.items()}
+    rows, columns = (list(dict.fromkeys(pair[at] for pair in pairs)) for at in (0, 1))
+    lines = [f"| | {' | '.join(columns)} |", f"|{'---|' * (len(columns) + 1)}"]
+    lines += [f"| {row} | {' | '.join(pairs.get((row, column), '') for column in columns)} |" for row in rows]
+    return [*lines, ""]
 
 
 def bar_row(bar: Mapping[str, Any]) -> str:
     """Return target, measurement and whether it is met, as cells of a Markdown table."""
-    target = f"{'>=' if bar['at_least'] else '<='} {bar['bar']:g} {bar['unit']}"
-    return f"{bar['what']} | {target} | {bar['measured']:.3g} {bar['unit']} | {'met' if bar['met'] else '**missed**'}"
+    return f"{bar['what']} | {target(bar)} | {measurement(bar)} | {'met' if bar['met'] else '**missed**'}"
+
+
+def measurement(bar: Mapping[str, Any]) -> str:
+    return f"{bar['measured']:.3g} {bar['unit']}"
+
+
+def target(bar: Mapping[str, Any]) -> str:
+    return f"{'>=' if bar['at_least'] else '<='} {bar['bar']:g} {bar['unit']}"
 
 
 def _fact(value: Any) -> str:

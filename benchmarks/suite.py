@@ -9,15 +9,17 @@ uncommitted files never count as on file.
 """
 
 import json
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from machine import DIRTY, RESULTS, ROOT, hardware
-from measure import FOLDER, Bar, bar_row, markdown
+from measure import FOLDER, Bar, in_grid, markdown, measurement, target
 
 PARTS = ("search", "approximate", "encoding", "training", "refinement", "router", "growth", "simulate")
 OTHERS = (
@@ -64,33 +66,44 @@ def keep_seconds(part: str, seconds: float) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "seconds": round(seconds, 1)}, indent=2) + "\n")
 
 
-def took(reports: dict[str, dict[str, Any]]) -> list[str]:
+def took(reports: dict[str, dict[str, Any]]) -> str:
     """Return the row of the whole suite's time, once every part has its own; store it as JSON too."""
     seconds = {part: report["seconds"] for part, report in reports.items() if part in PARTS and "seconds" in report}
     total = sum(seconds.values())
     (FOLDER / "suite.json").write_text(json.dumps({"seconds": seconds, "total": total}, indent=2) + "\n")
     whole = Bar("all parts, one after the other", total / 60, MINUTES, at_least=False, unit="minutes")
     lacking = [part for part in PARTS if part not in seconds]
+    result = f"{measurement(asdict(whole))}, asked {target(asdict(whole))}"
     if lacking:
-        return [f"| suite | {whole.what} | <= {MINUTES} minutes | seconds of {', '.join(lacking)} not measured yet | |"]
-    return [f"| suite | {bar_row({**asdict(whole), 'met': whole.is_met})} |"]
+        result = f"seconds of {', '.join(lacking)} not measured yet"
+    return f"| {whole.what} | {result} | |"
 
 
 def collect() -> Path:
-    """Write the table of all parts on file, the targets first."""
+    """Write the page of all parts on file: first how many bars each part meets, and which it misses."""
     parts = [part for part in (*PARTS, *OTHERS) if _is_on_file(part)]
     reports = {part: json.loads((FOLDER / f"{part}.json").read_text()) for part in parts}
-    lines = [HEAD, "| part | bar | asked | measured | |", "|---|---|---|---|---|"]
-    for part, report in reports.items():
-        lines += [f"| {part} | {bar_row(bar)} |" for bar in report["bars"]]
+    lines = [HEAD, "| part | bars met | missed |", "|---|---|---|"]
+    lines += [_summary(report) for report in reports.values()]
     missing = [part for part in PARTS if part not in reports]
-    lines += [f"| {part} | every bar of `python benchmarks/{part}.py` | | not measured yet | |" for part in missing]
+    lines += [f"| {part} | not measured yet: every bar of `python benchmarks/{part}.py` | |" for part in missing]
     if "gpu" not in reports:
-        lines.append("| gpu | every bar of `python benchmarks/gpu.py` | | not measured: no GPU | |")
-    lines += [*took(reports), ""]
-    target = RESULTS / "bench.md"
-    target.write_text("\n".join([*lines, *(markdown(report) for report in reports.values())]))
-    return target
+        lines.append("| gpu | not measured, no GPU: every bar of `python benchmarks/gpu.py` | |")
+    lines += [took(reports), ""]
+    path = RESULTS / "bench.md"
+    path.write_text("\n".join([*lines, *(markdown(report) for report in reports.values())]))
+    return path
+
+
+def _summary(report: Mapping[str, Any]) -> str:
+    """Return the row of a part: a link, the bars that are met, and those that are missed, unless a grid shows them."""
+    anchor = re.sub(r"[^\w -]", "", report["title"].lower()).replace(" ", "-")
+    bars, misses = report["bars"], [bar for bar in report["bars"] if not bar["met"]]
+    names = [f"{bar['what']}: {measurement(bar)}, asked {target(bar)}" for bar in misses]
+    if in_grid([bar["what"] for bar in bars]):
+        names = ["bold in the part's table"] * bool(misses)
+    share = f"{len(bars) - len(misses)} of {len(bars)}" if bars else "none asked"
+    return f"| [{report['title']}](#{anchor}) | {share} | {'; '.join(names)} |"
 
 
 def _is_on_file(part: str) -> bool:

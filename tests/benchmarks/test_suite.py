@@ -4,8 +4,12 @@ import json
 import subprocess
 
 import machine
+import measure
 import pytest
 import suite
+
+BAR = {"measured": 1.0, "bar": 2.0, "at_least": True, "unit": "x", "met": False}
+HARDWARE = {"date": "2026-01-01", "commit": "abc", "cores": "2", "processor": "some"}
 
 
 @pytest.fixture
@@ -16,7 +20,6 @@ def table(tmp_path, monkeypatch):
 
     def make_rows(*parts: str) -> str:
         for part in parts:
-            bar = {"what": f"{part} is fast", "measured": 1.0, "bar": 2.0, "at_least": True, "unit": "x", "met": False}
             report = {
                 "name": part,
                 "title": part.title(),
@@ -24,9 +27,9 @@ def table(tmp_path, monkeypatch):
                 "work": {},
                 "samples": {},
                 "floors": {},
-                "bars": [{**bar, "note": f"why {part} is slow"}],
+                "bars": [{**BAR, "what": f"{part} is fast", "note": f"why {part} is slow"}],
                 "facts": {},
-                "hardware": {"date": "2026-01-01", "commit": "abc", "cores": "2", "processor": "some"},
+                "hardware": HARDWARE,
             }
             (tmp_path / f"{part}.json").write_text(json.dumps(report))
         return suite.collect().read_text()
@@ -34,31 +37,46 @@ def table(tmp_path, monkeypatch):
     return make_rows
 
 
-def test_a_gpu_that_was_not_there_is_told_in_the_table(table):
-    assert "| gpu | every bar of `python benchmarks/gpu.py` | | not measured: no GPU | |" in table("search")
+def test_the_page_names_a_gpu_that_was_not_there(table):
+    assert "| gpu | not measured, no GPU: every bar of `python benchmarks/gpu.py` | |" in table("search")
     both = table("search", "gpu")
-    assert "no GPU" not in both and "| gpu | gpu is fast | >= 2 x | 1 x | **missed** |" in both
+    assert "no GPU" not in both and "| [Gpu](#gpu) | 0 of 1 | gpu is fast: 1 x, asked >= 2 x |" in both
 
 
-def test_a_part_that_was_never_measured_is_told_until_it_is(table):
-    unseen = "| router | every bar of `python benchmarks/router.py` | | not measured yet | |"
+def test_the_page_names_a_part_until_it_is_measured(table):
+    unseen = "| router | not measured yet: every bar of `python benchmarks/router.py` | |"
     assert unseen in table("search")
     assert unseen not in table("router")
 
 
-def test_a_missed_bar_stands_in_the_table_with_its_reason_below(table):
+def test_a_missed_bar_is_at_the_top_and_with_its_reason_below(table):
     page = table("router")
-    assert "| router | router is fast | >= 2 x | 1 x | **missed** |" in page
+    assert "| [Router](#router) | 0 of 1 | router is fast: 1 x, asked >= 2 x |" in page
+    assert "| router is fast | >= 2 x | 1 x | **missed** |" in page
     assert "- router is fast: why router is slow" in page
 
 
-def test_the_seconds_of_parts_and_their_sum_stand_in_the_table_and_the_file(table, tmp_path):
-    assert "| suite | all parts, one after the other | <= 30 minutes | seconds of search" in table(*suite.PARTS)
+def test_names_of_many_by_many_are_a_grid_with_misses_in_bold():
+    bars = [
+        {**BAR, "what": f"{case}: {peer}", "measured": ratio, "met": ratio >= 2, "note": "" if ratio >= 2 else "why"}
+        for case, ratio in [("k 1", 1.5), ("k 9", 2.5), ("k 99", 3.0)]
+        for peer in ("A", "B", "C")
+    ]
+    report = {"title": "T", "samples": {}, "bars": bars, "facts": {"size": 3}, "hardware": HARDWARE}
+    page = measure.markdown(report)
+    assert "| | k 1 | k 9 | k 99 |\n|---|---|---|---|\n| A | **1.5** | 2.5 | 3 |\n| B |" in page
+    assert ">= 2 x" in page and page.count("- k 1: why\n") == 1 and "- size: 3\n" in page
+    bars[0]["bar"] = 3.0  # with several targets each bar has a row of its own
+    assert "| k 1: A | >= 3 x | 1.5 x | **missed** |" in measure.markdown(report)
+
+
+def test_the_page_and_the_file_have_the_seconds_of_parts_and_their_sum(table, tmp_path):
+    assert "| all parts, one after the other | seconds of search" in table(*suite.PARTS)
     for number, part in enumerate(suite.PARTS):
         suite.keep_seconds(part, 60.0 * number)
     page = suite.collect().read_text()
     minutes = sum(range(len(suite.PARTS)))
-    assert f"| suite | all parts, one after the other | <= 30 minutes | {minutes} minutes | met |" in page
+    assert f"| all parts, one after the other | {minutes} minutes, asked <= 30 minutes | |" in page
     assert "2 cores of some, in 60 s" in page
     report = json.loads((tmp_path / "suite.json").read_text())
     assert (
