@@ -19,10 +19,12 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakSet
 
@@ -49,6 +51,7 @@ MAX_TEMP_PATH = 20
 """Ray puts unix sockets under its temporary folder, and their paths may have 107 bytes."""
 _FREE_CPUS = 1.0
 _CONNECT_TIMEOUT_S = 10.0
+_LEAVE_S = 30.0
 T = TypeVar("T")
 _streams: "WeakSet[Generator[Any]]" = WeakSet()
 _say: ContextVar[Callable[[str], None]] = ContextVar("mvr_ray_say", default=lambda line: None)
@@ -171,9 +174,15 @@ def _leave_ray() -> None:
 @contextmanager
 def _ignoring_interrupts() -> Iterator[None]:
     """Ignore Ctrl-C and SIGTERM in the block, as far as this is the main thread: a second one would leave Ray's
-    processes and files behind."""
+    processes and files behind. They interrupt a block that takes longer than `_LEAVE_S`, as Ray may hang."""
+    end = time.monotonic() + _LEAVE_S
+
+    def interrupt_late(number: int, frame: FrameType | None) -> None:
+        if time.monotonic() > end:
+            raise KeyboardInterrupt
+
     numbers = (signal.SIGINT, signal.SIGTERM) * (threading.current_thread() is threading.main_thread())
-    before = [(number, signal.signal(number, signal.SIG_IGN)) for number in numbers]
+    before = [(number, signal.signal(number, interrupt_late)) for number in numbers]
     try:
         yield
     finally:

@@ -153,6 +153,18 @@ def test_an_interrupted_private_cluster_leaves_no_process_and_no_folder(tmp_path
     assert not alive
 
 
+def test_an_interrupt_while_leaving_ray_acts_once_that_takes_too_long(monkeypatch: pytest.MonkeyPatch):
+    before = signal.getsignal(signal.SIGINT)
+    with session._ignoring_interrupts():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+    monkeypatch.setattr(session, "_LEAVE_S", 0.0)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with pytest.raises(KeyboardInterrupt), session._ignoring_interrupts():
+            signal.raise_signal(number)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 TERMINATED_AT_START = """
 import os, signal, threading, time
 from mvr_ray.config import ResourcesConfig
