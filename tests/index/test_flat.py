@@ -72,6 +72,15 @@ def test_flat_search_equals_brute_force(
     check_exact(scan.search(queries_QD, k), queries_QD, blocks, k)
 
 
+def test_every_thread_has_a_step_of_a_small_shard(shard, queries):
+    blocks, batch = shard(1, 40_000, 1, 8, per_block=40_000), queries(1, 4, 8)
+    kernel = make_kernel("auto")
+    kernel.vectors_per_step, kernel.threads = 32_768, 8
+    scan = Scan(blocks, kernel)
+    assert len(scan.steps) >= kernel.threads
+    assert as_bytes(scan.search(batch, 3)) == as_bytes(FlatIndex(blocks, engine="numpy").search(batch, 3))
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_threads_that_score_many_ties_at_once_do_not_wait_for_each_other(shard, queries, monkeypatch, engine):
     """More threads scan than the pool has, and each has pairs for several threads."""
