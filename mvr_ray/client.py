@@ -23,6 +23,7 @@ import functools
 import random
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -243,6 +244,9 @@ class _Endpoints:
             return await self._transport.send(build(*args, **options), deadline)
         except ClientError:
             raise
+        except RuntimeError:  # of a transport that was closed between two tries
+            self._require_open()
+            raise
         except RequestError as error:  # of the arguments, or of a service in this process
             refusal = error
         except MvrRayError as error:
@@ -400,30 +404,41 @@ class Client(_Endpoints):
 
     def _open(self, transport: Transport, timeout_s: float) -> None:
         super()._open(transport, timeout_s)
+        self._lock = threading.Lock()  # else a call could begin after `close` has ended the others
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mvr_ray client", daemon=True)
         self._thread.start()
 
     def _call(self, build: Callable[P, EndpointRequest[A]], *args: P.args, **options: P.kwargs) -> A:
-        self._require_open()
-        return self._wait(self._send(build, *args, **options))
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            self._require_open()
+            future = asyncio.run_coroutine_threadsafe(self._send(build, *args, **options), self._loop)
         try:
             return future.result()
+        except CancelledError:  # by `close` in another thread
+            self._require_open()
+            raise
         except BaseException:  # the call must not continue after Ctrl-C
             future.cancel()
             raise
 
+    async def _close(self) -> None:
+        """Cancel the calls of other threads, then close the transport."""
+        calls = asyncio.all_tasks() - {asyncio.current_task()}
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await self._transport.close()
+
     def close(self) -> None:
-        """Close connections, or the index in this process. Later calls raise UnreachableError, a second `close` does
-        nothing."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        """Close connections, or the index in this process. Calls of other threads, and later ones, raise
+        UnreachableError, a second `close` does nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
         try:
-            self._wait(self._transport.close())
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
