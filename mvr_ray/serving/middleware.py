@@ -158,7 +158,7 @@ def check_host(headers: Headers, tokens: TokenStore, hosts: Collection[str]) -> 
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
         name = ""
-    if not is_loopback(name) and name not in hosts:
+    if not is_loopback(name) and name not in map(str.lower, hosts):
         hint = "call it as localhost or 127.0.0.1, or add the name to serve.hosts"
         raise RequestError(421, "wrong_host", "", f"this server is not {host[:80]!r}", hint)
 

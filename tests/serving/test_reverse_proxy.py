@@ -144,7 +144,7 @@ def test_upgrades_are_refused_or_left_out() -> None:
 
 
 def test_a_server_without_tokens_answers_to_its_own_names_alone() -> None:
-    with app_behind_haproxy(hosts=["search.example"]) as proxy:
+    with app_behind_haproxy(hosts=["Search.Example"]) as proxy:
 
         def status(host: str) -> int:
             request = urllib.request.Request(f"http://127.0.0.1:{port(proxy)}/livez", headers={"Host": host})
@@ -153,7 +153,7 @@ def test_a_server_without_tokens_answers_to_its_own_names_alone() -> None:
             except urllib.error.HTTPError as error:
                 return error.code
 
-        own = ("127.0.0.1", f"localhost:{port(proxy)}", "[::1]:80", "search.example", "search.example:8000")
+        own = ("127.0.0.1", f"localhost:{port(proxy)}", "[::1]:80", "search.example", "SEARCH.example:8000")
         assert [status(host) for host in own] == [200] * len(own)
         assert [
             status(host) for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost.evil")
