@@ -59,6 +59,8 @@ _SPREAD = 0.25
 """Jitter: pauses are up to this share longer, so that refused clients do not retry at the same moment."""
 _SERVER_SHARE = 0.95
 """Share of the time left that is sent to the server; the rest is for the way back."""
+_LONGEST_S = 1e6
+"""Longest time that is sent to the server, whose own is shorter."""
 _KEEPALIVE_S = 2.0
 """Shorter than servers keep a connection, so that none is reused while the server closes it."""
 _RETRY_STATUSES = (502, 503, 504)
@@ -124,7 +126,7 @@ class HttpTransport:
 
     def __init__(self, address: str, token: str | None) -> None:
         """Raises ValueError for an invalid address or token."""
-        if httpx2.URL(address).scheme not in ("http", "https"):
+        if not address.lower().startswith(("http://", "https://")):
             raise ValueError(f"{address!r} is no address of a server; give one such as http://127.0.0.1:8000")
         self.address = address.rstrip("/")
         headers = {"accept": "application/json"}
@@ -149,7 +151,7 @@ class HttpTransport:
         last: ClientError | None = None
         while (left_s := deadline.left_s) > 0:
             retry_after, tries = "", tries + 1
-            headers["x-timeout-ms"] = str(max(1, int(1000 * _SERVER_SHARE * left_s)))
+            headers["x-timeout-ms"] = str(max(1, int(1000 * _SERVER_SHARE * min(left_s, _LONGEST_S))))
             try:
                 async with asyncio.timeout(left_s):
                     response = await self._http.request(request.method, path, headers=headers, content=content)
@@ -160,7 +162,7 @@ class HttpTransport:
                 again = response.status_code in _RETRY_STATUSES and (request.repeatable or last.code in _NOT_BEGUN)
             except TimeoutError:
                 break
-            except httpx2.HTTPError as error:
+            except (httpx2.HTTPError, httpx2.InvalidURL) as error:
                 message = f"{self.address} was not reached ({str(error) or type(error).__name__})"
                 last = UnreachableError(0, "unreachable", "", message, "see whether the server runs at this address")
                 again = isinstance(error, httpx2.ConnectError)
@@ -471,7 +473,7 @@ def _retry_after_s(retry_after: str) -> float | None:
         return float(value)
     try:
         at = parsedate_to_datetime(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     at = at if at.tzinfo else at.replace(tzinfo=UTC)
     return max(0.0, (at - datetime.now(UTC)).total_seconds())

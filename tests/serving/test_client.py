@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import socket
 import subprocess
 import sys
@@ -401,6 +402,7 @@ def test_a_server_that_starts_late_is_found() -> None:
         (1, "-1", 0, 0.05),
         (1, "Wed, 21 Oct 2015 07:28:00 GMT", 0, 0),
         (1, "9" * 30, 0, 0.05),
+        (1, f"Wed, {'9' * 30} Oct 2015 07:28:00 GMT", 0, 0.05),
     ],
 )
 def test_pauses_grow_and_never_undercut_the_server(tries, retry_after, spread, seconds) -> None:
@@ -420,6 +422,19 @@ def test_what_is_no_address_is_refused() -> None:
     for wrong in ("localhost:8000", "ftp://x", ""):
         with pytest.raises(ValueError, match="no address of a server"):
             Client(wrong)
+
+
+def test_what_stands_in_no_address_is_an_error_of_the_package(address) -> None:
+    with Client(address, token=READ) as client, pytest.raises(UnreachableError, match="URL too long"):
+        client.passage("p" * 100_000)
+    with Client("http://h\x00st") as client, pytest.raises(UnreachableError, match="Invalid non-printable"):
+        client.ready()
+
+
+def test_a_client_may_wait_for_ever(address, service) -> None:
+    for client in (Client(address, token=READ, timeout_s=math.inf), Client.over(service, timeout_s=math.inf)):
+        with client:
+            assert client.search(["nile"], k=1).version == 3
 
 
 def test_the_client_imports_without_ray_and_torch() -> None:
