@@ -15,13 +15,14 @@
 Letters: V views a passage, F feedback views, D dimension, M links a node. Sizes are plain bytes; a GB is 10^9 of them.
 """
 
-import json
 import logging
 import math
 import re
 from typing import Literal, NamedTuple
 
+from mvr_ray.checksums import parse_json
 from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig, resolve_path
+from mvr_ray.config.loader import PACKAGED_FOLDER, PACKAGED_MODEL
 from mvr_ray.core.searching.native import library
 from mvr_ray.errors import ConfigError, MissingInputError, StorageError
 from mvr_ray.index.base import default_factory
@@ -232,19 +233,18 @@ def effective_views(encoder: EncoderConfig) -> int:
 
 
 def backbone_sizes(backbone: str) -> Backbone:
-    """Read sizes from the backbone's config.json if it is on this machine, else use those of bert-base-uncased."""
-    file = resolve_path(backbone) / "config.json"
-    if not file.is_file():
-        return Backbone(768, 12, 12, 3072, 30_522, 512, known="bert-base" in backbone)
-    values = json.loads(file.read_text(encoding="utf-8"))
-    lengths_file = file.with_name("sentence_bert_config.json")
-    lengths = json.loads(lengths_file.read_text(encoding="utf-8")) if lengths_file.is_file() else {}
+    """Read sizes from the backbone's config.json if it is on this machine and has them, else use those of
+    bert-base-uncased. Raises StorageError for a damaged file."""
+    folder = resolve_path(PACKAGED_FOLDER if backbone == PACKAGED_MODEL else backbone)
+    files = (folder / "config.json", folder / "sentence_bert_config.json")
+    values, lengths = (parse_json(file.read_bytes(), str(file)) if file.is_file() else {} for file in files)
 
     def size(*names: str) -> int:
         """Look up a setting by its names in BERT, DistilBERT and T5; 0 where the file has none of them."""
         return int(next((values[name] for name in names if values.get(name)), 0))
 
-    hidden_size = size("hidden_size", "dim", "d_model")
+    if not (hidden_size := size("hidden_size", "dim", "d_model")):
+        return Backbone(768, 12, 12, 3072, 30_522, 512, known="bert-base" in backbone)
     positions = min(size("max_position_embeddings") or 512, MAX_TOKENS)
     return Backbone(
         hidden_size,

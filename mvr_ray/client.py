@@ -23,6 +23,7 @@ import functools
 import random
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -58,6 +59,8 @@ _SPREAD = 0.25
 """Jitter: pauses are up to this share longer, so that refused clients do not retry at the same moment."""
 _SERVER_SHARE = 0.95
 """Share of the time left that is sent to the server; the rest is for the way back."""
+_LONGEST_S = 1e6
+"""Longest time that is sent to the server, whose own is shorter."""
 _KEEPALIVE_S = 2.0
 """Shorter than servers keep a connection, so that none is reused while the server closes it."""
 _RETRY_STATUSES = (502, 503, 504)
@@ -123,7 +126,7 @@ class HttpTransport:
 
     def __init__(self, address: str, token: str | None) -> None:
         """Raises ValueError for an invalid address or token."""
-        if httpx2.URL(address).scheme not in ("http", "https"):
+        if not address.lower().startswith(("http://", "https://")):
             raise ValueError(f"{address!r} is no address of a server; give one such as http://127.0.0.1:8000")
         self.address = address.rstrip("/")
         headers = {"accept": "application/json"}
@@ -148,7 +151,7 @@ class HttpTransport:
         last: ClientError | None = None
         while (left_s := deadline.left_s) > 0:
             retry_after, tries = "", tries + 1
-            headers["x-timeout-ms"] = str(max(1, int(1000 * _SERVER_SHARE * left_s)))
+            headers["x-timeout-ms"] = str(max(1, int(1000 * _SERVER_SHARE * min(left_s, _LONGEST_S))))
             try:
                 async with asyncio.timeout(left_s):
                     response = await self._http.request(request.method, path, headers=headers, content=content)
@@ -159,7 +162,7 @@ class HttpTransport:
                 again = response.status_code in _RETRY_STATUSES and (request.repeatable or last.code in _NOT_BEGUN)
             except TimeoutError:
                 break
-            except httpx2.HTTPError as error:
+            except (httpx2.HTTPError, httpx2.InvalidURL) as error:
                 message = f"{self.address} was not reached ({str(error) or type(error).__name__})"
                 last = UnreachableError(0, "unreachable", "", message, "see whether the server runs at this address")
                 again = isinstance(error, httpx2.ConnectError)
@@ -242,6 +245,9 @@ class _Endpoints:
         try:
             return await self._transport.send(build(*args, **options), deadline)
         except ClientError:
+            raise
+        except RuntimeError:  # of a transport that was closed between two tries
+            self._require_open()
             raise
         except RequestError as error:  # of the arguments, or of a service in this process
             refusal = error
@@ -400,30 +406,41 @@ class Client(_Endpoints):
 
     def _open(self, transport: Transport, timeout_s: float) -> None:
         super()._open(transport, timeout_s)
+        self._lock = threading.Lock()  # else a call could begin after `close` has ended the others
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mvr_ray client", daemon=True)
         self._thread.start()
 
     def _call(self, build: Callable[P, EndpointRequest[A]], *args: P.args, **options: P.kwargs) -> A:
-        self._require_open()
-        return self._wait(self._send(build, *args, **options))
-
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            self._require_open()
+            future = asyncio.run_coroutine_threadsafe(self._send(build, *args, **options), self._loop)
         try:
             return future.result()
+        except CancelledError:  # by `close` in another thread
+            self._require_open()
+            raise
         except BaseException:  # the call must not continue after Ctrl-C
             future.cancel()
             raise
 
+    async def _close(self) -> None:
+        """Cancel the calls of other threads, then close the transport."""
+        calls = asyncio.all_tasks() - {asyncio.current_task()}
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await self._transport.close()
+
     def close(self) -> None:
-        """Close connections, or the index in this process. Later calls raise UnreachableError, a second `close` does
-        nothing."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        """Close connections, or the index in this process. Calls of other threads, and later ones, raise
+        UnreachableError, a second `close` does nothing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
         try:
-            self._wait(self._transport.close())
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -456,7 +473,7 @@ def _retry_after_s(retry_after: str) -> float | None:
         return float(value)
     try:
         at = parsedate_to_datetime(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     at = at if at.tzinfo else at.replace(tzinfo=UTC)
     return max(0.0, (at - datetime.now(UTC)).total_seconds())

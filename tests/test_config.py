@@ -196,6 +196,7 @@ def test_an_override_of_another_form_is_refused(run_file, override: str) -> None
         ("", "train.lr.deep=1", "train.lr"),
         ("prepare: {sources: [{path: a}]}", "prepare.sources.7.path=b", "sources"),
         ("prepare: {sources: [{path: a}]}", "prepare.sources.x.path=b", "sources"),
+        ("prepare: {sources: [{path: a}]}", "prepare.sources.².path=b", "sources"),
         ("train: {lr: 1}", "train.lr.deep=1", "train.lr"),
     ],
 )

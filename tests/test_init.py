@@ -284,3 +284,19 @@ def test_a_run_file_that_is_there_is_never_replaced(tmp_path: Path, monkeypatch,
     assert end.value.code == 2
     assert "rows.yaml exists already; name another file with --output" in capsys.readouterr().err
     assert Path("rows.yaml").read_text() == "mine: true\n"
+
+
+def test_question_sets_of_sources_with_similar_names_stay_apart(initialize, tmp_path: Path) -> None:
+    (tmp_path / "passages.jsonl").write_text(json.dumps({"id": "a", "text": "The Nile is long."}) + "\n")
+    for name in ("dev2.jsonl", "dev.jsonl"):
+        question = {"question": f"Which river of {name} is long?", "answers": ["Nile"], "positive_ids": ["a"]}
+        (tmp_path / name).write_text(json.dumps(question) + "\n")
+    _, _, report = initialize("passages.jsonl", "dev2.jsonl", "dev.jsonl")
+    assert {name: report.questions[name] for name in ("dev2", "dev")} == {"dev2": 1, "dev": 1}
+
+
+def test_fields_have_one_type_in_all_sources_or_are_left_out(initialize, tmp_path: Path) -> None:
+    for name, price, kind in (("a", 1.5, "new"), ("b", 2, 7)):
+        row = {"id": name, "text": f"The text of {name}.", "price": price, "kind": kind}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    assert initialize("a.jsonl", "b.jsonl")[2].fields == {"price": "float"}

@@ -64,4 +64,4 @@ def _parts(hit: PassageHit) -> tuple[Any, ...]:
 
 
 def _cut(text: str, num_chars: int = SHOWN_CHARS) -> str:
-    return text if len(text) <= num_chars else f"{text[: max(num_chars, 0)]}…"
+    return text if len(text) <= max(num_chars, 0) else f"{text[: max(num_chars, 0)]}…"

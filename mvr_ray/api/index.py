@@ -127,13 +127,14 @@ class Index:
         """
         location = _absolute(str(path))
         text = location if str(path).startswith("~") else str(path)
-        is_run_file = text.endswith((".yaml", ".yml"))
-        has_run_file = is_run_file or (name is None and Store(text).exists(paths.RUN_FILE))
-        if is_run_file:
-            base = load_run(text).model_dump(mode="json")
+        if text.endswith((".yaml", ".yml")):
+            has_run_file, base = True, load_run(text).model_dump(mode="json")
         else:
             store = Store(text)
-            base = yaml.safe_load(store.read_bytes(paths.RUN_FILE)) if has_run_file else _run_of_store(store, name)
+            if has_run_file := name is None and store.exists(paths.RUN_FILE):
+                base = load_run(store.local_path(paths.RUN_FILE)).model_dump(mode="json")
+            else:
+                base = _run_of_store(store, name)
             base["store"] = {"path": location}
         for section, values in _sections(settings).items():
             base[section] = {**base.get(section, {}), **values}

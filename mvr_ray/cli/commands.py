@@ -512,11 +512,11 @@ def versions(
     verbose: Verbose = False,
 ) -> None:
     """List, show, verify, repair, roll back or collect versions."""
-    numbers = [int(word) for word in rest or () if word.isdigit()]
+    numbers = [int(word) for word in rest or () if word.isdecimal()]
     if len(numbers) > 1:
         named_versions = ", ".join(map(str, numbers))
         raise ConfigError(f"versions {action}: {len(numbers)} versions are named ({named_versions}); name one")
-    overrides = [word for word in rest or () if not word.isdigit()]
+    overrides = [word for word in rest or () if not word.isdecimal()]
     run = _load_run(config, overrides)
     from mvr_ray import versions as actions
     from mvr_ray.store.runs import to_plain

@@ -54,18 +54,17 @@ class SourceSample(NamedTuple):
     format: str
     names: dict[str, str | None]
     split: str | None
-    has_passages: bool
+    passages: list[PassageRecord]
     has_questions: bool
     has_answers: bool
     mean_words: float
-    field_types: dict[str, str]
     bad: str
     num_bytes: int
 
     @property
     def title(self) -> str:
         """The properties in one line."""
-        kinds = [f"{self.mean_words:.0f} words a passage"] * self.has_passages + ["questions"] * self.has_questions
+        kinds = [f"{self.mean_words:.0f} words a passage"] * bool(self.passages) + ["questions"] * self.has_questions
         parts = ", ".join(f"{part} from {name!r}" if name else f"no {part}" for part, name in self.names.items())
         return f"{self.path}: {self.format}{f' ({parts})' if parts else ''}, {', '.join(kinds) or 'nothing to read'}"
 
@@ -76,11 +75,11 @@ def write_run_file(paths: Sequence[str], output: Path | None) -> tuple[Path, lis
     Raises MissingInputError or DataError for what cannot be read, ConfigError if the file exists.
     """
     samples = [sample_source(path) for path in paths]
-    useless = [sample for sample in samples if not (sample.has_passages or sample.has_questions)]
-    if useless and any(sample.has_passages for sample in samples):
+    useless = [sample for sample in samples if not (sample.passages or sample.has_questions)]
+    if useless and any(sample.passages for sample in samples):
         problems = "; ".join(sample.bad or sample.path for sample in useless)
         raise DataError(f"init: neither a passage nor a question among the first {SAMPLE_ROWS} rows: {problems}")
-    if not any(sample.has_passages for sample in samples):
+    if not any(sample.passages for sample in samples):
         problems = "; ".join(sample.bad or sample.title for sample in samples)
         raise DataError(f"init: no passage among the first {SAMPLE_ROWS} rows: {problems}")
     name = _name(paths[0])
@@ -127,11 +126,10 @@ def sample_source(path: str) -> SourceSample:
         format=kind,
         names=names,
         split=split,
-        has_passages=bool(passages),
+        passages=passages,
         has_questions=bool(questions) or has_qrels,
         has_answers=any(question.answers for question in questions),
         mean_words=sum(words) / max(1, len(words)),
-        field_types=_field_types(passages),
         bad=next((str(record) for record in records if isinstance(record, BadRow)), ""),
         num_bytes=sum(file.stat().st_size for file in files),
     )
@@ -199,7 +197,7 @@ def _names(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
 
 
 def _field_types(passages: Sequence[PassageRecord]) -> dict[str, str]:
-    """Infer the types of the passages' fields; those without one type in all rows are left out."""
+    """Infer the types of the passages' fields; those without one type in all sources are left out."""
     types: dict[str, str] = {}
     for name in dict.fromkeys(name for record in passages for name in record.extras):
         reader = FieldReader("infer")
@@ -236,9 +234,8 @@ def _name(path: str) -> str:
 
 def run_file_text(name: str, samples: Sequence[SourceSample]) -> str:
     """Return the text of the run file, with a comment on every choice."""
-    passages = [sample for sample in samples if sample.has_passages]
-    types = {field: kind for sample in passages for field, kind in sample.field_types.items()}
-    mean_words = max(sample.mean_words for sample in passages)
+    types = _field_types([record for sample in samples for record in sample.passages])
+    mean_words = max(sample.mean_words for sample in samples)
     shards = max(2, min(256, sum(sample.num_bytes for sample in samples) // SHARD_BYTES))
     num_question_sources = sum(sample.has_questions for sample in samples)
     sets: list[str] = []
@@ -253,10 +250,10 @@ def run_file_text(name: str, samples: Sequence[SourceSample]) -> str:
             sources += f"      split: {sample.split}\n"
         if sample.has_questions:
             base = "questions" if num_question_sources == 1 else _name(sample.path)
-            number = sum(one.startswith(base) for one in sets)
-            sets.append(f"{base}{number + 1}" if number else base)
+            names = (base, *(f"{base}{number}" for number in range(2, len(sets) + 2)))
+            sets.append(next(name for name in names if name not in sets))
             sources += f"      questions: {sets[-1]}\n"
-        if not sample.has_passages:
+        if not sample.passages:
             sources += "      passages: false\n"
     chunks = (
         f"  chunk_words: 100                   # texts are long ({mean_words:.0f} words): cut into passages"

@@ -74,8 +74,6 @@ def ready_command(command: str, run: RunConfig) -> str:
     if not sets.get(stage, True):
         return f'search {words} "your question"'
     if stage == "read":
-        from mvr_ray.distributed.models import READERS, find_model
-
         try:
             find_model(run, READERS, run.read.reader)
         except MissingInputError:

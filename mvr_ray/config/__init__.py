@@ -2,6 +2,7 @@
 
 from mvr_ray.config.loader import resolve_model as resolve_model
 from mvr_ray.config.loader import resolve_path as resolve_path
+from mvr_ray.config.run import DenseWeight as DenseWeight
 from mvr_ray.config.run import EncoderConfig as EncoderConfig
 from mvr_ray.config.run import EvaluateConfig as EvaluateConfig
 from mvr_ray.config.run import FieldType as FieldType

@@ -107,7 +107,7 @@ def apply(data: dict[str, Any], override: str) -> None:
         place = ".".join(keys[:depth])
         if not isinstance(at, dict | list):
             raise ConfigError(f"override {override!r}: {place} is {at!r} and holds no keys")
-        if isinstance(at, list) and not (key.isdigit() and int(key) < len(at)):
+        if isinstance(at, list) and not (key.isdecimal() and int(key) < len(at)):
             raise ConfigError(f"override {override!r}: {place} is a list of {len(at)}; name an entry by its number")
         step: Any = int(key) if isinstance(at, list) else key
         if depth == len(keys) - 1:

@@ -20,6 +20,8 @@ from mvr_ray.config.train import MineConfig, TrainConfig
 from mvr_ray.errors import ConfigError
 
 Weight = Annotated[float, Field(gt=0, le=1)]
+DenseWeight = Annotated[float, Field(ge=0, le=1e20, allow_inf_nan=False)]
+"""Of the dense score beside BM25; with a larger one the sum could be infinite in float32."""
 
 
 class StoreConfig(Section):
@@ -312,7 +314,7 @@ class RefineConfig(Section):
 
 
 class SearchConfig(Section):
-    hybrid: Annotated[float, Field(ge=0, allow_inf_nan=False)] | Literal["rrf"] | None = None
+    hybrid: DenseWeight | Literal["rrf"] | None = None
     """Rank by BM25 + this weight times the dense score in `search`, `explain`, `retrieve`, `evaluate` and `serve`; rrf:
     by reciprocal ranks in both, if no questions can choose a weight; absent: by the dense score alone. Needs
     `index.lexical`; `mvr-ray tune` finds it."""
@@ -356,7 +358,7 @@ class ReadConfig(Section):
 
 class EvaluateConfig(Section):
     questions: list[Name] = Field(default_factory=list)
-    k: list[Count] = Field(default_factory=lambda: [1, 5, 20, 100])
+    k: Annotated[list[Count], Field(min_length=1)] = Field(default_factory=lambda: [1, 5, 20, 100])
     match: Literal["string", "regex"] = "string"
     """When a passage holds an answer, in evaluate, retrieve, analyze, refine, mine and train, and a chunk of
     `prepare.chunk_words`. string: it has the words

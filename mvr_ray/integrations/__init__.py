@@ -6,7 +6,8 @@ from mvr_ray.serving.schemas import PassageHit, SearchResponse
 
 
 def hit_metadata(answer: SearchResponse, hit: PassageHit) -> dict[str, Any]:
-    """Return title, matching snippet, the view that won, the requested fields, and the index version."""
+    """Return title, matching snippet, the view that won, and the index version; requested fields replace those of
+    their names."""
     return {
         "title": hit.title or "",
         "snippet": hit.snippet.text if hit.snippet else "",

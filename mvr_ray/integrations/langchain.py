@@ -25,11 +25,11 @@ class LangChainRetriever(BaseRetriever):
     filter: dict[str, Any] | None = None
     """A condition over fields of passages, as a search takes it."""
     fields: list[str] = Field(default_factory=list)
-    """Fields of passages that documents have in their metadata."""
+    """Fields of passages that documents have in their metadata; one named `score` replaces that of the search."""
 
     def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
         answer = self.client.search([query], self.k, filter=self.filter, fields=self.fields)
         return [
-            Document(id=hit.id, page_content=hit.text or "", metadata=hit_metadata(answer, hit) | {"score": hit.score})
+            Document(id=hit.id, page_content=hit.text or "", metadata={"score": hit.score} | hit_metadata(answer, hit))
             for hit in answer.results[0]
         ]

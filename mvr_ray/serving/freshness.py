@@ -67,7 +67,7 @@ class FreshnessMonitor:
         unanswered_times, newest_answered, num_waiting = self._times
         now = time.time()
         return Freshness(
-            oldest_change_s=max((now - changed_s for changed_s in unanswered_times), default=0.0),
+            oldest_change_s=max(now - min(unanswered_times, default=now), 0.0),
             newest_passage_s=max(now - newest_answered, 0.0),
             waiting_files=num_waiting,
         )

@@ -58,7 +58,7 @@ class RequestMiddleware:
             with logs.request_context(response.request_id):
                 await self._respond(scope, receive, response)
         elif scope["type"] == "websocket":
-            await refuse_websocket(scope, send)
+            await refuse_websocket(scope, receive, send)
 
     async def _respond(self, scope: Scope, receive: Receive, response: "ResponseSender") -> None:
         start_s, headers, path = time.perf_counter(), Headers(scope=scope), scope["path"]
@@ -158,7 +158,7 @@ def check_host(headers: Headers, tokens: TokenStore, hosts: Collection[str]) -> 
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
         name = ""
-    if not is_loopback(name) and name not in hosts:
+    if not is_loopback(name) and name not in map(str.lower, hosts):
         hint = "call it as localhost or 127.0.0.1, or add the name to serve.hosts"
         raise RequestError(421, "wrong_host", "", f"this server is not {host[:80]!r}", hint)
 
@@ -173,15 +173,16 @@ def wrong_token() -> RequestError:
     return RequestError(401, "wrong_token", "", "this server does not know the token", _TOKEN_HINT, challenge)
 
 
-async def refuse_websocket(scope: Scope, send: Send) -> None:
+def no_websocket() -> RequestError:
+    return RequestError(400, "no_websocket", "", "this server speaks no WebSocket", "send HTTP requests")
+
+
+async def refuse_websocket(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer an upgrade by 400 if the server can send a response to it, else close it: the server sends 403."""
-    if "websocket.http.response" not in scope.get("extensions", {}):
+    if "websocket.http.response" in scope.get("extensions", {}):
+        await error_response(no_websocket())(scope, receive, send)
+    else:
         await send({"type": "websocket.close", "code": 1008, "reason": "no WebSocket here; send HTTP requests"})
-        return
-    error = RequestError(400, "no_websocket", "", "this server speaks no WebSocket", "send HTTP requests")
-    headers = [(b"content-type", b"application/json")]
-    await send({"type": "websocket.http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "websocket.http.response.body", "body": error.body()})
 
 
 def error_response(error: RequestError) -> Response:

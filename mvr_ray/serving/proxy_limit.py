@@ -68,7 +68,7 @@ class ProxyLimiter:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
-            await refuse_websocket(scope, send)
+            await refuse_websocket(scope, receive, send)
             return
         if scope["type"] != "http":
             await self.app(scope, receive, send)

@@ -25,7 +25,7 @@ from typing import Self
 from mvr_ray.config import ServeConfig
 from mvr_ray.errors import ConfigError, ResourceError
 from mvr_ray.serving.auth import TokenStore
-from mvr_ray.serving.middleware import no_token, wrong_token
+from mvr_ray.serving.middleware import no_token, no_websocket, wrong_token
 from mvr_ray.serving.schemas import RequestError
 
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ def haproxy_files(limits: ServeConfig, tokens: TokenStore, serve_port: int, list
     too_large = RequestError(413, "body_too_large", "", f"the body is larger than {body} bytes", _BODY_HINT)
     refusals = [
         ("long_headers", RequestError(431, "headers_too_large", "", f"the headers have over {header} bytes", _HEADERS)),
-        ("websocket", RequestError(400, "no_websocket", "", "this server speaks no WebSocket", "send HTTP requests")),
+        ("websocket", no_websocket()),
         ("has_body !post or has_body !below_v1", RequestError(413, "body_too_large", "", "no body is due", _ROUTES)),
     ]
     if tokens:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import PydanticCustomError
 
-from mvr_ray.config import ServeConfig
+from mvr_ray.config import DenseWeight, ServeConfig
 from mvr_ray.errors import CoverageError, FilterError, MvrRayError, OverloadedError, PublishConflictError
 from mvr_ray.types import Exactness, ShardState
 from mvr_ray.versions import VersionInfo
@@ -34,7 +34,7 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-Hybrid = Annotated[float, Field(ge=0)] | Literal["rrf", "off"] | None
+Hybrid = DenseWeight | Literal["rrf", "off"] | None
 
 
 class SearchRequest(RequestModel):
@@ -472,7 +472,7 @@ def first_problem(problems: Sequence[Mapping[str, Any]], fields: Iterable[str]) 
         message = "queries is neither a list of texts nor a list of vectors"
         return RequestError(422, "wrong_type", field, message, 'send {"queries": ["a question"], "k": 10}')
     if field.split(".")[0] == "hybrid":
-        message = "hybrid is neither a number of at least 0 nor rrf or off"
+        message = "hybrid is neither a number from 0 to 1e20 nor rrf or off"
         return RequestError(422, "wrong_value", "hybrid", message, 'send "hybrid": 30, "rrf" or "off", or leave it out')
     code = _CODES.get(kind, "wrong_type" if kind.endswith("_type") else "wrong_value")
     hint = f"a request holds: {', '.join(fields)}" if fields else "see GET /openapi.json"

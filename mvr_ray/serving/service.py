@@ -83,7 +83,6 @@ class SearchService:
                     answer = router.search(parse_vectors(vectors, router.dimension), request.k, **options)
             except FilterError as error:
                 raise schemas.to_request_error(error) from None
-            require_encoder(request.encoder_fingerprint, answer)
             if self.recall_monitor is not None and request.filter is None and weight is None:
                 self.recall_monitor.note(request.queries, request.k, answer)
             results = passage_hits(answer, request, router)
@@ -97,7 +96,12 @@ class SearchService:
             index=answer.index,
             version=answer.version,
             encoder_fingerprint=answer.encoder_fingerprint,
-            coverage=coverage(answer),
+            coverage=schemas.Coverage(
+                share=answer.coverage_share,
+                passages_searched=answer.passages_searched,
+                passages_total=answer.passages_total,
+                shards=list(answer.shards),
+            ),
             exact=answer.exact,
             took_ms=round(took_ms, 3),
             results=results,
@@ -263,7 +267,7 @@ def _probe(router: "Router") -> Answer:
     return router.search(np.eye(1, router.dimension, dtype=np.float32), 1, min_coverage=0.0)
 
 
-def require_encoder(fingerprint: str | None, version: Manifest | Answer) -> None:
+def require_encoder(fingerprint: str | None, version: Manifest) -> None:
     """Raise RequestError (409) if a request is for another encoder than the version's."""
     if fingerprint is not None and fingerprint != version.encoder_fingerprint:
         message = (
@@ -302,15 +306,6 @@ def parse_vectors(queries: Sequence[Sequence[float]], dimension: int) -> FloatAr
         if bad_Q.any():
             raise RequestError(422, code, f"queries.{int(bad_Q.argmax())}", message, hint)
     return queries_QD
-
-
-def coverage(answer: Answer) -> schemas.Coverage:
-    return schemas.Coverage(
-        share=answer.coverage_share,
-        passages_searched=answer.passages_searched,
-        passages_total=answer.passages_total,
-        shards=list(answer.shards),
-    )
 
 
 def passage_hits(answer: Answer, request: schemas.SearchRequest, router: "Router") -> list[list[schemas.PassageHit]]:

@@ -457,6 +457,7 @@ WRONG_ARGUMENTS = {
     "a section is a number": (lambda index: Index.open(index.run.store.path, settings={"index": 3}), "settings is"),
     "a section of a build": (lambda index: Index.build(ROWS, path="never", settings={"index": 3}), "settings is"),
     "k is no number": (lambda index: index.evaluate(["who?"], k=None), r"evaluate\.k"),
+    "no k": (lambda index: index.evaluate(["who?"], k=[]), r"evaluate\.k: \[\] is not a list of at least 1"),
     "ids": (lambda index: index.passages(2.5), "float holds no rows"),
     "ids to delete": (lambda index: index.delete(None), "NoneType holds no rows"),
     "judgements": (lambda index: index.add_feedback(5), "int holds no rows"),
@@ -825,8 +826,11 @@ def test_hits_show_their_snippet_as_text_and_as_a_table_without_markup_of_passag
 def test_hits_of_a_long_sentence_are_shown_in_a_few_lines(tiny_backbone: Path, tmp_path: Path):
     with Index.build(["tower " * 50_000], str(tiny_backbone), tmp_path / "long", settings=SMALL) as index:
         hits = index.search("tower")
+        index.upsert([("0", "It is. The" + " tower" * 100)])
+        at_the_end = index.search("tower")
     assert hits[0].snippet is not None and len(hits[0].snippet.text) > 100_000
     assert len(repr(hits)) < 1000 and len(hits._repr_html_()) < 1000
+    assert at_the_end[0].snippet.stop == len(at_the_end[0].text) and repr(at_the_end).endswith("«")
 
 
 def test_hits_of_a_filter_that_nothing_passes_say_so(index: Index):
@@ -884,6 +888,23 @@ def test_a_path_of_the_home_folder_names_a_run_file_and_a_model_may_be_a_path(
 def test_a_run_file_is_left_in_the_store_and_describes_it(index_store: Path):
     run = load_run(index_store / "run.yaml")
     assert (run.store.path, run.encoder.num_views, run.prepare.num_shards) == (str(index_store), 3, 3)
+
+
+@pytest.mark.parametrize("content", ["- a list\n", "index: {name: [\n", "indx: {}\n"])
+def test_a_run_file_of_a_store_that_cannot_be_read_is_named(index: Index, content: str):
+    file = Path(index.run.store.path) / "run.yaml"
+    file.unlink()
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=f"^{file}"):
+        Index.open(file.parent)
+
+
+def test_a_run_file_of_a_store_may_have_a_base(index: Index, tmp_path: Path):
+    file = Path(index.run.store.path) / "run.yaml"
+    file.rename(tmp_path / "base.yaml")
+    file.write_text("base: ../base.yaml\nretrieve: {k: 7}\n")
+    again = Index.open(file.parent)
+    assert (again.run.retrieve.k, len(again), again.run.store) == (7, len(index), index.run.store)
 
 
 def test_texts_are_read_to_the_models_own_length_unless_settings_say_another(tiny_backbone: Path):

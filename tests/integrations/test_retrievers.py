@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,6 +52,28 @@ def test_documents_of_langchain_are_the_hits_in_their_order(client) -> None:
     assert [one.id for one in matches] == ["p3"]
     with pytest.raises(RefusedError, match="k_out_of_range"):
         LangChainRetriever(client=client, k=0).invoke(QUESTION)
+
+
+class WithScores(InMemoryIndex):
+    """Passages with fields of the names that the metadata of documents have, too."""
+
+    corpus = SimpleNamespace(fields={"score": "int", "view": "string"})
+
+    def passages(self, ids):
+        fields = (("score", 7), ("view", "north"))
+        return {name: passage._replace(fields=fields) for name, passage in super().passages(ids).items()}
+
+
+def test_fields_that_are_named_are_in_the_metadata_whatever_their_names() -> None:
+    with Client.over(SearchService(WithScores(), ServeConfig())) as client:
+        for fields, score, view in (
+            ([], client.search(QUESTION).results[0][0].score, 0),
+            (["score", "view"], 7, "north"),
+        ):
+            metadata = LangChainRetriever(client=client, fields=fields).invoke(QUESTION)[0].metadata
+            assert (metadata["score"], metadata["view"]) == (score, view)
+        node = LlamaIndexRetriever(client, fields=["score"]).retrieve(QUESTION)[0]
+        assert (node.metadata["score"], node.score) == (7, client.search(QUESTION).results[0][0].score)
 
 
 def test_nodes_of_llama_index_are_the_hits_in_their_order(client) -> None:

@@ -68,8 +68,9 @@ REFUSALS = [
     ({"queries": []}, "wrong_value", "queries", "at least 1 item"),
     ({"queries": ["x"], "k": "many"}, "wrong_type", "k", "Input should be a valid integer"),
     ({"queries": ["x"], "top": 3}, "unknown_field", "top", "top: Extra inputs are not permitted"),
-    ({"queries": ["x"], "hybrid": "rff"}, "wrong_value", "hybrid", "neither a number of at least 0 nor rrf or off"),
-    ({"queries": ["x"], "hybrid": -1}, "wrong_value", "hybrid", "neither a number of at least 0 nor rrf or off"),
+    ({"queries": ["x"], "hybrid": "rff"}, "wrong_value", "hybrid", "neither a number from 0 to 1e20 nor rrf or off"),
+    ({"queries": ["x"], "hybrid": -1}, "wrong_value", "hybrid", "neither a number from 0 to 1e20 nor rrf or off"),
+    ({"queries": ["x"], "hybrid": 1e300}, "wrong_value", "hybrid", "neither a number from 0 to 1e20 nor rrf or off"),
 ]
 
 

@@ -2,11 +2,14 @@
 
 import asyncio
 import json
+import math
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -17,6 +20,7 @@ import pytest
 from in_memory_index import PASSAGES, InMemoryIndex
 from server import listening
 from version_store import version_catalog
+from waiting import until
 
 from mvr_ray.client import (
     TIMEOUT_S,
@@ -309,6 +313,44 @@ def test_closing_twice_is_closing_once_and_a_call_after_it_is_refused(service, a
         asyncio.run(close_twice(async_client))
 
 
+def test_closing_ends_the_calls_of_other_threads(monkeypatch) -> None:
+    stuck, search_start, connections = InMemoryIndex(), threading.Event(), []
+    stuck.gate.clear()
+    monkeypatch.setattr(stuck, "embed", lambda texts: search_start.set() or InMemoryIndex.embed(stuck, texts))
+    busy = [(503, {"retry-after": "60"}, error("overloaded"))]
+    with socket.socket() as hanging, closing(ScriptedServer(busy)) as server, ThreadPoolExecutor(1) as thread:
+        hanging.bind(("127.0.0.1", 0))
+        hanging.listen()
+        clients = [
+            (
+                Client(f"http://127.0.0.1:{hanging.getsockname()[1]}", timeout_s=600),
+                lambda: connections.append(hanging.accept()),
+            ),
+            (Client(server.address, timeout_s=600), lambda: until(lambda: server.asked)),
+            (Client.over(SearchService(stuck, ServeConfig()), timeout_s=600), search_start.wait),
+        ]
+        for client, wait_for_call in clients:
+            call = thread.submit(client.search, ["nile"])
+            wait_for_call()
+            client.close()
+            with pytest.raises(UnreachableError, match=r"^closed: the client is closed; make another one$"):
+                call.result(30)
+        stuck.gate.set()
+
+
+def test_closing_an_async_client_ends_a_call_that_would_send_again() -> None:
+    async def close_meanwhile(server: ScriptedServer) -> None:
+        client = AsyncClient(server.address, timeout_s=600)
+        call = asyncio.create_task(client.search(["nile"]))
+        await asyncio.to_thread(until, lambda: server.asked)
+        await client.close()
+        with pytest.raises(UnreachableError):
+            await call
+
+    with closing(ScriptedServer([(503, {"retry-after": "1"}, error("overloaded"))])) as server:
+        asyncio.run(close_meanwhile(server))
+
+
 def test_an_answer_of_something_else_is_an_error_that_says_so() -> None:
     for body in (b"<html>hello</html>", b"{}", b""):
         with (
@@ -360,6 +402,7 @@ def test_a_server_that_starts_late_is_found() -> None:
         (1, "-1", 0, 0.05),
         (1, "Wed, 21 Oct 2015 07:28:00 GMT", 0, 0),
         (1, "9" * 30, 0, 0.05),
+        (1, f"Wed, {'9' * 30} Oct 2015 07:28:00 GMT", 0, 0.05),
     ],
 )
 def test_pauses_grow_and_never_undercut_the_server(tries, retry_after, spread, seconds) -> None:
@@ -379,6 +422,19 @@ def test_what_is_no_address_is_refused() -> None:
     for wrong in ("localhost:8000", "ftp://x", ""):
         with pytest.raises(ValueError, match="no address of a server"):
             Client(wrong)
+
+
+def test_what_stands_in_no_address_is_an_error_of_the_package(address) -> None:
+    with Client(address, token=READ) as client, pytest.raises(UnreachableError, match="URL too long"):
+        client.passage("p" * 100_000)
+    with Client("http://h\x00st") as client, pytest.raises(UnreachableError, match="Invalid non-printable"):
+        client.ready()
+
+
+def test_a_client_may_wait_for_ever(address, service) -> None:
+    for client in (Client(address, token=READ, timeout_s=math.inf), Client.over(service, timeout_s=math.inf)):
+        with client:
+            assert client.search(["nile"], k=1).version == 3
 
 
 def test_the_client_imports_without_ray_and_torch() -> None:

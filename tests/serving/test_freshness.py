@@ -79,6 +79,11 @@ def test_the_oldest_change_that_no_answer_knows_ages_until_a_version_with_it_ans
     assert ages(store, before, source) == (5, 0, 3), "as after a roll back"
 
 
+def test_a_change_of_a_clock_that_is_ahead_is_new(store: Store, tmp_path: Path):
+    write_change(tmp_path, "1.jsonl", hours=-5)
+    assert ages(store, version_of_now(store), tmp_path / "source") == (0, 0, 1)
+
+
 def test_a_corpus_that_was_prepared_and_not_indexed_is_a_change(store: Store, tmp_path: Path):
     before = version_of_now(store)
     (tmp_path / "rows.jsonl").write_text('{"id": "a", "text": "two"}\n')
