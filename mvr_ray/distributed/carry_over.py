@@ -31,7 +31,7 @@ from mvr_ray.distributed.tasks import run_tasks, share
 from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus, shard_of
+from mvr_ray.store.corpus import Corpus, ids_by_shard, shard_of
 from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, gather_rows
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -267,7 +267,7 @@ def _num_unlearned(store: Store, source: EmbeddedCorpus, sources: Sequence[Embed
     num_shards, num_unlearned = len(source.version.shards), 0
     others = (one for one in sources if len(one.version.shards) == num_shards and not one.is_refined)
     as_encoded = next(others, None)
-    for shard, own in _ids_by_shard(ids, num_shards):
+    for shard, own in ids_by_shard(ids, num_shards).items():
         embeddings = source.embeddings(store, shard)
         try:
             encoded_views = as_encoded.embeddings(store, shard).find(own) if as_encoded else {}
@@ -278,13 +278,6 @@ def _num_unlearned(store: Store, source: EmbeddedCorpus, sources: Sequence[Embed
             is_moved = name in encoded_views and views.vectors_ND.tobytes() != encoded_views[name].vectors_ND.tobytes()
             num_unlearned += is_added or is_moved
     return num_unlearned
-
-
-def _ids_by_shard(passage_ids: Iterable[str], num_shards: int) -> list[tuple[int, set[str]]]:
-    by_shard: dict[int, set[str]] = {}
-    for passage_id in passage_ids:
-        by_shard.setdefault(shard_of(passage_id, num_shards), set()).add(passage_id)
-    return sorted(by_shard.items())
 
 
 def _skip_source(source: EmbeddedCorpus, error: Exception) -> None:
@@ -312,7 +305,8 @@ def _unchanged_ids(store: Store, source: EmbeddedCorpus, passages: dict[str, Pas
 
 def _blocks_with(store: Store, source: EmbeddedCorpus, passage_ids: Iterable[str]) -> Iterator[EmbeddingBlock]:
     """Yield blocks of these passages of a source, as far as its shards are undamaged."""
-    for number, ids in _ids_by_shard(passage_ids, len(source.version.shards)):
+    for number, own in ids_by_shard(passage_ids, len(source.version.shards)).items():
+        ids = set(own)
         try:
             embeddings = source.embeddings(store, number)
         except (MissingInputError, StorageError) as error:

@@ -21,6 +21,7 @@ from mvr_ray.distributed import models, session
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.encoders import require_encoder
 from mvr_ray.distributed.ray_data import map_in_pool, pool_need
+from mvr_ray.distributed.retrieve import QuestionRanker, QuestionSet, RankSettings
 from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store import manifest as manifests
@@ -172,12 +173,11 @@ def _rank_passages(
     run: RunConfig, corpus: Corpus, questions: Sequence[Question], progress: Progress
 ) -> Iterator[Sequence[str]]:
     """Passage ids for each question down to `mine.rank_to`, best first."""
-    texts, k = [question.text for question in questions], run.mine.rank_to
-    batches = [texts[at : at + _BATCH] for at in range(0, len(texts), _BATCH)]
+    batches, k = QuestionSet(run.mine.questions, questions).batches(_BATCH), run.mine.rank_to
     if run.mine.method == "bm25":
         index = BM25Index(corpus, progress)
         for batch in batches:
-            yield from ([hit.passage_id for hit in hits] for hits in index.search(batch, k))
+            yield from ([hit.passage_id for hit in hits] for hits in index.search(batch.texts, k))
         return
     store = Store(run.store.path)
     base = manifests.read(store, run.index.name)
@@ -188,8 +188,10 @@ def _rank_passages(
         )
     require_encoder(store, base)
     with open_router(run, base.version) as router:
+        ranker = QuestionRanker(router, RankSettings(k))
         for batch in batches:
-            yield from ([hit.passage_id for hit in hits] for hits in router.search_text(batch, k).hits)
+            hit_lists = ranker.search(ranker.embed(batch), k).hits
+            yield from ([hit.passage_id for hit in hits] for hits in hit_lists)
 
 
 class PairScorer(models.ModelWorker):

@@ -38,7 +38,6 @@ class WorkerModel(NamedTuple):
     spec: Any
     fingerprint: str
     tokens_per_batch: int
-    threads: int
     gpu: bool
 
 
@@ -53,7 +52,7 @@ class ModelWorker:
         """Loaded by the first batch, with `gpu` on this process's GPU: an error in an actor's constructor would reach
         the driver as text only. Raises FingerprintError where it is not the driver's."""
         task, address = self.task, self.task.address
-        model = open_model(task.kind, address, task.spec, task.threads)
+        model = open_model(task.kind, address, task.spec)
         if model.fingerprint != task.fingerprint:
             raise FingerprintError(
                 f"{task.kind.what} {address.folder or address.stored} is {model.fingerprint} on this machine and "
@@ -65,10 +64,9 @@ class ModelWorker:
 def find_worker_model(run: RunConfig, kind: ModelKind, name: str, spec: Any) -> WorkerModel:
     """Find the model of a setting, and load it once for its fingerprint. Raises MissingInputError and the model's own
     error."""
-    address, resources = find_model(run, kind, name), run.resources
-    fingerprint = open_model(kind, address, spec, resources.torch_threads).fingerprint
-    gpu = resources.gpus_per_encoder > 0
-    return WorkerModel(kind, address, spec, fingerprint, run.read.tokens_per_batch, resources.torch_threads, gpu)
+    address = find_model(run, kind, name)
+    fingerprint = open_model(kind, address, spec).fingerprint
+    return WorkerModel(kind, address, spec, fingerprint, run.read.tokens_per_batch, run.resources.gpus_per_encoder > 0)
 
 
 def reader_spec(run: RunConfig) -> ReaderSpec:
@@ -81,9 +79,8 @@ def pair_spec(run: RunConfig) -> PairSpec:
     return PairSpec(run.mine.max_pair_tokens, run.read.max_question_tokens)
 
 
-def open_model(kind: ModelKind, address: ModelAddress, spec: Any, threads: int = 1) -> Any:
+def open_model(kind: ModelKind, address: ModelAddress, spec: Any) -> Any:
     """Load a model."""
-    torch.set_num_threads(threads)
     if address.stored:
         return MODEL_CLASSES[kind].load(Store(address.store).local_path(address.stored), spec)
     return MODEL_CLASSES[kind].open(address.folder, spec)

@@ -50,7 +50,7 @@ from mvr_ray.errors import (
 from mvr_ray.index.lexical import CorpusStatistics, count_words, tokenize
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus, shard_of
+from mvr_ray.store.corpus import Corpus, ids_by_shard
 from mvr_ray.store.embeddings import EmbeddingShard, Views
 from mvr_ray.store.files import Store
 from mvr_ray.store.filters import parse_filter
@@ -335,9 +335,7 @@ class Router:
 
     def _stored_views(self, passage_ids: Sequence[str], deadline: Deadline) -> dict[str, Views]:
         manifest = self.manifest
-        ids: dict[int, list[str]] = {}
-        for passage_id in dict.fromkeys(passage_ids):
-            ids.setdefault(shard_of(passage_id, len(manifest.shards)), []).append(passage_id)
+        ids = ids_by_shard(passage_ids, len(manifest.shards))
         results = self.fleet.views(ids, manifest.version, deadline)
         for failure in results.failures:
             if failure.reason == DAMAGED:

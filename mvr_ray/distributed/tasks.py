@@ -55,23 +55,27 @@ def task_results(
 ) -> list[Any]:
     """Wait for tasks; returns their results in order. `what` names the work in errors, `step` in `progress`.
 
-    Raises ResourceError if no task finishes for `hang_s`, after cancelling them, or if Ray failed to run one; re-raises
-    a task's own exception.
+    Raises ResourceError if no task finishes for `hang_s`, or if Ray failed to run one; re-raises a task's own
+    exception. After any error, or Ctrl-C, the unfinished tasks are cancelled.
     """
     import ray
 
     results: dict[Any, Any] = {}
     waiting = list(tasks)
     with translate_ray_errors(what):
-        while waiting:
-            ready_refs, waiting = ray.wait(waiting, num_returns=1, timeout=hang_s)
-            if not ready_refs:
-                for task in waiting:
-                    ray.cancel(task, force=True)
-                raise ResourceError(
-                    f"{what} stopped: none of {len(waiting)} tasks finished for {hang_s:g} s; see whether the cluster "
-                    f"has resources for them and its machines answer, then run the same command again, it continues"
-                )
-            results[ready_refs[0]] = ray.get(ready_refs[0])
-            progress(step, len(results), len(tasks))
+        try:
+            while waiting:
+                ready_refs, waiting = ray.wait(waiting, num_returns=1, timeout=hang_s)
+                if not ready_refs:
+                    raise ResourceError(
+                        f"{what} stopped: none of {len(waiting)} tasks finished for {hang_s:g} s; see whether the "
+                        f"cluster has resources for them and its machines answer, then run the same command again, it "
+                        f"continues"
+                    )
+                results[ready_refs[0]] = ray.get(ready_refs[0])
+                progress(step, len(results), len(tasks))
+        except BaseException:
+            for task in waiting:
+                ray.cancel(task, force=True)
+            raise
     return [results[task] for task in tasks]

@@ -13,7 +13,6 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
@@ -209,7 +208,7 @@ def _storage(run: RunConfig, info: session.ClusterInfo) -> Iterator[str]:
     store = Store(run.store.path)
     path = paths.training_dir(run.encoder.name, f"ray-{uuid.uuid4().hex[:8]}")
     try:
-        yield str(Path(store.where(path)).expanduser().resolve()) if store.is_local else store.where(path)
+        yield f"{store.address}/{path}" if store.is_local else store.where(path)
     finally:
         store.delete_dir(path)
 

@@ -44,6 +44,14 @@ def shard_of(passage_id: str, num_shards: int) -> int:
     return int.from_bytes(digest, "big") % num_shards
 
 
+def ids_by_shard(passage_ids: Iterable[str], num_shards: int) -> dict[int, list[str]]:
+    """Group passage ids, each once, by shard."""
+    by_shard: dict[int, list[str]] = {}
+    for passage_id in dict.fromkeys(passage_ids):
+        by_shard.setdefault(shard_of(passage_id, num_shards), []).append(passage_id)
+    return by_shard
+
+
 @dataclass(frozen=True, config=_CONFIG)
 class ChangesInfo:
     """A file of changes of a part."""

@@ -560,8 +560,8 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def finished_file(target: Path, sync: bool = True) -> Iterator[Path]:
-    """Yield a path beside `target` to write to, and rename it to `target` when the block succeeds, else delete it. A
-    device or a pipe is written itself.
+    """Yield a path to write to, and rename it to `target` when the block succeeds, else delete it; a killed process's
+    is deleted by the next one with this target. A device or a pipe is written itself.
 
     Without `sync`, for files that are then moved to a `Store`, which syncs them.
     """
@@ -570,16 +570,19 @@ def finished_file(target: Path, sync: bool = True) -> Iterator[Path]:
         if target.exists() and not target.is_file():
             yield target
             return
-        aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+        parent = target.with_name(f".{target.name}.unfinished")
         try:
-            yield aside
-            if sync:
-                sync_file(aside)
-            aside.replace(target)
-            if sync:
-                sync_folder(target.parent)
+            with scratch_folder(parent) as folder:
+                aside = folder / target.name
+                yield aside
+                if sync:
+                    sync_file(aside)
+                aside.replace(target)
+                if sync:
+                    sync_folder(target.parent)
         finally:
-            aside.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # another process writes a file of this name
+                parent.rmdir()
 
 
 def _check_path(path: str) -> str:

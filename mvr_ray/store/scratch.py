@@ -25,7 +25,6 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 @contextlib.contextmanager
 def scratch_folder(parent: Path) -> Iterator[Path]:
     """Yield a new folder under `parent` and delete it afterwards; first delete those of dead processes."""
-    parent.mkdir(parents=True, exist_ok=True)
     folder, lease, handle = _make_folder(parent)
     try:
         _delete_abandoned(parent, lease.stat().st_mtime)
@@ -40,7 +39,11 @@ def _make_folder(parent: Path) -> tuple[Path, Path, int]:
     while True:
         folder = parent / uuid.uuid4().hex
         lease = folder.with_name(folder.name + LEASE)
-        handle = os.open(lease, os.O_CREAT | os.O_EXCL | os.O_RDWR)
+        parent.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(lease, os.O_CREAT | os.O_EXCL | os.O_RDWR)
+        except FileNotFoundError:  # another process has deleted the empty parent
+            continue
         try:
             _lock(handle)
             os.write(handle, _boot_id().encode())  # an empty lease is not deleted as one of this boot

@@ -122,7 +122,7 @@ def test_one_reader_or_two_with_texts_from_file_or_corpus_give_the_same_answers(
 def test_a_worker_that_has_other_files_than_the_driver_refuses_to_read(library, run_reading):
     folder = library / "readers" / "raw" / str(latest_fingerprint(Store(str(library)), READERS, "raw"))
     run = run_reading({"reader": str(folder)})
-    task = WorkerModel(READERS, address_of(run), reader_spec(run), "0123456789abcdef", 1024, 1, False)
+    task = WorkerModel(READERS, address_of(run), reader_spec(run), "0123456789abcdef", 1024, False)
     with pytest.raises(FingerprintError) as error:
         QuestionReader(task)([("Who?", ["A text."])])
     assert str(error.value) == (

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from prepared_corpus import only_corpus
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.judging.answers import has_answer
+from mvr_ray.distributed import mine
 from mvr_ray.distributed.analyze import analyze
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.evaluate import evaluate, system_result
@@ -275,6 +278,23 @@ def test_a_batch_waits_for_a_searcher_that_died_and_loses_nothing(small_index, r
     assert fleet.waited == 1
     for question, hits in zip(questions.questions, rankings):
         assert [hit.id for hit in hits] == [hit[0] for hit in expected[question.id]][:5]
+
+
+def test_mining_waits_for_a_searcher_that_died_and_loses_nothing(own_index, run_over, monkeypatch):
+    run = run_over(own_index, mine={"method": "index", "questions": "dev", "rank_to": 8, "num_negatives": 3})
+    report = mine.mine(run)
+    before = read_questions(only_corpus(Store(str(own_index))), run.mine.output)
+    fleets: list[LosesOnce] = []
+
+    @contextmanager
+    def open_lossy(run: RunConfig, version: int) -> Iterator[Router]:
+        with open_router(run, version, local=True) as router:
+            fleets.append(LosesOnce(router.fleet))
+            yield Router(router.store, router.manifest, fleets[0])
+
+    monkeypatch.setattr(mine, "open_router", open_lossy)
+    assert mine.mine(run) == report and fleets[0].waited == 1
+    assert read_questions(only_corpus(Store(str(own_index))), run.mine.output) == before
 
 
 def test_refined_vectors_are_used_when_asked_for_and_only_for_their_set(own_index, run_over):

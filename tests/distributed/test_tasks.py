@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -27,6 +28,22 @@ def refuse() -> None:
     raise DataError("these rows are not good")
 
 
+def hanging_task(file: Path) -> Any:
+    """A task that runs and hangs, and has written its process id."""
+    task = ray.remote(stop_itself).remote(str(file))
+    while not file.is_file() or not file.read_text():
+        time.sleep(0.05)
+    return task
+
+
+def ends(file: Path) -> bool:
+    """Whether the process of `hanging_task` ends within a minute."""
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{file.read_text()}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not Path(f"/proc/{file.read_text()}").exists()
+
+
 @pytest.mark.ray
 def test_every_result_comes_once_and_an_error_of_ours_comes_as_it_is(ray_session):
     assert sorted(task_results([ray.remote(square).remote(n) for n in range(5)], "squares")) == [0, 1, 4, 9, 16]
@@ -37,18 +54,20 @@ def test_every_result_comes_once_and_an_error_of_ours_comes_as_it_is(ray_session
 @pytest.mark.ray
 @pytest.mark.chaos("build task hangs", "an error within the bound, no process left")
 def test_a_task_that_hangs_is_an_error_within_the_bound_and_leaves_no_process(ray_session, tmp_path: Path):
-    file = tmp_path / "pid"
-    task = ray.remote(stop_itself).remote(str(file))
-    while not file.is_file() or not file.read_text():
-        time.sleep(0.05)
+    task = hanging_task(tmp_path / "pid")
     start = time.monotonic()
     with pytest.raises(ResourceError, match="building stopped: none of 1 tasks finished for 3 s"):
         list(task_results([task], "building", hang_s=3))
     assert time.monotonic() - start < 10
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{file.read_text()}").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not Path(f"/proc/{file.read_text()}").exists()
+    assert ends(tmp_path / "pid")
+
+
+@pytest.mark.ray
+def test_after_an_error_of_one_task_no_other_runs_on(ray_session, tmp_path: Path):
+    task = hanging_task(tmp_path / "pid")
+    with pytest.raises(DataError, match="these rows are not good"):
+        task_results([task, ray.remote(refuse).remote()], "building")
+    assert ends(tmp_path / "pid")
 
 
 @pytest.mark.ray

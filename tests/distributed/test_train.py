@@ -20,7 +20,8 @@ from mvr_ray.config import RunConfig, load_run, parse_run
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.views import EncoderSpec
 from mvr_ray.distributed.encoders import encoder_spec
-from mvr_ray.distributed.train import train
+from mvr_ray.distributed.session import ClusterInfo, Node
+from mvr_ray.distributed.train import _storage, train
 from mvr_ray.distributed.training import checkpoints, steps
 from mvr_ray.distributed.training.retriever import loss_name, warm_start_steps
 from mvr_ray.errors import ConfigError, DataError, EncoderError, MissingInputError, ResourceError
@@ -338,6 +339,16 @@ def test_training_goes_on_from_a_snapshot_of_equal_settings_only(store_path):
     assert of_another_name.fingerprint == train(run_of(store_path, third, {"name": "chain", **QUICK})).fingerprint
     with pytest.raises(EncoderError, match="num_views"):
         train(run_of(store_path, {**settings, "init_from": first.fingerprint}, {"name": "chain", "num_views": 4}))
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_files_of_ray_train_are_in_a_store_that_several_machines_share_and_go_with_the_run(tmp_path, scheme):
+    cluster = ClusterInfo(8, 0, 0, (Node(4, 0, 0), Node(4, 0, 0)))
+    run = parse_run({"store": {"path": f"{scheme}{tmp_path}/store"}}, "test")
+    with _storage(run, cluster) as folder:
+        Path(folder).mkdir(parents=True)
+        assert Path(folder).is_relative_to(tmp_path / "store")
+    assert not Path(folder).exists()
 
 
 @pytest.mark.slow

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from mvr_ray.store.files import Store
+from mvr_ray.store.files import Store, finished_file
 from mvr_ray.store.scratch import LEASE, STALE_S
 
 OWNER = """
 import sys
-from mvr_ray.store.files import Store
+from mvr_ray.store.files import Store, finished_file
 with Store(sys.argv[1]).scratch() as folder:
     (folder / "work").write_text("unfinished")
     print(folder, flush=True)
@@ -81,3 +81,30 @@ def test_files_that_got_their_name_cannot_be_written_to_and_can_be_replaced(tmp_
     store.delete_dir("b")
     store.delete("a/file")
     assert store.list("b") == store.list("a") == []
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from mvr_ray.store.files import finished_file
+with finished_file(Path(sys.argv[1])) as path:
+    path.write_text("half")
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_an_unfinished_file_stays_while_its_writer_lives_and_goes_with_the_next_one(tmp_path: Path):
+    target = tmp_path / "out.json"
+    command = [sys.executable, "-c", WRITER, str(target)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stdout.readline() == "writing\n"
+        with finished_file(target) as path:
+            path.write_text("first")
+        assert [file for file in tmp_path.rglob("*") if file.is_file() and file.read_text() == "half"]
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert len(list(tmp_path.iterdir())) == 2
+    with finished_file(target) as path:
+        path.write_text("second")
+    assert list(tmp_path.iterdir()) == [target] and target.read_text() == "second"

@@ -27,7 +27,7 @@ from mvr_ray.distributed.refinement.state import StateId
 from mvr_ray.distributed.searching.rendezvous import balance_shards
 from mvr_ray.distributed.tasks import HANG_S, share
 from mvr_ray.errors import ResourceError
-from mvr_ray.store.corpus import shard_of
+from mvr_ray.store.corpus import ids_by_shard
 from mvr_ray.types import FloatArray, IntArray, Progress, ShardHits
 
 log = logging.getLogger(__name__)
@@ -150,10 +150,7 @@ class RefinerPool:
 
     def locate(self, ids: Iterable[str]) -> dict[str, int]:
         """Numbers of the passages that are in the index; unknown ids are omitted."""
-        by_shard: dict[int, list[str]] = {}
-        for passage_id in sorted(set(ids)):
-            by_shard.setdefault(shard_of(passage_id, len(self.shards)), []).append(passage_id)
-        parts = {shard: by_shard[shard] for shard in self.shards if shard in by_shard}
+        parts = dict(sorted(ids_by_shard(ids, len(self.shards)).items()))
         rows_by_shard = self.per_shard("locate", {shard: (part,) for shard, part in parts.items()})
         return {
             passage_id: self.start_of[shard] + int(row)

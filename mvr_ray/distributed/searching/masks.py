@@ -1,15 +1,13 @@
 """Evaluates filters over the passages of open shards, and caches the masks.
 
 A version names its corpus by digest, so the fields are those at the version's creation. Passages are matched by id,
-since a version may have another number of shards than its corpus has parts; a passage of shard s of S is in a part
-c of C for which s = c modulo gcd(S, C), as both are the same hash of its id. Opening a part reads it whole, to compare
+since a version may have another number of shards than its corpus has parts. Opening a part reads it whole, to compare
 its digest; after that a new filter reads only the columns that it names.
 
 Shapes: P passages of a shard.
 """
 
 import json
-import math
 import threading
 from collections import OrderedDict
 from typing import Any
@@ -19,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute
 from numpy.typing import NDArray
 
+from mvr_ray.distributed.shards import related_shards
 from mvr_ray.errors import ManifestError, count_noun
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -75,8 +74,7 @@ class MaskCache:
         if corpus is None:
             corpus = Corpus.open(Store(self.store), manifest.corpus, manifest.corpus_digest)
             corpus = self._corpora.setdefault(manifest.version, corpus)
-        step = math.gcd(len(manifest.shards), corpus.num_shards)
-        parts = [corpus.part(number) for number in range(shard % step, corpus.num_shards, step)]
+        parts = [corpus.part(number) for number in related_shards(shard, corpus.num_shards, len(manifest.shards))]
         parsed_filter = parse_filter(json.loads(filter), corpus.fields)
         table = pa.concat_tables([part.table({"id", *parsed_filter.columns}) for part in parts])
         key = manifest.version, shard
