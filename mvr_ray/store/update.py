@@ -207,12 +207,12 @@ def apply_changes(
     corpus = Corpus(parent.store, info)
     if by_shard or description.change_files != parent.info.change_files:
         parent.store.touch(paths.corpus_version(parent.name, digest))  # an old corpus that returns is not collected now
-        for name in sets:
-            if digest != parent.digest and parent.store.exists(paths.question_set(parent.name, digest, name)):
+        for name in sets if digest != parent.digest else ():
+            if earlier and parent.store.exists(paths.question_set(parent.name, digest, name)):
                 continue
             if name in changed_sets:
                 write_questions(corpus, name, changed_sets[name])
-            elif corpus.digest != parent.digest:
+            else:
                 copy_questions(parent, corpus, name)
         corpus.publish(after=parent.number)
         collect_corpus(parent.store, parent.name)
