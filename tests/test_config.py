@@ -104,6 +104,8 @@ SOURCE = "a path, or a mapping with path and, as needed, format and others"
         ("encoder: {tied: maybe}", "encoder.tied: 'maybe' is not true or false"),
         ("index: {kind: null}", "index.kind: null is not one of flat, faiss, hnsw"),
         ("index: {name: a/b}", f"index.name: 'a/b' is not {NAME}"),
+        ("index: {encoder: ../a}", f"index.encoder: '../a' is not {NAME}"),
+        ("train: {init_from: ../a}", f"train.init_from: '../a' is not {NAME} or null"),
         ("index: {prune_views: 3}", "index.prune_views: 3 is not a number from 0 to 2 or null"),
         ("refine: {gate: dev}", f"refine.gate: 'dev' is not a list, each entry {NAME}"),
         ("evaluate: {k: [1, x]}", "evaluate.k.1: 'x' is not a whole number of at least 1"),

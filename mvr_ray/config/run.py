@@ -214,7 +214,7 @@ class EncoderConfig(Section):
 
 class IndexConfig(Section):
     name: Name = "index"
-    encoder: str = "auto"
+    encoder: Name = "auto"
     """`untrained`: the backbone with the encoder section's strategy; `trained`: the newest snapshot of
     `encoder.name`; a fingerprint; auto: trained if there is one, else untrained."""
     precision: Literal["auto", "fp32", "bf16", "int8", "openvino", "openvino-bf16"] = "auto"

@@ -25,7 +25,7 @@ class TrainConfig(Section):
     """Scored after each epoch to keep the best snapshot; absent: the last one is kept."""
     hard_negatives: Name | None = None
     """A mined question set (`mvr-ray mine`) whose hard negatives are used."""
-    init_from: str | None = None
+    init_from: Name | None = None
     """Encoder snapshot to start from: a fingerprint of `encoder.name`, or another encoder's name, for its newest;
     absent: the backbone. A reader or cross-encoder starts from the backbone alone."""
     loss: Literal["auto", "dpr", "mvr", "camvr"] = "auto"

@@ -47,7 +47,7 @@ class HnswIndex(ApproximateIndex):
     ) -> None:
         """The graph is searched on the CPU, whatever the device."""
         super().__init__(blocks, folder, threads=threads)
-        self.ef_search = self.breadth = params.hnsw_ef_search
+        self.breadth = params.hnsw_ef_search
         self.lock = threading.Lock()  # the graph stores the beam width of a search
         if not self.num_vectors:
             return
@@ -114,7 +114,7 @@ class HnswIndex(ApproximateIndex):
 
     def nearest_labels(self, queries_QD: FloatArray, fetch: int) -> IntArray:
         with self.lock:
-            self.graph.set_ef(max(self.ef_search, fetch))
+            self.graph.set_ef(max(self.breadth, fetch))
             try:
                 return self.graph.knn_query(queries_QD, k=fetch)[0].astype(np.int64)
             except RuntimeError:  # a query reached fewer vectors than `fetch`; hnswlib does not name it

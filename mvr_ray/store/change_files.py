@@ -23,11 +23,12 @@ from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store.changes import Changes
 from mvr_ray.store.corpus import ChangeFile, Corpus
 from mvr_ray.store.files import Store, StoredFile, sha256_of
+from mvr_ray.store.formats.sources import DUMP_NAME
 from mvr_ray.store.update import UpdateReport, apply_changes, in_chunks, read_changes
 from mvr_ray.types import Passage, Progress, no_progress
 
-SUFFIXES = tuple(f".{kind}{end}" for kind in ("jsonl", "xml") for end in ("", ".gz", ".bz2"))
-"""Endings of JSON lines files and of MediaWiki dumps."""
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.bz2")
+"""Endings of change files beside MediaWiki dumps."""
 
 
 class Backlog(NamedTuple):
@@ -88,7 +89,7 @@ def open_source(cfg: FollowConfig) -> Store:
 
 
 def list_change_files(source: Store) -> list[StoredFile]:
-    return [file for file in source.stored_files() if file.name.endswith(SUFFIXES)]
+    return [file for file in source.stored_files() if file.name.endswith(SUFFIXES) or DUMP_NAME.search(file.name)]
 
 
 def apply_batch(

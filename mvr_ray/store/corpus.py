@@ -238,17 +238,15 @@ class Corpus:
         Raises MissingInputError where it is not there, StorageError for a description that is damaged.
         """
         number = 0
-        path = paths.corpus_version(name, digest) if digest else ""
-        if not digest or not store.exists(path):
-            path = paths.corpus_json(name)
-            number = max(publications(store, name), default=0)
-        if not number and not store.exists(path):
+        if digest and store.exists(path := paths.corpus_version(name, digest)):
+            info = _corpus_info(_read_json(store, path), store.where(path))
+        elif number := max(publications(store, name), default=0):
+            info = _read_publication(store, name, number)
+        elif store.exists(path := paths.corpus_json(name)):
+            info = _corpus_info(_read_json(store, path), store.where(path))
+        else:
             where = f"{store.full_name}/{paths.corpus_dir(name)}"
             raise MissingInputError(f"corpus {name!r} not found in {where}; make it: mvr-ray prepare CONFIG")
-        if number:
-            info = _read_publication(store, name, number)
-        else:
-            info = _corpus_info(_read_json(store, path), store.where(path))
         if digest and info.digest != digest:
             raise MissingInputError(
                 f"corpus {name!r} of digest {digest} not found ({store.where(paths.corpus_version(name, digest))}), "

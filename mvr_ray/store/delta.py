@@ -9,6 +9,7 @@ All have the same format. Readers get the shard as it would be if it were writte
 divided around them and stay mapped, those with many are copied into memory. `store.changes` decides what is written.
 """
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -67,7 +68,8 @@ class DeltaShard(EmbeddingShard):
         first_counts_P = self.num_views_by_row()
         counts_P = np.zeros(self.num_passages, np.int64)
         is_changed_P = np.zeros(self.num_passages, bool)
-        is_changed_P[np.searchsorted(self.ids(), [*self.changes.upserts])] = True
+        ids = self.ids()
+        is_changed_P[[bisect_left(ids, name) for name in self.changes.upserts]] = True
         counts_P[is_changed_P] = [len(views.view_numbers_N) for views in self.changes.upserts.values()]
         counts_P[~is_changed_P] = first_counts_P[stays_P]
         rows_N = np.full(self.num_vectors, -1)

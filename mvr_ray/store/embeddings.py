@@ -62,8 +62,6 @@ class EmbeddingWriter:
         self.path = path
         self.dimension = dimension
         self.dtype = dtype
-        self.num_passages = 0
-        self.num_vectors = 0
         self._last_id: str | None = None
         self._pending: list[EmbeddingBlock] = []
         self._num_pending = 0
@@ -113,8 +111,6 @@ class EmbeddingWriter:
         row_ptr = np.asarray(block.row_ptr, dtype=np.int64)
         self._pending.append(EmbeddingBlock(block.ids, row_ptr, numbers_N, vectors_ND))
         self._num_pending += len(block.ids)
-        self.num_passages += len(block.ids)
-        self.num_vectors += len(numbers_N)
         self._last_id = block.ids[-1]
         if self._num_pending >= BATCH_PASSAGES:
             self._flush(self._num_pending // BATCH_PASSAGES * BATCH_PASSAGES)

@@ -53,7 +53,7 @@ def find_model(run: RunConfig, kind: ModelKind, address: str) -> ModelAddress:
     """Find the model that `kind.setting` names. Raises MissingInputError, naming the stored ones."""
     store, what = Store(run.store.path), kind.what
     name, _, fingerprint = address.partition("/")
-    is_stored = re.fullmatch(r"[\w.-]+", name) and store.exists(paths.latest_model(kind.store_dir, name))
+    is_stored = re.fullmatch(r"\w[\w.-]*", name) and store.exists(paths.latest_model(kind.store_dir, name))
     fingerprints = stored_fingerprints(store, kind, name) if is_stored else []
     if is_stored:
         fingerprint = fingerprint or str(latest_fingerprint(store, kind, name))

@@ -61,6 +61,8 @@ def open_address(address: str) -> ObjectStore:
     if parts.scheme not in ("s3", "gs"):
         return from_url(address, client_options=CLIENT, retry_config=RETRY)
     user, _, bucket = parts.netloc.rpartition("@")
+    if not bucket:
+        raise ConfigError(f"store.path: no bucket is named; write {parts.scheme}://BUCKET/PREFIX")
     options = dict(parse_qsl(parts.query))
     if unknown_options := sorted(set(options) - {*OPTIONS, *UNUSED_OPTIONS}):
         raise ConfigError(

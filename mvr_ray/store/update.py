@@ -17,7 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from mvr_ray.config import PrepareConfig, resolve_path
+from mvr_ray.config import PrepareConfig, SourceConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError, ManifestError, MissingInputError, count_noun
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
@@ -207,12 +207,12 @@ def apply_changes(
     corpus = Corpus(parent.store, info)
     if by_shard or description.change_files != parent.info.change_files:
         parent.store.touch(paths.corpus_version(parent.name, digest))  # an old corpus that returns is not collected now
-        for name in sets:
-            if digest != parent.digest and parent.store.exists(paths.question_set(parent.name, digest, name)):
+        for name in sets if digest != parent.digest else ():
+            if earlier and parent.store.exists(paths.question_set(parent.name, digest, name)):
                 continue
             if name in changed_sets:
                 write_questions(corpus, name, changed_sets[name])
-            elif corpus.digest != parent.digest:
+            else:
                 copy_questions(parent, corpus, name)
         corpus.publish(after=parent.number)
         collect_corpus(parent.store, parent.name)
@@ -253,8 +253,7 @@ def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage
             f"{file} is a dump, and corpus {corpus.name!r} has no field {REVISION_FIELD} to compare pages by; run "
             f"`mvr-ray prepare CONFIG` with prepare.fields: {{{REVISION_FIELD}: int}}"
         )
-    own = (one for one in cfg.sources if one.format == "mediawiki" or DUMP_NAME.search(one.path))
-    prefix = next((source.id_prefix for source in own), "")
+    prefix = next((source.id_prefix for source in cfg.sources if _is_dump(source, corpus)), "")
     changes, bad, fields = Changes[Passage]({}, set()), BadRows(cfg.max_bad_rows), FieldReader(corpus.fields)
     for page in read_pages(file):
         name = prefix + page.id
@@ -273,6 +272,14 @@ def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage
             changes.deletions.add(name)
     changes.deletions.difference_update(changes.upserts)
     return changes
+
+
+def _is_dump(source: SourceConfig, corpus: Corpus) -> bool:
+    """Whether a source is a dump by its settings, or a folder of dumps that the corpus was made from."""
+    if source.format == "mediawiki" or DUMP_NAME.search(source.path):
+        return True
+    folder = f"{source.path.rstrip('/')}/"
+    return any(one.format == "mediawiki" and f"{one.path}/".startswith(folder) for one in corpus.info.sources)
 
 
 def _read_rows(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage]:

@@ -149,6 +149,15 @@ def test_of_two_followers_of_one_corpus_the_slower_one_is_told(tmp_path: Path):
         apply_batch(corpus, CONFIG, source, listing, listing)
 
 
+def test_files_that_an_update_takes_are_change_files(tmp_path: Path):
+    """Wikipedia divides its dumps into files named by their pages."""
+    source = Store(tmp_path)
+    names = ["1.jsonl", "2.jsonl.gz", "3.xml.bz2", "pages-articles1.xml-p1p41242.bz2"]
+    for name in [*names, "README", "4.jsonl.tmp", "5.csv", ".6.jsonl"]:
+        source.write_bytes(name, b"{}")
+    assert [file.name for file in list_change_files(source)] == names
+
+
 def test_a_source_that_is_no_folder_is_refused(tmp_path: Path):
     for source, message in ((None, "follow.source is not set"), (str(tmp_path / "nowhere"), "is not a folder")):
         with pytest.raises(ConfigError, match=message):

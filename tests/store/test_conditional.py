@@ -184,6 +184,9 @@ def test_an_address_names_bucket_prefix_keys_and_endpoint_and_an_unknown_option_
     assert isinstance(open_address("gs://anonymous@bucket/p?endpoint_override=host:1&scheme=http"), GCSStore)
     with pytest.raises(ConfigError, match="unknown option 'regoin'"):
         open_address("s3://key:secret@bucket/prefix?regoin=x")
+    for address in ("s3:///prefix", "gs://", "s3://key:secret@/prefix"):
+        with pytest.raises(ConfigError, match=r"store\.path: no bucket is named; write "):
+            open_address(address)
 
 
 @pytest.mark.parametrize("ask", ["exists", "list", "size_bytes", "age_s", "touch"])

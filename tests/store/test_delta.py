@@ -1,5 +1,6 @@
 """Laws of changes laid over a shard: what is read is what rewriting gives, generation after generation."""
 
+import tracemalloc
 from itertools import pairwise
 from pathlib import Path
 
@@ -188,6 +189,20 @@ def test_few_changes_after_many_are_written_alone(tmp_path):
     assert write_changed(open_views(folders[2]), folders[3], {name: random_views(rng) for name in ids[30:90]})
     assert paths.embedding_files([file.name for file in folders[3].iterdir()]) == [paths.EMBEDDINGS, paths.CHANGES]
     assert num_changes(open_views(folders[3])) == 90
+
+
+def test_rows_of_the_first_file_are_those_of_any_ids_and_a_long_id_costs_its_own_length_alone(tmp_path):
+    rng, folder = np.random.default_rng(0), tmp_path / "changed"
+    names = ["a", "a\0", "b", *(f"p{number}" for number in range(2000)), "x" * 10_000]
+    shard = write_whole(tmp_path, {name: random_views(rng) for name in names})
+    folder.mkdir()
+    assert write_changed(shard, folder, {"a\0": random_views(rng)})
+    changed_shard = open_views(folder)
+    check_first_rows(changed_shard, folder)
+    tracemalloc.start()
+    changed_shard.first_rows()
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
 
 
 def test_changes_cross_blocks(tmp_path):

@@ -5,6 +5,7 @@ The corpus is what the changes say, only touched parts are written, and a bad fi
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -211,6 +212,20 @@ def test_contents_that_return_are_the_corpus_of_before_with_its_questions(tmp_pa
         again = change(row("p1", "text of p1"))
         assert (again.digest, again.info.parent) == (more.digest, first.digest)
         assert read_questions(again, "set") == questions and again.info.questions == more.info.questions
+
+
+def test_an_update_after_a_killed_one_whose_files_were_collected_has_its_questions(
+    tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
+):
+    store, change = Store(tmp_path / "store"), str(write("c.jsonl", lines({"id": "p1", "delete": True})))
+    first = make_corpus(store, write, {name: f"text of {name}" for name in NAMES[:9]})
+    write_questions(first, "set", [Question("q", "?", (), ("p1",)), Question("open", "?", ("x",))])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Corpus, "publish", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+        update(CONFIG, store, change)
+    assert collect_corpus(store, "corpus", grace_s=0)
+    update(CONFIG, store, change)
+    assert [one.id for one in read_questions(Corpus.open(store, "corpus"), "set")] == ["open"]
 
 
 @pytest.mark.parametrize("command", ["update", "prepare"])

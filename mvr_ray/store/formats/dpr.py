@@ -17,7 +17,7 @@ from mvr_ray.store.formats.records import (
     question_record,
     slug,
 )
-from mvr_ray.store.formats.text_files import Row, json_lines, open_text, tsv_rows
+from mvr_ray.store.formats.text_files import Row, csv_header, json_lines, open_text, tsv_rows
 
 CONTEXTS = ("positive_ctxs", "hard_negative_ctxs", "negative_ctxs")
 
@@ -27,9 +27,8 @@ def read_dpr_tsv(path: Path) -> Iterator[Record]:
 
     A header in the first row may name further columns, which come with each passage as extras.
     """
-    names = next(iter(tsv_rows(path, None)), None)
-    header = names.values if isinstance(names, Row) and names.values[:3] == ["id", "text", "title"] else []
-    for row in tsv_rows(path, max(len(header), 3)):
+    header = csv_header(path, "\t")
+    for row in tsv_rows(path, len(header) if header[:3] == ["id", "text", "title"] else 3):
         if isinstance(row, BadRow):
             yield row
         elif row.values[0] != "id":

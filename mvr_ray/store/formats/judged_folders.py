@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from mvr_ray.errors import MissingInputError, count_noun
+from mvr_ray.errors import MissingInputError
 from mvr_ray.store.formats.records import BadRow, DroppedRow, Record, passage_record, question_record
-from mvr_ray.store.formats.text_files import Row, json_lines, open_text
+from mvr_ray.store.formats.text_files import Row, json_lines, open_text, tsv_rows
 from mvr_ray.store.formats.trec import read_qrels
 
 
@@ -71,7 +71,7 @@ def read_collection(path: Path) -> Iterator[Record]:
     """Read the rows of MS MARCO's collection; the first row says whether it has passages or documents."""
     with open_text(path) as file:
         columns = 4 if file.readline().count("\t") == 3 else 2
-    for row in _tab_rows(path, columns):
+    for row in tsv_rows(path, columns, is_quoted=False):
         if isinstance(row, BadRow):
             yield row
         elif columns == 2:
@@ -100,15 +100,8 @@ def _beir_queries(path: Path) -> Iterator[Row | BadRow]:
         yield row if isinstance(row, BadRow) else Row((row.values.get("_id"), row.values.get("text")), row.where)
 
 
-def _tab_rows(path: Path, num_columns: int = 2) -> Iterator[Row | BadRow]:
-    with open_text(path) as file:
-        for number, line in enumerate(file, 1):
-            values = line.rstrip("\r\n").split("\t")
-            where = f"{path}:{number}"
-            if len(values) == num_columns:
-                yield Row(values, where)
-            elif values != [""]:
-                yield BadRow(where, f"{count_noun(len(values), 'tab-separated column')}, not {num_columns}")
+def _marco_queries(path: Path) -> Iterator[Row | BadRow]:
+    return tsv_rows(path, 2, is_quoted=False)
 
 
 def _present(folder: Path, name: str) -> list[Path]:
@@ -120,6 +113,6 @@ JUDGED_FOLDERS = {
         "a BEIR", "corpus.jsonl", "queries.jsonl", "qrels/{}.tsv", _read_documents, _beir_queries, "document"
     ),
     "msmarco": JudgedFolder(
-        "an MS MARCO", "collection.tsv", "queries.{}.tsv", "qrels.{}.tsv", read_collection, _tab_rows, "passage"
+        "an MS MARCO", "collection.tsv", "queries.{}.tsv", "qrels.{}.tsv", read_collection, _marco_queries, "passage"
     ),
 }

@@ -140,7 +140,7 @@ def _hit(hit: Any, where: str) -> RankedPassage:
         raise DataError(f"{where}: title {title!r:.40} or text {text!r:.40} is not a text")
     try:
         number = math.nan if score is None else float(score)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise DataError(f"{where}: score {score!r:.60} is not a number") from None
     return RankedPassage(str(context_id(hit)), title, text, number, mark if isinstance(mark, bool) else None)
 

@@ -208,10 +208,10 @@ def _detect_format(file: Path, source: str, has_names: bool = False) -> str:
 
 
 def _detect_tsv(file: Path) -> str:
-    """Two columns are MS MARCO's; a header with id and text, in an order other than DPR's, is that of a table."""
+    """Two columns are MS MARCO's; a header with id and text in any case, other than DPR's, is that of a table."""
     with open_text(file) as text:
-        columns = [name.strip().lower() for name in text.readline().split("\t")]
-    if columns[:3] != ["id", "text", "title"] and {"id", "text"} <= set(columns):
+        columns = [name.strip() for name in text.readline().split("\t")]
+    if columns[:3] != ["id", "text", "title"] and {"id", "text"} <= {name.lower() for name in columns}:
         return "tsv"
     return "msmarco" if len(columns) == 2 else "dpr_tsv"
 

@@ -46,7 +46,7 @@ def _article(article: Any, where: str) -> Iterator[Record]:
         passage_id = f"{slug(title)}_{number}"
         context = paragraph.get("context")
         yield passage_record(passage_id, title.replace("_", " "), context, place)
-        for qa in paragraph.get("qas") or ():
+        for qa in _list(paragraph.get("qas")):
             yield _question(qa, context, passage_id, place)
 
 
@@ -56,7 +56,7 @@ def _question(qa: Any, context: Any, passage_id: str, where: str) -> Record:
     if qa.get("is_impossible"):
         return DroppedRow(where, "SQuAD 2 question without an answer")
     pairs: dict[tuple[str, int], None] = {}
-    for answer in qa.get("answers") or ():
+    for answer in _list(qa.get("answers")):
         text = answer.get("text") if isinstance(answer, dict) else None
         if not isinstance(text, str) or not isinstance(context, str):
             return BadRow(where, f"question {qa.get('id')!r} has an answer without text")
@@ -71,3 +71,8 @@ def _question(qa: Any, context: Any, passage_id: str, where: str) -> Record:
         answer_starts=[start for _, start in pairs],
         positive_ids=[passage_id],
     )
+
+
+def _list(value: Any) -> list[Any]:
+    """Return a list; anything else is the only entry of one, which is then a bad row."""
+    return value if isinstance(value, list) else [value] if value else []

@@ -76,10 +76,10 @@ def json_lines(path: Path) -> Iterator[Row | BadRow]:
             yield Row(values, where) if isinstance(values, dict) else BadRow(where, "not a JSON object")
 
 
-def tsv_rows(path: Path, num_columns: int | None) -> Iterator[Row | BadRow]:
-    """Yield the rows of a tab-separated file, quoted as Python's csv module does. None takes any number of columns."""
-    for row in _separated_rows(path, "\t"):
-        if isinstance(row, BadRow) or num_columns is None or len(row.values) == num_columns:
+def tsv_rows(path: Path, num_columns: int, is_quoted: bool = True) -> Iterator[Row | BadRow]:
+    """Yield the rows of a tab-separated file, quoted as Python's csv module does, or without quotes."""
+    for row in _separated_rows(path, "\t", csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE):
+        if isinstance(row, BadRow) or len(row.values) == num_columns:
             yield row
         else:
             yield BadRow(row.where, f"{count_noun(len(row.values), 'tab-separated column')}, not {num_columns}")
@@ -129,10 +129,10 @@ def csv_rows(path: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
             yield Row(dict(zip(header, row.values)), row.where)
 
 
-def _separated_rows(path: Path, delimiter: str) -> Iterator[Row | BadRow]:
+def _separated_rows(path: Path, delimiter: str, quoting: int = csv.QUOTE_MINIMAL) -> Iterator[Row | BadRow]:
     csv.field_size_limit(sys.maxsize)
     with open_text(path) as file:
-        reader = csv.reader(file, delimiter=delimiter, strict=delimiter == ",")
+        reader = csv.reader(file, delimiter=delimiter, strict=delimiter == ",", quoting=quoting)
         before = 0
         while True:
             try:

@@ -45,12 +45,12 @@ def read_text_file(path: Path, folder: Path | None = None) -> Iterator[Record]:
             yield BadRow(where, "the front matter between the lines `---` is not a mapping in YAML")
             return
         title, text = str(extras.pop("title", None) or ""), text[match.end() :]
-    is_markdown = path.name.lower().removesuffix(".gz").endswith(MARKDOWN_ENDS)
-    if not title and is_markdown and (heading := _HEADING.match(text)):
+    plain = path.with_suffix("") if path.suffix.lower() == ".gz" else path
+    if not title and plain.suffix.lower() in MARKDOWN_ENDS and (heading := _HEADING.match(text)):
         title, text = (heading[1] or heading[2]).strip(), text[heading.end() :]
     text = text.strip("\n")
     if not text.strip():
         yield DroppedRow(where, "a file without text", is_passage=True)
         return
     extras = {str(key): value for key, value in extras.items()}
-    yield passage_record(name, title or path.name.partition(".")[0], text, where, extras=extras)
+    yield passage_record(name, title or plain.stem, text, where, extras=extras)

@@ -308,6 +308,21 @@ def test_a_later_dump_changes_the_pages_that_have_another_revision(write: Write,
     assert update(cfg, store, str(later)).parts_written == 0
 
 
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_a_later_dump_has_the_prefix_of_the_folder_of_dumps_that_the_corpus_was_made_from(
+    write: Write, tmp_path: Path, num_files: int
+):
+    pages = [page_at("1", "The first.", 11), page_at("2", "The second.", 12)]
+    files = [write(f"wiki/part{number}.xml", export(one)) for number, one in enumerate(pages[:num_files], 1)]
+    source = SourceConfig(path=str(files[0].parent), id_prefix="wiki:")
+    cfg = PrepareConfig(fields={"page_id": "int", "revision_id": "int"}, sources=[source])
+    store = Store(tmp_path / "store")
+    prepare(cfg, store)
+    report = update(cfg, store, str(write("later.xml", export(page_at("1", "Changed.", 20), pages[1]))))
+    assert (report.replaced, report.added) == (1, 2 - num_files)
+    assert sorted(only_corpus(store).get(["wiki:1", "wiki:2"])) == ["wiki:1", "wiki:2"]
+
+
 def test_a_dump_over_a_corpus_without_revisions_is_refused(write: Write, tmp_path: Path):
     store, path = Store(tmp_path / "store"), str(write("d.xml", export(page())))
     prepare(PrepareConfig(sources=[SourceConfig(path=path)]), store)

@@ -90,6 +90,16 @@ def test_squad(write: Write, as_gzip: bool):
     assert sum(isinstance(record, DroppedRow) for record in records) == 1
 
 
+@pytest.mark.parametrize("value", [3, "xy"])
+@pytest.mark.parametrize("name", ["qas", "answers"])
+def test_squad_names_a_paragraph_or_question_without_a_list(write: Write, name: str, value: object):
+    qa = {"id": "q", "question": "Where?", "answers": []}
+    paragraph = {"context": "It rained.", "qas": value if name == "qas" else [{**qa, "answers": value}]}
+    records = read(write("s.json", json.dumps({"data": [{"title": "T", "paragraphs": [paragraph]}]})))
+    assert [one.text for one in passages(records)] == ["It rained."] and not questions(records)
+    assert all("(T, paragraph 0): " in reason for reason in bad(records)) and len(bad(records)) == 1
+
+
 def test_squad_prefixes_passage_ids_everywhere(write: Write):
     records = read(write("s.json", json.dumps(SQUAD)), id_prefix="sq:")
     assert passages(records)[1].id == questions(records)[0].positive_ids[0] == "sq:Super_Bowl_50_1"
@@ -121,6 +131,13 @@ def test_dpr_tsv_reads_what_pythons_csv_writes(write: Write, rows: list[tuple[st
     records = read(write("p.tsv", out.getvalue()), id_prefix="wiki:")
     assert bad(records) == []
     assert passages(records) == [Passage(f"wiki:{n}", title, text) for n, (text, title) in enumerate(rows, 1)]
+
+
+@pytest.mark.parametrize("header", ["id\ttext\ttitle", "ID\tText\tTitle", "Id\ttitle\ttext"])
+def test_a_header_of_a_tsv_is_no_passage_in_any_case(write: Write, header: str):
+    cells = {"id": "1", "text": "It rained.", "title": "Weather"}
+    row = "\t".join(cells[name.lower()] for name in header.split("\t"))
+    assert passages(read(write("p.tsv", f"{header}\n{row}\n"))) == [Passage("1", "Weather", "It rained.")]
 
 
 def test_dpr_tsv_names_wrong_rows_and_swallowed_ones(write: Write):
@@ -525,6 +542,7 @@ def test_a_folder_of_text_and_markdown_is_a_passage_a_file(write: Write):
     write("notes/deep/c.txt", "# no heading in plain text\n")
     write("notes/d.md", "---\ntitle: Alps\nyear: 1950\n---\n# Mountains\nHigh.\n")
     write("notes/e.md", "# Only a heading\n")
+    write("notes/v1.2 of 3.4.TXT", "Plain.\n")
     root = write("notes/.hidden/f.md", "hidden\n").parent.parent
     source = SourceConfig(path=str(root))
     assert format_of(source) == "text"
@@ -534,6 +552,7 @@ def test_a_folder_of_text_and_markdown_is_a_passage_a_file(write: Write):
         Passage("d.md", "Alps", "# Mountains\nHigh."),
         Passage("deep/b.markdown", "Rhine", "Shorter."),
         Passage("deep/c.txt", "c", "# no heading in plain text"),
+        Passage("v1.2 of 3.4.TXT", "v1.2 of 3.4", "Plain."),
     ]
     assert records[1].extras == {"year": 1950}
     assert [str(record.where).endswith("e.md:1") for record in records if isinstance(record, DroppedRow)] == [True]
