@@ -31,7 +31,8 @@ from mvr_ray.core.refining.pseudo_labels import (
     winning_view_numbers,
 )
 from mvr_ray.core.refining.refine_policy import KEEPS_PASSAGES, MOVES_QUERIES, ONE_SHOT
-from mvr_ray.distributed.refinement.state import ShardChanges, StoredViews, ordinals
+from mvr_ray.core.searching.exact import ranks
+from mvr_ray.distributed.refinement.state import ShardChanges, StoredViews
 from mvr_ray.index.base import IndexParams, ShardIndex
 from mvr_ray.index.kinds import open_index
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
@@ -219,7 +220,7 @@ class RefinementSimulator:
         if setting.move == "every":
             copies_L = np.repeat(np.arange(len(slots_L)), np.diff(self.block.row_ptr)[labels.passage_L])
             labels = labels.take(copies_L)
-            slots_L = self.block.row_ptr[labels.passage_L] + ordinals(copies_L)
+            slots_L = self.block.row_ptr[labels.passage_L] + ranks(copies_L)
         vectors_ND, labelled_QD, changes = self._vectors(state), state.labelled_QD, state.changes
         sizes = len(vectors_ND), len(labelled_QD)
         matrices = label_matrices(slots_L, labels.question_L, labels.positive_L, *sizes)
