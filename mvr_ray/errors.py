@@ -142,6 +142,11 @@ class RowsLostError(MvrRayError, RuntimeError):
     """Passages read, embedded and indexed differ in number; the message names missing ids."""
 
 
+def first_line(error: BaseException | None) -> str:
+    """Return the first line of an error's message, or its class without one: others may dump their source."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def count_noun(number: int, noun: str) -> str:
     """`1 passage`, `2,000 passages`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -204,8 +204,10 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     if manifest.num_views > 1 and not encoder.spec.has_pieces:
         passage_ids = list(dict.fromkeys(question.positive_ids[0] for question in questions))
         ids = _evenly_spaced(passage_ids, settings.attention_passages)
-        attention = view_attention(encoder, encoder.tokenize_passages([gold[passage] for passage in ids]))
-        tables = {passage: attention_kl(one) for passage, one in zip(ids, attention, strict=True)}
+        tokens = zip(ids, encoder.tokenize_passages([gold[passage] for passage in ids]))
+        whole_passages = {passage: own for passage, own in tokens if len(encoder.rows(own)) == 1}
+        attention = view_attention(encoder, list(whole_passages.values()))
+        tables = {passage: attention_kl(one) for passage, one in zip(whole_passages, attention)}
     table_VV = attention_kl_table(list(tables.values())) if tables else np.empty((0, 0))
     return ViewReport(
         manifest.index,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 from mvr_ray.distributed.ray_errors import ray_error_types
+from mvr_ray.errors import first_line
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ def run_every(
         try:
             function()
         except ray_error_types() as error:
-            log.warning("%s failed, next time in %g s: %s", name, interval_s, str(error).partition("\n")[0])
+            log.warning("%s failed, next time in %g s: %s", name, interval_s, first_line(error))
         return interval_s
 
     return run_periodically(call, interval_s, name, join_s)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mvr_ray.errors import MvrRayError
+from mvr_ray.errors import MvrRayError, first_line
 from mvr_ray.types import Answer
 
 if TYPE_CHECKING:
@@ -74,6 +74,6 @@ class RecallMonitor:
             if truth:
                 self.report(sum(score >= truth[-1].score for score in scores) / len(truth))
         except (MvrRayError, TimeoutError) as error:
-            log.warning("recall not sampled: version=%d reason=%s", version, str(error).partition("\n")[0])
+            log.warning("recall not sampled: version=%d reason=%s", version, first_line(error))
         finally:
             self._busy = False

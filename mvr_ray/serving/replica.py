@@ -23,7 +23,7 @@ from ray.serve.context import _get_global_client
 
 from mvr_ray import logs
 from mvr_ray.config import RunConfig, load_run
-from mvr_ray.errors import ConfigError, ResourceError
+from mvr_ray.errors import ConfigError, ResourceError, first_line
 from mvr_ray.serving import proxy_limit
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import TokenStore, read_tokens, require_tokens
@@ -144,7 +144,7 @@ def _start_serve(run: RunConfig) -> int:
     try:
         serve.start(http_options={"host": _LOOPBACK, "port": port, "request_timeout_s": timeout_s})
     except (RayError, TimeoutError) as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise ResourceError(f"Ray Serve did not start ({reason}); run the same command again") from error
     client = _get_global_client()
     assert client is not None, "serve.start has just been called"

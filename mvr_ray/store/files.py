@@ -21,8 +21,8 @@ from typing import NamedTuple, TypeVar
 
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
-from mvr_ray.errors import AccessError, MissingInputError, StorageError
-from mvr_ray.store.objects import ObjectFiles, first_line, open_address
+from mvr_ray.errors import AccessError, MissingInputError, StorageError, first_line
+from mvr_ray.store.objects import ObjectFiles, open_address
 from mvr_ray.store.scratch import scratch_folder
 
 SCRATCH = ".scratch"

@@ -29,7 +29,7 @@ import pyarrow.fs
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import GCSStore, ObjectStore, S3Store, from_url
 
-from mvr_ray.errors import ConfigError, StorageError
+from mvr_ray.errors import ConfigError, StorageError, first_line
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -95,11 +95,6 @@ def _s3_settings(bucket: str, user: str, endpoint: str, region: str) -> dict[str
     elif not (region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")):
         region = pyarrow.fs.resolve_s3_region(bucket)
     return settings | ({"region": region} if region else {})
-
-
-def first_line(error: BaseException | None) -> str:
-    """Return an error's message without the dump of its source."""
-    return str(error).partition("\n")[0]
 
 
 def _part_bytes(num_bytes: int) -> int:

@@ -28,10 +28,11 @@ from mvr_ray.core.refining.pseudo_labels import (
     gold_relevance,
     label_matrices,
     labels_from_hits,
-    winning_slots,
+    winning_view_numbers,
 )
 from mvr_ray.core.refining.refine_policy import KEEPS_PASSAGES, MOVES_QUERIES, ONE_SHOT
-from mvr_ray.distributed.refinement.state import ShardChanges, StoredViews, ordinals
+from mvr_ray.core.searching.exact import ranks
+from mvr_ray.distributed.refinement.state import ShardChanges, StoredViews
 from mvr_ray.index.base import IndexParams, ShardIndex
 from mvr_ray.index.kinds import open_index
 from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
@@ -205,10 +206,9 @@ class RefinementSimulator:
             relevant_QK, seen_QK = simulate_clicks(relevant_QK, setting.seed)
             passage_QK, positives = np.where(seen_QK, passage_QK, -1), "all"
         labels = labels_from_hits(passage_QK, np.zeros(passage_QK.shape, np.int16), relevant_QK, positives)
-        slots = winning_slots(
-            state.labelled_QD, self._vectors(state), self.block.row_ptr, labels.question_L, labels.passage_L
-        )
-        return labels._replace(view_L=self.block.view_numbers_N[slots].astype(np.int16))
+        block = self.block._replace(vectors_ND=self._vectors(state))
+        view_L = winning_view_numbers(state.labelled_QD, block, labels.question_L, labels.passage_L)
+        return labels._replace(view_L=view_L)
 
     def step(self, setting: Setting, state: SimulatedState, labels: Labels) -> SimulatedState:
         """Return the state after one round of a setting."""
@@ -220,7 +220,7 @@ class RefinementSimulator:
         if setting.move == "every":
             copies_L = np.repeat(np.arange(len(slots_L)), np.diff(self.block.row_ptr)[labels.passage_L])
             labels = labels.take(copies_L)
-            slots_L = self.block.row_ptr[labels.passage_L] + ordinals(copies_L)
+            slots_L = self.block.row_ptr[labels.passage_L] + ranks(copies_L)
         vectors_ND, labelled_QD, changes = self._vectors(state), state.labelled_QD, state.changes
         sizes = len(vectors_ND), len(labelled_QD)
         matrices = label_matrices(slots_L, labels.question_L, labels.positive_L, *sizes)

@@ -107,5 +107,29 @@ def test_viewers_at_one_position_of_minilm_read_alike_and_viewers_at_their_own_d
 
 def test_pieces_that_are_read_alone_have_no_common_attention(tiny):
     encoder = DualEncoder.from_backbone(tiny("bert"), replace(SPEC, strategy="splits"))
-    with pytest.raises(EncoderError, match="strategy 'splits' reads every piece alone"):
+    with pytest.raises(EncoderError, match="strategy 'splits' reads a passage in several sequences"):
         view_attention(encoder, encoder.tokenize_passages(PASSAGES))
+
+
+def test_the_whole_view_attends_as_the_one_view_of_mean_does(tiny):
+    whole, mean = (
+        DualEncoder.from_backbone(tiny("bert"), replace(SPEC, **settings))
+        for settings in ({"whole_view": True}, {"strategy": "mean"})
+    )
+    passages = [*PASSAGES, Passage("3", "The sea", "")]
+    pairs = zip(*(view_attention(encoder, encoder.tokenize_passages(passages)) for encoder in (whole, mean)))
+    for own, one in pairs:
+        np.testing.assert_allclose(own.attention_VT[0], one.attention_VT[0], atol=1e-6)
+        assert own.mask_V[0]
+
+
+def test_the_windows_of_a_long_passage_have_no_common_attention(tiny):
+    plain, encoder = (
+        DualEncoder.from_backbone(tiny("bert"), replace(SPEC, max_passage_tokens=40, overlap_tokens=overlap))
+        for overlap in (0, 8)
+    )
+    short, long = encoder.tokenize_passages([PASSAGES[1], Passage("3", "", "Salt and trade. " * 40)])
+    [own], [expected] = (view_attention(one, [short]) for one in (encoder, plain))
+    np.testing.assert_array_equal(own.attention_VT, expected.attention_VT)
+    with pytest.raises(EncoderError, match="a passage in several sequences"):
+        view_attention(encoder, [short, long])

@@ -84,6 +84,16 @@ def test_a_share_is_a_softmax_of_two_and_does_not_know_the_level(positive, score
     np.testing.assert_allclose(share_beside(positive + shift, np.array(scores) + shift), shares, rtol=1e-6)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_longest_question_leaves_a_token_for_the_passage(tiny, kind):
+    pair = Pair("salt " * 40, Passage("1", "", "The river rises in the hills."))
+    num_special = AutoTokenizer.from_pretrained(tiny(kind)).num_special_tokens_to_add(pair=True)
+    [inputs] = CrossEncoder.from_backbone(tiny(kind), PairSpec(13 + num_special, 12)).tokenize([pair])
+    assert len(inputs["input_ids"]) == 13 + num_special
+    with pytest.raises(CrossEncoderError, match=r"leaves 0 for the passage beside a question of 12; raise mine"):
+        CrossEncoder.from_backbone(tiny(kind), PairSpec(12 + num_special, 12)).tokenize([pair])
+
+
 def test_what_cannot_score_pairs_is_refused_by_name(tiny, tmp_path):
     with pytest.raises(CrossEncoderError, match=r"has no head for scoring pairs .*train\.task=cross_encoder"):
         CrossEncoder.open(tiny("bert"))

@@ -129,7 +129,7 @@ def test_pieces_read_alone_see_no_more_of_the_text_than_one_pass_does(tiny):
     texts = [[i for i in passage.input_ids.tolist() if i not in special] for passage in (pieces, whole)]
     title = len(one_pass.passage_tower.tokenizer(PASSAGES[4].title, add_special_tokens=False).input_ids)
     assert texts[0][title:] == texts[1][title:]
-    with pytest.raises(EncoderError, match="strategy 'splits' reads every piece alone"):
+    with pytest.raises(EncoderError, match="strategy 'splits' reads a passage in several sequences"):
         encoder.mean_pool_passages([pieces])
 
 
@@ -194,6 +194,12 @@ def test_mean_pooling_for_the_warm_start_is_what_the_mean_strategy_reads(tiny, n
     np.testing.assert_allclose(actual.numpy(), expected, atol=1e-5)
     np.testing.assert_allclose(encoder.mean_pool_queries(QUERIES).numpy(), mean.embed_queries(QUERIES), atol=1e-5)
     assert encoder.training and not actual.requires_grad
+
+
+def test_a_passage_in_windows_has_no_mean_to_warm_up_towards(tiny):
+    encoder = DualEncoder.from_backbone(tiny("bert"), replace(SPEC, max_passage_tokens=40, overlap_tokens=8))
+    with pytest.raises(EncoderError, match=r"cannot be warmed up .*; set train\.warm_start_steps to 0"):
+        encoder.mean_pool_passages(encoder.tokenize_passages([PASSAGES[4]]))
 
 
 @pytest.mark.parametrize("one_tower", [True, False])

@@ -1,7 +1,8 @@
 """Labels from hits and gold passages, and the views that win, against loops over pairs."""
 
+from pathlib import Path
+
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,9 +11,10 @@ from mvr_ray.core.refining.pseudo_labels import (
     gold_relevance,
     label_matrices,
     labels_from_hits,
-    winning_slots,
+    winning_view_numbers,
 )
-from mvr_ray.core.searching.exact import BlockTable, Pairs
+from mvr_ray.index.base import IndexParams
+from mvr_ray.index.kinds import open_index
 from mvr_ray.types import EmbeddingBlock
 
 
@@ -93,31 +95,28 @@ def random_passages(rng: np.random.Generator, passages: int, dimension: int):
     return row_ptr, numbers, rng.normal(size=(int(row_ptr[-1]), dimension)).astype(np.float16)
 
 
-@pytest.mark.parametrize("at_once", [1, 7, 65_536])
-def test_the_winning_view_is_the_best_scored_and_the_first_of_equals(at_once: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("mvr_ray.core.refining.pseudo_labels._PAIRS_AT_ONCE", at_once)
+def test_the_winning_view_is_the_best_scored_and_the_first_of_equals():
     rng = np.random.default_rng(3)
-    row_ptr, _, vectors = random_passages(rng, 12, 4)
+    row_ptr, numbers, vectors = random_passages(rng, 12, 4)
     vectors[row_ptr[5] : row_ptr[6]] = vectors[row_ptr[5]]
     queries = rng.normal(size=(6, 4)).astype(np.float32)
     question, passage = rng.integers(0, 6, 40), rng.integers(0, 12, 40)
-    slots = winning_slots(queries, vectors, row_ptr, question, passage)
-    for slot, q, p in zip(slots, question, passage):
-        scores = [
-            np.float32(sum(float(a) * float(b) for a, b in zip(queries[q], v)))
-            for v in vectors[row_ptr[p] : row_ptr[p + 1]]
-        ]
-        assert slot - row_ptr[p] == scores.index(max(scores))
+    block = EmbeddingBlock([f"{row:02}" for row in range(12)], row_ptr, numbers, vectors)
+    views = winning_view_numbers(queries, block, question, passage)
+    for view, q, p in zip(views, question, passage):
+        own = slice(row_ptr[p], row_ptr[p + 1])
+        scores = [np.float32(sum(float(a) * float(b) for a, b in zip(queries[q], v))) for v in vectors[own]]
+        assert view == numbers[own][scores.index(max(scores))]
 
 
 def test_a_label_goes_to_the_view_that_wins_the_search():
     """The first view scores 0 or 1 in float64, by the order of the sum; the search's order gives 0."""
     vectors = np.array([[1, 2.0**60, -(2.0**60), 1], [0.5, 0, 0, 0]], np.float32)
-    queries, row_ptr, first = np.ones((1, 4), np.float32), np.array([0, 2]), np.array([0])
-    block = EmbeddingBlock(["a"], row_ptr, np.array([0, 1], np.int16), vectors)
-    for use_native in (True, False):
-        pairs = BlockTable([block], use_native=use_native).rescore(queries, Pairs(first, first))
-        assert pairs.view_M.tolist() == winning_slots(queries, vectors, row_ptr, first, first).tolist()
+    block = EmbeddingBlock(["a"], np.array([0, 2]), np.array([0, 1], np.int16), vectors)
+    queries, first = np.ones((1, 4), np.float32), np.array([0])
+    index = open_index(IndexParams(kind="flat"), [block], Path())
+    assert index.search(queries, 1).views_QK.tolist() == [[1]]
+    assert winning_view_numbers(queries, block, first, first).tolist() == [1]
 
 
 def test_matrices_hold_each_label_once_on_its_side():

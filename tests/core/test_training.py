@@ -259,10 +259,10 @@ def test_cached_passes_draw_the_same_dropout_twice():
     cached_gradients = {name: gradient.clone() for name, gradient in gradients(encoder).items()}
     encoder.zero_grad()
 
-    from mvr_ray.core.learning.training import _passes
+    from mvr_ray.core.learning.training import _PASSAGES, _QUESTIONS, _passes
 
-    queries_QD = torch.cat([encode() for encode in _passes(encoder.encode_queries, share.texts, 0, share, settings)])
-    passes = [encode() for encode in _passes(encoder.encode_passages, share.passages, 1, share, settings)]
+    queries_QD = torch.cat([encode() for encode in _passes(encoder, _QUESTIONS, share, settings)])
+    passes = [encode() for encode in _passes(encoder, _PASSAGES, share, settings)]
     terms = joined_loss("mvr")(
         queries_QD, torch.cat([v.views_PVD for v in passes]), torch.cat([v.mask_PV for v in passes])
     )

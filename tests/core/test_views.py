@@ -346,6 +346,31 @@ def test_what_a_backbone_cannot_express_is_refused(spec, layout, message):
     assert str(error.value) == message
 
 
+@settings(max_examples=200)
+@given(
+    case=st.sampled_from(sorted(CASES)),
+    limit=st.integers(3, 64),
+    title=st.integers(0, 40),
+    prompt=st.integers(0, 30),
+)
+def test_a_limit_that_is_accepted_holds_a_prompt_a_title_every_viewer_and_some_of_the_text(case, limit, title, prompt):
+    spec = replace(CASES[case][0], max_passage_tokens=limit)
+    layout = replace(LAYOUT, passage_prompt_tokens=prompt)
+    try:
+        layout.check(spec, "tiny")
+    except EncoderError as error:
+        assert "give at least" in str(error)
+        return
+    text = TextTokens(ids=list(range(200, 290)), ends=list(range(1, 91)))
+    spans = [(0, 30), (30, 60), (60, 90)]
+    passage = layout.passage(spec, list(range(500, 500 + title)), text, spans, list(range(600, 600 + prompt)))
+    for row in layout.rows(passage) if spec.has_rows else [passage]:
+        ids = row.input_ids.tolist()
+        assert len(ids) <= limit
+        assert sum(600 <= token < 600 + prompt for token in ids) == prompt
+        assert any(200 <= token < 290 for token in ids)
+
+
 @pytest.mark.parametrize("spec", [case[0] for case in CASES.values()])
 def test_what_a_backbone_can_express_is_accepted(spec):
     LAYOUT.check(spec, "tiny")

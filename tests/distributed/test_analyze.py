@@ -309,6 +309,23 @@ def test_one_view_has_nothing_to_compare(own_index, run_over):
     assert [values[name] for name in ("lv", "ppl", "view_pair_cosine", "attention_kl")] == [None] * 4
 
 
+def test_attention_is_measured_over_passages_that_one_window_holds(own_index, run_over):
+    from mvr_ray.distributed.build_index import index
+
+    settings = {"overlap_tokens": 16, "max_passage_tokens": 160}
+    run = run_over(own_index, encoder=settings, index={"name": "windows"}, analyze={"attention_passages": 40})
+    index(run)
+    report = analyze(run)
+    store = Store(str(own_index))
+    encoder = DualEncoder.load(own_index / paths.encoder_dir("encoder", report.encoder_fingerprint))
+    passages = list(dict.fromkeys(views.passage_id for views in report.values))
+    texts = only_corpus(store).get(_evenly_spaced(passages, 40))
+    has_one_window = {name: encoder.tokenize_passages([own])[0].num_tokens <= 160 for name, own in texts.items()}
+    measured = {views.passage_id for views in report.values if views.attention_kl is not None}
+    assert measured == {name for name, whole in has_one_window.items() if whole}
+    assert 0 < report.attention_passages == len(measured) < len(texts)
+
+
 def test_the_view_that_wins_is_the_one_that_search_finds_whatever_the_length_of_views():
     """A cosine prefers a short view of the right direction; a search by inner products does not."""
     rng = np.random.default_rng(4)

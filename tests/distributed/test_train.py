@@ -135,6 +135,21 @@ def test_a_training_killed_anywhere_ends_with_the_same_weights_to_the_bit(store_
         assert DualEncoder.load(store.local_path(folder)).spec.max_passage_tokens == 48
 
 
+@pytest.mark.data
+def test_training_shortens_passages_and_never_reads_more_of_them_than_the_encoder(store_path):
+    """The encoder reads 48 tokens of a passage."""
+    cfg = {"questions": "tiny", "batch_questions": 4, "max_steps": 2, "warm_start_steps": 0}
+    fingerprints = [
+        train(
+            run_of(store_path, {**cfg, "max_passage_tokens": limit}, {"name": f"at-most-{limit}", **QUICK})
+        ).fingerprint
+        for limit in (0, 96, 24)
+    ]
+    assert fingerprints[0] == fingerprints[1] != fingerprints[2]
+    with pytest.raises(EncoderError, match="max_passage_tokens is 3, too few for 2 views"):
+        train(run_of(store_path, {**cfg, "max_passage_tokens": 3}, {"name": "at-most-3", **QUICK}))
+
+
 def test_a_checkpoint_copies_the_tensors_of_one_file_at_a_time(tmp_path, monkeypatch: pytest.MonkeyPatch):
     model = torch.nn.Linear(4, 4)
     optimiser = torch.optim.AdamW(model.parameters())

@@ -1,10 +1,12 @@
 """Late interaction and centroids against loops."""
 
 import numpy as np
+import pytest
 import torch
 
+from mvr_ray.config import parse_run
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
-from mvr_ray.studies.cost import TokenStates, centroids, late_interaction, token_states
+from mvr_ray.studies.cost import TokenStates, _systems, centroids, late_interaction, token_states
 from mvr_ray.types import Passage
 
 PASSAGES = [
@@ -49,3 +51,18 @@ def test_centroids_are_where_k_means_stands_still_or_nearer_to_the_tokens_than_i
         torch.testing.assert_close(centroids(alone, len(own))[0], own)
     together = centroids(TokenStates(states, real), 3)
     torch.testing.assert_close(together[1], centroids(TokenStates(states[1:], real[1:]), 3)[0])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strategy": "snippets", "title_view": True, "empty_snippets": "kept"},
+        {"whole_view": True},
+        {"overlap_tokens": 8},
+    ],
+)
+def test_every_system_is_measured_whatever_the_studys_encoder_is(tiny_backbone, settings):
+    encoder = {"backbone": str(tiny_backbone), "max_passage_tokens": 64, **settings}
+    systems = _systems(parse_run({"encoder": encoder}, "test"), PASSAGES, QUERIES, torch.device("cpu"))
+    for system in systems.values():
+        assert system.search(system.encode()).shape == (2, 2)

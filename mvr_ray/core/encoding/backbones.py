@@ -29,9 +29,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_TEXT_ENCODING_MAPPING, MODEL_MAPPING
 
 from mvr_ray.core.encoding.model_folder import read_modules
-from mvr_ray.core.encoding.stored_model import first_line, translate_load_errors
+from mvr_ray.core.encoding.stored_model import translate_load_errors
 from mvr_ray.core.encoding.tower import KINDS, LoadedModel, Tower, quiet_transformers
-from mvr_ray.errors import EncoderError, MvrRayError, count_noun
+from mvr_ray.errors import EncoderError, MvrRayError, count_noun, first_line
 
 _HUB_TIMEOUT_S = 5.0
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

@@ -281,6 +281,10 @@ class DualEncoder(StoredModel):
                 spans[view] = span
         return spans
 
+    def rows(self, passage: TokenizedPassage) -> list[TokenizedPassage]:
+        """Split a passage into its sequences: pieces, windows, or the passage itself."""
+        return self.layout.rows(passage) if self.spec.has_rows else [passage]
+
     def encode_queries(self, texts: Sequence[str]) -> Tensor:
         """Encode queries as queries_QD, differentiable."""
         return self._read(self.question_tower, self.tokenize_queries(texts), 1, FP32).views_PVD[:, 0]
@@ -311,12 +315,13 @@ class DualEncoder(StoredModel):
 
         A title that is a snippet has no separator after it here either.
 
-        Raises EncoderError where each piece is encoded alone: no state of the whole passage exists as a target.
+        Raises EncoderError where a passage may be several sequences: no state of the whole passage exists as a target.
         """
-        if self.spec.has_pieces:
+        if self.spec.has_rows:
             raise EncoderError(
-                f"strategy {self.spec.strategy!r} reads every piece alone and cannot be warmed up towards the mean of "
-                f"the whole passage; set train.warm_start_steps to 0, and encoder.readout to snippet_mean instead"
+                f"strategy {self.spec.strategy!r} reads a passage in several sequences and cannot be warmed up towards "
+                f"the mean of the whole passage; set train.warm_start_steps to 0, and instead, for pieces, "
+                f"encoder.readout to snippet_mean, or, for windows, encoder.overlap_tokens to 0"
             )
         return self._mean_pool(self.passage_tower, batch)
 
@@ -377,7 +382,7 @@ class DualEncoder(StoredModel):
         if not batch:
             empty_PVD = torch.zeros(0, num_views, self.dimension, device=self.device)
             return PassageViews(empty_PVD, empty_PVD[..., 0].bool())
-        rows = [self.layout.rows(passage) if self.spec.has_rows else [passage] for passage in batch]
+        rows = [self.rows(passage) for passage in batch]
         if self._pools and not tower.pooling.is_mean_of_tokens:
             views_PVD, count_PV = self._pool(tower, batch, precision)
         elif len(batch) == sum(map(len, rows)):

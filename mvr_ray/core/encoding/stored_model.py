@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from mvr_ray.checksums import json_with_checksum, parse_json
-from mvr_ray.errors import FingerprintError, MvrRayError
+from mvr_ray.errors import FingerprintError, MvrRayError, first_line
 
 FORMAT_VERSION = 1
 
@@ -140,8 +140,3 @@ def translate_load_errors(
         raise
     except Exception as error:  # noqa: BLE001
         raise error_type(f"{what} cannot be loaded: {first_line(error)}; {advice}") from None
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of a library's message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -254,7 +254,7 @@ class Layout:
                     f"lower max_{name}_tokens to {self.num_positions - num_viewers} or less"
                 )
         least_beside_title = {"viewers": spec.num_views + 2, "snippets": 2 * spec.num_views + 1}.get(spec.strategy, 3)
-        least = -(-4 * least_beside_title // 3) + self.passage_prompt_tokens
+        least = -(-4 * (least_beside_title + self.passage_prompt_tokens) // 3)
         if spec.passage_limit < least:
             beside = f" and a prompt of {self.passage_prompt_tokens} tokens" if self.passage_prompt_tokens else ""
             raise EncoderError(

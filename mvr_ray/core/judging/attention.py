@@ -33,12 +33,12 @@ class ViewAttention(NamedTuple):
 def view_attention(encoder: DualEncoder, batch: Sequence[TokenizedPassage]) -> list[ViewAttention]:
     """Compute the last layer's attention of every view of each passage, float64.
 
-    Raises EncoderError where each piece is encoded alone: such views attend to different tokens.
+    Raises EncoderError for a passage of several sequences: such views attend to different tokens.
     """
-    if encoder.spec.has_pieces:
+    if any(len(encoder.rows(passage)) > 1 for passage in batch):
         raise EncoderError(
-            f"strategy {encoder.spec.strategy!r} reads every piece alone, so its views attend to different texts; "
-            f"attention is compared for strategies that read the whole passage"
+            f"strategy {encoder.spec.strategy!r} reads a passage in several sequences, so its views attend to "
+            f"different texts; attention is compared where one sequence has the whole passage"
         )
     tower = encoder.passage_tower
     backbone: Any = tower.backbone
@@ -54,6 +54,8 @@ def view_attention(encoder: DualEncoder, batch: Sequence[TokenizedPassage]) -> l
             mean_PTT = output.attentions[-1].double().mean(1).cpu().numpy()
             for mean_TT, passage in zip(mean_PTT, part):
                 member_VT = passage.view_T == np.arange(encoder.num_views)[:, None]
+                if encoder.spec.whole_view:
+                    member_VT[0] = passage.view_T >= 0
                 count_V, size = member_VT.sum(1), passage.num_tokens
                 attention_VT = member_VT @ mean_TT[:size, :size] / np.maximum(count_V, 1)[:, None]
                 results.append(ViewAttention(attention_VT, count_V > 0))

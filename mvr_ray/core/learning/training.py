@@ -33,6 +33,8 @@ LossFunction = Callable[[Tensor, Tensor, Tensor], LossTerms]
 """(queries_QD, views_PVD, mask_PV) of the joined batch -> LossTerms."""
 
 _DROPOUT = 2
+_QUESTIONS, _PASSAGES = 0, 1
+"""The sides, in the seeds of dropout."""
 
 
 class RankInputs(NamedTuple):
@@ -118,10 +120,8 @@ def loss_and_gradients(
     """
     with_cache = 0 < settings.chunk < max(len(share.texts), len(share.passages))
     with torch.no_grad() if with_cache else nullcontext():
-        queries_QD = torch.cat(
-            [encode() for encode in _passes(encoder.encode_queries, share.texts, 0, share, settings)]
-        )
-        passes = [encode() for encode in _passes(encoder.encode_passages, share.passages, 1, share, settings)]
+        queries_QD = torch.cat([encode() for encode in _passes(encoder, _QUESTIONS, share, settings)])
+        passes = [encode() for encode in _passes(encoder, _PASSAGES, share, settings)]
         views_PVD = torch.cat([views.views_PVD for views in passes])
         mask_PV = torch.cat([views.mask_PV for views in passes]) & share.real_P[:, None]
     if with_cache:
@@ -130,19 +130,13 @@ def loss_and_gradients(
     terms = loss(all_QD, all_PVD, all_PV)
     (terms.total * scale).backward()
     if with_cache:
-        _second_pass(_passes(encoder.encode_queries, share.texts, 0, share, settings), queries_QD, settings.chunk)
-        second = (
-            (lambda views=encode: views().views_PVD)
-            for encode in _passes(encoder.encode_passages, share.passages, 1, share, settings)
-        )
-        _second_pass(second, views_PVD, settings.chunk)
+        second_queries = (encode() for encode in _passes(encoder, _QUESTIONS, share, settings))
+        second_views = (encode().views_PVD for encode in _passes(encoder, _PASSAGES, share, settings))
+        for second, vectors in ((second_queries, queries_QD), (second_views, views_PVD)):
+            assert vectors.grad is not None
+            for part, gradient in zip(second, vectors.grad.split(settings.chunk)):
+                (part * gradient).sum().backward()
     return StepOutput(LossTerms(*(term.detach() for term in terms)), all_QD.detach(), all_PVD.detach(), all_PV)
-
-
-def _second_pass(passes: Iterable[Callable[[], Tensor]], vectors: Tensor, chunk: int) -> None:
-    assert vectors.grad is not None
-    for encode, gradient in zip(passes, vectors.grad.split(chunk)):
-        (encode() * gradient).sum().backward()
 
 
 def distil_gradients(
@@ -161,14 +155,12 @@ def distil_gradients(
     """
     chunk = settings.chunk or max(len(share.texts), len(share.passages))
     total = targets_QD.new_zeros(())
-    for encode, target in zip(
-        _passes(encoder.encode_queries, share.texts, 0, share, settings), targets_QD.split(chunk)
-    ):
+    for encode, target in zip(_passes(encoder, _QUESTIONS, share, settings), targets_QD.split(chunk)):
         loss = (1 - F.cosine_similarity(encode(), target)).sum() / len(share.texts)
         (loss * scale).backward()
         total += loss.detach()
     targets = zip(targets_PD.split(chunk), share.real_P.split(chunk))
-    for encode, (target, real) in zip(_passes(encoder.encode_passages, share.passages, 1, share, settings), targets):
+    for encode, (target, real) in zip(_passes(encoder, _PASSAGES, share, settings), targets):
         views = encode()
         mean_PD = (views.views_PVD * views.mask_PV[..., None]).sum(1)
         distance_P = (1 - F.cosine_similarity(mean_PD, target)) * real
@@ -179,9 +171,11 @@ def distil_gradients(
 
 
 def _passes(
-    encode: Callable[[Any], Any], items: Sequence[Any], side: int, share: RankInputs, settings: PassSettings
+    encoder: "DualEncoder", side: int, share: RankInputs, settings: PassSettings
 ) -> Iterator[Callable[[], Any]]:
-    """Yield the passes over the items of a side, questions (0) or passages (1)."""
+    """Yield the passes over the questions or the passages, chunk by chunk."""
+    encode = encoder.encode_queries if side == _QUESTIONS else encoder.encode_passages
+    items: Sequence[Any] = share.texts if side == _QUESTIONS else share.passages
     for number, part in enumerate(chunks(items, settings.chunk)):
         yield partial(run_seeded, settings, (side, number), share.real_P.device, partial(encode, part))
 

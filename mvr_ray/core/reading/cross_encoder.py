@@ -53,6 +53,15 @@ class CrossEncoder(TaskModel):
     default_spec: ClassVar = PairSpec()
     length_setting: ClassVar[str] = "mine.max_pair_tokens"
 
+    def __init__(self, weights: LoadedModel, spec: PairSpec | None, name: str) -> None:
+        super().__init__(weights, spec, name)
+        spec, num_special = self.spec, self.tokenizer.num_special_tokens_to_add(pair=True)
+        if (text_tokens := spec.max_tokens - spec.max_question_tokens - num_special) < 1:
+            raise CrossEncoderError(
+                f"max_tokens is {spec.max_tokens}, which leaves {max(0, text_tokens)} for the passage beside a "
+                f"question of {spec.max_question_tokens}; raise mine.max_pair_tokens or lower read.max_question_tokens"
+            )
+
     @classmethod
     def open_model(cls, folder: str) -> LoadedModel:
         """Load a model that scores a pair of texts by one logit, or by two: no and yes."""

@@ -13,13 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csr_array
 
-from mvr_ray.core.searching.exact import exact_scores
-from mvr_ray.types import FloatArray, IntArray
+from mvr_ray.core.searching.exact import BlockTable, Pairs
+from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 BoolArray = NDArray[np.bool_]
 Positives = Literal["all", "first"]
-
-_PAIRS_AT_ONCE = 65_536
 
 
 class Labels(NamedTuple):
@@ -89,33 +87,18 @@ def gold_relevance(passage_QK: IntArray, gold_Q: Sequence[Collection[int]]) -> B
     return relevant_QK
 
 
-def winning_slots(
-    queries_QD: FloatArray, vectors_ND: FloatArray, row_ptr: IntArray, question_L: IntArray, passage_L: IntArray
+def winning_view_numbers(
+    queries_QD: FloatArray, block: EmbeddingBlock, question_L: IntArray, passage_L: IntArray
 ) -> IntArray:
-    """Find the vector number of the passage's best view for each (question, passage), first on ties. int64 [L].
+    """Return the number of the view by which a search would rank the passage for each (question, passage). int16 [L].
 
-    Scores are those of search (`exact_scores`). Every passage must have a view.
+    Every passage must have a view.
     """
-    slot_L = np.empty(len(question_L), np.int64)
-    counts_L = np.diff(row_ptr)[passage_L]
-    assert (counts_L > 0).all(), "a labelled passage has no view"
-    ends_L = np.cumsum(counts_L)
-    start = 0
-    while start < len(question_L):
-        num_before = ends_L[start - 1] if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends_L, num_before + _PAIRS_AT_ONCE, side="right")))
-        part = slice(start, stop)
-        count_C = counts_L[part]
-        first_C = np.cumsum(count_C) - count_C
-        pair_X = np.repeat(np.arange(len(count_C)), count_C)
-        slot_X = row_ptr[passage_L[part]][pair_X] + np.arange(len(pair_X)) - first_C[pair_X]
-        score_X = exact_scores(queries_QD[question_L[part]][pair_X], vectors_ND[slot_X])
-        best_C = np.maximum.reduceat(score_X, first_C)
-        wins_X = np.flatnonzero(score_X == best_C[pair_X])
-        _, lowest_C = np.unique(pair_X[wins_X], return_index=True)
-        slot_L[part] = slot_X[wins_X[lowest_C]]
-        start = stop
-    return slot_L
+    view_L = np.empty(len(passage_L), np.int16)
+    view_L[np.argsort(passage_L, kind="stable")] = (
+        BlockTable([block]).rescore(queries_QD, Pairs(question_L, passage_L)).view_M
+    )
+    return view_L
 
 
 def label_matrices(

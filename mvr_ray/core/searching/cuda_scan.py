@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from mvr_ray.core.searching.kernels import GPU_STEP, Candidates, PreparedQueries, TorchKernel
+from mvr_ray.errors import first_line
 from mvr_ray.types import FloatArray, IntArray
 
 log = logging.getLogger(__name__)
@@ -180,7 +181,7 @@ class FusedKernel(TorchKernel):
             self.best_views(torch.ones(1, 16, device=self.device), DeviceRows(rows_ND, None), np.array([8]), 8)
             torch.cuda.synchronize(self.device)
         except (TritonError, RuntimeError, OSError, subprocess.SubprocessError) as error:
-            log.warning("scan without its kernel: device=%s reason=%s", self.device, str(error).partition("\n")[0])
+            log.warning("scan without its kernel: device=%s reason=%s", self.device, first_line(error))
             self.fused = False
 
     def select(

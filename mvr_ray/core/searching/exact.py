@@ -202,6 +202,6 @@ def distinct(values: IntArray) -> IntArray:
     return ascending[np.concatenate([np.ones(min(len(ascending), 1), bool), ascending[1:] != ascending[:-1]])]
 
 
-def ranks(query_M: IntArray) -> IntArray:
-    """Number the pairs within each query; pairs are sorted by query."""
-    return np.arange(len(query_M)) - np.searchsorted(query_M, query_M)
+def ranks(group_M: IntArray) -> IntArray:
+    """Number the members of each group (the pairs of a query, the views of a passage); groups ascend."""
+    return np.arange(len(group_M)) - np.searchsorted(group_M, group_M)

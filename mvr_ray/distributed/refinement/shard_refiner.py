@@ -22,7 +22,7 @@ from mvr_ray.checksums import with_trailer
 from mvr_ray.config import RefineConfig
 from mvr_ray.core.judging.answers import AnswerMatcher, Match
 from mvr_ray.core.refining import aopt, feedback
-from mvr_ray.core.refining.pseudo_labels import Labels, label_matrices, winning_slots
+from mvr_ray.core.refining.pseudo_labels import Labels, label_matrices, winning_view_numbers
 from mvr_ray.core.searching.exact import distinct
 from mvr_ray.core.searching.merging import merge, replace_hits
 from mvr_ray.distributed import shards
@@ -192,8 +192,7 @@ class ShardRefiner:
         """View number that scores best for each (query, passage) at a state."""
         rows, inverse_L = np.unique(row_L, return_inverse=True)
         now = StoredViews(self._blocks(at, shard)).gather(rows)
-        slot_L = winning_slots(queries_QD, now.vectors_ND, now.row_ptr, query_L, inverse_L)
-        return now.view_numbers_N[slot_L]
+        return winning_view_numbers(queries_QD, now, query_L, inverse_L)
 
     def query_sums(self, shard: int, at: StateId, labels: Labels, num_queries: int) -> aopt.LabelSums:
         """Compute this shard's part of each query's sums (query side, eqs. 7 and 11)."""

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from mvr_ray.checksums import without_trailer
-from mvr_ray.core.searching.exact import distinct
+from mvr_ray.core.searching.exact import distinct, ranks
 from mvr_ray.errors import DigestError, MissingInputError, StagingError
 from mvr_ray.store.delta import views_by_id
 from mvr_ray.store.embeddings import BlockRow, Views, gather_rows
@@ -81,7 +81,7 @@ class ShardChanges:
 
     def feedback_changes(self, other: "ShardChanges") -> IntArray:
         """Rows whose feedback views differ between two states: present in one only, or with another vector."""
-        keys, other_keys = (state.feedback_F * VIEW_BASE + ordinals(state.feedback_F) for state in (self, other))
+        keys, other_keys = (state.feedback_F * VIEW_BASE + ranks(state.feedback_F) for state in (self, other))
         common, mine, theirs = np.intersect1d(keys, other_keys, True, return_indices=True)
         differs = (self.feedback_FD[mine] != other.feedback_FD[theirs]).any(axis=1)
         return distinct(np.concatenate([np.setxor1d(keys, other_keys, True), common[differs]]) // VIEW_BASE)
@@ -163,7 +163,7 @@ class StoredViews:
         row_N = np.repeat(np.arange(len(block.ids)), np.diff(block.row_ptr))
         stays_N = ~(np.isin(row_N, rows_F) & (block.view_numbers_N >= num_views))
         row_N = np.concatenate([row_N[stays_N], rows_F])
-        new_numbers_F = (num_views + ordinals(rows_F)).astype(block.view_numbers_N.dtype)
+        new_numbers_F = (num_views + ranks(rows_F)).astype(block.view_numbers_N.dtype)
         numbers_N = np.concatenate([block.view_numbers_N[stays_N], new_numbers_F])
         extra_FD = state.feedback_FD[first:last].astype(block.vectors_ND.dtype)
         vectors_ND = np.concatenate([block.vectors_ND[stays_N], extra_FD])
@@ -182,8 +182,3 @@ class StoredViews:
 def _same_bytes(before: Views, after: Views) -> bool:
     same_views = np.array_equal(before.view_numbers_N, after.view_numbers_N)
     return same_views and before.vectors_ND.tobytes() == after.vectors_ND.tobytes()
-
-
-def ordinals(rows_F: IntArray) -> IntArray:
-    """Number of equal rows before each one, for ascending rows."""
-    return np.arange(len(rows_F)) - np.searchsorted(rows_F, rows_F)

@@ -39,7 +39,7 @@ from mvr_ray import errors
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.ray_errors import unwrap_error
 from mvr_ray.distributed.searching.messages import frame, split_frame
-from mvr_ray.errors import MvrRayError
+from mvr_ray.errors import MvrRayError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -263,7 +263,7 @@ class Connection:
                 raise ConnectionLost("the caller gave the call up")
             return ray.get(self.actor.handle.remote(method, call, message), timeout=timeout_s)
         except (RayActorError, GetTimeoutError, flight.FlightTimedOutError) as error:
-            raise ConnectionLost(str(error).partition("\n")[0]) from error
+            raise ConnectionLost(first_line(error)) from error
         except RayTaskError as error:
             raise unwrap_error(error, "searching") from error
 
@@ -326,9 +326,9 @@ class Connection:
             client = new_client, token
         except RayError as error:  # the actor restarts, or is dead
             retry_s = RESTART_RETRY_S
-            log.info("not connected yet: %s", str(error).partition("\n")[0])
+            log.info("not connected yet: %s", first_line(error))
         except (pa.ArrowException, OSError) as error:
-            log.warning("not connected, calls go by Ray: %s", str(error).partition("\n")[0])
+            log.warning("not connected, calls go by Ray: %s", first_line(error))
         finally:
             with self._lock:
                 self._client, self._connecting = client if epoch == self._epoch else None, False

@@ -7,7 +7,6 @@ Shapes: Q questions, P passages, V views, D dimension; W ranks.
 
 import copy
 import logging
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +32,7 @@ from mvr_ray.core.learning.training import (
     world_size,
 )
 from mvr_ray.distributed.encoders import encoder_spec, make_encoder, starting_snapshot
-from mvr_ray.distributed.training.checkpoints import EpochSums, TrainState
+from mvr_ray.distributed.training.checkpoints import EpochSums
 from mvr_ray.distributed.training.examples import open_dev, open_examples
 from mvr_ray.distributed.training.steps import StepLoop, TrainingJob, training_job
 from mvr_ray.errors import ConfigError, EncoderError
@@ -130,16 +129,7 @@ class RetrieverLoop(StepLoop):
         super().__init__(job, progress, device, warm_start_steps(job.run, job.model))
         self.teacher: DualEncoder | None = None
         self.loss = loss_name(job.run, self.model)
-        self.full_spec = self.model.spec
         self.matcher = AnswerMatcher(job.run.evaluate.match)
-
-    def run(self) -> TrainState:
-        if self.cfg.max_passage_tokens:
-            self.model.spec = replace(self.full_spec, max_passage_tokens=self.cfg.max_passage_tokens)
-        try:
-            return super().run()
-        finally:
-            self.model.spec = self.full_spec
 
     def _resume(self) -> torch.optim.Optimizer:
         if self.schedule.warm:
@@ -161,7 +151,8 @@ class RetrieverLoop(StepLoop):
 
     def _share(self, batch: JoinedBatch) -> RankInputs:
         part = rank_share(len(batch.texts), len(batch.passages), rank(), world_size())
-        tokens = self.model.tokenize_passages([batch.passages[row] for row in part.passages])
+        passages = [batch.passages[row] for row in part.passages]
+        tokens = self.model.tokenize_passages(passages, self.cfg.max_passage_tokens)
         real_P = torch.from_numpy(part.real_P).to(self.device)
         return RankInputs([batch.texts[row] for row in part.questions], tokens, real_P)
 
@@ -181,7 +172,7 @@ class RetrieverLoop(StepLoop):
                 mask_PV,
                 positive_Q,
                 tau=tau,
-                scale=self.full_spec.score_scale,
+                scale=self.model.spec.score_scale,
                 local_weight=self.cfg.local_weight,
                 answer_QV=answer_QV,
                 answer_share=self.cfg.answer_share,
@@ -191,7 +182,7 @@ class RetrieverLoop(StepLoop):
                 return terms
             teacher_QP = torch.full(known_QP.shape, torch.nan, device=self.device)
             teacher_QP[:, : batch.teacher_QP.shape[1]] = torch.from_numpy(batch.teacher_QP).to(self.device)
-            scale = self.full_spec.score_scale
+            scale = self.model.spec.score_scale
             distillation = distillation_loss(queries_QD, views_PVD, mask_PV, teacher_QP, scale=scale)
             return terms._replace(total=terms.total + self.cfg.distil_weight * distillation)
 
@@ -279,9 +270,7 @@ class RetrieverLoop(StepLoop):
 
     def _embed(self, passages: list[Passage]) -> PassageViews:
         """Embed passages as for search: in evaluation mode, with the encoder's own lengths."""
-        short, self.model.spec = self.model.spec, self.full_spec
         tokens = self.model.tokenize_passages(passages)
         parts = [self.model.embed_passages(tokens[at : at + 16]) for at in range(0, len(tokens), 16)]
-        self.model.spec = short
         views = (torch.from_numpy(np.concatenate([part[i] for part in parts])) for i in (0, 1))
         return PassageViews(*views)
