@@ -128,7 +128,12 @@ def _systems(
     run: RunConfig, passages: Sequence[Passage], questions: Sequence[str], device: torch.device
 ) -> dict[str, _System]:
     folder = resolve_model(run.encoder.backbone)
-    of_one_strategy = {"empty_snippets": "masked", "title_view": False, "whole_view": False, "overlap_tokens": 0}
+    of_one_strategy: dict[str, Any] = {
+        "empty_snippets": "masked",
+        "title_view": False,
+        "whole_view": False,
+        "overlap_tokens": 0,
+    }
     spec = replace(encoder_spec(run), **of_one_strategy)  # the others refuse these settings
     readouts: dict[str, dict[str, Any]] = {
         "DPR": {"strategy": "cls", "num_views": 1},

@@ -13,7 +13,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TextIO
+from typing import Any, BinaryIO, Literal, NamedTuple, TextIO
 
 from mvr_ray.errors import DataError, MissingInputError, MvrRayError, count_noun
 from mvr_ray.store.formats.records import BadRow
@@ -129,7 +129,7 @@ def csv_rows(path: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
             yield Row(dict(zip(header, row.values)), row.where)
 
 
-def _separated_rows(path: Path, delimiter: str, quoting: int = csv.QUOTE_MINIMAL) -> Iterator[Row | BadRow]:
+def _separated_rows(path: Path, delimiter: str, quoting: Literal[0, 3] = csv.QUOTE_MINIMAL) -> Iterator[Row | BadRow]:
     csv.field_size_limit(sys.maxsize)
     with open_text(path) as file:
         reader = csv.reader(file, delimiter=delimiter, strict=delimiter == ",", quoting=quoting)
