@@ -42,6 +42,8 @@ class Encoder:
         """
         if precision not in PRECISIONS:
             raise ConfigError(f"precision is {precision!r}; give one of {', '.join(PRECISIONS)}")
+        if "backbone" in settings:
+            raise ConfigError("Encoder: settings has encoder.backbone; give model= instead")
         backbone = str(model.expanduser().absolute()) if isinstance(model, Path) else model
         run = parse_run({"encoder": {**settings, "backbone": backbone}}, "Encoder")
         full = DualEncoder.from_backbone(resolve_model(run.encoder.backbone), encoder_spec(run))

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from mvr_ray.distributed.refinement.report import RefineReport
 
 BATCH_QUERIES = 256
+GIVEN_BY_ARGUMENTS = (("store", "path", "path"), ("encoder", "backbone", "model"), ("prepare", "sources", "passages"))
+"""Section and key of a setting that `Index.build` refuses, and the argument in its place."""
 NO_LIMITS = {
     "max_k": 1_000_000,
     "max_query_chars": 10_000_000,
@@ -97,6 +99,9 @@ class Index:
         """
         sources = rows.sources_of(passages)
         own = _sections(settings)
+        for section, key, argument in GIVEN_BY_ARGUMENTS:
+            if key in own.get(section, {}):
+                raise ConfigError(f"Index.build: settings has {section}.{key}; give {argument}= instead")
         own["store"] = {**own.get("store", {}), "path": _absolute(str(path))}
         backbone = _absolute(str(model)) if isinstance(model, Path) else model
         own["encoder"] = {**own.get("encoder", {}), "backbone": backbone}

@@ -885,6 +885,21 @@ def test_a_path_of_the_home_folder_names_a_run_file_and_a_model_may_be_a_path(
         Encoder(Path("~/nothing"))
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "argument"),
+    [("store", "path", "path"), ("encoder", "backbone", "model"), ("prepare", "sources", "passages")],
+)
+def test_settings_that_an_argument_gives_are_refused(tmp_path: Path, section: str, key: str, argument: str):
+    with pytest.raises(ConfigError, match=rf"^Index.build: settings has {section}.{key}; give {argument}= instead$"):
+        Index.build(["One."], path=tmp_path / "store", settings={section: {key: "other"}})
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_encoder_refuses_a_backbone_beside_its_model():
+    with pytest.raises(ConfigError, match=r"^Encoder: settings has encoder.backbone; give model= instead$"):
+        Encoder(backbone="other")
+
+
 def test_a_run_file_is_left_in_the_store_and_describes_it(index_store: Path):
     run = load_run(index_store / "run.yaml")
     assert (run.store.path, run.encoder.num_views, run.prepare.num_shards) == (str(index_store), 3, 3)
