@@ -2,8 +2,11 @@
 
 import json
 import shutil
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -176,6 +179,28 @@ def test_masks_are_kept_within_their_limit_and_dropped_with_their_version(tmp_pa
     assert cache.num_bytes == 0
     with pytest.raises(ManifestError, match="holds 1 passage that its corpus 'corpus' lacks, first 'q'"):
         cache.mask(version, 0, pa.array([*sorted(views), "q"]), '{"year": 3}')
+
+
+def test_a_version_is_dropped_while_others_are_filtered(tmp_path):
+    views = random_views(40, 8)
+    version = publish_random_index(tmp_path, views, 1, corpus=prepare_rows(tmp_path, random_rows(views, 8), 1))
+    cache, ids = MaskCache(str(tmp_path)), pa.array(sorted(views))
+
+    def evaluate(number: int) -> None:
+        cache.mask(replace(version, version=number), 0, ids, '{"year": 1}')
+
+    for number in range(300):
+        evaluate(number)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            future = threads.submit(list, map(evaluate, range(300, 500)))
+            while not future.done():
+                cache.drop(-1)
+            future.result()
+    finally:
+        sys.setswitchinterval(before)
 
 
 @pytest.mark.ray

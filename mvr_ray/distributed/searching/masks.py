@@ -39,7 +39,7 @@ class MaskCache:
         self.limit_bytes = limit_bytes
         self.num_bytes = 0
         self._corpora: dict[int, Corpus] = {}
-        self._rows: dict[tuple[int, int], IntArray | None] = {}
+        self._rows: dict[tuple[int, int], IntArray | slice] = {}
         self._masks: OrderedDict[tuple[int, int, str], Mask] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -78,16 +78,18 @@ class MaskCache:
         parsed_filter = parse_filter(json.loads(filter), corpus.fields)
         table = pa.concat_tables([part.table({"id", *parsed_filter.columns}) for part in parts])
         key = manifest.version, shard
-        if key not in self._rows:
-            self._rows[key] = _rows_of(ids, table.column("id"), manifest, shard)
-        mask_P, rows_P = parsed_filter.mask(table), self._rows[key]
-        return mask_P if rows_P is None else mask_P[rows_P]
+        rows = self._rows.get(key)
+        if rows is None:
+            rows = _rows_of(ids, table.column("id"), manifest, shard)
+            with self._lock:
+                self._rows[key] = rows
+        return parsed_filter.mask(table)[rows]
 
 
-def _rows_of(ids: pa.Array, corpus_ids: pa.ChunkedArray, manifest: Manifest, shard: int) -> IntArray | None:
-    """The rows of a shard's passages among those of its parts; None: they are the same ones in the same order."""
+def _rows_of(ids: pa.Array, corpus_ids: pa.ChunkedArray, manifest: Manifest, shard: int) -> IntArray | slice:
+    """The rows of a shard's passages among those of its parts; all, if they are the same ones in the same order."""
     if corpus_ids.equals(pa.chunked_array([ids])):
-        return None
+        return slice(None)
     rows = pc.index_in(ids, value_set=corpus_ids)
     if rows.null_count:
         absent = ids.filter(pc.is_null(rows))
