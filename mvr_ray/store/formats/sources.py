@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mvr_ray.config import SourceConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
@@ -194,9 +195,9 @@ def _detect_format(file: Path, source: str, has_names: bool = False) -> str:
         with open_text(file) as text:
             return "qas_csv" if "\t" in text.readline() and not has_names else "csv"
     if stem.endswith((".jsonl", ".ndjson")):
-        return "jsonl" if has_names else _detect_lines(file)
+        return _detect_lines(_first_row(file), has_names)
     if stem.endswith(".json"):
-        return _detect_json(file)
+        return _detect_json(file, has_names)
     if DUMP_NAME.search(file.name):
         return "mediawiki"
     if _is_text(file):
@@ -216,22 +217,33 @@ def _detect_tsv(file: Path) -> str:
     return "msmarco" if len(columns) == 2 else "dpr_tsv"
 
 
-def _detect_lines(file: Path) -> str:
+def _first_row(file: Path) -> dict[str, Any]:
+    """Return the object on the first line of a file; an empty one where there is none."""
     with open_text(file) as text:
-        first = text.readline()
-    try:
-        keys = set(json.loads(first))
-    except (ValueError, TypeError, RecursionError):
+        try:
+            row = json.loads(text.readline())
+        except (ValueError, RecursionError):
+            row = {}
+    return row if isinstance(row, dict) else {}
+
+
+def _detect_lines(row: dict[str, Any], has_names: bool) -> str:
+    if has_names:
         return "jsonl"
-    if keys & set(CONTEXTS):
+    if row.keys() & {*CONTEXTS}:
         return "dpr_jsonl"
-    return "nq_open" if keys == {"question", "answer"} else "jsonl"
+    return "nq_open" if row.keys() == {"question", "answer"} else "jsonl"
 
 
-def _detect_json(file: Path) -> str:
+def _detect_json(file: Path, has_names: bool) -> str:
+    """An array, an object of SQuAD or of summaries, which are objects, or lines of objects as in a `.jsonl` file."""
     with open_text(file) as text:
         reader = JsonReader(text, str(file))
         if reader.peek() == "[":
             return "dpr_json"
-        first = next(reader.members(), "")
-    return "squad" if first in ("data", "version") else "summaries"
+        key = next(reader.members(), "")
+        if key in ("data", "version"):
+            return "squad"
+        has_summaries = not key or reader.peek() == "{"
+    row = {} if has_summaries else _first_row(file)
+    return _detect_lines(row, has_names) if row else "summaries"

@@ -100,6 +100,28 @@ def test_squad_names_a_paragraph_or_question_without_a_list(write: Write, name: 
     assert all("(T, paragraph 0): " in reason for reason in bad(records)) and len(bad(records)) == 1
 
 
+def test_lines_of_json_are_read_as_such_in_a_file_named_json(write: Write):
+    rows = [{"id": "1", "title": "T", "text": "It rained."}, {"id": "2", "text": "It snowed."}]
+    training = {"question": "Where?", "answers": [], "positive_ctxs": [], "hard_negative_ctxs": [], "negative_ctxs": []}
+    formats = {
+        "jsonl": rows,
+        "nq_open": [{"question": "Where?", "answer": ["here"]}],
+        "dpr_jsonl": [training],
+        "summaries": [{"Rain": {"title": "Rain", "extract": "It rained."}}],
+        "squad": [SQUAD],
+    }
+    for name, own in formats.items():
+        file = write(f"{name}.json", "\n".join(map(json.dumps, own)))
+        assert format_of(SourceConfig(path=str(file))) == name
+    assert [one.text for one in passages(read(write("a.json", "\n".join(map(json.dumps, rows)))))] == [
+        "It rained.",
+        "It snowed.",
+    ]
+    whole = write("whole.json", json.dumps({"documents": rows}, indent=1))
+    assert format_of(SourceConfig(path=str(whole))) == "summaries"
+    assert format_of(SourceConfig(path=str(write("empty.json", "{}")))) == "summaries"
+
+
 def test_squad_prefixes_passage_ids_everywhere(write: Write):
     records = read(write("s.json", json.dumps(SQUAD)), id_prefix="sq:")
     assert passages(records)[1].id == questions(records)[0].positive_ids[0] == "sq:Super_Bowl_50_1"
