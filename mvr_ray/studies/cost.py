@@ -128,13 +128,8 @@ def _systems(
     run: RunConfig, passages: Sequence[Passage], questions: Sequence[str], device: torch.device
 ) -> dict[str, _System]:
     folder = resolve_model(run.encoder.backbone)
-    of_one_strategy: dict[str, Any] = {
-        "empty_snippets": "masked",
-        "title_view": False,
-        "whole_view": False,
-        "overlap_tokens": 0,
-    }
-    spec = replace(encoder_spec(run), **of_one_strategy)  # the others refuse these settings
+    # settings of one strategy, which the others refuse
+    spec = replace(encoder_spec(run), empty_snippets="masked", title_view=False, whole_view=False, overlap_tokens=0)
     readouts: dict[str, dict[str, Any]] = {
         "DPR": {"strategy": "cls", "num_views": 1},
         f"ME-BERT (k={VIEWS})": {"strategy": "first_k", "num_views": VIEWS},

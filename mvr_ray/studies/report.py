@@ -177,7 +177,7 @@ def _markdown(
     for table in tables:
         lines += ["", f"## {table.title}", "", table.note, ""]
         head, *rows = (
-            "| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |"
+            "| " + " | ".join(" ".join(str(cell).splitlines()).replace("|", "\\|") for cell in row) + " |"
             for row in [table.columns, *table.rows]
         )
         lines += [head, "|---" * len(table.columns) + "|", *rows]

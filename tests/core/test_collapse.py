@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.judging.collapse import collapse_report
@@ -53,7 +52,7 @@ def test_other_random_views_do_not_collapse_on_minilm(minilm, settings):
 
 
 def test_without_two_views_there_is_nothing_to_compare():
-    report = collapse_report(torch.ones(3, 2, 4), torch.tensor([[True, False]] * 3))
+    report = collapse_report(np.ones((3, 2, 4)), np.array([[True, False]] * 3))
     assert (report.mean_pair_cosine, report.lv, report.collapsed) == (None, None, False)
     assert report.reason == "none of 3 passages has two views to compare"
 

@@ -321,9 +321,9 @@ def test_attention_is_measured_over_passages_that_one_window_holds(own_index, ru
     passages = list(dict.fromkeys(views.passage_id for views in report.values))
     texts = only_corpus(store).get(_evenly_spaced(passages, 40))
     has_one_window = {name: encoder.tokenize_passages([own])[0].num_tokens <= 160 for name, own in texts.items()}
-    names = {views.passage_id for views in report.values if views.attention_kl is not None}
-    assert names == {name for name, whole in has_one_window.items() if whole}
-    assert 0 < report.attention_passages == len(measured) < len(texts)
+    measured_ids = {views.passage_id for views in report.values if views.attention_kl is not None}
+    assert measured_ids == {name for name, whole in has_one_window.items() if whole}
+    assert 0 < report.attention_passages == len(measured_ids) < len(texts)
 
 
 def test_the_view_that_wins_is_the_one_that_search_finds_whatever_the_length_of_views():

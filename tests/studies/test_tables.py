@@ -3,6 +3,8 @@
 import math
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from mvr_ray.studies import plots
 from mvr_ray.studies.cost import VIEWS, cost
 from mvr_ray.studies.definition import load_study
 from mvr_ray.studies.plots import draw_plots
+from mvr_ray.studies.report import _markdown, _page
 from mvr_ray.studies.results import CROSS_ENCODER, READER, VariantResult
 from mvr_ray.studies.retrieval_tables import index_table, reading_table
 from mvr_ray.studies.tables import Cell, make_table
@@ -220,3 +223,11 @@ def test_the_cost_step_times_every_system_over_the_same_passages_and_questions(c
     passages = list(islice(Corpus.open(Store(run.store.path), run.prepare.corpus), 12))
     tokens = [passage.num_tokens for passage in encoder.tokenize_passages(passages)]
     assert vectors["late interaction"] == pytest.approx(np.mean(tokens)), "as many vectors as tokens"
+
+
+def test_a_cell_of_several_lines_stays_in_its_row_of_the_report():
+    table = make_table("Examples", "note", [{"question": "Who founded\nthe town | city?\n", "n": 1}])
+    config = SimpleNamespace(title="title", paper="paper", about="", notes=[])
+    study = SimpleNamespace(config=config, file=Path("study.yaml"), size="quick")
+    page = _page("title", _markdown(study, {}, [table], [], []), [])
+    assert page.count("<tr>") == 2 and "<td>Who founded the town | city?</td>" in page

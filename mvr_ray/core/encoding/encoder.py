@@ -195,9 +195,7 @@ class DualEncoder(StoredModel):
         """16 hex digits over all that changes an embedding. Reads every weight (about 1 s a gigabyte): cache it."""
         hasher = hashlib.blake2b(digest_size=8)
         hasher.update(json.dumps(self.spec.settings(), sort_keys=True).encode())
-        digests = {name: tower.digest() for name, tower in self.towers.items()}
-        hasher.update(digests.get("question") or digests["shared"])
-        hasher.update(digests.get("passage") or digests["shared"])
+        hasher.update(self.question_tower.digest() + self.passage_tower.digest())
         if self.spec.needs_sentences:
             hasher.update(self.splitter.params.to_json().encode())
         hasher.update(self.precision.digest())

@@ -9,7 +9,6 @@ Shapes: P passages, V views per passage, D dimension.
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
 from mvr_ray.core.judging import metrics
 from mvr_ray.types import FloatArray
@@ -28,13 +27,11 @@ class Collapse:
     reason: str
 
 
-def collapse_report(views_PVD: FloatArray | Tensor, mask_PV: np.ndarray | Tensor) -> Collapse:
+def collapse_report(views_PVD: FloatArray, mask_PV: np.ndarray) -> Collapse:
     """Compare the views of each passage: mean pair cosine above 0.999, or local variation below 0.001, is collapse.
 
     Local variation is of cosines, as `metrics.lv`; the mean view of the next passage is the query of each passage.
     """
-    views_PVD = np.asarray(_numpy(views_PVD), np.float32)
-    mask_PV = np.asarray(_numpy(mask_PV), bool)
     cosine = metrics.view_pair_cosine(views_PVD, mask_PV)
     means_PD = (views_PVD * mask_PV[..., None]).sum(1) / np.maximum(mask_PV.sum(1, keepdims=True), 1)
     # A single passage's query would be its own mean, to which two views are always equally near.
@@ -47,7 +44,3 @@ def collapse_report(views_PVD: FloatArray | Tensor, mask_PV: np.ndarray | Tensor
     if cosine > MAX_COSINE or (lv is not None and lv < MIN_LV):
         return Collapse(cosine, lv, True, f"{what}: the views are one vector; see docs/math.md, Collapse")
     return Collapse(cosine, lv, False, what)
-
-
-def _numpy(array: np.ndarray | Tensor) -> np.ndarray:
-    return array.detach().cpu().numpy() if isinstance(array, Tensor) else array

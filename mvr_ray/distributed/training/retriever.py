@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mvr_ray.config import RunConfig
-from mvr_ray.core.encoding.encoder import DualEncoder, PassageViews
+from mvr_ray.core.encoding.encoder import DualEncoder, EmbeddedViews
 from mvr_ray.core.encoding.snippets import find_snippet
 from mvr_ray.core.encoding.views import MODEL_SETTINGS
 from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.judging.collapse import collapse_report
+from mvr_ray.core.learning import losses
 from mvr_ray.core.learning.batches import JoinedBatch, join_batch, rank_share
-from mvr_ray.core.learning.losses import LossTerms, camvr_loss, distillation_loss, dpr_loss, mvr_loss, temperature
 from mvr_ray.core.learning.training import (
     RankInputs,
     StepOutput,
@@ -43,7 +43,7 @@ from mvr_ray.types import Passage, Progress
 
 log = logging.getLogger(__name__)
 
-_LOSSES = {"dpr": dpr_loss, "mvr": mvr_loss, "camvr": camvr_loss}
+_LOSSES = {"dpr": losses.dpr_loss, "mvr": losses.mvr_loss, "camvr": losses.camvr_loss}
 COLLAPSE_PASSAGES = 64
 WARM_START_STEPS = 30
 """Warm start of untrained viewers; measured by the study ingredients."""
@@ -163,7 +163,7 @@ class RetrieverLoop(StepLoop):
             answer_QV = torch.from_numpy(self._answer_views(batch)).to(self.device)
         tau = self._temperature(self.state.step)
 
-        def loss(queries_QD: Tensor, views_PVD: Tensor, mask_PV: Tensor) -> LossTerms:
+        def loss(queries_QD: Tensor, views_PVD: Tensor, mask_PV: Tensor) -> losses.LossTerms:
             known_QP = torch.zeros(len(queries_QD), len(views_PVD), dtype=torch.bool, device=self.device)
             known_QP[:, : batch.known_QP.shape[1]] = torch.from_numpy(batch.known_QP).to(self.device)
             terms = _LOSSES[self.loss](
@@ -183,7 +183,7 @@ class RetrieverLoop(StepLoop):
             teacher_QP = torch.full(known_QP.shape, torch.nan, device=self.device)
             teacher_QP[:, : batch.teacher_QP.shape[1]] = torch.from_numpy(batch.teacher_QP).to(self.device)
             scale = self.model.spec.score_scale
-            distillation = distillation_loss(queries_QD, views_PVD, mask_PV, teacher_QP, scale=scale)
+            distillation = losses.distillation_loss(queries_QD, views_PVD, mask_PV, teacher_QP, scale=scale)
             return terms._replace(total=terms.total + self.cfg.distil_weight * distillation)
 
         output = loss_and_gradients(self.model, self._share(batch), loss, self.settings, self.loss_scale)
@@ -197,7 +197,7 @@ class RetrieverLoop(StepLoop):
             return cfg.temperature
         after_warm = max(0, step - self.schedule.warm)
         epoch = after_warm // (cfg.temperature_steps or self.schedule.epoch_steps)
-        return temperature(epoch, cfg.temperature_decay, cfg.temperature_floor)
+        return losses.temperature(epoch, cfg.temperature_decay, cfg.temperature_floor)
 
     def _distil(self, batch: JoinedBatch) -> float:
         assert self.teacher is not None
@@ -240,14 +240,12 @@ class RetrieverLoop(StepLoop):
         """Share of dev questions whose own passage scores best."""
         dev = self.job.dev
         views = self._embed(dev.passages)
-        queries_QD = torch.from_numpy(self.model.embed_queries(dev.texts))
-        scores_QPV = torch.einsum("qd,pvd->qpv", queries_QD, views.views_PVD).masked_fill(~views.mask_PV, -torch.inf)
+        scores_QPV = losses.pairwise_scores(*map(torch.from_numpy, (self.model.embed_queries(dev.texts), *views)))
         best_Q = scores_QPV.amax(-1).argmax(-1).numpy()
         return (float(np.mean(best_Q == dev.positive_Q)),)
 
     def report(self, sums: EpochSums, **fields: Any) -> EpochReport:
-        views = self._embed(self._sample())
-        collapse = collapse_report(views.views_PVD, views.mask_PV)
+        collapse = collapse_report(*self._embed(self._sample()))
         if collapse.collapsed:
             log.warning("views have collapsed: %s", collapse.reason)
         steps, wins = max(1, sums.steps), max(1, sum(sums.wins_V))
@@ -268,9 +266,8 @@ class RetrieverLoop(StepLoop):
         numbers = np.linspace(0, len(self.job.examples) - 1, COLLAPSE_PASSAGES).astype(int)
         return join_batch(self.job.examples.get(sorted(set(numbers.tolist())), 0)).passages
 
-    def _embed(self, passages: list[Passage]) -> PassageViews:
+    def _embed(self, passages: list[Passage]) -> EmbeddedViews:
         """Embed passages as for search: in evaluation mode, with the encoder's own lengths."""
         tokens = self.model.tokenize_passages(passages)
         parts = [self.model.embed_passages(tokens[at : at + 16]) for at in range(0, len(tokens), 16)]
-        views = (torch.from_numpy(np.concatenate([part[i] for part in parts])) for i in (0, 1))
-        return PassageViews(*views)
+        return EmbeddedViews(*map(np.concatenate, zip(*parts)))
