@@ -109,7 +109,7 @@ def question_record(
 ) -> QuestionRecord | BadRow:
     """Make a question from raw values, or a bad row with the reason."""
     try:
-        starts = tuple(answer_starts or ())
+        starts = tuple(_list(answer_starts, "answer_starts"))
         texts = tuple(_text(answer, "answer", may_be_empty=True) for answer in _list(answers, "answers"))
         if any(isinstance(start, bool) or not isinstance(start, int) for start in starts):
             raise _Fault(f"answer_starts holds something other than whole numbers: {starts!r}")

@@ -47,7 +47,7 @@ def read_parquet(path: Path, names: Names = NO_NAMES) -> Iterator[Record]:
         with pq.ParquetFile(path) as file:
             rows = (row for batch in file.iter_batches(PARQUET_ROWS) for row in _parquet_rows(batch))
             yield from read_rows(rows, str(path), names)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:  # OSError: a page that cannot be uncompressed
         raise DataError(f"{path} is not a whole Parquet file: {error}") from error
 
 

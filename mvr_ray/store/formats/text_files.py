@@ -13,7 +13,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, TextIO
+from typing import Any, BinaryIO, NamedTuple, TextIO
 
 from mvr_ray.errors import DataError, MissingInputError, MvrRayError, count_noun
 from mvr_ray.store.formats.records import BadRow
@@ -78,7 +78,7 @@ def json_lines(path: Path) -> Iterator[Row | BadRow]:
 
 def tsv_rows(path: Path, num_columns: int, is_quoted: bool = True) -> Iterator[Row | BadRow]:
     """Yield the rows of a tab-separated file, quoted as Python's csv module does, or without quotes."""
-    for row in _separated_rows(path, "\t", csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE):
+    for row in _separated_rows(path, "\t", is_quoted):
         if isinstance(row, BadRow) or len(row.values) == num_columns:
             yield row
         else:
@@ -129,8 +129,9 @@ def csv_rows(path: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
             yield Row(dict(zip(header, row.values)), row.where)
 
 
-def _separated_rows(path: Path, delimiter: str, quoting: Literal[0, 3] = csv.QUOTE_MINIMAL) -> Iterator[Row | BadRow]:
+def _separated_rows(path: Path, delimiter: str, is_quoted: bool = True) -> Iterator[Row | BadRow]:
     csv.field_size_limit(sys.maxsize)
+    quoting = csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE
     with open_text(path) as file:
         reader = csv.reader(file, delimiter=delimiter, strict=delimiter == ",", quoting=quoting)
         before = 0

@@ -328,6 +328,8 @@ def test_jsonl_names_wrong_rows(write: Write):
         '{"id": "\\ud800", "text": "x"}',
         '{"question": "q", "answers": {"a": 1}}',
         '{"question": "q", "answers": ["a"], "answer_starts": [1, 2]}',
+        '{"question": "q", "answers": ["a"], "answer_starts": {"a": 1}}',
+        '{"question": "q", "answers": ["a"], "answer_starts": true}',
         '{"question": "q", "answers": ["a"], "answer_starts": ["1"]}',
         '{"id": "ok", "text": "fine"}',
     ]
