@@ -306,6 +306,12 @@ def test_parquet_rows(tmp_path: Path):
     (tmp_path / "bad.parquet").write_bytes(b"PAR1")
     with pytest.raises(DataError, match=r"bad\.parquet"):
         read(tmp_path / "bad.parquet")
+    pq.write_table(pa.table({"id": ["1"], "text": ["much the same " * 1000]}), tmp_path / "bad.parquet")
+    content = (tmp_path / "bad.parquet").read_bytes()
+    page = content.index(b"much the same")
+    (tmp_path / "bad.parquet").write_bytes(content[: page + 20] + bytes(200) + content[page + 220 :])
+    with pytest.raises(DataError, match=r"bad\.parquet is not a whole Parquet file"):
+        read(tmp_path / "bad.parquet")
 
 
 def test_a_parquet_row_whose_text_is_not_utf8_is_bad_and_the_others_are_read(tmp_path: Path):
@@ -335,7 +341,7 @@ def test_jsonl_names_wrong_rows(write: Write):
     ]
     records = read(write("r.jsonl", "\n".join(lines)))
     assert len(passages(records)) == 1
-    assert [row.partition(": ")[0] for row in bad(records)] == [f"r.jsonl:{n}" for n in range(1, 9)]
+    assert [row.partition(": ")[0] for row in bad(records)] == [f"r.jsonl:{n}" for n in range(1, 11)]
 
 
 def test_summaries(write: Write):
