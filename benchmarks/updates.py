@@ -326,7 +326,7 @@ class Encoding:
 
     def __init__(self, corpora: Corpora) -> None:
         snapshot = resolve_encoder(corpora.run, Corpus.open(corpora.store, "updated"))
-        self.encoder = open_encoder(corpora.store, snapshot.name, snapshot.fingerprint, threads=2)
+        self.encoder = open_encoder(corpora.store, snapshot.name, snapshot.fingerprint)
         self.index = corpora.run.index
 
     def took(self, passages: Sequence[Passage]) -> "Seconds":

@@ -23,6 +23,7 @@ import pyarrow as pa
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.snippets import TITLE, Span, snippet_spans, snippet_text
+from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.judging import metrics
 from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.judging.attention import attention_kl, attention_kl_table, mean_attention_kl, view_attention
@@ -161,10 +162,11 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     questions = [question for question in questions if question.positive_ids[0] in gold]
     if not questions:
         raise MissingInputError(f"no question of {name!r} has its passage in index {manifest.index!r}; name another")
-    encoder_id, threads = (manifest.encoder_name, manifest.encoder_fingerprint), run.resources.torch_threads
-    encoder = open_encoder(store, *encoder_id, threads=threads, only_embeds=False)  # `view_attention` reads attention
+    encoder_id = manifest.encoder_name, manifest.encoder_fingerprint
+    encoder = open_encoder(store, *encoder_id, only_embeds=False)  # `view_attention` reads attention
     progress("embed questions", 0, len(questions))
-    queries_QD = encoder.embed_queries([question.text for question in questions])
+    with torch_threads(run.resources.torch_threads):
+        queries_QD = encoder.embed_queries([question.text for question in questions])
     progress("embed questions", len(questions), len(questions))
     cpus = run.resources.cpus_per_encoder
     with session.connect(run.resources, manifest.num_passages, [session.Need("analyzers", 1, cpus)]):
@@ -206,7 +208,8 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
         ids = _evenly_spaced(passage_ids, settings.attention_passages)
         tokens = zip(ids, encoder.tokenize_passages([gold[passage] for passage in ids]))
         whole_passages = {passage: own for passage, own in tokens if len(encoder.rows(own)) == 1}
-        attention = view_attention(encoder, list(whole_passages.values()))
+        with torch_threads(run.resources.torch_threads):
+            attention = view_attention(encoder, list(whole_passages.values()))
         tables = {passage: attention_kl(one) for passage, one in zip(whole_passages, attention)}
     table_VV = attention_kl_table(list(tables.values())) if tables else np.empty((0, 0))
     return ViewReport(

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import torch
 from pydantic.dataclasses import dataclass
 
 from mvr_ray.checksums import add_trailer, with_trailer
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, TokenizedPassage
+from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.encoding.unpadded_cpu import supports_unpadded_cpu
 from mvr_ray.core.encoding.views import TOKEN_ARRAYS, pack_tokens, unpack_tokens
 from mvr_ray.distributed import session
@@ -305,7 +305,7 @@ class ChunkEncoder:
         if not self.gpu:
             return self.task.cached_encoder()
         draft = self.task.draft
-        return open_encoder(self.store, draft.encoder_name, draft.encoder_fingerprint, threads=self.threads, gpu=True)
+        return open_encoder(self.store, draft.encoder_name, draft.encoder_fingerprint, gpu=True)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         """Embed the chunk of a row of `tokenize_chunk`, unless an earlier try of this call wrote it."""
@@ -314,8 +314,8 @@ class ChunkEncoder:
         if not self.store.exists(path):
             tokens = unpack_tokens({name: batch.column(name)[0].values.to_numpy() for name in TOKEN_ARRAYS})
             encoder = self.encoder
-            torch.set_num_threads(self.threads)
-            with self.lock, translate_out_of_memory(task.tokens_per_batch, "index.tokens_per_batch"):
+            out_of_memory = translate_out_of_memory(task.tokens_per_batch, "index.tokens_per_batch")
+            with self.lock, torch_threads(self.threads), out_of_memory:
                 ids = batch.column("ids")[0].as_py()
                 block = embed_chunk(encoder, ids, tokens, task.tokens_per_batch, task.draft.dtype)
             self._write(block, path)

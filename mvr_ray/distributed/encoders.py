@@ -13,8 +13,6 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
-import torch
-
 from mvr_ray.checksums import FORMAT_VERSION, json_with_checksum, parse_json
 from mvr_ray.config import RunConfig, resolve_model
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
@@ -164,10 +162,9 @@ def save_encoder(store: Store, name: str, encoder: DualEncoder) -> LocalEncoder:
 
 
 def open_encoder(
-    store: Store, name: str, fingerprint: str, *, threads: int = 1, gpu: bool = False, only_embeds: bool = True
+    store: Store, name: str, fingerprint: str, *, gpu: bool = False, only_embeds: bool = True
 ) -> DualEncoder:
     """Load and check a snapshot, with `gpu` on this process's GPU. `only_embeds` as in `DualEncoder.load`."""
-    torch.set_num_threads(threads)
     encoder = DualEncoder.load(local_encoder(store, name, fingerprint).folder, only_embeds and not gpu)
     return encoder.to("cuda") if gpu else encoder
 

@@ -12,9 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import torch
 
 from mvr_ray.config import ResourcesConfig
+from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.distributed import session
 from mvr_ray.distributed.ray_errors import translate_ray_errors
 
@@ -118,8 +118,8 @@ class _PoolActor:
         self.threads = threads
 
     def run(self, text: str) -> str:
-        torch.set_num_threads(self.threads)
-        return json.dumps(self.worker(json.loads(text)))
+        with torch_threads(self.threads):
+            return json.dumps(self.worker(json.loads(text)))
 
     def __call__(self, table: pa.Table) -> pa.Table:
         results = [self.run(text) for text in table.column("batch").to_pylist()]

@@ -15,6 +15,7 @@ import logging
 import numpy as np
 
 from mvr_ray.config import RunConfig
+from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.refining.refine_policy import MOVES_QUERIES, Reject, Stop
 from mvr_ray.distributed import session, shards
 from mvr_ray.distributed.encoders import open_encoder
@@ -139,10 +140,11 @@ def embed_questions(
     store: Store, base: Manifest, questions: RefineQuestions, threads: int, progress: Progress
 ) -> FloatArray:
     """Embed every question with the version's encoder."""
-    encoder = open_encoder(store, base.encoder_name, base.encoder_fingerprint, threads=threads)
+    encoder = open_encoder(store, base.encoder_name, base.encoder_fingerprint)
     texts = [question.text for question in questions.table]
     blocks = []
     for low in range(0, len(texts), QUERY_BLOCK):
-        blocks.append(encoder.embed_queries(texts[low : low + QUERY_BLOCK]))
+        with torch_threads(threads):
+            blocks.append(encoder.embed_queries(texts[low : low + QUERY_BLOCK]))
         progress("embed questions", min(low + QUERY_BLOCK, len(texts)), len(texts))
     return np.concatenate(blocks)

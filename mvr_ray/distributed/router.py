@@ -26,6 +26,7 @@ import numpy as np
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.snippets import snippet_text
+from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.searching.exact import check_k, check_queries, distinct, score_views
 from mvr_ray.core.searching.fusion import LIST_DEPTH, fuse_ranks
 from mvr_ray.core.searching.merging import first_depth
@@ -157,7 +158,7 @@ class Router:
         with self._lock:
             if self._encoder is None:
                 name, fingerprint = self.manifest.encoder_name, self.manifest.encoder_fingerprint
-                self._encoder = open_encoder(self.store, name, fingerprint, threads=self.threads, gpu=self.gpu)
+                self._encoder = open_encoder(self.store, name, fingerprint, gpu=self.gpu)
             return self._encoder
 
     @property
@@ -170,7 +171,9 @@ class Router:
 
     def embed(self, texts: Sequence[str]) -> FloatArray:
         """Embed texts with the version's own encoder: queries_QD. Raises EncoderError for a text without a word."""
-        return self.encoder.embed_queries(texts)
+        encoder = self.encoder
+        with torch_threads(self.threads):
+            return encoder.embed_queries(texts)
 
     def count_tokens(self, texts: Sequence[str]) -> int:
         """The number of tokens that `embed` reads of all texts together."""

@@ -21,6 +21,7 @@ import torch
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
 
 from mvr_ray.config import RunConfig, StoreConfig
+from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.learning.training import rank
 from mvr_ray.distributed import session
 from mvr_ray.distributed.models import save_model
@@ -63,7 +64,7 @@ def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
     when the workers cannot be placed or keep dying.
     """
     loop, store, workers = LOOPS[run.train.task], Store(run.store.path), run.resources.train_workers
-    with _threads(run.resources.torch_threads):
+    with torch_threads(run.resources.torch_threads):
         job = loop.open_job(run)
         try:
             latest_fingerprint(store, loop.kind, job.name)
@@ -225,14 +226,3 @@ def _translate_failure(error: Exception) -> Exception:
         f"training stopped after {MAX_RESTARTS} restarts: {lines[-1] if lines else type(first).__name__}; see whether "
         f"a machine ran out of memory or left the cluster, then run the same command again, it continues"
     )
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Set torch's number of threads in the block, and restore it afterwards."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from mvr_ray.config import RunConfig, resolve_model
 from mvr_ray.core.encoding.encoder import DualEncoder
+from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.distributed.encoders import encoder_spec
 from mvr_ray.errors import MissingInputError
@@ -84,9 +85,7 @@ def cost(run: RunConfig, progress: Progress = no_progress, options: Options = NO
     if not passages or not questions:
         raise MissingInputError("cost needs passages and questions; run `mvr-ray prepare CONFIG` with some")
     device = torch.device("cuda" if run.resources.gpus_per_encoder else "cpu")
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(run.resources.torch_threads)
-    try:
+    with torch_threads(run.resources.torch_threads):
         systems = _systems(run, passages, questions, device)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
         vectors: dict[str, float] = {}
@@ -97,8 +96,6 @@ def cost(run: RunConfig, progress: Progress = no_progress, options: Options = NO
                 vectors[name] = _vectors_a_passage(embeddings)
                 times[name].append((1000 * encode_s / len(passages), 1000 * search_s / len(questions)))
             progress("cost runs", repeat, sizes["repeats"])
-    finally:
-        torch.set_num_threads(num_threads)
     medians = {name: np.median(pairs[1:], axis=0).tolist() for name, pairs in times.items()}
     base_encode, base_search = medians["DPR"]
     lines = [

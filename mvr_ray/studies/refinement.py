@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mvr_ray.config import RunConfig
+from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.refining.refine_policy import Continue, RefineState, Stop, next_action
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.evaluate import articles_of
@@ -85,9 +86,7 @@ def refinement_grid(run: RunConfig, progress: Progress = no_progress, options: O
         lambda row: passages.get([views.ids[row]])[views.ids[row]].text,
         run.evaluate.match,
     )
-    encoder = open_encoder(
-        store, version.encoder_name, version.encoder_fingerprint, threads=run.resources.torch_threads
-    )
+    encoder = open_encoder(store, version.encoder_name, version.encoder_fingerprint)
     row_of = {passage_id: row for row, passage_id in enumerate(views.ids)}
     sets: list[GridQuestions] = []
     question_sets: list[LabelledQuestions] = []
@@ -97,7 +96,8 @@ def refinement_grid(run: RunConfig, progress: Progress = no_progress, options: O
             raise MissingInputError(f"question set {name!r} is empty; give refinement_grid sets with questions")
         article_of = articles_of(questions, passages)
         sets.append(GridQuestions(name, list(article_of), list(article_of.values())))
-        queries_QD = encoder.embed_queries([question.text for question in questions])
+        with torch_threads(run.resources.torch_threads):
+            queries_QD = encoder.embed_queries([question.text for question in questions])
         gold_Q = [{row_of[i] for i in question.positive_ids if i in row_of} for question in questions]
         question_sets.append(LabelledQuestions(name, queries_QD, [question.answers for question in questions], gold_Q))
     source, *others = question_sets

@@ -21,11 +21,13 @@ import polars
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import torch
 
 from mvr_ray import Encoder, Index, Passage, load_run
 from mvr_ray.api.rows import passage_records, sources_of
 from mvr_ray.cli import main
 from mvr_ray.config import PrepareConfig
+from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.distributed import session
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError
@@ -831,6 +833,16 @@ def test_hits_of_a_long_sentence_are_shown_in_a_few_lines(tiny_backbone: Path, t
     assert hits[0].snippet is not None and len(hits[0].snippet.text) > 100_000
     assert len(repr(hits)) < 1000 and len(hits._repr_html_()) < 1000
     assert at_the_end[0].snippet.stop == len(at_the_end[0].text) and repr(at_the_end).endswith("«")
+
+
+def test_torch_keeps_the_threads_of_the_caller(tiny_backbone: Path, tmp_path: Path):
+    with torch_threads(3):
+        with Index.build(["The tower stands.", "A river."], str(tiny_backbone), tmp_path / "one") as index:
+            index.search("tower")
+            index.upsert([("2", "A bridge.")])
+            index.refine([{"question": f"What stands {n}?", "positive_ids": ["0"]} for n in range(10)], rounds=1)
+            index.search("bridge")
+        assert torch.get_num_threads() == 3
 
 
 def test_hits_of_a_filter_that_nothing_passes_say_so(index: Index):
