@@ -83,6 +83,7 @@ class SearchService:
                     answer = router.search(parse_vectors(vectors, router.dimension), request.k, **options)
             except FilterError as error:
                 raise schemas.to_request_error(error) from None
+            require_encoder(request.encoder_fingerprint, answer)
             if self.recall_monitor is not None and request.filter is None and weight is None:
                 self.recall_monitor.note(request.queries, request.k, answer)
             results = passage_hits(answer, request, router)
@@ -267,7 +268,7 @@ def _probe(router: "Router") -> Answer:
     return router.search(np.eye(1, router.dimension, dtype=np.float32), 1, min_coverage=0.0)
 
 
-def require_encoder(fingerprint: str | None, version: Manifest) -> None:
+def require_encoder(fingerprint: str | None, version: Manifest | Answer) -> None:
     """Raise RequestError (409) if a request is for another encoder than the version's."""
     if fingerprint is not None and fingerprint != version.encoder_fingerprint:
         message = (

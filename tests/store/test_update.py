@@ -5,7 +5,6 @@ The corpus is what the changes say, only touched parts are written, and a bad fi
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -220,8 +219,12 @@ def test_an_update_after_a_killed_one_whose_files_were_collected_has_its_questio
     store, change = Store(tmp_path / "store"), str(write("c.jsonl", lines({"id": "p1", "delete": True})))
     first = make_corpus(store, write, {name: f"text of {name}" for name in NAMES[:9]})
     write_questions(first, "set", [Question("q", "?", (), ("p1",)), Question("open", "?", ("x",))])
+
+    def interrupt(corpus: Corpus, after: int) -> None:
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Corpus, "publish", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+        patch.setattr(Corpus, "publish", interrupt)
         update(CONFIG, store, change)
     assert collect_corpus(store, "corpus", grace_s=0)
     update(CONFIG, store, change)
