@@ -33,7 +33,7 @@ vectors are multiplied: read in place, or copied first, depending on the kernel.
 (`VIEWS_A_STEP`), all of them are scored exactly without a scan.
 
 **Threads.** Each thread of a kernel takes the next free step, for all queries; the best lower bounds of all threads
-are lower bounds for the whole shard. A small shard has shorter steps, so that every thread has some.
+are lower bounds for the whole shard. A small shard has shorter steps, so that every thread has as many.
 
 **Memory** holds the best k, a bounded number of candidates (with too many, because of ties, they are scored exactly and
 cut to k meanwhile), and, where the kernel needs them, a step's vectors as float32 and its scores for 256 queries.
@@ -75,7 +75,7 @@ from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, Sha
 QUERIES_AT_ONCE = 256
 CANDIDATES_AT_ONCE = 1 << 18
 PAIRS_WORTH_THREADS = 2048
-STEPS_A_THREAD, MIN_STEP = 4, 4096
+MIN_STEP = 4096
 VIEWS_A_STEP = 1024  # scoring this many exactly takes as long as a step's overhead
 COARSE_SHARE = 0.01  # of the passages scanned: one exact score takes as long as coarse products save on a hundred
 UNIT = 2.0**-24
@@ -198,8 +198,10 @@ class Scan:
         own = [None] * len(self.table.blocks) if codes is None else _codes_of_blocks(blocks, codes)
         vectors_per_step = kernel.vectors_per_step
         if kernel.threads > 1:
-            share = self.table.num_vectors // (STEPS_A_THREAD * kernel.threads)
-            vectors_per_step = min(vectors_per_step, max(share, MIN_STEP))
+            rounds = -(-self.table.num_vectors // (kernel.threads * vectors_per_step))
+            share = self.table.num_vectors // max(1, kernel.threads * rounds)
+            of_a_passage = -(-self.table.num_vectors // max(1, self.table.num_passages))
+            vectors_per_step = min(vectors_per_step, max(MIN_STEP, share + of_a_passage))
         self.steps = list(cut_steps(self.table, vectors_per_step, own))
         for step in self.steps if resident else ():
             step.resident = self._put(step)
