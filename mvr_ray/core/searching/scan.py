@@ -75,7 +75,7 @@ from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray, Sha
 QUERIES_AT_ONCE = 256
 CANDIDATES_AT_ONCE = 1 << 18
 PAIRS_WORTH_THREADS = 2048
-MIN_STEP = 4096
+MIN_STEP = 4096  # vectors; less work than the overhead of a step is not worth a thread
 VIEWS_A_STEP = 1024  # scoring this many exactly takes as long as a step's overhead
 COARSE_SHARE = 0.01  # of the passages scanned: one exact score takes as long as coarse products save on a hundred
 UNIT = 2.0**-24
