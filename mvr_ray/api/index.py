@@ -31,6 +31,7 @@ from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import SETTINGS_OF_CHANGES, Corpus, question_sets
+from mvr_ray.store.feedback import add_judgements, feedback_file
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
@@ -306,8 +307,8 @@ class Index:
                 )
             own["questions"] = self.add_questions(questions, "refine")
         elif not {"questions", "feedback"} & set(own):
-            path = paths.feedback(self.run.index.name)
-            if not self._store.exists(path):
+            path = feedback_file(self._store, self.run.index.name)
+            if path is None:
                 raise ConfigError("refine: no questions are given and no feedback was added (Index.add_feedback)")
             own["feedback"] = str(self._store.local_path(path).absolute())
         run = self._with(refine=own)
@@ -322,11 +323,9 @@ class Index:
             index.add_feedback([("Who built it?", "p7", 1), ("Who built it?", "p9", -1)])
 
         Of several judgements of a pair `refine` takes the majority; a draw gives no label. Raises DataError for a wrong
-        judgement, and then stores none.
+        judgement, and then stores none. Several processes can call it at once.
         """
-        path = paths.feedback(self.run.index.name)
-        before = self._store.read_bytes(path).decode() if self._store.exists(path) else ""
-        lines = [line for line in before.split("\n") if line.strip()]
+        lines = []
         for number, judgement in enumerate(rows.rows_of(judgements)):
             match judgement:
                 case (str() as question, str() as passage, (1 | -1) as label) if question.strip() and label is not True:
@@ -337,8 +336,7 @@ class Index:
                     lines.append(json.dumps(row, ensure_ascii=False))
                 case _:
                     raise DataError(f"judgement {number} is {judgement!r:.80}, not (question, passage id, 1 or -1)")
-        self._store.write_bytes(path, "".join(f"{line}\n" for line in lines).encode())
-        return len(lines)
+        return add_judgements(self._store, self.run.index.name, lines)
 
     def add_questions(self, questions: Any, name: str) -> str:
         """Store a set of questions with the corpus under a name, which `evaluate`, `refine` and run files take.

@@ -122,6 +122,9 @@ def check_train(cfg: TrainConfig) -> None:
 class MineConfig(Section):
     questions: Name = "train"
     output: Name = "train_mined"
+    max_passage_questions: Annotated[int, Field(ge=0)] = 0
+    """Mine for at most this many questions of a passage, drawn by a stable hash; 0: for all. With 1, batches of several
+    questions a passage (`train.questions_per_passage`) read about as many negatives as passages."""
     method: Literal["bm25", "index"] = "bm25"
     rank_from: Annotated[int, Field(ge=0)] = 0
     """Number of best hits to skip."""

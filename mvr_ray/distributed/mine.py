@@ -23,6 +23,7 @@ from mvr_ray.distributed.encoders import require_encoder
 from mvr_ray.distributed.ray_data import map_in_pool, pool_need
 from mvr_ray.distributed.retrieve import QuestionRanker, QuestionSet, RankSettings
 from mvr_ray.distributed.router import open_router
+from mvr_ray.distributed.training.examples import limit_per_passage
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
@@ -78,7 +79,7 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
             f"mine.rank_from is {cfg.rank_from} and mine.rank_to {cfg.rank_to}, an empty window; raise mine.rank_to"
         )
     corpus = Corpus.open(store, run.prepare.corpus)
-    questions = read_questions(corpus, cfg.questions)
+    questions = limit_per_passage(read_questions(corpus, cfg.questions), cfg.max_passage_questions)
     matcher = AnswerMatcher(run.evaluate.match)
     scorer = None
     if cfg.cross_encoder:

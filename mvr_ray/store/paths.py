@@ -20,7 +20,7 @@
     <store>/studies/<study>-<size>/            report.md, report.json, report.html and plots
     <store>/runs/<time>-<stage>/
     <store>/run.yaml                           the run file of an index that `Index.build` made
-    <store>/feedback/<index>.jsonl             judgements of `Index.add_feedback`
+    <store>/feedback/<index>/<number>.jsonl    judgements of `Index.add_feedback`
 
 Paths are strings relative to the store's root with `/` between parts; `files.Store` turns them into bytes.
 """
@@ -99,8 +99,13 @@ def question_file(name: str, digest: str) -> str:
     return f"sets/{name}-{digest[:16]}.arrow"
 
 
-def feedback(index: str) -> str:
-    return f"feedback/{index}.jsonl"
+def feedback_folder(index: str) -> str:
+    return f"feedback/{index}"
+
+
+def feedback(index: str, number: int) -> str:
+    """Path of an index's judgements; 0 is the file of stores that number none."""
+    return f"{feedback_folder(index)}/{number:08d}.jsonl" if number else f"{feedback_folder(index)}.jsonl"
 
 
 def lowered_encoder(name: str, fingerprint: str, precision: str, corpus: str) -> str:

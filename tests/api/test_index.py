@@ -32,8 +32,8 @@ from mvr_ray.distributed import session
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError
 from mvr_ray.explanation import render_html
-from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.feedback import feedback_file
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.records import BadRow
 from mvr_ray.store.prepare import prepare
@@ -704,8 +704,8 @@ def test_feedback_with_labels_of_numpy_is_that_of_python(index: Index):
     rows = [("who?", "p1", 1), ("why?", "p2", -1)]
     index.add_feedback(rows)
     index.add_feedback([(question, passage, np.int64(label)) for question, passage, label in rows])
-    path = Path(index.run.store.path) / paths.feedback(index.run.index.name)
-    lines = path.read_text().splitlines()
+    store = Store(index.run.store.path)
+    lines = store.read_bytes(feedback_file(store, index.run.index.name)).decode().splitlines()
     assert lines[:2] == lines[2:]
 
 

@@ -79,6 +79,17 @@ def test_the_training_pass_has_the_views_and_the_gradient_of_the_padded_pass(tin
         assert float((own_gradients[name] - gradient).norm()) < 2e-6 * whole, name
 
 
+def test_batches_of_any_lengths_have_products_of_few_shapes(tiny, monkeypatch):
+    encoder = DualEncoder.from_backbone(tiny("bert"), EncoderSpec(strategy="mean", max_passage_tokens=64))
+    shapes, linear = set(), F.linear
+    monkeypatch.setattr(F, "linear", lambda x, *own: shapes.add(x.shape) or linear(x, *own))
+    for length in range(1, 25):
+        text = " ".join(TEXTS)[: 3 * length]
+        passages = encoder.tokenize_passages([Passage(str(at), "", text) for at in range(length)])
+        training_views(encoder.passage_tower, passages, 1, torch.float32)
+    assert len({rows for rows, _ in shapes}) < 10
+
+
 def test_the_training_pass_is_taken_for_berts_layers_in_bfloat16_without_dropout(tiny):
     support = {}
     for kind in ("bert", "mpnet", "distilbert"):

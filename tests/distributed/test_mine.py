@@ -66,7 +66,7 @@ def run_of(folder: Path, mining: dict) -> RunConfig:
 
 
 def with_mining(run: RunConfig, **mining) -> RunConfig:
-    return run.model_copy(update={"mine": MineConfig(questions="asked", output="mined", **mining)})
+    return run.model_copy(update={"mine": MineConfig(**{"questions": "asked", "output": "mined", **mining})})
 
 
 def plain_bm25(texts: dict[str, str], query: str, k: int) -> list[tuple[str, float]]:
@@ -140,6 +140,17 @@ def test_negatives_are_the_window_without_gold_and_answers_and_the_report_adds_u
 
 
 @pytest.mark.data
+def test_a_passage_has_at_most_so_many_mined_questions_with_the_negatives_that_they_have_among_all(run):
+    corpus, output = only_corpus(Store(run.store.path)), "one_each"
+    mine(with_mining(run, output=output, max_passage_questions=1))
+    mine(with_mining(run, output="every"))
+    one_each, every = read_questions(corpus, output), read_questions(corpus, "every")
+    assert Counter(question.positive_ids[0] for question in one_each) == dict.fromkeys(
+        {question.positive_ids[0] for question in every}, 1
+    )
+    assert len(one_each) < len(every) and all(question in every for question in one_each)
+
+
 @pytest.mark.parametrize(
     ("train", "missing"),
     [

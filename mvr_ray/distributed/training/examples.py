@@ -50,7 +50,8 @@ class QuestionExamples:
         self._cfg = cfg
         negatives_of = {question.id: question for question in negatives}
         pairs = _with_passages(corpus, questions)
-        own_pairs = _limit_per_passage(pairs, cfg.max_passage_questions)
+        sample_ids = {own.id for own in limit_per_passage([own for own, _ in pairs], cfg.max_passage_questions)}
+        own_pairs = [pair for pair in pairs if pair[0].id in sample_ids]
         self._questions = [_with_negatives(question, negatives_of.get(question.id)) for question, _ in own_pairs]
         if not self._questions:
             raise DataError(
@@ -233,15 +234,17 @@ def open_dev(corpus: Corpus, cfg: TrainConfig) -> DevSet | None:
     return DevSet([text for text, _ in own_pairs], passages, np.array([row for _, row in own_pairs], np.int64))
 
 
-def _limit_per_passage(pairs: list[tuple[Question, Passage]], most: int) -> list[tuple[Question, Passage]]:
-    """Keep at most `most` questions of a passage (0: all), the same ones whatever the order of the set."""
+def limit_per_passage(questions: Sequence[Question], most: int) -> list[Question]:
+    """Keep at most `most` questions (0: all) of a passage, the same ones whatever the order of the set; a question's
+    passage is its first positive. Questions without a positive stay."""
     if not most:
-        return pairs
+        return list(questions)
     ranks: dict[str, list[tuple[int, str]]] = {}
-    for question, passage in pairs:
-        ranks.setdefault(passage.id, []).append((hash_rank(question.id, "train"), question.id))
-    sample_ids = {question for own in ranks.values() for _, question in sorted(own)[:most]}
-    return [(question, passage) for question, passage in pairs if question.id in sample_ids]
+    for question in questions:
+        for passage_id in question.positive_ids[:1]:
+            ranks.setdefault(passage_id, []).append((hash_rank(question.id, "train"), question.id))
+    sample_ids = {question_id for own in ranks.values() for _, question_id in sorted(own)[:most]}
+    return [question for question in questions if not question.positive_ids or question.id in sample_ids]
 
 
 def _numbers(names: Iterable[str]) -> IntArray:
