@@ -34,6 +34,7 @@ from mvr_ray.store.questions import read_questions
 
 log = logging.getLogger(__name__)
 
+MAX_PASSAGES = 10**12
 TEXT_BYTES = 700
 """A 100-word passage with id and title, where no corpus exists yet."""
 ROW_BYTES = 32
@@ -107,8 +108,10 @@ class Plan(NamedTuple):
 def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: float = TEXT_BYTES) -> Plan:
     """Estimate sizes for `passages` passages of `passage_bytes` each on disk, id and title included. A refined version
     and its searchers have `feedback_views` more views."""
-    if passages < 1:
-        raise ConfigError(f"plan needs at least one passage, not {passages}; say how many with --passages N")
+    if not 1 <= passages <= MAX_PASSAGES:
+        raise ConfigError(
+            f"plan needs 1 to {MAX_PASSAGES:,} passages, not {str(passages)[:20]}; say how many with --passages N"
+        )
     model = backbone_sizes(run.encoder.backbone)
     dimension = run.encoder.truncate_dim or model.hidden
     views = effective_views(run.encoder)

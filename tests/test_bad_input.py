@@ -78,6 +78,23 @@ def test_a_source_that_is_not_there_is_named(command: Said, tmp_path: Path) -> N
     assert command("prepare", run_file(tmp_path)) == (1, "", message)
 
 
+@pytest.mark.parametrize("words", [("index", "NAME"), ("init", "NAME"), ("init", "FOLDER", "--output", "NAME")])
+def test_a_name_longer_than_the_file_system_has_is_refused(
+    command: Said, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "a.txt").write_text("Some words.")
+    long_name = tmp_path / ("n" * 300)
+    real_words = (str({"NAME": long_name, "FOLDER": tmp_path}.get(word, word)) for word in words)
+    status, _, err = command(*real_words)
+    assert (status, err) == (2, f"mvr-ray: the file system has no name as long as {'n' * 40}... (300 characters)")
+
+
+@pytest.mark.parametrize("count", ["-4", "9" * 400])
+def test_a_number_of_passages_that_no_corpus_has_is_refused(command: Said, tmp_path: Path, count: str) -> None:
+    status, _, err = command("plan", run_file(tmp_path), f"--passages={count}")
+    assert status == 2 and f"plan needs 1 to 1,000,000,000,000 passages, not {count[:20]};" in err
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [

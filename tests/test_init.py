@@ -213,6 +213,7 @@ def test_packaged_summaries_are_told(initialize) -> None:
 @pytest.mark.parametrize(
     ("content", "name", "message"),
     [
+        (None, "", "mvr-ray: the path of a source is empty; name a file or a folder ('.' is the working folder)\n"),
         (None, "nowhere.csv", "mvr-ray: source nowhere.csv does not exist (FOLDER/nowhere.csv); correct its path\n"),
         ("", "nothing.csv", "mvr-ray: nothing.csv is empty; it needs a header and rows\n"),
         ("id,text\n", "header.csv", "mvr-ray: init: no passage among the first 500 rows: header.csv: csv"),

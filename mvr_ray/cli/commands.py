@@ -86,6 +86,12 @@ def exit_on_error(function: Callable[..., None]) -> Callable[..., None]:
             origin = cause if isinstance(cause, MvrRayError) else error
             _err(f"mvr-ray: {origin}")
             raise typer.Exit(2 if isinstance(origin, ConfigError) else 1) from None
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            name = Path(error.filename).name
+            _err(f"mvr-ray: the file system has no name as long as {name:.40}... ({len(name)} characters)")
+            raise typer.Exit(2) from None
 
     return run
 

@@ -37,7 +37,7 @@ from mvr_ray.store.fields import FieldReader
 from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.formats.mediawiki import REVISION_FIELD, page_record, read_pages
 from mvr_ray.store.formats.records import BadRow, PassageRecord, deletion_record, with_fields, with_prefix
-from mvr_ray.store.formats.rows import passage_of
+from mvr_ray.store.formats.rows import id_of, passage_of
 from mvr_ray.store.formats.sources import DUMP_NAME
 from mvr_ray.store.formats.text_files import json_lines
 from mvr_ray.store.gc import collect_corpus
@@ -293,7 +293,7 @@ def _read_rows(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passag
             raise DataError(str(row))
         where = row.where
         if row.values.get("delete") is True:
-            record = deletion_record(row.values.get("id"), where)
+            record = deletion_record(id_of(row.values), where)
         else:
             record = passage_of(row.values, where)
             if isinstance(record, PassageRecord):

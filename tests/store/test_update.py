@@ -180,7 +180,7 @@ def test_questions_follow_their_passages(tmp_path: Path, write: Write):
         Question("open", "?", ("x",)),
     ]
     write_questions(corpus, "set", questions)
-    file = write("c.jsonl", lines({"id": "b", "delete": True}, {"id": "c", "delete": True}, row("d", "now of d")))
+    file = write("c.jsonl", lines({"id": "b", "delete": True}, {"_id": "c", "delete": True}, row("d", "now of d")))
     assert update(CONFIG, store, str(file)).questions_dropped == 1
     assert read_questions(Corpus.open(store, "corpus"), "set") == [
         Question("kept", "?", ("of a",), ("a",), (), (5,), ()),

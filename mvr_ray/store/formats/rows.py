@@ -166,7 +166,11 @@ def question_of(row: Mapping[str, Any], where: str, own_id: str) -> Record:
 
 def passage_of(row: dict[str, Any], where: str) -> Record:
     """Read a row as a passage, or return a bad row. `where` names the row."""
-    id_ = row["id"] if row.get("id") is not None else row.get("_id")
     text = row["text"] if row.get("text") is not None else row.get("contents")
     extras = {key: value for key, value in row.items() if key not in _OWN_KEYS}
-    return passage_record(id_, row.get("title"), text, where, extras=extras)
+    return passage_record(id_of(row), row.get("title"), text, where, extras=extras)
+
+
+def id_of(row: dict[str, Any]) -> Any:
+    """Return the id of a row, as passages, changes and dumps of BEIR name it."""
+    return row["id"] if row.get("id") is not None else row.get("_id")

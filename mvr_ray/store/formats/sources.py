@@ -82,6 +82,8 @@ def source_files(source: SourceConfig) -> list[Path]:
     """List the files of a source, in reading order; a data set of the Hugging Face hub has none here."""
     if source.path.startswith(SCHEME):
         return []
+    if not source.path:
+        raise MissingInputError("the path of a source is empty; name a file or a folder ('.' is the working folder)")
     path = resolve_path(source.path)
     if not path.exists():
         raise MissingInputError(f"source {source.path} does not exist ({path.absolute()}); correct its path")
