@@ -22,6 +22,7 @@ from typing import NamedTuple, TypeVar
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
 from mvr_ray.errors import AccessError, MissingInputError, StorageError, first_line
+from mvr_ray.store.object_cache import cache_dir
 from mvr_ray.store.objects import ObjectFiles, open_address
 from mvr_ray.store.scratch import scratch_folder
 
@@ -462,12 +463,6 @@ class Store:
             aside.rename(target)
         finally:
             claim.unlink(missing_ok=True)
-
-
-def cache_dir() -> Path:
-    """Return the folder for copies of object-store files: `MVR_RAY_CACHE`, else a folder of the user's cache."""
-    folder = os.environ.get("MVR_RAY_CACHE")
-    return Path(folder) if folder else Path.home() / ".cache" / "mvr_ray"
 
 
 def sha256_of(path: Path) -> str:

@@ -30,6 +30,7 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedEr
 from obstore.store import GCSStore, ObjectStore, S3Store, from_url
 
 from mvr_ray.errors import ConfigError, StorageError, first_line
+from mvr_ray.store.object_cache import make_room, mark_used
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -262,8 +263,10 @@ class ObjectFiles:
         if target.is_file():
             local = target.stat()
             if local.st_size == meta["size"] and local.st_mtime == changed_s:
+                mark_used(target, changed_s)
                 return
         target.parent.mkdir(parents=True, exist_ok=True)
+        make_room(meta["size"])
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         try:
             with aside.open("wb") as file:
@@ -273,7 +276,7 @@ class ObjectFiles:
                 raise OSError(f"{meta['path']} came with {num_bytes} bytes, not {meta['size']}")
             # Object times may be whole seconds: a copy of a very young object may be outdated without looking so.
             if time.time() - changed_s > SETTLED_S:
-                os.utime(aside, (changed_s, changed_s))
+                mark_used(aside, changed_s)
             aside.replace(target)
         finally:
             aside.unlink(missing_ok=True)

@@ -1,0 +1,69 @@
+"""Copies of objects on a disk that is short of space: unused ones go, the longest unused first, and come again."""
+
+import os
+import shutil
+import time
+from collections import namedtuple
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from mvr_ray.store import object_cache
+from mvr_ray.store.files import Store
+
+Usage = namedtuple("Usage", "total used free")
+HOUR_S = 3600.0
+SIZE = 1000
+
+
+@pytest.fixture
+def copies(store: Store, tmp_path: Path) -> dict[str, Path]:
+    """Copies of four objects, used one to four hours ago; another program's file beside them."""
+    if store.is_local:
+        pytest.skip("a folder is read in place")
+    files = {}
+    for hours in (3, 1.1, 4, 2):
+        name = f"shards/{hours}"
+        store.write_bytes(name, str(hours).encode() * SIZE)
+        time.sleep(0.01)
+        files[name] = store.local_path(name)
+        stat = files[name].stat()
+        os.utime(files[name], (time.time() - hours * HOUR_S, stat.st_mtime))
+    (tmp_path / "cache" / "of another program").write_text("old")
+    os.utime(tmp_path / "cache" / "of another program", (0, 0))
+    return files
+
+
+def free_space(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """Give the disk so many bytes beyond those that stay free."""
+    total = 100 * SIZE
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(total, 0, total // 10 + num_bytes))
+
+
+ROOM = {SIZE: "4 3 2 1.1", SIZE - 1: "3 2 1.1", -SIZE: "2 1.1", -9 * SIZE: ""}
+"""The copies that stay, by the space."""
+
+
+@pytest.mark.parametrize(("free", "kept"), ROOM.items())
+def test_as_many_go_as_the_next_copy_needs_the_longest_unused_first(copies, tmp_path, monkeypatch, free, kept):
+    free_space(monkeypatch, free)
+    object_cache.make_room(SIZE)
+    there = [name.removeprefix("shards/") for name, file in copies.items() if file.exists()]
+    assert sorted(there, key=float, reverse=True) == kept.split()
+    assert (tmp_path / "cache" / "of another program").exists()
+
+
+def test_a_copy_that_was_asked_for_lately_stays_and_a_deleted_one_is_fetched_again(store, copies, monkeypatch):
+    monkeypatch.setattr("mvr_ray.store.objects.SETTLED_S", 0.0)
+    for _ in range(2):  # the first call fetches what is young, the second takes the copy
+        used = store.local_path("shards/4")
+    with pa.memory_map(str(copies["shards/3"])) as mapped:
+        os.utime(copies["shards/3"], (time.time() - 3 * HOUR_S, 0))  # opening it was a use
+        free_space(monkeypatch, -(10**6))
+        object_cache.make_room(SIZE)
+        assert [name for name, file in copies.items() if file.exists()] == ["shards/4"] and used.exists()
+        assert mapped.read() == b"3" * SIZE, "a reader keeps what it has open"
+    store.write_bytes("shards/new", b"new")
+    assert store.local_path("shards/new").read_bytes() == b"new"
+    assert store.local_path("shards/3").read_bytes() == b"3" * SIZE
