@@ -13,6 +13,7 @@ from mvr_ray.store import object_cache
 from mvr_ray.store.files import Store
 
 Usage = namedtuple("Usage", "total used free")
+pytestmark = pytest.mark.parametrize("store", ["s3", "s3 of others"], indirect=True)
 HOUR_S = 3600.0
 SIZE = 1000
 
@@ -20,8 +21,6 @@ SIZE = 1000
 @pytest.fixture
 def copies(store: Store, tmp_path: Path) -> dict[str, Path]:
     """Copies of four objects, used one to four hours ago; another program's file beside them."""
-    if store.is_local:
-        pytest.skip("a folder is read in place")
     files = {}
     for hours in (3, 1.1, 4, 2):
         name = f"shards/{hours}"
