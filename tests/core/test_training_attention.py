@@ -20,7 +20,9 @@ KINDS = ("bert", "distilbert", "roberta", "mpnet", "modernbert", "qwen3")
 
 
 @pytest.mark.parametrize("has_mask", [False, True])
-@pytest.mark.parametrize(("texts", "heads", "tokens", "width"), [(1, 1, 1, 4), (3, 2, 7, 8), (2, 12, 161, 32)])
+@pytest.mark.parametrize(
+    ("texts", "heads", "tokens", "width"), [(1, 1, 1, 4), (3, 2, 7, 8), (2, 12, 161, 32), (1, 2, 270, 8)]
+)
 def test_values_and_gradients_equal_torchs_own_in_float64(has_mask, texts, heads, tokens, width):
     rng = torch.Generator().manual_seed(tokens)
     q, k, v, grad = (torch.randn(texts, heads, tokens, width, generator=rng, dtype=torch.float64) for _ in range(4))
