@@ -8,6 +8,7 @@ wiki/run.yaml "..."` searches the same index. The stages are those of the comman
 passages they run in this process, without Ray.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,11 +32,11 @@ from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import SETTINGS_OF_CHANGES, Corpus, question_sets
-from mvr_ray.store.feedback import add_judgements, feedback_file
+from mvr_ray.store.feedback import add_judgements, copy_judgements
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
-from mvr_ray.store.questions import write_questions
+from mvr_ray.store.questions import checked_questions, write_questions
 from mvr_ray.store.update import parent_corpus, update
 from mvr_ray.types import FloatArray, Passage, Progress, no_progress
 from mvr_ray.versions import RollbackReport, VersionInfo
@@ -305,9 +306,11 @@ class Index:
                     f"refine: questions are given, but the run file's refine.feedback, {self.run.refine.feedback}, "
                     f"would be learned from instead; pass feedback=None, or leave the questions out"
                 )
-            own["questions"] = self.add_questions(questions, "refine")
+            own_questions = rows.questions_of(questions)
+            digest = hashlib.sha256(repr(own_questions).encode(errors="backslashreplace")).hexdigest()
+            own["questions"] = self.add_questions(own_questions, f"refine-{digest[:12]}")
         elif not {"questions", "feedback"} & set(own):
-            path = feedback_file(self._store, self.run.index.name)
+            path = copy_judgements(self._store, self.run.index.name)
             if path is None:
                 raise ConfigError("refine: no questions are given and no feedback was added (Index.add_feedback)")
             own["feedback"] = str(self._store.local_path(path).absolute())
@@ -360,15 +363,19 @@ class Index:
         `questions` as of `add_questions`, or the name of a stored set.
         """
         from mvr_ray.distributed.evaluate import evaluate
+        from mvr_ray.distributed.retrieve import QuestionSet
 
         live = self._newest()
         corpus = Corpus.open(self._store, live.corpus, live.corpus_digest)
-        is_stored = isinstance(questions, str) and questions in question_sets(corpus)
-        name = questions if is_stored else self.add_questions(questions, "evaluate")
+        name, given = "evaluate", None
+        if isinstance(questions, str) and questions in question_sets(corpus):
+            name = questions
+        else:
+            given = [QuestionSet(name, checked_questions(rows.questions_of(questions), name))]
         depths = list(k) if isinstance(k, Iterable) else [k]
         run = self._with(evaluate={"questions": [name], "k": depths})
         with _progress_callback(progress) as callback:
-            return evaluate(run, callback)
+            return evaluate(run, callback, given)
 
     def versions(self) -> list[VersionInfo]:
         """List the published versions, oldest first; the last one is live."""
@@ -479,7 +486,7 @@ def _upserts(passages: Any) -> Iterable[dict[str, Any]]:
         values = rows.passage_values(row) or {}
         if not {"id", "_id"} & values.keys():
             raise DataError(f"upsert: passage {number} has no id; give (id, text) or a mapping with id and text")
-        yield {"id": values.get("_id"), **values}
+        yield {"id": values.get("_id"), **{name: value for name, value in values.items() if name != "delete"}}
 
 
 def _index(run: RunConfig, progress: Progress) -> Manifest:

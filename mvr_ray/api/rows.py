@@ -12,7 +12,7 @@ import numpy as np
 
 from mvr_ray.config import SourceConfig
 from mvr_ray.errors import DataError
-from mvr_ray.store.formats.records import BadRow, PassageRecord, QuestionRecord, Record, question_record
+from mvr_ray.store.formats.records import BadRow, QuestionRecord, Record, passage_record, question_record
 from mvr_ray.store.formats.rows import passage_of, question_of
 from mvr_ray.store.formats.sources import read_question_file
 from mvr_ray.types import Passage, Question
@@ -34,7 +34,7 @@ def passage_records(passages: Any) -> Iterator[Record]:
     for number, row in enumerate(rows_of(passages)):
         where, values = f"passage {number}", passage_values(row)
         if isinstance(row, Passage):
-            yield PassageRecord(row._replace(fields=()), where, extras=dict(row.fields))
+            yield passage_record(row.id, row.title, row.text, where, extras=dict(row.fields))
         elif values is None:
             yield BadRow(where, f"{row!r:.60} is no text, no (id, text) or (id, title, text), and no mapping")
         elif not {"text", "contents"} & values.keys():

@@ -111,9 +111,11 @@ class SystemResult(NamedTuple):
     ranks: QuestionRanks
 
 
-def evaluate(run: RunConfig, progress: Progress = no_progress) -> EvaluationReport:
-    """Measure the live version on every set of `evaluate.questions`: by the dense score, and by hybrid
-    search with `search.hybrid` or the weight tuned on `evaluate.hybrid`.
+def evaluate(
+    run: RunConfig, progress: Progress = no_progress, sets: Sequence[QuestionSet] | None = None
+) -> EvaluationReport:
+    """Measure the live version on every set of `evaluate.questions`, or on `sets` of these names: by the dense score,
+    and by hybrid search with `search.hybrid` or the weight tuned on `evaluate.hybrid`.
 
     Raises ConfigError without a configured set or any label, MissingInputError, CoverageError, ResourceError,
     ShardIndexError for a hybrid search over a version without words.
@@ -127,7 +129,8 @@ def evaluate(run: RunConfig, progress: Progress = no_progress) -> EvaluationRepo
         raise ConfigError(
             f"evaluate.questions names no question set; corpus {corpus.name!r} has: {set_names}. {HOW_TO_ADD_QUESTIONS}"
         )
-    sets = [QuestionSet(name, read_questions(corpus, name)) for name in dict.fromkeys(settings.questions)]
+    if sets is None:
+        sets = [QuestionSet(name, read_questions(corpus, name)) for name in dict.fromkeys(settings.questions)]
     if not any(question.answers or question.positive_ids for own in sets for question in own.questions):
         raise ConfigError(
             f"evaluate.questions: no question of {', '.join(own.name for own in sets)} has an answer or a gold "

@@ -182,7 +182,8 @@ def _corpus_info(fields: dict[str, Any], where: str, format_version: int = FORMA
 
 
 def _to_json(fields: Mapping[str, Any]) -> bytes:
-    return (json.dumps(json_with_checksum(fields), indent=1, ensure_ascii=False) + "\n").encode()
+    text = json.dumps(json_with_checksum(fields), indent=1, ensure_ascii=False) + "\n"
+    return text.encode(errors="backslashreplace")  # JSON's own escapes, for names of files that are not UTF-8
 
 
 def _read_json(store: Store, path: str) -> dict[str, Any]:

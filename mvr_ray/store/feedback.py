@@ -1,9 +1,11 @@
 """Store the judgements of `Index.add_feedback`: numbered files of JSON lines, each with all judgements so far.
 
-A call creates the file after the newest, which succeeds for one process alone; another process then reads that file and
-tries the next number, so no judgement is lost. The two newest files stay.
+A call creates the file after the newest. Only one process can; another reads the newest file again and tries the next
+number. As old files are deleted, a slow process can create a number that another had used before: so each call ends by
+looking whether the newest file continues its own. The two newest files stay.
 """
 
+import hashlib
 from collections.abc import Sequence
 
 from mvr_ray.errors import MissingInputError
@@ -11,28 +13,14 @@ from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 
 
-def feedback_file(store: Store, index: str) -> str | None:
-    """Return the path of the file with all judgements of an index; None where there are none."""
-    number = max(_numbers(store, index), default=0)
-    path = paths.feedback(index, number)
-    return path if number or store.exists(path) else None
-
-
 def add_judgements(store: Store, index: str, lines: Sequence[str]) -> int:
     """Add judgements, one a line, to those of an index; returns how many there are."""
     while True:
-        numbers = _numbers(store, index)
-        number = max(numbers, default=0)
-        try:
-            before = store.read_bytes(paths.feedback(index, number)).decode()
-        except MissingInputError:
-            if number:  # deleted by two further calls
-                continue
-            before = ""
-        all_lines = [*filter(str.strip, before.split("\n")), *lines]
+        number, before = _newest(store, index)
+        all_lines = [*filter(bytes.strip, before.split(b"\n")), *(line.encode() for line in lines)]
         if not lines:
             return len(all_lines)
-        path, data = paths.feedback(index, number + 1), "".join(f"{line}\n" for line in all_lines).encode()
+        path, data = paths.judgements(index, number + 1), b"".join(line + b"\n" for line in all_lines)
         try:
             store.create_once(path, data)
         except OSError as error:
@@ -40,12 +28,44 @@ def add_judgements(store: Store, index: str, lines: Sequence[str]) -> int:
                 if isinstance(error, FileExistsError):
                     continue
                 raise
-        for old in numbers:
+        if not _newest(store, index)[1].startswith(data):
+            store.delete(path)
+            continue
+        for old in _numbers(store, index):
             if old < number:
-                store.delete(paths.feedback(index, old))
+                store.delete(paths.judgements(index, old))
         return len(all_lines)
 
 
+def copy_judgements(store: Store, index: str) -> str | None:
+    """Copy all judgements of an index to a file that further ones leave as it is; return its path, or None without any.
+
+    The file is named by its content, so an interrupted refinement continues with it. It replaces the copy before.
+    """
+    data = _newest(store, index)[1]
+    if not data:
+        return None
+    folder = paths.judgement_folder(index)
+    name = f"copy-{hashlib.sha256(data).hexdigest()[:16]}.jsonl"
+    store.write_bytes(f"{folder}/{name}", data)
+    for other in store.list(folder):
+        if other.startswith("copy-") and other != name:
+            store.delete(f"{folder}/{other}")
+    return f"{folder}/{name}"
+
+
+def _newest(store: Store, index: str) -> tuple[int, bytes]:
+    """Read the newest file and return its number with it; 0 and the file of an earlier commit, or nothing, else."""
+    while True:
+        number = max(_numbers(store, index), default=0)
+        try:
+            return number, store.read_bytes(paths.judgements(index, number))
+        except MissingInputError:
+            if not number:
+                return 0, b""
+            # two further calls have deleted it since it was listed
+
+
 def _numbers(store: Store, index: str) -> list[int]:
-    stems = (name.removesuffix(".jsonl") for name in store.list(paths.feedback_folder(index)))
+    stems = (name.removesuffix(".jsonl") for name in store.list(paths.judgement_folder(index)))
     return [int(stem) for stem in stems if stem.isdecimal()]

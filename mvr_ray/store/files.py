@@ -34,6 +34,7 @@ SETTLED_NS = 2 * 10**9
 READ_TRIES = 2
 WRITE_TRIES = 3
 FIRST_PAUSE_S = 0.1
+CLAIM_TRIES = 5
 REQUESTS_AT_ONCE = 16
 """Of `Store.for_each`: an object store answers each after tens of milliseconds, and many side by side."""
 
@@ -377,15 +378,16 @@ class Store:
 
     def is_whole(self, local: Path, path: str, num_bytes: int, sha256: str) -> bool:
         """Return whether `local`, from `local_path(path)`, is there with this size and digest. A copy in the cache that
-        differs is fetched again first; it stays until then, as another process may read it. Raises StorageError if it
-        cannot be read."""
+        differs or is gone is fetched again first; it stays until then, as another process may read it. Raises
+        StorageError if it cannot be read."""
 
         def equals() -> bool:
             return local.is_file() and local.stat().st_size == num_bytes and cached_sha256_of(local) == sha256
 
         with _storage_errors("read", self.where(path)):
-            if not self.is_local and local.is_file() and not equals():
-                os.utime(local, (0, 0))
+            if not self.is_local and not equals():
+                with contextlib.suppress(FileNotFoundError):
+                    os.utime(local, (0, 0))
                 self.local_path(path)
             return equals()
 
@@ -451,12 +453,18 @@ class Store:
     def _create_claimed(self, aside: Path, target: Path) -> None:
         """Do `create_once` on file systems without hard links: the claim is the lock, the rename is the creation."""
         claim = target.with_name(f".{target.name}.claim")
-        try:
-            os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        except FileExistsError:
-            raise FileExistsError(
-                errno.EEXIST, f"claimed by another writer; if none is running, delete {claim}", str(target)
-            ) from None
+        for attempt in range(CLAIM_TRIES):
+            if target.exists():
+                raise FileExistsError(errno.EEXIST, "exists", str(target))
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+                break
+            time.sleep(FIRST_PAUSE_S * 2**attempt)
+        else:
+            raise StorageError(
+                f"{target} cannot be created: {claim} says that another process does so; if none is running, delete "
+                f"that file, and run the same command again"
+            )
         try:
             if target.exists():
                 raise FileExistsError(errno.EEXIST, "exists", str(target))

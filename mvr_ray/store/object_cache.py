@@ -4,6 +4,7 @@ A copy stays until space is short: then those go that no process has asked for i
 first. A reader that has one open keeps its content.
 """
 
+import contextlib
 import logging
 import os
 import re
@@ -16,6 +17,9 @@ log = logging.getLogger(__name__)
 IDLE_S = 3600.0
 FREE_SHARE, MAX_FREE_BYTES = 0.1, 20 << 30
 """Space that copies leave free: a tenth of the disk, 20 GiB at most."""
+WALK_INTERVAL_S = 60.0
+"""Pause of a process that could not make enough room, since a walk over many copies takes long."""
+_next_walk_s = 0.0
 
 
 def cache_dir() -> Path:
@@ -25,27 +29,46 @@ def cache_dir() -> Path:
 
 
 def mark_used(file: Path, changed_s: float) -> None:
-    """Record that a copy is used now. `changed_s`: the time of its object, which its own time stands for."""
-    os.utime(file, (time.time(), changed_s))
+    """Record that a copy is used now, where this process may: it can be another user's, or on a read-only disk.
+
+    `changed_s`: the time of its object, which its own time stands for.
+    """
+    with contextlib.suppress(OSError):
+        os.utime(file, (time.time(), changed_s))
 
 
 def make_room(num_bytes: int) -> None:
     """Delete unused copies until `num_bytes` more fit beside the space that stays free, or until none is left."""
+    global _next_walk_s
     folder = cache_dir()
     usage = shutil.disk_usage(folder)
     num_missing = num_bytes + int(min(FREE_SHARE * usage.total, MAX_FREE_BYTES)) - usage.free
-    if num_missing <= 0:
+    if num_missing <= 0 or time.monotonic() < _next_walk_s:
         return
     copies: list[tuple[float, int, Path]] = []
     for store in folder.iterdir():
         if re.fullmatch("[0-9a-f]{16}", store.name):  # another program's files may lie beside those of stores
-            copies += [(stat.st_atime, stat.st_size, file) for file in store.rglob("*") if (stat := _stat(file))]
+            copies += [(_used_s(stat), stat.st_size, file) for file in store.rglob("*") if (stat := _stat(file))]
     for used_s, size, file in sorted(copies):
         if num_missing <= 0 or used_s > time.time() - IDLE_S:
-            return
-        file.unlink(missing_ok=True)
+            break
+        stat = _stat(file)
+        if stat is None or _used_s(stat) > used_s:  # deleted, or asked for meanwhile
+            continue
+        try:
+            file.unlink(missing_ok=True)
+        except OSError as error:
+            log.info("the unused copy %s stays: %s", file, error)
+            continue
         num_missing -= size
         log.info("deleted the unused copy %s: bytes=%d", file, size)
+    if num_missing > 0:
+        _next_walk_s = time.monotonic() + WALK_INTERVAL_S
+
+
+def _used_s(stat: os.stat_result) -> float:
+    """Return when a copy was used last; an unfinished one was written then."""
+    return max(stat.st_atime, stat.st_mtime)
 
 
 def _stat(file: Path) -> os.stat_result | None:

@@ -264,7 +264,8 @@ class ObjectFiles:
             local = target.stat()
             if local.st_size == meta["size"] and local.st_mtime == changed_s:
                 mark_used(target, changed_s)
-                return
+                if target.is_file():  # `make_room` of another process may have deleted it
+                    return
         target.parent.mkdir(parents=True, exist_ok=True)
         make_room(meta["size"])
         aside = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
@@ -276,7 +277,7 @@ class ObjectFiles:
                 raise OSError(f"{meta['path']} came with {num_bytes} bytes, not {meta['size']}")
             # Object times may be whole seconds: a copy of a very young object may be outdated without looking so.
             if time.time() - changed_s > SETTLED_S:
-                mark_used(aside, changed_s)
+                os.utime(aside, (time.time(), changed_s))
             aside.replace(target)
         finally:
             aside.unlink(missing_ok=True)

@@ -20,7 +20,7 @@
     <store>/studies/<study>-<size>/            report.md, report.json, report.html and plots
     <store>/runs/<time>-<stage>/
     <store>/run.yaml                           the run file of an index that `Index.build` made
-    <store>/feedback/<index>/<number>.jsonl    judgements of `Index.add_feedback`
+    <store>/judgements/<index>/<number>.jsonl  judgements of `Index.add_feedback`
 
 Paths are strings relative to the store's root with `/` between parts; `files.Store` turns them into bytes.
 """
@@ -99,13 +99,13 @@ def question_file(name: str, digest: str) -> str:
     return f"sets/{name}-{digest[:16]}.arrow"
 
 
-def feedback_folder(index: str) -> str:
-    return f"feedback/{index}"
+def judgement_folder(index: str) -> str:
+    return f"judgements/{index}"
 
 
-def feedback(index: str, number: int) -> str:
-    """Path of an index's judgements; 0 is the file of stores that number none."""
-    return f"{feedback_folder(index)}/{number:08d}.jsonl" if number else f"{feedback_folder(index)}.jsonl"
+def judgements(index: str, number: int) -> str:
+    """Path of an index's judgements; number 0 is the file that earlier commits wrote."""
+    return f"{judgement_folder(index)}/{number:08d}.jsonl" if number else f"feedback/{index}.jsonl"
 
 
 def lowered_encoder(name: str, fingerprint: str, precision: str, corpus: str) -> str:

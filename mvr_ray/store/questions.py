@@ -60,7 +60,7 @@ def copy_questions(source: Corpus, corpus: Corpus, name: str) -> None:
 
 
 def write_question_file(path: Path, name: str, questions: Iterable[Question]) -> int:
-    rows = [_checked_question(question, name) for question in questions]
+    rows = checked_questions(questions, name)
     has_grades = any(question.positive_grades for question in rows)
     return write_rows(path, QUESTION_SCHEMA if has_grades else pa.schema(list(QUESTION_SCHEMA)[:-1]), rows)
 
@@ -119,6 +119,11 @@ def example_queries(corpus: Corpus, num: int) -> list[str]:
 def _spread(texts: pa.ChunkedArray, num: int) -> list[str]:
     step = max(1, len(texts) // num)
     return texts.take(pa.array(range(0, len(texts), step)[:num], pa.int64())).to_pylist()
+
+
+def checked_questions(questions: Iterable[Question], name: str) -> list[Question]:
+    """Return the questions of a set. Raises DataError for one that no set can hold."""
+    return [_checked_question(question, name) for question in questions]
 
 
 def _checked_question(question: Question, name: str) -> Question:

@@ -22,6 +22,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from prepared_corpus import only_corpus
 
 from mvr_ray import Encoder, Index, Passage, load_run
 from mvr_ray.api.rows import passage_records, sources_of
@@ -32,8 +33,8 @@ from mvr_ray.distributed import session
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError
 from mvr_ray.explanation import render_html
-from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.feedback import feedback_file
+from mvr_ray.store.corpus import Corpus, question_sets
+from mvr_ray.store.feedback import copy_judgements
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.records import BadRow
 from mvr_ray.store.prepare import prepare
@@ -654,11 +655,58 @@ def test_progress_is_shown_on_request_and_a_callback_gets_it(index: Index, capsy
     assert ("build shards", 3, 3) in calls and capsys.readouterr().err == ""
 
 
+def test_questions_given_to_an_evaluation_are_no_set_of_the_store(index: Index):
+    """So two processes that evaluate do not measure each other's, and a stored set of that name stays."""
+    own, other = [("who built the tower?", ["king 1"])], [("who built the tower?", ["nobody"])] * 2
+    index.add_questions(own, "evaluate")
+    stored = question_sets(only_corpus(Store(index.run.store.path)))
+    alone = index.evaluate(own, k=20)
+    assert index.evaluate(other, k=20).rows[0].n == 2
+    assert question_sets(only_corpus(Store(index.run.store.path))) == stored
+    assert index.evaluate("evaluate", k=20).rows == alone.rows
+
+
+def test_questions_given_to_a_refinement_do_not_replace_others(index: Index):
+    names = []
+    for answer in ("king 1", "king 2"):
+        questions = [
+            {"question": f"who built tower {n}?", "positive_ids": [f"p{n}"], "answers": [answer]} for n in range(16)
+        ]
+        index.refine(questions, labels="gold", **ONE_ROUND)
+        names.append(set(question_sets(only_corpus(Store(index.run.store.path)))))
+    assert len(names[1]) == len(names[0]) + 1
+
+
 def test_questions_without_answers_and_gold_passages_cannot_be_evaluated(index: Index):
     with pytest.raises(ConfigError, match="no question of evaluate has an answer or a gold passage"):
         index.evaluate(["who built the tower?"])
     with pytest.raises(DataError, match=r"answers is array.*, not a list"):
         index.evaluate([("who built the tower?", np.array(["king 1", "king 2"]))])
+
+
+WRONG = {
+    "empty text": ("a", "", ""),
+    "blank text": ("a", "", "  "),
+    "empty id": ("", "", "text"),
+    "id of a number": (5.5, "", "text"),
+    "no title": ("a", 7, "text"),
+    "half a surrogate": ("a", "", "x\ud800y"),
+    "no text": ("a", "", None),
+    "a number": ("a", "", 5),
+}
+
+
+@pytest.mark.parametrize("values", WRONG.values(), ids=WRONG)
+def test_a_passage_object_is_checked_as_a_tuple_is(values, tmp_path: Path):
+    records = [next(iter(passage_records([row]))) for row in (Passage(*values), tuple(values))]
+    assert isinstance(records[0], BadRow) and records[0] == records[1]
+
+
+def test_a_column_named_delete_deletes_nothing_in_an_upsert(index: Index):
+    """As in a build, which leaves it out."""
+    before = len(index)
+    index.upsert([{"id": "p1", "text": "Another tower.", "delete": True}])
+    assert len(index) == before and index.passages(["p1"])["p1"].text == "Another tower."
 
 
 def test_feedback_teaches_the_index_and_is_kept_until_then(index: Index):
@@ -705,7 +753,7 @@ def test_feedback_with_labels_of_numpy_is_that_of_python(index: Index):
     index.add_feedback(rows)
     index.add_feedback([(question, passage, np.int64(label)) for question, passage, label in rows])
     store = Store(index.run.store.path)
-    lines = store.read_bytes(feedback_file(store, index.run.index.name)).decode().splitlines()
+    lines = store.read_bytes(copy_judgements(store, index.run.index.name)).decode().splitlines()
     assert lines[:2] == lines[2:]
 
 

@@ -7,6 +7,7 @@ others; and what was done with each is written with the corpus.
 import gzip
 import itertools
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -137,6 +138,19 @@ def test_files_that_change_passages_of_a_corpus_of_chunks_change_their_chunks(tm
     make_corpus(store, tmp_path, texts)
     with pytest.raises(ConfigError, match="holds passage 'a' whole"):
         apply_next(store, source, cfg=CONFIG.model_copy(update={"chunk_words": 2}))
+
+
+def test_files_whose_names_are_not_utf_8_are_sources_and_change_files(tmp_path: Path):
+    store, source = Store(tmp_path / "store"), Store(tmp_path / "source")
+    (tmp_path / "rows").mkdir()
+    for name in (b"caf\xe9.jsonl", b"d.jsonl"):
+        Path(os.fsdecode(bytes(tmp_path / "rows") + b"/" + name)).write_text(change_lines({repr(name): "first"}))
+    prepare(CONFIG.model_copy(update={"sources": [SourceConfig(path=str(tmp_path / "rows"))]}), store)
+    assert set(texts_of(store).values()) == {"first"} and len(texts_of(store)) == 2
+    source.write_bytes(os.fsdecode(b"caf\xe9.jsonl"), change_lines({"p1": "second"}).encode())
+    [file] = apply_next(store, source).files
+    assert not file.problem and os.fsencode(file.name) == b"caf\xe9.jsonl"
+    assert texts_of(store)["p1"] == "second" and apply_next(store, source).files == []
 
 
 def test_of_two_followers_of_one_corpus_the_slower_one_is_told(tmp_path: Path):

@@ -1,17 +1,37 @@
 """Judgements of several writers at once: none is lost, whatever the store."""
 
 import json
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from pathlib import Path
 
 from mvr_ray.store import paths
-from mvr_ray.store.feedback import add_judgements, feedback_file
+from mvr_ray.store.feedback import add_judgements, copy_judgements
 from mvr_ray.store.files import Store
 
 
-def stored_lines(store: Store) -> list[str]:
-    path = feedback_file(store, "main")
+def stored_lines(store: Store, index: str = "main") -> list[str]:
+    path = copy_judgements(store, index)
     return store.read_bytes(path).decode().splitlines() if path else []
+
+
+def numbered_files(store: Store) -> list[str]:
+    return [name for name in store.list(paths.judgement_folder("main")) if not name.startswith("copy-")]
+
+
+class SlowStore(Store):
+    """Does something before the first file is created."""
+
+    def __init__(self, root: Path, before: Callable[[], object]) -> None:
+        super().__init__(root)
+        self.before: Callable[[], object] | None = before
+
+    def create_once(self, path: str, data: bytes) -> None:
+        before, self.before = self.before, None
+        if before:
+            before()
+        super().create_once(path, data)
 
 
 def test_no_judgement_of_several_writers_is_lost_and_each_writers_order_stays(tmp_path):
@@ -25,13 +45,35 @@ def test_no_judgement_of_several_writers_is_lost_and_each_writers_order_stays(tm
     assert sorted(lines) == [(writer, n) for writer in range(6) for n in range(12)]
     assert all(first[1] < then[1] for w in range(6) for first, then in pairwise([one for one in lines if one[0] == w]))
     assert sorted(number for own in counts for number in own) == list(range(1, 73)), "each call says how many there are"
-    assert len(Store(tmp_path).list(paths.feedback_folder("main"))) == 2
+    assert len(numbered_files(Store(tmp_path))) == 2
+
+
+def test_a_slow_writer_whose_number_is_free_again_adds_to_the_newest(tmp_path):
+    """Others create three files meanwhile, and delete the first of them."""
+    store = Store(tmp_path)
+    for n in range(3):
+        add_judgements(store, "main", [f"start {n}"])
+    slow = SlowStore(tmp_path, lambda: [add_judgements(store, "main", [f"other {n}"]) for n in range(3)])
+    assert add_judgements(slow, "main", ["slow"]) == 7
+    assert stored_lines(store) == [*(f"start {n}" for n in range(3)), *(f"other {n}" for n in range(3)), "slow"]
+
+
+def test_a_copy_stays_as_it_is_while_judgements_arrive_and_is_replaced_by_the_next(tmp_path):
+    store = Store(tmp_path)
+    add_judgements(store, "main", ["one"])
+    path = copy_judgements(store, "main")
+    assert path and path == copy_judgements(store, "main")
+    for n in range(4):
+        add_judgements(store, "main", [f"more {n}"])
+    assert store.read_bytes(path) == b"one\n"
+    assert len(stored_lines(store)) == 5 and not store.exists(path)
 
 
 def test_judgements_of_a_store_that_numbers_no_files_are_kept(tmp_path):
     store = Store(tmp_path)
-    assert feedback_file(store, "main") is None and add_judgements(store, "main", []) == 0
-    store.write_bytes("feedback/main.jsonl", b"one\ntwo\n")
-    assert stored_lines(store) == ["one", "two"]
+    assert copy_judgements(store, "main") is None and add_judgements(store, "main", []) == 0
+    store.write_bytes("feedback/main.jsonl", b"one\ntwo \xff\n")
     assert add_judgements(store, "main", ["three"]) == 3 and add_judgements(store, "main", []) == 3
-    assert stored_lines(store) == ["one", "two", "three"]
+    path = copy_judgements(store, "main")
+    assert path and store.read_bytes(path) == b"one\ntwo \xff\nthree\n"
+    assert stored_lines(store, "main.jsonl") == [], "an index of the name of that file has none"

@@ -1,5 +1,7 @@
 """Copies of objects on a disk that is short of space: unused ones go, the longest unused first, and come again."""
 
+import errno
+import hashlib
 import os
 import shutil
 import time
@@ -19,16 +21,16 @@ SIZE = 1000
 
 
 @pytest.fixture
-def copies(store: Store, tmp_path: Path) -> dict[str, Path]:
+def copies(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """Copies of four objects, used one to four hours ago; another program's file beside them."""
+    monkeypatch.setattr(object_cache, "_next_walk_s", 0.0)
     files = {}
     for hours in (3, 1.1, 4, 2):
         name = f"shards/{hours}"
         store.write_bytes(name, str(hours).encode() * SIZE)
         time.sleep(0.01)
         files[name] = store.local_path(name)
-        stat = files[name].stat()
-        os.utime(files[name], (time.time() - hours * HOUR_S, stat.st_mtime))
+        os.utime(files[name], (time.time() - hours * HOUR_S, 0))
     (tmp_path / "cache" / "of another program").write_text("old")
     os.utime(tmp_path / "cache" / "of another program", (0, 0))
     return files
@@ -66,3 +68,43 @@ def test_a_copy_that_was_asked_for_lately_stays_and_a_deleted_one_is_fetched_aga
     store.write_bytes("shards/new", b"new")
     assert store.local_path("shards/new").read_bytes() == b"new"
     assert store.local_path("shards/3").read_bytes() == b"3" * SIZE
+
+
+def test_a_copy_that_is_asked_for_while_space_is_made_stays(store, copies, monkeypatch):
+    def ask_meanwhile(found: list) -> list:
+        os.utime(copies["shards/4"])
+        return sorted(found)
+
+    free_space(monkeypatch, -(10**6))
+    monkeypatch.setattr(object_cache, "sorted", ask_meanwhile, raising=False)
+    object_cache.make_room(SIZE)
+    assert [name for name, file in copies.items() if file.exists()] == ["shards/4"]
+
+
+def test_a_copy_that_another_process_deleted_is_fetched_again_before_its_bytes_are_compared(store, copies):
+    content = b"2" * SIZE
+    copies["shards/2"].unlink()
+    assert store.is_whole(copies["shards/2"], "shards/2", len(content), hashlib.sha256(content).hexdigest())
+
+
+def test_an_unfinished_copy_stays_while_it_is_written(store, copies, monkeypatch):
+    unfinished = copies["shards/4"].with_name(".new.tmp")
+    unfinished.write_bytes(b"x")
+    os.utime(unfinished, (0, time.time()))
+    free_space(monkeypatch, -(10**6))
+    object_cache.make_room(SIZE)
+    assert unfinished.exists()
+
+
+def test_copies_of_another_user_are_read_and_stay(store, copies, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "not the owner")
+
+    monkeypatch.setattr("mvr_ray.store.objects.SETTLED_S", -HOUR_S)
+    store.local_path("shards/4")
+    monkeypatch.setattr(object_cache.os, "utime", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert store.local_path("shards/4") == copies["shards/4"]
+    free_space(monkeypatch, -(10**6))
+    object_cache.make_room(SIZE)
+    assert all(file.exists() for file in copies.values())
