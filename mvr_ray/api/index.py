@@ -367,15 +367,15 @@ class Index:
 
         live = self._newest()
         corpus = Corpus.open(self._store, live.corpus, live.corpus_digest)
-        name, given = "evaluate", None
+        name, sets = "evaluate", None
         if isinstance(questions, str) and questions in question_sets(corpus):
             name = questions
         else:
-            given = [QuestionSet(name, checked_questions(rows.questions_of(questions), name))]
+            sets = [QuestionSet(name, checked_questions(rows.questions_of(questions), name))]
         depths = list(k) if isinstance(k, Iterable) else [k]
         run = self._with(evaluate={"questions": [name], "k": depths})
         with _progress_callback(progress) as callback:
-            return evaluate(run, callback, given)
+            return evaluate(run, callback, sets)
 
     def versions(self) -> list[VersionInfo]:
         """List the published versions, oldest first; the last one is live."""

@@ -97,18 +97,21 @@ class HnswIndex(ApproximateIndex):
     def update(
         cls, params: IndexParams, update: LabelUpdate, new_ND: FloatArray, source: Path, folder: Path
     ) -> list[str]:
-        """Write a copy of the graph of `source` with new vectors, and with deleted ones marked."""
+        """Write a copy of the graph of `source` with new vectors, and with deleted ones marked.
+
+        hnswlib ends the process where it adds a vector among marked ones alone, so none is marked meanwhile; recall is
+        the same.
+        """
         graph = hnswlib.Index(space="ip", dim=int(new_ND.shape[1]))
         old_labels = read_labels(source)
-        deleted_L = update.number_L[: update.first_new] == DELETED
-        if old_labels is not None:
-            deleted_L &= old_labels != DELETED
         with translate_library_errors(f"hnswlib cannot add {len(new_ND)} vectors to {source / HNSW_FILE}"):
             graph.load_index(str(source / HNSW_FILE), max_elements=len(update.number_L))
-            for label in np.flatnonzero(deleted_L).tolist():
-                graph.mark_deleted(label)
+            for label in [] if old_labels is None else np.flatnonzero(old_labels == DELETED).tolist():
+                graph.unmark_deleted(label)
             if len(new_ND):
                 graph.add_items(new_ND, np.arange(update.first_new, len(update.number_L)), num_threads=1)
+            for label in np.flatnonzero(update.number_L[: update.first_new] == DELETED).tolist():
+                graph.mark_deleted(label)
             graph.save_index(str(folder / HNSW_FILE))
         return [HNSW_FILE, *update.write(folder)]
 

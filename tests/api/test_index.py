@@ -659,10 +659,10 @@ def test_questions_given_to_an_evaluation_are_no_set_of_the_store(index: Index):
     """So two processes that evaluate do not measure each other's, and a stored set of that name stays."""
     own, other = [("who built the tower?", ["king 1"])], [("who built the tower?", ["nobody"])] * 2
     index.add_questions(own, "evaluate")
-    stored = question_sets(only_corpus(Store(index.run.store.path)))
+    before = question_sets(only_corpus(Store(index.run.store.path)))
     alone = index.evaluate(own, k=20)
     assert index.evaluate(other, k=20).rows[0].n == 2
-    assert question_sets(only_corpus(Store(index.run.store.path))) == stored
+    assert question_sets(only_corpus(Store(index.run.store.path))) == before
     assert index.evaluate("evaluate", k=20).rows == alone.rows
 
 

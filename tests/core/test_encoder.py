@@ -404,9 +404,10 @@ def test_low_precision_changes_vectors_little_and_they_come_out_in_float32(tiny)
     np.testing.assert_allclose(views, encoder.embed_passages(passages).views_PVD, atol=0.03)
 
 
+@pytest.mark.parametrize("prompt", ["", "query: "])
 @pytest.mark.parametrize("text", ["", " \n\t", "\x00"])
-def test_an_empty_query_is_refused_by_number(tiny, text):
-    encoder = DualEncoder.from_backbone(tiny("bert"), SPEC)
+def test_an_empty_query_is_refused_by_number(tiny, text, prompt):
+    encoder = DualEncoder.from_backbone(tiny("bert"), replace(SPEC, query_prompt=prompt))
     with pytest.raises(EncoderError) as error:
         encoder.encode_queries(["the river", text])
     assert str(error.value) == f"query 1 of 2 is empty ({text!r}); give every query some text"

@@ -192,3 +192,19 @@ def test_sentences_are_cut_without_the_rest_of_nltk_which_a_program_then_gets_wh
     )
     result = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert result.stdout.splitlines() == ["[]", "nltk.tokenize ['One.', 'Two.']"]
+
+
+def test_a_thread_that_imports_nltk_meanwhile_gets_it_whole():
+    program = (
+        "import sys, threading\n"
+        "from mvr_ray.core.encoding.snippets import load_punkt\n"
+        "sys.setswitchinterval(1e-4)\n"
+        "spans = []\n"
+        "threads = [threading.Thread(target=lambda: spans.append(load_punkt().spans('Up. Down.'))) for _ in range(3)]\n"
+        "for thread in threads: thread.start()\n"
+        "import nltk\n"
+        "for thread in threads: thread.join()\n"
+        "print(hasattr(nltk, 'word_tokenize'), spans == [[(0, 3), (4, 9)]] * 3)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert result.stdout == "True True\n"

@@ -293,6 +293,39 @@ print(graph.knn_query(np.ones((1, 4), np.float32), k=1)[0].tolist())
     assert (reply.returncode, reply.stdout) == (0, "[[0]]\n"), reply.stderr[-2500:]
 
 
+def test_updates_that_replace_a_whole_topic_of_a_sparse_graph_do_not_end_the_process(tmp_path):
+    """hnswlib meets a layer near the new vectors that has deleted ones alone."""
+    script = f"""
+from pathlib import Path
+import numpy as np
+from mvr_ray.index.base import IndexParams
+from mvr_ray.index.kinds import build_index, update_index
+from mvr_ray.types import EmbeddingBlock
+P, D, T, folder = 300, 32, 10, Path({str(tmp_path)!r})
+ids = [f"{{i:05d}}" for i in range(P)]
+block = lambda v: [EmbeddingBlock(ids, np.arange(P + 1), np.zeros(P, np.int16), v)]
+params, topic_P = IndexParams(kind="hnsw", hnsw_m=2), np.arange(P) * T // P
+for seed in (17, 22):
+    rng = np.random.default_rng(seed)
+    centre_TD = rng.normal(size=(T, D))
+    draw = lambda topics: (centre_TD[topics] + 0.3 * rng.normal(size=(len(topics), D))).astype(np.float32)
+    vectors, source = draw(topic_P), folder / f"{{seed}}"
+    source.mkdir()
+    build_index(params, block(vectors), source)
+    for n in range(6):
+        new, own_P, target = vectors.copy(), topic_P == int(rng.integers(T)), folder / f"{{seed}}-{{n}}"
+        new[own_P] = draw(topic_P[own_P])
+        target.mkdir()
+        changed = {{ids[at] for at in np.flatnonzero(own_P)}}
+        if not update_index(params, block(vectors), block(new), changed, source, target, 0.25):
+            break
+        source, vectors = target, new
+print("done")
+"""
+    reply = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+    assert (reply.returncode, reply.stdout) == (0, "done\n"), reply.stderr[-2500:]
+
+
 @pytest.mark.parametrize("params", KINDS[:2], ids=lambda params: params.kind)
 def test_an_index_that_was_updated_twice_finds_what_a_scan_finds_and_not_what_was_deleted(
     params, shard, queries, tmp_path

@@ -46,34 +46,34 @@ ROOM = {SIZE: "4 3 2 1.1", SIZE - 1: "3 2 1.1", -SIZE: "2 1.1", -9 * SIZE: ""}
 """The copies that stay, by the space."""
 
 
-@pytest.mark.parametrize(("free", "kept"), ROOM.items())
-def test_as_many_go_as_the_next_copy_needs_the_longest_unused_first(copies, tmp_path, monkeypatch, free, kept):
+@pytest.mark.parametrize(("free", "names"), ROOM.items())
+def test_as_many_go_as_the_next_copy_needs_the_longest_unused_first(copies, tmp_path, monkeypatch, free, names):
     free_space(monkeypatch, free)
     object_cache.make_room(SIZE)
     there = [name.removeprefix("shards/") for name, file in copies.items() if file.exists()]
-    assert sorted(there, key=float, reverse=True) == kept.split()
+    assert sorted(there, key=float, reverse=True) == names.split()
     assert (tmp_path / "cache" / "of another program").exists()
 
 
 def test_a_copy_that_was_asked_for_lately_stays_and_a_deleted_one_is_fetched_again(store, copies, monkeypatch):
     monkeypatch.setattr("mvr_ray.store.objects.SETTLED_S", 0.0)
     for _ in range(2):  # the first call fetches what is young, the second takes the copy
-        used = store.local_path("shards/4")
-    with pa.memory_map(str(copies["shards/3"])) as mapped:
+        store.local_path("shards/4")
+    with pa.memory_map(str(copies["shards/3"])) as reader:
         os.utime(copies["shards/3"], (time.time() - 3 * HOUR_S, 0))  # opening it was a use
         free_space(monkeypatch, -(10**6))
         object_cache.make_room(SIZE)
-        assert [name for name, file in copies.items() if file.exists()] == ["shards/4"] and used.exists()
-        assert mapped.read() == b"3" * SIZE, "a reader keeps what it has open"
+        assert [name for name, file in copies.items() if file.exists()] == ["shards/4"]
+        assert reader.read() == b"3" * SIZE, "a reader keeps what it has open"
     store.write_bytes("shards/new", b"new")
     assert store.local_path("shards/new").read_bytes() == b"new"
     assert store.local_path("shards/3").read_bytes() == b"3" * SIZE
 
 
 def test_a_copy_that_is_asked_for_while_space_is_made_stays(store, copies, monkeypatch):
-    def ask_meanwhile(found: list) -> list:
+    def ask_meanwhile(files: list) -> list:
         os.utime(copies["shards/4"])
-        return sorted(found)
+        return sorted(files)
 
     free_space(monkeypatch, -(10**6))
     monkeypatch.setattr(object_cache, "sorted", ask_meanwhile, raising=False)
@@ -88,12 +88,12 @@ def test_a_copy_that_another_process_deleted_is_fetched_again_before_its_bytes_a
 
 
 def test_an_unfinished_copy_stays_while_it_is_written(store, copies, monkeypatch):
-    unfinished = copies["shards/4"].with_name(".new.tmp")
-    unfinished.write_bytes(b"x")
-    os.utime(unfinished, (0, time.time()))
+    aside = copies["shards/4"].with_name(".new.tmp")
+    aside.write_bytes(b"x")
+    os.utime(aside, (0, time.time()))
     free_space(monkeypatch, -(10**6))
     object_cache.make_room(SIZE)
-    assert unfinished.exists()
+    assert aside.exists()
 
 
 def test_copies_of_another_user_are_read_and_stay(store, copies, monkeypatch):

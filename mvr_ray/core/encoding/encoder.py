@@ -224,7 +224,7 @@ class DualEncoder(StoredModel):
         prompt = self.spec.query_prompt or ""
         encodings = _tokens(self.question_tower, [prompt + text for text in texts])
         for at, (text, encoding) in enumerate(zip(texts, encodings)):
-            if not encoding.ids or not text.strip():
+            if not encoding.split(len(prompt))[1].ids or not text.strip():
                 raise EncoderError(f"query {at} of {len(texts)} is empty ({text!r}); give every query some text")
         return [self.layout.query(self.spec, encoding.ids) for encoding in encodings]
 
@@ -232,7 +232,7 @@ class DualEncoder(StoredModel):
         """Tokenize passages and mark the tokens of each view; same passages, same arrays, on any machine.
 
         `max_tokens` shortens passages further than the settings, for training; 0: no further limit. Raises EncoderError
-        for a passage of which the tokenizer leaves nothing.
+        for a passage without any token.
         """
         spec = self.spec
         if max_tokens:

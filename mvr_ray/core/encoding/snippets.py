@@ -11,15 +11,18 @@ and `KNOWN_ABBREVIATIONS` was added.
 A span is (start, end) in characters. Letters: S sentences of a text, V snippets requested.
 """
 
+import builtins
 import json
 import math
 import re
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from heapq import heapify, heappop, heappush
 from importlib import import_module
+from importlib.machinery import SourceFileLoader
 from importlib.resources import files
 from importlib.util import find_spec
 from itertools import pairwise
@@ -34,6 +37,7 @@ if TYPE_CHECKING:  # imported on use: an encoder without sentences does not need
     from nltk.tokenize.punkt import PunktSentenceTokenizer
 
 Span = tuple[int, int]
+_PUNKT_LOCK = threading.Lock()
 
 TITLE: Span = (0, 0)
 """The span of a title snippet: no snippet of the text is empty."""
@@ -120,20 +124,49 @@ class Splitter:
 def import_punkt() -> Any:
     """Import nltk's Punkt without the rest of nltk, whose import takes as long as that of torch.
 
-    Empty modules replace nltk's two packages during the import; afterwards `sys.modules` holds nothing of nltk, so a
-    later import of nltk gets the complete package.
+    `sys.modules` gets nothing under nltk's names, which other threads may import meanwhile.
     """
-    if "nltk" in sys.modules or (spec := find_spec("nltk")) is None or not spec.submodule_search_locations:
+    spec = find_spec("nltk")
+    if spec is None or not spec.submodule_search_locations:
         return import_module("nltk.tokenize.punkt")
-    [root] = spec.submodule_search_locations
-    for name, folder in (("nltk", Path(root)), ("nltk.tokenize", Path(root, "tokenize"))):
-        sys.modules[name] = ModuleType(name)
-        sys.modules[name].__path__ = [str(folder)]
-    try:
-        return import_module("nltk.tokenize.punkt")
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "nltk"]:
-            del sys.modules[name]
+    with _PUNKT_LOCK:
+        return _PrivateModules(Path(spec.submodule_search_locations[0])).load("nltk.tokenize.punkt")
+
+
+class _PrivateModules:
+    """Single modules of a package, executed without the package itself and under private names."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._builtins = {**vars(builtins), "__import__": self._import}
+
+    def load(self, name: str) -> ModuleType:
+        private_name = f"{__name__}.{name}"
+        if private_name in sys.modules:
+            return sys.modules[private_name]
+        path = self.root.joinpath(*name.split(".")[1:])
+        module = ModuleType(private_name)
+        if not path.is_dir():
+            file = str(path.with_suffix(".py"))
+            code = SourceFileLoader(private_name, file).get_code(private_name)
+            assert code is not None
+            module.__dict__.update(__builtins__=self._builtins, __file__=file)
+            sys.modules[private_name] = module  # dataclasses look their module up
+            try:
+                exec(code, module.__dict__)
+            except BaseException:
+                del sys.modules[private_name]
+                raise
+        return module
+
+    def _import(self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        if level or name.partition(".")[0] != self.root.name:
+            return builtins.__import__(name, globals, locals, fromlist, level)
+        module = self.load(name)
+        for own in fromlist or ():
+            if not hasattr(module, own):
+                setattr(module, own, self.load(f"{name}.{own}"))
+        return module
 
 
 @lru_cache(maxsize=1)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from unicodedata import category
 
 from mvr_ray.errors import count_noun
 from mvr_ray.store.fields import Fields
@@ -152,6 +153,8 @@ def _text(value: Any, name: str, may_be_empty: bool = False) -> str:
         raise _Fault(f"{name} is missing" if value is None else f"{name} is {value!r:.60}, not a text")
     if not may_be_empty and not value.strip():
         raise _Fault(f"{name} is empty")
+    if not may_be_empty and not any(category(letter)[0] not in "CZ" for letter in value):
+        raise _Fault(f"{name} has no visible character: {value!r:.60}")
     return _unicode(value, name)
 
 

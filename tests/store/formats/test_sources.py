@@ -127,6 +127,14 @@ def test_squad_prefixes_passage_ids_everywhere(write: Write):
     assert passages(records)[1].id == questions(records)[0].positive_ids[0] == "sq:Super_Bowl_50_1"
 
 
+@pytest.mark.parametrize("text", ["\u200b\u200b", "\ufeff", "\u00ad \u2028", "\x01\x02"])
+def test_a_text_without_a_visible_character_is_a_bad_row_and_others_may_have_some(write: Write, text: str):
+    rows = [{"id": "a", "text": text}, {"id": "b", "text": f"{text}word", "title": text}]
+    records = read(write("p.jsonl", "".join(json.dumps(row) + "\n" for row in rows)))
+    assert bad(records) == [f"p.jsonl:1: text has no visible character: {text!r}"]
+    assert [passage.text for passage in passages(records)] == [f"{text}word"]
+
+
 def test_squad_rows_that_are_wrong_are_named(write: Write):
     data = {"data": [{"paragraphs": []}, {"title": "T", "paragraphs": [{"context": " ", "qas": ["x"]}]}, 3]}
     assert bad(read(write("s.json", json.dumps(data)))) == [
