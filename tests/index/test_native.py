@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -412,3 +413,9 @@ def test_the_native_engine_is_refused_where_it_cannot_run(shard):
 
 def test_the_source_of_the_compiled_loops_is_shipped():
     assert (Path(native.__file__).parent / "scan.c").is_file()
+
+
+def test_the_number_of_threads_is_the_environments_while_torch_is_being_imported(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert native.num_threads() == 3

@@ -459,8 +459,9 @@ def _address(array: NDArray[Any] | None) -> int | None:
 
 def num_threads() -> int:
     """Return the number of threads: torch's where it is loaded, else OMP_NUM_THREADS, else one a processor."""
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        return torch.get_num_threads()
+    if torchs_number := getattr(
+        sys.modules.get("torch"), "get_num_threads", None
+    ):  # none while torch is being imported
+        return torchs_number()
     setting = os.environ.get("OMP_NUM_THREADS", "")
     return int(setting) if setting.isdigit() and int(setting) else os.cpu_count() or 1
