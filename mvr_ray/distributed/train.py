@@ -95,10 +95,16 @@ def _finished_record(loop: type[StepLoop], store: Store, job: TrainingJob) -> di
 
 
 def _save(loop: type[StepLoop], store: Store, job: TrainingJob, state: TrainState) -> dict[str, Any]:
-    """Save the best weights; returns their record."""
+    """Save the best weights; returns their record. Raises the model's own error for weights that are not finite."""
     model = job.model.to("cpu").eval()
     if state.best_step >= 0:
         job.checkpoints.load_model(model, state.best_step, "best")
+    if name := next((name for name, weights in model.named_parameters() if not weights.isfinite().all()), ""):
+        raise model.error_type(
+            f"{model.what} {job.name} is not stored: after training, {name} holds NaN or infinite weights; the "
+            f"newest model stays. Lower train.lr (it is {job.run.train.lr:g}), or see whether the backbone holds such "
+            f"weights"
+        )
     fingerprint = save_model(store, loop.kind, job.name, model)
     best = next((epoch for epoch in state.epochs if epoch["step"] == state.best_step), {})
     names = (*loop.figures, *loop.dev_metrics)

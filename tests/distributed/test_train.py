@@ -285,6 +285,27 @@ def test_a_training_that_does_not_help_says_so(store_path, caplog):
 
 
 @pytest.mark.data
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.ray])])
+def test_a_training_that_diverges_ends_with_its_step_and_rate_and_the_newest_model_stays(store_path, workers):
+    cfg = {"questions": "tiny", "dev_questions": "tiny", "batch_questions": 4, "max_steps": 20, "epochs": 10}
+    own = {"name": f"diverges-{workers}", "strategy": "mean", **QUICK}
+    model = train(run_of(store_path, cfg | {"max_steps": 1}, own))
+    resources = {"train_workers": workers}
+    with pytest.raises(ConfigError, match=r"diverged in step \d+ of 20: the loss is .*train.lr \(it is 1e\+30\)"):
+        train(run_of(store_path, cfg | {"lr": 1e30, "warmup_share": 0}, own, resources=resources))
+    assert latest_fingerprint(Store(str(store_path)), ENCODERS, own["name"]) == model.fingerprint
+
+
+@pytest.mark.data
+def test_weights_that_are_not_finite_are_not_stored(store_path):
+    """The only step's gradient is finite, and the step too long."""
+    cfg = {"questions": "tiny", "batch_questions": 4, "max_steps": 1, "lr": 1e39, "warmup_share": 0}
+    with pytest.raises(EncoderError, match=r"encoder snapshot infinite is not stored: .*weight holds NaN or infinite"):
+        train(run_of(store_path, cfg, {"name": "infinite", "strategy": "mean", **QUICK}))
+    assert not (store_path / "encoders" / "infinite").exists()
+
+
+@pytest.mark.data
 def test_viewers_at_one_position_raise_the_collapse_alarm(store_path, minilm, caplog):
     backbone = {"backbone": str(minilm), **QUICK}
     settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 1, "warm_start_steps": 0}
