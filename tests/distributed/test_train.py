@@ -210,6 +210,14 @@ def test_a_missing_file_of_a_checkpoint_is_an_error_that_says_what_to_do(tmp_pat
         second.load_model(model, 10, "best")
 
 
+def test_a_full_disk_at_a_checkpoint_is_an_error_that_says_so(tiny_disk):
+    if tiny_disk is None:
+        pytest.skip("no file system can be mounted here")
+    own = checkpoints.Checkpoints(Store(str(tiny_disk)), "training/e/k")
+    with pytest.raises(StorageError, match=r"cannot write .*best-00000001: no space left.*run the same command again"):
+        own.save_weights(torch.nn.Linear(256, 512), 1, "best")
+
+
 @pytest.mark.data
 def test_a_training_that_another_process_finished_meanwhile_ends_with_its_model(store_path):
     cfg = {"questions": "tiny", "batch_questions": 4, "max_steps": 4, "epochs": 2, "dev_questions": "tiny"}

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mvr_ray.checksums import FORMAT_VERSION, json_with_checksum, parse_json, require_format
+from mvr_ray.distributed.models import translate_full_disk
 from mvr_ray.errors import DigestError, StorageError
 from mvr_ray.store.files import Store, sha256_of
 
@@ -175,8 +176,9 @@ class Checkpoints:
         return f"delete {self._store.where(self._folder)} and train from the start"
 
     def _put(self, name: str, tensors: Mapping[str, Mapping[str, Tensor]], state: bytes = b"") -> None:
-        """Write a folder, replacing one that a killed run left."""
-        with self._store.scratch() as scratch:
+        """Write a folder, replacing one that a killed run left. Raises StorageError if the disk is full."""
+        path = f"{self._folder}/{name}"
+        with self._store.scratch() as scratch, translate_full_disk(self._store, path):
             folder = scratch / name
             folder.mkdir()
             for file, own in tensors.items():
@@ -185,8 +187,8 @@ class Checkpoints:
             if state:
                 (folder / "state.json").write_bytes(state)
             self._digests |= {f"{name}/{file.name}": sha256_of(file) for file in folder.iterdir()}
-            self._store.delete_dir(f"{self._folder}/{name}")
-            self._store.upload_dir(folder, f"{self._folder}/{name}")
+            self._store.delete_dir(path)
+            self._store.upload_dir(folder, path)
 
     def _delete_others(self, folders: Collection[str], before: float = math.inf) -> None:
         """Delete the folders of checkpoints and weights of steps before this one, except these folders."""
