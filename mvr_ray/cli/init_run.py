@@ -19,8 +19,9 @@ from mvr_ray.store.fields import FieldReader, TextCell
 from mvr_ray.store.files import finished_file
 from mvr_ray.store.formats.huggingface import open_dataset
 from mvr_ray.store.formats.records import BadRow, PassageRecord, QuestionRecord
+from mvr_ray.store.formats.rows import parquet_rows
 from mvr_ray.store.formats.sources import NAMED_FIELDS, format_of, read_source, source_files
-from mvr_ray.store.formats.text_files import Row, csv_rows, json_lines, open_text
+from mvr_ray.store.formats.text_files import Row, csv_rows, json_lines, open_text, plain_name
 
 SAMPLE_ROWS = 500
 LABELS_LINE = "  labels: gold                       # the questions name their passages, and no answers\n"
@@ -139,7 +140,7 @@ def _require_one_kind(path: str, files: Sequence[Path]) -> None:
     """Raise DataError for a folder whose files have several formats, by their names."""
     firsts: dict[str, str] = {}
     for file in files:
-        ending = Path(file.name.lower().removesuffix(".gz").removesuffix(".bz2")).suffix
+        ending = plain_name(file).suffix.lower()
         ending = {".ndjson": ".jsonl", ".md": ".txt", ".markdown": ".txt"}.get(ending, ending)
         if ending in (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".html", ".htm"):
             firsts.setdefault(ending, file.name)
@@ -158,11 +159,7 @@ def _raw_rows(source: SourceConfig, kind: str) -> Iterator[Mapping[str, Any]]:
         return
     file = source_files(source)[0]
     if kind == "parquet":
-        import pyarrow.parquet as pq
-
-        with pq.ParquetFile(file) as table:
-            for batch in table.iter_batches(SAMPLE_ROWS):
-                yield from batch.to_pylist()
+        yield from (row for row in parquet_rows(file) if row is not None)
         return
     rows = json_lines(file) if kind == "jsonl" else csv_rows(file, (), "\t" if kind == "tsv" else ",")
     yield from (row.values for row in rows if isinstance(row, Row))
@@ -222,7 +219,7 @@ def _cell_value(cell: str) -> Any:
 def _split(folder: Path, kind: str) -> str | None:
     """Return the judged split of a BEIR or MS MARCO folder: `test`, else `dev`, else the first; None without any."""
     files = folder.glob("qrels/*.tsv*") if kind == "beir" else folder.glob("qrels.*.tsv*")
-    names = sorted(file.name.removesuffix(".gz").removesuffix(".tsv").removeprefix("qrels.") for file in files)
+    names = sorted(plain_name(file).name.removesuffix(".tsv").removeprefix("qrels.") for file in files)
     return next((name for name in ("test", "dev", "dev.small") if name in names), names[0] if names else None)
 
 

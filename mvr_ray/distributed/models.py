@@ -94,18 +94,25 @@ def save_model(store: Store, kind: ModelKind, name: str, model: StoredModel) -> 
     if store.exists(f"{path}/{model.description_file}"):
         return fingerprint
     with store.scratch() as folder:
-        try:
+        with translate_full_disk(store, path):
             model.save(folder / fingerprint)
-        except Exception as error:  # safetensors and tokenizers do not raise OSError
-            if _FULL not in str(error) and getattr(error, "errno", None) != errno.ENOSPC:
-                raise
-            raise StorageError(
-                f"cannot write {store.where(path)}: no space left ({store.free_bytes()} bytes free); free space and "
-                f"run the same command again"
-            ) from error
         description = (folder / fingerprint / model.description_file).read_bytes()
         store.upload_dir(folder / fingerprint, path, {model.description_file: description})
     return fingerprint
+
+
+@contextmanager
+def translate_full_disk(store: Store, path: str) -> Iterator[None]:
+    """Raise StorageError if a library finds the disk full while it writes what is to be at `path`."""
+    try:
+        yield
+    except Exception as error:  # safetensors and tokenizers do not raise OSError
+        if _FULL not in str(error) and getattr(error, "errno", None) != errno.ENOSPC:
+            raise
+        raise StorageError(
+            f"cannot write {store.where(path)}: no space left ({store.free_bytes()} bytes free); free space and "
+            f"run the same command again"
+        ) from error
 
 
 @contextmanager

@@ -71,26 +71,40 @@ def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
         except StorageError as error:  # a damaged record is replaced, one of a newer program is not
             if isinstance(error, FormatError):
                 raise
-        record_before = job.checkpoints.result()
-        if record_before and store.exists(paths.model_dir(loop.kind.store_dir, job.name, record_before["fingerprint"])):
-            return _make_latest(loop, store, job.name, record_before)
+        if record := _finished_record(loop, store, job):
+            return _make_latest(loop, store, job.name, record)
         log.info("training: %s examples=%d workers=%d", loop.kind.what, len(job.examples), workers)
         if workers:
             state = _train_on_workers(run, progress)
         else:
             state = loop(job, progress, _own_device(run)).run()
-        record = _save(loop, store, job, state)
-        _save_snapshots(loop, store, job)
+        record = _finished_record(loop, store, job)
+        if not record:  # no other process has finished the same training meanwhile
+            record = _save(loop, store, job, state)
+            _save_snapshots(loop, store, job)
         snapshot = _make_latest(loop, store, job.name, record)
         job.checkpoints.finish(record)
         return snapshot
 
 
+def _finished_record(loop: type[StepLoop], store: Store, job: TrainingJob) -> dict[str, Any]:
+    """The record of this training if it has finished and the store has its model, else empty."""
+    record = job.checkpoints.result()
+    has_model = record and store.exists(paths.model_dir(loop.kind.store_dir, job.name, record["fingerprint"]))
+    return record if has_model else {}
+
+
 def _save(loop: type[StepLoop], store: Store, job: TrainingJob, state: TrainState) -> dict[str, Any]:
-    """Save the best weights; returns their record."""
+    """Save the best weights; returns their record. Raises the model's own error for weights that are not finite."""
     model = job.model.to("cpu").eval()
     if state.best_step >= 0:
         job.checkpoints.load_model(model, state.best_step, "best")
+    if name := next((name for name, weights in model.named_parameters() if not weights.isfinite().all()), ""):
+        raise model.error_type(
+            f"{model.what} {job.name} is not stored: after training, {name} holds NaN or infinite weights; the "
+            f"newest model stays. Lower train.lr (it is {job.run.train.lr:g}), or see whether the backbone holds such "
+            f"weights"
+        )
     fingerprint = save_model(store, loop.kind, job.name, model)
     best = next((epoch for epoch in state.epochs if epoch["step"] == state.best_step), {})
     names = (*loop.figures, *loop.dev_metrics)

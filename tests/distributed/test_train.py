@@ -24,7 +24,7 @@ from mvr_ray.distributed.session import ClusterInfo, Node
 from mvr_ray.distributed.train import _storage, train
 from mvr_ray.distributed.training import checkpoints, steps
 from mvr_ray.distributed.training.retriever import loss_name, warm_start_steps
-from mvr_ray.errors import ConfigError, DataError, EncoderError, MissingInputError, ResourceError
+from mvr_ray.errors import ConfigError, DataError, EncoderError, MissingInputError, ResourceError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.model_records import ENCODERS, latest_fingerprint
@@ -172,6 +172,67 @@ def test_a_checkpoint_copies_the_tensors_of_one_file_at_a_time(tmp_path, monkeyp
     assert len(saved_copies) == 2 + 2 * 3
 
 
+def linear_training(folder: Path, count: int):
+    """Checkpoints of `count` processes that train one model, and a function that saves a step in one of them."""
+    store, model = Store(str(folder)), torch.nn.Linear(4, 4)
+    optimiser = torch.optim.AdamW(model.parameters())
+
+    def save(own: checkpoints.Checkpoints, step: int, best_step: int) -> None:
+        if best_step == step:
+            own.save_weights(model, step, "best")
+        own.save(model, optimiser, checkpoints.TrainState(step=step, best_step=best_step))
+
+    return model, save, *(checkpoints.Checkpoints(store, "training/e/k") for _ in range(count))
+
+
+def test_a_training_that_runs_twice_keeps_the_checkpoint_and_best_weights_of_the_further_one(tmp_path):
+    model, save, first, second = linear_training(tmp_path, 2)
+    save(first, 10, 10)
+    save(first, 20, 20)
+    save(first, 30, 20)
+    save(second, 15, 10)
+    assert first.latest_step() == 30
+    save(second, 20, 20)
+    second.save_weights(model, 38, "best")  # ahead now, without a checkpoint yet
+    save(first, 35, 20)
+    for own, step in ((first, 20), (second, 38)):
+        own.load_model(model, step, "best")
+    save(second, 40, 38)
+    assert first.latest_step() == 40
+    assert sorted(path.name for path in tmp_path.glob("training/e/k/*-*")) == ["best-00000038", "step-00000040"]
+
+
+def test_a_missing_file_of_a_checkpoint_is_an_error_that_says_what_to_do(tmp_path):
+    model, save, first, second = linear_training(tmp_path, 2)
+    save(first, 10, 10)
+    first.finish({"fingerprint": "f", "metrics": {}, "epochs": []})
+    with pytest.raises(StorageError, match=r"best-00000010/model.safetensors is missing; run the same command again"):
+        second.load_model(model, 10, "best")
+
+
+def test_a_full_disk_at_a_checkpoint_is_an_error_that_says_so(tiny_disk):
+    if tiny_disk is None:
+        pytest.skip("no file system can be mounted here")
+    own = checkpoints.Checkpoints(Store(str(tiny_disk)), "training/e/k")
+    with pytest.raises(StorageError, match=r"cannot write .*best-00000001: no space left.*run the same command again"):
+        own.save_weights(torch.nn.Linear(256, 512), 1, "best")
+
+
+@pytest.mark.data
+def test_a_training_that_another_process_finished_meanwhile_ends_with_its_model(store_path):
+    cfg = {"questions": "tiny", "batch_questions": 4, "max_steps": 4, "epochs": 2, "dev_questions": "tiny"}
+    run = run_of(store_path, cfg | {"checkpoint_steps": 1}, {"name": "twice", "strategy": "mean", **QUICK})
+    others = []
+
+    def train_beside(what: str, count: int, total: int) -> None:
+        if count == 3:
+            others.append(train(run))
+
+    assert [train(run, train_beside)] == others
+    folder = store_path / paths.training_dir("twice", "")
+    assert [file.name for file in folder.glob("*/*")] == [checkpoints.FINISHED]
+
+
 @pytest.mark.data
 def test_a_snapshot_behind_the_last_step_is_refused_before_training(store_path):
     cfg = {"questions": "tiny", "batch_questions": 4, "max_steps": 2, "snapshot_steps": [1, 3]}
@@ -229,6 +290,27 @@ def test_a_training_that_does_not_help_says_so(store_path, caplog):
     model = train(run_of(store_path, settings, {"name": "idle", "strategy": "mean", **QUICK}))
     assert model.metrics["dev_top1"] == model.metrics["dev_top1_before"]
     assert "training did not raise dev accuracy" in caplog.text
+
+
+@pytest.mark.data
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.ray])])
+def test_a_training_that_diverges_ends_with_its_step_and_rate_and_the_newest_model_stays(store_path, workers):
+    cfg = {"questions": "tiny", "dev_questions": "tiny", "batch_questions": 4, "max_steps": 20, "epochs": 10}
+    own = {"name": f"diverges-{workers}", "strategy": "mean", **QUICK}
+    model = train(run_of(store_path, cfg | {"max_steps": 1}, own))
+    resources = {"train_workers": workers}
+    with pytest.raises(ConfigError, match=r"diverged in step \d+ of 20: the loss is .*train.lr \(it is 1e\+30\)"):
+        train(run_of(store_path, cfg | {"lr": 1e30, "warmup_share": 0}, own, resources=resources))
+    assert latest_fingerprint(Store(str(store_path)), ENCODERS, own["name"]) == model.fingerprint
+
+
+@pytest.mark.data
+def test_weights_that_are_not_finite_are_not_stored(store_path):
+    """The only step's gradient is finite, and the step too long."""
+    cfg = {"questions": "tiny", "batch_questions": 4, "max_steps": 1, "lr": 1e39, "warmup_share": 0}
+    with pytest.raises(EncoderError, match=r"encoder snapshot infinite is not stored: .*weight holds NaN or infinite"):
+        train(run_of(store_path, cfg, {"name": "infinite", "strategy": "mean", **QUICK}))
+    assert not (store_path / "encoders" / "infinite").exists()
 
 
 @pytest.mark.data

@@ -11,17 +11,19 @@ Dropout, batches and learning rates are functions of (seed, step): no random sta
 """
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mvr_ray.checksums import FORMAT_VERSION, json_with_checksum, parse_json, require_format
+from mvr_ray.distributed.models import translate_full_disk
 from mvr_ray.errors import DigestError, StorageError
 from mvr_ray.store.files import Store, sha256_of
 
@@ -71,7 +73,10 @@ class TrainState:
 
 
 class Checkpoints:
-    """Read and write the checkpoints of one training; only rank 0 writes."""
+    """Read and write the checkpoints of one training; only rank 0 writes.
+
+    Processes that run the same training take the same steps, so the checkpoint of the furthest one serves all.
+    """
 
     def __init__(self, store: Store, folder: str) -> None:
         self._store = store
@@ -86,19 +91,25 @@ class Checkpoints:
         return self._latest().get("step", -1)
 
     def save(self, model: nn.Module, optimiser: torch.optim.Optimizer, state: TrainState) -> None:
-        """Write a checkpoint, record it as the latest, and delete the ones before."""
+        """Write a checkpoint, record it as the latest, and delete the ones before. Does nothing where another process
+        has written one of this step or a later one."""
+        latest = self._latest()
+        if latest.get("step", -1) >= state.step:
+            return
         name = _folder_name("step", state.step)
         self._put(name, {"model": model.state_dict(), "optimiser": _flat(optimiser)}, state.to_json())
         folders = {name, _folder_name("best", state.best_step)}
         folders |= {entry for entry in self._store.list(self._folder) if entry.startswith("snapshot-")}
-        digests = self._latest().get("files", {}) | self._digests
+        digests = latest.get("files", {}) | self._digests
         self._digests = {file: digest for file, digest in digests.items() if file.partition("/")[0] in folders}
         self._write(LATEST, {"step": state.step, "files": self._digests})
-        self._delete_others(folders)
+        self._delete_others(folders, state.step)
 
     def save_weights(self, model: nn.Module, step: int, kind: Literal["best", "snapshot"]) -> None:
-        """Save these weights; they count once a checkpoint names them."""
-        self._put(_folder_name(kind, step), {"model": model.state_dict()})
+        """Save these weights, unless the latest checkpoint names them; they count once one does."""
+        name = _folder_name(kind, step)
+        if f"{name}/model.safetensors" not in self._latest().get("files", {}):
+            self._put(name, {"model": model.state_dict()})
 
     def state(self, step: int) -> TrainState:
         return TrainState.from_json(self._local_file(_folder_name("step", step), "state.json").read_bytes())
@@ -148,23 +159,26 @@ class Checkpoints:
 
     def _local_file(self, name: str, file: str) -> Path:
         """A local copy of a checkpoint's file. Raises StorageError where it is missing or differs from its digest."""
+        path = f"{self._folder}/{name}/{file}"
+        where = self._store.where(path)
+        if not self._store.exists(path):  # a process that runs the same training may have deleted it
+            raise StorageError(f"{where} is missing; run the same command again, or {self._cure()}")
         local = self._store.local_path(f"{self._folder}/{name}") / file
         expected = self._latest().get("files", {}).get(f"{name}/{file}")
         try:
             if expected and sha256_of(local) != expected:
                 raise DigestError("its sha256 differs from the recorded one")
         except (OSError, DigestError) as error:
-            raise StorageError(
-                f"{self._store.where(self._folder)}/{name}/{file} is damaged ({error}); {self._cure()}"
-            ) from error
+            raise StorageError(f"{where} is damaged ({error}); {self._cure()}") from error
         return local
 
     def _cure(self) -> str:
         return f"delete {self._store.where(self._folder)} and train from the start"
 
     def _put(self, name: str, tensors: Mapping[str, Mapping[str, Tensor]], state: bytes = b"") -> None:
-        """Write a folder, replacing one that a killed run left."""
-        with self._store.scratch() as scratch:
+        """Write a folder, replacing one that a killed run left. Raises StorageError if the disk is full."""
+        path = f"{self._folder}/{name}"
+        with self._store.scratch() as scratch, translate_full_disk(self._store, path):
             folder = scratch / name
             folder.mkdir()
             for file, own in tensors.items():
@@ -173,13 +187,14 @@ class Checkpoints:
             if state:
                 (folder / "state.json").write_bytes(state)
             self._digests |= {f"{name}/{file.name}": sha256_of(file) for file in folder.iterdir()}
-            self._store.delete_dir(f"{self._folder}/{name}")
-            self._store.upload_dir(folder, f"{self._folder}/{name}")
+            self._store.delete_dir(path)
+            self._store.upload_dir(folder, path)
 
-    def _delete_others(self, folders: Collection[str]) -> None:
-        """Delete the folders of checkpoints and weights except these."""
+    def _delete_others(self, folders: Collection[str], before: float = math.inf) -> None:
+        """Delete the folders of checkpoints and weights of steps before this one, except these folders."""
         for entry in self._store.list(self._folder):
-            if entry.startswith(("step-", "best-", "snapshot-")) and entry not in folders:
+            kind, _, step = entry.partition("-")
+            if kind in get_args(WeightsKind) and entry not in folders and int(step) < before:
                 self._store.delete_dir(f"{self._folder}/{entry}")
 
 

@@ -251,6 +251,7 @@ class StepLoop(ABC):
         return torch.optim.AdamW(groups, eps=self.cfg.adam_eps, fused=True)
 
     def _step(self, optimiser: torch.optim.Optimizer) -> None:
+        """Take a step. Raises ConfigError, on all ranks, where the averaged gradient is not finite."""
         self.model.train()
         step, schedule = self.state.step, self.schedule
         at, total = (step, schedule.warm) if self.warm else (step - schedule.warm, schedule.steps)
@@ -260,7 +261,13 @@ class StepLoop(ABC):
         loss = self.learn()
         average_gradients(self.parameters)
         self.scaler.unscale_(optimiser)
-        torch.nn.utils.clip_grad_norm_(self.parameters, self.cfg.clip_norm)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.cfg.clip_norm))
+        if not math.isfinite(norm) and not self.scaler.is_enabled():  # the scaler skips such a step
+            raise ConfigError(
+                f"training diverged in step {step + 1} of {schedule.total}: the loss is {loss:.4g}, the norm of the "
+                f"gradient {norm}; nothing of it was stored. Lower train.lr (it is {self.cfg.lr:g}), or see whether "
+                f"the backbone holds weights that are no finite numbers"
+            )
         self.scaler.step(optimiser)
         self.scaler.update()
         increment_version(self.parameters)  # the fused step omits it; caches for inference rely on it

@@ -105,7 +105,7 @@ def _marco_queries(path: Path) -> Iterator[Row | BadRow]:
 
 
 def _present(folder: Path, name: str) -> list[Path]:
-    return [file for end in ("", ".gz") if (file := folder / f"{name}{end}").is_file()]
+    return [file for end in ("", ".gz", ".bz2") if (file := folder / f"{name}{end}").is_file()]
 
 
 JUDGED_FOLDERS = {

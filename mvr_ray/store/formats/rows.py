@@ -44,21 +44,37 @@ def read_parquet(path: Path, names: Names = NO_NAMES) -> Iterator[Record]:
     if not path.is_file():
         raise MissingInputError(f"{path} does not exist or is not a file; check the path in prepare.sources")
     try:
-        with pq.ParquetFile(path) as file:
-            rows = (row for batch in file.iter_batches(PARQUET_ROWS) for row in _parquet_rows(batch))
-            yield from read_rows(rows, str(path), names)
+        yield from read_rows(parquet_rows(path), str(path), names)
     except (pa.ArrowException, OSError) as error:  # OSError: a page that cannot be uncompressed
         raise DataError(f"{path} is not a whole Parquet file: {error}") from error
 
 
-def _parquet_rows(batch: pa.RecordBatch) -> Iterable[dict[str, Any] | None]:
-    """The rows of a batch; None for a row whose text is not UTF-8."""
+def parquet_rows(path: Path) -> Iterator[dict[str, Any] | None]:
+    """Yield the rows of a Parquet file; None for a row whose text is not UTF-8."""
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(PARQUET_ROWS):
+            try:
+                yield from batch.to_pylist()
+            except (ValueError, OverflowError):
+                yield from (_parquet_row(batch, at) for at in range(len(batch)))
+
+
+def _parquet_row(batch: pa.RecordBatch, at: int) -> dict[str, Any] | None:
     try:
-        return batch.to_pylist()
+        return {name: _python_value(column[at]) for name, column in zip(batch.schema.names, batch.columns)}
     except UnicodeDecodeError:
-        if len(batch) == 1:
-            return [None]
-        return (row for at in range(len(batch)) for row in _parquet_rows(batch.slice(at, 1)))
+        return None
+
+
+def _python_value(scalar: pa.Scalar) -> Any:
+    """Convert a value to Python; a date or time beyond Python's range, or in a zone that it does not know, becomes a
+    text that no field of a time accepts."""
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        raise
+    except (ValueError, OverflowError):
+        return f"unreadable {scalar.type}"
 
 
 def read_csv(path: Path, names: Names = NO_NAMES, delimiter: str = ",") -> Iterator[Record]:

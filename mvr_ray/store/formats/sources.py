@@ -32,7 +32,7 @@ from mvr_ray.store.formats.rows import (
     read_summaries,
 )
 from mvr_ray.store.formats.squad import read_squad
-from mvr_ray.store.formats.text_files import open_text
+from mvr_ray.store.formats.text_files import open_text, plain_name
 from mvr_ray.store.formats.text_folder import TEXT_ENDS, read_text_file, text_files
 from mvr_ray.types import Question
 
@@ -128,16 +128,23 @@ def folder_format(source: SourceConfig, folder: Path) -> str | None:
 
 
 def read_question_file(path: Path) -> list[Question]:
-    """Read the questions of a file or folder in any question format; a `.txt` file has one a line. Bad rows are
-    refused."""
-    if path.name.endswith((".txt", ".txt.gz")):
+    """Read the questions of a file or folder in any question format; a `.txt` file has one a line. Bad rows, and ids
+    that occur twice, are refused."""
+    if plain_name(path).suffix == ".txt":
         with open_text(path) as file:
             lines = [(number, line.strip()) for number, line in enumerate(file, 1) if line.strip()]
         records = [question_record(question_id(path, number - 1), text, f"{path}:{number}") for number, text in lines]
     else:
         records = list(read_source(SourceConfig(path=str(path), passages=False, questions="file")))
     bad = [record for record in records if isinstance(record, BadRow)]
-    questions = [record.question for record in records if isinstance(record, QuestionRecord)]
+    questions: list[Question] = []
+    place_of: dict[str, str] = {}
+    for record in records:
+        if isinstance(record, QuestionRecord):
+            questions.append(record.question)
+            own_id, where = record.question.id, f"{record.where} (question {len(questions)})"
+            if (place := place_of.setdefault(own_id, where)) != where:
+                bad.append(BadRow(where, f"question id {own_id!r} already occurs in {place}; give it another one"))
     if bad:
         raise DataError(f"{count_noun(len(bad), 'bad row')}, first: {bad[0]}")
     if not questions:
@@ -181,12 +188,12 @@ def _refuse_names(source: SourceConfig, format: str, names: dict[str, str | None
 
 
 def _is_text(file: Path) -> bool:
-    return file.name.lower().removesuffix(".gz").endswith(TEXT_ENDS)
+    return plain_name(file).suffix.lower() in TEXT_ENDS
 
 
 def _detect_format(file: Path, source: str, has_names: bool = False) -> str:
     """Detect the format of a file. `has_names`: the source names fields, so it has no format with own names."""
-    stem = file.name.lower().removesuffix(".gz").removesuffix(".bz2")
+    stem = plain_name(file).name.lower()
     if stem == "corpus.jsonl" and JUDGED_FOLDERS["beir"].is_at(file.parent):
         return "beir"
     if stem.endswith(".parquet"):

@@ -29,6 +29,11 @@ class Row(NamedTuple):
     where: str
 
 
+def plain_name(path: Path) -> Path:
+    """Return the path without an ending of compressed files, `.gz` or `.bz2`."""
+    return path.with_suffix("") if path.suffix.lower() in (".gz", ".bz2") else path
+
+
 @contextlib.contextmanager
 def open_bytes(path: Path) -> Iterator[BinaryIO]:
     """Open a file and decompress what is read; DataError where a compressed file is damaged or breaks off."""

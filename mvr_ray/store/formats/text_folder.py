@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from mvr_ray.store.formats.records import BadRow, DroppedRow, Record, passage_record
-from mvr_ray.store.formats.text_files import open_text
+from mvr_ray.store.formats.text_files import open_text, plain_name
 
 MARKDOWN_ENDS = (".md", ".markdown")
 TEXT_ENDS = (".txt", *MARKDOWN_ENDS)
@@ -22,7 +22,7 @@ _HEADING = re.compile(r"\s*#{1,6}[ \t]+(.+?)[ \t#]*(?:\n|\Z)|\s*(\S.*)\n(?:=+|-+
 
 def text_files(folder: Path) -> list[Path]:
     """List the text and Markdown files under a folder by their path; hidden files and folders are left out."""
-    files = (path for path in folder.rglob("*") if path.name.lower().removesuffix(".gz").endswith(TEXT_ENDS))
+    files = (path for path in folder.rglob("*") if plain_name(path).suffix.lower() in TEXT_ENDS)
     visible_files = (path for path in files if not any(part.startswith(".") for part in path.relative_to(folder).parts))
     return sorted(path for path in visible_files if path.is_file())
 
@@ -45,7 +45,7 @@ def read_text_file(path: Path, folder: Path | None = None) -> Iterator[Record]:
             yield BadRow(where, "the front matter between the lines `---` is not a mapping in YAML")
             return
         title, text = str(extras.pop("title", None) or ""), text[match.end() :]
-    plain = path.with_suffix("") if path.suffix.lower() == ".gz" else path
+    plain = plain_name(path)
     if not title and plain.suffix.lower() in MARKDOWN_ENDS and (heading := _HEADING.match(text)):
         title, text = (heading[1] or heading[2]).strip(), text[heading.end() :]
     text = text.strip("\n")

@@ -66,11 +66,19 @@ def read_qrels(path: Path) -> dict[str, dict[str, int]]:
                 continue
             if len(parts) not in (3, 4):
                 raise DataError(f"{path}:{number}: {count_noun(len(parts), 'column')}; qrels have 4, or 3 in BEIR")
-            try:
-                judgements.setdefault(parts[0], {})[parts[-2]] = int(float(parts[-1]))
-            except (ValueError, OverflowError):
-                raise DataError(f"{path}:{number}: grade {parts[-1]!r} is not a number") from None
+            judgements.setdefault(parts[0], {})[parts[-2]] = _grade(parts[-1], f"{path}:{number}")
     return judgements
+
+
+def _grade(text: str, where: str) -> int:
+    """Read a grade, which is stored in 32 bits."""
+    try:
+        grade = float(text)
+    except ValueError:
+        grade = math.nan
+    if not grade.is_integer() or not -(2**31) <= grade < 2**31:
+        raise DataError(f"{where}: grade {text!r} is no whole number of 32 bits; multiply or round the grades")
+    return int(grade)
 
 
 def _below(above: int | None, millionths: int) -> int:

@@ -1,11 +1,13 @@
 """Reads each source format field by field; an error in it is named with file and line, and nothing is run."""
 
+import bz2
 import csv
 import gzip
 import io
 import json
 from collections import Counter
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 
 from mvr_ray.config import SourceConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
+from mvr_ray.store.fields import FieldReader
 from mvr_ray.store.formats.records import BadRow, DroppedRow, PassageRecord, QuestionRecord, Record
 from mvr_ray.store.formats.sources import format_of, read_question_file, read_source
 from mvr_ray.types import Passage, Question
@@ -333,6 +336,25 @@ def test_a_parquet_row_whose_text_is_not_utf8_is_bad_and_the_others_are_read(tmp
     assert bad.where.endswith("rows.parquet:row 1") and "not UTF-8" in bad.reason
 
 
+def test_a_time_in_parquet_that_python_cannot_hold_is_bad_where_it_is_a_field_alone(tmp_path: Path):
+    far, near = 2**63 - 1, 0
+    columns = {
+        "when": pa.array([far, near], pa.timestamp("us")),
+        "day": pa.array([4_000_000, 0], pa.int32()).cast(pa.date32()),
+        "took": pa.array([10**18, 0], pa.duration("s")),
+        "times": pa.array([[far], [near]], pa.list_(pa.timestamp("us"))),
+        "zone": pa.array([near, near], pa.timestamp("us", "Mars/Phobos")),
+    }
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"id": ["1", "2"], "text": ["one", "two"], **columns}), path)
+    first, second = read(path)
+    assert [record.passage.text for record in (first, second)] == ["one", "two"]
+    assert FieldReader({"when": "timestamp"}).read(second.extras) == {"when": datetime(1970, 1, 1, tzinfo=UTC)}
+    for record, name, kind in ((first, "when", "timestamp"), (first, "day", "date"), (second, "zone", "timestamp")):
+        with pytest.raises(ValueError, match=f"'unreadable {kind}.*' is no {kind}"):
+            FieldReader({name: kind}).read(record.extras)
+
+
 def test_jsonl_names_wrong_rows(write: Write):
     lines = [
         "{",
@@ -456,6 +478,21 @@ def test_a_question_file_may_be_plain_lines(write: Write):
         read_question_file(write("q.jsonl", "{\n"))
 
 
+def test_a_question_file_or_folder_whose_ids_repeat_is_refused_with_both_places(write: Write):
+    rows = [{"question": text} for text in ("who?", "why?")]
+    write("two/dev.de.jsonl", json.dumps(rows[0]) + "\n")
+    folder = write("two/dev.en.jsonl", "\n".join(map(json.dumps, rows))).parent
+    message = (
+        r"1 bad row, first: .*dev\.en\.jsonl:1 \(question 2\): .*'dev-0' already .*dev\.de\.jsonl:1 \(question 1\)"
+    )
+    with pytest.raises(DataError, match=message):
+        read_question_file(folder)
+    paragraph = {"context": "It rained.", "qas": [{"id": "q", "question": name, "answers": []} for name in "ab"]}
+    squad = {"data": [{"title": "t", "paragraphs": [paragraph]}]}
+    with pytest.raises(DataError, match=r"\(question 2\): question id 'q' already occurs in .* \(question 1\)"):
+        read_question_file(write("s.json", json.dumps(squad)))
+
+
 @pytest.mark.data
 def test_real_files_are_read_whole(data_dir: Path):
     counts = {}
@@ -572,6 +609,16 @@ def test_documents_of_ms_marco_have_a_title_and_an_address(write: Write):
     assert isinstance(record, PassageRecord)
     assert record.passage == Passage("D1", "Rivers", "The Nile is long.")
     assert record.extras == {"url": "https://example.org"}
+
+
+def test_compressed_text_files_are_read_as_plain_ones(write: Write):
+    for ending, compress in ((".gz", gzip.compress), (".bz2", bz2.compress)):
+        folder = write(f"notes{ending}/a.MD{ending}", compress(b"# Nile\nA river.\n")).parent
+        write(f"notes{ending}/b.txt{ending}", compress(b"A hill.\n"))
+        expected = [Passage(f"a.MD{ending}", "Nile", "A river."), Passage(f"b.txt{ending}", "b", "A hill.")]
+        assert passages(read(folder)) == expected
+        assert passages(read(folder / f"b.txt{ending}")) == expected[1:]
+        assert read_question_file(write(f"ask.txt{ending}", compress(b"who?\n"))) == [Question("ask-0", "who?")]
 
 
 def test_a_folder_of_text_and_markdown_is_a_passage_a_file(write: Write):
