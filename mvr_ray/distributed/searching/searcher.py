@@ -28,6 +28,7 @@ from mvr_ray import logs
 from mvr_ray.core.searching.exact import BlockTable, check_queries, distinct
 from mvr_ray.core.searching.hybrid import hybrid_search, lexical_search
 from mvr_ray.deadline import Deadline
+from mvr_ray.distributed.searching.file_limit import raise_file_limit, translate_open_errors
 from mvr_ray.distributed.searching.masks import Mask, MaskCache
 from mvr_ray.distributed.searching.memory import MemoryUsage, free_bytes, node_name, require_memory
 from mvr_ray.distributed.searching.messages import ScanRequest, ShardFailure, ShardResult, ShardResults, ViewResults
@@ -143,6 +144,7 @@ class ShardSearcher:
     threads."""
 
     def __init__(self, task: SearcherTask) -> None:
+        raise_file_limit()
         self.task = task
         self.instance_id = uuid.uuid4().hex
         self._versions: dict[int, _Version] = {}
@@ -352,7 +354,8 @@ class ShardSearcher:
             open_part = self._parts.get(part.key)
             if open_part is None:
                 try:
-                    open_part = self._read(version.manifest, part)
+                    with translate_open_errors(f"shard {part.entry.shard} of {version_name(version.manifest)}"):
+                        open_part = self._read(version.manifest, part)
                 except MvrRayError as error:
                     self._damaged[part.key] = str(error)
                     raise
