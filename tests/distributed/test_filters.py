@@ -216,7 +216,7 @@ def test_a_filtered_search_that_ends_after_its_version_was_dropped_leaves_nothin
 
     first = publish_random_index(tmp_path, random_views(40, 7), 2)
     corpus = prepare_rows(tmp_path, random_rows(views := random_views(40, 8), 8), 2)
-    second = publish_random_index(tmp_path, views, 2, parent=1, corpus=corpus)
+    publish_random_index(tmp_path, views, 2, parent=1, corpus=corpus)
     fleet = LocalSearchers(SearcherTask(str(tmp_path), first))
     fleet.ready(first)
     searcher = fleet.searcher
