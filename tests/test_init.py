@@ -12,7 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from mvr_ray.cli import main
+from mvr_ray.cli.init_run import _yaml_scalar
 from mvr_ray.config import RunConfig, load_run, resolve_path
+from mvr_ray.config.loader import parse_yaml
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import PrepareReport, prepare
@@ -285,6 +287,39 @@ def test_a_run_file_that_is_there_is_never_replaced(tmp_path: Path, monkeypatch,
     assert end.value.code == 2
     assert "rows.yaml exists already; name another file with --output" in capsys.readouterr().err
     assert Path("rows.yaml").read_text() == "mine: true\n"
+
+
+def test_run_files_of_one_folder_have_a_corpus_and_an_index_of_their_own(initialize, tmp_path: Path) -> None:
+    """Their store is one, so equal names would replace the other's passages."""
+    runs = []
+    for team in ("sales.2025", "sales.2026", "продажи", "кадры"):
+        (tmp_path / team).mkdir()
+        data = tmp_path / team / "data.csv"
+        data.write_text(f"id,text\n1,All about {team}.\n")
+        runs.append(initialize(str(data), "--output", f"{team}.yaml")[0])
+    names = [(run.prepare.corpus, run.index.name, run.encoder.name) for run in runs]
+    assert all(len({*of_run}) == 1 for of_run in names)
+    assert len({*names}) == len(runs), names
+    assert [corpus for corpus, *_ in names[:2]] == ["sales-2025", "sales-2026"]
+    texts = [next(iter(Corpus.open(Store(run.store.path), run.prepare.corpus))).text for run in runs]
+    assert texts == ["All about sales.2025.", "All about sales.2026.", "All about продажи.", "All about кадры."]
+
+
+def test_every_character_of_a_name_is_read_back_from_the_run_file() -> None:
+    names = [f"a{chr(code)}b" for code in (*range(0xD800), *range(0xE000, 0x10000), 0x1F600, 0xE0001, 0x10FFFF)]
+    assert [parse_yaml(f"p: {_yaml_scalar(name)}") for name in names] == [{"p": name} for name in names]
+
+
+def test_a_path_that_is_no_text_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
+    """A run file is UTF-8, and cannot name it."""
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "caf\udce9.jsonl"
+    file.write_text(f"{json.dumps(ROWS[0])}\n")
+    with pytest.raises(SystemExit) as end:
+        main(["init", file.name])
+    message = "mvr-ray: init: the name 'caf\\udce9.jsonl' is not UTF-8, as a run file is; rename the file or folder\n"
+    assert (end.value.code, capsys.readouterr().err) == (2, message)
+    assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
 def test_question_sets_of_sources_with_similar_names_stay_apart(initialize, tmp_path: Path) -> None:

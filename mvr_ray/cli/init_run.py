@@ -5,7 +5,9 @@ how long passages are, and which further fields come with them.
 """
 
 import json
+import os
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -71,10 +73,17 @@ class SourceSample(NamedTuple):
 
 
 def write_run_file(paths: Sequence[str], output: Path | None) -> tuple[Path, list[SourceSample]]:
-    """Write the run file for sources, and load it as a check. The default name is that of the first source.
+    """Write the run file for sources, and load it as a check. The default name is that of the first source. Corpus,
+    encoder and index have the file's name, so that run files of one folder, whose store is one, share nothing.
 
-    Raises MissingInputError or DataError for what cannot be read, ConfigError if the file exists.
+    Raises MissingInputError or DataError for what cannot be read, ConfigError if the file exists or a name is not UTF-8.
     """
+    for given_path in (*paths, str(output or "")):
+        try:
+            given_path.encode()
+        except UnicodeEncodeError:
+            message = f"init: the name {given_path!r} is not UTF-8, as a run file is; rename the file or folder"
+            raise ConfigError(message) from None
     samples = [sample_source(path) for path in paths]
     useless = [sample for sample in samples if not (sample.passages or sample.has_questions)]
     if useless and any(sample.passages for sample in samples):
@@ -83,7 +92,7 @@ def write_run_file(paths: Sequence[str], output: Path | None) -> tuple[Path, lis
     if not any(sample.passages for sample in samples):
         problems = "; ".join(sample.bad or sample.title for sample in samples)
         raise DataError(f"init: no passage among the first {SAMPLE_ROWS} rows: {problems}")
-    name = _name(paths[0])
+    name = _slug(output.stem) if output else _name(paths[0])
     file = output or Path(f"{name}.yaml")
     if file.exists():
         raise ConfigError(f"init: {file} exists already; name another file with --output, or move it away")
@@ -224,9 +233,14 @@ def _split(folder: Path, kind: str) -> str | None:
 
 
 def _name(path: str) -> str:
-    """Return a name for corpus and index: the file's or folder's, without its endings."""
-    stem = Path(path.rstrip("/")).name.partition(".")[0] if not path.startswith("hf:") else path.rpartition("/")[2]
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-_")[:60].lower() or "corpus"
+    """Return a name for what comes from a source: the file's or folder's, without its endings."""
+    return _slug(path.rpartition("/")[2] if path.startswith("hf:") else Path(path).name.partition(".")[0])
+
+
+def _slug(name: str) -> str:
+    """Return a name with the characters that a store allows; without any, a checksum keeps names apart."""
+    slug = re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-_")[:60].lower()
+    return slug or (f"corpus-{zlib.crc32(os.fsencode(name)):08x}" if name else "corpus")
 
 
 def run_file_text(name: str, samples: Sequence[SourceSample]) -> str:
@@ -304,6 +318,9 @@ index:
 
 
 def _yaml_scalar(text: str) -> str:
-    """Return a YAML scalar: plain if that is safe."""
+    """Return a YAML scalar: plain if that is safe. YAML refuses or folds some characters that are not printable."""
     is_plain = re.fullmatch(r"[A-Za-z_./][\w./-]*", text) is not None
-    return text if is_plain and isinstance(parse_yaml(text), str) else json.dumps(text, ensure_ascii=False)
+    if is_plain and isinstance(parse_yaml(text), str):
+        return text
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in quoted)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # these modules take a second to import, and most commands ne
     from mvr_ray.types import Exactness
 
 _results: list[TextIO] = []
+_ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n\r"}
 
 
 def size(num_bytes: float) -> str:
@@ -37,22 +38,28 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.3g} {unit}" if num_bytes < 1000 else ">999 TB"
 
 
+def visible(text: str) -> str:
+    """Replace control characters, which a terminal would obey, by visible escapes; Rich drops carriage returns."""
+    return text.translate(_ESCAPES)
+
+
 def hit_text(rank: int, hit: "PassageHit") -> Text:
     """Format one hit; the winning view's snippet stands between » and «, in reverse on a terminal. A
     snippet that is the title stands before the text."""
-    text = Text(f"{rank:>2}. {hit.title or hit.id}", style="bold")
+    text = Text(f"{rank:>2}. {visible(hit.title or hit.id)}", style="bold")
     kind = "feedback view" if hit.feedback else "view"
-    text.append(f"  [{hit.id}] score {hit.score:z.4f}, {kind} {hit.view}\n", style="dim")
+    text.append(f"  [{visible(hit.id)}] score {hit.score:z.4f}, {kind} {hit.view}\n", style="dim")
     if hit.fields:
         texts = {name: str(value) if type(value) in (int, float) else cell(value) for name, value in hit.fields.items()}
-        text.append(f"    {', '.join(f'{name} {value}' for name, value in texts.items())}\n", style="dim")
+        line = ", ".join(f"{name} {value}" for name, value in texts.items())
+        text.append(f"    {visible(line)}\n", style="dim")
     body, snippet = hit.text or "", hit.snippet
     if snippet is None:
-        return text.append(body, style="not bold")
-    text.append(body[: snippet.start], style="not bold")
-    text.append(f"»{snippet.text}«", style="reverse")
+        return text.append(visible(body), style="not bold")
+    text.append(visible(body[: snippet.start]), style="not bold")
+    text.append(f"»{visible(snippet.text)}«", style="reverse")
     text.append("" if snippet.stop else " ", style="not bold")
-    return text.append(body[snippet.stop :], style="not bold")
+    return text.append(visible(body[snippet.stop :]), style="not bold")
 
 
 def exactness(exact: "Exactness") -> str:
@@ -66,15 +73,16 @@ def explanation_table(passage: "ExplainedPassage", questions: Sequence[str]) -> 
     """Make the table of a passage: views down, each with its snippet; a question's best view is marked with «."""
     from mvr_ray.explanation import describe_view
 
-    output = Table(title=Text(f"{passage.title or passage.id}  [{passage.id}]"), title_justify="left", show_lines=True)
+    title = visible(f"{passage.title or passage.id}  [{passage.id}]")
+    output = Table(title=Text(title), title_justify="left", show_lines=True)
     output.add_column("view", justify="right")
     output.add_column("stands for", ratio=1)
     for question in questions:
-        output.add_column(Text(question), min_width=9, max_width=30)
+        output.add_column(Text(visible(question)), min_width=9, max_width=30)
     for view in passage.views:
         wins = [winner.view == view.view for winner in passage.winners]
         scores = [Text(f"{score:z.4f}{' «' * best}", style="bold" * best) for score, best in zip(view.scores, wins)]
-        output.add_row(str(view.view), Text(describe_view(view)), *scores)
+        output.add_row(str(view.view), Text(visible(describe_view(view))), *scores)
     for name, kind in (("words (BM25)", "lexical"), ("words and views together", "total")):
         scores = [getattr(winner, kind) for winner in passage.winners]
         if any(score is not None for score in scores):
@@ -84,15 +92,15 @@ def explanation_table(passage: "ExplainedPassage", questions: Sequence[str]) -> 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
     """Make a table of rows; square brackets in a title, a column name or a cell are no markup."""
-    heading = Text(title, style="bold") if title else None
+    heading = Text(visible(title), style="bold") if title else None
     output = Table(
         title=heading, title_justify="left", show_header=any(columns), box=SIMPLE_HEAD, show_edge=False, pad_edge=False
     )
     for i, column in enumerate(columns):
         numeric = all(_is_number(row[i]) for row in rows if row[i] is not None)
-        output.add_column(Text(column), justify="right" if rows and numeric else "left", overflow="fold")
+        output.add_column(Text(visible(column)), justify="right" if rows and numeric else "left", overflow="fold")
     for row in rows:
-        output.add_row(*(Text(cell(value)) for value in row))
+        output.add_row(*(Text(visible(cell(value))) for value in row))
     return output
 
 
@@ -204,4 +212,4 @@ def print_result(*results: Table | Text | str) -> None:
         if not console.is_terminal:
             console.width = 160
         with translate_stdout_errors():
-            console.print(result)
+            console.print(visible(result) if isinstance(result, str) else result)

@@ -119,11 +119,20 @@ def apply(data: dict[str, Any], override: str) -> None:
 
 
 def resolve_path(text: str) -> Path:
-    """Resolve a path of a run file; `package:NAME/rest` is a file of an installed package, which is not imported."""
+    """Resolve a path of a run file; `package:NAME/rest` is a file of an installed package, which is not imported.
+
+    Raises ConfigError for a package that is not installed, or ~NAME of no user.
+    """
     if not text.startswith("package:"):
-        return Path(text).expanduser()
+        try:
+            return Path(text).expanduser()
+        except RuntimeError:
+            raise ConfigError(f"{text}: there is no user of this name; write the folder in full") from None
     package, _, rest = text.removeprefix("package:").partition("/")
-    spec = importlib.util.find_spec(package)
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # no package around this one, or no name
+        spec = None
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
             f"{text}: the Python package {package!r} is not installed; install it "

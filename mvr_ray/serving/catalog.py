@@ -83,7 +83,8 @@ class VersionCatalog:
         return VersionDetail.model_validate(fields | {"shard_list": shards})
 
     def rollback(self, version: int, deadline: Deadline) -> VersionInfo:
-        """Publish that version's content as a new version, which is then live; sent again, it is published once.
+        """Publish that version's content as a new version, which is then live; sent again, even to another server, it
+        is published once: a live version that is such a rollback is the answer.
 
         Raises RequestError: 404 for a version that does not exist, 422 if a file of it, the corpus or the encoder
         does not match it, 503 while files are being read. PublishConflictError if another publisher was first.
@@ -95,6 +96,9 @@ class VersionCatalog:
             live = manifests.latest_version(self.store, self.index)
             is_same = job is not None and job.was_published and job.key[0] == manifest.content_digest()
             if job is None or not is_same or (is_done and not job.is_of(live)):
+                newest = manifests.read(self.store, self.index, live)
+                if newest.operation == ROLLBACK and newest.content_digest() == manifest.content_digest():
+                    return self._info(newest)
                 manifest = dataclasses.replace(manifest, parent=live, operation=ROLLBACK)
                 job = self._start(_PublishJob(self.store, manifest, was_published=True))
         return self._result(job, deadline)

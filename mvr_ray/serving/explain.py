@@ -16,6 +16,7 @@ from mvr_ray.core.searching.hybrid import hybrid_scores
 from mvr_ray.deadline import Deadline
 from mvr_ray.errors import UnknownPassageError
 from mvr_ray.explanation import ExplainedPassage, ExplainedView, Explanation, Winner
+from mvr_ray.serving.admission import late_error
 from mvr_ray.serving.schemas import ExplainRequest, RequestError
 from mvr_ray.types import FloatArray, Hit, HybridQueries, HybridWeight, Passage, PassageScores
 
@@ -34,9 +35,9 @@ def explain(
     hybrid: HybridWeight | None = None,
 ) -> Explanation:
     """Explain the passages of the request, or the questions' best hits: the first of every question, then the second,
-    and so on. Every view is scored with every question; with `hybrid` the words, too. Searchers answer by the deadline.
+    and so on. Every view is scored with every question; with `hybrid` the words, too.
 
-    Raises RequestError for what the limits forbid, and for a passage that the index does not hold.
+    Raises RequestError for what the limits forbid, for a passage that the index does not hold, and past the deadline.
     """
     request.check(limits)
     queries_QD = router.embed(request.questions)
@@ -59,6 +60,8 @@ def explain(
     lexical = {} if hybrid is None else router.lexical_scores(request.questions, list(passages.values()))
     explanations = []
     for scores in all_scores:
+        if not deadline.left_s:
+            raise late_error(deadline)
         passage, num_views = passages[scores.passage_id], router.num_views
         spans = router.view_spans(passage)
         views = [

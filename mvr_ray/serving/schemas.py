@@ -106,9 +106,9 @@ class ExplainRequest(RequestModel):
 
     questions: Annotated[list[str], Field(min_length=1)]
     passages: list[str] = Field(default_factory=list)
-    """Passage ids; without any, the best `k` hits of each question are explained."""
+    """Passage ids, at most `serve.max_k`; without any, the best `k` hits of each question are explained."""
     k: int = 3
-    """Explained hits a question, if no passages are named."""
+    """Explained hits a question, if no passages are named; times the questions, at most `serve.max_k`."""
     encoder_fingerprint: str | None = None
     """The encoder that the questions are for; another index encoder is a 409."""
     version: Annotated[int, Field(ge=1)] | None = None
@@ -125,6 +125,9 @@ class ExplainRequest(RequestModel):
         if len(self.passages) > limits.max_k:
             message = f"{len(self.passages)} passages in one request"
             raise RequestError(422, "passages_out_of_range", "passages", message, hint)
+        if not self.passages and (most := self.k * len(self.questions)) > limits.max_k:
+            message = f"{len(self.questions)} questions with k {self.k} are up to {most} passages"
+            raise RequestError(422, "passages_out_of_range", "k", message, f"{hint}, or fewer questions")
 
 
 class EmbeddingsRequest(RequestModel):

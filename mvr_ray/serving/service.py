@@ -174,7 +174,15 @@ class SearchService:
 
     def rollback(self, number: int, deadline: Deadline | None = None) -> VersionInfo:
         """Publish the content of a version as a new one, when every file is whole, and answer from it at once. Raises
-        RequestError (503) if that is published, but cannot be opened here."""
+        RequestError (503) if this server stays on a fixed version; or if that is published, but cannot be opened
+        here."""
+        if not self.router.state.follows:
+            serving = self.current_version().version
+            message = (
+                f"version {number} not rolled back to: this server was started with version {serving}, which stays"
+            )
+            hint = f"use `mvr-ray versions CONFIG rollback {number}`, or a server that follows"
+            raise RequestError(503, "not_opened", "n", message, hint)
         version = self._catalog().rollback(number, self._search_deadline(deadline))
         self.router.follow()
         if self.router.state.failure:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +20,7 @@ from random_index import D, Views, brute_force, publish_random_index, random_vie
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.router import Router
+from mvr_ray.distributed.searching import masks
 from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.masks import MaskCache
 from mvr_ray.distributed.searching.messages import ScanRequest
@@ -28,6 +30,7 @@ from mvr_ray.index.base import IndexParams
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+from mvr_ray.store.filters import parse_filter
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
 
@@ -201,6 +204,46 @@ def test_a_version_is_dropped_while_others_are_filtered(tmp_path):
             assert len(future.result()) == 200
     finally:
         sys.setswitchinterval(before)
+
+
+def test_a_filtered_search_that_ends_after_its_version_was_dropped_leaves_nothing_of_it(tmp_path, monkeypatch):
+    begins, may_go_on = Event(), Event()
+
+    def wait_and_parse(*args):
+        begins.set()
+        assert may_go_on.wait(30)
+        return parse_filter(*args)
+
+    first = publish_random_index(tmp_path, random_views(40, 7), 2)
+    corpus = prepare_rows(tmp_path, random_rows(views := random_views(40, 8), 8), 2)
+    publish_random_index(tmp_path, views, 2, parent=1, corpus=corpus)
+    fleet = LocalSearchers(SearcherTask(str(tmp_path), first))
+    fleet.ready(first)
+    searcher = fleet.searcher
+    keys = set(searcher.open_files())
+    monkeypatch.setattr(masks, "parse_filter", wait_and_parse)
+    with ThreadPoolExecutor(1) as thread:
+        request = ScanRequest(np.eye(1, D, dtype=np.float32), 5, (0, 1), 2, json.dumps({"year": {"gte": 3}}))
+        future = thread.submit(searcher.scan, request)
+        assert begins.wait(30)
+        searcher.drop(2)
+        may_go_on.set()
+        assert not future.result().failures
+    cache = searcher._masks
+    assert (cache.num_bytes, cache._corpora, cache._rows, cache._masks) == (0, {}, {}, {})
+    assert (list(searcher._versions), set(searcher.open_files())) == ([1], keys)
+
+
+def test_a_version_number_that_is_used_again_has_its_own_masks(tmp_path):
+    """A collection deletes manifests; an index that begins again counts from 1."""
+    views, cache = random_views(40, 8), MaskCache(str(tmp_path))
+    ids = pa.array(sorted(views))
+    for seed in (8, 9):
+        rows = random_rows(views, seed)
+        version = publish_random_index(tmp_path, views, 1, corpus=prepare_rows(tmp_path, rows, 1))
+        expected = [rows[name].get("year") == 1 for name in sorted(views)]
+        assert cache.mask(version, 0, ids, '{"year": 1}').tolist() == expected
+        Store(str(tmp_path)).delete(paths.manifest(version.index, version.version))
 
 
 @pytest.mark.ray

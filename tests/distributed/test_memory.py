@@ -1,6 +1,9 @@
 """Tests of the memory check for a version beside the live one."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -44,3 +47,54 @@ def test_a_searcher_holds_no_more_than_its_limit(present_files, own, limit):
 
 def test_free_memory_is_some_of_the_machines():
     assert 0 < free_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+MANY_SHARDS = """
+import resource, sys
+from pathlib import Path
+import built_index
+from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
+from mvr_ray.errors import ResourceError
+
+root, soft = Path(sys.argv[1]), int(sys.argv[2])
+hard = int(sys.argv[3]) if len(sys.argv) > 3 else resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+built_index.SHARDS = 40
+version = built_index.build(root)
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+searchers = LocalSearchers(SearcherTask(str(root), version))
+try:
+    searchers.ready(version)
+    print(len(searchers.searcher.health()), "shards are open")
+except ResourceError as error:
+    print(error)
+"""
+
+
+@pytest.fixture
+def open_many_shards(tmp_path: Path):
+    """Opens 40 shards in a process whose limit of open files is low; returns what it prints."""
+
+    def run(*limits: int) -> str:
+        folders = [str(path) for path in sys.path if path]
+        tests = Path(__file__).parents[1]
+        path = os.pathsep.join([str(tests), str(tests / "serving"), *folders])
+        words = [sys.executable, "-c", MANY_SHARDS, str(tmp_path), *map(str, limits)]
+        process = subprocess.run(
+            words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+        )
+        return process.stdout.strip() or process.stderr
+
+    return run
+
+
+def test_an_index_of_more_shards_than_the_soft_limit_has_files_is_opened(open_many_shards):
+    assert open_many_shards(40) == "40 shards are open"
+
+
+@pytest.mark.parametrize("limit", [40, 41, 42])
+def test_too_many_open_files_are_refused_with_their_number_and_the_cure(open_many_shards, limit):
+    message = open_many_shards(limit, limit)
+    assert message.startswith("shard ") and message.endswith(
+        f" of index 'library' version 1 not opened: too many open files, of which this process may have {limit}; raise "
+        f"the limit (ulimit -n), use more searchers, or make fewer shards (mvr-ray reshard CONFIG shards=N)"
+    )

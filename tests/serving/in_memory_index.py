@@ -34,7 +34,7 @@ class InMemoryIndex:
 
     dimension = 3
     num_views = 2
-    state = SwapState(1, follows=False)
+    state = SwapState(1, follows=True)
     corpus = SimpleNamespace(fields={})
     manifest = SimpleNamespace(
         index="library", version=3, encoder_name="words", encoder_fingerprint="f" * 16, lexical=None

@@ -112,8 +112,8 @@ def test_explain_versions_and_readiness_are_the_models_of_the_server(client) -> 
     assert (versions.serving, versions.versions[0].version) == (3, 1)
     assert client.version(1).vectors == 5
     assert client.ready().ready
-    before = versions.live
-    assert client.rollback(1).version == before + 1
+    rollback = client.rollback(1)
+    assert (rollback.operation, rollback.live, client.rollback(1)) == ("rollback", True, rollback)
 
 
 REFUSED = [

@@ -53,6 +53,26 @@ def test_an_explanation_hands_its_deadline_to_every_search(passages: list[str]) 
     assert [one.due_s <= own.due_s for one in deadlines] == [True] * (1 if passages else 2)
 
 
+def test_an_explanation_of_many_passages_ends_at_its_deadline() -> None:
+    due = Deadline.after(60)
+    texts: list[str] = []
+
+    class SlowIndex(InMemoryIndex):
+        def view_spans(self, passage):
+            texts.append(passage.id)
+            return super().view_spans(passage)
+
+    class EarlyDeadline(Deadline):
+        @property
+        def left_s(self) -> float:
+            return 0.0 if texts else 60.0
+
+    request, limits = ExplainRequest(questions=["nile"], passages=["p1", "p2", "p3"]), ServeConfig()
+    with pytest.raises(RequestError, match="no answer within 60000 ms") as refusal:
+        explain(SlowIndex(), request, limits, EarlyDeadline(*due))
+    assert (refusal.value.status, texts) == (504, ["p1"])
+
+
 def test_hits_of_several_questions_go_by_rank_then_question() -> None:
     explanation = explain_in_memory(questions=["hill", "rhine"], k=3)
     assert [passage.id for passage in explanation.passages] == ["p2", "p1", "p3"]
@@ -87,6 +107,13 @@ REFUSALS = [
     ({"questions": ["x", "x", "x"]}, 422, "too_many_questions", "questions", "3 questions in one request"),
     ({"questions": ["x"], "k": 21}, 422, "k_out_of_range", "k", "k is 21"),
     ({"questions": ["x"], "passages": ["p"] * 21}, 422, "passages_out_of_range", "passages", "21 passages"),
+    (
+        {"questions": ["x", "y"], "k": 11},
+        422,
+        "passages_out_of_range",
+        "k",
+        "2 questions with k 11 are up to 22",
+    ),
     ({"questions": ["x"], "passages": ["p1", "p9"]}, 404, "unknown_passage", "passages.1", "holds no passage 'p9'"),
 ]
 

@@ -14,7 +14,7 @@ from built_index import as_sent, build, copy_files, corpus, refine
 from damaged_file import flip_byte
 from in_memory_index import InMemoryIndex
 
-from mvr_ray.client import Client, RefusedError
+from mvr_ray.client import Client, RefusedError, UnavailableError
 from mvr_ray.config import RunConfig, ServeConfig
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.hot_swap import open_hot_swap_router
@@ -329,6 +329,31 @@ def test_a_roll_back_that_is_published_while_its_repetition_lists_the_versions_i
     catalog.store.let.set()
     assert catalog.rollback(1, Deadline.after(20)).version == 2
     assert elsewhere.versions() == [1, 2]
+
+
+def test_a_roll_back_is_published_once_by_whichever_replica_its_repetition_reaches(elsewhere) -> None:
+    assert elsewhere.post(elsewhere.payload).status == 200
+    first, second = (VersionCatalog(Slow(str(elsewhere.root)), "library") for _ in range(2))
+    with pytest.raises(RequestError, match="being read"):
+        first.rollback(1, Deadline.after(0.3))
+    with pytest.raises(RequestError, match="being read"):
+        second.rollback(1, Deadline.after(0.3))
+    for catalog in (first, second, VersionCatalog(elsewhere.store, "library")):
+        if isinstance(catalog.store, Slow):
+            catalog.store.let.set()
+        version = catalog.rollback(1, Deadline.after(20))
+        assert (version.version, version.live) == (2, True)
+    assert elsewhere.versions() == [1, 2]
+
+
+def test_a_server_of_a_fixed_version_refuses_to_roll_back_before_anything_is_published(elsewhere) -> None:
+    assert elsewhere.post(elsewhere.payload).status == 200
+    run = RunConfig.model_validate({"store": {"path": str(elsewhere.root)}, "index": {"name": "library"}})
+    with Client.in_process(run, version=1) as client, pytest.raises(UnavailableError) as refusal:
+        client.rollback(1)
+    assert refusal.value.code == "not_opened"
+    assert "version 1 not rolled back to: this server was started with version 1, which stays" in str(refusal.value)
+    assert elsewhere.versions() == [1]
 
 
 def test_nothing_rolls_back_to_a_version_of_which_a_byte_differs(elsewhere) -> None:

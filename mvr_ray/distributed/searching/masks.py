@@ -10,6 +10,7 @@ Shapes: P passages of a shard.
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,15 +33,22 @@ pc: Any = pyarrow.compute
 
 
 class MaskCache:
-    """Caches the masks of shards under filters, by version. Safe to use from several threads."""
+    """Caches the masks of shards under filters, by version. Safe to use from several threads.
 
-    def __init__(self, store: str, limit_bytes: int = MASK_BYTES) -> None:
+    A version is its number and its token, since a deleted version's number may be used again. A search may end after
+    its version was dropped: only what is of a version that `is_open` is stored.
+    """
+
+    def __init__(
+        self, store: str, limit_bytes: int = MASK_BYTES, is_open: Callable[[Manifest], bool] = lambda manifest: True
+    ) -> None:
         self.store = store
         self.limit_bytes = limit_bytes
         self.num_bytes = 0
-        self._corpora: dict[int, Corpus] = {}
-        self._rows: dict[tuple[int, int], IntArray | slice] = {}
-        self._masks: OrderedDict[tuple[int, int, str], Mask] = OrderedDict()
+        self._is_open = is_open
+        self._corpora: dict[tuple[int, str], Corpus] = {}
+        self._rows: dict[tuple[int, str, int], IntArray | slice] = {}
+        self._masks: OrderedDict[tuple[int, str, int, str], Mask] = OrderedDict()
         self._lock = threading.Lock()
 
     def mask(self, manifest: Manifest, shard: int, ids: pa.Array, filter: str) -> Mask:
@@ -48,13 +56,15 @@ class MaskCache:
 
         Raises FilterError, and StorageError or MissingInputError if the version's corpus is damaged or missing.
         """
-        key = manifest.version, shard, filter
+        key = manifest.version, manifest.token, shard, filter
         with self._lock:
             if key in self._masks:
                 self._masks.move_to_end(key)
                 return self._masks[key]
         mask_P = self._evaluate(manifest, shard, ids, filter)
         with self._lock:
+            if not self._is_open(manifest):
+                return mask_P
             self.num_bytes += mask_P.nbytes * (key not in self._masks)
             self._masks[key] = mask_P
             while self.num_bytes > self.limit_bytes and len(self._masks) > 1:
@@ -62,27 +72,30 @@ class MaskCache:
         return mask_P
 
     def drop(self, version: int) -> None:
-        """Remove a version's masks."""
+        """Remove the masks of a version that is not open any more."""
         with self._lock:
-            self._corpora.pop(version, None)
+            self._corpora = {key: corpus for key, corpus in self._corpora.items() if key[0] != version}
             self._rows = {key: rows for key, rows in self._rows.items() if key[0] != version}
             for key in [key for key in self._masks if key[0] == version]:
                 self.num_bytes -= self._masks.pop(key).nbytes
 
     def _evaluate(self, manifest: Manifest, shard: int, ids: pa.Array, filter: str) -> Mask:
-        corpus = self._corpora.get(manifest.version)
+        key = manifest.version, manifest.token
+        corpus = self._corpora.get(key)
         if corpus is None:
             corpus = Corpus.open(Store(self.store), manifest.corpus, manifest.corpus_digest)
-            corpus = self._corpora.setdefault(manifest.version, corpus)
+            with self._lock:
+                if self._is_open(manifest):
+                    corpus = self._corpora.setdefault(key, corpus)
         parts = [corpus.part(number) for number in related_shards(shard, corpus.num_shards, len(manifest.shards))]
         parsed_filter = parse_filter(json.loads(filter), corpus.fields)
         table = pa.concat_tables([part.table({"id", *parsed_filter.columns}) for part in parts])
-        key = manifest.version, shard
-        rows = self._rows.get(key)
+        rows = self._rows.get((*key, shard))
         if rows is None:
             rows = _rows_of(ids, table.column("id"), manifest, shard)
             with self._lock:
-                self._rows[key] = rows
+                if self._is_open(manifest):
+                    self._rows[*key, shard] = rows
         return parsed_filter.mask(table)[rows]
 
 

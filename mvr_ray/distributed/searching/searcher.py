@@ -28,6 +28,7 @@ from mvr_ray import logs
 from mvr_ray.core.searching.exact import BlockTable, check_queries, distinct
 from mvr_ray.core.searching.hybrid import hybrid_search, lexical_search
 from mvr_ray.deadline import Deadline
+from mvr_ray.distributed.searching.file_limit import raise_file_limit, translate_open_errors
 from mvr_ray.distributed.searching.masks import Mask, MaskCache
 from mvr_ray.distributed.searching.memory import MemoryUsage, free_bytes, node_name, require_memory
 from mvr_ray.distributed.searching.messages import ScanRequest, ShardFailure, ShardResult, ShardResults, ViewResults
@@ -143,6 +144,7 @@ class ShardSearcher:
     threads."""
 
     def __init__(self, task: SearcherTask) -> None:
+        raise_file_limit()
         self.task = task
         self.instance_id = uuid.uuid4().hex
         self._versions: dict[int, _Version] = {}
@@ -153,7 +155,7 @@ class ShardSearcher:
         self._lock = threading.Lock()
         self._num_finished = 0
         self._cancelled: dict[str, None] = {}
-        self._masks = MaskCache(task.store)
+        self._masks = MaskCache(task.store, is_open=self._is_open)
 
     def open(self, assignments: Sequence[ShardAssignment]) -> str:
         """Open every shard of the assignments beside the open ones; return `instance_id`.
@@ -178,13 +180,13 @@ class ShardSearcher:
 
     def drop(self, version: int) -> None:
         """Release a version and its parts that no other version names. A search that runs on them can finish."""
-        self._masks.drop(version)
         with self._lock:
             self._dropped_versions.add(version)
             self._versions.pop(version, None)
             keys = {key for one in self._versions.values() for key in one.by_key()}
             self._parts = {key: part for key, part in self._parts.items() if key in keys}
             self._damaged = {key: reason for key, reason in list(self._damaged.items()) if key in keys}
+        self._masks.drop(version)
 
     def health(self) -> list[str]:
         """Digests of the shards that are open now; also answers during a search."""
@@ -311,6 +313,15 @@ class ShardSearcher:
         self._num_finished += is_cancelled
         return is_cancelled
 
+    def _is_open(self, manifest: Manifest) -> bool:
+        version = self._versions.get(manifest.version)
+        return version is not None and version.manifest.token == manifest.token
+
+    def _is_named(self, part: Part) -> bool:
+        """Return whether an open version has this part."""
+        shard = part.entry.shard
+        return any(part.key == own.key for one in self._versions.values() for own in one.parts.get(shard, ()))
+
     def _get_version(self, number: int | None) -> _Version:
         own = self.task.manifest
         number = own.version if number is None else number
@@ -352,12 +363,14 @@ class ShardSearcher:
             open_part = self._parts.get(part.key)
             if open_part is None:
                 try:
-                    open_part = self._read(version.manifest, part)
+                    with translate_open_errors(f"shard {part.entry.shard} of {version_name(version.manifest)}"):
+                        open_part = self._read(version.manifest, part)
                 except MvrRayError as error:
                     self._damaged[part.key] = str(error)
                     raise
                 with self._lock:
-                    self._parts[part.key] = open_part
+                    if self._is_named(part):  # else the version was dropped meanwhile
+                        self._parts[part.key] = open_part
                     self._damaged.pop(part.key, None)
         return open_part.value
 
