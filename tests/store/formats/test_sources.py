@@ -349,7 +349,8 @@ def test_a_time_in_parquet_that_python_cannot_hold_is_bad_where_it_is_a_field_al
     pq.write_table(pa.table({"id": ["1", "2"], "text": ["one", "two"], **columns}), path)
     first, second = read(path)
     assert [record.passage.text for record in (first, second)] == ["one", "two"]
-    assert FieldReader({"when": "timestamp"}).read(second.extras) == {"when": datetime(1970, 1, 1, tzinfo=UTC)}
+    fields = FieldReader({"when": "timestamp"}).read(second.extras)
+    assert dict(fields) == {"when": datetime(1970, 1, 1, tzinfo=UTC)}
     for record, name, kind in ((first, "when", "timestamp"), (first, "day", "date"), (second, "zone", "timestamp")):
         with pytest.raises(ValueError, match=f"'unreadable {kind}.*' is no {kind}"):
             FieldReader({name: kind}).read(record.extras)
@@ -482,9 +483,7 @@ def test_a_question_file_or_folder_whose_ids_repeat_is_refused_with_both_places(
     rows = [{"question": text} for text in ("who?", "why?")]
     write("two/dev.de.jsonl", json.dumps(rows[0]) + "\n")
     folder = write("two/dev.en.jsonl", "\n".join(map(json.dumps, rows))).parent
-    message = (
-        r"1 bad row, first: .*dev\.en\.jsonl:1 \(question 2\): .*'dev-0' already .*dev\.de\.jsonl:1 \(question 1\)"
-    )
+    message = r"1 bad row, first: .*en\.jsonl:1 \(question 2\): .*'dev-0' already .*de\.jsonl:1 \(question 1\)"
     with pytest.raises(DataError, match=message):
         read_question_file(folder)
     paragraph = {"context": "It rained.", "qas": [{"id": "q", "question": name, "answers": []} for name in "ab"]}
