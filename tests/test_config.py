@@ -100,6 +100,9 @@ SOURCE = "a path, or a mapping with path and, as needed, format and others"
     [
         ("train: {epochs: many}", "train.epochs: 'many' is not a whole number of at least 0"),
         ("train: {lr: 0}", "train.lr: 0 is not a number above 0"),
+        ("train: {lr: .inf}", "train.lr: inf is not finite; it must be a number above 0"),
+        ("refine: {alpha: .nan}", "refine.alpha: nan is not finite; it must be a number"),
+        ("refine: {gamma: -.inf}", "refine.gamma: -inf is not finite; it must be a number"),
         ("encoder: {num_views: 65}", "encoder.num_views: 65 is not a whole number from 1 to 64"),
         ("encoder: {tied: maybe}", "encoder.tied: 'maybe' is not true or false"),
         ("index: {kind: null}", "index.kind: null is not one of flat, faiss, hnsw"),

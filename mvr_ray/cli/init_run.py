@@ -76,7 +76,7 @@ def write_run_file(paths: Sequence[str], output: Path | None) -> tuple[Path, lis
     """Write the run file for sources, and load it as a check. The default name is that of the first source. Corpus,
     encoder and index have the file's name, so that run files of one folder, whose store is one, share nothing.
 
-    Raises MissingInputError or DataError for what cannot be read, ConfigError if the file exists or a name is not UTF-8.
+    Raises MissingInputError or DataError for what cannot be read, ConfigError if the file exists or a name is no UTF-8.
     """
     for given_path in (*paths, str(output or "")):
         try:

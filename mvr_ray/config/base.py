@@ -25,7 +25,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 def describe_problems(error: ValidationError) -> str:
@@ -49,6 +49,8 @@ def explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:
             lines.setdefault(place, f"missing; it must be {allowed_in_words(schema, whole)}")
         elif problem["type"] == "value_error":
             lines.setdefault(place, str(problem["ctx"]["error"]))
+        elif problem["type"] == "finite_number":
+            lines.setdefault(place, f"{problem['input']} is not finite; it must be {allowed_in_words(schema, whole)}")
         else:
             value = problem["input"]
             text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
