@@ -322,5 +322,5 @@ def _yaml_scalar(text: str) -> str:
     is_plain = re.fullmatch(r"[A-Za-z_./][\w./-]*", text) is not None
     if is_plain and isinstance(parse_yaml(text), str):
         return text
-    quoted = json.dumps(text, ensure_ascii=False)
-    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in quoted)
+    scalar = json.dumps(text, ensure_ascii=False)
+    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in scalar)

@@ -31,7 +31,7 @@ from mvr_ray.store.filters import parse_filter
 from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion, RankingFormat, write_ranking
 from mvr_ray.store.formats.sources import read_question_file
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.store.questions import read_questions
+from mvr_ray.store.questions import query_key, read_questions
 from mvr_ray.types import Answer, FloatArray, Hit, HybridQueries, HybridWeight, Passage, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,8 @@ class QuestionRanker:
         if not self.settings.refined_queries:
             return queries_QD
         vectors = self._refined_queries(batch.name)
-        return np.stack([vectors.get(q.id, query_D) for q, query_D in zip(batch.questions, queries_QD)])
+        own_vectors = (vectors.get(query_key(question), vectors.get(question.id)) for question in batch.questions)
+        return np.stack([query_D if own is None else own for own, query_D in zip(own_vectors, queries_QD)])
 
     def search(self, queries_QD: FloatArray, k: int, hybrid: HybridQueries | None = None) -> Answer:
         """Search until the answer is complete: retry after a searcher died and restarted."""

@@ -443,7 +443,7 @@ class Router:
         return passage.text if span is None else snippet_text(passage, span)
 
     def refined_queries(self, questions: str) -> dict[str, FloatArray]:
-        """Refined vectors of a question set by question id; empty if refinement stored none.
+        """Refined vectors of a question set by `query_key`, or by id in versions of earlier commits; empty without any.
 
         They are trained on the answers of their questions, so results with them are transductive.
         """

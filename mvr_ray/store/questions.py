@@ -4,6 +4,7 @@ The questions lie in an Arrow file that is named by its content, and that the de
 It is not parsed before its digest matches.
 """
 
+import hashlib
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +64,11 @@ def write_question_file(path: Path, name: str, questions: Iterable[Question]) ->
     rows = checked_questions(questions, name)
     has_grades = any(question.positive_grades for question in rows)
     return write_rows(path, QUESTION_SCHEMA if has_grades else pa.schema(list(QUESTION_SCHEMA)[:-1]), rows)
+
+
+def query_key(question: Question) -> str:
+    """Return what names a question's refined vector: the id and the text, as a set can be stored again with others."""
+    return f"{question.id}\t{hashlib.sha256(question.text.encode()).hexdigest()[:16]}"
 
 
 def read_questions(corpus: Corpus, name: str) -> list[Question]:

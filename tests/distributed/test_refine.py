@@ -33,7 +33,7 @@ from mvr_ray.store import corpus, manifest, paths, prepare
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import EmbeddingShard
 from mvr_ray.store.files import Store
-from mvr_ray.store.questions import read_questions, write_questions
+from mvr_ray.store.questions import query_key, read_questions, write_questions
 
 pytestmark = [pytest.mark.data, pytest.mark.ray]
 
@@ -209,9 +209,9 @@ def test_rocchio_moves_the_labelled_queries_by_equation_7_and_no_passage(store):
     assert (len(report.rounds), report.published.operation) == (1, "refine:rocchio")
     path = store / paths.refined_queries("squad", report.published.refined_queries["squad_known"])
     moved_queries = {
-        name: vector
+        key.partition("\t")[0]: vector
         for block in EmbeddingShard.open(path).blocks()
-        for name, vector in zip(block.ids, block.vectors_ND.astype(np.float64))
+        for key, vector in zip(block.ids, block.vectors_ND.astype(np.float64))
     }
     for name, (good, bad) in labels.of_question.items():
         query = labels.queries[name].astype(np.float64)
@@ -333,7 +333,7 @@ def test_moved_queries_are_kept_and_no_passage_changes(store):
     digest = report.published.refined_queries["squad_known"]
     moved_queries = EmbeddingShard.open(store / paths.refined_queries("squad", digest))
     questions = read_questions(only_corpus(Store(str(store))), "squad_known")
-    assert moved_queries.ids() == sorted(question.id for question in questions)
+    assert moved_queries.ids() == sorted(query_key(question) for question in questions)
     assert manifest.verify(Store(str(store)), report.published).problems == []
 
 

@@ -6,6 +6,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from mvr_ray.store import corpus, manifest, paths
 from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion
-from mvr_ray.store.questions import read_questions, write_questions
+from mvr_ray.store.questions import query_key, read_questions, write_questions
 from mvr_ray.types import EmbeddingBlock, Question
 
 pytestmark = [pytest.mark.data, pytest.mark.ray]
@@ -297,15 +298,18 @@ def test_mining_waits_for_a_searcher_that_died_and_loses_nothing(own_index, run_
     assert read_questions(only_corpus(Store(str(own_index))), run.mine.output) == before
 
 
-def test_refined_vectors_are_used_when_asked_for_and_only_for_their_set(own_index, run_over):
+@pytest.mark.parametrize("key", [query_key, attrgetter("id")], ids=["key", "id of earlier commits"])
+def test_refined_vectors_are_used_when_asked_for_and_only_for_their_set(own_index, run_over, key):
     store = Store(str(own_index))
     questions = question_set(only_corpus(store), "dev")
     passage_id, _, vector_D = all_views(own_index)[17]
-    moved_ids = sorted(question.id for question in questions.questions)[:1]
+    own_question = min(questions.questions, key=attrgetter("id"))
     file = own_index / "moved.arrow"
     with EmbeddingWriter(file, len(vector_D), 1, "fp32") as writer:
         writer.write(
-            EmbeddingBlock(moved_ids, np.array([0, 1]), np.zeros(1, np.int16), vector_D[None].astype(np.float32))
+            EmbeddingBlock(
+                [key(own_question)], np.array([0, 1]), np.zeros(1, np.int16), vector_D[None].astype(np.float32)
+            )
         )
     live = manifest.read(store, "index")
     digest = manifest.add_refined_queries(store, "index", file)
@@ -318,9 +322,13 @@ def test_refined_vectors_are_used_when_asked_for_and_only_for_their_set(own_inde
         other = QuestionRanker(router, RankSettings(k=1, refined_queries=True)).rank(
             QuestionSet("file", questions.questions)
         )
+        another = QuestionSet("dev", [own_question._replace(text="Who won?")])
+        [query_D] = QuestionRanker(router, RankSettings(k=1, refined_queries=True)).embed(another)
+        is_own = np.array_equal(query_D, router.embed(another.texts)[0])
+    assert is_own == (key is query_key), "another text under the id, as after the set was stored again"
     assert plain == other
     for question, before, after in zip(questions.questions, plain, refined_ranking):
-        if question.id in moved_ids:
+        if question.id == own_question.id:
             assert after[0].id == passage_id and after[0].score == pytest.approx(float(vector_D @ vector_D), abs=1e-4)
         else:
             assert after == before

@@ -17,6 +17,7 @@ from mvr_ray.store import manifest as manifests
 from mvr_ray.store.embeddings import EmbeddingWriter
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.questions import query_key
 from mvr_ray.types import EmbeddingBlock, FloatArray, Question
 
 
@@ -53,17 +54,18 @@ def describe(
 
 
 def save_queries(store: Store, index: str, questions: Sequence[Question], queries_LD: FloatArray) -> str:
-    """Save moved query vectors as an embeddings file, a question a row, one view each; returns its digest.
+    """Save moved query vectors as an embeddings file, a question a row by its `query_key`, one view each; returns its
+    digest.
 
-    Of questions with the same id the first one is saved.
+    Of questions with the same key the first one is saved.
     """
-    first = {question.id: row for row, question in reversed(list(enumerate(questions)))}
+    first = {query_key(question): row for row, question in reversed(list(enumerate(questions)))}
     ids = sorted(first)
     block = EmbeddingBlock(
         ids,
         np.arange(len(ids) + 1, dtype=np.int64),
         np.zeros(len(ids), np.int16),
-        queries_LD[[first[question_id] for question_id in ids]].astype(np.float32),
+        queries_LD[[first[key] for key in ids]].astype(np.float32),
     )
     with store.scratch() as folder:
         file = folder / "queries.arrow"
