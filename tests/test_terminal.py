@@ -136,11 +136,11 @@ def test_square_brackets_and_colons_of_a_task_and_a_text_are_shown_as_they_are(i
 def test_control_characters_of_a_text_are_shown_and_never_reach_the_terminal(monkeypatch, capsys) -> None:
     """A passage of a foreign corpus could set the window's title, the clipboard, or hide what stands beside it."""
     text = "\x1b]0;title\x07\x1b[2Ja\tb\nc\r\x00\x7f\x9b1m é"
-    shown = r"\x1b]0;title\x07\x1b[2Ja\tb\nc\x00\x7f\x9b1m é".replace(r"\t", "\t").replace(r"\n", "\n")
+    escapes = r"\x1b]0;title\x07\x1b[2Ja\tb\nc\x00\x7f\x9b1m é".replace(r"\t", "\t").replace(r"\n", "\n")
     snippet = Snippet(start=0, stop=len(text), text=text)
     hit = PassageHit(id=text, score=0.5, view=1, feedback=False, title=text, text=text * 2, fields={"f": text})
-    assert hit_text(1, hit).plain.count(shown) == 5
-    assert f"»{shown}«{shown}" in hit_text(1, hit.model_copy(update={"snippet": snippet})).plain
+    assert hit_text(1, hit).plain.count(escapes) == 5
+    assert f"»{escapes}«{escapes}" in hit_text(1, hit.model_copy(update={"snippet": snippet})).plain
     views = [ExplainedView(view=0, kind="snippet", text=text, scores=[0.5])]
     passage = ExplainedPassage(id=text, title=text, text=text, views=views, winners=[Winner(view=0, score=0.5)])
     print_result(text, hit_text(1, hit), explanation_table(passage, [text]), *report_tables(text, {text: text}))
