@@ -76,13 +76,13 @@ def write_run_file(paths: Sequence[str], output: Path | None) -> tuple[Path, lis
     """Write the run file for sources, and load it as a check. The default name is that of the first source. Corpus,
     encoder and index have the file's name, so that run files of one folder, whose store is one, share nothing.
 
-    Raises MissingInputError or DataError for what cannot be read, ConfigError if the file exists or a name is no UTF-8.
+    Raises MissingInputError or DataError for what cannot be read, ConfigError if the file exists or a name is not text.
     """
-    for given_path in (*paths, str(output or "")):
+    for name in (*paths, str(output or "")):
         try:
-            given_path.encode()
+            name.encode()
         except UnicodeEncodeError:
-            message = f"init: the name {given_path!r} is not UTF-8, as a run file is; rename the file or folder"
+            message = f"init: the name {name!r} is not UTF-8, as a run file is; rename the file or folder"
             raise ConfigError(message) from None
     samples = [sample_source(path) for path in paths]
     useless = [sample for sample in samples if not (sample.passages or sample.has_questions)]
