@@ -24,7 +24,7 @@ import yaml
 from mvr_ray import versions
 from mvr_ray.api import rows
 from mvr_ray.api.hits import SearchHits
-from mvr_ray.config import RunConfig, load_run, parse_run
+from mvr_ray.config import RunConfig, load_run, parse_run, resolve_path
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
 from mvr_ray.explanation import Explanation
 from mvr_ray.serving.schemas import ExplainRequest, Hybrid, RequestError, SearchRequest, is_text, validate
@@ -498,7 +498,7 @@ def _index(run: RunConfig, progress: Progress) -> Manifest:
 def _absolute(path: str) -> str:
     if not path.strip():
         raise ConfigError(f"path is {path!r}, which names no store; name a folder, or '.' for the working folder")
-    return path if "://" in path else str(Path(path).expanduser().absolute())
+    return path if "://" in path else str(resolve_path(path).absolute())
 
 
 def _run_of_store(store: Store, name: str | None) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from typing import NamedTuple, TypeVar
 
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
+from mvr_ray.config import resolve_path
 from mvr_ray.errors import AccessError, MissingInputError, StorageError, first_line
 from mvr_ray.store.object_cache import cache_dir
 from mvr_ray.store.objects import ObjectFiles, open_address
@@ -60,7 +61,7 @@ class Store:
         if "://" in self.root and not self.root.startswith("file://"):
             with _storage_errors("open the store", self.name):
                 self._objects = ObjectFiles(open_address(self.root))
-        self._folder = Path(self.root.removeprefix("file://")).expanduser()
+        self._folder = resolve_path(self.root.removeprefix("file://"))
         self._synced: set[Path] = set()
 
     def __reduce__(self) -> tuple[type["Store"], tuple[str]]:

@@ -12,7 +12,6 @@ or a hub model.
 import json
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from mvr_ray.checksums import FORMAT_VERSION, json_with_checksum, parse_json, require_format
@@ -59,7 +58,7 @@ def find_model(run: RunConfig, kind: ModelKind, address: str) -> ModelAddress:
         fingerprint = fingerprint or str(latest_fingerprint(store, kind, name))
     if fingerprint in fingerprints:
         return ModelAddress(store.address, paths.model_dir(kind.store_dir, name, fingerprint), "")
-    if address.startswith("package:") or Path(address).expanduser().is_dir():
+    if address.startswith("package:") or resolve_path(address).is_dir():
         return ModelAddress(store.address, "", str(resolve_path(address).absolute()))
     if is_stored:
         raise MissingInputError(

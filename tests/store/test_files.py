@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mvr_ray.errors import MissingInputError, PublishConflictError, StorageError
+from mvr_ray.errors import ConfigError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import files as files_module
 from mvr_ray.store.files import Store, cached_sha256_of, finished_file
 
@@ -347,3 +347,8 @@ def test_a_pipe_is_written_and_no_file_takes_its_place(tmp_path: Path):
         path.write_text("rows")
     assert os.read(reader, 10) == b"rows" and pipe.is_fifo()
     os.close(reader)
+
+
+def test_a_folder_of_no_user_is_refused_in_words():
+    with pytest.raises(ConfigError, match=r"^~no such user/x: there is no user of this name"):
+        Store("~no such user/x")
