@@ -33,7 +33,7 @@ from mvr_ray.types import Passage, Question
 
 Write = Callable[[str, str | bytes], Path]
 CONFIG = PrepareConfig(corpus="corpus", num_shards=3)
-TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=9).filter(str.strip)
+TEXTS = st.text(st.characters(exclude_categories=["Cs", "Cc", "Cf"]), min_size=1, max_size=9).filter(str.strip)
 NAMES = [f"p{number}" for number in range(60)]
 
 

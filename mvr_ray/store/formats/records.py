@@ -9,6 +9,8 @@ from mvr_ray.errors import count_noun
 from mvr_ray.store.fields import Fields
 from mvr_ray.types import Passage, Question
 
+_INVISIBLE = frozenset(("Cc", "Cf", "Zl", "Zp", "Zs"))
+"""Unicode's categories of control and format characters and of space."""
 NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -153,7 +155,7 @@ def _text(value: Any, name: str, may_be_empty: bool = False) -> str:
         raise _Fault(f"{name} is missing" if value is None else f"{name} is {value!r:.60}, not a text")
     if not may_be_empty and not value.strip():
         raise _Fault(f"{name} is empty")
-    if not may_be_empty and not any(category(letter)[0] not in "CZ" for letter in value):
+    if not may_be_empty and all(category(letter) in _INVISIBLE for letter in value):
         raise _Fault(f"{name} has no visible character: {value!r:.60}")
     return _unicode(value, name)
 
