@@ -20,6 +20,7 @@ from mvr_ray.store.files import Store
 
 INTERRUPTED_STAGE = """
 import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background may have it ignored
 from mvr_ray.cli import exit_on_interrupt
 from mvr_ray.cli.commands import exit_on_error, run_stage
 from mvr_ray.config import RunConfig
