@@ -89,7 +89,7 @@ def exit_on_error(function: Callable[..., None]) -> Callable[..., None]:
         except OSError as error:
             if error.errno != errno.ENAMETOOLONG:
                 raise
-            name = Path(error.filename).name
+            name = Path(str(error.filename or error)).name
             _err(f"mvr-ray: the file system has no name as long as {name:.40}... ({len(name)} characters)")
             raise typer.Exit(2) from None
 

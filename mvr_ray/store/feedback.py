@@ -23,10 +23,10 @@ def add_judgements(store: Store, index: str, lines: Sequence[str]) -> int:
         path, data = paths.judgements(index, number + 1), b"".join(line + b"\n" for line in all_lines)
         try:
             store.create_once(path, data)
+        except FileExistsError:
+            continue
         except OSError as error:
             if not store.holds(path, data, error):
-                if isinstance(error, FileExistsError):
-                    continue
                 raise
         if not _newest(store, index)[1].startswith(data):
             store.delete(path)

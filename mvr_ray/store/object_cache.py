@@ -72,8 +72,9 @@ def _used_s(stat: os.stat_result) -> float:
 
 
 def _stat(file: Path) -> os.stat_result | None:
-    """Return the state of a file; None for a folder, and for a file that another process has deleted."""
+    """Return the state of a file; None for a folder, for a file that another process has deleted, and for one that
+    this process may not see."""
     try:
         return None if file.is_dir() else file.stat()
-    except FileNotFoundError:
+    except OSError:
         return None

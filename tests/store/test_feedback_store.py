@@ -58,6 +58,12 @@ def test_a_slow_writer_whose_number_is_free_again_adds_to_the_newest(tmp_path):
     assert stored_lines(store) == [*(f"start {n}" for n in range(3)), *(f"other {n}" for n in range(3)), "slow"]
 
 
+def test_equal_judgements_of_two_writers_at_once_are_two(tmp_path):
+    slow = SlowStore(tmp_path, lambda: add_judgements(Store(tmp_path), "main", ["equal"]))
+    assert add_judgements(slow, "main", ["equal"]) == 2
+    assert stored_lines(Store(tmp_path)) == ["equal", "equal"]
+
+
 def test_a_copy_stays_as_it_is_while_judgements_arrive_and_is_replaced_by_the_next(tmp_path):
     store = Store(tmp_path)
     add_judgements(store, "main", ["one"])
