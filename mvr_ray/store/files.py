@@ -389,7 +389,8 @@ class Store:
             if not self.is_local and not equals():
                 with contextlib.suppress(FileNotFoundError):
                     os.utime(local, (0, 0))
-                self.local_path(path)
+                with contextlib.suppress(MissingInputError):
+                    self.local_path(path)
             return equals()
 
     def free_bytes(self) -> int | None:

@@ -87,6 +87,12 @@ def test_a_copy_that_another_process_deleted_is_fetched_again_before_its_bytes_a
     assert store.is_whole(copies["shards/2"], "shards/2", len(content), hashlib.sha256(content).hexdigest())
 
 
+def test_a_file_that_is_neither_in_the_cache_nor_in_the_store_is_not_whole(store, copies):
+    copies["shards/2"].unlink()
+    store.delete("shards/2")
+    assert not store.is_whole(copies["shards/2"], "shards/2", SIZE, "0" * 64)
+
+
 def test_an_unfinished_copy_stays_while_it_is_written(store, copies, monkeypatch):
     aside = copies["shards/4"].with_name(".new.tmp")
     aside.write_bytes(b"x")
