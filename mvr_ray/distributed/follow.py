@@ -8,7 +8,7 @@ since. Ray and its encoders run only while versions are made: as many encoders a
 `resources.encoders_max`, and none where no passage needs encoding.
 
 After a rollback to other passages than the last corpus has, changes wait until `mvr-ray index` has published the last
-corpus: this command does not undo an operator's rollback.
+corpus, or an update was made on top of the rollback: this command does not undo an operator's rollback.
 """
 
 import logging
@@ -27,7 +27,7 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.store.update import require_all_chunks
+from mvr_ray.store.update import is_rolled_back, require_all_chunks
 from mvr_ray.types import Progress, no_progress
 
 log = logging.getLogger(__name__)
@@ -118,12 +118,10 @@ class Follower:
 
     def _waits_for_operator(self, corpus: Corpus, live: Manifest | None) -> bool:
         was_paused = self.is_paused
-        self.is_paused = (
-            live is not None and live.operation == manifests.ROLLBACK and live.corpus_digest != corpus.digest
-        )
+        self.is_paused = live is not None and is_rolled_back(corpus, live)
         if live is not None and self.is_paused and not was_paused:
             self.say(
-                f"changes wait: version {live.version} was rolled back to other passages than the last corpus has; "
+                f"changes wait: version {live.version} has other passages than the last corpus, by a roll back; "
                 f"publish that one (mvr-ray index CONFIG), and they are applied"
             )
         return self.is_paused

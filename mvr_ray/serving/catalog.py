@@ -99,7 +99,7 @@ class VersionCatalog:
                 newest = manifests.read(self.store, self.index, live)
                 if newest.operation == ROLLBACK and newest.content_digest() == manifest.content_digest():
                     return self._info(newest)
-                manifest = dataclasses.replace(manifest, parent=live, operation=ROLLBACK)
+                manifest = manifests.as_rollback(self.store, manifest, newest)
                 job = self._start(_PublishJob(self.store, manifest, was_published=True))
         return self._result(job, deadline)
 

@@ -25,7 +25,7 @@ from mvr_ray.checksums import json_with_checksum, parse_json, require_format
 from mvr_ray.config.base import Name, describe_problems
 from mvr_ray.errors import DigestError, ManifestError, MissingInputError, PublishConflictError, StorageError, count_noun
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.corpus import Corpus, publications
 from mvr_ray.store.files import Store, sha256_of
 
 log = logging.getLogger(__name__)
@@ -37,6 +37,9 @@ DIGEST_HEX = 32
 _ROLL_BACK = "roll back: mvr-ray versions CONFIG rollback N"
 ROLLBACK = "rollback"
 """The operation of a version that has an earlier one's content."""
+REPLACED = "replaced_publication"
+"""The metric of a rolled-back version, and of those made of it but by `index`: the last publication of its corpus that
+the roll back replaced (0: none). Those after it were made on top of the version."""
 
 Size = Annotated[int, Field(ge=0, le=2**53)]
 Number = Annotated[int, Field(ge=0, le=2**31)]
@@ -162,9 +165,10 @@ class Manifest:
         return sum(shard.num_bytes for shard in self.shards)
 
     def content_digest(self) -> str:
-        """Digest the content, without number, parent, time, operation and token."""
+        """Digest the content, without number, parent, time, operation, token and what a roll back replaced."""
         left_out = {"version", "parent", "created", "operation", "token"}
-        fields = self._fields() | {"format_version": FORMAT_VERSION}  # it follows from the shards
+        metrics = {key: value for key, value in self.metrics.items() if key != REPLACED}
+        fields = self._fields() | {"metrics": metrics, "format_version": FORMAT_VERSION}  # it follows from the shards
         return digest_of({key: value for key, value in fields.items() if key not in left_out})
 
     def _fields(self) -> dict[str, Any]:
@@ -494,8 +498,18 @@ def verify(store: Store, manifest: Manifest) -> VerifyReport:
 
 def rollback(store: Store, index: str, to: int) -> Manifest:
     """Publish a new version with the content of version `to`; only the sizes of its files are checked."""
-    live = latest_version(store, index)
-    return publish(store, dataclasses.replace(read(store, index, to), parent=live, operation=ROLLBACK))
+    return publish(store, as_rollback(store, read(store, index, to), read(store, index)))
+
+
+def as_rollback(store: Store, version: Manifest, live: Manifest) -> Manifest:
+    """Describe the version after the live one with the content of an earlier one. To other passages it replaces
+    whatever was published last under the name of their corpus."""
+    if (version.corpus, version.corpus_digest) == (live.corpus, live.corpus_digest):
+        number = live.metrics.get(REPLACED, 0)
+    else:
+        number = max(publications(store, version.corpus), default=0)
+    metrics = {**version.metrics, REPLACED: number}
+    return dataclasses.replace(version, parent=live.version, operation=ROLLBACK, metrics=metrics)
 
 
 def _require_files(store: Store, manifest: Manifest, version: int) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mvr_ray.config import PrepareConfig, SourceConfig, resolve_path
-from mvr_ray.errors import ConfigError, DataError, ManifestError, MissingInputError, count_noun
+from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.changes import MAX_CHANGED_SHARE, Changes, changed_ids, num_kept
@@ -41,6 +41,7 @@ from mvr_ray.store.formats.rows import id_of, passage_of
 from mvr_ray.store.formats.sources import DUMP_NAME
 from mvr_ray.store.formats.text_files import json_lines
 from mvr_ray.store.gc import collect_corpus
+from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.parts import CorpusPart, passages_of, write_passages
 from mvr_ray.store.prepare import BadRows
 from mvr_ray.store.questions import copy_questions, only_with, read_questions, write_questions
@@ -100,35 +101,25 @@ def update(
 
 
 def parent_corpus(store: Store, name: str, index: str) -> Corpus:
-    """Open the corpus that the next change of a name applies to: the last one, or that of the index's live version if
-    the last one is, or descends from, the corpus of another version, which a roll back replaced.
-
-    Raises ManifestError if a version cannot be read that decides which one it is.
-    """
+    """Open the corpus that the next change of a name applies to: the last one, or if a roll back replaced that, the one
+    of the index's live version, with the change files that the last one records."""
     last = Corpus.open(store, name)
-    numbers = manifests.list_versions(store, index) if index else []
-    for number in reversed(numbers):
-        version = manifests.read_version(store, index, number)
-        if version.operation.startswith("index"):  # of what was the last corpus then: nothing was rolled back since
-            return last
-        if version.operation == manifests.ROLLBACK:
-            break
-    versions, problems = manifests.read_versions(store, index, numbers)
-    live = versions[max(numbers)] if numbers else None
-    if live and (live.corpus, live.corpus_digest) == (name, last.digest):
+    live = manifests.read(store, index) if index and manifests.latest_version(store, index) else None
+    if live is None or not is_rolled_back(last, live):
         return last
-    indexed_corpora = {(one.corpus, one.corpus_digest) for one in versions.values()}
-    digest, descent = last.digest, set[str]()  # earlier programs wrote circles where contents returned
-    while digest not in descent and (name, digest) not in indexed_corpora:
-        if not digest or not store.exists(paths.corpus_version(name, digest)):
-            break
-        descent.add(digest)
-        digest = Corpus.open(store, name, digest).info.parent
-    if live and live.corpus == name and digest != live.corpus_digest and (name, digest) in indexed_corpora:
-        return Corpus(store, Corpus.open(store, name, live.corpus_digest).info, last.number)
-    for problem in problems.values():
-        raise ManifestError(problem)
-    return last
+    info = Corpus.open(store, name, live.corpus_digest).info
+    return Corpus(store, dataclasses.replace(info, change_files=last.info.change_files), last.number)
+
+
+def is_rolled_back(last: Corpus, live: Manifest) -> bool:
+    """Whether a roll back to the passages of the live version replaced the last corpus of a name."""
+    if live.corpus != last.name or live.corpus_digest == last.digest:
+        return False
+    if manifests.REPLACED in live.metrics:
+        return last.number <= live.metrics[manifests.REPLACED]
+    own = (paths.corpus_publication(last.name, last.number), paths.manifest(live.index, live.version))
+    last_age_s, live_age_s = map(last.store.age_s, own)
+    return live.operation == manifests.ROLLBACK and last_age_s >= live_age_s  # by a program that recorded no number
 
 
 def require_all_chunks(cfg: PrepareConfig) -> None:
@@ -170,7 +161,7 @@ def _chunk_ids(corpus: Corpus, name: str, start: int) -> Iterator[str]:
 def apply_changes(
     parent: Corpus, changes: Changes[Passage], description: CorpusInfo, progress: Progress = no_progress
 ) -> UpdateReport:
-    """Make the next corpus of a name from the last one, `parent`, and changes to it.
+    """Make the next corpus of a name from `parent` (`parent_corpus`) and changes to it.
 
     `description` is the parent's, with other fields that change in the same step. Raises PublishConflictError if
     another update or `prepare` was faster.
@@ -205,7 +196,8 @@ def apply_changes(
         parent=earlier.parent if earlier else parent.digest,
     )
     corpus = Corpus(parent.store, info)
-    if by_shard or description.change_files != parent.info.change_files:
+    is_changed = bool(by_shard) or description.change_files != parent.info.change_files
+    if is_changed or Corpus.open(parent.store, parent.name).digest != digest:  # a roll back replaced the last corpus
         parent.store.touch(paths.corpus_version(parent.name, digest))  # an old corpus that returns is not collected now
         for name in sets if digest != parent.digest else ():
             if earlier and parent.store.exists(paths.question_set(parent.name, digest, name)):

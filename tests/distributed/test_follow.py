@@ -12,7 +12,7 @@ import ray
 import yaml
 
 from mvr_ray.config import ResourcesConfig, RunConfig
-from mvr_ray.distributed import build_index
+from mvr_ray.distributed import build_index, rewrite
 from mvr_ray.distributed.follow import Follower, FollowReport, follow, with_encoders
 from mvr_ray.distributed.hot_swap import open_hot_swap_router
 from mvr_ray.distributed.session import ClusterInfo
@@ -22,6 +22,7 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
+from mvr_ray.store.update import update
 from mvr_ray.versions import verify
 
 pytestmark = pytest.mark.data
@@ -97,6 +98,23 @@ def test_a_roll_back_is_not_undone_until_the_last_corpus_is_published_again(run:
     build_index.index(run)
     follow(run, FollowReport(), lines.append, once=True)
     assert live(run).version == 5 and live(run).num_passages == len(ids(run)) == 58
+
+
+def test_a_roll_back_holds_over_later_versions_and_its_files_are_not_applied_again(run: RunConfig, source: Path):
+    run = run.model_copy(update={"resources": run.resources.model_copy(update={"local_passages": 10_000})})
+    store, first = Store(run.store.path), ids(run)[0]
+    write_changes(source, "1.jsonl", {"id": first, "title": "T", "text": "A wrong text."})
+    follow(run, FollowReport(), print, once=True)
+    manifest.rollback(store, INDEX, 1)
+    rewrite.reshard(run, len(live(run).shards) + 1)
+    write_changes(source, "2.jsonl", {"id": "new", "title": "T", "text": "A new text."})
+    follow(run, FollowReport(), print, once=True)
+    assert (live(run).version, live(run).operation) == (4, "reshard")
+    write_changes(source.parent, "fix.jsonl", {"id": first, "title": "T", "text": "A right text."})
+    update(run.prepare, store, str(source.parent / "fix.jsonl"), index=INDEX)
+    follow(run, report := FollowReport(), print, once=True)
+    texts = {name: passage.text for name, passage in Corpus.open(store, "corpus").get([first, "new"]).items()}
+    assert texts == {first: "A right text.", "new": "A new text."} and report.files_applied == 1
 
 
 @pytest.mark.ray

@@ -24,7 +24,7 @@ from mvr_ray.errors import ConfigError, DataError, DigestError, MissingInputErro
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, publications, shard_of
 from mvr_ray.store.files import Store
-from mvr_ray.store.gc import collect_corpus
+from mvr_ray.store.gc import collect, collect_corpus
 from mvr_ray.store.parts import CorpusPart, difference
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import read_questions, write_questions
@@ -302,50 +302,87 @@ def test_what_cannot_be_updated_is_refused(tmp_path: Path, write: Write):
         update(CONFIG.model_copy(update={"chunk_words": 100}), store, changes)
 
 
-def test_an_unreadable_version_stops_an_update_only_where_it_decides_whether_a_roll_back_replaced_the_corpus(
-    tmp_path: Path, write: Write
+def publish_version(store: Store, tmp_path: Path, operation: str = "index") -> None:
+    """Publish a version of the last corpus."""
+    parent = manifest.latest_version(store, "i")
+    shard = make_shard(store, tmp_path / f"shard-{parent}", b"%d" % parent)
+    digest = Corpus.open(store, "corpus").digest
+    manifest.publish(store, replace(describe([shard], parent), operation=operation, corpus_digest=digest))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Store:
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def change(folder: Store, write: Write, tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """Change a corpus with an index, and return its texts; the store has version 1 of the passages p0 and p1."""
+    make_corpus(folder, write, {"p0": "first", "p1": "first"})
+    publish_version(folder, tmp_path)
+
+    def update_by(*rows: dict) -> dict[str, str]:
+        update(CONFIG, folder, str(write("changes", lines(*rows))), index="i")
+        return {passage.id: passage.text for passage in Corpus.open(folder, "corpus")}
+
+    return update_by
+
+
+def test_a_change_that_changes_nothing_does_not_restore_what_was_rolled_back(folder: Store, tmp_path: Path, change):
+    for rows in ([row("p0", "first")], [{"id": "unknown", "delete": True}]):
+        assert change(row("p0", "bad"))["p0"] == "bad"
+        publish_version(folder, tmp_path)
+        manifest.rollback(folder, "i", 1)
+        assert change(*rows) == {"p0": "first", "p1": "first"}
+
+
+def test_changes_on_top_of_a_roll_back_are_not_lost_where_one_repeats_what_was_rolled_back(
+    folder: Store, tmp_path: Path, change
 ):
-    """Version 1 is damaged; version 3 rolls back from version 2, or, if that is damaged, nobody can tell from what."""
-    store = Store(tmp_path / "store")
-    make_corpus(store, write, {"p": "first"})
-
-    def publish(parent: int, operation: str, digest: str) -> None:
-        shard = make_shard(store, tmp_path / f"{parent}", b"%d" % parent)
-        manifest.publish(store, replace(describe([shard], parent), operation=operation, corpus_digest=digest))
-
-    def change(name: str) -> None:
-        update(CONFIG, store, str(write("changes", lines(row(name, "new")))), index="i")
-
-    def damage(number: int) -> None:
-        store.write_bytes(paths.manifest("i", number), store.read_bytes(paths.manifest("i", number))[:-9])
-
-    first = Corpus.open(store, "corpus").digest
-    publish(0, "index", first)
-    publish(1, "index", first)
-    damage(1)
-    change("a")
-    change("b")
-    assert {one.id for one in Corpus.open(store, "corpus")} == {"p", "a", "b"}
-    publish(2, "index", Corpus.open(store, "corpus").digest)
-    publish(3, manifest.ROLLBACK, first)
-    change("c")
-    assert {one.id for one in Corpus.open(store, "corpus")} == {"p", "c"}
-    damage(3)
-    with pytest.raises(StorageError, match=r"1\.json is not a manifest"):
-        change("d")
+    change(row("p0", "new"))
+    publish_version(folder, tmp_path)
+    manifest.rollback(folder, "i", 1)
+    change(row("p0", "new"))
+    assert change(row("p1", "new")) == {"p0": "new", "p1": "new"}
+    manifest.rollback(folder, "i", 1)  # to the same passages: what waits for `index` still waits
+    assert change(row("p2", "new")) == {"p0": "new", "p1": "new", "p2": "new"}
+    manifest.rollback(folder, "i", 2)
+    assert change(row("p3", "new")) == {"p0": "new", "p1": "first", "p3": "new"}
 
 
-def test_no_unreadable_version_stops_an_update_of_the_corpus_that_is_live_after_a_roll_back(
-    tmp_path: Path, write: Write
+@pytest.mark.parametrize("operation", ["compact", "refine:passage"])
+def test_a_roll_back_holds_when_no_version_tells_of_it_but_the_live_one(
+    folder: Store, tmp_path: Path, change, operation: str
 ):
-    store = Store(tmp_path / "store")
-    first = make_corpus(store, write, {"p": "first"}).digest
-    for parent, operation in enumerate(("index", "index", manifest.ROLLBACK)):
-        shard = make_shard(store, tmp_path / f"{parent}", b"%d" % parent)
-        manifest.publish(store, replace(describe([shard], parent), operation=operation, corpus_digest=first))
-    store.write_bytes(paths.manifest("i", 1), b"{")
-    update(CONFIG, store, str(write("changes", lines(row("a", "new")))), index="i")
-    assert {one.id for one in Corpus.open(store, "corpus")} == {"p", "a"}
+    change(row("p0", "bad"))
+    publish_version(folder, tmp_path)
+    live = manifest.rollback(folder, "i", 1)
+    manifest.publish(folder, replace(live, parent=live.version, operation=operation))
+    collect(folder, "i", keep=1, grace_s=0)
+    assert manifest.list_versions(folder, "i") == [4]
+    assert change(row("p1", "good")) == {"p0": "first", "p1": "good"}
+
+
+def test_a_roll_back_by_an_earlier_program_holds(folder: Store, tmp_path: Path, change):
+    change(row("p0", "bad"))
+    publish_version(folder, tmp_path)
+    first = manifest.read(folder, "i", 1)
+    manifest.publish(folder, replace(first, parent=2, operation=manifest.ROLLBACK))
+    change(row("p1", "good"))
+    assert change(row("p2", "good")) == {"p0": "first", "p1": "good", "p2": "good"}
+
+
+def test_no_unreadable_version_but_the_live_one_stops_an_update(folder: Store, tmp_path: Path, change):
+    for number in (1, 2):
+        change(row("p0", f"text {number}"))
+        publish_version(folder, tmp_path)
+    manifest.rollback(folder, "i", 1)
+    for number in (1, 2, 3):
+        folder.write_bytes(paths.manifest("i", number), b"{")
+    assert change(row("p1", "good"))["p0"] == "first"
+    folder.write_bytes(paths.manifest("i", 4), b"{")
+    with pytest.raises(StorageError, match=r"4\.json is not a manifest"):
+        change(row("p2", "good"))
 
 
 def test_of_two_updaters_the_slower_one_is_told_and_the_faster_one_stays(tmp_path: Path, write: Write):
