@@ -133,17 +133,9 @@ def require_all_chunks(cfg: PrepareConfig) -> None:
 
 
 def in_chunks(corpus: Corpus, changes: Changes[Passage], chunk_words: int) -> Changes[Passage]:
-    """Convert changes of passages to changes of the chunks that the corpus holds of them; 0 words: change nothing.
-
-    Raises ConfigError if the corpus holds one of them whole.
-    """
+    """Convert changes of passages to changes of the chunks that the corpus holds of them; 0 words: change nothing."""
     if not chunk_words:
         return changes
-    if whole := corpus.get([*changes.upserts, *changes.deletions]):
-        raise ConfigError(
-            f"update: prepare.chunk_words is {chunk_words}, but corpus {corpus.name!r} holds passage {min(whole)!r} "
-            f"whole; give the chunk_words that it was prepared with"
-        )
     pieces = {name: [one.passage for one in chunk(own, chunk_words)] for name, own in changes.upserts.items()}
     upserts = {piece.id: piece for own in pieces.values() for piece in own}
     counts = {name: len(own) for name, own in pieces.items()} | dict.fromkeys(changes.deletions, 0)
@@ -228,9 +220,24 @@ def apply_changes(
 def read_changes(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage]:
     """Read a file of changes to passages whole: JSON lines, or a MediaWiki dump.
 
-    Raises DataError that names the line of a row that is bad, or names an id again.
+    Raises DataError that names the line of a row that is bad, or names an id again, or that names a chunk in place of a
+    passage; ConfigError for other `prepare.chunk_words` than those of the corpus.
     """
-    return read_dump(file, corpus, cfg) if DUMP_NAME.search(file.name) else _read_rows(file, corpus, cfg)
+    num_words = corpus.info.counts.get("chunk_words")
+    if num_words not in (None, cfg.chunk_words):
+        raise ConfigError(
+            f"update: prepare.chunk_words is {cfg.chunk_words}, but corpus {corpus.name!r} was prepared with "
+            f"{num_words}; give that number, or prepare the corpus again"
+        )
+    changes = read_dump(file, corpus, cfg) if DUMP_NAME.search(file.name) else _read_rows(file, corpus, cfg)
+    if cfg.chunk_words and (known_ids := corpus.get(changes.ids())):
+        if num_words is None:
+            raise ConfigError(
+                f"update: prepare.chunk_words is {cfg.chunk_words}, but corpus {corpus.name!r} holds passage "
+                f"{min(known_ids)!r} whole; give the chunk_words that it was prepared with"
+            )
+        raise DataError(f"{min(known_ids)!r} is a chunk in corpus {corpus.name!r}; name the whole passage instead")
+    return changes
 
 
 def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage]:
@@ -276,7 +283,7 @@ def _is_dump(source: SourceConfig, corpus: Corpus) -> bool:
 
 def _read_rows(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage]:
     """Read the rows of JSON lines. A value that is no field of the corpus is left out, with a warning where
-    `prepare.fields` does not name those to keep."""
+    `prepare.fields` names it or does not name those to keep."""
     changes, fields = Changes({}, set()), FieldReader(corpus.fields)
     line_of: dict[str, str] = {}
     unknown_fields = Counter[str]()
@@ -303,8 +310,9 @@ def _read_rows(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passag
             changes.deletions.add(name)
         else:
             changes.upserts[name] = record.passage
-    if unknown_fields and cfg.fields == "infer":
-        counts = ", ".join(f"{name!r} of {count_noun(count, 'passage')}" for name, count in unknown_fields.items())
+    names = [name for name in unknown_fields if cfg.fields == "infer" or name in cfg.fields]
+    if names:
+        counts = ", ".join(f"{name!r} of {count_noun(unknown_fields[name], 'passage')}" for name in names)
         log.warning(
             f"update: no field of corpus {corpus.name!r}, and left out: {counts}; prepare the corpus again from "
             f"sources that have them to add them"

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,9 +136,22 @@ def test_files_that_change_passages_of_a_corpus_of_chunks_change_their_chunks(tm
     other = Store(tmp_path / "other")
     make_corpus(other, tmp_path / "again", {"a": "one two new", "b": "six", "d": "x y z"}, chunk_words=2)
     assert now == texts_of(other) == {"a#0": "one two", "a#1": "new", "b#0": "six", "d#0": "x y", "d#1": "z"}
-    make_corpus(store, tmp_path, texts)
+    corpus = make_corpus(store, tmp_path, texts)
+    counts = {name: count for name, count in corpus.info.counts.items() if name != "chunk_words"}
+    Corpus(store, replace(corpus.info, counts=counts)).publish(after=corpus.number)  # as an earlier program
     with pytest.raises(ConfigError, match="holds passage 'a' whole"):
         apply_next(store, source, cfg=CONFIG.model_copy(update={"chunk_words": 2}))
+
+
+def test_a_file_that_names_a_chunk_is_left_out_and_later_ones_are_applied(tmp_path: Path):
+    store, source = Store(tmp_path / "store"), Store(tmp_path / "source")
+    make_corpus(store, tmp_path, {"a": "one two three"}, chunk_words=2)
+    source.write_bytes("1.jsonl", change_lines({"a#1": None, "b": "never"}).encode())
+    source.write_bytes("2.jsonl", change_lines({"c": "four"}).encode())
+    apply_next(store, source, cfg=CONFIG.model_copy(update={"chunk_words": 2}))
+    assert texts_of(store) == {"a#0": "one two", "a#1": "three", "c#0": "four"}
+    problem = "'a#1' is a chunk in corpus 'corpus'; name the whole passage instead"
+    assert problems(store) == {"1.jsonl": problem, "2.jsonl": ""}
 
 
 def test_files_whose_names_are_not_utf_8_are_sources_and_change_files(tmp_path: Path):

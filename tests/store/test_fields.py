@@ -247,17 +247,19 @@ def test_a_cell_of_an_int_beside_a_gap_is_read_as_pandas_writes_it(tmp_path: Pat
         corpus_of(tmp_path / "other", write("rows.csv", "id,text,year\nw1,A.,1958.5\n"), fields={"year": "int"})
 
 
-def test_a_change_says_which_of_its_values_are_no_field_of_an_inferred_corpus(
+def test_a_change_says_which_of_its_values_are_no_field_of_the_corpus_unless_none_is_to_be_kept(
     tmp_path: Path, write: Write, caplog: pytest.LogCaptureFixture
 ):
     before = corpus_of(tmp_path, write("rows.jsonl", lines(row("p1", year=1))), fields="infer")
     changes = write("c.jsonl", lines(row("p1", year=2, hue="red"), row("p2", hue="blue", size=None)))
     update(PrepareConfig(fields={"year": "int"}), before.store, str(changes))
     assert not caplog.messages
-    report = update(PrepareConfig(fields="infer"), before.store, str(changes))
-    assert report.unchanged == 2 and fields_of(Corpus.open(before.store, "corpus")) == {"p1": {"year": 2}, "p2": {}}
-    [message] = caplog.messages
-    assert "'hue' of 2 passages" in message and "size" not in message
+    for fields in ("infer", {"year": "int", "hue": "string"}):
+        report = update(PrepareConfig(fields=fields), before.store, str(changes))
+        assert report.unchanged == 2 and fields_of(Corpus.open(before.store, "corpus")) == {"p1": {"year": 2}, "p2": {}}
+        [message] = caplog.messages
+        assert "'hue' of 2 passages" in message and "size" not in message
+        caplog.clear()
 
 
 def test_a_header_of_a_csv_file_names_further_columns(tmp_path: Path, write: Write):

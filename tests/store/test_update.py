@@ -298,8 +298,11 @@ def test_what_cannot_be_updated_is_refused(tmp_path: Path, write: Write):
     make_corpus(store, write, {"a": "one"})
     with pytest.raises(MissingInputError, match=r"nowhere\.jsonl does not exist"):
         update(CONFIG, store, "nowhere.jsonl")
-    with pytest.raises(ConfigError, match=r"prepare\.chunk_words is 100"):
-        update(CONFIG.model_copy(update={"chunk_words": 100}), store, changes)
+    for before, now in ((0, 100), (10, 5), (10, 0)):
+        sources = [SourceConfig(path=str(write("rows.jsonl", lines(row("a", "one")))))]
+        prepare(PrepareConfig(corpus="corpus", chunk_words=before, sources=sources), store)
+        with pytest.raises(ConfigError, match=rf"prepare\.chunk_words is {now}, .* was prepared with {before};"):
+            update(CONFIG.model_copy(update={"chunk_words": now}), store, changes)
 
 
 def publish_version(store: Store, tmp_path: Path, operation: str = "index") -> None:
