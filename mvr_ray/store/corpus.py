@@ -323,9 +323,15 @@ class Corpus:
         does; messages name the file as `what`."""
         path = self._path_of(info)
         if self.store.size_bytes(path) != info.num_bytes:
-            raise StorageError(
-                f"{what} of corpus {self.name!r} is missing or cut short ({self.store.where(path)}); {CURE}"
-            )
+            problem = f"{what} of corpus {self.name!r} is missing or cut short ({self.store.where(path)})"
+            if publications(self.store, self.name) and not self.store.exists(
+                paths.corpus_version(self.name, self.digest)
+            ):
+                raise StorageError(
+                    f"{problem}: the corpus of digest {self.digest} was collected with the last version that named it; "
+                    f"close the index, and the newest version is opened"
+                )
+            raise StorageError(f"{problem}; {CURE}")
         local = self.store.local_path(path)
         if not self.store.is_whole(local, path, info.num_bytes, info.sha256):
             raise DigestError(

@@ -322,6 +322,17 @@ def test_a_part_with_a_flipped_byte_in_a_text_is_never_opened(corpus: Corpus):
     assert Corpus.open(corpus.store, "corpus").part(1).ids() == corpus.part(1).ids()
 
 
+def test_a_corpus_that_was_collected_while_it_was_open_says_so(corpus: Corpus):
+    """Preparing again would not bring it back, and would replace later changes."""
+    store, part = corpus.store, corpus.info.parts[0]
+    store.delete(f"{paths.corpus_dir(corpus.name)}/{part.file}")
+    with pytest.raises(StorageError, match=r"part 0 .* is missing or cut short .*mvr-ray prepare CONFIG"):
+        Corpus.open(store, corpus.name).part(0)
+    store.delete(paths.corpus_version(corpus.name, corpus.digest))
+    with pytest.raises(StorageError, match=rf"{corpus.digest} was collected .*; close the index, and the newest"):
+        Corpus.open(store, corpus.name).part(0)
+
+
 def test_a_part_is_read_once_in_a_process_however_often_its_corpus_is_opened(corpus: Corpus, monkeypatch):
     read = []
 
