@@ -78,6 +78,11 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
         raise ConfigError(
             f"mine.rank_from is {cfg.rank_from} and mine.rank_to {cfg.rank_to}, an empty window; raise mine.rank_to"
         )
+    if cfg.output == cfg.questions and cfg.max_passage_questions:
+        raise ConfigError(
+            f"mine.output is {cfg.output!r}, as mine.questions, and mine.max_passage_questions is "
+            f"{cfg.max_passage_questions}: the set would lose its other questions; give another mine.output"
+        )
     corpus = Corpus.open(store, run.prepare.corpus)
     questions = limit_per_passage(read_questions(corpus, cfg.questions), cfg.max_passage_questions)
     matcher = AnswerMatcher(run.evaluate.match)

@@ -187,9 +187,11 @@ def test_a_draw_depends_on_the_seed_and_the_question_alone(run):
 
 
 @pytest.mark.data
-def test_an_empty_window_and_a_missing_set_are_refused(run):
+def test_an_empty_window_a_missing_set_and_one_that_would_be_cut_are_refused(run):
     with pytest.raises(ConfigError, match=r"rank_from is 9 and mine\.rank_to 9"):
         mine(with_mining(run, rank_from=9, rank_to=9))
+    with pytest.raises(ConfigError, match=r"output is 'asked', as mine\.questions, .*; give another mine\.output"):
+        mine(with_mining(run, output="asked", max_passage_questions=1))
     missing = run.model_copy(update={"mine": MineConfig(questions="nobody")})
     with pytest.raises(MissingInputError, match="'nobody' not found"):
         mine(missing)
