@@ -36,7 +36,7 @@ from mvr_ray.store.feedback import add_judgements, copy_judgements
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
-from mvr_ray.store.questions import checked_questions, write_questions
+from mvr_ray.store.questions import carry_questions, checked_questions, write_questions
 from mvr_ray.store.update import parent_corpus, update
 from mvr_ray.types import FloatArray, Passage, Progress, no_progress
 from mvr_ray.versions import RollbackReport, VersionInfo
@@ -349,7 +349,11 @@ class Index:
         """
         self._with(evaluate={"questions": [name]})
         live = self._newest()
-        write_questions(Corpus.open(self._store, live.corpus, live.corpus_digest), name, rows.questions_of(questions))
+        corpus = Corpus.open(self._store, live.corpus, live.corpus_digest)
+        write_questions(corpus, name, rows.questions_of(questions))
+        last = Corpus.open(self._store, live.corpus)
+        if last.digest != corpus.digest:  # a change waits for `index`
+            carry_questions(corpus, last, name)
         return name
 
     def evaluate(

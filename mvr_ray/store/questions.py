@@ -60,6 +60,16 @@ def copy_questions(source: Corpus, corpus: Corpus, name: str) -> None:
         write_questions(corpus, name, read_questions(source, name))
 
 
+def carry_questions(source: Corpus, corpus: Corpus, name: str) -> None:
+    """Add a question set of a corpus to a changed one of its name, as an update does: without passages that are gone
+    and questions that have lost every gold passage."""
+    questions = read_questions(source, name)
+    ids = {one for question in questions for one in (*question.positive_ids, *question.hard_negative_ids)}
+    before, now = source.get(ids), corpus.get(ids)
+    changed_ids = {one for one, passage in now.items() if before.get(one) != passage}
+    write_questions(corpus, name, only_with(lambda one: one in now or one not in before, questions, changed_ids))
+
+
 def write_question_file(path: Path, name: str, questions: Iterable[Question]) -> int:
     rows = checked_questions(questions, name)
     has_grades = any(question.positive_grades for question in rows)

@@ -38,6 +38,8 @@ from mvr_ray.store.feedback import copy_judgements
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.records import BadRow
 from mvr_ray.store.prepare import prepare
+from mvr_ray.store.questions import read_questions
+from mvr_ray.store.update import update
 
 ROWS = [
     {
@@ -433,6 +435,16 @@ def test_upserts_and_deletions_give_the_answers_of_an_index_built_from_nothing(
     index.rollback(1)
     assert (len(index), index.manifest.operation) == (24, "rollback")
     assert "p3" in {hit.id for hit in index.search(question, 100)}
+
+
+def test_a_set_that_is_added_while_a_change_waits_for_index_stays_with_the_changed_corpus(index: Index, tmp_path: Path):
+    (tmp_path / "changes.jsonl").write_text('{"id": "p3", "delete": true}\n')
+    update(index.run.prepare, Store(index.run.store.path), str(tmp_path / "changes.jsonl"), index="index")
+    own = [{"question": f"Who built tower {n}?", "id": f"q{n}", "positive_ids": [f"p{n}"]} for n in (3, 4)]
+    index.add_questions(own, "towers")
+    store = Store(index.run.store.path)
+    last, first = Corpus.open(store, "corpus"), Corpus.open(store, "corpus", index.manifest.corpus_digest)
+    assert [[one.id for one in read_questions(of, "towers")] for of in (first, last)] == [["q3", "q4"], ["q4"]]
 
 
 def test_an_index_shows_the_version_that_it_answers_from_and_changes_the_newest_one(index: Index):
