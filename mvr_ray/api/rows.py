@@ -60,31 +60,40 @@ def passage_values(row: Any) -> Mapping[str, Any] | None:
 
 def questions_of(questions: Any) -> list[Question]:
     """Read the questions of a file, or of an iterable of texts, `Question`s, tuples (question, answer or answers) and
-    mappings with question, answers, positive_ids (docs/formats.md). Raises DataError that names the first bad one."""
+    mappings with question, answers, positive_ids (docs/formats.md). Raises DataError that names the first bad one, or
+    the first whose id occurs before it."""
     if isinstance(questions, str | Path):
         return read_question_file(Path(questions))
-    result = []
-    for number, row in enumerate(rows_of(questions)):
-        record = _question_record(row, number)
+    all_rows = list(rows_of(questions))
+    row_ids = {str(row.get("id") if isinstance(row, Mapping) else getattr(row, "id", "")) for row in all_rows}
+    question_by_id: dict[str, Question] = {}
+    for number, row in enumerate(all_rows):
+        own_id = f"q{number}"
+        while own_id in row_ids:
+            own_id += "_"
+        record = _question_record(row, f"question {number}", own_id)
         if not isinstance(record, QuestionRecord):
             raise DataError(f"{record}; a question is a text, (question, answers), or a mapping with question")
-        result.append(record.question)
-    if not result:
+        question = record.question
+        if question.id in question_by_id:
+            place = f"question {list(question_by_id).index(question.id)}"
+            raise DataError(f"question {number}: id {question.id!r} already occurs in {place}; give it another one")
+        question_by_id[question.id] = question
+    if not question_by_id:
         raise DataError("no question is given; give texts, (question, answers), or mappings with question")
-    return result
+    return list(question_by_id.values())
 
 
-def _question_record(row: Any, number: int) -> Record:
-    where = f"question {number}"
+def _question_record(row: Any, where: str, own_id: str) -> Record:
     match row:
         case Question():
             return QuestionRecord(row, where)
         case str():
-            return question_record(f"q{number}", row, where)
+            return question_record(own_id, row, where)
         case (text, answers):
-            return question_record(f"q{number}", text, where, [answers] if isinstance(answers, str) else answers)
+            return question_record(own_id, text, where, [answers] if isinstance(answers, str) else answers)
         case Mapping():
-            return question_of(_plain_values(row), where, f"q{number}")
+            return question_of(_plain_values(row), where, own_id)
         case _:
             return BadRow(where, f"{row!r:.60} is no question")
 

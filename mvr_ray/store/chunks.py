@@ -5,7 +5,7 @@ TextChunk n of passage `id` is `id#n`: `chunk_words` words with the white space 
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from mvr_ray.core.judging.answers import Match, has_answer
@@ -70,14 +70,14 @@ def locate(
     return AnswerPlace(first.passage.title, tuple(chunks[number].passage.id for number in numbers), starts_in_first)
 
 
-def carry_over(question: Question, places: Sequence[AnswerPlace], hard_negative_ids: tuple[str, ...]) -> Question:
-    """Carry a question over to chunks; `places` has one entry for each of its positive ids, in their order."""
-    grades = question.grade_of.values()
-    positives = {chunk_id: grade for place, grade in zip(places, grades) for chunk_id in place.chunk_ids}
+def carry_over(question: Question, place_of: Mapping[str, AnswerPlace], hard_negative_ids: tuple[str, ...]) -> Question:
+    """Carry a question over to chunks; `place_of` has its positive ids that stay, in their order."""
+    grade_of = question.grade_of
+    positives = {chunk_id: grade_of[name] for name, place in place_of.items() for chunk_id in place.chunk_ids}
     return question._replace(
         positive_ids=tuple(positives),
         hard_negative_ids=tuple(name for name in hard_negative_ids if name not in positives),
-        answer_starts=places[0].answer_starts if places else (-1,) * len(question.answers),
+        answer_starts=next((place.answer_starts for place in place_of.values()), (-1,) * len(question.answers)),
         positive_grades=tuple(positives.values()) if question.positive_grades else (),
     )
 

@@ -150,7 +150,7 @@ def prepare(
             write_question_file(folder / f"{name}.arrow", name, own)
         hard_negatives = [own for rows in work.sets.values() for row in rows for own in row.question.hard_negative_ids]
         report = PrepareReport(
-            passages_read=work.passages.num_added + work.passages_left_out,
+            passages_read=work.passages.num_added + len(work.left_out_ids),
             passages_written=num_written,
             bad_rows=tuple(work.bad.rows),
             duplicates=work.num_repeats,
@@ -158,7 +158,7 @@ def prepare(
             parts=len(parts),
             digest=corpus_digest(parts),
             chunks_gained=work.num_pieces - work.num_unique,
-            passages_not_drawn=work.num_pieces - num_written + work.passages_left_out,
+            passages_not_drawn=work.num_pieces - num_written + len(work.left_out_ids),
             questions_not_drawn=num_not_drawn + work.questions_left_out,
             rows_dropped=work.dropped_by_reason.total(),
             dropped_by_reason=dict(sorted(work.dropped_by_reason.items())),
@@ -181,8 +181,9 @@ class _Preparation:
         self.sets: dict[str, list[QuestionRecord]] = {one.questions: [] for one in cfg.sources if one.questions}
         self.dropped_by_reason: Counter[str] = Counter()
         """Rows that their formats leave out."""
-        self.passages_left_out = self.questions_left_out = 0
-        """By the `share` of sources."""
+        self.left_out_ids: set[str] = set()
+        self.questions_left_out = 0
+        """Both by the `share` of sources."""
         self.pieces = self.passages
         """Passages ready for their parts; each id may occur several times."""
         self.num_repeats = self.num_unique = self.num_pieces = 0
@@ -194,7 +195,6 @@ class _Preparation:
     def read(self, records: Iterable[Record] | None) -> None:
         place_of: dict[tuple[str, str], str] = {}
         count = 0
-        left_out: set[str] = set()
         sources = [(source, read_source(source)) for source in self.cfg.sources]
         if records is not None:
             sources = [(SourceConfig(path="records"), iter(records))]
@@ -205,7 +205,7 @@ class _Preparation:
                     self.progress("rows read", count, 0)
                 match record:
                     case PassageRecord(passage) if not _is_sampled(source, passage):
-                        left_out.add(passage.id)
+                        self.left_out_ids.add(passage.id)
                     case PassageRecord():
                         record = with_fields(record, self.fields.read)
                         self.passages.add(record) if isinstance(record, PassageRecord) else self.bad.add(record)
@@ -227,10 +227,10 @@ class _Preparation:
             self.passages.types = dict(sorted(self.fields.types.items()))
         num_questions = _count(self.sets)
         self.sets = {
-            name: [record for record in own if not left_out.intersection(record.question.positive_ids[:1])]
+            name: [record for record in own if not self.left_out_ids.intersection(record.question.positive_ids[:1])]
             for name, own in self.sets.items()
         }
-        self.passages_left_out, self.questions_left_out = len(left_out), num_questions - _count(self.sets)
+        self.questions_left_out = num_questions - _count(self.sets)
 
     def cut(self) -> None:
         """Drop repeats and duplicates, cut the other passages, and record which chunks answer the questions."""
@@ -267,16 +267,18 @@ class _Preparation:
         _require_equal(passages.num_added, self.num_unique + self.num_repeats + num_duplicates, "read", "sorted")
 
     def resolve(self, name: str, records: list[QuestionRecord]) -> list[Question]:
-        """Carry questions over to the cut corpus; one whose positive id names no passage is a bad row."""
+        """Carry questions over to the cut corpus, without positives that a `share` leaves out; one whose positive id
+        names no passage of the sources is a bad row."""
         questions = []
         for question, where in records:
             places = {positive: self.places.get((name, question.id, positive)) for positive in question.positive_ids}
-            if missing := [positive for positive, place in places.items() if place is None]:
+            place_of = {positive: place for positive, place in places.items() if place}
+            if missing := [one for one in places if one not in place_of and one not in self.left_out_ids]:
                 reason = f"positive {missing[0]!r} of question {question.id!r} names no passage of the corpus"
                 self.bad.add(BadRow(where, reason))
                 continue
             negatives = tuple(self.negatives[n] for n in question.hard_negative_ids if n in self.negatives)
-            questions.append(carry_over(question, [place for place in places.values() if place], negatives))
+            questions.append(carry_over(question, place_of, negatives))
         return questions
 
     def draw_passages(self, sets: dict[str, list[Question]]) -> set[str] | None:

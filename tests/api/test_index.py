@@ -25,7 +25,7 @@ import torch
 from prepared_corpus import only_corpus
 
 from mvr_ray import Encoder, Index, Passage, load_run
-from mvr_ray.api.rows import passage_records, sources_of
+from mvr_ray.api.rows import passage_records, questions_of, sources_of
 from mvr_ray.cli import main
 from mvr_ray.config import PrepareConfig
 from mvr_ray.core.encoding.stored_model import torch_threads
@@ -40,6 +40,7 @@ from mvr_ray.store.formats.records import BadRow
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import read_questions
 from mvr_ray.store.update import update
+from mvr_ray.types import Question
 
 ROWS = [
     {
@@ -665,6 +666,16 @@ def test_progress_is_shown_on_request_and_a_callback_gets_it(index: Index, capsy
     calls: list[tuple[str, int, int]] = []
     index.delete("p1", progress=lambda *call: calls.append(call))
     assert ("build shards", 3, 3) in calls and capsys.readouterr().err == ""
+
+
+def test_each_question_has_an_id_of_its_own_and_one_that_occurs_twice_is_refused(index: Index):
+    with_ids = [{"id": "q0", "question": "who built tower 1?"}, {"id": "q0_", "question": "who built tower 2?"}]
+    assert [question.id for question in questions_of(["who?", *with_ids, "when?"])] == ["q0__", "q0", "q0_", "q3"]
+    for questions in ([*with_ids, with_ids[1]], [Question("q0_", "who?")] * 2):
+        message = f"^question {len(questions) - 1}: id 'q0_' already occurs in question {len(questions) - 2};"
+        for call in (index.evaluate, lambda own: index.add_questions(own, "twice")):
+            with pytest.raises(DataError, match=message):
+                call(questions)
 
 
 def test_questions_given_to_an_evaluation_are_no_set_of_the_store(index: Index):

@@ -165,7 +165,7 @@ def test_questions_without_a_drawn_gold_passage_go_and_are_counted(write: Write,
 def test_a_share_of_a_source_is_whole_articles_with_their_questions_and_the_rest_is_counted(
     write: Write, tmp_path: Path
 ):
-    path = write("rows.jsonl", lines(*map(passage, range(70)), *(question(n, n) for n in range(70))))
+    path = write("rows.jsonl", lines(*map(passage, range(70)), *(question(n, n, (n + 1) % 70) for n in range(70))))
 
     def take(share: float) -> set[str]:
         cfg = PrepareConfig(sources=[SourceConfig(path=str(path), questions="q", share=share)])
@@ -174,7 +174,9 @@ def test_a_share_of_a_source_is_whole_articles_with_their_questions_and_the_rest
         passages = {one.id: one.title for one in Corpus.open(store, "corpus")}
         assert report.passages_read == 70 == report.passages_written + report.passages_not_drawn
         assert len(passages) == report.passages_written == 10 * len(set(passages.values()))
-        assert {one.positive_ids[0] for one in read_questions(only_corpus(store), "q")} == set(passages)
+        positives = {one.id: one.positive_ids for one in read_questions(only_corpus(store), "q")}
+        pairs = ((n, (f"p{n}", f"p{(n + 1) % 70}")) for n in range(70))
+        assert positives == {f"q{n}": tuple(filter(passages.get, pair)) for n, pair in pairs if pair[0] in passages}
         assert report.questions_not_drawn == 70 - len(passages)
         return set(passages)
 

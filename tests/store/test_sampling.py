@@ -138,6 +138,6 @@ def test_a_question_over_chunks_names_each_once_and_no_positive_as_negative():
     question = Question("q", "?", ("a",), ("p", "r"), ("n",), (0,))
     first = locate("a b", chunk(Passage("p", "T", "a b"), 1), ["a"], [0])
     second = locate("c a", chunk(Passage("r", "T", "c a"), 1), ["a"], [])
-    assert carry_over(question, [first, second], ("n#0", "p#0")) == Question(
+    assert carry_over(question, {"p": first, "r": second}, ("n#0", "p#0")) == Question(
         "q", "?", ("a",), ("p#0", "r#1"), ("n#0",), (0,)
     )
