@@ -20,6 +20,7 @@ timeout_s=3600)`.
 import asyncio
 import dataclasses
 import functools
+import os
 import random
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -30,6 +31,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 from urllib.parse import quote
+from weakref import WeakKeyDictionary
 
 import httpx2
 from pydantic import BaseModel, ValidationError
@@ -136,8 +138,17 @@ class HttpTransport:
                 message = "the token is not one word of printable ASCII characters; give it as the server has it"
                 raise ValueError(message)
             headers["authorization"] = f"Bearer {word}"
-        limits = httpx2.Limits(keepalive_expiry=_KEEPALIVE_S)
-        self._http = httpx2.AsyncClient(headers=headers, timeout=None, limits=limits)
+        self._headers = headers
+        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx2.AsyncClient] = WeakKeyDictionary()
+
+    @property
+    def _http(self) -> httpx2.AsyncClient:
+        """The connections of the running loop: no other loop, nor a process that this one forks, can use them."""
+        loop = asyncio.get_running_loop()
+        if loop not in self._clients:
+            limits = httpx2.Limits(keepalive_expiry=_KEEPALIVE_S)
+            self._clients[loop] = httpx2.AsyncClient(headers=self._headers, timeout=None, limits=limits)
+        return self._clients[loop]
 
     async def send(self, request: EndpointRequest[A], deadline: Deadline) -> A:
         """Send a request until there is a response, a permanent error, or no time."""
@@ -406,12 +417,22 @@ class Client(_Endpoints):
 
     def _open(self, transport: Transport, timeout_s: float) -> None:
         super()._open(transport, timeout_s)
+        self._start()
+
+    def _start(self) -> None:
         self._lock = threading.Lock()  # else a call could begin after `close` has ended the others
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mvr_ray client", daemon=True)
         self._thread.start()
+        self._pid = os.getpid()
+
+    def _restart_after_fork(self) -> None:
+        """Start a loop in a process that was forked, which has no threads of its parent."""
+        if self._pid != os.getpid():
+            self._start()
 
     def _call(self, build: Callable[P, EndpointRequest[A]], *args: P.args, **options: P.kwargs) -> A:
+        self._restart_after_fork()
         with self._lock:
             self._require_open()
             future = asyncio.run_coroutine_threadsafe(self._send(build, *args, **options), self._loop)
@@ -435,6 +456,7 @@ class Client(_Endpoints):
     def close(self) -> None:
         """Close connections, or the index in this process. Calls of other threads, and later ones, raise
         UnreachableError, a second `close` does nothing."""
+        self._restart_after_fork()
         with self._lock:
             if self._is_closed:
                 return

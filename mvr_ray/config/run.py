@@ -447,7 +447,8 @@ class ResourcesConfig(Section):
     """Bytes of open shards that a searcher reads again each second, to detect changed files; 0: none."""
     tls_dir: str = ""
     """Folder on every node with `tls.crt` and `tls.key`, a certificate for the name `mvr-ray`, and its `ca.crt`:
-    routers and searchers then use TLS. Empty: unencrypted, as Ray's own calls without TLS."""
+    routers and searchers then use TLS, and start only with files that work. Ray's own calls, which serve until they are
+    connected and wherever they cannot be, are encrypted only if Ray is (RAY_USE_TLS). Empty: unencrypted."""
     hung_s: Annotated[float, Field(gt=0)] = 60
     """A searcher that completes no call for this long while a probe query waits for it is killed and restarted."""
     refiners: Count = 1

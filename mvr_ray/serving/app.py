@@ -26,7 +26,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 from fastapi import Depends, FastAPI, Request, Response, Security
 from fastapi.exceptions import RequestValidationError
@@ -51,6 +51,7 @@ from mvr_ray.serving.schemas import RequestError
 from mvr_ray.serving.service import SearchService
 from mvr_ray.versions import VersionInfo
 
+A = TypeVar("A", bound=BaseModel)
 T = TypeVar("T")
 VersionNumber = Annotated[int, BeforeValidator(schemas.parse_whole_number)]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -128,10 +129,10 @@ def create_app(service: SearchService, tokens: TokenStore | None = None, metrics
     def get(path: str, *statuses: int) -> Callable[[F], F]:
         return api.get(path, dependencies=bearer, responses=_errors(*statuses, *IN_SLOT))
 
-    def post(path: str, *statuses: int, admin: bool = False) -> Callable[[F], F]:
+    def post(path: str, *statuses: int, admin: bool = False, **options: Any) -> Callable[[F], F]:
         responses = _errors(*statuses, 404, 409, 422, *IN_SLOT, *((403,) if admin else ()))
         dependencies = [*bearer, Depends(_require_admin)] if admin else bearer
-        return api.post(path, dependencies=dependencies, responses=responses)
+        return api.post(path, dependencies=dependencies, responses=responses, **options)
 
     async def run(request: Request, work: Callable[[Deadline], T], timeout_s: float | None = None) -> T:
         deadline = request.state.deadline.within(timeout_s)
@@ -142,22 +143,22 @@ def create_app(service: SearchService, tokens: TokenStore | None = None, metrics
 
         return await workers.run(request.state.slot, work_with_metrics, deadline)
 
-    @post("/v1/search", 415)
-    async def search(request: Request, query: schemas.SearchRequest) -> schemas.SearchResponse:
+    @post("/v1/search", 415, response_model=schemas.SearchResponse)
+    async def search(request: Request, query: schemas.SearchRequest) -> Response:
         """Return the best passages of each query. Coverage and exactness are always part of the answer."""
-        answer = await run(request, lambda deadline: service.search(query, deadline), query.timeout_s)
-        metrics.note_answer(answer)
-        return answer
+        answer = await run(request, lambda deadline: _LargeAnswer(service.search(query, deadline)), query.timeout_s)
+        metrics.note_answer(answer.content)
+        return answer.response
 
-    @post("/v1/explain", 415)
-    async def explain(request: Request, query: schemas.ExplainRequest) -> Explanation:
+    @post("/v1/explain", 415, response_model=Explanation)
+    async def explain(request: Request, query: schemas.ExplainRequest) -> Response:
         """Score every view of the named passages, or of the questions' best hits, with every question."""
-        return await run(request, lambda deadline: service.explain(query, deadline))
+        return (await run(request, lambda deadline: _LargeAnswer(service.explain(query, deadline)))).response
 
-    @post("/v1/embeddings", 415)
-    async def embeddings(request: Request, query: schemas.EmbeddingsRequest) -> schemas.EmbeddingsResponse:
+    @post("/v1/embeddings", 415, response_model=schemas.EmbeddingsResponse)
+    async def embeddings(request: Request, query: schemas.EmbeddingsRequest) -> Response:
         """Embed texts by the index's encoder, as a search embeds its queries; in the shape of OpenAI's API."""
-        return await run(request, lambda deadline: service.embed(query, deadline))
+        return (await run(request, lambda deadline: _LargeAnswer(service.embed(query, deadline)))).response
 
     @get("/v1/examples")
     async def examples(request: Request) -> schemas.ExampleQueries:
@@ -255,6 +256,14 @@ class _Probe:
             return await asyncio.wait_for(asyncio.shield(search), deadline.left_s)
         except TimeoutError:
             raise late_error(deadline) from None
+
+
+class _LargeAnswer(Generic[A]):
+    """An answer with its response, made in a worker's thread: in the event loop, megabytes would delay all requests."""
+
+    def __init__(self, content: A) -> None:
+        self.content = content
+        self.response = Response(content.model_dump_json(), media_type="application/json")
 
 
 class _JsonRequest(Request):

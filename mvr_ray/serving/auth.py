@@ -2,7 +2,7 @@
 
 Only the SHA-256 of a token is kept, so nothing secret leaves this module for a replica on another node or a log.
 
-    serve.tokens_file            one `ROLE TOKEN` a line; empty lines and lines from `#` on are left out
+    serve.tokens_file            one `ROLE TOKEN` a line; empty lines and comments from ` #` on are left out
     MVR_RAY_READ_TOKEN           one token, and
     MVR_RAY_ADMIN_TOKEN          one token, each beside those of the file
 """
@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import ipaddress
 import logging
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ def read_tokens(file: str | None, environ: Mapping[str, str]) -> TokenStore:
             _add(roles, role, environ[variable].strip(), variable)
     for number, line in enumerate(_lines(file) if file is not None else (), 1):
         where = f"serve.tokens_file {file} line {number}"
-        match line.partition("#")[0].split():
+        match re.split(r"(?:^|\s)#", line)[0].split():
             case []:
                 continue
             case ["read" | "admin" as role, token]:

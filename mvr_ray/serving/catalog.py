@@ -20,7 +20,16 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from mvr_ray.deadline import Deadline
-from mvr_ray.errors import AccessError, FormatError, MissingInputError, MvrRayError, PublishConflictError, StorageError
+from mvr_ray.errors import (
+    AccessError,
+    DigestError,
+    FormatError,
+    ManifestError,
+    MissingInputError,
+    MvrRayError,
+    PublishConflictError,
+    StorageError,
+)
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import check_params
 from mvr_ray.serving.schemas import RequestError, RequestModel, ShardContent, VersionDetail
@@ -70,9 +79,9 @@ class VersionCatalog:
         return list_versions(self.store, self.index)
 
     def one(self, version: int) -> VersionDetail:
-        """Describe a version. Raises RequestError (404) for one that does not exist."""
+        """Describe a version. Raises RequestError: 404 for one that does not exist, 422 for one that cannot be read."""
         live = self._require(version)
-        manifest = manifests.read(self.store, self.index, version)
+        manifest = self._read(version)
         shards = [
             ShardContent(
                 shard=e.shard, digest=e.digest, passages=e.num_passages, vectors=e.num_vectors, bytes=e.num_bytes
@@ -86,20 +95,21 @@ class VersionCatalog:
         """Publish that version's content as a new version, which is then live; sent again, even to another server, it
         is published once: a live version that is such a rollback is the answer.
 
-        Raises RequestError: 404 for a version that does not exist, 422 if a file of it, the corpus or the encoder
-        does not match it, 503 while files are being read. PublishConflictError if another publisher was first.
+        Raises RequestError: 404 for a version that does not exist, 422 if its manifest cannot be read or a file of it,
+        the corpus or the encoder does not match it, 503 while files are being read. PublishConflictError if another
+        publisher was first.
         """
         self._require(version)
-        manifest = manifests.read(self.store, self.index, version)
+        manifest = self._read(version)
         with self._lock:
             job, is_done = self._job_now()
             live = manifests.latest_version(self.store, self.index)
             is_same = job is not None and job.was_published and job.key[0] == manifest.content_digest()
             if job is None or not is_same or (is_done and not job.is_of(live)):
-                newest = manifests.read(self.store, self.index, live)
-                if newest.operation == ROLLBACK and newest.content_digest() == manifest.content_digest():
-                    return self._info(newest)
-                manifest = manifests.as_rollback(self.store, manifest, newest)
+                for newest in manifests.read_versions(self.store, self.index, [live]).manifests.values():
+                    if newest.operation == ROLLBACK and newest.content_digest() == manifest.content_digest():
+                        return self._info(newest)
+                manifest = manifests.as_rollback(self.store, manifest, live)
                 job = self._start(_PublishJob(self.store, manifest, was_published=True))
         return self._result(job, deadline)
 
@@ -158,6 +168,14 @@ class VersionCatalog:
 
     def _info(self, version: Manifest) -> VersionInfo:
         return version_info(version, version.version == manifests.latest_version(self.store, self.index))
+
+    def _read(self, version: int) -> Manifest:
+        """Read a manifest. Raises RequestError (422) for one that is damaged or a newer program's."""
+        try:
+            return manifests.read(self.store, self.index, version)
+        except (DigestError, FormatError, ManifestError) as error:
+            hint = "roll back to a version that can be read, or see `mvr-ray versions CONFIG verify`"
+            raise RequestError(422, "unreadable_version", "n", str(error), hint) from None
 
     def _require(self, version: int) -> int:
         """Return the live version's number. Raises RequestError (404) if `version` does not exist."""

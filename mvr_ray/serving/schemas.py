@@ -34,6 +34,9 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
+E = TypeVar("E")
+FailFastList = Annotated[list[E], Field(fail_fast=True)]
+"""A list whose validation ends at the first wrong element: pydantic would report every one of a body of them."""
 Hybrid = DenseWeight | Literal["rrf", "off"] | None
 
 
@@ -48,7 +51,7 @@ class SearchRequest(RequestModel):
         }
     )
 
-    queries: Annotated[list[str] | list[list[float]], Field(min_length=1)]
+    queries: Annotated[FailFastList[str] | FailFastList[FailFastList[float]], Field(min_length=1)]
     """Texts, or query vectors of the index's dimension; one kind a request."""
     k: int = 10
     """Distinct passages a query."""
@@ -66,7 +69,7 @@ class SearchRequest(RequestModel):
     """Search only passages whose fields pass it. Keys are fields of the corpus, `id` or `title`, each with a value or
     with comparisons: eq, ne, gt, gte, lt, lte, in, nin, exists. Several keys all hold; `and` and `or` take lists of
     filters, `not` takes one. A passage without a field passes only ne, nin, exists: false, and not."""
-    fields: list[str] = Field(default_factory=list)
+    fields: FailFastList[str] = Field(default_factory=list)
     """Fields of the corpus to send with each hit."""
     hybrid: Hybrid = None
     """Score by BM25 + so much times the dense score; "rrf": by reciprocal ranks in both; "off": by the dense score
@@ -104,8 +107,8 @@ class ExplainRequest(RequestModel):
         }
     )
 
-    questions: Annotated[list[str], Field(min_length=1)]
-    passages: list[str] = Field(default_factory=list)
+    questions: Annotated[FailFastList[str], Field(min_length=1)]
+    passages: FailFastList[str] = Field(default_factory=list)
     """Passage ids, at most `serve.max_k`; without any, the best `k` hits of each question are explained."""
     k: int = 3
     """Explained hits a question, if no passages are named; times the questions, at most `serve.max_k`."""
@@ -139,7 +142,7 @@ class EmbeddingsRequest(RequestModel):
 
     model: str
     """The encoder's name, its fingerprint, or NAME/FINGERPRINT; another one is a 404."""
-    input: Annotated[str | list[str] | list[int] | list[list[int]], Field(min_length=1)]
+    input: Annotated[str | FailFastList[str] | FailFastList[int] | FailFastList[FailFastList[int]], Field(min_length=1)]
     """One text or several. Token numbers are refused: they belong to another tokenizer."""
     encoding_format: Literal["float", "base64"] = "float"
     """`base64`: the bytes of little-endian float32."""

@@ -109,7 +109,8 @@ class SearchService:
         )
 
     def explain(self, request: schemas.ExplainRequest, deadline: Deadline | None = None) -> Explanation:
-        """Score every view of some passages with every question."""
+        """Score every view of some passages with every question, after checking the limits."""
+        request.check(self.limits)
         deadline = self._search_deadline(deadline)
         with self._pin(request.version, deadline) as router:
             require_encoder(request.encoder_fingerprint, router.manifest)

@@ -36,7 +36,7 @@ OWN_FIELDS: Mapping[str, str] = {"id": "string", "title": "string"}
 EQUALITIES = ("eq", "ne", "in", "nin", "exists")
 ORDERS: Mapping[str, Any] = {"gt": pc.greater, "gte": pc.greater_equal, "lt": pc.less, "lte": pc.less_equal}
 WITHOUT_ORDER = ("bool", "strings")
-MAX_DEPTH, MAX_CONDITIONS = 32, 1000
+MAX_DEPTH, MAX_FILTERS, MAX_CONDITIONS = 32, 1000, 1000
 Mask = NDArray[np.bool_]
 Expression = Callable[[pa.Table], Mask]
 """Returns for each row of a table of passages whether it passes."""
@@ -54,7 +54,7 @@ class _Parser:
     def __init__(self, fields: Mapping[str, str]) -> None:
         self.fields = {**OWN_FIELDS, **fields}
         self.columns: set[str] = set()
-        self.num_conditions = 0
+        self.num_filters = self.num_conditions = 0
 
     def parse(self, value: Any, place: str = "", depth: int = 1) -> Expression:
         if not isinstance(value, Mapping):
@@ -63,6 +63,9 @@ class _Parser:
             )
         if depth > MAX_DEPTH:
             raise FilterError(f"filter: more than {MAX_DEPTH} filters stand within each other; use fewer")
+        self.num_filters += depth > 1
+        if self.num_filters > MAX_FILTERS:
+            raise FilterError(f"filter: more than {MAX_FILTERS} filters stand in and, or and not; use fewer")
         parts = [part for key, own in value.items() for part in self._member(key, own, place, depth)]
         return parts[0] if len(parts) == 1 else _junction("and", parts)
 

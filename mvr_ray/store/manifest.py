@@ -498,18 +498,18 @@ def verify(store: Store, manifest: Manifest) -> VerifyReport:
 
 def rollback(store: Store, index: str, to: int) -> Manifest:
     """Publish a new version with the content of version `to`; only the sizes of its files are checked."""
-    return publish(store, as_rollback(store, read(store, index, to), read(store, index)))
+    return publish(store, as_rollback(store, read(store, index, to), latest_version(store, index)))
 
 
-def as_rollback(store: Store, version: Manifest, live: Manifest) -> Manifest:
-    """Describe the version after the live one with the content of an earlier one. To other passages it replaces
+def as_rollback(store: Store, version: Manifest, live: int) -> Manifest:
+    """Describe the version after the `live` one with the content of an earlier one. To other passages it replaces
     whatever was published last under the name of their corpus."""
-    if (version.corpus, version.corpus_digest) == (live.corpus, live.corpus_digest):
-        number = live.metrics.get(REPLACED, 0)
-    else:
-        number = max(publications(store, version.corpus), default=0)
+    number = max(publications(store, version.corpus), default=0)
+    for newest in read_versions(store, version.index, [live]).manifests.values():  # none: a roll back from a damaged one
+        if (version.corpus, version.corpus_digest) == (newest.corpus, newest.corpus_digest):
+            number = newest.metrics.get(REPLACED, 0)
     metrics = {**version.metrics, REPLACED: number}
-    return dataclasses.replace(version, parent=live.version, operation=ROLLBACK, metrics=metrics)
+    return dataclasses.replace(version, parent=live, operation=ROLLBACK, metrics=metrics)
 
 
 def _require_files(store: Store, manifest: Manifest, version: int) -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+import tracemalloc
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching import masks
 from mvr_ray.distributed.searching.batching import DynamicBatcher
-from mvr_ray.distributed.searching.masks import MaskCache
+from mvr_ray.distributed.searching.masks import ENTRY_BYTES, MaskCache
 from mvr_ray.distributed.searching.messages import ScanRequest
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
 from mvr_ray.errors import DamagedShardsError, FilterError, ManifestError
@@ -158,11 +159,11 @@ def test_one_more_mask_does_not_visit_those_that_are_kept(tmp_path):
 
     views = random_views(40, 8)
     version = publish_random_index(tmp_path, views, 1, corpus=prepare_rows(tmp_path, random_rows(views, 8), 1))
-    cache = MaskCache(str(tmp_path), limit_bytes=100)
+    cache = MaskCache(str(tmp_path), limit_bytes=2 * ENTRY_BYTES + 100)
     cache._masks = NoVisits()
     for year in range(4):
         cache.mask(version, 0, pa.array(sorted(views)), json.dumps({"year": year}))
-    assert cache.num_bytes == 80
+    assert cache.num_bytes == 2 * ENTRY_BYTES + 80
 
 
 def test_masks_are_kept_within_their_limit_and_dropped_with_their_version(tmp_path):
@@ -170,18 +171,32 @@ def test_masks_are_kept_within_their_limit_and_dropped_with_their_version(tmp_pa
     rows = random_rows(views, 8)
     version = publish_random_index(tmp_path, views, 1, corpus=prepare_rows(tmp_path, rows, 1))
     ids = pa.array(sorted(views))
-    cache = MaskCache(str(tmp_path), limit_bytes=100)
+    cache = MaskCache(str(tmp_path), limit_bytes=2 * ENTRY_BYTES + 100)
     masks = [cache.mask(version, 0, ids, json.dumps({"year": year})) for year in range(4)]
     assert [mask_P.tolist() for mask_P in masks] == [
         [rows[name].get("year") == year for name in sorted(views)] for year in range(4)
     ]
-    assert cache.num_bytes == 80
+    assert cache.num_bytes == 2 * ENTRY_BYTES + 80
     assert cache.mask(version, 0, ids, '{"year": 3}') is masks[3]
     assert cache.mask(version, 0, ids, '{"year": 0}') is not masks[0]
     cache.drop(1)
     assert cache.num_bytes == 0
     with pytest.raises(ManifestError, match="holds 1 passage that its corpus 'corpus' lacks, first 'q'"):
         cache.mask(version, 0, pa.array([*sorted(views), "q"]), '{"year": 3}')
+
+
+def test_the_limit_of_the_masks_bounds_the_memory_of_long_filters_over_few_passages(tmp_path):
+    views = random_views(5, 8)
+    version = publish_random_index(tmp_path, views, 1, corpus=prepare_rows(tmp_path, random_rows(views, 8), 1))
+    cache, ids = MaskCache(str(tmp_path)), pa.array(sorted(views))
+    cache.mask(version, 0, ids, "{}")
+    tracemalloc.start()
+    try:
+        for number in range(20):
+            cache.mask(version, 0, ids, json.dumps({"id": {"nin": [f"{number} {one}" for one in range(200)]}}))
+        assert tracemalloc.get_traced_memory()[0] < cache.num_bytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_version_is_dropped_while_others_are_filtered(tmp_path):

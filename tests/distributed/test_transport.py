@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 import socket
 import subprocess
 import sys
@@ -47,8 +48,10 @@ from mvr_ray.distributed.searching.transport import (
     FairLock,
     SearcherAddress,
     SearcherServer,
+    read_tls_files,
+    require_valid_tls,
 )
-from mvr_ray.errors import ShardIndexError
+from mvr_ray.errors import ConfigError, ShardIndexError
 from mvr_ray.store.embeddings import Views
 from mvr_ray.types import HybridQueries, ShardHits
 
@@ -442,9 +445,23 @@ def tls_dir(tmp_path_factory) -> str:
     return str(folder)
 
 
+def test_tls_that_cannot_work_is_refused_before_a_searcher_starts(tls_dir, tmp_path):
+    require_valid_tls("")
+    require_valid_tls(tls_dir)
+    with pytest.raises(ConfigError, match=r"resources.tls_dir is '/absent' on .*No such file.*tls\.crt"):
+        SearcherActor(SearcherTask(str(tmp_path), MagicMock(), tls_dir="/absent"))
+    for certificate, key in (("ca.crt", "/dev/null"), ("/dev/null", "tls.key")):
+        folder = shutil.copytree(tls_dir, tmp_path / key.strip("/"))
+        subprocess.run(["openssl", *NEW_CERTIFICATE, "-out", certificate, "-keyout", key], cwd=folder, check=True)
+        with pytest.raises(
+            ConfigError, match=r"every node this folder has tls\.crt, a certificate for the name mvr-ray"
+        ):
+            require_valid_tls(str(folder))
+
+
 @pytest.mark.ray
-def test_with_a_certificate_calls_are_encrypted_and_another_certificate_is_refused(desk, ray_session, tls_dir):
-    server = SearcherServer(desk.handle, "127.0.0.1", tls_dir)
+def test_with_a_certificate_calls_are_encrypted_and_another_certificate_is_refused(desk, ray_session, tls_dir, caplog):
+    server = SearcherServer(desk.handle, "127.0.0.1", read_tls_files(tls_dir))
     assert server.endpoint.uri.startswith("grpc+tls://")
     assert call(connect(server.endpoint), "say", b"secret").result(30).to_pybytes() == b"secret"
     plain = Connection(
@@ -458,6 +475,7 @@ def test_with_a_certificate_calls_are_encrypted_and_another_certificate_is_refus
         call(connection, "say", b"by Ray").result(30)
         until(lambda connection=connection: not connection._connecting)
         assert not connection.is_connected
+    assert [one.levelname for one in caplog.records if "without TLS" in one.message] == ["ERROR"]
     assert desk.calls == 1
     server.shutdown()
 

@@ -1,11 +1,16 @@
 """Checks the HTTP app: hits with the snippet that matched, and refusals that a program can act on."""
 
+import threading
+
 import pytest
 from asgi import call
 from in_memory_index import PASSAGES, InMemoryIndex
 
 from mvr_ray.config import ServeConfig
+from mvr_ray.explanation import Explanation
+from mvr_ray.serving import schemas
 from mvr_ray.serving.app import create_app
+from mvr_ray.serving.schemas import first_problem
 from mvr_ray.serving.service import SearchService
 from mvr_ray.types import Exactness
 
@@ -151,3 +156,44 @@ def test_too_few_passages_searched_is_an_error_unless_allowed() -> None:
 def test_a_time_or_coverage_that_cannot_be_given_is_refused(field, value, code) -> None:
     reply = call(app(), "POST", "/v1/search", {"queries": ["nile"], field: value})
     assert (reply.status, reply.body["error"]["code"], reply.body["error"]["field"]) == (422, code, field)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/search", {"queries": [1] * 9}),
+        ("/v1/search", {"queries": [["x"] * 9] * 9}),
+        ("/v1/search", {"queries": ["x"], "fields": [1] * 9}),
+        ("/v1/explain", {"questions": [1] * 9, "passages": [1] * 9}),
+        ("/v1/embeddings", {"model": "words", "input": [None] * 9}),
+        ("/v1/embeddings", {"model": "words", "input": [["x"] * 9] * 9}),
+    ],
+)
+def test_validation_ends_at_the_first_wrong_element_of_a_list(path, body, monkeypatch) -> None:
+    counts = []
+
+    def count_problems(problems, fields):
+        counts.append(len(problems))
+        return first_problem(problems, fields)
+
+    monkeypatch.setattr(schemas, "first_problem", count_problems)
+    reply = call(app(), "POST", path, body)
+    assert (reply.status, reply.body["error"]["code"]) == (422, "wrong_type")
+    assert counts[0] <= 5  # one of each list, and of each type of a union
+
+
+@pytest.mark.parametrize(
+    ("model", "path", "body"),
+    [
+        (schemas.SearchResponse, "/v1/search", {"queries": ["nile"]}),
+        (Explanation, "/v1/explain", {"questions": ["nile"]}),
+        (schemas.EmbeddingsResponse, "/v1/embeddings", {"model": "words", "input": ["nile"]}),
+    ],
+)
+def test_a_large_answer_becomes_json_in_a_thread_beside_the_event_loop(model, path, body, monkeypatch) -> None:
+    threads, dump = [], model.model_dump_json
+    monkeypatch.setattr(
+        model, "model_dump_json", lambda self: (threads.append(threading.current_thread()), dump(self))[1]
+    )
+    assert call(app(), "POST", path, body).status == 200
+    assert [thread.name.startswith("answer") for thread in threads] == [True]

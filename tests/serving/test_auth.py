@@ -10,9 +10,10 @@ READ, ADMIN, OTHER = "read-" + "r" * 20, "admin-" + "a" * 20, "other-" + "o" * 2
 
 def test_tokens_of_the_file_and_of_the_environment_have_their_roles(tmp_path) -> None:
     file = tmp_path / "tokens"
-    file.write_text(f"# who may what\n\nread {READ}   # the shop\nadmin {ADMIN}\n")
+    file.write_text(f"# who may what\n\nread {READ}   # the shop\nadmin {ADMIN}\t# more\nread {READ}#1\n")
     tokens = read_tokens(str(file), {"MVR_RAY_READ_TOKEN": f"{OTHER}\n"})
     assert [tokens.role(word.encode()) for word in (READ, ADMIN, OTHER)] == ["read", "admin", "read"]
+    assert tokens.role(f"{READ}#1".encode()) == "read"
     for wrong in (b"", READ[:-1].encode(), READ.upper().encode(), b"\xff" * 30, f" {READ}".encode()):
         assert tokens.role(wrong) is None
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import multiprocessing
 import socket
 import subprocess
 import sys
@@ -192,6 +193,30 @@ def test_the_waiting_client_works_where_a_loop_is_running(service) -> None:
             return client.search(["nile"], k=1).version
 
     assert asyncio.run(notebook()) == 3
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_client_works_in_a_process_that_this_one_forks(address) -> None:
+    def use() -> None:
+        assert client.passage("p1").id == "p1"
+        client.close()
+
+    with Client(address, token=READ) as client:
+        assert client.passage("p1").id == "p1"
+        child = multiprocessing.get_context("fork").Process(target=use)
+        child.start()
+        try:
+            child.join(60)
+            assert child.exitcode == 0
+        finally:
+            child.kill()
+        assert client.passage("p1").id == "p1"
+
+
+def test_an_async_client_works_in_one_loop_after_another(address) -> None:
+    client = AsyncClient(address, token=READ)
+    for _ in range(3):
+        assert asyncio.run(client.passage("p1")).id == "p1"
 
 
 def test_an_inner_search_that_hangs_ends_with_the_callers_time() -> None:

@@ -125,3 +125,13 @@ def test_a_wrong_request_is_refused_with_code_field_message_and_hint(request_, s
     error = refusal.value
     assert (error.status, error.code, error.field) == (status, code, field)
     assert message in error.message and error.hint
+
+
+def test_a_refused_explanation_opens_no_version() -> None:
+    class WithoutVersions(InMemoryIndex):
+        def pin(self, version=None, deadline=None):
+            raise AssertionError("a version was opened")
+
+    service = SearchService(WithoutVersions(), ServeConfig())
+    with pytest.raises(RequestError, match="k is 0"):
+        service.explain(ExplainRequest(questions=["x"], k=0, version=1))

@@ -282,6 +282,46 @@ def test_a_token_is_asked_for_and_stays_in_the_tab(tab, tmp_path):
         assert tab.evaluate("localStorage.length + document.cookie.length") == 0
 
 
+@pytest.mark.parametrize("path", ["?q=nile", "docs"])
+def test_a_token_that_no_header_holds_is_refused_and_another_can_be_typed(tab, path):
+    tokens = read_tokens(None, {"MVR_RAY_READ_TOKEN": "read-" + "a" * 32})
+    with serve(VersionIndex(3), tokens) as address:
+        tab.goto(address + path)
+        for token in ("read-\u043a" + "a" * 32, "read-" + "a" * 32):
+            tab.wait_for_selector("#token", state="visible")
+            tab.fill("#token", token)
+            tab.keyboard.press("Enter")
+            if not token.isascii():
+                tab.locator("#status", has_text="token is one word of ASCII characters").wait_for()
+        tab.wait_for_selector(".hits li" if path != "docs" else "#routes details")
+
+
+def test_a_late_answer_of_an_earlier_question_is_not_shown(tab):
+    with serve(VersionIndex(3)) as address:
+        tab.goto(address)
+        late_routes = []
+        tab.route(
+            "**/v1/search",
+            lambda route: late_routes.append(route) if "nile" in route.request.post_data else route.continue_(),
+        )
+        for question in ("nile", "hill"):
+            tab.fill("#question", question)
+            tab.click("button[type=submit]")
+        tab.locator(".hits li:first-child h3", has_text="Hills").wait_for()
+        with tab.expect_response("**/v1/search") as response:
+            late_routes[0].continue_()
+        response.value.finished()
+        tab.evaluate("new Promise(requestAnimationFrame)")
+        assert rows(tab)[0] == "p2"
+
+
+def test_the_page_describes_the_version_that_answers(tab):
+    with serve(VersionIndex(2)) as address:
+        tab.goto(address)
+        text = "Index library: 3 passages, 5 views, version 2; version 3 is live, and not open here"
+        tab.locator("#about", has_text=text).wait_for()
+
+
 def test_texts_are_shown_as_they_are_and_never_run(tab):
     with serve(VersionIndex(3, text=HOSTILE)) as address:
         tab.goto(f"{address}?q=rhine")

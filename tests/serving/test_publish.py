@@ -1,6 +1,7 @@
 """Publishing over HTTP: nothing but a whole version, once, after the version that its sender has seen."""
 
 import copy
+import json
 import subprocess
 import threading
 import time
@@ -344,6 +345,19 @@ def test_a_roll_back_is_published_once_by_whichever_replica_its_repetition_reach
         version = catalog.rollback(1, Deadline.after(20))
         assert (version.version, version.live) == (2, True)
     assert elsewhere.versions() == [1, 2]
+
+
+def test_a_newest_version_that_cannot_be_read_is_rolled_back_from_and_described_by_a_permanent_error(elsewhere) -> None:
+    assert elsewhere.post(elsewhere.payload).status == 200
+    catalog = VersionCatalog(elsewhere.store, "library")
+    newer = json.loads(elsewhere.store.read_bytes(paths.manifest("library", 1))) | {"format_version": 99, "version": 2}
+    newer.pop("checksum", None)
+    elsewhere.store.write_bytes(paths.manifest("library", 2), json.dumps(newer).encode())
+    with pytest.raises(RequestError, match="has format version 99") as error:
+        catalog.one(2)
+    assert (error.value.status, error.value.code) == (422, "unreadable_version")
+    version = catalog.rollback(1, Deadline.after(20))
+    assert (version.version, version.operation, version.live) == (3, "rollback", True)
 
 
 def test_a_server_of_a_fixed_version_refuses_to_roll_back_before_anything_is_published(elsewhere) -> None:

@@ -173,7 +173,9 @@ def test_a_whole_float_is_the_int_of_its_value():
         ({"or": []}, r"filter\.or is \[\]; give a list of filters"),
         ({"and": {"year": 1}}, "give a list of filters"),
         ({"not": 3}, r"filter\.not is 3, not an object"),
-        ({"or": [{"year": {"in": []}}] * 1001}, "more than 1000 comparisons"),
+        ({"or": [{"year": {"in": [], "ne": 1}}] * 501}, "more than 1000 comparisons"),
+        ({"and": [{}] * 1001}, "more than 1000 filters stand in and, or and not"),
+        ({"or": [{"not": {}}] * 501}, "more than 1000 filters stand in and, or and not"),
     ],
 )
 def test_a_filter_that_does_not_fit_is_refused_by_name(condition, message):

@@ -7,6 +7,7 @@ its digest; after that a new filter reads only the columns that it names.
 Shapes: P passages of a shard.
 """
 
+import hashlib
 import json
 import threading
 from collections import OrderedDict
@@ -28,6 +29,8 @@ from mvr_ray.types import IntArray
 
 MASK_BYTES = 1 << 28
 """Size of a searcher's cache of masks, a byte a passage; the least recently used ones are evicted."""
+ENTRY_BYTES = 500
+"""Size of a mask without its bytes: its key and Python's objects."""
 Mask = NDArray[np.bool_]
 pc: Any = pyarrow.compute
 
@@ -48,7 +51,7 @@ class MaskCache:
         self._is_open = is_open
         self._corpora: dict[tuple[int, str], Corpus] = {}
         self._rows: dict[tuple[int, str, int], IntArray | slice] = {}
-        self._masks: OrderedDict[tuple[int, str, int, str], Mask] = OrderedDict()
+        self._masks: OrderedDict[tuple[int, str, int, bytes], Mask] = OrderedDict()
         self._lock = threading.Lock()
 
     def mask(self, manifest: Manifest, shard: int, ids: pa.Array, filter: str) -> Mask:
@@ -56,7 +59,7 @@ class MaskCache:
 
         Raises FilterError, and StorageError or MissingInputError if the version's corpus is damaged or missing.
         """
-        key = manifest.version, manifest.token, shard, filter
+        key = manifest.version, manifest.token, shard, hashlib.sha256(filter.encode()).digest()
         with self._lock:
             if key in self._masks:
                 self._masks.move_to_end(key)
@@ -65,10 +68,10 @@ class MaskCache:
         with self._lock:
             if not self._is_open(manifest):
                 return mask_P
-            self.num_bytes += mask_P.nbytes * (key not in self._masks)
+            self.num_bytes += _size(mask_P) * (key not in self._masks)
             self._masks[key] = mask_P
             while self.num_bytes > self.limit_bytes and len(self._masks) > 1:
-                self.num_bytes -= self._masks.popitem(last=False)[1].nbytes
+                self.num_bytes -= _size(self._masks.popitem(last=False)[1])
         return mask_P
 
     def drop(self, version: int) -> None:
@@ -77,7 +80,7 @@ class MaskCache:
             self._corpora = {key: corpus for key, corpus in self._corpora.items() if key[0] != version}
             self._rows = {key: rows for key, rows in self._rows.items() if key[0] != version}
             for key in [key for key in self._masks if key[0] == version]:
-                self.num_bytes -= self._masks.pop(key).nbytes
+                self.num_bytes -= _size(self._masks.pop(key))
 
     def _evaluate(self, manifest: Manifest, shard: int, ids: pa.Array, filter: str) -> Mask:
         key = manifest.version, manifest.token
@@ -97,6 +100,10 @@ class MaskCache:
                 if self._is_open(manifest):
                     self._rows[*key, shard] = rows
         return parsed_filter.mask(table)[rows]
+
+
+def _size(mask_P: Mask) -> int:
+    return mask_P.nbytes + ENTRY_BYTES
 
 
 def _rows_of(ids: pa.Array, corpus_ids: pa.ChunkedArray, manifest: Manifest, shard: int) -> IntArray | slice:

@@ -35,7 +35,13 @@ from mvr_ray.distributed.searching.messages import decode_scan, decode_views_req
 from mvr_ray.distributed.searching.rendezvous import balance_shards
 from mvr_ray.distributed.searching.scrubber import Scrubber
 from mvr_ray.distributed.searching.searcher import SearcherTask, ShardAssignment, ShardSearcher, assignment_bytes
-from mvr_ray.distributed.searching.transport import FairLock, SearcherAddress, SearcherServer
+from mvr_ray.distributed.searching.transport import (
+    FairLock,
+    SearcherAddress,
+    SearcherServer,
+    read_tls_files,
+    require_valid_tls,
+)
 from mvr_ray.errors import MvrRayError, ShardIndexError
 
 log = logging.getLogger(__name__)
@@ -59,6 +65,7 @@ class SearcherActor(ShardSearcher):
 
     def __init__(self, task: SearcherTask) -> None:
         logs.to_stderr()
+        self._tls = read_tls_files(task.tls_dir)
         super().__init__(task)
         self.request_lock = FairLock()
         self._running: dict[str, Future[pa.Buffer]] = {}
@@ -75,7 +82,7 @@ class SearcherActor(ShardSearcher):
         if self._server is None:
             node = next(node for node in ray.nodes() if node["NodeID"] == self.node())
             host = "127.0.0.1" if session.PRIVATE_LABEL in node["Labels"] else node["NodeManagerAddress"]
-            self._server = SearcherServer(self.handle, host, self.task.tls_dir)
+            self._server = SearcherServer(self.handle, host, self._tls)
         return self._server.endpoint
 
     def handle(self, method: str, call: str, message: pa.Buffer) -> pa.Buffer:
@@ -163,8 +170,10 @@ def start_searchers(task: SearcherTask, resources: ResourcesConfig, info: sessio
     """Create the actors for a first version, on the nodes that their groups prefer. Ray restarts them on any node with
     enough resources.
 
-    Raises ResourceError if the cluster has too few resources.
+    Raises ResourceError if the cluster has too few resources, ConfigError if TLS does not work with the files of
+    `tls_dir`.
     """
+    require_valid_tls(resources.tls_dir)
     num_bytes = {entry.shard: entry.num_bytes for entry in task.manifest.shards}
     shards_of = balance_shards(num_bytes, min(resources.searchers, len(num_bytes)))
     count, cpus, gpus = resources.replicas, resources.cpus_per_searcher, resources.gpus_per_searcher

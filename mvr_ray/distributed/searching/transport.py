@@ -10,7 +10,8 @@
               searcher gives it the answer of the run that it began, a restarted one runs it, or the call fails. gRPC
               also ends a connection over which no searcher has sent anything for about two minutes (too_many_pings)
 
-With `resources.tls_dir` the connection is encrypted, and the searcher proves that it holds the certificate's key.
+With `resources.tls_dir` the connection is encrypted, and the searcher proves that it holds the certificate's key. Calls
+by Ray are encrypted only if Ray is (RAY_USE_TLS).
 """
 
 import hmac
@@ -18,6 +19,7 @@ import logging
 import os
 import secrets
 import socket
+import ssl
 import stat
 import threading
 import time
@@ -39,7 +41,7 @@ from mvr_ray import errors
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.ray_errors import unwrap_error
 from mvr_ray.distributed.searching.messages import frame, split_frame
-from mvr_ray.errors import MvrRayError, first_line
+from mvr_ray.errors import ConfigError, MvrRayError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +77,54 @@ class SearcherAddress(NamedTuple):
     authority: bytes = b""
 
 
+class TlsFiles(NamedTuple):
+    """The searchers' certificate, its key and the authority that signed it, in PEM."""
+
+    certificate: bytes
+    key: bytes
+    authority: bytes
+
+
+def read_tls_files(tls_dir: str) -> TlsFiles | None:
+    """Read `tls.crt`, `tls.key` and `ca.crt`; None without a folder. Raises ConfigError."""
+    try:
+        return TlsFiles(*(path.read_bytes() for path in _tls_paths(tls_dir))) if tls_dir else None
+    except OSError as error:
+        raise _tls_error(tls_dir, str(error)) from None
+
+
+def require_valid_tls(tls_dir: str) -> None:
+    """Make a handshake in memory with the files of a folder, if there is one. Raises ConfigError if it fails."""
+    if read_tls_files(tls_dir) is None:
+        return
+    certificate, key, authority = _tls_paths(tls_dir)
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    try:
+        server.load_cert_chain(certificate, key)
+        client.load_verify_locations(authority)
+        ends = (
+            client.wrap_bio(to_client, to_server, server_hostname=TLS_NAME),
+            server.wrap_bio(to_server, to_client, server_side=True),
+        )
+        for end in ends * 2:
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except OSError as error:
+        raise _tls_error(tls_dir, str(error)) from None
+
+
+def _tls_paths(tls_dir: str) -> list[Path]:
+    return [Path(tls_dir, name) for name in ("tls.crt", "tls.key", "ca.crt")]
+
+
+def _tls_error(tls_dir: str, reason: str) -> ConfigError:
+    return ConfigError(
+        f"resources.tls_dir is {tls_dir!r} on {socket.gethostname()}: {reason}; on every node this folder has "
+        f"tls.crt, a certificate for the name {TLS_NAME}, its key tls.key, and ca.crt, the authority that signed it"
+    )
+
+
 class ConnectionLost(ConnectionError):
     """A connection that broke during a call."""
 
@@ -103,13 +153,11 @@ class FairLock:
 class SearcherServer(flight.FlightServerBase):
     """Serves one searcher's methods over Flight, each call in a gRPC thread."""
 
-    def __init__(self, handle: Handle, host: str, tls_dir: str = "") -> None:
-        """`tls_dir` holds `tls.crt`, `tls.key` and `ca.crt`; empty: no encryption."""
+    def __init__(self, handle: Handle, host: str, tls: TlsFiles | None = None) -> None:
+        """Without `tls`: no encryption."""
         token, authority, scheme, options = secrets.token_urlsafe(32), b"", "grpc", {}
-        if tls_dir:
-            files = (Path(tls_dir, name).read_bytes() for name in ("tls.crt", "tls.key", "ca.crt"))
-            certificate, key, authority = files
-            scheme, options = "grpc+tls", {"tls_certificates": [(certificate, key)]}
+        if tls:
+            scheme, authority, options = "grpc+tls", tls.authority, {"tls_certificates": [(tls.certificate, tls.key)]}
         origin = f"{scheme}://{f'[{host}]' if ':' in host else host}"
         super().__init__(f"{origin}:0", middleware={"token": _TokenCheck(token)}, **options)
         self.endpoint = SearcherAddress(f"{origin}:{self.port}", token, authority)
@@ -314,7 +362,7 @@ class Connection:
         return None
 
     def _connect(self) -> None:
-        client, retry_s, epoch = None, RETRY_S, self._epoch
+        client, retry_s, epoch, authority = None, RETRY_S, self._epoch, b""
         try:
             if not ray.is_initialized():
                 return
@@ -324,11 +372,14 @@ class Connection:
             new_client = flight.FlightClient(uri, generic_options=_KEEPALIVE, **options)
             _Stream(new_client, token, CONNECT_S).send(HELLO, "", pa.py_buffer(b""))
             client = new_client, token
-        except RayError as error:  # the actor restarts, or is dead
+        except (RayActorError, GetTimeoutError) as error:  # the actor restarts, or is dead
             retry_s = RESTART_RETRY_S
             log.info("not connected yet: %s", first_line(error))
-        except (pa.ArrowException, OSError) as error:
-            log.warning("not connected, calls go by Ray: %s", first_line(error))
+        except (RayError, pa.ArrowException, OSError) as error:
+            if authority:
+                log.error("not connected, calls go by Ray, without TLS unless RAY_USE_TLS=1: %s", first_line(error))
+            else:
+                log.warning("not connected, calls go by Ray: %s", first_line(error))
         finally:
             with self._lock:
                 self._client, self._connecting = client if epoch == self._epoch else None, False

@@ -91,8 +91,13 @@ async function begin() {
 
 byId("key").addEventListener("submit", (event) => {
   event.preventDefault();
-  sessionStorage.setItem("token", byId("token").value);
+  const token = byId("token").value.trim();
   byId("token").value = "";
+  if (!/^[\x21-\x7e]+$/.test(token)) {  // a header holds no other characters
+    byId("status").textContent = "A token is one word of ASCII characters; type it as the server has it.";
+    return;
+  }
+  sessionStorage.setItem("token", token);
   begin();
 });
 begin();

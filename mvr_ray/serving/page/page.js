@@ -26,6 +26,25 @@ class RequestError extends Error {
   }
 }
 
+function askForToken() {
+  byId("key").hidden = false;
+  byId("token").focus();
+}
+
+// A header holds no other characters: fetch would fail as if the server did not answer.
+function storeToken() {
+  const token = byId("token").value.trim();
+  byId("token").value = "";
+  if (!/^[\x21-\x7e]+$/.test(token)) {
+    askForToken();
+    say("a token is one word of ASCII characters; type it as the server has it", true);
+    return false;
+  }
+  sessionStorage.setItem("token", token);
+  byId("key").hidden = true;
+  return true;
+}
+
 async function request(path, body) {
   const headers = {};
   const token = sessionStorage.getItem("token");
@@ -39,10 +58,7 @@ async function request(path, body) {
   }
   const content = await reply.json().catch(() => ({}));
   if (reply.ok || (content.error === undefined && "ready" in content)) return content;
-  if (reply.status === 401) {
-    byId("key").hidden = false;
-    byId("token").focus();
-  }
+  if (reply.status === 401) askForToken();
   throw new RequestError(reply.status, content.error ?? { message: `the server answered ${reply.status}` });
 }
 
@@ -102,6 +118,7 @@ function viewsOf(question, hit, version, num) {
   button.addEventListener("click", async () => {
     const open = button.getAttribute("aria-expanded") === "true";
     if (!table) {
+      button.disabled = true;
       try {
         const explanation = await request("v1/explain", { questions: [question], passages: [hit.id], version });
         table = scoreTable(explanation.passages[0], num);
@@ -109,6 +126,8 @@ function viewsOf(question, hit, version, num) {
       } catch (error) {
         say(error.message, true);
         return;
+      } finally {
+        button.disabled = false;
       }
     }
     table.hidden = open;
@@ -163,7 +182,10 @@ function selectedNumber(id) {
   return value ? Number(value) : null;
 }
 
+let searches = 0;
+
 async function search() {
+  const number = ++searches;
   byId("welcome").hidden = true;
   const question = byId("question").value, k = Number(byId("k").value);
   const version = selectedNumber("version"), beside = selectedNumber("beside");
@@ -173,13 +195,15 @@ async function search() {
   history.replaceState(null, "", `?${settings}`);
   say("Searching…");
   try {
-    const one = (number) => request("v1/search", { queries: [question], k, version: number, min_coverage: 0 });
+    const one = (of) => request("v1/search", { queries: [question], k, version: of, min_coverage: 0 });
     const answers = await Promise.all(beside ? [one(version), one(beside)] : [one(version)]);
+    if (number !== searches) return;  // a later search has begun
     const [first, second] = answers;
     byId("answers").replaceChildren(column(first, question, second), ...(second ? [column(second, question, first)] : []));
     showShards(first.coverage.shards);
     say(`${first.results[0].length} results`);
   } catch (error) {
+    if (number !== searches) return;
     byId("answers").replaceChildren();
     say(error.message, true);
   }
@@ -193,9 +217,10 @@ async function versions() {
     ...choices.map((version) => make("option", { value: version.version }, label(version))));
   byId("beside").replaceChildren(make("option", { value: "" }, "none"),
     ...choices.map((version) => make("option", { value: version.version }, label(version))));
-  const live = choices.find((version) => version.live) ?? choices[0];
-  byId("about").textContent = `Index ${list.index}: ${live.passages.toLocaleString("en")} passages, ` +
-    `${live.vectors.toLocaleString("en")} views, version ${live.version}`;
+  const own = choices.find((version) => version.version === list.serving);
+  const sizes = own ? `${own.passages.toLocaleString("en")} passages, ${own.vectors.toLocaleString("en")} views, ` : "";
+  const newest = list.live === list.serving ? "" : `; version ${list.live} is live, and not open here`;
+  byId("about").textContent = `Index ${list.index}: ${sizes}version ${list.serving}${newest}`;
 }
 
 async function welcome() {
@@ -242,11 +267,8 @@ async function begin(settings) {
 
 byId("ask").addEventListener("submit", async (event) => {
   event.preventDefault();
-  const token = byId("token").value;
-  if (token) {
-    sessionStorage.setItem("token", token);
-    byId("token").value = "";
-    byId("key").hidden = true;
+  if (byId("token").value) {
+    if (!storeToken()) return;
     const settings = new URLSearchParams(location.search);
     if (!(await begin(new URLSearchParams([...settings].filter(([name]) => name !== "q" && name !== "k"))))) return;
   }
