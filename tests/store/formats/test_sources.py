@@ -194,6 +194,8 @@ def test_dpr_tsv_names_wrong_rows_and_swallowed_ones(write: Write):
         "p.tsv:4: text is empty",
         "p.tsv:5: id is missing",
         "p.tsv:6: a quote is not closed; it swallows the rows up to line 8",
+        "p.tsv:7: taken in by a quote of the bad row of line 6",
+        "p.tsv:8: taken in by a quote of the bad row of line 6",
         "p.tsv:10: text is not valid UTF-8: 'bad \\udcff byte'",
     ]
 
@@ -429,12 +431,14 @@ def test_rows_of_a_csv_that_cannot_be_used_are_named_with_their_first_line(write
     text = 'id,title,text\n1,A\n2,A,"b\nc",d\n3,A," "\n,A,text\n4,A,"b"c\n5,A,fine\n6,A,"open\n7,A,b\n'
     records = read(write("p.csv", text))
     assert bad(records) == [
-        "p.csv:2: 2 comma-separated columns, the header has 3",
-        "p.csv:3: 4 comma-separated columns, the header has 3",
+        "p.csv:2: 2 comma-separated columns, not 3",
+        "p.csv:3: 4 comma-separated columns, not 3",
+        "p.csv:4: taken in by a quote of the bad row of line 3",
         "p.csv:5: text is empty",
         "p.csv:6: id is missing",
         "p.csv:7: not a row: ',' expected after '\"'",
         "p.csv:9: not a row: unexpected end of data",
+        "p.csv:10: taken in by a quote of the bad row of line 9",
     ]
     assert [passage.id for passage in passages(records)] == ["5"]
 
