@@ -32,7 +32,7 @@ from mvr_ray.store.formats.rows import (
     read_summaries,
 )
 from mvr_ray.store.formats.squad import read_squad
-from mvr_ray.store.formats.text_files import open_text, plain_name
+from mvr_ray.store.formats.text_files import first_cells, open_text, plain_name
 from mvr_ray.store.formats.text_folder import TEXT_ENDS, read_text_file, text_files
 from mvr_ray.types import Question
 
@@ -218,10 +218,11 @@ def _detect_format(file: Path, source: str, has_names: bool = False) -> str:
 
 
 def _detect_tsv(file: Path) -> str:
-    """Two columns are MS MARCO's; a header with id and text in any case, other than DPR's, is that of a table."""
-    with open_text(file) as text:
-        columns = [name.strip() for name in text.readline().split("\t")]
-    if columns[:3] != ["id", "text", "title"] and {"id", "text"} <= {name.lower() for name in columns}:
+    """Two columns are MS MARCO's; a header with id and text in any case, other than DPR's, or with question is that of
+    a table."""
+    columns = first_cells(file)
+    is_table = {"id", "text"} <= {name.lower() for name in columns} or "question" in columns
+    if is_table and columns[:3] != ["id", "text", "title"]:
         return "tsv"
     return "msmarco" if len(columns) == 2 else "dpr_tsv"
 

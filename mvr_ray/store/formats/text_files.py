@@ -87,6 +87,13 @@ def tsv_rows(path: Path, num_columns: int, is_quoted: bool = True) -> Iterator[R
     yield from _separated_rows(path, "\t", num_columns, is_quoted)
 
 
+def first_cells(path: Path) -> list[str]:
+    """Return the cells of the first line of a tab-separated file, without quotes."""
+    csv.field_size_limit(sys.maxsize)
+    with open_text(path) as file:
+        return [cell.strip() for cell in next(csv.reader([file.readline()], delimiter="\t"), [])]
+
+
 def csv_header(path: Path, delimiter: str = ",") -> list[str]:
     """Return the column names of a separated file, as `csv_rows` names them."""
     return _header(next(_separated_rows(path, delimiter), None))

@@ -181,6 +181,23 @@ def test_a_header_of_a_tsv_is_no_passage_in_any_case(write: Write, header: str):
     assert passages(read(write("p.tsv", f"{header}\n{row}\n"))) == [Passage("1", "Weather", "It rained.")]
 
 
+@pytest.mark.parametrize("header", ["id\ttext", "id\ttitle\ttext", "id\ttext\ttitle"])
+def test_a_quoted_header_of_a_tsv_is_read_as_one_without_quotes(write: Write, header: str):
+    cells = {"id": "1", "text": "It rained.", "title": "Weather"}
+    names = header.split("\t")
+    rows = ["\t".join(f'"{cell}"' for cell in row) for row in (names, [cells[name] for name in names])]
+    title = "Weather" if "title" in names else ""
+    assert passages(read(write("p.tsv", "\n".join(rows)))) == [Passage("1", title, "It rained.")]
+
+
+def test_a_tsv_whose_header_names_a_question_has_questions(write: Write):
+    for header in ("id\tquestion\tanswers", '"id"\t"question"\t"answers"'):
+        [record] = read(write("q.tsv", f"{header}\nq1\tWhy?\tRain\n"))
+        assert isinstance(record, QuestionRecord) and record.question == Question("q1", "Why?", ("Rain",))
+    [record] = read(write("q.tsv", "id\tquestion\nq1\tWhy?\n"))
+    assert isinstance(record, QuestionRecord)
+
+
 def test_dpr_tsv_names_wrong_rows_and_swallowed_ones(write: Write):
     text = (
         'id\ttext\ttitle\n1\tgood "one"\tA\n2\tshort\n3\t\tC\n\tx\tD\n'
