@@ -370,7 +370,7 @@ def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[Par
         digest=report.digest,
         num_passages=report.passages_written,
         parts=tuple(infos),
-        sources=tuple(_describe_sources(cfg)),
+        sources=tuple(describe_sources(cfg)),
         questions=report.questions,
         counts={**counts, "bad_rows": len(report.bad_rows), **settings},
         fields=report.fields,
@@ -422,7 +422,8 @@ def _archive_previous(cfg: PrepareConfig, store: Store) -> None:
         store.write_bytes(path, before.info.to_json())
 
 
-def _describe_sources(cfg: PrepareConfig) -> Iterator[SourceInfo]:
+def describe_sources(cfg: PrepareConfig) -> Iterator[SourceInfo]:
+    """Describe the files of the sources by size and digest."""
     for source in cfg.sources:
         files = source_files(source)
         if not files:  # a data set of the Hugging Face hub
