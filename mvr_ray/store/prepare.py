@@ -58,7 +58,7 @@ NUM_NAMED = 5
 class PrepareReport:
     """Counts of rows read and written, and of the difference: every row read is written, or named, or counted here.
 
-    passages_read + chunks_gained = passages_written + bad passages + duplicates + passages_not_drawn
+    passages_read + chunks_gained = passages_written + repeated ids + duplicates + passages_not_drawn
     """
 
     passages_read: int

@@ -181,6 +181,13 @@ def test_a_header_of_a_tsv_is_no_passage_in_any_case(write: Write, header: str):
     assert passages(read(write("p.tsv", f"{header}\n{row}\n"))) == [Passage("1", "Weather", "It rained.")]
 
 
+@pytest.mark.parametrize("start", ["\n", '{"metadata": {"a": 1}, "id": "0", "text": "a text"}\n'])
+def test_lines_in_a_json_file_may_begin_with_a_blank_line_or_an_object_in_the_first(write: Write, start: str):
+    path = write("lines.json", f'{start}{{"id": "1", "text": "another text"}}\n')
+    assert format_of(SourceConfig(path=str(path))) == "jsonl"
+    assert passages(read(path))[-1] == Passage("1", "", "another text")
+
+
 @pytest.mark.parametrize("header", ["id\ttext", "id\ttitle\ttext", "id\ttext\ttitle"])
 def test_a_quoted_header_of_a_tsv_is_read_as_one_without_quotes(write: Write, header: str):
     cells = {"id": "1", "text": "It rained.", "title": "Weather"}
@@ -488,6 +495,8 @@ def test_a_csv_in_utf_16_is_refused_as_such(write: Write):
 def test_files_that_are_missing_unknown_or_broken_are_named(write: Write, tmp_path: Path):
     with pytest.raises(MissingInputError, match=r"none\.json does not exist"):
         read(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match=r"source s3://bucket/p\.tsv is in an object store; copy it to this machine"):
+        list(read_source(SourceConfig(path="s3://bucket/p.tsv")))
     with pytest.raises(DataError, match=r"x\.pdf.*set `format:` to one of squad, .*beir"):
         read(write("x.pdf", ""))
     data = gzip.compress(b"1\ttext\ttitle\n" * 5000)
