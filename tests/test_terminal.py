@@ -1,6 +1,7 @@
 """Checks what a user reads: progress lines, sizes, tables of reports, hits with the snippet marked."""
 
 import io
+import json
 import sys
 from types import SimpleNamespace
 
@@ -147,6 +148,16 @@ def test_control_characters_of_a_text_are_shown_and_never_reach_the_terminal(mon
     out = capsys.readouterr().out
     assert {char for char in out if ord(char) < 32 or 127 <= ord(char) < 160} <= {"\n", "\t"}
     assert out.count(r"\x9b") == 1 + 5 + 4 + 3
+
+
+def test_half_a_surrogate_pair_is_shown_as_its_escape(monkeypatch) -> None:
+    data = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(data, encoding="utf-8"))
+    print_result("a\udcff", *report_tables("b\ud800", {"c": "d\udfff"}))
+    print_json({"e": "f\udcff é"})
+    out = data.getvalue().decode()
+    assert [escape in out for escape in (r"a\udcff", r"b\ud800", r"d\udfff")] == [True] * 3
+    assert json.loads(out[out.index("{") :]) == {"e": "f\udcff é"}
 
 
 def test_a_report_is_one_table_of_single_values_and_one_a_list_of_records() -> None:

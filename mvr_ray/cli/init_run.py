@@ -23,7 +23,7 @@ from mvr_ray.store.formats.huggingface import open_dataset
 from mvr_ray.store.formats.records import BadRow, PassageRecord, QuestionRecord
 from mvr_ray.store.formats.rows import parquet_rows
 from mvr_ray.store.formats.sources import NAMED_FIELDS, format_of, read_source, source_files
-from mvr_ray.store.formats.text_files import Row, csv_rows, json_lines, open_text, plain_name
+from mvr_ray.store.formats.text_files import Row, csv_rows, first_cells, json_lines, plain_name
 
 SAMPLE_ROWS = 500
 LABELS_LINE = "  labels: gold                       # the questions name their passages, and no answers\n"
@@ -115,15 +115,14 @@ def sample_source(path: str) -> SourceSample:
     if kind in ("csv", "tsv", "jsonl", "parquet", "text"):
         _require_one_kind(path, files)
     if kind in ("dpr_tsv", "msmarco") and files[0].is_file():
-        with open_text(files[0]) as text:
-            columns = [name.strip().lower() for name in text.readline().split("\t")]
+        columns = [name.lower() for name in first_cells(files[0])]
         common_names = {*NAMES["text"], *NAMES["question"]}
         if columns[:3] != ["id", "text", "title"] and common_names & {*columns}:  # another order or name than DPR's
             kind = "tsv"
             source = source.model_copy(update={"format": kind})
     if kind in ("beir", "msmarco"):
         split = _split(resolve_path(path), kind)
-        source = source.model_copy(update={"split": split, "questions": "questions" if split else None})
+        source = source.model_copy(update={"split": split} if split else {"questions": None})
     names = _names(list(islice(_raw_rows(source, kind), SAMPLE_ROWS))) if kind in NAMED_FIELDS else {}
     source = SourceConfig.model_validate({**source.model_dump(exclude_unset=True), "format": kind, "fields": names})
     records = list(islice(read_source(source), SAMPLE_ROWS))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # these modules take a second to import, and most commands ne
 
 _results: list[TextIO] = []
 _ESCAPES = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n\r"}
+_ESCAPES |= {code: f"\\u{code:x}" for code in range(0xD800, 0xE000)}
 
 
 def size(num_bytes: float) -> str:
@@ -39,7 +40,8 @@ def size(num_bytes: float) -> str:
 
 
 def visible(text: str) -> str:
-    """Replace control characters, which a terminal would obey, by visible escapes; Rich drops carriage returns."""
+    """Replace control characters, which a terminal would obey, and halves of surrogate pairs, which UTF-8 cannot
+    encode, by visible escapes; Rich drops carriage returns."""
     return text.translate(_ESCAPES)
 
 
@@ -189,7 +191,7 @@ def stdout_error(error: OSError) -> StorageError:
 
 def write(text: str) -> None:
     with translate_stdout_errors():
-        _stdout().write(text)
+        _stdout().write(text.encode(errors="backslashreplace").decode())  # JSON's own escapes, too
 
 
 def _stdout() -> TextIO:

@@ -58,7 +58,7 @@ NUM_NAMED = 5
 class PrepareReport:
     """Counts of rows read and written, and of the difference: every row read is written, or named, or counted here.
 
-    passages_read + chunks_gained = passages_written + bad passages + duplicates + passages_not_drawn
+    passages_read + chunks_gained = passages_written + repeated ids + duplicates + passages_not_drawn
     """
 
     passages_read: int
@@ -372,7 +372,7 @@ def _put_in_place(cfg: PrepareConfig, store: Store, files: Path, infos: list[Par
         digest=report.digest,
         num_passages=report.passages_written,
         parts=tuple(infos),
-        sources=tuple(_describe_sources(cfg)),
+        sources=tuple(describe_sources(cfg)),
         questions=report.questions,
         counts={**counts, "bad_rows": len(report.bad_rows), **settings},
         fields=report.fields,
@@ -424,7 +424,8 @@ def _archive_previous(cfg: PrepareConfig, store: Store) -> None:
         store.write_bytes(path, before.info.to_json())
 
 
-def _describe_sources(cfg: PrepareConfig) -> Iterator[SourceInfo]:
+def describe_sources(cfg: PrepareConfig) -> Iterator[SourceInfo]:
+    """Describe the files of the sources by size and digest."""
     for source in cfg.sources:
         files = source_files(source)
         if not files:  # a data set of the Hugging Face hub

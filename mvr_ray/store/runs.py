@@ -96,7 +96,10 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
             "report": to_plain(run_record.report),
         }
         try:
-            own_files = {"report.json": json.dumps(summary, indent=2).encode(), "log": lines.getvalue().encode()}
+            own_files = {
+                "report.json": json.dumps(summary, indent=2).encode(),
+                "log": lines.getvalue().encode(errors="backslashreplace"),
+            }
             if not (is_refused and new_folders and store.delete_if_alone(run_record.folder, new_folders)):
                 for name, data in (own_files | run_record.files).items():
                     store.write_bytes(f"{run_record.folder}/{name}", data)

@@ -16,7 +16,7 @@ from mvr_ray.distributed.analyze import ALL_VIEWS, ANSWER_VIEW
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, QuestionRanks, read_question_ranks
 from mvr_ray.store.formats.question_views import QUESTION_VIEWS, read_question_views
-from mvr_ray.studies.definition import Study
+from mvr_ray.studies.definition import BM25, Study
 from mvr_ray.studies.execute import StepRecord
 from mvr_ray.studies.report import ANSWERS
 from mvr_ray.studies.results import Report, curve_system_name, system_name, view_system_name
@@ -88,8 +88,11 @@ class _QuestionFiles:
             case "analyze":
                 return self._analysis(report, variant, run.seed) if not run.at else None
             case "evaluate" if "ranks" not in report:
-                systems = dict.fromkeys(row["system"] for row in report["rows"])
-                names = {system: curve_system_name(system_name(variant, system), run.at) for system in systems}
+                systems = {row["system"]: system_name(variant, row["system"]) for row in report["rows"]}
+                names = {system: curve_system_name(name, run.at) for system, name in systems.items()}
+                own_names = {names[system] for system, name in systems.items() if name != BM25}  # BM25 has one seed
+                if any((name, run.seed) not in self.ranks for name in own_names):
+                    return None
                 return report | {"ranks": self._ranks_of(names, run.seed)}
         return report
 

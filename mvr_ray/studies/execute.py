@@ -20,14 +20,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mvr_ray import __version__, versions
+from mvr_ray.checksums import json_with_checksum, parse_json
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import session
 from mvr_ray.distributed.stage_pool import StagePool
-from mvr_ray.errors import MissingInputError, MvrRayError, StudyError
+from mvr_ray.errors import MissingInputError, MvrRayError, StorageError, StudyError
 from mvr_ray.stages import STAGES
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+from mvr_ray.store.prepare import describe_sources
 from mvr_ray.store.runs import to_plain
 from mvr_ray.studies.cost import cost
 from mvr_ray.studies.entities import entity_frequency
@@ -106,18 +108,22 @@ def run_plan(
                     report = _prepare(step, store, progress)  # here: its files may exist only on this machine
             seconds, date = round(time.monotonic() - start, 1), f"{datetime.now(UTC):%Y-%m-%d}"
             record = StepRecord(step.key, step.stage, step.command, seconds, report, date, code, machine)
-            store.write_bytes(paths.study_step(step.key), (json.dumps(record._asdict()) + "\n").encode())
+            _write_json(store, paths.study_step(step.key), record._asdict())
             records[step.key] = record
             progress("study steps", len(labels) - len(waiting) - len(running), len(labels))
     return records
 
 
 def code_version() -> str:
-    """Return the version, with the commit where the code is in a repository."""
-    git = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    return f"{__version__} (commit {git.stdout.strip()})" if git.returncode == 0 else __version__
+    """Return the version, with the commit where the package is in the root of a repository."""
+    package = Path(__file__).resolve().parent.parent
+    words = ["git", "rev-parse", "--show-toplevel", "--short", "HEAD"]
+    try:
+        output = subprocess.run(words, cwd=package, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):  # without git, or in no repository
+        return __version__
+    root, commit = output.splitlines()
+    return f"{__version__} (commit {commit})" if Path(root).resolve() == package.parent else __version__
 
 
 def hardware() -> str:
@@ -180,22 +186,54 @@ def _in_lane(progress: Progress, lane: int) -> Progress:
 
 def read_records(plan: StudyPlan, store: Store) -> dict[str, StepRecord]:
     """Read the records of the finished steps, by key."""
-    files = {key: paths.study_step(key) for key in plan.steps}
-    return {key: StepRecord(**json.loads(store.read_bytes(path))) for key, path in files.items() if store.exists(path)}
+    contents = {key: _read_json(store, paths.study_step(key)) for key in plan.steps}
+    return {key: StepRecord(**fields) for key, fields in contents.items() if fields}
+
+
+def changed_sources(plan: StudyPlan, store: Store) -> dict[str, list[str]]:
+    """Return the digests of the sources of finished `prepare` steps whose sources have changed since, by key. Sources
+    that are not on this machine, or whose corpus was collected, count as unchanged."""
+    changes: dict[str, list[str]] = {}
+    prepare_steps = {key: step for key, step in plan.steps.items() if step.stage == "prepare"}
+    for key, record in read_records(StudyPlan(prepare_steps), store).items():
+        cfg = prepare_steps[key].run.prepare
+        try:
+            before = Corpus.open(store, cfg.corpus, record.report["digest"]).info.sources
+            digests = [source.sha256 for source in describe_sources(cfg)]
+        except (MissingInputError, StorageError):
+            continue
+        if digests != [source.sha256 for source in before]:
+            changes[key] = digests
+    return changes
+
+
+def _read_json(store: Store, path: str) -> dict[str, Any]:
+    """Read the fields of a file; empty where it does not exist, or is damaged: what it records runs again."""
+    if not store.exists(path):
+        return {}
+    data = store.read_bytes(path)
+    try:
+        return parse_json(data, store.where(path), "what it records runs again")
+    except StorageError as error:
+        log.warning("%s", error)
+        return {}
+
+
+def _write_json(store: Store, path: str, fields: Mapping[str, Any]) -> None:
+    store.write_bytes(path, (json.dumps(json_with_checksum(to_plain(fields))) + "\n").encode())
 
 
 def _prepare(step: PlannedStep, store: Store, progress: Progress) -> Any:
     report = to_plain(STAGES["prepare"](step.run, progress))
     marker = {"key": step.key, "digest": report["digest"]}
-    store.write_bytes(paths.study_corpus(step.run.prepare.corpus), json.dumps(marker).encode())
+    _write_json(store, paths.study_corpus(step.run.prepare.corpus), marker)
     return report
 
 
 def _restore_corpus(plan: StudyPlan, step: PlannedStep, store: Store, progress: Progress) -> None:
     """Prepare a step's corpus again where another corpus of its name has replaced it, such as that of another size."""
     name = step.run.prepare.corpus
-    path = paths.study_corpus(name)
-    marker = json.loads(store.read_bytes(path)) if store.exists(path) else {}
+    marker = _read_json(store, paths.study_corpus(name))
     try:
         digest = Corpus.open(store, name).digest
     except MissingInputError:

@@ -5,7 +5,8 @@ with which the chain's later `mine` steps denoise. With `train.init_from=previou
 previous encoder.
 
 A step's key is a digest of its stage, of the sections that determine its result, and of the keys of the steps before
-it; it excludes names, resources and the store. Steps of equal key are one step, in this and later studies over the same
+it; it excludes names, resources and the store. Where the files of sources have changed since a `prepare` step finished,
+the key covers their digests, too. Steps of equal key are one step, in this and later studies over the same
 store. The key of a step names its product (an encoder, an index, mined questions), so no two steps write to one place.
 A corpus keeps its name, by which question sets and messages refer to it; `execute` restores it.
 """
@@ -14,7 +15,9 @@ import hashlib
 import json
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from mvr_ray.config import RunConfig
@@ -90,6 +93,7 @@ _FORMER_DEFAULTS = {
 _REMOVED_SETTINGS = {"evaluate": {"hybrid_depth": 1000}, "retrieve": {"dense_weight": None}}
 """Removed settings, with their value in finished steps."""
 
+NO_CHANGES: Mapping[str, list[str]] = MappingProxyType({})
 PREVIOUS = "previous"
 """Value of `train.init_from`: the chain's previous encoder."""
 
@@ -150,8 +154,10 @@ class StudyPlan:
         return StudyPlan({key: step for key, step in self.steps.items() if key in keys}, variants)
 
 
-def plan_study(study: Study) -> StudyPlan:
-    """Plan the steps of every variant and seed, in the order of the file, equal ones once."""
+def plan_study(study: Study, changed_sources: Mapping[str, list[str]] = NO_CHANGES) -> StudyPlan:
+    """Plan the steps of every variant and seed, in the order of the file, equal ones once. `changed_sources` has the
+    digests of the sources of finished `prepare` steps that no longer hold, by key: these and the steps after them get
+    other keys."""
     plan, curve = StudyPlan(), study.at_size.curve
     for variant in study.config.variants:
         steps = study.steps(variant)
@@ -163,7 +169,7 @@ def plan_study(study: Study) -> StudyPlan:
         last_train = max((number for number, task in enumerate(tasks) if task == "retriever"), default=-1)
         for seed in seeds:
             for at in [*(curve if last_train >= 0 else []), 0]:
-                chain = _Chain(study, variant, seed, at)
+                chain = _Chain(study, variant, seed, at, changed_sources)
                 keys = [chain.add(plan, step, number == last_train) for number, step in enumerate(steps)]
                 plan.variants.append(PlannedVariant(variant, seed, tuple(keys), at))
     return plan
@@ -173,8 +179,11 @@ class _Chain:
     """The steps of one variant with one seed. `latest` has the key of the last step of each product. `snapshot`: after
     the last training, the suffix of the encoder's name that later steps read; "" for the end of the training."""
 
-    def __init__(self, study: Study, variant: VariantConfig, seed: int, at: int) -> None:
+    def __init__(
+        self, study: Study, variant: VariantConfig, seed: int, at: int, changed_sources: Mapping[str, list[str]]
+    ) -> None:
         self.study, self.variant, self.seed, self.at = study, variant, seed, at
+        self.changed_sources = changed_sources
         self.latest: dict[str, str] = {}
         self.snapshot = ""
 
@@ -197,6 +206,8 @@ class _Chain:
         parts = [stage, *_deciding_values(product, stage, run), step.options, *needs]
         parts += [text for text in (rule.report_fields, self.snapshot if "train" in rule.needs else "") if text]
         key = _digest(parts)
+        if key in self.changed_sources:
+            key = _digest([*parts, self.changed_sources[key]])
         if key not in plan.steps:
             names = self._names(product, run, key)
             words = ["study", f"configs/studies/{self.study.file.name}", f"size={self.study.size}"]

@@ -9,7 +9,7 @@ from mvr_ray.store import paths
 from mvr_ray.store.files import Store, finished_file
 from mvr_ray.studies.definition import load_study
 from mvr_ray.studies.earlier_report import read_report
-from mvr_ray.studies.execute import read_records, run_plan
+from mvr_ray.studies.execute import changed_sources, read_records, run_plan
 from mvr_ray.studies.report import make_report
 from mvr_ray.studies.steps import plan_study
 from mvr_ray.studies.tables import Table
@@ -53,11 +53,13 @@ def run_study(
     if at_once is not None and at_once < 1:
         raise ConfigError(f"at_once is {at_once}; at least one step must run")
     study = load_study(path, size, extra)
+    store = Store(study.run.store.path)
     plan = plan_study(study)
+    if changes := changed_sources(plan, store):
+        plan = plan_study(study, changes)
     earlier_records = read_report(earlier, study, plan) if earlier else {}
     part = plan.part(only)
     part = part.of([run for run in part.variants if not earlier_records.keys() >= {*run.keys}])
-    store = Store(study.run.store.path)
     records = run_plan(part, store, study.run, progress, at_once or study.at_size.at_once)
     report = make_report(study, plan, earlier_records | records | read_records(plan, store))
     folder = paths.study_report_dir(study.config.study, size)

@@ -116,6 +116,17 @@ def test_bad_rows_stop_the_stage_with_file_and_line_unless_allowed(write: Write,
     assert [q.id for q in read_questions(only_corpus(store), "q")] == ["q2"]
 
 
+@pytest.mark.parametrize("name", ["p.csv", "p.tsv"])
+def test_every_row_that_an_open_quote_swallows_counts_as_a_bad_row(write: Write, store: Store, name: str):
+    rows = ["id,title,text", *(f"{number},t,a text" for number in range(100))]
+    rows[3] = '2,t,"a text'
+    path = write(name, "\n".join(rows).replace(",", "," if name == "p.csv" else "\t") + "\n")
+    with pytest.raises(DataError, match=r"98 bad rows, more than prepare\.max_bad_rows=97: .*\.[ct]sv:4: "):
+        prepare(config(path, max_bad_rows=97), store)
+    report = prepare(config(path, max_bad_rows=98), store)
+    assert (report.passages_read, len(report.bad_rows)) == (2, 98)
+
+
 def test_repeats_in_training_files_are_kept_once_and_conflicts_are_bad(write: Write, tmp_path: Path):
     def row(text: str) -> dict:
         ctx = {"title": "T", "text": text, "passage_id": "1"}

@@ -1,6 +1,7 @@
 """Laws of run records: each run has its own."""
 
 import json
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
@@ -23,3 +24,9 @@ def test_runs_of_the_same_second_have_a_record_each(tmp_path: Path):
         folders = list(pool.map(run_one, range(8)))
     reports = [json.loads((tmp_path / folder / "report.json").read_text())["report"] for folder in folders]
     assert reports == list(range(8))
+
+
+def test_a_log_line_that_utf8_cannot_encode_is_recorded_with_escapes(tmp_path: Path):
+    with record(RunConfig.model_validate({"store": {"path": str(tmp_path)}}), "prepare") as run_record:
+        logging.getLogger("mvr_ray").warning("bad row: \udcff.jsonl é")
+    assert (tmp_path / run_record.folder / "log").read_text().endswith("bad row: \\udcff.jsonl é\n")

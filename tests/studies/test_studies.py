@@ -3,6 +3,7 @@
 import html
 import json
 import random
+import subprocess
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
@@ -12,6 +13,7 @@ import yaml
 from prepared_corpus import only_corpus
 from scipy import stats
 
+from mvr_ray import __version__
 from mvr_ray.comparison import difference
 from mvr_ray.config import load_run
 from mvr_ray.core.judging.metrics import cluster_interval, interval_over_seeds, paired_test
@@ -21,7 +23,7 @@ from mvr_ray.distributed.refine import refine
 from mvr_ray.distributed.session import ClusterInfo, Node
 from mvr_ray.distributed.stage_pool import StagePool
 from mvr_ray.errors import ConfigError, ResourceError, StudyError
-from mvr_ray.store import manifest
+from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.question_ranks import (
@@ -37,7 +39,7 @@ from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.studies import execute
 from mvr_ray.studies.definition import load_study
 from mvr_ray.studies.earlier_report import read_report
-from mvr_ray.studies.execute import StepRecord, run_plan
+from mvr_ray.studies.execute import StepRecord, changed_sources, run_plan
 from mvr_ray.studies.refinement import expand_settings, find_ending, load_views, refinement_grid
 from mvr_ray.studies.refinement_simulator import LabelledQuestions, RefinementSimulator, Setting
 from mvr_ray.studies.report import make_report
@@ -535,7 +537,7 @@ def test_what_two_steps_measured_is_told_as_evaluate_did(write, order):
     assert list(results.ranks[1].gold_ranks) == [0] * 5 + [-1] * 5
 
 
-def test_what_is_fused_with_bm25_is_a_line_of_its_own_over_all_seeds(write):
+def test_what_is_fused_with_bm25_is_a_line_of_its_own_over_all_seeds(write, tmp_path):
     contrasts = [
         {"better": "a, with BM25", "than": "a", "metric": "gold/top-1"},
         {"better": "a, with BM25", "than": "BM25", "metric": "gold/top-1"},
@@ -562,7 +564,13 @@ def test_what_is_fused_with_bm25_is_a_line_of_its_own_over_all_seeds(write):
     assert words == pytest.approx((0.5, *cluster_interval(hits(0.5)[0], ARTICLES), 1, 10)), "not of width zero"
     assert words.high - words.low > 0.2
     assert results["a, with BM25"].setting == "bm25 + 10 x dense; bm25 + 20 x dense"
-    tables = make_report(study, plan, records).tables
+    report = make_report(study, plan, records)
+    tables = report.tables
+    for name, content in report.files.items():
+        (tmp_path / name).write_bytes(content)
+    assert read_report(tmp_path, study, plan).keys() == records.keys()
+    (tmp_path / QUESTION_RANKS).unlink()
+    assert "evaluate" not in {record.stage for record in read_report(tmp_path, study, plan).values()}
     assert "Refinement at every depth" not in [table.title for table in tables], "nothing was refined"
     [table] = [table for table in tables if table.title == "Differences"]
     assert [row[3] for row in table.rows] == ["+40.0", "+15.0"]
@@ -1004,6 +1012,61 @@ def test_the_page_shows_every_character_and_column_of_a_name_with_marks(write):
     page = report.files["report.html"].decode()
     assert f"<td>{html.escape(name)}</td>" in page
     assert page.count("<td>") == page.count("<th>") == len(report.tables[0].columns)
+
+
+@pytest.fixture
+def rows(write, tmp_path):
+    """A study over a file of passages, its first step, and its store; the step has finished."""
+    source = tmp_path / "rows.jsonl"
+    source.write_text('{"id": "1", "text": "It rained."}\n')
+    path = write({"store": {"path": str(tmp_path / "store")}, "prepare": {"sources": [str(source)], "num_shards": 1}})
+    study, store = load_study(path), Store(str(tmp_path / "store"))
+    step = next(iter(plan_study(study).steps.values()))
+    report = execute._prepare(step, store, no_progress)
+    execute._write_json(store, paths.study_step(step.key), StepRecord(step.key, "prepare", "", 1.0, report)._asdict())
+    return study, step, store
+
+
+def test_steps_over_a_source_that_has_changed_are_others_until_it_is_as_before(rows, tmp_path):
+    study, step, store = rows
+    plan, source = plan_study(study), tmp_path / "rows.jsonl"
+    assert changed_sources(plan, store) == {}
+    before = source.read_text()
+    source.write_text('{"id": "1", "text": "It snowed."}\n')
+    changes = changed_sources(plan, store)
+    other = plan_study(study, changes)
+    assert changes.keys() == {step.key} and not {*plan.steps} & {*other.steps}
+    assert [*plan_study(study, changed_sources(plan, store)).steps] == [*other.steps]
+    source.write_text(before)
+    assert changed_sources(plan, store) == {}
+    source.unlink()
+    assert changed_sources(plan, store) == {}
+
+
+def test_a_damaged_record_of_a_step_counts_as_none_and_one_without_a_checksum_is_read(rows, tmp_path):
+    study, step, store = rows
+    plan, path = plan_study(study), paths.study_step(step.key)
+    data = store.read_bytes(path)
+    [record] = execute.read_records(plan, store).values()
+    for damaged in (data[:40], data.replace(b'"seconds": 1.0', b'"seconds": 2.0')):
+        store.write_bytes(path, damaged)
+        assert execute.read_records(plan, store) == {}
+    store.write_bytes(path, json.dumps(record._asdict()).encode())
+    assert execute.read_records(plan, store) == {step.key: record}
+    store.write_bytes(paths.study_corpus("corpus"), b"{")
+    execute._restore_corpus(plan, [*plan.steps.values()][1], store, no_progress)
+    assert execute._read_json(store, paths.study_corpus("corpus"))["key"] == step.key
+
+
+def test_the_code_has_no_commit_without_git_or_in_the_repository_of_another_project(monkeypatch, tmp_path):
+    package = tmp_path / "venv" / "mvr_ray" / "studies"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(execute, "__file__", str(package / "execute.py"))
+    for words in ("init -q", "-c user.name=n -c user.email=e commit -q --allow-empty -m m"):
+        subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
+    assert execute.code_version() == __version__
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert execute.code_version() == __version__
 
 
 @pytest.mark.data

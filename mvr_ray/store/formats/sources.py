@@ -32,7 +32,7 @@ from mvr_ray.store.formats.rows import (
     read_summaries,
 )
 from mvr_ray.store.formats.squad import read_squad
-from mvr_ray.store.formats.text_files import open_text, plain_name
+from mvr_ray.store.formats.text_files import first_cells, open_text, plain_name
 from mvr_ray.store.formats.text_folder import TEXT_ENDS, read_text_file, text_files
 from mvr_ray.types import Question
 
@@ -55,6 +55,8 @@ READERS: dict[str, Callable[..., Iterator[Record]]] = {
 """Formats of files. `beir`, `msmarco`, `text` and `huggingface` may be whole folders."""
 NAMED_FIELDS = ("jsonl", "csv", "tsv", "parquet", "huggingface")
 """Formats whose fields a source may name (`SourceConfig.fields`)."""
+LINE_KEYS = ("id", "_id", "text", "contents", "question")
+"""Keys by which a whole object on the first line of a `.json` file is a row, also if an object is its first value."""
 DUMP_NAME = re.compile(r"\.xml(-p\w+)?(\.gz|\.bz2)?$", re.IGNORECASE)
 """Names of MediaWiki dumps, whole or in several files: `pages-articles1.xml-p1p41242.bz2`."""
 
@@ -84,6 +86,8 @@ def source_files(source: SourceConfig) -> list[Path]:
         return []
     if not source.path:
         raise MissingInputError("the path of a source is empty; name a file or a folder ('.' is the working folder)")
+    if source.path.startswith(("s3://", "gs://")):
+        raise ConfigError(f"source {source.path} is in an object store; copy it to this machine and name the copy")
     path = resolve_path(source.path)
     if not path.exists():
         raise MissingInputError(f"source {source.path} does not exist ({path.absolute()}); correct its path")
@@ -218,19 +222,20 @@ def _detect_format(file: Path, source: str, has_names: bool = False) -> str:
 
 
 def _detect_tsv(file: Path) -> str:
-    """Two columns are MS MARCO's; a header with id and text in any case, other than DPR's, is that of a table."""
-    with open_text(file) as text:
-        columns = [name.strip() for name in text.readline().split("\t")]
-    if columns[:3] != ["id", "text", "title"] and {"id", "text"} <= {name.lower() for name in columns}:
+    """Two columns are MS MARCO's; a header with id and text in any case, other than DPR's, or with question is that of
+    a table."""
+    columns = first_cells(file)
+    is_table = {"id", "text"} <= {name.lower() for name in columns} or "question" in columns
+    if is_table and columns[:3] != ["id", "text", "title"]:
         return "tsv"
     return "msmarco" if len(columns) == 2 else "dpr_tsv"
 
 
 def _first_row(file: Path) -> dict[str, Any]:
-    """Return the object on the first line of a file; an empty one where there is none."""
+    """Return the object on the first line that is not blank; an empty one where there is none."""
     with open_text(file) as text:
         try:
-            row = json.loads(text.readline())
+            row = json.loads(next((line for line in text if line.strip()), ""))
         except (ValueError, RecursionError):
             row = {}
     return row if isinstance(row, dict) else {}
@@ -254,5 +259,6 @@ def _detect_json(file: Path, has_names: bool) -> str:
         if key in ("data", "version"):
             return "squad"
         has_summaries = not key or reader.peek() == "{"
-    row = {} if has_summaries else _first_row(file)
-    return _detect_lines(row, has_names) if row else "summaries"
+    row = _first_row(file)
+    is_line = row and (not has_summaries or any(isinstance(row.get(key), str | int) for key in LINE_KEYS))
+    return _detect_lines(row, has_names) if is_line else "summaries"

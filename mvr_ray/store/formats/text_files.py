@@ -20,6 +20,7 @@ from mvr_ray.store.formats.records import BadRow
 
 GZIP_MAGIC = b"\x1f\x8b"
 BZIP2_MAGIC = b"BZh"
+KINDS = {",": "comma-separated", "\t": "tab-separated"}
 
 
 class Row(NamedTuple):
@@ -83,11 +84,14 @@ def json_lines(path: Path) -> Iterator[Row | BadRow]:
 
 def tsv_rows(path: Path, num_columns: int, is_quoted: bool = True) -> Iterator[Row | BadRow]:
     """Yield the rows of a tab-separated file, quoted as Python's csv module does, or without quotes."""
-    for row in _separated_rows(path, "\t", is_quoted):
-        if isinstance(row, BadRow) or len(row.values) == num_columns:
-            yield row
-        else:
-            yield BadRow(row.where, f"{count_noun(len(row.values), 'tab-separated column')}, not {num_columns}")
+    yield from _separated_rows(path, "\t", num_columns, is_quoted)
+
+
+def first_cells(path: Path) -> list[str]:
+    """Return the cells of the first line of a tab-separated file, without quotes."""
+    csv.field_size_limit(sys.maxsize)
+    with open_text(path) as file:
+        return [cell.strip() for cell in next(csv.reader([file.readline()], delimiter="\t"), [])]
 
 
 def csv_header(path: Path, delimiter: str = ",") -> list[str]:
@@ -106,7 +110,6 @@ def csv_rows(path: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
 
     Raises DataError for a header that is not UTF-8, lacks one of `columns` or has one twice.
     """
-    kind = "tab-separated" if delimiter == "\t" else "comma-separated"
     rows = _separated_rows(path, delimiter)
     first = next(rows, None)
     if first is None:
@@ -123,37 +126,40 @@ def csv_rows(path: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
             problem = f"lacks {' and '.join(missing)}"
             cure = f"Needed are {' and '.join(columns)}, in any order; other names can be given in the source's fields"
             cure += ": {id: NAME, text: NAME}"
-        there = f"it has {len(header)} {kind} columns: {', '.join(map(repr, header)) or 'none'}"
+        there = f"it has {len(header)} {KINDS[delimiter]} columns: {', '.join(map(repr, header)) or 'none'}"
         raise DataError(f"{path}: the header {problem}; {there}. {cure}")
     for row in rows:
-        if isinstance(row, BadRow):
-            yield row
-        elif len(row.values) != len(header):
-            yield BadRow(row.where, f"{len(row.values)} {kind} columns, the header has {len(header)}")
-        else:
-            yield Row(dict(zip(header, row.values)), row.where)
+        yield row if isinstance(row, BadRow) else Row(dict(zip(header, row.values)), row.where)
 
 
-def _separated_rows(path: Path, delimiter: str, is_quoted: bool = True) -> Iterator[Row | BadRow]:
+def _separated_rows(
+    path: Path, delimiter: str, num_columns: int | None = None, is_quoted: bool = True
+) -> Iterator[Row | BadRow]:
+    """Yield rows of `num_columns`; None: as many as the first row, a header, has. A bad row yields a BadRow for each of
+    its lines: a quote that is not closed takes in the rows after it."""
     csv.field_size_limit(sys.maxsize)
     quoting = csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE
     with open_text(path) as file:
         reader = csv.reader(file, delimiter=delimiter, strict=delimiter == ",", quoting=quoting)
-        before = 0
         while True:
+            first, values, problem = reader.line_num + 1, [], ""
             try:
                 values = next(reader)
             except StopIteration:
                 return
             except csv.Error as error:
-                yield BadRow(f"{path}:{before + 1}", f"not a row: {error}")
+                problem = f"not a row: {error}"
+            last = reader.line_num
+            if not (values or problem):
                 continue
-            finally:
-                first, before = before + 1, reader.line_num
-            where = f"{path}:{first}"
-            if not values:
+            num_columns = num_columns or len(values)
+            if delimiter == "\t" and last > first and any("\t" in value for value in values):
+                problem = f"a quote is not closed; it swallows the rows up to line {last}"
+            elif not problem and len(values) != num_columns:
+                problem = f"{count_noun(len(values), f'{KINDS[delimiter]} column')}, not {num_columns}"
+            if not problem:
+                yield Row(values, f"{path}:{first}")
                 continue
-            if delimiter == "\t" and before > first and any("\t" in value for value in values):
-                yield BadRow(where, f"a quote is not closed; it swallows the rows up to line {before}")
-            else:
-                yield Row(values, where)
+            yield BadRow(f"{path}:{first}", problem)
+            for line in range(first + 1, last + 1):
+                yield BadRow(f"{path}:{line}", f"taken in by a quote of the bad row of line {first}")

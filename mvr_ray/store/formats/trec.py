@@ -62,12 +62,20 @@ def read_qrels(path: Path) -> dict[str, dict[str, int]]:
         for number, line in enumerate(file, 1):
             parts = line.split("\t") if "\t" in line else line.split()
             parts = [part.strip() for part in parts]
-            if not any(parts) or (number == 1 and parts[0] == "query-id"):
+            if not any(parts) or (number == 1 and len(parts) == 3 and not _is_number(parts[-1])):  # BEIR's header
                 continue
             if len(parts) not in (3, 4):
                 raise DataError(f"{path}:{number}: {count_noun(len(parts), 'column')}; qrels have 4, or 3 in BEIR")
             judgements.setdefault(parts[0], {})[parts[-2]] = _grade(parts[-1], f"{path}:{number}")
     return judgements
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _grade(text: str, where: str) -> int:

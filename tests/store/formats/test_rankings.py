@@ -144,6 +144,7 @@ def test_judgements_of_both_shapes(write: Callable[[str, str], Path]):
     expected = {"q1": {"d1": 2, "d2": 0}, "q2": {"d1": 1}}
     assert read_qrels(write("trec", "q1 0 d1 2\nq1 0 d2 0\n\nq2 0 d1 1\n")) == expected
     assert read_qrels(write("beir", "query-id\tcorpus-id\tscore\nq1\td1\t2\nq1\td2\t0\nq2\td1\t1\n")) == expected
+    assert read_qrels(write("beir", "query_id\tdoc_id\trel\nq1\td1\t2\nq1\td2\t0\nq2\td1\t1\n")) == expected
     assert read_qrels(write("trec", "q 0 a 1\nq 0 b 2.0\nq 0 c -1\n")) == {"q": {"a": 1, "b": 2, "c": -1}}
     messages = {f"q 0 d {grade}\n": f":1: grade '{grade}'" for grade in ("x", "0.5", "2.7", "3000000000", "nan", "inf")}
     for content, message in {"q1 d1\n": ":1: 2 columns", **messages}.items():

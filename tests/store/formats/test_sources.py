@@ -181,6 +181,30 @@ def test_a_header_of_a_tsv_is_no_passage_in_any_case(write: Write, header: str):
     assert passages(read(write("p.tsv", f"{header}\n{row}\n"))) == [Passage("1", "Weather", "It rained.")]
 
 
+@pytest.mark.parametrize("start", ["\n", '{"metadata": {"a": 1}, "id": "0", "text": "a text"}\n'])
+def test_lines_in_a_json_file_may_begin_with_a_blank_line_or_an_object_in_the_first(write: Write, start: str):
+    path = write("lines.json", f'{start}{{"id": "1", "text": "another text"}}\n')
+    assert format_of(SourceConfig(path=str(path))) == "jsonl"
+    assert passages(read(path))[-1] == Passage("1", "", "another text")
+
+
+@pytest.mark.parametrize("header", ["id\ttext", "id\ttitle\ttext", "id\ttext\ttitle"])
+def test_a_quoted_header_of_a_tsv_is_read_as_one_without_quotes(write: Write, header: str):
+    cells = {"id": "1", "text": "It rained.", "title": "Weather"}
+    names = header.split("\t")
+    rows = ["\t".join(f'"{cell}"' for cell in row) for row in (names, [cells[name] for name in names])]
+    title = "Weather" if "title" in names else ""
+    assert passages(read(write("p.tsv", "\n".join(rows)))) == [Passage("1", title, "It rained.")]
+
+
+def test_a_tsv_whose_header_names_a_question_has_questions(write: Write):
+    for header in ("id\tquestion\tanswers", '"id"\t"question"\t"answers"'):
+        [record] = read(write("q.tsv", f"{header}\nq1\tWhy?\tRain\n"))
+        assert isinstance(record, QuestionRecord) and record.question == Question("q1", "Why?", ("Rain",))
+    [record] = read(write("q.tsv", "id\tquestion\nq1\tWhy?\n"))
+    assert isinstance(record, QuestionRecord)
+
+
 def test_dpr_tsv_names_wrong_rows_and_swallowed_ones(write: Write):
     text = (
         'id\ttext\ttitle\n1\tgood "one"\tA\n2\tshort\n3\t\tC\n\tx\tD\n'
@@ -194,6 +218,8 @@ def test_dpr_tsv_names_wrong_rows_and_swallowed_ones(write: Write):
         "p.tsv:4: text is empty",
         "p.tsv:5: id is missing",
         "p.tsv:6: a quote is not closed; it swallows the rows up to line 8",
+        "p.tsv:7: taken in by a quote of the bad row of line 6",
+        "p.tsv:8: taken in by a quote of the bad row of line 6",
         "p.tsv:10: text is not valid UTF-8: 'bad \\udcff byte'",
     ]
 
@@ -429,12 +455,14 @@ def test_rows_of_a_csv_that_cannot_be_used_are_named_with_their_first_line(write
     text = 'id,title,text\n1,A\n2,A,"b\nc",d\n3,A," "\n,A,text\n4,A,"b"c\n5,A,fine\n6,A,"open\n7,A,b\n'
     records = read(write("p.csv", text))
     assert bad(records) == [
-        "p.csv:2: 2 comma-separated columns, the header has 3",
-        "p.csv:3: 4 comma-separated columns, the header has 3",
+        "p.csv:2: 2 comma-separated columns, not 3",
+        "p.csv:3: 4 comma-separated columns, not 3",
+        "p.csv:4: taken in by a quote of the bad row of line 3",
         "p.csv:5: text is empty",
         "p.csv:6: id is missing",
         "p.csv:7: not a row: ',' expected after '\"'",
         "p.csv:9: not a row: unexpected end of data",
+        "p.csv:10: taken in by a quote of the bad row of line 9",
     ]
     assert [passage.id for passage in passages(records)] == ["5"]
 
@@ -467,6 +495,8 @@ def test_a_csv_in_utf_16_is_refused_as_such(write: Write):
 def test_files_that_are_missing_unknown_or_broken_are_named(write: Write, tmp_path: Path):
     with pytest.raises(MissingInputError, match=r"none\.json does not exist"):
         read(tmp_path / "none.json")
+    with pytest.raises(ConfigError, match=r"source s3://bucket/p\.tsv is in an object store; copy it to this machine"):
+        list(read_source(SourceConfig(path="s3://bucket/p.tsv")))
     with pytest.raises(DataError, match=r"x\.pdf.*set `format:` to one of squad, .*beir"):
         read(write("x.pdf", ""))
     data = gzip.compress(b"1\ttext\ttitle\n" * 5000)
