@@ -50,6 +50,7 @@ class CrossEncoder(TaskModel):
     head: ClassVar[str] = "scoring pairs"
     error_type: ClassVar = CrossEncoderError
     factory: ClassVar = "AutoModelForSequenceClassification"
+    label_counts: ClassVar = (1, 2)
     default_spec: ClassVar = PairSpec()
     length_setting: ClassVar[str] = "mine.max_pair_tokens"
 
@@ -61,20 +62,6 @@ class CrossEncoder(TaskModel):
                 f"max_tokens is {spec.max_tokens}, which leaves {max(0, text_tokens)} for the passage beside a "
                 f"question of {spec.max_question_tokens}; raise mine.max_pair_tokens or lower read.max_question_tokens"
             )
-
-    @classmethod
-    def open_model(cls, folder: str) -> LoadedModel:
-        """Load a model that scores a pair of texts by one logit, or by two: no and yes."""
-        from mvr_ray.core.encoding.backbones import open_task_model, read_config  # imports transformers
-
-        config = read_config(folder, cls.what, cls.error_type)
-        if not any("SequenceClassification" in name for name in config.architectures or ()):
-            return open_task_model(folder, cls.what, cls.factory, cls.error_type, num_labels=1)
-        if int(config.num_labels or 1) > 2:
-            raise cls.error_type(
-                f"cross-encoder {folder} has {config.num_labels} labels; take a model that scores with one or two"
-            )
-        return super().open_model(folder)
 
     def tokenize(self, pairs: Sequence[Pair]) -> list[dict[str, list[int]]]:
         """Tokenize pairs, unpadded."""
