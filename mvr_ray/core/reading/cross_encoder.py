@@ -56,6 +56,11 @@ class CrossEncoder(TaskModel):
 
     def __init__(self, weights: LoadedModel, spec: PairSpec | None, name: str) -> None:
         super().__init__(weights, spec, name)
+        if self.tokenizer.pad_token_id is None:
+            raise CrossEncoderError(
+                f"the tokenizer of cross-encoder {name} has no padding token, which batches of pairs need; set its "
+                f"pad_token and the model's pad_token_id, and save both again"
+            )
         spec, num_special = self.spec, self.tokenizer.num_special_tokens_to_add(pair=True)
         if (text_tokens := spec.max_tokens - spec.max_question_tokens - num_special) < 1:
             raise CrossEncoderError(
@@ -84,7 +89,8 @@ class CrossEncoder(TaskModel):
 
     def forward(self, batch: Sequence[dict[str, list[int]]]) -> Tensor:
         """Compute scores_B of one padded batch, differentiable; padding changes only rounding."""
-        inputs = self.tokenizer.pad(list(batch), padding="longest", return_tensors="pt").to(self.device)
+        options = {"padding": "longest", "padding_side": "right", "return_tensors": "pt"}
+        inputs = self.tokenizer.pad(list(batch), **options).to(self.device)
         types = {"token_type_ids": inputs["token_type_ids"]} if self.with_types else {}
         return _pair_scores(
             self.model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **types).logits
