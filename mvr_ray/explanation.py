@@ -14,8 +14,8 @@ from pydantic import BaseModel
 
 class ExplainedView(BaseModel):
     """One view: of the snippet text[start:stop], of the title, of the whole passage, or a feedback view, which is
-    computed from questions and represents no part of the text. A snippet and the title have `text`. `scores` has one
-    number a question.
+    computed from questions and represents no part of the text. A snippet and the title have `text`, which is empty for
+    a viewer after the last snippet. `scores` has one number a question.
     """
 
     view: int
@@ -162,4 +162,4 @@ def describe_view(view: ExplainedView) -> str:
         "passage": "the whole passage",
         "title": f"title: {view.text}",
     }
-    return words.get(view.kind, view.text or "")
+    return words.get(view.kind, view.text or "no snippet: a viewer after the last one")

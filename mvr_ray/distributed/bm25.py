@@ -47,14 +47,16 @@ class BM25Index:
         texts, stemmer = [text_of[passage_id] for passage_id in self._ids], Stemmer.Stemmer("english")
         words: Any = bm25s.tokenize(texts, stopwords="en", stemmer=stemmer, show_progress=False)
         self._searcher = bm25s.BM25(method="lucene", k1=K1, b=B)
-        self._searcher.index(words, show_progress=False)
+        self._vocabulary = words.vocab
+        if self._vocabulary:  # bm25s fails over texts without a word
+            self._searcher.index(words, show_progress=False)
         progress("bm25 index", len(self._ids), len(self._ids))
 
     def search(self, texts: Sequence[str], k: int, progress: Progress = no_progress) -> list[list[Hit]]:
         """Search each text for the best k passages, fewer if fewer share a word with it. Hits have shard -1."""
         hit_lists: list[list[Hit]] = []
         for words in tokenize(texts):
-            hit_lists.append(self._best([word for word in words if word in self._searcher.vocab_dict], k))
+            hit_lists.append(self._best([word for word in words if word in self._vocabulary], k))
             progress("bm25", len(hit_lists), len(texts))
         return hit_lists
 

@@ -5,6 +5,7 @@ Like `service`, a plain function over a router: no HTTP and no Ray in here.
 Shapes: Q queries, D dimension, N views of one passage.
 """
 
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
@@ -65,7 +66,7 @@ def explain(
         passage, num_views = passages[scores.passage_id], router.num_views
         spans = router.view_spans(passage)
         views = [
-            _view(passage, number, scores_Q, spans[number] if number < num_views else None, num_views)
+            _view(passage, number, scores_Q, spans, num_views)
             for number, scores_Q in zip(scores.view_numbers_N.tolist(), scores.scores_QN.T.tolist())
         ]
         winners = _winners(scores, hits_Q, lexical.get(passage.id), hybrid)
@@ -104,12 +105,17 @@ def _winners(
 
 
 def _view(
-    passage: Passage, number: int, scores: list[float], span: tuple[int, int] | None, num_views: int
+    passage: Passage, number: int, scores: list[float], spans: Sequence[tuple[int, int] | None], num_views: int
 ) -> ExplainedView:
-    if span is None:
-        return ExplainedView(view=number, kind="feedback" if number >= num_views else "passage", scores=scores)
+    if number >= num_views:
+        return ExplainedView(view=number, kind="feedback", scores=scores)
+    span = spans[number]
     if span == TITLE:
         return ExplainedView(view=number, kind="title", text=passage.title, scores=scores)
+    if span is None and any(spans[:number]):  # `empty_snippets: kept`: a viewer after the last snippet
+        span = len(passage.text), len(passage.text)
+    if span is None:
+        return ExplainedView(view=number, kind="passage", scores=scores)
     start, stop = span
     return ExplainedView(
         view=number, kind="snippet", start=start, stop=stop, text=passage.text[start:stop], scores=scores

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from random_backbones import SIZES
 from safetensors.torch import load_file, save_file
 
 from mvr_ray.core.encoding.backbones import open_tower
@@ -217,6 +218,15 @@ def test_a_model_without_tokenizer_files_is_refused_as_all_its_texts_would_be_al
     assert refusal(tmp_path) == (
         f"backbone {tmp_path} has no tokenizer with words, so all texts would be alike; add its tokenizer.json "
         f"(tokenizer.save_pretrained)"
+    )
+
+
+def test_a_model_without_a_plain_table_of_words_is_refused(copy, tiny):
+    words = len(open_tower(tiny("bert")).tokenizer)
+    transformers.IBertModel(transformers.IBertConfig(vocab_size=words, **SIZES)).save_pretrained(copy)
+    assert refusal(copy) == (
+        f"backbone {copy} embeds its words by a QuantEmbedding; take a model with a torch.nn.Embedding, which is a "
+        f"plain table"
     )
 
 

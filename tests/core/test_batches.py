@@ -31,10 +31,12 @@ def test_an_epoch_brings_every_example_once_and_fills_its_last_batch(passages, b
 
 
 @settings(max_examples=60)
-@given(passages=collections, per_passage=st.integers(2, 4))
-def test_questions_of_a_passage_stand_together_up_to_the_limit(passages, per_passage):
+@given(passages=collections, per_passage=st.integers(2, 4), siblings=st.booleans())
+def test_questions_of_a_passage_stand_together_up_to_the_limit(passages, per_passage, siblings):
     passage_E = np.array(passages)
-    flat = plan_epoch(passage_E, None, batch=2, per_passage=per_passage, seed=1, epoch=0).reshape(-1)[: len(passages)]
+    article_E = passage_E // 3 if siblings else None
+    plan_SB = plan_epoch(passage_E, article_E, batch=6, per_passage=per_passage, seed=1, epoch=0)
+    flat = plan_SB.reshape(-1)[: len(passages)]
     longest = Counter(passages)
     runs = Counter()
     at = 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
 
 from mvr_ray.core.reading.cross_encoder import CrossEncoder, Pair, PairSpec, listwise_loss, share_beside
 from mvr_ray.errors import CrossEncoderError, FingerprintError
@@ -65,6 +65,23 @@ def test_two_labels_score_by_their_difference(tiny, pairs, tmp_path):
     with torch.no_grad():
         logits = model(**{name: torch.tensor([ids]) for name, ids in inputs.items()}).logits[0]
     assert float(scorer.score(pairs[:1])[0]) == pytest.approx(float(logits[1] - logits[0]), abs=1e-6)
+
+
+def test_a_tokenizer_that_pads_on_the_left_changes_no_score(tiny, pairs, tmp_path):
+    """GPT-2 counts positions from the first token of the row, padding too. Without a padding token it is refused."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny("qwen3"))
+    sizes = {"n_positions": 96, "n_embd": 16, "n_layer": 2, "n_head": 2, "num_labels": 1}
+    config = GPT2Config(vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **sizes)
+    GPT2ForSequenceClassification(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert tokenizer.padding_side == "left"
+    scorer = CrossEncoder.open(str(tmp_path), SPEC)
+    alone = [float(scorer.score([pair])[0]) for pair in pairs]
+    np.testing.assert_allclose(scorer.score(pairs), alone, atol=1e-6)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(CrossEncoderError, match=r"the tokenizer of cross-encoder .* has no padding token"):
+        CrossEncoder.open(str(tmp_path), SPEC)
 
 
 @given(st.lists(st.lists(st.floats(-8, 8), min_size=1, max_size=5), min_size=1, max_size=4))

@@ -226,8 +226,10 @@ def test_checkpointing_gives_the_same_gradient(tiny):
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
-def test_dropout_is_set_everywhere_and_off_when_embedding(tiny):
-    encoder = DualEncoder.from_backbone(tiny("bert"), STRATEGIES["snippets"]).train()
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "t5", "qwen3", "llama", "mistral", "gemma3_text"])
+def test_dropout_is_set_everywhere_and_off_when_embedding(tiny, kind):
+    """Also where attention alone has one."""
+    encoder = DualEncoder.from_backbone(tiny(kind), SPEC).train()
     encoder.set_dropout(0.5)
     passages = encoder.tokenize_passages(PASSAGES)
     noisy = [encoder.encode_passages(passages).views_PVD for _ in range(2)]

@@ -129,8 +129,17 @@ def test_real_weights_with_prompts_truncation_and_normalisation(minilm, tmp_path
     check_equal(raw, SentenceTransformer(str(tmp_path / "shared"), device="cpu"))
 
 
+@pytest.mark.parametrize(
+    ("prompts", "default"),
+    [({"query": "salt "}, "query"), ({"query": "", "document": "", "any": "salt "}, "any"), ({"any": "salt "}, "any")],
+)
+def test_a_default_prompt_is_that_of_neither_side(tiny, tmp_path, prompts, default):
+    folder = sentence_model(tiny("bert"), tmp_path, "mean", prompts=prompts, default_prompt_name=default)
+    check_equal(DualEncoder.from_backbone(folder, SPEC), SentenceTransformer(folder, device="cpu"))
+
+
 def test_a_folder_of_older_versions_is_read_with_its_subfolder_and_lower_case(tiny, tmp_path):
-    """Transformer in 0_Transformer, modes by their old names, and a prompt of another name by default."""
+    """Transformer in 0_Transformer, modes by their old names, and a default prompt, which neither side has."""
     with_frame(Transformer(tiny("roberta"), max_seq_length=40)).save(str(tmp_path / "0_Transformer"))
     files = {
         "modules.json": [
@@ -145,7 +154,7 @@ def test_a_folder_of_older_versions_is_read_with_its_subfolder_and_lower_case(ti
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
     encoder, oracle = DualEncoder.from_backbone(str(tmp_path), SPEC), SentenceTransformer(str(tmp_path), device="cpu")
-    np.testing.assert_allclose(encoder.embed_queries(TEXTS), oracle.encode(TEXTS), atol=1e-5)
+    np.testing.assert_allclose(encoder.embed_queries(TEXTS), oracle.encode_query(TEXTS), atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", POOLINGS)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
-from transformers import AutoTokenizer
+from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification, AutoTokenizer
 
 from mvr_ray.core.encoding.tower import KINDS
 from mvr_ray.core.reading.reader import Reader, ReaderSpec, ReadRequest, Span, choose
@@ -331,6 +331,26 @@ def test_what_cannot_serve_as_a_reader_is_refused_by_name(pair_backbone, tmp_pat
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "model_type": "vit"}))
     assert refusal(copy).startswith(f"reader {copy} cannot be loaded: ")
+
+
+@pytest.mark.parametrize("kind", ["bert", "distilbert"])
+@pytest.mark.parametrize("num_labels", [1, 3])
+def test_a_new_head_has_a_start_and_an_end_whatever_the_labels_of_its_backbone(
+    pair_backbone, tmp_path, kind, num_labels
+):
+    folder = Path(shutil.copytree(pair_backbone(kind), tmp_path / "labels"))
+    AutoModelForSequenceClassification.from_pretrained(folder, num_labels=num_labels).save_pretrained(folder)
+    request = ReadRequest("Where does the river end?", PASSAGES)
+    spans = [Reader.from_backbone(path, SMALL, 3).read([request]) for path in (str(folder), pair_backbone(kind))]
+    assert spans[0] == spans[1]
+
+
+def test_a_head_of_other_outputs_than_start_and_end_is_refused(pair_backbone, tmp_path):
+    folder = Path(shutil.copytree(pair_backbone("bert"), tmp_path / "three"))
+    AutoModelForQuestionAnswering.from_pretrained(folder, num_labels=3).save_pretrained(folder)
+    assert refusal(folder, SMALL) == (
+        f"reader {folder} has 3 labels; take a model for extractive question answering with 2"
+    )
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "mpnet"])

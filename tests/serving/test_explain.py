@@ -102,6 +102,22 @@ def test_a_view_of_the_title_stands_for_the_title_in_explanations_hits_and_passa
     ]
 
 
+def test_a_viewer_after_the_last_snippet_has_an_empty_one() -> None:
+    """With `encoder.empty_snippets: kept` it is stored; the view of a whole passage comes before the snippets."""
+
+    class IndexOfViewers(InMemoryIndex):
+        def view_spans(self, passage):
+            return [(0, 17), None]
+
+    [passage] = explain_in_memory(IndexOfViewers(), questions=["nile"], passages=["p1"]).passages
+    views = passage.views
+    assert [(view.kind, view.start, view.stop, view.text) for view in views] == [
+        ("snippet", 0, 17, "The Nile is long."),
+        ("snippet", 39, 39, ""),
+    ]
+    assert describe_view(views[1]) == "no snippet: a viewer after the last one"
+
+
 REFUSALS = [
     ({"questions": ["x", " "]}, 422, "empty_question", "questions.1", "the question is empty"),
     ({"questions": ["x", "x", "x"]}, 422, "too_many_questions", "questions", "3 questions in one request"),

@@ -18,6 +18,7 @@ import transformers
 from huggingface_hub import constants as hub
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -186,16 +187,21 @@ def _load(
         tokenizer = AutoTokenizer.from_pretrained(path, **location)
     if tokenizer is None or not tokenizer.is_fast:
         raise error_type(f"{what} {folder} has no fast tokenizer, which character offsets need; add tokenizer.json")
-    num_words, num_embeddings = tokenizer.vocab_size, model.get_input_embeddings().num_embeddings
+    words, num_words = model.get_input_embeddings(), tokenizer.vocab_size
+    if not isinstance(words, nn.Embedding):
+        raise error_type(
+            f"{what} {folder} embeds its words by a {type(words).__name__}; take a model with a torch.nn.Embedding, "
+            f"which is a plain table"
+        )
     if set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, "▁"}:  # what transformers makes without files
         raise error_type(
             f"{what} {folder} has no tokenizer with words, so all texts would be alike; add its tokenizer.json "
             f"(tokenizer.save_pretrained)"
         )
-    if num_words > num_embeddings:
+    if num_words > words.num_embeddings:
         raise error_type(
-            f"the tokenizer of {what} {folder} has {num_words} words, and the model embeds {num_embeddings}; add the "
-            f"tokenizer of this model"
+            f"the tokenizer of {what} {folder} has {num_words} words, and the model embeds {words.num_embeddings}; add "
+            f"the tokenizer of this model"
         )
     return LoadedModel(model, tokenizer, sorted(info["missing_keys"]))
 

@@ -84,11 +84,10 @@ def read_modules(folder: str) -> SentenceModules:
     lengths = next(
         (content for name in LENGTHS if (content := _read_json(folder, f"{transformer}/{name}".lstrip("/")))), {}
     )
-    config = _read_json(folder, PROMPTS) or {}
-    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name")
+    prompts = (_read_json(folder, PROMPTS) or {}).get("prompts") or {}
 
-    def prompt(names: Sequence[str]) -> str:
-        return next((prompts[name] for name in (*names, default) if prompts.get(name)), "")
+    def prompt(names: Sequence[str]) -> str:  # an empty one counts; encode_query and encode_document read no default
+        return next((prompts[name] for name in names if prompts.get(name) is not None), "")
 
     return SentenceModules(
         transformer,

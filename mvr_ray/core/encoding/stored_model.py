@@ -76,10 +76,13 @@ class StoredModel(nn.Module, ABC):
             self.train(training)
 
     def set_dropout(self, share: float) -> None:
-        """Set every dropout, attention's too."""
+        """Set every dropout, attention's too, which many models hold as a number `...dropout`."""
         for module in self.modules():
             if isinstance(module, nn.Dropout):
                 module.p = share
+            for name, value in vars(module).items():
+                if name.endswith("dropout") and type(value) in (int, float):  # some have a switch of that name
+                    setattr(module, name, share)
 
     def set_gradient_checkpointing(self, on: bool) -> None:
         """Trade a second forward pass for the memory of activations, in training."""

@@ -68,29 +68,36 @@ def plan_epoch(
     """Plan examples_SB: every example once, in random order, the last batch filled up from the beginning.
 
     Questions of one passage are adjacent, at most `per_passage` of them (only the end of a batch can separate them).
-    With articles, passages of one article are adjacent too, half a batch at most, so that each batch mixes several.
+    With articles, passages of one article are adjacent too, half a batch or one group at most, so that each batch mixes
+    several.
     """
     rng = np.random.default_rng([seed, epoch, _PLAN])
     order_E = rng.permutation(len(passage_E))
     if per_passage > 1 or article_E is not None:
         order_E = order_E[np.argsort(passage_E[order_E], kind="stable")]
-        group_E = _runs(passage_E[order_E], per_passage)
+        group_E = _runs(passage_E[order_E], np.arange(len(order_E)), per_passage)
         shuffled_E = _shuffle_groups(group_E, rng)
         order_E, group_E = order_E[shuffled_E], group_E[shuffled_E]
         if article_E is not None:
             by_article_E = np.argsort(article_E[order_E], kind="stable")
             order_E, group_E = order_E[by_article_E], group_E[by_article_E]
-            order_E = order_E[_shuffle_groups(_runs(article_E[order_E], max(1, batch // 2)), rng)]
+            order_E = order_E[_shuffle_groups(_runs(article_E[order_E], group_E, batch // 2), rng)]
     num_repeats = -len(order_E) % batch
     return np.concatenate([order_E, order_E[:num_repeats]]).reshape(-1, batch)
 
 
-def _runs(key_E: IntArray, longest: int) -> IntArray:
-    """Number the runs of equal keys, cutting each after `longest`."""
-    at_E = np.arange(len(key_E))
-    starts_E = np.r_[True, key_E[1:] != key_E[:-1]] if len(key_E) else np.zeros(0, bool)
-    first_E = np.maximum.accumulate(np.where(starts_E, at_E, 0)) if len(key_E) else at_E
-    return np.cumsum(starts_E | ((at_E - first_E) % longest == 0)) - 1
+def _runs(key_E: IntArray, group_E: IntArray, longest: int) -> IntArray:
+    """Number the runs of equal keys, cutting each before the group with which it would exceed `longest`."""
+    starts_G = np.flatnonzero(np.diff(group_E, prepend=-1))
+    sizes_G = np.diff(starts_G, append=len(group_E))
+    run_G, run_size, run_key = [], 0, None
+    number = -1
+    for key, size in zip(key_E[starts_G].tolist(), sizes_G.tolist()):
+        if key != run_key or run_size + size > longest:
+            number, run_size, run_key = number + 1, 0, key
+        run_size += size
+        run_G.append(number)
+    return np.repeat(np.array(run_G, np.int64), sizes_G)
 
 
 def _shuffle_groups(group_E: IntArray, rng: np.random.Generator) -> IntArray:

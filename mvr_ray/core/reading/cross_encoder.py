@@ -50,31 +50,23 @@ class CrossEncoder(TaskModel):
     head: ClassVar[str] = "scoring pairs"
     error_type: ClassVar = CrossEncoderError
     factory: ClassVar = "AutoModelForSequenceClassification"
+    label_counts: ClassVar = (1, 2)
     default_spec: ClassVar = PairSpec()
     length_setting: ClassVar[str] = "mine.max_pair_tokens"
 
     def __init__(self, weights: LoadedModel, spec: PairSpec | None, name: str) -> None:
         super().__init__(weights, spec, name)
+        if self.tokenizer.pad_token_id is None:
+            raise CrossEncoderError(
+                f"the tokenizer of cross-encoder {name} has no padding token, which batches of pairs need; set its "
+                f"pad_token and the model's pad_token_id, and save both again"
+            )
         spec, num_special = self.spec, self.tokenizer.num_special_tokens_to_add(pair=True)
         if (text_tokens := spec.max_tokens - spec.max_question_tokens - num_special) < 1:
             raise CrossEncoderError(
                 f"max_tokens is {spec.max_tokens}, which leaves {max(0, text_tokens)} for the passage beside a "
                 f"question of {spec.max_question_tokens}; raise mine.max_pair_tokens or lower read.max_question_tokens"
             )
-
-    @classmethod
-    def open_model(cls, folder: str) -> LoadedModel:
-        """Load a model that scores a pair of texts by one logit, or by two: no and yes."""
-        from mvr_ray.core.encoding.backbones import open_task_model, read_config  # imports transformers
-
-        config = read_config(folder, cls.what, cls.error_type)
-        if not any("SequenceClassification" in name for name in config.architectures or ()):
-            return open_task_model(folder, cls.what, cls.factory, cls.error_type, num_labels=1)
-        if int(config.num_labels or 1) > 2:
-            raise cls.error_type(
-                f"cross-encoder {folder} has {config.num_labels} labels; take a model that scores with one or two"
-            )
-        return super().open_model(folder)
 
     def tokenize(self, pairs: Sequence[Pair]) -> list[dict[str, list[int]]]:
         """Tokenize pairs, unpadded."""
@@ -97,7 +89,8 @@ class CrossEncoder(TaskModel):
 
     def forward(self, batch: Sequence[dict[str, list[int]]]) -> Tensor:
         """Compute scores_B of one padded batch, differentiable; padding changes only rounding."""
-        inputs = self.tokenizer.pad(list(batch), padding="longest", return_tensors="pt").to(self.device)
+        options = {"padding": "longest", "padding_side": "right", "return_tensors": "pt"}
+        inputs = self.tokenizer.pad(list(batch), **options).to(self.device)
         types = {"token_type_ids": inputs["token_type_ids"]} if self.with_types else {}
         return _pair_scores(
             self.model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], **types).logits

@@ -62,6 +62,7 @@ class Reader(TaskModel):
     head: ClassVar[str] = "extractive question answering"
     error_type: ClassVar = ReaderError
     factory: ClassVar = "AutoModelForQuestionAnswering"
+    label_counts: ClassVar = (2,)
     default_spec: ClassVar = ReaderSpec()
     length_setting: ClassVar[str] = "read.max_tokens"
 

@@ -30,6 +30,8 @@ class TaskModel(StoredModel):
     """The head's task, in the message about a folder without a head."""
     factory: ClassVar[str]
     """The class of transformers that opens it."""
+    label_counts: ClassVar[tuple[int, ...]]
+    """Numbers of outputs that a head may have; a new head has the first one."""
     special_group: ClassVar[str] = "head"
     default_spec: ClassVar[Any]
     length_setting: ClassVar[str]
@@ -56,8 +58,16 @@ class TaskModel(StoredModel):
     @classmethod
     def open_model(cls, folder: str) -> LoadedModel:
         """Load a model with the task's head; `missing` names weights of the head that the folder lacks."""
-        from mvr_ray.core.encoding.backbones import open_task_model  # imports transformers
+        from mvr_ray.core.encoding.backbones import open_task_model, read_config  # imports transformers
 
+        config = read_config(folder, cls.what, cls.error_type)
+        if not any(cls.factory.removeprefix("AutoModelFor") in name for name in config.architectures or ()):
+            return open_task_model(folder, cls.what, cls.factory, cls.error_type, num_labels=cls.label_counts[0])
+        if config.num_labels not in cls.label_counts:
+            counts = " or ".join(map(str, cls.label_counts))
+            raise cls.error_type(
+                f"{cls.what} {folder} has {config.num_labels} labels; take a model for {cls.head} with {counts}"
+            )
         return open_task_model(folder, cls.what, cls.factory, cls.error_type)
 
     @classmethod

@@ -89,7 +89,11 @@ function scoreTable(explained, num) {
   const low = Math.min(0, ...scores), high = Math.max(...scores, 1e-9);
   const best = explained.winners[0].view;
   const rows = explained.views.map((view) => {
-    const stands = { feedback: "questions that this passage answered", passage: "the passage as a whole" };
+    const stands = {
+      feedback: "questions that this passage answered",
+      passage: "the passage as a whole",
+      snippet: "no snippet: a viewer after the last one",
+    };
     const score = view.scores[0];
     return make(
       "tr",
@@ -97,7 +101,7 @@ function scoreTable(explained, num) {
       make("th", { scope: "row" }, view.view === best ? `${view.view} (best)` : `${view.view}`),
       make("td", { class: "number" }, score.toFixed(4),
         make("meter", { min: low, max: high, value: score, "aria-hidden": "true" })),
-      make("td", {}, view.text ?? stands[view.kind]),
+      make("td", {}, view.text || stands[view.kind]),
     );
   });
   const { lexical, total } = explained.winners[0];
