@@ -63,13 +63,20 @@ def read(path: Path, dependents: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read the data of a run file over that of its base. `dependents`: the files that are based on this one.
 
     If `presets/NAME.yaml` is no file, it is the preset of that name in the package. The store of a run file in the
-    root of a store, which names its folder in full, is that one, though it was copied or moved. Raises ConfigError for a file that is missing, is not a mapping in YAML, or is directly or indirectly its own base.
+    root of a store, which names its folder in full, is that one, though it was copied or moved. Raises ConfigError for
+    a file that is missing, is not a mapping in YAML, or is directly or indirectly its own base.
     """
     if not path.is_file() and path.parent.name == "presets" and (PRESETS / path.name).is_file():
         path = PRESETS / path.name
     if path.resolve() in (file.resolve() for file in dependents):
         chain = " -> ".join(str(file) for file in (*dependents, path))
         raise ConfigError(f"run files are based on each other in a circle: {chain}; take one `base:` out")
+    if not path.is_file() and dependents:
+        names = ", ".join(sorted(f"presets/{file.name}" for file in PRESETS.glob("*.yaml")))
+        raise ConfigError(
+            f"{dependents[-1]}: base: {path} does not exist; give a run file by its path from this one's folder, or "
+            f"one of {names}"
+        )
     if not path.is_file():
         raise ConfigError(f"run file {path} does not exist; `mvr-ray init DATA` writes one for your data")
     try:
