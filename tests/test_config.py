@@ -269,11 +269,11 @@ def test_a_package_that_is_not_installed_is_named() -> None:
 
 def test_the_run_file_in_a_store_that_was_moved_is_about_the_moved_store(run_file, tmp_path: Path):
     text = "store: {path: /elsewhere/original}\n"
-    path, derived = run_file(text), run_file("base: run.yaml", "derived.yaml")
+    path, extension = run_file(text), run_file("base: run.yaml", "extension.yaml")
     assert load_run(path).store.path == "/elsewhere/original"
     for name in ("corpora", "indexes"):
         (tmp_path / name).mkdir()
-    assert load_run(path).store.path == load_run(derived).store.path == str(tmp_path)
+    assert load_run(path).store.path == load_run(extension).store.path == str(tmp_path)
     assert load_run(path, ["store.path=other"]).store.path == "other"
     assert load_run(run_file(text, "own.yaml")).store.path == "/elsewhere/original"
     assert load_run(run_file("store: {path: store}")).store.path == "store"  # of the working folder
