@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from mvr_ray.config import RunConfig
-from mvr_ray.errors import ConfigError, EncoderError, MissingInputError, StorageError
+from mvr_ray.errors import AccessError, ConfigError, EncoderError, MissingInputError, StorageError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -164,6 +164,8 @@ def _encoder_damage(store: Store, version: Manifest) -> list[Problem]:
     name, fingerprint = version.encoder_name, version.encoder_fingerprint
     try:
         open_encoder(store, name, fingerprint)
+    except AccessError:
+        raise
     except (EncoderError, MissingInputError, StorageError) as error:
         path = paths.encoder_dir(name, fingerprint)
         return [Problem(NO_SHARD, path, f"is damaged ({error})", "copy the encoder's folder there")]

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -17,6 +18,7 @@ from mvr_ray.cli.commands import exit_on_error, run_stage
 from mvr_ray.config import RunConfig, load_run
 from mvr_ray.errors import DataError, MvrRayError
 from mvr_ray.store.files import Store
+from mvr_ray.store.formats.rankings import RankingFormat
 
 INTERRUPTED_STAGE = """
 import signal
@@ -71,7 +73,7 @@ def test_every_stage_shows_its_resolved_run_and_does_nothing(
 def test_every_stage_refuses_a_run_file_that_does_not_exist(command, stage: str) -> None:
     missing = {
         "retrieve": "retrieve: questions=... is missing; give questions=FILE (or a stored set), output=FILE, "
-        "format=dpr|trec|parquet|jsonl",
+        f"format={'|'.join(get_args(RankingFormat))}",
         "read": "read: ranking=... is missing; give ranking=FILE as `mvr-ray retrieve` wrote it (dpr or jsonl), and "
         "output=FILE to keep the predictions",
     }
@@ -96,7 +98,7 @@ def test_every_stage_refuses_a_run_file_that_does_not_exist(command, stage: str)
     ],
 )
 def test_a_wrong_override_is_refused_by_name(command, run_file: str, override: str, message: str) -> None:
-    assert command("index", run_file, override) == (2, "", f"mvr-ray: {run_file}: {message}\n")
+    assert command("index", run_file, override) == (2, "", f"mvr-ray: override {override!r}: {message}\n")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ def test_overrides_stand_before_or_after_the_one_question(
 
 @pytest.mark.parametrize("name", ["search", "explain"])
 def test_a_wrong_override_before_a_question_is_refused_by_name(command, run_file: str, name: str) -> None:
-    message = f"{run_file}: indx: unknown key; did you mean 'index'?"
+    message = "override 'indx.kind=flat': indx: unknown key; did you mean 'index'?"
     assert command(name, run_file, "indx.kind=flat", "who?") == (2, "", f"mvr-ray: {message}\n")
 
 
@@ -227,6 +229,28 @@ def test_versions_refuse_an_unknown_action(command, run_file: str) -> None:
 
 def test_a_power_is_no_version(command, run_file: str) -> None:
     assert command("versions", run_file, "show", "²")[0] == 2
+
+
+def test_versions_list_by_default_also_with_an_override(command, run_file: str) -> None:
+    assert command("versions", run_file, "index.name=other") == command(
+        "versions", run_file, "list", "index.name=other"
+    )
+
+
+def test_versions_name_a_word_that_is_no_version(command, run_file: str) -> None:
+    message = f"mvr-ray: versions rollback: 'x' is no version; give its number, as `versions {run_file}` shows\n"
+    assert command("versions", run_file, "rollback", "x") == (2, "", message)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_an_output_without_a_character_prints_its_escape_and_valid_json(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "run.yaml").write_text("train: {questions: run}\nencoder: {query_prompt: äü中}\n", encoding="utf-8")
+    words = [sys.executable, "-m", "mvr_ray.cli", "prepare", "run.yaml", "--print-config"]
+    for extra in ((), ("--json",)):
+        env = {**os.environ, "PYTHONIOENCODING": encoding}
+        out = subprocess.run([*words, *extra], cwd=tmp_path, env=env, check=True, capture_output=True).stdout
+        assert extra or (b"\\xe4\\xfc\\u4e2d" if encoding == "ascii" else "äü中".encode()) in out
+    assert json.loads(out)["encoder"]["query_prompt"] == "äü中"
 
 
 def test_versions_refuse_two_numbers(command, run_file: str) -> None:

@@ -105,6 +105,18 @@ SOURCE = "a path, or a mapping with path and, as needed, format and others"
         ("refine: {gamma: -.inf}", "refine.gamma: -inf is not finite; it must be a number"),
         ("encoder: {num_views: 65}", "encoder.num_views: 65 is not a whole number from 1 to 64"),
         ("encoder: {tied: maybe}", "encoder.tied: 'maybe' is not true or false"),
+        ("index: {keep_versions: yes}", "index.keep_versions: true is not a whole number of at least 1"),
+        ("train: {lr: on}", "train.lr: true is not a number above 0"),
+        (
+            "evaluate: {k: [1, on]}",
+            "evaluate.k: [1, true] is not a list of at least 1, each entry a whole number of at least 1",
+        ),
+        ("search: {hybrid: lots}", "search.hybrid: 'lots' is not a number from 0 to 1e+20 or rrf or null"),
+        ("index: {name: 007}", f"index.name: 7 is not {NAME}; put a text in quotes"),
+        (
+            "encoder: {query_prompt: {query: }}",
+            'encoder.query_prompt: {"query": null} is not a text or null; put a text in quotes',
+        ),
         ("index: {kind: null}", "index.kind: null is not one of flat, faiss, hnsw"),
         ("index: {name: a/b}", f"index.name: 'a/b' is not {NAME}"),
         ("index: {encoder: ../a}", f"index.encoder: '../a' is not {NAME}"),
@@ -162,6 +174,12 @@ def test_a_file_that_is_no_run_file_is_refused(run_file, text: str, message: str
     assert refusal(run_file(text)).partition("\n")[0] == message
 
 
+def test_a_base_that_does_not_exist_is_named_with_its_file_and_the_presets(run_file, tmp_path: Path) -> None:
+    message = refusal(run_file("base: nope.yaml"))
+    assert message.startswith(f"run.yaml: base: {tmp_path}/nope.yaml does not exist; give a run file by its path")
+    assert "one of presets/aopt.yaml, presets/camvr.yaml, " in message
+
+
 def test_a_run_file_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_bytes(b"store: {path: \xff}")
     assert "is not valid YAML: 'utf-8' codec can't decode byte 0xff" in refusal(str(tmp_path / "run.yaml"))
@@ -186,6 +204,15 @@ def test_two_keys_that_exclude_each_other_are_told(run_file) -> None:
 def test_a_key_given_twice_is_refused_with_both_lines(run_file) -> None:
     message = refusal(run_file("train:\n  lr: 1\n  lr: 2\n"))
     assert message == "run.yaml: key 'lr' occurs twice, in lines 2 and 3; keep one"
+
+
+def test_a_wrong_override_is_named_in_place_of_the_file(run_file) -> None:
+    path = run_file("train: {lr: 0}\nindex: {lexical: true}")
+    message = refusal(path, "index.lexical=maybe", "train.epochs=2")
+    place = "override 'index.lexical=maybe': index.lexical: 'maybe' is not true or false"
+    assert message == f"run.yaml: train.lr: 0 is not a number above 0; {place}"
+    message = refusal(run_file(""), "resources.encoders_min=3")
+    assert message.startswith("override 'resources.encoders_min=3': resources: encoders_min (3) is above")
 
 
 @pytest.mark.parametrize("override", ["lr=3", "train.lr", "=3", "train.=3", ".lr=3"])
@@ -238,3 +265,15 @@ def test_a_path_of_no_user_or_package_is_refused(path: str, message: str) -> Non
 def test_a_package_that_is_not_installed_is_named() -> None:
     with pytest.raises(ConfigError, match="the Python package 'no_such_thing' is not installed"):
         resolve_path("package:no_such_thing/model")
+
+
+def test_the_run_file_in_a_store_that_was_moved_is_about_the_moved_store(run_file, tmp_path: Path):
+    text = "store: {path: /elsewhere/original}\n"
+    path, extension = run_file(text), run_file("base: run.yaml", "extension.yaml")
+    assert load_run(path).store.path == "/elsewhere/original"
+    for name in ("corpora", "indexes"):
+        (tmp_path / name).mkdir()
+    assert load_run(path).store.path == load_run(extension).store.path == str(tmp_path)
+    assert load_run(path, ["store.path=other"]).store.path == "other"
+    assert load_run(run_file(text, "own.yaml")).store.path == "/elsewhere/original"
+    assert load_run(run_file("store: {path: store}")).store.path == "store"  # of the working folder

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mvr_ray.cli import main
-from mvr_ray.cli.init_run import _yaml_scalar
+from mvr_ray.cli.init_run import _yaml_scalar, sample_source
 from mvr_ray.config import RunConfig, load_run, resolve_path
 from mvr_ray.config.loader import parse_yaml
 from mvr_ray.store.corpus import Corpus
@@ -96,9 +96,28 @@ def test_rows_without_ids_are_numbered_and_odd_names_are_found_by_length(initial
     run, out, report = initialize("odd.jsonl")
     [source] = run.prepare.sources
     assert source.fields.model_dump(exclude_unset=True) == {"id": None, "text": "what it says"}
-    assert "odd.jsonl: jsonl (text from 'what it says', no id), 8 words a passage" in out
+    assert "odd.jsonl: jsonl (text from 'what it says', no unique id), 8 words a passage" in out
     assert report.passages_written == 5
     assert report.fields == {"kind": "string"}
+
+
+def test_ids_stay_where_few_repeat_and_a_repeat_is_named(tmp_path: Path) -> None:
+    for ids, names, bad in ((["x", "x", "y"], {}, "id 'x' occurs at"), (["x", "x", "x", "y"], {"id": None}, "")):
+        file = tmp_path / "own.jsonl"
+        file.write_text("".join(json.dumps({"id": i, "text": f"Text {n}."}) + "\n" for n, i in enumerate(ids)))
+        sample = sample_source(str(file))
+        assert sample.names == names and bad in sample.bad and bool(bad) == bool(sample.bad)
+    (tmp_path / "empty.csv").write_text("id,text\n")
+    assert sample_source(str(tmp_path / "empty.csv")).names == {}
+
+
+def test_a_text_inside_an_object_is_named_by_its_path(initialize, tmp_path: Path) -> None:
+    rows = [{"id": f"p{n}", "content": {"body": f"A text of row {n}."}} for n in range(3)]
+    (tmp_path / "nested.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    run, _, report = initialize("nested.jsonl")
+    [source] = run.prepare.sources
+    assert source.fields.model_dump(exclude_unset=True) == {"text": "content.body"}
+    assert report.passages_written == 3
 
 
 def test_long_texts_are_cut(initialize, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ Every stage reads one run file, does its work, prints a table (or JSON) on stdou
 import errno
 import functools
 import inspect
+import io
 import logging
 import os
 import shlex
@@ -61,6 +62,8 @@ def run_words(arguments: Sequence[str] | None = None) -> None:
     """Run the command of these words, or of the process's own; always ends by SystemExit."""
     if sys.stdout is None:  # the next file to be opened would take its place
         sys.exit("mvr-ray: standard output is closed; redirect it to a file, or to /dev/null")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # of a locale that lacks a character
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -270,13 +273,16 @@ def _check_format(arguments: Mapping[str, str]) -> None:
         raise ConfigError(f"retrieve: format={arguments['format']} is not one of {', '.join(get_args(RankingFormat))}")
 
 
-@stage_command("give questions=FILE (or a stored set), output=FILE, format=dpr|trec|parquet|jsonl", _check_format)
+@stage_command(
+    "give questions=FILE (or a stored set), output=FILE, format=dpr|trec|msmarco|pyserini|jsonl|parquet", _check_format
+)
 def retrieve(
     run: "RunConfig", progress: "Progress", questions: str, output: str, format: "RankingFormat" = "dpr"
 ) -> Any:
     """Rank passages for many questions into a file.
 
-    `retrieve CONFIG questions=FILE output=FILE format=dpr|trec|parquet|jsonl`; questions may be a stored set.
+    `retrieve CONFIG questions=FILE output=FILE format=dpr|trec|msmarco|pyserini|jsonl|parquet`; questions may be a
+    stored set.
     """
     from mvr_ray.distributed import retrieve as stage
 
@@ -518,16 +524,21 @@ def versions(
     verbose: Verbose = False,
 ) -> None:
     """List, show, verify, repair, roll back or collect versions."""
-    numbers = [int(word) for word in rest or () if word.isdecimal()]
-    if len(numbers) > 1:
-        named_versions = ", ".join(map(str, numbers))
-        raise ConfigError(f"versions {action}: {len(numbers)} versions are named ({named_versions}); name one")
-    overrides = [word for word in rest or () if not word.isdecimal()]
+    words = [action, *(rest or ())]
+    overrides = [word for word in words if "=" in word]
+    action, *names = [word for word in words if "=" not in word] or ["list"]
+    for name in names:
+        if not name.isdecimal():
+            raise ConfigError(
+                f"versions {action}: {name!r} is no version; give its number, as `versions {config}` shows"
+            )
+    if len(names) > 1:
+        raise ConfigError(f"versions {action}: {len(names)} versions are named ({', '.join(names)}); name one")
     run = _load_run(config, overrides)
     from mvr_ray import versions as actions
     from mvr_ray.store.runs import to_plain
 
-    result = actions.act(run, action, numbers[0] if numbers else None, sizes_only)
+    result = actions.act(run, action, int(names[0]) if names else None, sizes_only)
     if as_json:
         print_json(result)
     else:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
@@ -68,7 +69,7 @@ class SourceSample(NamedTuple):
     def title(self) -> str:
         """The properties in one line."""
         kinds = [f"{self.mean_words:.0f} words a passage"] * bool(self.passages) + ["questions"] * self.has_questions
-        parts = ", ".join(f"{part} from {name!r}" if name else f"no {part}" for part, name in self.names.items())
+        parts = ", ".join(f"{part} from {name!r}" if name else f"no unique {part}" for part, name in self.names.items())
         return f"{self.path}: {self.format}{f' ({parts})' if parts else ''}, {', '.join(kinds) or 'nothing to read'}"
 
 
@@ -139,9 +140,18 @@ def sample_source(path: str) -> SourceSample:
         has_questions=bool(questions) or has_qrels,
         has_answers=any(question.answers for question in questions),
         mean_words=sum(words) / max(1, len(words)),
-        bad=next((str(record) for record in records if isinstance(record, BadRow)), ""),
+        bad=next((str(record) for record in records if isinstance(record, BadRow)), _repeat(passages)),
         num_bytes=sum(file.stat().st_size for file in files),
     )
+
+
+def _repeat(passages: Sequence[PassageRecord]) -> str:
+    """Describe the first passage whose id an earlier one of a source without repeats has; empty without any."""
+    places: dict[str, str] = {}
+    for record in passages:
+        if not record.repeats and (first := places.setdefault(record.passage.id, record.where)) != record.where:
+            return f"{record.where}: id {record.passage.id!r} occurs at {first} already"
+    return ""
 
 
 def _require_one_kind(path: str, files: Sequence[Path]) -> None:
@@ -175,17 +185,22 @@ def _raw_rows(source: SourceConfig, kind: str) -> Iterator[Mapping[str, Any]]:
 
 def _names(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
     """Return the columns of the parts of passages and questions whose names are not those that readers expect."""
+    if not rows:
+        return {}
     columns = list(dict.fromkeys(key for row in rows for key in row))
     by_lower = {column.lower(): column for column in reversed(columns)}
     has_only_questions = bool({*NAMES["question"]} & {*by_lower}) and not {*NAMES["text"]} & {*by_lower}
     parts = NAMES | QUESTION_NAMES if has_only_questions else NAMES
     match = {part: next((by_lower[name] for name in names if name in by_lower), None) for part, names in parts.items()}
+    if any(isinstance(row.get(match["text"]), dict) for row in rows):
+        match["text"] = None
     if match["text"] is None and match["question"] is None:
-        lengths = {
-            column: sum(len(row[column]) for row in rows if isinstance(row.get(column), str))
-            for column in columns
-            if column not in match.values()
-        }
+        lengths: Counter[str] = Counter()
+        for row in rows:
+            objects = {key: value for key, value in row.items() if isinstance(value, dict)}
+            parts_of = {f"{key}.{name}": part for key, value in objects.items() for name, part in value.items()}
+            for column, value in {**row, **parts_of}.items():
+                lengths[column] += len(value) if isinstance(value, str) and column not in match.values() else 0
         longest = max(lengths, key=lambda column: lengths[column], default=None)
         match["text"] = longest if longest and lengths[longest] else None
     names: dict[str, str | None] = {
@@ -194,7 +209,7 @@ def _names(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
         if column is not None and column not in OWN_NAMES.get(part, (part,))
     }
     ids = [row.get(match["id"]) for row in rows] if match["id"] else []
-    has_repeats = len(set(map(str, ids))) < len(ids)
+    has_repeats = 2 * len(set(map(str, ids))) <= len(ids)
     needs_numbers = has_repeats if has_only_questions else match["question"] is None and (has_repeats or not ids)
     if needs_numbers:
         names["id"] = None

@@ -202,7 +202,8 @@ def print_json(value: Any) -> None:
     """Print a report, plain or not, as JSON on stdout."""
     from mvr_ray.store.runs import to_plain
 
-    write(json.dumps(to_plain(value), indent=2, ensure_ascii=False) + "\n")
+    is_ascii = not (_stdout().encoding or "utf-8").lower().startswith("utf")
+    write(json.dumps(to_plain(value), indent=2, ensure_ascii=is_ascii) + "\n")
 
 
 def print_result(*results: Table | Text | str) -> None:

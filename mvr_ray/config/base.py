@@ -2,10 +2,13 @@
 
 import difflib
 import json
+from collections.abc import Sequence
+from datetime import date
 from functools import cache
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 ALLOWED = "allowed"
 """Key of a JSON schema for a description of the allowed values."""
@@ -27,14 +30,25 @@ Count = Annotated[int, Field(ge=1)]
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true, which YAML also reads from `yes` and `on`, where pydantic would take it as 1."""
+        kind = cls.model_fields[info.field_name or ""].annotation
+        values = value if isinstance(value, list) else [value]
+        if any(isinstance(one, bool) for one in values) and bool not in (kind, *get_args(kind)):
+            raise PydanticCustomError("boolean", "true and false are no values of this key")
+        return value
+
 
 def describe_problems(error: ValidationError) -> str:
     """Name in one line each field of a file that is missing or invalid, and why."""
     return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
 
 
-def explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:
-    """Describe the errors of a file: each key with its value and what is allowed, or the nearest known key."""
+def explain(error: ValidationError, where: str, model: type[BaseModel], overrides: Sequence[str] = ()) -> str:
+    """Describe the errors of a file: each key with its value and what is allowed, or the nearest known key. An error in
+    a key of `overrides` is that of the override, not of the file."""
     whole = _json_schema(model)
     lines: dict[str, str] = {}
     for problem in error.errors():
@@ -54,8 +68,22 @@ def explain(error: ValidationError, where: str, model: type[BaseModel]) -> str:
         else:
             value = problem["input"]
             text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-            lines.setdefault(place, f"{text:.80} is not {allowed_in_words(schema, whole)}")
-    return f"{where}: " + "; ".join(f"{place}: {line}" for place, line in lines.items())
+            is_no_text = isinstance(value, bool | int | float | date | dict)
+            advice = "; put a text in quotes" * (is_no_text and _takes_text(schema, whole))
+            lines.setdefault(place, f"{text:.80} is not {allowed_in_words(schema, whole)}{advice}")
+    by_source: dict[str, list[str]] = {}
+    for place, line in lines.items():
+        by_source.setdefault(_source(place, where, overrides), []).append(f"{place}: {line}")
+    return "; ".join(f"{source}: {'; '.join(own)}" for source, own in by_source.items())
+
+
+def _source(place: str, where: str, overrides: Sequence[str]) -> str:
+    """Return the override that set a place, something in it or what it is in, else the file."""
+    for override in reversed(overrides):
+        key = override.partition("=")[0]
+        if f"{place}.".startswith(f"{key}.") or f"{key}.".startswith(f"{place}."):
+            return f"override {override!r:.100}"
+    return where
 
 
 @cache
@@ -83,6 +111,14 @@ def _resolve(schema: dict[str, Any], whole: dict[str, Any]) -> dict[str, Any]:
     return whole["$defs"][reference.rpartition("/")[2]] if reference else schema
 
 
+def _takes_text(schema: dict[str, Any], whole: dict[str, Any]) -> bool:
+    """Return whether a JSON schema allows texts that it does not list."""
+    schema = _resolve(schema, whole)
+    if "anyOf" in schema:
+        return any(_takes_text(branch, whole) for branch in schema["anyOf"])
+    return schema.get("type") == "string" and not {"const", "enum"} & {*schema}
+
+
 def allowed_in_words(schema: dict[str, Any], whole: dict[str, Any]) -> str:
     """Describe what a JSON schema allows."""
     schema = _resolve(schema, whole)
@@ -90,6 +126,8 @@ def allowed_in_words(schema: dict[str, Any], whole: dict[str, Any]) -> str:
         return schema[ALLOWED]
     if "anyOf" in schema:
         return " or ".join(allowed_in_words(branch, whole) for branch in schema["anyOf"])
+    if "const" in schema:
+        return str(schema["const"])
     if "enum" in schema:
         return f"one of {', '.join(map(str, schema['enum']))}"
     match schema.get("type"):

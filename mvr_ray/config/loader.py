@@ -16,6 +16,11 @@ from mvr_ray.errors import ConfigError
 log = logging.getLogger(__name__)
 
 PRESETS = Path(__file__).with_name("presets")
+RUN_FILE = "run.yaml"
+"""Name of the run file in the root of a store."""
+INDEXES = "indexes"
+STORE_FOLDERS = ("corpora", INDEXES)
+"""Folders in the root of a store with an index."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -57,14 +62,21 @@ def parse_yaml(text: str) -> Any:
 def read(path: Path, dependents: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read the data of a run file over that of its base. `dependents`: the files that are based on this one.
 
-    If `presets/NAME.yaml` is no file, it is the preset of that name in the package. Raises ConfigError
-    for a file that is missing, is not a mapping in YAML, or is directly or indirectly its own base.
+    If `presets/NAME.yaml` is no file, it is the preset of that name in the package. The store of a run file in the
+    root of a store, which names its folder in full, is that one, though it was copied or moved. Raises ConfigError for
+    a file that is missing, is not a mapping in YAML, or is directly or indirectly its own base.
     """
     if not path.is_file() and path.parent.name == "presets" and (PRESETS / path.name).is_file():
         path = PRESETS / path.name
     if path.resolve() in (file.resolve() for file in dependents):
         chain = " -> ".join(str(file) for file in (*dependents, path))
         raise ConfigError(f"run files are based on each other in a circle: {chain}; take one `base:` out")
+    if not path.is_file() and dependents:
+        names = ", ".join(sorted(f"presets/{file.name}" for file in PRESETS.glob("*.yaml")))
+        raise ConfigError(
+            f"{dependents[-1]}: base: {path} does not exist; give a run file by its path from this one's folder, or "
+            f"one of {names}"
+        )
     if not path.is_file():
         raise ConfigError(f"run file {path} does not exist; `mvr-ray init DATA` writes one for your data")
     try:
@@ -81,7 +93,13 @@ def read(path: Path, dependents: tuple[Path, ...] = ()) -> dict[str, Any]:
     base = data.pop("base", None)
     if not isinstance(base, str | None):
         raise ConfigError(f"{path}: base: {base!r:.60} is not a text; give the path of another run file")
-    return _merge(read(path.parent / base, (*dependents, path)), data) if base else data
+    data = _merge(read(path.parent / base, (*dependents, path)), data) if base else data
+    if path.name == RUN_FILE and all((path.parent / name).is_dir() for name in STORE_FOLDERS):
+        store = data.get("store")
+        name = store.get("path") if isinstance(store, dict) else None
+        if isinstance(name, str) and ("://" in name or Path(name).is_absolute()):
+            data["store"]["path"] = str(path.parent.absolute())
+    return data
 
 
 def _merge(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

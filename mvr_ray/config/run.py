@@ -9,6 +9,7 @@ relative to the working directory, or `package:NAME/path` for a file inside an i
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -498,11 +499,12 @@ def load_run(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> R
     data = loader.read(Path(path))
     for override in overrides:
         loader.apply(data, override)
-    return parse_run(data, str(path))
+    return parse_run(data, str(path), overrides)
 
 
-def parse_run(data: dict[str, Any], where: str) -> RunConfig:
+def parse_run(data: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Check the data of a run file, `where`, with overrides. Raises ConfigError, as `load_run`."""
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(explain(error, where, RunConfig)) from None
+        raise ConfigError(explain(error, where, RunConfig, overrides)) from None

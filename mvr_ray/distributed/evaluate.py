@@ -137,10 +137,8 @@ def evaluate(
             f"passage, so there is nothing to measure; give answers or positive_ids, or rank passages alone by "
             f"`mvr-ray retrieve`"
         )
-    if settings.hybrid in settings.questions:
-        raise ConfigError(
-            f"evaluate.hybrid is {settings.hybrid!r}, which is also reported; choose the weight on another set"
-        )
+    if settings.hybrid:
+        require_unreported(corpus, settings.hybrid, sets, "evaluate.hybrid")
     if settings.hybrid or run.search.hybrid is not None:
         require_words(base)
     rank = RankSettings(
@@ -273,17 +271,15 @@ def judge_hits(
 def tune(run: RunConfig, questions: str, progress: Progress = no_progress) -> TuneReport:
     """Measure each weight on a stored question set with gold passages.
 
-    Raises ConfigError for a set of `evaluate.questions` or one without gold passages, MissingInputError, CoverageError,
-    ShardIndexError for a version without words.
+    Raises ConfigError for a set that shares a question with those of `evaluate.questions` or has no gold passages,
+    MissingInputError, CoverageError, ShardIndexError for a version without words.
     """
-    if questions in run.evaluate.questions:
-        raise ConfigError(
-            f"tune: question set {questions!r} is one of evaluate.questions, which are reported; name another one"
-        )
     store = Store(run.store.path)
     base = manifests.read(store, run.index.name)
-    require_words(base)
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
+    names = [name for name in run.evaluate.questions if name in question_sets(corpus)]
+    require_unreported(corpus, questions, [QuestionSet(name, read_questions(corpus, name)) for name in names], "tune")
+    require_words(base)
     query_set = gold_questions(corpus, questions, "tune")
     with open_router(run, base.version) as router:
         rows = try_weights(run, router, query_set, (None, "rrf", *WEIGHTS), progress)
@@ -291,6 +287,23 @@ def tune(run: RunConfig, questions: str, progress: Progress = no_progress) -> Tu
     setting = f"search.hybrid={'null' if weight is None else weight if isinstance(weight, str) else f'{weight:g}'}"
     log.info("tuned: index=%s version=%d set=%s %s", base.index, base.version, questions, setting)
     return TuneReport(base.index, base.version, questions, len(query_set.questions), setting, rows)
+
+
+def require_unreported(corpus: Corpus, name: str, reports: Sequence[QuestionSet], setting: str) -> None:
+    """Raise ConfigError, which names the setting, if a question set shares a question with those of `reports`: a weight
+    that is chosen on questions is not to be measured by them."""
+    questions = {(question.id, question.text) for own in reports for question in own.questions}
+
+    def num_shared(own: str) -> int:
+        return sum((question.id, question.text) in questions for question in read_questions(corpus, own))
+
+    if num := num_shared(name):
+        others = [own for own in question_sets(corpus) if own != name and not num_shared(own)]
+        raise ConfigError(
+            f"{setting}: {count_noun(num, 'question')} of {name!r} are also reported, in evaluate.questions "
+            f"({', '.join(own.name for own in reports)}); choose the weight on a set that shares none with them: "
+            f"{', '.join(others) or 'there is none'}"
+        )
 
 
 def gold_questions(corpus: Corpus, name: str, setting: str) -> QuestionSet:

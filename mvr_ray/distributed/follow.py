@@ -89,6 +89,7 @@ class Follower:
         self.batches = Batches(run.follow, shows_whole_files=not self.source.is_local)
         self.is_paused = False
         Corpus.open(self.store, run.prepare.corpus)
+        report.version = manifests.latest_version(self.store, run.index.name)
 
     def make_versions(self) -> int:
         """Make a version of each batch that is due; returns the number of files that wait."""

@@ -104,7 +104,9 @@ class FieldReader:
         for name, value in extras.items() if self.infers else ():
             if value is not None and (name in self.types or self._is_field_name(name)):
                 kind = self._infer(name, value)
-                if kind is not None:
+                if kind is None:
+                    extras = {**extras, name: None}
+                else:
                     self.types[name] = kind
         return read_fields(extras, self.types)
 
@@ -117,19 +119,19 @@ class FieldReader:
         return True
 
     def _infer(self, name: str, value: Any) -> str | None:
-        """Return the type of all values so far, None where no type holds them. Whole numbers and floats are floats."""
+        """Return the type of all values so far, None for a value that no type holds. Whole numbers and floats are
+        floats."""
         kind, before = _type_of(value), self.types.get(name)
-        if kind == before or (before is None and name not in self._left_out):
-            if kind is None:
-                self._leave_out(name, f"{name!r} is {value!r:.60}, which no type holds: {', '.join(ARROW_TYPES)}")
-            return kind
-        if {before, kind} == {"int", "float"}:
+        if kind is None:
+            self._leave_out(name, f"{name!r} is {value!r:.60}, which no type holds: {', '.join(ARROW_TYPES)}")
+        elif {before, kind} == {"int", "float"}:
             return "float"
-        here, earlier = (f"of type {one}" if one else "of no type" for one in (kind, before))
-        raise ValueError(
-            f"field {name!r} is {value!r:.60}, {here}, and {earlier} before; "
-            f"name the fields to keep, with their types, in fields"
-        )
+        elif before not in (kind, None):
+            raise ValueError(
+                f"field {name!r} is {value!r:.60}, of type {kind}, and of type {before} before; name the fields to keep"
+                f', with their types, in prepare.fields (in Python: settings={{"prepare": {{"fields": {{...}}}}}})'
+            )
+        return kind
 
     def _leave_out(self, name: str, why: str) -> None:
         """Warn of a value that is left out, once a name."""

@@ -164,7 +164,7 @@ class Store:
             def place() -> None:
                 self._make_folder(target.parent)
                 aside = _beside(source, target)
-                _seal(aside)
+                _seal(aside, target.parent)
                 aside.replace(target)
 
             _again_if_deleted(place)
@@ -199,7 +199,7 @@ class Store:
             source = _beside(source, target)
             files = _files_of(source)
             for file in files:
-                _seal(file)
+                _seal(file, target.parent)
             for folder in dict.fromkeys(file.parent for file in files):
                 sync_folder(folder)
             try:
@@ -505,10 +505,11 @@ def drop_cached_sha256_of(path: Path) -> None:
         _DIGESTS.pop((stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size), None)
 
 
-def _seal(path: Path) -> None:
-    """Remove the write permissions of a file that now gets its final name, and wait until its bytes are on the disk."""
+def _seal(path: Path, folder: Path) -> None:
+    """Let those read a file, and none write it, that can read the `folder` of its final name, as some libraries create
+    files for their owner alone; then wait until its bytes are on the disk."""
     with contextlib.suppress(OSError):
-        path.chmod(path.stat().st_mode & 0o555)
+        path.chmod(folder.stat().st_mode & 0o444)
     sync_file(path)
 
 

@@ -29,14 +29,15 @@ import itertools
 from collections.abc import Collection
 from typing import Literal
 
+from mvr_ray.config.loader import INDEXES as INDEXES
+from mvr_ray.config.loader import RUN_FILE as RUN_FILE
+
 EMBEDDINGS = "embeddings.arrow"
 CHANGES = "changes.arrow"
 """The first file of changes of a shard."""
 SHARD_JSON = "shard.json"
 PRUNED_JSON = "pruned.json"
 ENCODER_JSON = "encoder.json"
-RUN_FILE = "run.yaml"
-INDEXES = "indexes"
 SHARED_QUESTIONS = "questions"
 """Folder of the sets that programs before corpus versions stored, for any corpus."""
 

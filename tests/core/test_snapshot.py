@@ -1,6 +1,7 @@
 """Encoders at rest: equal embeddings and fingerprints after loading, and damage is told."""
 
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ import torch
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.stored_backbone import StoredBackbone
 from mvr_ray.core.encoding.unpadded_cpu import PACKED_KINDS
-from mvr_ray.errors import EncoderError, FingerprintError
+from mvr_ray.errors import AccessError, EncoderError, FingerprintError
 from mvr_ray.types import Passage
 
 SPEC = EncoderSpec(num_views=3, max_query_tokens=24, max_passage_tokens=64)
@@ -36,6 +37,12 @@ def edit(folder: Path, change) -> None:
     data.pop("checksum", None)
     change(data)
     file.write_text(json.dumps(data))
+
+
+def test_a_file_that_may_not_be_read_is_not_a_missing_one(snapshot: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).suffix != ".safetensors")
+    with pytest.raises(AccessError, match=r"model\.safetensors: Permission denied; let its owner run chmod"):
+        DualEncoder.load(snapshot, only_embeds=True)
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta", "distilbert", "mpnet"])

@@ -74,7 +74,7 @@ def test_each_batch_is_a_version_that_equals_one_built_from_nothing_and_only_new
     prepare(fresh.prepare, Store(fresh.store.path))
     assert answers(run) == answers(fresh, build_index.index(fresh))
     follow(run, again := FollowReport(), lines.append, once=True)
-    assert again == FollowReport() and live(run).version == 2
+    assert again == FollowReport(version=2) and live(run).version == 2
 
 
 def answers(run: RunConfig, version: Manifest | None = None) -> list[list[tuple[str, float]]]:

@@ -7,7 +7,7 @@ from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import ConfigError, ShardIndexError
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
-from mvr_ray.store.questions import read_questions
+from mvr_ray.store.questions import read_questions, write_questions
 
 pytestmark = [pytest.mark.data, pytest.mark.ray]
 
@@ -29,8 +29,12 @@ def test_the_weight_is_the_first_of_those_with_most_gold_passages_at_rank_one(le
     assert (report.questions, report.num_questions, report.version) == ("dev", 40, 2)
 
 
-def test_questions_that_are_reported_on_and_versions_without_words_are_refused(small_index, run_over):
-    with pytest.raises(ConfigError, match=r"'dev' is one of evaluate\.questions, which are reported; name"):
+def test_questions_that_are_reported_on_and_versions_without_words_are_refused(small_index, own_index, run_over):
+    with pytest.raises(ConfigError, match=r"tune: 40 questions of 'dev' are also reported, in evaluate\.questions"):
         tune(run_over(small_index), "dev")
+    corpus = Corpus.open(Store(str(own_index)), "corpus")
+    write_questions(corpus, "part", read_questions(corpus, "dev")[:3])
+    with pytest.raises(ConfigError, match=r"tune: 3 questions of 'dev' are also reported, .* with them: .*other"):
+        tune(run_over(own_index, evaluate={"questions": ["part"]}), "dev")
     with pytest.raises(ShardIndexError, match=r"index\.lexical=true"):
         tune(run_over(small_index, evaluate={"questions": []}), "dev")

@@ -44,7 +44,10 @@ def test_a_job_that_fails_ends_with_its_message_and_status(run_file: str, tmp_pa
     store = f"store.path={tmp_path / 'store'}"
     refusal = job("prepare", run_file, store, "prepare.num_shard=3")
     assert refusal.returncode == 2
-    assert refusal.stderr == f"mvr-ray: {run_file}: prepare.num_shard: unknown key; did you mean 'num_shards'?\n"
+    assert (
+        refusal.stderr
+        == "mvr-ray: override 'prepare.num_shard=3': prepare.num_shard: unknown key; did you mean 'num_shards'?\n"
+    )
     failure = job("prepare", run_file, store, "prepare.sources.0.path=nowhere.jsonl")
     assert failure.returncode == 1
     assert "nowhere.jsonl" in failure.stderr

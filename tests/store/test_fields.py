@@ -163,11 +163,24 @@ def test_a_value_of_a_wrong_type_is_a_bad_row_with_its_line(tmp_path: Path, writ
     assert set(fields_of(corpus_of(tmp_path, source, fields={"f": kind}, max_bad_rows=1))) == {"p1"}
 
 
-@pytest.mark.parametrize("value", [{"a": 1}, [1], "x", 2**63, -(2**70), ["a", None]])
+@pytest.mark.parametrize("value", [{"a": 1}, [1], 2**63, -(2**70), ["a", None], math.inf])
+def test_a_value_that_no_type_holds_is_null_beside_others_with_one_warning(
+    tmp_path: Path, write: Write, value: object, caplog: pytest.LogCaptureFixture
+):
+    for values in ([3, value, value], [value, 3, value]):
+        caplog.clear()
+        source = write("rows.jsonl", lines(*(row(f"p{n}", f=one) for n, one in enumerate(values))))
+        corpus = corpus_of(tmp_path, source, fields="infer")
+        assert corpus.fields == {"f": "int"}
+        assert fields_of(corpus) == {f"p{n}": {"f": 3} if one == 3 else {} for n, one in enumerate(values)}
+        assert sum("'f' is" in text for text in caplog.messages) == 1
+
+
+@pytest.mark.parametrize("value", ["x", ["a"], True])
 def test_a_field_whose_values_share_no_type_is_a_bad_row_in_either_order(tmp_path: Path, write: Write, value: object):
     for first, second in [(3, value), (value, 3)]:
         source = write("rows.jsonl", lines(row("p1", f=first), row("p2", f=second)))
-        with pytest.raises(DataError, match=r"rows\.jsonl:2: field 'f' is .*of (no )?type.* and of .*type.* before"):
+        with pytest.raises(DataError, match=r"rows\.jsonl:2: field 'f' is .*of type.* and of type.* before"):
             corpus_of(tmp_path, source, fields="infer")
 
 

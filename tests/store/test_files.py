@@ -140,6 +140,21 @@ def test_a_finished_folder_arrives_whole_once_and_its_source_is_gone(store: Stor
     assert store.list("shards") == []
 
 
+def test_whoever_can_read_a_folder_of_the_store_can_read_its_files(tmp_path: Path):
+    store = Store(tmp_path / "store")
+    for name, mode in (("open", 0o755), ("closed", 0o700)):
+        source = tmp_path / "source"
+        source.mkdir()
+        store.write_bytes(f"{name}/x", b"")
+        (tmp_path / "store" / name).chmod(mode)
+        for file in (source / "x.bin", tmp_path / "y.bin"):
+            file.touch(0o600)  # as safetensors makes it
+        store.upload_dir(source, f"{name}/model")
+        store.put_file(tmp_path / "y.bin", f"{name}/y.bin")
+        for path in ("model/x.bin", "y.bin"):
+            assert store.local_path(f"{name}/{path}").stat().st_mode & 0o777 == mode & 0o444
+
+
 def test_an_upload_that_was_killed_before_its_last_file_is_completed(store: Store, tmp_path: Path):
     if store.is_local:
         return  # a folder is renamed into place

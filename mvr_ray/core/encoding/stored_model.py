@@ -4,6 +4,7 @@ A folder holds the model's files and, written last, one JSON file that names the
 """
 
 import json
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from mvr_ray.checksums import json_with_checksum, parse_json
-from mvr_ray.errors import FingerprintError, MvrRayError, first_line
+from mvr_ray.errors import AccessError, FingerprintError, MvrRayError, first_line
 
 FORMAT_VERSION = 1
 
@@ -99,7 +100,11 @@ class StoredModel(nn.Module, ABC):
 
     @classmethod
     def read_description(cls, folder: Path) -> dict[str, Any]:
-        """Read the JSON file. Raises `error_type` where the folder holds no such model, or one of another format."""
+        """Read the JSON file. Raises `error_type` where the folder holds no such model, or one of another format, and
+        AccessError where a file of it may not be read, as safetensors says that such a file does not exist."""
+        for path in folder.rglob("*"):
+            if not os.access(path, os.R_OK):
+                raise AccessError(f"cannot read {path}: Permission denied; let its owner run chmod -R a+rX {folder}")
         file = folder / cls.description_file
         try:
             description = parse_json(file.read_bytes(), str(file))
