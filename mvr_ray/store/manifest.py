@@ -505,9 +505,7 @@ def as_rollback(store: Store, version: Manifest, live: int) -> Manifest:
     """Describe the version after the `live` one with the content of an earlier one. To other passages it replaces
     whatever was published last under the name of their corpus."""
     number = max(publications(store, version.corpus), default=0)
-    for newest in read_versions(
-        store, version.index, [live]
-    ).manifests.values():  # none: a roll back from a damaged one
+    for newest in read_versions(store, version.index, [live]).manifests.values():  # none if the live one is damaged
         if (version.corpus, version.corpus_digest) == (newest.corpus, newest.corpus_digest):
             number = newest.metrics.get(REPLACED, 0)
     metrics = {**version.metrics, REPLACED: number}
