@@ -1048,8 +1048,8 @@ def test_a_damaged_record_of_a_step_counts_as_none_and_one_without_a_checksum_is
     plan, path = plan_study(study), paths.study_step(step.key)
     data = store.read_bytes(path)
     [record] = execute.read_records(plan, store).values()
-    for damaged in (data[:40], data.replace(b'"seconds": 1.0', b'"seconds": 2.0')):
-        store.write_bytes(path, damaged)
+    for bad_data in (data[:40], data.replace(b'"seconds": 1.0', b'"seconds": 2.0')):
+        store.write_bytes(path, bad_data)
         assert execute.read_records(plan, store) == {}
     store.write_bytes(path, json.dumps(record._asdict()).encode())
     assert execute.read_records(plan, store) == {step.key: record}
