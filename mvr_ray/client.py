@@ -23,7 +23,7 @@ import functools
 import os
 import random
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -46,6 +46,7 @@ from mvr_ray.serving.catalog import PublishRequest, VersionCatalog
 from mvr_ray.serving.schemas import EmbeddingsResponse, Readiness, RequestError, SearchResponse
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store.files import Store
+from mvr_ray.store.filters import to_plain_filter
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import FloatArray
 from mvr_ray.versions import VersionInfo
@@ -292,7 +293,7 @@ class _Endpoints:
             min_coverage=min_coverage,
             version=version,
             encoder_fingerprint=encoder_fingerprint,
-            filter=None if filter is None else dict(filter),
+            filter=to_plain_filter(filter),
             fields=_texts(fields),
             hybrid=hybrid,
         )
@@ -342,6 +343,9 @@ class _Endpoints:
     @staticmethod
     def passage(passage_id: str, *, timeout_s: float | None = None) -> EndpointRequest[schemas.PassageResponse]:
         """Return one passage as it was indexed."""
+        if not isinstance(passage_id, str):
+            message = f"the id is {passage_id!r:.80}, which is no text"
+            raise RequestError(422, "wrong_type", "id", message, "give an id as a search shows it")
         # Dots too: as a part of a path, `.` and `..` would mean folders.
         path = "/v1/passages/" + quote(passage_id, safe="", errors="surrogatepass").replace(".", "%2E")
         return EndpointRequest("GET", path, schemas.PassageResponse, lambda s, _: s.passage(passage_id))
@@ -368,7 +372,7 @@ class _Endpoints:
         `parent` must be the newest version there (0: there is none); absent: the manifest's own parent. Sent twice, it
         is published once, so it may be sent again while the server reads files.
         """
-        fields = dataclasses.asdict(manifest) if isinstance(manifest, Manifest) else dict(manifest)
+        fields = dataclasses.asdict(manifest) if isinstance(manifest, Manifest) else manifest
         body = schemas.validate(PublishRequest, manifest=fields, parent=parent)
         return EndpointRequest("POST", "/v1/versions", VersionInfo, lambda s, due: s.publish(body, due), body)
 
@@ -475,9 +479,9 @@ class Client(_Endpoints):
         self.close()
 
 
-def _texts(values: str | Sequence[T]) -> list[str] | list[T]:
-    """Return a list of several values, or of the one text given."""
-    return [values] if isinstance(values, str) else list(values)
+def _texts(values: Any) -> Any:
+    """Return a list of several values, or of the one text given; anything else as it is, for the validation."""
+    return [values] if isinstance(values, str) else list(values) if isinstance(values, Iterable) else values
 
 
 def next_pause_s(tries: int, retry_after: str, spread: float) -> float:

@@ -28,6 +28,7 @@ from mvr_ray.serving.explain import explain
 from mvr_ray.serving.recall_monitor import RecallMonitor
 from mvr_ray.serving.schemas import RequestError
 from mvr_ray.store.fields import to_json
+from mvr_ray.store.filters import to_plain_filter
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.types import Answer, FloatArray, Hit, HybridParts, HybridWeight, Passage
 from mvr_ray.versions import VersionInfo
@@ -75,8 +76,9 @@ class SearchService:
             require_encoder(request.encoder_fingerprint, router.manifest)
             require_fields(request.fields, router)
             weight = self._weight(request.hybrid, router) if texts else None
-            options = {"deadline": deadline, "min_coverage": request.min_coverage, "filter": request.filter}
+            options: dict[str, Any] = {"deadline": deadline, "min_coverage": request.min_coverage}
             try:
+                options["filter"] = to_plain_filter(request.filter)
                 if texts:
                     answer = router.search_text(texts, request.k, **options, hybrid=weight, parts=request.text)
                 else:

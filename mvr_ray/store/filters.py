@@ -17,6 +17,7 @@ all passages, as `in` of an empty list is of none.
 
 import difflib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from functools import reduce
@@ -94,6 +95,23 @@ class _Parser:
             raise FilterError(f'filter{at}: {fault}; write it like {{"{key}": {{"eq": ...}}}}')
         self.columns.add(key)
         return [_comparison(at, key, kind, operator, own) for operator, own in conditions.items()]
+
+
+def to_plain_filter(value: Any, depth: int = 0) -> Any:
+    """Return a filter of Python values as JSON has it, dates apart. Raises FilterError for a value that JSON lacks."""
+    if depth > 3 * MAX_DEPTH:  # the parser refuses it
+        return value
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, Mapping):
+        return {key: to_plain_filter(own, depth + 1) for key, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain_filter(one, depth + 1) for one in value]
+    if isinstance(value, bytes | set | frozenset) or (isinstance(value, float) and not math.isfinite(value)):
+        raise FilterError(
+            f"filter: JSON has no value such as {value!r:.60}; give texts, finite numbers, true or false, dates, lists"
+        )
+    return value
 
 
 def parse_filter(value: Any, fields: Mapping[str, str]) -> Filter:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from datetime import date, datetime
 from html import unescape
 from pathlib import Path
+from types import MappingProxyType
 from weakref import WeakSet
 
 import datasets
@@ -388,6 +389,10 @@ def test_a_filter_leaves_only_what_passes(index: Index):
     assert ids == {row["id"] for row in ROWS if row["year"] >= 1920}
     with pytest.raises(ConfigError, match="colour"):
         index.search("who?", filter={"colour": "red"})
+    condition = {"year": MappingProxyType({"gte": np.int64(1920)})}
+    assert {hit.id for hit in index.search("who built the tower?", k=100, filter=condition)} == ids
+    with pytest.raises(ConfigError, match="JSON has no value such as"):
+        index.search("who?", filter={"year": {"in": {1920}}})
 
 
 def test_a_date_of_python_is_its_midnight_where_a_timestamp_is_compared(tiny_backbone: Path, tmp_path: Path):

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -130,6 +130,15 @@ REFUSED = [
     (lambda c: c.passage("p9"), 404, "unknown_passage", "id"),
     (lambda c: c.passage("\ud800"), 404, "unknown_passage", "id"),
     (lambda c: c.passage(""), 404, "unknown_passage", "id"),
+    (lambda c: c.passage(5), 422, "wrong_type", "id"),
+    (lambda c: c.search(["x"], filter="year > 3"), 422, "wrong_type", "filter"),
+    (lambda c: c.search(["x"], filter={"id": b"x"}), 422, "wrong_filter", "filter"),
+    (lambda c: c.search(["x"], filter={"id": {"in": {"p1"}}}), 422, "wrong_filter", "filter"),
+    (lambda c: c.search(["x"], filter={"id": {"lt": math.inf}}), 422, "wrong_filter", "filter"),
+    (lambda c: c.search(["x"], fields=5), 422, "wrong_type", "fields"),
+    (lambda c: c.explain(5), 422, "wrong_type", "questions"),
+    (lambda c: c.embed(5, model="words"), 422, "wrong_type", "input.str"),
+    (lambda c: c.publish(None), 422, "wrong_type", "manifest"),
     (lambda c: c.version(99), 404, "unknown_version", "n"),
 ]
 
@@ -141,6 +150,11 @@ def test_a_refusal_is_the_same_error_inside_and_over_http(client, ask, status, c
     error = refusal.value
     assert (error.status, error.code, error.field) == (status, code, field)
     assert error.hint and error.message in str(error)
+
+
+def test_a_filter_holds_values_of_numpy_and_any_mapping(client) -> None:
+    condition = MappingProxyType({"id": MappingProxyType({"in": (np.str_("p1"),), "exists": np.bool_(True)})})
+    assert [hit.id for hit in client.search(["nile"], filter=condition).results[0]] == ["p1"]
 
 
 @pytest.mark.parametrize("value", ["half a pair: \ud800", object()], ids=["surrogate", "object"])
