@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from random_backbones import SIZES
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.models import Dense, Normalize, Pooling, Transformer
 from tokenizers.processors import TemplateProcessing
+from transformers import AutoModel, AutoTokenizer, ConvBertConfig, FNetConfig, NystromformerConfig
 
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.errors import EncoderError
@@ -372,6 +374,15 @@ def test_modules_that_mvr_ray_does_not_compute_are_refused(tiny, tmp_path, damag
     with pytest.raises(EncoderError) as error:
         DualEncoder.from_backbone(folder, SPEC)
     assert str(error.value) == message.format(folder)
+
+
+@pytest.mark.parametrize("config", [FNetConfig, ConvBertConfig, NystromformerConfig])
+def test_a_model_that_does_not_mask_padding_is_refused(tiny, tmp_path, config):
+    tokenizer = AutoTokenizer.from_pretrained(tiny("bert"))
+    tokenizer.save_pretrained(tmp_path)
+    AutoModel.from_config(config(vocab_size=len(tokenizer), **SIZES)).save_pretrained(tmp_path)
+    with pytest.raises(EncoderError, match=r"does not mask padding, so a text's vector would depend"):
+        DualEncoder.from_backbone(str(tmp_path), SPEC)
 
 
 def test_settings_that_do_not_fit_the_model_are_refused(tiny):

@@ -117,6 +117,11 @@ class DualEncoder(StoredModel):
         from mvr_ray.core.encoding.backbones import open_tower  # imports transformers
 
         towers = [open_tower(folder) for _ in range(1 if spec.tied else 2)]
+        if not towers[0].masks_padding:
+            raise EncoderError(
+                f"backbone {folder} of model type {towers[0].model_type!r} does not mask padding, so a text's vector "
+                f"would depend on the texts beside it; take a model of another type (docs/models.md)"
+            )
         own_positions = spec.num_views if spec.strategy == "viewers" and spec.viewer_position == "own" else 0
         longest = min(towers[0].max_tokens, towers[0].num_positions - own_positions)
         spec = spec.fill(dict(zip(MODEL_SETTINGS, (*towers[0].prompts, longest, longest))))
