@@ -31,7 +31,6 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
 from urllib.parse import quote
-from weakref import WeakKeyDictionary
 
 import httpx2
 from pydantic import BaseModel, ValidationError
@@ -140,16 +139,19 @@ class HttpTransport:
                 raise ValueError(message)
             headers["authorization"] = f"Bearer {word}"
         self._headers = headers
-        self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, httpx2.AsyncClient] = WeakKeyDictionary()
+        self._clients: dict[asyncio.AbstractEventLoop, httpx2.AsyncClient] = {}
 
     @property
     def _http(self) -> httpx2.AsyncClient:
         """The connections of the running loop: no other loop, nor a process that this one forks, can use them."""
         loop = asyncio.get_running_loop()
-        if loop not in self._clients:
+        client = self._clients.get(loop)
+        if client is None:
             limits = httpx2.Limits(keepalive_expiry=_KEEPALIVE_S)
-            self._clients[loop] = httpx2.AsyncClient(headers=self._headers, timeout=None, limits=limits)
-        return self._clients[loop]
+            client = httpx2.AsyncClient(headers=self._headers, timeout=None, limits=limits)
+            open_clients = {own: one for own, one in self._clients.items() if not own.is_closed()}
+            self._clients = open_clients | {loop: client}
+        return client
 
     async def send(self, request: EndpointRequest[A], deadline: Deadline) -> A:
         """Send a request until there is a response, a permanent error, or no time."""
