@@ -11,6 +11,8 @@ from mvr_ray.cli.inputs import ready_command
 from mvr_ray.cli.summaries import Summary, summarize, versions_tables
 from mvr_ray.config import RunConfig
 
+REPAIRED = {"index": "wiki", "version": 4, "num_shards": 2, "repairs": []}
+FOLLOWED = {"index": "wiki", "version": 4, "batches": 1, "files_applied": 2, "left_out": {"c.jsonl": "cut"}}
 WORDS = ("run.yaml", "index.kind=flat", "prepare.corpus=two words")
 SHARD = {"shard": 0, "digest": "ab", "num_passages": 3, "num_vectors": 20, "files": {"x": {"num_bytes": 2000}}}
 MANIFEST = {
@@ -124,6 +126,9 @@ def draw(summary: Summary) -> str:
             f"  ranked by {HYBRID}\n  my dev.json (dpr)",
             "read",
         ),
+        ("repair", REPAIRED, "nothing to repair: 2 shards, all whole, in version 4 of index wiki", "versions"),
+        ("collect", {"versions": [4], "removed": ["a", "b"]}, "collected: 2 paths removed, 1 version kept", "versions"),
+        ("follow", FOLLOWED, "live: version 4 of index wiki, 2 change files applied, 1 left out", "search"),
         ("rollback", ROLLED_BACK, "live: version 5 of index wiki, the content of version 3, 6 passages", "search"),
         ("tune", TUNED, "tuned: search.hybrid=15\n  20 questions of train, version 4 of index wiki", "evaluate"),
     ],

@@ -198,6 +198,13 @@ def _load_run(
     raise typer.Exit
 
 
+def _conclude(command: str, report: Mapping[str, Any], words: Sequence[str]) -> None:
+    """Print the verdict on a plain report, and the next command."""
+    if summary := summarize(command, report, words):
+        print_result(summary.verdict)
+        _err(f"next: mvr-ray {summary.next}")
+
+
 def _set_terminal_level(level: int) -> None:
     for handler in logging.getLogger().handlers:
         handler.setLevel(level)
@@ -351,7 +358,9 @@ def follow(
     if as_json:
         print_json(report)
     else:
-        print_result(*report_tables("follow", to_plain(report)))
+        plain = to_plain(report)
+        print_result(*report_tables("follow", plain))
+        _conclude("follow", {**plain, "index": run.index.name}, (config, *(overrides or ())))
 
 
 @stage_command()
@@ -539,17 +548,15 @@ def versions(
     from mvr_ray.store.runs import to_plain
 
     result = actions.act(run, action, int(names[0]) if names else None, sizes_only)
+    plain = to_plain(result)
     if as_json:
         print_json(result)
     else:
-        plain = to_plain(result)
         print_result(*versions_tables(run.index.name, action, plain, verbose=verbose))
-        rollback_report = {**plain, "index": run.index.name} if action == "rollback" else None
-        if rollback_report and (summary := summarize(action, rollback_report, (config, *overrides))):
-            print_result(summary.verdict)
-            _err(f"next: mvr-ray {summary.next}")
     if action in ("verify", "repair"):
         result.require()
+    if action in ("rollback", "repair", "collect") and not as_json:
+        _conclude(action, {**plain, "index": run.index.name}, (config, *overrides))
     if action == "verify" and not as_json:
         print_result(f"whole: {result.num_files:,} files, {tables.size(result.num_bytes)}, each equal to its digest")
 

@@ -243,14 +243,34 @@ def _reshard(report: Report, words: str) -> Summary:
 def _rewrite_summary(report: Report, words: str, what: str, reason: str) -> Summary:
     if report["version"] == report["base_version"]:
         return Summary([], f"nothing to do: version {report['version']} has {reason}", "")
-    config, *overrides = shlex.split(words)
-    following = shlex.join(["versions", config, "list", *overrides])
-    return Summary([], f"live: {version_text(report)}, {what}", following)
+    return Summary([], f"live: {version_text(report)}, {what}", _versions_command("list", words))
 
 
 def _rollback(report: Report, words: str) -> Summary:
     what = f"the content of version {report['to']}, {count_noun(report['passages'], 'passage')}"
     return Summary([], f"live: {version_text(report)}, {what}", f'search {words} "your question"')
+
+
+def _repair(report: Report, words: str) -> Summary:
+    shards, num = count_noun(report["num_shards"], "shard"), len(report["repairs"])
+    verdict = f"repaired: {num:,} of {shards} and their words" if num else f"nothing to repair: {shards}, all whole"
+    return Summary([], f"{verdict}, in {version_text(report)}", _versions_command("verify", words))
+
+
+def _collect(report: Report, words: str) -> Summary:
+    versions, removals = count_noun(len(report["versions"]), "version"), count_noun(len(report["removed"]), "path")
+    return Summary([], f"collected: {removals} removed, {versions} kept", _versions_command("list", words))
+
+
+def _follow(report: Report, words: str) -> Summary:
+    left_out = f", {len(report['left_out']):,} left out" * bool(report["left_out"])
+    verdict = f"live: {version_text(report)}, {count_noun(report['files_applied'], 'change file')} applied{left_out}"
+    return Summary([], verdict, f'search {words} "your question"')
+
+
+def _versions_command(action: str, words: str) -> str:
+    config, *overrides = shlex.split(words)
+    return shlex.join(["versions", config, action, *overrides])
 
 
 def _state(version: Report) -> str:
@@ -275,5 +295,6 @@ def versions_tables(index: str, action: str, report: Any, *, verbose: bool) -> l
 _STAGES = (
     *(_prepare, _train, _mine, _index, _refine, _evaluate, _analyze),
     *(_retrieve, _tune, _read, _update, _compact, _reshard, _rollback),
+    *(_repair, _collect, _follow),
 )
 _SUMMARIES: dict[str, Callable[[Report, str], Summary]] = {one.__name__.removeprefix("_"): one for one in _STAGES}
