@@ -995,10 +995,10 @@ def test_the_commands_of_a_report_name_the_files_as_given_and_the_overrides(writ
     assert study.words == ["study", "small.yaml", "size=quick", "index.scan=int8"]
     for step in plan_study(study).steps.values():
         assert step.command.startswith(f"mvr-ray {step.stage} run.yaml ") and "index.scan=int8" in step.command
-    shipped = load_study(ROOT / "configs" / "studies" / "mvr-views.yaml")
-    assert shipped.run_file == str(ROOT / "configs" / Path(shipped.config.run).name)
+    own = load_study(ROOT / "configs" / "studies" / "mvr-views.yaml")
+    assert own.run_file == str(ROOT / "configs" / Path(own.config.run).name)
     monkeypatch.chdir(ROOT)
-    assert shipped.words[1] == "configs/studies/mvr-views.yaml" and shipped.run_file.startswith("configs/")
+    assert own.words[1] == "configs/studies/mvr-views.yaml" and own.run_file.startswith("configs/")
 
 
 def test_a_report_says_nothing_of_what_was_not_measured(write):
@@ -1061,8 +1061,8 @@ def test_a_damaged_record_of_a_step_counts_as_none_and_one_without_a_checksum_is
     plan, path = plan_study(study), paths.study_step(step.key)
     data = store.read_bytes(path)
     [record] = execute.read_records(plan, store).values()
-    for damaged in (data[:40], data.replace(b'"seconds": 1.0', b'"seconds": 2.0')):
-        store.write_bytes(path, damaged)
+    for content in (data[:40], data.replace(b'"seconds": 1.0', b'"seconds": 2.0')):
+        store.write_bytes(path, content)
         assert execute.read_records(plan, store) == {}
     store.write_bytes(path, json.dumps(record._asdict()).encode())
     assert execute.read_records(plan, store) == {step.key: record}
