@@ -996,9 +996,9 @@ def test_the_commands_of_a_report_name_the_files_as_given_and_the_overrides(writ
     for step in plan_study(study).steps.values():
         assert step.command.startswith(f"mvr-ray {step.stage} run.yaml ") and "index.scan=int8" in step.command
     own = load_study(ROOT / "configs" / "studies" / "mvr-views.yaml")
-    assert own.run_file == str(ROOT / "configs" / Path(own.config.run).name)
+    assert own.run_file == str(ROOT / "configs" / "presets" / "squad-study.yaml")
     monkeypatch.chdir(ROOT)
-    assert own.words[1] == "configs/studies/mvr-views.yaml" and own.run_file.startswith("configs/")
+    assert own.words[1] == "configs/studies/mvr-views.yaml" and own.run_file == "configs/presets/squad-study.yaml"
 
 
 def test_a_report_says_nothing_of_what_was_not_measured(write):
