@@ -9,6 +9,7 @@ A variant is a chain of steps (stages, each with further overrides). Overrides a
 variant, the variant at this size, step, the step at this size, command line; so the command line wins.
 """
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -127,6 +128,16 @@ class Study(NamedTuple):
         """The run file at this size, without the overrides of a variant."""
         return self.resolve([*self.at_size.set, *self.extra])
 
+    @property
+    def words(self) -> list[str]:
+        """The words of the command that runs the study, with its overrides."""
+        return ["study", _name_in_commands(self.file), f"size={self.size}", *self.extra]
+
+    @property
+    def run_file(self) -> str:
+        """The run file, as a command names it."""
+        return _name_in_commands(self.file.parent / self.config.run)
+
     def steps(self, variant: VariantConfig) -> list[StepConfig]:
         """Return the steps of a variant in this size, in order."""
         steps = variant.steps or self.config.steps
@@ -144,6 +155,12 @@ class Study(NamedTuple):
         for override in overrides:
             loader.apply(data, override)
         return parse_run(data, f"{self.file} ({path.name})")
+
+
+def _name_in_commands(path: Path) -> str:
+    """Return the path of a file without `..`, relative to the working folder where the file is in it."""
+    path = Path(os.path.normpath(path))
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def load_study(path: str | Path, size: str = "quick", extra: tuple[str, ...] = ()) -> Study:

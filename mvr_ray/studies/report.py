@@ -4,6 +4,7 @@ import base64
 import html
 import io
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -184,7 +185,7 @@ def _markdown(
     lines += ["", *(f"![{plot.title}]({plot.name}.png)" for plot in plots)]
     if config.notes:
         lines += ["", "## Notes", "", *(f"- {note}" for note in config.notes)]
-    whole = f"All of it: `mvr-ray study configs/studies/{study.file.name} size={study.size}`"
+    whole = f"All of it: `{shlex.join(['mvr-ray', *study.words])}`"
     lines += ["", "## Commands", "", whole, "", *(f"- `{command}`" for command in commands)]
     return "\n".join(lines) + "\n"
 

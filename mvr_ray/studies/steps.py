@@ -210,9 +210,7 @@ class _Chain:
             key = _digest([*parts, self.changed_sources[key]])
         if key not in plan.steps:
             names = self._names(product, run, key)
-            words = ["study", f"configs/studies/{self.study.file.name}", f"size={self.study.size}"]
-            if stage in STAGES:
-                words = [stage, self.study.config.run.replace("../", "configs/"), *overrides, *names]
+            words = [stage, self.study.run_file, *overrides, *names] if stage in STAGES else self.study.words
             plan.steps[key] = PlannedStep(
                 key,
                 stage,

@@ -988,6 +988,19 @@ def test_expansion_is_every_combination_of_lists():
     assert {(one["beta"], one["gamma"]) for one in results[:4]} == {(0.1, 0), (0.1, -1), (0.2, 0), (0.2, -1)}
 
 
+def test_the_commands_of_a_report_name_the_files_as_given_and_the_overrides(write, monkeypatch, tmp_path):
+    write({}, variants=[{"name": "a", "steps": ["index"]}])
+    monkeypatch.chdir(tmp_path)
+    study = load_study("small.yaml", extra=("index.scan=int8",))
+    assert study.words == ["study", "small.yaml", "size=quick", "index.scan=int8"]
+    for step in plan_study(study).steps.values():
+        assert step.command.startswith(f"mvr-ray {step.stage} run.yaml ") and "index.scan=int8" in step.command
+    own = load_study(ROOT / "configs" / "studies" / "mvr-views.yaml")
+    assert own.run_file == str(ROOT / "configs" / "presets" / "squad-study.yaml")
+    monkeypatch.chdir(ROOT)
+    assert own.words[1] == "configs/studies/mvr-views.yaml" and own.run_file == "configs/presets/squad-study.yaml"
+
+
 def test_a_report_says_nothing_of_what_was_not_measured(write):
     study = load_study(write({}, variants=STUDY["variants"][:1], sizes={"quick": {"seeds": [1]}}))
     plan = plan_study(study)
@@ -1048,8 +1061,8 @@ def test_a_damaged_record_of_a_step_counts_as_none_and_one_without_a_checksum_is
     plan, path = plan_study(study), paths.study_step(step.key)
     data = store.read_bytes(path)
     [record] = execute.read_records(plan, store).values()
-    for bad_data in (data[:40], data.replace(b'"seconds": 1.0', b'"seconds": 2.0')):
-        store.write_bytes(path, bad_data)
+    for content in (data[:40], data.replace(b'"seconds": 1.0', b'"seconds": 2.0')):
+        store.write_bytes(path, content)
         assert execute.read_records(plan, store) == {}
     store.write_bytes(path, json.dumps(record._asdict()).encode())
     assert execute.read_records(plan, store) == {step.key: record}
