@@ -37,6 +37,8 @@ DIGEST_HEX = 32
 _ROLL_BACK = "roll back: mvr-ray versions CONFIG rollback N"
 ROLLBACK = "rollback"
 """The operation of a version that has an earlier one's content."""
+COPIES = ("reshard", "compact", ROLLBACK)
+"""The operations whose versions have the views of an earlier one."""
 
 Size = Annotated[int, Field(ge=0, le=2**53)]
 Number = Annotated[int, Field(ge=0, le=2**31)]
