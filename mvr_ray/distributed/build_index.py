@@ -25,7 +25,7 @@ from mvr_ray.config import IndexConfig, RunConfig
 from mvr_ray.core.judging.collapse import MAX_COSINE, MIN_LV
 from mvr_ray.core.searching.pruning import prune_block
 from mvr_ray.distributed import session, shards
-from mvr_ray.distributed.carry_over import carry_over, count_passages, find_copies, is_as_encoded
+from mvr_ray.distributed.carry_over import carry_over, count_passages, find_copies, has_refined_views, is_as_encoded
 from mvr_ray.distributed.encode import REFINED, BaseShard, EncodeTask, chunks_of, encode_corpus, encode_task
 from mvr_ray.distributed.encoders import resolve_encoder
 from mvr_ray.distributed.lexical import are_whole, build_lexical, find_base, lexical_task
@@ -52,12 +52,12 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
     counts of none encoded.
 
     Raises MissingInputError, EncoderError, ShardIndexError, ResourceError, StorageError, RowsLostError and
-    PublishConflictError. After any of them the live version is unchanged, and the same command resumes. Damaged
-    staged work is made again, once.
+    PublishConflictError. After any of them the live version is unchanged, and the same command resumes. Staged work
+    that is damaged, or that a faster command over the same corpus removed, is made again, once.
     """
     try:
         return _index(run, progress)
-    except StagingError as error:
+    except (StagingError, RowsLostError) as error:
         log.warning("staged work is made again: index=%s (%s)", run.index.name, error)
         return _index(run, progress)
 
@@ -107,7 +107,8 @@ def _build(run: RunConfig, corpus: Corpus, task: EncodeTask, before: Manifest | 
     version = dataclasses.replace(_complete_draft(draft, built_shards, counts, cfg.prune_views), lexical=lexical)
     _require_all_rows(corpus, version)
     live = _same_live_version(store, version, {entry.shard: entry for entry in version.shards})
-    manifest = live or manifests.publish(store, version)
+    is_same = live is not None and live.recall == version.recall  # not where index.recall_sample changed
+    manifest = live if live and is_same else manifests.publish(store, version)
     progress("passages read = embedded = indexed = in the manifest", manifest.num_passages, corpus.num_passages)
     return manifest
 
@@ -162,8 +163,9 @@ def _reusable_shards(store: Store, draft: Manifest, corpus: Corpus, before: Mani
     """Find undamaged shards of earlier versions with the same encoder, settings and passages, newest version first;
     with `before`, only of that version, to keep its learned views."""
     reusable: dict[int, ShardEntry] = {}
-    for earlier in [before] if before else manifests.newest_first(store, draft.index):
-        if (not before and earlier.operation != "index") or earlier.config_digest != draft.config_digest:
+    versions = {one.version: one for one in ([before] if before else manifests.newest_first(store, draft.index))}
+    for earlier in versions.values():
+        if (not before and has_refined_views(earlier, versions)) or earlier.config_digest != draft.config_digest:
             continue
         same = _same_parts(store, earlier, corpus)
         own = tuple(entry for entry in earlier.shards if entry.shard in same and entry.shard not in reusable)
@@ -374,7 +376,7 @@ def _complete_draft(
     means = {"view_pair_cosine": cosine, "lv": lv}
     metrics: dict[str, int | float] = {name: value for name, value in means.items() if value is not None}
     metrics |= {name: counts[name] for name in ("encoded", "carried_over", "deleted")}
-    metrics |= shards.recall_metrics(built_shards)
+    metrics |= shards.recall_metrics(built_shards) | {"refined": float(draft.operation == REFINED)}
     if draft.operation == REFINED:
         metrics["unlearned"] = counts["unlearned"]
     if any(paths.PRUNED_JSON in shard.entry.files for shard in built_shards):

@@ -10,8 +10,8 @@ to the staging folder, which a resumed command reuses.
     rows            rows without embeddings in any version: these are encoded
     copies          of these, passages equal to an earlier one in any shard: they get its embedding
 
-Views as encoded come from versions built by `index`, without pruning, and from reshards and rollbacks of them without
-changed views. Where refinement has changed the live version and `index.keep_refinement` is set, its own views come
+Views as encoded come from versions built by `index`, without pruning, and from reshards, compactions and rollbacks of
+them. Where refinement has changed the live version and `index.keep_refinement` is set, its own views come
 first.
 """
 
@@ -165,14 +165,20 @@ def embedded_corpora(store: Store, task: EncodeTask) -> list[EmbeddedCorpus]:
 
 def is_as_encoded(version: Manifest, versions: Mapping[int, Manifest]) -> bool:
     """Whether a version holds all views as encoded. `versions` are the existing ones of the index."""
-    if "pruned_views" in version.metrics:
-        return False
-    if version.operation in ("reshard", "compact"):
-        return version.parent in versions and is_as_encoded(versions[version.parent], versions)
-    if version.operation == "rollback":
-        earlier = (one for one in versions.values() if one.version < version.version and one.shards == version.shards)
-        return any(is_as_encoded(one, versions) for one in earlier)
-    return version.operation == "index"
+    return "pruned_views" not in version.metrics and not has_refined_views(version, versions)
+
+
+def has_refined_views(version: Manifest, versions: Mapping[int, Manifest]) -> bool:
+    """Whether refinement may have changed views of a version: of a copy as of its original, or as it records if that
+    is collected. `versions` are the existing ones of the index."""
+    if version.operation not in manifests.COPIES:
+        return version.operation != "index"
+    originals = [versions[version.parent]] if version.parent in versions else []
+    if version.operation == manifests.ROLLBACK:
+        originals = [one for one in versions.values() if one.version < version.version and one.shards == version.shards]
+    if originals:
+        return all(has_refined_views(one, versions) for one in originals)
+    return bool(version.metrics.get("refined", True))
 
 
 def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus]) -> None:

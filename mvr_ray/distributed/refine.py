@@ -26,7 +26,7 @@ from mvr_ray.distributed.refinement.questions import RefineQuestions, gather
 from mvr_ray.distributed.refinement.refiner_pool import QUERY_BLOCK, RefinerPool
 from mvr_ray.distributed.refinement.report import RefineReport
 from mvr_ray.distributed.refinement.shard_refiner import RefinerTask
-from mvr_ray.errors import StagingError
+from mvr_ray.errors import ConfigError, StagingError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
@@ -45,6 +45,11 @@ def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
     """
     store = Store(run.store.path)
     base = manifests.read(store, run.index.name)
+    if not base.num_passages:
+        raise ConfigError(
+            f"refine: index {base.index!r} version {base.version} holds no passage to refine; add passages "
+            f"(mvr-ray update CONFIG changes=FILE), and run `mvr-ray index CONFIG`"
+        )
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
     questions = gather(corpus, run.refine)
     if report := _finished_by(store, base, run, questions):

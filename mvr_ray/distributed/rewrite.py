@@ -134,6 +134,8 @@ def rewritten_manifest(base: Manifest, operation: str, new_shards: Sequence[Buil
     """The manifest of a version over its new shards; measurements on views are unchanged, those on approximate indexes
     too if none was built."""
     entries, recalls = tuple(shard.entry for shard in new_shards), shards.recall_metrics(new_shards)
+    origin = {} if base.operation in manifests.COPIES else {"refined": float(base.operation != "index")}
+    base = dataclasses.replace(base, metrics=base.metrics | origin)
     new = dataclasses.replace(base, operation=operation, parent=base.version, shards=entries, dirty_share=0.0)
     if not recalls:
         return new

@@ -7,6 +7,7 @@ them, and a listed version that does not exist ends the collection.
 
 import contextlib
 import logging
+from functools import partial
 
 from mvr_ray.errors import ManifestError, MissingInputError, StorageError
 from mvr_ray.store import manifest, paths
@@ -73,41 +74,51 @@ def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S, index: str
     A younger file may belong to an unfinished update or index version.
     """
     versions = paths.corpus_dir(name, "versions")
+
+    def is_old(path: str) -> bool:
+        return store.age_s(path) >= grace_s
+
     try:
         numbers = publications(store, name)
-        corpora = [Corpus.open(store, name, digest) for digest in store.json_names(versions)]
         needed_digests = {Corpus.open(store, name).digest, *_digests_named(store, name, index)}
+        others = (digest for digest in store.json_names(versions) if digest not in needed_digests)
+        old_corpora = [Corpus.open(store, name, one) for one in others if is_old(paths.corpus_version(name, one))]
     except (MissingInputError, StorageError) as error:
         log.warning("old corpora not collected: corpus=%s (%s)", name, error)
         return []
     removals: list[str] = []
-    for corpus in corpora:
+    for corpus in old_corpora:
         path = paths.corpus_version(name, corpus.digest)
-        if corpus.digest not in needed_digests and store.age_s(path) >= grace_s:
+        if is_old(path):
             store.delete(path)
             store.delete_dir(paths.questions_dir(name, corpus.digest))
             removals.append(path)
     store.sync_names(versions)
+    questions = (f"sets/{file}" for file in store.list(paths.corpus_dir(name, "sets")))
+    files = {file for file in (*store.list(paths.corpus_dir(name)), *questions) if file.endswith(".arrow")}
     try:
         described_digests = {digest for digest in needed_digests if store.exists(paths.corpus_version(name, digest))}
-        digests = {*store.json_names(versions), *described_digests}
-        remaining = [Corpus.open(store, name, digest) for digest in digests]
-        needed_files = {file for corpus in [Corpus.open(store, name), *remaining] for file in _file_names(corpus)}
+        files -= _file_names(Corpus.open(store, name)).union(*map(partial(_files_of, store, name), described_digests))
+        files = {file for file in files if is_old(f"{paths.corpus_dir(name)}/{file}")}
+        if files:  # else the younger corpora, of which each update makes one, need not be read
+            files = files.difference(*map(partial(_files_of, store, name), store.json_names(versions)))
     except (MissingInputError, StorageError) as error:
         log.warning("old files not collected: corpus=%s (%s)", name, error)
         return removals
-    questions = (f"sets/{file}" for file in store.list(paths.corpus_dir(name, "sets")))
-    for file in (*store.list(paths.corpus_dir(name)), *questions):
-        path = f"{paths.corpus_dir(name)}/{file}"
-        if file.endswith(".arrow") and file not in needed_files and store.age_s(path) >= grace_s:
+    for path in (f"{paths.corpus_dir(name)}/{file}" for file in sorted(files)):
+        if is_old(path):
             store.delete(path)
             removals.append(path)
     for number in numbers[:-KEPT_PUBLICATIONS]:
         path = paths.corpus_publication(name, number)
-        if store.age_s(path) >= grace_s:
+        if is_old(path):
             store.delete(path)
             removals.append(path)
     return removals
+
+
+def _files_of(store: Store, name: str, digest: str) -> set[str]:
+    return _file_names(Corpus.open(store, name, digest))
 
 
 def _file_names(corpus: Corpus) -> set[str]:

@@ -40,6 +40,8 @@ ROLLBACK = "rollback"
 REPLACED = "replaced_publication"
 """The metric of a rolled-back version, and of those made of it but by `index`: the last publication of its corpus that
 the roll back replaced (0: none). Those after it were made on top of the version."""
+COPIES = ("reshard", "compact", ROLLBACK)
+"""The operations whose versions have the views of an earlier one."""
 
 Size = Annotated[int, Field(ge=0, le=2**53)]
 Number = Annotated[int, Field(ge=0, le=2**31)]

@@ -48,6 +48,10 @@ from mvr_ray.store.questions import copy_questions, only_with, read_questions, w
 from mvr_ray.types import Passage, Progress, no_progress
 
 log = logging.getLogger(__name__)
+CHANGES = "changes"
+"""The format of a source that `update` applied."""
+MAX_CHANGES_SOURCES = 20
+"""The last ones stay in the description of a corpus, so that it does not grow with every update."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +99,11 @@ def update(
         raise DataError(
             f"update: {error}; nothing was changed. Correct the file and run the same command again"
         ) from None
-    source = SourceInfo(file.name, "changes", file.stat().st_size, sha256_of(file))
-    description = dataclasses.replace(parent.info, sources=(*parent.info.sources, source))
+    source = SourceInfo(file.name, CHANGES, file.stat().st_size, sha256_of(file))
+    prepared_sources = [one for one in parent.info.sources if one.format != CHANGES]
+    changes_files = [*(one for one in parent.info.sources if one.format == CHANGES), source]
+    sources = (*prepared_sources, *changes_files[-MAX_CHANGES_SOURCES:])
+    description = dataclasses.replace(parent.info, sources=sources)
     return apply_changes(parent, in_chunks(parent, passage_changes, cfg.chunk_words), description, progress)
 
 

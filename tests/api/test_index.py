@@ -831,6 +831,12 @@ def test_feedback_on_deleted_passages_alone_is_refused(index: Index):
         index.refine(**ONE_ROUND)
 
 
+def test_an_index_without_passages_has_nothing_to_refine(index: Index):
+    index.delete([row["id"] for row in ROWS])
+    with pytest.raises(ConfigError, match=r"^refine: index 'index' version 2 holds no passage to refine; add passages"):
+        index.refine([("Who built tower 1?", "king 1")])
+
+
 def test_feedback_is_split_at_line_feeds_alone_whatever_its_questions_hold(index: Index):
     clicks = [(f"{text}\u2028{text}\u2029{text}\x85?", passage, label) for text, passage, label in CLICKS]
     for number, click in enumerate(clicks, 1):

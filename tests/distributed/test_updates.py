@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from kill_at_call import run_and_kill
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import build_index, rewrite, session, shards
+from mvr_ray.distributed.encode import EncodeTask
 from mvr_ray.distributed.repair import repair
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
@@ -419,3 +421,46 @@ def test_a_change_after_a_roll_back_does_not_bring_back_what_was_rolled_back(fir
     assert sorted(stored_views(store, manifest.read(store, "index"))) == sorted([*first, "right", "later"])
     assert change({"last": 54}) == sorted([*first, "right", "later", "last"])
     assert paths.CHANGES in {name for entry in manifest.read(store, "index").shards for name in entry.files}
+
+
+def test_a_compaction_stays_and_its_views_are_as_encoded_without_its_parent(first_store, run_over, tmp_path):
+    root = shutil.copytree(first_store, tmp_path / "store")
+    store, run = Store(str(root)), own_run(run_over, root, 3)
+
+    def index_change(contents: Mapping[str, int]) -> Manifest:
+        update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", contents), index="index")
+        return build_index.index(run)
+
+    number = index_change({"p00": 51}).version
+    assert rewrite.compact(run).version == build_index.index(run).version == number + 1
+    whole = manifest.read(store, "index")
+    for earlier in range(1, number + 1):
+        store.delete(paths.manifest("index", earlier))
+    version = index_change({"p01": 52})
+    assert (version.operation, version.metrics["encoded"]) == ("index", 1)
+    assert sum(entry not in whole.shards for entry in version.shards) == 1
+
+
+def test_a_command_whose_plans_a_faster_one_removed_makes_them_again(first_store, run_over, tmp_path, monkeypatch):
+    root = shutil.copytree(first_store, tmp_path / "store")
+    store, run = Store(str(root)), own_run(run_over, root, 3)
+    update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", {"p00": 51}), index="index")
+    encode_corpus, calls = build_index.encode_corpus, []
+
+    def encode_and_remove_plans(task: EncodeTask, corpus: Corpus, numbers: list[int], *rest: Any) -> None:
+        encode_corpus(task, corpus, numbers, *rest)
+        for shard in numbers if not calls else ():
+            store.delete(task.plan_path(shard))
+        calls.append(numbers)
+
+    monkeypatch.setattr(build_index, "encode_corpus", encode_and_remove_plans)
+    version = build_index.index(run)
+    assert (len(calls), version.num_passages, version.metrics["encoded"]) == (2, 20, 1)
+
+
+def test_a_changed_sample_measures_the_recall_of_the_same_shards_once(first_store, run_over, tmp_path):
+    root = shutil.copytree(first_store, tmp_path / "store")
+    runs = [own_run(run_over, root, 3, kind="hnsw", recall_sample=sample) for sample in (0, 50, 50)]
+    before, after, again = map(build_index.index, runs)
+    assert before.recall is None and after.recall is not None
+    assert (after.shards, after.version, again.version) == (before.shards, before.version + 1, after.version)

@@ -144,6 +144,24 @@ def test_few_changes_after_many_are_written_alone_and_earlier_programs_refuse_th
     assert whole.info.parts[0].changes == () and formats(whole) == [2, 1]
 
 
+def test_an_update_describes_and_its_collection_reads_no_more_than_the_one_before(
+    store: Store, write: Write, monkeypatch
+):
+    make_corpus(store, write, dict.fromkeys(NAMES, "first"))
+    num_bytes = []
+    for number in range(24):
+        update(CONFIG, store, str(write("c.jsonl", lines(row("p0", f"text {number:02}")))))
+        num_bytes.append(len(Corpus.open(store, "corpus").info.to_json()))
+    assert len(set(num_bytes[-4:])) == 1, "the sources are those of `prepare`, and the last changes"
+    reads, read_bytes = [], Store.read_bytes
+    monkeypatch.setattr(Store, "read_bytes", lambda own, path: reads.append(path) or read_bytes(own, path))
+    assert collect_corpus(store, "corpus") == []
+    versions = paths.corpus_dir("corpus", "versions")
+    assert {path for path in reads if path.startswith(versions)} == {
+        paths.corpus_version("corpus", Corpus.open(store, "corpus").digest)
+    }
+
+
 def test_damage_of_a_file_of_changes_is_found(store: Store, write: Write):
     make_corpus(store, write, {f"p{number:02d}": f"text {number}" for number in range(40)}, 1)
     update(CONFIG, store, str(write("changes.jsonl", lines(row("p03", "new")))))

@@ -45,7 +45,7 @@ def describe(
         parent=base.version,
         shards=tuple(one.shard.entry for one in results),
         recall=recalls.get("recall"),
-        metrics={**metrics, **recalls, **accuracies},
+        metrics={**metrics, **recalls, **accuracies, "refined": 1.0},
         config_digest=run.digest("refine"),
         dirty_share=num_dirty / max(base.num_passages, 1),
         refinement=dict(settings),
