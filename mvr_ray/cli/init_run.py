@@ -192,7 +192,7 @@ def _names(rows: Sequence[Mapping[str, Any]]) -> dict[str, str | None]:
     has_only_questions = bool({*NAMES["question"]} & {*by_lower}) and not {*NAMES["text"]} & {*by_lower}
     parts = NAMES | QUESTION_NAMES if has_only_questions else NAMES
     match = {part: next((by_lower[name] for name in names if name in by_lower), None) for part, names in parts.items()}
-    if any(isinstance(row.get(match["text"]), dict) for row in rows):
+    if any(isinstance(row.get(match["text"] or ""), dict) for row in rows):
         match["text"] = None
     if match["text"] is None and match["question"] is None:
         lengths: Counter[str] = Counter()
