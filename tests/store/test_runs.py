@@ -26,7 +26,8 @@ def test_runs_of_the_same_second_have_a_record_each(tmp_path: Path):
     assert reports == list(range(8))
 
 
-def test_a_log_line_that_utf8_cannot_encode_is_recorded_with_escapes(tmp_path: Path):
+def test_a_log_line_that_utf8_cannot_encode_is_recorded_with_escapes(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("mvr_ray"), "propagate", False)  # pytest's workers send what it captures
     with record(RunConfig.model_validate({"store": {"path": str(tmp_path)}}), "prepare") as run_record:
         logging.getLogger("mvr_ray").warning("bad row: \udcff.jsonl é")
     assert (tmp_path / run_record.folder / "log").read_text().endswith("bad row: \\udcff.jsonl é\n")
