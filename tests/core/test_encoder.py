@@ -283,6 +283,26 @@ def test_a_missing_view_has_no_span_and_is_no_answers_view(tiny):
     assert encoder.view_spans(PASSAGES[3]) == [None, None, None]
 
 
+@pytest.mark.parametrize("name", ["snippet_means", "snippet_means whole", "snippets", "sentences", "splits mean"])
+@pytest.mark.parametrize("title", ["", "The river"])
+def test_the_spans_of_a_cut_passage_are_the_text_that_is_read(tiny, name, title):
+    encoder = DualEncoder.from_backbone(tiny("bert"), replace(STRATEGIES[name], max_passage_tokens=32))
+    passage = Passage("9", title, "The river rises in the hills. It runs to the sea! " * 6)
+    [tokens] = encoder.tokenize_passages([passage])
+    layout, tokenizer = encoder.layout, encoder.passage_tower.tokenizer
+    frame = {*layout.prefix, *layout.suffix, *range(layout.first_viewer, layout.first_viewer + 9)}
+    num_title = len(tokenizer(title, add_special_tokens=False).input_ids)
+    ids = []
+    for row in encoder.rows(tokens):
+        ids += [token for token in row.input_ids.tolist() if token not in frame][num_title:]
+    spans = encoder.view_spans(passage)
+    texts = [snippet_text(passage, span) for span in spans if span]
+    assert tokenizer(" ".join(texts), add_special_tokens=False).input_ids == ids
+    assert sum(map(len, texts)) < len(passage.text) / 2
+    views = encoder.embed_passages([tokens]).mask_PV[0].tolist()
+    assert [span is not None for span in spans[encoder.spec.first_text_view :]] == views[encoder.spec.first_text_view :]
+
+
 @pytest.mark.parametrize("kind", ["bert", "mpnet", "qwen3"])
 @pytest.mark.parametrize("settings", [{}, {"passage_prompt": "passage: "}, {"use_title": False}])
 def test_a_whole_view_is_that_of_mean_and_the_others_are_of_one_snippet_fewer(tiny, kind, settings):

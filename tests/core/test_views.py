@@ -346,6 +346,13 @@ def test_what_a_backbone_cannot_express_is_refused(spec, layout, message):
     assert str(error.value) == message
 
 
+def test_a_snippet_of_which_only_the_space_before_it_is_read_has_the_span_of_that_space():
+    spec, ends = replace(SPEC, strategy="snippet_means"), [*range(1, 19), *range(20, 40)]
+    text = TextTokens(ids=list(range(200, 238)), ends=ends)
+    spans = LAYOUT.spans_read(spec, [], text, [(0, 17), (18, 30), (30, 39)])
+    assert spans == [(0, 17), (17, 18), None]
+
+
 @settings(max_examples=200)
 @given(
     case=st.sampled_from(sorted(CASES)),

@@ -45,7 +45,7 @@ from mvr_ray.core.encoding.snippets import (
 from mvr_ray.core.encoding.stored_model import FORMAT_VERSION, StoredModel, translate_load_errors
 from mvr_ray.core.encoding.tower import Tower, without_surrogates
 from mvr_ray.core.encoding.unpadded_cpu import Means, supports_unpadded_cpu
-from mvr_ray.core.encoding.views import MODEL_SETTINGS, EncoderSpec, Layout, TextTokens, TokenizedPassage
+from mvr_ray.core.encoding.views import MODEL_SETTINGS, EncoderSpec, Layout, PassageText, TextTokens, TokenizedPassage
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import FloatArray, Passage
 
@@ -243,18 +243,9 @@ class DualEncoder(StoredModel):
         if max_tokens:
             spec = replace(spec, max_passage_tokens=min(max_tokens, spec.passage_limit))
             self.layout.check(spec, "of this encoder")
-        prompt = self.spec.passage_prompt or ""
-        titles = [passage.title.strip() if self.spec.use_title else "" for passage in passages]
-        texts = [passage.text if title else prompt + passage.text for passage, title in zip(passages, titles)]
-        titles = [prompt + title if title else "" for title in titles]
-        result = []
-        for passage, title, text in zip(
-            passages, _tokens(self.passage_tower, titles), _tokens(self.passage_tower, texts)
-        ):
-            prompt_ids, rest = (title if title.ids else text).split(len(prompt))
-            title_ids, text = (rest.ids, text) if title.ids else ([], rest)
-            result.append(self.layout.passage(spec, title_ids, text, self.snippets(passage), prompt_ids))
-            if not result[-1].num_tokens:
+        result = [self.layout.passage(spec, *text) for text in self._passage_texts(passages)]
+        for passage, tokens in zip(passages, result):
+            if not tokens.num_tokens:
                 raise EncoderError(
                     f"passage {passage.id!r} has no token of the backbone's tokenizer ({passage.text!r:.100}); give it "
                     f"a text, or leave it out of the corpus"
@@ -273,15 +264,14 @@ class DualEncoder(StoredModel):
         return snippet_spans(passage.text, self.spec.num_views - self.spec.first_text_view, self.splitter)
 
     def view_spans(self, passage: Passage) -> list[Span | None]:
-        """Find the character span of each view's snippet: `TITLE` where it is the title, None where the view is
-        missing, has no snippet, or reads the whole passage."""
+        """Find the character span of each view's snippet, up to the last token that is read: `TITLE` where it is the
+        title, None where the view is missing, has no snippet, or reads the whole passage."""
         spans: list[Span | None] = [None] * self.num_views
-        present = set(self.tokenize_passages([passage])[0].view_T.tolist())
-        if self.spec.title_view and passage.title.strip() and 0 in present:
+        [text] = self._passage_texts([passage])
+        if self.spec.title_view and text.title:
             spans[0] = TITLE
-        for view, span in enumerate(self.snippets(passage), self.spec.first_text_view):
-            if view in present:
-                spans[view] = span
+        for view, span in enumerate(self.layout.spans_read(self.spec, *text), self.spec.first_text_view):
+            spans[view] = span
         return spans
 
     def rows(self, passage: TokenizedPassage) -> list[TokenizedPassage]:
@@ -360,6 +350,20 @@ class DualEncoder(StoredModel):
 
     def is_special(self, parameter: str) -> bool:
         return ".viewers." in parameter
+
+    def _passage_texts(self, passages: Sequence[Passage]) -> list[PassageText]:
+        prompt = self.spec.passage_prompt or ""
+        titles = [passage.title.strip() if self.spec.use_title else "" for passage in passages]
+        texts = [passage.text if title else prompt + passage.text for passage, title in zip(passages, titles)]
+        titles = [prompt + title if title else "" for title in titles]
+        result = []
+        for passage, title, text in zip(
+            passages, _tokens(self.passage_tower, titles), _tokens(self.passage_tower, texts)
+        ):
+            prompt_ids, rest = (title if title.ids else text).split(len(prompt))
+            title_ids, text = (rest.ids, text) if title.ids else ([], rest)
+            result.append(PassageText(title_ids, text, self.snippets(passage), prompt_ids))
+        return result
 
     def _start(self, batch: Sequence[TokenizedPassage]) -> Callable[[], EmbeddedViews]:
         """Start to embed a batch, and to copy its views to the host; the result waits for them."""

@@ -33,9 +33,10 @@ Shapes: T tokens, V views.
 """
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import numpy as np
@@ -227,6 +228,15 @@ class TextTokens:
         return self.ids[:at], TextTokens(self.ids[at:], [end - num_chars for end in self.ends[at:]])
 
 
+class PassageText(NamedTuple):
+    """A passage's tokens before truncation, as arguments of `Layout.passage`."""
+
+    title: Sequence[int]
+    text: TextTokens
+    snippets: Sequence[Span]
+    prompt: Sequence[int]
+
+
 @dataclass(frozen=True)
 class Layout:
     """A backbone's properties for laying out tokens: special ids, the position table, the first viewer's id,
@@ -304,18 +314,13 @@ class Layout:
         prompt: Sequence[int] = (),
     ) -> TokenizedPassage:
         """Lay out a passage. `title` may be empty; `snippets` is empty for strategies without snippets."""
-        quarter = spec.passage_limit // 4
-        head: list[int] = []
-        if title and spec.title_view:
-            head = list(title[:quarter])
-        elif title:
-            head = [*title[: quarter - len(self.separator)], *self.separator]
+        head = self._head(spec, title)
         if spec.strategy == "snippets":
             return self._snippets(spec, prompt, head, text, snippets)
         head = [*prompt, *head]
         if spec.strategy == "viewers":
             return self._viewers(spec, head, text)
-        capacity = spec.passage_limit - len(self.prefix) - len(self.suffix) - len(head)
+        capacity = self._capacity(spec, len(head))
         if spec.overlap_tokens and len(text.ids) > capacity:
             return self._windows(spec, head, text, snippets, capacity)
         text_ids, text_ends = text.ids[:capacity], text.ends[:capacity]
@@ -339,6 +344,55 @@ class Layout:
                 start = len(self.prefix) + len(head)
                 view_T[start : start + len(text_ids)] = self._snippet_views(spec, text_ends, snippets)
         return self._arrays([(ids, view_T)])
+
+    def ends_read(
+        self,
+        spec: EncoderSpec,
+        title: Sequence[int],
+        text: TextTokens,
+        snippets: Sequence[Span],
+        prompt: Sequence[int] = (),
+    ) -> list[int]:
+        """Return the character offsets where the tokens of the text end that `passage` does not cut."""
+        head = self._head(spec, title)
+        if spec.strategy == "snippets":
+            pieces = self._viewer_pieces(spec, prompt, head, text, snippets)
+            return [text.ends[at] for at in sorted(chain(*pieces.values()))]
+        return text.ends if spec.overlap_tokens else text.ends[: self._capacity(spec, len(prompt) + len(head))]
+
+    def spans_read(
+        self,
+        spec: EncoderSpec,
+        title: Sequence[int],
+        text: TextTokens,
+        snippets: Sequence[Span],
+        prompt: Sequence[int] = (),
+    ) -> list[Span | None]:
+        """Return each snippet's span, up to the last token that is read; None where no token is read."""
+        ends = self.ends_read(spec, title, text, snippets, prompt)
+        num_tokens = Counter(snippet_of_token(text.ends, snippets))
+        ends_of: dict[int, list[int]] = {}
+        for end, snippet in zip(ends, snippet_of_token(ends, snippets)):
+            ends_of.setdefault(snippet, []).append(end)
+        spans: list[Span | None] = []
+        for snippet, (start, end) in enumerate(snippets):
+            own = ends_of.get(snippet, [])
+            if own and len(own) < num_tokens[snippet]:
+                end = min(end, own[-1])
+                start = min(start, end - 1)  # the first token may be the space before the snippet
+            spans.append((start, end) if own else None)
+        return spans
+
+    def _head(self, spec: EncoderSpec, title: Sequence[int]) -> list[int]:
+        quarter = spec.passage_limit // 4
+        if not title or spec.title_view:
+            return list(title[:quarter])
+        return [*title[: quarter - len(self.separator)], *self.separator]
+
+    def _capacity(self, spec: EncoderSpec, num_head: int) -> int:
+        """Number of tokens of text that one sequence holds."""
+        num_first = spec.num_views if spec.strategy == "viewers" else len(self.prefix)
+        return spec.passage_limit - num_first - num_head - len(self.suffix)
 
     def _snippet_views(self, spec: EncoderSpec, ends: Sequence[int], snippets: Sequence[Span]) -> list[int]:
         return [spec.first_text_view + snippet for snippet in snippet_of_token(ends, snippets)]
@@ -365,7 +419,7 @@ class Layout:
     def _viewers(self, spec: EncoderSpec, head: list[int], text: TextTokens) -> TokenizedPassage:
         """Lay out MVR: viewers first, at position 0 or at the table's last positions; the text from position 1."""
         num = spec.num_views
-        text_ids = text.ids[: spec.passage_limit - num - len(self.suffix) - len(head)]
+        text_ids = text.ids[: self._capacity(spec, len(head))]
         rest = [*head, *text_ids, *self.suffix]
         viewers = [self.first_viewer + 1 + view for view in range(num)]
         places = [0] * num if spec.viewer_position == "zero" else range(self.num_positions - num, self.num_positions)
@@ -379,25 +433,28 @@ class Layout:
 
         With a title view (CAMVR, figures 1 and 4) `head` is the title, view 0's snippet; the text has the others.
         """
-        pieces: dict[int, list[int]] = {}
-        for token, snippet in zip(text.ids, snippet_of_token(text.ends, snippets)):
-            pieces.setdefault(spec.first_text_view + snippet, []).append(token)
-        keep_empty = spec.empty_snippets == "kept"
-        order = [*([0] if spec.title_view and (head or keep_empty) else []), *pieces] or [0]
-        order += [view for view in range(spec.num_views if keep_empty else 0) if view not in order]
-        budget = spec.passage_limit - len(self.suffix) - len(prompt) - len(head) - len(order)
-        lengths = shorten([len(piece) for piece in pieces.values()], budget)
-        tokens = {view: piece[:length] for (view, piece), length in zip(pieces.items(), lengths)}
-        ids = [*prompt, *head]
-        if spec.title_view:
-            tokens[0], ids = head, list(prompt)
+        ids = [*prompt, *([] if spec.title_view else head)]
         view_T = [-1] * len(ids)
-        for view in order:
-            piece = tokens.get(view, [])
+        for view, places in self._viewer_pieces(spec, prompt, head, text, snippets).items():
+            piece = head if spec.title_view and view == 0 else [text.ids[at] for at in places]
             by_viewer = spec.readout == "viewer" or not piece
             ids += [self.first_viewer + 1 + view, *piece]
             view_T += [view if by_viewer else -1, *[-1 if by_viewer else view] * len(piece)]
         return self._arrays([([*ids, *self.suffix], [*view_T, *[-1] * len(self.suffix)])])
+
+    def _viewer_pieces(
+        self, spec: EncoderSpec, prompt: Sequence[int], head: list[int], text: TextTokens, snippets: Sequence[Span]
+    ) -> dict[int, list[int]]:
+        """Map each viewer, in order, to the places of the tokens of its snippet in the text, after truncation."""
+        keep_empty = spec.empty_snippets == "kept"
+        pieces: dict[int, list[int]] = {0: []} if spec.title_view and (head or keep_empty) else {}
+        for at, snippet in enumerate(snippet_of_token(text.ends, snippets)):
+            pieces.setdefault(spec.first_text_view + snippet, []).append(at)
+        for view in range(spec.num_views if keep_empty else int(not pieces)):
+            pieces.setdefault(view, [])
+        budget = spec.passage_limit - len(self.suffix) - len(prompt) - len(head) - len(pieces)
+        lengths = shorten([len(piece) for piece in pieces.values()], budget)
+        return {view: piece[:length] for (view, piece), length in zip(pieces.items(), lengths)}
 
     def _pieces(
         self, spec: EncoderSpec, head: list[int], text: TextTokens, snippets: Sequence[Span]
