@@ -89,6 +89,14 @@ def draw(summary: Summary) -> str:
         ("prepare", PREPARED, "prepared: 300 passages", "index"),
         ("index", MANIFEST, "live: version 4 of index wiki, 6 passages", "search"),
         (
+            "index",
+            MANIFEST | {"metrics": {"encoded": 6, "encoded_cut": 2}},
+            "live: version 4 of index wiki, 6 passages\n"
+            "  2 passages encoded: longer than encoder.max_passage_tokens, and the end is not\n"
+            "  searched; set prepare.chunk_words, or encoder.overlap_tokens, and build again",
+            "search",
+        ),
+        (
             "refine",
             REFINED,
             "live: version 5 of index wiki, 45.0 % of passages changed (1 of 1 rounds done)",

@@ -17,6 +17,11 @@ Report = Mapping[str, Any]
 NUM_NAMED = 3
 COLLAPSE = "; its views are all alike (collapsed): see docs/math.md"
 
+CUT = (
+    "\n  {} encoded: longer than encoder.max_passage_tokens, and the end is not"
+    "\n  searched; set prepare.chunk_words, or encoder.overlap_tokens, and build again"
+)
+
 
 class Summary(NamedTuple):
     """`verdict` is the outcome of the stage in a line or two; `next` is a command without `mvr-ray`, or empty."""
@@ -100,6 +105,7 @@ def _index_facts(report: Report) -> dict[str, Any]:
         "shards": len(shards),
         "vectors": f"{vectors:,} of {report['dimension']} ({report['dtype']}), {size(num_bytes)}",
         "passages encoded": metrics.get("encoded"),
+        "of these cut at encoder.max_passage_tokens": metrics.get("encoded_cut"),
         "passages kept": metrics.get("carried_over"),
         "passages deleted": metrics.get("deleted"),
         "recall": report["recall"],
@@ -111,6 +117,8 @@ def _index(report: Report, words: str) -> Summary:
     passages = sum(shard["num_passages"] for shard in report["shards"])
     collapse = COLLAPSE * bool(report["metrics"].get("collapsed"))
     verdict = f"live: {version_text(report)}, {count_noun(passages, 'passage')}{collapse}"
+    if num_cut := report["metrics"].get("encoded_cut"):
+        verdict += CUT.format(count_noun(num_cut, "passage"))
     return Summary(_facts(_index_facts(report)), verdict, f'search {words} "your question"')
 
 

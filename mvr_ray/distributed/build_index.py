@@ -85,7 +85,7 @@ def _build(run: RunConfig, corpus: Corpus, task: EncodeTask, before: Manifest | 
     if ready and (live := _same_live_version(store, draft, reusable)):
         log.info("index unchanged: index=%s version=%d", live.index, live.version)
         progress(f"nothing changed, version {live.version} stays live; passages", live.num_passages, live.num_passages)
-        counts = {"encoded": 0, "carried_over": live.num_passages, "deleted": 0}
+        counts = {"encoded": 0, "encoded_cut": 0, "carried_over": live.num_passages, "deleted": 0}
         return dataclasses.replace(live, metrics=live.metrics | counts)
     others = [shard for shard in range(corpus.num_shards) if shard not in reusable]
     if not session.needs_ray(resources, 1):  # a small update of a large corpus needs no cluster
@@ -211,9 +211,10 @@ def build_one(task: EncodeTask, shard: int, reusable: ShardEntry | None, cfg: In
     if reusable is None and (built_shard := shards.read_note(store, draft.index, note)):
         return built_shard
     entry, is_updated, least_recall = reusable, None, None
+    cut_counts: list[int] = []
     if entry is None:
         with shards.shard_folder(store) as folder:
-            known_files = _write_embeddings(store, task, shard, folder, cfg)
+            known_files = _write_embeddings(store, task, shard, folder, cfg, cut_counts)
             if draft.index_params["kind"] != "flat" and not known_files.keys() - {*paths.embedding_files(known_files)}:
                 is_updated = (folder / LABELS_FILE).exists()
             entry = shards.build_shard(store, draft, shard, folder, known_files)
@@ -224,21 +225,31 @@ def build_one(task: EncodeTask, shard: int, reusable: ShardEntry | None, cfg: In
     views = shards.shard_collapse(EmbeddingShard.open(folder / paths.EMBEDDINGS))
     pruning = json.loads((folder / paths.PRUNED_JSON).read_text()) if paths.PRUNED_JSON in entry.files else {}
     cosine, lv = views.mean_pair_cosine, views.lv
-    built_shard = BuiltShard(entry, recall, cosine, lv, **pruning, is_updated=is_updated, least_recall=least_recall)
+    built_shard = BuiltShard(
+        entry,
+        recall,
+        cosine,
+        lv,
+        **pruning,
+        is_updated=is_updated,
+        least_recall=least_recall,
+        num_cut=sum(cut_counts),
+    )
     return built_shard if reusable else shards.write_note(store, note, built_shard)
 
 
 def _write_embeddings(
-    store: Store, task: EncodeTask, shard: int, folder: Path, cfg: IndexConfig
+    store: Store, task: EncodeTask, shard: int, folder: Path, cfg: IndexConfig, cut_counts: list[int]
 ) -> dict[str, FileEntry]:
     """Write one shard's embeddings: its changes beside an earlier shard's file, or all of it.
 
-    Passage ids are checked against the corpus. Returns files with known digests. With `index.prune_views`, redundant
-    views are dropped, and a file records the result. The approximate index of an earlier shard with the same parameters
-    is copied and updated, unless its recall would be below the earlier version's promise.
+    Passage ids are checked against the corpus. Returns files with known digests, and adds the number of cut passages of
+    each chunk to `cut_counts`. With `index.prune_views`, redundant views are dropped, and a file records the result.
+    The approximate index of an earlier shard with the same parameters is copied and updated, unless its recall would be
+    below the earlier version's promise.
     """
     corpus, plan = task.open_corpus(), task.plan(store, shard)
-    new_blocks, known_files = _embedded_blocks(store, task, corpus, shard), {}
+    new_blocks, known_files = _embedded_blocks(store, task, corpus, shard, cut_counts), {}
     if plan.base is None:
         _write_blocks(task, new_blocks, folder, cfg.prune_views)
         return known_files
@@ -296,9 +307,11 @@ def _write_blocks(task: EncodeTask, blocks: Iterable[EmbeddingBlock], folder: Pa
         (folder / paths.PRUNED_JSON).write_text(json.dumps({"dropped": num_dropped, "worst": worst}) + "\n")
 
 
-def _embedded_blocks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) -> Iterator[EmbeddingBlock]:
+def _embedded_blocks(
+    store: Store, task: EncodeTask, corpus: Corpus, shard: int, cut_counts: list[int]
+) -> Iterator[EmbeddingBlock]:
     """Yield a shard's encoded, carried-over and copied embeddings, in order of id."""
-    plan, chunks = task.plan(store, shard), _encoded_chunks(store, task, corpus, shard)
+    plan, chunks = task.plan(store, shard), _encoded_chunks(store, task, corpus, shard, cut_counts)
     if not plan.is_carried and not plan.copies:
         yield from chunks
         return
@@ -332,7 +345,9 @@ def _copied_blocks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) -
                         yield gather_rows([block], rows_of_copies)
 
 
-def _encoded_chunks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) -> Iterator[EmbeddingBlock]:
+def _encoded_chunks(
+    store: Store, task: EncodeTask, corpus: Corpus, shard: int, cut_counts: list[int]
+) -> Iterator[EmbeddingBlock]:
     ids = corpus.part(shard).ids()
     ids = [ids[row] for row in task.plan(store, shard).rows_to_encode(len(ids))]
     for chunk in chunks_of(task, corpus, shard):
@@ -342,6 +357,7 @@ def _encoded_chunks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) 
         except RowsLostError as error:
             task.discard(store, shard, error)
             raise
+        cut_counts.append(embeddings.num_cut)
         yield from embeddings.blocks()
 
 
@@ -376,6 +392,14 @@ def _complete_draft(
     means = {"view_pair_cosine": cosine, "lv": lv}
     metrics: dict[str, int | float] = {name: value for name, value in means.items() if value is not None}
     metrics |= {name: counts[name] for name in ("encoded", "carried_over", "deleted")}
+    metrics["encoded_cut"] = sum(shard.num_cut for shard in built_shards)
+    if metrics["encoded_cut"]:
+        log.warning(
+            "passages are longer than encoder.max_passage_tokens, and their ends are not searched; set "
+            "prepare.chunk_words or encoder.overlap_tokens: index=%s passages=%d",
+            draft.index,
+            metrics["encoded_cut"],
+        )
     metrics |= shards.recall_metrics(built_shards) | {"refined": float(draft.operation == REFINED)}
     if draft.operation == REFINED:
         metrics["unlearned"] = counts["unlearned"]

@@ -120,8 +120,9 @@ class EncodeTask(NamedTuple):
     def carried_path(self, shard: int) -> str:
         return paths.staged_carried(self.draft.index, self.key, shard)
 
-    def embedding_writer(self, path: Path) -> EmbeddingWriter:
-        return EmbeddingWriter(path, self.draft.dimension, self.draft.num_views, self.draft.dtype)
+    def embedding_writer(self, path: Path, num_cut: int = 0) -> EmbeddingWriter:
+        draft = self.draft
+        return EmbeddingWriter(path, draft.dimension, draft.num_views, draft.dtype, num_cut=num_cut)
 
     def open_corpus(self) -> Corpus:
         return Corpus.open(Store(self.store), self.draft.corpus, self.draft.corpus_digest)
@@ -276,14 +277,16 @@ def chunks_at_once(gpu: bool) -> int:
 
 
 def tokenize_chunk(batch: pa.Table, task: EncodeTask) -> pa.Table:
-    """Add the ids and concatenated tokens of its passages to the row of a chunk."""
+    """Add the ids and concatenated tokens of its passages, and the number of those cut, to the row of a chunk."""
     [row] = batch.to_pylist()
     chunk, part = ChunkRange(**row), task.open_corpus().part(row["shard"])
     rows = task.plan(Store(task.store), chunk.shard).rows_to_encode(len(part))
     passages = part.take(rows[chunk.start : chunk.stop])
     columns = {name: pa.array([value]) for name, value in row.items()}
     columns["ids"] = pa.array([[passage.id for passage in passages]])
-    token_arrays = pack_tokens(task.cached_encoder().tokenize_passages(passages))
+    tokens = task.cached_encoder().tokenize_chunk(passages)
+    columns["num_cut"] = pa.array([tokens.num_cut])
+    token_arrays = pack_tokens(tokens.passages)
     for name, dtype in TOKEN_ARRAYS.items():
         columns[name] = pa.array([token_arrays[name]], pa.large_list(pa.from_numpy_dtype(dtype)))
     return pa.table(columns)
@@ -318,13 +321,13 @@ class ChunkEncoder:
             with self.lock, torch_threads(self.threads), out_of_memory:
                 ids = batch.column("ids")[0].as_py()
                 block = embed_chunk(encoder, ids, tokens, task.tokens_per_batch, task.draft.dtype)
-            self._write(block, path)
+            self._write(block, path, batch.column("num_cut")[0].as_py())
         return pa.table({"passages": pa.array([chunk.stop - chunk.start])})
 
-    def _write(self, block: EmbeddingBlock, path: str) -> None:
+    def _write(self, block: EmbeddingBlock, path: str, num_cut: int) -> None:
         with self.store.scratch() as folder:
             file = folder / "chunk.arrow"
-            with self.task.embedding_writer(file) as writer:
+            with self.task.embedding_writer(file, num_cut) as writer:
                 writer.write(block)
             add_trailer(file)
             self.store.put_file(file, path)

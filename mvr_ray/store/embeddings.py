@@ -56,9 +56,16 @@ class EmbeddingWriter:
     """
 
     def __init__(
-        self, path: Path, dimension: int, num_views: int, dtype: Dtype = "fp16", deleted_ids: Sequence[str] = ()
+        self,
+        path: Path,
+        dimension: int,
+        num_views: int,
+        dtype: Dtype = "fp16",
+        deleted_ids: Sequence[str] = (),
+        num_cut: int = 0,
     ) -> None:
-        """`deleted_ids` are the deleted passages of another file; see `store.delta`."""
+        """`deleted_ids` are the deleted passages of another file (`store.delta`). `num_cut` of a staged chunk's
+        passages have more text than the encoder reads."""
         self.path = path
         self.dimension = dimension
         self.dtype = dtype
@@ -75,6 +82,8 @@ class EmbeddingWriter:
         if deleted_ids:
             deleted_json = json.dumps(list(deleted_ids), ensure_ascii=False).encode()
             metadata |= {b"format": _FORMAT_WITH_DELETIONS, b"deleted_ids": deleted_json}
+        if num_cut:
+            metadata[b"num_cut"] = str(num_cut).encode()
         self._schema = pa.schema(fields, metadata)
 
     @contextmanager
@@ -178,6 +187,7 @@ class EmbeddingShard:
         self.dimension: int = inner.list_size
         self.dtype: Dtype = "fp16" if pa.types.is_float16(inner.value_type) else "fp32"
         self.num_views = int(metadata[b"num_views"])
+        self.num_cut = int(metadata.get(b"num_cut", b"0"))
         self.deleted_ids: list[str] = json.loads(metadata.get(b"deleted_ids", b"[]"))
         self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
         self.num_passages = sum(batch.num_rows for batch in self._batches)

@@ -120,6 +120,14 @@ def test_every_shape_of_the_same_passages_gives_the_same_corpus(shape: str, tmp_
     assert reports[1].passages_written == len(ROWS)
 
 
+def test_a_version_counts_the_passages_it_encoded_that_are_cut(tiny_backbone: Path, tmp_path: Path):
+    rows = [("long", "The tower was built. " * 40), ("short", "The tower fell.")]
+    with Index.build(rows, str(tiny_backbone), tmp_path / "store", settings=SMALL) as index:
+        assert [index.manifest.metrics[name] for name in ("encoded", "encoded_cut")] == [2, 1]
+        version = index.upsert([("short", "The tower stands.")])
+        assert [version.metrics[name] for name in ("encoded", "encoded_cut")] == [1, 0]
+
+
 def test_texts_and_tuples_are_passages_and_a_row_without_an_id_gets_its_number(tmp_path: Path):
     records = passage_records(["One.", ("a", "Two."), ("b", "Title", "Three."), {"text": "Four.", "year": 4}])
     passages = [(record.passage.id, record.passage.title, record.passage.text) for record in records]

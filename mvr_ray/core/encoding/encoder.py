@@ -69,6 +69,13 @@ class EmbeddedViews(NamedTuple):
     mask_PV: np.ndarray
 
 
+class TokenizedChunk(NamedTuple):
+    """Tokenized passages; `num_cut` of them have more text than the encoder reads."""
+
+    passages: list[TokenizedPassage]
+    num_cut: int
+
+
 class DualEncoder(StoredModel):
     """Two towers, or one for both sides. Make it with `from_backbone` or `load`."""
 
@@ -239,18 +246,24 @@ class DualEncoder(StoredModel):
         `max_tokens` shortens passages further than the settings, for training; 0: no further limit. Raises EncoderError
         for a passage without any token.
         """
+        return self.tokenize_chunk(passages, max_tokens).passages
+
+    def tokenize_chunk(self, passages: Sequence[Passage], max_tokens: int = 0) -> TokenizedChunk:
+        """Tokenize passages as `tokenize_passages` does, and count those that are cut."""
         spec = self.spec
         if max_tokens:
             spec = replace(spec, max_passage_tokens=min(max_tokens, spec.passage_limit))
             self.layout.check(spec, "of this encoder")
-        result = [self.layout.passage(spec, *text) for text in self._passage_texts(passages)]
+        texts = self._passage_texts(passages)
+        result = [self.layout.passage(spec, *text) for text in texts]
         for passage, tokens in zip(passages, result):
             if not tokens.num_tokens:
                 raise EncoderError(
                     f"passage {passage.id!r} has no token of the backbone's tokenizer ({passage.text!r:.100}); give it "
                     f"a text, or leave it out of the corpus"
                 )
-        return result
+        num_cut = sum(len(self.layout.ends_read(spec, *text)) < len(text.text.ends) for text in texts)
+        return TokenizedChunk(result, num_cut)
 
     def snippets(self, passage: Passage) -> list[Span]:
         """Find the character spans of the text's snippets, before truncation; empty without snippets.
