@@ -920,7 +920,7 @@ def test_hits_of_a_long_sentence_are_shown_in_a_few_lines(tiny_backbone: Path, t
         hits = index.search("tower")
         index.upsert([("0", "It is. The" + " tower" * 100)])
         at_the_end = index.search("tower")
-    assert hits[0].snippet is not None and len(hits[0].snippet.text) > 100_000
+    assert hits[0].snippet is not None and len(hits[0].snippet.text) > 300
     assert len(repr(hits)) < 1000 and len(hits._repr_html_()) < 1000
     assert at_the_end[0].snippet.stop == len(at_the_end[0].text) and repr(at_the_end).endswith("«")
 

@@ -100,6 +100,7 @@ def test_a_roll_back_is_not_undone_until_the_last_corpus_is_published_again(run:
     assert live(run).version == 5 and live(run).num_passages == len(ids(run)) == 58
 
 
+@pytest.mark.ray
 def test_a_roll_back_holds_over_later_versions_and_its_files_are_not_applied_again(run: RunConfig, source: Path):
     run = run.model_copy(update={"resources": run.resources.model_copy(update={"local_passages": 10_000})})
     store, first = Store(run.store.path), ids(run)[0]

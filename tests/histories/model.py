@@ -47,6 +47,7 @@ from mvr_ray.distributed.shards import build_shard
 from mvr_ray.errors import MvrRayError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.serving.catalog import VersionCatalog
+from mvr_ray.serving.schemas import RequestError
 from mvr_ray.store import embeddings, manifest, paths
 from mvr_ray.store.change_files import Backlog, apply_batch, list_change_files
 from mvr_ray.store.corpus import Corpus, CorpusInfo, shard_of
@@ -315,7 +316,9 @@ class History:
     def _actor(self, name: str, times: int, work: Callable[[Store], object], pace: float = 1.0) -> Actor:
         def act() -> None:
             for _ in range(times):
-                with contextlib.suppress(MvrRayError):  # a named error is an answer; the next try may succeed
+                with contextlib.suppress(
+                    MvrRayError, RequestError
+                ):  # a named error is an answer; the next try may succeed
                     work(Store(self.address))
 
         return Actor(name, act, pace)

@@ -228,6 +228,6 @@ def test_the_cost_step_times_every_system_over_the_same_passages_and_questions(c
 def test_a_cell_of_several_lines_stays_in_its_row_of_the_report():
     table = make_table("Examples", "note", [{"question": "Who founded\nthe town | city?\n", "n": 1}])
     config = SimpleNamespace(title="title", paper="paper", about="", notes=[])
-    study = SimpleNamespace(config=config, file=Path("study.yaml"), size="quick")
+    study = SimpleNamespace(config=config, words=["study", "study.yaml"], size="quick")
     page = _page("title", _markdown(study, {}, [table], [], []), [])
     assert page.count("<tr>") == 2 and "<td>Who founded the town | city?</td>" in page
