@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
