@@ -918,7 +918,7 @@ def test_hits_show_their_snippet_as_text_and_as_a_table_without_markup_of_passag
 def test_hits_of_a_long_sentence_are_shown_in_a_few_lines(tiny_backbone: Path, tmp_path: Path):
     with Index.build(["tower " * 50_000], str(tiny_backbone), tmp_path / "long", settings=SMALL) as index:
         hits = index.search("tower")
-        index.upsert([("0", "It is. The" + " tower" * 100)])
+        index.upsert([("0", "It is. The" + " tower" * 50)])
         at_the_end = index.search("tower")
     assert hits[0].snippet is not None and len(hits[0].snippet.text) > 300
     assert len(repr(hits)) < 1000 and len(hits._repr_html_()) < 1000
