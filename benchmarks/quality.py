@@ -1,6 +1,7 @@
 """Measure retrieval quality on SQuAD: every system over the same passages, one table with 95 % intervals.
 
-    python benchmarks/quality.py    # untrained systems, refinement, and the encoder that configs/squad.yaml trains
+    python benchmarks/quality.py              # untrained systems, refinement, and the encoders trained on SQuAD
+    python benchmarks/quality.py --encoder    # only train the encoder that configs/squad.yaml names: 40 minutes
 
 Each step is an ordinary command, printed before it runs and stored with its figures. A step whose result is on file is
 not run again. Results go to benchmarks/results/quality.json and .md; the ranks of every question by every system go to
@@ -35,8 +36,8 @@ LINEAR = ["refine.method=linear", "refine.positives=all", "refine.keep_length=tr
 RAW = ["refine.method=linear", "refine.positives=all", "refine.keep_length=false", FREE]
 FEEDBACK = ["refine.method=feedback_views", "refine.feedback_weight=0.8", "refine.feedback_clusters=1", FREE]
 TWO = ["refine.method=feedback_views", "refine.feedback_weight=0.8", "refine.feedback_clusters=2", FREE]
-TRAINED = ["index.name=full-trained", "index.encoder=trained"]
 WITH_WORDS = ["index.lexical=true", "search.hybrid=30"]
+TRAINED = ["index.encoder=trained", *WITH_WORDS]
 CRANFIELD = [
     "prepare.corpus=cranfield",
     "prepare.sources=[{path: ../shared/data/cranfield, format: beir, split: test, questions: cranfield}]",
@@ -76,6 +77,15 @@ class System(NamedTuple):
 
 
 ONE, EIGHT, LEARNED = "one mean vector", "snippet means, 8 views", "snippet means, trained on SQuAD"
+MINED = "snippet means, trained on SQuAD with mined negatives"
+PLAIN = "encoder.name=squad-plain"
+FIRST = ["encoder.name=squad-first", "index.name=squad-first"]
+ENCODER: list[tuple[str, list[str]]] = [  # of the name in configs/squad.yaml
+    ("train", [*FIRST, "train.max_steps=457"]),
+    ("index", [*FIRST, "index.encoder=trained"]),
+    ("mine", [*FIRST, "mine.method=index", "mine.max_passage_questions=1"]),
+    ("train", ["train.hard_negatives=train_mined", "train.num_hard_negatives=1", "train.max_steps=914"]),
+]
 
 
 def refinement_system(name: str, base: list[str], how: list[str], than: str) -> System:
@@ -88,14 +98,19 @@ def elsewhere(corpus: str, source: list[str]) -> list[System]:
     """Return the encoder before and after training, on passages and questions unlike its training data."""
     name = corpus.lower()
     before = [*source, "encoder.strategy=snippet_means", f"index.name={name}-snippet-means", UNTRAINED, *WITH_WORDS]
-    after = [*source, f"index.name={name}-trained", "index.encoder=trained", *WITH_WORDS]
+    plain = [*source, PLAIN, f"index.name={name}-trained", *TRAINED]
+    mined = [*source, f"index.name={name}-mined", *TRAINED]
     with_bm25 = [*before, "evaluate.bm25=true"]
+    prepare = ("prepare", source)
     return [
-        System(EIGHT, [("prepare", source), ("index", before), ("evaluate", with_bm25)], BM25, corpus),
-        System(LEARNED, [("index", after), ("evaluate", after)], EIGHT, corpus),
+        System(EIGHT, [prepare, ("index", before), ("evaluate", with_bm25)], BM25, corpus),
+        System(LEARNED, [prepare, ("index", plain), ("evaluate", plain)], EIGHT, corpus),
+        System(MINED, [prepare, ("index", mined), ("evaluate", mined)], EIGHT, corpus),
     ]
 
 
+SQUAD_PLAIN = [PLAIN, "index.name=full-trained", *TRAINED]
+SQUAD_MINED = ["index.name=full-mined", *TRAINED]
 SYSTEMS = [
     System(ONE, [("index", MEAN), ("evaluate", [*MEAN, "evaluate.bm25=true"])], BM25),
     refinement_system("one mean vector, linear form", MEAN, LINEAR, ONE),
@@ -107,7 +122,8 @@ SYSTEMS = [
     refinement_system("snippet means, linear form, raw as in the paper", SNIPPETS, RAW, EIGHT),
     refinement_system("snippet means, feedback views", SNIPPETS, FEEDBACK, EIGHT),
     refinement_system("snippet means, two feedback views a passage", SNIPPETS, TWO, EIGHT),
-    System(LEARNED, [("train", []), ("index", [*TRAINED, *WITH_WORDS]), ("evaluate", [*TRAINED, *WITH_WORDS])], EIGHT),
+    System(LEARNED, [("train", [PLAIN]), ("index", SQUAD_PLAIN), ("evaluate", SQUAD_PLAIN)], EIGHT),
+    System(MINED, [*ENCODER, ("index", SQUAD_MINED), ("evaluate", SQUAD_MINED)], LEARNED),
     *elsewhere("Cranfield", CRANFIELD),
     *elsewhere("EfficientQA", EFFICIENT_QA),
 ]
@@ -135,14 +151,11 @@ def run_stage(stage: str, overrides: list[str]) -> dict[str, Any]:
     }
 
 
-def commands(system: System, extra: list[str]) -> list[tuple[str, list[str]]]:
-    """List a system's commands, stage by stage; `extra` are overrides for every command."""
+def commands(stages: list[tuple[str, list[str]]], extra: list[str]) -> list[tuple[str, list[str]]]:
+    """Add to every stage's overrides those that all systems share, and `extra`."""
     common = ["evaluate.bm25=false", "index.precision=bf16"]
     common += ["search.hybrid=null", "index.lexical=false", *extra]  # a row is what the vectors of one system find
-    return [
-        (stage, [*(extra if stage in ("prepare", "train") else common), *overrides])
-        for stage, overrides in system.commands
-    ]
+    return [(stage, [*(extra if stage in ("prepare", "train") else common), *overrides]) for stage, overrides in stages]
 
 
 def keep_ranks(path: Path, system: System, report: dict[str, Any]) -> None:
@@ -217,7 +230,12 @@ def table(results: dict[str, Any], ranks: Path) -> str:
 
 
 def main(extra: list[str]) -> None:
-    """Measure all systems; `extra` are overrides for every command, such as store.path=/mnt/store."""
+    """Measure all systems; `extra` are overrides for every command, such as store.path=/mnt/store. After `--encoder`
+    only the encoder that configs/squad.yaml names is trained."""
+    if extra[:1] == ["--encoder"]:
+        for stage, overrides in commands([("prepare", []), *ENCODER], extra[1:]):
+            run_stage(stage, overrides)
+        return
     path = RESULTS / "quality.json"
     ranks = path.with_suffix(".parquet")
     results = json.loads(path.read_text()) if path.is_file() else {"hardware": hardware(), "systems": {}}
@@ -225,7 +243,7 @@ def main(extra: list[str]) -> None:
     for system in SYSTEMS:
         if system.key in results["systems"]:
             continue
-        steps = [run_stage(stage, overrides) for stage, overrides in commands(system, extra)]
+        steps = [run_stage(stage, overrides) for stage, overrides in commands(system.commands, extra)]
         keep_ranks(ranks, system, steps[-1]["report"])
         done_systems = {**results["systems"], system.key: steps}
         results["systems"] = {one.key: done_systems[one.key] for one in SYSTEMS if one.key in done_systems}
