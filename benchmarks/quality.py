@@ -99,13 +99,13 @@ def elsewhere(corpus: str, source: list[str]) -> list[System]:
     name = corpus.lower()
     before = [*source, "encoder.strategy=snippet_means", f"index.name={name}-snippet-means", UNTRAINED, *WITH_WORDS]
     plain = [*source, PLAIN, f"index.name={name}-trained", *TRAINED]
-    mined = [*source, f"index.name={name}-mined", *TRAINED]
+    second = [*source, f"index.name={name}-mined", *TRAINED]
     with_bm25 = [*before, "evaluate.bm25=true"]
     prepare = ("prepare", source)
     return [
         System(EIGHT, [prepare, ("index", before), ("evaluate", with_bm25)], BM25, corpus),
         System(LEARNED, [prepare, ("index", plain), ("evaluate", plain)], EIGHT, corpus),
-        System(MINED, [prepare, ("index", mined), ("evaluate", mined)], EIGHT, corpus),
+        System(MINED, [prepare, ("index", second), ("evaluate", second)], EIGHT, corpus),
     ]
 
 

@@ -208,7 +208,7 @@ class EncoderConfig(Section):
     score_scale: Annotated[float, Field(gt=0)] = 20.0
     """Scores are multiplied by this in the loss (20 x cosine); 1 for raw inner products."""
     sentences: Literal["packaged", "corpus"] = "packaged"
-    """Punkt parameters that come with mvr_ray, or Punkt trained on the corpus."""
+    """Punkt parameters that come with mvr_ray, or Punkt trained on the corpus, once an index."""
     seed: int = 0
     """Seed of the initial viewer embeddings."""
 

@@ -17,7 +17,8 @@ from mvr_ray.checksums import FORMAT_VERSION, json_with_checksum, parse_json
 from mvr_ray.config import RunConfig, resolve_model
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.precision import PrecisionName, fastest_float
-from mvr_ray.core.encoding.snippets import train_punkt
+from mvr_ray.core.encoding.snapshot import read_punkt
+from mvr_ray.core.encoding.snippets import PunktParams, train_punkt
 from mvr_ray.distributed import models
 from mvr_ray.errors import EncoderError, FingerprintError, MissingInputError, StorageError
 from mvr_ray.store import manifest as manifests
@@ -106,7 +107,7 @@ def _named_encoder(run: RunConfig, corpus: Corpus | None) -> LocalEncoder:
             )
     elif choice != "untrained":
         return local_encoder(store, name, choice)
-    encoder = make_encoder(run, store, corpus)
+    encoder = make_encoder(run, store, corpus, _live_punkt(run, store))
     snapshot = save_encoder(store, name, encoder)
     strategy = encoder.spec.strategy
     log.info("untrained encoder: name=%s fingerprint=%s strategy=%s", name, snapshot.fingerprint, strategy)
@@ -175,11 +176,24 @@ def cached_encoder(root: str, name: str, fingerprint: str) -> DualEncoder:
     return open_encoder(Store(root), name, fingerprint)
 
 
-def make_encoder(run: RunConfig, store: Store, corpus: Corpus | None = None) -> DualEncoder:
-    """Make an untrained encoder: the backbone with the strategy of the `encoder` section."""
+def _live_punkt(run: RunConfig, store: Store) -> PunktParams | None:
+    """The sentences that the live index learned from this corpus: with them, a change encodes only what is new."""
+    with suppress(MissingInputError, StorageError, EncoderError):
+        live = manifests.read(store, run.index.name)
+        spec = _description(store, live.encoder_name, live.encoder_fingerprint)["spec"]
+        same_split = [spec[name] for name in ("sentences", "strategy")] == ["corpus", run.encoder.strategy]
+        if same_split and run.encoder.sentences == "corpus" and live.corpus == run.prepare.corpus:
+            return read_punkt(store.local_path(paths.encoder_dir(live.encoder_name, live.encoder_fingerprint)))
+    return None
+
+
+def make_encoder(
+    run: RunConfig, store: Store, corpus: Corpus | None = None, punkt: PunktParams | None = None
+) -> DualEncoder:
+    """Make an untrained encoder: the backbone with the strategy of the `encoder` section. Without `punkt`, sentences of
+    the corpus are learned from it."""
     spec = encoder_spec(run)
-    punkt = None
-    if spec.needs_sentences and spec.sentences == "corpus":
+    if spec.needs_sentences and spec.sentences == "corpus" and punkt is None:
         corpus = corpus or Corpus.open(store, run.prepare.corpus)
         punkt = train_punkt(passage.text for passage in corpus)
     return DualEncoder.from_backbone(resolve_model(run.encoder.backbone), spec, punkt)

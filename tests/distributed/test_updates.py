@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from kill_at_call import run_and_kill
 
 from mvr_ray.config import RunConfig
+from mvr_ray.core.encoding.snapshot import read_punkt
+from mvr_ray.core.encoding.snippets import train_punkt
 from mvr_ray.distributed import build_index, rewrite, session, shards
 from mvr_ray.distributed.encode import EncodeTask
 from mvr_ray.distributed.repair import repair
@@ -354,6 +356,28 @@ def test_a_content_under_another_id_is_not_encoded_again(first_store, run_over, 
     before, after = stored_views(store, first), stored_views(store, version)
     for number in range(20):
         assert after[f"renamed {number}"].vectors_ND.tobytes() == before[f"p{number:02d}"].vectors_ND.tobytes()
+
+
+def test_sentences_learned_from_the_corpus_stay_when_it_changes(first_store, run_over, tmp_path):
+    root = shutil.copytree(first_store, tmp_path / "store")
+    store, run = Store(str(root)), own_run(run_over, root, 3)
+    encoder = run.encoder.model_copy(update={"strategy": "snippet_means", "sentences": "corpus"})
+    run = run.model_copy(update={"encoder": encoder})
+    first = build_index.index(run)
+    changes = tmp_path / "changes.jsonl"
+    changes.write_text(
+        json.dumps({"id": "new", "text": "It is approx. three miles. " * 20 + "See approx. here."}) + "\n"
+    )
+    update(run.prepare, store, str(changes))
+    passages = Corpus.open(store, run.prepare.corpus)
+    assert train_punkt(one.text for one in passages) != read_punkt(
+        root / paths.encoder_dir(first.encoder_name, first.encoder_fingerprint)
+    )
+    version = build_index.index(run)
+    assert (
+        version.encoder_fingerprint == first.encoder_fingerprint != manifest.read(store, "index", 1).encoder_fingerprint
+    )
+    assert [version.metrics[name] for name in ("encoded", "carried_over")] == [1, 20]
 
 
 @pytest.mark.parametrize("kind", ["hnsw", "faiss"])

@@ -161,13 +161,17 @@ def read_parts(folder: Path, description: Mapping[str, Any], only_embeds: bool =
             tower = open_tower(str(folder / name))
         tower.load_viewers(folder / name)
         towers.append(tower)
+    return Snapshot(spec, towers, read_punkt(folder), precision)
+
+
+def read_punkt(folder: Path) -> PunktParams:
+    """Read the Punkt parameters of a snapshot. Raises EncoderError."""
     if not (folder / PUNKT_FILE).is_file():
         raise EncoderError(f"encoder snapshot {folder} has no {PUNKT_FILE}; copy or make it again")
     try:
-        punkt = PunktParams.from_json((folder / PUNKT_FILE).read_text(encoding="utf-8"))
+        return PunktParams.from_json((folder / PUNKT_FILE).read_text(encoding="utf-8"))
     except (EncoderError, UnicodeDecodeError) as error:
         raise EncoderError(f"{folder / PUNKT_FILE} is damaged ({error}); copy or make the snapshot again") from None
-    return Snapshot(spec, towers, punkt, precision)
 
 
 def _precision(folder: Path, precision: Any, model_sha256: str | None) -> Precision:
