@@ -3,12 +3,12 @@
 import json
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from mvr_ray.config import PrepareConfig, SourceConfig, TrainConfig
+from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.snippets import load_punkt
 from mvr_ray.core.encoding.views import EncoderSpec
 from mvr_ray.core.judging.answers import AnswerMatcher
@@ -52,26 +52,29 @@ def ids(corpus: Corpus) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("answer_views", "first_view", "second", "without_place"),
+    ("answer_views", "settings", "max_tokens", "second", "without_place"),
     [
-        ("first", {}, [1], []),
-        ("all", {}, [0, 1], [0, 1]),
-        ("first", {"title_view": True}, [2], []),
-        ("all", {"title_view": True}, [1, 2], [1, 2]),
-        ("first", {"strategy": "snippet_means", "whole_view": True}, [0, 2], []),
-        ("all", {"strategy": "snippet_means", "whole_view": True}, [0, 1, 2], [0, 1, 2]),
+        ("first", {}, 0, [1], []),
+        ("all", {}, 0, [0, 1], [0, 1]),
+        ("first", {"title_view": True, "use_title": True}, 0, [2], []),
+        ("all", {"title_view": True, "use_title": True}, 0, [1, 2], [1, 2]),
+        ("first", {"strategy": "snippet_means", "whole_view": True}, 0, [0, 2], []),
+        ("all", {"strategy": "snippet_means", "whole_view": True}, 0, [0, 1, 2], [0, 1, 2]),
+        ("first", {"strategy": "snippet_means"}, 9, [], []),
+        ("all", {"strategy": "snippet_means"}, 9, [0], [0]),
     ],
 )
 def test_views_that_hold_an_answer_are_those_of_its_place_or_of_its_words(
-    answer_views, first_view, second, without_place
+    tiny_backbone, answer_views, settings, max_tokens, second, without_place
 ):
     """The place is that of the second sentence; a question whose answer has no place is found by words alone. With a
-    title view the sentences have the views after it, and the title holds no answer; a whole view holds what they do."""
+    title view the sentences have the views after it, and the title holds no answer; a whole view holds what they do.
+    Nine tokens end before the second answer."""
     text = "Paris is old. The capital is Paris. Nobody stayed."
     loop = RetrieverLoop.__new__(RetrieverLoop)
-    spec = EncoderSpec(**{"strategy": "snippets", "num_views": 4, **first_view})
-    loop.model = SimpleNamespace(spec=spec, num_views=4, snippets=lambda passage: [(0, 13), (14, 35), (36, 50)])
-    loop.cfg = TrainConfig(loss="camvr", answer_views=answer_views)
+    spec = EncoderSpec(**{"strategy": "snippets", "num_views": 4, "use_title": False, **settings})
+    loop.model = DualEncoder.from_backbone(str(tiny_backbone), spec)
+    loop.cfg = TrainConfig(loss="camvr", answer_views=answer_views, max_passage_tokens=max_tokens)
     loop.matcher = AnswerMatcher()
     batch = JoinedBatch(
         texts=["Which one?", "Where?"],

@@ -250,11 +250,7 @@ class DualEncoder(StoredModel):
 
     def tokenize_chunk(self, passages: Sequence[Passage], max_tokens: int = 0) -> TokenizedChunk:
         """Tokenize passages as `tokenize_passages` does, and count those that are cut."""
-        spec = self.spec
-        if max_tokens:
-            spec = replace(spec, max_passage_tokens=min(max_tokens, spec.passage_limit))
-            self.layout.check(spec, "of this encoder")
-        texts = self._passage_texts(passages)
+        spec, texts = self._with_limit(max_tokens), self._passage_texts(passages)
         result = [self.layout.passage(spec, *text) for text in texts]
         for passage, tokens in zip(passages, result):
             if not tokens.num_tokens:
@@ -264,6 +260,13 @@ class DualEncoder(StoredModel):
                 )
         num_cut = sum(len(self.layout.ends_read(spec, *text)) < len(text.text.ends) for text in texts)
         return TokenizedChunk(result, num_cut)
+
+    def _with_limit(self, max_tokens: int) -> EncoderSpec:
+        if not max_tokens:
+            return self.spec
+        spec = replace(self.spec, max_passage_tokens=min(max_tokens, self.spec.passage_limit))
+        self.layout.check(spec, "of this encoder")
+        return spec
 
     def snippets(self, passage: Passage) -> list[Span]:
         """Find the character spans of the text's snippets, before truncation; empty without snippets.
@@ -276,14 +279,16 @@ class DualEncoder(StoredModel):
             return equal_splits(passage.text, self.spec.num_views)
         return snippet_spans(passage.text, self.spec.num_views - self.spec.first_text_view, self.splitter)
 
-    def view_spans(self, passage: Passage) -> list[Span | None]:
+    def view_spans(self, passage: Passage, max_tokens: int = 0) -> list[Span | None]:
         """Find the character span of each view's snippet, up to the last token that is read: `TITLE` where it is the
-        title, None where the view is missing, has no snippet, or reads the whole passage."""
+        title, None where the view is missing, has no snippet, or reads the whole passage. `max_tokens` as in
+        `tokenize_passages`."""
         spans: list[Span | None] = [None] * self.num_views
         [text] = self._passage_texts([passage])
         if self.spec.title_view and text.title:
             spans[0] = TITLE
-        for view, span in enumerate(self.layout.spans_read(self.spec, *text), self.spec.first_text_view):
+        spec = self._with_limit(max_tokens)
+        for view, span in enumerate(self.layout.spans_read(spec, *text), spec.first_text_view):
             spans[view] = span
         return spans
 

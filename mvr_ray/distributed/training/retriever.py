@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, EmbeddedViews
-from mvr_ray.core.encoding.snippets import find_snippet
+from mvr_ray.core.encoding.snippets import TITLE, find_snippet
 from mvr_ray.core.encoding.views import MODEL_SETTINGS
 from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.judging.collapse import collapse_report
@@ -211,18 +211,17 @@ class RetrieverLoop(StepLoop):
         return float(loss) / world_size()
 
     def _answer_views(self, batch: JoinedBatch) -> np.ndarray:
-        """answers_QV: whether a view of the positive holds an answer, by its offset, or also by its text."""
+        """answers_QV: whether a view of the positive read an answer, by its offset, or also by its text."""
         answers_QV = np.zeros((len(batch.texts), self.model.num_views), bool)
-        spans = {int(row): self.model.snippets(batch.passages[row]) for row in np.unique(batch.positive_Q)}
-        first = self.model.spec.first_text_view
-        for question, row in enumerate(map(int, batch.positive_Q)):
-            start = int(batch.answer_start_Q[question])
-            if start >= 0 and (snippet := find_snippet(spans[row], start)) >= 0:
-                answers_QV[question, first + snippet] = True
-            if self.cfg.answer_views == "all" and (answers := batch.answers[question]):
-                text = batch.passages[row].text
-                for view, (begin, end) in enumerate(spans[row], first):
-                    answers_QV[question, view] |= self.matcher.has_answer(text[begin:end], answers)
+        for row in np.unique(batch.positive_Q):
+            passage = batch.passages[row]
+            spans = [span or TITLE for span in self.model.view_spans(passage, self.cfg.max_passage_tokens)]
+            for question in np.flatnonzero(batch.positive_Q == row):
+                start = int(batch.answer_start_Q[question])
+                if start >= 0 and (view := find_snippet(spans, start)) >= 0:
+                    answers_QV[question, view] = True
+                if self.cfg.answer_views == "all" and (answers := batch.answers[question]):
+                    answers_QV[question] |= [self.matcher.has_answer(passage.text[a:b], answers) for a, b in spans]
         if self.model.spec.whole_view:  # the whole view covers every snippet
             answers_QV[:, 0] = answers_QV.any(1)
         return answers_QV
