@@ -124,8 +124,10 @@ class Store:
                     os.link(aside, self._local(path))
                 except FileExistsError:
                     # A network file system may repeat a link whose reply was lost, and find its own.
-                    if not aside.samefile(self._local(path)):
-                        raise
+                    with contextlib.suppress(FileNotFoundError):  # deleted since
+                        if aside.samefile(self._local(path)):
+                            return
+                    raise
                 except OSError as error:
                     if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS):
                         raise

@@ -109,6 +109,26 @@ def test_of_many_processes_exactly_one_creates(tmp_path: Path):
     assert Store(tmp_path).read_bytes("v/1") == str(outputs.index("won")).encode()
 
 
+def test_a_creation_whose_reply_was_lost_is_its_own_and_one_whose_file_was_deleted_since_is_not(tmp_path, monkeypatch):
+    store, link = Store(tmp_path), os.link
+
+    def lose_reply(source, target):
+        link(source, target)
+        raise FileExistsError(errno.EEXIST, "File exists")
+
+    monkeypatch.setattr(os, "link", lose_reply)
+    store.create_once("own", b"1")
+    assert store.read_bytes("own") == b"1"
+
+    def find_file(source, target):
+        raise FileExistsError(errno.EEXIST, "File exists")
+
+    monkeypatch.setattr(os, "link", find_file)
+    with pytest.raises(FileExistsError):
+        store.create_once("gone", b"1")
+    assert not store.exists("gone")
+
+
 def test_without_hard_links_creation_is_still_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def no_links(source: object, target: object) -> None:
         raise OSError(errno.EPERM, "no hard links here")
