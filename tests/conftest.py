@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections import defaultdict
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -110,9 +112,17 @@ def squad_dev(data_dir: Path) -> dict:
 @pytest.fixture(scope="session")
 def s3_service() -> Iterator[str]:
     """Host and port of an S3 service on this machine that is not ours, with a bucket `bucket` for any key."""
+    from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
     from pyarrow import fs
 
+    put, lock = S3Response._key_response_put, threading.Lock()
+
+    def put_one(*arguments: Any, **settings: Any) -> Any:
+        with lock:
+            return put(*arguments, **settings)
+
+    S3Response._key_response_put = put_one  # moto looks for an object and creates it in two steps, S3 in one
     server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
