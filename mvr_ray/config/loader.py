@@ -64,20 +64,24 @@ def read(path: Path, dependents: tuple[Path, ...] = ()) -> dict[str, Any]:
 
     If `presets/NAME.yaml` is no file, it is the preset of that name in the package. The store of a run file in the
     root of a store, which names its folder in full, is that one, though it was copied or moved. Raises ConfigError for
-    a file that is missing, is not a mapping in YAML, or is directly or indirectly its own base.
+    a file that is missing, cannot be read, is not a mapping in YAML, or is directly or indirectly its own base.
     """
-    if not path.is_file() and path.parent.name == "presets" and (PRESETS / path.name).is_file():
-        path = PRESETS / path.name
+    try:
+        is_there = path.is_file()
+    except PermissionError as error:
+        raise ConfigError(f"run file {path} cannot be read: {error.strerror}") from None
+    if not is_there and path.parent.name == "presets" and (PRESETS / path.name).is_file():
+        path, is_there = PRESETS / path.name, True
     if path.resolve() in (file.resolve() for file in dependents):
         chain = " -> ".join(str(file) for file in (*dependents, path))
         raise ConfigError(f"run files are based on each other in a circle: {chain}; take one `base:` out")
-    if not path.is_file() and dependents:
+    if not is_there and dependents:
         names = ", ".join(sorted(f"presets/{file.name}" for file in PRESETS.glob("*.yaml")))
         raise ConfigError(
             f"{dependents[-1]}: base: {path} does not exist; give a run file by its path from this one's folder, or "
             f"one of {names}"
         )
-    if not path.is_file():
+    if not is_there:
         raise ConfigError(f"run file {path} does not exist; `mvr-ray init DATA` writes one for your data")
     try:
         data = parse_yaml(path.read_text(encoding="utf-8")) or {}
