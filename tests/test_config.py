@@ -62,6 +62,12 @@ def test_an_override_reaches_into_a_list(run_file) -> None:
     assert [s.path for s in load_run(path, ["prepare.sources.1.path=c"]).prepare.sources] == ["a", "c"]
 
 
+def test_an_override_of_one_alias_leaves_the_others(run_file) -> None:
+    sources = "{path: a.jsonl, fields: &own {text: body}}, {path: b.jsonl, fields: *own}"
+    run = load_run(run_file(f"prepare: {{sources: [{sources}]}}"), ["prepare.sources.0.fields.text=content"])
+    assert [source.fields.text for source in run.prepare.sources] == ["content", "body"]
+
+
 def test_numbers_are_read_as_yaml_forgets_to(run_file) -> None:
     assert load_run(run_file("train: {lr: 1e-5, weight_decay: 2E-3}")).train.weight_decay == 2e-3
 

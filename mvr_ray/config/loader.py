@@ -6,6 +6,7 @@ The models in `run` and `train` define the keys; this module is independent of t
 import importlib.util
 import logging
 import re
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,7 @@ def apply(data: dict[str, Any], override: str) -> None:
         elif isinstance(at, dict) and at.get(step) is None:
             at[step] = at = {}
         else:
-            at = at[step]
+            at[step] = at = copy(at[step])  # the file may have it in another place, too, by an alias
 
 
 def resolve_path(text: str) -> Path:
