@@ -260,10 +260,11 @@ def test_a_path_into_a_package_is_found_without_importing_it() -> None:
         ("package:foo.bar/p", r"package:foo\.bar/p: the Python package 'foo\.bar' is not installed; install it"),
         ("package:.foo/x", r"package:\.foo/x: the Python package '\.foo' is not installed; install it"),
         ("package:/x", r"package:/x: the Python package '' is not installed; install it"),
+        ("a\0b", r"'a\\x00b' holds a NUL, as no path does; correct it"),
         ("package:json.decoder.no/x", r"the Python package 'json\.decoder\.no' is not installed; install it"),
     ],
 )
-def test_a_path_of_no_user_or_package_is_refused(path: str, message: str) -> None:
+def test_a_path_of_no_user_or_package_or_with_a_nul_is_refused(path: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_path(path)
 

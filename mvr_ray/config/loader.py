@@ -144,8 +144,10 @@ def apply(data: dict[str, Any], override: str) -> None:
 def resolve_path(text: str) -> Path:
     """Resolve a path of a run file; `package:NAME/rest` is a file of an installed package, which is not imported.
 
-    Raises ConfigError for a package that is not installed, or ~NAME of no user.
+    Raises ConfigError for a package that is not installed, ~NAME of no user, or a NUL.
     """
+    if "\0" in text:
+        raise ConfigError(f"{text!r} holds a NUL, as no path does; correct it")
     if not text.startswith("package:"):
         try:
             return Path(text).expanduser()
