@@ -89,6 +89,38 @@ def test_a_name_longer_than_the_file_system_has_is_refused(
     assert (status, err) == (2, f"mvr-ray: the file system has no name as long as {'n' * 40}... (300 characters)")
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("plan VAULT/run.yaml", (2, "run file VAULT/run.yaml cannot be read: Permission denied")),
+        ("plan FOLDER/over.yaml", (2, "run file VAULT/run.yaml cannot be read: Permission denied")),
+        ("init VAULT", (1, "VAULT: permission denied; check the permissions of it and of the folders above")),
+        (
+            "plan FOLDER/run.yaml encoder.backbone=VAULT/x --passages 9",
+            (1, "VAULT/x/config.json: permission denied; check the permissions of it and of the folders above"),
+        ),
+    ],
+)
+def test_a_path_without_permission_is_named(
+    command: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, expected: tuple[int, str]
+) -> None:
+    run_file(tmp_path)
+    vault = tmp_path / "vault"
+    (tmp_path / "over.yaml").write_text("base: vault/run.yaml")
+    stat = Path.stat
+
+    def refuse(path: Path, **options: bool) -> os.stat_result:
+        """For every user, as root may enter any folder."""
+        if path.is_relative_to(vault):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    real_words = words.replace("VAULT", str(vault)).replace("FOLDER", str(tmp_path)).split()
+    status, out, err = command(*real_words)
+    assert (status, out, err) == (expected[0], "", f"mvr-ray: {expected[1].replace('VAULT', str(vault))}")
+
+
 @pytest.mark.parametrize("count", ["-4", "9" * 400])
 def test_a_number_of_passages_that_no_corpus_has_is_refused(command: Said, tmp_path: Path, count: str) -> None:
     status, _, err = command("plan", run_file(tmp_path), f"--passages={count}")

@@ -62,6 +62,12 @@ def test_an_override_reaches_into_a_list(run_file) -> None:
     assert [s.path for s in load_run(path, ["prepare.sources.1.path=c"]).prepare.sources] == ["a", "c"]
 
 
+def test_an_override_of_one_alias_leaves_the_others(run_file) -> None:
+    sources = "{path: a.jsonl, fields: &own {text: body}}, {path: b.jsonl, fields: *own}"
+    run = load_run(run_file(f"prepare: {{sources: [{sources}]}}"), ["prepare.sources.0.fields.text=content"])
+    assert [source.fields.text for source in run.prepare.sources] == ["content", "body"]
+
+
 def test_numbers_are_read_as_yaml_forgets_to(run_file) -> None:
     assert load_run(run_file("train: {lr: 1e-5, weight_decay: 2E-3}")).train.weight_decay == 2e-3
 
@@ -254,10 +260,11 @@ def test_a_path_into_a_package_is_found_without_importing_it() -> None:
         ("package:foo.bar/p", r"package:foo\.bar/p: the Python package 'foo\.bar' is not installed; install it"),
         ("package:.foo/x", r"package:\.foo/x: the Python package '\.foo' is not installed; install it"),
         ("package:/x", r"package:/x: the Python package '' is not installed; install it"),
+        ("a\0b", r"'a\\x00b' holds a NUL, as no path does; correct it"),
         ("package:json.decoder.no/x", r"the Python package 'json\.decoder\.no' is not installed; install it"),
     ],
 )
-def test_a_path_of_no_user_or_package_is_refused(path: str, message: str) -> None:
+def test_a_path_of_no_user_or_package_or_with_a_nul_is_refused(path: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolve_path(path)
 

@@ -90,6 +90,10 @@ def exit_on_error(function: Callable[..., None]) -> Callable[..., None]:
             _err(f"mvr-ray: {origin}")
             raise typer.Exit(2 if isinstance(origin, ConfigError) else 1) from None
         except OSError as error:
+            if isinstance(error, PermissionError) and error.filename:
+                advice = "check the permissions of it and of the folders above"
+                _err(f"mvr-ray: {error.filename}: permission denied; {advice}")
+                raise typer.Exit(1) from None
             if error.errno != errno.ENAMETOOLONG:
                 raise
             name = Path(str(error.filename or error)).name

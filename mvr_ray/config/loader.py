@@ -6,6 +6,7 @@ The models in `run` and `train` define the keys; this module is independent of t
 import importlib.util
 import logging
 import re
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -64,20 +65,24 @@ def read(path: Path, dependents: tuple[Path, ...] = ()) -> dict[str, Any]:
 
     If `presets/NAME.yaml` is no file, it is the preset of that name in the package. The store of a run file in the
     root of a store, which names its folder in full, is that one, though it was copied or moved. Raises ConfigError for
-    a file that is missing, is not a mapping in YAML, or is directly or indirectly its own base.
+    a file that is missing, cannot be read, is not a mapping in YAML, or is directly or indirectly its own base.
     """
-    if not path.is_file() and path.parent.name == "presets" and (PRESETS / path.name).is_file():
-        path = PRESETS / path.name
+    try:
+        is_there = path.is_file()
+    except PermissionError as error:
+        raise ConfigError(f"run file {path} cannot be read: {error.strerror}") from None
+    if not is_there and path.parent.name == "presets" and (PRESETS / path.name).is_file():
+        path, is_there = PRESETS / path.name, True
     if path.resolve() in (file.resolve() for file in dependents):
         chain = " -> ".join(str(file) for file in (*dependents, path))
         raise ConfigError(f"run files are based on each other in a circle: {chain}; take one `base:` out")
-    if not path.is_file() and dependents:
+    if not is_there and dependents:
         names = ", ".join(sorted(f"presets/{file.name}" for file in PRESETS.glob("*.yaml")))
         raise ConfigError(
             f"{dependents[-1]}: base: {path} does not exist; give a run file by its path from this one's folder, or "
             f"one of {names}"
         )
-    if not path.is_file():
+    if not is_there:
         raise ConfigError(f"run file {path} does not exist; `mvr-ray init DATA` writes one for your data")
     try:
         data = parse_yaml(path.read_text(encoding="utf-8")) or {}
@@ -133,14 +138,16 @@ def apply(data: dict[str, Any], override: str) -> None:
         elif isinstance(at, dict) and at.get(step) is None:
             at[step] = at = {}
         else:
-            at = at[step]
+            at[step] = at = copy(at[step])  # the file may have it in another place, too, by an alias
 
 
 def resolve_path(text: str) -> Path:
     """Resolve a path of a run file; `package:NAME/rest` is a file of an installed package, which is not imported.
 
-    Raises ConfigError for a package that is not installed, or ~NAME of no user.
+    Raises ConfigError for a package that is not installed, ~NAME of no user, or a NUL.
     """
+    if "\0" in text:
+        raise ConfigError(f"{text!r} holds a NUL, as no path does; correct it")
     if not text.startswith("package:"):
         try:
             return Path(text).expanduser()

@@ -18,11 +18,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeVar
+from urllib.parse import unquote
 
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
 from mvr_ray.config import resolve_path
-from mvr_ray.errors import AccessError, MissingInputError, StorageError, first_line
+from mvr_ray.errors import AccessError, ConfigError, MissingInputError, StorageError, first_line
 from mvr_ray.store.object_cache import cache_dir
 from mvr_ray.store.objects import ObjectFiles, open_address
 from mvr_ray.store.scratch import scratch_folder
@@ -61,7 +62,7 @@ class Store:
         if "://" in self.root and not self.root.startswith("file://"):
             with _storage_errors("open the store", self.name):
                 self._objects = ObjectFiles(open_address(self.root))
-        self._folder = resolve_path(self.root.removeprefix("file://"))
+        self._folder = _local_folder(self.root)
         self._synced: set[Path] = set()
 
     def __reduce__(self) -> tuple[type["Store"], tuple[str]]:
@@ -591,6 +592,16 @@ def finished_file(target: Path, sync: bool = True) -> Iterator[Path]:
         finally:
             with contextlib.suppress(OSError):  # another process writes a file of this name
                 parent.rmdir()
+
+
+def _local_folder(root: str) -> Path:
+    """Resolve the root of a local store, a path or a `file://` address. Raises ConfigError for another machine's."""
+    if not root.startswith("file://"):
+        return resolve_path(root)
+    host, slash, path = root.removeprefix("file://").partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise ConfigError(f"{root} names no folder of this machine; write file:///FOLDER, or the folder alone")
+    return resolve_path(unquote(slash + path))
 
 
 def _check_path(path: str) -> str:

@@ -1,4 +1,4 @@
-"""Read and write the files of a store on an object store: `s3://`, `gs://`, and other services that obstore opens.
+"""Read and write the files of a store on an object store: `s3://` or `gs://`, by obstore.
 
 An object appears whole when its upload ends. `create_once` is one conditional PUT. Whether the service honours the
 condition is checked once, by creating one object twice; a service that does not is refused, since two
@@ -27,7 +27,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 import obstore
 import pyarrow.fs
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
-from obstore.store import GCSStore, ObjectStore, S3Store, from_url
+from obstore.store import GCSStore, ObjectStore, S3Store
 
 from mvr_ray.errors import ConfigError, StorageError, first_line
 from mvr_ray.store.object_cache import make_room, mark_used
@@ -57,10 +57,11 @@ UNUSED_OPTIONS = (
 
 
 def open_address(address: str) -> ObjectStore:
-    """Open the service, bucket and prefix of an address."""
+    """Open the service, bucket and prefix of an address. Raises ConfigError for one that names none."""
     parts = urlsplit(address)
     if parts.scheme not in ("s3", "gs"):
-        return from_url(address, client_options=CLIENT, retry_config=RETRY)
+        scheme = address.partition("://")[0]
+        raise ConfigError(f"{scheme}:// is no store; give a folder, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
     user, _, bucket = parts.netloc.rpartition("@")
     if not bucket:
         raise ConfigError(f"store.path: no bucket is named; write {parts.scheme}://BUCKET/PREFIX")

@@ -170,7 +170,7 @@ def test_an_outcome_that_cannot_be_known_is_told_as_such(serve: Serve, s3_server
             manifest.publish(store, new_version)
 
 
-def test_an_address_names_bucket_prefix_keys_and_endpoint_and_an_unknown_option_is_refused():
+def test_an_address_names_bucket_prefix_keys_and_endpoint_and_what_is_unknown_is_refused():
     store = open_address("s3://key:se%2Fcret@bucket/some/prefix?endpoint_override=host:9000&scheme=http&region=r")
     assert isinstance(store, S3Store) and store.prefix == "some/prefix"
     expected = {
@@ -186,6 +186,9 @@ def test_an_address_names_bucket_prefix_keys_and_endpoint_and_an_unknown_option_
         open_address("s3://key:secret@bucket/prefix?regoin=x")
     for address in ("s3:///prefix", "gs://", "s3://key:secret@/prefix"):
         with pytest.raises(ConfigError, match=r"store\.path: no bucket is named; write "):
+            open_address(address)
+    for address in ("memory:///x", "http://host/x", "az://container/x"):
+        with pytest.raises(ConfigError, match=r":// is no store; give a folder, s3://BUCKET/PREFIX or gs://"):
             open_address(address)
 
 

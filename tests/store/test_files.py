@@ -387,3 +387,11 @@ def test_a_pipe_is_written_and_no_file_takes_its_place(tmp_path: Path):
 def test_a_folder_of_no_user_is_refused_in_words():
     with pytest.raises(ConfigError, match=r"^~no such user/x: there is no user of this name"):
         Store("~no such user/x")
+
+
+def test_an_address_of_a_file_is_a_folder_of_this_machine(tmp_path: Path):
+    for address in (f"file://{tmp_path}/a%20b", f"file://localhost{tmp_path}/a%20b"):
+        assert Store(address).address == str(tmp_path / "a b")
+    for address in ("file://other/x", "file://x", "file://"):
+        with pytest.raises(ConfigError, match="^file://.* names no folder of this machine; write file:///FOLDER"):
+            Store(address)
