@@ -76,7 +76,7 @@ class FaissIndex(ApproximateIndex):
                 index.train(_sample(blocks, num_vectors, limit))
             for vectors_ND in float32_vectors(blocks):
                 index.add(vectors_ND)
-            faiss.write_index(index, str(folder / FAISS_FILE))
+        _write(index, folder / FAISS_FILE)
         return [FAISS_FILE]
 
     @classmethod
@@ -93,7 +93,7 @@ class FaissIndex(ApproximateIndex):
             _set_construction(index, params)
             if len(new_ND):
                 index.add(new_ND)
-            faiss.write_index(index, str(folder / FAISS_FILE))
+        _write(index, folder / FAISS_FILE)
         return [FAISS_FILE, *update.write(folder)]
 
     def _open(self, path: Path, params: IndexParams) -> faiss.Index:
@@ -130,6 +130,13 @@ def _make(factory: str, dimension: int) -> faiss.Index:
             f"Faiss factory string {factory!r} renames vectors; leave IDMap out, rows are numbered here"
         )
     return index
+
+
+def _write(index: faiss.Index, path: Path) -> None:
+    """Write an index by a file of Python, as Faiss does not notice that a full disk lacks the end of its own."""
+    with path.open("wb") as file:
+        writer = faiss.PyCallbackIOWriter(file.write)  # pyrefly: ignore[missing-attribute]
+        faiss.write_index(index, writer)
 
 
 def _searchable(index: faiss.Index) -> faiss.Index:
