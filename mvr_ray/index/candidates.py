@@ -37,6 +37,7 @@ from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray
 
 VECTORS_AT_ONCE = 16384
 LABELS_FILE = "labels.npy"
+REBUILD = "; delete that file, and `mvr-ray index CONFIG` builds it again from the stored embeddings"
 NO_RESULT, DELETED = -1, -2
 """In place of a vector number: the index found no more; the vector of this label was deleted."""
 SCAN_SHARE = 0.05

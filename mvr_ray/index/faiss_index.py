@@ -17,6 +17,7 @@ import numpy as np
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.candidates import (
+    REBUILD,
     ApproximateIndex,
     LabelUpdate,
     count_vectors,
@@ -99,7 +100,7 @@ class FaissIndex(ApproximateIndex):
     def _open(self, path: Path, params: IndexParams) -> faiss.Index:
         if not path.is_file():
             raise ShardIndexError(f"no Faiss index at {path}; build the index again")
-        with translate_library_errors(f"Faiss cannot read {path}", "; build the index again"):
+        with translate_library_errors(f"Faiss cannot read {path}", REBUILD):
             index = faiss.read_index(str(path), 0 if self.on_gpu else faiss.IO_FLAG_MMAP_IFC)
         if (index.d, index.ntotal) != (self.dimension, self.num_labels):
             raise ShardIndexError(

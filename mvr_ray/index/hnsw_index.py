@@ -18,6 +18,7 @@ from mvr_ray.errors import ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.candidates import (
     DELETED,
+    REBUILD,
     ApproximateIndex,
     LabelUpdate,
     count_vectors,
@@ -56,7 +57,7 @@ class HnswIndex(ApproximateIndex):
         if not path.is_file():
             raise ShardIndexError(f"no hnswlib index at {path}; build the index again")
         self.graph = hnswlib.Index(space="ip", dim=self.dimension)
-        with translate_library_errors(f"hnswlib cannot read {path}", "; build the index again"):
+        with translate_library_errors(f"hnswlib cannot read {path}", REBUILD):
             self.graph.load_index(str(path))
         if self.graph.get_current_count() != self.num_labels:
             raise ShardIndexError(

@@ -212,7 +212,9 @@ def test_a_missing_or_damaged_file_is_refused(params, shard, tmp_path):
         open_index(params, shard(1), tmp_path)
     [name] = build_index(params, shard(1), tmp_path)
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:100])
-    with pytest.raises(ShardIndexError, match="cannot read"):
+    with pytest.raises(
+        ShardIndexError, match=r"cannot read .*; delete that file, and `mvr-ray index CONFIG` builds it again"
+    ):
         open_index(params, shard(1), tmp_path)
 
 
