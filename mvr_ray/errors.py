@@ -29,6 +29,11 @@ MvrRayError
 Each message says what failed, where, with which value, and what to do.
 """
 
+import errno
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of writing for lack of space: of the disk, of a quota, or within a limit on the size of files."""
+
 
 class MvrRayError(Exception):
     """Base of every error raised on purpose by this package."""
@@ -145,6 +150,12 @@ class RowsLostError(MvrRayError, RuntimeError):
 def first_line(error: BaseException | None) -> str:
     """Return the first line of an error's message, or its class without one: others may dump their source."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether a write failed for lack of space; libraries in Rust name the system's error only in their message."""
+    texts = [f"(os error {number})" for number in FULL_DISK]
+    return getattr(error, "errno", None) in FULL_DISK or any(text in str(error) for text in texts)
 
 
 def count_noun(number: int, noun: str) -> str:

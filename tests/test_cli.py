@@ -1,7 +1,9 @@
 """The command line as a user meets it: exit status, what stands on stderr, and what on stdout."""
 
+import errno
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -10,7 +12,9 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import typer
 import yaml
+from file_size_limit import file_size_limit
 from ray.exceptions import RayTaskError
 
 from mvr_ray.cli import main
@@ -512,6 +516,28 @@ def test_a_full_or_closed_stdout_is_one_line_and_status_1(run_file: str, words: 
         shell = ["sh", "-c", f'exec "$@" >{target}', "sh", *command]
         process = subprocess.run(shell, env=variables, stderr=subprocess.PIPE, text=True)
         assert (process.returncode, process.stderr) == (1, f"mvr-ray: {message}\n")
+
+
+def test_a_full_disk_is_not_a_problem_of_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/file")
+
+    with pytest.raises(typer.Exit):
+        exit_on_error(work)()
+    message = "mvr-ray: [Errno 28] No space left on device: '/tmp/file'; free space and run the same command again\n"
+    assert capsys.readouterr().err == message
+
+
+def test_a_corpus_that_the_disk_does_not_take_is_one_line_and_status_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "passages.jsonl").write_text(json.dumps({"id": "a", "text": "One word. " * 10_000}))
+    settings = {"store": {"path": str(tmp_path / "store")}, "prepare": {"sources": [str(tmp_path / "passages.jsonl")]}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    with file_size_limit(50_000), pytest.raises(SystemExit, match="1"):
+        main(["prepare", str(tmp_path / "run.yaml")])
+    message = rf"^mvr-ray: cannot write in {tmp_path}/store/\.scratch: File too large \(\d+ bytes free\); free space "
+    assert re.search(message, capsys.readouterr().err, re.MULTILINE)
 
 
 def test_a_file_that_a_full_disk_does_not_take_is_one_line_and_status_1(tmp_path: Path) -> None:

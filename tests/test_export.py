@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from file_size_limit import file_size_limit
 
 from mvr_ray.cli import main
 from mvr_ray.distributed.encoders import open_encoder
@@ -39,6 +40,9 @@ def test_an_exported_folder_gives_the_encoder_s_question_vectors(
     config, folder = str(tmp_path / "run.yaml"), tmp_path / "exported"
     assert [run("prepare", config), run("index", config)] == [0, 0]
     capsys.readouterr()
+    with file_size_limit(1000):
+        assert run("export", config, str(folder)) == 1
+    assert capsys.readouterr().err.startswith(f"mvr-ray: cannot write {folder}: ")
     assert run("export", config, str(folder)) == 0
     out = capsys.readouterr().out
     assert ("not carried: views: here a passage has up to 3" in out) == (strategy == "snippet_means")

@@ -25,7 +25,7 @@ from mvr_ray.cli import tables
 from mvr_ray.cli.args import arguments_and_overrides, json_object, question_and_overrides
 from mvr_ray.cli.summaries import summarize, versions_tables
 from mvr_ray.cli.tables import print_json, print_result, report_tables, results_only, table, write
-from mvr_ray.errors import ConfigError, MvrRayError
+from mvr_ray.errors import ConfigError, MvrRayError, is_full_disk
 from mvr_ray.stages import STAGES, StageFunction
 
 if TYPE_CHECKING:  # pydantic's models take a fifth of a second to make
@@ -70,10 +70,10 @@ def run_words(arguments: Sequence[str] | None = None) -> None:
     _set_terminal_level(logging.WARNING)  # a run's record takes INFO lines, the terminal does not
     try:
         app(args=None if arguments is None else list(arguments), prog_name="mvr-ray")
-    except OSError as error:
-        if error.errno != errno.ENOSPC:
+    except OSError as error:  # of --help, which typer prints: `exit_on_error` ends commands
+        if not is_full_disk(error):
             raise
-        sys.exit(f"mvr-ray: {tables.stdout_error(error)}")  # of --help, which typer prints
+        sys.exit(f"mvr-ray: {tables.stdout_error(error)}")
 
 
 def exit_on_error(function: Callable[..., None]) -> Callable[..., None]:
@@ -93,6 +93,9 @@ def exit_on_error(function: Callable[..., None]) -> Callable[..., None]:
             if isinstance(error, PermissionError) and error.filename:
                 advice = "check the permissions of it and of the folders above"
                 _err(f"mvr-ray: {error.filename}: permission denied; {advice}")
+                raise typer.Exit(1) from None
+            if is_full_disk(error):
+                _err(f"mvr-ray: {error}; free space and run the same command again")
                 raise typer.Exit(1) from None
             if error.errno != errno.ENAMETOOLONG:
                 raise
@@ -580,13 +583,15 @@ def export(
     if folder.exists() or not folder.absolute().parent.is_dir():
         raise ConfigError(f"export: {folder} exists already, or the folder above it does not; name a new one")
     from mvr_ray.store import manifest
-    from mvr_ray.store.files import Store
+    from mvr_ray.store.files import Store, finished_file
 
     store = Store(run.store.path)
     live = manifest.read(store, run.index.name, version)
     from mvr_ray.distributed.encoders import open_encoder
 
-    losses = open_encoder(store, live.encoder_name, live.encoder_fingerprint, only_embeds=False).export(folder)
+    encoder = open_encoder(store, live.encoder_name, live.encoder_fingerprint, only_embeds=False)
+    with finished_file(folder) as aside:
+        losses = encoder.export(aside)
     for loss in losses:
         print_result(f"not carried: {loss}")
     print_result(f"written: {folder}, encoder {live.encoder_name}/{live.encoder_fingerprint}")

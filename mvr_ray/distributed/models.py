@@ -4,7 +4,6 @@ Workers read a stored one from the store; a folder must be on all machines, and 
 fingerprint than the driver's. `store.model_records` finds them.
 """
 
-import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -18,14 +17,10 @@ from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.stored_model import StoredModel
 from mvr_ray.core.reading.cross_encoder import CrossEncoder, PairSpec
 from mvr_ray.core.reading.reader import Reader, ReaderSpec
-from mvr_ray.errors import FingerprintError, ResourceError, StorageError
+from mvr_ray.errors import FingerprintError, ResourceError
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.model_records import CROSS_ENCODERS, ENCODERS, READERS, ModelAddress, ModelKind, find_model
-
-_FULL = f"os error {errno.ENOSPC}"
-"""Part of Rust libraries' error message for a full disk."""
-
 
 MODEL_CLASSES: dict[ModelKind, Any] = {ENCODERS: DualEncoder, READERS: Reader, CROSS_ENCODERS: CrossEncoder}
 
@@ -94,25 +89,10 @@ def save_model(store: Store, kind: ModelKind, name: str, model: StoredModel) -> 
     if store.exists(f"{path}/{model.description_file}"):
         return fingerprint
     with store.scratch() as folder:
-        with translate_full_disk(store, path):
-            model.save(folder / fingerprint)
+        model.save(folder / fingerprint)
         description = (folder / fingerprint / model.description_file).read_bytes()
         store.upload_dir(folder / fingerprint, path, {model.description_file: description})
     return fingerprint
-
-
-@contextmanager
-def translate_full_disk(store: Store, path: str) -> Iterator[None]:
-    """Raise StorageError if a library finds the disk full while it writes what is to be at `path`."""
-    try:
-        yield
-    except Exception as error:  # safetensors and tokenizers do not raise OSError
-        if _FULL not in str(error) and getattr(error, "errno", None) != errno.ENOSPC:
-            raise
-        raise StorageError(
-            f"cannot write {store.where(path)}: no space left ({store.free_bytes()} bytes free); free space and "
-            f"run the same command again"
-        ) from error
 
 
 @contextmanager

@@ -16,6 +16,7 @@ without it they are equal. So deleted vectors are dropped before they become can
 Shapes: Q queries, F vectors fetched per query, M candidates, N vectors, L labels, D dimension.
 """
 
+import io
 import math
 import re
 from abc import abstractmethod
@@ -36,6 +37,7 @@ from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray
 
 VECTORS_AT_ONCE = 16384
 LABELS_FILE = "labels.npy"
+REBUILD = "; delete that file, and `mvr-ray index CONFIG` builds it again from the stored embeddings"
 NO_RESULT, DELETED = -1, -2
 """In place of a vector number: the index found no more; the vector of this label was deleted."""
 SCAN_SHARE = 0.05
@@ -193,7 +195,9 @@ class LabelUpdate(NamedTuple):
     first_new: int
 
     def write(self, folder: Path) -> list[str]:
-        np.save(folder / LABELS_FILE, self.number_L, allow_pickle=False)
+        buffer = io.BytesIO()  # numpy does not notice that a full disk lacks the end of a file
+        np.save(buffer, self.number_L, allow_pickle=False)
+        (folder / LABELS_FILE).write_bytes(buffer.getbuffer())
         return [LABELS_FILE]
 
 

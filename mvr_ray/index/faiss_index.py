@@ -17,6 +17,7 @@ import numpy as np
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.candidates import (
+    REBUILD,
     ApproximateIndex,
     LabelUpdate,
     count_vectors,
@@ -76,7 +77,7 @@ class FaissIndex(ApproximateIndex):
                 index.train(_sample(blocks, num_vectors, limit))
             for vectors_ND in float32_vectors(blocks):
                 index.add(vectors_ND)
-            faiss.write_index(index, str(folder / FAISS_FILE))
+        _write(index, folder / FAISS_FILE)
         return [FAISS_FILE]
 
     @classmethod
@@ -93,13 +94,13 @@ class FaissIndex(ApproximateIndex):
             _set_construction(index, params)
             if len(new_ND):
                 index.add(new_ND)
-            faiss.write_index(index, str(folder / FAISS_FILE))
+        _write(index, folder / FAISS_FILE)
         return [FAISS_FILE, *update.write(folder)]
 
     def _open(self, path: Path, params: IndexParams) -> faiss.Index:
         if not path.is_file():
             raise ShardIndexError(f"no Faiss index at {path}; build the index again")
-        with translate_library_errors(f"Faiss cannot read {path}", "; build the index again"):
+        with translate_library_errors(f"Faiss cannot read {path}", REBUILD):
             index = faiss.read_index(str(path), 0 if self.on_gpu else faiss.IO_FLAG_MMAP_IFC)
         if (index.d, index.ntotal) != (self.dimension, self.num_labels):
             raise ShardIndexError(
@@ -130,6 +131,13 @@ def _make(factory: str, dimension: int) -> faiss.Index:
             f"Faiss factory string {factory!r} renames vectors; leave IDMap out, rows are numbered here"
         )
     return index
+
+
+def _write(index: faiss.Index, path: Path) -> None:
+    """Write an index by a file of Python, as Faiss does not notice that a full disk lacks the end of its own."""
+    with path.open("wb") as file:
+        writer = faiss.PyCallbackIOWriter(file.write)  # pyrefly: ignore[missing-attribute]
+        faiss.write_index(index, writer)
 
 
 def _searchable(index: faiss.Index) -> faiss.Index:

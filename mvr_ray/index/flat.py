@@ -7,6 +7,7 @@ import ctypes
 import mmap
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,19 +36,22 @@ def build_codes(blocks: Sequence[EmbeddingBlock], folder: Path) -> list[str]:
     """Write the int8 codes of all vectors in order, with scales and residuals (`searching.codes`)."""
     rows = [block.vectors_ND[int(block.row_ptr[0]) : int(block.row_ptr[-1])] for block in blocks if len(block.ids)]
     count, dimension = sum(map(len, rows)), blocks[0].vectors_ND.shape[1]
-    codes_ND = np.lib.format.open_memmap(folder / CODES_FILE, "w+", np.int8, (count, dimension))
-    scales_N2 = np.lib.format.open_memmap(folder / SCALES_FILE, "w+", np.float32, (count, 2))
-    first = 0
-    for vectors_ND in rows:
-        for at in range(0, len(vectors_ND), _ROWS):
-            codes = encode(vectors_ND[at : at + _ROWS])
-            last = first + len(codes.codes_ND)
-            codes_ND[first:last] = codes.codes_ND
-            scales_N2[first:last, 0], scales_N2[first:last, 1] = codes.scale_N, codes.residual_N
-            first = last
-    codes_ND.flush()
-    scales_N2.flush()
+    with (folder / CODES_FILE).open("wb") as codes_file, (folder / SCALES_FILE).open("wb") as scales_file:
+        _write_header(codes_file, np.int8, (count, dimension))
+        _write_header(scales_file, np.float32, (count, 2))
+        for vectors_ND in rows:
+            for at in range(0, len(vectors_ND), _ROWS):
+                codes = encode(vectors_ND[at : at + _ROWS])
+                codes_file.write(codes.codes_ND.tobytes())
+                scales_file.write(np.stack([codes.scale_N, codes.residual_N], axis=1).tobytes())
     return [CODES_FILE, SCALES_FILE]
+
+
+def _write_header(file: BinaryIO, dtype: type[np.generic], shape: tuple[int, int]) -> None:
+    """Write the header of an .npy file whose rows are written later; a mapped file would end the process by SIGBUS on a
+    full disk."""
+    description = np.lib.format.dtype_to_descr(np.dtype(dtype))
+    np.lib.format.write_array_header_1_0(file, {"descr": description, "fortran_order": False, "shape": shape})
 
 
 def shared_codes(names: Collection[str], has_changes: bool) -> dict[str, str]:

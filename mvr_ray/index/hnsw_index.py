@@ -6,6 +6,7 @@ wrong answers for inner products; `candidates` groups vectors into passages inst
 Shapes: Q queries, N vectors, F fetched, D dimension.
 """
 
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,11 @@ from pathlib import Path
 import hnswlib  # pyrefly: ignore[missing-import]
 import numpy as np
 
-from mvr_ray.errors import ShardIndexError
+from mvr_ray.errors import ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.candidates import (
     DELETED,
+    REBUILD,
     ApproximateIndex,
     LabelUpdate,
     count_vectors,
@@ -55,7 +57,7 @@ class HnswIndex(ApproximateIndex):
         if not path.is_file():
             raise ShardIndexError(f"no hnswlib index at {path}; build the index again")
         self.graph = hnswlib.Index(space="ip", dim=self.dimension)
-        with translate_library_errors(f"hnswlib cannot read {path}", "; build the index again"):
+        with translate_library_errors(f"hnswlib cannot read {path}", REBUILD):
             self.graph.load_index(str(path))
         if self.graph.get_current_count() != self.num_labels:
             raise ShardIndexError(
@@ -90,7 +92,7 @@ class HnswIndex(ApproximateIndex):
         for vectors_ND in float32_vectors(blocks):
             graph.add_items(vectors_ND, np.arange(first, first + len(vectors_ND)), num_threads=1)
             first += len(vectors_ND)
-        graph.save_index(str(folder / HNSW_FILE))
+        _save(graph, folder / HNSW_FILE)
         return [HNSW_FILE]
 
     @classmethod
@@ -112,7 +114,7 @@ class HnswIndex(ApproximateIndex):
                 graph.add_items(new_ND, np.arange(update.first_new, len(update.number_L)), num_threads=1)
             for label in np.flatnonzero(update.number_L[: update.first_new] == DELETED).tolist():
                 graph.mark_deleted(label)
-            graph.save_index(str(folder / HNSW_FILE))
+        _save(graph, folder / HNSW_FILE)
         return [HNSW_FILE, *update.write(folder)]
 
     def nearest_labels(self, queries_QD: FloatArray, fetch: int) -> IntArray:
@@ -128,3 +130,14 @@ class HnswIndex(ApproximateIndex):
             return self.graph.knn_query(query_D, k=fetch)[0][0].astype(np.int64)
         except RuntimeError:
             return np.full(fetch, -1, np.int64)
+
+
+def _save(graph: hnswlib.Index, path: Path) -> None:
+    """Write a graph. Raises StorageError for a full disk, which hnswlib does not notice."""
+    graph.save_index(str(path))
+    expected, num_bytes = graph.index_file_size(), path.stat().st_size if path.exists() else 0
+    if num_bytes != expected:
+        raise StorageError(
+            f"cannot write {path}: {num_bytes} of {expected} bytes were written ({shutil.disk_usage(path.parent).free} "
+            f"bytes free); free space and run the same command again"
+        )

@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple, TypeVar
 from urllib.parse import unquote
@@ -23,7 +24,7 @@ from urllib.parse import unquote
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
 from mvr_ray.config import resolve_path
-from mvr_ray.errors import AccessError, ConfigError, MissingInputError, StorageError, first_line
+from mvr_ray.errors import AccessError, ConfigError, MissingInputError, StorageError, first_line, is_full_disk
 from mvr_ray.store.object_cache import cache_dir
 from mvr_ray.store.objects import ObjectFiles, open_address
 from mvr_ray.store.scratch import scratch_folder
@@ -403,16 +404,20 @@ class Store:
         folder = self._folder
         while not folder.exists() and folder != folder.parent:
             folder = folder.parent
-        return shutil.disk_usage(folder).free
+        return _free_bytes(folder)
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Make a folder for unfinished work and delete it afterwards; on a local root it is on the store's disk."""
+        """Make a folder for unfinished work and delete it afterwards; on a local root it is on the store's disk. A disk
+        that is full while the block writes is a StorageError."""
         own = Path(tempfile.gettempdir()) / f"mvr_ray-scratch-{os.getuid()}"
+        parent = own if self._objects else self._folder / SCRATCH
         with contextlib.ExitStack() as stack:
             with _storage_errors("make a scratch folder in", self.name):
-                folder = stack.enter_context(scratch_folder(own if self._objects else self._folder / SCRATCH))
-            yield folder
+                folder = stack.enter_context(scratch_folder(parent))
+            free_bytes = partial(_free_bytes, folder)
+            with _storage_errors("write in", str(parent), free_bytes=free_bytes, only_full_disk=True):
+                yield folder
 
     def _make_folder(self, folder: Path) -> None:
         """Make a folder of the store, and sync its name and those of the folders above at first use: the process that
@@ -569,8 +574,8 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def finished_file(target: Path, sync: bool = True) -> Iterator[Path]:
-    """Yield a path to write to, and rename it to `target` when the block succeeds, else delete it; a killed process's
-    is deleted by the next one with this target. A device or a pipe is written itself.
+    """Yield a path of a file or folder to write, and rename it to `target` when the block succeeds, else delete it; a
+    killed process's is deleted by the next one with this target. A device or a pipe is written itself.
 
     Without `sync`, for files that are then moved to a `Store`, which syncs them.
     """
@@ -584,8 +589,8 @@ def finished_file(target: Path, sync: bool = True) -> Iterator[Path]:
             with scratch_folder(parent) as folder:
                 aside = folder / target.name
                 yield aside
-                if sync:
-                    sync_file(aside)
+                for file in (_files_of(aside) or [aside]) if sync else ():
+                    sync_file(file)
                 aside.replace(target)
                 if sync:
                     sync_folder(target.parent)
@@ -608,6 +613,10 @@ def _check_path(path: str) -> str:
     pure = PurePosixPath(path)
     assert path and not pure.is_absolute() and ".." not in pure.parts, f"not a path inside the store: {path!r}"
     return str(pure)
+
+
+def _free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
 
 
 def _newest_s(root: Path) -> float | None:
@@ -635,17 +644,26 @@ def _beside(source: Path, target: Path) -> Path:
 
 @contextlib.contextmanager
 def _storage_errors(
-    action: str, where: str, num_bytes: int = 0, free_bytes: Callable[[], int | None] | None = None
+    action: str,
+    where: str,
+    num_bytes: int = 0,
+    free_bytes: Callable[[], int | None] | None = None,
+    *,
+    only_full_disk: bool = False,
 ) -> Iterator[None]:
-    """Convert errors of the system and of obstore to StorageError, which names the action and the remedy."""
+    """Convert errors of the system and of obstore, and any library's of a full disk, to StorageError, which names the
+    action and the remedy; with `only_full_disk`, no others."""
     try:
         yield
     except (FileNotFoundError, FileExistsError, StorageError):
         raise
-    except (OSError, BaseError) as error:
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    except Exception as error:
+        full = is_full_disk(error)
+        if not full and (only_full_disk or not isinstance(error, OSError | BaseError)):
+            raise
         free = free_bytes() if full and free_bytes else None
-        space = f" ({num_bytes} bytes to write, {free} free)" if free is not None else ""
+        size = f"{num_bytes} bytes to write, {free} free" if num_bytes else f"{free} bytes free"
+        space = f" ({size})" if free is not None else ""
         cure = "free space and run the same command again" if full else "check the path and its permissions"
         reason = getattr(error, "strerror", None) or first_line(error)
         is_denied = getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS)

@@ -21,7 +21,9 @@ def test_a_full_disk_is_an_error_that_says_so_and_leaves_nothing(tiny_disk, enco
     if tiny_disk is None:
         pytest.skip("no file system can be mounted here")
     store = Store(str(tiny_disk))
-    with pytest.raises(StorageError, match=r"cannot write .*encoders/e/.*no space left.*run the same command again"):
+    with pytest.raises(
+        StorageError, match=r"cannot write in .*No space left.*bytes free\); free space and run the same"
+    ):
         save_encoder(store, "e", encoder)
     assert store.list(paths.models_dir("encoders", "e")) == [] and list((tiny_disk / SCRATCH).iterdir()) == []
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from file_size_limit import file_size_limit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -211,8 +212,30 @@ def test_a_missing_or_damaged_file_is_refused(params, shard, tmp_path):
         open_index(params, shard(1), tmp_path)
     [name] = build_index(params, shard(1), tmp_path)
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:100])
-    with pytest.raises(ShardIndexError, match="cannot read"):
+    with pytest.raises(
+        ShardIndexError, match=r"cannot read .*; delete that file, and `mvr-ray index CONFIG` builds it again"
+    ):
         open_index(params, shard(1), tmp_path)
+
+
+@pytest.mark.parametrize("params", KINDS[:2], ids=lambda params: params.kind)
+def test_an_index_that_a_full_disk_cuts_anywhere_is_an_error(params, shard, tmp_path):
+    blocks, folder = shard(1), tmp_path / "full"
+    folder.mkdir()
+    [name] = build_index(params, blocks, tmp_path)
+    num_bytes = (tmp_path / name).stat().st_size
+    message = (
+        r"File too large|cannot write .* bytes were written \(\d+ bytes free\); free space and run the same command"
+    )
+    for limit in (0, num_bytes // 2, num_bytes - 1):
+        with file_size_limit(limit), pytest.raises(OSError, match=message):
+            build_index(params, blocks, folder)
+        with file_size_limit(limit), pytest.raises(OSError, match=message):
+            update_index(params, blocks, blocks, set(), tmp_path, folder, 1.0)
+    update_index(params, blocks, blocks, set(), tmp_path, folder, 1.0)
+    labels = candidates.LabelUpdate(candidates.read_labels(folder), 0)
+    with file_size_limit((folder / candidates.LABELS_FILE).stat().st_size - 1), pytest.raises(OSError, match=message):
+        labels.write(folder)
 
 
 def test_a_damaged_vector_is_not_indexed(params, shard, tmp_path):

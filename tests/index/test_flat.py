@@ -245,6 +245,17 @@ def test_codes_on_file_give_the_bytes_of_the_vectors_and_a_damaged_file_is_an_er
         build_index(params, [blocks[0]._replace(vectors_ND=vectors_ND)], tmp_path)
 
 
+def test_codes_are_arrays_of_numpy_and_a_full_disk_is_an_error(shard, tmp_path, tiny_disk):
+    blocks = shard(8, 2000, 8, 24)
+    for name in build_index(IndexParams(scan="int8"), blocks, tmp_path):
+        np.save(tmp_path / "array.npy", np.load(tmp_path / name))
+        assert (tmp_path / name).read_bytes() == (tmp_path / "array.npy").read_bytes()
+    if tiny_disk is None:
+        pytest.skip("no file system can be mounted here")
+    with pytest.raises(OSError, match="No space left on device"):
+        build_index(IndexParams(scan="int8"), blocks, tiny_disk)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_batch_size_changes_no_byte(shard, queries, palette, device):
     index = FlatIndex(shard(3, palette=palette), device=device)

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from file_size_limit import file_size_limit
 
 from mvr_ray.errors import ConfigError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import files as files_module
@@ -315,6 +316,17 @@ def test_a_full_disk_is_told_and_the_old_file_stays(tiny_disk: Path | None, tmp_
 
 def test_a_limit_on_file_size_is_told_and_the_old_file_stays(tmp_path: Path):
     _check_file_size_limit(tmp_path)
+
+
+def test_a_disk_that_is_full_during_unfinished_work_is_told_and_other_errors_pass(tmp_path: Path):
+    message = r"^cannot write in .*/\.scratch: (File too large|.*os error 28\)) \(\d+ bytes free\); free space and run"
+    store = Store(tmp_path)
+    with pytest.raises(StorageError, match=message), store.scratch() as folder, file_size_limit(10):
+        (folder / "file").write_bytes(b"x" * 100)
+    with pytest.raises(StorageError, match=message), store.scratch():
+        raise RuntimeError("I/O error: No space left on device (os error 28)")
+    with pytest.raises(PermissionError, match=r"^no access$"), store.scratch():
+        raise PermissionError("no access")
 
 
 def _check_file_size_limit(folder: Path) -> None:

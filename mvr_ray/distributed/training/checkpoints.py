@@ -23,7 +23,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from mvr_ray.checksums import FORMAT_VERSION, json_with_checksum, parse_json, require_format
-from mvr_ray.distributed.models import translate_full_disk
 from mvr_ray.errors import DigestError, StorageError
 from mvr_ray.store.files import Store, sha256_of
 
@@ -178,7 +177,7 @@ class Checkpoints:
     def _put(self, name: str, tensors: Mapping[str, Mapping[str, Tensor]], state: bytes = b"") -> None:
         """Write a folder, replacing one that a killed run left. Raises StorageError if the disk is full."""
         path = f"{self._folder}/{name}"
-        with self._store.scratch() as scratch, translate_full_disk(self._store, path):
+        with self._store.scratch() as scratch:
             folder = scratch / name
             folder.mkdir()
             for file, own in tensors.items():
