@@ -29,8 +29,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from numbers import Integral, Real
 from typing import Any, Generic, ParamSpec, Self, TypeVar, overload
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import httpx2
 from pydantic import BaseModel, ValidationError
@@ -68,6 +69,7 @@ _KEEPALIVE_S = 2.0
 _RETRY_STATUSES = (502, 503, 504)
 _NOT_BEGUN = ("overloaded", "publishing")
 """Codes of errors after which any request may be sent again: the server has not begun it."""
+_TIME_HINT = "give a number of seconds above 0"
 
 
 class ClientError(RequestError, MvrRayError):
@@ -128,7 +130,7 @@ class HttpTransport:
 
     def __init__(self, address: str, token: str | None) -> None:
         """Raises ValueError for an invalid address or token."""
-        if not address.lower().startswith(("http://", "https://")):
+        if not _is_address(address):
             raise ValueError(f"{address!r} is no address of a server; give one such as http://127.0.0.1:8000")
         self.address = address.rstrip("/")
         headers = {"accept": "application/json"}
@@ -219,19 +221,26 @@ class _Endpoints:
     """The requests that a client can make. Each raises ClientError if it has no result."""
 
     def __init__(self, address: str, *, token: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
-        """`address` is the server's, such as http://127.0.0.1:8000; `timeout_s` is the time of calls that name none."""
+        """`address` is the server's, such as http://127.0.0.1:8000; `timeout_s` is the time of calls that name none.
+
+        Raises ValueError for an invalid address, token or time."""
+        _check_time(timeout_s)
         self._open(HttpTransport(address, token), timeout_s)
 
     @classmethod
     def over(cls, service: SearchService, *, timeout_s: float = TIMEOUT_S) -> Self:
-        """Make a client of a service in this process: no network, the same answers and errors."""
+        """Make a client of a service in this process: no network, the same answers and errors. Raises ValueError for
+        an invalid time."""
+        _check_time(timeout_s)
         client = cls.__new__(cls)
         client._open(InProcessTransport(service, ExitStack()), timeout_s)
         return client
 
     @classmethod
     def in_process(cls, run: RunConfig, version: int | None = None, *, timeout_s: float = TIMEOUT_S) -> Self:
-        """Make a client of an index opened in this process, without a cluster; closing the client closes it."""
+        """Make a client of an index opened in this process, without a cluster; closing the client closes it. Raises
+        ValueError for an invalid time, and what opening an index raises."""
+        _check_time(timeout_s)
         from mvr_ray.distributed.hot_swap import open_hot_swap_router
 
         client = cls.__new__(cls)
@@ -255,7 +264,10 @@ class _Endpoints:
     async def _send(self, build: Callable[P, EndpointRequest[A]], *args: P.args, **options: P.kwargs) -> A:
         self._require_open()
         own_s: Any = options.get("timeout_s")
-        deadline = Deadline.after(self.timeout_s if own_s is None else own_s)
+        timeout_s = self.timeout_s if own_s is None else own_s
+        if not _is_time(timeout_s):
+            raise RefusedError(422, "wrong_value", "timeout_s", f"the time is {timeout_s!r:.80}", _TIME_HINT)
+        deadline = Deadline.after(timeout_s)
         try:
             return await self._transport.send(build(*args, **options), deadline)
         except ClientError:
@@ -362,7 +374,7 @@ class _Endpoints:
     @staticmethod
     def version(number: int, *, timeout_s: float | None = None) -> EndpointRequest[schemas.VersionDetail]:
         """Return one version, and how it was made."""
-        return EndpointRequest("GET", f"/v1/versions/{number}", schemas.VersionDetail, lambda s, _: s.version(number))
+        return EndpointRequest("GET", _version_path(number), schemas.VersionDetail, lambda s, _: s.version(number))
 
     @Endpoint
     @staticmethod
@@ -382,14 +394,15 @@ class _Endpoints:
     @staticmethod
     def rollback(number: int, *, timeout_s: float | None = None) -> EndpointRequest[VersionInfo]:
         """Publish the content of a version, after checking its files, as a new one. Needs an admin token."""
-        path = f"/v1/versions/{number}/rollback"
+        path = f"{_version_path(number)}/rollback"
         return EndpointRequest("POST", path, VersionInfo, lambda s, due: s.rollback(number, due), repeatable=False)
 
     @Endpoint
     @staticmethod
     def promote(number: int, *, timeout_s: float | None = None) -> EndpointRequest[Readiness]:
         """Answer from this version, the newest one, as soon as it is open. Needs an admin token."""
-        return EndpointRequest("POST", f"/v1/versions/{number}/promote", Readiness, lambda s, _: s.promote(number))
+        path = f"{_version_path(number)}/promote"
+        return EndpointRequest("POST", path, Readiness, lambda s, _: s.promote(number))
 
     @Endpoint
     @staticmethod
@@ -479,6 +492,34 @@ class Client(_Endpoints):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _is_address(address: object) -> bool:
+    """Return whether it is the URL of a server, with a host and, if any, a port that exists."""
+    if not isinstance(address, str) or not address.lower().startswith(("http://", "https://")):
+        return False
+    try:
+        parts = urlsplit(address)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port above 65535, or half an IPv6 address
+        return False
+
+
+def _is_time(timeout_s: object) -> bool:
+    return isinstance(timeout_s, Real) and not isinstance(timeout_s, bool) and float(timeout_s) > 0
+
+
+def _check_time(timeout_s: object) -> None:
+    if not _is_time(timeout_s):
+        raise ValueError(f"timeout_s is {timeout_s!r:.80}; {_TIME_HINT}")
+
+
+def _version_path(number: object) -> str:
+    """Return the path of a version. Raises RequestError for what is no whole number."""
+    if isinstance(number, bool) or not isinstance(number, Integral):
+        message = f"a version is a whole number, not {number!r:.80}"
+        raise RequestError(422, "wrong_type", "n", message, "give a number that `versions` lists")
+    return f"/v1/versions/{number}"
 
 
 def _texts(values: Any) -> Any:

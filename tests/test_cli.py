@@ -540,6 +540,15 @@ def test_a_corpus_that_the_disk_does_not_take_is_one_line_and_status_1(
     assert re.search(message, capsys.readouterr().err, re.MULTILINE)
 
 
+def test_a_command_does_its_work_with_stderr_closed(tmp_path: Path) -> None:
+    (tmp_path / "passages.jsonl").write_text('{"id": "a", "text": "One sentence."}\n')
+    command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "mvr_ray.cli", "init", "passages.jsonl"]
+    process = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.returncode == 0 and process.stdout.endswith("written: passages.yaml\n")
+    missing = subprocess.run([*command[:-1], "nowhere.jsonl"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert (missing.returncode, missing.stdout) == (1, "")
+
+
 def test_a_file_that_a_full_disk_does_not_take_is_one_line_and_status_1(tmp_path: Path) -> None:
     (tmp_path / "passages.jsonl").write_text('{"id": "a", "text": "One sentence."}\n')
     program = """

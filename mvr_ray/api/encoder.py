@@ -78,8 +78,7 @@ class Encoder:
     def embed_queries(self, questions: str | Sequence[str], batch_size: int = 64) -> FloatArray:
         """Return queries_QD, float32, of one question (Q = 1) or several. Raises EncoderError for a question without a
         word, DataError for one that is not text, ConfigError for a wrong `batch_size`."""
-        if not isinstance(batch_size, int | np.integer) or batch_size < 1:
-            raise ConfigError(f"batch_size is {batch_size!r}; give a whole number of at least 1")
+        _check_size("batch_size", batch_size)
         texts = [questions] if isinstance(questions, str) else list(rows_of(questions))
         for number, text in enumerate(texts):
             if not isinstance(text, str) or not is_text(text):
@@ -88,7 +87,9 @@ class Encoder:
 
     def embed_passages(self, passages: str | Iterable[Any], tokens_per_batch: int = 8192) -> EmbeddedViews:
         """Return (views_PVD, mask_PV) of one text, or of passages as `Index.build` takes them: float32, zero where the
-        mask is False, because the passage has fewer snippets. Raises DataError for an invalid passage."""
+        mask is False, because the passage has fewer snippets. Raises DataError for an invalid passage, ConfigError for
+        a wrong `tokens_per_batch`."""
+        _check_size("tokens_per_batch", tokens_per_batch)
         valid_passages = []
         for record in passage_records([passages] if isinstance(passages, str) else passages):
             if not isinstance(record, PassageRecord):
@@ -101,3 +102,8 @@ class Encoder:
         places = np.repeat(np.arange(len(valid_passages)), np.diff(block.row_ptr)), block.view_numbers_N
         views_PVD[places], mask_PV[places] = block.vectors_ND, True
         return EmbeddedViews(views_PVD, mask_PV)
+
+
+def _check_size(name: str, size: object) -> None:
+    if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+        raise ConfigError(f"{name} is {size!r}; give a whole number of at least 1")

@@ -62,6 +62,8 @@ def run_words(arguments: Sequence[str] | None = None) -> None:
     """Run the command of these words, or of the process's own; always ends by SystemExit."""
     if sys.stdout is None:  # the next file to be opened would take its place
         sys.exit("mvr-ray: standard output is closed; redirect it to a file, or to /dev/null")
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 - open as long as the process
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # of a locale that lacks a character
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -422,10 +422,12 @@ def test_an_open_encoder_shows_its_size_and_fingerprint(index: Index):
     assert repr(encoder) == f"Encoder(up to 3 views of 64, fingerprint {encoder.fingerprint})"
 
 
-@pytest.mark.parametrize("size", [0, -1, 1.5])
+@pytest.mark.parametrize("size", [0, -1, 1.5, None, True])
 def test_a_batch_of_no_size_is_refused(index: Index, size):
     with pytest.raises(ConfigError, match=f"^batch_size is {size}; give a whole number of at least 1$"):
         index.encoder.embed_queries(["A question?"], batch_size=size)
+    with pytest.raises(ConfigError, match=f"^tokens_per_batch is {size}; give a whole number of at least 1$"):
+        index.encoder.embed_passages(["A passage."], tokens_per_batch=size)
 
 
 def test_upserts_and_deletions_give_the_answers_of_an_index_built_from_nothing(

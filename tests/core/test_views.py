@@ -336,6 +336,11 @@ BAD = [
         LAYOUT,
         "max_passage_tokens is 20, too few for 8 views under strategy 'snippets'; give at least 23 or lower num_views",
     ),
+    (
+        replace(SPEC, strategy="pooling", num_views=8, max_passage_tokens=3),
+        LAYOUT,
+        "max_passage_tokens is 3, too few for 1 view under strategy 'pooling'; give at least 4",
+    ),
 ]
 
 

@@ -140,6 +140,13 @@ REFUSED = [
     (lambda c: c.embed(5, model="words"), 422, "wrong_type", "input.str"),
     (lambda c: c.publish(None), 422, "wrong_type", "manifest"),
     (lambda c: c.version(99), 404, "unknown_version", "n"),
+    (lambda c: c.version("x"), 422, "wrong_type", "n"),
+    (lambda c: c.version(True), 422, "wrong_type", "n"),
+    (lambda c: c.rollback(None), 422, "wrong_type", "n"),
+    (lambda c: c.promote(1.5), 422, "wrong_type", "n"),
+    (lambda c: c.ready(timeout_s="2"), 422, "wrong_value", "timeout_s"),
+    (lambda c: c.ready(timeout_s=math.nan), 422, "wrong_value", "timeout_s"),
+    (lambda c: c.ready(timeout_s=0), 422, "wrong_value", "timeout_s"),
 ]
 
 
@@ -458,9 +465,18 @@ def test_a_token_with_a_line_end_is_the_token_and_what_is_none_is_refused_withou
 
 
 def test_what_is_no_address_is_refused() -> None:
-    for wrong in ("localhost:8000", "ftp://x", ""):
+    for wrong in ("localhost:8000", "ftp://x", "", 8000, None, "http://:80", "http://127.0.0.1:99999", "http://[::1"):
         with pytest.raises(ValueError, match="no address of a server"):
             Client(wrong)
+
+
+def test_a_time_that_is_no_number_above_0_is_refused(address, service) -> None:
+    for wrong in (None, "2", True, math.nan, 0, -1):
+        for make in (Client, AsyncClient):
+            with pytest.raises(ValueError, match=f"timeout_s is {wrong!r}; give a number of seconds above 0"):
+                make(address, timeout_s=wrong)
+            with pytest.raises(ValueError, match="give a number of seconds above 0"):
+                make.over(service, timeout_s=wrong)
 
 
 def test_what_stands_in_no_address_is_an_error_of_the_package(address) -> None:

@@ -405,5 +405,5 @@ def test_an_address_of_a_file_is_a_folder_of_this_machine(tmp_path: Path):
     for address in (f"file://{tmp_path}/a%20b", f"file://localhost{tmp_path}/a%20b"):
         assert Store(address).address == str(tmp_path / "a b")
     for address in ("file://other/x", "file://x", "file://"):
-        with pytest.raises(ConfigError, match="^file://.* names no folder of this machine; write file:///FOLDER"):
+        with pytest.raises(ConfigError, match=r"^file://.* names no folder of this machine; write file:///FOLDER"):
             Store(address)

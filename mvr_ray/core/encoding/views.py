@@ -43,7 +43,7 @@ import numpy as np
 
 from mvr_ray.core.encoding.pooling import Pooling
 from mvr_ray.core.encoding.snippets import Span
-from mvr_ray.errors import EncoderError
+from mvr_ray.errors import EncoderError, count_noun
 from mvr_ray.types import IntArray
 
 MODEL_SETTINGS = ("query_prompt", "passage_prompt", "max_query_tokens", "max_passage_tokens")
@@ -267,9 +267,11 @@ class Layout:
         least = -(-4 * (least_beside_title + self.passage_prompt_tokens) // 3)
         if spec.passage_limit < least:
             beside = f" and a prompt of {self.passage_prompt_tokens} tokens" if self.passage_prompt_tokens else ""
+            fewer = " or lower num_views" if spec.strategy in ("viewers", "snippets") and spec.num_views > 1 else ""
             raise EncoderError(
-                f"max_passage_tokens is {spec.max_passage_tokens}, too few for {spec.num_views} views under strategy "
-                f"{spec.strategy!r}{beside}; give at least {least} or lower num_views"
+                f"max_passage_tokens is {spec.max_passage_tokens}, too few for "
+                f"{count_noun(spec.effective_views, 'view')} under strategy {spec.strategy!r}{beside}; give at least "
+                f"{least}{fewer}"
             )
         least = self.query_prompt_tokens + 8
         if self.query_prompt_tokens and spec.query_limit < least:
