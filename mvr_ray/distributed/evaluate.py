@@ -24,7 +24,7 @@ import numpy as np
 
 from mvr_ray.config import EvaluateConfig, RunConfig
 from mvr_ray.core.judging.answers import AnswerMatcher
-from mvr_ray.core.judging.metrics import NDCG_CUTOFF, cluster_interval, first_ranks, hit_within, ndcg, reciprocal_ranks
+from mvr_ray.core.judging.metrics import NDCG_CUTOFF, first_ranks, hit_within, ndcg, reciprocal_ranks, share_interval
 from mvr_ray.core.searching.hybrid import system_name
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.encoders import require_encoder
@@ -238,8 +238,8 @@ def system_result(
 def mean_row(
     system: str, name: str, metric: str, values_Q: FloatArray, articles_Q: Sequence[str], settings: EvaluateConfig
 ) -> EvaluationRow:
-    """The mean of a metric of a question set, with the interval that resamples articles."""
-    low, high = cluster_interval(values_Q, articles_Q, settings.seed, settings.bootstrap)
+    """The mean of a metric (0..1) of a question set, with its interval over articles."""
+    low, high = share_interval(values_Q, articles_Q, settings.seed, settings.bootstrap)
     return EvaluationRow(system, name, metric, float(np.mean(values_Q)), low, high, len(values_Q))
 
 
