@@ -291,11 +291,16 @@ def tune(run: RunConfig, questions: str, progress: Progress = no_progress) -> Tu
 
 def require_unreported(corpus: Corpus, name: str, reports: Sequence[QuestionSet], setting: str) -> None:
     """Raise ConfigError, which names the setting, if a question set shares a question with those of `reports`: a weight
-    that is chosen on questions is not to be measured by them."""
-    questions = {(question.id, question.text) for own in reports for question in own.questions}
+    that is chosen on questions is not to be measured by them. Questions are one if their texts are equal, and their ids
+    or a gold passage: large sets ask a few things twice."""
+
+    def names(question: Question) -> set[tuple[str, str]]:
+        return {(question.text, name) for name in (question.id, *question.positive_ids)}
+
+    reported_names = {name for own in reports for question in own.questions for name in names(question)}
 
     def num_shared(own: str) -> int:
-        return sum((question.id, question.text) in questions for question in read_questions(corpus, own))
+        return sum(not reported_names.isdisjoint(names(question)) for question in read_questions(corpus, own))
 
     if num := num_shared(name):
         others = [own for own in question_sets(corpus) if own != name and not num_shared(own)]
