@@ -44,8 +44,8 @@ chaos: $(STAMP)
 chaos-soak: $(STAMP)
 	MVR_RAY_HISTORIES=$(SEEDS) $(PYTEST) -m chaos tests/histories $(ARGS)
 
-# Every study at the size for two cores; finished steps are not run again. The three `decided` take days on two
-# cores, minutes on a GPU (docs/ranking.md).
+# Every study at the size for two cores; finished steps are not run again. The four `decided` take hours to days on two
+# cores, minutes on a GPU (docs/ranking.md). README.md names the data that they read.
 studies: $(STAMP)
 	$(BIN)/python benchmarks/base_model.py
 	$(BIN)/mvr-ray study $(filter-out %/common.yaml %/common-camvr.yaml,$(wildcard configs/studies/*.yaml)) size=quick output=benchmarks/results/studies $(ARGS)

@@ -98,6 +98,11 @@ def check_train(cfg: TrainConfig) -> None:
             f"train.init_from is {cfg.init_from}, an encoder's snapshot, but train.task={cfg.task} starts from "
             f"encoder.backbone; leave train.init_from out, and name the folder of a model there to start from it"
         )
+    if cfg.task == "cross_encoder" and not cfg.num_hard_negatives:
+        raise ConfigError(
+            "train.num_hard_negatives is 0, but train.task=cross_encoder scores a question's passage above others; set "
+            "train.num_hard_negatives=1 or more"
+        )
     if cfg.task != "retriever" and cfg.max_passage_tokens:
         raise ConfigError(
             f"train.max_passage_tokens is {cfg.max_passage_tokens}, but train.task={cfg.task} reads as many "

@@ -24,7 +24,7 @@ import numpy as np
 
 from mvr_ray.config import EvaluateConfig, RunConfig
 from mvr_ray.core.judging.answers import AnswerMatcher
-from mvr_ray.core.judging.metrics import NDCG_CUTOFF, cluster_interval, first_ranks, hit_within, ndcg, reciprocal_ranks
+from mvr_ray.core.judging.metrics import NDCG_CUTOFF, first_ranks, hit_within, ndcg, reciprocal_ranks, share_interval
 from mvr_ray.core.searching.hybrid import system_name
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.encoders import require_encoder
@@ -238,8 +238,8 @@ def system_result(
 def mean_row(
     system: str, name: str, metric: str, values_Q: FloatArray, articles_Q: Sequence[str], settings: EvaluateConfig
 ) -> EvaluationRow:
-    """The mean of a metric of a question set, with the interval that resamples articles."""
-    low, high = cluster_interval(values_Q, articles_Q, settings.seed, settings.bootstrap)
+    """The mean of a metric (0..1) of a question set, with its interval over articles."""
+    low, high = share_interval(values_Q, articles_Q, settings.seed, settings.bootstrap)
     return EvaluationRow(system, name, metric, float(np.mean(values_Q)), low, high, len(values_Q))
 
 
@@ -291,11 +291,16 @@ def tune(run: RunConfig, questions: str, progress: Progress = no_progress) -> Tu
 
 def require_unreported(corpus: Corpus, name: str, reports: Sequence[QuestionSet], setting: str) -> None:
     """Raise ConfigError, which names the setting, if a question set shares a question with those of `reports`: a weight
-    that is chosen on questions is not to be measured by them."""
-    questions = {(question.id, question.text) for own in reports for question in own.questions}
+    that is chosen on questions is not to be measured by them. Questions are one if their texts are equal, and their ids
+    or a gold passage: large sets ask a few things twice."""
+
+    def names(question: Question) -> set[tuple[str, str]]:
+        return {(question.text, name) for name in (question.id, *question.positive_ids)}
+
+    reported_names = {name for own in reports for question in own.questions for name in names(question)}
 
     def num_shared(own: str) -> int:
-        return sum((question.id, question.text) in questions for question in read_questions(corpus, own))
+        return sum(not reported_names.isdisjoint(names(question)) for question in read_questions(corpus, own))
 
     if num := num_shared(name):
         others = [own for own in question_sets(corpus) if own != name and not num_shared(own)]

@@ -22,7 +22,7 @@ import numpy as np
 
 from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.core.judging.answers import exact_match_score, f1_score
-from mvr_ray.core.judging.metrics import cluster_interval
+from mvr_ray.core.judging.metrics import share_interval
 from mvr_ray.core.reading.reader import ReadRequest, Span, choose
 from mvr_ray.distributed import models, session
 from mvr_ray.distributed.ray_data import map_in_pool, pool_need
@@ -224,5 +224,5 @@ def _require_scores(path: Path, results: Sequence[RankedQuestion]) -> None:
 
 def _row(run: RunConfig, passages: int, metric: str, values: Sequence[float], groups_Q: Sequence[str]) -> ReadRow:
     values_Q = np.array(values, np.float64)
-    low, high = cluster_interval(values_Q, groups_Q, run.evaluate.seed, run.evaluate.bootstrap)
+    low, high = share_interval(values_Q, groups_Q, run.evaluate.seed, run.evaluate.bootstrap)
     return ReadRow(passages, metric, float(values_Q.mean()), low, high, len(values_Q))

@@ -7,7 +7,7 @@ set is not available here. Instead, the questions of any set are divided by thei
     frequency    number of passages whose text contains the entity, matched token by token like answers
     buckets      the quartiles of frequency among the questions with an entity; the questions without one; all
 
-Every value is a share of questions with its 95 % interval over articles (`metrics.cluster_interval`), and its
+Every value is a share of questions with its 95 % interval over articles (`metrics.share_interval`), and its
 difference from BM25 with the p of the test that flips whole articles.
 
 Option of the step: `k`, the depths (default 1, 5, 20).
@@ -23,7 +23,7 @@ import regex
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.judging.answers import AnswerMatcher
-from mvr_ray.core.judging.metrics import cluster_interval, hit_within, paired_test
+from mvr_ray.core.judging.metrics import cluster_interval, hit_within, paired_test, share_interval
 from mvr_ray.distributed.evaluate import evaluate
 from mvr_ray.errors import ConfigError
 from mvr_ray.store import manifest
@@ -161,7 +161,7 @@ def rows_by_frequency(
         for system, ranks_Q in ranks.items():
             for k in ks:
                 values_Q = hit_within(ranks_Q[bucket.questions], k)
-                interval = cluster_interval(values_Q, groups, seed, num)
+                interval = share_interval(values_Q, groups, seed, num)
                 gain = None
                 if system != BM25 and BM25 in ranks:
                     words_Q = hit_within(ranks[BM25][bucket.questions], k)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mvr_ray.comparison import Difference, difference
-from mvr_ray.core.judging.metrics import cluster_interval, hit_within, paired_test
+from mvr_ray.core.judging.metrics import hit_within, paired_test, share_interval
 from mvr_ray.core.refining.refine_policy import ONE_SHOT
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.studies.results import BM25_SYSTEM, Report, VariantResult, stage_reports, system_name
@@ -92,7 +92,7 @@ def refinement_table(results: Sequence[VariantResult]) -> Table | None:
         row = dict(result.head)
         for name, size in sizes.items():
             hits_Q, head = _hits(result.after[name]), f"{name} (n {size})"
-            interval = cluster_interval(hits_Q, result.articles[name])
+            interval = share_interval(hits_Q, result.articles[name])
             row |= {f"{head} answer": Cell(float(hits_Q.mean()), *interval)}
             row |= {f"{head} gold": percent(result.after[name]["gold"]["1"])}
         for name in heldout_sets:

@@ -23,6 +23,7 @@ from mvr_ray.core.judging.metrics import (
     ppl_of_mean_entropy,
     question_lv,
     reciprocal_ranks,
+    share_interval,
     top_k_accuracy,
     view_pair_cosine,
     winning_views,
@@ -91,14 +92,33 @@ def test_the_interval_covers_the_mean_where_questions_of_an_article_are_alike(nu
     assert inside["questions"] < 150
 
 
+@pytest.mark.parametrize("num_articles", [2, 3, 4, 8])
+def test_the_interval_of_few_articles_covers_the_mean_as_often_as_it_says(num_articles: int):
+    rng = np.random.default_rng(num_articles)
+    inside = 0
+    for _ in range(600):
+        ease_G, count_G = rng.beta(4, 4, num_articles), rng.integers(20, 40, num_articles)
+        articles = np.repeat(np.arange(num_articles), count_G)
+        low, high = cluster_interval((rng.random(len(articles)) < ease_G[articles]).astype(float), articles)
+        inside += low <= 0.5 <= high
+    assert 550 <= inside <= 588
+
+
 def test_an_article_counts_with_all_its_questions_in_every_resample():
-    """Of two articles a resample has one twice, or both: three means, whatever the questions' order."""
-    values, articles = np.array([1.0, 1.0, 1.0, 0.0, 0.0]), ["a", "a", "a", "b", "b"]
-    order = np.random.default_rng(0).permutation(5)
+    """A resample of nine articles has the one of three questions, all answered, some number of times."""
+    values, articles = np.array([1.0] * 3 + [0.0] * 8), np.array([0, 0, 0, *range(1, 9)])
+    order = np.random.default_rng(0).permutation(11)
     interval = cluster_interval(values, articles, confidence=0.1)
-    assert interval == cluster_interval(values[order], [articles[at] for at in order], confidence=0.1)
-    assert set(interval) <= {0.0, 0.6, 1.0}
-    assert cluster_interval(values, articles) == (0.0, 1.0)
+    assert interval == cluster_interval(values[order], articles[order], confidence=0.1)
+    assert set(interval) <= {3 * times / (9 + 2 * times) for times in range(10)}
+
+
+def test_shares_of_few_articles_end_at_0_and_1():
+    values, articles = np.array([1.0, 1.0, 1.0, 0.0, 0.0]), ["a", "a", "a", "b", "b"]
+    low, high = cluster_interval(values, articles)
+    assert low < 0 and high > 1
+    assert share_interval(values, articles) == (0.0, 1.0)
+    assert share_interval(values[:1], ["a"]) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("num_articles", [6, 9])

@@ -129,6 +129,8 @@ def test_what_cannot_be_trained_or_mined_is_refused_by_name(store_path, tmp_path
         train(run_of(store_path, {"init_from": "earlier"}))
     with pytest.raises(ConfigError, match=r"max_passage_tokens is 96, .*=0, and lower mine\.max_pair_tokens instead"):
         train(run_of(store_path, {"max_passage_tokens": 96}))
+    with pytest.raises(ConfigError, match=r"num_hard_negatives is 0, but train\.task=cross_encoder .*=1 or more"):
+        train(run_of(store_path, {"num_hard_negatives": 0}))
     with pytest.raises(CrossEncoderError, match=r"max_tokens is 600, .* lower mine\.max_pair_tokens to 512"):
         train(run_of(store_path, mine={**MINING, "max_pair_tokens": 600}))
     with pytest.raises(MissingInputError, match=r"cross-encoder 'nobody' is neither stored in .*mine\.cross_encoder"):

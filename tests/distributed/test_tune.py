@@ -38,5 +38,11 @@ def test_questions_that_are_reported_on_and_versions_without_words_are_refused(s
         ConfigError, match=r"tune: 3 questions of 'dev' are also reported, .*\(part\); .* with them: there is none"
     ):
         tune(run_over(own_index, evaluate={"questions": ["part"]}), "dev")
+    dev = read_questions(corpus, "dev")
+    elsewhere = next(question.positive_ids for question in dev if question.positive_ids != dev[2].positive_ids)
+    copies = [question._replace(id=f"copy {question.id}") for question in dev[:3]]
+    write_questions(corpus, "copy", [*copies[:2], copies[2]._replace(positive_ids=elsewhere)])
+    with pytest.raises(ConfigError, match=r"tune: 2 questions of 'copy' are also reported"):
+        tune(run_over(own_index, evaluate={"questions": ["part"]}), "copy")
     with pytest.raises(ShardIndexError, match=r"index\.lexical=true"):
         tune(run_over(small_index, evaluate={"questions": []}), "dev")

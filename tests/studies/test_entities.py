@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prepared_corpus import only_corpus
 
 from mvr_ray.core.judging.answers import has_answer
-from mvr_ray.core.judging.metrics import cluster_interval, hit_within, paired_test
+from mvr_ray.core.judging.metrics import cluster_interval, hit_within, paired_test, share_interval
 from mvr_ray.distributed.evaluate import evaluate
 from mvr_ray.errors import ConfigError
 from mvr_ray.store.corpus import Corpus
@@ -123,7 +123,7 @@ def test_rows_are_shares_of_the_buckets_questions_with_the_gain_over_bm25():
         own, words = (hit_within(ranks[system][at], row.k) for system in (row.system, BM25))
         assert (row.n, row.articles) == (len(at), len(set(groups)))
         assert row.value == pytest.approx(own.mean())
-        assert (row.low, row.high) == cluster_interval(own, groups, 3, 200)
+        assert (row.low, row.high) == share_interval(own, groups, 3, 200)
         if row.system == BM25:
             assert row.over_bm25 is None
         else:

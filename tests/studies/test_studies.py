@@ -16,7 +16,7 @@ from scipy import stats
 from mvr_ray import __version__
 from mvr_ray.comparison import difference
 from mvr_ray.config import load_run
-from mvr_ray.core.judging.metrics import cluster_interval, interval_over_seeds, paired_test
+from mvr_ray.core.judging.metrics import cluster_interval, interval_over_seeds, paired_test, share_interval
 from mvr_ray.distributed.analyze import ALL_VIEWS, ANSWER_VIEW
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.refine import refine
@@ -362,7 +362,7 @@ def test_values_of_several_seeds_are_their_mean_with_an_interval_over_seeds_and_
     low, high = interval_over_seeds(hits(0.5, 0.6, 0.7), ARTICLES)
     assert low < 0 and high > 1  # no share is
     assert results["mean"].cells["gold/top-1"] == pytest.approx((0.6, 0.0, 1.0, 3, 10))
-    alone = cluster_interval(hits(0.2)[0], ARTICLES)
+    alone = share_interval(hits(0.2)[0], ARTICLES)
     assert results["untrained"].cells["gold/top-1"] == pytest.approx((0.2, *alone, 1, 10))
     table = retrieval_table(study, list(results.values()))
     columns = ["variant", "paper gold/top-1", "gold/top-1", "n", "seeds", "gold/top-1 against mean, p"]
@@ -471,9 +471,10 @@ def test_a_refinement_is_told_before_where_it_is_kept_and_at_its_end(write):
         "known (n 10) answer", "known (n 10) gold", "gate (n 10) answer", "gate (n 10) gold",
         "unseen (n 10) answer", "unseen (n 10) gold", "unseen change, p", "known newest answer",
     ]  # fmt: skip
-    low, high = cluster_interval(hits(0.3)[0], ARTICLES)
+    low, high = share_interval(hits(0.3)[0], ARTICLES)
     row = tables["Refinement"].rows[1]
     assert row[3:5] == [f"30.0 ({100 * low:.1f} to {100 * high:.1f})", "30.0"]
+    low, high = cluster_interval(hits(0.3)[0], ARTICLES)
     p = paired_test(hits(0.3)[0], hits(0.0)[0], ARTICLES)
     assert row[9] == f"+30.0 ({100 * low:+.1f} to {100 * high:+.1f}), {p:.2g}"
     assert tables["Refinement"].rows[0][9] == ""
@@ -561,7 +562,7 @@ def test_what_is_fused_with_bm25_is_a_line_of_its_own_over_all_seeds(write, tmp_
     assert list(results) == ["a", "BM25", "a, with BM25"]
     assert results["a, with BM25"].cells["gold/top-1"].value == pytest.approx(0.65)
     words = results["BM25"].cells["gold/top-1"]
-    assert words == pytest.approx((0.5, *cluster_interval(hits(0.5)[0], ARTICLES), 1, 10)), "not of width zero"
+    assert words == pytest.approx((0.5, *share_interval(hits(0.5)[0], ARTICLES), 1, 10)), "not of width zero"
     assert words.high - words.low > 0.2
     assert results["a, with BM25"].setting == "bm25 + 10 x dense; bm25 + 20 x dense"
     report = make_report(study, plan, records)
@@ -1009,7 +1010,7 @@ def test_a_report_says_nothing_of_what_was_not_measured(write):
     last = plan.variants[0].keys[-1]
     report = make_report(study, plan, {**records, last: records[last]._replace(report=fake(0.2, 1))})
     assert [table.title for table in report.tables] == ["Retrieval"]
-    low, high = cluster_interval(hits(0.2)[0], ARTICLES)
+    low, high = share_interval(hits(0.2)[0], ARTICLES)
     assert f"20.0 ({100 * low:.1f} to {100 * high:.1f})" in report.files["report.md"].decode()
     assert set(report.files) == {"report.md", "report.html", "report.json", "questions.parquet"}
 

@@ -20,6 +20,7 @@ Groups = Sequence[str] | Sequence[int] | NDArray[np.int64] | NDArray[np.str_]
 """The group (article) of each question."""
 
 NDCG_CUTOFF = 10
+_FEW_GROUPS = 8
 _NUMBERS_AT_ONCE = 1 << 20
 _NEAR = 1e-12
 
@@ -68,14 +69,17 @@ def ndcg(rankings: Sequence[Sequence[str]], relevance: Sequence[Mapping[str, int
 def cluster_interval(
     values_Q: FloatArray, groups_Q: Groups, seed: int = 0, num: int = 1000, confidence: float = 0.95
 ) -> Interval:
-    """Bootstrap the interval of the mean over questions that come in groups, such as all those of one article.
+    """Compute the interval of the mean over questions that come in groups, such as all those of one article.
 
-    Questions of one article share its passages and its style, so their values are not independent: whole groups are
-    resampled, with all their values. The quantiles are those of Hesterberg's expanded percentile interval (The American
-    Statistician 69(4), 2015), which is as wide as Student's t for few groups. The values of a single group count as
-    independent. Same values, groups and seed, same interval.
+    Questions of one article share its passages and its style, so their values are not independent: groups vary, with
+    all their values. Up to 8 groups: Student's interval of sum over number of values, by its linearised error. More:
+    whole groups are resampled, and the quantiles are those of Hesterberg's expanded percentile interval (The American
+    Statistician 69(4), 2015). The values of a single group count as independent. Same values, groups and seed, same
+    interval.
     """
     sum_G, count_G = _group_sums(values_Q, groups_Q)
+    if len(sum_G) <= _FEW_GROUPS:
+        return _students_interval(sum_G, count_G, confidence)
     rng = np.random.default_rng(seed)
     means = np.empty(num)
     part = max(1, _NUMBERS_AT_ONCE // len(sum_G))
@@ -86,6 +90,12 @@ def cluster_interval(
     tail = _expanded_tail(len(sum_G), confidence)
     low, high = np.quantile(means, [tail, 1 - tail])
     return Interval(float(low), float(high))
+
+
+def share_interval(values_Q: FloatArray, groups_Q: Groups, seed: int = 0, num: int = 1000) -> Interval:
+    """Compute `cluster_interval` of values from 0 to 1, which ends there, too, whatever Student's half width is."""
+    low, high = np.clip(cluster_interval(values_Q, groups_Q, seed, num), 0.0, 1.0).tolist()
+    return Interval(low, high)
 
 
 def interval_over_seeds(
@@ -149,12 +159,23 @@ def _group_sums(values_Q: FloatArray, groups_Q: Groups) -> tuple[FloatArray, Flo
     return np.bincount(group_Q, values_Q).astype(np.float64), np.bincount(group_Q).astype(np.float64)
 
 
+def _students_interval(sum_G: FloatArray, count_G: FloatArray, confidence: float) -> Interval:
+    """Return the interval of sum over count by Student's t; one group: of no width."""
+    from scipy import stats
+
+    size, mean = len(sum_G), float(sum_G.sum() / count_G.sum())
+    if size == 1:
+        return Interval(mean, mean)
+    residual_G = sum_G - mean * count_G
+    error = math.sqrt(size / (size - 1) * float(residual_G @ residual_G)) / float(count_G.sum())
+    half = float(stats.t.ppf((1 + confidence) / 2, size - 1)) * error
+    return Interval(mean - half, mean + half)
+
+
 def _expanded_tail(num_groups: int, confidence: float) -> float:
     """Return the quantile whose normal deviate is that of Student's t for `num_groups`, with a variance over n - 1."""
     from scipy import stats
 
-    if num_groups < 2:
-        return (1 - confidence) / 2
     deviate = stats.t.ppf((1 - confidence) / 2, num_groups - 1) * math.sqrt(num_groups / (num_groups - 1))
     return float(stats.norm.cdf(deviate))
 
