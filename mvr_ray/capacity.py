@@ -3,7 +3,8 @@
     vectors  = passages x V                                        (an upper bound: an empty snippet has no view)
     at rest  = vectors x D x (2 fp16 | 4 fp32)  +  row overhead     embeddings.arrow
     hnsw     = vectors x (4 D + 8 M + 12)                           hnswlib keeps fp32 vectors and 2 M links of 4 bytes
-    faiss    = vectors x (code + 8)  +  4 x lists x D               code from the factory string
+    faiss    = vectors x (code + 8)  +  4 x lists x D               code from the factory string; fast scan (`fs`): at
+                                                                   most 31 codes more a list
     train    = 16 x parameters + activations                        fp32 weights, gradient and two AdamW moments
     refine   = at rest + M x D x 4 + (vectors + F) x D x (2 | 4)   the M moved or new views in fp32, and a second
                                                                    copy of their blocks as stored
@@ -55,6 +56,10 @@ POSTINGS_SHARE = 0.85
 """Bytes of postings for one of text: SQuAD's 1,530 development paragraphs with titles take 1.02 MB for 1.20 MB."""
 STATISTICS_BYTES = 216
 """Statistics of a corpus, times the root of its bytes (Heaps' law with an exponent of a half): 0.24 MB for the same."""
+LOWERED_BYTES = {"fp32": 0, "bf16": 0, "int8": 1, "openvino-bf16": 2, "openvino": 4, "auto": 4}
+"""Bytes of a parameter in the model of `index.precision`, beside fp32 weights, in a second snapshot; auto: at most."""
+FAISS_BLOCK = 32
+"""Codes in a block of Faiss's fast scan (`fs`), of which each list fills the last one up."""
 
 Kind = Literal["disk", "memory", "gpu"]
 
@@ -127,6 +132,10 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
     refined_file = at_rest + num_added * (dimension * item + 2) + refined_index
     weights = 4 * model.parameters * (1 if run.encoder.tied else 2)
     is_unpadded = resources.gpus_per_encoder > 0 and run.index.precision == "bf16"
+    precision = run.index.precision
+    is_lowered = precision != "fp32" and not (precision == "auto" and resources.gpus_per_encoder > 0)
+    lowered_bytes = LOWERED_BYTES[precision] * model.parameters
+    lowered_note = f"{'at most: ' * (precision == 'auto')}fp32 weights again, and the model of this precision"
     length = run.encoder.max_passage_tokens or model.max_tokens
     length = 0 if is_unpadded else length  # flash attention stores no table of scores
     encode = weights + 2 * layer_bytes(model, run.index.tokens_per_batch, length, half=is_unpadded)
@@ -164,6 +173,7 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
     rows: list[tuple[bool, tuple[Kind, str, int, int, str]]] = [
         (True, ("disk", "corpus", math.ceil(on_shard * passage_bytes), shards, f"{passage_bytes:.0f} bytes a passage")),
         (True, ("disk", "encoder snapshot", weights, 1, f"fp32 weights{guess}")),
+        (is_lowered, ("disk", f"encoder snapshot, {precision}", weights + lowered_bytes, 1, lowered_note)),
         (True, ("disk", "embeddings", at_rest, shards, f"{vectors:,} x {dimension} x {item} bytes a shard")),
         (True, ("disk", f"index files ({run.index.kind})", index_file, shards, "beside the embeddings")),
         (run.index.lexical, ("disk", "words, postings", words_bytes, shards, words_note)),
@@ -309,7 +319,7 @@ _CODES = [
 
 def faiss_bytes(factory: str, vectors: int, dimension: int) -> int:
     """Bytes of a Faiss index with this factory string (PCA, OPQ, IVF, HNSW, PQ, SQ, Flat, RFlat)."""
-    width, each, fixed_bytes, has_storage = dimension, 0.0, 0.0, False
+    width, each, fixed_bytes, has_storage, num_lists = dimension, 0.0, 0.0, False, 1
     for part in factory.replace("_HNSW", ",#HNSW").split(","):
         if match := re.fullmatch(r"(?:PCAW?R?|RR?|OPQ\d+_|L2norm,?|Pad)(\d+)", part):
             fixed_bytes += 4 * width * int(match[1])
@@ -317,7 +327,8 @@ def faiss_bytes(factory: str, vectors: int, dimension: int) -> int:
         elif re.fullmatch(r"OPQ\d+|L2norm|#HNSW\d+(_\w+)?", part):
             fixed_bytes += 4 * width * width if part.startswith("OPQ") else 0
         elif match := re.fullmatch(r"(?:IVF|IMI\dx)(\d+)", part):
-            each, fixed_bytes = each + 8, fixed_bytes + 4 * int(match[1]) * width
+            num_lists = int(match[1])
+            each, fixed_bytes = each + 8, fixed_bytes + 4 * num_lists * width
         elif match := re.fullmatch(r"HNSW(\d+)?(?:_(\w+))?", part):
             each += links_bytes(int(match[1] or 32))
             if match[2]:
@@ -332,6 +343,8 @@ def faiss_bytes(factory: str, vectors: int, dimension: int) -> int:
             each, has_storage = each + _code(part, width, factory), True
             if match := re.match(r"PQ\d+(?:x(\d+))?", part):
                 fixed_bytes += 4 * width * 2 ** int(match[1] or 8)
+            if re.fullmatch(r"PQ\d+x4fsr?", part):
+                fixed_bytes += num_lists * (FAISS_BLOCK - 1) * _code(part, width, factory)
     if not has_storage:
         raise ConfigError(f"index.factory {factory!r} names no storage; end it with Flat, SQ8, SQfp16 or PQ96")
     return math.ceil(vectors * each + fixed_bytes)

@@ -137,13 +137,34 @@ def test_an_unknown_factory_string_is_refused_by_name(factory: str) -> None:
         faiss_bytes(factory, 10, 64)
 
 
+def disk_bytes(sizes: capacity.Plan) -> dict[str, int]:
+    return {line.what: line.bytes_all for line in sizes.lines if line.kind == "disk"}
+
+
+def test_a_lower_precision_is_planned_as_a_second_snapshot() -> None:
+    def lowered_bytes(precision: str, gpus: int = 0) -> int | None:
+        sections = {"index": {"precision": precision}, "resources": {"gpus_per_encoder": gpus}}
+        run = RunConfig.model_validate({**sections, "encoder": {"backbone": "all-MiniLM-L6-v2"}})
+        return disk_bytes(plan(run, 1000)).get(f"encoder snapshot, {precision}")
+
+    measured_bytes = 90_272_656 + 45_418_572  # the two files of an encoder in openvino-bf16
+    assert lowered_bytes("openvino-bf16") == pytest.approx(measured_bytes, rel=0.01)
+    assert lowered_bytes("auto") == 2 * lowered_bytes("bf16")
+    assert lowered_bytes("fp32") is lowered_bytes("auto", gpus=1) is None
+
+
+def test_lists_of_fast_scan_are_planned_in_whole_blocks() -> None:
+    """Of two shards with 616 vectors each and 256 lists, which took 2,426,656 bytes."""
+    assert 2_426_656 < 2 * faiss_bytes(default_factory(384, False), 616, 384) < 1.1 * 2_426_656
+
+
 def test_what_is_planned_grows_with_passages_views_and_shards_as_it_must() -> None:
     run = RunConfig(encoder=EncoderConfig(num_views=8))
     one, ten = plan(run, 100_000), plan(run, 1_000_000)
     assert ten.total("disk") == pytest.approx(10 * one.total("disk"), rel=0.15)
     assert one.total("gpu") == 0
     single = plan(RunConfig(encoder=EncoderConfig(strategy="mean", num_views=8)), 100_000)
-    embeddings = {own.num_views: own.lines[2].bytes_all for own in (one, single)}
+    embeddings = {own.num_views: disk_bytes(own)["embeddings"] for own in (one, single)}
     assert 7.5 < embeddings[8] / embeddings[1] < 8
     assert sum(line.bytes_all for line in one.lines if line.kind == "memory") == one.total("memory")
 
