@@ -137,8 +137,8 @@ def test_an_unknown_factory_string_is_refused_by_name(factory: str) -> None:
         faiss_bytes(factory, 10, 64)
 
 
-def disk_bytes(planned: capacity.Plan) -> dict[str, int]:
-    return {line.what: line.bytes_all for line in planned.lines if line.kind == "disk"}
+def disk_bytes(sizes: capacity.Plan) -> dict[str, int]:
+    return {line.what: line.bytes_all for line in sizes.lines if line.kind == "disk"}
 
 
 def test_a_lower_precision_is_planned_as_a_second_snapshot() -> None:
