@@ -15,10 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self, overload
 
-import numpy as np
 import yaml
 
 from mvr_ray import versions
@@ -34,10 +32,11 @@ from mvr_ray.store import paths
 from mvr_ray.store.corpus import SETTINGS_OF_CHANGES, Corpus, question_sets
 from mvr_ray.store.feedback import add_judgements, copy_judgements
 from mvr_ray.store.files import Store
+from mvr_ray.store.formats.records import PassageId
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import carry_questions, checked_questions, write_questions
-from mvr_ray.store.update import parent_corpus, update
+from mvr_ray.store.update import ChangeRecord, parent_corpus, update_by_records
 from mvr_ray.types import FloatArray, Passage, Progress, no_progress
 from mvr_ray.versions import RollbackReport, VersionInfo
 
@@ -239,7 +238,7 @@ class Index:
     def explain(
         self,
         questions: str | Sequence[str],
-        passages: str | int | Iterable[str | int] = (),
+        passages: PassageId | Iterable[PassageId] = (),
         k: int = 3,
         *,
         hybrid: Hybrid = None,
@@ -252,7 +251,7 @@ class Index:
         `hybrid` as in `search`. Raises ConfigError for an empty question or an unknown id.
         """
         texts = [questions] if isinstance(questions, str) else list(rows.rows_of(questions))
-        ids = [str(one) for one in _several(passages)]
+        ids = [str(one) for one in rows.ids_of(passages)]
         with self._service("explain") as service:
             return service.explain(validate(ExplainRequest, questions=texts, passages=ids, k=k, hybrid=hybrid))
 
@@ -266,11 +265,11 @@ class Index:
             hint = re.sub(r" \(serve\.\w+\)", "", error.hint)  # no setting of the server limits a process
             raise ConfigError(f"{method}: {error.message}; {hint}") from None
 
-    def passages(self, ids: str | int | Iterable[str | int]) -> dict[str, Passage]:
+    def passages(self, ids: PassageId | Iterable[PassageId]) -> dict[str, Passage]:
         """Return passages of the live version by id; unknown ids are left out. A whole number is the id of its digits,
         as in `build`."""
         with self._router.pin() as router:
-            return router.passages([str(one) for one in _several(ids)])
+            return router.passages([str(one) for one in rows.ids_of(ids)])
 
     def upsert(self, passages: Any, progress: Progress | bool = False) -> Manifest:
         """Add passages, or replace those of the same ids, and publish a version. Only their contents are embedded.
@@ -280,12 +279,12 @@ class Index:
         Raises DataError for a passage without an id, and then changes nothing.
         """
         with _progress_callback(progress) as callback:
-            return self._change(_upserts(passages), callback)
+            return self._change(rows.upsert_records(passages), callback)
 
-    def delete(self, ids: str | int | Iterable[str | int], progress: Progress | bool = False) -> Manifest:
+    def delete(self, ids: PassageId | Iterable[PassageId], progress: Progress | bool = False) -> Manifest:
         """Remove passages by id, and publish a version. An unknown id changes nothing."""
         with _progress_callback(progress) as callback:
-            return self._change(({"id": name, "delete": True} for name in _several(ids)), callback)
+            return self._change(rows.deletion_records(ids), callback)
 
     def refine(self, questions: Any = None, progress: Progress | bool = False, **settings: Any) -> "RefineReport":
         """Learn from questions with answers or gold passages, else from the feedback of `add_feedback`.
@@ -418,24 +417,15 @@ class Index:
         if "_router" in self.__dict__:
             self._router.move_to(None)
 
-    def _change(self, changes: Iterable[Mapping[str, Any]], progress: Progress) -> Manifest:
-        """Update the corpus by rows of a file of changes, and publish a version of it."""
+    def _change(self, records: Iterable[ChangeRecord], progress: Progress) -> Manifest:
+        """Update the corpus by records of changes, and publish a version of it."""
         live = self._newest()
         if not self._has_run_file:
             self._require_settings(live)
-        with TemporaryDirectory() as folder:
-            file = Path(folder) / "changes.jsonl"
-            with file.open("w", encoding="utf-8") as lines:
-                for row in changes:
-                    lines.write(json.dumps(row, default=_plain) + "\n")  # ASCII holds half a surrogate, too
-            try:
-                update(self.run.prepare, self._store, str(file), progress, index=live.index)
-            except DataError as error:
-                problem = str(error).removeprefix("update: ").partition("; nothing was changed")[0]
-                problem = re.sub(re.escape(str(file)) + r":(\d+)", lambda line: f"item {int(line[1]) - 1}", problem)
-                raise DataError(
-                    f"{problem}; nothing was changed. Correct the items and call the method again"
-                ) from None
+        try:
+            update_by_records(self.run.prepare, self._store, records, progress, index=live.index)
+        except DataError as error:
+            raise DataError(f"{error}; nothing was changed. Correct the items and call the method again") from None
         sections = {"encoder": {"name": live.encoder_name}, "index": {"encoder": live.encoder_fingerprint}}
         manifest = _index(self._with(**sections), progress)
         self._follow()
@@ -472,10 +462,6 @@ def _progress_callback(progress: Progress | bool) -> Iterator[Progress]:
         yield no_progress
 
 
-def _several(ids: str | int | Iterable[str | int]) -> Iterable[str | int]:
-    return [ids] if isinstance(ids, str | int | np.integer) else rows.rows_of(ids)
-
-
 def _sections(settings: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
     """Return a copy. Raises ConfigError for anything but sections of settings."""
     try:
@@ -483,14 +469,6 @@ def _sections(settings: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dic
     except (AttributeError, TypeError, ValueError):
         example = '{"encoder": {"num_views": 4}}'
         raise ConfigError(f"settings is {settings!r:.60}; give sections of a run file, such as {example}") from None
-
-
-def _upserts(passages: Any) -> Iterable[dict[str, Any]]:
-    for number, row in enumerate(rows.rows_of(passages)):
-        values = rows.passage_values(row) or {}
-        if not {"id", "_id"} & values.keys():
-            raise DataError(f"upsert: passage {number} has no id; give (id, text) or a mapping with id and text")
-        yield {"id": values.get("_id"), **{name: value for name, value in values.items() if name != "delete"}}
 
 
 def _index(run: RunConfig, progress: Progress) -> Manifest:
@@ -550,12 +528,3 @@ def _plain_queries(queries: Any) -> list[str | list[float]]:
             f"search: {problem}; give a text, a list of texts, or vectors_QD, one vector as [vector]"
         ) from None
     return plain
-
-
-def _plain(value: Any) -> Any:
-    """Convert a value of a field to JSON: dates to ISO 8601, numbers of numpy to numbers."""
-    if hasattr(value, "isoformat"):
-        return value.isoformat()
-    if isinstance(value, np.generic):
-        return value.item()
-    raise DataError(f"{value!r:.60} is no value of a field; give texts, numbers, true or false, dates, lists of texts")
