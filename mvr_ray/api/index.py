@@ -11,11 +11,12 @@ passages they run in this process, without Ray.
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, overload
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 import yaml
 
@@ -23,7 +24,7 @@ from mvr_ray import versions
 from mvr_ray.api import rows
 from mvr_ray.api.hits import SearchHits
 from mvr_ray.config import RunConfig, load_run, parse_run, resolve_path
-from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
+from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError, StagingError, count_noun
 from mvr_ray.explanation import Explanation
 from mvr_ray.serving.schemas import ExplainRequest, Hybrid, RequestError, SearchRequest, is_text, validate
 from mvr_ray.serving.service import SearchService
@@ -36,7 +37,7 @@ from mvr_ray.store.formats.records import PassageId
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import carry_questions, checked_questions, write_questions
-from mvr_ray.store.update import ChangeRecord, parent_corpus, update_by_records
+from mvr_ray.store.update import ChangeRecord, UpdateReport, is_rolled_back, parent_corpus, update_by_records
 from mvr_ray.types import FloatArray, Passage, Progress, no_progress
 from mvr_ray.versions import RollbackReport, VersionInfo
 
@@ -46,7 +47,10 @@ if TYPE_CHECKING:
     from mvr_ray.distributed.hot_swap import HotSwapRouter
     from mvr_ray.distributed.refinement.report import RefineReport
 
+T = TypeVar("T")
 BATCH_QUERIES = 256
+MAX_PUBLISH_TRIES = 20
+"""Each that fails means that another process has published a change."""
 GIVEN_BY_ARGUMENTS = (("store", "path", "path"), ("encoder", "backbone", "model"), ("prepare", "sources", "passages"))
 """Section and key of a setting that `Index.build` refuses, and the argument in its place."""
 NO_LIMITS = {
@@ -72,6 +76,7 @@ class Index:
         self._store = Store(run.store.path)
         self._open = ExitStack()
         self._has_run_file = True
+        self._change_lock = Lock()
 
     @classmethod
     def build(
@@ -157,8 +162,11 @@ class Index:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, as pickle makes one: it opens shards and an encoder of its own."""
-        state = {name: value for name, value in self.__dict__.items() if name != "_router"}
-        return {**state, "_open": ExitStack()}
+        own = {"_router", "_open", "_change_lock"}
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _open=ExitStack(), _change_lock=Lock())
 
     def close(self) -> None:
         """Release the open shards and the encoder; the next search opens those of the newest version."""
@@ -276,13 +284,14 @@ class Index:
 
             index.upsert([{"id": "p2", "text": "A new text."}])
 
-        Raises DataError for a passage without an id, and then changes nothing.
+        Several threads and processes can change an index at once. Raises DataError for a passage without an id, and
+        then changes nothing; PublishConflictError, to call again, if other processes were faster in every try.
         """
         with _progress_callback(progress) as callback:
             return self._change(rows.upsert_records(passages), callback)
 
     def delete(self, ids: PassageId | Iterable[PassageId], progress: Progress | bool = False) -> Manifest:
-        """Remove passages by id, and publish a version. An unknown id changes nothing."""
+        """Remove passages by id, and publish a version. An unknown id changes nothing. Raises as `upsert` does."""
         with _progress_callback(progress) as callback:
             return self._change(rows.deletion_records(ids), callback)
 
@@ -419,17 +428,29 @@ class Index:
 
     def _change(self, records: Iterable[ChangeRecord], progress: Progress) -> Manifest:
         """Update the corpus by records of changes, and publish a version of it."""
-        live = self._newest()
-        if not self._has_run_file:
-            self._require_settings(live)
-        try:
-            update_by_records(self.run.prepare, self._store, records, progress, index=live.index)
-        except DataError as error:
-            raise DataError(f"{error}; nothing was changed. Correct the items and call the method again") from None
-        sections = {"encoder": {"name": live.encoder_name}, "index": {"encoder": live.encoder_fingerprint}}
-        manifest = _index(self._with(**sections), progress)
-        self._follow()
-        return manifest
+        changes = list(records)
+        with self._change_lock:
+            live = self._newest()
+            if not self._has_run_file:
+                self._require_settings(live)
+            sections = {"encoder": {"name": live.encoder_name}, "index": {"encoder": live.encoder_fingerprint}}
+            run = self._with(**sections)
+
+            def change_corpus() -> UpdateReport:
+                return update_by_records(run.prepare, self._store, changes, progress, index=live.index)
+
+            def publish() -> Manifest:
+                if is_rolled_back(Corpus.open(self._store, live.corpus), self._newest()):
+                    change_corpus()  # once more: the roll back replaced the change, too
+                return _index(run, progress)
+
+            try:
+                _with_retries(change_corpus)
+            except DataError as error:
+                raise DataError(f"{error}; nothing was changed. Correct the items and call the method again") from None
+            manifest = _with_retries(publish)  # alone: what others have changed since then stays
+            self._follow()
+            return manifest
 
     def _require_settings(self, live: Manifest) -> None:
         """Raise ConfigError if an earlier program did not record a setting that a change needs."""
@@ -460,6 +481,13 @@ def _progress_callback(progress: Progress | bool) -> Iterator[Progress]:
             yield reporter
     else:
         yield no_progress
+
+
+def _with_retries(publish: Callable[[], T]) -> T:
+    for _ in range(MAX_PUBLISH_TRIES - 1):
+        with suppress(PublishConflictError, StagingError):  # a faster process removes what both staged
+            return publish()
+    return publish()
 
 
 def _sections(settings: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mvr_ray.config import PrepareConfig, SourceConfig, resolve_path
-from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
+from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError, count_noun
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.changes import MAX_CHANGED_SHARE, Changes, changed_ids, num_kept
@@ -93,7 +93,7 @@ def update(
 
     A row of a corpus of chunks (`prepare.chunk_words`) is a whole passage. Raises DataError with file and line for a
     bad or doubled row, MissingInputError for a missing file or corpus, ConfigError for a corpus of sampled
-    chunks, PublishConflictError if another update or `prepare` was faster.
+    chunks, PublishConflictError if another update, `prepare` or a roll back was faster.
     """
     require_all_chunks(cfg)
     file = resolve_path(changes)
@@ -113,7 +113,7 @@ def update(
     changes_files = [*(one for one in parent.info.sources if one.format == CHANGES), source]
     sources = (*prepared_sources, *changes_files[-MAX_CHANGES_SOURCES:])
     description = dataclasses.replace(parent.info, sources=sources)
-    return apply_changes(parent, in_chunks(parent, passage_changes, cfg.chunk_words), description, progress)
+    return apply_changes(parent, in_chunks(parent, passage_changes, cfg.chunk_words), description, progress, index)
 
 
 def update_by_records(
@@ -129,7 +129,7 @@ def update_by_records(
     require_all_chunks(cfg)
     parent = parent_corpus(store, cfg.corpus, index)
     changes = in_chunks(parent, read_changes(records, parent, cfg), cfg.chunk_words)
-    return apply_changes(parent, changes, parent.info, progress)
+    return apply_changes(parent, changes, parent.info, progress, index)
 
 
 def parent_corpus(store: Store, name: str, index: str) -> Corpus:
@@ -183,12 +183,16 @@ def _chunk_ids(corpus: Corpus, name: str, start: int) -> Iterator[str]:
 
 
 def apply_changes(
-    parent: Corpus, changes: Changes[Passage], description: CorpusInfo, progress: Progress = no_progress
+    parent: Corpus,
+    changes: Changes[Passage],
+    description: CorpusInfo,
+    progress: Progress = no_progress,
+    index: str = "",
 ) -> UpdateReport:
     """Make the next corpus of a name from `parent` (`parent_corpus`) and changes to it.
 
     `description` is the parent's, with other fields that change in the same step. Raises PublishConflictError if
-    another update or `prepare` was faster.
+    another update or `prepare` was faster, or a roll back in `index` replaced the parent meanwhile.
     """
     before = parent.get(changes.ids())
     upserts = {name: passage for name, passage in changes.upserts.items() if before.get(name) != passage}
@@ -230,6 +234,12 @@ def apply_changes(
                 write_questions(corpus, name, changed_sets[name])
             else:
                 copy_questions(parent, corpus, name)
+        now = parent_corpus(parent.store, parent.name, index)
+        if now.number == parent.number and now.digest != parent.digest:
+            raise PublishConflictError(
+                f"corpus {parent.name!r} was not changed: a roll back in index {index!r} replaced the corpus of digest "
+                f"{parent.digest} meanwhile; nothing was lost: run the same command again"
+            )
         corpus.publish(after=parent.number)
         collect_corpus(parent.store, parent.name)
     log.info("updated: corpus=%s parent=%s digest=%s parts=%d", parent.name, parent.digest, digest, len(by_shard))

@@ -8,10 +8,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date, datetime, time
 from decimal import Decimal
 from html import unescape
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from uuid import UUID
@@ -32,7 +34,7 @@ from mvr_ray.api.rows import passage_records, questions_of, sources_of, upsert_r
 from mvr_ray.cli import main
 from mvr_ray.config import PrepareConfig
 from mvr_ray.core.encoding.stored_model import torch_threads
-from mvr_ray.distributed import session
+from mvr_ray.distributed import build_index, session
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError
 from mvr_ray.explanation import render_html
@@ -43,7 +45,7 @@ from mvr_ray.store.formats.records import BadRow
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import read_questions
 from mvr_ray.store.update import update, update_by_records
-from mvr_ray.types import Question
+from mvr_ray.types import Progress, Question
 
 ROWS = [
     {
@@ -620,6 +622,47 @@ def test_a_uuid_is_an_id_wherever_ids_are_taken(index: Index):
     assert [*index.passages(name)] == [str(name)]
     index.delete(name)
     assert not index.passages([name])
+
+
+def once(call: Callable[[], object], at: str) -> Progress:
+    """Return a callback that makes a call at the first report of `at`."""
+    calls = iter([call])
+    return lambda what, *_: [own() for own in ([*islice(calls, 1)] if what == at else [])]
+
+
+def test_threads_that_change_an_index_at_once_lose_nothing(index: Index):
+    rows = [(f"new{n}", f"Text {n}.") for n in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda row: index.upsert([row]), rows))
+    assert {*index.passages([name for name, _ in rows])} == {name for name, _ in rows}
+
+
+@pytest.mark.parametrize("at", ["parts written", "build shards"])
+def test_a_change_goes_on_after_a_faster_one_and_keeps_it(index: Index, at: str):
+    with Index(index.run) as rival:
+        rows = [("mine", "Text."), ("p1", "Of me, and later of the rival.")]
+        index.upsert(rows, once(lambda: rival.upsert([("other", "Text."), ("p1", "Of the rival.")]), at))
+    passages = index.passages(["mine", "other", "p1"])
+    assert len(passages) == 3
+    assert passages["p1"].text == ("Of the rival." if at == "build shards" else rows[1][1])
+
+
+def test_a_version_of_an_earlier_corpus_is_not_published_over_one_of_a_later(index: Index, monkeypatch):
+    with Index(index.run) as rival:
+        faster = once(lambda: rival.upsert([("other", "Text.")]), "resolve")
+        resolve = build_index.resolve_encoder
+        monkeypatch.setattr(build_index, "resolve_encoder", lambda *own: (faster("resolve", 0, 0), resolve(*own))[1])
+        index.upsert([("mine", "Text.")])
+    assert {*index.passages(["mine", "other"])} == {"mine", "other"}
+
+
+@pytest.mark.parametrize("at", ["parts written", "build shards"])
+def test_a_roll_back_during_an_upsert_stays(index: Index, at: str):
+    index.upsert([("p1", "A bad text.")])
+    with Index(index.run) as rival:
+        index.upsert([("new", "Text.")], once(lambda: rival.rollback(1), at))
+    assert index.passages(["new", "p1"])["p1"].text == ROWS[1]["text"]
+    assert len(index) == 25
 
 
 def test_half_a_surrogate_is_refused_by_item_and_changes_nothing(index: Index):
