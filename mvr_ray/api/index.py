@@ -11,21 +11,20 @@ passages they run in this process, without Ray.
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Self, overload
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
-import numpy as np
 import yaml
 
 from mvr_ray import versions
 from mvr_ray.api import rows
 from mvr_ray.api.hits import SearchHits
 from mvr_ray.config import RunConfig, load_run, parse_run, resolve_path
-from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
+from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError, StagingError, count_noun
 from mvr_ray.explanation import Explanation
 from mvr_ray.serving.schemas import ExplainRequest, Hybrid, RequestError, SearchRequest, is_text, validate
 from mvr_ray.serving.service import SearchService
@@ -34,10 +33,11 @@ from mvr_ray.store import paths
 from mvr_ray.store.corpus import SETTINGS_OF_CHANGES, Corpus, question_sets
 from mvr_ray.store.feedback import add_judgements, copy_judgements
 from mvr_ray.store.files import Store
+from mvr_ray.store.formats.records import PassageId
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import carry_questions, checked_questions, write_questions
-from mvr_ray.store.update import parent_corpus, update
+from mvr_ray.store.update import ChangeRecord, UpdateReport, is_rolled_back, parent_corpus, update_by_records
 from mvr_ray.types import FloatArray, Passage, Progress, no_progress
 from mvr_ray.versions import RollbackReport, VersionInfo
 
@@ -47,7 +47,10 @@ if TYPE_CHECKING:
     from mvr_ray.distributed.hot_swap import HotSwapRouter
     from mvr_ray.distributed.refinement.report import RefineReport
 
+T = TypeVar("T")
 BATCH_QUERIES = 256
+MAX_PUBLISH_TRIES = 20
+"""Each that fails means that another process has published a change."""
 GIVEN_BY_ARGUMENTS = (("store", "path", "path"), ("encoder", "backbone", "model"), ("prepare", "sources", "passages"))
 """Section and key of a setting that `Index.build` refuses, and the argument in its place."""
 NO_LIMITS = {
@@ -73,6 +76,7 @@ class Index:
         self._store = Store(run.store.path)
         self._open = ExitStack()
         self._has_run_file = True
+        self._change_lock = Lock()
 
     @classmethod
     def build(
@@ -158,8 +162,11 @@ class Index:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, as pickle makes one: it opens shards and an encoder of its own."""
-        state = {name: value for name, value in self.__dict__.items() if name != "_router"}
-        return {**state, "_open": ExitStack()}
+        own = {"_router", "_open", "_change_lock"}
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _open=ExitStack(), _change_lock=Lock())
 
     def close(self) -> None:
         """Release the open shards and the encoder; the next search opens those of the newest version."""
@@ -239,7 +246,7 @@ class Index:
     def explain(
         self,
         questions: str | Sequence[str],
-        passages: str | int | Iterable[str | int] = (),
+        passages: PassageId | Iterable[PassageId] = (),
         k: int = 3,
         *,
         hybrid: Hybrid = None,
@@ -252,7 +259,7 @@ class Index:
         `hybrid` as in `search`. Raises ConfigError for an empty question or an unknown id.
         """
         texts = [questions] if isinstance(questions, str) else list(rows.rows_of(questions))
-        ids = [str(one) for one in _several(passages)]
+        ids = [str(one) for one in rows.ids_of(passages)]
         with self._service("explain") as service:
             return service.explain(validate(ExplainRequest, questions=texts, passages=ids, k=k, hybrid=hybrid))
 
@@ -266,26 +273,27 @@ class Index:
             hint = re.sub(r" \(serve\.\w+\)", "", error.hint)  # no setting of the server limits a process
             raise ConfigError(f"{method}: {error.message}; {hint}") from None
 
-    def passages(self, ids: str | int | Iterable[str | int]) -> dict[str, Passage]:
+    def passages(self, ids: PassageId | Iterable[PassageId]) -> dict[str, Passage]:
         """Return passages of the live version by id; unknown ids are left out. A whole number is the id of its digits,
         as in `build`."""
         with self._router.pin() as router:
-            return router.passages([str(one) for one in _several(ids)])
+            return router.passages([str(one) for one in rows.ids_of(ids)])
 
     def upsert(self, passages: Any, progress: Progress | bool = False) -> Manifest:
         """Add passages, or replace those of the same ids, and publish a version. Only their contents are embedded.
 
             index.upsert([{"id": "p2", "text": "A new text."}])
 
-        Raises DataError for a passage without an id, and then changes nothing.
+        Several threads and processes can change an index at once. Raises DataError for a passage without an id, and
+        then changes nothing; PublishConflictError, to call again, if other processes were faster in every try.
         """
         with _progress_callback(progress) as callback:
-            return self._change(_upserts(passages), callback)
+            return self._change(rows.upsert_records(passages), callback)
 
-    def delete(self, ids: str | int | Iterable[str | int], progress: Progress | bool = False) -> Manifest:
-        """Remove passages by id, and publish a version. An unknown id changes nothing."""
+    def delete(self, ids: PassageId | Iterable[PassageId], progress: Progress | bool = False) -> Manifest:
+        """Remove passages by id, and publish a version. An unknown id changes nothing. Raises as `upsert` does."""
         with _progress_callback(progress) as callback:
-            return self._change(({"id": name, "delete": True} for name in _several(ids)), callback)
+            return self._change(rows.deletion_records(ids), callback)
 
     def refine(self, questions: Any = None, progress: Progress | bool = False, **settings: Any) -> "RefineReport":
         """Learn from questions with answers or gold passages, else from the feedback of `add_feedback`.
@@ -418,28 +426,31 @@ class Index:
         if "_router" in self.__dict__:
             self._router.move_to(None)
 
-    def _change(self, changes: Iterable[Mapping[str, Any]], progress: Progress) -> Manifest:
-        """Update the corpus by rows of a file of changes, and publish a version of it."""
-        live = self._newest()
-        if not self._has_run_file:
-            self._require_settings(live)
-        with TemporaryDirectory() as folder:
-            file = Path(folder) / "changes.jsonl"
-            with file.open("w", encoding="utf-8") as lines:
-                for row in changes:
-                    lines.write(json.dumps(row, default=_plain) + "\n")  # ASCII holds half a surrogate, too
+    def _change(self, records: Iterable[ChangeRecord], progress: Progress) -> Manifest:
+        """Update the corpus by records of changes, and publish a version of it."""
+        changes = list(records)
+        with self._change_lock:
+            live = self._newest()
+            if not self._has_run_file:
+                self._require_settings(live)
+            sections = {"encoder": {"name": live.encoder_name}, "index": {"encoder": live.encoder_fingerprint}}
+            run = self._with(**sections)
+
+            def change_corpus() -> UpdateReport:
+                return update_by_records(run.prepare, self._store, changes, progress, index=live.index)
+
+            def publish() -> Manifest:
+                if is_rolled_back(Corpus.open(self._store, live.corpus), self._newest()):
+                    change_corpus()  # once more: the roll back replaced the change, too
+                return _index(run, progress)
+
             try:
-                update(self.run.prepare, self._store, str(file), progress, index=live.index)
+                _with_retries(change_corpus)
             except DataError as error:
-                problem = str(error).removeprefix("update: ").partition("; nothing was changed")[0]
-                problem = re.sub(re.escape(str(file)) + r":(\d+)", lambda line: f"item {int(line[1]) - 1}", problem)
-                raise DataError(
-                    f"{problem}; nothing was changed. Correct the items and call the method again"
-                ) from None
-        sections = {"encoder": {"name": live.encoder_name}, "index": {"encoder": live.encoder_fingerprint}}
-        manifest = _index(self._with(**sections), progress)
-        self._follow()
-        return manifest
+                raise DataError(f"{error}; nothing was changed. Correct the items and call the method again") from None
+            manifest = _with_retries(publish)  # alone: what others have changed since then stays
+            self._follow()
+            return manifest
 
     def _require_settings(self, live: Manifest) -> None:
         """Raise ConfigError if an earlier program did not record a setting that a change needs."""
@@ -472,8 +483,11 @@ def _progress_callback(progress: Progress | bool) -> Iterator[Progress]:
         yield no_progress
 
 
-def _several(ids: str | int | Iterable[str | int]) -> Iterable[str | int]:
-    return [ids] if isinstance(ids, str | int | np.integer) else rows.rows_of(ids)
+def _with_retries(publish: Callable[[], T]) -> T:
+    for _ in range(MAX_PUBLISH_TRIES - 1):
+        with suppress(PublishConflictError, StagingError):  # a faster process removes what both staged
+            return publish()
+    return publish()
 
 
 def _sections(settings: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
@@ -483,14 +497,6 @@ def _sections(settings: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dic
     except (AttributeError, TypeError, ValueError):
         example = '{"encoder": {"num_views": 4}}'
         raise ConfigError(f"settings is {settings!r:.60}; give sections of a run file, such as {example}") from None
-
-
-def _upserts(passages: Any) -> Iterable[dict[str, Any]]:
-    for number, row in enumerate(rows.rows_of(passages)):
-        values = rows.passage_values(row) or {}
-        if not {"id", "_id"} & values.keys():
-            raise DataError(f"upsert: passage {number} has no id; give (id, text) or a mapping with id and text")
-        yield {"id": values.get("_id"), **{name: value for name, value in values.items() if name != "delete"}}
 
 
 def _index(run: RunConfig, progress: Progress) -> Manifest:
@@ -550,12 +556,3 @@ def _plain_queries(queries: Any) -> list[str | list[float]]:
             f"search: {problem}; give a text, a list of texts, or vectors_QD, one vector as [vector]"
         ) from None
     return plain
-
-
-def _plain(value: Any) -> Any:
-    """Convert a value of a field to JSON: dates to ISO 8601, numbers of numpy to numbers."""
-    if hasattr(value, "isoformat"):
-        return value.isoformat()
-    if isinstance(value, np.generic):
-        return value.item()
-    raise DataError(f"{value!r:.60} is no value of a field; give texts, numbers, true or false, dates, lists of texts")

@@ -12,7 +12,15 @@ import numpy as np
 
 from mvr_ray.config import SourceConfig
 from mvr_ray.errors import DataError
-from mvr_ray.store.formats.records import BadRow, QuestionRecord, Record, passage_record, question_record
+from mvr_ray.store.formats.records import (
+    BadRow,
+    DeletionRecord,
+    PassageId,
+    QuestionRecord,
+    Record,
+    deletion_record,
+    question_record,
+)
 from mvr_ray.store.formats.rows import passage_of, question_of
 from mvr_ray.store.formats.sources import read_question_file
 from mvr_ray.types import Passage, Question
@@ -32,19 +40,41 @@ def sources_of(passages: Any) -> list[SourceConfig] | None:
 def passage_records(passages: Any) -> Iterator[Record]:
     """Yield a record of each passage; a bad row for an invalid one. Raises DataError for an object without rows."""
     for number, row in enumerate(rows_of(passages)):
-        where, values = f"passage {number}", passage_values(row)
-        if isinstance(row, Passage):
-            yield passage_record(row.id, row.title, row.text, where, extras=dict(row.fields))
-        elif values is None:
-            yield BadRow(where, f"{row!r:.60} is no text, no (id, text) or (id, title, text), and no mapping")
-        elif not {"text", "contents"} & values.keys():
-            names = ", ".join(map(repr, values))
-            yield BadRow(where, f"text is missing; its keys are {names:.200}: rename the one of the text to 'text'")
-        else:
-            yield passage_of(dict(values) if "_id" in values else {"id": number, **values}, where)
+        yield _passage_record(row, f"passage {number}", {"id": number})
 
 
-def passage_values(row: Any) -> Mapping[str, Any] | None:
+def upsert_records(passages: Any) -> Iterator[Record]:
+    """Yield a record of each passage as `passage_records` does; a bad row for one without an id, too."""
+    for number, row in enumerate(rows_of(passages)):
+        yield _passage_record(row, f"item {number}", {})
+
+
+def deletion_records(ids: Any) -> Iterator[DeletionRecord | BadRow]:
+    """Yield a record of each passage to delete; a bad row for what is no id."""
+    for number, name in enumerate(ids_of(ids)):
+        yield deletion_record(_plain_value(name), f"item {number}")
+
+
+def ids_of(ids: Any) -> Iterator[Any]:
+    """Return one id, or those of an iterable or column, in order."""
+    return iter([ids]) if isinstance(ids, PassageId | np.integer) else rows_of(ids)
+
+
+def _passage_record(row: Any, where: str, own_id: Mapping[str, Any]) -> Record:
+    """Make the record of a passage, or a bad row with the reason. `own_id` is the id of one without, if it may lack
+    one."""
+    values = _passage_values(row)
+    if values is None:
+        return BadRow(where, f"{row!r:.60} is no text, no (id, text) or (id, title, text), and no mapping")
+    if not {"text", "contents"} & values.keys():
+        names = ", ".join(map(repr, values))
+        return BadRow(where, f"text is missing; its keys are {names:.200}: rename the one of the text to 'text'")
+    if not own_id and not {"id", "_id"} & values.keys():
+        return BadRow(where, "id is missing; give (id, text) or a mapping with id and text")
+    return passage_of({**({} if "_id" in values else own_id), **values}, where)
+
+
+def _passage_values(row: Any) -> Mapping[str, Any] | None:
     """Return the parts and fields of a passage by name; None for an object that is no passage."""
     match row:
         case Passage(id_, title, text, fields):
@@ -125,11 +155,13 @@ def rows_of(rows: Any) -> Iterator[Any]:
 def _plain_values(row: Mapping[Any, Any]) -> dict[Any, Any]:
     """Convert arrays of numpy to lists, as pandas reads lists from Parquet, its numbers to those of Python, and what a
     frame has for a missing value (NaN, NaT, NA) to None."""
-    kinds = np.ndarray | np.number | np.bool_
-    return {
-        name: None if _is_missing(value) else value.tolist() if isinstance(value, kinds) else value
-        for name, value in row.items()
-    }
+    return {name: _plain_value(value) for name, value in row.items()}
+
+
+def _plain_value(value: Any) -> Any:
+    if _is_missing(value):
+        return None
+    return value.tolist() if isinstance(value, np.ndarray | np.number | np.bool_) else value
 
 
 def _pandas_rows(frame: Any) -> Iterator[Any]:

@@ -64,10 +64,12 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
 
 def _index(run: RunConfig, progress: Progress) -> Manifest:
     store, cfg = Store(run.store.path), run.index
+    live = manifests.latest_version(store, cfg.name)  # read before the corpus: a later version may have a later one
     corpus = Corpus.open(store, run.prepare.corpus)
     encoder = resolve_encoder(run, corpus)
     before = _open_refined(store, cfg, encoder.fingerprint)
     task = encode_task(run, corpus, encoder, before)
+    manifests.require_live(store, cfg.name, live)
     with shards.renew_periodically(store, task.draft, task.key, cfg.grace_s):
         manifest = _build(run, corpus, task, before, progress)
     store.delete_dir(paths.staging_dir(cfg.name, task.key))

@@ -107,7 +107,8 @@ class Follower:
                 if not batch and not backlog.late:
                     return len(backlog.waiting)
                 start = time.monotonic()
-                result = apply_batch(corpus, self.run.prepare, self.source, batch, listing, self.progress)
+                name = self.run.index.name
+                result = apply_batch(corpus, self.run.prepare, self.source, batch, listing, self.progress, name)
                 version = self._live()
                 if version is None or version.corpus_digest != result.update.digest:
                     version = self._index(stack, result.update.added + result.update.replaced, version)

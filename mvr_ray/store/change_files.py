@@ -99,10 +99,12 @@ def apply_batch(
     batch: Sequence[StoredFile],
     listing: Sequence[StoredFile],
     progress: Progress = no_progress,
+    index: str = "",
 ) -> BatchReport:
     """Make the next corpus from the last one, `parent`, and a batch of its source, whose files are `listing`.
 
-    Late files of the listing are recorded too. Raises PublishConflictError if the corpus was changed meanwhile.
+    Late files of the listing are recorded too. Raises PublishConflictError if the corpus was changed, or replaced
+    by a roll back in `index`, meanwhile.
     """
     changes: list[Changes[Passage]] = []
     before = parent.info.change_files
@@ -122,7 +124,7 @@ def apply_batch(
     recorded_files = tuple(file for file in processed_files if file.name in names or file is processed_files[-1])
     description = dataclasses.replace(parent.info, change_files=recorded_files)
     chunk_changes = in_chunks(parent, Changes.join(changes), cfg.chunk_words)
-    return BatchReport(apply_changes(parent, chunk_changes, description, progress), files)
+    return BatchReport(apply_changes(parent, chunk_changes, description, progress, index), files)
 
 
 def _late(file: StoredFile, last: str) -> ChangeFile:

@@ -72,6 +72,7 @@ def parse_field(value: Any, kind: str) -> FieldValue:
                 return float(value)
             case "timestamp" if isinstance(value, date | str):
                 when = value if isinstance(value, datetime) else datetime.fromisoformat(str(value))
+                when = datetime.combine(when.date(), when.timetz())  # without the nanoseconds of pandas
                 return (when if when.tzinfo else when.replace(tzinfo=UTC)).astimezone(UTC)
             case "date" if isinstance(value, date | str) and not isinstance(value, datetime):
                 return date.fromisoformat(value) if isinstance(value, str) else value

@@ -14,11 +14,11 @@ import dataclasses
 import itertools
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mvr_ray.config import PrepareConfig, SourceConfig, resolve_path
-from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
+from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError, count_noun
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.changes import MAX_CHANGED_SHARE, Changes, changed_ids, num_kept
@@ -36,10 +36,18 @@ from mvr_ray.store.corpus import (
 from mvr_ray.store.fields import FieldReader
 from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.formats.mediawiki import REVISION_FIELD, page_record, read_pages
-from mvr_ray.store.formats.records import BadRow, PassageRecord, deletion_record, with_fields, with_prefix
+from mvr_ray.store.formats.records import (
+    BadRow,
+    DeletionRecord,
+    PassageRecord,
+    Record,
+    deletion_record,
+    with_fields,
+    with_prefix,
+)
 from mvr_ray.store.formats.rows import id_of, passage_of
 from mvr_ray.store.formats.sources import DUMP_NAME
-from mvr_ray.store.formats.text_files import json_lines
+from mvr_ray.store.formats.text_files import Row, json_lines
 from mvr_ray.store.gc import collect_corpus
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.parts import CorpusPart, passages_of, write_passages
@@ -48,6 +56,7 @@ from mvr_ray.store.questions import copy_questions, only_with, read_questions, w
 from mvr_ray.types import Passage, Progress, no_progress
 
 log = logging.getLogger(__name__)
+ChangeRecord = Record | DeletionRecord
 CHANGES = "changes"
 """The format of a source that `update` applied."""
 MAX_CHANGES_SOURCES = 20
@@ -84,7 +93,7 @@ def update(
 
     A row of a corpus of chunks (`prepare.chunk_words`) is a whole passage. Raises DataError with file and line for a
     bad or doubled row, MissingInputError for a missing file or corpus, ConfigError for a corpus of sampled
-    chunks, PublishConflictError if another update or `prepare` was faster.
+    chunks, PublishConflictError if another update, `prepare` or a roll back was faster.
     """
     require_all_chunks(cfg)
     file = resolve_path(changes)
@@ -104,7 +113,23 @@ def update(
     changes_files = [*(one for one in parent.info.sources if one.format == CHANGES), source]
     sources = (*prepared_sources, *changes_files[-MAX_CHANGES_SOURCES:])
     description = dataclasses.replace(parent.info, sources=sources)
-    return apply_changes(parent, in_chunks(parent, passage_changes, cfg.chunk_words), description, progress)
+    return apply_changes(parent, in_chunks(parent, passage_changes, cfg.chunk_words), description, progress, index)
+
+
+def update_by_records(
+    cfg: PrepareConfig,
+    store: Store,
+    records: Iterable[ChangeRecord],
+    progress: Progress = no_progress,
+    *,
+    index: str = "",
+) -> UpdateReport:
+    """Make the next corpus as `update` does, by records in place of a file. Raises DataError with the place of a bad or
+    doubled record."""
+    require_all_chunks(cfg)
+    parent = parent_corpus(store, cfg.corpus, index)
+    changes = in_chunks(parent, read_changes(records, parent, cfg), cfg.chunk_words)
+    return apply_changes(parent, changes, parent.info, progress, index)
 
 
 def parent_corpus(store: Store, name: str, index: str) -> Corpus:
@@ -158,12 +183,16 @@ def _chunk_ids(corpus: Corpus, name: str, start: int) -> Iterator[str]:
 
 
 def apply_changes(
-    parent: Corpus, changes: Changes[Passage], description: CorpusInfo, progress: Progress = no_progress
+    parent: Corpus,
+    changes: Changes[Passage],
+    description: CorpusInfo,
+    progress: Progress = no_progress,
+    index: str = "",
 ) -> UpdateReport:
     """Make the next corpus of a name from `parent` (`parent_corpus`) and changes to it.
 
     `description` is the parent's, with other fields that change in the same step. Raises PublishConflictError if
-    another update or `prepare` was faster.
+    another update or `prepare` was faster, or a roll back in `index` replaced the parent meanwhile.
     """
     before = parent.get(changes.ids())
     upserts = {name: passage for name, passage in changes.upserts.items() if before.get(name) != passage}
@@ -205,6 +234,12 @@ def apply_changes(
                 write_questions(corpus, name, changed_sets[name])
             else:
                 copy_questions(parent, corpus, name)
+        now = parent_corpus(parent.store, parent.name, index)
+        if now.number == parent.number and now.digest != parent.digest:
+            raise PublishConflictError(
+                f"corpus {parent.name!r} was not changed: a roll back in index {index!r} replaced the corpus of digest "
+                f"{parent.digest} meanwhile; nothing was lost: run the same command again"
+            )
         corpus.publish(after=parent.number)
         collect_corpus(parent.store, parent.name)
     log.info("updated: corpus=%s parent=%s digest=%s parts=%d", parent.name, parent.digest, digest, len(by_shard))
@@ -224,11 +259,11 @@ def apply_changes(
     )
 
 
-def read_changes(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage]:
-    """Read a file of changes to passages whole: JSON lines, or a MediaWiki dump.
+def read_changes(source: Path | Iterable[ChangeRecord], corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage]:
+    """Read changes to passages whole: a file of JSON lines, a MediaWiki dump, or records.
 
-    Raises DataError that names the line of a row that is bad, or names an id again, or that names a chunk in place of a
-    passage; ConfigError for other `prepare.chunk_words` than those of the corpus.
+    Raises DataError that names the place of a row that is bad, or names an id again, or that names a chunk in place of
+    a passage; ConfigError for other `prepare.chunk_words` than those of the corpus.
     """
     num_words = corpus.info.counts.get("chunk_words")
     if num_words not in (None, cfg.chunk_words):
@@ -236,7 +271,11 @@ def read_changes(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Pass
             f"update: prepare.chunk_words is {cfg.chunk_words}, but corpus {corpus.name!r} was prepared with "
             f"{num_words}; give that number, or prepare the corpus again"
         )
-    changes = read_dump(file, corpus, cfg) if DUMP_NAME.search(file.name) else _read_rows(file, corpus, cfg)
+    if isinstance(source, Path) and DUMP_NAME.search(source.name):
+        changes = read_dump(source, corpus, cfg)
+    else:
+        records = map(_change_record, json_lines(source)) if isinstance(source, Path) else source
+        changes = _read_records(records, corpus, cfg)
     if cfg.chunk_words and (known_ids := corpus.get(changes.ids())):
         if num_words is None:
             raise ConfigError(
@@ -288,35 +327,40 @@ def _is_dump(source: SourceConfig, corpus: Corpus) -> bool:
     return any(one.format == "mediawiki" and f"{one.path}/".startswith(folder) for one in corpus.info.sources)
 
 
-def _read_rows(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage]:
-    """Read the rows of JSON lines. A value that is no field of the corpus is left out, with a warning where
+def _change_record(row: Row | BadRow) -> ChangeRecord:
+    """Make the record of a row of JSON lines."""
+    if isinstance(row, BadRow):
+        return row
+    is_deletion = row.values.get("delete") is True
+    record = deletion_record(id_of(row.values), row.where) if is_deletion else passage_of(row.values, row.where)
+    if isinstance(record, BadRow):
+        form = 'A row is a passage with id, title and text, or an id with "delete": true'
+        return record._replace(reason=f"{record.reason}. {form}")
+    return record
+
+
+def _read_records(records: Iterable[ChangeRecord], corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage]:
+    """Read records of changes. A value that is no field of the corpus is left out, with a warning where
     `prepare.fields` names it or does not name those to keep."""
     changes, fields = Changes({}, set()), FieldReader(corpus.fields)
-    line_of: dict[str, str] = {}
+    place_of: dict[str, str] = {}
     unknown_fields = Counter[str]()
-    for row in json_lines(file):
-        if isinstance(row, BadRow):
-            raise DataError(str(row))
-        where = row.where
-        if row.values.get("delete") is True:
-            record = deletion_record(id_of(row.values), where)
-        else:
-            record = passage_of(row.values, where)
-            if isinstance(record, PassageRecord):
-                unknown_fields.update(
-                    name for name, value in record.extras.items() if name not in corpus.fields and value is not None
-                )
-                record = with_fields(record, fields.read)
-        if not isinstance(record, PassageRecord):
-            raise DataError(f'{record}. A row is a passage with id, title and text, or an id with "delete": true')
-        name = record.passage.id
-        if name in line_of:
-            raise DataError(f"{where} names passage {name!r}, which {line_of[name]} names already; keep one of them")
-        line_of[name] = where
-        if row.values.get("delete") is True:
-            changes.deletions.add(name)
-        else:
+    for record in records:
+        if isinstance(record, PassageRecord):
+            unknown_fields.update(
+                name for name, value in record.extras.items() if name not in corpus.fields and value is not None
+            )
+            record = with_fields(record, fields.read)
+        if not isinstance(record, PassageRecord | DeletionRecord):
+            raise DataError(str(record))
+        where, name = record.where, record.passage.id if isinstance(record, PassageRecord) else record.id
+        if name in place_of:
+            raise DataError(f"{where} names passage {name!r}, which {place_of[name]} names already; keep one of them")
+        place_of[name] = where
+        if isinstance(record, PassageRecord):
             changes.upserts[name] = record.passage
+        else:
+            changes.deletions.add(name)
     names = [name for name in unknown_fields if cfg.fields == "infer" or name in cfg.fields]
     if names:
         counts = ", ".join(f"{name!r} of {count_noun(unknown_fields[name], 'passage')}" for name in names)

@@ -8,11 +8,15 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from datetime import date, datetime
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date, datetime, time
+from decimal import Decimal
 from html import unescape
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
+from uuid import UUID
 from weakref import WeakSet
 
 import datasets
@@ -26,11 +30,11 @@ import torch
 from prepared_corpus import only_corpus
 
 from mvr_ray import Encoder, Index, Passage, load_run
-from mvr_ray.api.rows import passage_records, questions_of, sources_of
+from mvr_ray.api.rows import passage_records, questions_of, sources_of, upsert_records
 from mvr_ray.cli import main
 from mvr_ray.config import PrepareConfig
 from mvr_ray.core.encoding.stored_model import torch_threads
-from mvr_ray.distributed import session
+from mvr_ray.distributed import build_index, session
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError
 from mvr_ray.explanation import render_html
@@ -40,8 +44,8 @@ from mvr_ray.store.files import Store
 from mvr_ray.store.formats.records import BadRow
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import read_questions
-from mvr_ray.store.update import update
-from mvr_ray.types import Question
+from mvr_ray.store.update import update, update_by_records
+from mvr_ray.types import Progress, Question
 
 ROWS = [
     {
@@ -579,6 +583,90 @@ def test_a_change_that_is_refused_names_the_id_and_the_item_and_no_file(index: I
     assert (index.manifest.version, len(index)) == (1, 24)
 
 
+def test_an_index_is_changed_by_the_rows_that_made_it(tiny_backbone: Path, tmp_path: Path):
+    rows = [
+        {"id": n, "text": f"Text {n}.", "year": n, "price": Decimal("1.5"), "raw": b"x", ("a", "b"): 1}
+        for n in range(3)
+    ]
+    with Index.build(rows, str(tiny_backbone), tmp_path / "store", settings=SMALL) as index:
+        assert index.upsert(rows).version == 1
+        assert index.upsert([{**rows[0], "text": "A new text."}]).version == 2
+        assert dict(index.passages(0)["0"].fields) == {"year": 0}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"year": Decimal("1.5")}, r"field 'year': Decimal\('1\.5'\) is no int"),
+        ({"year": 10**5000}, "field 'year': "),
+        ({"place": date(2020, 1, 1)}, r"field 'place': datetime\.date\(2020, 1, 1\) is no string"),
+        ({"place": time(1, 2)}, r"field 'place': datetime\.time\(1, 2\) is no string"),
+        ({"title": date(2020, 1, 1)}, r"title is datetime\.date\(2020, 1, 1\), not a text"),
+        ({"text": date(2020, 1, 1)}, r"text is datetime\.date\(2020, 1, 1\), not a text"),
+        ({"id": date(2020, 1, 1)}, r"id is datetime\.date\(2020, 1, 1\), not a text or a whole number"),
+        ({"id": 10**5000}, ""),
+    ],
+)
+def test_an_upsert_refuses_the_values_that_a_build_refuses(tmp_path: Path, row: dict, reason: str):
+    cfg, store = PrepareConfig(fields={"year": "int", "place": "string"}), Store(str(tmp_path))
+    rows = [{"id": "a", "text": "Text."}, {"id": "b", "text": "Text.", **row}]
+    with pytest.raises(DataError, match=f"passage 1: {reason}"):
+        prepare(cfg, store, records=passage_records(rows))
+    prepare(cfg, store, records=passage_records([("a", "Text.")]))
+    with pytest.raises(DataError, match=f"^item 1: {reason}"):
+        update_by_records(cfg, store, upsert_records(rows))
+
+
+def test_a_uuid_is_an_id_wherever_ids_are_taken(index: Index):
+    name = UUID(int=7)
+    assert [record.passage.id for record in passage_records([(name, "A text.")])] == [str(name)]
+    index.upsert([(name, "A text.")])
+    assert [*index.passages(name)] == [str(name)]
+    index.delete(name)
+    assert not index.passages([name])
+
+
+def once(call: Callable[[], object], at: str) -> Progress:
+    """Return a callback that makes a call at the first report of `at`."""
+    calls = iter([call])
+    return lambda what, *_: [own() for own in ([*islice(calls, 1)] if what == at else [])]
+
+
+def test_threads_that_change_an_index_at_once_lose_nothing(index: Index):
+    rows = [(f"new{n}", f"Text {n}.") for n in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda row: index.upsert([row]), rows))
+    assert {*index.passages([name for name, _ in rows])} == {name for name, _ in rows}
+
+
+@pytest.mark.parametrize("at", ["parts written", "build shards"])
+def test_a_change_goes_on_after_a_faster_one_and_keeps_it(index: Index, at: str):
+    with Index(index.run) as rival:
+        rows = [("mine", "Text."), ("p1", "Of me, and later of the rival.")]
+        index.upsert(rows, once(lambda: rival.upsert([("other", "Text."), ("p1", "Of the rival.")]), at))
+    passages = index.passages(["mine", "other", "p1"])
+    assert len(passages) == 3
+    assert passages["p1"].text == ("Of the rival." if at == "build shards" else rows[1][1])
+
+
+def test_a_version_of_an_earlier_corpus_is_not_published_over_one_of_a_later(index: Index, monkeypatch):
+    with Index(index.run) as rival:
+        faster = once(lambda: rival.upsert([("other", "Text.")]), "resolve")
+        resolve = build_index.resolve_encoder
+        monkeypatch.setattr(build_index, "resolve_encoder", lambda *own: (faster("resolve", 0, 0), resolve(*own))[1])
+        index.upsert([("mine", "Text.")])
+    assert {*index.passages(["mine", "other"])} == {"mine", "other"}
+
+
+@pytest.mark.parametrize("at", ["parts written", "build shards"])
+def test_a_roll_back_during_an_upsert_stays(index: Index, at: str):
+    index.upsert([("p1", "A bad text.")])
+    with Index(index.run) as rival:
+        index.upsert([("new", "Text.")], once(lambda: rival.rollback(1), at))
+    assert index.passages(["new", "p1"])["p1"].text == ROWS[1]["text"]
+    assert len(index) == 25
+
+
 def test_half_a_surrogate_is_refused_by_item_and_changes_nothing(index: Index):
     for change, reason in (
         (lambda: index.upsert([("x", "A text."), ("y", "bad \ud83d text")]), "item 1: text is not valid UTF-8"),
@@ -890,7 +978,7 @@ def test_a_refinement_killed_after_its_publish_reports_what_it_published(index: 
 
 
 def test_a_bad_row_is_named_and_changes_nothing(index: Index, tmp_path: Path):
-    with pytest.raises(DataError, match="passage 1 has no id"):
+    with pytest.raises(DataError, match="item 1: id is missing; give"):
         index.upsert([("a", "Text."), "no id"])
     with pytest.raises(DataError, match="passage 1: text is empty"):
         Index.build(["One.", " "], path=tmp_path / "bad")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import UTC, date, datetime
 from pathlib import Path
 
+import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -221,6 +222,8 @@ def test_a_run_file_with_fields_that_cannot_be_is_refused(tmp_path: Path):
 
 
 def test_timestamps_are_in_utc_and_dates_are_days():
+    nanoseconds = parse_field(pandas.Timestamp("1958-07-01T00:00:00.000001999"), "timestamp")
+    assert nanoseconds == datetime(1958, 7, 1, microsecond=1, tzinfo=UTC)
     assert parse_field("1958-07-01T02:00:00+02:00", "timestamp") == datetime(1958, 7, 1, tzinfo=UTC)
     assert parse_field("1958-07-01", "timestamp") == parse_field(datetime(1958, 7, 1), "timestamp")
     assert parse_field("1958-07-01", "timestamp") == parse_field(date(1958, 7, 1), "timestamp")

@@ -357,6 +357,17 @@ def test_a_change_that_changes_nothing_does_not_restore_what_was_rolled_back(fol
         assert change(*rows) == {"p0": "first", "p1": "first"}
 
 
+def test_an_update_that_a_roll_back_overtakes_does_not_restore_what_it_replaced(
+    folder: Store, tmp_path: Path, change, write: Write
+):
+    change(row("p0", "bad"))
+    publish_version(folder, tmp_path)
+    own = str(write("own", lines(row("p1", "good"))))
+    with pytest.raises(PublishConflictError, match=r"a roll back in index 'i' replaced .* run the same command again"):
+        update(CONFIG, folder, own, lambda *_: manifest.rollback(folder, "i", 1), index="i")
+    assert change(row("p1", "good")) == {"p0": "first", "p1": "good"}
+
+
 def test_changes_on_top_of_a_roll_back_are_not_lost_where_one_repeats_what_was_rolled_back(
     folder: Store, tmp_path: Path, change
 ):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from unicodedata import category
+from uuid import UUID
 
 from mvr_ray.errors import count_noun
 from mvr_ray.store.fields import Fields
@@ -12,6 +13,8 @@ from mvr_ray.types import Passage, Question
 _INVISIBLE = frozenset(("Cc", "Cf", "Zl", "Zp", "Zs"))
 """Unicode's categories of control and format characters and of space."""
 NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
+PassageId = str | int | UUID
+"""What names a passage in Python. Its text is the id."""
 
 
 class PassageRecord(NamedTuple):
@@ -22,6 +25,13 @@ class PassageRecord(NamedTuple):
     where: str
     repeats: bool = False
     extras: Mapping[str, Any] = NO_EXTRAS
+
+
+class DeletionRecord(NamedTuple):
+    """A passage to delete, by its id."""
+
+    id: str
+    where: str
 
 
 class QuestionRecord(NamedTuple):
@@ -54,7 +64,7 @@ class DroppedRow(NamedTuple):
 Record = PassageRecord | QuestionRecord | BadRow | DroppedRow
 
 
-class _Fault(Exception):
+class _Fault(ValueError):
     """The reason why a row is bad; raised and caught in this module."""
 
 
@@ -87,16 +97,16 @@ def passage_record(
         name = _id(id_)
         body = _text(text, "text")
         heading = _text(title, "title", may_be_empty=True)
-    except _Fault as error:
+    except ValueError as error:  # a number of more digits than Python writes, too
         return BadRow(where, str(error))
     return PassageRecord(Passage(name, heading, body), where, repeats, extras)
 
 
-def deletion_record(id_: Any, where: str) -> PassageRecord | BadRow:
-    """Make the record of a passage to delete, which has an id alone, or a bad row with the reason."""
+def deletion_record(id_: Any, where: str) -> DeletionRecord | BadRow:
+    """Make the record of a passage to delete, or a bad row with the reason."""
     try:
-        return PassageRecord(Passage(_id(id_), "", ""), where)
-    except _Fault as error:
+        return DeletionRecord(_id(id_), where)
+    except ValueError as error:
         return BadRow(where, str(error))
 
 
@@ -143,8 +153,10 @@ def slug(text: str) -> str:
 
 
 def _id(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise _Fault(f"id is {value!r}, not a text or a whole number" if value not in ("", None) else "id is missing")
+    if value is None or value == "":
+        raise _Fault("id is missing")
+    if isinstance(value, bool) or not isinstance(value, PassageId):
+        raise _Fault(f"id is {value!r:.60}, not a text or a whole number")
     return _unicode(str(value), "id")
 
 
