@@ -248,8 +248,9 @@ def main(extra: list[str]) -> None:
         done_systems = {**results["systems"], system.key: steps}
         results["systems"] = {one.key: done_systems[one.key] for one in SYSTEMS if one.key in done_systems}
         path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
-        path.with_suffix(".md").write_text(table(results, ranks))
-        print(table(results, ranks), flush=True)
+        tables = table(results, ranks)
+        path.with_suffix(".md").write_text(tables)
+        print(tables, flush=True)
 
 
 if __name__ == "__main__":
