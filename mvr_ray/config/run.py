@@ -208,7 +208,8 @@ class EncoderConfig(Section):
     score_scale: Annotated[float, Field(gt=0)] = 20.0
     """Scores are multiplied by this in the loss (20 x cosine); 1 for raw inner products."""
     sentences: Literal["packaged", "corpus"] = "packaged"
-    """Punkt parameters that come with mvr_ray, or Punkt trained on the corpus, once an index."""
+    """Punkt parameters that come with mvr_ray, or Punkt trained on the corpus, once an index. With both, the sentence
+    marks of other scripts and blank lines end a sentence, too; Thai and Lao have no such mark."""
     seed: int = 0
     """Seed of the initial viewer embeddings."""
 
@@ -231,7 +232,8 @@ class IndexConfig(Section):
     """Kind flat: the data that a search scans. int8: codes of one byte a component, stored beside the vectors; passages
     that the codes cannot exclude are scored with the vectors, so answers stay exact."""
     lexical: bool = False
-    """Index the words of the passages, too: `search.hybrid` needs them. For a version without, only they are built."""
+    """Index the words of the passages, too: `search.hybrid` needs them. For a version without, only they are built.
+    Scripts without spaces between words are indexed by pairs of characters."""
     prune_views: Annotated[float, Field(ge=0, le=2)] | None = None
     """Leave out views at most this far from the hull of their passage's other views, in shares of their norm: no score
     falls by more than this times the query's and the view's norm. 0: only copies; absent: every view stays."""

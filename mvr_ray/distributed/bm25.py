@@ -8,10 +8,8 @@ Shapes: Q queries, P passages, K hits.
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
-import Stemmer  # type: ignore[missing-import]
 
 from mvr_ray.index.lexical import K1, B, indexed_text, tokenize
 from mvr_ray.store.corpus import Corpus
@@ -34,6 +32,9 @@ def _without_jax() -> Iterator[None]:
 with _without_jax():
     import bm25s
 
+_BATCH = 1000
+"""Texts that are cut into words at a time."""
+
 NO_VIEW = -1
 """The view number of a BM25 hit."""
 
@@ -44,12 +45,15 @@ class BM25Index:
     def __init__(self, corpus: Corpus, progress: Progress = no_progress) -> None:
         text_of = {passage.id: indexed_text(passage) for passage in corpus}
         self._ids = sorted(text_of)
-        texts, stemmer = [text_of[passage_id] for passage_id in self._ids], Stemmer.Stemmer("english")
-        words: Any = bm25s.tokenize(texts, stopwords="en", stemmer=stemmer, show_progress=False)
+        numbers_of: list[list[int]] = []
+        number_of: dict[str, int] = {}
+        for start in range(0, len(self._ids), _BATCH):
+            for words in tokenize([text_of[passage_id] for passage_id in self._ids[start : start + _BATCH]]):
+                numbers_of.append([number_of.setdefault(word, len(number_of)) for word in words])
         self._searcher = bm25s.BM25(method="lucene", k1=K1, b=B)
-        self._vocabulary = words.vocab
-        if self._vocabulary:  # bm25s fails over texts without a word
-            self._searcher.index(words, show_progress=False)
+        self._vocabulary = number_of
+        if number_of:  # bm25s fails over texts without a word
+            self._searcher.index((numbers_of, number_of), show_progress=False)
         progress("bm25 index", len(self._ids), len(self._ids))
 
     def search(self, texts: Sequence[str], k: int, progress: Progress = no_progress) -> list[list[Hit]]:

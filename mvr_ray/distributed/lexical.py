@@ -77,18 +77,26 @@ def lexical_task(
 
 
 def find_base(store: Store, index: str, corpus: Corpus) -> Manifest | None:
-    """Find the newest version that can serve as base: with words, the same number of shards, and its corpus and
-    statistics whole in the store."""
+    """Find the newest version that can serve as base: with words of today's rule, the same number of shards, and its
+    corpus and statistics whole in the store."""
     for version in manifests.newest_first(store, index):
         if version.lexical is None or len(version.shards) != corpus.num_shards:
             continue
         try:
             Corpus.open(store, version.corpus, version.corpus_digest)
-        except (MissingInputError, StorageError):
+            is_whole = are_whole(store, index, version.lexical.statistics)
+            if is_whole and reusable_statistics(store, index, version.lexical):
+                return version
+        except (MissingInputError, StorageError, ShardIndexError):
             continue
-        if are_whole(store, index, version.lexical.statistics):
-            return version
     return None
+
+
+def reusable_statistics(store: Store, index: str, part: LexicalPart) -> Files:
+    """Return the files of the statistics, none if an earlier program found the words by another rule. Raises
+    DigestError, ShardIndexError."""
+    statistics = CorpusStatistics(*manifests.open_lexical(store, index, part.statistics))
+    return () if statistics.is_of_earlier_rule else part.statistics
 
 
 def build_lexical(task: LexicalTask, progress: Progress = no_progress, *, statistics: Files = ()) -> LexicalPart:
@@ -131,7 +139,9 @@ def shard_words(task: LexicalTask, shard: int) -> ShardWords:
 
 
 def compact_lexical(task: LexicalTask, part: LexicalPart, progress: Progress = no_progress) -> LexicalPart:
-    """Rewrite the same words with every file whole, as in a version built from scratch."""
+    """Rewrite the words with every file whole, as in a version built from scratch."""
+    if not reusable_statistics(Store(task.store), task.index, part):
+        return build_lexical(task, progress)
     what = "compact the words"
     changed_shards = [shard for shard, own in enumerate(part.postings) if len(own) > 1]
     results = run_tasks(shard_words, [(task, shard) for shard in changed_shards], what, f"{what}, shards", progress)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import session, shards
-from mvr_ray.distributed.lexical import build_lexical, compact_lexical, lexical_task
+from mvr_ray.distributed.lexical import build_lexical, compact_lexical, lexical_task, reusable_statistics
 from mvr_ray.distributed.shards import BuiltShard
 from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.errors import ConfigError, DigestError, RowsLostError, StorageError
@@ -82,8 +82,8 @@ def reshard(run: RunConfig, num_shards: int, progress: Progress = no_progress) -
             if base.lexical:
                 corpus = Corpus.open(store, base.corpus, base.corpus_digest)
                 words = lexical_task(corpus, base.index, num_shards, key=staging)
-                lexical = build_lexical(words, progress, statistics=base.lexical.statistics)  # the same in any shards
-                new = dataclasses.replace(new, lexical=lexical)
+                statistics = reusable_statistics(store, base.index, base.lexical)  # the same in any shards
+                new = dataclasses.replace(new, lexical=build_lexical(words, progress, statistics=statistics))
             version = publish_rewritten(store, base, new, progress)
         store.delete_dir(paths.staging_dir(base.index, staging))
         progress("views before = after", version.num_vectors, base.num_vectors)

@@ -4,6 +4,9 @@
     idf(w)     = ln(1 + (N - n(w) + 0.5) / (n(w) + 0.5))         N passages, n(w) of them with w (Lucene's form)
 
 k1 is 0.9 and b 0.4; words are English stems without stop words, as in bm25s; a passage is its title and its text.
+Text is in Unicode's form NFC, marks belong to their word, and a run of a script that is written without spaces between
+words gives every two neighbouring characters as a word, as Lucene's CJKAnalyzer does. Files name their rule of words
+in `format`; those of an earlier rule are searched by it, and the next `index` writes them again.
 Postings hold counts, which depend on the shard alone, and statistics are in another file: so a shard with unchanged
 passages keeps its postings when others change. Every step is rounded as in bm25s, so scores equal those of one bm25s
 index over the whole corpus, bit for bit, for any number of shards.
@@ -20,23 +23,34 @@ Shapes: P passages of a shard, T terms in order of their characters, N postings 
 import bisect
 import math
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import regex
 
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import FloatArray, IntArray, Passage
 
 K1, B = 0.9, 0.4
-_FORMAT = b"mvr_ray.lexical/1 bm25s en"
 _WORD = re.compile(r"\b\w\w+\b")
+_OTHER = re.compile(r"[^\x00-\u012f\u0131-\u02ff\u0375-\u0482\u1e00-\u1eff\u2000-\u20cf\u2100-\u2bff]")
+"""Text without a match, Latin, Greek or Cyrillic, has no marks, also in small letters: `_WORD` finds its words."""
+_SPACELESS = r"[[\p{scx=Han}\p{scx=Hiragana}\p{scx=Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]&&[\p{L}\p{N}]]"
+"""A letter or digit of a script that is written without spaces between words."""
+_CHARACTER = regex.compile(rf"{_SPACELESS}\p{{M}}*", regex.VERSION1)
+_RUN = regex.compile(
+    rf"[[\p{{L}}\p{{N}}_]--{_SPACELESS}][[\p{{L}}\p{{N}}\p{{M}}_]--{_SPACELESS}]+"
+    rf"|(?P<spaceless>(?:{_CHARACTER.pattern})+)",
+    regex.VERSION1,
+)
 _STOP_WORDS = frozenset(
     _WORD.findall(
         "an and are as at be but by for if in into is it no not of on or such that the their then there these they "
@@ -52,12 +66,41 @@ TermFrequencies = tuple[pa.Array, IntArray]
 _STATISTICS = {"term": pa.string(), "frequency": pa.int64(), "size": pa.int64()}
 
 
-def tokenize(texts: Sequence[str]) -> list[list[str]]:
+def find_words_as_bm25s(text: str) -> list[str]:
+    """Find the words of a text as bm25s does: at least two letters, digits or underscores in a row. The rule of earlier
+    files."""
+    return _WORD.findall(text.lower())
+
+
+def find_words(text: str) -> list[str]:
+    """Find the words of a text: those of bm25s, with their marks, and pairs of characters of scripts without spaces."""
+    if text.isascii() or not _OTHER.search(text):
+        return find_words_as_bm25s(text)
+    words: list[str] = []
+    for run in _RUN.finditer(unicodedata.normalize("NFC", text).lower()):
+        if run.lastgroup == "spaceless":
+            characters = _CHARACTER.findall(run[0])
+            words.extend(map("".join, pairwise(characters)) if len(characters) > 1 else characters)
+        else:
+            words.append(run[0])
+    return words
+
+
+FindWords = Callable[[str], list[str]]
+_FORMATS: dict[bytes, FindWords] = {
+    b"mvr_ray.lexical/1 bm25s en": find_words_as_bm25s,
+    b"mvr_ray.lexical/2 bm25s en": find_words,
+}
+"""The rule of words of each format; files are written in the last."""
+_FORMAT = [*_FORMATS][-1]
+
+
+def tokenize(texts: Sequence[str], find: FindWords = find_words) -> list[list[str]]:
     """Cut texts into stems without stop words, in order, with repetitions.
 
-    Equal to bm25s, whose import takes a second because of scipy.
+    Text of which bm25s has the words gives them as bm25s does, whose import takes a second because of scipy.
     """
-    words = [[word for word in _WORD.findall(text.lower()) if word not in _STOP_WORDS] for text in texts]
+    words = [[word for word in find(text) if word not in _STOP_WORDS] for text in texts]
     unique = list(dict.fromkeys(chain.from_iterable(words)))
     stem_of = dict(zip(unique, _stemmer().stemWords(unique)))
     return [[stem_of[word] for word in own] for own in words]
@@ -101,9 +144,9 @@ class PostingsFile:
         return score_P
 
 
-def count_words(passages: Sequence[Passage]) -> list[Counter[str]]:
+def count_words(passages: Sequence[Passage], find: FindWords = find_words) -> list[Counter[str]]:
     """Count the words of each passage."""
-    return [Counter(words) for words in tokenize([indexed_text(passage) for passage in passages])]
+    return [Counter(words) for words in tokenize([indexed_text(passage) for passage in passages], find)]
 
 
 class Postings:
@@ -111,8 +154,8 @@ class Postings:
 
     def __init__(self, path: Path, *changes: Path) -> None:
         """Map the files. Raises ShardIndexError for other files than postings."""
-        self.whole = PostingsFile(_open(path, _POSTINGS))
-        self.changes = [PostingsFile(_open(file, _CHANGES)) for file in changes]
+        self.whole = PostingsFile(_open(path, _POSTINGS).columns)
+        self.changes = [PostingsFile(_open(file, _CHANGES).columns) for file in changes]
         self.source_P = self.sources(len(changes))
         """`sources` after all files of changes."""
 
@@ -204,11 +247,26 @@ class CorpusStatistics:
 
     def __init__(self, path: Path, *changes: Path) -> None:
         """Map the file, and those of changes. Raises ShardIndexError for other files than statistics."""
-        columns = [_open(file, _STATISTICS) for file in (path, *changes)]
+        files = [_open(file, _STATISTICS) for file in (path, *changes)]
+        columns = [file.columns for file in files]
+        self.find_words = files[0].find_words
         self.frequencies: list[TermFrequencies] = [(own["term"], _as_numpy(own["frequency"])) for own in columns]
         self.sizes: list[list[int]] = [own["size"].to_pylist() for own in columns]
         self.num_passages, self.num_words = (sum(column) for column in zip(*self.sizes))
         self.num_bytes = sum(column.nbytes for own in columns for column in own.values())
+
+    @property
+    def is_of_earlier_rule(self) -> bool:
+        """Whether an earlier program found the words, by another rule."""
+        return self.find_words is not find_words
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[str]]:
+        """Cut texts into words by the rule of the index."""
+        return tokenize(texts, self.find_words)
+
+    def count_words(self, passages: Sequence[Passage]) -> list[Counter[str]]:
+        """Count the words of each passage by the rule of the index."""
+        return count_words(passages, self.find_words)
 
     @property
     def num_terms(self) -> int:
@@ -310,16 +368,23 @@ def _write(path: Path, types: dict[str, pa.DataType], columns: dict[str, Any]) -
         file.write_batch(pa.record_batch(lists, schema=schema))
 
 
-def _open(path: Path, types: dict[str, pa.DataType]) -> dict[str, pa.Array]:
+class _File(NamedTuple):
+    """The lists of a file, and the rule of its words."""
+
+    columns: dict[str, pa.Array]
+    find_words: FindWords
+
+
+def _open(path: Path, types: dict[str, pa.DataType]) -> _File:
     """Map the lists of the single row."""
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         batch = reader.get_batch(0)
         own = (reader.schema.metadata or {}).get(b"format", b"none")
-        if own != _FORMAT or batch.schema.names != list(types):
-            raise pa.ArrowInvalid(f"its format is {own.decode()}, not {_FORMAT.decode()}")
+        if own not in _FORMATS or batch.schema.names != list(types):
+            raise pa.ArrowInvalid(f"its format is {own.decode()}, not {_FORMAT.decode()} or an earlier one")
     except (pa.ArrowInvalid, OSError) as error:
         raise ShardIndexError(
             f"{path} holds no words of a shard that this program reads ({error}); index again: mvr-ray index CONFIG"
         ) from error
-    return {name: batch.column(name)[0].values for name in types}
+    return _File({name: batch.column(name)[0].values for name in types}, _FORMATS[own])

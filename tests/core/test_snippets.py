@@ -1,15 +1,18 @@
 """Sentences, Algorithm 1 by hand and by laws, equal splits, packaged parameters."""
 
+import dataclasses
 import json
 import subprocess
 import sys
 
 import pytest
+import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.core.encoding.snippets import (
     KNOWN_ABBREVIATIONS,
+    TERMINATORS,
     PunktParams,
     equal_splits,
     find_snippet,
@@ -117,7 +120,7 @@ def test_one_piece_fewer_is_one_merge_of_a_shortest_piece(lengths, num):
     assert min(parts) == min(sum(lengths[first:last]) for first, last in more)
 
 
-@given(text=st.text(alphabet='ab .?!\n\t\u00a0Z"é漢', max_size=120), num=st.integers(1, 9))
+@given(text=st.text(alphabet='ab .?!\n\r\t\u00a0Z"é漢。！」।؟', max_size=120), num=st.integers(1, 9))
 @settings(max_examples=150)
 @pytest.mark.parametrize("cut", [lambda text, num: snippet_spans(text, num, SPLITTER), equal_splits])
 def test_snippets_are_ordered_disjoint_never_blank_and_hold_all_that_is_not_space(cut, text, num):
@@ -146,6 +149,35 @@ def test_sentences_are_told_from_abbreviations():
     ]
 
 
+@pytest.mark.parametrize(
+    ("between", "sentences"),
+    [
+        ("", ["大学成立于1413年。", "他说：“学生穿红色长袍！？”", "图书馆有一百万册书。"]),
+        ("", ["東京タワーは1958年に完成した。", "「高さは333メートルである。」", "赤と白に塗られている！"]),
+        (" ", ["विश्वविद्यालय की स्थापना 1413 में हुई।", "यह सेंट एंड्रयूज में है॥", "छात्र लाल वस्त्र पहनते हैं।"]),
+        (" ", ["تأسست الجامعة عام 1413.", "أين تقع؟", "يرتدي الطلاب أثوابا حمراء."]),
+        (" ", ["یہ ایک جملہ ہے۔", "یہ دوسرا جملہ ہے۔"]),
+        (" ", ["Սա նախադասություն է։", "Սա երկրորդն է։"]),
+        (" ", ["대학은 1413년에 설립되었다.", "학생은 붉은 옷을 입는다."]),
+        ("\r\n \r\n", ["# Rivers", "- The Nile\n- The Rhine", "## Towers", "It rose."]),
+        ("\n\n", ["มหาวิทยาลัยก่อตั้งขึ้นในปี 1413 นักศึกษาสวมเสื้อคลุมสีแดง", "แม่น้ำไหลไปที่ใด"]),
+    ],
+)
+def test_sentences_of_other_scripts_end_at_their_marks_and_at_blank_lines(between, sentences):
+    text = between.join(sentences)
+    for splitter in (SPLITTER, load_punkt(train_punkt(sentences * 9))):
+        assert [text[start:end] for start, end in sentence_spans(text, splitter)] == sentences
+    earlier = load_punkt(dataclasses.replace(packaged_params(), terminators=""))
+    ends = {end for _, end in earlier.spans(text)}
+    assert ends <= {end for _, end in SPLITTER.spans(text)}
+
+
+def test_terminators_are_of_unicode_and_none_is_one_of_punkt():
+    assert len(set(TERMINATORS)) == len(TERMINATORS) and not {*TERMINATORS} & {*".?!"}
+    assert regex.fullmatch(r"\p{Sentence_Terminal}+", TERMINATORS)
+    assert packaged_params().terminators == TERMINATORS
+
+
 def test_text_without_a_sentence_end_is_one_sentence():
     assert sentence_spans("  no end in sight \n", SPLITTER) == [(2, 17)]
 
@@ -162,6 +194,13 @@ def test_packaged_parameters_hold_the_known_abbreviations_and_survive_json():
     assert PunktParams.from_json(params.to_json()) == params
 
 
+def test_parameters_of_earlier_programs_stay_as_they_are_and_split_as_they_did():
+    earlier = dataclasses.replace(packaged_params(), terminators="")
+    text = earlier.to_json()
+    assert "terminators" not in json.loads(text) and PunktParams.from_json(text) == earlier
+    assert load_punkt(earlier).spans("大学。它位\n\nThe end. So.") == [(0, 15), (16, 19)]
+
+
 def test_training_depends_on_the_texts_alone_and_learns_an_abbreviation():
     texts = [f"The xq. value of item {n} is large. It was seen by xq. experts in the city." for n in range(60)]
     params = train_punkt(texts)
@@ -172,7 +211,12 @@ def test_training_depends_on_the_texts_alone_and_learns_an_abbreviation():
     assert len(sentence_spans(text, load_punkt(params))) == 2
 
 
-@pytest.mark.parametrize("text", ["not json", "[]", json.dumps({"abbreviations": []})])
+WRONG_TERMINATORS = {**dataclasses.asdict(SPLITTER.params), "terminators": 5}
+
+
+@pytest.mark.parametrize(
+    "text", ["not json", "[]", json.dumps({"abbreviations": []}), json.dumps(WRONG_TERMINATORS)], ids=range(4)
+)
 def test_unreadable_parameters_are_refused(text):
     with pytest.raises(EncoderError, match=r"^Punkt parameters cannot be read \(.*\); they are a JSON object with"):
         PunktParams.from_json(text)

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from random_index import (
@@ -28,9 +29,11 @@ from mvr_ray.distributed.lexical import (
     lexical_task,
     open_statistics,
     repair_lexical,
+    reusable_statistics,
 )
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
+from mvr_ray.index import lexical as words_of
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.lexical import Postings, tokenize
 from mvr_ray.store import manifest as manifests
@@ -212,6 +215,46 @@ def test_after_any_history_a_hybrid_search_is_brute_force_over_what_is_there(
     for version, there, own in history:
         assert_brute_force(local_router(root, version), there, own, queries_QD, weight, int(rng.integers(1, 20)))
         assert manifests.verify(store, version).problems == []
+
+
+@pytest.fixture
+def first_format(monkeypatch):
+    """Words as earlier programs found and wrote them, until `undo`."""
+    count_words = words_of.count_words
+    monkeypatch.setattr(words_of, "_FORMAT", b"mvr_ray.lexical/1 bm25s en")
+    monkeypatch.setattr(words_of, "count_words", lambda own: count_words(own, words_of.find_words_as_bm25s))
+    return monkeypatch
+
+
+def test_words_of_an_earlier_rule_answer_by_it_until_any_writing_finds_them_anew(tmp_path, first_format):
+    texts = {"p0": "学生。大学成立。", "p1": "大学的学生穿红色长袍。", "p2": "河流流向大海。", "p3": "छात्र लाल हैं"}
+    rows = {name: {"id": name, "title": "", "text": text, "year": 1} for name, text in texts.items()}
+    store, views = Store(str(tmp_path)), {name: random_views(1, 0)["p000"] for name in rows}
+    corpus = corpus_of(tmp_path, rows, 2)
+    earlier = publish_random_index(tmp_path, views, 2, corpus=corpus, with_words=True)
+    first_format.undo()
+
+    def matching_ids(version: Manifest, question: str) -> list[str]:
+        router, passages = local_router(tmp_path, version), list(corpus)
+        answer = router.search(np.zeros((1, D), np.float32), 9, hybrid=HybridQueries((question,), "words"))
+        scores = router.lexical_scores([question], passages)
+        assert {hit.passage_id: hit.score for hit in answer.hits[0]} == {
+            one: float(score_Q[0]) for one, score_Q in scores.items() if score_Q[0]
+        }
+        return sorted(hit.passage_id for hit in answer.hits[0])
+
+    assert matching_ids(earlier, "学生") == ["p0"] and matching_ids(earlier, "छात्र") == []
+    assert earlier.lexical and find_base(store, "random", corpus) is None
+    assert manifests.verify(store, earlier).problems == []
+    whole = build_lexical(lexical_task(corpus, "random", 2))
+    assert compact_lexical(lexical_task(corpus, "random", 2), earlier.lexical) == whole
+    statistics = reusable_statistics(store, "random", earlier.lexical)
+    assert build_lexical(lexical_task(corpus, "random", 2), statistics=statistics) == whole
+    version = manifests.publish(store, dataclasses.replace(earlier, parent=earlier.version, lexical=whole))
+    assert find_base(store, "random", corpus) == version
+    assert reusable_statistics(store, "random", whole) == whole.statistics
+    assert matching_ids(version, "学生") == ["p0", "p1"] and matching_ids(version, "छात्र") == ["p3"]
+    assert matching_ids(earlier, "学生") == ["p0"]
 
 
 SMALL_CHANGES = st.lists(

@@ -1,21 +1,25 @@
 """The words of shards score passages as one bm25s index over the whole corpus does, to the last bit."""
 
+import unicodedata
 from pathlib import Path
 
 import bm25s
 import numpy as np
 import pytest
+import regex
 import Stemmer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.lexical import (
+    _SPACELESS,
     CorpusStatistics,
     LexicalIndex,
     Postings,
     WordCounts,
     count_words,
+    find_words_as_bm25s,
     indexed_text,
     tokenize,
     write_postings,
@@ -53,11 +57,9 @@ def open_words(folder: Path, name: str) -> LexicalIndex:
 
 
 def whole_corpus(passages: list[Passage]) -> bm25s.BM25:
-    """bm25s as its documentation has it, over all passages."""
-    stemmer = Stemmer.Stemmer("english")
+    """bm25s over the words of all passages."""
     oracle = bm25s.BM25(method="lucene", k1=0.9, b=0.4)
-    texts = [f"{passage.title}\n{passage.text}" for passage in passages]
-    oracle.index(bm25s.tokenize(texts, stopwords="en", stemmer=stemmer, show_progress=False), show_progress=False)
+    oracle.index(tokenize([f"{passage.title}\n{passage.text}" for passage in passages]), show_progress=False)
     return oracle
 
 
@@ -79,11 +81,61 @@ def test_scores_of_shards_are_those_of_bm25s_over_the_whole_corpus(tmp_path, pas
     assert num_scored > 10_000
 
 
-@given(st.lists(st.text() | st.sampled_from(["The rivers' RIVER ran into it", "Straße, naïve; _x_ 42nd a1 ΣΑΣ"])))
-def test_texts_are_cut_into_the_words_of_bm25s(texts):
+def bm25s_words(texts: list[str]) -> list[list[str]]:
     stemmer = Stemmer.Stemmer("english")
-    words = bm25s.tokenize(texts, stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False)
-    assert tokenize(texts) == words
+    return bm25s.tokenize(texts, stopwords="en", stemmer=stemmer, return_ids=False, show_progress=False)
+
+
+SENTENCES = st.sampled_from(
+    [
+        "The rivers' RIVER ran into it",
+        "Straße, naïve; _x_ 42nd a1 ΣΑΣ",
+        "한국어 문장",
+        "Đà Nẵng",
+        "الطلاب שלום",
+        "Ёлка ёлки",
+    ]
+)
+WITHOUT_MARKS = st.text(st.characters(exclude_categories=["M", "C", "Lo"])).filter(
+    lambda text: not regex.search(rf"\p{{M}}|{_SPACELESS}", text.lower(), regex.VERSION1)
+)
+
+
+@given(st.lists(st.text(st.characters(max_codepoint=127)) | SENTENCES | WITHOUT_MARKS))
+def test_text_without_marks_is_cut_into_the_words_of_bm25s_between_which_it_has_spaces(texts):
+    texts = [unicodedata.normalize("NFC", text) for text in texts]
+    assert tokenize(texts) == bm25s_words(texts)
+
+
+@given(st.lists(st.text()))
+def test_words_of_files_of_the_first_format_are_those_of_bm25s(texts):
+    assert tokenize(texts, find_words_as_bm25s) == bm25s_words(texts)
+
+
+@given(st.text() | st.text("aeİΣ漢がﾞ한ทีक़ा\u0301\u0307\u0327 "))
+def test_words_are_the_same_in_every_normal_form_and_beside_other_text(text):
+    words = tokenize([text])[0]
+    assert tokenize([unicodedata.normalize("NFD", text)])[0] == words
+    assert tokenize([f"漢 {text} \u0e17"])[0] == ["漢", *words, "\u0e17"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("大学成立于1413年。", ["大学", "学成", "成立", "立于", "1413", "年"]),
+        ("iPhone手机", ["iphon", "手机"]),
+        ("東京タワーは高い", ["東京", "京タ", "タワ", "ワー", "ーは", "は高", "高い"]),
+        ("นักศึกษา 1413", ["นัก", "กศึ", "ศึก", "กษ", "ษา", "1413"]),
+        ("छात्र लाल वस्त्र पहनते हैं।", ["छात्र", "लाल", "वस्त्र", "पहनते", "हैं"]),
+        ("يرتدي الطلاب أثوابًا؟", ["يرتدي", "الطلاب", "أثوابًا"]),
+        ("یہ ایک جملہ ہے۔", ["یہ", "ایک", "جملہ", "ہے"]),
+        ("Սա նախադասություն է։", ["սա", "նախադասություն"]),
+        ("학생은 붉은 옷을 입는다.", ["학생은", "붉은", "옷을", "입는다"]),
+        (unicodedata.normalize("NFD", "Zürcher Gemüse é"), ["zürcher", "gemüs"]),
+    ],
+)
+def test_words_of_other_scripts(text, words):
+    assert tokenize([text]) == [words]
 
 
 def test_a_passage_scores_alone_as_in_its_shard(tmp_path, passages, questions):

@@ -6,7 +6,8 @@ Sentences come from Punkt. The package contains its parameters (`punkt_en.json`)
     summaries = json.loads((package / "data" / "summaries_en-us.json").read_text())
     train_punkt(entry["extract"] for entry in summaries.values()).to_json()
 
-and `KNOWN_ABBREVIATIONS` was added.
+and `KNOWN_ABBREVIATIONS` was added. Punkt ends sentences at . ? and ! only; they also end at `TERMINATORS`, the marks
+of other scripts, and at blank lines. Thai and Lao have no such mark: beside Punkt's, only blank lines end a sentence.
 
 A span is (start, end) in characters. Letters: S sentences of a text, V snippets requested.
 """
@@ -17,6 +18,7 @@ import math
 import re
 import sys
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
@@ -53,6 +55,13 @@ KNOWN_ABBREVIATIONS = frozenset((
 # fmt: on
 """Abbreviations regardless of the training text."""
 
+TERMINATORS = "։؝؞؟۔܀܁܂߹।॥၊။።፧፨᙮᜵᜶។៕᠃᠉᥄᥅᪨᪩᪪᪫᭚᭛᭞᭟᭽᭾᰻᰼᱾᱿‼‽⁇⁈⁉。꓿꘎꘏꛳꛷꣎꣏꤯꧈꧉꩝꩞꩟꫰꫱꯫︒︕︖﹖﹗！？｡𑅁𑅂𑅃𑑋𑑌"
+"""Characters that end a sentence beyond those of Punkt: of Unicode's property Sentence_Terminal, those of the scripts
+that UAX #31 recommends or calls of limited use, of Mongolian, and those that several of them share. Without the
+full-width and small full stops, which also stand in numbers."""
+_CLOSERS = "\"'”’»›)]}）］｝」』】〉》〕〗｣\ufe0f"
+"""What may follow the end of a sentence within it: quotes, brackets, and the request to show a mark as emoji."""
+
 _ABBREVIATION = re.compile(r"[^\W\d_]+(\.[^\W\d_]+)*")
 _MID_CAPITAL, _MID_SMALL, _ANY_SMALL = 1 << 2, 1 << 5, 0b111 << 4
 """Punkt's flags of a word's occurrences: capitalised or small in mid-sentence, small anywhere."""
@@ -71,9 +80,16 @@ class PunktParams:
     """Words only ever written small inside sentences: one with a capital after an abbreviation begins a sentence."""
     mixed_case_words: tuple[str, ...] = ()
     """Words written both ways inside sentences: one with a capital after an initial begins a sentence."""
+    terminators: str = ""
+    """Characters that end a sentence wherever they stand; with any, a blank line ends one, too. Earlier programs have
+    none."""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), ensure_ascii=False, indent=0, sort_keys=True) + "\n"
+        """Write the parameters; without terminators, as earlier programs do, so encoders keep their fingerprints."""
+        fields = asdict(self)
+        if not self.terminators:
+            del fields["terminators"]
+        return json.dumps(fields, ensure_ascii=False, indent=0, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "PunktParams":
@@ -85,11 +101,13 @@ class PunktParams:
                 sentence_starters=tuple(data["sentence_starters"]),
                 lowercase_words=tuple(data["lowercase_words"]),
                 mixed_case_words=tuple(data["mixed_case_words"]),
+                terminators="".join(data.get("terminators", "")),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise EncoderError(
                 f"Punkt parameters cannot be read ({error}); they are a JSON object with the lists abbreviations, "
-                f"collocations, sentence_starters, lowercase_words and mixed_case_words, as PunktParams.to_json writes"
+                f"collocations, sentence_starters, lowercase_words and mixed_case_words and the text terminators, as "
+                f"PunktParams.to_json writes"
             ) from None
 
 
@@ -116,8 +134,19 @@ class Splitter:
             punkt.add_ortho_context(word, _MID_SMALL | _MID_CAPITAL)
         return nltk_punkt.PunktSentenceTokenizer(punkt)
 
+    @cached_property
+    def _ends(self) -> re.Pattern[str] | None:
+        """What ends a sentence regardless of Punkt; the first character set lets `re` skip all other text quickly."""
+        marks = re.escape(self.params.terminators)
+        mark_run = rf"(?<=[{marks}])[{marks}.?!]*[{re.escape(_CLOSERS)}]*\s*"
+        return re.compile(rf"[\n{marks}](?:{mark_run}|(?<=\n)\s*\n\s*)") if marks else None
+
     def spans(self, text: str) -> list[Span]:
-        return list(self._punkt.span_tokenize(text))
+        spans: list[Span] = list(self._punkt.span_tokenize(text))
+        if not self._ends or not (ends := [match.end() for match in self._ends.finditer(text)]):
+            return spans
+        cuts = ((span, ends[bisect_right(ends, span[0]) : bisect_left(ends, span[1])]) for span in spans)
+        return [piece for (start, end), inner in cuts for piece in pairwise([start, *inner, end])]
 
 
 @lru_cache(maxsize=1)
@@ -202,6 +231,7 @@ def train_punkt(texts: Iterable[str]) -> PunktParams:
         sentence_starters=tuple(sorted(params.sent_starters)),
         lowercase_words=tuple(sorted(word for word, flags in small.items() if not flags & _MID_CAPITAL)),
         mixed_case_words=tuple(sorted(word for word, flags in small.items() if flags & _MID_CAPITAL)),
+        terminators=TERMINATORS,
     )
 
 

@@ -35,7 +35,7 @@ from mvr_ray.distributed.searching.messages import ScanRequest, ShardFailure, Sh
 from mvr_ray.errors import ManifestError, MissingInputError, MvrRayError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams, ShardIndex
 from mvr_ray.index.kinds import open_index
-from mvr_ray.index.lexical import CorpusStatistics, LexicalIndex, Postings, tokenize
+from mvr_ray.index.lexical import CorpusStatistics, LexicalIndex, Postings
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import EmbeddingShard, arrow_rows
@@ -240,13 +240,14 @@ class ShardSearcher:
         if self._is_cancelled(call):
             return answer
         version = self._get_version(request.version)
-        words = tokenize(request.hybrid.texts) if request.hybrid else []
+        words: list[list[str]] = []
         for shard in request.shards:
             try:
                 open_shard = self._get_open(version, shard, call)
                 mask_P = self._mask(version, shard, open_shard, request.filter)
                 if request.hybrid:
                     lexical = self._get_words(version, shard, call)
+                    words = words or lexical.statistics.tokenize(request.hybrid.texts)  # the same for every shard
                     result = _scan_hybrid(open_shard, lexical, shard, request, words, mask_P)
                 else:
                     result = _scan(open_shard, shard, request.queries_QD, request.k, mask_P)
