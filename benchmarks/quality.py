@@ -1,7 +1,7 @@
 """Measure retrieval quality on SQuAD: every system over the same passages, one table with 95 % intervals.
 
     python benchmarks/quality.py              # untrained systems, refinement, and the encoders trained on SQuAD
-    python benchmarks/quality.py --encoder    # only train the encoder that configs/squad.yaml names: 40 minutes
+    python benchmarks/quality.py --encoder    # only train the encoder that configs/squad.yaml names: an hour
 
 Each step is an ordinary command, printed before it runs and stored with its figures. A step whose result is on file is
 not run again. Results go to benchmarks/results/quality.json and .md; the ranks of every question by every system go to
