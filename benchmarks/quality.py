@@ -78,7 +78,6 @@ class System(NamedTuple):
 
 ONE, EIGHT, LEARNED = "one mean vector", "snippet means, 8 views", "snippet means, trained on SQuAD"
 MINED = "snippet means, trained on SQuAD with mined negatives"
-PLAIN = "encoder.name=squad-plain"
 FIRST = ["encoder.name=squad-first", "index.name=squad-first"]
 ENCODER: list[tuple[str, list[str]]] = [  # of the name in configs/squad.yaml
     ("train", [*FIRST, "train.max_steps=457"]),
@@ -96,20 +95,22 @@ def refinement_system(name: str, base: list[str], how: list[str], than: str) -> 
 
 def elsewhere(corpus: str, source: list[str]) -> list[System]:
     """Return the encoder before and after training, on passages and questions unlike its training data."""
-    name = corpus.lower()
-    before = [*source, "encoder.strategy=snippet_means", f"index.name={name}-snippet-means", UNTRAINED, *WITH_WORDS]
-    plain = [*source, PLAIN, f"index.name={name}-trained", *TRAINED]
-    second = [*source, f"index.name={name}-mined", *TRAINED]
+    before = [*source, "encoder.strategy=snippet_means", f"index.name={corpus.lower()}-snippet-means", UNTRAINED]
+    before += WITH_WORDS
     with_bm25 = [*before, "evaluate.bm25=true"]
-    prepare = ("prepare", source)
     return [
-        System(EIGHT, [prepare, ("index", before), ("evaluate", with_bm25)], BM25, corpus),
-        System(LEARNED, [prepare, ("index", plain), ("evaluate", plain)], EIGHT, corpus),
-        System(MINED, [prepare, ("index", second), ("evaluate", second)], EIGHT, corpus),
+        System(EIGHT, [("prepare", source), ("index", before), ("evaluate", with_bm25)], BM25, corpus),
+        System(LEARNED, newest_elsewhere("trained", corpus, source), EIGHT, corpus),
     ]
 
 
-SQUAD_PLAIN = [PLAIN, "index.name=full-trained", *TRAINED]
+def newest_elsewhere(index: str, corpus: str, source: list[str]) -> list[tuple[str, list[str]]]:
+    """Return the commands that measure the encoder trained last on such passages and questions."""
+    overrides = [*source, f"index.name={corpus.lower()}-{index}", *TRAINED]
+    return [("index", overrides), ("evaluate", overrides)]
+
+
+SQUAD_PLAIN = ["index.name=full-trained", *TRAINED]
 SQUAD_MINED = ["index.name=full-mined", *TRAINED]
 SYSTEMS = [
     System(ONE, [("index", MEAN), ("evaluate", [*MEAN, "evaluate.bm25=true"])], BM25),
@@ -122,10 +123,14 @@ SYSTEMS = [
     refinement_system("snippet means, linear form, raw as in the paper", SNIPPETS, RAW, EIGHT),
     refinement_system("snippet means, feedback views", SNIPPETS, FEEDBACK, EIGHT),
     refinement_system("snippet means, two feedback views a passage", SNIPPETS, TWO, EIGHT),
-    System(LEARNED, [("train", [PLAIN]), ("index", SQUAD_PLAIN), ("evaluate", SQUAD_PLAIN)], EIGHT),
-    System(MINED, [*ENCODER, ("index", SQUAD_MINED), ("evaluate", SQUAD_MINED)], LEARNED),
+    System(LEARNED, [("train", []), ("index", SQUAD_PLAIN), ("evaluate", SQUAD_PLAIN)], EIGHT),
     *elsewhere("Cranfield", CRANFIELD),
     *elsewhere("EfficientQA", EFFICIENT_QA),
+    System(MINED, [*ENCODER, ("index", SQUAD_MINED), ("evaluate", SQUAD_MINED)], LEARNED),
+    *(
+        System(MINED, [("prepare", source), *newest_elsewhere("mined", corpus, source)], EIGHT, corpus)
+        for corpus, source in (("Cranfield", CRANFIELD), ("EfficientQA", EFFICIENT_QA))
+    ),
 ]
 
 

@@ -12,7 +12,8 @@ def test_commands_on_file_are_those_of_the_script_with_every_setting_that_it_pin
     assert list(report["systems"]) == list(systems)
     text = (RESULTS / "quality.md").read_text()
     for name, steps in report["systems"].items():
-        expected = [quality.command_line(stage, overrides) for stage, overrides in quality.commands(systems[name], [])]
+        stages = quality.commands(systems[name].commands, [])
+        expected = [quality.command_line(stage, overrides) for stage, overrides in stages]
         assert [step["command"] for step in steps] == expected
         assert all(f"`{command}`" in text for command in expected)
         if "feedback views" in name:
