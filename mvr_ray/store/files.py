@@ -43,7 +43,7 @@ REQUESTS_AT_ONCE = 16
 
 T = TypeVar("T")
 R = TypeVar("R")
-_DIGESTS: dict[tuple[int, int, int, int], str] = {}
+_DIGESTS: dict[tuple[int, int, int, int], tuple[str, int]] = {}
 
 
 class StoredFile(NamedTuple):
@@ -387,7 +387,7 @@ class Store:
         StorageError if it cannot be read."""
 
         def equals() -> bool:
-            return local.is_file() and local.stat().st_size == num_bytes and cached_sha256_of(local) == sha256
+            return local.is_file() and local.stat().st_size == num_bytes and cached_sha256_of(local, sha256) == sha256
 
         with _storage_errors("read", self.where(path)):
             if not self.is_local and not equals():
@@ -489,20 +489,23 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def cached_sha256_of(path: Path) -> str:
+def cached_sha256_of(path: Path, expected: str = "") -> str:
     """As `sha256_of`, with a cache of the process: a file is read again if its inode, time or size has changed.
 
-    A file that changed a moment ago is read each time: it could change again within one tick of its time.
+    A file that changed a moment ago is read each time: it could change again within one tick of its time. One that
+    differs from `expected` is read again if its inode has changed: a copy that keeps its time, such as a restored file,
+    can get the inode of a deleted file of its time and size.
     """
     stat = path.stat()
     key = stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_size
-    if key in _DIGESTS:
-        return _DIGESTS[key]
+    digest, inode_ns = _DIGESTS.get(key, ("", 0))
+    if digest and (expected in ("", digest) or inode_ns == stat.st_ctime_ns):
+        return digest
     digest = sha256_of(path)
     if time.time_ns() - stat.st_mtime_ns > SETTLED_NS:
         while len(_DIGESTS) >= MAX_DIGESTS:
             _DIGESTS.pop(next(iter(_DIGESTS)), None)
-        _DIGESTS[key] = digest
+        _DIGESTS[key] = digest, stat.st_ctime_ns
     return digest
 
 

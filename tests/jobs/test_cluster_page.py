@@ -94,7 +94,7 @@ def test_two_nodes_on_one_machine_do_what_the_page_says(home: Path, environment:
         )
     assert process.returncode == 0, process.stdout + process.stderr
     assert re.search(r"cluster +yes +127.0.0.1:\d+: 2 nodes, 4 CPUs", process.stdout), process.stdout
-    assert "live: version 1 of index summaries_en-us, 200 passages" in process.stdout
+    assert "live: version 1 of index wiki, 200 passages" in process.stdout
     assert "200 of 200 passages searched, exact" in process.stdout
     assert "evaluated: version 1" in process.stdout
 

@@ -110,6 +110,18 @@ def test_of_many_processes_exactly_one_creates(tmp_path: Path):
     assert Store(tmp_path).read_bytes("v/1") == str(outputs.index("won")).encode()
 
 
+def test_a_restored_file_on_the_inode_of_a_damaged_one_is_whole(tmp_path: Path, monkeypatch):
+    path, store, digest = tmp_path / "codes.npy", Store(tmp_path), hashlib.sha256(b"1").hexdigest()
+    for content in (b"2", b"1"):
+        with path.open("wb") as file:
+            file.write(content)
+        os.utime(path, ns=(10**18, 10**18))
+        assert store.is_whole(path, "codes.npy", 1, digest) == (content == b"1")
+    path.chmod(0o400)
+    monkeypatch.setattr(files_module, "sha256_of", lambda path: pytest.fail("read again"))
+    assert store.is_whole(path, "codes.npy", 1, digest)
+
+
 def test_a_creation_whose_reply_was_lost_is_its_own_and_one_whose_file_was_deleted_since_is_not(tmp_path, monkeypatch):
     store, link = Store(tmp_path), os.link
 
@@ -193,7 +205,7 @@ def test_a_file_that_cannot_be_read_is_an_error_of_the_store(tmp_path: Path, mon
     store = Store(tmp_path)
     store.write_bytes("x.bin", b"content")
 
-    def fail(path: Path) -> str:
+    def fail(path: Path, expected: str) -> str:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(files_module, "cached_sha256_of", fail)
