@@ -520,11 +520,11 @@ def test_a_full_or_closed_stdout_is_one_line_and_status_1(run_file: str, words: 
 
 def test_a_full_disk_is_not_a_problem_of_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     def work() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/file")
+        raise OSError(errno.ENOSPC, "No space left on device", "corpus.arrow")
 
     with pytest.raises(typer.Exit):
         exit_on_error(work)()
-    message = "mvr-ray: [Errno 28] No space left on device: '/tmp/file'; free space and run the same command again\n"
+    message = "mvr-ray: [Errno 28] No space left on device: 'corpus.arrow'; free space and run the same command again\n"
     assert capsys.readouterr().err == message
 
 
