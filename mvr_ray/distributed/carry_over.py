@@ -11,8 +11,8 @@ to the staging folder, which a resumed command reuses.
     copies          of these, passages equal to an earlier one in any shard: they get its embedding
 
 Views as encoded come from versions built by `index`, without pruning, and from reshards, compactions and rollbacks of
-them. Where refinement has changed the live version and `index.keep_refinement` is set, its own views come
-first.
+them; of a version that kept refined views, from passages that its parent has not, or with other content. Where
+refinement has changed the live version and `index.keep_refinement` is set, its own views come first.
 """
 
 import hashlib
@@ -44,13 +44,22 @@ CONTENT_BYTES = 16
 
 
 class EmbeddedCorpus(NamedTuple):
-    """A version whose embeddings can be reused; `is_refined` if refinement has changed some."""
+    """A version whose embeddings can be reused: all of them, as refined if `is_refined`; or, with `parent`, those of
+    passages that are new or have new content since that version, as encoded."""
 
     version: Manifest
-    is_refined: bool
+    is_refined: bool = False
+    parent: Manifest | None = None
 
     def corpus(self, store: Store) -> Corpus:
-        return Corpus.open(store, self.version.corpus, self.version.corpus_digest)
+        return _corpus_of(store, self.version)
+
+    def unchanged_since_parent(self, store: Store, ids: Collection[str]) -> set[str]:
+        """Those of `ids` that a parent has with the same content."""
+        if self.parent is None or not ids:
+            return set()
+        own, before = self.corpus(store).get(ids), _corpus_of(store, self.parent).get(ids)
+        return {name for name in own.keys() & before.keys() if _has_same_content(own[name], before[name])}
 
     def embeddings(self, store: Store, shard: int) -> EmbeddingShard:
         return shard_embeddings(store, self.version.index, self.version.shards[shard])
@@ -145,11 +154,12 @@ def count_passages(task: EncodeTask, corpus: Corpus, shards: Iterable[int]) -> d
 
 
 def embedded_corpora(store: Store, task: EncodeTask) -> list[EmbeddedCorpus]:
-    """Versions of the store that the task's encoder embedded: first the one with refined views to keep, then those of
-    the task's own index, newest first, then others."""
+    """Versions of the store that the task's encoder embedded: first the one with refined views to keep, then those as
+    encoded, then those with a parent; of these the task's own index, newest first, then others."""
     draft = task.draft
     indexes = sorted(store.list(paths.INDEXES), key=lambda name: name != draft.index)
     corpora: dict[tuple[str, tuple[str, ...]], EmbeddedCorpus] = {}
+    with_parent: list[EmbeddedCorpus] = []
     for index in indexes:
         is_own = index == draft.index
         versions = {version.version: version for version in manifests.newest_first(store, index, require_live=is_own)}
@@ -160,7 +170,9 @@ def embedded_corpora(store: Store, task: EncodeTask) -> list[EmbeddedCorpus]:
             if same and (is_refined or is_as_encoded(version, versions)):
                 key = version.corpus_digest, tuple(entry.digest for entry in version.shards)
                 corpora.setdefault(key, EmbeddedCorpus(version, is_refined))
-    return sorted(corpora.values(), key=lambda source: not source.is_refined)
+            if same and version.operation == REFINED and version.parent in versions:
+                with_parent.append(EmbeddedCorpus(version, parent=versions[version.parent]))
+    return [*sorted(corpora.values(), key=lambda source: not source.is_refined), *with_parent]
 
 
 def is_as_encoded(version: Manifest, versions: Mapping[int, Manifest]) -> bool:
@@ -230,7 +242,7 @@ def _plan_over_base(
     What a source of another index has beside the corpus does not count as deleted."""
     for source in sources:
         version = source.version
-        if len(version.shards) != corpus.num_shards:
+        if source.parent or len(version.shards) != corpus.num_shards:
             if source.is_refined:
                 return None
             continue
@@ -271,7 +283,7 @@ def _num_unlearned(store: Store, source: EmbeddedCorpus, sources: Sequence[Embed
     """Count passages with moved or added views in a refined source, as far as a source over the same number of shards
     has them as encoded."""
     num_shards, num_unlearned = len(source.version.shards), 0
-    others = (one for one in sources if len(one.version.shards) == num_shards and not one.is_refined)
+    others = (one for one in sources if len(one.version.shards) == num_shards and not (one.is_refined or one.parent))
     as_encoded = next(others, None)
     for shard, own in ids_by_shard(ids, num_shards).items():
         embeddings = source.embeddings(store, shard)
@@ -299,11 +311,10 @@ def _skip_source(source: EmbeddedCorpus, error: Exception) -> None:
 def _unchanged_ids(store: Store, source: EmbeddedCorpus, passages: dict[str, Passage]) -> dict[str, list[str]]:
     """The ids of those of `passages` that have the same id and content in the source, each by itself."""
     try:
-        return {
-            name: [name]
-            for name, before in source.corpus(store).get(passages).items()
-            if (before.title, before.text) == (passages[name].title, passages[name].text)
-        }
+        before = source.corpus(store).get(passages)
+        names = [name for name, passage in before.items() if _has_same_content(passage, passages[name])]
+        refined_names = source.unchanged_since_parent(store, names)
+        return {name: [name] for name in names if name not in refined_names}
     except (MissingInputError, StorageError) as error:
         _skip_source(source, error)
         return {}
@@ -340,7 +351,17 @@ def _ids_of_same_content(
         for number, info in enumerate(before.info.parts):
             if not files_without.issuperset(file.file for file in info.files):
                 names = find_contents(before.part(number), ids_of, files_without)
-                ids_by_name |= {name: ids_of.pop(content) for content, name in names.items()}
+                refined_names = source.unchanged_since_parent(store, list(names.values()))
+                own = {content: name for content, name in names.items() if name not in refined_names}
+                ids_by_name |= {name: ids_of.pop(content) for content, name in own.items()}
     except (MissingInputError, StorageError) as error:
         _skip_source(source, error)
     return ids_by_name
+
+
+def _corpus_of(store: Store, version: Manifest) -> Corpus:
+    return Corpus.open(store, version.corpus, version.corpus_digest)
+
+
+def _has_same_content(one: Passage, other: Passage) -> bool:
+    return (one.title, one.text) == (other.title, other.text)

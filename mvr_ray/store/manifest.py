@@ -468,7 +468,10 @@ def _withdraw_if_torn(store: Store, manifest: Manifest) -> None:
     if not parent:
         raise ManifestError(f"{problem}; no earlier version is there; run the same command again")
     try:
-        back = publish(store, dataclasses.replace(read(store, index, parent), parent=manifest.version))
+        version = read(store, index, parent)
+        metrics = {REPLACED: 0, **version.metrics}  # no other passages: the next index is of the last published ones
+        own = {"parent": manifest.version, "operation": ROLLBACK, "metrics": metrics}
+        back = publish(store, dataclasses.replace(version, **own))
     except StorageError as error:
         live = latest_version(store, index)
         now = f"version {live} of another publisher is live" if live > manifest.version else "it is live, incomplete"

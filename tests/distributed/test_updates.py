@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from damaged_file import flip_byte
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 from kill_at_call import run_and_kill
 
@@ -133,6 +133,12 @@ def own_run(run_over, root: Path, num_shards: int, **index) -> RunConfig:
 
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(STEPS, st.sampled_from([{"dtype": "fp32"}, {"dtype": "fp16"}, {"scan": "int8"}]), st.integers(1, 8))
+@example([("refine", {18}), ("update", {0: 54}, set()), ("update", {0: 0, 2: 54}, set())], {"dtype": "fp32"}, 1)
+@example(
+    [("refine", {18}), ("update", {0: 54}, set()), ("refine", {0}), ("reshard", 3), ("update", {0: 0, 2: 54}, set())],
+    {"dtype": "fp32"},
+    2,
+)
 def test_after_any_history_nothing_is_encoded_twice_and_what_was_learned_stays(
     first_store, run_over, tmp_path_factory, steps, way, num_shards
 ):
