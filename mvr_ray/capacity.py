@@ -9,8 +9,8 @@
     refine   = at rest + M x D x 4 + (vectors + F) x D x (2 | 4)   the M moved or new views in fp32, and a second
                                                                    copy of their blocks as stored
     words    = text x 0.85 a shard  +  216 x sqrt(text of all)      index.lexical: postings, statistics of the corpus
-    searcher = its shards' files + (vectors + F) x D x (2 | 4)      kind flat, refined: a second copy of blocks with a
-                                                                   changed passage, if these are a quarter or less
+    searcher = its shards' files + (C x V + F) x D x (2 | 4)        kind flat, refined: a second copy of the C changed
+                                                                   passages, if these are a quarter or less
     layer    = tokens x hidden x (34 + 5 x heads x length / hidden) bytes in half precision (Korthikanti et al. 2022)
 
 Letters: V views a passage, F feedback views, D dimension, M links a node. Sizes are plain bytes; a GB is 10^9 of them.
@@ -143,7 +143,7 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
     train = 4 * weights + train_activations(run, model)
     searchers = min(resources.searchers, shards)
     num_changed = min(num_added, math.floor(MAX_CHANGED_SHARE * on_shard)) if run.index.kind == "flat" else 0
-    copied_bytes = math.ceil(touched_share(on_shard, num_changed) * vectors * dimension * item)
+    copied_bytes = num_changed and (num_changed * views + num_added) * dimension * item
     shard_bytes = math.ceil(shards / searchers) * (refined_file + copied_bytes)
     refiners = min(resources.refiners, shards)
     block_share = touched_share(on_shard, num_added) if run.refine.method == "feedback_views" else 1.0
@@ -161,7 +161,7 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
     words_bytes = math.ceil(POSTINGS_SHARE * on_shard * passage_bytes) * run.index.lexical
     searcher_bytes = shard_bytes + row_bytes + math.ceil(shards / searchers) * words_bytes + statistics_bytes
     searcher_note = "its shards, mapped or loaded"
-    searcher_note += "; at most: blocks with a changed passage once more" * bool(copied_bytes)
+    searcher_note += "; at most: its changed passages once more" * bool(copied_bytes)
     searcher_note += "; compiled loops, as on this machine" * is_compiled
     guess = "" if model.known else "; backbone not on this machine, bert-base sizes assumed"
     words_note, sharing_note = "beside the embeddings, for a hybrid search", "at most: unchanged shards are shared"

@@ -230,6 +230,17 @@ class EmbeddingBlock(NamedTuple):
     vectors_ND: FloatArray
 
 
+class StoredBlocks(NamedTuple):
+    """The blocks of a shard as its files have them, so that none is copied for a change.
+
+    rows    for each block the row in the shard of each passage, -1 where a later file hides it by a change; None: the
+            rows are consecutive
+    """
+
+    blocks: list[EmbeddingBlock]
+    rows: list[IntArray] | None = None
+
+
 Progress = Callable[[str, int, int], None]
 """Callback of long work, called with (what, count, total)."""
 

@@ -48,7 +48,7 @@ SCAN_VECTORS = 100
 
 
 class ApproximateIndex(ShardIndex):
-    """An index over vector numbers 0 .. N - 1 in block order. Subclasses find the nearest vectors."""
+    """An index over vector numbers 0 .. N - 1 in order of rows. Subclasses find the nearest vectors."""
 
     exact = False
     first_fetch = 6
@@ -58,11 +58,17 @@ class ApproximateIndex(ShardIndex):
     beam_passages = 0
     """Distinct passages to find and score for a query, where more than k."""
 
-    def __init__(self, blocks: Sequence[EmbeddingBlock], folder: Path, *, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[EmbeddingBlock],
+        folder: Path,
+        rows: Sequence[IntArray] | None = None,
+        *,
+        threads: int | None = None,
+    ) -> None:
         """`folder` holds the index file, and after an update the vector numbers of its labels."""
-        super().__init__(Scan(blocks, make_kernel(threads=threads)))
-        counts = [np.diff(block.row_ptr) for block in self.scan.table.blocks]
-        self.ends = np.cumsum(np.concatenate(counts)) if counts else np.zeros(0, np.int64)
+        super().__init__(Scan(blocks, make_kernel(threads=threads), rows))
+        self.ends = np.cumsum(self.scan.table.view_counts())
         self.number_L = read_labels(folder)
         num_numbers = self.num_vectors if self.number_L is None else int((self.number_L >= 0).sum())
         if num_numbers != self.num_vectors:

@@ -44,11 +44,12 @@ class FaissIndex(ApproximateIndex):
         params: IndexParams,
         blocks: Sequence[EmbeddingBlock],
         folder: Path,
+        rows: Sequence[IntArray] | None = None,
         *,
         device: str = "cpu",
         threads: int | None = None,
     ) -> None:
-        super().__init__(blocks, folder, threads=threads)
+        super().__init__(blocks, folder, rows, threads=threads)
         if threads is not None:
             faiss.omp_set_num_threads(threads)
         self.on_gpu = device != "cpu"

@@ -6,6 +6,7 @@ Shapes: Q queries, D dimension.
 import ctypes
 import mmap
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -63,11 +64,11 @@ def shared_codes(names: Collection[str], has_changes: bool) -> dict[str, str]:
     return {CODES_FILE: FIRST_CODES_FILE, SCALES_FILE: FIRST_SCALES_FILE} if has_codes else {}
 
 
-def open_codes(folder: Path, blocks: Sequence[EmbeddingBlock], first_rows_N: IntArray | None = None) -> list[Codes]:
+def open_codes(folder: Path, blocks: Sequence[EmbeddingBlock], *, is_changed: bool = False) -> list[Codes]:
     """Map the codes of each block from their file, and read scales and residuals. Raises ShardIndexError.
 
-    In a shard with changes, `first_rows_N` has each vector's number in the first file, -1 for vectors from a file of
-    changes, which are encoded here. Blocks without changes stay mapped.
+    Codes of the first file of a shard with changes need `StoredBlocks`, whose last block has the changes: it is encoded
+    here.
     """
     of_first = (folder / FIRST_CODES_FILE).exists()
     names = (FIRST_CODES_FILE, FIRST_SCALES_FILE) if of_first else (CODES_FILE, SCALES_FILE)
@@ -78,25 +79,16 @@ def open_codes(folder: Path, blocks: Sequence[EmbeddingBlock], first_rows_N: Int
         raise ShardIndexError(f"no eight-bit codes can be read in {folder} ({error}); build the index again") from error
     codes = Codes(codes_ND, np.ascontiguousarray(scales_N2[:, 0]), np.ascontiguousarray(scales_N2[:, 1]))
     edges = np.cumsum([0, *(int(block.row_ptr[-1] - block.row_ptr[0]) for block in blocks)])
-    rows_N = first_rows_N if of_first else np.arange(len(codes_ND))
-    if rows_N is None or len(rows_N) != edges[-1] or rows_N.max(initial=-1) >= len(codes_ND):
+    num_coded = int(np.searchsorted(edges, len(codes_ND), side="right")) - 1
+    if edges[num_coded] != len(codes_ND) or of_first != is_changed or (num_coded < len(blocks) and not of_first):
         raise ShardIndexError(
             f"{folder / names[0]} has codes of {len(codes_ND)} vectors, the embeddings are {edges[-1]}; "
             f"build the index again"
         )
-    return [_codes_of(block, codes, rows_N[low:high]) for block, low, high in zip(blocks, edges, edges[1:])]
-
-
-def _codes_of(block: EmbeddingBlock, codes: Codes, rows_N: IntArray) -> Codes:
-    """Select the codes at these rows, and encode the vectors of a block without codes (-1)."""
-    is_new_N = rows_N < 0
-    if not is_new_N.any() and (not len(rows_N) or rows_N[-1] - rows_N[0] == len(rows_N) - 1):
-        return codes.rows(slice(rows_N[0], rows_N[-1] + 1) if len(rows_N) else slice(0))
-    result = codes.rows(np.where(is_new_N, 0, rows_N))
-    new = encode(block.vectors_ND[int(block.row_ptr[0]) : int(block.row_ptr[-1])][is_new_N])
-    for own, own_new in zip(result, new):
-        own[is_new_N] = own_new
-    return result
+    stored_codes = [codes.rows(slice(low, high)) for low, high in pairwise(edges[: num_coded + 1])]
+    return stored_codes + [
+        encode(block.vectors_ND[block.row_ptr[0] : block.row_ptr[-1]]) for block in blocks[num_coded:]
+    ]
 
 
 class FlatIndex(ShardIndex):
@@ -110,6 +102,7 @@ class FlatIndex(ShardIndex):
     def __init__(
         self,
         blocks: Sequence[EmbeddingBlock],
+        rows: Sequence[IntArray] | None = None,
         *,
         codes: Sequence[Codes] | None = None,
         device: str = "cpu",
@@ -117,15 +110,15 @@ class FlatIndex(ShardIndex):
         engine: str = "auto",
     ) -> None:
         kernel = make_kernel(engine, device, threads)
-        rows = [block.vectors_ND for block in blocks] if codes is None else [own.codes_ND for own in codes]
-        num_bytes = sum(own_ND.nbytes for own_ND in rows)
+        arrays = [block.vectors_ND for block in blocks] if codes is None else [own.codes_ND for own in codes]
+        num_bytes = sum(own_ND.nbytes for own_ND in arrays)
         resident = isinstance(kernel, TorchKernel) and _fits(kernel, num_bytes)
-        super().__init__(Scan(blocks, kernel, codes=codes, resident=resident))
+        super().__init__(Scan(blocks, kernel, rows, codes=codes, resident=resident))
         is_half = all(block.vectors_ND.dtype == np.float16 for block in blocks)
         is_faster = codes is not None and is_half and getattr(kernel, "halves_are_faster", False)
         self._vector_scan = self.scan.of_vectors() if is_faster else None
         self._small_batch = make_small_batch_kernel(engine, device, threads, with_codes=codes is not None)
-        self._small_batch_scan = Scan(blocks, self._small_batch, codes=codes) if self._small_batch else None
+        self._small_batch_scan = Scan(blocks, self._small_batch, rows, codes=codes) if self._small_batch else None
 
     def search_with_counts(
         self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None

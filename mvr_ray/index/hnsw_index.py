@@ -43,12 +43,13 @@ class HnswIndex(ApproximateIndex):
         params: IndexParams,
         blocks: Sequence[EmbeddingBlock],
         folder: Path,
+        rows: Sequence[IntArray] | None = None,
         *,
         device: str = "cpu",
         threads: int | None = None,
     ) -> None:
         """The graph is searched on the CPU, whatever the device."""
-        super().__init__(blocks, folder, threads=threads)
+        super().__init__(blocks, folder, rows, threads=threads)
         self.breadth = params.hnsw_ef_search
         self.lock = threading.Lock()  # the graph stores the beam width of a search
         if not self.num_vectors:

@@ -82,21 +82,21 @@ def open_index(
     params: IndexParams,
     blocks: Sequence[EmbeddingBlock],
     folder: Path,
-    first_rows_N: IntArray | None = None,
+    rows: Sequence[IntArray] | None = None,
     *,
     device: str = "cpu",
     threads: int | None = None,
 ) -> ShardIndex:
     """Open the index that `build_index` wrote to `folder`, over the same blocks, which must stay mapped.
 
-    `first_rows_N` is `EmbeddingShard.first_rows` of the blocks; it locates the codes of a shard with changes.
+    Blocks of a shard with changes come with their `rows` (`StoredBlocks`).
     """
     check_params(params, _dimension(blocks))
     if params.kind != "flat":
-        return _approximate(params.kind)(params, blocks, folder, device=device, threads=threads)
+        return _approximate(params.kind)(params, blocks, folder, rows, device=device, threads=threads)
     has_codes = params.scan == "int8" and any(len(block.ids) for block in blocks)
-    codes = open_codes(folder, blocks, first_rows_N) if has_codes else None
-    return FlatIndex(blocks, codes=codes, device=device, threads=threads)
+    codes = open_codes(folder, blocks, is_changed=rows is not None) if has_codes else None
+    return FlatIndex(blocks, rows, codes=codes, device=device, threads=threads)
 
 
 def _approximate(kind: str) -> "type[FaissIndex] | type[HnswIndex]":

@@ -5,13 +5,14 @@
                                 file's metadata the ids of the deleted passages
     <shard>/changes-2.arrow     later changes, which override the earlier ones; and so on
 
-All have the same format. Readers get the shard as it would be if it were written whole: blocks with a few changes are
-divided around them and stay mapped, those with many are copied into memory. `store.changes` decides what is written.
+All have the same format. Searches read the files as they are (`stored_blocks`). Other readers get the shard as it would
+be if it were written whole: blocks with a few changes are divided around them and stay mapped, those with many are
+copied into memory. `store.changes` decides what is written.
 """
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -23,11 +24,11 @@ from mvr_ray.store import paths
 from mvr_ray.store.changes import MAX_CHANGED_SHARE, Changes, changed_ids, lay_over, num_kept
 from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter, Views, cut_block, join_blocks
 from mvr_ray.store.files import link_or_copy
-from mvr_ray.types import EmbeddingBlock, IntArray
+from mvr_ray.types import EmbeddingBlock, StoredBlocks
 
 _PASSAGES_WORTH_DIVIDING = 256
-"""Passages between two changes from which a block is divided around them instead of copied. A scan takes 17 us longer
-for each part; copies of all blocks take the memory of the shard."""
+"""Passages between two changes from which a block is divided around them instead of copied: copies of all blocks take
+the memory of the shard."""
 
 
 class DeltaShard(EmbeddingShard):
@@ -63,18 +64,19 @@ class DeltaShard(EmbeddingShard):
         """Read the ids alone: blocks would copy the vectors beside them."""
         return changed_ids(super().ids(), *self.changes)
 
-    def first_rows(self) -> IntArray:
-        stays_P = ~self._hidden_rows()
-        first_counts_P = self.num_views_by_row()
-        counts_P = np.zeros(self.num_passages, np.int64)
+    def stored_blocks(self) -> StoredBlocks:
+        """Return the blocks of the first file, then one with the upserts."""
+        ids, hidden_P, blocks = self.ids(), self._hidden_rows(), super().blocks()
         is_changed_P = np.zeros(self.num_passages, bool)
-        ids = self.ids()
         is_changed_P[[bisect_left(ids, name) for name in self.changes.upserts]] = True
-        counts_P[is_changed_P] = [len(views.view_numbers_N) for views in self.changes.upserts.values()]
-        counts_P[~is_changed_P] = first_counts_P[stays_P]
-        rows_N = np.full(self.num_vectors, -1)
-        rows_N[np.repeat(~is_changed_P, counts_P)] = np.flatnonzero(np.repeat(stays_P, first_counts_P))
-        return rows_N
+        row_P = np.full(len(hidden_P), -1)
+        row_P[~hidden_P] = np.flatnonzero(~is_changed_P)
+        edges = np.cumsum([0, *(len(block.ids) for block in blocks)])
+        rows = [row_P[low:high] for low, high in pairwise(edges)]
+        if self.changes.upserts:
+            blocks.append(_join_views(self.changes.upserts))
+            rows.append(np.flatnonzero(is_changed_P))
+        return StoredBlocks(blocks, rows)
 
     def find(self, passage_ids: Iterable[str]) -> dict[str, Views]:
         upserts, ids = self.changes.upserts, list(passage_ids)
@@ -157,12 +159,15 @@ def write_changed(
     path = folder / paths.changes_file(len(names))
     with EmbeddingWriter(path, shard.dimension, shard.num_views, shard.dtype, missing_ids) as writer:
         if new.upserts:
-            ids, views = zip(*sorted(new.upserts.items()))
-            row_ptr = np.cumsum([0, *(len(own.view_numbers_N) for own in views)])
-            numbers_N = np.concatenate([own.view_numbers_N for own in views])
-            vectors_ND = np.concatenate([own.vectors_ND for own in views], dtype=np.float32)
-            writer.write(EmbeddingBlock(list(ids), row_ptr, numbers_N, vectors_ND))
+            writer.write(_join_views(dict(sorted(new.upserts.items())), np.float32))
     return names
+
+
+def _join_views(views_by_id: Mapping[str, Views], dtype: DTypeLike | None = None) -> EmbeddingBlock:
+    """Copy passages, in order of ids, into a block."""
+    numbers, vectors = zip(*views_by_id.values())
+    row_ptr = np.cumsum([0, *map(len, numbers)])
+    return EmbeddingBlock(list(views_by_id), row_ptr, np.concatenate(numbers), np.concatenate(vectors, dtype=dtype))
 
 
 def _to_block(name: str, views: Views, dtype: DTypeLike | None = None) -> EmbeddingBlock:

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from mvr_ray.errors import FormatError, MissingInputError, StorageError
 from mvr_ray.store.files import finished_file
-from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
+from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, StoredBlocks
 
 Dtype = Literal["fp16", "fp32"]
 BATCH_PASSAGES = 4096
@@ -215,10 +215,9 @@ class EmbeddingShard:
         """Return all passage ids in the order of the file."""
         return pa.chunked_array([batch.column("id") for batch in self._batches], pa.string())
 
-    def first_rows(self) -> IntArray | None:
-        """For each vector of `blocks`, its number in the first file, -1 where it comes from a file of changes; None
-        where there is no such file."""
-        return None
+    def stored_blocks(self) -> StoredBlocks:
+        """Return all rows as the files have them."""
+        return StoredBlocks(self.blocks())
 
     def num_views_by_row(self) -> IntArray:
         """Count the views of each passage in the file."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from mvr_ray.types import EmbeddingBlock, FloatArray, ShardHits
+from mvr_ray.types import EmbeddingBlock, FloatArray, ShardHits, StoredBlocks
 
 Ranked = list[tuple[float, str, int, int]]  # -score, passage id, row, view
 
@@ -113,6 +113,40 @@ def make_blocks(
         vectors_ND = paint(palette, int(present_PV.sum()), dimension, rng).astype(dtype)
     ids = sorted(f"p{number}" for number in rng.permutation(10 * num_passages)[:num_passages])
     return cut_blocks(vectors_ND, present_PV.sum(axis=1), np.nonzero(present_PV)[1], ids, per_block)
+
+
+def as_changed(blocks: Sequence[EmbeddingBlock], seed: int, share: float) -> StoredBlocks:
+    """The same shard as files have it after changes to this share of its passages: the first file also has passages
+    that a change replaced or deleted, with views that would win; the last block has the changed ones."""
+    if not share:
+        return StoredBlocks(list(blocks))
+    rng, row, pieces, rows = np.random.default_rng([11, seed]), 0, [], []
+    upserts: list[tuple[int, str, FloatArray, FloatArray]] = []
+    for block in blocks:
+        passages: list[tuple[int, str, FloatArray, FloatArray]] = []
+        for name, low, high in zip(block.ids, block.row_ptr, block.row_ptr[1:]):
+            own = row, name, block.view_numbers_N[low:high], block.vectors_ND[low:high]
+            if rng.random() < share:
+                upserts.append(own)
+                own = -1, name, own[2], np.float16(1.5) * own[3]
+            passages += [own] if own[0] >= 0 or rng.random() < 0.5 else []
+            passages += [(-1, f"{name}-", own[2], np.float16(1.5) * own[3])] if rng.random() < share else []
+            row += 1
+        pieces.append(passages)
+    dimension, dtype = blocks[0].vectors_ND.shape[1], blocks[0].vectors_ND.dtype
+    result = []
+    for passages in [*pieces, upserts]:
+        vectors_ND = np.concatenate([np.zeros((0, dimension), dtype), *(own[3] for own in passages)])
+        numbers_N = np.concatenate([np.zeros(0, np.int16), *(own[2] for own in passages)])
+        row_ptr = np.cumsum([0, *(len(own[2]) for own in passages)])
+        result.append(EmbeddingBlock([own[1] for own in passages], row_ptr, numbers_N, vectors_ND))
+        rows.append(np.array([own[0] for own in passages], np.int64))
+    return StoredBlocks(result, rows)
+
+
+@pytest.fixture(scope="session")
+def change() -> Callable[[Sequence[EmbeddingBlock], int, float], StoredBlocks]:
+    return as_changed
 
 
 @pytest.fixture(scope="session")

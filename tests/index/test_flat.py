@@ -54,11 +54,12 @@ def codes_of(blocks) -> list[Codes]:
     pending=st.sampled_from([0, 1 << 18]),
     with_codes=st.booleans(),
     threads=st.sampled_from([1, 3]),
+    changed_share=st.sampled_from([0.0, 0.1, 0.7]),
 )
 @SLOW
 def test_flat_search_equals_brute_force(
-    shard, queries, check_exact, palette, seed, num_passages, max_views, dimension, k, gaps, empty, dtype, per_block,
-    engine, step, at_once, pending, with_codes, threads,
+    shard, queries, check_exact, change, palette, seed, num_passages, max_views, dimension, k, gaps, empty, dtype,
+    per_block, engine, step, at_once, pending, with_codes, threads, changed_share,
 ):  # fmt: skip
     blocks = shard(
         seed, num_passages, max_views, dimension,
@@ -67,8 +68,11 @@ def test_flat_search_equals_brute_force(
     queries_QD = queries(seed, 4, dimension, palette)
     kernel = make_kernel(engine)
     kernel.vectors_per_step, kernel.threads = step, threads
-    codes = codes_of(blocks) if with_codes else None
-    scan = Scan(blocks, kernel, codes=codes, queries_at_once=at_once, candidates_at_once=pending)
+    stored_shard = change(blocks, seed, changed_share)
+    codes = codes_of(stored_shard.blocks) if with_codes else None
+    scan = Scan(
+        stored_shard.blocks, kernel, stored_shard.rows, codes=codes, queries_at_once=at_once, candidates_at_once=pending
+    )
     check_exact(scan.search(queries_QD, k), queries_QD, blocks, k)
 
 
@@ -114,11 +118,12 @@ def test_threads_that_score_many_ties_at_once_do_not_wait_for_each_other(shard, 
     with_codes=st.booleans(),
     threads=st.sampled_from([1, 3]),
     views_a_step=st.sampled_from([0, 12, 1024]),
+    changed_share=st.sampled_from([0.0, 0.1, 0.7]),
 )
 @settings(max_examples=150, suppress_health_check=list(HealthCheck))
 def test_a_search_under_a_mask_equals_brute_force_over_what_passes(
-    shard, queries, check_exact, palette, seed, num_passages, max_views, dimension, num_queries, k, share, runs, gaps,
-    dtype, per_block, engine, step, pending, with_codes, threads, views_a_step,
+    shard, queries, check_exact, change, palette, seed, num_passages, max_views, dimension, num_queries, k, share, runs,
+    gaps, dtype, per_block, engine, step, pending, with_codes, threads, views_a_step, changed_share,
 ):  # fmt: skip
     """Passages pass at random or in runs; none, fewer than k, most or all of them; one scan has several masks."""
     blocks = shard(
@@ -135,8 +140,10 @@ def test_a_search_under_a_mask_equals_brute_force_over_what_passes(
     queries_QD = queries(seed, num_queries, dimension, palette)
     kernel = make_kernel(engine)
     kernel.vectors_per_step, kernel.threads = step, threads
-    codes = codes_of(blocks) if with_codes else None
-    scan = Scan(blocks, kernel, codes=codes, candidates_at_once=pending, views_a_step=views_a_step)
+    stored_shard = change(blocks, seed, changed_share)
+    codes = codes_of(stored_shard.blocks) if with_codes else None
+    few = {"candidates_at_once": pending, "views_a_step": views_a_step}
+    scan = Scan(stored_shard.blocks, kernel, stored_shard.rows, codes=codes, **few)
     rng = np.random.default_rng(seed)
     for _ in range(3):
         chances_P = rng.random(num_passages)
@@ -400,23 +407,17 @@ assert hits.rows_QK.tolist() == [[1, 0]] and hits.scores_QK.tolist() == [[2, 1]]
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_codes_of_a_changed_shard_are_those_of_its_vectors_now(shard, tmp_path):
-    """Vectors that the first file has keep its codes, in whatever rows; others are encoded."""
-    first, [new] = shard(11, 40, per_block=40)[0], shard(12, 40, per_block=40)
-    build_codes([first], tmp_path)
+def test_codes_of_a_changed_shard_are_those_of_its_vectors_now(shard, change, tmp_path):
+    """Vectors of the first file keep its codes, in whatever rows; those of changes are encoded."""
+    blocks, _ = change(shard(11, 40, per_block=15), 1, 0.2)
+    build_codes(blocks[:-1], tmp_path)
     for name, first_name in shared_codes([CODES_FILE, SCALES_FILE], has_changes=False).items():
         (tmp_path / name).rename(tmp_path / first_name)
-    parts = [[0, 1, 2], [3, -1, 5], [6, 8, 9], [-1, -1], [], [10]]
-    blocks = [
-        EmbeddingBlock(
-            [f"p{part}-{at}" for at in range(len(rows))],
-            np.arange(len(rows) + 1),
-            np.zeros(len(rows), np.int16),
-            np.array([(first if row >= 0 else new).vectors_ND[row] for row in rows], np.float16).reshape(-1, 16),
-        )
-        for part, rows in enumerate(parts)
-    ]
-    rows_N = np.array([row for rows in parts for row in rows])
-    for block, codes in zip(blocks, open_codes(tmp_path, blocks, rows_N), strict=True):
+    for block, codes in zip(blocks, open_codes(tmp_path, blocks, is_changed=True), strict=True):
         for own, expected in zip(codes, encode(block.vectors_ND), strict=True):
             np.testing.assert_array_equal(own, expected)
+    for others, is_changed in ((blocks, False), (blocks[:-1], False), (blocks[1:], True)):
+        with pytest.raises(
+            ShardIndexError, match=r"codes of \d+ vectors, the embeddings are \d+; build the index again"
+        ):
+            open_codes(tmp_path, others, is_changed=is_changed)

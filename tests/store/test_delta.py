@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mvr_ray.store import paths
 from mvr_ray.store.changes import MAX_CHANGED_SHARE, Changes, num_kept
-from mvr_ray.store.delta import DeltaShard, open_embeddings, rewrite, write_changed
+from mvr_ray.store.delta import DeltaShard, open_embeddings, rewrite, views_by_id, write_changed
 from mvr_ray.store.embeddings import BATCH_PASSAGES, EmbeddingShard, EmbeddingWriter, Views
 from mvr_ray.store.files import sha256_of
 from mvr_ray.types import EmbeddingBlock
@@ -62,29 +62,29 @@ def content(shard: EmbeddingShard) -> list[tuple[str, list[int], bytes]]:
 
 
 def passages_in(shard: EmbeddingShard) -> dict[str, Views]:
-    views_by_id = {}
+    views_of = {}
     for block in shard.blocks():
         for name, start, stop in zip(block.ids, block.row_ptr, block.row_ptr[1:]):
-            views_by_id[name] = Views(block.view_numbers_N[start:stop], block.vectors_ND[start:stop])
-    return views_by_id
+            views_of[name] = Views(block.view_numbers_N[start:stop], block.vectors_ND[start:stop])
+    return views_of
 
 
-def check_first_rows(shard, folder):
-    """A vector that is said to be of the first file is that one, of the same passage; others are of changed ones."""
-    rows_N = shard.first_rows()
-    owner_N = [
-        name for block in shard.blocks() for name, own in zip(block.ids, np.diff(block.row_ptr)) for _ in range(own)
-    ]
-    if rows_N is None:
-        assert not (folder / paths.CHANGES).exists()
-        return
+def check_stored_blocks(shard, folder):
+    """Every row is in one block, with the views it has now; the blocks of the first file are mapped, not copied."""
+    blocks, rows = shard.stored_blocks()
     first = EmbeddingShard.open(folder / paths.EMBEDDINGS)
-    of_first = [(name, vector.tobytes()) for name, own in passages_in(first).items() for vector in own.vectors_ND]
-    now = np.concatenate([block.vectors_ND for block in shard.blocks()])
-    assert len(rows_N) == len(now) == len(owner_N)
-    for name, row, vector in zip(owner_N, rows_N.tolist(), now):
-        assert (row < 0) == (name in shard.changes.upserts)
-        assert row < 0 or of_first[row] == (name, vector.tobytes())
+    assert all(one.vectors_ND.tobytes() == two.vectors_ND.tobytes() for one, two in zip(blocks, first.blocks()))
+    assert not any(block.vectors_ND.flags.owndata for block in blocks[: len(first.blocks())])
+    assert (rows is not None) == (folder / paths.CHANGES).exists()
+    row_N = np.arange(shard.num_passages) if rows is None else np.concatenate(rows)
+    views = [views for block in blocks for views in views_by_id([block]).items()]
+    places = np.flatnonzero(row_N >= 0)
+    assert sorted(row_N[places]) == list(range(shard.num_passages)) and len(views) == len(row_N)
+    now, ids = passages_in(shard), shard.ids()
+    for name, own in (views[place] for place in places):
+        assert own.vectors_ND.tobytes() == now[name].vectors_ND.tobytes()
+        assert own.view_numbers_N.tolist() == now[name].view_numbers_N.tolist()
+    assert [views[place][0] for place in places] == [ids[row] for row in row_N[places]]
 
 
 CHANGES = st.tuples(st.sets(st.integers(0, 90), max_size=12), st.sets(st.integers(0, 90), max_size=5)) | st.tuples(
@@ -128,7 +128,7 @@ def test_changes_laid_over_read_as_the_shard_written_whole(tmp_path_factory, cou
         assert num_changes(shard) == len(hidden_ids)
         assert (shard.num_passages, shard.num_vectors) == (plain.num_passages, plain.num_vectors)
         assert shard.ids() == plain.ids() == shard.arrow_ids().to_pylist() == sorted(truth)
-        check_first_rows(shard, folder)
+        check_stored_blocks(shard, folder)
         views = shard.find([f"p{at:06d}" for at in rng.permutation(92)])
         assert set(views) == set(truth)
         assert all(views[name].vectors_ND.tobytes() == truth[name].vectors_ND.tobytes() for name in truth)
@@ -191,16 +191,16 @@ def test_few_changes_after_many_are_written_alone(tmp_path):
     assert num_changes(open_views(folders[3])) == 90
 
 
-def test_rows_of_the_first_file_are_those_of_any_ids_and_a_long_id_costs_its_own_length_alone(tmp_path):
+def test_stored_blocks_have_the_rows_of_any_ids_and_a_long_id_costs_its_own_length_alone(tmp_path):
     rng, folder = np.random.default_rng(0), tmp_path / "changed"
     names = ["a", "a\0", "b", *(f"p{number}" for number in range(2000)), "x" * 10_000]
     shard = write_whole(tmp_path, {name: random_views(rng) for name in names})
     folder.mkdir()
     assert write_changed(shard, folder, {"a\0": random_views(rng)})
     changed_shard = open_views(folder)
-    check_first_rows(changed_shard, folder)
+    check_stored_blocks(changed_shard, folder)
     tracemalloc.start()
-    changed_shard.first_rows()
+    changed_shard.stored_blocks()
     assert tracemalloc.get_traced_memory()[1] < 10_000_000
     tracemalloc.stop()
 

@@ -103,8 +103,11 @@ def check_k(k: int) -> int:
 class BlockTable:
     """The blocks of one shard by row. Copies no vector."""
 
-    def __init__(self, blocks: Sequence[EmbeddingBlock], *, use_native: bool = True) -> None:
-        """`use_native`: score with the compiled loops of `native` where available."""
+    def __init__(
+        self, blocks: Sequence[EmbeddingBlock], rows: Sequence[IntArray] | None = None, *, use_native: bool = True
+    ) -> None:
+        """`rows` as in `StoredBlocks`. `use_native`: score with the compiled loops of `native` where available."""
+        self.block_rows = None if rows is None else [own for own, block in zip(rows, blocks) if len(block.ids)]
         self.blocks = [block for block in blocks if len(block.ids)]
         self.compiled_rows = [native.rows_of(block) if use_native else None for block in self.blocks]
         dimensions = sorted({block.vectors_ND.shape[1] for block in blocks})
@@ -114,16 +117,25 @@ class BlockTable:
             )
         self.dimension: int = dimensions[0]
         sizes = [len(block.ids) for block in self.blocks]
-        self.starts = np.cumsum([0, *sizes]).astype(np.int64)
-        self.num_passages = int(self.starts[-1])
-        self.num_vectors = sum(int(block.row_ptr[-1] - block.row_ptr[0]) for block in self.blocks)
-        self.num_scorable = sum(int(np.count_nonzero(np.diff(block.row_ptr))) for block in self.blocks)
+        self._starts = np.cumsum([0, *sizes]).astype(np.int64)
+        self._place_P = None if self.block_rows is None else _places(self.block_rows)
+        counts_P = self.view_counts()
+        self.num_passages, self.num_vectors = len(counts_P), int(counts_P.sum())
+        self.num_scorable = int(np.count_nonzero(counts_P))
+
+    def view_counts(self) -> IntArray:
+        """Count the views of each passage [P], in order of rows."""
+        counts = np.concatenate([np.zeros(0, np.int64), *(np.diff(block.row_ptr) for block in self.blocks)])
+        return counts if self._place_P is None else counts[self._place_P]
 
     @cached_property
     def scorable_rows(self) -> IntArray:
         """Rows of passages with a view, ascending."""
-        counts = [np.diff(block.row_ptr) for block in self.blocks]
-        return np.flatnonzero(np.concatenate([np.zeros(0, np.int64), *counts]))
+        return np.flatnonzero(self.view_counts())
+
+    def rows_of_block(self, at: int) -> IntArray:
+        """Return the row of each passage of a block, -1 for a hidden one."""
+        return np.arange(self._starts[at], self._starts[at + 1]) if self.block_rows is None else self.block_rows[at]
 
     def rows_of(self, mask_P: NDArray[np.bool_]) -> IntArray:
         """Return the rows of a mask's passages with a view, ascending. Raises ShardIndexError for a wrong length."""
@@ -134,17 +146,19 @@ class BlockTable:
         return self.scorable_rows[mask_P[self.scorable_rows]]
 
     def passage_id(self, row: int) -> str:
-        at = int(np.searchsorted(self.starts, row, side="right")) - 1
-        return self.blocks[at].ids[row - int(self.starts[at])]
+        place = row if self._place_P is None else int(self._place_P[row])
+        at = int(np.searchsorted(self._starts, place, side="right")) - 1
+        return self.blocks[at].ids[place - int(self._starts[at])]
 
     def rescore(self, queries_QD: FloatArray, pairs: Pairs) -> ScoredPairs:
         """Score pairs exactly with all views of each passage, sorted by row. Each row must have a view. A passage with
         a view whose score is not finite scores NaN."""
-        order_M = np.argsort(pairs.row_M, kind="stable")
-        query_M, row_M = pairs.query_M[order_M].astype(np.int64, copy=False), pairs.row_M[order_M]
-        score_M, view_M = np.empty(len(row_M), np.float32), np.empty(len(row_M), np.int16)
-        bounds = np.searchsorted(row_M, self.starts)
-        local_M = row_M - np.repeat(self.starts[:-1], np.diff(bounds))
+        place_M = pairs.row_M if self._place_P is None else self._place_P[pairs.row_M]
+        order_M = np.argsort(place_M, kind="stable")
+        query_M, place_M = pairs.query_M[order_M].astype(np.int64, copy=False), place_M[order_M]
+        score_M, view_M = np.empty(len(place_M), np.float32), np.empty(len(place_M), np.int16)
+        bounds = np.searchsorted(place_M, self._starts)
+        local_M = place_M - np.repeat(self._starts[:-1], np.diff(bounds))
         spans = [(at, low, high) for at, (low, high) in enumerate(pairwise(bounds.tolist())) if low < high]
         native_spans = [(rows, low, high) for at, low, high in spans if (rows := self.compiled_rows[at])]
         if native_spans:
@@ -153,7 +167,16 @@ class BlockTable:
             if self.compiled_rows[at] is None:
                 own = slice(low, high)
                 _rescore_block(self.blocks[at], queries_QD, query_M[own], local_M[own], score_M[own], view_M[own])
-        return ScoredPairs(query_M, row_M, score_M, view_M)
+        scores = ScoredPairs(query_M, pairs.row_M[order_M], score_M, view_M)
+        return scores if self._place_P is None else scores.take(np.argsort(scores.row_M, kind="stable"))
+
+
+def _places(rows: Sequence[IntArray]) -> IntArray:
+    """Return the position of each row [P] among the passages of all blocks."""
+    row_N = np.concatenate([np.zeros(0, np.int64), *rows])
+    place_P = np.full(int(np.count_nonzero(row_N >= 0)), -1, np.int64)
+    place_P[row_N[row_N >= 0]] = np.flatnonzero(row_N >= 0)
+    return place_P
 
 
 def _rescore_block(

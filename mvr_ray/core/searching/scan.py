@@ -27,10 +27,10 @@ codes, and a step is first scanned by them: e is some twenty times as large, so 
 exceed twice the best k plus a hundredth of the passages scanned, exact scores cost more than coarse products save: the
 step is undone, the previous lower bounds are restored, and further products are fine.
 
-**Filters.** A mask selects the passages that may be hits. The others are skipped before a lower bound is raised: L is
-then the k-th largest among those that pass, to which the reasoning above applies. Where few of a step pass, only their
-vectors are multiplied: read in place, or copied first, depending on the kernel. Where few of a shard pass
-(`VIEWS_A_STEP`), all of them are scored exactly without a scan.
+**Filters.** A mask selects the passages that may be hits; those that a change hides are never selected. The others are
+skipped before a lower bound is raised: L is then the k-th largest among those that pass, to which the reasoning above
+applies. Where few of a step pass, only their vectors are multiplied: read in place, or copied first, depending on the
+kernel. Where few of a shard pass (`VIEWS_A_STEP`), all of them are scored exactly without a scan.
 
 **Threads.** Each thread of a kernel takes the next free step, for all queries; the best lower bounds of all threads
 are lower bounds for the whole shard. A small shard has shorter steps, so that every thread has as many.
@@ -98,6 +98,7 @@ class Step:
     counts_P         number of views
     uniform          the common number of views, 0 where they differ
     vectors          of the block, N of them
+    visible_P        the passages that no change hides, None: all
     codes            of these vectors, scanned in their place
     norm             of a vector, -1 until measured
     coarse_residual  the rounding of a vector in coarse products, -1 until measured
@@ -108,6 +109,7 @@ class Step:
     counts_P: IntArray
     uniform: int
     vectors_ND: FloatArray
+    visible_P: NDArray[np.bool_] | None = None
     codes: Codes | None = None
     norm: float = -1.0
     coarse_residual: float = -1.0
@@ -141,10 +143,12 @@ class StepPart(NamedTuple):
 def passing_part(step: Step, mask_P: NDArray[np.bool_] | None, gather_share: float) -> StepPart | None:
     """Select the part of a step that passes a mask over the rows of the shard, None where nothing passes. Where less
     than `gather_share` passes, the part has only these passages."""
-    whole = StepPart(step, step.row_P, step.counts_P)
+    whole = StepPart(step, step.row_P, step.counts_P, step.visible_P)
     if mask_P is None:
         return whole
     own_P = mask_P[step.row_P]
+    if step.visible_P is not None:
+        own_P &= step.visible_P
     num_passing = int(np.count_nonzero(own_P))
     if num_passing == len(own_P):
         return whole
@@ -158,7 +162,8 @@ def passing_part(step: Step, mask_P: NDArray[np.bool_] | None, gather_share: flo
 
 def cut_steps(table: BlockTable, vectors_per_step: int, codes: Sequence[Codes | None]) -> Iterator[Step]:
     """Cut the blocks, each with its codes, into steps of about `vectors_per_step` vectors; no step splits a passage."""
-    for block, first_row, own in zip(table.blocks, table.starts, codes):
+    for at, (block, own) in enumerate(zip(table.blocks, codes)):
+        row_P = table.rows_of_block(at)
         ptr = np.asarray(block.row_ptr)
         low, last = 0, len(block.ids)
         while low < last:
@@ -166,12 +171,14 @@ def cut_steps(table: BlockTable, vectors_per_step: int, codes: Sequence[Codes | 
             high = min(max(high, low + 1), last)
             counts_P = np.diff(ptr[low : high + 1])
             local_P = low + np.flatnonzero(counts_P)
-            if len(local_P):
+            is_visible_P = row_P[local_P] >= 0
+            if is_visible_P.any():
+                visible_P = None if is_visible_P.all() else is_visible_P
                 counts_P = counts_P[counts_P > 0]
                 uniform = int(counts_P[0]) if (counts_P == counts_P[0]).all() else 0
                 vectors_ND = block.vectors_ND[ptr[low] : ptr[high]]
                 vectors = slice(int(ptr[low] - ptr[0]), int(ptr[high] - ptr[0]))
-                yield Step(int(first_row) + local_P, counts_P, uniform, vectors_ND, own and own.rows(vectors))
+                yield Step(row_P[local_P], counts_P, uniform, vectors_ND, visible_P, own and own.rows(vectors))
             low = high
 
 
@@ -183,6 +190,7 @@ class Scan:
         self,
         blocks: Sequence[EmbeddingBlock],
         kernel: Kernel,
+        rows: Sequence[IntArray] | None = None,
         *,
         codes: Sequence[Codes] | None = None,
         resident: bool = False,
@@ -190,7 +198,7 @@ class Scan:
         candidates_at_once: int = CANDIDATES_AT_ONCE,
         views_a_step: int = VIEWS_A_STEP,
     ) -> None:
-        self.table = BlockTable(blocks, use_native=type(kernel) is not NumpyKernel)
+        self.table = BlockTable(blocks, rows, use_native=type(kernel) is not NumpyKernel)
         self.kernel = kernel
         self.queries_at_once, self.candidates_at_once = queries_at_once, candidates_at_once
         self.views_a_step = views_a_step
@@ -210,7 +218,9 @@ class Scan:
         """Create a scan of the vectors in place of the codes, over the same steps."""
         scan = copy.copy(self)
         scan.has_codes = False
-        scan.steps = [Step(step.row_P, step.counts_P, step.uniform, step.vectors_ND) for step in self.steps]
+        scan.steps = [
+            Step(step.row_P, step.counts_P, step.uniform, step.vectors_ND, step.visible_P) for step in self.steps
+        ]
         return scan
 
     def search(self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None) -> ShardHits:
@@ -378,6 +388,7 @@ class QueryBatch:
         """Scan a step by coarse products; undo it and return False if too many passages remain candidates."""
         kernel = self.parent.kernel
         previous_QK = kernel.lower_bounds(self.queries).copy()
+        previous_pending, previous_count = list(self.pending), self.num_pending
         self._add(part, step_rows, self._error(part.step.norm, part.step.coarse_residual, coarse=True))
         max_pending = len(self.queries_QD) * (2 * self.limit + COARSE_SHARE * self.num_seen)
         if self.num_pending > max_pending:
@@ -385,9 +396,7 @@ class QueryBatch:
         if self.num_pending <= max_pending:
             return True
         kernel.set_lower_bounds(self.queries, previous_QK)
-        pending = self.pending[0]
-        self.pending = [pending.take(np.flatnonzero(pending.row_M < part.row_P[0]))]
-        self.num_pending = len(self.pending[0].row_M)
+        self.pending, self.num_pending = previous_pending, previous_count
         return False
 
     def _add(self, part: StepPart, step_rows: Any, error_Q: FloatArray) -> None:

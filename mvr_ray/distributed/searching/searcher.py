@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 
 from mvr_ray import logs
-from mvr_ray.core.searching.exact import BlockTable, check_queries, distinct
+from mvr_ray.core.searching.exact import check_queries, distinct
 from mvr_ray.core.searching.hybrid import hybrid_search, lexical_search
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.searching.file_limit import raise_file_limit, translate_open_errors
@@ -34,6 +34,7 @@ from mvr_ray.distributed.searching.memory import MemoryUsage, free_bytes, node_n
 from mvr_ray.distributed.searching.messages import ScanRequest, ShardFailure, ShardResult, ShardResults, ViewResults
 from mvr_ray.errors import ManifestError, MissingInputError, MvrRayError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams, ShardIndex
+from mvr_ray.index.flat import CODES_FILE
 from mvr_ray.index.kinds import open_index
 from mvr_ray.index.lexical import CorpusStatistics, LexicalIndex, Postings
 from mvr_ray.store import manifest as manifests
@@ -97,13 +98,13 @@ class OpenShard(NamedTuple):
     embedded: EmbeddingShard
     ids: pa.Array
     index: ShardIndex | None = None
-    table: BlockTable | None = None
 
     def as_flat(self, task: SearcherTask) -> "OpenShard":
         """The same shard with a flat index, which scans every view."""
         if self.index is None or self.index.exact:
             return self
-        flat = open_index(IndexParams(), self.embedded.blocks(), Path(), device=task.device, threads=task.threads)
+        blocks, rows = self.embedded.stored_blocks()
+        flat = open_index(IndexParams(), blocks, Path(), rows, device=task.device, threads=task.threads)
         return self._replace(index=flat)
 
 
@@ -404,11 +405,11 @@ class ShardSearcher:
             )
         if not embeddings.num_passages:
             return OpenShard(embeddings, pa.nulls(0, pa.string()))
-        params, blocks = IndexParams(**manifest.index_params), embeddings.blocks()
-        rows_N = embeddings.first_rows() if params.scan == "int8" else None
-        index = open_index(params, blocks, folder, rows_N, device=self.task.device, threads=self.task.threads)
+        params, whole_codes = IndexParams(**manifest.index_params), CODES_FILE in entry.files
+        blocks, rows = (embeddings.blocks(), None) if whole_codes else embeddings.stored_blocks()
+        index = open_index(params, blocks, folder, rows, device=self.task.device, threads=self.task.threads)
         log.info("shard open: index=%s version=%d shard=%d", manifest.index, manifest.version, entry.shard)
-        return OpenShard(embeddings, pa.concat_arrays(embeddings.arrow_ids().chunks), index, BlockTable(blocks))
+        return OpenShard(embeddings, pa.concat_arrays(embeddings.arrow_ids().chunks), index)
 
 
 class Fleet(Protocol):
@@ -528,10 +529,11 @@ def _scan_hybrid(
     words: Sequence[Sequence[str]],
     mask_P: Mask | None,
 ) -> ShardResult:
-    index, table = open_shard.index, open_shard.table
-    if index is None or table is None:
+    index = open_shard.index
+    if index is None:
         return _scan(open_shard, shard, request.queries_QD, request.k)
     assert request.hybrid and request.hybrid.weight != "rrf", "the router fuses ranks of whole lists"
+    table = index.scan.table
     queries_QD, rows_P = check_queries(request.queries_QD, index.dimension), table.scorable_rows
     rows_P, k = rows_P if mask_P is None else rows_P[mask_P[rows_P]], min(request.k, index.num_passages)
     weight, rescore = request.hybrid.weight, partial(table.rescore, queries_QD)
