@@ -435,12 +435,9 @@ class Router:
         return self._spans(passage)
 
     def matching_snippet(self, passage: Passage, view: int) -> str:
-        """The part of the passage that a view represents: a snippet, the title or the whole text; for a feedback view,
-        which is no part of it, nothing."""
-        if view >= self.num_views:
-            return ""
-        span = self.view_spans(passage)[view]
-        return passage.text if span is None else snippet_text(passage, span)
+        """The snippet or title that a view represents; nothing for one of the whole passage, or of no part of it."""
+        span = self.view_spans(passage)[view] if view < self.num_views else None
+        return "" if span is None else snippet_text(passage, span)
 
     def refined_queries(self, questions: str) -> dict[str, FloatArray]:
         """Refined vectors of a question set by `query_key`, or by id in versions of earlier commits; empty without any.

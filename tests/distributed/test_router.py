@@ -19,6 +19,7 @@ from random_index import D, V, brute_force, publish_random_index, random_views
 
 from mvr_ray import deadline as deadline_module
 from mvr_ray.core.encoding.encoder import DualEncoder
+from mvr_ray.core.encoding.snippets import TITLE
 from mvr_ray.core.searching.exact import BlockTable
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.router import Router, open_router
@@ -41,7 +42,7 @@ from mvr_ray.store import corpus, paths
 from mvr_ray.store.corpus import shard_of
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.types import ShardHits
+from mvr_ray.types import Passage, ShardHits
 
 
 def local(root: Path, version: Manifest, **options) -> Router:
@@ -81,6 +82,15 @@ def test_a_lopsided_shard_is_asked_again_and_the_answer_is_exact(tmp_path):
     assert stages == ["search", "merge", "search"]
     for query_D, hits in zip(queries_QD, answer.hits):
         assert [(hit.passage_id, hit.score, hit.view) for hit in hits] == brute_force(views, query_D, 40)
+
+
+def test_a_hit_names_its_shard_whatever_the_order_in_which_shards_answer(tmp_path, monkeypatch):
+    """An empty shard begins where the next one does."""
+    router = local(tmp_path, publish_random_index(tmp_path, random_views(5, 3), 8))
+    fan_out = router.fleet.fan_out
+    monkeypatch.setattr(router.fleet, "fan_out", lambda *args: ShardResults(fan_out(*args).results[::-1], []))
+    [hits] = router.search(np.ones((1, D), np.float32), 5).hits
+    assert [hit.shard for hit in hits] == [shard_of(hit.passage_id, 8) for hit in hits]
 
 
 def test_at_most_one_search_in_a_hundred_asks_a_second_time(tmp_path):
@@ -457,6 +467,14 @@ def test_texts_are_embedded_by_the_indexs_own_encoder_and_no_other(own_index, ru
         pytest.raises(FingerprintError, match=f"{'0' * 16}.*{folder.name}"),
     ):
         router.search_text(["Who won?"], 3)
+
+
+def test_a_view_without_a_snippet_has_no_text(tmp_path, monkeypatch):
+    """One of the whole passage, of an empty snippet, or of feedback."""
+    router = local(tmp_path, publish_random_index(tmp_path, random_views(1, 1), 1))
+    monkeypatch.setattr(Router, "view_spans", lambda _, passage: [TITLE, (5, 9), None])
+    texts = [router.matching_snippet(Passage("p", "Nile", "One. Two."), view) for view in range(V + 1)]
+    assert texts == ["Nile", "Two.", "", ""]
 
 
 @pytest.mark.data

@@ -27,7 +27,7 @@ class MergedResults:
 
     def __init__(self, results: Iterable[ShardResult], start_of: Mapping[int, int], k: int) -> None:
         """`start_of`: from `shard_starts`. Raises ShardIndexError for k below 1."""
-        self._results = sorted(results, key=lambda result: start_of[result.shard])
+        self._results = sorted(results, key=lambda result: (start_of[result.shard], result.shard))
         self._starts = [start_of[result.shard] for result in self._results]
         numbers = (result.rows_R + start for result, start in zip(self._results, self._starts))
         self._numbers_R = np.concatenate([np.empty(0, np.int64), *numbers])
