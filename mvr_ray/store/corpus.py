@@ -123,7 +123,7 @@ class CorpusInfo:
     counts: dict[str, int]
     """The numbers of the report of `prepare`, and `SETTINGS_OF_CHANGES`, which earlier programs did not record."""
     parent: str = ""
-    """Digest of the corpus that an update changed; empty for one that `prepare` made."""
+    """Digest of the corpus that the update changed which published this one; empty for one of `prepare`."""
     fields: dict[str, str] = field(default_factory=dict)
     """Types of the passages' fields by name, in the order of their columns."""
     change_files: tuple[ChangeFile, ...] = ()
@@ -255,6 +255,13 @@ class Corpus:
                 f"prepare the old sources"
             )
         return cls(store, info, number)
+
+    def publication_before(self) -> Self | None:
+        """Open the publication before this one; None where it was collected."""
+        try:
+            return type(self)(self.store, _read_publication(self.store, self.name, self.number - 1), self.number - 1)
+        except MissingInputError:
+            return None
 
     def publish(self, after: int) -> None:
         """Make this the last corpus of its name, as publication `after + 1`, and keep its description under its digest.

@@ -16,6 +16,7 @@ from html import unescape
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 from uuid import UUID
 from weakref import WeakSet
 
@@ -35,6 +36,7 @@ from mvr_ray.cli import main
 from mvr_ray.config import PrepareConfig
 from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.distributed import build_index, session
+from mvr_ray.distributed.encode import EncodeTask
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError
 from mvr_ray.explanation import render_html
@@ -656,6 +658,19 @@ def test_a_version_of_an_earlier_corpus_is_not_published_over_one_of_a_later(ind
         monkeypatch.setattr(build_index, "resolve_encoder", lambda *own: (faster("resolve", 0, 0), resolve(*own))[1])
         index.upsert([("mine", "Text.")])
     assert {*index.passages(["mine", "other"])} == {"mine", "other"}
+
+
+def test_a_change_goes_on_where_faster_processes_remove_its_plans(index: Index, monkeypatch):
+    read, shards = build_index._encoded_chunks, iter([None] * 2)
+
+    def read_without_plan(store: Store, task: EncodeTask, corpus: Corpus, shard: int, *own: Any) -> Iterator[Any]:
+        for _ in islice(shards, 1):
+            store.delete(task.plan_path(shard))
+        return read(store, task, corpus, shard, *own)
+
+    monkeypatch.setattr(build_index, "_encoded_chunks", read_without_plan)
+    index.upsert([("new", "Text.")])
+    assert index.passages("new") and not [*shards]
 
 
 @pytest.mark.parametrize("at", ["parts written", "build shards"])
