@@ -123,10 +123,12 @@ def _open_refined(store: Store, cfg: IndexConfig, fingerprint: str) -> Manifest 
     """
     if not cfg.keep_refinement or not manifests.latest_version(store, cfg.name):
         return None
-    versions = {version.version: version for version in manifests.newest_first(store, cfg.name)}
-    version = versions[max(versions)]
-    same = (version.encoder_fingerprint, version.dtype) == (fingerprint, cfg.dtype)
-    return version if same and "pruned_views" not in version.metrics and not is_as_encoded(version, versions) else None
+    version = manifests.read(store, cfg.name)
+    if (version.encoder_fingerprint, version.dtype) != (fingerprint, cfg.dtype) or "pruned_views" in version.metrics:
+        return None
+    is_copy = version.operation in manifests.COPIES
+    originals = {one.version: one for one in manifests.newest_first(store, cfg.name)} if is_copy else {}
+    return None if is_as_encoded(version, originals) else version
 
 
 def _not_built(store: Store, task: EncodeTask, shards: Sequence[int]) -> list[int]:
