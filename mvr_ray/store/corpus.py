@@ -23,7 +23,7 @@ from mvr_ray.config.base import describe_problems
 from mvr_ray.errors import DigestError, MissingInputError, PublishConflictError, StorageError, count_noun
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
-from mvr_ray.store.parts import BATCH_ROWS, CURE, CorpusPart, map_batches
+from mvr_ray.store.parts import BATCH_ROWS, CURE, UPDATED_CURE, CorpusPart, map_batches
 from mvr_ray.types import Passage
 
 FORMAT_VERSION = 1
@@ -300,6 +300,11 @@ class Corpus:
             raise
         return True
 
+    @property
+    def cure(self) -> str:
+        """What restores a file of this corpus."""
+        return UPDATED_CURE if self.info.parent else CURE
+
     def missing_files(self) -> list[str]:
         """List the paths of part files that are missing or have another size."""
         files = [file for part in self.info.parts for file in part.files]
@@ -338,11 +343,11 @@ class Corpus:
                     f"{problem}: the corpus of digest {self.digest} was collected with the last version that named it; "
                     f"close the index, and the newest version is opened"
                 )
-            raise StorageError(f"{problem}; {CURE}")
+            raise StorageError(f"{problem}; {self.cure}")
         local = self.store.local_path(path)
         if not self.store.is_whole(local, path, info.num_bytes, info.sha256):
             raise DigestError(
-                f"{what} of corpus {self.name!r} is damaged ({local}: its sha256 is not {info.sha256}); {CURE}"
+                f"{what} of corpus {self.name!r} is damaged ({local}: its sha256 is not {info.sha256}); {self.cure}"
             )
         return local
 

@@ -25,6 +25,8 @@ from mvr_ray.types import Passage
 _ROWS_WORTH_DIVIDING = 32
 BATCH_ROWS = 4096
 CURE = "run `mvr-ray prepare CONFIG` again"
+UPDATED_CURE = "copy it back from a backup, or run `mvr-ray prepare CONFIG` and then every later update again"
+"""Of a corpus that an update made, which its sources alone do not give."""
 DELETED_IDS = b"deleted_ids"
 PASSAGE_SCHEMA = pa.schema([pa.field(name, pa.string(), False) for name in ("id", "title", "text")])
 _LARGE_SCHEMA = pa.schema([pa.field(name, pa.large_string(), False) for name in PASSAGE_SCHEMA.names])
