@@ -11,6 +11,7 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect
 from mvr_ray.store.manifest import Manifest, Problem, VerifyReport
+from mvr_ray.store.parts import UPDATED_CURE
 
 ACTIONS = ("list", "show", "verify", "repair", "rollback", "collect")
 NO_SHARD = -1
@@ -119,15 +120,16 @@ def verify(store: Store, version: Manifest) -> VerifyReport:
     A missing encoder or corpus is a problem of the version, which could not answer queries.
     """
     num_files, num_bytes, problems = manifest.verify(store, version)
-    problems = [*problems, *_encoder_damage(store, version)]
+    problems, cure = [*problems, *_encoder_damage(store, version)], CORPUS_CURE
     try:
         corpus = Corpus.open(store, version.corpus, version.corpus_digest)
     except (MissingInputError, StorageError) as error:
         damage = [(paths.corpus_version(version.corpus, version.corpus_digest), f"cannot be read ({error})")]
     else:
+        cure = UPDATED_CURE if corpus.info.parent else cure
         files, damage = corpus.files(), corpus.find_damage()
         num_files, num_bytes = num_files + len(files), num_bytes + sum(file.num_bytes for file in files)
-    return VerifyReport(num_files, num_bytes, [*problems, *(Problem(NO_SHARD, *own, CORPUS_CURE) for own in damage)])
+    return VerifyReport(num_files, num_bytes, [*problems, *(Problem(NO_SHARD, *own, cure) for own in damage)])
 
 
 def rollback(store: Store, index: str, to: int, sizes_only: bool = False) -> RollbackReport:
@@ -150,8 +152,9 @@ def require_sources(store: Store, version: Manifest) -> None:
     refusal = f"index {version.index!r} version {version.version} was not made live:"
     for problem in _missing_encoder(store, version):
         raise MissingInputError(f"{refusal} {store.where(problem.path)} {problem.reason}; {problem.cure}")
-    for path, reason in Corpus.open(store, version.corpus, version.corpus_digest).find_missing():
-        cure = f"next: {CORPUS_CURE} with the same sources"
+    corpus = Corpus.open(store, version.corpus, version.corpus_digest)
+    for path, reason in corpus.find_missing():
+        cure = UPDATED_CURE if corpus.info.parent else f"next: {CORPUS_CURE} with the same sources"
         raise MissingInputError(f"{refusal} {store.where(path)} {reason}; {cure}")
 
 

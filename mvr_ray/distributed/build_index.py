@@ -123,10 +123,12 @@ def _open_refined(store: Store, cfg: IndexConfig, fingerprint: str) -> Manifest 
     """
     if not cfg.keep_refinement or not manifests.latest_version(store, cfg.name):
         return None
-    versions = {version.version: version for version in manifests.newest_first(store, cfg.name)}
-    version = versions[max(versions)]
-    same = (version.encoder_fingerprint, version.dtype) == (fingerprint, cfg.dtype)
-    return version if same and "pruned_views" not in version.metrics and not is_as_encoded(version, versions) else None
+    version = manifests.read(store, cfg.name)
+    if (version.encoder_fingerprint, version.dtype) != (fingerprint, cfg.dtype) or "pruned_views" in version.metrics:
+        return None
+    is_copy = version.operation in manifests.COPIES
+    originals = {one.version: one for one in manifests.newest_first(store, cfg.name)} if is_copy else {}
+    return None if is_as_encoded(version, originals) else version
 
 
 def _not_built(store: Store, task: EncodeTask, shards: Sequence[int]) -> list[int]:
@@ -157,7 +159,7 @@ def _require_ids(expected: Sequence[str], actual: Sequence[str], where: str) -> 
         names = ", ".join(missing[:5]) or f"none, but {len(actual) - len(expected)} too many"
         raise RowsLostError(
             f"{where}: {len(expected)} passages read, {len(actual)} embedded; {len(missing)} missing ({names}); "
-            f"nothing was published. Run the same command again"
+            f"nothing was published"
         )
 
 
@@ -216,7 +218,10 @@ def build_one(task: EncodeTask, shard: int, reusable: ShardEntry | None, cfg: In
     cut_counts: list[int] = []
     if entry is None:
         with shards.shard_folder(store) as folder:
-            known_files = _write_embeddings(store, task, shard, folder, cfg, cut_counts)
+            try:
+                known_files = _write_embeddings(store, task, shard, folder, cfg, cut_counts)
+            except RowsLostError as error:  # as where a faster command over the same corpus removes a plan
+                raise task.discard(store, shard, error) from error
             if draft.index_params["kind"] != "flat" and not known_files.keys() - {*paths.embedding_files(known_files)}:
                 is_updated = (folder / LABELS_FILE).exists()
             entry = shards.build_shard(store, draft, shard, folder, known_files)
@@ -354,11 +359,7 @@ def _encoded_chunks(
     ids = [ids[row] for row in task.plan(store, shard).rows_to_encode(len(ids))]
     for chunk in chunks_of(task, corpus, shard):
         embeddings = _open_staged(store, task, shard, task.chunk_path(chunk))
-        try:
-            _require_ids(ids[chunk.start : chunk.stop], embeddings.ids(), f"shard {shard} from row {chunk.start}")
-        except RowsLostError as error:
-            task.discard(store, shard, error)
-            raise
+        _require_ids(ids[chunk.start : chunk.stop], embeddings.ids(), f"shard {shard} from row {chunk.start}")
         cut_counts.append(embeddings.num_cut)
         yield from embeddings.blocks()
 

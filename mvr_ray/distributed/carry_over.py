@@ -77,10 +77,10 @@ def carry_over(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progress
         if base and (missing := manifests.missing_files(store, base.index, base.entry)):
             log.warning("%s", task.discard(store, shard, MissingInputError(f"{store.where(missing[0])} is gone")))
     started_shards = staged_shards(task, "chunk-", "plan-")
-    sources = embedded_corpora(store, task)
-    open_shards = [shard for shard in shards if shard not in started_shards] if sources else []
+    open_shards = [shard for shard in shards if shard not in started_shards]
+    sources = embedded_corpora(store, task) if open_shards else []
     shared_sources = share(sources)
-    calls = [(task, shard, shared_sources) for shard in open_shards]
+    calls = [(task, shard, shared_sources) for shard in open_shards if sources]
     what = "look for embeddings of earlier versions, shards"
     run_tasks(carry_shard, calls, "looking for embeddings of earlier versions", what, progress)
     counts = count_passages(task, corpus, shards)
@@ -210,11 +210,11 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
             places.extend(BlockRow(own, len(blocks), row) for own, row in rows if remaining.pop(own, None) is not None)
             blocks.append(block)
 
-    for source in sources:
+    for source in sources if plan.base is None else ():  # else these ids have other contents in the newest source
         if not remaining:
             break
         take(source, _unchanged_ids(store, source, remaining))
-        if source.is_refined and plan.base is None:
+        if source.is_refined:
             deleted_ids, replaced_ids = _deleted_or_replaced(store, source, corpus, shard, remaining)
             num_unlearned = _num_unlearned(store, source, sources, [*deleted_ids, *replaced_ids])
             plan = replace(plan, num_deleted=len(deleted_ids), num_unlearned=num_unlearned)

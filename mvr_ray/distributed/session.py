@@ -31,6 +31,7 @@ from weakref import WeakSet
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.config.loader import PACKAGED_MODEL, resolve_model
 from mvr_ray.errors import ResourceError, count_noun
+from mvr_ray.store.scratch import scratch_folder
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ _ENVIRONMENT = {
 }
 PRIVATE_LABEL = "mvr-ray/private"
 """Label of the node of a private cluster, whose searchers listen only on the loopback."""
+FOLDER_PREFIX = "mvr-"
+"""Of the folders of private clusters in the temporary one."""
 MAX_TEMP_PATH = 20
 """Ray puts unix sockets under its temporary folder, and their paths may have 107 bytes."""
 _FREE_CPUS = 1.0
@@ -257,7 +260,8 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
     from mvr_ray.distributed import ray_internals
 
     ray_internals.log_worker_messages()
-    folder = _temporary_folder()
+    stack = ExitStack()
+    folder = stack.enter_context(scratch_folder(_temporary_folder(), FOLDER_PREFIX))
     cpus = resources.local_cpus or max(4, 2 * (os.cpu_count() or 1))
     secret = {}
     if "RAY_AUTH_MODE" not in os.environ or (os.environ["RAY_AUTH_MODE"] == "token" and not _has_token()):
@@ -285,7 +289,7 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
     finally:
         with _ignoring_interrupts():
             _leave_ray()
-            shutil.rmtree(folder, ignore_errors=True)
+            stack.close()
         for name in secret:
             os.environ.pop(name, None)
         ray_internals.reread_authentication()
@@ -294,7 +298,7 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
 def _temporary_folder() -> Path:
     for parent in (os.environ.get("RAY_TMPDIR"), tempfile.gettempdir(), "/tmp"):
         if parent and len(parent) <= MAX_TEMP_PATH and os.access(parent, os.W_OK):
-            return Path(tempfile.mkdtemp(prefix="mvr-", dir=parent))
+            return Path(parent)
     raise ResourceError(
         f"no writable temporary folder with a path under {MAX_TEMP_PATH} characters; name one with RAY_TMPDIR"
     )
@@ -412,8 +416,7 @@ def _check_machine() -> Iterator[Check]:
         yield Check("temporary folder", False, str(error))
     else:
         free = shutil.disk_usage(folder).free / 2**30
-        folder.rmdir()
-        detail = f"{folder.parent} with {free:.1f} GiB free; Ray spills objects there"
+        detail = f"{folder} with {free:.1f} GiB free; Ray spills objects there"
         yield Check("temporary folder", free >= 2, detail)
     memory_folder = Path("/dev/shm")
     free = shutil.disk_usage(memory_folder).free / 2**30 if memory_folder.is_dir() else math.inf

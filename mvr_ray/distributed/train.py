@@ -13,6 +13,7 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
@@ -35,6 +36,7 @@ from mvr_ray.errors import FormatError, MvrRayError, ResourceError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.model_records import latest_fingerprint, record_latest
+from mvr_ray.store.scratch import scratch_folder
 from mvr_ray.types import Progress, no_progress
 
 log = logging.getLogger(__name__)
@@ -217,8 +219,8 @@ def _interruptible() -> Iterator[None]:
 def _storage(run: RunConfig, info: session.ClusterInfo) -> Iterator[str]:
     """Folder for Ray Train's own small files: on this machine, or in the store if there are several machines."""
     if len(info.nodes) == 1 and not info.can_grow:
-        with tempfile.TemporaryDirectory(prefix="mvr-train-", ignore_cleanup_errors=True) as folder:
-            yield folder
+        with scratch_folder(Path(tempfile.gettempdir()), "mvr-train-") as folder:
+            yield str(folder)
         return
     store = Store(run.store.path)
     path = paths.training_dir(run.encoder.name, f"ray-{uuid.uuid4().hex[:8]}")

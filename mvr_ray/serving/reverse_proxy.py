@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
@@ -27,6 +28,7 @@ from mvr_ray.errors import ConfigError, ResourceError
 from mvr_ray.serving.auth import TokenStore
 from mvr_ray.serving.middleware import no_token, no_websocket, wrong_token
 from mvr_ray.serving.schemas import RequestError
+from mvr_ray.store.scratch import scratch_folder
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +56,8 @@ class ReverseProxy:
         self._tokens = tokens
         binary = find_haproxy()
         self._socket = _bind(limits.host, limits.port)
-        self._folder = Path(tempfile.mkdtemp(prefix="mvr-haproxy-"))
+        self._open = ExitStack()
+        self._folder = self._open.enter_context(scratch_folder(Path(tempfile.gettempdir()), "mvr-haproxy-"))
         self._command = [binary, "-db", "-C", str(self._folder), "-f", "haproxy.cfg"]
         self.process: subprocess.Popen[bytes] | None = None
         """HAProxy, from `start` to `stop`."""
@@ -64,7 +67,7 @@ class ReverseProxy:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._open.close()
 
     def stop(self) -> None:
         """Stop listening, give requests that are under way a short time, and end. A second call does nothing."""

@@ -23,7 +23,7 @@ from mvr_ray.config.base import describe_problems
 from mvr_ray.errors import DigestError, MissingInputError, PublishConflictError, StorageError, count_noun
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
-from mvr_ray.store.parts import BATCH_ROWS, CURE, CorpusPart, map_batches
+from mvr_ray.store.parts import BATCH_ROWS, CURE, UPDATED_CURE, CorpusPart, map_batches
 from mvr_ray.types import Passage
 
 FORMAT_VERSION = 1
@@ -123,7 +123,7 @@ class CorpusInfo:
     counts: dict[str, int]
     """The numbers of the report of `prepare`, and `SETTINGS_OF_CHANGES`, which earlier programs did not record."""
     parent: str = ""
-    """Digest of the corpus that an update changed; empty for one that `prepare` made."""
+    """Digest of the corpus that the update changed which published this one; empty for one of `prepare`."""
     fields: dict[str, str] = field(default_factory=dict)
     """Types of the passages' fields by name, in the order of their columns."""
     change_files: tuple[ChangeFile, ...] = ()
@@ -256,6 +256,13 @@ class Corpus:
             )
         return cls(store, info, number)
 
+    def publication_before(self) -> Self | None:
+        """Open the publication before this one; None where it was collected."""
+        try:
+            return type(self)(self.store, _read_publication(self.store, self.name, self.number - 1), self.number - 1)
+        except MissingInputError:
+            return None
+
     def publish(self, after: int) -> None:
         """Make this the last corpus of its name, as publication `after + 1`, and keep its description under its digest.
 
@@ -292,6 +299,11 @@ class Corpus:
                 return False
             raise
         return True
+
+    @property
+    def cure(self) -> str:
+        """What restores a file of this corpus."""
+        return UPDATED_CURE if self.info.parent else CURE
 
     def missing_files(self) -> list[str]:
         """List the paths of part files that are missing or have another size."""
@@ -331,11 +343,11 @@ class Corpus:
                     f"{problem}: the corpus of digest {self.digest} was collected with the last version that named it; "
                     f"close the index, and the newest version is opened"
                 )
-            raise StorageError(f"{problem}; {CURE}")
+            raise StorageError(f"{problem}; {self.cure}")
         local = self.store.local_path(path)
         if not self.store.is_whole(local, path, info.num_bytes, info.sha256):
             raise DigestError(
-                f"{what} of corpus {self.name!r} is damaged ({local}: its sha256 is not {info.sha256}); {CURE}"
+                f"{what} of corpus {self.name!r} is damaged ({local}: its sha256 is not {info.sha256}); {self.cure}"
             )
         return local
 

@@ -1,26 +1,41 @@
-"""Store the judgements of `Index.add_feedback`: numbered files of JSON lines, each with all judgements so far.
+"""Store the judgements of `Index.add_feedback`: numbered files of JSON lines, each with all judgements of its group.
 
-A call creates the file after the newest. Only one process can; another reads the newest file again and tries the next
-number. As old files are deleted, a slow process can create a number that another had used before: so each call ends by
-looking whether the newest file continues its own. The two newest files stay.
+A call creates the file after the newest one of the last group, or once that has `GROUP_BYTES`, the first file of the
+next group: its cost does not grow with what is stored. A group is named by the number of judgements before it. Only one
+process can create a file; another reads the newest one again and tries the next number. As old files are deleted, a
+slow process can create a number that another had used before: so each call ends by looking whether the newest file of
+the group continues its own. The two newest files of a group stay, and the last one of every group holds all of it.
 """
 
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from mvr_ray.errors import MissingInputError
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 
+GROUP_BYTES = 1 << 16
+
+
+class JudgementFile(NamedTuple):
+    """A file by its group and number, and its lines."""
+
+    group: int
+    number: int
+    lines: list[bytes]
+
 
 def add_judgements(store: Store, index: str, lines: Sequence[str]) -> int:
     """Add judgements, one a line, to those of an index; returns how many there are."""
     while True:
-        number, before = _newest(store, index)
-        all_lines = [*filter(bytes.strip, before.split(b"\n")), *(line.encode() for line in lines)]
+        group, number, all_lines = _newest(store, index)
         if not lines:
-            return len(all_lines)
-        path, data = paths.judgements(index, number + 1), b"".join(line + b"\n" for line in all_lines)
+            return group + len(all_lines)
+        if sum(len(line) + 1 for line in all_lines) >= GROUP_BYTES:
+            group, number, all_lines = group + len(all_lines), 0, []
+        all_lines += [line.encode() for line in lines]
+        path, data = paths.judgements(index, number + 1, group), b"".join(line + b"\n" for line in all_lines)
         try:
             store.create_once(path, data)
         except FileExistsError:
@@ -28,13 +43,13 @@ def add_judgements(store: Store, index: str, lines: Sequence[str]) -> int:
         except OSError as error:
             if not store.holds(path, data, error):
                 raise
-        if not _newest(store, index)[1].startswith(data):
+        if _newest(store, index, group).lines[: len(all_lines)] != all_lines:
             store.delete(path)
             continue
-        for old in _numbers(store, index):
-            if old < number:
-                store.delete(paths.judgements(index, old))
-        return len(all_lines)
+        for old in _numbers(store, index)[group]:
+            if 0 < old < number:
+                store.delete(paths.judgements(index, old, group))
+        return group + len(all_lines)
 
 
 def copy_judgements(store: Store, index: str) -> str | None:
@@ -42,7 +57,9 @@ def copy_judgements(store: Store, index: str) -> str | None:
 
     The file is named by its content, so an interrupted refinement continues with it. It replaces the copy before.
     """
-    data = _newest(store, index)[1]
+    *full_groups, last = sorted((group, max(numbers)) for group, numbers in _numbers(store, index).items())
+    files = [*store.for_each(lambda own: _read(store, index, *own), full_groups), _newest(store, index, last[0])]
+    data = b"".join(line + b"\n" for file in files for line in file.lines)
     if not data:
         return None
     folder = paths.judgement_folder(index)
@@ -54,18 +71,33 @@ def copy_judgements(store: Store, index: str) -> str | None:
     return f"{folder}/{name}"
 
 
-def _newest(store: Store, index: str) -> tuple[int, bytes]:
-    """Read the newest file and return its number with it; 0 and the file of an earlier commit, or nothing, else."""
+def _newest(store: Store, index: str, group: int | None = None) -> JudgementFile:
+    """Read the newest file of a group, None for the last one."""
     while True:
-        number = max(_numbers(store, index), default=0)
+        numbers = _numbers(store, index)
+        own = max(numbers) if group is None else group
         try:
-            return number, store.read_bytes(paths.judgements(index, number))
+            return _read(store, index, own, max(numbers[own]))
         except MissingInputError:
-            if not number:
-                return 0, b""
-            # two further calls have deleted it since it was listed
+            pass  # two further calls have deleted it since it was listed
 
 
-def _numbers(store: Store, index: str) -> list[int]:
-    stems = (name.removesuffix(".jsonl") for name in store.list(paths.judgement_folder(index)))
-    return [int(stem) for stem in stems if stem.isdecimal()]
+def _read(store: Store, index: str, group: int, number: int) -> JudgementFile:
+    try:
+        data = store.read_bytes(paths.judgements(index, number, group))
+    except MissingInputError:
+        if number:
+            raise
+        data = b""
+    return JudgementFile(group, number, [*filter(bytes.strip, data.split(b"\n"))])
+
+
+def _numbers(store: Store, index: str) -> dict[int, list[int]]:
+    """List the numbers of the files of each group. The first group has at least 0: the file of an earlier commit, or
+    nothing."""
+    numbers = {0: [0]}
+    for name in store.list(paths.judgement_folder(index)):
+        group, _, number = name.removesuffix(".jsonl").rpartition("-")
+        if number.isdecimal() and (group or "0").isdecimal():
+            numbers.setdefault(int(group or 0), []).append(int(number))
+    return numbers

@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from mvr_ray.types import Passage
 _ROWS_WORTH_DIVIDING = 32
 BATCH_ROWS = 4096
 CURE = "run `mvr-ray prepare CONFIG` again"
+UPDATED_CURE = "copy it back from a backup, or run `mvr-ray prepare CONFIG` and then every later update again"
+"""Of a corpus that an update made, which its sources alone do not give."""
 DELETED_IDS = b"deleted_ids"
 PASSAGE_SCHEMA = pa.schema([pa.field(name, pa.string(), False) for name in ("id", "title", "text")])
 _LARGE_SCHEMA = pa.schema([pa.field(name, pa.large_string(), False) for name in PASSAGE_SCHEMA.names])
@@ -31,28 +34,38 @@ _LARGE_SCHEMA = pa.schema([pa.field(name, pa.large_string(), False) for name in 
 
 
 class CorpusPart:
-    """The passages of one shard in id order, mapped from their file; with files of changes, a batch with a few changes
-    is divided around them, and one with many is copied into memory."""
+    """The passages of one shard in id order, mapped from their file when one is read first; with files of changes, a
+    batch with a few changes is divided around them, and one with many is copied into memory."""
 
     def __init__(self, path: Path, *changes: Path, fields: Mapping[str, str] | None = None) -> None:
         """`fields` are those of the corpus; without them passages are read as if they had none."""
         self.path, self.change_paths = path, changes
         self._schema = passage_schema(fields or {})
-        self._batches = [batch.select(self._schema.names).replace_schema_metadata() for batch in map_batches(path)]
-        if changes:
-            self._batches = list(
-                lay_over(
-                    self._batches,
-                    Changes.join(self.read_changes()),
-                    ids_of=lambda batch: batch.column(0).to_pylist(),
-                    piece_of=lambda _, row: row,
-                    cut=lambda batch, start, stop: batch.slice(start, stop - start),
-                    join=pa.concat_batches,
-                    rows_worth_dividing=_ROWS_WORTH_DIVIDING,
-                )
+
+    @cached_property
+    def _batches(self) -> list[pa.RecordBatch]:
+        batches = [batch.select(self._schema.names).replace_schema_metadata() for batch in map_batches(self.path)]
+        if not self.change_paths:
+            return batches
+        return list(
+            lay_over(
+                batches,
+                Changes.join(self.read_changes()),
+                ids_of=lambda batch: batch.column(0).to_pylist(),
+                piece_of=lambda _, row: row,
+                cut=lambda batch, start, stop: batch.slice(start, stop - start),
+                join=pa.concat_batches,
+                rows_worth_dividing=_ROWS_WORTH_DIVIDING,
             )
-        self._starts = list(itertools.accumulate((batch.num_rows for batch in self._batches), initial=0))
-        self._first_ids = [batch.column(0)[0].as_py() for batch in self._batches]
+        )
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return list(itertools.accumulate((batch.num_rows for batch in self._batches), initial=0))
+
+    @cached_property
+    def _first_ids(self) -> list[str]:
+        return [batch.column(0)[0].as_py() for batch in self._batches]
 
     def read_changes(self) -> list[Changes[pa.RecordBatch]]:
         """Read the files of changes. They are not kept: a row, as a batch of its own, takes 600 bytes of memory."""

@@ -20,7 +20,7 @@
     <store>/studies/<study>-<size>/            report.md, report.json, report.html and plots
     <store>/runs/<time>-<stage>/
     <store>/run.yaml                           the run file of an index that `Index.build` made
-    <store>/judgements/<index>/<number>.jsonl  judgements of `Index.add_feedback`
+    <store>/judgements/<index>/<number>.jsonl  judgements of `Index.add_feedback`, later <judgements before>-<number>
 
 Paths are strings relative to the store's root with `/` between parts; `files.Store` turns them into bytes.
 """
@@ -104,9 +104,10 @@ def judgement_folder(index: str) -> str:
     return f"judgements/{index}"
 
 
-def judgements(index: str, number: int) -> str:
-    """Path of an index's judgements; number 0 is the file that earlier commits wrote."""
-    return f"{judgement_folder(index)}/{number:08d}.jsonl" if number else f"feedback/{index}.jsonl"
+def judgements(index: str, number: int, group: int = 0) -> str:
+    """Path of an index's judgements after the first `group` ones; number 0 is the file that earlier commits wrote."""
+    name = f"{group:08d}-" * bool(group) + f"{number:08d}.jsonl"
+    return f"{judgement_folder(index)}/{name}" if number else f"feedback/{index}.jsonl"
 
 
 def lowered_encoder(name: str, fingerprint: str, precision: str, corpus: str) -> str:

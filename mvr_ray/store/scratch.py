@@ -6,7 +6,8 @@
 Making a folder deletes those of dead owners. On one machine the lock alone shows whether an owner runs, whatever the
 clock does. A file system that several machines share may not report the locks of others: a folder of another machine,
 or of an earlier boot, is deleted only when its lease is free and a day older than a file that was made just now, by
-the file system's own clock. A folder without a lease, as earlier programs made them, is deleted after a day.
+the file system's own clock. A folder without a lease, as earlier programs made them, is deleted after a day. In a
+parent that others use, too, such as /tmp, all names have a prefix, and folders without a lease stay.
 """
 
 import contextlib
@@ -23,11 +24,12 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @contextlib.contextmanager
-def scratch_folder(parent: Path) -> Iterator[Path]:
-    """Yield a new folder under `parent` and delete it afterwards; first delete those of dead processes."""
-    folder, lease, handle = _make_folder(parent)
+def scratch_folder(parent: Path, prefix: str = "") -> Iterator[Path]:
+    """Yield a new folder under `parent` and delete it afterwards; first delete those of dead processes. With a
+    `prefix`, its name is that and 8 characters, and only its user can read it."""
+    folder, lease, handle = _make_folder(parent, prefix)
     try:
-        _delete_abandoned(parent, lease.stat().st_mtime)
+        _delete_abandoned(parent, prefix, lease.stat().st_mtime)
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -35,9 +37,10 @@ def scratch_folder(parent: Path) -> Iterator[Path]:
         os.close(handle)
 
 
-def _make_folder(parent: Path) -> tuple[Path, Path, int]:
+def _make_folder(parent: Path, prefix: str) -> tuple[Path, Path, int]:
     while True:
-        folder = parent / uuid.uuid4().hex
+        name = uuid.uuid4().hex
+        folder = parent / (f"{prefix}{name[:8]}" if prefix else name)
         lease = folder.with_name(folder.name + LEASE)
         parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -47,7 +50,7 @@ def _make_folder(parent: Path) -> tuple[Path, Path, int]:
         try:
             _lock(handle)
             os.write(handle, _boot_id().encode())  # an empty lease is not deleted as one of this boot
-            folder.mkdir()
+            folder.mkdir(0o700 if prefix else 0o777)
             return folder, lease, handle
         except BaseException as error:
             os.close(handle)
@@ -56,14 +59,14 @@ def _make_folder(parent: Path) -> tuple[Path, Path, int]:
                 raise
 
 
-def _delete_abandoned(parent: Path, now_s: float) -> None:
+def _delete_abandoned(parent: Path, prefix: str, now_s: float) -> None:
     """Delete folders without a living owner. `now_s` is the time of a file that was made just now."""
-    names = {entry.name for entry in parent.iterdir()}
+    names = {entry.name for entry in parent.iterdir() if entry.name.startswith(prefix)}
     for name in names:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # it may be another user's
             if name.endswith(LEASE):
                 _delete_if_free(parent / name, now_s)
-            elif f"{name}{LEASE}" not in names and now_s - (parent / name).stat().st_mtime > STALE_S:
+            elif not prefix and f"{name}{LEASE}" not in names and now_s - (parent / name).stat().st_mtime > STALE_S:
                 shutil.rmtree(parent / name, ignore_errors=True)
 
 

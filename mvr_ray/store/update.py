@@ -148,7 +148,13 @@ def is_rolled_back(last: Corpus, live: Manifest) -> bool:
     if live.corpus != last.name or live.corpus_digest == last.digest:
         return False
     if manifests.REPLACED in live.metrics:
-        return last.number <= live.metrics[manifests.REPLACED]
+        number, corpus = live.metrics[manifests.REPLACED], last
+        while corpus.number > number > 0 and corpus.info.parent not in ("", live.corpus_digest):
+            before = corpus.publication_before()
+            if before is None or before.digest != corpus.info.parent:
+                return False
+            corpus = before  # an update changed it that overtook the roll back
+        return corpus.number <= number
     own = (paths.corpus_publication(last.name, last.number), paths.manifest(live.index, live.version))
     last_age_s, live_age_s = map(last.store.age_s, own)
     return live.operation == manifests.ROLLBACK and last_age_s >= live_age_s  # by a program that recorded no number
@@ -214,14 +220,14 @@ def apply_changes(
             progress("parts written", count, len(by_shard))
     counts = {name: len(questions) for name, questions in changed_sets.items()}
     digest = corpus_digest(parts)
-    earlier = _earlier_info(parent, digest)  # the same passages were a corpus before: it keeps its questions and parent
+    earlier = _earlier_info(parent, digest)  # the same passages were a corpus before: it keeps its questions
     info = dataclasses.replace(
         description,
         digest=digest,
         num_passages=sum(part.num_passages for part in parts),
         parts=tuple(parts),
         questions=earlier.questions if earlier else parent.info.questions | counts,
-        parent=earlier.parent if earlier else parent.digest,
+        parent=parent.digest,
     )
     corpus = Corpus(parent.store, info)
     is_changed = bool(by_shard) or description.change_files != parent.info.change_files
@@ -234,13 +240,9 @@ def apply_changes(
                 write_questions(corpus, name, changed_sets[name])
             else:
                 copy_questions(parent, corpus, name)
-        now = parent_corpus(parent.store, parent.name, index)
-        if now.number == parent.number and now.digest != parent.digest:
-            raise PublishConflictError(
-                f"corpus {parent.name!r} was not changed: a roll back in index {index!r} replaced the corpus of digest "
-                f"{parent.digest} meanwhile; nothing was lost: run the same command again"
-            )
+        _require_no_roll_back(parent, index)
         corpus.publish(after=parent.number)
+        _require_no_roll_back(corpus, index)
         collect_corpus(parent.store, parent.name)
     log.info("updated: corpus=%s parent=%s digest=%s parts=%d", parent.name, parent.digest, digest, len(by_shard))
     return UpdateReport(
@@ -257,6 +259,16 @@ def apply_changes(
         parts_written=len(by_shard),
         questions_dropped=sum(len(sets[name]) - len(questions) for name, questions in changed_sets.items()),
     )
+
+
+def _require_no_roll_back(corpus: Corpus, index: str) -> None:
+    """Raise PublishConflictError if the last corpus of a name is no longer the parent of the next change."""
+    now = parent_corpus(corpus.store, corpus.name, index)
+    if now.number == corpus.number and now.digest != corpus.digest:
+        raise PublishConflictError(
+            f"corpus {corpus.name!r} was not changed: a roll back in index {index!r} replaced the corpus of digest "
+            f"{corpus.digest} meanwhile; nothing was lost: run the same command again"
+        )
 
 
 def read_changes(source: Path | Iterable[ChangeRecord], corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage]:

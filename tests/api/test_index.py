@@ -16,6 +16,7 @@ from html import unescape
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 from uuid import UUID
 from weakref import WeakSet
 
@@ -35,9 +36,11 @@ from mvr_ray.cli import main
 from mvr_ray.config import PrepareConfig
 from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.distributed import build_index, session
+from mvr_ray.distributed.encode import EncodeTask
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError
 from mvr_ray.explanation import render_html
+from mvr_ray.store import parts
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.feedback import copy_judgements
 from mvr_ray.store.files import Store
@@ -656,6 +659,29 @@ def test_a_version_of_an_earlier_corpus_is_not_published_over_one_of_a_later(ind
         monkeypatch.setattr(build_index, "resolve_encoder", lambda *own: (faster("resolve", 0, 0), resolve(*own))[1])
         index.upsert([("mine", "Text.")])
     assert {*index.passages(["mine", "other"])} == {"mine", "other"}
+
+
+def test_a_change_opens_few_files_more_for_each_earlier_version(index: Index, monkeypatch):
+    counts, map_file = [], parts.map_file
+    for n in range(12):
+        files: list[Path] = []
+        monkeypatch.setattr(parts, "map_file", lambda path, own=files: own.append(path) or map_file(path))
+        index.upsert([("p1", f"Text {n}.")])
+        counts.append(len(files))
+    assert counts[-1] - counts[3] <= 2 * 8, counts
+
+
+def test_a_change_goes_on_where_faster_processes_remove_its_plans(index: Index, monkeypatch):
+    read, shards = build_index._encoded_chunks, iter([None] * 2)
+
+    def read_without_plan(store: Store, task: EncodeTask, corpus: Corpus, shard: int, *own: Any) -> Iterator[Any]:
+        for _ in islice(shards, 1):
+            store.delete(task.plan_path(shard))
+        return read(store, task, corpus, shard, *own)
+
+    monkeypatch.setattr(build_index, "_encoded_chunks", read_without_plan)
+    index.upsert([("new", "Text.")])
+    assert index.passages("new") and not [*shards]
 
 
 @pytest.mark.parametrize("at", ["parts written", "build shards"])

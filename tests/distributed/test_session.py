@@ -129,16 +129,34 @@ with connect(ResourcesConfig(local_cpus=2)) as info:
 """
 
 
-@pytest.mark.ray
-@pytest.mark.parametrize("is_repeated", [False, True])
-def test_an_interrupted_private_cluster_leaves_no_process_and_no_folder(tmp_path: Path, is_repeated: bool):
+def private_cluster(cwd: Path) -> tuple[subprocess.Popen[str], Path, list[int]]:
+    """A driver with a private cluster, its folder, and the cluster's processes."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     child = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env
+        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=env
     )
     assert child.stdout
     line = child.stdout.readline().split()
     assert line[:3] == ["up", "2.0", "token"], child.communicate(timeout=30)
+    return child, Path(line[3]), [int(pid) for pid in line[4:]]
+
+
+@pytest.mark.ray
+def test_the_folder_of_a_killed_driver_goes_with_the_next_start(tmp_path: Path):
+    child, folder, _ = private_cluster(tmp_path)
+    child.kill()
+    child.communicate(timeout=30)
+    assert folder.exists()
+    other, _, _ = private_cluster(tmp_path)
+    assert not folder.exists()
+    other.send_signal(signal.SIGINT)
+    other.communicate(timeout=30)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_an_interrupted_private_cluster_leaves_no_process_and_no_folder(tmp_path: Path, is_repeated: bool):
+    child, folder, pids = private_cluster(tmp_path)
     child.send_signal(signal.SIGINT)
     for _ in range(600 * is_repeated):
         with suppress(subprocess.TimeoutExpired):
@@ -146,7 +164,6 @@ def test_an_interrupted_private_cluster_leaves_no_process_and_no_folder(tmp_path
             break
         child.send_signal(signal.SIGINT)
     child.communicate(timeout=30)
-    folder, pids = Path(line[3]), [int(pid) for pid in line[4:]]
     assert not folder.exists()
     alive = [pid for pid in pids if Path(f"/proc/{pid}").exists() and _state(pid) != "Z"]
     assert len(pids) >= 2

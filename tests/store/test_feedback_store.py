@@ -1,13 +1,16 @@
 """Judgements of several writers at once: none is lost, whatever the store."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
-from mvr_ray.store import paths
-from mvr_ray.store.feedback import add_judgements, copy_judgements
+import pytest
+
+from mvr_ray.store import feedback, paths
+from mvr_ray.store.feedback import GROUP_BYTES, add_judgements, copy_judgements
 from mvr_ray.store.files import Store
 
 
@@ -34,6 +37,28 @@ class SlowStore(Store):
         super().create_once(path, data)
 
 
+class CountingStore(Store):
+    """Counts the bytes that a call reads or writes."""
+
+    num_bytes = 0
+
+    def create_once(self, path: str, data: bytes) -> None:
+        self.num_bytes += len(data)
+        super().create_once(path, data)
+
+    def read_bytes(self, path: str) -> bytes:
+        data = super().read_bytes(path)
+        self.num_bytes += len(data)
+        return data
+
+
+@pytest.fixture(params=[40, GROUP_BYTES])
+def group_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(feedback, "GROUP_BYTES", request.param)
+    return request.param
+
+
+@pytest.mark.usefixtures("group_bytes")
 def test_no_judgement_of_several_writers_is_lost_and_each_writers_order_stays(tmp_path):
     def write(writer: int) -> list[int]:
         own = Store(tmp_path)
@@ -45,9 +70,29 @@ def test_no_judgement_of_several_writers_is_lost_and_each_writers_order_stays(tm
     assert sorted(lines) == [(writer, n) for writer in range(6) for n in range(12)]
     assert all(first[1] < then[1] for w in range(6) for first, then in pairwise([one for one in lines if one[0] == w]))
     assert sorted(number for own in counts for number in own) == list(range(1, 73)), "each call says how many there are"
-    assert len(numbered_files(Store(tmp_path))) == 2
+    per_group = Counter(name.rpartition("-")[0] for name in numbered_files(Store(tmp_path)))
+    assert max(per_group.values()) == 2
 
 
+def test_a_call_costs_as_much_whatever_is_stored(tmp_path):
+    """A store of an earlier commit with one large file of all judgements is read once more."""
+    lines = [f'{{"question": "number {n} of many", "passage_id": "p{n}", "label": 1}}' for n in range(6000)]
+    path = paths.judgements("main", 7)
+    Store(tmp_path).write_bytes(path, "".join(f"{line}\n" for line in lines[:3000]).encode())
+    costs = []
+    for stop in range(3001, 3100):
+        store = CountingStore(tmp_path)
+        assert add_judgements(store, "main", lines[stop - 1 : stop]) == stop
+        costs.append(store.num_bytes)
+    assert add_judgements(store, "main", lines[3099:5999]) == 5999
+    store.num_bytes = 0
+    assert add_judgements(store, "main", lines[5999:]) == 6000 == add_judgements(store, "main", [])
+    assert max(*costs[1:], store.num_bytes) < 2 * sum(map(len, lines[3099:]))
+    assert max(costs[1:]) < GROUP_BYTES and stored_lines(Store(tmp_path)) == lines
+    assert Store(tmp_path).exists(path), "earlier programs read it"
+
+
+@pytest.mark.usefixtures("group_bytes")
 def test_a_slow_writer_whose_number_is_free_again_adds_to_the_newest(tmp_path):
     """Others create three files meanwhile, and delete the first of them."""
     store = Store(tmp_path)
@@ -58,12 +103,14 @@ def test_a_slow_writer_whose_number_is_free_again_adds_to_the_newest(tmp_path):
     assert stored_lines(store) == [*(f"start {n}" for n in range(3)), *(f"other {n}" for n in range(3)), "slow"]
 
 
+@pytest.mark.usefixtures("group_bytes")
 def test_equal_judgements_of_two_writers_at_once_are_two(tmp_path):
     slow = SlowStore(tmp_path, lambda: add_judgements(Store(tmp_path), "main", ["equal"]))
     assert add_judgements(slow, "main", ["equal"]) == 2
     assert stored_lines(Store(tmp_path)) == ["equal", "equal"]
 
 
+@pytest.mark.usefixtures("group_bytes")
 def test_a_copy_stays_as_it_is_while_judgements_arrive_and_is_replaced_by_the_next(tmp_path):
     store = Store(tmp_path)
     add_judgements(store, "main", ["one"])
@@ -75,6 +122,7 @@ def test_a_copy_stays_as_it_is_while_judgements_arrive_and_is_replaced_by_the_ne
     assert len(stored_lines(store)) == 5 and not store.exists(path)
 
 
+@pytest.mark.usefixtures("group_bytes")
 def test_judgements_of_a_store_that_numbers_no_files_are_kept(tmp_path):
     store = Store(tmp_path)
     assert copy_judgements(store, "main") is None and add_judgements(store, "main", []) == 0

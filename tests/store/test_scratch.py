@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mvr_ray.store.files import Store, finished_file
-from mvr_ray.store.scratch import LEASE, STALE_S
+from mvr_ray.store.scratch import LEASE, STALE_S, scratch_folder
 
 OWNER = """
 import sys
@@ -64,6 +64,20 @@ def test_what_another_machine_or_an_earlier_program_left_goes_after_a_day(tmp_pa
     with Store(tmp_path).scratch() as own:
         others = {path.name for path in shelf.iterdir()} - {own.name, own.name + LEASE}
     assert others == (set() if age_s else {"foreign", "bare", f"foreign{LEASE}"})
+
+
+def test_of_a_parent_with_files_of_others_only_what_dead_owners_left_is_deleted(tmp_path: Path):
+    with scratch_folder(tmp_path, "mvr-") as alive:
+        lease = alive.with_name(alive.name + LEASE).read_text()
+        for name in ("mvr-dead", "mvr-earlier-program", "other"):
+            (tmp_path / name).mkdir()
+        make_old(*tmp_path.iterdir())
+        for name in ("mvr-dead", "other"):
+            (tmp_path / f"{name}{LEASE}").write_text(lease)
+        with scratch_folder(tmp_path, "mvr-") as own:
+            names = {path.name for path in tmp_path.iterdir() if not path.name.endswith(LEASE)}
+        assert names == {alive.name, own.name, "mvr-earlier-program", "other"}
+        assert len(own.name) == 12 and alive.stat().st_mode & 0o777 == 0o700
 
 
 def test_files_that_got_their_name_cannot_be_written_to_and_can_be_replaced(tmp_path: Path):
