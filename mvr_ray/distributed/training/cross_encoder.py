@@ -63,13 +63,14 @@ class CrossEncoderLoop(TaskModelLoop):
         return listwise_loss(scores_B, [len(group) for group in units])
 
     def measure(self) -> tuple[float]:
-        """Share of dev questions whose own passage scores strictly above the others."""
-        texts, passages = self.job.dev.texts[:DEV_QUESTIONS], self.job.dev.passages
-        steps = range(min(DEV_CANDIDATES, len(passages)))
-        questions = list(zip(texts, self.job.dev.positive_Q.tolist()))
-        pairs = [Pair(text, passages[(own + step) % len(passages)]) for text, own in questions for step in steps]
-        scores_QC = self.model.score(pairs, self.job.run.read.tokens_per_batch).reshape(len(texts), len(steps))
-        return (float(np.mean((scores_QC[:, :1] > scores_QC[:, 1:]).all(1))),)
+        """Share of dev questions whose own passage scores strictly above the others that are not theirs."""
+        texts, passages, positive_Q, gold_QP = self.job.dev
+        texts, own_Q1 = texts[:DEV_QUESTIONS], positive_Q[:DEV_QUESTIONS, None]
+        rows_QC = (own_Q1 + np.arange(min(DEV_CANDIDATES, len(passages)))) % len(passages)
+        pairs = [Pair(text, passages[row]) for text, rows in zip(texts, rows_QC.tolist()) for row in rows]
+        scores_QC = self.model.score(pairs, self.job.run.read.tokens_per_batch).reshape(rows_QC.shape)
+        is_gold_QC = np.take_along_axis(gold_QP[: len(texts)], rows_QC, axis=1)
+        return (float(np.mean(((scores_QC[:, :1] > scores_QC) | is_gold_QC).all(1))),)
 
 
 def candidates_of(

@@ -236,12 +236,12 @@ class RetrieverLoop(StepLoop):
         sums.wins_V = [old + new for old, new in zip(sums.wins_V, wins_V.tolist())]
 
     def measure(self) -> tuple[float]:
-        """Share of dev questions whose own passage scores best."""
+        """Share of dev questions for which one of their own passages scores best."""
         dev = self.job.dev
         views = self._embed(dev.passages)
         scores_QPV = losses.pairwise_scores(*map(torch.from_numpy, (self.model.embed_queries(dev.texts), *views)))
         best_Q = scores_QPV.amax(-1).argmax(-1).numpy()
-        return (float(np.mean(best_Q == dev.positive_Q)),)
+        return (float(np.mean(dev.gold_QP[np.arange(len(best_Q)), best_Q])),)
 
     def report(self, sums: EpochSums, **fields: Any) -> EpochReport:
         collapse = collapse_report(*self._embed(self._sample()))
