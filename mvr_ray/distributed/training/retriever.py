@@ -18,7 +18,6 @@ from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, EmbeddedViews
 from mvr_ray.core.encoding.snippets import TITLE, find_snippet
 from mvr_ray.core.encoding.views import MODEL_SETTINGS
-from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.judging.collapse import collapse_report
 from mvr_ray.core.learning import losses
 from mvr_ray.core.learning.batches import JoinedBatch, join_batch, rank_share
@@ -129,7 +128,6 @@ class RetrieverLoop(StepLoop):
         super().__init__(job, progress, device, warm_start_steps(job.run, job.model))
         self.teacher: DualEncoder | None = None
         self.loss = loss_name(job.run, self.model)
-        self.matcher = AnswerMatcher(job.run.evaluate.match)
 
     def _resume(self) -> torch.optim.Optimizer:
         if self.schedule.warm:
