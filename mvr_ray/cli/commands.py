@@ -309,7 +309,7 @@ def retrieve(
 def tune(run: "RunConfig", progress: "Progress", questions: str) -> Any:
     """Choose the weight of words and views, search.hybrid.
 
-    `tune CONFIG questions=SET`, a set that is not reported on.
+    `tune CONFIG questions=SET`, a set with questions that are not reported on.
     """
     from mvr_ray.distributed import evaluate as stage
 

@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 WEIGHTS = (0.0, 1.0, 2.0, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 80.0, 120.0, 200.0)
 """Weights for the dense score, a cosine; BM25 scores of a question are some tens."""
 DEPTH = 20
+BM25_SYSTEM = "bm25"
+"""BM25's name among the systems of a report."""
 HOW_TO_ADD_QUESTIONS = "Name a source's set by `questions: NAME` in prepare.sources, and run `mvr-ray prepare CONFIG`"
 
 
@@ -121,6 +123,11 @@ def evaluate(
     ShardIndexError for a hybrid search over a version without words.
     """
     settings, store = run.evaluate, Store(run.store.path)
+    if settings.bm25 and run.index.name == BM25_SYSTEM:
+        raise ConfigError(
+            f"index.name is {BM25_SYSTEM}, as BM25 in the report, so neither could be told from the other; set "
+            f"evaluate.bm25=false, or index under another name"
+        )
     base = manifests.read(store, run.index.name)
     require_encoder(store, base)
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
@@ -137,8 +144,7 @@ def evaluate(
             f"passage, so there is nothing to measure; give answers or positive_ids, or rank passages alone by "
             f"`mvr-ray retrieve`"
         )
-    if settings.hybrid:
-        require_unreported(corpus, settings.hybrid, sets, "evaluate.hybrid")
+    tuning_set = unreported_questions(corpus, settings.hybrid, sets, "evaluate.hybrid") if settings.hybrid else None
     if settings.hybrid or run.search.hybrid is not None:
         require_words(base)
     rank = RankSettings(
@@ -164,12 +170,11 @@ def evaluate(
             hit_lists = (words.search(own.texts, rank.k, progress) for own in sets)
             matcher = AnswerMatcher(settings.match, strict=rank.strict_answers)
             rankings = (judge_hits(own.questions, hits, corpus, matcher) for own, hits in zip(sets, hit_lists))
-            measure("bm25", itertools.chain.from_iterable(rankings))
+            measure(BM25_SYSTEM, itertools.chain.from_iterable(rankings))
         system, weight = run.index.name, run.search.hybrid
-        if settings.hybrid:
-            own_set = gold_questions(corpus, settings.hybrid, "evaluate.hybrid")
-            best = best_weight(try_weights(run, router, own_set, progress=progress))
-            log.info("hybrid weight: weight=%s accuracy=%.3f set=%s", best.weight, best.top1, settings.hybrid)
+        if tuning_set:
+            best = best_weight(try_weights(run, router, tuning_set, progress=progress))
+            log.info("hybrid weight: weight=%s accuracy=%.3f set=%s", best.weight, best.top1, tuning_set.name)
             weight = best.weight
         if weight is not None:
             system = system_name(weight)
@@ -244,12 +249,12 @@ def mean_row(
 
 
 def articles_of(questions: Sequence[Question], passages: Corpus) -> dict[str, str]:
-    """Map question ids to articles: the title of the first gold passage. A question without one, or whose passage has
-    no title, is its own article."""
-    firsts = {question.id: question.positive_ids[0] for question in questions if question.positive_ids}
-    gold_passages = passages.get(firsts.values())
-    articles = {i: gold_passages[first].title for i, first in firsts.items() if first in gold_passages}
-    return {question.id: articles.get(question.id) or f"question {question.id}" for question in questions}
+    """Map question ids to articles: the title of the first gold passage, or that passage if it has none. A question
+    without a gold passage is its own article."""
+    gold_passages = passages.get(question.positive_ids[0] for question in questions if question.positive_ids)
+    articles = {i: passage.title or f"passage {i}" for i, passage in gold_passages.items()}
+    firsts = ((question.id, next(iter(question.positive_ids), "")) for question in questions)
+    return {question_id: articles.get(first, f"question {question_id}") for question_id, first in firsts}
 
 
 def judge_hits(
@@ -269,18 +274,18 @@ def judge_hits(
 
 
 def tune(run: RunConfig, questions: str, progress: Progress = no_progress) -> TuneReport:
-    """Measure each weight on a stored question set with gold passages.
+    """Measure each weight on the questions of a stored set with gold passages that `evaluate.questions` lacks.
 
-    Raises ConfigError for a set that shares a question with those of `evaluate.questions` or has no gold passages,
-    MissingInputError, CoverageError, ShardIndexError for a version without words.
+    Raises ConfigError for a set without any, MissingInputError, CoverageError, ShardIndexError for a version without
+    words.
     """
     store = Store(run.store.path)
     base = manifests.read(store, run.index.name)
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
     names = [name for name in run.evaluate.questions if name in question_sets(corpus)]
-    require_unreported(corpus, questions, [QuestionSet(name, read_questions(corpus, name)) for name in names], "tune")
+    reports = [QuestionSet(name, read_questions(corpus, name)) for name in names]
+    query_set = unreported_questions(corpus, questions, reports, "tune")
     require_words(base)
-    query_set = gold_questions(corpus, questions, "tune")
     with open_router(run, base.version) as router:
         rows = try_weights(run, router, query_set, (None, "rrf", *WEIGHTS), progress)
     weight = best_weight(rows).weight
@@ -289,31 +294,17 @@ def tune(run: RunConfig, questions: str, progress: Progress = no_progress) -> Tu
     return TuneReport(base.index, base.version, questions, len(query_set.questions), setting, rows)
 
 
-def require_unreported(corpus: Corpus, name: str, reports: Sequence[QuestionSet], setting: str) -> None:
-    """Raise ConfigError, which names the setting, if a question set shares a question with those of `reports`: a weight
-    that is chosen on questions is not to be measured by them. Questions are one if their texts are equal, and their ids
-    or a gold passage: large sets ask a few things twice."""
+def unreported_questions(corpus: Corpus, name: str, reports: Sequence[QuestionSet], setting: str) -> QuestionSet:
+    """The questions of a stored set that name gold passages, without those whose text is one of `reports`: a weight
+    that is chosen on a question is not to be measured by it. Large sets share a few texts, copies share all.
 
-    def names(question: Question) -> set[tuple[str, str]]:
-        return {(question.text, name) for name in (question.id, *question.positive_ids)}
+    Raises ConfigError, which names the setting, if there are none, else as `require_gold_passages`.
+    """
+    reported_texts = {question.text for own in reports for question in own.questions}
 
-    reported_names = {name for own in reports for question in own.questions for name in names(question)}
+    def others_of(questions: Sequence[Question]) -> list[Question]:
+        return [question for question in questions if question.positive_ids and question.text not in reported_texts]
 
-    def num_shared(own: str) -> int:
-        return sum(not reported_names.isdisjoint(names(question)) for question in read_questions(corpus, own))
-
-    if num := num_shared(name):
-        others = [own for own in question_sets(corpus) if own != name and not num_shared(own)]
-        raise ConfigError(
-            f"{setting}: {count_noun(num, 'question')} of {name!r} are also reported, in evaluate.questions "
-            f"({', '.join(own.name for own in reports)}); choose the weight on a set that shares none with them: "
-            f"{', '.join(others) or 'there is none'}"
-        )
-
-
-def gold_questions(corpus: Corpus, name: str, setting: str) -> QuestionSet:
-    """The questions of a stored set that name gold passages. Raises ConfigError, which names the setting, if there are
-    none, else as `require_gold_passages`."""
     questions = [question for question in read_questions(corpus, name) if question.positive_ids]
     if not questions:
         raise ConfigError(
@@ -321,7 +312,17 @@ def gold_questions(corpus: Corpus, name: str, setting: str) -> QuestionSet:
             f"search.hybrid=rrf"
         )
     require_gold_passages(name, questions, corpus)
-    return QuestionSet(name, questions)
+    others = others_of(questions)
+    if not others:
+        sets = [own for own in question_sets(corpus) if others_of(read_questions(corpus, own))]
+        raise ConfigError(
+            f"{setting}: all {count_noun(len(questions), 'question')} of {name!r} with gold passages are also "
+            f"reported, in evaluate.questions ({', '.join(own.name for own in reports)}); choose the weight on a set "
+            f"that has others: {', '.join(sets) or 'there is none'}"
+        )
+    if num_left_out := len(questions) - len(others):
+        log.warning("questions left out that are also reported: %d of %d set=%s", num_left_out, len(questions), name)
+    return QuestionSet(name, others)
 
 
 def require_gold_passages(name: str, questions: Sequence[Question], passages: Corpus) -> None:

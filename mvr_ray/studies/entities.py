@@ -24,7 +24,7 @@ import regex
 from mvr_ray.config import RunConfig
 from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.judging.metrics import cluster_interval, hit_within, paired_test, share_interval
-from mvr_ray.distributed.evaluate import evaluate
+from mvr_ray.distributed.evaluate import BM25_SYSTEM, evaluate
 from mvr_ray.errors import ConfigError
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus
@@ -118,7 +118,9 @@ def entity_frequency(run: RunConfig, progress: Progress = no_progress, options: 
     sets = []
     for name in dict.fromkeys(settings.questions):
         texts = {question.id: question.text for question in read_questions(passages, name)}
-        systems = {BM25 if own.system == "bm25" else own.system: own for own in report.ranks if own.questions == name}
+        systems = {
+            BM25 if own.system == BM25_SYSTEM else own.system: own for own in report.ranks if own.questions == name
+        }
         own = systems[run.index.name]
         places = [at for at, rank in enumerate(own.answer_ranks) if rank is not None]
         if not places:

@@ -19,6 +19,7 @@ from scipy import stats
 from mvr_ray.comparison import Difference, difference
 from mvr_ray.core.judging.metrics import NDCG_CUTOFF, hit_within, interval_over_seeds
 from mvr_ray.distributed.analyze import ALL_VIEWS
+from mvr_ray.distributed.evaluate import BM25_SYSTEM
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.studies.definition import BM25, WITH_BM25, Study, VariantConfig
 from mvr_ray.studies.execute import StepRecord
@@ -31,8 +32,6 @@ Report = dict[str, Any]
 SeedRanks = Mapping[int, QuestionRanks]
 """The ranks of every question, by seed."""
 CROSS_ENCODER, READER = "cross-encoder training", "reader training"
-BM25_SYSTEM = "bm25"
-"""BM25's name in the reports of steps; the name of a fusion with it contains this name."""
 
 
 class MetricValues(NamedTuple):
@@ -138,7 +137,7 @@ def with_views_from_zero(record: StepRecord) -> StepRecord:
 
 
 def system_name(variant: str, system: str) -> str:
-    """Return the name in tables of a system in a variant's reports."""
+    """Return the name in tables of a system in a variant's reports: that of a fusion with BM25 contains BM25's."""
     return BM25 if system == BM25_SYSTEM else variant + WITH_BM25 if BM25_SYSTEM in system else variant
 
 

@@ -136,13 +136,13 @@ def test_batches_hold_every_row_once_and_stay_within_the_budget(lengths, budget)
     assert widest == sorted(widest, reverse=True)
 
 
-def test_a_passage_with_an_answer_is_no_negative_where_the_answers_place_is_unknown():
-    own, other, salt = (
-        Passage(name, "", text) for name, text in (("a", "Rome."), ("b", "It is ROME."), ("c", "Salt."))
-    )
-    examples = [Example("q0", own, answers=("Naples", "Rome")), Example("q1", other), Example("q2", salt)]
-    assert negatives_for(0, examples, 2) == [salt]
-    assert negatives_for(1, examples, 2) == [salt, own], "a question without answers excludes none"
+def test_a_passage_with_any_answer_is_no_negative_and_one_with_its_letters_is():
+    texts = "The café is in Rome.", "It is ROME.", "A cafe\u0301.", "A cafeteria.", "Romeo."
+    own, *others, part = (Passage(str(at), "", text) for at, text in enumerate(texts))
+    examples = [Example("q0", own, 16, answer_stop=20, answers=("Rome", "café"))]
+    examples += [Example("q", other) for other in (*others, part)]
+    assert negatives_for(0, examples, 5, AnswerMatcher()) == [others[2], part]
+    assert negatives_for(3, examples, 2, AnswerMatcher()) == [part, own], "a question without answers excludes none"
 
 
 def test_a_teachers_scores_belong_to_the_positive_and_then_to_the_negatives_in_order():
@@ -158,7 +158,7 @@ def test_other_positives_and_passages_that_a_pattern_matches_are_no_negatives():
     )
     examples = [Example("q0", own, known_ids=("b",), answers=("197[67]",))]
     examples += [Example(f"q{at}", other) for at, other in enumerate((iron, year, salt), 1)]
-    assert negatives_for(0, examples, 3) == [year, salt]
+    assert negatives_for(0, examples, 3, AnswerMatcher()) == [year, salt]
     assert negatives_for(0, examples, 3, AnswerMatcher("regex")) == [salt]
 
 

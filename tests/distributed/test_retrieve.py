@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from mvr_ray.core.judging.answers import has_answer
 from mvr_ray.distributed import mine
 from mvr_ray.distributed.analyze import analyze
 from mvr_ray.distributed.bm25 import BM25Index
-from mvr_ray.distributed.evaluate import evaluate, system_result
+from mvr_ray.distributed.evaluate import articles_of, evaluate, system_result
 from mvr_ray.distributed.retrieve import QuestionRanker, QuestionSet, RankSettings, question_set, retrieve
 from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResults
@@ -29,7 +30,7 @@ from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion
 from mvr_ray.store.questions import query_key, read_questions, write_questions
-from mvr_ray.types import EmbeddingBlock, Question
+from mvr_ray.types import EmbeddingBlock, Passage, Question
 
 pytestmark = [pytest.mark.data, pytest.mark.ray]
 
@@ -98,8 +99,10 @@ def test_evaluation_measures_the_served_hybrid_ranking_with_the_weight_given_or_
             assert rows[f"gold/top-{k}"].value == pytest.approx(share(questions[15:], 15, weight, k))
     best_share = share(questions[:15], 0, weight, 1)
     assert all(share(questions[:15], 0, other, 1) <= best_share for other in (0.0, 1.0, 5.0, 20.0, 60.0, 200.0))
-    with pytest.raises(ConfigError, match=r"hybrid: 15 questions of 'held' are also reported, .* with them: .*asked"):
+    with pytest.raises(ConfigError, match=r"hybrid: all 15 questions of 'held' with .* also reported, .*: asked, dev"):
         evaluate(run_over(root, evaluate={"questions": ["held"], "hybrid": "held"}))
+    with pytest.raises(ConfigError, match=r"index\.name is bm25.*evaluate\.bm25=false"):
+        evaluate(run_over(root, index={"name": "bm25"}, evaluate={"questions": ["held"], "bm25": True}))
     with pytest.raises(ShardIndexError, match=r"has no words of its passages.*index\.lexical=true"):
         evaluate(run_over(small_index, evaluate={"questions": ["dev"]}, search={"hybrid": 7}))
 
@@ -221,6 +224,14 @@ def test_ndcg_at_ten_and_ranks_do_not_depend_on_deeper_or_shallower_cut_offs(lex
                 ranks, other_ranks = getattr(own, name), getattr(other, name)
                 assert ranks == [rank if rank is None or rank < 5 else -1 for rank in other_ranks]
         assert any(5 <= rank < 10 for own in deep.ranks for rank in own.gold_ranks if rank is not None)
+
+
+def test_questions_of_one_passage_are_of_one_article_also_without_a_title():
+    gold_passages = [Passage("p1", "", "Iron."), Passage("p2", "Metals", "Salt.")]
+    passages = SimpleNamespace(get=lambda ids: {one.id: one for one in gold_passages})
+    positives = {"a": ("p1", "p2"), "b": ("p1",), "c": ("p2",), "d": ("gone",), "e": ()}
+    articles = articles_of([Question(i, "?", positive_ids=own) for i, own in positives.items()], passages)
+    assert articles == {"a": "passage p1", "b": "passage p1", "c": "Metals", "d": "question d", "e": "question e"}
 
 
 def test_only_questions_that_can_be_judged_count(run_over, tmp_path):

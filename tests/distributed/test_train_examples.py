@@ -3,16 +3,18 @@
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from mvr_ray.config import PrepareConfig, SourceConfig, TrainConfig
+from mvr_ray.config import PrepareConfig, RunConfig, SourceConfig, TrainConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.snippets import load_punkt
 from mvr_ray.core.encoding.views import EncoderSpec
 from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.learning.batches import JoinedBatch
+from mvr_ray.distributed.training.cross_encoder import CrossEncoderLoop
 from mvr_ray.distributed.training.examples import DEV_PASSAGES, ClozeExamples, QuestionExamples, open_dev, open_examples
 from mvr_ray.distributed.training.retriever import RetrieverLoop
 from mvr_ray.errors import ConfigError
@@ -125,6 +127,7 @@ def test_hard_negatives_are_drawn_anew_each_epoch_and_are_never_gold_or_missing(
 def test_mined_negatives_replace_those_of_the_question(corpus, ids):
     questions = [Question("a", "A?", ("x",), (ids[0],), (ids[1],)), Question("b", "B?", ("x",), (ids[0],), (ids[2],))]
     mined_questions = [questions[0]._replace(hard_negative_ids=(ids[7],))]
+    mined_questions += [Question("b", "What was b before?", ("x",), (ids[0],), (ids[8],))]
     first, second = QuestionExamples(corpus, questions, mined_questions, TrainConfig(questions="q")).get([0, 1], 0)
     assert [passage.id for passage in first.negatives] == [ids[7]]
     assert [passage.id for passage in second.negatives] == [ids[2]]
@@ -191,6 +194,23 @@ def test_dev_questions_keep_their_own_passages_and_stop_at_a_pool(corpus, ids, m
     assert few is not None
     assert len(few.passages) == 3
     assert np.array_equal(few.positive_Q, [0, 0, 1, 2])
+
+
+@pytest.mark.parametrize("loop", [RetrieverLoop, CrossEncoderLoop])
+def test_a_dev_question_is_answered_by_any_of_its_own_passages(corpus, ids, loop):
+    """The third passage scores best; it is one of the second question's two."""
+    positives = ids[:1], ids[1:3], ids[2:3]
+    write_questions(corpus, "dev", [Question(str(n), "?", (), tuple(own)) for n, own in enumerate(positives)])
+    dev = open_dev(corpus, TrainConfig(dev_questions="dev"))
+    assert dev is not None
+    scores = {passage.id: float(row) for row, passage in enumerate(dev.passages)}
+    model = SimpleNamespace(
+        embed_queries=lambda texts: np.ones((len(texts), 1), np.float32),
+        score=lambda pairs, _: np.array([scores[pair.passage.id] for pair in pairs]),
+    )
+    views = np.array([[[0.0]], [[1.0]], [[2.0]]], np.float32), np.ones((3, 1), bool)
+    training = SimpleNamespace(job=SimpleNamespace(dev=dev, run=RunConfig()), model=model, _embed=lambda _: views)
+    assert loop.measure(training) == (pytest.approx(2 / 3),)
 
 
 def test_fewer_examples_than_a_batch_are_refused(corpus):

@@ -10,6 +10,7 @@ from prepared_corpus import only_corpus
 
 from mvr_ray.cli import main
 from mvr_ray.config import RunConfig, parse_run
+from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.learning.batches import Example, negatives_for
 from mvr_ray.core.reading.reader import Reader, ReaderSpec, ReadRequest
 from mvr_ray.distributed.train import train
@@ -122,12 +123,12 @@ def test_targets_are_the_answers_words_and_the_null_token_everywhere_else(store_
     job = ReaderLoop.open_job(run_of(store_path, {"questions": "some"}, lengths))
     reader, examples = job.model, job.examples.get(range(16), 0)
     cls_id = reader.tokenizer.cls_token_id
-    targets = targets_of(reader, examples, 1)
+    targets = targets_of(reader, examples, 1, AnswerMatcher())
     hits = nulls = 0
     position = 0
     for at, example in enumerate(examples):
         answer = example.passage.text[example.answer_start : example.answer_stop]
-        [other] = negatives_for(at, examples, 1)
+        [other] = negatives_for(at, examples, 1, AnswerMatcher())
         num_spans = 0
         for text in (example.passage.text, other.text):
             tokens = reader.windower.tokenize([text])[text]
@@ -156,14 +157,14 @@ def test_strangers_neither_answer_nor_repeat_nor_bring_the_question_itself():
     rich, same, salt, else_ = passage("a", "Trade made it rich."), passage("b", "RICH."), passage("c", "Salt."), "x"
     other = passage("d", "Another one.")
     examples = [
-        Example("q0", rich, 14, known_ids=("d",), answer_stop=18),
-        Example("q1", same, 0, answer_stop=4),
-        Example("q2", other, 0, answer_stop=7),
-        Example("q3", salt, 0, answer_stop=4),
-        Example("q4", salt, 0, answer_stop=4),
-        Example("q5", rich, 0, negatives=(passage(else_, "Hard."),), answer_stop=5),
+        Example("q0", rich, 14, known_ids=("d",), answers=("rich",)),
+        Example("q1", same, 0, answers=("RICH",)),
+        Example("q2", other, 0, answers=("Another",)),
+        Example("q3", salt, 0, answers=("Salt",)),
+        Example("q4", salt, 0, answers=("Salt",)),
+        Example("q5", rich, 0, negatives=(passage(else_, "Hard."),), answers=("Trade",)),
     ]
-    assert [[negative.id for negative in negatives_for(at, examples, 2)] for at in range(6)] == [
+    assert [[negative.id for negative in negatives_for(at, examples, 2, AnswerMatcher())] for at in range(6)] == [
         ["c"],
         ["d", "c"],
         ["c", "a"],
@@ -171,7 +172,7 @@ def test_strangers_neither_answer_nor_repeat_nor_bring_the_question_itself():
         ["a", "b"],
         ["x"],
     ]
-    assert [negatives_for(at, examples, 0) for at in range(6)] == [[]] * 6
+    assert [negatives_for(at, examples, 0, AnswerMatcher()) for at in range(6)] == [[]] * 6
 
 
 def test_what_a_reader_cannot_be_taught_is_refused_by_name(store_path):

@@ -2,12 +2,14 @@
 
 import pytest
 
-from mvr_ray.distributed.evaluate import WEIGHTS, tune
+from mvr_ray.distributed.evaluate import WEIGHTS, tune, unreported_questions
+from mvr_ray.distributed.retrieve import QuestionSet
 from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import ConfigError, ShardIndexError
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.questions import read_questions, write_questions
+from mvr_ray.types import Question
 
 pytestmark = [pytest.mark.data, pytest.mark.ray]
 
@@ -29,20 +31,22 @@ def test_the_weight_is_the_first_of_those_with_most_gold_passages_at_rank_one(le
     assert (report.questions, report.num_questions, report.version) == ("dev", 40, 2)
 
 
-def test_questions_that_are_reported_on_and_versions_without_words_are_refused(small_index, own_index, run_over):
-    with pytest.raises(ConfigError, match=r"tune: 40 questions of 'dev' are also reported, in evaluate\.questions"):
-        tune(run_over(small_index), "dev")
+def test_reported_questions_choose_no_weight_and_versions_without_words_are_refused(own_index, run_over, caplog):
+    none = r"tune: all 40 questions of 'dev' with gold passages are also reported, in evaluate\.questions \(dev\).*"
+    with pytest.raises(ConfigError, match=none + "that has others: there is none"):
+        tune(run_over(own_index), "dev")
     corpus = Corpus.open(Store(str(own_index)), "corpus")
-    write_questions(corpus, "part", read_questions(corpus, "dev")[:3])
-    with pytest.raises(
-        ConfigError, match=r"tune: 3 questions of 'dev' are also reported, .*\(part\); .* with them: there is none"
-    ):
-        tune(run_over(own_index, evaluate={"questions": ["part"]}), "dev")
     dev = read_questions(corpus, "dev")
-    elsewhere = next(question.positive_ids for question in dev if question.positive_ids != dev[2].positive_ids)
+    other = next(question.positive_ids for question in dev if question.positive_ids != dev[2].positive_ids)
     copies = [question._replace(id=f"copy {question.id}") for question in dev[:3]]
-    write_questions(corpus, "copy", [*copies[:2], copies[2]._replace(positive_ids=elsewhere)])
-    with pytest.raises(ConfigError, match=r"tune: 2 questions of 'copy' are also reported"):
-        tune(run_over(own_index, evaluate={"questions": ["part"]}), "copy")
+    write_questions(corpus, "copy", [*copies[:2], copies[2]._replace(positive_ids=other)])
+    write_questions(corpus, "without-gold", [Question("q", "Which one?", ("this",))])
+    with pytest.raises(ConfigError, match=r"tune: all 3 questions of 'copy' .* that has others: dev"):
+        tune(run_over(own_index, evaluate={"questions": ["copy"]}), "copy")
+    with pytest.raises(ConfigError, match=r"tune: all 3 questions of 'copy' .* that has others: there is none"):
+        tune(run_over(own_index), "copy")
     with pytest.raises(ShardIndexError, match=r"index\.lexical=true"):
-        tune(run_over(small_index, evaluate={"questions": []}), "dev")
+        tune(run_over(own_index, evaluate={"questions": []}), "dev")
+    rest = unreported_questions(corpus, "dev", [QuestionSet("copy", copies)], "tune")
+    assert rest.questions == dev[3:]
+    assert "questions left out that are also reported: 3 of 40 set=dev" in caplog.text

@@ -134,28 +134,18 @@ def join_batch(examples: Sequence[Example]) -> JoinedBatch:
     )
 
 
-def negatives_for(
-    at: int, examples: Sequence[Example], limit: int, patterns: AnswerMatcher | None = None
-) -> list[Passage]:
-    """Choose passages that do not answer example `at`: its hard negatives, else those of the next examples.
-
-    A passage that is another positive, or contains the answer's words, is excluded: those of any answer where its place
-    is unknown; with `patterns`, which matches answers that are no words, one that contains any answer.
-    """
+def negatives_for(at: int, examples: Sequence[Example], limit: int, matcher: AnswerMatcher) -> list[Passage]:
+    """Choose passages that do not answer example `at`: its hard negatives, else those of the next examples, without
+    other positives and passages that hold one of its answers."""
     own = examples[at]
     if own.negatives:
         return list(own.negatives[:limit])
-    at_place = own.passage.text[own.answer_start : own.answer_stop] if own.answer_start >= 0 else ""
-    answers = [answer.lower() for answer in ([at_place] if at_place else own.answers) if answer]
     positive_ids = {own.passage.id, *own.known_ids}
     negatives: dict[str, Passage] = {}
     for other in (*examples[at + 1 :], *examples[:at]):
         if len(negatives) == limit:
             break
-        text = other.passage.text
-        words_inside = any(answer in text.lower() for answer in answers)
-        has_answer = patterns.has_answer(text, own.answers) if patterns else words_inside
-        if other.passage.id not in positive_ids and not has_answer:
+        if other.passage.id not in positive_ids and not matcher.has_answer(other.passage.text, own.answers):
             negatives[other.passage.id] = other.passage
     return list(negatives.values())
 

@@ -12,7 +12,6 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mvr_ray.config import RunConfig
@@ -22,10 +21,9 @@ from mvr_ray.core.learning.training import run_seeded
 from mvr_ray.core.reading.cross_encoder import Pair, listwise_loss
 from mvr_ray.distributed.models import pair_spec
 from mvr_ray.distributed.training.examples import DevSet, Examples, open_dev, open_question_examples
-from mvr_ray.distributed.training.steps import TaskModelLoop, TrainingJob
+from mvr_ray.distributed.training.steps import TaskModelLoop
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.model_records import CROSS_ENCODERS
-from mvr_ray.types import Progress
 
 _PAIRS = 3
 DEV_QUESTIONS = 128
@@ -50,12 +48,8 @@ class CrossEncoderLoop(TaskModelLoop):
     def open_data(corpus: Corpus, run: RunConfig) -> tuple[Examples, DevSet | None]:
         return open_question_examples(corpus, run.train), open_dev(corpus, run.train)
 
-    def __init__(self, job: TrainingJob, progress: Progress, device: torch.device) -> None:
-        super().__init__(job, progress, device)
-        self.patterns = AnswerMatcher("regex") if job.run.evaluate.match == "regex" else None
-
     def units(self, examples: Sequence[Example]) -> list[list[Pair]]:
-        return candidates_of(examples, self.cfg.num_hard_negatives, self.patterns)
+        return candidates_of(examples, self.cfg.num_hard_negatives, self.matcher)
 
     def losses(self, units: Sequence[Sequence[Pair]], number: int) -> Tensor:
         forward = partial(self.model, self.model.tokenize([pair for group in units for pair in group]))
@@ -63,18 +57,17 @@ class CrossEncoderLoop(TaskModelLoop):
         return listwise_loss(scores_B, [len(group) for group in units])
 
     def measure(self) -> tuple[float]:
-        """Share of dev questions whose own passage scores strictly above the others."""
-        texts, passages = self.job.dev.texts[:DEV_QUESTIONS], self.job.dev.passages
-        steps = range(min(DEV_CANDIDATES, len(passages)))
-        questions = list(zip(texts, self.job.dev.positive_Q.tolist()))
-        pairs = [Pair(text, passages[(own + step) % len(passages)]) for text, own in questions for step in steps]
-        scores_QC = self.model.score(pairs, self.job.run.read.tokens_per_batch).reshape(len(texts), len(steps))
-        return (float(np.mean((scores_QC[:, :1] > scores_QC[:, 1:]).all(1))),)
+        """Share of dev questions whose own passage scores strictly above the others that are not theirs."""
+        texts, passages, positive_Q, gold_QP = self.job.dev
+        texts, own_Q1 = texts[:DEV_QUESTIONS], positive_Q[:DEV_QUESTIONS, None]
+        rows_QC = (own_Q1 + np.arange(min(DEV_CANDIDATES, len(passages)))) % len(passages)
+        pairs = [Pair(text, passages[row]) for text, rows in zip(texts, rows_QC.tolist()) for row in rows]
+        scores_QC = self.model.score(pairs, self.job.run.read.tokens_per_batch).reshape(rows_QC.shape)
+        is_gold_QC = np.take_along_axis(gold_QP[: len(texts)], rows_QC, axis=1)
+        return (float(np.mean(((scores_QC[:, :1] > scores_QC) | is_gold_QC).all(1))),)
 
 
-def candidates_of(
-    examples: Sequence[Example], num_negatives: int, patterns: AnswerMatcher | None = None
-) -> list[list[Pair]]:
+def candidates_of(examples: Sequence[Example], num_negatives: int, matcher: AnswerMatcher) -> list[list[Pair]]:
     """Pair each example's question with its passage first, then with passages that do not answer it."""
-    groups = [(example, negatives_for(at, examples, num_negatives, patterns)) for at, example in enumerate(examples)]
+    groups = [(example, negatives_for(at, examples, num_negatives, matcher)) for at, example in enumerate(examples)]
     return [[Pair(example.text, passage) for passage in (example.passage, *others)] for example, others in groups]

@@ -48,11 +48,11 @@ class QuestionExamples:
     ) -> None:
         self._corpus = corpus
         self._cfg = cfg
-        negatives_of = {question.id: question for question in negatives}
+        negatives_of = {question[:2]: question for question in negatives}  # by id and text: a set is stored again
         pairs = _with_passages(corpus, questions)
         sample_ids = {own.id for own in limit_per_passage([own for own, _ in pairs], cfg.max_passage_questions)}
         own_pairs = [pair for pair in pairs if pair[0].id in sample_ids]
-        self._questions = [_with_negatives(question, negatives_of.get(question.id)) for question, _ in own_pairs]
+        self._questions = [_with_negatives(question, negatives_of.get(question[:2])) for question, _ in own_pairs]
         if not self._questions:
             raise DataError(
                 f"none of the {len(questions)} questions of {cfg.questions!r} has a positive passage in corpus "
@@ -60,10 +60,10 @@ class QuestionExamples:
             )
         if num_missing := len(questions) - len(pairs):
             log.warning("questions omitted without a positive in the corpus: %d of %d", num_missing, len(questions))
-        if cfg.hard_negatives and not any(question.id in negatives_of for question in self._questions):
+        if cfg.hard_negatives and not any(question[:2] in negatives_of for question in self._questions):
             raise ConfigError(
                 f"train.hard_negatives is {cfg.hard_negatives!r}, but it has none of the {len(self._questions)} usable "
-                f"questions of {cfg.questions!r}, by their ids; mine that set (mvr-ray mine CONFIG "
+                f"questions of {cfg.questions!r}, by id and text; mine that set (mvr-ray mine CONFIG "
                 f"mine.questions={cfg.questions}), or leave train.hard_negatives out"
             )
         if cfg.distil_weight and not any(len(question.teacher_scores) > 1 for question in self._questions):
@@ -212,11 +212,12 @@ def open_answer_dev(corpus: Corpus, cfg: TrainConfig) -> list[tuple[Question, Pa
 
 
 class DevSet(NamedTuple):
-    """Dev questions, and the passages to search for them."""
+    """Dev questions, and the passages to search for them. `gold_QP`: all known passages of each question."""
 
     texts: list[str]
     passages: list[Passage]
     positive_Q: IntArray
+    gold_QP: np.ndarray
 
 
 def open_dev(corpus: Corpus, cfg: TrainConfig) -> DevSet | None:
@@ -230,8 +231,12 @@ def open_dev(corpus: Corpus, cfg: TrainConfig) -> DevSet | None:
         )
     passages = list({passage.id: passage for _, passage in pairs}.values())[:DEV_PASSAGES]
     row_of = {passage.id: row for row, passage in enumerate(passages)}
-    own_pairs = [(question.text, row_of[passage.id]) for question, passage in pairs if passage.id in row_of]
-    return DevSet([text for text, _ in own_pairs], passages, np.array([row for _, row in own_pairs], np.int64))
+    own_questions = [question for question, passage in pairs if passage.id in row_of]
+    gold_QP = np.zeros((len(own_questions), len(passages)), bool)
+    for number, question in enumerate(own_questions):
+        gold_QP[number, [row_of[name] for name in question.positive_ids if name in row_of]] = True
+    positives = [row_of[question.positive_ids[0]] for question in own_questions]
+    return DevSet([question.text for question in own_questions], passages, np.array(positives, np.int64), gold_QP)
 
 
 def limit_per_passage(questions: Sequence[Question], most: int) -> list[Question]:

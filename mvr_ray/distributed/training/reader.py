@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mvr_ray.config import RunConfig
-from mvr_ray.core.judging.answers import exact_match_score, f1_score
+from mvr_ray.core.judging.answers import AnswerMatcher, exact_match_score, f1_score
 from mvr_ray.core.learning.batches import Example, negatives_for
 from mvr_ray.core.learning.training import run_seeded
 from mvr_ray.core.reading.reader import Reader, ReadRequest
@@ -66,7 +66,7 @@ class ReaderLoop(TaskModelLoop):
         return open_answer_examples(corpus, run.train), open_answer_dev(corpus, run.train)
 
     def units(self, examples: Sequence[Example]) -> list[Target]:
-        return targets_of(self.model, examples, self.cfg.num_hard_negatives)
+        return targets_of(self.model, examples, self.cfg.num_hard_negatives, self.matcher)
 
     def losses(self, units: Sequence[Target], number: int) -> Tensor:
         forward = partial(self.model, [target.window for target in units])
@@ -85,10 +85,10 @@ class ReaderLoop(TaskModelLoop):
         return float(np.mean(exact_matches)), float(np.mean(f1_scores))
 
 
-def targets_of(reader: Reader, examples: Sequence[Example], num_negatives: int = 0) -> list[Target]:
+def targets_of(reader: Reader, examples: Sequence[Example], num_negatives: int, matcher: AnswerMatcher) -> list[Target]:
     """Make windows of each example's passage with the answer's ends, then of passages that do not answer it."""
     windower, units = reader.windower, []
-    groups = [(example, negatives_for(at, examples, num_negatives)) for at, example in enumerate(examples)]
+    groups = [(example, negatives_for(at, examples, num_negatives, matcher)) for at, example in enumerate(examples)]
     tokens = windower.tokenize(passage.text for example, others in groups for passage in (example.passage, *others))
     for example, others in groups:
         frame, passage = windower.frame(example.text), tokens[example.passage.text]

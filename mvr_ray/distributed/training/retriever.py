@@ -18,7 +18,6 @@ from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, EmbeddedViews
 from mvr_ray.core.encoding.snippets import TITLE, find_snippet
 from mvr_ray.core.encoding.views import MODEL_SETTINGS
-from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.judging.collapse import collapse_report
 from mvr_ray.core.learning import losses
 from mvr_ray.core.learning.batches import JoinedBatch, join_batch, rank_share
@@ -129,7 +128,6 @@ class RetrieverLoop(StepLoop):
         super().__init__(job, progress, device, warm_start_steps(job.run, job.model))
         self.teacher: DualEncoder | None = None
         self.loss = loss_name(job.run, self.model)
-        self.matcher = AnswerMatcher(job.run.evaluate.match)
 
     def _resume(self) -> torch.optim.Optimizer:
         if self.schedule.warm:
@@ -236,12 +234,12 @@ class RetrieverLoop(StepLoop):
         sums.wins_V = [old + new for old, new in zip(sums.wins_V, wins_V.tolist())]
 
     def measure(self) -> tuple[float]:
-        """Share of dev questions whose own passage scores best."""
+        """Share of dev questions for which one of their own passages scores best."""
         dev = self.job.dev
         views = self._embed(dev.passages)
         scores_QPV = losses.pairwise_scores(*map(torch.from_numpy, (self.model.embed_queries(dev.texts), *views)))
         best_Q = scores_QPV.amax(-1).argmax(-1).numpy()
-        return (float(np.mean(best_Q == dev.positive_Q)),)
+        return (float(np.mean(dev.gold_QP[np.arange(len(best_Q)), best_Q])),)
 
     def report(self, sums: EpochSums, **fields: Any) -> EpochReport:
         collapse = collapse_report(*self._embed(self._sample()))

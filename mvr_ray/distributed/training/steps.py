@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 from mvr_ray.config import RunConfig, resolve_model
 from mvr_ray.core.encoding.precision import multiplies_bf16
 from mvr_ray.core.encoding.training_attention import training_attention
+from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.learning.batches import Example, plan_epoch
 from mvr_ray.core.learning.training import PassSettings, average_gradients, chunks, lr_factor, rank, world_size
 from mvr_ray.distributed.models import MODEL_CLASSES
@@ -100,6 +101,7 @@ class StepLoop(ABC):
                 f"steps; leave it out, or train longer (train.epochs, train.max_steps)"
             )
         self.job, self.cfg, self.checkpoints, self.progress = job, cfg, job.checkpoints, progress
+        self.matcher = AnswerMatcher(job.run.evaluate.match)
         self.device = device
         self.model = job.model.to(device)
         self.scaler = torch.amp.GradScaler(device.type, enabled=cfg.precision == "fp16")
