@@ -104,6 +104,17 @@ def _part_bytes(num_bytes: int) -> int:
     return max(MIN_PART_BYTES, -(-num_bytes // MAX_PARTS))
 
 
+def _without_folders(path: str, listing: "Sequence[ObjectMeta]") -> "Sequence[ObjectMeta]":
+    """Return the listing of a path without the empty objects of names with a last `/` that other programs make for
+    folders. Listings show these without the `/`."""
+    folders = {path}
+    for meta in listing:
+        folder = meta["path"]
+        while (folder := folder.rpartition("/")[0]) not in folders:
+            folders.add(folder)
+    return [meta for meta in listing if meta["size"] or meta["path"] not in folders]
+
+
 class ObjectFiles:
     """The operations of `files.Store` under one address; the store checks paths and converts errors."""
 
@@ -187,13 +198,14 @@ class ObjectFiles:
 
     def files(self, path: str) -> list[tuple[str, int, float]]:
         """List name, size and time of change of the objects directly under a path, or the whole prefix."""
-        listing = obstore.list_with_delimiter(self._objects, path or None)["objects"]
+        listing = _without_folders(path, obstore.list_with_delimiter(self._objects, path or None)["objects"])
         return [(meta["path"].rpartition("/")[2], meta["size"], meta["last_modified"].timestamp()) for meta in listing]
 
     def list(self, path: str) -> list[str]:
         listing = obstore.list_with_delimiter(self._objects, path)
-        names = [*listing["common_prefixes"], *(meta["path"] for meta in listing["objects"])]
-        return [name.rstrip("/").rpartition("/")[2] for name in names]
+        objects = _without_folders(path, listing["objects"])
+        names = {name.rstrip("/") for name in (*listing["common_prefixes"], *(meta["path"] for meta in objects))}
+        return [name.rpartition("/")[2] for name in names]
 
     def size_bytes(self, path: str) -> int:
         meta = self._meta(path)
@@ -257,7 +269,7 @@ class ObjectFiles:
         return [meta] if (meta := self._meta(path)) else self._below(path)
 
     def _below(self, path: str) -> "Sequence[ObjectMeta]":
-        return [meta for page in obstore.list(self._objects, path) for meta in page]
+        return _without_folders(path, [meta for page in obstore.list(self._objects, path) for meta in page])
 
     def _download_file(self, meta: "ObjectMeta", target: Path) -> None:
         changed_s = meta["last_modified"].timestamp()

@@ -14,6 +14,7 @@ import pytest
 from drafts import describe, make_shard
 from obstore.exceptions import UnauthenticatedError
 from obstore.store import GCSStore, MemoryStore, S3Store
+from pyarrow.fs import FileSystem
 
 from mvr_ray.errors import ConfigError, ManifestError, PublishConflictError, StorageError
 from mvr_ray.store import manifest, paths
@@ -238,3 +239,18 @@ def test_a_download_that_is_cut_short_is_refused(serve: Serve, monkeypatch: pyte
         monkeypatch.setattr("mvr_ray.store.objects.obstore.get", lambda *_: cut)
         with pytest.raises(StorageError, match=r"changes\.jsonl came with 4 bytes, not 9"):
             store.local_path("a/changes.jsonl")
+
+
+def test_empty_objects_that_other_programs_make_for_folders_are_neither_files_nor_names(bucket: str):
+    store = Store(bucket)
+    file_system, root = FileSystem.from_uri(bucket)
+    file_system.create_dir(f"{root}/indexes/squad/shards/a")
+    file_system.create_dir(f"{root}/indexes/empty")
+    store.write_bytes("indexes/squad/shards/a/shard.json", b"described")
+    store.write_bytes("indexes/squad/marker", b"")
+    assert store.list("indexes") == ["empty", "squad"]
+    assert store.list("indexes/squad") == ["marker", "shards"]
+    assert [file.name for file in store.stored_files("indexes/squad")] == ["marker"]
+    assert not store.exists("indexes/empty")
+    assert [file.name for file in store.local_path("indexes/squad").rglob("*.json")] == ["shard.json"]
+    assert (store.local_path("indexes/squad") / "marker").read_bytes() == b""
