@@ -254,3 +254,22 @@ def test_empty_objects_that_other_programs_make_for_folders_are_neither_files_no
     assert not store.exists("indexes/empty")
     assert [file.name for file in store.local_path("indexes/squad").rglob("*.json")] == ["shard.json"]
     assert (store.local_path("indexes/squad") / "marker").read_bytes() == b""
+
+
+def test_a_bucket_that_is_not_there_is_named_by_every_writer(bucket: str, tmp_path: Path):
+    store = Store(bucket.replace("@bucket/", "@absent/"))
+    (tmp_path / "file").write_bytes(b"data")
+    for write in (
+        lambda: store.write_bytes("a/file", b"data"),
+        lambda: store.create_once("a/file", b"data"),
+        lambda: store.put_file(tmp_path / "file", "a/file"),
+    ):
+        with pytest.raises(StorageError, match=r"^no bucket .*/absent/.*NoSuchBucket.*; create it, or correct"):
+            write()
+
+
+def test_the_answer_of_a_service_is_in_the_message_and_its_dump_is_not(bucket: str):
+    with pytest.raises(StorageError) as failure:
+        Store(bucket.replace("@bucket/", "@absent/")).list("a")
+    assert "<Code>NoSuchBucket</Code>" in str(failure.value)
+    assert not any(part in str(failure.value) for part in ("\n", "xml version", "RetryErrorImpl"))
