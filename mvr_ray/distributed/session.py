@@ -211,7 +211,7 @@ def _join_cluster(address: str) -> Iterator[None]:
                     _init_ray(address=address)
             except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
                 text = str(error).strip()
-                reason = text.splitlines()[-1] if "Traceback" in text else text
+                reason = text.splitlines()[-1] if "Traceback" in text else " ".join(text.split())
                 raise ResourceError(
                     f"no Ray cluster could be joined at {address!r} (RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']}): "
                     f"{reason}; check the address (host:6379, or the --port that its head was started with) and, with "

@@ -29,6 +29,7 @@ from mvr_ray.errors import (
     ConfigError,
     MissingInputError,
     MvrRayError,
+    NoAnswerError,
     StorageError,
     is_full_disk,
 )
@@ -695,6 +696,5 @@ def _storage_errors(
         reason = getattr(error, "strerror", None) or reason_of(error)
         is_denied = getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS)
         is_denied |= isinstance(error, PermissionDeniedError | UnauthenticatedError)
-        raise (AccessError if is_denied else StorageError)(
-            f"cannot {action} {where}: {reason}{space}; {cure}"
-        ) from error
+        kind = AccessError if is_denied else NoAnswerError if isinstance(error, BaseError) else StorageError
+        raise kind(f"cannot {action} {where}: {reason}{space}; {cure}") from error

@@ -16,7 +16,7 @@ from obstore.exceptions import UnauthenticatedError
 from obstore.store import GCSStore, MemoryStore, S3Store
 from pyarrow.fs import FileSystem
 
-from mvr_ray.errors import ConfigError, ManifestError, PublishConflictError, StorageError
+from mvr_ray.errors import ConfigError, ManifestError, NoAnswerError, PublishConflictError, StorageError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -269,7 +269,7 @@ def test_a_bucket_that_is_not_there_is_named_by_every_writer(bucket: str, tmp_pa
 
 
 def test_the_answer_of_a_service_is_in_the_message_and_its_dump_is_not(bucket: str):
-    with pytest.raises(StorageError) as failure:
+    with pytest.raises(NoAnswerError) as failure:
         Store(bucket.replace("@bucket/", "@absent/")).list("a")
     assert "<Code>NoSuchBucket</Code>" in str(failure.value)
     assert not any(part in str(failure.value) for part in ("\n", "xml version", "RetryErrorImpl"))
