@@ -115,8 +115,9 @@ class Demo:
         print_result(table(title, columns, rows))
         print_result(table("time", ["stage", "took"], [(name, duration(s)) for name, s in self.seconds.items()]))
         numbers = {"measured": to_plain(self.results), "seconds": self.seconds, "run": to_plain(self.run)}
-        Store(self.run.store.path).write_bytes("demo.json", json.dumps(numbers, indent=2).encode())
-        print_result(f"{duration(sum(self.seconds.values()))} in all; numbers in {self.run.store.path}/demo.json")
+        store = Store(self.run.store.path)
+        store.write_bytes("demo.json", json.dumps(numbers, indent=2).encode())
+        print_result(f"{duration(sum(self.seconds.values()))} in all; numbers in {store.where('demo.json')}")
 
     def value(self, system: str, questions: str, key: str) -> str:
         [row] = [row for row in self.results if (row.system, row.questions) == (system, questions)]

@@ -203,11 +203,12 @@ def corpus_size(run: RunConfig, passages: int = 0) -> int:
     """Passages to plan for: `passages`, else the number that `prepare` counted."""
     if passages:
         return passages
+    store = Store(run.store.path)
     try:
-        return Corpus.open(Store(run.store.path), run.prepare.corpus).num_passages
+        return Corpus.open(store, run.prepare.corpus).num_passages
     except MissingInputError:
         raise MissingInputError(
-            f"plan: no corpus {run.prepare.corpus!r} in {run.store.path} to count; "
+            f"plan: no corpus {run.prepare.corpus!r} in {store.name} to count; "
             f"run `mvr-ray prepare CONFIG` first, or say how many with --passages N"
         ) from None
 

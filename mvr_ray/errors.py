@@ -13,6 +13,7 @@ MvrRayError
 ├── FilterError          a filter names a field that the corpus lacks, or compares it wrongly
 ├── StorageError         bytes at rest are damaged or cannot be written
 │   ├── AccessError          this process lacks the permission, or the file system is read-only
+│   ├── NoAnswerError        an object store does not answer, or not as it should: what it holds is not known
 │   ├── ManifestError        an index version cannot be described, read or published
 │   │   └── PublishConflictError   another publisher took the version number
 │   ├── DigestError          a file's content is not what its manifest says
@@ -89,6 +90,10 @@ class StorageError(MvrRayError, OSError):
 
 class AccessError(StorageError):
     """This process lacks the permission to read or write there, or the file system is read-only."""
+
+
+class NoAnswerError(StorageError):
+    """An object store does not answer, or not as it should: what it holds is not known."""
 
 
 class ManifestError(StorageError):

@@ -268,6 +268,17 @@ def test_plan_without_a_corpus_says_what_to_run(command, run_file: str) -> None:
     assert "run `mvr-ray prepare CONFIG` first, or say how many with --passages N" in err
 
 
+def test_no_output_shows_the_keys_of_a_stores_address(command, bucket: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("MVR_RAY_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "source.jsonl").write_text('{"id": "a", "text": "A passage."}')
+    run = {"store": {"path": bucket}, "prepare": {"sources": [{"path": str(tmp_path / "source.jsonl")}]}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    for words in (["plan"], ["prepare"], ["retrieve", "output=r.json", "questions=absent"]):
+        name, *overrides = words
+        _, out, err = command(name, str(tmp_path / "run.yaml"), *overrides)
+        assert "bucket" in err and "secret" not in out + err
+
+
 def test_plan_totals_are_the_sums_of_their_lines(command, run_file: str) -> None:
     _, out, _ = command("plan", run_file, "--passages", "1000", "--json")
     plan = json.loads(out)

@@ -179,7 +179,7 @@ class Index:
     def __repr__(self) -> str:
         live = self.manifest
         return (
-            f"Index({self.run.store.path!r}, {count_noun(live.num_passages, 'passage')}, "
+            f"Index({self._store.name!r}, {count_noun(live.num_passages, 'passage')}, "
             f"{count_noun(live.num_vectors, 'vector')} of {live.dimension}, "
             f"encoder {live.encoder_fingerprint}, version {live.version})"
         )

@@ -142,6 +142,7 @@ def run_stage(
     from mvr_ray.cli.inputs import check_inputs, ready_command
     from mvr_ray.distributed import session
     from mvr_ray.progress import Reporter
+    from mvr_ray.store.files import Store
     from mvr_ray.store.runs import record, to_plain
 
     if verbose:
@@ -164,7 +165,7 @@ def run_stage(
         run_record.report = report
     plain = to_plain(report)
     plain = plain if isinstance(plain, dict) else {name: plain}
-    folder = f"{run.store.path}/{run_record.folder}" if run_record.folder else ""
+    folder = Store(run.store.path).where(run_record.folder) if run_record.folder else ""
     plain.pop("values", None)
     if plain.pop("ranks", None) is not None:
         plain["questions_file"] = f"{folder}/{next(iter(run_record.files))}" if ranks and folder else None

@@ -70,7 +70,8 @@ def resolve_encoder(run: RunConfig, corpus: Corpus | None = None) -> LocalEncode
     `corpus` is read if `encoder.sentences` or int8 needs its texts; default: the run's own.
     """
     full = _named_encoder(run, corpus)
-    load = cache(partial(DualEncoder.load, full.folder))  # once, and only if a conversion needs it
+    # Loaded once, and only if a conversion needs it.
+    load = cache(partial(open_encoder, Store(run.store.path), full.name, full.fingerprint, only_embeds=False))
     precision = _auto_precision(run, full, load) if run.index.precision == "auto" else run.index.precision
     return full if precision in ("fp32", full.precision) else _in_lower_precision(run, full, load, corpus, precision)
 
@@ -166,7 +167,9 @@ def open_encoder(
     store: Store, name: str, fingerprint: str, *, gpu: bool = False, only_embeds: bool = True
 ) -> DualEncoder:
     """Load and check a snapshot, with `gpu` on this process's GPU. `only_embeds` as in `DualEncoder.load`."""
-    encoder = DualEncoder.load(local_encoder(store, name, fingerprint).folder, only_embeds and not gpu)
+    folder = local_encoder(store, name, fingerprint).folder
+    load = partial(DualEncoder.load, only_embeds=only_embeds and not gpu)
+    encoder = store.open_copy(folder, paths.encoder_dir(name, fingerprint), load)
     return encoder.to("cuda") if gpu else encoder
 
 

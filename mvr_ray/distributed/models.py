@@ -77,7 +77,8 @@ def pair_spec(run: RunConfig) -> PairSpec:
 def open_model(kind: ModelKind, address: ModelAddress, spec: Any) -> Any:
     """Load a model."""
     if address.stored:
-        return MODEL_CLASSES[kind].load(Store(address.store).local_path(address.stored), spec)
+        store, path = Store(address.store), address.stored
+        return store.open_copy(store.local_path(path), path, lambda folder: MODEL_CLASSES[kind].load(folder, spec))
     return MODEL_CLASSES[kind].open(address.folder, spec)
 
 

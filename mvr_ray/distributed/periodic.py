@@ -1,17 +1,56 @@
-"""Run a function periodically in a background thread."""
+"""Run a function periodically in a background thread, or hold its last result."""
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from typing import Generic, TypeVar
 
 from mvr_ray.distributed.ray_errors import ray_error_types
-from mvr_ray.errors import first_line
+from mvr_ray.errors import NoAnswerError, first_line
 
 log = logging.getLogger(__name__)
 
 JOIN_S = 1.0
 RETRY_S = 1.0
+T = TypeVar("T")
+
+
+class LastResult(Generic[T]):
+    """The last result of a function that asks a store. Safe to use from several threads."""
+
+    def __init__(self, function: Callable[[], T], valid_s: float, wait_s: float) -> None:
+        self._function, self._valid_s, self._wait_s = function, valid_s, wait_s
+        self._lock = threading.Lock()
+        self._results: list[T] = []
+        self._call: Future[T] | None = None
+        self._due_s = 0.0
+
+    def get(self) -> T:
+        """Return the last result. One older than `valid_s` first begins another call, in a thread of its own; if that
+        has no result in `wait_s`, or fails with NoAnswerError, the last one holds. The first call may take any time."""
+        with self._lock:
+            if self._call is None or (self._call.done() and time.monotonic() >= self._due_s):
+                self._call, self._due_s = Future(), time.monotonic() + self._valid_s
+                threading.Thread(target=self._run, args=(self._call,), name="mvr-last-result", daemon=True).start()
+            call, results = self._call, self._results
+        try:
+            return call.result(self._wait_s if results else None)
+        except (TimeoutError, NoAnswerError):
+            if not results:
+                raise
+            return results[0]
+
+    def _run(self, call: "Future[T]") -> None:
+        try:
+            result = self._function()
+        except BaseException as error:  # noqa: BLE001  # who waits gets it
+            call.set_exception(error)
+        else:
+            self._results = [result]
+            call.set_result(result)
 
 
 @contextmanager

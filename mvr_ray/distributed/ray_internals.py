@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 READ_FROM = "2.60."
 _CONNECT_S = 5
 _CLUSTER_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_TRIES_VARIABLE = "RAY_gcs_server_port_wait_time_s"
 
 
 @contextmanager
@@ -39,6 +40,19 @@ def loopback_node() -> Iterator[None]:
         del os.environ[_CLUSTER_VARIABLE]
         if variable is not None:
             os.environ[_CLUSTER_VARIABLE] = variable
+
+
+@contextmanager
+def one_try() -> Iterator[None]:
+    """Let a driver that joins a cluster in this block try once, which takes 40 seconds where another program than Ray's
+    control store listens. Without a number in the environment, Ray tries 20 times."""
+    is_set = _TRIES_VARIABLE in os.environ
+    os.environ.setdefault(_TRIES_VARIABLE, "1")
+    try:
+        yield
+    finally:
+        if not is_set:
+            del os.environ[_TRIES_VARIABLE]
 
 
 def listens_on_loopback_alone(address: str) -> bool:

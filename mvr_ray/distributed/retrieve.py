@@ -239,6 +239,6 @@ def question_set(corpus: Corpus, name: str) -> QuestionSet:
         set_names = ", ".join(question_sets(corpus)) or "none"
         raise MissingInputError(
             f"questions {name!r}: neither a file, nor a folder, nor a set of corpus {corpus.name!r} in "
-            f"{corpus.store.root} (sets: {set_names})"
+            f"{corpus.store.name} (sets: {set_names})"
         )
     return QuestionSet(path.name, read_question_file(path))

@@ -34,6 +34,7 @@ from mvr_ray.deadline import Deadline
 from mvr_ray.distributed import session
 from mvr_ray.distributed.encoders import open_encoder, require_encoder
 from mvr_ray.distributed.lexical import open_statistics
+from mvr_ray.distributed.periodic import LastResult
 from mvr_ray.distributed.searching.merged_results import MergedResults, overlay_results, shard_starts
 from mvr_ray.distributed.searching.messages import ScanRequest, ShardFailure
 from mvr_ray.distributed.searching.searcher import Fleet, LocalSearchers, SearcherTask
@@ -43,6 +44,7 @@ from mvr_ray.errors import (
     DigestError,
     EncoderError,
     MissingInputError,
+    NoAnswerError,
     ShardIndexError,
     StorageError,
     UnknownPassageError,
@@ -83,6 +85,8 @@ MAX_SPANS = 16_384
 MAX_DEPTHS = 256
 SOURCES_S = 10.0
 """Seconds for which a check of corpus and encoder in the store stays valid."""
+SOURCES_WAIT_S = 1.0
+"""Wait for a later check, as the store may be slow; until it ends, the last one is valid."""
 SECOND_ROUND_SHARE = 0.25
 """Share of the time reserved for a second round if `min_coverage` is below 1; a silent shard cannot use it up."""
 FIRST_ROWS_ONLY = "its first rows are among the hits, those of the second round did not arrive"
@@ -123,7 +127,7 @@ class Router:
         self._lock = threading.Lock()
         self._encoder: DualEncoder | None = None
         self._corpus: Corpus | None = None
-        self._missing_sources = lru_cache(1)(lambda interval: list(self._find_missing_sources()))
+        self._missing_sources = LastResult(lambda: list(self._find_missing_sources()), SOURCES_S, SOURCES_WAIT_S)
         self._corpus_statistics: CorpusStatistics | None = None
         self._spans = lru_cache(MAX_SPANS)(lambda passage: tuple(self.encoder.view_spans(passage)))
 
@@ -387,20 +391,28 @@ class Router:
     def missing_sources(self) -> list[str]:
         """Problems with the version's corpus and encoder in the store, each with what to do.
 
-        Empty if texts can be embedded and passages shown. The check is repeated every SOURCES_S.
+        Empty if texts can be embedded and passages shown. The check is repeated every SOURCES_S. An object store that
+        does not answer changes nothing: what the version needs is open here.
         """
-        return self._missing_sources(time.monotonic() // SOURCES_S)
+        try:
+            return self._missing_sources.get()
+        except NoAnswerError as error:
+            return [str(error)]
 
     def _find_missing_sources(self) -> Iterator[str]:
         try:
             require_encoder(self.store, self.manifest)
             _ = self.encoder
+        except NoAnswerError:
+            raise
         except (EncoderError, StorageError, MissingInputError) as error:
             yield str(error)
         try:
             corpus = Corpus.open(self.store, self.manifest.corpus, self.manifest.corpus_digest)
             for path, reason in corpus.find_missing():
                 yield f"{self.store.where(path)} {reason}; roll back, or `mvr-ray prepare CONFIG` on the same sources"
+        except NoAnswerError:
+            raise
         except (StorageError, MissingInputError) as error:
             yield str(error)
 

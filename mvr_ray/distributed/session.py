@@ -210,11 +210,15 @@ def _join_cluster(address: str) -> Iterator[None]:
                 os.environ["RAY_AUTH_MODE"] = "token" if use_token else "disabled"
             ray_internals.reread_authentication()
             try:
-                _init_ray(address=address)
+                with ray_internals.one_try():
+                    _init_ray(address=address)
             except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+                text = str(error).strip()
+                reason = text.splitlines()[-1] if "Traceback" in text else " ".join(text.split())
                 raise ResourceError(
                     f"no Ray cluster could be joined at {address!r} (RAY_AUTH_MODE={os.environ['RAY_AUTH_MODE']}): "
-                    f"{error}; check the address and, with token authentication, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+                    f"{reason}; check the address (host:6379, or the --port that its head was started with) and, with "
+                    f"token authentication, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
                 ) from error
         try:
             yield

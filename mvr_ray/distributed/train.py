@@ -12,10 +12,11 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow.fs
 import ray
 import ray.train
 import torch
@@ -176,7 +177,7 @@ def _train_on_workers(run: RunConfig, progress: Progress) -> TrainState:
             torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
             run_config=api.RunConfig(
                 name=f"train-{uuid.uuid4().hex}",
-                storage_path=storage,
+                **storage,
                 failure_config=api.FailureConfig(max_failures=MAX_RESTARTS),
             ),
         )
@@ -216,18 +217,22 @@ def _interruptible() -> Iterator[None]:
 
 
 @contextmanager
-def _storage(run: RunConfig, info: session.ClusterInfo) -> Iterator[str]:
-    """Folder for Ray Train's own small files: on this machine, or in the store if there are several machines."""
+def _storage(run: RunConfig, info: session.ClusterInfo) -> Iterator[dict[str, Any]]:
+    """Options of Ray Train for its own small files: on this machine, or in the store if there are several machines."""
     if len(info.nodes) == 1 and not info.can_grow:
         with scratch_folder(Path(tempfile.gettempdir()), "mvr-train-") as folder:
-            yield str(folder)
+            yield {"storage_path": str(folder)}
         return
     store = Store(run.store.path)
-    path = paths.training_dir(run.encoder.name, f"ray-{uuid.uuid4().hex[:8]}")
+    local = pyarrow.fs.LocalFileSystem(), store.address
+    # By the keys and options of the address, which Ray Train itself would discard.
+    file_system, root = local if store.is_local else pyarrow.fs.FileSystem.from_uri(store.root)
+    path = f"{root}/{paths.training_dir(run.encoder.name, f'ray-{uuid.uuid4().hex[:8]}')}"
     try:
-        yield f"{store.address}/{path}" if store.is_local else store.where(path)
+        yield {"storage_filesystem": file_system, "storage_path": path}
     finally:
-        store.delete_dir(path)
+        with suppress(FileNotFoundError):
+            file_system.delete_dir(path)
 
 
 def _translate_failure(error: Exception) -> Exception:

@@ -8,6 +8,7 @@ run file says what is searched. Other machines reach such a Serve, so it needs a
 
 import logging
 import os
+import re
 import signal
 import socket
 import time
@@ -157,12 +158,21 @@ def _start_serve(run: RunConfig) -> int:
     return port
 
 
+def _replica_error(error: RuntimeError) -> str:
+    """Return why no replica started: the last line of its error, which Serve tells in the status of the deployment."""
+    application = serve.status().applications.get("mvr_ray")
+    messages = [deployment.message.strip() for deployment in application.deployments.values()] if application else []
+    text = "\n".join(messages) or first_line(error)
+    reasons = re.findall(r"^mvr_ray\.errors\.\w+: (.*)", text, re.MULTILINE)
+    return reasons[-1] if reasons else text.splitlines()[-1]
+
+
 def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[str], None]) -> None:
     """Deploy the app and serve until SIGINT or SIGTERM, then shut it down. A second signal changes nothing.
 
     Raises ConfigError, MissingInputError for a version that does not exist or lacks its encoder, and ShardIndexError
-    for one without the words that `search.hybrid` needs, before Ray starts. HAProxy runs on this machine, and so must a
-    proxy of Serve: in a running cluster, call this on the head.
+    for one without the words that `search.hybrid` needs, before Ray starts; ResourceError where no replica starts.
+    HAProxy runs on this machine, and so must a proxy of Serve: in a running cluster, call this on the head.
     """
     from mvr_ray.distributed.encoders import require_encoder
     from mvr_ray.distributed.router import require_words
@@ -182,7 +192,10 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
     with ReverseProxy(run.serve, tokens) as proxy, connect(run.resources):
         port = _start_serve(run)
         try:
-            serve.run(application(run, version, tokens), name="mvr_ray", route_prefix="/")
+            try:
+                serve.run(application(run, version, tokens), name="mvr_ray", route_prefix="/")
+            except RuntimeError as error:
+                raise ResourceError(f"the server could not start: {_replica_error(error)}") from error
             try:  # Serve has a proxy on the head, and on nodes with replicas
                 socket.create_connection((_LOOPBACK, port), timeout=_CONNECT_S).close()
             except OSError as error:

@@ -24,9 +24,17 @@ from urllib.parse import unquote
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
 from mvr_ray.config import resolve_path
-from mvr_ray.errors import AccessError, ConfigError, MissingInputError, StorageError, first_line, is_full_disk
+from mvr_ray.errors import (
+    AccessError,
+    ConfigError,
+    MissingInputError,
+    MvrRayError,
+    NoAnswerError,
+    StorageError,
+    is_full_disk,
+)
 from mvr_ray.store.object_cache import cache_dir
-from mvr_ray.store.objects import ObjectFiles, open_address
+from mvr_ray.store.objects import ObjectFiles, open_address, reason_of
 from mvr_ray.store.scratch import scratch_folder
 
 SCRATCH = ".scratch"
@@ -381,6 +389,18 @@ class Store:
             return f"has {size} bytes, not {num_bytes}"
         return "" if self.sha256(path) == sha256 else f"has another sha256 than {sha256}"
 
+    def open_copy(self, local: Path, path: str, load: Callable[[Path], R]) -> R:
+        """Return what `load` makes of `local`, from `local_path(path)`. If it refuses a copy in the cache, which may be
+        damaged, that is fetched again first."""
+        try:
+            return load(local)
+        except MvrRayError:
+            if self.is_local:
+                raise
+        for file in _files_of(local) or [local]:
+            _distrust(file)
+        return load(self.local_path(path))
+
     def is_whole(self, local: Path, path: str, num_bytes: int, sha256: str) -> bool:
         """Return whether `local`, from `local_path(path)`, is there with this size and digest. A copy in the cache that
         differs or is gone is fetched again first; it stays until then, as another process may read it. Raises
@@ -391,8 +411,7 @@ class Store:
 
         with _storage_errors("read", self.where(path)):
             if not self.is_local and not equals():
-                with contextlib.suppress(FileNotFoundError):
-                    os.utime(local, (0, 0))
+                _distrust(local)
                 with contextlib.suppress(MissingInputError):
                     self.local_path(path)
             return equals()
@@ -507,6 +526,12 @@ def cached_sha256_of(path: Path, expected: str = "") -> str:
             _DIGESTS.pop(next(iter(_DIGESTS)), None)
         _DIGESTS[key] = digest, stat.st_ctime_ns
     return digest
+
+
+def _distrust(copy: Path) -> None:
+    """Give a copy in the cache a time that no object has, so that it is fetched again."""
+    with contextlib.suppress(OSError):  # not there, or another user's
+        os.utime(copy, (0, 0))
 
 
 def drop_cached_sha256_of(path: Path) -> None:
@@ -668,9 +693,8 @@ def _storage_errors(
         size = f"{num_bytes} bytes to write, {free} free" if num_bytes else f"{free} bytes free"
         space = f" ({size})" if free is not None else ""
         cure = "free space and run the same command again" if full else "check the path and its permissions"
-        reason = getattr(error, "strerror", None) or first_line(error)
+        reason = getattr(error, "strerror", None) or reason_of(error)
         is_denied = getattr(error, "errno", None) in (errno.EACCES, errno.EPERM, errno.EROFS)
         is_denied |= isinstance(error, PermissionDeniedError | UnauthenticatedError)
-        raise (AccessError if is_denied else StorageError)(
-            f"cannot {action} {where}: {reason}{space}; {cure}"
-        ) from error
+        kind = AccessError if is_denied else NoAnswerError if isinstance(error, BaseError) else StorageError
+        raise kind(f"cannot {action} {where}: {reason}{space}; {cure}") from error

@@ -277,7 +277,8 @@ def open_shard(store: Store, index: str, entry: ShardEntry) -> Path:
     remote = paths.shard_dir(index, entry.digest)
     folder = store.local_path(remote)
     if (description := folder / paths.SHARD_JSON).is_file():
-        _described_digest(description.read_bytes(), str(description))
+        path = f"{remote}/{paths.SHARD_JSON}"
+        store.open_copy(description, path, lambda file: _described_digest(file.read_bytes(), str(file)))
     for name, file in entry.files.items():
         _require_whole(store, folder / name, f"{remote}/{name}", file, f" of shard {entry.shard}")
     return folder

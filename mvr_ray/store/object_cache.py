@@ -10,7 +10,10 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+from mvr_ray.errors import StorageError, is_full_disk
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +29,21 @@ def cache_dir() -> Path:
     """Return the folder for copies of object-store files: `MVR_RAY_CACHE`, else a folder of the user's cache."""
     folder = os.environ.get("MVR_RAY_CACHE")
     return Path(folder) if folder else Path.home() / ".cache" / "mvr_ray"
+
+
+@contextlib.contextmanager
+def translate_copy_errors() -> Iterator[None]:
+    """Convert the system's errors of writing copies to StorageError. Errors of the object store have no number."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        cure = "free space on its disk" if is_full_disk(error) else "let this process write in that folder"
+        raise StorageError(
+            f"local copies of the store's objects cannot be written in {cache_dir()}: {error.strerror}; {cure}, or set "
+            f"MVR_RAY_CACHE to another folder"
+        ) from error
 
 
 def mark_used(file: Path, changed_s: float) -> None:

@@ -16,6 +16,7 @@ import hashlib
 import importlib.util
 import os
 import random
+import re
 import time
 import uuid
 from collections.abc import Sequence
@@ -29,8 +30,8 @@ import pyarrow.fs
 from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import GCSStore, ObjectStore, S3Store
 
-from mvr_ray.errors import ConfigError, StorageError, first_line
-from mvr_ray.store.object_cache import make_room, mark_used
+from mvr_ray.errors import ConfigError, StorageError
+from mvr_ray.store.object_cache import make_room, mark_used, translate_copy_errors
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -99,9 +100,27 @@ def _s3_settings(bucket: str, user: str, endpoint: str, region: str) -> dict[str
     return settings | ({"region": region} if region else {})
 
 
+def reason_of(error: BaseException | None) -> str:
+    """Return the message of an error in one line, with the service's answer, XML of several lines, and without the dump
+    that obstore adds."""
+    text = str(error).partition("Debug source:")[0]
+    return " ".join(re.sub(r"<\?xml.*?\?>", "", text).split()) or type(error).__name__
+
+
 def _part_bytes(num_bytes: int) -> int:
     """Return the size of an upload's parts, so that there are not too many."""
     return max(MIN_PART_BYTES, -(-num_bytes // MAX_PARTS))
+
+
+def _without_folders(path: str, listing: "Sequence[ObjectMeta]") -> "Sequence[ObjectMeta]":
+    """Return the listing of a path without the empty objects of names with a last `/` that other programs make for
+    folders. Listings show these without the `/`."""
+    folders = {path}
+    for meta in listing:
+        folder = meta["path"]
+        while (folder := folder.rpartition("/")[0]) not in folders:
+            folders.add(folder)
+    return [meta for meta in listing if meta["size"] or meta["path"] not in folders]
 
 
 class ObjectFiles:
@@ -115,7 +134,7 @@ class ObjectFiles:
         return bytes(obstore.get(self._objects, path).bytes())
 
     def write(self, path: str, data: bytes) -> None:
-        obstore.put(self._objects, path, data)
+        self._put(path, data)
 
     def create_once(self, path: str, data: bytes) -> None:
         """Write to a free path. Raises FileExistsError if it is taken, TimeoutError if no try succeeded."""
@@ -125,7 +144,7 @@ class ObjectFiles:
             if attempt:
                 time.sleep(random.uniform(0.5, 1) * FIRST_PAUSE_S * 2**attempt)
             try:
-                obstore.put(self._objects, path, data, mode="create")
+                self._put(path, data, mode="create")
                 return
             except (PermissionDeniedError, UnauthenticatedError):
                 raise
@@ -140,7 +159,7 @@ class ObjectFiles:
                 failure = error
         content = self._read_if_there(path)
         if content is None:
-            raise TimeoutError(f"{path} not created in {CREATE_TRIES} tries: {first_line(failure)}")
+            raise TimeoutError(f"{path} not created in {CREATE_TRIES} tries: {reason_of(failure)}")
         if content != data:
             raise FileExistsError(f"{path} exists")
 
@@ -150,7 +169,7 @@ class ObjectFiles:
             if self._is_conditional:
                 return
             try:
-                obstore.put(self._objects, PROBE, b"", mode="create")
+                self._put(PROBE, b"", mode="create")
             except AlreadyExistsError:
                 self._is_conditional = True
             except (PermissionDeniedError, UnauthenticatedError):
@@ -158,7 +177,7 @@ class ObjectFiles:
             except BaseError as error:
                 if self.exists(PROBE):
                     continue
-                raise StorageError(f"the store takes no conditional PUT ({first_line(error)})") from error
+                raise StorageError(f"the store takes no conditional PUT ({reason_of(error)})") from error
         if not self._is_conditional:
             raise StorageError(
                 "the store ignores the condition of a conditional PUT (If-None-Match), so that two publishers could "
@@ -172,14 +191,15 @@ class ObjectFiles:
             return None
 
     def upload(self, source: Path, path: str) -> None:
-        obstore.put(self._objects, path, source, chunk_size=_part_bytes(source.stat().st_size))
+        self._put(path, source, chunk_size=_part_bytes(source.stat().st_size))
 
     def download(self, path: str, cache: Path) -> Path:
         """Copy a file or folder to the cache; fetch files with another size or time again, very young ones always."""
         if not (files := self._at_or_below(path)):
             raise FileNotFoundError(path)
-        for file in files:
-            self._download_file(file, cache / file["path"])
+        with translate_copy_errors():
+            for file in files:
+                self._download_file(file, cache / file["path"])
         return cache / path
 
     def exists(self, path: str) -> bool:
@@ -187,13 +207,14 @@ class ObjectFiles:
 
     def files(self, path: str) -> list[tuple[str, int, float]]:
         """List name, size and time of change of the objects directly under a path, or the whole prefix."""
-        listing = obstore.list_with_delimiter(self._objects, path or None)["objects"]
+        listing = _without_folders(path, obstore.list_with_delimiter(self._objects, path or None)["objects"])
         return [(meta["path"].rpartition("/")[2], meta["size"], meta["last_modified"].timestamp()) for meta in listing]
 
     def list(self, path: str) -> list[str]:
         listing = obstore.list_with_delimiter(self._objects, path)
-        names = [*listing["common_prefixes"], *(meta["path"] for meta in listing["objects"])]
-        return [name.rstrip("/").rpartition("/")[2] for name in names]
+        objects = _without_folders(path, listing["objects"])
+        names = {name.rstrip("/") for name in (*listing["common_prefixes"], *(meta["path"] for meta in objects))}
+        return [name.rpartition("/")[2] for name in names]
 
     def size_bytes(self, path: str) -> int:
         meta = self._meta(path)
@@ -246,6 +267,15 @@ class ObjectFiles:
             digest.update(piece)
         return digest.hexdigest()
 
+    def _put(self, path: str, data: bytes | Path, **options: Any) -> None:
+        """Put an object. Raises StorageError where there is no bucket, for which obstore says that the object is not
+        there."""
+        try:
+            obstore.put(self._objects, path, data, **options)
+        except FileNotFoundError as error:
+            cure = "create it, or correct store.path"
+            raise StorageError(f"no bucket to write in ({reason_of(error)}); {cure}") from None
+
     def _meta(self, path: str) -> "ObjectMeta | None":
         try:
             return obstore.head(self._objects, path)
@@ -257,7 +287,7 @@ class ObjectFiles:
         return [meta] if (meta := self._meta(path)) else self._below(path)
 
     def _below(self, path: str) -> "Sequence[ObjectMeta]":
-        return [meta for page in obstore.list(self._objects, path) for meta in page]
+        return _without_folders(path, [meta for page in obstore.list(self._objects, path) for meta in page])
 
     def _download_file(self, meta: "ObjectMeta", target: Path) -> None:
         changed_s = meta["last_modified"].timestamp()

@@ -2,8 +2,11 @@
 
 import threading
 
+import pytest
+
 from mvr_ray.distributed import periodic
-from mvr_ray.distributed.periodic import run_periodically
+from mvr_ray.distributed.periodic import LastResult, run_periodically
+from mvr_ray.errors import NoAnswerError
 
 
 def test_a_function_that_fails_is_called_again_and_its_error_is_logged(caplog, monkeypatch):
@@ -21,3 +24,29 @@ def test_a_function_that_fails_is_called_again_and_its_error_is_logged(caplog, m
     with run_periodically(function, 0.0, "mvr-test"):
         assert second_event.wait(10)
     assert "mvr-test failed" in caplog.text and "what no one expected" in caplog.text
+
+
+def test_the_last_result_holds_while_the_next_call_fails_or_takes_long():
+    answers, may_end = ["first", NoAnswerError("down"), "late", "last"], threading.Event()
+
+    def function() -> str:
+        answer = answers.pop(0)
+        if answer == "late":
+            may_end.wait(60)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    result = LastResult(function, 0.0, 0.05)
+    assert [result.get() for _ in range(5)] == ["first"] * 5 and answers == ["last"]
+    result = LastResult(function, 60.0, 60.0)
+    assert [result.get() for _ in range(2)] == ["last"] * 2 and not answers
+    may_end.set()
+
+
+def test_the_first_result_is_waited_for_and_its_error_raised():
+    def function() -> str:
+        raise NoAnswerError("down")
+
+    with pytest.raises(NoAnswerError, match="down"):
+        LastResult(function, 60.0, 0.0).get()

@@ -1,13 +1,17 @@
 """Checks that the installed Ray is the version that `ray_internals` was written for, and behaves as it requires."""
 
 import importlib.util
+import inspect
+import os
 import re
 from pathlib import Path
 
+import pytest
 import ray
 from ray._private import ray_constants, services
+from ray._private.node import Node
 
-from mvr_ray.distributed.ray_internals import READ_FROM, accepts_without_token, loopback_node
+from mvr_ray.distributed.ray_internals import READ_FROM, accepts_without_token, loopback_node, one_try
 
 
 def test_ray_is_the_one_that_its_internals_were_read_from() -> None:
@@ -23,6 +27,20 @@ def test_ray_replaces_the_loopback_by_the_address_of_the_machine_except_in_the_b
 
 def test_ray_reads_the_switch_of_clusters_by_the_name_that_children_get() -> None:
     assert ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR == "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
+
+def test_a_driver_tries_to_join_as_often_as_the_variable_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "RAY_gcs_server_port_wait_time_s"
+    assert "num_retries = max(1, int(gcs_wait_override))" in (source := inspect.getsource(Node._init_gcs_client))
+    assert f'gcs_wait_override = os.environ.get("{name}")' in source
+    monkeypatch.delenv(name, raising=False)
+    with one_try():
+        assert os.environ[name] == "1"
+    assert name not in os.environ
+    monkeypatch.setenv(name, "60")
+    with one_try():
+        assert os.environ[name] == "60"
+    assert os.environ[name] == "60"
 
 
 def test_an_address_where_nothing_listens_does_not_accept_a_client() -> None:

@@ -15,6 +15,7 @@ import ray
 import torch
 import yaml
 from prepared_corpus import only_corpus
+from ray.train.v2._internal.execution.storage import get_fs_and_path
 
 from mvr_ray.config import RunConfig, load_run, parse_run
 from mvr_ray.core.encoding.encoder import DualEncoder
@@ -440,14 +441,20 @@ def test_training_goes_on_from_a_snapshot_of_equal_settings_only(store_path):
         train(run_of(store_path, {**settings, "init_from": first.fingerprint}, {"name": "chain", "num_views": 4}))
 
 
-@pytest.mark.parametrize("scheme", ["", "file://"])
-def test_files_of_ray_train_are_in_a_store_that_several_machines_share_and_go_with_the_run(tmp_path, scheme):
+@pytest.mark.parametrize("scheme", ["", "file://", "s3://"])
+def test_files_of_ray_train_are_in_a_store_that_several_machines_share_and_go_with_the_run(tmp_path, scheme, request):
+    """An object store is reached by the keys and the endpoint of its address."""
     cluster = ClusterInfo(8, 0, 0, (Node(4, 0, 0), Node(4, 0, 0)))
-    run = parse_run({"store": {"path": f"{scheme}{tmp_path}/store"}}, "test")
-    with _storage(run, cluster) as folder:
-        Path(folder).mkdir(parents=True)
-        assert Path(folder).is_relative_to(tmp_path / "store")
-    assert not Path(folder).exists()
+    root = request.getfixturevalue("bucket") if scheme == "s3://" else f"{scheme}{tmp_path}/store"
+    run, store = parse_run({"store": {"path": root}}, "test"), Store(root)
+    with _storage(run, cluster) as storage:
+        files, folder = get_fs_and_path(**storage)
+        files.create_dir(folder)
+        with files.open_output_stream(f"{folder}/file") as file:
+            file.write(b"data")
+        [name] = store.list("training/encoder")
+        assert store.list(f"training/encoder/{name}") == ["file"]
+    assert store.list("training/encoder") == []
 
 
 @pytest.mark.slow

@@ -3,11 +3,13 @@
 import dataclasses
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from mvr_ray.config import RunConfig, ServeConfig
 from mvr_ray.distributed.hot_swap import open_hot_swap_router
+from mvr_ray.errors import NoAnswerError
 from mvr_ray.serving.schemas import Readiness
 from mvr_ray.serving.service import SearchService
 from mvr_ray.store import manifest, paths
@@ -55,6 +57,20 @@ def test_a_replica_over_a_store_that_lost_corpus_or_encoder_is_not_ready_and_say
     assert readiness(run).ready
     shutil.rmtree(encoder)
     assert not readiness(run).ready
+
+
+def test_a_server_stays_ready_while_its_store_does_not_answer(own_index: Path, run_over, monkeypatch):
+    """What it answers from is open; else an outage of the store would end every server's at once."""
+    run = run_over(own_index)
+    monkeypatch.setattr("mvr_ray.distributed.router.SOURCES_S", 0.0)
+    with open_hot_swap_router(run, local=True) as router:
+        service = SearchService(router, ServeConfig())
+        assert service.readiness().ready
+        down = Mock(side_effect=NoAnswerError("the store is down"))
+        monkeypatch.setattr("mvr_ray.distributed.router.require_encoder", down)
+        assert service.readiness().ready and down.called
+    answer = readiness(run)
+    assert not answer.ready and answer.problems == ["the store is down"]
 
 
 def test_a_server_that_cannot_follow_a_version_is_ready_and_names_it_until_it_can(own_index: Path, run_over):

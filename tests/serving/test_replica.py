@@ -1,11 +1,15 @@
 """Checks what `mvr-ray serve` refuses before any cluster is touched, and an index behind a client."""
 
+import traceback
+from types import SimpleNamespace
+
 import pytest
+from ray import serve
 
 from mvr_ray.client import Client, RefusedError
 from mvr_ray.config import RunConfig
-from mvr_ray.errors import ConfigError
-from mvr_ray.serving.replica import load_tokens
+from mvr_ray.errors import ConfigError, ResourceError
+from mvr_ray.serving.replica import _replica_error, load_tokens
 
 READ = "read-" + "r" * 20
 
@@ -39,6 +43,19 @@ def test_on_the_loopback_tokens_are_taken_where_there_are_any(tmp_path) -> None:
     file = tmp_path / "tokens"
     file.write_text(f"read {READ}\n")
     assert load_tokens(run(tokens_file=str(file)))
+
+
+@pytest.mark.parametrize("text", ["this would wait for ever: no CPU", "No module named 'mvr_ray'"])
+def test_why_no_replica_starts_is_said_in_its_own_words(monkeypatch, text: str) -> None:
+    try:
+        raise ResourceError(text) if " CPU" in text else ImportError(text)
+    except (ResourceError, ImportError):
+        message = f"failed 3 times. Error:\nRuntimeError: {traceback.format_exc()}\n"
+    applications = {"mvr_ray": SimpleNamespace(deployments={"search": SimpleNamespace(message=message)})}
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications=applications))
+    assert _replica_error(RuntimeError("Failed to update the deployments")).removeprefix("ImportError: ") == text
+    applications.clear()
+    assert _replica_error(RuntimeError("Failed to update\nthem")) == "Failed to update"
 
 
 @pytest.mark.data

@@ -14,8 +14,9 @@ import pytest
 from drafts import describe, make_shard
 from obstore.exceptions import UnauthenticatedError
 from obstore.store import GCSStore, MemoryStore, S3Store
+from pyarrow.fs import FileSystem
 
-from mvr_ray.errors import ConfigError, ManifestError, PublishConflictError, StorageError
+from mvr_ray.errors import ConfigError, ManifestError, NoAnswerError, PublishConflictError, StorageError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -238,3 +239,37 @@ def test_a_download_that_is_cut_short_is_refused(serve: Serve, monkeypatch: pyte
         monkeypatch.setattr("mvr_ray.store.objects.obstore.get", lambda *_: cut)
         with pytest.raises(StorageError, match=r"changes\.jsonl came with 4 bytes, not 9"):
             store.local_path("a/changes.jsonl")
+
+
+def test_empty_objects_that_other_programs_make_for_folders_are_neither_files_nor_names(bucket: str):
+    store = Store(bucket)
+    file_system, root = FileSystem.from_uri(bucket)
+    file_system.create_dir(f"{root}/indexes/squad/shards/a")
+    file_system.create_dir(f"{root}/indexes/empty")
+    store.write_bytes("indexes/squad/shards/a/shard.json", b"described")
+    store.write_bytes("indexes/squad/marker", b"")
+    assert store.list("indexes") == ["empty", "squad"]
+    assert store.list("indexes/squad") == ["marker", "shards"]
+    assert [file.name for file in store.stored_files("indexes/squad")] == ["marker"]
+    assert not store.exists("indexes/empty")
+    assert [file.name for file in store.local_path("indexes/squad").rglob("*.json")] == ["shard.json"]
+    assert (store.local_path("indexes/squad") / "marker").read_bytes() == b""
+
+
+def test_a_bucket_that_is_not_there_is_named_by_every_writer(bucket: str, tmp_path: Path):
+    store = Store(bucket.replace("@bucket/", "@absent/"))
+    (tmp_path / "file").write_bytes(b"data")
+    for write in (
+        lambda: store.write_bytes("a/file", b"data"),
+        lambda: store.create_once("a/file", b"data"),
+        lambda: store.put_file(tmp_path / "file", "a/file"),
+    ):
+        with pytest.raises(StorageError, match=r"^no bucket .*/absent/.*NoSuchBucket.*; create it, or correct"):
+            write()
+
+
+def test_the_answer_of_a_service_is_in_the_message_and_its_dump_is_not(bucket: str):
+    with pytest.raises(NoAnswerError) as failure:
+        Store(bucket.replace("@bucket/", "@absent/")).list("a")
+    assert "<Code>NoSuchBucket</Code>" in str(failure.value)
+    assert not any(part in str(failure.value) for part in ("\n", "xml version", "RetryErrorImpl"))

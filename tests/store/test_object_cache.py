@@ -7,10 +7,12 @@ import shutil
 import time
 from collections import namedtuple
 from pathlib import Path
+from unittest.mock import Mock
 
 import pyarrow as pa
 import pytest
 
+from mvr_ray.errors import ConfigError, DigestError, StorageError
 from mvr_ray.store import object_cache
 from mvr_ray.store.files import Store
 
@@ -114,3 +116,37 @@ def test_copies_of_another_user_are_read_and_stay(store, copies, monkeypatch):
     free_space(monkeypatch, -(10**6))
     object_cache.make_room(SIZE)
     assert all(file.exists() for file in copies.values())
+
+
+@pytest.mark.parametrize("path", ["shards", "shards/2"])
+def test_a_copy_that_its_reader_refuses_is_fetched_again_once(store, copies, monkeypatch, path):
+    """A power failure may leave a file of its size and time with other bytes."""
+    monkeypatch.setattr("mvr_ray.store.objects.SETTLED_S", 0.0)
+    local, file = store.local_path(path), copies["shards/2"]
+    stat = file.stat()
+    file.write_bytes(bytes(stat.st_size))
+    os.utime(file, (stat.st_atime, stat.st_mtime))
+    times = []
+
+    def load(copy: Path) -> bytes:
+        times.append(time.time())
+        if not any(content := file.read_bytes()):
+            raise DigestError(f"{copy} is damaged")
+        return content
+
+    assert store.open_copy(store.local_path(path), path, load) == b"2" * SIZE and len(times) == 2
+    assert store.open_copy(local, path, load) == b"2" * SIZE and len(times) == 3
+    with pytest.raises(ConfigError):
+        store.open_copy(local, path, Mock(side_effect=ConfigError))
+
+
+def test_a_cache_that_cannot_be_written_is_named_and_not_the_object(store, tmp_path, monkeypatch, tiny_disk):
+    store.write_bytes("shards/1", bytes(1 << 20))
+    (tmp_path / "file").touch()
+    folders = {"/proc/absent": "No such file or directory", str(tmp_path / "file"): "Not a directory"}
+    if tiny_disk:
+        folders[str(tiny_disk)] = "No space left on device; free space on its disk"
+    for folder, reason in folders.items():
+        monkeypatch.setenv("MVR_RAY_CACHE", folder)
+        with pytest.raises(StorageError, match=rf"cannot be written in {folder}: {reason}.* or set MVR_RAY_CACHE"):
+            store.local_path("shards/1")

@@ -164,9 +164,13 @@ class Checkpoints:
             raise StorageError(f"{where} is missing; run the same command again, or {self._cure()}")
         local = self._store.local_path(f"{self._folder}/{name}") / file
         expected = self._latest().get("files", {}).get(f"{name}/{file}")
-        try:
-            if expected and sha256_of(local) != expected:
+
+        def require_whole(copy: Path) -> None:
+            if expected and sha256_of(copy) != expected:
                 raise DigestError("its sha256 differs from the recorded one")
+
+        try:
+            self._store.open_copy(local, path, require_whole)
         except (OSError, DigestError) as error:
             raise StorageError(f"{where} is damaged ({error}); {self._cure()}") from error
         return local

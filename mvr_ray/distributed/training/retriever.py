@@ -30,7 +30,7 @@ from mvr_ray.core.learning.training import (
     winning_views,
     world_size,
 )
-from mvr_ray.distributed.encoders import encoder_spec, make_encoder, starting_snapshot
+from mvr_ray.distributed.encoders import encoder_spec, make_encoder, open_encoder, starting_snapshot
 from mvr_ray.distributed.training.checkpoints import EpochSums
 from mvr_ray.distributed.training.examples import open_dev, open_examples
 from mvr_ray.distributed.training.steps import StepLoop, TrainingJob, training_job
@@ -93,7 +93,8 @@ def starting_encoder(run: RunConfig, corpus: Corpus) -> DualEncoder:
     start = run.train.init_from
     if start is None:
         return make_encoder(run, corpus.store, corpus)
-    encoder = DualEncoder.load(starting_snapshot(run, start).folder)
+    snapshot = starting_snapshot(run, start)
+    encoder = open_encoder(corpus.store, snapshot.name, snapshot.fingerprint, only_embeds=False)
     spec = encoder_spec(run).fill({name: getattr(encoder.spec, name) for name in MODEL_SETTINGS})
     expected, actual = spec.settings(), encoder.spec.settings()
     if expected != actual:
