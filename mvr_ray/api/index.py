@@ -38,7 +38,7 @@ from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import carry_questions, checked_questions, write_questions
 from mvr_ray.store.update import ChangeRecord, UpdateReport, is_rolled_back, parent_corpus, update_by_records
-from mvr_ray.types import FloatArray, Passage, Progress, no_progress
+from mvr_ray.types import FloatArray, Passage, Progress, Question, no_progress
 from mvr_ray.versions import RollbackReport, VersionInfo
 
 if TYPE_CHECKING:
@@ -303,6 +303,7 @@ class Index:
 
         A version is published where no held-out question loses more than `max_heldout_loss` points. `settings` are
         those of the run file's `refine` section; `feedback`, a file, replaces what the questions' answers would teach.
+        `questions` as of `add_questions`, or the name of a stored set.
         Raises ConfigError if there is nothing to learn from, or questions beside the run file's own `feedback`.
         """
         from mvr_ray.distributed.refine import refine
@@ -314,9 +315,11 @@ class Index:
                     f"refine: questions are given, but the run file's refine.feedback, {self.run.refine.feedback}, "
                     f"would be learned from instead; pass feedback=None, or leave the questions out"
                 )
-            own_questions = rows.questions_of(questions)
-            digest = hashlib.sha256(repr(own_questions).encode(errors="backslashreplace")).hexdigest()
-            own["questions"] = self.add_questions(own_questions, f"refine-{digest[:12]}")
+            own_questions = self._questions(questions)
+            if not isinstance(own_questions, str):
+                digest = hashlib.sha256(repr(own_questions).encode(errors="backslashreplace")).hexdigest()
+                own_questions = self.add_questions(own_questions, f"refine-{digest[:12]}")
+            own["questions"] = own_questions
         elif not {"questions", "feedback"} & set(own):
             path = copy_judgements(self._store, self.run.index.name)
             if path is None:
@@ -328,7 +331,7 @@ class Index:
         self._follow()
         return report
 
-    def add_feedback(self, judgements: Iterable[tuple[str, str, int]]) -> int:
+    def add_feedback(self, judgements: Iterable[tuple[str, PassageId, int]]) -> int:
         """Store judgements (question, passage id, 1 or -1), such as clicks, for `refine`; returns how many there are.
 
             index.add_feedback([("Who built it?", "p7", 1), ("Who built it?", "p9", -1)])
@@ -339,9 +342,11 @@ class Index:
         lines = []
         for number, judgement in enumerate(rows.rows_of(judgements)):
             match judgement:
-                case (str() as question, str() as passage, (1 | -1) as label) if question.strip() and label is not True:
-                    row = {"question": question, "passage_id": passage, "label": int(label)}
-                    for name, text in (("question", question), ("passage id", passage)):
+                case (str() as question, passage, (1 | -1) as label) if (
+                    question.strip() and rows.is_id(passage) and label is not True
+                ):
+                    row = {"question": question, "passage_id": str(passage), "label": int(label)}
+                    for name, text in (("question", question), ("passage id", str(passage))):
                         if not is_text(text):
                             raise DataError(f"judgement {number}: {name} is not valid UTF-8: {text!r:.60}")
                     lines.append(json.dumps(row, ensure_ascii=False))
@@ -377,17 +382,27 @@ class Index:
         from mvr_ray.distributed.evaluate import evaluate
         from mvr_ray.distributed.retrieve import QuestionSet
 
-        live = self._newest()
-        corpus = Corpus.open(self._store, live.corpus, live.corpus_digest)
-        name, sets = "evaluate", None
-        if isinstance(questions, str) and questions in question_sets(corpus):
-            name = questions
+        name, sets, own = "evaluate", None, self._questions(questions)
+        if isinstance(own, str):
+            name = own
         else:
-            sets = [QuestionSet(name, checked_questions(rows.questions_of(questions), name))]
+            sets = [QuestionSet(name, checked_questions(own, name))]
         depths = list(k) if isinstance(k, Iterable) else [k]
         run = self._with(evaluate={"questions": [name], "k": depths})
         with _progress_callback(progress) as callback:
             return evaluate(run, callback, sets)
+
+    def _questions(self, questions: Any) -> str | list[Question]:
+        """Return the name of a stored set, or the questions of a file or an iterable."""
+        live = self._newest()
+        names = question_sets(Corpus.open(self._store, live.corpus, live.corpus_digest))
+        if isinstance(questions, str) and questions in names:
+            return questions
+        try:
+            return rows.questions_of(questions)
+        except MissingInputError as error:
+            known_names = ", ".join(names) or "none"
+            raise MissingInputError(f"{error}, or give the name of a stored set (there are: {known_names})") from None
 
     def versions(self) -> list[VersionInfo]:
         """List the published versions, oldest first; the last one is live."""
