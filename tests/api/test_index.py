@@ -685,6 +685,11 @@ def test_what_is_neither_texts_nor_vectors_is_refused(index: Index, queries):
         index.search(queries)
 
 
+def test_a_filter_that_is_a_text_is_refused_with_an_example(index: Index):
+    with pytest.raises(ConfigError, match="^search: a filter is an object of fields and conditions; give one such as"):
+        index.search("tower", filter="year > 3")
+
+
 def test_a_frame_or_a_mapping_is_refused_and_its_names_are_no_questions(index: Index):
     for queries in (
         pandas.DataFrame({"question": ["Who?"]}),

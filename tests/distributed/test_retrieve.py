@@ -100,7 +100,7 @@ def test_evaluation_measures_the_served_hybrid_ranking_with_the_weight_given_or_
     assert all(share(questions[:15], 0, other, 1) <= best_share for other in (0.0, 1.0, 5.0, 20.0, 60.0, 200.0))
     with pytest.raises(ConfigError, match=r"hybrid: 15 questions of 'held' are also reported, .* with them: .*asked"):
         evaluate(run_over(root, evaluate={"questions": ["held"], "hybrid": "held"}))
-    with pytest.raises(ShardIndexError, match=r"has no words of its passages.*index\.lexical=true"):
+    with pytest.raises(ShardIndexError, match=r"has no words of its passages.*set index\.lexical: true"):
         evaluate(run_over(small_index, evaluate={"questions": ["dev"]}, search={"hybrid": 7}))
 
 
