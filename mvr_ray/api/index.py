@@ -71,7 +71,10 @@ class Index:
     """
 
     def __init__(self, run: RunConfig) -> None:
-        """`run` describes an index that is in the store; `build` and `open` call this."""
+        """`run` describes an index that is in the store; `build` and `open` call this. Raises ConfigError for anything
+        else, such as a path."""
+        if not isinstance(run, RunConfig):
+            raise ConfigError(f"Index: {run!r:.60} is no run; give it to Index.open, or passages to Index.build")
         self.run = run
         self._store = Store(run.store.path)
         self._open = ExitStack()

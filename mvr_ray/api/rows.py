@@ -87,7 +87,7 @@ def _passage_record(row: Any, where: str, own_id: Mapping[str, Any]) -> Record:
         names = ", ".join(map(repr, values))
         return BadRow(where, f"text is missing; its keys are {names:.200}: rename the one of the text to 'text'")
     if not own_id and not {"id", "_id"} & values.keys():
-        return BadRow(where, "id is missing; give (id, text) or a mapping with id and text")
+        return BadRow(where, "id is missing; give a list of (id, text), or of mappings with id and text")
     return passage_of({**({} if "_id" in values else own_id), **values}, where)
 
 
@@ -151,7 +151,10 @@ def rows_of(rows: Any) -> Iterator[Any]:
     if isinstance(rows, str | bytes):
         raise DataError(f"{rows!r:.60} is one text and holds no rows; give a list")
     if isinstance(rows, Mapping):
-        raise DataError(f"a mapping of {len(rows)} keys holds no rows; give its items(), or the split that you mean")
+        raise DataError(
+            f"a mapping of {len(rows)} keys holds no rows; give a list of mappings, its items(), "
+            f"or the split that you mean"
+        )
     if hasattr(rows, "with_format"):  # Hugging Face
         return iter(rows.with_format(None))
     if hasattr(rows, "to_batches"):  # of Arrow: Table, Dataset

@@ -685,8 +685,16 @@ def test_what_is_neither_texts_nor_vectors_is_refused(index: Index, queries):
         index.search(queries)
 
 
+def test_one_passage_in_place_of_a_list_and_a_path_in_place_of_a_run_are_refused_with_what_to_give(index: Index):
+    for one in ({"id": "p9", "text": "A tower."}, ("p9", "A tower.")):
+        with pytest.raises(DataError, match=r"give a list of .*mappings"):
+            index.upsert(one)
+    with pytest.raises(ConfigError, match=r"^Index: 'towers' is no run; give it to Index\.open"):
+        Index("towers")
+
+
 def test_a_filter_that_is_a_text_is_refused_with_an_example(index: Index):
-    with pytest.raises(ConfigError, match="^search: a filter is an object of fields and conditions; give one such as"):
+    with pytest.raises(ConfigError, match=r"^search: a filter is an object of fields and conditions; give"):
         index.search("tower", filter="year > 3")
 
 
