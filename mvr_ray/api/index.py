@@ -111,8 +111,8 @@ class Index:
         for section, key, argument in GIVEN_BY_ARGUMENTS:
             if key in own.get(section, {}):
                 raise ConfigError(f"Index.build: settings has {section}.{key}; give {argument}= instead")
-        own["store"] = {**own.get("store", {}), "path": _absolute(str(path))}
-        backbone = _absolute(str(model)) if isinstance(model, Path) else model
+        own["store"] = {**own.get("store", {}), "path": _absolute(path)}
+        backbone = _absolute(model) if isinstance(model, Path) else model
         own["encoder"] = {**own.get("encoder", {}), "backbone": backbone}
         paths_given = [source.model_dump(exclude_defaults=True) for source in sources or ()]
         own["prepare"] = {"fields": "infer", **own.get("prepare", {}), "sources": paths_given}
@@ -139,7 +139,7 @@ class Index:
         has no run file: what the store records then takes its place, and other settings have their defaults. Raises
         MissingInputError if there is none, ConfigError.
         """
-        location = _absolute(str(path))
+        location = _absolute(path)
         text = location if str(path).startswith("~") else str(path)
         if text.endswith((".yaml", ".yml")):
             has_run_file, base = True, load_run(text).model_dump(mode="json")
@@ -523,10 +523,10 @@ def _index(run: RunConfig, progress: Progress) -> Manifest:
     return index(run, progress)
 
 
-def _absolute(path: str) -> str:
-    if not path.strip():
+def _absolute(path: str | Path) -> str:
+    if not isinstance(path, str | Path) or not str(path).strip():
         raise ConfigError(f"path is {path!r}, which names no store; name a folder, or '.' for the working folder")
-    return path if "://" in path else str(resolve_path(path).absolute())
+    return str(path) if "://" in str(path) else str(resolve_path(str(path)).absolute())
 
 
 def _run_of_store(store: Store, name: str | None) -> dict[str, Any]:

@@ -98,6 +98,8 @@ def _passage_values(row: Any) -> Mapping[str, Any] | None:
             return {"id": id_, "title": title, "text": text, **dict(fields)}
         case str():
             return {"text": row}
+        case tuple() if "text" in (names := getattr(row, "_fields", ())):  # as DataFrame.itertuples gives
+            return _plain_values(dict(zip(names, row)))
         case (id_, text):
             return _plain_values({"id": id_, "text": text})
         case (id_, title, text):

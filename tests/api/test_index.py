@@ -168,6 +168,17 @@ def test_an_index_of_a_frame_that_has_a_name_is_a_column():
     assert list(passage_records(frame)) == expected
 
 
+def test_the_rows_of_itertuples_are_read_by_name():
+    frame = pandas.DataFrame({"text": ["One.", "Two."], "title": ["I", "II"], "id": ["a", "b"]})
+    records = list(passage_records(frame.itertuples(index=False)))
+    assert records == list(passage_records(frame))
+    parts = [record.passage for record in passage_records(frame[["text", "title"]].itertuples())]
+    assert [(passage.id, passage.title, passage.text) for passage in parts] == [
+        ("0", "I", "One."),
+        ("1", "II", "Two."),
+    ]
+
+
 def test_a_mapping_without_a_text_is_refused_with_its_keys():
     [record] = passage_records([{"id": "a", "page_content": "One."}])
     assert isinstance(record, BadRow) and "'id', 'page_content': rename" in record.reason
@@ -689,6 +700,8 @@ def test_one_passage_in_place_of_a_list_and_a_path_in_place_of_a_run_are_refused
     for one in ({"id": "p9", "text": "A tower."}, ("p9", "A tower.")):
         with pytest.raises(DataError, match=r"give a list of .*mappings"):
             index.upsert(one)
+    with pytest.raises(ConfigError, match=r"^path is None, which names no store"):
+        Index.build(["A tower."], path=None)
     with pytest.raises(ConfigError, match=r"^Index: 'towers' is no run; give it to Index\.open"):
         Index("towers")
 
