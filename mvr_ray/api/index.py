@@ -38,7 +38,7 @@ from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import carry_questions, checked_questions, write_questions
 from mvr_ray.store.update import ChangeRecord, UpdateReport, is_rolled_back, parent_corpus, update_by_records
-from mvr_ray.types import FloatArray, Passage, Progress, no_progress
+from mvr_ray.types import FloatArray, Passage, Progress, Question, no_progress
 from mvr_ray.versions import RollbackReport, VersionInfo
 
 if TYPE_CHECKING:
@@ -71,7 +71,10 @@ class Index:
     """
 
     def __init__(self, run: RunConfig) -> None:
-        """`run` describes an index that is in the store; `build` and `open` call this."""
+        """`run` describes an index that is in the store; `build` and `open` call this. Raises ConfigError for anything
+        else, such as a path."""
+        if not isinstance(run, RunConfig):
+            raise ConfigError(f"Index: {run!r:.60} is no run; give it to Index.open, or passages to Index.build")
         self.run = run
         self._store = Store(run.store.path)
         self._open = ExitStack()
@@ -108,8 +111,8 @@ class Index:
         for section, key, argument in GIVEN_BY_ARGUMENTS:
             if key in own.get(section, {}):
                 raise ConfigError(f"Index.build: settings has {section}.{key}; give {argument}= instead")
-        own["store"] = {**own.get("store", {}), "path": _absolute(str(path))}
-        backbone = _absolute(str(model)) if isinstance(model, Path) else model
+        own["store"] = {**own.get("store", {}), "path": _absolute(path)}
+        backbone = _absolute(model) if isinstance(model, Path) else model
         own["encoder"] = {**own.get("encoder", {}), "backbone": backbone}
         paths_given = [source.model_dump(exclude_defaults=True) for source in sources or ()]
         own["prepare"] = {"fields": "infer", **own.get("prepare", {}), "sources": paths_given}
@@ -136,7 +139,7 @@ class Index:
         has no run file: what the store records then takes its place, and other settings have their defaults. Raises
         MissingInputError if there is none, ConfigError.
         """
-        location = _absolute(str(path))
+        location = _absolute(path)
         text = location if str(path).startswith("~") else str(path)
         if text.endswith((".yaml", ".yml")):
             has_run_file, base = True, load_run(text).model_dump(mode="json")
@@ -303,6 +306,7 @@ class Index:
 
         A version is published where no held-out question loses more than `max_heldout_loss` points. `settings` are
         those of the run file's `refine` section; `feedback`, a file, replaces what the questions' answers would teach.
+        `questions` as of `add_questions`, or the name of a stored set.
         Raises ConfigError if there is nothing to learn from, or questions beside the run file's own `feedback`.
         """
         from mvr_ray.distributed.refine import refine
@@ -314,9 +318,11 @@ class Index:
                     f"refine: questions are given, but the run file's refine.feedback, {self.run.refine.feedback}, "
                     f"would be learned from instead; pass feedback=None, or leave the questions out"
                 )
-            own_questions = rows.questions_of(questions)
-            digest = hashlib.sha256(repr(own_questions).encode(errors="backslashreplace")).hexdigest()
-            own["questions"] = self.add_questions(own_questions, f"refine-{digest[:12]}")
+            own_questions = self._questions(questions)
+            if not isinstance(own_questions, str):
+                digest = hashlib.sha256(repr(own_questions).encode(errors="backslashreplace")).hexdigest()
+                own_questions = self.add_questions(own_questions, f"refine-{digest[:12]}")
+            own["questions"] = own_questions
         elif not {"questions", "feedback"} & set(own):
             path = copy_judgements(self._store, self.run.index.name)
             if path is None:
@@ -328,7 +334,7 @@ class Index:
         self._follow()
         return report
 
-    def add_feedback(self, judgements: Iterable[tuple[str, str, int]]) -> int:
+    def add_feedback(self, judgements: Iterable[tuple[str, PassageId, int]]) -> int:
         """Store judgements (question, passage id, 1 or -1), such as clicks, for `refine`; returns how many there are.
 
             index.add_feedback([("Who built it?", "p7", 1), ("Who built it?", "p9", -1)])
@@ -339,9 +345,11 @@ class Index:
         lines = []
         for number, judgement in enumerate(rows.rows_of(judgements)):
             match judgement:
-                case (str() as question, str() as passage, (1 | -1) as label) if question.strip() and label is not True:
-                    row = {"question": question, "passage_id": passage, "label": int(label)}
-                    for name, text in (("question", question), ("passage id", passage)):
+                case (str() as question, passage, (1 | -1) as label) if (
+                    question.strip() and rows.is_id(passage) and label is not True
+                ):
+                    row = {"question": question, "passage_id": str(passage), "label": int(label)}
+                    for name, text in (("question", question), ("passage id", str(passage))):
                         if not is_text(text):
                             raise DataError(f"judgement {number}: {name} is not valid UTF-8: {text!r:.60}")
                     lines.append(json.dumps(row, ensure_ascii=False))
@@ -377,17 +385,27 @@ class Index:
         from mvr_ray.distributed.evaluate import evaluate
         from mvr_ray.distributed.retrieve import QuestionSet
 
-        live = self._newest()
-        corpus = Corpus.open(self._store, live.corpus, live.corpus_digest)
-        name, sets = "evaluate", None
-        if isinstance(questions, str) and questions in question_sets(corpus):
-            name = questions
+        name, sets, own = "evaluate", None, self._questions(questions)
+        if isinstance(own, str):
+            name = own
         else:
-            sets = [QuestionSet(name, checked_questions(rows.questions_of(questions), name))]
+            sets = [QuestionSet(name, checked_questions(own, name))]
         depths = list(k) if isinstance(k, Iterable) else [k]
         run = self._with(evaluate={"questions": [name], "k": depths})
         with _progress_callback(progress) as callback:
             return evaluate(run, callback, sets)
+
+    def _questions(self, questions: Any) -> str | list[Question]:
+        """Return the name of a stored set, or the questions of a file or an iterable."""
+        live = self._newest()
+        names = question_sets(Corpus.open(self._store, live.corpus, live.corpus_digest))
+        if isinstance(questions, str) and questions in names:
+            return questions
+        try:
+            return rows.questions_of(questions)
+        except MissingInputError as error:
+            known_names = ", ".join(names) or "none"
+            raise MissingInputError(f"{error}, or give the name of a stored set (there are: {known_names})") from None
 
     def versions(self) -> list[VersionInfo]:
         """List the published versions, oldest first; the last one is live."""
@@ -505,10 +523,10 @@ def _index(run: RunConfig, progress: Progress) -> Manifest:
     return index(run, progress)
 
 
-def _absolute(path: str) -> str:
-    if not path.strip():
+def _absolute(path: str | Path) -> str:
+    if not isinstance(path, str | Path) or not str(path).strip():
         raise ConfigError(f"path is {path!r}, which names no store; name a folder, or '.' for the working folder")
-    return path if "://" in path else str(resolve_path(path).absolute())
+    return str(path) if "://" in str(path) else str(resolve_path(str(path)).absolute())
 
 
 def _run_of_store(store: Store, name: str | None) -> dict[str, Any]:

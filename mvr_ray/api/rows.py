@@ -4,14 +4,16 @@ A passage is a text, a tuple (id, text) or (id, title, text), a mapping as of a 
 `Passage`. One without an id gets the number of its row. Rows are streamed: of a frame or table, 1,024 at a time.
 """
 
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mvr_ray.config import SourceConfig
-from mvr_ray.errors import DataError
+from mvr_ray.config import SourceConfig, resolve_path
+from mvr_ray.errors import DataError, MissingInputError
 from mvr_ray.store.formats.records import (
     BadRow,
     DeletionRecord,
@@ -26,10 +28,20 @@ from mvr_ray.store.formats.sources import read_question_file
 from mvr_ray.types import Passage, Question
 
 BATCH_ROWS = 1024
+_SCHEME = re.compile(r"hf:|\w+://")
+"""Of sources that are not on this machine."""
 
 
 def sources_of(passages: Any) -> list[SourceConfig] | None:
-    """Return the files or folders given instead of passages: one path, or a list of `Path`s; None for anything else."""
+    """Return the files or folders given instead of passages: one path, or a list of `Path`s; None for anything else.
+
+    Raises MissingInputError for a text that names neither a file nor a source elsewhere.
+    """
+    if isinstance(passages, str) and not _SCHEME.match(passages) and not os.access(resolve_path(passages), os.R_OK):
+        raise MissingInputError(
+            f"passages is {passages!r:.80}, and no file or folder of this name can be read (working folder: "
+            f"{Path.cwd()}); correct the path, or give texts as a list"
+        )
     if isinstance(passages, str | Path):
         return [SourceConfig(path=str(passages))]
     if isinstance(passages, list | tuple) and passages and all(isinstance(path, Path) for path in passages):
@@ -57,7 +69,12 @@ def deletion_records(ids: Any) -> Iterator[DeletionRecord | BadRow]:
 
 def ids_of(ids: Any) -> Iterator[Any]:
     """Return one id, or those of an iterable or column, in order."""
-    return iter([ids]) if isinstance(ids, PassageId | np.integer) else rows_of(ids)
+    return iter([ids]) if is_id(ids) else rows_of(ids)
+
+
+def is_id(value: Any) -> bool:
+    """Return whether a value names a passage."""
+    return isinstance(value, PassageId | np.integer) and not isinstance(value, bool)
 
 
 def _passage_record(row: Any, where: str, own_id: Mapping[str, Any]) -> Record:
@@ -70,7 +87,7 @@ def _passage_record(row: Any, where: str, own_id: Mapping[str, Any]) -> Record:
         names = ", ".join(map(repr, values))
         return BadRow(where, f"text is missing; its keys are {names:.200}: rename the one of the text to 'text'")
     if not own_id and not {"id", "_id"} & values.keys():
-        return BadRow(where, "id is missing; give (id, text) or a mapping with id and text")
+        return BadRow(where, "id is missing; give a list of (id, text), or of mappings with id and text")
     return passage_of({**({} if "_id" in values else own_id), **values}, where)
 
 
@@ -81,6 +98,8 @@ def _passage_values(row: Any) -> Mapping[str, Any] | None:
             return {"id": id_, "title": title, "text": text, **dict(fields)}
         case str():
             return {"text": row}
+        case tuple() if "text" in (names := getattr(row, "_fields", ())):  # as DataFrame.itertuples gives
+            return _plain_values(dict(zip(names, row)))
         case (id_, text):
             return _plain_values({"id": id_, "text": text})
         case (id_, title, text):
@@ -134,7 +153,10 @@ def rows_of(rows: Any) -> Iterator[Any]:
     if isinstance(rows, str | bytes):
         raise DataError(f"{rows!r:.60} is one text and holds no rows; give a list")
     if isinstance(rows, Mapping):
-        raise DataError(f"a mapping of {len(rows)} keys holds no rows; give its items(), or the split that you mean")
+        raise DataError(
+            f"a mapping of {len(rows)} keys holds no rows; give a list of mappings, its items(), "
+            f"or the split that you mean"
+        )
     if hasattr(rows, "with_format"):  # Hugging Face
         return iter(rows.with_format(None))
     if hasattr(rows, "to_batches"):  # of Arrow: Table, Dataset

@@ -57,7 +57,7 @@ from mvr_ray.store.corpus import Corpus, ids_by_shard
 from mvr_ray.store.embeddings import EmbeddingShard, Views
 from mvr_ray.store.files import Store
 from mvr_ray.store.filters import parse_filter
-from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.manifest import INDEX_WORDS, Manifest
 from mvr_ray.store.questions import example_queries
 from mvr_ray.types import (
     SEARCHED,
@@ -512,7 +512,7 @@ def require_words(manifest: Manifest) -> None:
     if manifest.lexical is None:
         raise ShardIndexError(
             f"index {manifest.index!r} version {manifest.version} has no words of its passages, which a hybrid search "
-            f"needs; index them, without encoding again: mvr-ray index CONFIG index.lexical=true"
+            f"needs; {INDEX_WORDS}"
         )
 
 

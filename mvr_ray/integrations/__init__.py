@@ -2,7 +2,19 @@
 
 from typing import Any
 
+from mvr_ray.client import Client
 from mvr_ray.serving.schemas import PassageHit, SearchResponse
+
+OWN_METADATA = ("snippet", "view", "index", "version")
+"""Names that describe the search, or repeat the text: no model needs to read them."""
+
+
+def require_client(client: object) -> Client:
+    """Return a blocking client. Raises ValueError for anything else, such as an `Index`."""
+    if not isinstance(client, Client):
+        hint = "give a Client: Client(URL) of a server, or Client.in_process(index.run) of an Index"
+        raise ValueError(f"client is of type {type(client).__name__}; {hint}")
+    return client
 
 
 def hit_metadata(answer: SearchResponse, hit: PassageHit) -> dict[str, Any]:

@@ -480,6 +480,9 @@ def first_problem(problems: Sequence[Mapping[str, Any]], fields: Iterable[str]) 
     if field.split(".")[0] == "hybrid":
         message = "hybrid is neither a number from 0 to 1e20 nor rrf or off"
         return RequestError(422, "wrong_value", "hybrid", message, 'send "hybrid": 30, "rrf" or "off", or leave it out')
+    if field == "filter":
+        hint = 'give one such as {"year": {"gte": 1958}}, or leave it out'
+        return RequestError(422, "wrong_type", field, "a filter is an object of fields and conditions", hint)
     code = _CODES.get(kind, "wrong_type" if kind.endswith("_type") else "wrong_value")
     hint = f"a request holds: {', '.join(fields)}" if fields else "see GET /openapi.json"
     message = f"{field}: {problem['msg']}" if field else problem["msg"]

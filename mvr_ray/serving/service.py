@@ -29,7 +29,7 @@ from mvr_ray.serving.recall_monitor import RecallMonitor
 from mvr_ray.serving.schemas import RequestError
 from mvr_ray.store.fields import to_json
 from mvr_ray.store.filters import to_plain_filter
-from mvr_ray.store.manifest import Manifest
+from mvr_ray.store.manifest import INDEX_WORDS, Manifest
 from mvr_ray.types import Answer, FloatArray, Hit, HybridParts, HybridWeight, Passage
 from mvr_ray.versions import VersionInfo
 
@@ -246,7 +246,7 @@ class SearchService:
             message = f"index {manifest.index!r} version {manifest.version} has no words of its passages"
             hint = (
                 'search without them ("hybrid": "off", in Python hybrid="off", in a run file search.hybrid: null), or '
-                "index them: mvr-ray index CONFIG index.lexical=true"
+                f"index them: {INDEX_WORDS}"
             )
             raise RequestError(409, "no_words", "hybrid", message, hint)
         return weight

@@ -87,6 +87,12 @@ class ShardEntry:
 
 WordFiles = Annotated[tuple[FileEntry, ...], Field(min_length=1)]
 
+INDEX_WORDS = (
+    'set index.lexical: true in the run file, in Python settings={"index": {"lexical": True}}, and index again, '
+    "which encodes nothing for it"
+)
+"""What to do about a version without words; an override alone would last until the next `index` or `upsert`."""
+
 
 @dataclass(frozen=True, config=_CONFIG)
 class LexicalPart:

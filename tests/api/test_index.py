@@ -171,6 +171,17 @@ def test_an_index_of_a_frame_that_has_a_name_is_a_column():
     assert list(passage_records(frame)) == expected
 
 
+def test_the_rows_of_itertuples_are_read_by_name():
+    frame = pandas.DataFrame({"text": ["One.", "Two."], "title": ["I", "II"], "id": ["a", "b"]})
+    records = list(passage_records(frame.itertuples(index=False)))
+    assert records == list(passage_records(frame))
+    parts = [record.passage for record in passage_records(frame[["text", "title"]].itertuples())]
+    assert [(passage.id, passage.title, passage.text) for passage in parts] == [
+        ("0", "I", "One."),
+        ("1", "II", "Two."),
+    ]
+
+
 def test_a_mapping_without_a_text_is_refused_with_its_keys():
     [record] = passage_records([{"id": "a", "page_content": "One."}])
     assert isinstance(record, BadRow) and "'id', 'page_content': rename" in record.reason
@@ -711,6 +722,21 @@ def test_what_is_neither_texts_nor_vectors_is_refused(index: Index, queries):
         index.search(queries)
 
 
+def test_one_passage_in_place_of_a_list_and_a_path_in_place_of_a_run_are_refused_with_what_to_give(index: Index):
+    for one in ({"id": "p9", "text": "A tower."}, ("p9", "A tower.")):
+        with pytest.raises(DataError, match=r"give a list of .*mappings"):
+            index.upsert(one)
+    with pytest.raises(ConfigError, match=r"^path is None, which names no store"):
+        Index.build(["A tower."], path=None)
+    with pytest.raises(ConfigError, match=r"^Index: 'towers' is no run; give it to Index\.open"):
+        Index("towers")
+
+
+def test_a_filter_that_is_a_text_is_refused_with_an_example(index: Index):
+    with pytest.raises(ConfigError, match=r"^search: a filter is an object of fields and conditions; give"):
+        index.search("tower", filter="year > 3")
+
+
 def test_a_frame_or_a_mapping_is_refused_and_its_names_are_no_questions(index: Index):
     for queries in (
         pandas.DataFrame({"question": ["Who?"]}),
@@ -884,6 +910,12 @@ def test_questions_beside_the_run_files_feedback_are_refused_unless_the_call_say
         assert sum(row.num_questions for row in report.accuracy if row.kind == "gold") == count
 
 
+@pytest.mark.parametrize("text", ["no-such-file.csv", "The Nile is a river of Africa.", "Nile: " * 300])
+def test_a_text_in_place_of_passages_that_names_no_file_is_refused(tmp_path: Path, text):
+    with pytest.raises(MissingInputError, match=r"no file or folder of this name can be read .*give texts as a list"):
+        Index.build(text, path=tmp_path / "store")
+
+
 @pytest.mark.parametrize("label", [2, 0, True, False, "1"])
 def test_feedback_of_another_grade_than_1_and_minus_1_is_refused_and_nothing_is_stored(index: Index, label):
     with pytest.raises(DataError, match=r"judgement 1 is .*not .question, passage id, 1 or -1"):
@@ -915,11 +947,25 @@ def test_a_name_that_no_question_set_can_have_is_refused(index: Index, name):
         index.add_questions(["who?"], name)
 
 
+def test_the_name_of_a_stored_set_stands_for_its_questions(index: Index):
+    questions = [(f"Who built tower {n}?", f"king {n * n}") for n in range(8)]
+    index.add_questions(questions, "towers")
+    assert index.evaluate("towers", k=1).rows[0].questions == "towers"
+    report = index.refine("towers", **ONE_ROUND)
+    assert report.accuracy[0].group == "towers"
+    for method in (index.evaluate, index.refine):
+        with pytest.raises(MissingInputError, match=r"source tower does not exist .*stored set .there are: towers."):
+            method("tower")
+
+
 def test_whole_numbers_are_ids_in_every_method(index: Index):
     index.upsert([(7, "Seven."), (8, "Eight."), (np.int64(9), "Nine.")])
     assert set(index.passages([7, "8", np.int64(9), 10])) == {"7", "8", "9"}
     assert set(index.passages(7)) == {"7"}
     index.delete(7)
+    assert index.add_feedback([("who?", 7, 1), ("who?", np.int64(9), -1)]) == 2
+    with pytest.raises(DataError, match=r"judgement 0 is .*True"):
+        index.add_feedback([("who?", True, 1)])
     index.delete([8, np.int64(9)])
     assert index.passages([7, 8, 9]) == {} and len(index) == len(ROWS)
 
@@ -937,21 +983,26 @@ def test_feedback_on_passages_deleted_since_is_skipped_with_a_count(index: Index
     index.delete(["p1", "p20", "p21"])
     with caplog.at_level("WARNING", "mvr_ray"):
         report = index.refine(**ONE_ROUND)
-    assert "feedback pairs_of_deleted_passages=3 pairs=10" in caplog.text
+    assert "feedback pairs_of_unknown_passages=3 pairs=10 first=p1 " in caplog.text
     gold_rows = [row for row in report.accuracy if row.kind == "gold"]
     assert sum(row.num_questions for row in gold_rows) == len(CLICKS) - 1, "questions without a passage go"
 
 
-def test_feedback_on_passages_that_never_existed_is_refused(index: Index):
-    index.add_feedback([*CLICKS, ("who?", "nowhere", 1)])
-    with pytest.raises(DataError, match=r"1 passage that the index does not hold .first: 'nowhere'"):
+def test_feedback_on_a_passage_that_never_existed_stops_no_later_refinement(
+    index: Index, caplog: pytest.LogCaptureFixture
+):
+    index.add_feedback([("who?", "nowhere", 1)])
+    with pytest.raises(DataError, match=r"no passage that the index holds .first: 'nowhere'"):
         index.refine(**ONE_ROUND)
+    index.add_feedback(CLICKS)
+    assert index.refine(**ONE_ROUND).rounds
+    assert "pairs_of_unknown_passages=1 " in caplog.text and "first=nowhere" in caplog.text
 
 
 def test_feedback_on_deleted_passages_alone_is_refused(index: Index):
     index.add_feedback([(text, "p3", 1) for text in STRANGE])
     index.delete(["p3"])
-    with pytest.raises(DataError, match=r"1 passage that the index does not hold .first: 'p3'"):
+    with pytest.raises(DataError, match=r"no passage that the index holds .first: 'p3'"):
         index.refine(**ONE_ROUND)
 
 

@@ -103,7 +103,7 @@ def test_evaluation_measures_the_served_hybrid_ranking_with_the_weight_given_or_
         evaluate(run_over(root, evaluate={"questions": ["held"], "hybrid": "held"}))
     with pytest.raises(ConfigError, match=r"index\.name is bm25.*evaluate\.bm25=false"):
         evaluate(run_over(root, index={"name": "bm25"}, evaluate={"questions": ["held"], "bm25": True}))
-    with pytest.raises(ShardIndexError, match=r"has no words of its passages.*index\.lexical=true"):
+    with pytest.raises(ShardIndexError, match=r"has no words of its passages.*set index\.lexical: true"):
         evaluate(run_over(small_index, evaluate={"questions": ["dev"]}, search={"hybrid": 7}))
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,10 +13,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "serving"))
 
 from in_memory_index import InMemoryIndex
 from langchain_core.runnables import RunnableLambda
+from llama_index.core.callbacks import CallbackManager
 from llama_index.core.schema import MetadataMode
+from pydantic import ValidationError
 from server import listening
 
-from mvr_ray.client import Client, RefusedError
+from mvr_ray.client import AsyncClient, Client, RefusedError
 from mvr_ray.config import ServeConfig
 from mvr_ray.integrations.langchain import LangChainRetriever
 from mvr_ray.integrations.llama_index import LlamaIndexRetriever
@@ -54,6 +57,24 @@ def test_documents_of_langchain_are_the_hits_in_their_order(client) -> None:
         LangChainRetriever(client=client, k=0).invoke(QUESTION)
 
 
+def test_langchain_passes_the_options_of_a_call_and_refuses_unknown_ones(client) -> None:
+    retriever = LangChainRetriever(client=client, k=2)
+    assert len(retriever.invoke(QUESTION, k=1)) == 1
+    assert len(asyncio.run(retriever.bind(k=1).ainvoke(QUESTION))) == 1
+    assert [one.id for one in retriever.invoke(QUESTION, filter={"title": "Seas"})] == ["p3"]
+    with pytest.raises(TypeError, match="top_k"):
+        retriever.invoke(QUESTION, top_k=1)
+    with pytest.raises(ValidationError, match="search_kwargs"):
+        LangChainRetriever(client=client, search_kwargs={"k": 1})
+
+
+@pytest.mark.parametrize("make", [lambda client: LangChainRetriever(client=client), LlamaIndexRetriever])
+def test_what_is_no_blocking_client_is_refused_with_what_to_give(make) -> None:
+    for client in (SimpleNamespace(), AsyncClient("http://127.0.0.1:8000"), "http://127.0.0.1:8000"):
+        with pytest.raises(ValueError, match=r"client is of type .*Client.in_process.index.run. of an Index"):
+            make(client)
+
+
 class WithScores(InMemoryIndex):
     """Passages with fields of the names that the metadata of documents have, too."""
 
@@ -87,3 +108,19 @@ def test_nodes_of_llama_index_are_the_hits_in_their_order(client) -> None:
     assert asyncio.run(retriever.aretrieve(QUESTION)) == nodes
     matches = LlamaIndexRetriever(client, filter={"title": "Seas"}).retrieve(QUESTION)
     assert [one.node_id for one in matches] == ["p3"]
+
+
+def test_llama_index_gives_models_the_text_once_with_its_title_and_the_requested_fields() -> None:
+    with Client.over(SearchService(WithScores(), ServeConfig())) as client:
+        for fields, lines in (([], ["title: Rivers"]), (["view"], ["title: Rivers", "view: north"])):
+            node = LlamaIndexRetriever(client, fields=fields).retrieve(QUESTION)[0].node
+            for mode in (MetadataMode.LLM, MetadataMode.EMBED):
+                assert node.get_content(mode) == "\n".join([*lines, "", node.get_content(MetadataMode.NONE)])
+
+
+def test_an_async_retrieval_of_llama_index_leaves_the_event_loop_running(client) -> None:
+    retriever = LlamaIndexRetriever(client, callback_manager=CallbackManager())
+    threads: list[int] = []
+    retriever._retrieve = lambda query: threads.append(threading.get_ident()) or []
+    assert asyncio.run(retriever.aretrieve(QUESTION)) == []
+    assert threads != [threading.get_ident()]

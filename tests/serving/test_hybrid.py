@@ -73,7 +73,9 @@ def test_an_explanation_has_both_parts_of_the_score_that_ranks_the_passage(lexic
 def test_a_version_without_words_refuses_and_says_what_to_do(small_index, run_over):
     with open_router(run_over(small_index), local=True) as router:
         service = SearchService(router, ServeConfig(), hybrid=2.0)
-        with pytest.raises(RequestError, match=r'"hybrid": "off", .*, or index them: mvr-ray index CONFIG') as error:
+        with pytest.raises(
+            RequestError, match=r'"hybrid": "off", .*, or index them: set index\.lexical: true'
+        ) as error:
             service.search(SearchRequest(queries=[QUESTION]))
         assert (error.value.status, error.value.code, error.value.field) == (409, "no_words", "hybrid")
         assert service.search(SearchRequest(queries=[QUESTION], hybrid="off")).results[0]
@@ -83,7 +85,7 @@ def test_a_version_without_words_refuses_and_says_what_to_do(small_index, run_ov
 
 def test_the_command_line_names_the_setting_that_a_version_without_words_needs(small_index, run_over):
     run, request = run_over(small_index, search={"hybrid": 2.0}), SearchRequest(queries=[QUESTION])
-    advice = r"^search: index .* has no words .*in a run file search\.hybrid: null\), or index them: mvr-ray index"
+    advice = r"^search: index .* has no words .*in a run file search\.hybrid: null\), or index them: set index\.lexical"
     with pytest.raises(ConfigError, match=advice), open_service("search", run, None, request) as service:
         service.search(request)
 

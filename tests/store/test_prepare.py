@@ -20,6 +20,7 @@ from mvr_ray.errors import ConfigError, DataError, MissingInputError, RowsLostEr
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, publications
 from mvr_ray.store.files import Store
+from mvr_ray.store.formats.records import NUMBERED_ROWS
 from mvr_ray.store.formats.sources import read_source
 from mvr_ray.store.gc import collect, collect_corpus
 from mvr_ray.store.prepare import prepare
@@ -106,7 +107,7 @@ def test_bad_rows_stop_the_stage_with_file_and_line_unless_allowed(write: Write,
     args = [str(row).partition("/sources/")[2].partition(" already occurs")[0] for row in report.bad_rows]
     assert args == [
         "rows.jsonl:3: text is empty",
-        "rows.jsonl:7: id is missing",
+        f"rows.jsonl:7: id is missing; name its column in the source's fields: {{id: NAME}}; {NUMBERED_ROWS}",
         "rows.jsonl:8: question id 'q2'",
         "rows.jsonl:4: passage id 'p1'",
         "rows.jsonl:5: positive 'p9' of question 'q1' names no passage of the corpus",

@@ -11,13 +11,12 @@ import hashlib
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from mvr_ray.config import RefineConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError, count_noun
-from mvr_ray.store.corpus import Corpus, publications
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.formats.records import BadRow
 from mvr_ray.store.formats.text_files import Row, json_lines
 from mvr_ray.store.questions import read_questions
@@ -90,7 +89,7 @@ def gather(corpus: Corpus, refine: RefineConfig) -> RefineQuestions:
     name = "feedback" if refine.feedback else str(refine.questions)
     judgements: list[tuple[Question, str, bool]] = []
     if refine.feedback:
-        judgements = read_feedback(resolve_path(refine.feedback), labelled_questions, partial(_existing_ids, corpus))
+        judgements = read_feedback(resolve_path(refine.feedback), labelled_questions, corpus.get)
         labelled_questions = list(dict.fromkeys(question for question, _, _ in judgements))
     gates = [(gate, read_questions(corpus, gate)) for gate in refine.gate]
     if not gates:
@@ -174,7 +173,8 @@ def read_feedback(
 
     `question` is the id of a stored question, else a text; a text that is not stored becomes a question whose
     positive passages are those judged 1. Of repeated judgements of a pair the majority counts; a draw gives no label,
-    nor does a passage that `existing_ids` leaves out, one that was deleted.
+    nor does a passage that `existing_ids` leaves out, such as one that was deleted. Raises DataError if no
+    label is left.
     """
     if not path.is_file():
         raise ConfigError(f"refine.feedback: file {path} does not exist")
@@ -193,8 +193,15 @@ def read_feedback(
             f"{path}: no feedback; each line is {FEEDBACK_LINE}, and a pair judged 1 as often as -1 gives no label"
         )
     existing = existing_ids({passage_id for _, passage_id in labels})
-    if num_deleted := sum(passage_id not in existing for _, passage_id in labels):
-        logger.warning("feedback pairs_of_deleted_passages=%d pairs=%d file=%s", num_deleted, len(votes), path)
+    unknown_ids = sorted(passage_id for _, passage_id in labels if passage_id not in existing)
+    if len(unknown_ids) == len(labels):
+        raise DataError(
+            f"refine.feedback judges no passage that the index holds (first: {unknown_ids[0]!r}); use passage ids of "
+            f"its corpus"
+        )
+    if unknown_ids:
+        message = "feedback pairs_of_unknown_passages=%d pairs=%d first=%s file=%s"
+        logger.warning(message, len(unknown_ids), len(votes), unknown_ids[0], path)
     labels = {pair: positive for pair, positive in labels.items() if pair[1] in existing}
     positives: dict[str, list[str]] = {}
     for (question, passage_id), positive in labels.items():
@@ -208,21 +215,6 @@ def read_feedback(
         (new[question] if isinstance(question, str) else question, passage_id, positive)
         for (question, passage_id), positive in labels.items()
     ]
-
-
-def _existing_ids(corpus: Corpus, ids: set[str]) -> Collection[str]:
-    """The ids of passages of the corpus; the others may have been deleted if the corpus has ever changed.
-
-    Raises DataError where none was deleted, or where no id is left.
-    """
-    existing = corpus.get(ids)
-    unknown_ids = sorted(ids - existing.keys())
-    if unknown_ids and (not existing or max(publications(corpus.store, corpus.name), default=0) <= 1):
-        raise DataError(
-            f"refine.feedback judges {count_noun(len(unknown_ids), 'passage')} that the index does not hold (first: "
-            f"{unknown_ids[0]!r}); use passage ids of its corpus"
-        )
-    return existing
 
 
 def _judgement(row: Row | BadRow) -> tuple[str, str, int]:

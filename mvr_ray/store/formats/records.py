@@ -15,6 +15,7 @@ _INVISIBLE = frozenset(("Cc", "Cf", "Zl", "Zp", "Zs"))
 NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
 PassageId = str | int | UUID
 """What names a passage in Python. Its text is the id."""
+NUMBERED_ROWS = "`id: null` there numbers the rows, as Index.build does with rows that are no file"
 
 
 class PassageRecord(NamedTuple):

@@ -17,6 +17,7 @@ from mvr_ray.store.fields import TextCell
 from mvr_ray.store.formats.dpr import question_id
 from mvr_ray.store.formats.json_stream import JsonReader
 from mvr_ray.store.formats.records import (
+    NUMBERED_ROWS,
     BadRow,
     Record,
     passage_record,
@@ -147,6 +148,8 @@ def _record(row: dict[str, Any], number: int, path: Path, where: str, names: Nam
         return record
     if row.get("question") is not None:
         return question_of(row, where, question_id(path, number))
+    if not {"id", "_id"} & row.keys():
+        return BadRow(where, f"id is missing; name its column in the source's fields: {{id: NAME}}; {NUMBERED_ROWS}")
     return passage_of(row, where)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
 from mvr_ray.errors import DataError, MissingInputError, MvrRayError, count_noun
-from mvr_ray.store.formats.records import BadRow
+from mvr_ray.store.formats.records import NUMBERED_ROWS, BadRow
 
 GZIP_MAGIC = b"\x1f\x8b"
 BZIP2_MAGIC = b"BZh"
@@ -125,7 +125,7 @@ def csv_rows(path: Path, columns: Sequence[str], delimiter: str = ",") -> Iterat
         if missing:
             problem = f"lacks {' and '.join(missing)}"
             cure = f"Needed are {' and '.join(columns)}, in any order; other names can be given in the source's fields"
-            cure += ": {id: NAME, text: NAME}"
+            cure += ": {id: NAME, text: NAME}" + (f"; {NUMBERED_ROWS}" if "id" in missing else "")
         there = f"it has {len(header)} {KINDS[delimiter]} columns: {', '.join(map(repr, header)) or 'none'}"
         raise DataError(f"{path}: the header {problem}; {there}. {cure}")
     for row in rows:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from mvr_ray.config import SourceConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError, MissingInputError
 from mvr_ray.store.fields import FieldReader
-from mvr_ray.store.formats.records import BadRow, DroppedRow, PassageRecord, QuestionRecord, Record
+from mvr_ray.store.formats.records import NUMBERED_ROWS, BadRow, DroppedRow, PassageRecord, QuestionRecord, Record
 from mvr_ray.store.formats.sources import format_of, read_question_file, read_source
 from mvr_ray.types import Passage, Question
 
@@ -473,7 +473,7 @@ NEEDED = "Needed are id and text, in any order; other names can be given in the 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("name\n", f"lacks id and text; it has 1 comma-separated columns: 'name'. {NEEDED}"),
+        ("name\n", f"lacks id and text; it has 1 comma-separated columns: 'name'. {NEEDED}; {NUMBERED_ROWS}"),
         ("ID,Body\n1,a\n", f"lacks text; it has 2 comma-separated columns: 'id', 'Body'. {NEEDED}"),
         (
             "id,text,text\n",
