@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mvr_ray.config import SourceConfig, resolve_path
-from mvr_ray.errors import DataError, MissingInputError
+from mvr_ray.errors import DataError, MissingInputError, count_noun
 from mvr_ray.store.formats.records import (
     BadRow,
     DeletionRecord,
@@ -154,7 +154,7 @@ def rows_of(rows: Any) -> Iterator[Any]:
         raise DataError(f"{rows!r:.60} is one text and holds no rows; give a list")
     if isinstance(rows, Mapping):
         raise DataError(
-            f"a mapping of {len(rows)} keys holds no rows; give a list of mappings, its items(), "
+            f"a mapping of {count_noun(len(rows), 'key')} holds no rows; give a list of mappings, its items(), "
             f"or the split that you mean"
         )
     if hasattr(rows, "with_format"):  # Hugging Face

@@ -89,7 +89,7 @@ def test_hits_come_with_the_fields_that_are_asked_for(service: SearchService):
         ),
         ({"filter": {"year": {"like": 3}}}, "wrong_filter", "filter", "'like' does not compare field 'year'"),
         ({"filter": {"year": "1958"}}, "wrong_filter", "filter", "'1958' is no int"),
-        ({"filter": [1]}, "wrong_type", "filter", "be an object"),
+        ({"filter": [1]}, "wrong_type", "filter", "is an object"),
         ({"fields": ["year", "text"]}, "unknown_passage_field", "fields.1", "there are: year (int), share (float)"),
         ({"fields": "year"}, "wrong_type", "fields", "valid array"),
     ],
