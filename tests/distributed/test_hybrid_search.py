@@ -99,7 +99,7 @@ def test_actors_answer_as_one_process_and_searches_that_wait_go_together(lexical
 def test_a_version_without_words_says_how_to_get_them(small_index, run_over, texts):
     with (
         open_router(run_over(small_index), local=True) as router,
-        pytest.raises(ShardIndexError, match=r"version 1 has no words .* mvr-ray index CONFIG index\.lexical=true"),
+        pytest.raises(ShardIndexError, match=r"version 1 has no words .* set index\.lexical: true in the run file"),
     ):
         router.search_text(texts, 5, hybrid=1.0)
 

@@ -509,7 +509,7 @@ def test_feedback_from_a_file_teaches_its_questions(store):
     assert {i for i, mine in views.items() if 4 in mine} == {question.positive_ids[0] for question in questions}
 
     file.write_text(json.dumps({"question": "who?", "passage_id": "nowhere", "label": 1}))
-    with pytest.raises(DataError, match=r"1 passage that the index does not hold .first: 'nowhere'"):
+    with pytest.raises(DataError, match=r"judges no passage that the index holds .first: 'nowhere'"):
         refining.refine(run)
 
 

@@ -45,7 +45,7 @@ def test_reported_questions_choose_no_weight_and_versions_without_words_are_refu
         tune(run_over(own_index, evaluate={"questions": ["copy"]}), "copy")
     with pytest.raises(ConfigError, match=r"tune: all 3 questions of 'copy' .* that has others: there is none"):
         tune(run_over(own_index), "copy")
-    with pytest.raises(ShardIndexError, match=r"index\.lexical=true"):
+    with pytest.raises(ShardIndexError, match=r"index\.lexical: true"):
         tune(run_over(own_index, evaluate={"questions": []}), "dev")
     rest = unreported_questions(corpus, "dev", [QuestionSet("copy", copies)], "tune")
     assert rest.questions == dev[3:]
