@@ -16,6 +16,7 @@ from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 
 GROUP_BYTES = 1 << 16
+"""Size from which a group gets no further judgements."""
 
 
 class JudgementFile(NamedTuple):

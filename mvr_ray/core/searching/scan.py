@@ -284,7 +284,7 @@ class Scan:
         return [own, *(other.result() for other in running)]
 
     def _scan(self, parts: Sequence[FloatArray], limit: int, queue: deque[StepPart]) -> "list[QueryBatch]":
-        """Scan the steps that this thread takes from `queue`, in ascending order, for each part."""
+        """Scan the steps that this thread takes from `queue`, in its order, for each part."""
         batches = [QueryBatch(self, part, limit) for part in parts]
         for part in _pop_parts(queue):
             step, step_rows = part.step, None
