@@ -205,6 +205,21 @@ def test_a_request_to_a_replica_that_hangs_or_was_killed_is_answered_by_its_dead
     record_property("figures", f"stopped: 504 after {seconds} s; killed: {outcome[0]} after {outcome[1]:.1f} s")
 
 
+NO_PROXY = """
+import sys
+import time
+
+
+class ProxyWaits:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mvr_ray.serving.proxy_limit" and sys.argv[0].endswith("default_worker.py"):
+            time.sleep(3600)  # in the constructor of Serve's proxy, which imports its middlewares
+
+
+sys.meta_path.insert(0, ProxyWaits())
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.data
 @pytest.mark.ray
@@ -212,7 +227,9 @@ def test_a_proxy_that_does_not_start_ends_the_command_with_one_line(small_index,
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(run_over(small_index, serve={"port": free_ports(1)[0]}).model_dump(mode="json")))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "0.001"
+    environment["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "0.1"
+    (tmp_path / "sitecustomize.py").write_text(NO_PROXY)
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     words = [sys.executable, "-m", "mvr_ray.cli", "serve", str(file), "resources.address=null"]
     result = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 1
