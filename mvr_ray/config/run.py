@@ -158,6 +158,11 @@ def check_field_name(name: Any) -> None:
         raise ValueError(f"{name!r} cannot name a field; these names have a meaning: {', '.join(NOT_FIELDS)}")
 
 
+Language = Literal[
+    "none", "arabic", "armenian", "basque", "catalan", "danish", "dutch", "english", "finnish", "french", "german",
+    "greek", "hindi", "hungarian", "indonesian", "irish", "italian", "lithuanian", "nepali", "norwegian", "portuguese",
+    "romanian", "russian", "serbian", "spanish", "swedish", "tamil", "turkish", "yiddish",
+]  # fmt: skip
 Strategy = Literal["pooling", "cls", "mean", "first_k", "viewers", "snippets", "snippet_means", "sentences", "splits"]
 
 
@@ -234,6 +239,10 @@ class IndexConfig(Section):
     lexical: bool = False
     """Index the words of the passages, too: `search.hybrid` needs them. For a version without, only they are built.
     Scripts without spaces between words are indexed by pairs of characters."""
+    language: Language = "english"
+    """The language whose stems are the words of BM25 (`lexical`, `evaluate.bm25`, `mine.method: bm25`), by Snowball;
+    none: words as they are, for part numbers or texts in several languages. English alone has stop words. A version is
+    searched by the stems it was indexed with."""
     prune_views: Annotated[float, Field(ge=0, le=2)] | None = None
     """Leave out views at most this far from the hull of their passage's other views, in shares of their norm: no score
     falls by more than this times the query's and the view's norm. 0: only copies; absent: every view stays."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from mvr_ray.index.lexical import K1, B, indexed_text, tokenize
+from mvr_ray.index.lexical import K1, B, WordRule, indexed_text
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.types import Hit, Progress, no_progress
 
@@ -40,15 +40,16 @@ NO_VIEW = -1
 
 
 class BM25Index:
-    """A BM25 index of the whole corpus in memory, about as large as its text."""
+    """A BM25 index of the whole corpus in memory, about as large as its text; `language` as `index.language`."""
 
-    def __init__(self, corpus: Corpus, progress: Progress = no_progress) -> None:
+    def __init__(self, corpus: Corpus, language: str = "english", progress: Progress = no_progress) -> None:
+        self._rule = WordRule(language)
         text_of = {passage.id: indexed_text(passage) for passage in corpus}
         self._ids = sorted(text_of)
         numbers_of: list[list[int]] = []
         number_of: dict[str, int] = {}
         for start in range(0, len(self._ids), _BATCH):
-            for words in tokenize([text_of[passage_id] for passage_id in self._ids[start : start + _BATCH]]):
+            for words in self._rule.tokenize([text_of[passage_id] for passage_id in self._ids[start : start + _BATCH]]):
                 numbers_of.append([number_of.setdefault(word, len(number_of)) for word in words])
         self._searcher = bm25s.BM25(method="lucene", k1=K1, b=B)
         self._vocabulary = number_of
@@ -59,7 +60,7 @@ class BM25Index:
     def search(self, texts: Sequence[str], k: int, progress: Progress = no_progress) -> list[list[Hit]]:
         """Search each text for the best k passages, fewer if fewer share a word with it. Hits have shard -1."""
         hit_lists: list[list[Hit]] = []
-        for words in tokenize(texts):
+        for words in self._rule.tokenize(texts):
             hit_lists.append(self._best([word for word in words if word in self._vocabulary], k))
             progress("bm25", len(hit_lists), len(texts))
         return hit_lists

@@ -80,7 +80,7 @@ def _build(run: RunConfig, corpus: Corpus, task: EncodeTask, before: Manifest | 
     """Make and publish the version of a task; with `before`, from that version's refined views."""
     store, cfg, resources, draft = corpus.store, run.index, run.resources, task.draft
     reusable = _reusable_shards(store, draft, corpus, before)
-    base = find_base(store, cfg.name, corpus) if cfg.lexical else None
+    base = find_base(store, cfg.name, corpus, cfg.language) if cfg.lexical else None
     if base and base.corpus_digest == corpus.digest:
         draft = dataclasses.replace(draft, lexical=base.lexical)
     ready = len(reusable) == corpus.num_shards and (not cfg.lexical or draft.lexical is not None)
@@ -102,7 +102,7 @@ def _build(run: RunConfig, corpus: Corpus, task: EncodeTask, before: Manifest | 
         encode_corpus(task, corpus, missing, resources, progress)
         calls = [(task, shard, reusable.get(shard), cfg) for shard in range(corpus.num_shards)]
         built_shards: list[BuiltShard] = run_tasks(build_one, calls, "building the index", "build shards", progress)
-        words = lexical_task(corpus, cfg.name, corpus.num_shards, base, cfg.compact_share, task.key)
+        words = lexical_task(corpus, cfg.name, corpus.num_shards, cfg.language, base, cfg.compact_share, task.key)
         lexical = build_lexical(words, progress) if cfg.lexical else None
     counts = count_passages(task, corpus, others)
     counts["carried_over"] += sum(entry.num_passages for entry in reusable.values())

@@ -166,7 +166,7 @@ def evaluate(
     with open_router(run, base.version) as router:
         measure(run.index.name, rank_questions(run, router, sets, rank, progress))
         if settings.bm25:
-            words = BM25Index(corpus, progress)
+            words = BM25Index(corpus, run.index.language, progress)
             hit_lists = (words.search(own.texts, rank.k, progress) for own in sets)
             matcher = AnswerMatcher(settings.match, strict=rank.strict_answers)
             rankings = (judge_hits(own.questions, hits, corpus, matcher) for own, hits in zip(sets, hit_lists))

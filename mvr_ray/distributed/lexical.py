@@ -9,6 +9,7 @@ versions.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from mvr_ray.index.lexical import (
     CorpusStatistics,
     Postings,
     WordCounts,
+    WordRule,
+    read_rule,
     write_postings,
     write_postings_changes,
     write_statistics,
@@ -49,54 +52,62 @@ class ShardWords(NamedTuple):
 
 
 class LexicalTask(NamedTuple):
-    """Arguments of a task that builds the postings of a shard. `before` is the base version with words, over as many
-    shards as the corpus has parts; None: every shard is written whole. New files are claimed in the folder `staging`
-    of unfinished work, if any."""
+    """Arguments of a task that builds the postings of a shard.
+
+    `language` is that of the words (`index.language`). `before` is the base version with words, over as many shards as
+    the corpus has parts; None: every shard is written whole. New files are claimed in the folder `staging` of
+    unfinished work, if any.
+    """
 
     store: str
     index: str
     corpus: str
     corpus_digest: str
     num_shards: int
+    language: str
     before: Manifest | None = None
     most_share: float = MAX_CHANGED_SHARE
     staging: str = ""
+
+    @property
+    def rule(self) -> WordRule:
+        return WordRule(self.language)
 
 
 def lexical_task(
     corpus: Corpus,
     index: str,
     num_shards: int,
+    language: str,
     before: Manifest | None = None,
     most_share: float = MAX_CHANGED_SHARE,
     key: str = "",
 ) -> LexicalTask:
     """Make the task of a version's words; `key` is that of its unfinished work."""
     staging = paths.staging_dir(index, key) if key else ""
-    return LexicalTask(corpus.store.address, index, corpus.name, corpus.digest, num_shards, before, most_share, staging)
+    names = corpus.store.address, index, corpus.name, corpus.digest
+    return LexicalTask(*names, num_shards, language, before, most_share, staging)
 
 
-def find_base(store: Store, index: str, corpus: Corpus) -> Manifest | None:
-    """Find the newest version that can serve as base: with words of today's rule, the same number of shards, and its
-    corpus and statistics whole in the store."""
+def find_base(store: Store, index: str, corpus: Corpus, language: str) -> Manifest | None:
+    """Find the newest version that can serve as base: with words of this language by today's rule, the same number of
+    shards, and its corpus and statistics whole in the store."""
     for version in manifests.newest_first(store, index):
         if version.lexical is None or len(version.shards) != corpus.num_shards:
             continue
         try:
             Corpus.open(store, version.corpus, version.corpus_digest)
             is_whole = are_whole(store, index, version.lexical.statistics)
-            if is_whole and reusable_statistics(store, index, version.lexical):
+            if is_whole and rule_of(store, index, version.lexical) == WordRule(language):
                 return version
         except (MissingInputError, StorageError, ShardIndexError):
             continue
     return None
 
 
-def reusable_statistics(store: Store, index: str, part: LexicalPart) -> Files:
-    """Return the files of the statistics, none if an earlier program found the words by another rule. Raises
-    DigestError, ShardIndexError."""
-    statistics = CorpusStatistics(*manifests.open_lexical(store, index, part.statistics))
-    return () if statistics.is_of_earlier_rule else part.statistics
+def rule_of(store: Store, index: str, part: LexicalPart) -> WordRule:
+    """Return the rule of a version's words. Raises DigestError, ShardIndexError."""
+    return CorpusStatistics(*manifests.open_lexical(store, index, part.statistics)).rule
 
 
 def build_lexical(task: LexicalTask, progress: Progress = no_progress, *, statistics: Files = ()) -> LexicalPart:
@@ -131,7 +142,7 @@ def shard_words(task: LexicalTask, shard: int) -> ShardWords:
     changes = difference(old, part)
     new_passages = part.take(changes.changed_rows)
     previous = [own for own in map(old.get, [*(one.id for one in new_passages), *changes.deleted_ids]) if own]
-    change = WordCounts.difference(new_passages, previous)
+    change = WordCounts.difference(new_passages, previous, task.rule)
     if not new_passages and not previous and are_whole(store, task.index, files):
         return ShardWords(files, change)
     new_files = _write_changes(task, files, old, part, changes)
@@ -140,7 +151,7 @@ def shard_words(task: LexicalTask, shard: int) -> ShardWords:
 
 def compact_lexical(task: LexicalTask, part: LexicalPart, progress: Progress = no_progress) -> LexicalPart:
     """Rewrite the words with every file whole, as in a version built from scratch."""
-    if not reusable_statistics(Store(task.store), task.index, part):
+    if rule_of(Store(task.store), task.index, part) != task.rule:
         return build_lexical(task, progress)
     what = "compact the words"
     changed_shards = [shard for shard, own in enumerate(part.postings) if len(own) > 1]
@@ -181,12 +192,21 @@ def _write_again(store: Store, version: Manifest, earlier: Sequence[Manifest]) -
     """Write the words of a version whole, then on each earlier one as base, until all its files are whole."""
     assert version.lexical, "the version has no words"
     index, num_shards, files = version.index, len(version.shards), version.lexical.files
+    language = _language(store, index, files)
     for base in [None, *reversed(earlier)]:
         if are_whole(store, index, files):
             return True
         corpus = Corpus.open(store, version.corpus, version.corpus_digest)
-        build_lexical(lexical_task(corpus, index, num_shards, base, most_share=1.0))
+        build_lexical(lexical_task(corpus, index, num_shards, language, base, most_share=1.0))
     return are_whole(store, index, files)
+
+
+def _language(store: Store, index: str, files: Files) -> str:
+    """Return the language of words by the first whole file; of none, that of `WordRule`."""
+    for entry in files:
+        with suppress(MissingInputError, StorageError, ShardIndexError):
+            return read_rule(*manifests.open_lexical(store, index, [entry])).language
+    return WordRule().language
 
 
 def open_statistics(store: Store, manifest: Manifest) -> CorpusStatistics:
@@ -222,7 +242,7 @@ def _write_changes(
     if not len(places) and not len(hidden_rows):
         return files[: 1 + num_files]
     passages = part.take(places.tolist())
-    entry = _add(task, lambda path: write_postings_changes(passages, places, hidden_rows, path))
+    entry = _add(task, lambda path: write_postings_changes(passages, places, hidden_rows, path, task.rule))
     return *files[: 1 + num_files], entry
 
 
@@ -254,7 +274,7 @@ def _change_statistics(task: LexicalTask, files: Files, changes: Sequence[WordCo
 
 
 def _write_postings(task: LexicalTask, passages: Sequence[Passage]) -> Files:
-    return (_add(task, lambda path: write_postings(passages, path)),)
+    return (_add(task, lambda path: write_postings(passages, path, task.rule)),)
 
 
 def _add(task: LexicalTask, write: Callable[[Path], object]) -> FileEntry:

@@ -181,7 +181,7 @@ def _rank_passages(
     """Passage ids for each question down to `mine.rank_to`, best first."""
     batches, k = QuestionSet(run.mine.questions, questions).batches(_BATCH), run.mine.rank_to
     if run.mine.method == "bm25":
-        index = BM25Index(corpus, progress)
+        index = BM25Index(corpus, run.index.language, progress)
         for batch in batches:
             yield from ([hit.passage_id for hit in hits] for hits in index.search(batch.texts, k))
         return

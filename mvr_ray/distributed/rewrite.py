@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed import session, shards
-from mvr_ray.distributed.lexical import build_lexical, compact_lexical, lexical_task, reusable_statistics
+from mvr_ray.distributed.lexical import build_lexical, compact_lexical, lexical_task, rule_of
 from mvr_ray.distributed.shards import BuiltShard
 from mvr_ray.distributed.tasks import run_tasks
 from mvr_ray.errors import ConfigError, DigestError, RowsLostError, StorageError
@@ -81,8 +81,9 @@ def reshard(run: RunConfig, num_shards: int, progress: Progress = no_progress) -
             new = rewritten_manifest(base, "reshard", new_shards)
             if base.lexical:
                 corpus = Corpus.open(store, base.corpus, base.corpus_digest)
-                words = lexical_task(corpus, base.index, num_shards, key=staging)
-                statistics = reusable_statistics(store, base.index, base.lexical)  # the same in any shards
+                rule = rule_of(store, base.index, base.lexical)
+                words = lexical_task(corpus, base.index, num_shards, rule.language, key=staging)
+                statistics = base.lexical.statistics if rule == words.rule else ()  # the same in any shards
                 new = dataclasses.replace(new, lexical=build_lexical(words, progress, statistics=statistics))
             version = publish_rewritten(store, base, new, progress)
         store.delete_dir(paths.staging_dir(base.index, staging))
@@ -231,7 +232,8 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
             new = rewritten_manifest(base, "compact", new_shards)
             if lexical and lexical.has_changes:
                 corpus = Corpus.open(store, base.corpus, base.corpus_digest)
-                words = lexical_task(corpus, base.index, len(base.shards), key=_compact_key(base))
+                language = rule_of(store, base.index, lexical).language
+                words = lexical_task(corpus, base.index, len(base.shards), language, key=_compact_key(base))
                 lexical = compact_lexical(words, lexical, progress)
             version = publish_rewritten(store, base, dataclasses.replace(new, lexical=lexical), progress)
         store.delete_dir(paths.staging_dir(base.index, _compact_key(base)))

@@ -359,7 +359,7 @@ class Router:
         Raises ShardIndexError for a version without words, DigestError if the statistics are damaged.
         """
         statistics = self._statistics()
-        words, counts = statistics.tokenize(texts), zip(passages, statistics.count_words(passages))
+        words, counts = statistics.rule.tokenize(texts), zip(passages, statistics.rule.count_words(passages))
         return {one.id: np.array([statistics.score(own, of) for own in words], np.float32) for one, of in counts}
 
     def _statistics(self) -> CorpusStatistics:
@@ -375,7 +375,7 @@ class Router:
         """Both scores of every hit. Raises CoverageError if a hit's shard does not answer in time."""
         statistics, queries_QD = self._statistics(), check_queries(queries_QD, self.dimension)
         passages = list(self.passages(sorted({hit.passage_id for own in hits for hit in own})).values())
-        counts = dict(zip((passage.id for passage in passages), statistics.count_words(passages)))
+        counts = dict(zip((passage.id for passage in passages), statistics.rule.count_words(passages)))
         views = self._stored_views(list(counts), deadline)
         return [
             [
@@ -385,7 +385,7 @@ class Router:
                 )
                 for hit in own
             ]
-            for query_1D, words, own in zip(queries_QD[:, None], statistics.tokenize(texts), hits)
+            for query_1D, words, own in zip(queries_QD[:, None], statistics.rule.tokenize(texts), hits)
         ]
 
     def missing_sources(self) -> list[str]:

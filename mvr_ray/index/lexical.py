@@ -3,10 +3,11 @@
     BM25(q, p) = sum over words w of q of  idf(w) tf(w, p) / (tf(w, p) + k1 (1 - b + b |p| / mean length))
     idf(w)     = ln(1 + (N - n(w) + 0.5) / (n(w) + 0.5))         N passages, n(w) of them with w (Lucene's form)
 
-k1 is 0.9 and b 0.4; words are English stems without stop words, as in bm25s; a passage is its title and its text.
-Text is in Unicode's form NFC, marks belong to their word, and a run of a script that is written without spaces between
-words gives every two neighbouring characters as a word, as Lucene's CJKAnalyzer does. Files name their rule of words
-in `format`; those of an earlier rule are searched by it, and the next `index` writes them again.
+k1 is 0.9 and b 0.4; a passage is its title and its text. Words are the stems of a language by Snowball, or no stems;
+those of English have no stop words, as in bm25s (`WordRule`). Text is in Unicode's form NFC, marks belong to their
+word, and a run of a script that is written without spaces between words gives every two neighbouring characters as a
+word, as Lucene's CJKAnalyzer does. Files name their rule of words in `format`; those of an earlier rule are searched by
+it, and the next `index` writes them again.
 Postings hold counts, which depend on the shard alone, and statistics are in another file: so a shard with unchanged
 passages keeps its postings when others change. Every step is rounded as in bm25s, so scores equal those of one bm25s
 index over the whole corpus, bit for bit, for any number of shards.
@@ -25,7 +26,7 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
@@ -88,22 +89,54 @@ def find_words(text: str) -> list[str]:
 
 FindWords = Callable[[str], list[str]]
 _FORMATS: dict[bytes, FindWords] = {
-    b"mvr_ray.lexical/1 bm25s en": find_words_as_bm25s,
-    b"mvr_ray.lexical/2 bm25s en": find_words,
+    b"mvr_ray.lexical/1 bm25s": find_words_as_bm25s,
+    b"mvr_ray.lexical/2 bm25s": find_words,
 }
-"""The rule of words of each format; files are written in the last."""
-_FORMAT = [*_FORMATS][-1]
+"""How each format finds words; the language follows. Files are written in the last."""
+_ENGLISH, _NO_STEMS = "english", "none"
 
 
-def tokenize(texts: Sequence[str], find: FindWords = find_words) -> list[list[str]]:
-    """Cut texts into stems without stop words, in order, with repetitions.
+class WordRule(NamedTuple):
+    """How texts are cut into words: `find` finds them, and the Snowball stemmer of `language` shortens them, or nothing
+    ("none"). English has stop words, too."""
 
-    Text of which bm25s has the words gives them as bm25s does, whose import takes a second because of scipy.
-    """
-    words = [[word for word in find(text) if word not in _STOP_WORDS] for text in texts]
-    unique = list(dict.fromkeys(chain.from_iterable(words)))
-    stem_of = dict(zip(unique, _stemmer().stemWords(unique)))
-    return [[stem_of[word] for word in own] for own in words]
+    language: str = _ENGLISH
+    find: FindWords = find_words
+
+    @classmethod
+    def of_format(cls, own: bytes) -> Self | None:
+        """Return the rule that files of a format name, None if this program does not know it."""
+        name, _, code = own.rpartition(b" ")
+        if name not in _FORMATS:
+            return None
+        language = _ENGLISH if code == b"en" else code.decode()
+        return cls(language, _FORMATS[name]) if language == _NO_STEMS or _stemmer(language) else None
+
+    @property
+    def format(self) -> bytes:
+        """The format of files of this rule."""
+        name = next(name for name, find in _FORMATS.items() if find is self.find)
+        return name + b" " + (b"en" if self.language == _ENGLISH else self.language.encode())
+
+    def tokenize(self, texts: Sequence[str]) -> list[list[str]]:
+        """Cut texts into words, in order, with repetitions.
+
+        Text of which bm25s has the words gives them as bm25s does, whose import takes a second because of scipy.
+        """
+        stop_words = _STOP_WORDS if self.language == _ENGLISH else frozenset[str]()
+        words = [[word for word in self.find(text) if word not in stop_words] for text in texts]
+        if self.language == _NO_STEMS:
+            return words
+        unique = list(dict.fromkeys(chain.from_iterable(words)))
+        stem_of = dict(zip(unique, _stemmer(self.language).stemWords(unique)))
+        return [[stem_of[word] for word in own] for own in words]
+
+    def count_words(self, passages: Sequence[Passage]) -> list[Counter[str]]:
+        """Count the words of each passage."""
+        return [Counter(words) for words in self.tokenize([indexed_text(passage) for passage in passages])]
+
+
+ENGLISH = WordRule()
 
 
 def indexed_text(passage: Passage) -> str:
@@ -115,7 +148,8 @@ class PostingsFile:
     """The postings of some passages: rows with a term, and counts. A file of changes has the row changes, too: deleted
     rows before it, and new rows after it."""
 
-    def __init__(self, columns: dict[str, pa.Array]) -> None:
+    def __init__(self, file: "_File") -> None:
+        columns, self.rule = file
         self.term_T = columns["term"]
         self.end_T, self.row_N, self.count_N = (_as_numpy(columns[name]) for name in ("end", "row", "count"))
         self.length_P: IntArray = _as_numpy(columns["length"])
@@ -144,18 +178,13 @@ class PostingsFile:
         return score_P
 
 
-def count_words(passages: Sequence[Passage], find: FindWords = find_words) -> list[Counter[str]]:
-    """Count the words of each passage."""
-    return [Counter(words) for words in tokenize([indexed_text(passage) for passage in passages], find)]
-
-
 class Postings:
     """The postings of one shard, from a file of all passages and files of later changes."""
 
     def __init__(self, path: Path, *changes: Path) -> None:
         """Map the files. Raises ShardIndexError for other files than postings."""
-        self.whole = PostingsFile(_open(path, _POSTINGS).columns)
-        self.changes = [PostingsFile(_open(file, _CHANGES).columns) for file in changes]
+        self.whole = PostingsFile(_open(path, _POSTINGS))
+        self.changes = [PostingsFile(_open(file, _CHANGES)) for file in changes]
         self.source_P = self.sources(len(changes))
         """`sources` after all files of changes."""
 
@@ -194,19 +223,21 @@ class Postings:
         return np.concatenate([score_P, *(own.scores(words, statistics) for own in self.changes)])[self.source_P]
 
 
-def write_postings(passages: Sequence[Passage], path: Path) -> None:
-    """Write the postings of a shard's passages, in order of row. Same passages, same bytes."""
-    _write(path, _POSTINGS, _postings_columns(passages))
+def write_postings(passages: Sequence[Passage], path: Path, rule: WordRule = ENGLISH) -> None:
+    """Write the postings of a shard's passages, in order of row. Same passages and rule, same bytes."""
+    _write(path, _POSTINGS, _postings_columns(passages, rule), rule)
 
 
-def write_postings_changes(passages: Sequence[Passage], places: IntArray, hidden_rows: IntArray, path: Path) -> None:
+def write_postings_changes(
+    passages: Sequence[Passage], places: IntArray, hidden_rows: IntArray, path: Path, rule: WordRule = ENGLISH
+) -> None:
     """Write the postings of passages with their rows in the shard after a change (`places`, ascending), and the deleted
     rows before it."""
-    _write(path, _CHANGES, {**_postings_columns(passages), "hidden": hidden_rows, "place": places})
+    _write(path, _CHANGES, {**_postings_columns(passages, rule), "hidden": hidden_rows, "place": places}, rule)
 
 
-def _postings_columns(passages: Sequence[Passage]) -> dict[str, Any]:
-    counts = count_words(passages)
+def _postings_columns(passages: Sequence[Passage], rule: WordRule) -> dict[str, Any]:
+    counts = rule.count_words(passages)
     terms = sorted(set().union(*counts))
     number_of = {term: number for number, term in enumerate(terms)}
     rows_N = np.repeat(np.arange(len(counts)), [len(own) for own in counts])
@@ -230,12 +261,12 @@ class WordCounts(NamedTuple):
     frequencies: Mapping[str, int]
 
     @classmethod
-    def difference(cls, after: Sequence[Passage], before: Sequence[Passage]) -> Self:
+    def difference(cls, after: Sequence[Passage], before: Sequence[Passage], rule: WordRule = ENGLISH) -> Self:
         """Subtract the counts of `before` from those of `after`."""
         frequencies: Counter[str] = Counter()
         num_words = 0
         for sign, passages in ((1, after), (-1, before)):
-            for counts in count_words(passages):
+            for counts in rule.count_words(passages):
                 num_words += sign * counts.total()
                 for word in counts:
                     frequencies[word] += sign
@@ -249,24 +280,11 @@ class CorpusStatistics:
         """Map the file, and those of changes. Raises ShardIndexError for other files than statistics."""
         files = [_open(file, _STATISTICS) for file in (path, *changes)]
         columns = [file.columns for file in files]
-        self.find_words = files[0].find_words
+        self.rule = files[0].rule
         self.frequencies: list[TermFrequencies] = [(own["term"], _as_numpy(own["frequency"])) for own in columns]
         self.sizes: list[list[int]] = [own["size"].to_pylist() for own in columns]
         self.num_passages, self.num_words = (sum(column) for column in zip(*self.sizes))
         self.num_bytes = sum(column.nbytes for own in columns for column in own.values())
-
-    @property
-    def is_of_earlier_rule(self) -> bool:
-        """Whether an earlier program found the words, by another rule."""
-        return self.find_words is not find_words
-
-    def tokenize(self, texts: Sequence[str]) -> list[list[str]]:
-        """Cut texts into words by the rule of the index."""
-        return tokenize(texts, self.find_words)
-
-    def count_words(self, passages: Sequence[Passage]) -> list[Counter[str]]:
-        """Count the words of each passage by the rule of the index."""
-        return count_words(passages, self.find_words)
 
     @property
     def num_terms(self) -> int:
@@ -297,7 +315,7 @@ class CorpusStatistics:
         return (np.float64(idf) * (counts / (norm_N + counts))).astype(np.float32)
 
     def score(self, words: Sequence[str], counts: Counter[str]) -> float:
-        """Score one passage as the index does, from its word counts (`count_words`)."""
+        """Score one passage as the index does, from its word counts (`WordRule.count_words`)."""
         length_1, score = np.array([counts.total()]), np.float32(0)
         for word in words:
             if counts[word] and (idf := self.idf(word)) is not None:
@@ -309,7 +327,8 @@ def write_statistics(shards: Sequence[PostingsFile], path: Path) -> None:
     """Write the statistics of a corpus from the complete postings of all its shards."""
     frequencies = [(postings.term_T, np.diff(postings.end_T, prepend=0)) for postings in shards]
     num_words = sum(int(postings.length_P.sum(dtype=np.int64)) for postings in shards)
-    _write_frequencies(path, frequencies, [sum(len(postings.length_P) for postings in shards), num_words])
+    size = [sum(len(postings.length_P) for postings in shards), num_words]
+    _write_frequencies(path, frequencies, size, shards[0].rule)
 
 
 def write_statistics_changes(before: CorpusStatistics, num_kept: int, change: WordCounts, path: Path) -> None:
@@ -318,10 +337,10 @@ def write_statistics_changes(before: CorpusStatistics, num_kept: int, change: Wo
     terms, counts = list(change.frequencies), list(change.frequencies.values())
     own = pa.array(terms, pa.string()), np.array(counts, np.int64)
     totals = [sum(column) for column in zip(*before.sizes[num_kept:], (change.num_passages, change.num_words))]
-    _write_frequencies(path, [*before.frequencies[num_kept:], own], totals)
+    _write_frequencies(path, [*before.frequencies[num_kept:], own], totals, before.rule)
 
 
-def _write_frequencies(path: Path, frequencies: Sequence[TermFrequencies], size: list[int]) -> None:
+def _write_frequencies(path: Path, frequencies: Sequence[TermFrequencies], size: list[int], rule: WordRule) -> None:
     """Write sums of frequencies by term, except zeros."""
     table = pa.table(
         {
@@ -332,7 +351,7 @@ def _write_frequencies(path: Path, frequencies: Sequence[TermFrequencies], size:
     sums = table.group_by("term").aggregate([("frequency", "sum")]).sort_by("term")
     sums = sums.filter(pc.not_equal(sums.column("frequency_sum"), 0)).combine_chunks()  # pyrefly: ignore
     terms, counts = (sums.column(name).to_pylist() for name in ("term", "frequency_sum"))
-    _write(path, _STATISTICS, {"term": terms, "frequency": counts, "size": size})
+    _write(path, _STATISTICS, {"term": terms, "frequency": counts, "size": size}, rule)
 
 
 class LexicalIndex(NamedTuple):
@@ -347,10 +366,11 @@ class LexicalIndex(NamedTuple):
 
 
 @cache
-def _stemmer() -> Any:
+def _stemmer(language: str) -> Any:
+    """Return the stemmer of a language, None if this version of Snowball has none."""
     import Stemmer  # type: ignore[missing-import]
 
-    return Stemmer.Stemmer("english")
+    return Stemmer.Stemmer(language) if language in Stemmer.algorithms() else None
 
 
 def _find(term_T: pa.Array, term: str) -> int:
@@ -359,11 +379,11 @@ def _find(term_T: pa.Array, term: str) -> int:
     return at if at < len(term_T) and term_T[at].as_py() == term else -1
 
 
-def _write(path: Path, types: dict[str, pa.DataType], columns: dict[str, Any]) -> None:
+def _write(path: Path, types: dict[str, pa.DataType], columns: dict[str, Any], rule: WordRule) -> None:
     """Write one row: a list for each column."""
     values = {name: pa.array(columns[name], kind) for name, kind in types.items()}
     lists = [pa.LargeListArray.from_arrays(pa.array([0, len(own)], pa.int64()), own) for own in values.values()]
-    schema = pa.schema([(name, pa.large_list(kind)) for name, kind in types.items()], {b"format": _FORMAT})
+    schema = pa.schema([(name, pa.large_list(kind)) for name, kind in types.items()], {b"format": rule.format})
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as file:
         file.write_batch(pa.record_batch(lists, schema=schema))
 
@@ -372,19 +392,26 @@ class _File(NamedTuple):
     """The lists of a file, and the rule of its words."""
 
     columns: dict[str, pa.Array]
-    find_words: FindWords
+    rule: WordRule
 
 
-def _open(path: Path, types: dict[str, pa.DataType]) -> _File:
-    """Map the lists of the single row."""
+def read_rule(path: Path) -> WordRule:
+    """Read the rule of the words of a file. Raises ShardIndexError for another file."""
+    return _open(path).rule
+
+
+def _open(path: Path, types: Collection[str] = ()) -> _File:
+    """Map the lists of the single row, of these names if any."""
     try:
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         batch = reader.get_batch(0)
-        own = (reader.schema.metadata or {}).get(b"format", b"none")
-        if own not in _FORMATS or batch.schema.names != list(types):
-            raise pa.ArrowInvalid(f"its format is {own.decode()}, not {_FORMAT.decode()} or an earlier one")
+        own, names = (reader.schema.metadata or {}).get(b"format", b"no format"), batch.schema.names
+        rule = WordRule.of_format(own)
+        if rule is None or names != list(types or names):
+            formats = f"{ENGLISH.format.decode()}, that of another language or an earlier one"
+            raise pa.ArrowInvalid(f"its format is {own.decode()}, not {formats}")
     except (pa.ArrowInvalid, OSError) as error:
         raise ShardIndexError(
             f"{path} holds no words of a shard that this program reads ({error}); index again: mvr-ray index CONFIG"
         ) from error
-    return _File({name: batch.column(name)[0].values for name in types}, _FORMATS[own])
+    return _File({name: batch.column(name)[0].values for name in names}, rule)

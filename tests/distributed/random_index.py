@@ -42,10 +42,10 @@ def publish_random_index(
     parent: int = 0,
     dtype: Literal["fp16", "fp32"] = "fp16",
     corpus: Corpus | None = None,
-    with_words: bool = False,
+    words: str = "",
 ) -> Manifest:
     """Publish an index named `random` of these views, after version `parent`, as of a corpus where one is given, and
-    with the words of its passages where asked."""
+    with the words of its passages in a language."""
     store = Store(str(root))
     draft = Manifest(
         index="random",
@@ -69,7 +69,7 @@ def publish_random_index(
         with EmbeddingWriter(folder / paths.EMBEDDINGS, D, V, dtype) as writer:
             writer.write(block_of({i: own for i, own in views.items() if shard_of(i, num_shards) == shard}))
         entries.append(build_shard(store, draft, shard, folder))
-    lexical = build_lexical(lexical_task(corpus, "random", num_shards)) if corpus and with_words else None
+    lexical = build_lexical(lexical_task(corpus, "random", num_shards, words)) if corpus and words else None
     return manifest.publish(store, dataclasses.replace(draft, shards=tuple(entries), lexical=lexical))
 
 

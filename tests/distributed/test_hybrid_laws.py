@@ -23,19 +23,19 @@ from test_compact import STEPS, publish_compaction, publish_reshard, publish_upd
 
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.distributed.lexical import (
+    LexicalTask,
     build_lexical,
     compact_lexical,
     find_base,
     lexical_task,
     open_statistics,
     repair_lexical,
-    reusable_statistics,
+    rule_of,
 )
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
-from mvr_ray.index import lexical as words_of
 from mvr_ray.index.base import IndexParams
-from mvr_ray.index.lexical import Postings, tokenize
+from mvr_ray.index.lexical import Postings, WordRule, find_words_as_bm25s
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
@@ -121,7 +121,7 @@ def test_a_filtered_hybrid_search_is_brute_force_over_both_scores_of_what_passes
     views = random_views(num_passages, seed, levels=2)
     rows = random_rows(views, seed)
     corpus, params = corpus_of(root, rows, num_parts), IndexParams(scan=scan)
-    version = publish_random_index(root, views, num_shards, params, dtype=dtype, corpus=corpus, with_words=True)
+    version = publish_random_index(root, views, num_shards, params, dtype=dtype, corpus=corpus, words="english")
     queries_QD = np.random.default_rng(seed + 1).integers(-2, 3, (3, D)).astype(np.float32)
     assert_brute_force(local_router(root, version), views, rows, queries_QD, weight, k)
 
@@ -137,7 +137,7 @@ def test_reciprocal_ranks_are_those_in_the_certified_lists_of_both_sides(
     views = random_views(num_passages, seed, levels=2)
     rows = random_rows(views, seed)
     corpus, params = corpus_of(root, rows, 2), IndexParams(scan=scan)
-    version = publish_random_index(root, views, num_shards, params, dtype=dtype, corpus=corpus, with_words=True)
+    version = publish_random_index(root, views, num_shards, params, dtype=dtype, corpus=corpus, words="english")
     router = local_router(root, version)
     queries_QD = np.random.default_rng(seed + 1).integers(-2, 3, (3, D)).astype(np.float32)
     texts = {name: f"{row['title']}\n{row['text']}" for name, row in rows.items()}
@@ -180,7 +180,7 @@ def test_after_any_history_a_hybrid_search_is_brute_force_over_what_is_there(
     rows = random_rows(views, seed)
     corpus = corpus_of(root, rows, shards)
     params = IndexParams(scan=scan)
-    version = publish_random_index(root, views, shards, params, dtype=dtype, corpus=corpus, with_words=True)
+    version = publish_random_index(root, views, shards, params, dtype=dtype, corpus=corpus, words="english")
     queries_QD = rng.integers(-2, 3, (3, D)).astype(np.float32)
     history = [(version, views, rows)]
     for step in steps:
@@ -199,14 +199,16 @@ def test_after_any_history_a_hybrid_search_is_brute_force_over_what_is_there(
             if len(base.shards) != corpus.num_shards:  # as `mvr-ray index` does
                 base = publish_reshard(store, base, corpus.num_shards)
             plain = publish_update(store, base, upserts, deletions)
-            task = lexical_task(corpus, "random", corpus.num_shards, find_base(store, "random", corpus))
+            task = lexical_task(
+                corpus, "random", corpus.num_shards, "english", find_base(store, "random", corpus, "english")
+            )
             lexical = build_lexical(task)
         elif step[0] == "compact":
             plain = publish_compaction(store, base)
-            lexical = compact_lexical(lexical_task(corpus, "random", len(base.shards)), lexical)
-            assert lexical == build_lexical(lexical_task(corpus, "random", len(base.shards)))
+            lexical = compact_lexical(lexical_task(corpus, "random", len(base.shards), "english"), lexical)
+            assert lexical == build_lexical(lexical_task(corpus, "random", len(base.shards), "english"))
         else:
-            plain, task = publish_reshard(store, base, step[1]), lexical_task(corpus, "random", step[1])
+            plain, task = publish_reshard(store, base, step[1]), lexical_task(corpus, "random", step[1], "english")
             lexical = build_lexical(task, statistics=lexical.statistics)
         own = {"parent": plain.version, "corpus_digest": corpus.digest, "lexical": lexical}
         version = manifests.publish(store, dataclasses.replace(plain, **own))
@@ -220,9 +222,7 @@ def test_after_any_history_a_hybrid_search_is_brute_force_over_what_is_there(
 @pytest.fixture
 def first_format(monkeypatch):
     """Words as earlier programs found and wrote them, until `undo`."""
-    count_words = words_of.count_words
-    monkeypatch.setattr(words_of, "_FORMAT", b"mvr_ray.lexical/1 bm25s en")
-    monkeypatch.setattr(words_of, "count_words", lambda own: count_words(own, words_of.find_words_as_bm25s))
+    monkeypatch.setattr(LexicalTask, "rule", WordRule(find=find_words_as_bm25s))
     return monkeypatch
 
 
@@ -231,7 +231,7 @@ def test_words_of_an_earlier_rule_answer_by_it_until_any_writing_finds_them_anew
     rows = {name: {"id": name, "title": "", "text": text, "year": 1} for name, text in texts.items()}
     store, views = Store(str(tmp_path)), {name: random_views(1, 0)["p000"] for name in rows}
     corpus = corpus_of(tmp_path, rows, 2)
-    earlier = publish_random_index(tmp_path, views, 2, corpus=corpus, with_words=True)
+    earlier = publish_random_index(tmp_path, views, 2, corpus=corpus, words="english")
     first_format.undo()
 
     def matching_ids(version: Manifest, question: str) -> list[str]:
@@ -244,15 +244,15 @@ def test_words_of_an_earlier_rule_answer_by_it_until_any_writing_finds_them_anew
         return sorted(hit.passage_id for hit in answer.hits[0])
 
     assert matching_ids(earlier, "学生") == ["p0"] and matching_ids(earlier, "छात्र") == []
-    assert earlier.lexical and find_base(store, "random", corpus) is None
+    assert earlier.lexical and find_base(store, "random", corpus, "english") is None
     assert manifests.verify(store, earlier).problems == []
-    whole = build_lexical(lexical_task(corpus, "random", 2))
-    assert compact_lexical(lexical_task(corpus, "random", 2), earlier.lexical) == whole
-    statistics = reusable_statistics(store, "random", earlier.lexical)
-    assert build_lexical(lexical_task(corpus, "random", 2), statistics=statistics) == whole
+    whole = build_lexical(lexical_task(corpus, "random", 2, "english"))
+    assert compact_lexical(lexical_task(corpus, "random", 2, "english"), earlier.lexical) == whole
+    assert rule_of(store, "random", earlier.lexical) == WordRule(find=find_words_as_bm25s)
     version = manifests.publish(store, dataclasses.replace(earlier, parent=earlier.version, lexical=whole))
-    assert find_base(store, "random", corpus) == version
-    assert reusable_statistics(store, "random", whole) == whole.statistics
+    assert find_base(store, "random", corpus, "english") == version
+    assert find_base(store, "random", corpus, "german") is None
+    assert rule_of(store, "random", whole) == WordRule()
     assert matching_ids(version, "学生") == ["p0", "p1"] and matching_ids(version, "छात्र") == ["p3"]
     assert matching_ids(earlier, "学生") == ["p0"]
 
@@ -265,22 +265,22 @@ SMALL_CHANGES = st.lists(
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(SMALL_CHANGES, st.integers(1, 3), st.integers(0, 999))
-def test_words_in_several_files_of_changes_score_as_whole_ones(tmp_path_factory, steps, shards, seed):
+@given(SMALL_CHANGES, st.integers(1, 3), st.sampled_from(["english", "german", "none"]), st.integers(0, 999))
+def test_words_in_several_files_of_changes_score_as_whole_ones(tmp_path_factory, steps, shards, language, seed):
     """After every change, of every passage, to the last bit; a file that stays is larger than what follows it."""
     root, rng = tmp_path_factory.mktemp("words"), np.random.default_rng(seed)
     store, names = Store(str(root)), {f"p{at:03d}": np.zeros((1, D), np.float32) for at in range(100)}
     rows = random_rows(names, seed)
     corpus = corpus_of(root, rows, shards)
-    version = publish_random_index(root, random_views(100, seed), shards, IndexParams(), corpus=corpus, with_words=True)
+    version = publish_random_index(root, random_views(100, seed), shards, corpus=corpus, words=language)
     most_files = 1
     for upserts, deletions in steps:
         changed_rows = random_rows({f"p{at:03d}": names["p000"] for at in upserts}, int(rng.integers(1 << 30)))
         deleted_ids = {f"p{at:03d}" for at in deletions} & {*rows} - {*changed_rows}
         corpus = update_corpus(root, changed_rows, deleted_ids)
         rows = {name: row for name, row in (rows | changed_rows).items() if name not in deleted_ids}
-        lexical = build_lexical(lexical_task(corpus, "random", shards, version, most_share=1.0))
-        whole = build_lexical(lexical_task(corpus, "random", shards))
+        lexical = build_lexical(lexical_task(corpus, "random", shards, language, version, most_share=1.0))
+        whole = build_lexical(lexical_task(corpus, "random", shards, language))
         statistics, exact = (
             open_statistics(store, dataclasses.replace(version, lexical=own)) for own in (lexical, whole)
         )
@@ -288,12 +288,12 @@ def test_words_in_several_files_of_changes_score_as_whole_ones(tmp_path_factory,
             own, other = (
                 Postings(*manifests.open_lexical(store, "random", files)) for files in (own_files, whole_file)
             )
-            for words in tokenize(QUESTIONS):
+            for words in WordRule(language).tokenize(QUESTIONS):
                 np.testing.assert_array_equal(own.scores(words, statistics), other.scores(words, exact))
             sizes = [file.num_changes for file in own.changes]
             assert all(2 * size > 3 * after for size, after in pairwise(sizes))
             most_files = max(most_files, len(own_files))
-        assert compact_lexical(lexical_task(corpus, "random", shards), lexical) == whole
+        assert compact_lexical(lexical_task(corpus, "random", shards, language), lexical) == whole
         own = {"parent": version.version, "corpus_digest": corpus.digest, "lexical": lexical}
         version = manifests.publish(store, dataclasses.replace(version, **own))
         several = any(len(files) > 2 for files in (lexical.statistics, *lexical.postings))
@@ -311,12 +311,12 @@ def test_small_changes_after_a_larger_one_do_not_write_its_words_again(tmp_path)
     names = {f"p{at:04d}": np.zeros((1, D), np.float32) for at in range(3000)}
     rows = {name: row | {"text": f"{row['text']} w{name}"} for name, row in random_rows(names, 1).items()}
     corpus = corpus_of(tmp_path, rows, 1)
-    version = publish_random_index(tmp_path, random_views(3000, 1), 1, IndexParams(), corpus=corpus, with_words=True)
+    version = publish_random_index(tmp_path, random_views(3000, 1), 1, IndexParams(), corpus=corpus, words="english")
     num_bytes: list[int] = []
     for change in [range(0, 3000, 5), *([at] for at in range(5, 2000, 200))]:
         changed_rows = {f"p{at:04d}": rows[f"p{at:04d}"] | {"text": f"new{at} words"} for at in change}
         before, corpus = version, update_corpus(tmp_path, changed_rows, set())
-        lexical = build_lexical(lexical_task(corpus, "random", 1, before))
+        lexical = build_lexical(lexical_task(corpus, "random", 1, "english", before))
         own = {"parent": before.version, "corpus_digest": corpus.digest, "lexical": lexical}
         version = manifests.publish(Store(str(tmp_path)), dataclasses.replace(before, **own))
         assert before.lexical and version.lexical

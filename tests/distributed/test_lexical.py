@@ -9,7 +9,7 @@ import pytest
 from mvr_ray.distributed import build_index, repair, rewrite
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.lexical import lexical_task, open_statistics, shard_words
-from mvr_ray.index.lexical import Postings, tokenize
+from mvr_ray.index.lexical import Postings, WordRule
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.delta import open_embeddings
@@ -32,10 +32,12 @@ def open_postings(store: Store, version: Manifest, at: int) -> Postings:
     return Postings(*manifest.open_lexical(store, version.index, version.lexical.postings[at]))
 
 
-def words_score_as_bm25_over_the_corpus(store: Store, version: Manifest) -> bool:
+def words_score_as_bm25_over_the_corpus(store: Store, version: Manifest, language: str = "english") -> bool:
     corpus = Corpus.open(store, version.corpus, version.corpus_digest)
-    oracle, texts = BM25Index(corpus), ["Which team won the league season?", "the university of Warsaw"]
-    for words, expected in zip(tokenize(texts), oracle.search(texts, corpus.num_passages), strict=True):
+    oracle, texts = BM25Index(corpus, language), ["Which team won the league season?", "the university of Warsaw"]
+    for words, expected in zip(
+        WordRule(language).tokenize(texts), oracle.search(texts, corpus.num_passages), strict=True
+    ):
         scores: dict[str, float] = {}
         for at, entry in enumerate(version.shards):
             folder = manifest.open_shard(store, version.index, entry)
@@ -90,7 +92,7 @@ def test_an_unchanged_part_keeps_its_words_without_being_read(with_words, monkey
     store = Store(str(with_words))
     version = manifest.read(store, "index")
     assert version.lexical
-    task = lexical_task(Corpus.open(store, version.corpus), "index", len(version.shards), version)
+    task = lexical_task(Corpus.open(store, version.corpus), "index", len(version.shards), "english", version)
     monkeypatch.setattr(Corpus, "part", None)
     assert tuple(shard_words(task, shard).files for shard in range(3)) == version.lexical.postings
 
@@ -101,6 +103,27 @@ def test_resharding_keeps_the_words(with_words, run_over):
     version = manifest.read(store, "index")
     assert version.lexical and len(version.lexical.postings) == 4
     assert words_score_as_bm25_over_the_corpus(store, version)
+
+
+def test_a_version_keeps_the_language_of_its_words_until_index_is_told_another(own_index, run_over):
+    store, reports = Store(str(own_index)), []
+    run = run_over(own_index, index={"lexical": True, "language": "german"})
+    german = build_index.index(run)
+    assert german.lexical and words_score_as_bm25_over_the_corpus(store, german, "german")
+    with pytest.raises(AssertionError):
+        words_score_as_bm25_over_the_corpus(store, german)
+    rewrite.reshard(run_over(own_index), 4)
+    four_shards = manifest.read(store, "index")
+    assert four_shards.lexical and words_score_as_bm25_over_the_corpus(store, four_shards, "german")
+    path = own_index / manifest.lexical_path("index", four_shards.lexical.statistics[0])
+    whole = path.read_bytes()
+    path.unlink()
+    assert [one.state for one in repair.repair(store, four_shards).repairs] == [
+        "repaired"
+    ] and path.read_bytes() == whole
+    english = build_index.index(run_over(own_index, index={"lexical": True}), lambda *own: reports.append(own[0]))
+    assert words_score_as_bm25_over_the_corpus(store, english)
+    assert english.shards == german.shards and "encode" not in reports
 
 
 @pytest.mark.parametrize("which", [0, 2])

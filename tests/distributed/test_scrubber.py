@@ -110,7 +110,7 @@ def test_words_that_were_overwritten_under_a_searcher_are_withdrawn_and_taken_up
     views = random_views(60, seed=1)
     passages = {name: f"harbour {'castle ' * (number % 5)}" for number, name in enumerate(sorted(views))}
     corpus = small_corpus(tmp_path, passages)
-    version = publish_random_index(tmp_path, views, num_shards=3, corpus=corpus, with_words=True)
+    version = publish_random_index(tmp_path, views, num_shards=3, corpus=corpus, words="english")
     task = SearcherTask(str(tmp_path), version)
     searchers = LocalSearchers(task)
     searcher = searchers.searcher

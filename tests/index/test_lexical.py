@@ -2,6 +2,7 @@
 
 import unicodedata
 from pathlib import Path
+from typing import get_args
 
 import bm25s
 import numpy as np
@@ -11,17 +12,19 @@ import Stemmer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mvr_ray.config.run import Language
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.lexical import (
     _SPACELESS,
+    ENGLISH,
     CorpusStatistics,
     LexicalIndex,
     Postings,
     WordCounts,
-    count_words,
+    WordRule,
     find_words_as_bm25s,
     indexed_text,
-    tokenize,
+    read_rule,
     write_postings,
     write_postings_changes,
     write_statistics,
@@ -59,7 +62,7 @@ def open_words(folder: Path, name: str) -> LexicalIndex:
 def whole_corpus(passages: list[Passage]) -> bm25s.BM25:
     """bm25s over the words of all passages."""
     oracle = bm25s.BM25(method="lucene", k1=0.9, b=0.4)
-    oracle.index(tokenize([f"{passage.title}\n{passage.text}" for passage in passages]), show_progress=False)
+    oracle.index(ENGLISH.tokenize([f"{passage.title}\n{passage.text}" for passage in passages]), show_progress=False)
     return oracle
 
 
@@ -70,7 +73,7 @@ def test_scores_of_shards_are_those_of_bm25s_over_the_whole_corpus(tmp_path, pas
     indexes = [open_words(tmp_path, str(n)) for n in range(num_shards)]
     row_of = {passage.id: row for row, passage in enumerate(passages)}
     num_scored = 0
-    for words in tokenize(questions):
+    for words in ENGLISH.tokenize(questions):
         known_words = [word for word in words if word in oracle.vocab_dict]
         expected_P = oracle.get_scores(known_words) if known_words else np.zeros(len(passages), np.float32)
         for own, index in zip(shards, indexes):
@@ -104,19 +107,19 @@ WITHOUT_MARKS = st.text(st.characters(exclude_categories=["M", "C", "Lo"])).filt
 @given(st.lists(st.text(st.characters(max_codepoint=127)) | SENTENCES | WITHOUT_MARKS))
 def test_text_without_marks_is_cut_into_the_words_of_bm25s_between_which_it_has_spaces(texts):
     texts = [unicodedata.normalize("NFC", text) for text in texts]
-    assert tokenize(texts) == bm25s_words(texts)
+    assert ENGLISH.tokenize(texts) == bm25s_words(texts)
 
 
 @given(st.lists(st.text()))
 def test_words_of_files_of_the_first_format_are_those_of_bm25s(texts):
-    assert tokenize(texts, find_words_as_bm25s) == bm25s_words(texts)
+    assert WordRule(find=find_words_as_bm25s).tokenize(texts) == bm25s_words(texts)
 
 
 @given(st.text() | st.text("aeİΣ漢がﾞ한ทีक़ा\u0301\u0307\u0327 "))
 def test_words_are_the_same_in_every_normal_form_and_beside_other_text(text):
-    words = tokenize([text])[0]
-    assert tokenize([unicodedata.normalize("NFD", text)])[0] == words
-    assert tokenize([f"漢 {text} \u0e17"])[0] == ["漢", *words, "\u0e17"]
+    words = ENGLISH.tokenize([text])[0]
+    assert ENGLISH.tokenize([unicodedata.normalize("NFD", text)])[0] == words
+    assert ENGLISH.tokenize([f"漢 {text} \u0e17"])[0] == ["漢", *words, "\u0e17"]
 
 
 @pytest.mark.parametrize(
@@ -135,16 +138,47 @@ def test_words_are_the_same_in_every_normal_form_and_beside_other_text(text):
     ],
 )
 def test_words_of_other_scripts(text, words):
-    assert tokenize([text]) == [words]
+    assert ENGLISH.tokenize([text]) == [words]
+
+
+GERMAN = "Die Häuser der Stadt (z. B. AB-1234/5) standen dem Haus näher."
+
+
+def test_words_are_stems_of_the_language_without_stop_words_in_english_alone():
+    words = bm25s.tokenize([GERMAN], stopwords=None, return_ids=False, show_progress=False)
+    stems = [Stemmer.Stemmer("german").stemWords(own) for own in words]
+    assert WordRule("none").tokenize([GERMAN]) == words
+    assert WordRule("german").tokenize([GERMAN]) == stems
+    assert stems[0].count("haus") == 2 and {"die", "der"} <= {*stems[0]}
+
+
+@pytest.mark.parametrize("language", [one for one in get_args(Language) if one != "none"])
+def test_every_language_of_the_configuration_has_a_stemmer(language):
+    assert language in Stemmer.algorithms()
+    rule = WordRule(language)
+    assert WordRule.of_format(rule.format) == rule
+
+
+def test_files_name_their_language_and_one_without_a_stemmer_is_refused(tmp_path, passages, monkeypatch):
+    rule = WordRule("german")
+    write_postings(passages[:5], tmp_path / "postings", rule)
+    postings = Postings(tmp_path / "postings").whole
+    write_statistics([postings], tmp_path / "statistics")
+    assert read_rule(tmp_path / "postings") == CorpusStatistics(tmp_path / "statistics").rule == rule
+    monkeypatch.setattr(WordRule, "format", b"mvr_ray.lexical/2 bm25s klingon")
+    write_postings(passages[:5], tmp_path / "postings", rule)
+    monkeypatch.undo()
+    with pytest.raises(ShardIndexError, match=r"its format is mvr_ray.lexical/2 bm25s klingon, not .*index again"):
+        Postings(tmp_path / "postings")
 
 
 def test_a_passage_scores_alone_as_in_its_shard(tmp_path, passages, questions):
     make_shards(tmp_path, passages, 1)
     index = open_words(tmp_path, "0")
-    for words in tokenize(questions[:20]):
+    for words in ENGLISH.tokenize(questions[:20]):
         score_P = index.scores(words)
         for row in [0, int(score_P.argmax()), len(passages) - 1]:
-            assert index.statistics.score(words, count_words([passages[row]])[0]) == score_P[row]
+            assert index.statistics.score(words, ENGLISH.count_words([passages[row]])[0]) == score_P[row]
 
 
 def test_a_word_that_stands_twice_in_a_question_counts_twice_and_an_unknown_one_not_at_all(tmp_path, passages):
@@ -163,7 +197,7 @@ def test_same_passages_give_the_same_bytes_and_an_empty_shard_has_none(tmp_path,
     shards = [Postings(tmp_path / name).whole for name in ("empty.arrow", "a")]
     write_statistics(shards, tmp_path / "statistics.arrow")
     assert open_words(tmp_path, "empty").scores(["team"]).shape == (0,)
-    lengths = [len(words) for words in tokenize([indexed_text(passage) for passage in passages[:50]])]
+    lengths = [len(words) for words in ENGLISH.tokenize([indexed_text(passage) for passage in passages[:50]])]
     assert CorpusStatistics(tmp_path / "statistics.arrow").mean_length == np.mean(lengths)
 
 
@@ -214,6 +248,6 @@ def test_files_of_changes_score_and_count_as_files_of_the_passages_now(tmp_path_
             write_statistics_changes(statistics, number, change, statistics_files[-1])
         index = LexicalIndex(Postings(*postings_files), CorpusStatistics(*statistics_files))
         whole = Postings(folder / f"postings-now{number}"), CorpusStatistics(folder / f"statistics-now{number}")
-        words = tokenize([" ".join(WORDS)])[0]
+        words = ENGLISH.tokenize([" ".join(WORDS)])[0]
         for own in (words, *([word] for word in words)):
             np.testing.assert_array_equal(index.scores(own), LexicalIndex(*whole).scores(own))

@@ -248,7 +248,7 @@ class ShardSearcher:
                 mask_P = self._mask(version, shard, open_shard, request.filter)
                 if request.hybrid:
                     lexical = self._get_words(version, shard, call)
-                    words = words or lexical.statistics.tokenize(request.hybrid.texts)  # the same for every shard
+                    words = words or lexical.statistics.rule.tokenize(request.hybrid.texts)  # the same for every shard
                     result = _scan_hybrid(open_shard, lexical, shard, request, words, mask_P)
                 else:
                     result = _scan(open_shard, shard, request.queries_QD, request.k, mask_P)
