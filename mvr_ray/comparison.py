@@ -145,6 +145,11 @@ def compare(
         )
     if qrels is not None and all(".parquet:" in side for side in sides):
         raise ConfigError("compare: --qrels has no effect on FILE:SYSTEM, which has no passages; leave it out")
+    if question_set is not None and not any(".parquet:" in side for side in sides):
+        raise ConfigError(
+            f"compare: --questions {question_set} has no effect on rankings, which have one question set each; leave "
+            f"it out"
+        )
     judgements = None if qrels is None else _read_judgements(qrels)
     both = [_ranking(side, judgements, question_set) for side in sides]
     places = _question_places(sides, both)

@@ -168,6 +168,12 @@ def test_judgements_that_no_side_can_use_are_refused(tmp_path: Path) -> None:
         compare("a.parquet:one", "a.parquet:two", qrels=tmp_path / "qrels")
 
 
+def test_a_question_set_that_no_side_can_use_is_refused(tmp_path: Path) -> None:
+    same = ranking(tmp_path / "a.json", [1])
+    with pytest.raises(ConfigError, match="--questions dev has no effect on rankings"):
+        compare(same, same, question_set="dev")
+
+
 def test_only_questions_with_a_relevant_passage_are_compared(tmp_path: Path) -> None:
     rows = [RankedQuestion(Question(f"q{i}", f"question {i}", ("a",)), hits(1)) for i in range(3)]
     write_ranking(rows, tmp_path / "a.trec", "trec")

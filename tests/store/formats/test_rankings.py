@@ -157,6 +157,8 @@ def test_broken_runs_are_named_with_their_line(write: Callable[[str, str], Path]
         list(read_trec_run(write("bad", "q Q0 d 1 1.0 t\nq Q0 d\n")))
     with pytest.raises(DataError, match="bad:1: rank 'x'"):
         list(read_trec_run(write("bad", "q Q0 d x 1.0 t\n")))
+    with pytest.raises(DataError, match="bad:2: rank '2' or score 'NaN' is not a number"):
+        list(read_trec_run(write("bad", "q Q0 d 1 inf t\nq Q0 e 2 NaN t\n")))
 
 
 @pytest.mark.parametrize("format", ["dpr", "jsonl"])
