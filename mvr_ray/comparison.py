@@ -45,8 +45,8 @@ _SAME = 1e-9
 
 
 class Difference(NamedTuple):
-    """A difference in points with its 95 % interval. `p` is from the paired test over articles; the t-tests' p-values
-    are nan with one seed, or where seeds do not differ."""
+    """A difference in points with its 95 % interval, NaN where few articles agree. `p` is from the paired test over
+    articles; the t-tests' p-values are NaN with one seed, or where seeds do not differ."""
 
     points: float
     low: float
@@ -80,8 +80,8 @@ def difference(better_SQ: FloatArray, than_SQ: FloatArray, articles_Q: Groups, s
 
 
 class ComparisonRow(NamedTuple):
-    """Shares of questions answered in the first k, in points, and their difference with its 95 % interval; `p` is the
-    paired test's."""
+    """Shares of questions answered in the first k, in points, and their difference with its 95 % interval, NaN where
+    few articles agree; `p` is the paired test's."""
 
     metric: str
     first: float
@@ -182,6 +182,9 @@ def compare(
         shares = 100 * float(first_SQ.mean()), 100 * float(second_SQ.mean())
         gap = difference(second_SQ, first_SQ, groups, seed)
         rows.append(ComparisonRow(f"top-{k}", *shares, gap.points, gap.low, gap.high, gap.p, gap.questions))
+    if without_interval := [row.metric for row in rows if math.isnan(row.low)]:
+        names = ",".join(without_interval)
+        log.warning("too few articles for an interval: metrics=%s articles=%d", names, len(set(groups)))
     return rows
 
 

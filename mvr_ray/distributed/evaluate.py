@@ -30,7 +30,7 @@ from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.encoders import require_encoder
 from mvr_ray.distributed.retrieve import QuestionRanker, QuestionSet, RankSettings, rank_questions
 from mvr_ray.distributed.router import Router, open_router, require_words
-from mvr_ray.distributed.text_table import text_table
+from mvr_ray.distributed.text_table import interval_text, text_table
 from mvr_ray.errors import ConfigError, MissingInputError, count_noun
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets
@@ -73,7 +73,8 @@ class TuneReport(NamedTuple):
 
 
 class EvaluationRow(NamedTuple):
-    """One measured value (a share, 0..1) with its 95 % interval over `n` questions."""
+    """One measured value (a share, 0..1) with its 95 % interval over `n` questions; NaN, in JSON null, are the ends
+    where a few articles agree, which is too little for an interval."""
 
     system: str
     questions: str
@@ -84,7 +85,7 @@ class EvaluationRow(NamedTuple):
     n: int
 
     def in_percent(self) -> str:
-        return f"{100 * self.value:.1f} ({100 * self.low:.1f} to {100 * self.high:.1f})"
+        return f"{100 * self.value:.1f} ({interval_text(self.low, self.high, 100)})"
 
 
 class EvaluationReport(NamedTuple):
