@@ -27,6 +27,7 @@ from scipy import stats
 
 from mvr_ray.core.judging.metrics import Groups, interval_over_seeds, paired_test
 from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.store.formats.json_stream import DECODER
 from mvr_ray.store.formats.question_ranks import read_question_ranks, reported_depth
 from mvr_ray.store.formats.records import BadRow
 from mvr_ray.store.formats.text_files import json_lines
@@ -317,11 +318,13 @@ def _json(path: Path) -> Iterator[QuestionHits]:
             rows.append(line.values)
     else:
         try:
-            rows = json.loads(path.read_text(encoding="utf-8"))
+            rows = DECODER.decode(path.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
             raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not UTF-8: {error}") from None
+        except ValueError as error:
+            raise DataError(f"{path}: {error}") from None
     if isinstance(rows, dict):
         rows = [{"id": name, **row} if isinstance(row, dict) else row for name, row in rows.items()]
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):

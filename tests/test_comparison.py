@@ -149,6 +149,9 @@ def test_line_separators_of_unicode_in_texts_end_no_line_and_an_error_names_its_
     document.write_text("[\n{]")
     with pytest.raises(DataError, match=r"b\.json:2: not JSON: .*"):
         compare(document, path, [1])
+    document.write_text('{"q1": {}, "q1": {}}')
+    with pytest.raises(DataError, match=r"b\.json: an object has the key 'q1' twice"):
+        compare(document, path, [1])
 
 
 def test_questions_of_the_same_text_are_compared_in_their_order(tmp_path: Path) -> None:
