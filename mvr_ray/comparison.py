@@ -157,7 +157,8 @@ def compare(
     if unmatched_keys := sorted(set(places[0]) ^ set(places[1])):
         raise DataError(
             f"{first} and {second} rank different questions: {len(unmatched_keys)} are in only one of them "
-            f"(first: {unmatched_keys[0][0]!r}); retrieve the same question set twice"
+            f"(first: {unmatched_keys[0][0]!r}); retrieve the same question set twice, by format=jsonl where "
+            f"questions may have no hit"
         )
     keys = sorted(places[0])
     articles = both[0].articles or both[1].articles

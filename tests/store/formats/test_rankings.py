@@ -59,6 +59,18 @@ def test_an_empty_ranking_is_still_valid_json(tmp_path: Path, format: str):
     assert not json.loads((tmp_path / "r.json").read_text())
 
 
+@pytest.mark.parametrize("format", ["trec", "msmarco", "parquet"])
+def test_a_question_without_a_hit_that_a_format_cannot_hold_is_warned_of(tmp_path: Path, caplog, format: str):
+    assert write_ranking(ROWS, tmp_path / "r", format) == 2
+    assert [message.partition(": ")[2] for message in caplog.messages] == [
+        f"questions=1 output={tmp_path / 'r'} format={format}"
+    ]
+    caplog.clear()
+    write_ranking(ROWS[:1], tmp_path / "r", format)
+    write_ranking(ROWS, tmp_path / "r", "jsonl")
+    assert not caplog.messages
+
+
 def test_pyserini_json(tmp_path: Path):
     write_ranking(ROWS, tmp_path / "r.json", "pyserini")
     entries = json.loads((tmp_path / "r.json").read_text())
