@@ -15,7 +15,7 @@ index = Index.build(rows, path="example-store/refine")
 
 def top_1(name: str) -> str:
     [row] = [row for row in index.evaluate(name, k=[1]).rows if row.metric == "gold/top-1"]
-    return f"{100 * row.value:.1f} % ({100 * row.low:.1f} to {100 * row.high:.1f})"
+    return f"{row.in_percent()} %"
 
 
 for name, some in (("known", known), ("unseen", unseen)):

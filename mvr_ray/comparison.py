@@ -27,6 +27,7 @@ from scipy import stats
 
 from mvr_ray.core.judging.metrics import Groups, interval_over_seeds, paired_test
 from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.store.formats.json_stream import DECODER
 from mvr_ray.store.formats.question_ranks import read_question_ranks, reported_depth
 from mvr_ray.store.formats.records import BadRow
 from mvr_ray.store.formats.text_files import json_lines
@@ -45,8 +46,8 @@ _SAME = 1e-9
 
 
 class Difference(NamedTuple):
-    """A difference in points with its 95 % interval. `p` is from the paired test over articles; the t-tests' p-values
-    are nan with one seed, or where seeds do not differ."""
+    """A difference in points with its 95 % interval, NaN where few articles agree. `p` is from the paired test over
+    articles; the t-tests' p-values are NaN with one seed, or where seeds do not differ."""
 
     points: float
     low: float
@@ -80,8 +81,8 @@ def difference(better_SQ: FloatArray, than_SQ: FloatArray, articles_Q: Groups, s
 
 
 class ComparisonRow(NamedTuple):
-    """Shares of questions answered in the first k, in points, and their difference with its 95 % interval; `p` is the
-    paired test's."""
+    """Shares of questions answered in the first k, in points, and their difference with its 95 % interval, NaN where
+    few articles agree; `p` is the paired test's."""
 
     metric: str
     first: float
@@ -145,13 +146,19 @@ def compare(
         )
     if qrels is not None and all(".parquet:" in side for side in sides):
         raise ConfigError("compare: --qrels has no effect on FILE:SYSTEM, which has no passages; leave it out")
+    if question_set is not None and not any(".parquet:" in side for side in sides):
+        raise ConfigError(
+            f"compare: --questions {question_set} has no effect on rankings, which have one question set each; leave "
+            f"it out"
+        )
     judgements = None if qrels is None else _read_judgements(qrels)
     both = [_ranking(side, judgements, question_set) for side in sides]
     places = _question_places(sides, both)
     if unmatched_keys := sorted(set(places[0]) ^ set(places[1])):
         raise DataError(
             f"{first} and {second} rank different questions: {len(unmatched_keys)} are in only one of them "
-            f"(first: {unmatched_keys[0][0]!r}); retrieve the same question set twice"
+            f"(first: {unmatched_keys[0][0]!r}); retrieve the same question set twice, by format=jsonl where "
+            f"questions may have no hit"
         )
     keys = sorted(places[0])
     articles = both[0].articles or both[1].articles
@@ -177,6 +184,9 @@ def compare(
         shares = 100 * float(first_SQ.mean()), 100 * float(second_SQ.mean())
         gap = difference(second_SQ, first_SQ, groups, seed)
         rows.append(ComparisonRow(f"top-{k}", *shares, gap.points, gap.low, gap.high, gap.p, gap.questions))
+    if without_interval := [row.metric for row in rows if math.isnan(row.low)]:
+        names = ",".join(without_interval)
+        log.warning("too few articles for an interval: metrics=%s articles=%d", names, len(set(groups)))
     return rows
 
 
@@ -309,11 +319,13 @@ def _json(path: Path) -> Iterator[QuestionHits]:
             rows.append(line.values)
     else:
         try:
-            rows = json.loads(path.read_text(encoding="utf-8"))
+            rows = DECODER.decode(path.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
             raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not UTF-8: {error}") from None
+        except ValueError as error:
+            raise DataError(f"{path}: {error}") from None
     if isinstance(rows, dict):
         rows = [{"id": name, **row} if isinstance(row, dict) else row for name, row in rows.items()]
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):

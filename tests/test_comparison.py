@@ -44,6 +44,13 @@ def test_a_ranking_differs_from_itself_by_nothing(tmp_path: Path) -> None:
     assert [(row.difference, row.p) for row in compare(same, same, [1, 5])] == [(0, 1), (0, 1)]
 
 
+def test_an_interval_of_too_few_questions_is_none_and_a_warning_says_so(tmp_path: Path, caplog) -> None:
+    first, second = ranking(tmp_path / "a.json", [2, 2]), ranking(tmp_path / "b.json", [1, 1])
+    [row] = compare(first, second, [1])
+    assert row.difference == 100 and np.isnan([row.low, row.high]).all()
+    assert caplog.messages == ["too few articles for an interval: metrics=top-1 articles=2"]
+
+
 def test_a_large_difference_is_told_from_chance(tmp_path: Path) -> None:
     first, second = ranking(tmp_path / "a.json", [2] * 60), ranking(tmp_path / "b.json", [1] * 50 + [2] * 10)
     [row] = compare(first, second, [1])
@@ -142,6 +149,9 @@ def test_line_separators_of_unicode_in_texts_end_no_line_and_an_error_names_its_
     document.write_text("[\n{]")
     with pytest.raises(DataError, match=r"b\.json:2: not JSON: .*"):
         compare(document, path, [1])
+    document.write_text('{"q1": {}, "q1": {}}')
+    with pytest.raises(DataError, match=r"b\.json: an object has the key 'q1' twice"):
+        compare(document, path, [1])
 
 
 def test_questions_of_the_same_text_are_compared_in_their_order(tmp_path: Path) -> None:
@@ -166,6 +176,12 @@ def test_judgements_count_for_both_sides_in_place_of_answers(tmp_path: Path, for
 def test_judgements_that_no_side_can_use_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--qrels has no effect on FILE:SYSTEM"):
         compare("a.parquet:one", "a.parquet:two", qrels=tmp_path / "qrels")
+
+
+def test_a_question_set_that_no_side_can_use_is_refused(tmp_path: Path) -> None:
+    same = ranking(tmp_path / "a.json", [1])
+    with pytest.raises(ConfigError, match="--questions dev has no effect on rankings"):
+        compare(same, same, question_set="dev")
 
 
 def test_only_questions_with_a_relevant_passage_are_compared(tmp_path: Path) -> None:
@@ -279,7 +295,7 @@ def test_question_ranks_are_as_deep_as_their_report_tells_and_else_as_their_deep
         return [row.metric for row in compare(one, one, question_set="dev")]
 
     assert cutoffs() == ["top-1", "top-5"]
-    assert caplog.messages == [f"cut-offs left out: k=20,100 ranking={one} depth=6"]
+    assert caplog.messages[0] == f"cut-offs left out: k=20,100 ranking={one} depth=6"
     with pytest.raises(ConfigError, match=r"-k is 7, but .* is known to rank only 6 passages"):
         compare(one, one, [7], question_set="dev")
     evaluation = {"report": {"rows": [{"metric": f"answer/top-{k}"} for k in (1, 20)] + [{"metric": "gold/mrr"}]}}

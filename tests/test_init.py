@@ -332,18 +332,21 @@ def test_a_run_file_that_is_there_is_never_replaced(tmp_path: Path, monkeypatch,
     assert Path("rows.yaml").read_text() == "mine: true\n"
 
 
-def test_run_files_of_one_folder_have_a_corpus_and_an_index_of_their_own(initialize, tmp_path: Path) -> None:
-    """Their store is one, so equal names would replace the other's passages."""
+@pytest.mark.parametrize("run_file", ["{}.yaml", "{}/run.yaml"])
+def test_run_files_of_one_store_have_a_corpus_and_an_index_of_their_own(
+    initialize, tmp_path: Path, run_file: str
+) -> None:
+    """Equal names would replace the other's passages."""
     runs = []
     for team in ("sales.2025", "sales.2026", "продажи", "кадры"):
         (tmp_path / team).mkdir()
         data = tmp_path / team / "data.csv"
         data.write_text(f"id,text\n1,All about {team}.\n")
-        runs.append(initialize(str(data), "--output", f"{team}.yaml")[0])
+        runs.append(initialize(str(data), "--output", run_file.format(team))[0])
     names = [(run.prepare.corpus, run.index.name, run.encoder.name) for run in runs]
     assert all(len({*of_run}) == 1 for of_run in names)
     assert len({*names}) == len(runs), names
-    assert [corpus for corpus, *_ in names[:2]] == ["sales-2025", "sales-2026"]
+    assert [corpus.removesuffix("-run") for corpus, *_ in names[:2]] == ["sales-2025", "sales-2026"]
     texts = [next(iter(Corpus.open(Store(run.store.path), run.prepare.corpus))).text for run in runs]
     assert texts == ["All about sales.2025.", "All about sales.2026.", "All about продажи.", "All about кадры."]
 

@@ -116,6 +116,12 @@ def draw(summary: Summary) -> str:
         ),
         (
             "evaluate",
+            EVALUATED | {"rows": [row | {"value": 1.0, "low": None, "high": None} for row in ROWS]},
+            "evaluated: version 4 of index wiki, 6 passages\n  dev: top-1 100.0 % (too few articles for an interval)",
+            "serve",
+        ),
+        (
+            "evaluate",
             EVALUATED | {"rows": [*ROWS, *HYBRID_ROWS], "configured_system": HYBRID},
             f"evaluated: version 4 of index wiki, 6 passages\n  ranked by {HYBRID}\n  dev: top-1 70.0 % (60.0 to 80.0)",
             "serve",

@@ -85,9 +85,9 @@ class Index:
     def build(
         cls,
         passages: Any,
+        *,
         model: str | Path = "all-MiniLM-L6-v2",
         path: str | Path = "index",
-        *,
         settings: Mapping[str, Mapping[str, Any]] | None = None,
         progress: Progress | bool = False,
     ) -> Self:
@@ -95,7 +95,7 @@ class Index:
 
             Index.build(["A first text.", "A second one."], path="texts")
             Index.build([{"id": "p1", "title": "Nile", "text": "...", "year": 1958}], path="rivers")
-            Index.build(pandas.read_csv("passages.csv"), "intfloat/e5-small-v2", "csv", progress=True)
+            Index.build(pandas.read_csv("passages.csv"), model="intfloat/e5-small-v2", path="csv", progress=True)
 
         `passages` are texts, tuples (id, text) or (id, title, text), mappings, a pandas or polars frame, an Arrow
         table, a Hugging Face dataset, or a path of a file or folder in any format of docs/formats.md. Rows are
@@ -282,7 +282,7 @@ class Index:
         with self._router.pin() as router:
             return router.passages([str(one) for one in rows.ids_of(ids)])
 
-    def upsert(self, passages: Any, progress: Progress | bool = False) -> Manifest:
+    def upsert(self, passages: Any, *, progress: Progress | bool = False) -> Manifest:
         """Add passages, or replace those of the same ids, and publish a version. Only their contents are embedded.
 
             index.upsert([{"id": "p2", "text": "A new text."}])
@@ -293,12 +293,12 @@ class Index:
         with _progress_callback(progress) as callback:
             return self._change(rows.upsert_records(passages), callback)
 
-    def delete(self, ids: PassageId | Iterable[PassageId], progress: Progress | bool = False) -> Manifest:
+    def delete(self, ids: PassageId | Iterable[PassageId], *, progress: Progress | bool = False) -> Manifest:
         """Remove passages by id, and publish a version. An unknown id changes nothing. Raises as `upsert` does."""
         with _progress_callback(progress) as callback:
             return self._change(rows.deletion_records(ids), callback)
 
-    def refine(self, questions: Any = None, progress: Progress | bool = False, **settings: Any) -> "RefineReport":
+    def refine(self, questions: Any = None, *, progress: Progress | bool = False, **settings: Any) -> "RefineReport":
         """Learn from questions with answers or gold passages, else from the feedback of `add_feedback`.
 
             index.refine([("Who built the tower?", "Gustave Eiffel"), ...])
@@ -373,7 +373,7 @@ class Index:
         return name
 
     def evaluate(
-        self, questions: Any, k: int | Sequence[int] = (1, 5, 20, 100), progress: Progress | bool = False
+        self, questions: Any, k: int | Sequence[int] = (1, 5, 20, 100), *, progress: Progress | bool = False
     ) -> "EvaluationReport":
         """Measure how well the live version answers questions: shares with an answer, and with a gold passage, among
         the first `k` hits, with their 95 % intervals (`rows` of the report).

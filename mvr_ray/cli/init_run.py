@@ -75,7 +75,7 @@ class SourceSample(NamedTuple):
 
 def write_run_file(paths: Sequence[str], output: Path | None) -> tuple[Path, list[SourceSample]]:
     """Write the run file for sources, and load it as a check. The default name is that of the first source. Corpus,
-    encoder and index have the file's name, so that run files of one folder, whose store is one, share nothing.
+    encoder and index have the file's name with its folders, so that run files of one store share nothing.
 
     Raises MissingInputError or DataError for what cannot be read, ConfigError if the file exists or a name is not text.
     """
@@ -93,7 +93,7 @@ def write_run_file(paths: Sequence[str], output: Path | None) -> tuple[Path, lis
     if not any(sample.passages for sample in samples):
         problems = "; ".join(sample.bad or sample.title for sample in samples)
         raise DataError(f"init: no passage among the first {SAMPLE_ROWS} rows: {problems}")
-    name = _slug(output.stem) if output else _name(paths[0])
+    name = _file_name(output) if output else _name(paths[0])
     file = output or Path(f"{name}.yaml")
     if file.exists():
         raise ConfigError(f"init: {file} exists already; name another file with --output, or move it away")
@@ -249,6 +249,12 @@ def _split(folder: Path, kind: str) -> str | None:
 def _name(path: str) -> str:
     """Return a name for what comes from a source: the file's or folder's, without its endings."""
     return _slug(path.rpartition("/")[2] if path.startswith("hf:") else Path(path).name.partition(".")[0])
+
+
+def _file_name(output: Path) -> str:
+    """Return a name for a run file: its own, after those of its folders below the working one, whose store is one."""
+    parts = Path(os.path.relpath(output.parent / output.stem)).parts
+    return "-".join(_slug(part) for part in parts if part != "..")[-60:].strip("-_")
 
 
 def _slug(name: str) -> str:

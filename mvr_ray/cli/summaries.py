@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from mvr_ray.cli.tables import cell, report_tables, size, table, version_text
+from mvr_ray.distributed.text_table import interval_text
 from mvr_ray.errors import count_noun
 
 Report = Mapping[str, Any]
@@ -172,7 +173,7 @@ def _evaluate(report: Report, words: str) -> Summary:
     firsts = {row["questions"]: row for row in reversed(rows) if row["system"] == system}
     main_rows = list(reversed(firsts.values()))[:NUM_NAMED]
     for row in main_rows:
-        interval = f"{percent(row['low'])} to {percent(row['high'])}"
+        interval = interval_text(row["low"], row["high"], 100)
         verdict += f"\n  {row['questions']}: {row['metric'].partition('/')[2]} {percent(row['value'])} % ({interval})"
     return Summary(_accuracy_tables(rows, "system"), verdict, f"serve {words}")
 

@@ -30,9 +30,10 @@ from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.encoders import require_encoder
 from mvr_ray.distributed.retrieve import QuestionRanker, QuestionSet, RankSettings, rank_questions
 from mvr_ray.distributed.router import Router, open_router, require_words
-from mvr_ray.distributed.text_table import text_table
+from mvr_ray.distributed.text_table import interval_text, text_table
 from mvr_ray.errors import ConfigError, MissingInputError, count_noun
 from mvr_ray.store import manifest as manifests
+from mvr_ray.store.chunks import source_id
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.question_ranks import QuestionRanks
@@ -73,7 +74,8 @@ class TuneReport(NamedTuple):
 
 
 class EvaluationRow(NamedTuple):
-    """One measured value (a share, 0..1) with its 95 % interval over `n` questions."""
+    """One measured value (a share, 0..1) with its 95 % interval over `n` questions; NaN, in JSON null, are the ends
+    where a few articles agree, which is too little for an interval."""
 
     system: str
     questions: str
@@ -84,7 +86,7 @@ class EvaluationRow(NamedTuple):
     n: int
 
     def in_percent(self) -> str:
-        return f"{100 * self.value:.1f} ({100 * self.low:.1f} to {100 * self.high:.1f})"
+        return f"{100 * self.value:.1f} ({interval_text(self.low, self.high, 100)})"
 
 
 class EvaluationReport(NamedTuple):
@@ -249,10 +251,11 @@ def mean_row(
 
 
 def articles_of(questions: Sequence[Question], passages: Corpus) -> dict[str, str]:
-    """Map question ids to articles: the title of the first gold passage, or that passage if it has none. A question
-    without a gold passage is its own article."""
+    """Map question ids to articles: the title of the first gold passage, or that passage if it has none, all chunks
+    of a text being one. A question without a gold passage is its own article."""
+    name_of = source_id if passages.info.counts.get("chunk_words") else str
     gold_passages = passages.get(question.positive_ids[0] for question in questions if question.positive_ids)
-    articles = {i: passage.title or f"passage {i}" for i, passage in gold_passages.items()}
+    articles = {i: passage.title or f"passage {name_of(i)}" for i, passage in gold_passages.items()}
     firsts = ((question.id, next(iter(question.positive_ids), "")) for question in questions)
     return {question_id: articles.get(first, f"question {question_id}") for question_id, first in firsts}
 

@@ -1,5 +1,6 @@
-"""Formats figures of a report as a table of plain text, for `print` and notebooks."""
+"""Formats figures of a report as plain text, for `print`, notebooks and the terminal."""
 
+import math
 from collections.abc import Sequence
 
 
@@ -8,3 +9,10 @@ def text_table(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]
     widths = [max(map(len, cells)) for cells in zip(columns, *lines)]
     rows = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in (columns, *lines))
     return "\n  ".join([title, *rows])
+
+
+def interval_text(low: float | None, high: float | None, scale: float = 1.0, form: str = ".1f") -> str:
+    """Format the ends of an interval; NaN, null in a stored report, is no interval."""
+    if low is None or high is None or math.isnan(low) or math.isnan(high):
+        return "too few articles for an interval"
+    return f"{scale * low:{form}} to {scale * high:{form}}"

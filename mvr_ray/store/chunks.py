@@ -42,6 +42,11 @@ def chunk(passage: Passage, chunk_words: int) -> list[TextChunk]:
     return chunks
 
 
+def source_id(chunk_id: str) -> str:
+    """Return the id of the passage that a chunk was cut from."""
+    return chunk_id.rpartition("#")[0]
+
+
 def locate(
     text: str, chunks: Sequence[TextChunk], answers: Sequence[str], starts: Sequence[int], match: Match = "string"
 ) -> AnswerPlace:

@@ -55,8 +55,8 @@ def parse_field(value: Any, kind: str) -> FieldValue:
     """Read a value of a type, from Python or JSON. Raises ValueError, which says what the value is."""
     if isinstance(value, TextCell):
         value = _parse_cell(value, kind)
-    elif isinstance(value, np.number | np.bool_):
-        value = value.item()
+    elif isinstance(value, np.generic):
+        value = python_value(value)
     try:
         match kind:
             case "string" if isinstance(value, str):
@@ -82,6 +82,15 @@ def parse_field(value: Any, kind: str) -> FieldValue:
     except (ValueError, OverflowError):
         pass
     raise ValueError(f"{value!r:.60} is no {kind}")
+
+
+def python_value(value: np.generic) -> Any:
+    """Convert a value of numpy to Python, a time without its nanoseconds; one beyond Python's range stays as it is."""
+    plain = value.item()
+    if isinstance(value, np.datetime64) and isinstance(plain, int):
+        plain = value.astype("datetime64[us]").item()
+        return value if isinstance(plain, int) else plain
+    return plain
 
 
 def to_json(value: FieldValue) -> str | int | float | bool | list[str]:

@@ -29,7 +29,7 @@ import pyarrow.compute
 from numpy.typing import NDArray
 
 from mvr_ray.errors import FilterError
-from mvr_ray.store.fields import ARROW_TYPES, parse_field
+from mvr_ray.store.fields import ARROW_TYPES, parse_field, python_value
 
 pc: Any = pyarrow.compute
 """Typed as Any: its functions are generated when it is imported."""
@@ -102,7 +102,7 @@ def to_plain_filter(value: Any, depth: int = 0) -> Any:
     if depth > 3 * MAX_DEPTH:  # the parser refuses it
         return value
     if isinstance(value, np.generic):
-        value = value.item()
+        value = python_value(value)
     if isinstance(value, Mapping):
         return {key: to_plain_filter(own, depth + 1) for key, own in value.items()}
     if isinstance(value, list | tuple):

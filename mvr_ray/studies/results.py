@@ -157,7 +157,7 @@ def _cell(metric: str, rows: Sequence[Report], ranks: Sequence[QuestionRanks]) -
     if values is not None and values.values_SQ.shape == (seeds, n):
         low, high = np.clip(interval_over_seeds(values.values_SQ, values.articles_Q), 0.0, 1.0).tolist()
         return Cell(mean, low, high, seeds, n)
-    low, high = (float(np.mean([row[name] for row in rows])) for name in ("low", "high"))
+    low, high = np.array([(row["low"], row["high"]) for row in rows], np.float64).mean(axis=0).tolist()  # null is NaN
     half = 0.0
     if seeds > 1:
         half = float(stats.t.ppf(0.975, seeds - 1) * stats.sem([row["value"] for row in rows]))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from mvr_ray.comparison import difference
+from mvr_ray.distributed.text_table import interval_text
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.studies.definition import BM25, ContrastConfig, Study
 from mvr_ray.studies.results import BM25_SYSTEM, VariantResult, compare_ranks, stage_reports
@@ -49,7 +50,10 @@ def contrast_table(contrasts: Sequence[ContrastConfig], results: Sequence[Varian
                 "p, paired t-test over seeds": gap.paired_t,
             }
             row: Row = {"variant": better, "against": than, "metric": metric}
-            row |= {"difference (points)": f"{gap.points:+.1f}", "95 % interval": f"{gap.low:+.1f} to {gap.high:+.1f}"}
+            row |= {
+                "difference (points)": f"{gap.points:+.1f}",
+                "95 % interval": interval_text(gap.low, gap.high, form="+.1f"),
+            }
             row |= {test: f"{p:.2g}" if math.isfinite(p) else "" for test, p in tests.items()}
             rows.append(row | {"n": gap.questions, "seeds": gap.seeds})
     note = (
@@ -103,7 +107,7 @@ def _bucket_rows(head: Row, lines: Sequence[Mapping[str, Any]]) -> list[Row]:
         for line in own:
             gain = line["over_bm25"]
             row[f"top-{line['k']} over BM25, p"] = (
-                format_change(100 * gain["value"], 100 * gain["low"], 100 * gain["high"], gain["p"]) if gain else ""
+                format_change(gain["value"], gain["low"], gain["high"], gain["p"], scale=100) if gain else ""
             )
         rows.append(row)
     return rows

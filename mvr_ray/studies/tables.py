@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mvr_ray.comparison import Difference
+from mvr_ray.distributed.text_table import interval_text
 
 
 class Cell(NamedTuple):
@@ -53,7 +54,7 @@ def format_value(value: Value) -> str | int:
         case None:
             return ""
         case Cell(share, low, high):
-            return f"{100 * share:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+            return f"{100 * share:.1f} ({interval_text(low, high, 100)})"
         case Difference():
             return format_change(*value[:4])
         case float():
@@ -66,9 +67,12 @@ def percent(share: float | None, decimals: int = 1) -> str:
     return "" if share is None else f"{100 * share:.{decimals}f}"
 
 
-def format_change(value: float, low: float, high: float, p: float, decimals: int = 1) -> str:
+def format_change(
+    value: float, low: float | None, high: float | None, p: float, scale: float = 1.0, decimals: int = 1
+) -> str:
     """Format a difference with its interval, and the p of the paired test."""
-    return f"{value:+.{decimals}f} ({low:+.{decimals}f} to {high:+.{decimals}f}), {p:.2g}"
+    form = f"+.{decimals}f"
+    return f"{scale * value:{form}} ({interval_text(low, high, scale, form)}), {p:.2g}"
 
 
 def mean(values: Sequence[float | None]) -> float | None:

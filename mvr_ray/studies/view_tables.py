@@ -91,7 +91,7 @@ def _view_change(variant: VariantResult, first: VariantResult, measure: str) -> 
     gap = compare_views(variant, first, measure)
     if gap is None or measure == "gold_answer_view":
         return gap
-    return format_change(gap.points / 100, gap.low / 100, gap.high / 100, gap.p, decimals=3)
+    return format_change(*gap[:4], scale=0.01, decimals=3)
 
 
 def alone_table(study: Study, results: Sequence[VariantResult]) -> Table | None:

@@ -82,7 +82,7 @@ def index_store(tiny_backbone: Path, tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "in_ray", lambda: False)
         patch.delenv("RAY_ADDRESS", raising=False)
-        Index.build(ROWS, str(tiny_backbone), path, settings=SMALL)
+        Index.build(ROWS, model=str(tiny_backbone), path=path, settings=SMALL)
     return path
 
 
@@ -129,7 +129,7 @@ def test_every_shape_of_the_same_passages_gives_the_same_corpus(shape: str, tmp_
 
 def test_a_version_counts_the_passages_it_encoded_that_are_cut(tiny_backbone: Path, tmp_path: Path):
     rows = [("long", "The tower was built. " * 40), ("short", "The tower fell.")]
-    with Index.build(rows, str(tiny_backbone), tmp_path / "store", settings=SMALL) as index:
+    with Index.build(rows, model=str(tiny_backbone), path=tmp_path / "store", settings=SMALL) as index:
         assert [index.manifest.metrics[name] for name in ("encoded", "encoded_cut")] == [2, 1]
         version = index.upsert([("short", "The tower stands.")])
         assert [version.metrics[name] for name in ("encoded", "encoded_cut")] == [1, 0]
@@ -295,7 +295,7 @@ def test_a_run_file_and_python_read_as_much_of_a_text_as_the_model_says_and_leav
         with pytest.raises(SystemExit) as end:
             main([stage, str(run_file)])
         assert not end.value.code
-    own, other = Index.build(source, str(model), tmp_path / "python"), Index.open(run_file)
+    own, other = Index.build(source, model=str(model), path=tmp_path / "python"), Index.open(run_file)
     assert shard_digests(own) == shard_digests(other)
     assert own.manifest.encoder_fingerprint == other.manifest.encoder_fingerprint
     spec = own.encoder._encoder.spec
@@ -389,7 +389,7 @@ def test_a_question_that_is_no_text_is_refused_by_its_number(index: Index, quest
 
 def test_an_encoder_of_a_precision_embeds_as_an_index_of_it(tiny_backbone: Path, tmp_path: Path):
     settings = {**SMALL, "index": {"precision": "auto"}}
-    own = Index.build(ROWS, str(tiny_backbone), tmp_path, settings=settings)
+    own = Index.build(ROWS, model=str(tiny_backbone), path=tmp_path, settings=settings)
     encoder = Encoder(str(tiny_backbone), precision="auto", **SMALL["encoder"])
     assert encoder.fingerprint == own.manifest.encoder_fingerprint
     views_PVD, _ = encoder.embed_passages(ROWS)
@@ -423,7 +423,7 @@ def test_a_filter_leaves_only_what_passes(index: Index):
 
 def test_a_date_of_python_is_its_midnight_where_a_timestamp_is_compared(tiny_backbone: Path, tmp_path: Path):
     rows = [{"id": str(n), "text": f"Tower {n}.", "seen": datetime(2020, 6, n, 12)} for n in (1, 2, 3)]
-    with Index.build(rows, str(tiny_backbone), tmp_path / "store", settings=SMALL) as index:
+    with Index.build(rows, model=str(tiny_backbone), path=tmp_path / "store", settings=SMALL) as index:
         for start in ("2020-06-02", date(2020, 6, 2), datetime(2020, 6, 2)):
             assert {hit.id for hit in index.search("tower", filter={"seen": {"gte": start}})} == {"2", "3"}
 
@@ -459,7 +459,7 @@ def test_upserts_and_deletions_give_the_answers_of_an_index_built_from_nothing(
     assert (same := index.upsert(upserts)).version == 2 and same.metrics["encoded"] == 0
     index.delete(["p3", "unknown"])
     rows = [row for row in ROWS if row["id"] not in ("p3", "p7")] + upserts
-    fresh = Index.build(rows, str(tiny_backbone), tmp_path / "fresh", settings=SMALL)
+    fresh = Index.build(rows, model=str(tiny_backbone), path=tmp_path / "fresh", settings=SMALL)
     for k in (3, 100):
         ways = [
             [(hit.id, hit.score, hit.text, hit.fields) for hit in one.search(question, k)] for one in (index, fresh)
@@ -602,7 +602,7 @@ def test_an_index_is_changed_by_the_rows_that_made_it(tiny_backbone: Path, tmp_p
         {"id": n, "text": f"Text {n}.", "year": n, "price": Decimal("1.5"), "raw": b"x", ("a", "b"): 1}
         for n in range(3)
     ]
-    with Index.build(rows, str(tiny_backbone), tmp_path / "store", settings=SMALL) as index:
+    with Index.build(rows, model=str(tiny_backbone), path=tmp_path / "store", settings=SMALL) as index:
         assert index.upsert(rows).version == 1
         assert index.upsert([{**rows[0], "text": "A new text."}]).version == 2
         assert dict(index.passages(0)["0"].fields) == {"year": 0}
@@ -653,11 +653,18 @@ def test_threads_that_change_an_index_at_once_lose_nothing(index: Index):
     assert {*index.passages([name for name, _ in rows])} == {name for name, _ in rows}
 
 
+def test_what_is_not_the_first_argument_is_given_by_its_name():
+    """A path is no model, and a second id no progress."""
+    for call in (Index.build, Index.upsert, Index.delete, Index.refine):
+        with pytest.raises(TypeError, match="positional argument"):
+            call(["p1"], "p2", "p3")
+
+
 @pytest.mark.parametrize("at", ["parts written", "build shards"])
 def test_a_change_goes_on_after_a_faster_one_and_keeps_it(index: Index, at: str):
     with Index(index.run) as rival:
         rows = [("mine", "Text."), ("p1", "Of me, and later of the rival.")]
-        index.upsert(rows, once(lambda: rival.upsert([("other", "Text."), ("p1", "Of the rival.")]), at))
+        index.upsert(rows, progress=once(lambda: rival.upsert([("other", "Text."), ("p1", "Of the rival.")]), at))
     passages = index.passages(["mine", "other", "p1"])
     assert len(passages) == 3
     assert passages["p1"].text == ("Of the rival." if at == "build shards" else rows[1][1])
@@ -699,7 +706,7 @@ def test_a_change_goes_on_where_faster_processes_remove_its_plans(index: Index, 
 def test_a_roll_back_during_an_upsert_stays(index: Index, at: str):
     index.upsert([("p1", "A bad text.")])
     with Index(index.run) as rival:
-        index.upsert([("new", "Text.")], once(lambda: rival.rollback(1), at))
+        index.upsert([("new", "Text.")], progress=once(lambda: rival.rollback(1), at))
     assert index.passages(["new", "p1"])["p1"].text == ROWS[1]["text"]
     assert len(index) == 25
 
@@ -766,7 +773,7 @@ def test_every_column_of_questions_is_that_of_its_list(index: Index):
 def test_building_again_is_a_version_over_the_new_passages_and_embeds_only_what_changed(
     index: Index, tiny_backbone: Path
 ):
-    again = Index.build(ROWS[:20], str(tiny_backbone), index.run.store.path, settings=SMALL)
+    again = Index.build(ROWS[:20], model=str(tiny_backbone), path=index.run.store.path, settings=SMALL)
     assert (again.manifest.version, again.manifest.metrics["encoded"], len(again)) == (2, 0, 20)
 
 
@@ -1073,7 +1080,9 @@ def test_a_bad_row_is_named_and_changes_nothing(index: Index, tmp_path: Path):
 
 
 def test_hits_show_their_snippet_as_text_and_as_a_table_without_markup_of_passages(tiny_backbone: Path, tmp_path: Path):
-    index = Index.build([("x", "A <b>", "<script> here. The tower stands.")], str(tiny_backbone), tmp_path / "one")
+    index = Index.build(
+        [("x", "A <b>", "<script> here. The tower stands.")], model=str(tiny_backbone), path=tmp_path / "one"
+    )
     hits = index.search("tower", k=1)
     assert hits[0].snippet is not None
     assert f"»{hits[0].snippet.text}«" in repr(hits)
@@ -1083,7 +1092,7 @@ def test_hits_show_their_snippet_as_text_and_as_a_table_without_markup_of_passag
 
 
 def test_hits_of_a_long_sentence_are_shown_in_a_few_lines(tiny_backbone: Path, tmp_path: Path):
-    with Index.build(["tower " * 50_000], str(tiny_backbone), tmp_path / "long", settings=SMALL) as index:
+    with Index.build(["tower " * 50_000], model=str(tiny_backbone), path=tmp_path / "long", settings=SMALL) as index:
         hits = index.search("tower")
         index.upsert([("0", "It is. The" + " tower" * 50)])
         at_the_end = index.search("tower")
@@ -1094,7 +1103,7 @@ def test_hits_of_a_long_sentence_are_shown_in_a_few_lines(tiny_backbone: Path, t
 
 def test_torch_keeps_the_threads_of_the_caller(tiny_backbone: Path, tmp_path: Path):
     with torch_threads(3):
-        with Index.build(["The tower stands.", "A river."], str(tiny_backbone), tmp_path / "one") as index:
+        with Index.build(["The tower stands.", "A river."], model=str(tiny_backbone), path=tmp_path / "one") as index:
             index.search("tower")
             index.upsert([("2", "A bridge.")])
             index.refine([{"question": f"What stands {n}?", "positive_ids": ["0"]} for n in range(10)], rounds=1)
@@ -1147,7 +1156,7 @@ def test_a_path_of_the_home_folder_names_a_run_file_and_a_model_may_be_a_path(
     tiny_backbone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("HOME", str(tmp_path))
-    Index.build(ROWS, tiny_backbone, "~/store", settings=SMALL)
+    Index.build(ROWS, model=tiny_backbone, path="~/store", settings=SMALL)
     assert len(Index.open("~/store/run.yaml")) == len(Index.open(Path("~/store/run.yaml"))) == len(ROWS)
     assert Encoder(tiny_backbone).dimension == 64
     with pytest.raises(ConfigError, match=f"^model folder {tmp_path}/nothing does not exist"):

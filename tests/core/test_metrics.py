@@ -118,7 +118,6 @@ def test_shares_of_few_articles_end_at_0_and_1():
     low, high = cluster_interval(values, articles)
     assert low < 0 and high > 1
     assert share_interval(values, articles) == (0.0, 1.0)
-    assert share_interval(values[:1], ["a"]) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("num_articles", [6, 9])
@@ -135,8 +134,15 @@ def test_questions_of_a_single_article_count_as_independent():
     assert paired_test(values, values[::-1], ["a"] * 30) == paired_test(values, values[::-1])
 
 
-def test_equal_values_have_an_interval_of_no_width():
-    assert cluster_interval(np.full(7, 0.25), [0, 0, 1, 1, 2, 2, 2]) == (0.25, 0.25)
+@pytest.mark.parametrize("num_questions", [1, 2, 7, 3000])
+def test_a_few_articles_that_agree_have_no_interval(num_questions: int):
+    values, articles = np.full(num_questions, 100 / 3), np.minimum(np.arange(num_questions), 7)
+    assert np.isnan([*cluster_interval(values, articles), *share_interval(values / 100, articles)]).all()
+    assert np.isnan(interval_over_seeds(np.stack([values, values + 1]), articles)).all()
+
+
+def test_equal_values_of_many_articles_have_an_interval_of_no_width():
+    assert cluster_interval(np.full(9, 0.25), np.arange(9)) == (0.25, 0.25)
     with pytest.raises(AssertionError):
         cluster_interval(np.empty(0), [])
 

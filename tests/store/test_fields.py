@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import UTC, date, datetime
 from pathlib import Path
 
+import numpy as np
 import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,11 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mvr_ray.api.rows import passage_records
 from mvr_ray.config import PrepareConfig, SourceConfig, load_run
 from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.fields import ARROW_TYPES, parse_field, to_json
+from mvr_ray.store.fields import ARROW_TYPES, FieldReader, parse_field, to_json
 from mvr_ray.store.files import Store
+from mvr_ray.store.filters import to_plain_filter
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.update import update
 
@@ -229,6 +232,24 @@ def test_timestamps_are_in_utc_and_dates_are_days():
     assert parse_field("1958-07-01", "timestamp") == parse_field(date(1958, 7, 1), "timestamp")
     with pytest.raises(ValueError, match="is no date"):
         parse_field(datetime(1958, 7, 1), "date")
+
+
+@pytest.mark.parametrize("unit", ["D", "h", "s", "us", "ns"])
+def test_a_value_of_numpy_is_that_of_python_in_rows_frames_and_filters(unit: str):
+    moment = np.datetime64("1958-07-01", unit)
+    assert parse_field(moment, "timestamp") == parse_field("1958-07-01", "timestamp")
+    plain = date(1958, 7, 1) if unit == "D" else datetime(1958, 7, 1)
+    assert to_plain_filter({"seen": {"gte": moment}}) == {"seen": {"gte": plain}}
+    scalars = [moment, np.datetime64("NaT", unit), pandas.NaT, np.int64(5), np.float32(0.5), np.bool_(True)]
+    row = {"text": "A text.", **{f"f{number}": value for number, value in enumerate(scalars)}}
+    frame = pandas.DataFrame([row])
+    kind = "date" if unit == "D" else "timestamp"
+    for rows, first in ([row], kind), (frame, "timestamp"), (pa.Table.from_pandas(frame), "timestamp"):
+        [record], reader = list(passage_records(rows)), FieldReader("infer")
+        assert dict(reader.read(record.extras)).keys() == {"f0", "f3", "f4", "f5"}
+        assert reader.types == {"f0": first, "f3": "int", "f4": "float", "f5": "bool"}
+    with pytest.raises(ValueError, match=r"12000-01-01.* is no timestamp"):
+        parse_field(np.datetime64("12000-01-01", "us"), "timestamp")
 
 
 def test_an_update_carries_fields_and_a_row_without_one_makes_it_null(tmp_path: Path, write: Write):

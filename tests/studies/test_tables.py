@@ -75,7 +75,9 @@ def test_reading_is_told_by_the_number_of_passages_with_both_measures_beside_the
     assert first["exact match"] == "30.0 (29.0 to 32.0)"
     assert first["F1"] == "40.0 (39.0 to 42.0)"
     assert first["F1 against a, p"] == ""
-    assert second["F1 against a, p"] == "+25.0 (+25.0 to +25.0), 0.12", "four articles, each better: 2 of 16 flips"
+    assert second["F1 against a, p"] == "+25.0 (too few articles for an interval), 0.12", (
+        "each of four better: 2 of 16 flips"
+    )
     assert reading_table([result("a")]) is None
 
 

@@ -75,7 +75,7 @@ def cluster_interval(
     all their values. Up to 8 groups: Student's interval of sum over number of values, by its linearised error. More:
     whole groups are resampled, and the quantiles are those of Hesterberg's expanded percentile interval (The American
     Statistician 69(4), 2015). The values of a single group count as independent. Same values, groups and seed, same
-    interval.
+    interval. NaN where up to 8 groups agree: their spread says nothing about other groups.
     """
     sum_G, count_G = _group_sums(values_Q, groups_Q)
     if len(sum_G) <= _FEW_GROUPS:
@@ -160,13 +160,13 @@ def _group_sums(values_Q: FloatArray, groups_Q: Groups) -> tuple[FloatArray, Flo
 
 
 def _students_interval(sum_G: FloatArray, count_G: FloatArray, confidence: float) -> Interval:
-    """Return the interval of sum over count by Student's t; one group: of no width."""
+    """Return the interval of sum over count by Student's t; NaN for groups without a spread, such as a single one."""
     from scipy import stats
 
     size, mean = len(sum_G), float(sum_G.sum() / count_G.sum())
-    if size == 1:
-        return Interval(mean, mean)
     residual_G = sum_G - mean * count_G
+    if np.allclose(sum_G, mean * count_G, 1e-9, 1e-9):
+        return Interval(math.nan, math.nan)
     error = math.sqrt(size / (size - 1) * float(residual_G @ residual_G)) / float(count_G.sum())
     half = float(stats.t.ppf((1 + confidence) / 2, size - 1)) * error
     return Interval(mean - half, mean + half)

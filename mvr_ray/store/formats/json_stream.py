@@ -4,7 +4,8 @@
     for row in reader.items():          an array, item by item
     for key in reader.members():        an object, key by key; read each value before the next key
 
-A broken file is a DataError with the line at which it breaks.
+A broken file is a DataError with the line at which it breaks. So is a key that an object has twice, of whose values
+Python keeps the last one.
 """
 
 import json
@@ -17,8 +18,20 @@ READ_CHARS = 1 << 16
 MAX_ITEM_CHARS = 1 << 28
 NEAR_END_CHARS = 16
 NUMBER_TAIL_CHARS = 2
-_DECODER = json.JSONDecoder()
 _SPACE = " \t\n\r"
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        key = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"an object has the key {key!r:.40} twice; remove or rename one")
+    return values
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_unique_keys)
+"""Raises ValueError for JSON that is broken, or has a key twice."""
 
 
 class JsonReader:
@@ -50,12 +63,14 @@ class JsonReader:
         num_chars = READ_CHARS
         while True:
             try:
-                value, stop = _DECODER.raw_decode(self._buffer, self._at)
+                value, stop = DECODER.raw_decode(self._buffer, self._at)
             except json.JSONDecodeError as error:
                 offset = error.pos - self._at
                 is_cut = error.pos >= len(self._buffer) - NEAR_END_CHARS or error.msg.startswith("Unterminated string")
                 if not is_cut or not self._more(num_chars):
                     raise self._format_error(error.msg, self._at + offset) from None
+            except ValueError as error:
+                raise self._format_error(str(error), self._at) from None
             except RecursionError:
                 raise self._format_error("nested too deeply", self._at) from None
             else:

@@ -6,6 +6,7 @@ by `read_ranking`, row by row, whichever program wrote them.
 
 import itertools
 import json
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -25,7 +26,11 @@ from mvr_ray.store.formats.trec import run_lines
 from mvr_ray.store.parts import to_columns
 from mvr_ray.types import Question
 
+log = logging.getLogger(__name__)
+
 RankingFormat = Literal["dpr", "trec", "msmarco", "pyserini", "jsonl", "parquet"]
+HIT_FORMATS = ("trec", "msmarco", "parquet")
+"""Formats of one row a hit, which cannot hold a question without any."""
 PARQUET_QUESTIONS = 256
 _TEXTS = "give a ranking with texts, as `mvr-ray retrieve` writes it with format=dpr or format=jsonl"
 
@@ -75,6 +80,8 @@ def write_ranking(
     if format not in get_args(RankingFormat):
         raise DataError(f"ranking format {format!r} is not known; there are {', '.join(get_args(RankingFormat))}")
     count = 0
+    if format in HIT_FORMATS:
+        rows = _warn_of_empty(rows, path, format)
     with finished_file(path) as aside:
         if format == "parquet":
             return _write_parquet(rows, aside)
@@ -86,6 +93,17 @@ def write_ranking(
             if brackets:
                 file.write(f"\n{brackets[1]}\n" if count else f"{brackets}\n")
     return count
+
+
+def _warn_of_empty(rows: Iterable[RankedQuestion], path: Path, format: str) -> Iterator[RankedQuestion]:
+    """Pass rankings on, and warn of those without a hit once all are written."""
+    num_empty = 0
+    for row in rows:
+        num_empty += not row.passages
+        yield row
+    if num_empty:
+        message = "questions without a hit left out, which format=jsonl holds: questions=%d output=%s format=%s"
+        log.warning(message, num_empty, path, format)
 
 
 def read_ranking(path: Path, max_passages: int | None = None) -> Iterator[RankedQuestion]:

@@ -8,7 +8,6 @@ import contextlib
 import csv
 import gzip
 import io
-import json
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
 from mvr_ray.errors import DataError, MissingInputError, MvrRayError, count_noun
+from mvr_ray.store.formats.json_stream import DECODER
 from mvr_ray.store.formats.records import NUMBERED_ROWS, BadRow
 
 GZIP_MAGIC = b"\x1f\x8b"
@@ -75,7 +75,7 @@ def json_lines(path: Path) -> Iterator[Row | BadRow]:
                 continue
             where = f"{path}:{number}"
             try:
-                values = json.loads(line)
+                values = DECODER.decode(line)
             except (ValueError, RecursionError) as error:
                 yield BadRow(where, f"not valid JSON: {error}")
                 continue

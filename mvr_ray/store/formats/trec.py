@@ -50,9 +50,12 @@ def read_trec_run(path: Path) -> Iterator[RunLine]:
                 raise DataError(f"{path}:{number}: {count_noun(len(parts), 'column')}, not the 6 of a TREC run")
             question_id, _, passage_id, rank, score, tag = parts
             try:
-                yield RunLine(question_id, passage_id, int(rank), float(score), tag)
+                run_line = RunLine(question_id, passage_id, int(rank), float(score), tag)
+                if math.isnan(run_line.score):  # no score is above or below it
+                    raise ValueError
             except ValueError:
                 raise DataError(f"{path}:{number}: rank {rank!r} or score {score!r} is not a number") from None
+            yield run_line
 
 
 def read_qrels(path: Path) -> dict[str, dict[str, int]]:

@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from mvr_ray.errors import DataError
 from mvr_ray.store.formats import json_stream
 from mvr_ray.store.formats.json_stream import JsonReader
+from mvr_ray.store.formats.text_files import json_lines
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=30),
@@ -56,6 +58,18 @@ def test_a_break_is_told_with_its_line():
     text = '[\n{"a": 1},\n{"a": 2},\n{"a": oops},\n{"a": 3}]'
     reader = JsonReader(io.StringIO(text), "f.json")
     with pytest.raises(DataError, match=r"f\.json:4: not valid JSON: Expecting value"):
+        list(reader.items())
+
+
+def test_a_key_that_an_object_has_twice_is_told_with_its_line(tmp_path: Path):
+    text = '{"id": "1", "more": {"a": 1}}\n{"id": "2", "more": {"a": 1, "b": 2, "a": 3}}\n'
+    message = "not valid JSON: an object has the key 'a' twice"
+    (tmp_path / "f.jsonl").write_text(text)
+    first, second = json_lines(tmp_path / "f.jsonl")
+    assert first.values == {"id": "1", "more": {"a": 1}}
+    assert second.where.endswith("f.jsonl:2") and second.reason.startswith(message)
+    reader = JsonReader(io.StringIO(f"[{text.replace('}}', '}},', 1)}]"), "f.json")
+    with pytest.raises(DataError, match=rf"^f\.json:2: {message}"):
         list(reader.items())
 
 

@@ -59,6 +59,18 @@ def test_an_empty_ranking_is_still_valid_json(tmp_path: Path, format: str):
     assert not json.loads((tmp_path / "r.json").read_text())
 
 
+@pytest.mark.parametrize("format", ["trec", "msmarco", "parquet"])
+def test_a_question_without_a_hit_that_a_format_cannot_hold_is_warned_of(tmp_path: Path, caplog, format: str):
+    assert write_ranking(ROWS, tmp_path / "r", format) == 2
+    assert [message.partition(": ")[2] for message in caplog.messages] == [
+        f"questions=1 output={tmp_path / 'r'} format={format}"
+    ]
+    caplog.clear()
+    write_ranking(ROWS[:1], tmp_path / "r", format)
+    write_ranking(ROWS, tmp_path / "r", "jsonl")
+    assert not caplog.messages
+
+
 def test_pyserini_json(tmp_path: Path):
     write_ranking(ROWS, tmp_path / "r.json", "pyserini")
     entries = json.loads((tmp_path / "r.json").read_text())
@@ -157,6 +169,8 @@ def test_broken_runs_are_named_with_their_line(write: Callable[[str, str], Path]
         list(read_trec_run(write("bad", "q Q0 d 1 1.0 t\nq Q0 d\n")))
     with pytest.raises(DataError, match="bad:1: rank 'x'"):
         list(read_trec_run(write("bad", "q Q0 d x 1.0 t\n")))
+    with pytest.raises(DataError, match="bad:2: rank '2' or score 'NaN' is not a number"):
+        list(read_trec_run(write("bad", "q Q0 d 1 inf t\nq Q0 e 2 NaN t\n")))
 
 
 @pytest.mark.parametrize("format", ["dpr", "jsonl"])
