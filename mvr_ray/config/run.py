@@ -233,7 +233,7 @@ class IndexConfig(Section):
     that the codes cannot exclude are scored with the vectors, so answers stay exact."""
     lexical: bool = False
     """Index the words of the passages, too: `search.hybrid` needs them. For a version without, only they are built.
-    Scripts without spaces between words are indexed by pairs of characters."""
+    Scripts without spaces between words, and Korean, are indexed by pairs of characters."""
     prune_views: Annotated[float, Field(ge=0, le=2)] | None = None
     """Leave out views at most this far from the hull of their passage's other views, in shares of their norm: no score
     falls by more than this times the query's and the view's norm. 0: only copies; absent: every view stays."""
