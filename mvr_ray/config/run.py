@@ -125,7 +125,8 @@ class PrepareConfig(Section):
     num_shards: Annotated[int, Field(ge=1, le=65536)] = 4
     """Parts of the corpus and shards of its index; a passage's shard is a stable hash of its id."""
     chunk_words: Annotated[int, Field(ge=0)] = 0
-    """Cut passages into non-overlapping chunks of this many words (DPR: 100); 0 keeps them as they are."""
+    """Cut passages into non-overlapping chunks of this many words (DPR: 100), in scripts without spaces of twice as
+    many characters; 0 keeps them as they are."""
     max_passages: Annotated[int, Field(ge=0)] = 0
     """Keep only this many passages, drawn by a stable hash, gold passages of the questions first; 0 keeps all."""
     max_questions: Annotated[int, Field(ge=0)] = 0

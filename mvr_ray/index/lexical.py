@@ -37,6 +37,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import regex
 
+from mvr_ray.core.scripts import KOREAN, SPACELESS
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import FloatArray, IntArray, Passage
 
@@ -79,9 +80,7 @@ class _Rule:
         return words
 
 
-_SPACELESS = r"\p{scx=Han}\p{scx=Hiragana}\p{scx=Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
-"""Scripts that are written without spaces between words."""
-_PAIRS_WITHOUT_KOREAN, _PAIRS = _Rule(_SPACELESS), _Rule(rf"{_SPACELESS}\p{{Hangul}}")
+_PAIRS_WITHOUT_KOREAN, _PAIRS = _Rule(SPACELESS), _Rule(SPACELESS + KOREAN)
 _STOP_WORDS = frozenset(
     _WORD.findall(
         "an and are as at be but by for if in into is it no not of on or such that the their then there these they "

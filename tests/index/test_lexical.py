@@ -11,9 +11,9 @@ import Stemmer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mvr_ray.core.scripts import SPACELESS
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.lexical import (
-    _SPACELESS,
     CorpusStatistics,
     LexicalIndex,
     Postings,
@@ -97,7 +97,7 @@ SENTENCES = st.sampled_from(
     ]
 )
 WITHOUT_MARKS = st.text(st.characters(exclude_categories=["M", "C", "Lo"])).filter(
-    lambda text: not regex.search(rf"[\p{{M}}\u0640\ufb00-\uffef{_SPACELESS}]", text.lower(), regex.VERSION1)
+    lambda text: not regex.search(rf"[\p{{M}}\u0640\ufb00-\uffef{SPACELESS}]", text.lower(), regex.VERSION1)
 )
 
 
