@@ -365,9 +365,10 @@ class EvaluateConfig(Section):
     k: Annotated[list[Count], Field(min_length=1)] = Field(default_factory=lambda: [1, 5, 20, 100])
     match: Literal["string", "regex"] = "string"
     """When a passage holds an answer, in evaluate, retrieve, analyze, refine, mine and train, and a chunk of
-    `prepare.chunk_words`. string: it has the words
-    of an answer in a row. regex: an answer is a pattern found in it, as in CuratedTREC, with no known place for
-    `train.answer_views: first`. Readers need string: they are trained and scored by words."""
+    `prepare.chunk_words`. string: it has the words of an answer in a row, as in DPR, where a run of letters is a word:
+    answers in Chinese, Japanese, Thai or Korean need regex. regex: an answer is a pattern found in it, as in
+    CuratedTREC, with no known place for `train.answer_views: first`. Readers need string: they are trained and scored
+    by words."""
     bm25: bool = False
     """Also score BM25 over the same corpus."""
     hybrid: Name | None = None
