@@ -126,16 +126,16 @@ def _passage(passage: ExplainedPassage, questions: Sequence[str], bar: Callable[
         rank = f", hit {winner.rank}" if winner.rank is not None else ""
         words = f" and words with {winner.lexical:.4f}" if winner.lexical is not None else ""
         heads += (
-            f'<th scope="col"><div class="key" style="--mark: {mark}">{escape(question)}<br>'
+            f'<th scope="col"><div class="key" style="--mark: {mark}"><bdi>{escape(question)}</bdi><br>'
             f'<span class="soft">view {winner.view} with {winner.score:z.4f}{words}{rank}</span></div></th>'
         )
     whole = any(view.kind == "passage" for view in passage.views)
     return "\n".join(
         [
-            f"<h2>{escape(passage.title or passage.id)}</h2>",
-            f'<p class="soft">passage {escape(passage.id)}</p>',
+            f'<h2 dir="auto">{escape(passage.title or passage.id)}</h2>',
+            f'<p class="soft">passage <bdi>{escape(passage.id)}</bdi></p>',
             f"<details{' open' if whole else ''}><summary class='soft'>the whole text</summary>"
-            f"<p>{escape(passage.text)}</p></details>",
+            f'<p dir="auto">{escape(passage.text)}</p></details>',
             '<div class="wide"><table><thead><tr><th scope="col">view</th><th scope="col">stands for</th>'
             f"{heads}</tr></thead><tbody>",
             *(_view(view, passage.winners, bar) for view in passage.views),
@@ -152,7 +152,7 @@ def _view(view: ExplainedView, winners: Sequence[Winner], bar: Callable[[float],
         for mark, score, winner in zip(cycle(_MARKS), view.scores, winners)
     )
     kind = ' class="feedback"' if view.kind == "feedback" else ""
-    return f'<tr{kind}><th scope="row">{view.view}</th><td>{escape(describe_view(view))}</td>{cells}</tr>'
+    return f'<tr{kind}><th scope="row">{view.view}</th><td dir="auto">{escape(describe_view(view))}</td>{cells}</tr>'
 
 
 def describe_view(view: ExplainedView) -> str:

@@ -120,8 +120,9 @@ def test_a_text_inside_an_object_is_named_by_its_path(initialize, tmp_path: Path
     assert report.passages_written == 3
 
 
-def test_long_texts_are_cut(initialize, tmp_path: Path) -> None:
-    (tmp_path / "long.jsonl").write_text(json.dumps({"id": "a", "text": "word " * 1000}) + "\n")
+@pytest.mark.parametrize("word", ["word ", "河流"])
+def test_long_texts_are_cut(initialize, tmp_path: Path, word: str) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"id": "a", "text": word * 1000}) + "\n")
     run, _, report = initialize("long.jsonl")
     assert run.prepare.chunk_words == 100
     assert report.passages_written == 10

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from mvr_ray.config import SourceConfig, check_field_name, load_run, resolve_path
 from mvr_ray.config.loader import parse_yaml
 from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.store.chunks import word_spans
 from mvr_ray.store.fields import FieldReader, TextCell
 from mvr_ray.store.files import finished_file
 from mvr_ray.store.formats.huggingface import open_dataset
@@ -129,7 +130,7 @@ def sample_source(path: str) -> SourceSample:
     records = list(islice(read_source(source), SAMPLE_ROWS))
     passages = [record for record in records if isinstance(record, PassageRecord)]
     questions = [record.question for record in records if isinstance(record, QuestionRecord)]
-    words = [len(record.passage.text.split()) for record in passages]
+    words = [len(word_spans(record.passage.text)) for record in passages]
     has_qrels = kind in ("beir", "msmarco") and split is not None
     return SourceSample(
         path=path,

@@ -125,7 +125,8 @@ class PrepareConfig(Section):
     num_shards: Annotated[int, Field(ge=1, le=65536)] = 4
     """Parts of the corpus and shards of its index; a passage's shard is a stable hash of its id."""
     chunk_words: Annotated[int, Field(ge=0)] = 0
-    """Cut passages into non-overlapping chunks of this many words (DPR: 100); 0 keeps them as they are."""
+    """Cut passages into non-overlapping chunks of this many words (DPR: 100), in scripts without spaces of twice as
+    many characters; 0 keeps them as they are."""
     max_passages: Annotated[int, Field(ge=0)] = 0
     """Keep only this many passages, drawn by a stable hash, gold passages of the questions first; 0 keeps all."""
     max_questions: Annotated[int, Field(ge=0)] = 0
@@ -238,11 +239,11 @@ class IndexConfig(Section):
     that the codes cannot exclude are scored with the vectors, so answers stay exact."""
     lexical: bool = False
     """Index the words of the passages, too: `search.hybrid` needs them. For a version without, only they are built.
-    Scripts without spaces between words are indexed by pairs of characters."""
+    Scripts without spaces between words, and Korean, are indexed by pairs of characters."""
     language: Language = "english"
     """The language whose stems are the words of BM25 (`lexical`, `evaluate.bm25`, `mine.method: bm25`), by Snowball;
-    none: words as they are, for part numbers or texts in several languages. English alone has stop words. A version is
-    searched by the stems it was indexed with."""
+    none: words as they are, for texts in several languages. English alone has stop words. A version is searched by the
+    stems it was indexed with."""
     prune_views: Annotated[float, Field(ge=0, le=2)] | None = None
     """Leave out views at most this far from the hull of their passage's other views, in shares of their norm: no score
     falls by more than this times the query's and the view's norm. 0: only copies; absent: every view stays."""
@@ -373,9 +374,10 @@ class EvaluateConfig(Section):
     k: Annotated[list[Count], Field(min_length=1)] = Field(default_factory=lambda: [1, 5, 20, 100])
     match: Literal["string", "regex"] = "string"
     """When a passage holds an answer, in evaluate, retrieve, analyze, refine, mine and train, and a chunk of
-    `prepare.chunk_words`. string: it has the words
-    of an answer in a row. regex: an answer is a pattern found in it, as in CuratedTREC, with no known place for
-    `train.answer_views: first`. Readers need string: they are trained and scored by words."""
+    `prepare.chunk_words`. string: it has the words of an answer in a row, as in DPR, where a run of letters is a word:
+    answers in Chinese, Japanese, Thai or Korean need regex. regex: an answer is a pattern found in it, as in
+    CuratedTREC, with no known place for `train.answer_views: first`. Readers need string: they are trained and scored
+    by words."""
     bm25: bool = False
     """Also score BM25 over the same corpus."""
     hybrid: Name | None = None

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mvr_ray.config import EvaluateConfig, RunConfig
-from mvr_ray.core.judging.answers import AnswerMatcher
+from mvr_ray.core.judging.answers import AnswerMatcher, warn_of_runs
 from mvr_ray.core.judging.metrics import NDCG_CUTOFF, first_ranks, hit_within, ndcg, reciprocal_ranks, share_interval
 from mvr_ray.core.searching.hybrid import system_name
 from mvr_ray.distributed.bm25 import BM25Index
@@ -157,6 +157,7 @@ def evaluate(
     )
     for name, questions in sets:
         require_gold_passages(name, questions, corpus)
+        warn_of_runs(name, (question.answers for question in questions), settings.match)
     articles = {name: articles_of(questions, corpus) for name, questions in sets}
     results: list[SystemResult] = []
 

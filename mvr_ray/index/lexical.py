@@ -4,8 +4,9 @@
     idf(w)     = ln(1 + (N - n(w) + 0.5) / (n(w) + 0.5))         N passages, n(w) of them with w (Lucene's form)
 
 k1 is 0.9 and b 0.4; a passage is its title and its text. Words are the stems of a language by Snowball, or no stems;
-those of English have no stop words, as in bm25s (`WordRule`). Text is in Unicode's form NFC, marks belong to their
-word, and a run of a script that is written without spaces between words gives every two neighbouring characters as a
+those of English have no stop words, as in bm25s (`WordRule`). Text is in Unicode's form NFC, without characters that
+are invisible within a word and with plain letters for ligatures and full-width ones; marks belong to their word, and a
+run of Korean, or of a script that is written without spaces between words, gives every two neighbouring characters as a
 word, as Lucene's CJKAnalyzer does. Files name their rule of words in `format`; those of an earlier rule are searched by
 it, and the next `index` writes them again.
 Postings hold counts, which depend on the shard alone, and statistics are in another file: so a shard with unchanged
@@ -37,21 +38,50 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import regex
 
+from mvr_ray.core.scripts import KOREAN, SPACELESS
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import FloatArray, IntArray, Passage
 
 K1, B = 0.9, 0.4
 _WORD = re.compile(r"\b\w\w+\b")
-_OTHER = re.compile(r"[^\x00-\u012f\u0131-\u02ff\u0375-\u0482\u1e00-\u1eff\u2000-\u20cf\u2100-\u2bff]")
-"""Text without a match, Latin, Greek or Cyrillic, has no marks, also in small letters: `_WORD` finds its words."""
-_SPACELESS = r"[[\p{scx=Han}\p{scx=Hiragana}\p{scx=Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]&&[\p{L}\p{N}]]"
-"""A letter or digit of a script that is written without spaces between words."""
-_CHARACTER = regex.compile(rf"{_SPACELESS}\p{{M}}*", regex.VERSION1)
-_RUN = regex.compile(
-    rf"[[\p{{L}}\p{{N}}_]--{_SPACELESS}][[\p{{L}}\p{{N}}\p{{M}}_]--{_SPACELESS}]+"
-    rf"|(?P<spaceless>(?:{_CHARACTER.pattern})+)",
-    regex.VERSION1,
+_OTHER = re.compile(
+    r"[^\x00-\xac\xae-\u012f\u0131-\u02ff\u0375-\u0482\u1e00-\u1eff\u2000-\u200c\u2010-\u2029\u202f-\u205f\u2070-\u20cf"
+    r"\u2100-\u2bff]"
 )
+"""Text without a match, Latin, Greek or Cyrillic, has no marks, also in small letters, and nothing that `_plain`
+changes: `_WORD` finds its words."""
+_INVISIBLE = regex.compile(r"[[\p{Default_Ignorable_Code_Point}\u0640]--[\u200b\u200c]]", regex.VERSION1)
+"""A character without a glyph, such as a soft hyphen, or the line that stretches Arabic words; without the zero-width
+space and non-joiner, which stand between words and their parts."""
+_FORMS = re.compile("[\ufb00-\uffef]+")
+"""Ligatures, Arabic letters by their place in a word, full-width and half-width characters."""
+
+
+class _Rule:
+    """The patterns of words with their marks; a run of the scripts gives pairs of its characters."""
+
+    def __init__(self, scripts: str) -> None:
+        letter = rf"[[{scripts}]&&[\p{{L}}\p{{N}}]]"
+        self.character = regex.compile(rf"{letter}\p{{M}}*", regex.VERSION1)
+        self.run = regex.compile(
+            rf"[[\p{{L}}\p{{N}}_]--{letter}][[\p{{L}}\p{{N}}\p{{M}}_]--{letter}]+"
+            rf"|(?P<pairs>(?:{self.character.pattern})+)",
+            regex.VERSION1,
+        )
+
+    def words(self, text: str) -> list[str]:
+        """Find the words of a text in NFC and small letters."""
+        words: list[str] = []
+        for run in self.run.finditer(text):
+            if run.lastgroup == "pairs":
+                characters = self.character.findall(run[0])
+                words.extend(map("".join, pairwise(characters)) if len(characters) > 1 else characters)
+            else:
+                words.append(run[0])
+        return words
+
+
+_PAIRS_WITHOUT_KOREAN, _PAIRS = _Rule(SPACELESS), _Rule(SPACELESS + KOREAN)
 _STOP_WORDS = frozenset(
     _WORD.findall(
         "an and are as at be but by for if in into is it no not of on or such that the their then there these they "
@@ -68,29 +98,39 @@ _STATISTICS = {"term": pa.string(), "frequency": pa.int64(), "size": pa.int64()}
 
 
 def find_words_as_bm25s(text: str) -> list[str]:
-    """Find the words of a text as bm25s does: at least two letters, digits or underscores in a row. The rule of earlier
-    files."""
+    """Find the words of a text as bm25s does: at least two letters, digits or underscores in a row. The rule of the
+    first files."""
     return _WORD.findall(text.lower())
 
 
-def find_words(text: str) -> list[str]:
-    """Find the words of a text: those of bm25s, with their marks, and pairs of characters of scripts without spaces."""
+def find_words_as_written(text: str) -> list[str]:
+    """Find the words of a text, with pairs of characters of scripts without spaces, but Korean by its spaces and with
+    invisible characters and ligatures as they are. The rule of the second format."""
     if text.isascii() or not _OTHER.search(text):
         return find_words_as_bm25s(text)
-    words: list[str] = []
-    for run in _RUN.finditer(unicodedata.normalize("NFC", text).lower()):
-        if run.lastgroup == "spaceless":
-            characters = _CHARACTER.findall(run[0])
-            words.extend(map("".join, pairwise(characters)) if len(characters) > 1 else characters)
-        else:
-            words.append(run[0])
-    return words
+    return _PAIRS_WITHOUT_KOREAN.words(unicodedata.normalize("NFC", text).lower())
+
+
+def find_words(text: str) -> list[str]:
+    """Find the words of a text: those of bm25s, with their marks, and pairs of characters of scripts without spaces
+    and of Korean, which writes particles at its words."""
+    if text.isascii() or not _OTHER.search(text):
+        return find_words_as_bm25s(text)
+    return _PAIRS.words(_plain(text))
+
+
+def _plain(text: str) -> str:
+    """Return a text in NFC and small letters, the Turkish dotted capital I as i, without invisible characters and
+    presentation forms."""
+    text = _FORMS.sub(lambda forms: unicodedata.normalize("NFKC", forms[0]), _INVISIBLE.sub("", text))
+    return unicodedata.normalize("NFC", text).lower().replace("i\u0307", "i")
 
 
 FindWords = Callable[[str], list[str]]
 _FORMATS: dict[bytes, FindWords] = {
     b"mvr_ray.lexical/1 bm25s": find_words_as_bm25s,
-    b"mvr_ray.lexical/2 bm25s": find_words,
+    b"mvr_ray.lexical/2 bm25s": find_words_as_written,
+    b"mvr_ray.lexical/3 bm25s": find_words,
 }
 """How each format finds words; the language follows. Files are written in the last."""
 _ENGLISH, _NO_STEMS = "english", "none"

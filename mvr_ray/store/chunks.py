@@ -1,6 +1,7 @@
 """Cut passages into chunks, and carry questions over to the chunks that answer them.
 
-TextChunk n of passage `id` is `id#n`: `chunk_words` words with the white space between them, verbatim.
+TextChunk n of passage `id` is `id#n`: `chunk_words` words with the white space between them, verbatim. A word stands
+between white space; in scripts without spaces it is two characters, with the marks and other characters after them.
 """
 
 import itertools
@@ -8,10 +9,16 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import regex
+
 from mvr_ray.core.judging.answers import Match, has_answer
+from mvr_ray.core.scripts import SPACELESS
 from mvr_ray.types import Passage, Question
 
-_WORD = re.compile(r"\S+")
+_RUN = re.compile(r"\S+")
+_LETTER = rf"[[{SPACELESS}]&&[\p{{L}}\p{{N}}]]"
+_SPACELESS = regex.compile(_LETTER, regex.VERSION1)
+_WORD = regex.compile(rf"(?:{_LETTER}\p{{M}}*){{1,2}}[^{_LETTER}]*|[^{_LETTER}]+", regex.VERSION1)
 
 
 class TextChunk(NamedTuple):
@@ -29,11 +36,19 @@ class AnswerPlace(NamedTuple):
     answer_starts: tuple[int, ...]
 
 
+def word_spans(text: str) -> list[tuple[int, int]]:
+    """Find the words that a chunk counts, in characters."""
+    runs = [match.span() for match in _RUN.finditer(text)]
+    if text.isascii() or not _SPACELESS.search(text):
+        return runs
+    return [match.span() for run in runs for match in _WORD.finditer(text, *run)]
+
+
 def chunk(passage: Passage, chunk_words: int) -> list[TextChunk]:
     """Cut a passage into chunks, in order; 0 words: the passage itself."""
     if not chunk_words:
         return [TextChunk(passage, 0)]
-    spans = [match.span() for match in _WORD.finditer(passage.text)]
+    spans = word_spans(passage.text)
     chunks = []
     for number, first in enumerate(range(0, len(spans), chunk_words)):
         start, stop = spans[first][0], spans[min(first + chunk_words, len(spans)) - 1][1]

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mvr_ray.config import PrepareConfig, SourceConfig
-from mvr_ray.core.judging.answers import Match
+from mvr_ray.core.judging.answers import Match, warn_of_runs
 from mvr_ray.errors import (
     ConfigError,
     DataError,
@@ -137,6 +137,8 @@ def prepare(
         work.cut()
         over_pieces = {name: work.resolve(name, own) for name, own in work.sets.items()}
         num_unused = _count(work.sets) - _count(over_pieces)
+        for name, own in over_pieces.items():
+            warn_of_runs(name, (question.answers for question in own), match)
         names = work.draw_passages(over_pieces)
         questions = over_pieces
         if names is not None:

@@ -20,6 +20,7 @@ from mvr_ray.core.judging.answers import (
     has_answer,
     normalize_answer,
     tokenize,
+    warn_of_runs,
 )
 from mvr_ray.errors import DataError
 
@@ -259,6 +260,20 @@ def test_kilt_answers_are_sought_as_normalised_substrings():
     assert has_answer("The Beatles, in 1964", ["a BEATLES!"], match="kilt")
     assert has_answer("finest", ["fine"], match="kilt")
     assert not has_answer("fine", ["finest"], match="kilt")
+
+
+@pytest.mark.parametrize("answer", ["北京", "กรุงเทพ", "서울"])
+def test_a_set_whose_answers_stand_within_runs_of_letters_is_warned_of_under_the_string_rule(answer: str, caplog):
+    assert not has_answer(f"{answer}大หมา은", [answer]) and has_answer(f"{answer}大หมา은", [answer], "regex")
+    warn_of_runs("mine", [["1898"], [], ["x", answer]], "string")
+    assert f"1 of 2 questions of set mine have answers in scripts without spaces or in Korean, such as {answer}; " in (
+        caplog.text
+    )
+    caplog.clear()
+    warn_of_runs("mine", [[answer]], "regex")
+    warn_of_runs("mine", [["Köln", "القاهرة"], ["विश्वविद्यालय"], []], "string")
+    warn_of_runs("mine", [["Köln"]] * 10 + [[answer]], "string")
+    assert not caplog.text
 
 
 def test_strict_refuses_an_answer_that_would_match_everything():

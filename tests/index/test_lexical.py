@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mvr_ray.config.run import Language
+from mvr_ray.core.scripts import SPACELESS
 from mvr_ray.errors import ShardIndexError
 from mvr_ray.index.lexical import (
-    _SPACELESS,
     ENGLISH,
     CorpusStatistics,
     LexicalIndex,
@@ -23,6 +23,7 @@ from mvr_ray.index.lexical import (
     WordCounts,
     WordRule,
     find_words_as_bm25s,
+    find_words_as_written,
     indexed_text,
     read_rule,
     write_postings,
@@ -93,14 +94,13 @@ SENTENCES = st.sampled_from(
     [
         "The rivers' RIVER ran into it",
         "Straße, naïve; _x_ 42nd a1 ΣΑΣ",
-        "한국어 문장",
         "Đà Nẵng",
         "الطلاب שלום",
         "Ёлка ёлки",
     ]
 )
 WITHOUT_MARKS = st.text(st.characters(exclude_categories=["M", "C", "Lo"])).filter(
-    lambda text: not regex.search(rf"\p{{M}}|{_SPACELESS}", text.lower(), regex.VERSION1)
+    lambda text: not regex.search(rf"[\p{{M}}\u0640\ufb00-\uffef{SPACELESS}]", text.lower(), regex.VERSION1)
 )
 
 
@@ -133,7 +133,7 @@ def test_words_are_the_same_in_every_normal_form_and_beside_other_text(text):
         ("يرتدي الطلاب أثوابًا؟", ["يرتدي", "الطلاب", "أثوابًا"]),
         ("یہ ایک جملہ ہے۔", ["یہ", "ایک", "جملہ", "ہے"]),
         ("Սա նախադասություն է։", ["սա", "նախադասություն"]),
-        ("학생은 붉은 옷을 입는다.", ["학생은", "붉은", "옷을", "입는다"]),
+        ("학생은 붉은 옷을 입는다. 책", ["학생", "생은", "붉은", "옷을", "입는", "는다", "책"]),
         (unicodedata.normalize("NFD", "Zürcher Gemüse é"), ["zürcher", "gemüs"]),
     ],
 )
@@ -170,6 +170,31 @@ def test_files_name_their_language_and_one_without_a_stemmer_is_refused(tmp_path
     monkeypatch.undo()
     with pytest.raises(ShardIndexError, match=r"its format is mvr_ray.lexical/2 bm25s klingon, not .*index again"):
         Postings(tmp_path / "postings")
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("Rhein\u00adschiff\u00adfahrt", "Rheinschifffahrt"),
+        ("ﬁnal oﬃce", "final office"),
+        ("１９５８ ＡＢＣ ｺﾝﾋﾟｭｰﾀｰ", "1958 ABC コンピューター"),
+        ("ﻛﺘﺎﺏ كـــتاب", "كتاب كتاب"),
+        ("葛\U000e0100城 क्\u200dष \u202bשלום\u202c", "葛城 क्ष שלום"),
+        ("İstanbul", "istanbul"),
+        (unicodedata.normalize("NFD", "서울"), "서울"),
+    ],
+)
+def test_a_word_is_the_same_with_invisible_characters_ligatures_and_other_widths(text, plain):
+    assert ENGLISH.tokenize([text]) == ENGLISH.tokenize([plain]) != [[]]
+
+
+def test_a_zero_width_space_or_non_joiner_stands_between_words():
+    assert ENGLISH.tokenize(["ភ្នំ\u200bពេញ کتاب\u200cها"]) == ENGLISH.tokenize(["ភ្នំ ពេញ کتاب ها"])
+
+
+def test_words_of_files_of_the_second_format_are_those_of_their_rule():
+    words = ["rhein", "fahrt", "ﬁn", "１９", "학생은", "北京", "京大", "i\u0307s"]
+    assert find_words_as_written("Rhein\u00adfahrt ﬁn １９ 학생은 北京大 İs") == words
 
 
 def test_a_passage_scores_alone_as_in_its_shard(tmp_path, passages, questions):

@@ -331,6 +331,17 @@ def test_texts_are_shown_as_they_are_and_never_run(tab):
         assert tab.locator(".hits mark").first.inner_text() == HOSTILE[18:39]
 
 
+def test_a_text_in_arabic_begins_on_the_right_and_its_snippet_is_marked_after_an_emoji(tab):
+    text = "\U0001f30a نهر النيل طويل. الراين أقصر."
+    with serve(VersionIndex(3, text=text)) as address:
+        tab.goto(f"{address}?q=rhine")
+        tab.wait_for_selector(".hits li")
+        line = tab.locator(".hits p", has=tab.locator("mark")).first
+        assert line.evaluate("element => getComputedStyle(element).direction") == "rtl"
+        assert line.locator("mark").inner_text() == text[18:39]
+        assert tab.locator("#question").evaluate("element => getComputedStyle(element).direction") == "ltr"
+
+
 def test_a_question_that_is_refused_says_why(tab):
     with serve(VersionIndex(3)) as address:
         tab.goto(f"{address}?q=nile&version=3")

@@ -18,6 +18,7 @@ from prepared_corpus import only_corpus
 from mvr_ray.config import PrepareConfig, SourceConfig, SplitConfig
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, RowsLostError
 from mvr_ray.store import manifest, paths
+from mvr_ray.store.chunks import word_spans
 from mvr_ray.store.corpus import Corpus, publications
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.records import NUMBERED_ROWS
@@ -210,6 +211,21 @@ def test_chunks_carry_answers_and_positives(write: Write, tmp_path: Path):
     assert corpus.get(["p0#1"])["p0#1"].text.startswith("w120", actual.answer_starts[0])
 
 
+def test_chunks_of_scripts_without_spaces_count_two_characters_as_a_word(write: Write, tmp_path: Path):
+    texts = [
+        "长江是中国最长的河流，全长6300公里。它流入东海。" * 9,
+        "กรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย" * 9,
+        "The 東京タワー (Tokyo Tower) is 333 m high. " * 9,
+    ]
+    path = write("r.jsonl", lines(*(passage(number, text) for number, text in enumerate(texts))))
+    prepare(config(path, chunk_words=20), Store(tmp_path))
+    pieces = {one.id: one.text for one in Corpus.open(Store(tmp_path), "corpus")}
+    for number, text in enumerate(texts):
+        own = [pieces[f"p{number}#{n}"] for n in range(sum(name.startswith(f"p{number}#") for name in pieces))]
+        assert "".join("".join(own).split()) == "".join(text.split())
+        assert len(own) > 4 and all(len(piece) < 110 for piece in own)
+
+
 @pytest.mark.parametrize("chunk_words", [0, 2])
 def test_grades_of_judgements_are_stored_by_passage_and_leave_with_it(write: Write, tmp_path: Path, chunk_words: int):
     write("beir/corpus.jsonl", lines(*({"_id": f"d{n}", "text": "two words and two more"[: 9 * n]} for n in (1, 2, 3))))
@@ -380,8 +396,8 @@ def test_real_squad_in_chunks_keeps_every_word_and_nearly_every_answer(data_dir:
     store = Store(tmp_path)
     report = prepare(PrepareConfig(sources=[source], chunk_words=100), store)
     corpus = Corpus.open(store, "corpus")
-    words = sum(len(r.passage.text.split()) for r in read_source(source.model_copy(update={"questions": None})))
-    assert sum(len(p.text.split()) for p in corpus) == words
+    words = sum(len(word_spans(r.passage.text)) for r in read_source(source.model_copy(update={"questions": None})))
+    assert sum(len(word_spans(p.text)) for p in corpus) == words
     questions = read_questions(only_corpus(store), "dev")
     assert report.questions["dev"] == len(questions) == 7794
     gold = corpus.get({q.positive_ids[0] for q in questions})

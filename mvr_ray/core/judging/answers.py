@@ -7,6 +7,8 @@ row in the passage. The title is not searched. Consequences of the rules, which 
 - an answer without tokens (empty, blanks, zero-width) matches every passage; `strict` refuses such answers
 - `1000` is not in `1,000`, `Beyonce` not in `Beyoncé`, `fi` not in `ﬁ`; `U.S` is in `the U.S. army`
 - `don't` is three tokens; case is folded a token at a time by `str.lower`, so a final sigma ends its token
+- a run of letters is one token, so an answer in a script without spaces, or a Korean one before a particle, is found
+  only where it stands alone: 北京 is not in `北京大学` (`warn_of_runs`)
 
 `regex` mode (CuratedTREC): the answer is a pattern searched in the NFD text; one that does not compile never matches.
 `kilt` mode: both are normalised as for exact match, then the answer is searched as a substring.
@@ -14,24 +16,30 @@ row in the passage. The title is not searched. Consequences of the rules, which 
 A reader's answer is scored by SQuAD's rules: exact match and F1, each the best over all answers.
 """
 
+import logging
 import re
 import string
 import unicodedata
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 from typing import Literal
 
 import numpy as np
 import regex
 
+from mvr_ray.core.scripts import KOREAN, SPACELESS
 from mvr_ray.errors import DataError
 from mvr_ray.types import IntArray
 
+log = logging.getLogger(__name__)
 Match = Literal["string", "regex", "kilt"]
 
 _FLAGS = regex.IGNORECASE | regex.UNICODE | regex.MULTILINE
 _TOKEN = regex.compile(r"[\p{L}\p{N}\p{M}]+|[^\p{Z}\p{C}]", _FLAGS)
+_WITHIN_RUNS = regex.compile(rf"[[{SPACELESS}{KOREAN}]&&\p{{L}}]", regex.VERSION1)
+_MIN_SHARE = 0.1
+"""Share of questions with answers in such scripts from which on `warn_of_runs` warns."""
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _MAX_QUESTIONS_CACHED = 4096
@@ -74,6 +82,22 @@ def empty_answers(answers: Sequence[str], match: Match = "string") -> list[str]:
     """Return the answers that match a text of nothing, and so every passage: by the string rule those without a token,
     by that of KILT those that normalise to nothing, such as `The`, and patterns that need no character."""
     return [answer for answer in answers if has_answer("", [answer], match)]
+
+
+def warn_of_runs(name: str, answers_Q: Iterable[Sequence[str]], match: Match) -> None:
+    """Warn of a question set many of whose answers the string rule cannot find within runs of letters."""
+    all_answers = [answers for answers in answers_Q if answers]
+    runs = [one for answers in all_answers if (one := next(filter(_WITHIN_RUNS.search, answers), None))]
+    if match == "string" and runs and len(runs) >= _MIN_SHARE * len(all_answers):
+        log.warning(
+            "%d of %d questions of set %s have answers in scripts without spaces or in Korean, such as %s; "
+            "evaluate.match: string finds them only between spaces or punctuation; set evaluate.match: regex to find "
+            "them anywhere",
+            len(runs),
+            len(all_answers),
+            name,
+            runs[0],
+        )
 
 
 class AnswerMatcher:

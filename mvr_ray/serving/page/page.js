@@ -101,7 +101,7 @@ function scoreTable(explained, num) {
       make("th", { scope: "row" }, view.view === best ? `${view.view} (best)` : `${view.view}`),
       make("td", { class: "number" }, score.toFixed(4),
         make("meter", { min: low, max: high, value: score, "aria-hidden": "true" })),
-      make("td", {}, view.text || stands[view.kind]),
+      make("td", { dir: "auto" }, view.text || stands[view.kind]),
     );
   });
   const { lexical, total } = explained.winners[0];
@@ -150,10 +150,10 @@ function hitItem(hit, rank, question, version, other) {
   return make(
     "li",
     {},
-    make("h3", {}, `${rank}. ${hit.title || hit.id}`),
-    make("p", { class: "soft" }, `${hit.score.toFixed(4)}${parts}, ${kind}, id ${hit.id} `,
+    make("h3", {}, `${rank}. `, make("bdi", {}, hit.title || hit.id)),
+    make("p", { class: "soft" }, `${hit.score.toFixed(4)}${parts}, ${kind}, id `, make("bdi", {}, hit.id), " ",
       ...(moved ? [make("span", { class: "moved" }, moved)] : [])),
-    make("p", {}, ...markSnippet(hit.text ?? "", hit.snippet)),
+    make("p", { dir: "auto" }, ...markSnippet(hit.text ?? "", hit.snippet)),
     viewsOf(question, hit, version, rank),
   );
 }
