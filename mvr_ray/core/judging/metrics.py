@@ -94,8 +94,8 @@ def cluster_interval(
 
 def share_interval(values_Q: FloatArray, groups_Q: Groups, seed: int = 0, num: int = 1000) -> Interval:
     """Compute `cluster_interval` of values from 0 to 1, which ends there, too, whatever Student's half width is."""
-    low, high = np.clip(cluster_interval(values_Q, groups_Q, seed, num), 0.0, 1.0).tolist()
-    return Interval(low, high)
+    low, high = cluster_interval(values_Q, groups_Q, seed, num)
+    return Interval(max(low, 0.0), min(high, 1.0))
 
 
 def interval_over_seeds(
