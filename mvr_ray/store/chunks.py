@@ -64,8 +64,9 @@ def locate(
     text: str, chunks: Sequence[TextChunk], answers: Sequence[str], starts: Sequence[int], match: Match = "string"
 ) -> AnswerPlace:
     """Carry answers at `starts` of `text` (-1: not known) over to the chunks, `match` as in `evaluate.match`. An answer
-    without a start is where its text first stands as whole words, or else in the first chunk that holds it by `match`,
-    or else where its text first is part of a word; with `match` regex it is a pattern in the first chunk that has it.
+    without a start, or that is not there, is where its text first stands as whole words, or else in the first chunk
+    that holds it by `match`, or else where its text first is part of a word; with `match` regex it is a pattern in the
+    first chunk that has it.
 
     The chunks are those that hold an answer whole, in the answers' order; failing that the one in which the first
     known answer begins; failing that the first. Offsets are -1 for answers that the first of them does not hold whole.
@@ -74,7 +75,7 @@ def locate(
     whole: list[int] = []
     for answer, start in zip(answers, starts or [-1] * len(answers)):
         holders: list[int] = []
-        if start < 0:
+        if start < 0 or not text.startswith(answer, start):
             start = _first_offset(text, answer)
             if (match == "regex" or start < 0) and not empty_answers([answer], match):
                 by_rule = (at for at, piece in enumerate(chunks) if has_answer(piece.passage.text, [answer], match))

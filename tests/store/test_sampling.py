@@ -141,6 +141,14 @@ def test_an_answer_without_an_offset_is_in_the_chunk_that_holds_it_by_the_rule(t
     assert (place.chunk_ids, place.answer_starts) == ((f"p#{number}",), starts)
 
 
+def test_an_offset_at_which_the_answer_does_not_stand_is_none():
+    text = "\U0001f600\U0001f600 Rome is old . Paris is far"
+    chunks = chunk(Passage("p", "T", text), 4)
+    in_utf16 = len(text[: text.index("Paris")].encode("utf-16-le")) // 2
+    for wrong in (in_utf16, 0, 999):
+        assert locate(text, chunks, ["Paris"], [wrong]) == ("T", ("p#1",), (2,))
+
+
 def test_patterns_are_looked_for_in_chunks_and_known_places_stay():
     text = "Born in Bonn . Died 12 May 1977 in Cork"
     chunks = chunk(Passage("p", "T", text), 4)
