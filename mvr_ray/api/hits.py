@@ -43,7 +43,7 @@ class SearchHits(list[PassageHit]):
             extra = "".join(f" · {escape(name)} {escape(str(value))}" for name, value in _fields(hit).items())
             title = f"<b>{escape(hit.title or hit.id)}</b> <small>{escape(hit.id)}{extra}</small>"
             rows += f"<tr><td>{rank}</td><td>{hit.score:z.4f}</td><td style='text-align:left'>"
-            rows += f"{title}<br>{before}{mark}{after}</td></tr>"
+            rows += f"{title}<div dir='auto'>{before}{mark}{after}</div></td></tr>"
         table = f"<table>{rows}</table>" if self else "<p>no passage</p>"
         return f"<p><b>{escape(self.question)}</b></p>{table}"
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import regex
 
-from mvr_ray.core.judging.answers import Match, has_answer
+from mvr_ray.core.judging.answers import Match, empty_answers, has_answer
 from mvr_ray.core.scripts import SPACELESS
 from mvr_ray.types import Passage, Question
 
@@ -19,6 +19,9 @@ _RUN = re.compile(r"\S+")
 _LETTER = rf"[[{SPACELESS}]&&[\p{{L}}\p{{N}}]]"
 _SPACELESS = regex.compile(_LETTER, regex.VERSION1)
 _WORD = regex.compile(rf"(?:{_LETTER}\p{{M}}*){{1,2}}[^{_LETTER}]*|[^{_LETTER}]+", regex.VERSION1)
+
+_INSIDE_WORD = regex.compile(r"[\p{L}\p{N}\p{M}]{2}")
+"""Two characters of one token of the string rule (`core.judging.answers`)."""
 
 
 class TextChunk(NamedTuple):
@@ -65,21 +68,29 @@ def source_id(chunk_id: str) -> str:
 def locate(
     text: str, chunks: Sequence[TextChunk], answers: Sequence[str], starts: Sequence[int], match: Match = "string"
 ) -> AnswerPlace:
-    """Carry answers at `starts` of `text` (-1: the first occurrence) over to the chunks. With `match` regex, answers
-    without a start are patterns, and a chunk holds one where the pattern is found in it.
+    """Carry answers at `starts` of `text` (-1: not known) over to the chunks, `match` as in `evaluate.match`. An answer
+    without a start, or that is not there, is where its text first stands as whole words, or else in the first chunk
+    that holds it by `match`, or else where its text first is part of a word; with `match` regex it is a pattern in the
+    first chunk that has it.
 
     The chunks are those that hold an answer whole, in the answers' order; failing that the one in which the first
     known answer begins; failing that the first. Offsets are -1 for answers that the first of them does not hold whole.
     """
-    offsets = list(starts) or [-1] * len(answers)
-    absolute = [start if start >= 0 else _first_offset(text, answer) for answer, start in zip(answers, offsets)]
+    absolute: list[int] = []
     whole: list[int] = []
-    for answer, offset, start in zip(answers, offsets, absolute):
-        if match == "regex" and offset < 0:
-            holders = (at for at, piece in enumerate(chunks) if has_answer(piece.passage.text, [answer], match))
-            whole += itertools.islice(holders, 1)
-        elif start >= 0 and start + len(answer) <= _end(chunks[number := _chunk_at(chunks, start)]):
-            whole.append(number)
+    for answer, start in zip(answers, starts or [-1] * len(answers)):
+        holders: list[int] = []
+        if start < 0 or not text.startswith(answer, start):
+            start = _first_offset(text, answer)
+            if (match == "regex" or start < 0) and not empty_answers([answer], match):
+                by_rule = (at for at, piece in enumerate(chunks) if has_answer(piece.passage.text, [answer], match))
+                holders = list(itertools.islice(by_rule, 1))
+            if start < 0 and not holders and answer.strip():
+                start = text.find(answer)
+        if start >= 0 and not holders and start + len(answer) <= _end(chunks[number := _chunk_at(chunks, start)]):
+            holders = [number]
+        absolute.append(start)
+        whole += holders
     beginnings = [_chunk_at(chunks, start) for start in absolute if start >= 0]
     numbers = list(dict.fromkeys(whole)) or beginnings[:1] or [0]
     first = chunks[numbers[0]]
@@ -103,7 +114,11 @@ def carry_over(question: Question, place_of: Mapping[str, AnswerPlace], hard_neg
 
 
 def _first_offset(text: str, answer: str) -> int:
-    return text.find(answer) if answer.strip() else -1
+    """Return where the answer first stands without being part of a longer word; -1 where it does not."""
+    start = text.find(answer) if answer.strip() else -1
+    while start >= 0 and any(_INSIDE_WORD.match(text, at - 1) for at in (start, start + len(answer)) if at):
+        start = text.find(answer, start + 1)
+    return start
 
 
 def _chunk_at(chunks: Sequence[TextChunk], start: int) -> int:

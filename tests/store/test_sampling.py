@@ -3,6 +3,7 @@
 import random
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -122,6 +123,30 @@ def test_unknown_offsets_are_looked_for_and_unfound_answers_stay_unknown():
     assert place.chunk_ids == ("p#1", "p#2")
     assert place.answer_starts == (6, -1, -1)
     assert locate("one two", chunk(Passage("p", "", "one two"), 1), [], []).chunk_ids == ("p#0",)
+
+
+@pytest.mark.parametrize(
+    ("text", "answers", "number", "starts"),
+    [
+        ("Romeo met Juliet outside of Rome .", ["Rome"], 1, (3,)),
+        ("He was born in Besanc\u0327on .", ["Besançon"], 1, (-1,)),
+        ("He met her on Sunset Boulevard .", ["sunset boulevard"], 1, (-1,)),
+        ("He met her near the U.S. border", ["u. s", "\u200b", " "], 1, (-1, -1, -1)),
+        ("he met her in the 北京大学 .", ["北京"], 1, (4,)),
+        ("he met her in the end .", ["am", "x y"], 0, (-1, -1)),
+    ],
+)
+def test_an_answer_without_an_offset_is_in_the_chunk_that_holds_it_by_the_rule(text, answers, number, starts):
+    place = locate(text, chunk(Passage("p", "T", text), 4), answers, [])
+    assert (place.chunk_ids, place.answer_starts) == ((f"p#{number}",), starts)
+
+
+def test_an_offset_at_which_the_answer_does_not_stand_is_none():
+    text = "\U0001f600\U0001f600 Rome is old . Paris is far"
+    chunks = chunk(Passage("p", "T", text), 4)
+    in_utf16 = len(text[: text.index("Paris")].encode("utf-16-le")) // 2
+    for wrong in (in_utf16, 0, 999):
+        assert locate(text, chunks, ["Paris"], [wrong]) == ("T", ("p#1",), (2,))
 
 
 def test_patterns_are_looked_for_in_chunks_and_known_places_stay():

@@ -13,6 +13,7 @@ that is not closed would hide the references around it from the parser.
 
 import copy
 import itertools
+import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -56,6 +57,10 @@ CLOSINGS = (
     tokens.TagCloseSelfclose,
     tokens.TagCloseClose,
 )
+_CONVERSION = re.compile(r"-\{([^{}]*)\}-")
+"""Text in several variants of a language, as of Chinese: -{zh-hans:..;zh-hant:..}-, -{FLAGS|RULES}- or -{text}-."""
+_VARIANT = re.compile(r"\s*[a-z]{2,3}(?:-[a-z]+)*\s*:")
+_SILENT_FLAGS = {"H", "T", "-"}
 REVISION_FIELD = "revision_id"
 HEADING = "\x01"
 """Marks the line of a heading, once for each of its levels; XML has no such character."""
@@ -139,7 +144,8 @@ def plain_text(wikitext: str, hidden_names: frozenset[str] = HIDDEN_NAMES) -> st
     """
     lines: list[str] = []
     headings: list[str] = []
-    for raw in "".join(_visible(parse(wikitext), hidden_names)).split("\n"):
+    visible = "".join(_visible(parse(wikitext), hidden_names))
+    for raw in _CONVERSION.sub(_first_variant, visible).split("\n"):
         line = plain_line(raw)
         if not any(char.isalnum() for char in line):
             continue
@@ -243,6 +249,16 @@ def _visible(code: Wikicode, hidden_names: frozenset[str]) -> Iterator[str]:
             if node.contents is not None:
                 yield from _visible(node.contents, hidden_names)
             yield "\n" * is_block
+
+
+def _first_variant(conversion: re.Match[str]) -> str:
+    """Return the text of a conversion in its first variant, empty where it only sets a rule or the page's title."""
+    flags, bar, rules = conversion[1].partition("|")
+    if bar and not _SILENT_FLAGS.isdisjoint(flags.replace(" ", "").split(";")):
+        return ""
+    rules = rules if bar else flags
+    texts = (rule[match.end() :].strip() for rule in rules.split(";") if (match := _VARIANT.match(rule)))
+    return next(texts, rules)
 
 
 def _link(link: Wikilink, hidden_names: frozenset[str]) -> Iterator[str]:

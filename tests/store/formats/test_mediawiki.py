@@ -380,6 +380,8 @@ def test_files_and_categories_in_the_language_of_the_wiki_are_removed(write: Wri
         ("a<!-- c --><br/>b<ref name=x/>c<ref>d</ref> <nowiki>[[x]]</nowiki> {{{p|q}}} <math>x</math>", "a\nbc [[x]]"),
         ("{| class=x\n|-\n| a || b\n|}\nafter\n<table><tr><td>z</td></tr></table>", "after"),
         ("__NOTOC__\n__FILE__ in C", "__FILE__ in C"),
+        ("'''-{zh-hans:[[计算机]];zh-hant:電腦}-'''是-{机器}-。-{H|zh-cn:软;zh-tw:軟;}-", "计算机是机器。"),
+        ("-{A|zh:内存; zh-tw:記}--{T|zh:题}--{R|a:b}- f(x) -{ y", "内存a:b f(x) -{ y"),
         ("<div>a</div>b<li>c<includeonly>d</includeonly><noinclude>e</noinclude>", "a\nb\nce"),
         ("{{open [[link]] text", "{{open link text"),
     ],
