@@ -79,7 +79,8 @@ def _index(run: RunConfig, progress: Progress) -> Manifest:
 def _build(run: RunConfig, corpus: Corpus, task: EncodeTask, before: Manifest | None, progress: Progress) -> Manifest:
     """Make and publish the version of a task; with `before`, from that version's refined views."""
     store, cfg, resources, draft = corpus.store, run.index, run.resources, task.draft
-    reusable = _reusable_shards(store, draft, corpus, before)
+    versions = {one.version: one for one in manifests.newest_first(store, draft.index)}
+    reusable = _reusable_shards(store, draft, corpus, before, versions)
     base = find_base(store, cfg.name, corpus, cfg.language) if cfg.lexical else None
     if base and base.corpus_digest == corpus.digest:
         draft = dataclasses.replace(draft, lexical=base.lexical)
@@ -91,13 +92,13 @@ def _build(run: RunConfig, corpus: Corpus, task: EncodeTask, before: Manifest | 
         return dataclasses.replace(live, metrics=live.metrics | counts)
     others = [shard for shard in range(corpus.num_shards) if shard not in reusable]
     if not session.needs_ray(resources, 1):  # a small update of a large corpus needs no cluster
-        carry_over(task, corpus, _not_built(store, task, others), progress)
+        carry_over(task, corpus, _not_built(store, task, others), versions, progress)
     num_passages = count_passages(task, corpus, others)["encoded"]
     if draft.index_params["kind"] != "flat":  # an approximate index is built of all passages of a changed shard
         num_passages = sum(corpus.info.parts[shard].num_passages for shard in others)
     with session.connect(resources, num_passages, [shards.INDEX_BUILDERS]):
         missing = _not_built(store, task, others)
-        carry_over(task, corpus, missing, progress)
+        carry_over(task, corpus, missing, versions, progress)
         find_copies(task, corpus, missing, progress)
         encode_corpus(task, corpus, missing, resources, progress)
         calls = [(task, shard, reusable.get(shard), cfg) for shard in range(corpus.num_shards)]
@@ -163,16 +164,28 @@ def _require_ids(expected: Sequence[str], actual: Sequence[str], where: str) -> 
         )
 
 
-def _reusable_shards(store: Store, draft: Manifest, corpus: Corpus, before: Manifest | None) -> dict[int, ShardEntry]:
-    """Find undamaged shards of earlier versions with the same encoder, settings and passages, newest version first;
-    with `before`, only of that version, to keep its learned views."""
+def _reusable_shards(
+    store: Store, draft: Manifest, corpus: Corpus, before: Manifest | None, versions: Mapping[int, Manifest]
+) -> dict[int, ShardEntry]:
+    """Find undamaged shards of earlier `versions` with the same encoder, settings and passages, newest version first;
+    with `before`, only of that version, to keep its learned views. A shard is compared in one version of those that
+    share it."""
     reusable: dict[int, ShardEntry] = {}
-    versions = {one.version: one for one in ([before] if before else manifests.newest_first(store, draft.index))}
-    for earlier in versions.values():
+    num_passages = {shard: part.num_passages for shard, part in enumerate(corpus.info.parts)}
+    compared_digests: set[str] = set()
+    for earlier in [before] if before else versions.values():
         if (not before and has_refined_views(earlier, versions)) or earlier.config_digest != draft.config_digest:
             continue
-        same = _same_parts(store, earlier, corpus)
-        own = tuple(entry for entry in earlier.shards if entry.shard in same and entry.shard not in reusable)
+        entries = [
+            entry
+            for entry in earlier.shards
+            if entry.shard not in reusable
+            and entry.digest not in compared_digests
+            and entry.num_passages == num_passages.get(entry.shard)
+        ]
+        compared_digests.update(entry.digest for entry in entries)
+        same = _same_parts(store, earlier, corpus) if entries else ()
+        own = tuple(entry for entry in entries if entry.shard in same)
         partial_manifest = dataclasses.replace(earlier, shards=own, refined_queries={}, lexical=None)
         damaged_shards = {problem.shard for problem in manifests.verify(store, partial_manifest).problems}
         if damaged_shards:

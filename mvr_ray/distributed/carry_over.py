@@ -19,8 +19,8 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from mvr_ray.distributed.tasks import run_tasks, share
 from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus, ids_by_shard, shard_of
+from mvr_ray.store.corpus import Corpus, CorpusInfo, ids_by_shard, shard_of
 from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, gather_rows
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -43,33 +43,48 @@ CONTENT_BYTES = 16
 """Length of a content digest."""
 
 
-class EmbeddedCorpus(NamedTuple):
+@dataclass(frozen=True)
+class EmbeddedCorpus:
     """A version whose embeddings can be reused: all of them, as refined if `is_refined`; or, with `parent`, those of
     passages that are new or have new content since that version, as encoded."""
 
+    store: Store
     version: Manifest
     is_refined: bool = False
     parent: Manifest | None = None
 
-    def corpus(self, store: Store) -> Corpus:
-        return _corpus_of(store, self.version)
+    @cached_property
+    def _info(self) -> CorpusInfo:
+        """Read once for all shards of a process."""
+        return _corpus_of(self.store, self.version).info
 
-    def unchanged_since_parent(self, store: Store, ids: Collection[str]) -> set[str]:
+    def corpus(self) -> Corpus:
+        """Open the corpus anew: parts that were read stay open as long as their corpus."""
+        return Corpus(self.store, self._info)
+
+    def unchanged_since_parent(self, ids: Collection[str]) -> set[str]:
         """Those of `ids` that a parent has with the same content."""
         if self.parent is None or not ids:
             return set()
-        own, before = self.corpus(store).get(ids), _corpus_of(store, self.parent).get(ids)
+        own, before = self.corpus().get(ids), _corpus_of(self.store, self.parent).get(ids)
         return {name for name in own.keys() & before.keys() if _has_same_content(own[name], before[name])}
 
-    def embeddings(self, store: Store, shard: int) -> EmbeddingShard:
-        return shard_embeddings(store, self.version.index, self.version.shards[shard])
+    def embeddings(self, shard: int) -> EmbeddingShard:
+        return shard_embeddings(self.store, self.version.index, self.version.shards[shard])
 
 
-def carry_over(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progress: Progress = no_progress) -> None:
+def carry_over(
+    task: EncodeTask,
+    corpus: Corpus,
+    shards: Sequence[int],
+    own_versions: Mapping[int, Manifest],
+    progress: Progress = no_progress,
+) -> None:
     """Plan these shards: embeddings to reuse, and rows to encode. Runs in the current Ray session, if any.
 
-    Shards with a staged chunk or plan are skipped. Where the plan's earlier shard is gone, as after a collection, the
-    staged work is removed first. Raises StorageError if refined views to keep are damaged.
+    `own_versions` are those of the task's index, newest first. Shards with a staged chunk or plan are skipped. Where
+    the plan's earlier shard is gone, as after a collection, the staged work is removed first. Raises StorageError if
+    refined views to keep are damaged.
     """
     index, store = task.draft.index, Store(task.store)
     for shard in staged_shards(task, "plan-").intersection(shards):
@@ -78,7 +93,7 @@ def carry_over(task: EncodeTask, corpus: Corpus, shards: Sequence[int], progress
             log.warning("%s", task.discard(store, shard, MissingInputError(f"{store.where(missing[0])} is gone")))
     started_shards = staged_shards(task, "chunk-", "plan-")
     open_shards = [shard for shard in shards if shard not in started_shards]
-    sources = embedded_corpora(store, task) if open_shards else []
+    sources = embedded_corpora(store, task, own_versions) if open_shards else []
     shared_sources = share(sources)
     calls = [(task, shard, shared_sources) for shard in open_shards if sources]
     what = "look for embeddings of earlier versions, shards"
@@ -153,7 +168,7 @@ def count_passages(task: EncodeTask, corpus: Corpus, shards: Iterable[int]) -> d
     return counts
 
 
-def embedded_corpora(store: Store, task: EncodeTask) -> list[EmbeddedCorpus]:
+def embedded_corpora(store: Store, task: EncodeTask, own_versions: Mapping[int, Manifest]) -> list[EmbeddedCorpus]:
     """Versions of the store that the task's encoder embedded: first the one with refined views to keep, then those as
     encoded, then those with a parent; of these the task's own index, newest first, then others."""
     draft = task.draft
@@ -161,17 +176,18 @@ def embedded_corpora(store: Store, task: EncodeTask) -> list[EmbeddedCorpus]:
     corpora: dict[tuple[str, tuple[str, ...]], EmbeddedCorpus] = {}
     with_parent: list[EmbeddedCorpus] = []
     for index in indexes:
-        is_own = index == draft.index
-        versions = {version.version: version for version in manifests.newest_first(store, index, require_live=is_own)}
+        versions = own_versions
+        if index != draft.index:
+            versions = {one.version: one for one in manifests.newest_first(store, index, require_live=False)}
         for version in versions.values():
             same = (version.encoder_fingerprint, version.dtype) == (draft.encoder_fingerprint, draft.dtype)
             is_parent = (index, version.version) == (draft.index, draft.parent)
             is_refined = draft.operation == REFINED and is_parent
             if same and (is_refined or is_as_encoded(version, versions)):
                 key = version.corpus_digest, tuple(entry.digest for entry in version.shards)
-                corpora.setdefault(key, EmbeddedCorpus(version, is_refined))
+                corpora.setdefault(key, EmbeddedCorpus(store, version, is_refined))
             if same and version.operation == REFINED and version.parent in versions:
-                with_parent.append(EmbeddedCorpus(version, parent=versions[version.parent]))
+                with_parent.append(EmbeddedCorpus(store, version, parent=versions[version.parent]))
     return [*sorted(corpora.values(), key=lambda source: not source.is_refined), *with_parent]
 
 
@@ -197,7 +213,7 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
     """Stage embeddings of one shard's passages from other shards, then the plan."""
     store, corpus = Store(task.store), task.open_corpus()
     part = corpus.part(shard)
-    plan = _plan_over_base(store, corpus, shard, sources, task.draft.index) or EncodePlan()
+    plan = _plan_over_base(corpus, shard, sources, task.draft.index) or EncodePlan()
     passages = part.passages() if plan.rows is None else part.take(plan.rows)
     remaining = {passage.id: passage for passage in passages}
     blocks: list[EmbeddingBlock] = []
@@ -205,7 +221,7 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
 
     def take(source: EmbeddedCorpus, ids_of: Mapping[str, Sequence[str]]) -> None:
         """Take the embeddings of remaining passages from those of a source, by its ids."""
-        for block in _blocks_with(store, source, ids_of):
+        for block in _blocks_with(source, ids_of):
             rows = ((own, row) for row, name in enumerate(block.ids) for own in ids_of[name])
             places.extend(BlockRow(own, len(blocks), row) for own, row in rows if remaining.pop(own, None) is not None)
             blocks.append(block)
@@ -213,15 +229,15 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
     for source in sources if plan.base is None else ():  # else these ids have other contents in the newest source
         if not remaining:
             break
-        take(source, _unchanged_ids(store, source, remaining))
+        take(source, _unchanged_ids(source, remaining))
         if source.is_refined:
-            deleted_ids, replaced_ids = _deleted_or_replaced(store, source, corpus, shard, remaining)
-            num_unlearned = _num_unlearned(store, source, sources, [*deleted_ids, *replaced_ids])
+            deleted_ids, replaced_ids = _deleted_or_replaced(source, corpus, shard, remaining)
+            num_unlearned = _num_unlearned(source, sources, [*deleted_ids, *replaced_ids])
             plan = replace(plan, num_deleted=len(deleted_ids), num_unlearned=num_unlearned)
     files_without: set[str] = set()
     for source in sources:
         if remaining and not source.is_refined:
-            take(source, _ids_of_same_content(store, source, remaining, files_without))
+            take(source, _ids_of_same_content(source, remaining, files_without))
     if places:
         with store.scratch() as folder:
             file = folder / "carried.arrow"
@@ -235,9 +251,7 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
     task.write_plan(store, shard, plan)
 
 
-def _plan_over_base(
-    store: Store, corpus: Corpus, shard: int, sources: Sequence[EmbeddedCorpus], index: str
-) -> EncodePlan | None:
+def _plan_over_base(corpus: Corpus, shard: int, sources: Sequence[EmbeddedCorpus], index: str) -> EncodePlan | None:
     """Plan over the first source with the same number of shards, encoding all changed passages; None without one.
     What a source of another index has beside the corpus does not count as deleted."""
     for source in sources:
@@ -247,8 +261,8 @@ def _plan_over_base(
                 return None
             continue
         try:
-            before = source.corpus(store)
-            source.embeddings(store, shard)
+            before = source.corpus()
+            source.embeddings(shard)
             same = before.info.parts[shard].digest == corpus.info.parts[shard].digest
             changed_rows, deleted_ids = ([], []) if same else difference(before.part(shard), corpus.part(shard))
         except (MissingInputError, StorageError) as error:
@@ -257,7 +271,7 @@ def _plan_over_base(
         replaced_ids = [passage.id for passage in corpus.part(shard).take(changed_rows)]
         num_unlearned = 0
         if source.is_refined:
-            num_unlearned = _num_unlearned(store, source, sources, [*replaced_ids, *deleted_ids])
+            num_unlearned = _num_unlearned(source, sources, [*replaced_ids, *deleted_ids])
         own = BaseShard(version.index, version.shards[shard], version.index_params, promised_recall(version))
         num_deleted = len(deleted_ids) if version.index == index else 0
         return EncodePlan(changed_rows, own, deleted_ids, num_deleted, num_unlearned)
@@ -265,7 +279,7 @@ def _plan_over_base(
 
 
 def _deleted_or_replaced(
-    store: Store, source: EmbeddedCorpus, corpus: Corpus, shard: int, remaining: Collection[str]
+    source: EmbeddedCorpus, corpus: Corpus, shard: int, remaining: Collection[str]
 ) -> tuple[list[str], list[str]]:
     """Passages of a source over another number of shards that hash to this shard, but are deleted from it, or have new
     content: those still in `remaining` after reuse."""
@@ -273,22 +287,22 @@ def _deleted_or_replaced(
     source_ids = [
         name
         for number in related_shards(shard, len(source.version.shards), corpus.num_shards)
-        for name in source.embeddings(store, number).ids()
+        for name in source.embeddings(number).ids()
         if shard_of(name, corpus.num_shards) == shard
     ]
     return [name for name in source_ids if name not in ids], [name for name in source_ids if name in remaining]
 
 
-def _num_unlearned(store: Store, source: EmbeddedCorpus, sources: Sequence[EmbeddedCorpus], ids: Iterable[str]) -> int:
+def _num_unlearned(source: EmbeddedCorpus, sources: Sequence[EmbeddedCorpus], ids: Iterable[str]) -> int:
     """Count passages with moved or added views in a refined source, as far as a source over the same number of shards
     has them as encoded."""
     num_shards, num_unlearned = len(source.version.shards), 0
     others = (one for one in sources if len(one.version.shards) == num_shards and not (one.is_refined or one.parent))
     as_encoded = next(others, None)
     for shard, own in ids_by_shard(ids, num_shards).items():
-        embeddings = source.embeddings(store, shard)
+        embeddings = source.embeddings(shard)
         try:
-            encoded_views = as_encoded.embeddings(store, shard).find(own) if as_encoded else {}
+            encoded_views = as_encoded.embeddings(shard).find(own) if as_encoded else {}
         except (MissingInputError, StorageError):
             encoded_views = {}
         for name, views in embeddings.find(own).items():
@@ -308,24 +322,24 @@ def _skip_source(source: EmbeddedCorpus, error: Exception) -> None:
     log.warning("embeddings are not carried over: index=%s (%s)", source.version.index, error)
 
 
-def _unchanged_ids(store: Store, source: EmbeddedCorpus, passages: dict[str, Passage]) -> dict[str, list[str]]:
+def _unchanged_ids(source: EmbeddedCorpus, passages: dict[str, Passage]) -> dict[str, list[str]]:
     """The ids of those of `passages` that have the same id and content in the source, each by itself."""
     try:
-        before = source.corpus(store).get(passages)
+        before = source.corpus().get(passages)
         names = [name for name, passage in before.items() if _has_same_content(passage, passages[name])]
-        refined_names = source.unchanged_since_parent(store, names)
+        refined_names = source.unchanged_since_parent(names)
         return {name: [name] for name in names if name not in refined_names}
     except (MissingInputError, StorageError) as error:
         _skip_source(source, error)
         return {}
 
 
-def _blocks_with(store: Store, source: EmbeddedCorpus, passage_ids: Iterable[str]) -> Iterator[EmbeddingBlock]:
+def _blocks_with(source: EmbeddedCorpus, passage_ids: Iterable[str]) -> Iterator[EmbeddingBlock]:
     """Yield blocks of these passages of a source, as far as its shards are undamaged."""
     for number, own in ids_by_shard(passage_ids, len(source.version.shards)).items():
         ids = set(own)
         try:
-            embeddings = source.embeddings(store, number)
+            embeddings = source.embeddings(number)
         except (MissingInputError, StorageError) as error:
             _skip_source(source, error)
             continue
@@ -336,7 +350,7 @@ def _blocks_with(store: Store, source: EmbeddedCorpus, passage_ids: Iterable[str
 
 
 def _ids_of_same_content(
-    store: Store, source: EmbeddedCorpus, passages: Mapping[str, Passage], files_without: set[str]
+    source: EmbeddedCorpus, passages: Mapping[str, Passage], files_without: set[str]
 ) -> dict[str, list[str]]:
     """By their ids in the source, the ids of those of `passages` that have the same content there.
 
@@ -347,13 +361,18 @@ def _ids_of_same_content(
         ids_of.setdefault((passage.title, passage.text), []).append(passage.id)
     ids_by_name: dict[str, list[str]] = {}
     try:
-        before = source.corpus(store)
-        for number, info in enumerate(before.info.parts):
-            if not files_without.issuperset(file.file for file in info.files):
-                names = find_contents(before.part(number), ids_of, files_without)
-                refined_names = source.unchanged_since_parent(store, list(names.values()))
-                own = {content: name for content, name in names.items() if name not in refined_names}
-                ids_by_name |= {name: ids_of.pop(content) for content, name in own.items()}
+        before = source.corpus()
+        for number, file in ((number, file) for number, part in enumerate(before.info.parts) for file in part.files):
+            if not ids_of or file.file in files_without:
+                continue
+            contents = find_contents(before.open_file(f"part {number}", file), ids_of)
+            if not contents:
+                files_without.add(file.file)
+            current = [name for name, passage in before.get(contents).items() if passage[1:3] == contents[name]]
+            refined_names = source.unchanged_since_parent(current)
+            for name in current:
+                if name not in refined_names and contents[name] in ids_of:
+                    ids_by_name[name] = ids_of.pop(contents[name])
     except (MissingInputError, StorageError) as error:
         _skip_source(source, error)
     return ids_by_name

@@ -204,6 +204,14 @@ def publications(store: Store, name: str) -> list[int]:
     return numbers
 
 
+def _read_description(store: Store, path: str) -> CorpusInfo | None:
+    """Read the description of a corpus; None where it is not there."""
+    try:
+        return _corpus_info(_read_json(store, path), store.where(path))
+    except MissingInputError:
+        return None
+
+
 def _read_publication(store: Store, name: str, number: int) -> CorpusInfo:
     """Read a publication. Raises StorageError for a wrong one: it holds another number, or none although the one before
     holds its own."""
@@ -239,12 +247,12 @@ class Corpus:
         Raises MissingInputError where it is not there, StorageError for a description that is damaged.
         """
         number = 0
-        if digest and store.exists(path := paths.corpus_version(name, digest)):
-            info = _corpus_info(_read_json(store, path), store.where(path))
+        if digest and (own := _read_description(store, paths.corpus_version(name, digest))):
+            info = own
         elif number := max(publications(store, name), default=0):
             info = _read_publication(store, name, number)
-        elif store.exists(path := paths.corpus_json(name)):
-            info = _corpus_info(_read_json(store, path), store.where(path))
+        elif own := _read_description(store, paths.corpus_json(name)):
+            info = own
         else:
             where = f"{store.full_name}/{paths.corpus_dir(name)}"
             raise MissingInputError(f"corpus {name!r} not found in {where}; make it: mvr-ray prepare CONFIG")

@@ -246,10 +246,11 @@ class Store:
             if self._objects:
                 files = [StoredFile(*file) for file in self._objects.files(path and _check_path(path))]
             else:
-                for entry in self._local(path or ".").iterdir():
-                    with contextlib.suppress(FileNotFoundError):  # it may be deleted while the folder is read
-                        stat = entry.stat()
-                        files += [StoredFile(entry.name, stat.st_size, stat.st_mtime)] * entry.is_file()
+                with os.scandir(self._local(path or ".")) as entries:
+                    for entry in entries:
+                        with contextlib.suppress(FileNotFoundError):  # it may be deleted while the folder is read
+                            stat = entry.stat()
+                            files += [StoredFile(entry.name, stat.st_size, stat.st_mtime)] * entry.is_file()
         return sorted(file for file in files if not file.name.startswith("."))
 
     def json_names(self, path: str) -> list[str]:

@@ -97,11 +97,12 @@ def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S, index: str
     questions = (f"sets/{file}" for file in store.list(paths.corpus_dir(name, "sets")))
     files = {file for file in (*store.list(paths.corpus_dir(name)), *questions) if file.endswith(".arrow")}
     try:
-        described_digests = {digest for digest in needed_digests if store.exists(paths.corpus_version(name, digest))}
-        files -= _file_names(Corpus.open(store, name)).union(*map(partial(_files_of, store, name), described_digests))
+        files -= _file_names(Corpus.open(store, name))
         files = {file for file in files if is_old(f"{paths.corpus_dir(name)}/{file}")}
-        if files:  # else the younger corpora, of which each update makes one, need not be read
-            files = files.difference(*map(partial(_files_of, store, name), store.json_names(versions)))
+        if files:  # else the other corpora, of which each update makes one, need not be read
+            digests = {digest for digest in needed_digests if store.exists(paths.corpus_version(name, digest))}
+            digests.update(store.json_names(versions))
+            files = files.difference(*map(partial(_files_of, store, name), digests))
     except (MissingInputError, StorageError) as error:
         log.warning("old files not collected: corpus=%s (%s)", name, error)
         return removals

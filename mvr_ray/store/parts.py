@@ -149,36 +149,17 @@ def _difference_of_changes(before: CorpusPart, after: CorpusPart) -> PartDiffere
     return difference
 
 
-def find_contents(
-    part: CorpusPart, contents: Collection[tuple[str, str]], lacking: set[str]
-) -> dict[tuple[str, str], str]:
-    """Find a passage of each of these contents, title and text, in a part; contents that it lacks are left out.
-
-    Searches each file of the part, except those named in `lacking`, which have none of these contents, and adds the
-    names of other files without any. Reads only texts of a length that one of the contents has.
-    """
-    names: dict[tuple[str, str], str] = {}
-    for path in (part.path, *part.change_paths):
-        if path.name in lacking:
-            continue
-        table = CorpusPart(path).table(PASSAGE_SCHEMA.names)
-        own = [(content, name) for content, name in _rows_with(table, contents) if content in contents]
-        current = [(content, name) for content, name in own if (now := part.get(name)) and now[1:3] == content]
-        names |= {content: name for content, name in reversed(current) if content not in names}
-        if not own:
-            lacking.add(path.name)
-    return names
-
-
-def _rows_with(table: pa.Table, contents: Collection[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], str]]:
-    """Yield title and text, and id, of the rows that have the text of one of these contents."""
+def find_contents(file: Path, contents: Collection[tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    """Find the ids of the rows with these contents, title and text, in one file of a part; later files may override
+    them. Reads only texts of a length that one of the contents has."""
     compute: Any = pc
     texts = pa.array(sorted({text for _, text in contents}), pa.string())
+    table = CorpusPart(file).table(PASSAGE_SCHEMA.names)
     lengths = compute.binary_length(table.column("text"))
     table = table.filter(compute.is_in(lengths, value_set=compute.unique(compute.binary_length(texts))))
     table = table.filter(compute.is_in(table.column("text"), value_set=texts))
-    for name, title, text in zip(*(column.to_pylist() for column in table.columns)):
-        yield (title, text), name
+    rows = zip(*(column.to_pylist() for column in table.columns))
+    return {name: (title, text) for name, title, text in rows if (title, text) in contents}
 
 
 def passage_schema(fields: Mapping[str, str]) -> pa.Schema:

@@ -48,7 +48,7 @@ from mvr_ray.store.formats.records import (
 from mvr_ray.store.formats.rows import id_of, passage_of
 from mvr_ray.store.formats.sources import DUMP_NAME
 from mvr_ray.store.formats.text_files import Row, json_lines
-from mvr_ray.store.gc import collect_corpus
+from mvr_ray.store.gc import KEPT_PUBLICATIONS, collect_corpus
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.parts import CorpusPart, passages_of, write_passages
 from mvr_ray.store.prepare import BadRows
@@ -243,7 +243,8 @@ def apply_changes(
         _require_no_roll_back(parent, index)
         corpus.publish(after=parent.number)
         _require_no_roll_back(corpus, index)
-        collect_corpus(parent.store, parent.name)
+        if corpus.number % KEPT_PUBLICATIONS == 0:  # it reads every version of every index
+            collect_corpus(parent.store, parent.name)
     log.info("updated: corpus=%s parent=%s digest=%s parts=%d", parent.name, parent.digest, digest, len(by_shard))
     return UpdateReport(
         corpus=parent.name,

@@ -8,7 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date, datetime, time
 from decimal import Decimal
@@ -687,6 +688,26 @@ def test_a_change_opens_few_files_more_for_each_earlier_version(index: Index, mo
         index.upsert([("p1", f"Text {n}.")])
         counts.append(len(files))
     assert counts[-1] - counts[3] <= 2 * 8, counts
+
+
+@pytest.mark.parametrize("numbers", [[1], range(0, 24, 5)], ids=["one shard", "all shards"])
+def test_an_upsert_reads_a_manifest_and_two_descriptions_of_each_version_that_stands_whatever_changes(
+    index: Index, numbers: Sequence[int], monkeypatch: pytest.MonkeyPatch
+):
+    """Those tell which shards and embeddings can be reused. Nothing else grows with the history but files of texts."""
+    counts: list[Counter[str]] = []
+
+    def with_count(name: str) -> Callable[..., Any]:
+        real = getattr(Store, name)
+        return lambda *arguments: (counts[-1].update([name]), real(*arguments))[1]
+
+    for name in ("read_bytes", "exists", "list", "age_s", "sha256"):
+        monkeypatch.setattr(Store, name, with_count(name))
+    for step in range(12):
+        counts.append(Counter())
+        index.upsert([{"id": f"p{number}", "text": f"Text {step} of tower {number}."} for number in numbers])
+    growth = (counts[10] & counts[11]) - (counts[2] | counts[3])  # a thread may read what is staged
+    assert growth.keys() == {"read_bytes"} and growth["read_bytes"] <= 3 * 8
 
 
 def test_a_change_goes_on_where_faster_processes_remove_its_plans(index: Index, monkeypatch):

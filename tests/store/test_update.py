@@ -157,10 +157,19 @@ def test_an_update_describes_and_its_collection_reads_no_more_than_the_one_befor
     reads, read_bytes = [], Store.read_bytes
     monkeypatch.setattr(Store, "read_bytes", lambda own, path: reads.append(path) or read_bytes(own, path))
     assert collect_corpus(store, "corpus") == []
-    versions = paths.corpus_dir("corpus", "versions")
-    assert {path for path in reads if path.startswith(versions)} == {
-        paths.corpus_version("corpus", Corpus.open(store, "corpus").digest)
-    }
+    assert not [path for path in reads if path.startswith(paths.corpus_dir("corpus", "versions"))]
+
+
+def test_updates_remove_old_corpora_once_in_so_many_publications(tmp_path: Path, write: Write, monkeypatch):
+    monkeypatch.setattr("mvr_ray.store.update.KEPT_PUBLICATIONS", 3)
+    store, counts = Store(tmp_path / "store"), []
+    make_corpus(store, write, dict.fromkeys(NAMES, "first"))
+    for number in range(5):
+        for file in (tmp_path / "store").rglob("*"):
+            os.utime(file, (0, 0))
+        update(CONFIG, store, str(write("c.jsonl", lines(row("p0", f"text {number}")))))
+        counts.append(len(store.json_names(paths.corpus_dir("corpus", "versions"))))
+    assert counts == [2, 1, 2, 3, 1]
 
 
 def test_damage_of_a_file_of_changes_is_found(store: Store, write: Write):
