@@ -215,6 +215,17 @@ class PassageScores(NamedTuple):
     winner_Q: IntArray
 
 
+class UnreadCounts(NamedTuple):
+    """Numbers of passages that an encoder does not read whole: `num_cut` are longer than its limit, and `num_unknown`
+    have a quarter or more of their characters in tokens outside its vocabulary."""
+
+    num_cut: int = 0
+    num_unknown: int = 0
+
+
+ALL_READ = UnreadCounts()
+
+
 class EmbeddingBlock(NamedTuple):
     """Some passages of one shard with all their views, in id order.
 

@@ -97,6 +97,14 @@ def draw(summary: Summary) -> str:
             "search",
         ),
         (
+            "index",
+            MANIFEST | {"metrics": {"encoded": 6, "encoded_cut": 0, "encoded_unknown": 1}},
+            "live: version 4 of index wiki, 6 passages\n"
+            "  1 passage encoded: a quarter or more of the text is outside the vocabulary of\n"
+            "  encoder.backbone; choose a model of its language, and build again",
+            "search",
+        ),
+        (
             "refine",
             REFINED,
             "live: version 5 of index wiki, 45.0 % of passages changed (1 of 1 rounds done)",

@@ -18,10 +18,12 @@ Report = Mapping[str, Any]
 NUM_NAMED = 3
 COLLAPSE = "; its views are all alike (collapsed): see docs/math.md"
 
-CUT = (
-    "\n  {} encoded: longer than encoder.max_passage_tokens, and the end is not"
-    "\n  searched; set prepare.chunk_words, or encoder.overlap_tokens, and build again"
-)
+UNREAD = {
+    "encoded_cut": "\n  {} encoded: longer than encoder.max_passage_tokens, and the end is not"
+    "\n  searched; set prepare.chunk_words, or encoder.overlap_tokens, and build again",
+    "encoded_unknown": "\n  {} encoded: a quarter or more of the text is outside the vocabulary of"
+    "\n  encoder.backbone; choose a model of its language, and build again",
+}
 
 
 class Summary(NamedTuple):
@@ -107,6 +109,7 @@ def _index_facts(report: Report) -> dict[str, Any]:
         "vectors": f"{vectors:,} of {report['dimension']} ({report['dtype']}), {size(num_bytes)}",
         "passages encoded": metrics.get("encoded"),
         "of these cut at encoder.max_passage_tokens": metrics.get("encoded_cut"),
+        "of these in words unknown to encoder.backbone": metrics.get("encoded_unknown") or None,
         "passages kept": metrics.get("carried_over"),
         "passages deleted": metrics.get("deleted"),
         "recall": report["recall"],
@@ -118,8 +121,9 @@ def _index(report: Report, words: str) -> Summary:
     passages = sum(shard["num_passages"] for shard in report["shards"])
     collapse = COLLAPSE * bool(report["metrics"].get("collapsed"))
     verdict = f"live: {version_text(report)}, {count_noun(passages, 'passage')}{collapse}"
-    if num_cut := report["metrics"].get("encoded_cut"):
-        verdict += CUT.format(count_noun(num_cut, "passage"))
+    for name, note in UNREAD.items():
+        if num_passages := report["metrics"].get(name):
+            verdict += note.format(count_noun(num_passages, "passage"))
     return Summary(_facts(_index_facts(report)), verdict, f'search {words} "your question"')
 
 

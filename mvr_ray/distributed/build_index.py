@@ -42,7 +42,7 @@ from mvr_ray.store.delta import changed_blocks, views_by_id, write_changed
 from mvr_ray.store.embeddings import BlockRow, EmbeddingShard, gather_rows
 from mvr_ray.store.files import Store, link_or_copy
 from mvr_ray.store.manifest import FileEntry, Manifest, ShardEntry
-from mvr_ray.types import EmbeddingBlock, Progress, no_progress
+from mvr_ray.types import EmbeddingBlock, Progress, UnreadCounts, no_progress
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def _build(run: RunConfig, corpus: Corpus, task: EncodeTask, before: Manifest | 
     if ready and (live := _same_live_version(store, draft, reusable)):
         log.info("index unchanged: index=%s version=%d", live.index, live.version)
         progress(f"nothing changed, version {live.version} stays live; passages", live.num_passages, live.num_passages)
-        counts = {"encoded": 0, "encoded_cut": 0, "carried_over": live.num_passages, "deleted": 0}
+        counts = {"encoded": 0, "encoded_cut": 0, "encoded_unknown": 0, "carried_over": live.num_passages, "deleted": 0}
         return dataclasses.replace(live, metrics=live.metrics | counts)
     others = [shard for shard in range(corpus.num_shards) if shard not in reusable]
     if not session.needs_ray(resources, 1):  # a small update of a large corpus needs no cluster
@@ -228,11 +228,11 @@ def build_one(task: EncodeTask, shard: int, reusable: ShardEntry | None, cfg: In
     if reusable is None and (built_shard := shards.read_note(store, draft.index, note)):
         return built_shard
     entry, is_updated, least_recall = reusable, None, None
-    cut_counts: list[int] = []
+    unread_counts: list[UnreadCounts] = []
     if entry is None:
         with shards.shard_folder(store) as folder:
             try:
-                known_files = _write_embeddings(store, task, shard, folder, cfg, cut_counts)
+                known_files = _write_embeddings(store, task, shard, folder, cfg, unread_counts)
             except RowsLostError as error:  # as where a faster command over the same corpus removes a plan
                 raise task.discard(store, shard, error) from error
             if draft.index_params["kind"] != "flat" and not known_files.keys() - {*paths.embedding_files(known_files)}:
@@ -253,23 +253,24 @@ def build_one(task: EncodeTask, shard: int, reusable: ShardEntry | None, cfg: In
         **pruning,
         is_updated=is_updated,
         least_recall=least_recall,
-        num_cut=sum(cut_counts),
+        num_cut=sum(own.num_cut for own in unread_counts),
+        num_unknown=sum(own.num_unknown for own in unread_counts),
     )
     return built_shard if reusable else shards.write_note(store, note, built_shard)
 
 
 def _write_embeddings(
-    store: Store, task: EncodeTask, shard: int, folder: Path, cfg: IndexConfig, cut_counts: list[int]
+    store: Store, task: EncodeTask, shard: int, folder: Path, cfg: IndexConfig, unread_counts: list[UnreadCounts]
 ) -> dict[str, FileEntry]:
     """Write one shard's embeddings: its changes beside an earlier shard's file, or all of it.
 
-    Passage ids are checked against the corpus. Returns files with known digests, and adds the number of cut passages of
-    each chunk to `cut_counts`. With `index.prune_views`, redundant views are dropped, and a file records the result.
-    The approximate index of an earlier shard with the same parameters is copied and updated, unless its recall would be
-    below the earlier version's promise.
+    Passage ids are checked against the corpus. Returns files with known digests, and adds the counts of each chunk's
+    passages that the encoder does not read whole to `unread_counts`. With `index.prune_views`, redundant views are
+    dropped, and a file records the result. The approximate index of an earlier shard with the same parameters is copied
+    and updated, unless its recall would be below the earlier version's promise.
     """
     corpus, plan = task.open_corpus(), task.plan(store, shard)
-    new_blocks, known_files = _embedded_blocks(store, task, corpus, shard, cut_counts), {}
+    new_blocks, known_files = _embedded_blocks(store, task, corpus, shard, unread_counts), {}
     if plan.base is None:
         _write_blocks(task, new_blocks, folder, cfg.prune_views)
         return known_files
@@ -328,10 +329,10 @@ def _write_blocks(task: EncodeTask, blocks: Iterable[EmbeddingBlock], folder: Pa
 
 
 def _embedded_blocks(
-    store: Store, task: EncodeTask, corpus: Corpus, shard: int, cut_counts: list[int]
+    store: Store, task: EncodeTask, corpus: Corpus, shard: int, unread_counts: list[UnreadCounts]
 ) -> Iterator[EmbeddingBlock]:
     """Yield a shard's encoded, carried-over and copied embeddings, in order of id."""
-    plan, chunks = task.plan(store, shard), _encoded_chunks(store, task, corpus, shard, cut_counts)
+    plan, chunks = task.plan(store, shard), _encoded_chunks(store, task, corpus, shard, unread_counts)
     if not plan.is_carried and not plan.copies:
         yield from chunks
         return
@@ -366,14 +367,14 @@ def _copied_blocks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) -
 
 
 def _encoded_chunks(
-    store: Store, task: EncodeTask, corpus: Corpus, shard: int, cut_counts: list[int]
+    store: Store, task: EncodeTask, corpus: Corpus, shard: int, unread_counts: list[UnreadCounts]
 ) -> Iterator[EmbeddingBlock]:
     ids = corpus.part(shard).ids()
     ids = [ids[row] for row in task.plan(store, shard).rows_to_encode(len(ids))]
     for chunk in chunks_of(task, corpus, shard):
         embeddings = _open_staged(store, task, shard, task.chunk_path(chunk))
         _require_ids(ids[chunk.start : chunk.stop], embeddings.ids(), f"shard {shard} from row {chunk.start}")
-        cut_counts.append(embeddings.num_cut)
+        unread_counts.append(embeddings.unread_counts)
         yield from embeddings.blocks()
 
 
@@ -399,6 +400,15 @@ def _open_staged(store: Store, task: EncodeTask, shard: int, path: str) -> Embed
         raise StagingError(f"a staged chunk is removed ({error}); run the same command again, it encodes it") from error
 
 
+UNREAD = {
+    "encoded_cut": "passages are longer than encoder.max_passage_tokens, and their ends are not searched; set "
+    "prepare.chunk_words or encoder.overlap_tokens",
+    "encoded_unknown": "a quarter or more of the text of passages is outside the vocabulary of encoder.backbone, and "
+    "their vectors say nothing about it; choose a model of their language",
+}
+"""Warnings about passages that are not read whole, by the name of their count in a manifest's metrics."""
+
+
 def _complete_draft(
     draft: Manifest, built_shards: Sequence[BuiltShard], counts: Mapping[str, int], prune_views: float | None
 ) -> Manifest:
@@ -409,13 +419,10 @@ def _complete_draft(
     metrics: dict[str, int | float] = {name: value for name, value in means.items() if value is not None}
     metrics |= {name: counts[name] for name in ("encoded", "carried_over", "deleted")}
     metrics["encoded_cut"] = sum(shard.num_cut for shard in built_shards)
-    if metrics["encoded_cut"]:
-        log.warning(
-            "passages are longer than encoder.max_passage_tokens, and their ends are not searched; set "
-            "prepare.chunk_words or encoder.overlap_tokens: index=%s passages=%d",
-            draft.index,
-            metrics["encoded_cut"],
-        )
+    metrics["encoded_unknown"] = sum(shard.num_unknown for shard in built_shards)
+    for name, problem in UNREAD.items():
+        if metrics[name]:
+            log.warning("%s: index=%s passages=%d", problem, draft.index, metrics[name])
     metrics |= shards.recall_metrics(built_shards) | {"refined": float(draft.operation == REFINED)}
     if draft.operation == REFINED:
         metrics["unlearned"] = counts["unlearned"]

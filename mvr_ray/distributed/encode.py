@@ -45,7 +45,7 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import Dtype, EmbeddingWriter
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest, ShardEntry
-from mvr_ray.types import EmbeddingBlock, Progress, no_progress
+from mvr_ray.types import ALL_READ, EmbeddingBlock, Progress, UnreadCounts, no_progress
 
 if TYPE_CHECKING:
     import ray.data
@@ -120,9 +120,9 @@ class EncodeTask(NamedTuple):
     def carried_path(self, shard: int) -> str:
         return paths.staged_carried(self.draft.index, self.key, shard)
 
-    def embedding_writer(self, path: Path, num_cut: int = 0) -> EmbeddingWriter:
+    def embedding_writer(self, path: Path, unread_counts: UnreadCounts = ALL_READ) -> EmbeddingWriter:
         draft = self.draft
-        return EmbeddingWriter(path, draft.dimension, draft.num_views, draft.dtype, num_cut=num_cut)
+        return EmbeddingWriter(path, draft.dimension, draft.num_views, draft.dtype, unread_counts=unread_counts)
 
     def open_corpus(self) -> Corpus:
         return Corpus.open(Store(self.store), self.draft.corpus, self.draft.corpus_digest)
@@ -277,7 +277,8 @@ def chunks_at_once(gpu: bool) -> int:
 
 
 def tokenize_chunk(batch: pa.Table, task: EncodeTask) -> pa.Table:
-    """Add the ids and concatenated tokens of its passages, and the number of those cut, to the row of a chunk."""
+    """Add the ids and concatenated tokens of its passages, and the counts of those that are not read whole, to the row
+    of a chunk."""
     [row] = batch.to_pylist()
     chunk, part = ChunkRange(**row), task.open_corpus().part(row["shard"])
     rows = task.plan(Store(task.store), chunk.shard).rows_to_encode(len(part))
@@ -285,7 +286,7 @@ def tokenize_chunk(batch: pa.Table, task: EncodeTask) -> pa.Table:
     columns = {name: pa.array([value]) for name, value in row.items()}
     columns["ids"] = pa.array([[passage.id for passage in passages]])
     tokens = task.cached_encoder().tokenize_chunk(passages)
-    columns["num_cut"] = pa.array([tokens.num_cut])
+    columns |= {name: pa.array([count]) for name, count in tokens.unread_counts._asdict().items()}
     token_arrays = pack_tokens(tokens.passages)
     for name, dtype in TOKEN_ARRAYS.items():
         columns[name] = pa.array([token_arrays[name]], pa.large_list(pa.from_numpy_dtype(dtype)))
@@ -321,13 +322,14 @@ class ChunkEncoder:
             with self.lock, torch_threads(self.threads), out_of_memory:
                 ids = batch.column("ids")[0].as_py()
                 block = embed_chunk(encoder, ids, tokens, task.tokens_per_batch, task.draft.dtype)
-            self._write(block, path, batch.column("num_cut")[0].as_py())
+            unread_counts = UnreadCounts(*(batch.column(name)[0].as_py() for name in UnreadCounts._fields))
+            self._write(block, path, unread_counts)
         return pa.table({"passages": pa.array([chunk.stop - chunk.start])})
 
-    def _write(self, block: EmbeddingBlock, path: str, num_cut: int) -> None:
+    def _write(self, block: EmbeddingBlock, path: str, unread_counts: UnreadCounts) -> None:
         with self.store.scratch() as folder:
             file = folder / "chunk.arrow"
-            with self.task.embedding_writer(file, num_cut) as writer:
+            with self.task.embedding_writer(file, unread_counts) as writer:
                 writer.write(block)
             add_trailer(file)
             self.store.put_file(file, path)

@@ -59,7 +59,8 @@ class BuiltShard:
     `dropped` views were pruned, the worst at distance `worst` from its siblings' hull, over its norm (`pruning`).
     `is_updated`: the approximate index is an updated copy of an earlier one (True) or built from scratch (False); None
     for a reused or exact index. `least_recall` is the promise of the earlier index's version: an updated copy reaches
-    it, or is rebuilt. `num_cut` of the passages that were encoded for it have more text than the encoder reads.
+    it, or is rebuilt. `num_cut` and `num_unknown` of the passages that were encoded for it are not read
+    whole (`UnreadCounts`).
     """
 
     entry: ShardEntry
@@ -71,6 +72,7 @@ class BuiltShard:
     is_updated: bool | None = None
     least_recall: float | None = None
     num_cut: int = 0
+    num_unknown: int = 0
 
 
 def index_params(index: IndexConfig, dimension: int, on_gpu: bool = False) -> IndexParams:

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from mvr_ray.errors import FormatError, MissingInputError, StorageError
 from mvr_ray.store.files import finished_file
-from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray, StoredBlocks
+from mvr_ray.types import ALL_READ, EmbeddingBlock, FloatArray, IntArray, StoredBlocks, UnreadCounts
 
 Dtype = Literal["fp16", "fp32"]
 BATCH_PASSAGES = 4096
@@ -62,10 +62,10 @@ class EmbeddingWriter:
         num_views: int,
         dtype: Dtype = "fp16",
         deleted_ids: Sequence[str] = (),
-        num_cut: int = 0,
+        unread_counts: UnreadCounts = ALL_READ,
     ) -> None:
-        """`deleted_ids` are the deleted passages of another file (`store.delta`). `num_cut` of a staged chunk's
-        passages have more text than the encoder reads."""
+        """`deleted_ids` are the deleted passages of another file (`store.delta`). `unread_counts` are those of a
+        staged chunk's passages."""
         self.path = path
         self.dimension = dimension
         self.dtype = dtype
@@ -82,8 +82,7 @@ class EmbeddingWriter:
         if deleted_ids:
             deleted_json = json.dumps(list(deleted_ids), ensure_ascii=False).encode()
             metadata |= {b"format": _FORMAT_WITH_DELETIONS, b"deleted_ids": deleted_json}
-        if num_cut:
-            metadata[b"num_cut"] = str(num_cut).encode()
+        metadata |= {name.encode(): str(count).encode() for name, count in unread_counts._asdict().items() if count}
         self._schema = pa.schema(fields, metadata)
 
     @contextmanager
@@ -187,7 +186,7 @@ class EmbeddingShard:
         self.dimension: int = inner.list_size
         self.dtype: Dtype = "fp16" if pa.types.is_float16(inner.value_type) else "fp32"
         self.num_views = int(metadata[b"num_views"])
-        self.num_cut = int(metadata.get(b"num_cut", b"0"))
+        self.unread_counts = UnreadCounts(*(int(metadata.get(name.encode(), b"0")) for name in UnreadCounts._fields))
         self.deleted_ids: list[str] = json.loads(metadata.get(b"deleted_ids", b"[]"))
         self._batches = [reader.get_batch(i) for i in range(reader.num_record_batches)]
         self.num_passages = sum(batch.num_rows for batch in self._batches)

@@ -136,6 +136,14 @@ def test_a_version_counts_the_passages_it_encoded_that_are_cut(tiny_backbone: Pa
         assert [version.metrics[name] for name in ("encoded", "encoded_cut")] == [1, 0]
 
 
+def test_a_version_counts_the_passages_outside_the_vocabulary(tiny_backbone: Path, tmp_path: Path, caplog):
+    rows = [("thai", "นักศึกษาสวมเสื้อคลุม นักศึกษา"), ("mixed", "The tower was built by นักศึกษา."), ("short", "It fell.")]
+    with Index.build(rows, model=str(tiny_backbone), path=tmp_path / "store", settings=SMALL) as index:
+        assert [index.manifest.metrics[name] for name in ("encoded", "encoded_unknown")] == [3, 2]
+        assert "choose a model of their language: index=index passages=2" in caplog.text
+        assert index.upsert([("short", "It stands.")]).metrics["encoded_unknown"] == 0
+
+
 def test_texts_and_tuples_are_passages_and_a_row_without_an_id_gets_its_number(tmp_path: Path):
     records = passage_records(["One.", ("a", "Two."), ("b", "Title", "Three."), {"text": "Four.", "year": 4}])
     passages = [(record.passage.id, record.passage.title, record.passage.text) for record in records]

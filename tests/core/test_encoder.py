@@ -300,7 +300,7 @@ def test_the_spans_of_a_cut_passage_are_the_text_that_is_read(tiny, name, title)
     assert tokenizer(" ".join(texts), add_special_tokens=False).input_ids == ids
     assert sum(map(len, texts)) < len(passage.text) / 2
     views = encoder.embed_passages([tokens]).mask_PV[0].tolist()
-    assert encoder.tokenize_chunk([passage, Passage("1", title, "It runs.")]).num_cut == 1
+    assert encoder.tokenize_chunk([passage, Passage("1", title, "It runs.")]).unread_counts.num_cut == 1
     assert [span is not None for span in spans[encoder.spec.first_text_view :]] == views[encoder.spec.first_text_view :]
 
 

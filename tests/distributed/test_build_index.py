@@ -58,7 +58,7 @@ def test_the_same_command_again_publishes_nothing(own_index, run_over):
     store, reports = Store(str(own_index)), []
     before = manifest.read(store, "index")
     assert before.metrics["encoded"] == before.num_passages
-    counts = {"encoded": 0, "encoded_cut": 0, "carried_over": before.num_passages, "deleted": 0}
+    counts = {"encoded": 0, "encoded_cut": 0, "encoded_unknown": 0, "carried_over": before.num_passages, "deleted": 0}
     again = build_index.index(run_over(own_index), lambda *report: reports.append(report))
     assert again == dataclasses.replace(before, metrics=before.metrics | counts)
     assert manifest.read(store, "index") == before and manifest.list_versions(store, "index") == [1]
@@ -136,7 +136,7 @@ def test_going_back_from_another_version_takes_the_shards_that_are_there(own_ind
     manifest.publish(store, other)
     again = build_index.index(run_over(own_index, index={"keep_refinement": False}), lambda *row: reports.append(row))
     assert (again.version, again.parent, again.shards) == (3, 2, first.shards)
-    counts = {"encoded": 0, "encoded_cut": 0, "carried_over": first.num_passages, "deleted": 0}
+    counts = {"encoded": 0, "encoded_cut": 0, "encoded_unknown": 0, "carried_over": first.num_passages, "deleted": 0}
     assert again.metrics == first.metrics | counts
     assert "encode" not in {what for what, _, _ in reports}
 

@@ -200,11 +200,11 @@ def test_a_chunk_is_embedded_while_the_one_before_is_written(empty_store, run_ov
             embedding.set()
         return embed(*arguments)
 
-    def slow(self, block, path, num_cut):
+    def slow(self, block, path, unread_counts):
         written_paths.append(path)
         if len(written_paths) == 1:
             assert embedding.wait(60), "nothing was embedded while a chunk was written"
-        write(self, block, path, num_cut)
+        write(self, block, path, unread_counts)
 
     monkeypatch.setattr(encode, "embed_chunk", record)
     monkeypatch.setattr(encode.ChunkEncoder, "_write", slow)

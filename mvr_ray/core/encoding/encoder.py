@@ -47,7 +47,7 @@ from mvr_ray.core.encoding.tower import Tower, without_surrogates
 from mvr_ray.core.encoding.unpadded_cpu import Means, supports_unpadded_cpu
 from mvr_ray.core.encoding.views import MODEL_SETTINGS, EncoderSpec, Layout, PassageText, TextTokens, TokenizedPassage
 from mvr_ray.errors import EncoderError
-from mvr_ray.types import FloatArray, Passage
+from mvr_ray.types import FloatArray, Passage, UnreadCounts
 
 __all__ = ["DualEncoder", "EncoderSpec", "PassageViews", "TokenizedPassage"]
 
@@ -69,11 +69,15 @@ class EmbeddedViews(NamedTuple):
     mask_PV: np.ndarray
 
 
+UNKNOWN_SHARE = 0.25
+"""Share of a passage's characters in unknown tokens from which on it counts as unknown."""
+
+
 class TokenizedChunk(NamedTuple):
-    """Tokenized passages; `num_cut` of them have more text than the encoder reads."""
+    """Tokenized passages, and how many of them the encoder does not read whole."""
 
     passages: list[TokenizedPassage]
-    num_cut: int
+    unread_counts: UnreadCounts
 
 
 class DualEncoder(StoredModel):
@@ -249,7 +253,7 @@ class DualEncoder(StoredModel):
         return self.tokenize_chunk(passages, max_tokens).passages
 
     def tokenize_chunk(self, passages: Sequence[Passage], max_tokens: int = 0) -> TokenizedChunk:
-        """Tokenize passages as `tokenize_passages` does, and count those that are cut."""
+        """Tokenize passages as `tokenize_passages` does, and count those that are cut or unknown."""
         spec, texts = self._with_limit(max_tokens), self._passage_texts(passages)
         result = [self.layout.passage(spec, *text) for text in texts]
         for passage, tokens in zip(passages, result):
@@ -259,7 +263,9 @@ class DualEncoder(StoredModel):
                     f"a text, or leave it out of the corpus"
                 )
         num_cut = sum(len(self.layout.ends_read(spec, *text)) < len(text.text.ends) for text in texts)
-        return TokenizedChunk(result, num_cut)
+        unknown_id = self.passage_tower.tokenizer.unk_token_id
+        num_unknown = sum(text.text.share_of(unknown_id) >= UNKNOWN_SHARE for text in texts)
+        return TokenizedChunk(result, UnreadCounts(num_cut, num_unknown))
 
     def _with_limit(self, max_tokens: int) -> EncoderSpec:
         if not max_tokens:

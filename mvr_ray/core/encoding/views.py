@@ -227,6 +227,13 @@ class TextTokens:
         at = bisect_right(self.ends, num_chars) if num_chars else 0
         return self.ids[:at], TextTokens(self.ids[at:], [end - num_chars for end in self.ends[at:]])
 
+    def share_of(self, token_id: int | None) -> float:
+        """Compute the share of the text's characters that are in tokens of this id."""
+        if token_id not in self.ids:
+            return 0.0
+        lengths = (end - start for start, end in pairwise([0, *self.ends]))
+        return sum(length for own, length in zip(self.ids, lengths) if own == token_id) / self.ends[-1]
+
 
 class PassageText(NamedTuple):
     """A passage's tokens before truncation, as arguments of `Layout.passage`."""
