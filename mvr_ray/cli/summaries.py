@@ -109,7 +109,7 @@ def _index_facts(report: Report) -> dict[str, Any]:
         "vectors": f"{vectors:,} of {report['dimension']} ({report['dtype']}), {size(num_bytes)}",
         "passages encoded": metrics.get("encoded"),
         "of these cut at encoder.max_passage_tokens": metrics.get("encoded_cut"),
-        "of these in words unknown to encoder.backbone": metrics.get("encoded_unknown") or None,
+        "of these outside the vocabulary of encoder.backbone": metrics.get("encoded_unknown") or None,
         "passages kept": metrics.get("carried_over"),
         "passages deleted": metrics.get("deleted"),
         "recall": report["recall"],
