@@ -38,7 +38,7 @@ from torch.profiler import ProfilerActivity, profile
 from mvr_ray.config import resolve_path
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.precision import fastest_float
-from mvr_ray.distributed.encode import embed_chunk
+from mvr_ray.distributed.indexing.encode import embed_chunk
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import FloatArray, Passage
 

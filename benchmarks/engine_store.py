@@ -17,8 +17,8 @@ import numpy as np
 import synthetic
 
 from mvr_ray.config import RunConfig
+from mvr_ray.distributed.indexing.shards import build_shard, index_params, keep_codes, shard_folder
 from mvr_ray.distributed.router import Router, open_router
-from mvr_ray.distributed.shards import build_shard, index_params, keep_codes, shard_folder
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths

@@ -34,8 +34,8 @@ from squad_files import DEV, TRAIN
 from mvr_ray.config import RunConfig, SourceConfig
 from mvr_ray.core.encoding.snippets import load_punkt
 from mvr_ray.core.searching.native import library
-from mvr_ray.distributed.encode import embed_chunk
 from mvr_ray.distributed.encoders import make_encoder
+from mvr_ray.distributed.indexing.encode import embed_chunk
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.records import PassageRecord
 from mvr_ray.store.formats.sources import read_source

@@ -27,7 +27,7 @@ from squad_files import DEV
 
 from mvr_ray.config import RunConfig, SourceConfig
 from mvr_ray.core.searching.codes import encode
-from mvr_ray.distributed import build_index
+from mvr_ray.distributed.indexing import build_index
 from mvr_ray.distributed.router import open_router
 from mvr_ray.index.base import IndexParams, ShardIndex, default_factory
 from mvr_ray.index.flat import FlatIndex

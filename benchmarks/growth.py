@@ -130,8 +130,9 @@ def descendants(root: int) -> list[int]:
 def measure(passages: int, folder: Path, whole: bool) -> dict[str, Any]:
     """Measure one size, start to end; `whole`: all stages, else only build and serve."""
     from mvr_ray import capacity
-    from mvr_ray.distributed import build_index, session
     from mvr_ray.distributed import refine as refining
+    from mvr_ray.distributed.cluster import session
+    from mvr_ray.distributed.indexing import build_index
     from mvr_ray.distributed.refinement.refiner_pool import RefinerPool
     from mvr_ray.distributed.retrieve import retrieve
     from mvr_ray.store import manifest

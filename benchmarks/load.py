@@ -37,7 +37,7 @@ from measure import Bar, Part, write
 from squad_files import DEV
 
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed import build_index
+from mvr_ray.distributed.indexing import build_index
 from mvr_ray.store import prepare
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store

@@ -28,7 +28,8 @@ from mvr_ray.checksums import with_trailer
 from mvr_ray.config import RunConfig
 from mvr_ray.core.refining import aopt
 from mvr_ray.core.refining.pseudo_labels import LabelMatrices, Labels, label_matrices
-from mvr_ray.distributed import build_index, session
+from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.indexing import build_index
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.distributed.refinement.loop import RefinementLoop
 from mvr_ray.distributed.refinement.publish import describe

@@ -24,7 +24,7 @@ from measure import ROUNDS, Bar, Part, in_a_row, interleave, write
 
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.deadline import Deadline
-from mvr_ray.distributed import session
+from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.fleet import RemoteSearchers

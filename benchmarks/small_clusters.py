@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.core.searching.codes import encode
 from mvr_ray.deadline import Deadline
-from mvr_ray.distributed import session
+from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.hot_swap import HotSwapRouter, open_hot_swap_router
 from mvr_ray.distributed.searching.messages import ScanRequest, encode_scan
 from mvr_ray.index.flat import FlatIndex

@@ -41,9 +41,9 @@ from transformers import AutoModel, AutoTokenizer
 
 from mvr_ray.config import RunConfig, SourceConfig, resolve_model
 from mvr_ray.deadline import Deadline
-from mvr_ray.distributed import build_index
-from mvr_ray.distributed.encode import embed_chunk
 from mvr_ray.distributed.encoders import open_encoder, resolve_encoder
+from mvr_ray.distributed.indexing import build_index
+from mvr_ray.distributed.indexing.encode import embed_chunk
 from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.embeddings import Views

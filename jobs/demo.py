@@ -16,9 +16,9 @@ from mvr_ray.cli import exit_on_interrupt
 from mvr_ray.cli.commands import Config, Overrides, exit_on_error
 from mvr_ray.cli.tables import hit_text, print_result, report_tables, table
 from mvr_ray.config import RunConfig, load_run
+from mvr_ray.distributed.cluster.session import connect
 from mvr_ray.distributed.evaluate import EvaluationRow
 from mvr_ray.distributed.router import open_router
-from mvr_ray.distributed.session import connect
 from mvr_ray.progress import Reporter, duration
 from mvr_ray.serving.schemas import SearchRequest
 from mvr_ray.serving.service import SearchService

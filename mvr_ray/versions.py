@@ -76,7 +76,7 @@ def act(run: RunConfig, action: str, version: int | None, sizes_only: bool = Fal
         case "verify":
             return verify(store, manifest.read(store, index, version)) if version else _verify_newest(store, index)
         case "repair":
-            from mvr_ray.distributed.repair import repair  # imports the modules that build an index
+            from mvr_ray.distributed.indexing.repair import repair  # imports the modules that build an index
 
             return repair(store, manifest.read(store, index, version))
         case "rollback":

@@ -161,7 +161,7 @@ def start_cluster(folder: Path) -> None:
 def ray_session(proxy_waiting):
     """This process as a driver of the cluster that all processes of the run share."""
     from mvr_ray.config import ResourcesConfig, ServeConfig
-    from mvr_ray.distributed.session import connect
+    from mvr_ray.distributed.cluster.session import connect
     from mvr_ray.serving.proxy_limit import configure_proxies
 
     configure_proxies(ServeConfig(max_waiting=proxy_waiting), os.environ)
@@ -279,7 +279,7 @@ def corpus_store(squad_dev) -> Path:
 @pytest.fixture(scope="session")
 def small_index(corpus_store, ray_session) -> Path:
     """`corpus_store` with version 1 of a flat index, encoded by one encoder; no test may change it."""
-    from mvr_ray.distributed import build_index
+    from mvr_ray.distributed.indexing import build_index
 
     def make(store: Path) -> None:
         shutil.copytree(corpus_store, store, dirs_exist_ok=True)
@@ -291,7 +291,7 @@ def small_index(corpus_store, ray_session) -> Path:
 @pytest.fixture(scope="session")
 def lexical_index(small_index) -> Path:
     """A copy of `small_index` whose version 2 has the words of its passages, too; no test may change it."""
-    from mvr_ray.distributed import build_index
+    from mvr_ray.distributed.indexing import build_index
 
     def make(store: Path) -> None:
         shutil.copytree(small_index, store, dirs_exist_ok=True)

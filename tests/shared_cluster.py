@@ -16,7 +16,7 @@ from pathlib import Path
 import ray
 
 from mvr_ray.config import ResourcesConfig
-from mvr_ray.distributed.session import connect
+from mvr_ray.distributed.cluster.session import connect
 
 
 def main(folder: Path, cpus: int) -> None:

@@ -10,8 +10,8 @@ from mvr_ray.api.rows import passage_records, rows_of
 from mvr_ray.config import parse_run, resolve_model
 from mvr_ray.core.encoding.encoder import DualEncoder, EmbeddedViews
 from mvr_ray.core.encoding.precision import fastest_float
-from mvr_ray.distributed.encode import embed_chunk
 from mvr_ray.distributed.encoders import encoder_spec
+from mvr_ray.distributed.indexing.encode import embed_chunk
 from mvr_ray.errors import ConfigError, DataError, count_noun
 from mvr_ray.serving.schemas import is_text
 from mvr_ray.store.formats.records import PassageRecord

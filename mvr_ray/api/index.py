@@ -518,7 +518,7 @@ def _sections(settings: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dic
 
 
 def _index(run: RunConfig, progress: Progress) -> Manifest:
-    from mvr_ray.distributed.build_index import index
+    from mvr_ray.distributed.indexing.build_index import index
 
     return index(run, progress)
 

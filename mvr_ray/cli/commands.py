@@ -140,7 +140,7 @@ def run_stage(
     are checked before Ray or torch is imported.
     """
     from mvr_ray.cli.inputs import check_inputs, ready_command
-    from mvr_ray.distributed import session
+    from mvr_ray.distributed.cluster import session
     from mvr_ray.progress import Reporter
     from mvr_ray.store.files import Store
     from mvr_ray.store.runs import record, to_plain
@@ -355,7 +355,7 @@ def follow(
     Every batch is published as a version.
     """
     run = _load_run(config, overrides, print_config, as_json)
-    from mvr_ray.distributed import follow as stage
+    from mvr_ray.distributed.indexing import follow as stage
     from mvr_ray.progress import Reporter
     from mvr_ray.store.runs import to_plain
 
@@ -376,7 +376,7 @@ def follow(
 @stage_command()
 def compact(run: "RunConfig", progress: "Progress") -> Any:
     """Write shards whole that have changes beside them."""
-    from mvr_ray.distributed import rewrite as stage
+    from mvr_ray.distributed.indexing import rewrite as stage
 
     return stage.compact(run, progress)
 
@@ -395,7 +395,7 @@ def reshard(run: "RunConfig", progress: "Progress", shards: str) -> Any:
 
     `reshard CONFIG shards=12`; nothing is encoded.
     """
-    from mvr_ray.distributed import rewrite as stage
+    from mvr_ray.distributed.indexing import rewrite as stage
 
     return stage.reshard(run, int(shards), progress)
 
@@ -638,7 +638,7 @@ def doctor(
     The cluster is that of `resources.address` or RAY_ADDRESS.
     """
     from mvr_ray.config import RunConfig
-    from mvr_ray.distributed import session
+    from mvr_ray.distributed.cluster import session
 
     run = _load_run(config, overrides) if config else RunConfig()
     checks = session.doctor(run.resources)

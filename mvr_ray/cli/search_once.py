@@ -19,7 +19,7 @@ def open_service(
     command: str, run: RunConfig, version: int | None, request: SearchRequest | ExplainRequest
 ) -> Iterator[SearchService]:
     """Open a service over one version (None: the live one), after checking the request that the block sends to it."""
-    from mvr_ray.distributed import session
+    from mvr_ray.distributed.cluster import session
 
     try:
         request.check(run.serve)

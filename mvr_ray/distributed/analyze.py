@@ -28,7 +28,8 @@ from mvr_ray.core.judging import metrics
 from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.judging.attention import attention_kl, attention_kl_table, mean_attention_kl, view_attention
 from mvr_ray.core.searching.exact import distinct
-from mvr_ray.distributed import session
+from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.cluster.tasks import run_tasks, share
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.evaluate import (
     HOW_TO_ADD_QUESTIONS,
@@ -39,10 +40,9 @@ from mvr_ray.distributed.evaluate import (
     search_depth,
     system_result,
 )
+from mvr_ray.distributed.indexing.shards import shard_embeddings
 from mvr_ray.distributed.searching.merged_results import MergedResults, shard_starts
 from mvr_ray.distributed.searching.messages import ShardResult
-from mvr_ray.distributed.shards import shard_embeddings
-from mvr_ray.distributed.tasks import run_tasks, share
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.index.flat import FlatIndex
 from mvr_ray.store import manifest as manifests

@@ -25,8 +25,8 @@ import numpy as np
 from mvr_ray.config import RunConfig
 from mvr_ray.core.searching.exact import check_k, check_queries
 from mvr_ray.deadline import Deadline
-from mvr_ray.distributed.periodic import run_every, run_periodically
-from mvr_ray.distributed.ray_errors import ray_error_types, translate_ray_errors
+from mvr_ray.distributed.cluster.periodic import run_every, run_periodically
+from mvr_ray.distributed.cluster.ray_errors import ray_error_types, translate_ray_errors
 from mvr_ray.distributed.router import TIMEOUT_S, Observe, Router, open_searchers, searcher_task
 from mvr_ray.distributed.searching import version_cache
 from mvr_ray.distributed.searching.batching import DynamicBatcher

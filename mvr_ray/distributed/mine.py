@@ -17,10 +17,11 @@ import numpy as np
 from mvr_ray.config import MineConfig, RunConfig
 from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.reading.cross_encoder import Pair, share_beside
-from mvr_ray.distributed import models, session
+from mvr_ray.distributed import models
 from mvr_ray.distributed.bm25 import BM25Index
+from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.cluster.ray_data import map_in_pool, pool_need
 from mvr_ray.distributed.encoders import require_encoder
-from mvr_ray.distributed.ray_data import map_in_pool, pool_need
 from mvr_ray.distributed.retrieve import QuestionRanker, QuestionSet, RankSettings
 from mvr_ray.distributed.router import open_router
 from mvr_ray.distributed.training.examples import limit_per_passage

@@ -24,8 +24,9 @@ from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.core.judging.answers import exact_match_score, f1_score
 from mvr_ray.core.judging.metrics import share_interval
 from mvr_ray.core.reading.reader import ReadRequest, Span, choose
-from mvr_ray.distributed import models, session
-from mvr_ray.distributed.ray_data import map_in_pool, pool_need
+from mvr_ray.distributed import models
+from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.cluster.ray_data import map_in_pool, pool_need
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store, finished_file

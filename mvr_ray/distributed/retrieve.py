@@ -18,9 +18,9 @@ import numpy as np
 from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.core.judging.answers import AnswerMatcher, Match
 from mvr_ray.core.searching.hybrid import system_name
-from mvr_ray.distributed import session
+from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.cluster.ray_data import map_in_pool, pool_need
 from mvr_ray.distributed.encoders import require_encoder
-from mvr_ray.distributed.ray_data import map_in_pool, pool_need
 from mvr_ray.distributed.router import Router, open_router, require_words
 from mvr_ray.distributed.searching.searcher import Fleet
 from mvr_ray.errors import CoverageError, MissingInputError

@@ -31,10 +31,10 @@ from mvr_ray.core.searching.exact import check_k, check_queries, distinct, score
 from mvr_ray.core.searching.fusion import LIST_DEPTH, fuse_ranks
 from mvr_ray.core.searching.merging import first_depth
 from mvr_ray.deadline import Deadline
-from mvr_ray.distributed import session
+from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.cluster.periodic import LastResult
 from mvr_ray.distributed.encoders import open_encoder, require_encoder
-from mvr_ray.distributed.lexical import open_statistics
-from mvr_ray.distributed.periodic import LastResult
+from mvr_ray.distributed.indexing.lexical import open_statistics
 from mvr_ray.distributed.searching.merged_results import MergedResults, overlay_results, shard_starts
 from mvr_ray.distributed.searching.messages import ScanRequest, ShardFailure
 from mvr_ray.distributed.searching.searcher import Fleet, LocalSearchers, SearcherTask

@@ -25,9 +25,9 @@ from ray.train.torch import TorchConfig, TorchTrainer, get_device
 from mvr_ray.config import RunConfig, StoreConfig
 from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.learning.training import rank
-from mvr_ray.distributed import session
+from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.cluster.progress import forward_progress
 from mvr_ray.distributed.models import save_model
-from mvr_ray.distributed.progress import forward_progress
 from mvr_ray.distributed.training.checkpoints import TrainState
 from mvr_ray.distributed.training.cross_encoder import CrossEncoderLoop
 from mvr_ray.distributed.training.reader import ReaderLoop

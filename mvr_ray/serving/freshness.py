@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from mvr_ray.config import FollowConfig
-from mvr_ray.distributed.periodic import run_periodically
+from mvr_ray.distributed.cluster.periodic import run_periodically
 from mvr_ray.errors import MvrRayError
 from mvr_ray.serving.schemas import Freshness
 from mvr_ray.store import paths

@@ -174,9 +174,9 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
     for one without the words that `search.hybrid` needs, before Ray starts; ResourceError where no replica starts.
     HAProxy runs on this machine, and so must a proxy of Serve: in a running cluster, call this on the head.
     """
+    from mvr_ray.distributed.cluster.session import connect
     from mvr_ray.distributed.encoders import require_encoder
     from mvr_ray.distributed.router import require_words
-    from mvr_ray.distributed.session import connect
 
     tokens = load_tokens(run)
     store = Store(run.store.path)

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from mvr_ray import __version__, versions
 from mvr_ray.checksums import json_with_checksum, parse_json
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed import session
-from mvr_ray.distributed.stage_pool import StagePool
+from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.cluster.stage_pool import StagePool
 from mvr_ray.errors import MissingInputError, MvrRayError, StorageError, StudyError
 from mvr_ray.stages import STAGES
 from mvr_ray.store import manifest, paths

@@ -36,8 +36,9 @@ from mvr_ray.api.rows import passage_records, questions_of, sources_of, upsert_r
 from mvr_ray.cli import main
 from mvr_ray.config import PrepareConfig
 from mvr_ray.core.encoding.stored_model import torch_threads
-from mvr_ray.distributed import build_index, session
-from mvr_ray.distributed.encode import EncodeTask
+from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.indexing import build_index
+from mvr_ray.distributed.indexing.encode import EncodeTask
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError
 from mvr_ray.explanation import render_html

@@ -15,7 +15,8 @@ from mvr_ray.store.runs import to_plain
 def run_stages(run: RunConfig) -> dict[str, Any]:
     """The report of each stage without paths, times and the store's own name."""
     from mvr_ray.cli.search_once import SearchRequest, open_service
-    from mvr_ray.distributed import analyze, build_index, evaluate, refine, retrieve, rewrite
+    from mvr_ray.distributed import analyze, evaluate, refine, retrieve
+    from mvr_ray.distributed.indexing import build_index, rewrite
     from mvr_ray.store.files import Store
     from mvr_ray.store.update import update
 

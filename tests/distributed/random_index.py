@@ -8,8 +8,8 @@ import bm25s
 import numpy as np
 import Stemmer
 
-from mvr_ray.distributed.lexical import build_lexical, lexical_task
-from mvr_ray.distributed.shards import build_shard
+from mvr_ray.distributed.indexing.lexical import build_lexical, lexical_task
+from mvr_ray.distributed.indexing.shards import build_shard
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, shard_of

@@ -264,7 +264,7 @@ def test_where_views_read_the_whole_passage_examples_go_by_the_snippets_that_cam
 def test_an_index_with_a_title_view_says_title_where_the_title_won_and_numbers_the_texts_views_after_it(
     own_index, run_over, minilm
 ):
-    from mvr_ray.distributed.build_index import index
+    from mvr_ray.distributed.indexing.build_index import index
     from mvr_ray.distributed.router import open_router
 
     encoder = {"strategy": "snippets", "title_view": True, "empty_snippets": "kept", "num_views": 4, "name": "titled"}
@@ -299,7 +299,7 @@ def test_questions_that_cannot_be_asked_are_refused_by_name(small_index, own_ind
 
 
 def test_one_view_has_nothing_to_compare(own_index, run_over):
-    from mvr_ray.distributed.build_index import index
+    from mvr_ray.distributed.indexing.build_index import index
 
     run = run_over(own_index, encoder={"strategy": "mean"}, index={"name": "one"})
     index(run)
@@ -310,7 +310,7 @@ def test_one_view_has_nothing_to_compare(own_index, run_over):
 
 
 def test_attention_is_measured_over_passages_that_one_window_holds(own_index, run_over):
-    from mvr_ray.distributed.build_index import index
+    from mvr_ray.distributed.indexing.build_index import index
 
     settings = {"overlap_tokens": 16, "max_passage_tokens": 160}
     run = run_over(own_index, encoder=settings, index={"name": "windows"}, analyze={"attention_passages": 40})

@@ -10,9 +10,10 @@ from prepared_corpus import only_corpus
 
 from mvr_ray.config import RunConfig, parse_run
 from mvr_ray.core.learning.batches import join_batch
-from mvr_ray.distributed import build_index, session
 from mvr_ray.distributed.bm25 import BM25Index
+from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.evaluate import evaluate
+from mvr_ray.distributed.indexing import build_index
 from mvr_ray.distributed.mine import mine
 from mvr_ray.distributed.refine import embed_questions, refine
 from mvr_ray.distributed.refinement.measure import Evaluator

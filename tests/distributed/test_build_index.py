@@ -14,11 +14,11 @@ from random_index import brute_force, publish_random_index, random_views
 
 from mvr_ray.checksums import add_trailer
 from mvr_ray.config import PrepareConfig, SourceConfig
-from mvr_ray.distributed import build_index, encode, rewrite
 from mvr_ray.distributed.encoders import resolve_encoder
+from mvr_ray.distributed.indexing import build_index, encode, rewrite
+from mvr_ray.distributed.indexing.shards import RECALL_DEPTH, build_shard, sample_views, shard_recall
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
-from mvr_ray.distributed.shards import RECALL_DEPTH, build_shard, sample_views, shard_recall
 from mvr_ray.errors import MissingInputError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.candidates import LABELS_FILE

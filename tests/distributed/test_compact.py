@@ -15,11 +15,12 @@ from kill_at_call import run_and_kill
 from random_index import D, Views, brute_force, publish_random_index, random_views
 
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed import rewrite, session
-from mvr_ray.distributed.rewrite import compact_one, reshard_one, rewritten_manifest, staging_key
+from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.indexing import rewrite
+from mvr_ray.distributed.indexing.rewrite import compact_one, reshard_one, rewritten_manifest, staging_key
+from mvr_ray.distributed.indexing.shards import build_shard, folder_embeddings
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
-from mvr_ray.distributed.shards import build_shard, folder_embeddings
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.candidates import LABELS_FILE
 from mvr_ray.index.kinds import update_index

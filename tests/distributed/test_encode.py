@@ -20,9 +20,11 @@ from random_index import publish_random_index, random_views
 from mvr_ray.checksums import json_with_checksum
 from mvr_ray.core.encoding import precision
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
-from mvr_ray.distributed import build_index, encode, encoders, session
-from mvr_ray.distributed.carry_over import digest_contents
+from mvr_ray.distributed import encoders
+from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.encoders import LocalEncoder, local_encoder, resolve_encoder, sample_evenly
+from mvr_ray.distributed.indexing import build_index, encode
+from mvr_ray.distributed.indexing.carry_over import digest_contents
 from mvr_ray.errors import FingerprintError, FormatError, MissingInputError, ResourceError, StorageError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, CorpusInfo, PartInfo, corpus_digest
@@ -242,7 +244,7 @@ def test_two_encoders_one_of_them_killed_give_the_bytes_of_one(
 DRIVER = """
 import sys
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed import build_index
+from mvr_ray.distributed.indexing import build_index
 run = RunConfig.model_validate_json(sys.argv[1])
 if __name__ == "__main__":
     build_index.index(run, lambda what, done, total: print(what, done, total, flush=True))
@@ -281,7 +283,7 @@ sys.path.insert(0, sys.argv[3])
 from peak_memory import peak_kb
 from itertools import islice
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
-from mvr_ray.distributed.encode import embed_chunk
+from mvr_ray.distributed.indexing.encode import embed_chunk
 from mvr_ray.types import Passage
 encoder = DualEncoder.from_backbone(sys.argv[1], EncoderSpec(max_passage_tokens=128))
 articles = json.load(gzip.open(sys.argv[2], "rt"))["data"]

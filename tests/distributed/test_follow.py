@@ -12,10 +12,10 @@ import ray
 import yaml
 
 from mvr_ray.config import ResourcesConfig, RunConfig
-from mvr_ray.distributed import build_index, rewrite
-from mvr_ray.distributed.follow import Follower, FollowReport, follow, with_encoders
+from mvr_ray.distributed.cluster.session import ClusterInfo
 from mvr_ray.distributed.hot_swap import open_hot_swap_router
-from mvr_ray.distributed.session import ClusterInfo
+from mvr_ray.distributed.indexing import build_index, rewrite
+from mvr_ray.distributed.indexing.follow import Follower, FollowReport, follow, with_encoders
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus

@@ -22,7 +22,7 @@ from random_index import (
 from test_compact import STEPS, publish_compaction, publish_reshard, publish_update
 
 from mvr_ray.config import PrepareConfig, SourceConfig
-from mvr_ray.distributed.lexical import (
+from mvr_ray.distributed.indexing.lexical import (
     LexicalTask,
     build_lexical,
     compact_lexical,

@@ -65,7 +65,7 @@ def test_an_answer_is_exhaustive_search_over_words_and_views(
 ):
     store = lexical_index
     if scan == "int8":
-        from mvr_ray.distributed import build_index
+        from mvr_ray.distributed.indexing import build_index
 
         store = shutil.copytree(lexical_index, tmp_path / "store")
         build_index.index(run_over(store, index={"lexical": True, "scan": scan}))

@@ -7,7 +7,7 @@ import urllib.request
 import pytest
 import ray
 
-from mvr_ray.distributed import job_metrics
+from mvr_ray.distributed.cluster import job_metrics
 from mvr_ray.types import no_progress
 
 

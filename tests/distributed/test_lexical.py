@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mvr_ray.distributed import build_index, repair, rewrite
 from mvr_ray.distributed.bm25 import BM25Index
-from mvr_ray.distributed.lexical import lexical_task, open_statistics, shard_words
+from mvr_ray.distributed.indexing import build_index, repair, rewrite
+from mvr_ray.distributed.indexing.lexical import lexical_task, open_statistics, shard_words
 from mvr_ray.index.lexical import Postings, WordRule
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus

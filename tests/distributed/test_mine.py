@@ -15,7 +15,7 @@ from mvr_ray.cli import main
 from mvr_ray.config import MineConfig, RunConfig, load_run, parse_run
 from mvr_ray.core.judging.answers import AnswerMatcher, has_answer
 from mvr_ray.distributed.bm25 import BM25Index
-from mvr_ray.distributed.build_index import index
+from mvr_ray.distributed.indexing.build_index import index
 from mvr_ray.distributed.mine import choose_negatives, filter_hits, mine
 from mvr_ray.distributed.router import open_router
 from mvr_ray.distributed.training.examples import open_question_examples

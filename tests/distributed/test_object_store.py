@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed import build_index
 from mvr_ray.distributed import refine as refining
 from mvr_ray.distributed.hot_swap import open_hot_swap_router
+from mvr_ray.distributed.indexing import build_index
 from mvr_ray.store import manifest, prepare
 from mvr_ray.store.files import Store
 

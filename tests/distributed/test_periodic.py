@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from mvr_ray.distributed import periodic
-from mvr_ray.distributed.periodic import LastResult, run_periodically
+from mvr_ray.distributed.cluster import periodic
+from mvr_ray.distributed.cluster.periodic import LastResult, run_periodically
 from mvr_ray.errors import NoAnswerError
 
 

@@ -11,7 +11,7 @@ import ray
 from ray._private import ray_constants, services
 from ray._private.node import Node
 
-from mvr_ray.distributed.ray_internals import READ_FROM, accepts_without_token, loopback_node, one_try
+from mvr_ray.distributed.cluster.ray_internals import READ_FROM, accepts_without_token, loopback_node, one_try
 
 
 def test_ray_is_the_one_that_its_internals_were_read_from() -> None:

@@ -20,8 +20,8 @@ from mvr_ray.config import RefineConfig, RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.judging.answers import has_answer
 from mvr_ray.core.refining.pseudo_labels import labels_from_hits
-from mvr_ray.distributed import build_index
 from mvr_ray.distributed import refine as refining
+from mvr_ray.distributed.indexing import build_index
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.distributed.refinement.questions import gather
 from mvr_ray.distributed.refinement.refiner_pool import RefinerPool

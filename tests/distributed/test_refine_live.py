@@ -12,9 +12,9 @@ from live_search import live_search
 from prepared_corpus import only_corpus
 from random_index import Views, brute_force
 
-from mvr_ray.distributed import build_index
 from mvr_ray.distributed import refine as refining
 from mvr_ray.distributed.hot_swap import HotSwapRouter, open_hot_swap_router
+from mvr_ray.distributed.indexing import build_index
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.files import Store

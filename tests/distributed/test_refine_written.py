@@ -9,12 +9,12 @@ from random_index import D, V, Views, brute_force, publish_random_index, random_
 
 from mvr_ray.config import RefineConfig
 from mvr_ray.core.refining.pseudo_labels import Labels
+from mvr_ray.distributed.indexing.repair import repair
+from mvr_ray.distributed.indexing.shards import build_shard, shard_folder
 from mvr_ray.distributed.refinement.shard_refiner import RefinerTask, ShardRefiner
 from mvr_ray.distributed.refinement.state import PUBLISHED, StateId
-from mvr_ray.distributed.repair import repair
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
-from mvr_ray.distributed.shards import build_shard, shard_folder
 from mvr_ray.errors import DigestError, ShardIndexError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import open_index

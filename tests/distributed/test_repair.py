@@ -14,7 +14,7 @@ from mvr_ray.cli import main
 from mvr_ray.config import PrepareConfig, RunConfig, SourceConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.distributed.encoders import save_encoder
-from mvr_ray.distributed.repair import repair
+from mvr_ray.distributed.indexing.repair import repair
 from mvr_ray.errors import DigestError, ManifestError, MissingInputError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import manifest, paths

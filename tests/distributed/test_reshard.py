@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 from random_index import D, V, brute_force, publish_random_index, random_views
 
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed import build_index, refine, rewrite
-from mvr_ray.distributed.rewrite import (
+from mvr_ray.distributed import refine
+from mvr_ray.distributed.indexing import build_index, rewrite
+from mvr_ray.distributed.indexing.rewrite import (
     require_same_counts,
     reshard_one,
     rewritten_manifest,
     staging_key,
 )
+from mvr_ray.distributed.indexing.shards import related_shards
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
-from mvr_ray.distributed.shards import related_shards
 from mvr_ray.errors import ConfigError, DigestError, RowsLostError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import manifest, paths

@@ -14,8 +14,8 @@ import pytest
 import ray
 
 from mvr_ray.config import ResourcesConfig
-from mvr_ray.distributed import session
-from mvr_ray.distributed.session import ClusterInfo, Need, Node, connect, doctor, require
+from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.cluster.session import ClusterInfo, Need, Node, connect, doctor, require
 from mvr_ray.errors import ResourceError
 
 
@@ -117,7 +117,7 @@ SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 from mvr_ray.config import ResourcesConfig
-from mvr_ray.distributed.session import connect
+from mvr_ray.distributed.cluster.session import connect
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background may have it ignored
 with connect(ResourcesConfig(local_cpus=2)) as info:
     import ray
@@ -185,7 +185,7 @@ def test_an_interrupt_while_leaving_ray_acts_once_that_takes_too_long(monkeypatc
 TERMINATED_AT_START = """
 import os, signal, threading, time
 from mvr_ray.config import ResourcesConfig
-from mvr_ray.distributed.session import connect
+from mvr_ray.distributed.cluster.session import connect
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 def terminate():
@@ -213,8 +213,8 @@ def test_a_sigterm_while_ray_starts_interrupts_as_it_does_later(tmp_path: Path):
 INTERRUPTED_BETWEEN_ROWS = """
 from mvr_ray.cli import exit_on_interrupt
 from mvr_ray.config import ResourcesConfig
-from mvr_ray.distributed.ray_data import map_in_pool
-from mvr_ray.distributed.session import connect
+from mvr_ray.distributed.cluster.ray_data import map_in_pool
+from mvr_ray.distributed.cluster.session import connect
 
 class Slow:
     def __call__(self, batch):
@@ -258,7 +258,7 @@ def _state(pid: int) -> str:
 JOINING = """
 import sys
 from mvr_ray.config import ResourcesConfig
-from mvr_ray.distributed.session import connect
+from mvr_ray.distributed.cluster.session import connect
 from mvr_ray.errors import ResourceError
 try:
     with connect(ResourcesConfig(address=sys.argv[1])) as info:
@@ -308,7 +308,7 @@ cluster.shutdown()
 USING = """
 import sys, ray
 from mvr_ray.config import ResourcesConfig
-from mvr_ray.distributed.session import connect
+from mvr_ray.distributed.cluster.session import connect
 
 class Adder:
     def add(self, a, b):
@@ -373,7 +373,7 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0000000000000000000
 LISTENING = """
 import sys
 from mvr_ray.config import ResourcesConfig
-from mvr_ray.distributed.session import connect
+from mvr_ray.distributed.cluster.session import connect
 
 class Idle:
     def ready(self):
@@ -421,7 +421,7 @@ def test_a_private_cluster_that_cannot_start_is_an_error_of_ours():
     program = """
 import sys
 from mvr_ray.config import ResourcesConfig
-from mvr_ray.distributed.session import connect
+from mvr_ray.distributed.cluster.session import connect
 from mvr_ray.errors import ResourceError
 try:
     with connect(ResourcesConfig(local_cpus=2)):

@@ -12,7 +12,8 @@ import pytest
 
 from mvr_ray import versions
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed import refine, rewrite
+from mvr_ray.distributed import refine
+from mvr_ray.distributed.indexing import rewrite
 from mvr_ray.distributed.router import open_router
 from mvr_ray.store import manifest
 from mvr_ray.store.files import Store

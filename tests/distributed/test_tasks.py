@@ -11,7 +11,7 @@ import ray
 import ray.data
 
 from mvr_ray.api.rows import passage_records
-from mvr_ray.distributed.tasks import task_results
+from mvr_ray.distributed.cluster.tasks import task_results
 from mvr_ray.errors import DataError, ResourceError
 
 

@@ -20,8 +20,8 @@ from ray.train.v2._internal.execution.storage import get_fs_and_path
 from mvr_ray.config import RunConfig, load_run, parse_run
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.views import EncoderSpec
+from mvr_ray.distributed.cluster.session import ClusterInfo, Node
 from mvr_ray.distributed.encoders import encoder_spec
-from mvr_ray.distributed.session import ClusterInfo, Node
 from mvr_ray.distributed.train import _storage, train
 from mvr_ray.distributed.training import checkpoints, steps
 from mvr_ray.distributed.training.retriever import loss_name, warm_start_steps

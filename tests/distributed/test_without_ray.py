@@ -16,8 +16,9 @@ from every_stage import run_stages
 
 from mvr_ray.checksums import with_trailer, without_trailer
 from mvr_ray.config import ResourcesConfig, RunConfig
-from mvr_ray.distributed import build_index, rewrite, session
 from mvr_ray.distributed import refine as refining
+from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.indexing import build_index, rewrite
 from mvr_ray.errors import PublishConflictError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.files import Store
@@ -268,7 +269,7 @@ UPDATE = """
 import sys
 sys.modules["ray"] = None
 from mvr_ray.config import load_run
-from mvr_ray.distributed import build_index
+from mvr_ray.distributed.indexing import build_index
 from mvr_ray.store.files import Store
 from mvr_ray.store.update import update
 run = load_run(sys.argv[1])

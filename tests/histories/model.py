@@ -40,10 +40,10 @@ from simulation import OBJECTS, Actor, ActorKill, Schedule, run_in_turn
 
 from mvr_ray.config import PrepareConfig
 from mvr_ray.distributed.hot_swap import HotSwapRouter
-from mvr_ray.distributed.rewrite import compact_one, reshard_one, rewritten_manifest, staging_key
+from mvr_ray.distributed.indexing.rewrite import compact_one, reshard_one, rewritten_manifest, staging_key
+from mvr_ray.distributed.indexing.shards import build_shard
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
-from mvr_ray.distributed.shards import build_shard
 from mvr_ray.errors import MvrRayError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.serving.catalog import VersionCatalog

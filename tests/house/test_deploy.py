@@ -22,7 +22,7 @@ from ray.serve import Application
 from ray.serve.schema import ServeDeploySchema
 
 from mvr_ray.config import load_run
-from mvr_ray.distributed import job_metrics
+from mvr_ray.distributed.cluster import job_metrics
 from mvr_ray.distributed.refinement.report import RoundReport
 from mvr_ray.errors import ConfigError
 from mvr_ray.serving import proxy_limit

@@ -22,10 +22,10 @@ OWN_LINES = re.compile(
     r"look for equal passages, shards|"
     r"look for embeddings of earlier versions, shards|carried over from earlier versions, passages): [\d,]+ of .*|"
     r"(report|next): .*|"
-    r"WARNING mvr_ray.distributed.build_index: views collapsed into one vector: .*|"  # of the random backbone
+    r"WARNING mvr_ray.distributed.indexing.build_index: views collapsed into one vector: .*|"  # of the random backbone
     r"mvr-ray: interrupted; the same command continues where it stopped"
 )
-WORKER_DIED = "WARNING mvr_ray.distributed.ray_internals: a Ray worker died; its work is retried"
+WORKER_DIED = "WARNING mvr_ray.distributed.cluster.ray_internals: a Ray worker died; its work is retried"
 
 
 @pytest.fixture

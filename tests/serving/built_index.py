@@ -11,7 +11,7 @@ import numpy as np
 from in_memory_index import PASSAGES, VIEWS_PVD
 from version_store import manifest_of
 
-from mvr_ray.distributed.shards import shard_folder
+from mvr_ray.distributed.indexing.shards import shard_folder
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import CorpusInfo, PartInfo, corpus_digest, shard_of
 from mvr_ray.store.delta import open_embeddings, write_changed

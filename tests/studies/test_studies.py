@@ -18,10 +18,10 @@ from mvr_ray.comparison import difference
 from mvr_ray.config import load_run
 from mvr_ray.core.judging.metrics import cluster_interval, interval_over_seeds, paired_test, share_interval
 from mvr_ray.distributed.analyze import ALL_VIEWS, ANSWER_VIEW
+from mvr_ray.distributed.cluster.session import ClusterInfo, Node
+from mvr_ray.distributed.cluster.stage_pool import StagePool
 from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.refine import refine
-from mvr_ray.distributed.session import ClusterInfo, Node
-from mvr_ray.distributed.stage_pool import StagePool
 from mvr_ray.errors import ConfigError, ResourceError, StudyError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus

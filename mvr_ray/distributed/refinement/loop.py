@@ -31,7 +31,7 @@ from mvr_ray.core.refining.refine_policy import (
     next_action,
     worst_loss,
 )
-from mvr_ray.distributed.job_metrics import record_round
+from mvr_ray.distributed.cluster.job_metrics import record_round
 from mvr_ray.distributed.refinement.journal import Journal, RoundRecord, WeightRecord
 from mvr_ray.distributed.refinement.measure import Evaluator, Ranks
 from mvr_ray.distributed.refinement.questions import RefineQuestions

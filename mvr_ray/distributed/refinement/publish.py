@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mvr_ray.config import RunConfig
+from mvr_ray.distributed.indexing.shards import RECALL_METRICS, recall_metrics
 from mvr_ray.distributed.refinement.refiner_pool import RefinerPool
 from mvr_ray.distributed.refinement.report import REPORT_DEPTHS, Accuracy
 from mvr_ray.distributed.refinement.state import StateId
-from mvr_ray.distributed.shards import RECALL_METRICS, recall_metrics
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.embeddings import EmbeddingWriter
 from mvr_ray.store.files import Store

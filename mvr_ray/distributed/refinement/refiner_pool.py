@@ -20,12 +20,12 @@ from mvr_ray.core.refining.aopt import LabelSums
 from mvr_ray.core.refining.pseudo_labels import Labels
 from mvr_ray.core.searching.exact import distinct
 from mvr_ray.core.searching.merging import first_depth, merge, replace_hits, uncertain_queries
-from mvr_ray.distributed import session
-from mvr_ray.distributed.ray_errors import translate_ray_errors
+from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.cluster.ray_errors import translate_ray_errors
+from mvr_ray.distributed.cluster.tasks import HANG_S, share
 from mvr_ray.distributed.refinement.shard_refiner import RefinerTask, ShardRefiner, ShardStep, WrittenShard
 from mvr_ray.distributed.refinement.state import StateId
 from mvr_ray.distributed.searching.rendezvous import balance_shards
-from mvr_ray.distributed.tasks import HANG_S, share
 from mvr_ray.errors import ResourceError
 from mvr_ray.store.corpus import ids_by_shard
 from mvr_ray.types import FloatArray, IntArray, Progress, ShardHits

@@ -25,7 +25,7 @@ from mvr_ray.core.refining import aopt, feedback
 from mvr_ray.core.refining.pseudo_labels import Labels, label_matrices, winning_view_numbers
 from mvr_ray.core.searching.exact import distinct
 from mvr_ray.core.searching.merging import merge, replace_hits
-from mvr_ray.distributed import shards
+from mvr_ray.distributed.indexing import shards
 from mvr_ray.distributed.refinement.state import PUBLISHED, ShardChanges, StateId, StoredViews, read_staged
 from mvr_ray.index.base import IndexParams, ShardIndex
 from mvr_ray.index.kinds import open_index

@@ -19,7 +19,7 @@ import pyarrow as pa
 import ray
 
 from mvr_ray.deadline import Deadline
-from mvr_ray.distributed.ray_errors import translate_ray_errors
+from mvr_ray.distributed.cluster.ray_errors import translate_ray_errors
 from mvr_ray.distributed.searching.dispatch import QUEUE, Dispatcher
 from mvr_ray.distributed.searching.memory import require_memory
 from mvr_ray.distributed.searching.messages import (

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute
 from numpy.typing import NDArray
 
-from mvr_ray.distributed.shards import related_shards
+from mvr_ray.distributed.indexing.shards import related_shards
 from mvr_ray.errors import ManifestError, count_noun
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store

@@ -25,8 +25,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mvr_ray import logs
 from mvr_ray.config import ResourcesConfig
-from mvr_ray.distributed import session
-from mvr_ray.distributed.ray_errors import translate_ray_errors
+from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.cluster.ray_errors import translate_ray_errors
 from mvr_ray.distributed.searching import rendezvous
 from mvr_ray.distributed.searching.dispatch import Replica
 from mvr_ray.distributed.searching.fleet import OPEN_TIMEOUT_S, RemoteSearchers

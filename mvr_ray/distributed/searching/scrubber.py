@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from time import monotonic
 
-from mvr_ray.distributed.periodic import run_every
+from mvr_ray.distributed.cluster.periodic import run_every
 from mvr_ray.distributed.searching.searcher import Key, ShardSearcher
 from mvr_ray.store.files import drop_cached_sha256_of
 

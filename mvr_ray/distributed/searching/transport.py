@@ -39,7 +39,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from mvr_ray import errors
 from mvr_ray.deadline import Deadline
-from mvr_ray.distributed.ray_errors import unwrap_error
+from mvr_ray.distributed.cluster.ray_errors import unwrap_error
 from mvr_ray.distributed.searching.messages import frame, split_frame
 from mvr_ray.errors import ConfigError, MvrRayError, first_line
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from mvr_ray.distributed import session
+from mvr_ray.distributed.cluster import session
 from mvr_ray.types import Progress
 
 _NUMBER = re.compile(r" [\d.]+")

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from mvr_ray.distributed.periodic import run_periodically
+from mvr_ray.distributed.cluster.periodic import run_periodically
 from mvr_ray.types import Progress
 
 _POLL_S = 0.5

@@ -196,7 +196,7 @@ def _ignoring_interrupts() -> Iterator[None]:
 
 @contextmanager
 def _join_cluster(address: str) -> Iterator[None]:
-    from mvr_ray.distributed import ray_internals
+    from mvr_ray.distributed.cluster import ray_internals
 
     ray_internals.log_worker_messages()
     _require_listener(address)
@@ -235,7 +235,7 @@ def _init_ray(**options: Any) -> None:
     """Call `ray.init` without its output, and restore this process's SIGTERM handler, if any, which it replaces."""
     import ray
 
-    from mvr_ray.distributed.ray_internals import silent_stderr
+    from mvr_ray.distributed.cluster.ray_internals import silent_stderr
 
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -261,7 +261,7 @@ def _require_listener(address: str) -> None:
 
 @contextmanager
 def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
-    from mvr_ray.distributed import ray_internals
+    from mvr_ray.distributed.cluster import ray_internals
 
     ray_internals.log_worker_messages()
     stack = ExitStack()
@@ -381,7 +381,7 @@ def doctor(resources: ResourcesConfig | None = None) -> list[Check]:
 def _check_software() -> Iterator[Check]:
     import ray
 
-    from mvr_ray.distributed.ray_internals import READ_FROM
+    from mvr_ray.distributed.cluster.ray_internals import READ_FROM
 
     yield Check("python", True, platform.python_version())
     is_tested = ray.__version__.startswith(READ_FROM)

@@ -24,13 +24,20 @@ from mvr_ray.checksums import without_trailer
 from mvr_ray.config import IndexConfig, RunConfig
 from mvr_ray.core.judging.collapse import MAX_COSINE, MIN_LV
 from mvr_ray.core.searching.pruning import prune_block
-from mvr_ray.distributed import session, shards
-from mvr_ray.distributed.carry_over import carry_over, count_passages, find_copies, has_refined_views, is_as_encoded
-from mvr_ray.distributed.encode import REFINED, BaseShard, EncodeTask, chunks_of, encode_corpus, encode_task
+from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.cluster.tasks import run_tasks
 from mvr_ray.distributed.encoders import resolve_encoder
-from mvr_ray.distributed.lexical import are_whole, build_lexical, find_base, lexical_task
-from mvr_ray.distributed.shards import BuiltShard
-from mvr_ray.distributed.tasks import run_tasks
+from mvr_ray.distributed.indexing import shards
+from mvr_ray.distributed.indexing.carry_over import (
+    carry_over,
+    count_passages,
+    find_copies,
+    has_refined_views,
+    is_as_encoded,
+)
+from mvr_ray.distributed.indexing.encode import REFINED, BaseShard, EncodeTask, chunks_of, encode_corpus, encode_task
+from mvr_ray.distributed.indexing.lexical import are_whole, build_lexical, find_base, lexical_task
+from mvr_ray.distributed.indexing.shards import BuiltShard
 from mvr_ray.errors import MissingInputError, RowsLostError, StagingError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.candidates import LABELS_FILE

@@ -32,11 +32,11 @@ from mvr_ray.core.encoding.encoder import DualEncoder, TokenizedPassage
 from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.encoding.unpadded_cpu import supports_unpadded_cpu
 from mvr_ray.core.encoding.views import TOKEN_ARRAYS, pack_tokens, unpack_tokens
-from mvr_ray.distributed import session
+from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.cluster.ray_data import dataset, pool_need, pool_options, stream_rows
 from mvr_ray.distributed.encoders import LocalEncoder, cached_encoder, open_encoder
+from mvr_ray.distributed.indexing.shards import STAGED, index_params, parse_staged
 from mvr_ray.distributed.models import translate_out_of_memory
-from mvr_ray.distributed.ray_data import dataset, pool_need, pool_options, stream_rows
-from mvr_ray.distributed.shards import STAGED, index_params, parse_staged
 from mvr_ray.errors import DigestError, FormatError, StagingError
 from mvr_ray.index.kinds import check_params
 from mvr_ray.store import manifest as manifests

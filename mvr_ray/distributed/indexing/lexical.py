@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.compute
 
-from mvr_ray.distributed.shards import related_shards
-from mvr_ray.distributed.tasks import run_tasks, share
+from mvr_ray.distributed.cluster.tasks import run_tasks, share
+from mvr_ray.distributed.indexing.shards import related_shards
 from mvr_ray.errors import MissingInputError, ShardIndexError, StorageError
 from mvr_ray.index.lexical import (
     CorpusStatistics,

@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed import session, shards
-from mvr_ray.distributed.lexical import build_lexical, compact_lexical, lexical_task, rule_of
-from mvr_ray.distributed.shards import BuiltShard
-from mvr_ray.distributed.tasks import run_tasks
+from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.cluster.tasks import run_tasks
+from mvr_ray.distributed.indexing import shards
+from mvr_ray.distributed.indexing.lexical import build_lexical, compact_lexical, lexical_task, rule_of
+from mvr_ray.distributed.indexing.shards import BuiltShard
 from mvr_ray.errors import ConfigError, DigestError, RowsLostError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.candidates import LABELS_FILE

@@ -18,8 +18,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from mvr_ray.config import ResourcesConfig, RunConfig
-from mvr_ray.distributed import build_index, session
-from mvr_ray.distributed.job_metrics import with_metrics
+from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.cluster.job_metrics import with_metrics
+from mvr_ray.distributed.indexing import build_index
 from mvr_ray.errors import ConfigError, MvrRayError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.change_files import Backlog, Batches, BatchReport, apply_batch, list_change_files, open_source

@@ -15,8 +15,8 @@ import pyarrow as pa
 
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.core.encoding.stored_model import torch_threads
-from mvr_ray.distributed import session
-from mvr_ray.distributed.ray_errors import translate_ray_errors
+from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.cluster.ray_errors import translate_ray_errors
 
 if TYPE_CHECKING:
     import ray.data

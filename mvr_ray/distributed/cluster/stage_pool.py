@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import ray
 
 from mvr_ray.config import RunConfig, StoreConfig
-from mvr_ray.distributed import session
-from mvr_ray.distributed.progress import forward_progress
-from mvr_ray.distributed.ray_errors import translate_ray_errors
+from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.cluster.progress import forward_progress
+from mvr_ray.distributed.cluster.ray_errors import translate_ray_errors
 from mvr_ray.store.files import Store
 from mvr_ray.store.runs import to_plain
 from mvr_ray.types import Progress

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from mvr_ray.distributed.lexical import repair_lexical
-from mvr_ray.distributed.shards import shard_folder
+from mvr_ray.distributed.indexing.lexical import repair_lexical
+from mvr_ray.distributed.indexing.shards import shard_folder
 from mvr_ray.errors import DigestError, MissingInputError, ShardIndexError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.flat import FIRST_CODES_FILE, shared_codes

@@ -6,8 +6,8 @@ Waiting for tasks fails if none of them finishes within a time limit.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mvr_ray.distributed import session
-from mvr_ray.distributed.ray_errors import translate_ray_errors
+from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.cluster.ray_errors import translate_ray_errors
 from mvr_ray.errors import ResourceError
 from mvr_ray.types import Progress, no_progress
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from typing import Generic, TypeVar
 
-from mvr_ray.distributed.ray_errors import ray_error_types
+from mvr_ray.distributed.cluster.ray_errors import ray_error_types
 from mvr_ray.errors import NoAnswerError, first_line
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from mvr_ray.checksums import with_trailer, without_trailer
 from mvr_ray.config import IndexConfig
 from mvr_ray.config.base import describe_problems
 from mvr_ray.core.judging.collapse import Collapse, collapse_report
-from mvr_ray.distributed.periodic import run_periodically
-from mvr_ray.distributed.session import Need
+from mvr_ray.distributed.cluster.periodic import run_periodically
+from mvr_ray.distributed.cluster.session import Need
 from mvr_ray.errors import DigestError, FormatError, MissingInputError
 from mvr_ray.index.base import IndexParams, default_factory, measured_recall
 from mvr_ray.index.candidates import LABELS_FILE
