@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from mvr_ray.config import RunConfig
+from mvr_ray.config import EvaluateConfig, RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.snippets import TITLE, Span, snippet_spans, snippet_text
 from mvr_ray.core.encoding.stored_model import torch_threads
@@ -34,6 +34,7 @@ from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.evaluate import (
     HOW_TO_ADD_QUESTIONS,
     EvaluationRow,
+    SystemResult,
     articles_of,
     judge_hits,
     mean_row,
@@ -156,10 +157,7 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
         )
     manifest = manifests.read(store, run.index.name)
     passages = Corpus.open(store, manifest.corpus, manifest.corpus_digest)
-    questions = [question for question in read_questions(passages, name) if question.positive_ids]
-    questions = _of_whole_passages(questions, settings.max_questions)
-    gold = passages.get(question.positive_ids[0] for question in questions)
-    questions = [question for question in questions if question.positive_ids[0] in gold]
+    questions, gold = _gold_questions(passages, name, settings.max_questions)
     if not questions:
         raise MissingInputError(f"no question of {name!r} has its passage in index {manifest.index!r}; name another")
     encoder_id = manifest.encoder_name, manifest.encoder_fingerprint
@@ -168,49 +166,27 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     with torch_threads(run.resources.torch_threads):
         queries_QD = encoder.embed_queries([question.text for question in questions])
     progress("embed questions", len(questions), len(questions))
-    cpus = run.resources.cpus_per_encoder
-    with session.connect(run.resources, manifest.num_passages, [session.Need("analyzers", 1, cpus)]):
-        shared_queries, shared_ids = share(queries_QD), share(sorted(gold))
-        entries = [entry for entry in manifest.shards if entry.num_passages]
-        depth = search_depth(run.evaluate)
-        calls = [(store.address, manifest, entry, shared_queries, shared_ids, depth) for entry in entries]
-        shards = run_tasks(_analyze_shard, calls, "analyzing views", "analyze views", progress, cpus=cpus)
-    matcher = AnswerMatcher(run.evaluate.match)
-    rows: list[EvaluationRow] = []
-    ranks: list[QuestionRanks] = []
+    shards = _search_shards(run, manifest, queries_QD, sorted(gold), progress)
     article_of, start_of = articles_of(questions, passages), shard_starts(manifest.shards)
+    systems: list[SystemResult] = []
     compared_views = range(manifest.num_views + 1) if manifest.num_views > 1 else [1]
     for number, view in enumerate(compared_views, 1):
-        hit_lists = MergedResults([shard.results[view] for shard in shards], start_of, depth).hits()
+        hit_lists = MergedResults([own.results[view] for own in shards], start_of, search_depth(run.evaluate)).hits()
         system = ALL_VIEWS if view == manifest.num_views else f"view {view}"
-        results = judge_hits(questions, hit_lists, passages, matcher)
-        result = system_result(system, name, results, article_of, run.evaluate)
-        rows += result.rows
-        ranks.append(result.ranks)
+        results = judge_hits(questions, hit_lists, passages, AnswerMatcher(run.evaluate.match))
+        systems.append(system_result(system, name, results, article_of, run.evaluate))
         if view == manifest.num_views and encoder.spec.has_snippets:
-            first_hits = [hits[: max(run.evaluate.k)] for hits in hit_lists]
-            snippet_ranks = _answer_view_ranks(results, first_hits, passages, encoder, matcher)
-            articles, ranks_Q = [article_of[i] for i in snippet_ranks], np.array(list(snippet_ranks.values()))
-            for k in sorted(set(run.evaluate.k)) if snippet_ranks else ():
-                metric, within_Q = f"answer_view/top-{k}", metrics.hit_within(ranks_Q, k)
-                rows.append(mean_row(ALL_VIEWS, name, metric, within_Q, articles, run.evaluate))
-            matched_Q = [snippet_ranks.get(question_id) for question_id in result.ranks.question_ids]
-            no_gold = {"gold_ranks": [None] * len(matched_Q), "gold_ndcgs": ()}
-            ranks.append(result.ranks._replace(system=ANSWER_VIEW, answer_ranks=matched_Q, **no_gold))
+            ranks = _answer_view_ranks(results, hit_lists, passages, encoder, run.evaluate)
+            systems.append(_answer_view_result(ranks, systems[-1].ranks, article_of, run.evaluate))
         progress("judge views", number, len(compared_views))
     own = _gather_own_views(questions, queries_QD, shards, manifest)
     spans = {i: _spans(encoder, passage) for i, passage in gold.items()}
     answer_Q = np.array([_answer_view(question, spans[question.positive_ids[0]]) for question in questions])
     known_Q = answer_Q if encoder.spec.has_snippets else np.full(len(questions), -1)
-    tables: dict[str, FloatArray] = {}
-    if manifest.num_views > 1 and not encoder.spec.has_pieces:
-        passage_ids = list(dict.fromkeys(question.positive_ids[0] for question in questions))
-        ids = _evenly_spaced(passage_ids, settings.attention_passages)
-        tokens = zip(ids, encoder.tokenize_passages([gold[passage] for passage in ids]))
-        whole_passages = {passage: own for passage, own in tokens if len(encoder.rows(own)) == 1}
-        with torch_threads(run.resources.torch_threads):
-            attention = view_attention(encoder, list(whole_passages.values()))
-        tables = {passage: attention_kl(one) for passage, one in zip(whole_passages, attention)}
+    passage_ids = list(dict.fromkeys(question.positive_ids[0] for question in questions))
+    passage_ids = _evenly_spaced(passage_ids, settings.attention_passages)
+    with torch_threads(run.resources.torch_threads):
+        tables = _attention_tables(encoder, [gold[i] for i in passage_ids]) if manifest.num_views > 1 else {}
     table_VV = attention_kl_table(list(tables.values())) if tables else np.empty((0, 0))
     return ViewReport(
         manifest.index,
@@ -222,11 +198,20 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
         attention_kl_table=[[_none_if_nan(value) for value in row] for row in table_VV],
         attention_passages=len(tables),
         examples=_examples(own, answer_Q, gold, spans) if manifest.num_views > 1 else [],
-        rows=rows,
-        ranks=ranks,
+        rows=[row for system in systems for row in system.rows],
+        ranks=[system.ranks for system in systems],
         values=_question_values(own, article_of, known_Q, tables),
         **_view_values(own, known_Q),
     )
+
+
+def _gold_questions(passages: Corpus, name: str, limit: int) -> tuple[list[Question], dict[str, Passage]]:
+    """Read at most `limit` questions of a set whose own passage, the first positive, is in the corpus, and these
+    passages by id."""
+    questions = [question for question in read_questions(passages, name) if question.positive_ids]
+    questions = _of_whole_passages(questions, limit)
+    gold = passages.get(question.positive_ids[0] for question in questions)
+    return [question for question in questions if question.positive_ids[0] in gold], gold
 
 
 def _of_whole_passages(questions: Sequence[Question], limit: int) -> list[Question]:
@@ -275,13 +260,14 @@ def _answer_view_ranks(
     hit_lists: Sequence[Sequence[Hit]],
     passages: Corpus,
     encoder: DualEncoder,
-    matcher: AnswerMatcher,
+    settings: EvaluateConfig,
 ) -> dict[str, int]:
     """Map the id of each question with answers to the rank of the first hit whose matched snippet holds one, else -1.
 
     The matched snippet is that of the hit's best view. It counts only if the passage counts, so titles hold no answer,
     and a feedback view, which is not part of the passage, matches no snippet.
     """
+    matcher, depth = AnswerMatcher(settings.match), max(settings.k)
     spans: dict[str, Spans] = {}
 
     def holds(question: Question, hit: Hit) -> bool:
@@ -296,10 +282,34 @@ def _answer_view_ranks(
     ranks: dict[str, int] = {}
     for row, hits in zip(results, hit_lists, strict=True):
         if row.question.answers:
-            pairs = enumerate(zip(row.passages, hits))
+            pairs = enumerate(zip(row.passages, hits[:depth]))
             matches = (rank for rank, (passage, hit) in pairs if passage.has_answer and holds(row.question, hit))
             ranks[row.question.id] = next(matches, -1)
     return ranks
+
+
+def _answer_view_result(
+    rank_of: Mapping[str, int], all_views: QuestionRanks, article_of: Mapping[str, str], settings: EvaluateConfig
+) -> SystemResult:
+    """CAMVR eq. 15 as metrics of all views, and its ranks as a system of their own, beside the ranks of all views."""
+    name, articles, ranks_Q = all_views.questions, [article_of[i] for i in rank_of], np.array(list(rank_of.values()))
+    rows = [
+        mean_row(ALL_VIEWS, name, f"answer_view/top-{k}", metrics.hit_within(ranks_Q, k), articles, settings)
+        for k in (sorted(set(settings.k)) if rank_of else ())
+    ]
+    ranks = [rank_of.get(question_id) for question_id in all_views.question_ids]
+    no_gold = {"gold_ranks": [None] * len(ranks), "gold_ndcgs": ()}
+    return SystemResult(rows, all_views._replace(system=ANSWER_VIEW, answer_ranks=ranks, **no_gold))
+
+
+def _attention_tables(encoder: DualEncoder, passages: Sequence[Passage]) -> dict[str, FloatArray]:
+    """Compute the table of divergences of each passage that the encoder reads in one piece, by passage id."""
+    if encoder.spec.has_pieces:
+        return {}
+    tokens = zip(passages, encoder.tokenize_passages(passages))
+    whole_passages = {passage.id: own for passage, own in tokens if len(encoder.rows(own)) == 1}
+    attention = view_attention(encoder, list(whole_passages.values()))
+    return {passage_id: attention_kl(own) for passage_id, own in zip(whole_passages, attention)}
 
 
 def _spans(encoder: DualEncoder, passage: Passage) -> Spans:
@@ -353,6 +363,19 @@ def _answer_view(question: Question, spans: Spans) -> int:
     """The view whose snippet holds the first character of the question's answer, -1 where none does."""
     start = next((start for start in question.answer_starts if start >= 0), -1)
     return next((view for view, span in enumerate(spans) if span and span[0] <= start < span[1]), -1)
+
+
+def _search_shards(
+    run: RunConfig, manifest: Manifest, queries_QD: FloatArray, gold_ids: list[str], progress: Progress
+) -> list[_ShardViews]:
+    """Search every shard by each view alone and by all together, on the cluster if there is one."""
+    cpus = run.resources.cpus_per_encoder
+    with session.connect(run.resources, manifest.num_passages, [session.Need("analyzers", 1, cpus)]):
+        queries, ids = share(queries_QD), share(gold_ids)
+        entries = [entry for entry in manifest.shards if entry.num_passages]
+        depth = search_depth(run.evaluate)
+        calls = [(Store(run.store.path).address, manifest, entry, queries, ids, depth) for entry in entries]
+        return run_tasks(_analyze_shard, calls, "analyzing views", "analyze views", progress, cpus=cpus)
 
 
 def _analyze_shard(
