@@ -546,6 +546,11 @@ def _run_of_store(store: Store, name: str | None) -> dict[str, Any]:
         raise MissingInputError(f"{store.name} holds {problem} (there are: {known_names}); give name=, or build one")
     live = manifests.read(store, name)
     counts = parent_corpus(store, live.corpus, name).info.counts
+    words: dict[str, Any] = {"lexical": live.lexical is not None}
+    if live.lexical:
+        from mvr_ray.distributed.indexing.lexical import rule_of
+
+        words["language"] = rule_of(store, name, live.lexical).language
     return {
         "prepare": {"corpus": live.corpus} | {key: counts[key] for key in SETTINGS_OF_CHANGES if key in counts},
         "encoder": {"name": live.encoder_name},
@@ -554,7 +559,7 @@ def _run_of_store(store: Store, name: str | None) -> dict[str, Any]:
             "name": name,
             "dtype": live.dtype,
             "encoder": live.encoder_fingerprint,
-            "lexical": live.lexical is not None,
+            **words,
             "prune_views": live.metrics.get("prune_views"),
         },
     }
