@@ -33,11 +33,12 @@ WIDE = {"encoders_min": 2, "encoders_max": 2, "refiners": 2, "searchers": 2, "cp
 ASKING = """
 import json, sys, time
 from mvr_ray.config import load_run
+from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import MvrRayError
 
 questions = json.loads(sys.argv[2])
-with open_router(load_run(sys.argv[1]), timeout_s=20) as router:
+with open_router(load_run(sys.argv[1])) as router:
     queries_QD = router.embed(questions)
     began = time.monotonic()
     while time.monotonic() - began < 300:
