@@ -238,6 +238,7 @@ def test_a_head_that_dies_ends_the_command_and_loses_only_the_chunks_under_way(
         first.remove_node(first.head_node, allow_graceful=False)
         lines += list(going.stderr)
         assert going.wait(timeout=120) != 0, "".join(lines)
+        assert any("head" in line and "the same command" in line for line in lines), "".join(lines)
         took_s = time.monotonic() - began
     own_store = Store(str(store))
     assert manifest.list_versions(own_store, "index") == []

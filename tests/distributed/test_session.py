@@ -4,9 +4,11 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,6 +26,24 @@ def cluster(*sizes: tuple[float, float], memory: int = 8 << 30, can_grow: bool =
     return ClusterInfo(
         sum(n.cpus for n in nodes), sum(n.gpus for n in nodes), memory * len(nodes), nodes, can_grow=can_grow
     )
+
+
+def test_a_head_that_no_longer_listens_is_one_warning_before_ray_ends_the_process(caplog):
+    def warnings() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "head" in record.getMessage()]
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with session.warn_without_head(address, interval_s=0.02):
+            time.sleep(0.2)
+            assert not warnings(), "it listens"
+            server.close()
+            end = time.monotonic() + 30
+            while not warnings() and time.monotonic() < end:
+                time.sleep(0.01)
+            time.sleep(0.2)
+    [warning] = warnings()
+    assert address in warning and "status 1; the same command, on a cluster that runs, continues" in warning
 
 
 @pytest.mark.parametrize(

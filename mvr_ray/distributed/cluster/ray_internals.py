@@ -60,10 +60,11 @@ def listens_on_loopback_alone(address: str) -> bool:
     host, _, port = address.rpartition(":")
     if host.strip("[]") not in ("127.0.0.1", "::1", "localhost") or not port.isdigit():
         return False
-    return _listens(host, port) and not _listens(services.resolve_ip_for_localhost(host), port)
+    return listens(host, port) and not listens(services.resolve_ip_for_localhost(host), port)
 
 
-def _listens(host: str, port: str) -> bool:
+def listens(host: str, port: str) -> bool:
+    """Whether something accepts connections there."""
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S):
             return True
@@ -85,7 +86,7 @@ def accepts_without_token(address: str) -> bool:
         if not gcs_address:
             return False
         host, _, port = gcs_address.rpartition(":")
-        if not _listens(host, port):
+        if not listens(host, port):
             return False
         reread_authentication()
         GcsClient(address=gcs_address)

@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
@@ -30,6 +30,7 @@ from weakref import WeakSet
 
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.config.loader import PACKAGED_MODEL, resolve_model
+from mvr_ray.distributed.cluster.periodic import run_every
 from mvr_ray.errors import ResourceError, count_noun
 from mvr_ray.store.scratch import scratch_folder
 
@@ -55,6 +56,7 @@ MAX_TEMP_PATH = 20
 _FREE_CPUS = 1.0
 _CONNECT_TIMEOUT_S = 10.0
 _LEAVE_S = 30.0
+_HEAD_CHECK_S = 5.0
 T = TypeVar("T")
 _streams: "WeakSet[Generator[Any]]" = WeakSet()
 _say: ContextVar[Callable[[str], None]] = ContextVar("mvr_ray_say", default=lambda line: None)
@@ -221,7 +223,8 @@ def _join_cluster(address: str) -> Iterator[None]:
                     f"token authentication, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
                 ) from error
         try:
-            yield
+            with nullcontext() if address.startswith("ray://") else warn_without_head(_head_address()):
+                yield
         finally:
             with _ignoring_interrupts():
                 _leave_ray()
@@ -229,6 +232,33 @@ def _join_cluster(address: str) -> Iterator[None]:
         if before is None:  # the next cluster of this process may have another mode
             os.environ.pop("RAY_AUTH_MODE", None)
             ray_internals.reread_authentication()
+
+
+def _head_address() -> str:
+    import ray
+
+    return ray.get_runtime_context().gcs_address
+
+
+def warn_without_head(address: str, interval_s: float = _HEAD_CHECK_S) -> AbstractContextManager[None]:
+    """Log a warning in the block when nothing listens at the head's address in two checks: after a minute Ray ends this
+    process with status 1 and no message."""
+    from mvr_ray.distributed.cluster.ray_internals import listens
+
+    host, _, port = address.rpartition(":")
+    num_failures = 0
+
+    def check() -> None:
+        nonlocal num_failures
+        num_failures = 0 if listens(host, port) else num_failures + 1
+        if num_failures == 2:
+            log.warning(
+                "Ray's head at %s does not answer. If it stays away for a minute, Ray ends this command with status 1; "
+                "the same command, on a cluster that runs, continues",
+                address,
+            )
+
+    return run_every(interval_s, check, "mvr-head")
 
 
 def _init_ray(**options: Any) -> None:
@@ -289,7 +319,8 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
                 f"a private Ray cluster of {cpus} logical CPUs could not start in {folder}: "
                 f"{str(error).strip() or type(error).__name__}; `mvr-ray doctor` names what this machine lacks"
             ) from error
-        yield
+        with warn_without_head(_head_address()):
+            yield
     finally:
         with _ignoring_interrupts():
             _leave_ray()
