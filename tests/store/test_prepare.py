@@ -262,6 +262,27 @@ def test_splits_are_stored_beside_their_source(write: Write, tmp_path: Path):
     assert unseen.isdisjoint(titles[q.positive_ids[0]] for n in names[:3] for q in sets[n])
 
 
+@pytest.mark.parametrize("chunk_words", [0, 2])
+def test_a_passage_without_a_title_is_an_article_of_its_own_in_a_split(write: Write, store: Store, chunk_words: int):
+    texts = [{"id": f"p{number}", "text": f"one{number} two{number} three{number}"} for number in range(30)]
+    answers = [f"{word}{number}" for number in range(30) for word in ("one", "three")]
+    rows = [question(at, at // 2, answers=[answer]) for at, answer in enumerate(answers)]
+    path = write("r.jsonl", lines(*texts, *rows))
+    prepare(config(path, splits=[SplitConfig(source="q")], chunk_words=chunk_words), store)
+    names = ("q_unseen", "q_gate", "q_known", "q_other")
+    unseen, *others = ({one.id for one in read_questions(only_corpus(store), name)} for name in names)
+    assert len(unseen) == 18  # a third of 30 texts, one of which is the gate's
+    assert all(len({f"q{at}", f"q{at + 1}"} & unseen) != 1 for at in range(0, 60, 2))
+    assert len(unseen.union(*others)) == 60
+
+
+def test_a_question_of_a_split_is_of_the_article_of_its_first_positive(write: Write, store: Store):
+    texts = [{**passage(number), "title": f"t{number}"} for number in range(40)]
+    path = write("r.jsonl", lines(*texts, *(question(number, number, 0) for number in range(40))))
+    prepare(config(path, splits=[SplitConfig(source="q", gate_share=0)]), store)
+    assert len(read_questions(only_corpus(store), "q_unseen")) == 13  # a third of 40 articles
+
+
 def test_settings_that_cannot_work_are_refused_before_reading(write: Write, tmp_path: Path):
     path = write("r.jsonl", lines(passage(0)))
     store = Store(tmp_path / "store")
