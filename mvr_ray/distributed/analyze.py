@@ -53,7 +53,7 @@ from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.store.formats.question_views import QuestionViews
 from mvr_ray.store.formats.rankings import RankedQuestion
 from mvr_ray.store.manifest import Manifest, ShardEntry
-from mvr_ray.store.questions import read_questions
+from mvr_ray.store.questions import own_passages, read_questions
 from mvr_ray.types import EmbeddingBlock, FloatArray, Hit, IntArray, Passage, Progress, Question, no_progress
 
 ALL_VIEWS = "all views"
@@ -172,7 +172,8 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     with session.connect(run.resources, manifest.num_passages, [session.Need("analyzers", 1, cpus)]):
         shared_queries, shared_ids = share(queries_QD), share(sorted(gold))
         entries = [entry for entry in manifest.shards if entry.num_passages]
-        depth = search_depth(run.evaluate)
+        copies = own_passages(questions, passages)
+        depth = search_depth(run.evaluate) + bool(copies)
         calls = [(store.address, manifest, entry, shared_queries, shared_ids, depth) for entry in entries]
         shards = run_tasks(_analyze_shard, calls, "analyzing views", "analyze views", progress, cpus=cpus)
     matcher = AnswerMatcher(run.evaluate.match)
@@ -184,7 +185,7 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
         hit_lists = MergedResults([shard.results[view] for shard in shards], start_of, depth).hits()
         system = ALL_VIEWS if view == manifest.num_views else f"view {view}"
         results = judge_hits(questions, hit_lists, passages, matcher)
-        result = system_result(system, name, results, article_of, run.evaluate)
+        result = system_result(system, name, results, article_of, run.evaluate, copies)
         rows += result.rows
         ranks.append(result.ranks)
         if view == manifest.num_views and encoder.spec.has_snippets:

@@ -121,6 +121,16 @@ def only_with(
     return results
 
 
+def own_passages(questions: Iterable[Question], corpus: Corpus) -> set[str]:
+    """Return the ids of questions that are passages themselves, by id and text, and name no gold passage of that id.
+
+    BEIR's ArguAna and Quora have such questions, and BEIR leaves out every hit of the question's id. Its text must be
+    that of the passage here, since many sets number questions and passages alike.
+    """
+    text_of = {question.id: question.text for question in questions if question.id not in question.positive_ids}
+    return {name for name, passage in corpus.get(text_of).items() if passage.text.strip() == text_of[name]}
+
+
 def example_queries(corpus: Corpus, num: int) -> list[str]:
     """Return up to `num` texts to search a corpus for: questions of its first set, else titles of its first part; at
     even distances, so that they come from several articles."""
