@@ -122,12 +122,13 @@ def only_with(
 
 
 def own_passages(questions: Iterable[Question], corpus: Corpus) -> set[str]:
-    """Return the ids of questions that are passages themselves, by id and text, and name no gold passage of that id.
+    """Return the ids of questions that are passages themselves, by id and text, and whose gold passages are others.
 
     BEIR's ArguAna and Quora have such questions, and BEIR leaves out every hit of the question's id. Its text must be
     that of the passage here, since many sets number questions and passages alike.
     """
-    text_of = {question.id: question.text for question in questions if question.id not in question.positive_ids}
+    with_gold = (question for question in questions if question.positive_ids)  # others would open each part for nothing
+    text_of = {question.id: question.text for question in with_gold if question.id not in question.positive_ids}
     return {name for name, passage in corpus.get(text_of).items() if passage.text.strip() == text_of[name]}
 
 
