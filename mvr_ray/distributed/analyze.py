@@ -34,7 +34,6 @@ from mvr_ray.distributed.encoders import open_encoder
 from mvr_ray.distributed.evaluate import (
     HOW_TO_ADD_QUESTIONS,
     EvaluationRow,
-    articles_of,
     judge_hits,
     mean_row,
     search_depth,
@@ -53,7 +52,7 @@ from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.store.formats.question_views import QuestionViews
 from mvr_ray.store.formats.rankings import RankedQuestion
 from mvr_ray.store.manifest import Manifest, ShardEntry
-from mvr_ray.store.questions import own_passages, read_questions
+from mvr_ray.store.questions import articles_of, own_passages, read_questions
 from mvr_ray.types import EmbeddingBlock, FloatArray, Hit, IntArray, Passage, Progress, Question, no_progress
 
 ALL_VIEWS = "all views"

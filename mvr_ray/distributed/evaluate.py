@@ -34,12 +34,11 @@ from mvr_ray.distributed.router import Router, open_router, require_words
 from mvr_ray.distributed.text_table import interval_text, text_table
 from mvr_ray.errors import ConfigError, MissingInputError, count_noun
 from mvr_ray.store import manifest as manifests
-from mvr_ray.store.chunks import source_id
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion
-from mvr_ray.store.questions import own_passages, read_questions
+from mvr_ray.store.questions import articles_of, own_passages, read_questions
 from mvr_ray.types import FloatArray, Hit, HybridQueries, HybridWeight, IntArray, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
@@ -263,16 +262,6 @@ def mean_row(
     """The mean of a metric (0..1) of a question set, with its interval over articles."""
     low, high = share_interval(values_Q, articles_Q, settings.seed, settings.bootstrap)
     return EvaluationRow(system, name, metric, float(np.mean(values_Q)), low, high, len(values_Q))
-
-
-def articles_of(questions: Sequence[Question], passages: Corpus) -> dict[str, str]:
-    """Map question ids to articles: the title of the first gold passage, or that passage if it has none, all chunks
-    of a text being one. A question without a gold passage is its own article."""
-    name_of = source_id if passages.info.counts.get("chunk_words") else str
-    gold_passages = passages.get(question.positive_ids[0] for question in questions if question.positive_ids)
-    articles = {i: passage.title or f"passage {name_of(i)}" for i, passage in gold_passages.items()}
-    firsts = ((question.id, next(iter(question.positive_ids), "")) for question in questions)
-    return {question_id: articles.get(first, f"question {question_id}") for question_id, first in firsts}
 
 
 def judge_hits(
