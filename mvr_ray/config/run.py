@@ -101,8 +101,9 @@ class SourceConfig(Section):
 class SplitConfig(Section):
     """Divide one question set for refinement: known, gate, other, unseen.
 
-    Articles (passages of one title) are drawn first: `unseen_share` of them give all their questions to `unseen`. Of
-    the other articles, each question goes to known, gate or other. Sets are stored as `<source>_known` and so on.
+    Articles (passages of one title, or one without) are drawn first: `unseen_share` of them give all their questions to
+    `unseen`. Of the other articles, each question goes to known, gate or other. Sets are stored as `<source>_known` and
+    so on.
     `gate` also takes `gate_share` of the unseen questions' articles: it decides when to stop, and is never reported.
     """
 

@@ -35,7 +35,6 @@ from mvr_ray.distributed.evaluate import (
     HOW_TO_ADD_QUESTIONS,
     EvaluationRow,
     SystemResult,
-    articles_of,
     judge_hits,
     mean_row,
     search_depth,
@@ -54,7 +53,7 @@ from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.store.formats.question_views import QuestionViews
 from mvr_ray.store.formats.rankings import RankedQuestion
 from mvr_ray.store.manifest import Manifest, ShardEntry
-from mvr_ray.store.questions import read_questions
+from mvr_ray.store.questions import articles_of, own_passages, read_questions
 from mvr_ray.types import EmbeddingBlock, FloatArray, Hit, IntArray, Passage, Progress, Question, no_progress
 
 ALL_VIEWS = "all views"
@@ -166,15 +165,17 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     with torch_threads(run.resources.torch_threads):
         queries_QD = encoder.embed_queries([question.text for question in questions])
     progress("embed questions", len(questions), len(questions))
-    shards = _search_shards(run, manifest, queries_QD, sorted(gold), progress)
+    copies = own_passages(questions, passages)
+    depth = search_depth(run.evaluate) + bool(copies)
+    shards = _search_shards(run, manifest, queries_QD, sorted(gold), depth, progress)
     article_of, start_of = articles_of(questions, passages), shard_starts(manifest.shards)
     systems: list[SystemResult] = []
     compared_views = range(manifest.num_views + 1) if manifest.num_views > 1 else [1]
     for number, view in enumerate(compared_views, 1):
-        hit_lists = MergedResults([own.results[view] for own in shards], start_of, search_depth(run.evaluate)).hits()
+        hit_lists = MergedResults([shard.results[view] for shard in shards], start_of, depth).hits()
         system = ALL_VIEWS if view == manifest.num_views else f"view {view}"
         results = judge_hits(questions, hit_lists, passages, AnswerMatcher(run.evaluate.match))
-        systems.append(system_result(system, name, results, article_of, run.evaluate))
+        systems.append(system_result(system, name, results, article_of, run.evaluate, copies))
         if view == manifest.num_views and encoder.spec.has_snippets:
             ranks = _answer_view_ranks(results, hit_lists, passages, encoder, run.evaluate)
             systems.append(_answer_view_result(ranks, systems[-1].ranks, article_of, run.evaluate))
@@ -366,14 +367,13 @@ def _answer_view(question: Question, spans: Spans) -> int:
 
 
 def _search_shards(
-    run: RunConfig, manifest: Manifest, queries_QD: FloatArray, gold_ids: list[str], progress: Progress
+    run: RunConfig, manifest: Manifest, queries_QD: FloatArray, gold_ids: list[str], depth: int, progress: Progress
 ) -> list[_ShardViews]:
     """Search every shard by each view alone and by all together, on the cluster if there is one."""
     cpus = run.resources.cpus_per_encoder
     with session.connect(run.resources, manifest.num_passages, [session.Need("analyzers", 1, cpus)]):
         queries, ids = share(queries_QD), share(gold_ids)
         entries = [entry for entry in manifest.shards if entry.num_passages]
-        depth = search_depth(run.evaluate)
         calls = [(Store(run.store.path).address, manifest, entry, queries, ids, depth) for entry in entries]
         return run_tasks(_analyze_shard, calls, "analyzing views", "analyze views", progress, cpus=cpus)
 

@@ -7,7 +7,8 @@
 
 Every value is a mean over questions with its 95 % interval, which resamples whole articles: questions of one article
 are not independent. Every search has at least 10 hits, for gold/ndcg@10; ranks are over the first max(k), as gold/mrr
-is. Only complete answers count: a version with an unavailable shard is not measured.
+is. Only complete answers count: a version with an unavailable shard is not measured. A question that is a passage of
+the corpus itself (`own_passages`) is searched without that one.
 
 `tune` chooses the weight of the dense score in a hybrid search, on questions outside every reported figure. Each weight
 is tried with the exact production search. The best one has the most questions with a gold passage at rank 1; ties go to
@@ -17,7 +18,7 @@ reciprocal rank fusion.
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -33,12 +34,11 @@ from mvr_ray.distributed.router import Router, open_router, require_words
 from mvr_ray.distributed.text_table import interval_text, text_table
 from mvr_ray.errors import ConfigError, MissingInputError, count_noun
 from mvr_ray.store import manifest as manifests
-from mvr_ray.store.chunks import source_id
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion
-from mvr_ray.store.questions import read_questions
+from mvr_ray.store.questions import articles_of, own_passages, read_questions
 from mvr_ray.types import FloatArray, Hit, HybridQueries, HybridWeight, IntArray, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
@@ -159,12 +159,14 @@ def evaluate(
         require_gold_passages(name, questions, corpus)
         warn_of_runs(name, (question.answers for question in questions), settings.match)
     articles = {name: articles_of(questions, corpus) for name, questions in sets}
+    copies = {name: own_passages(questions, corpus) for name, questions in sets}
+    rank = rank._replace(k=rank.k + any(copies.values()))
     results: list[SystemResult] = []
 
     def measure(system: str, ranked_questions: Iterator[RankedQuestion]) -> None:
         for name, questions in sets:
             own = list(itertools.islice(ranked_questions, len(questions)))
-            results.append(system_result(system, name, own, articles[name], settings))
+            results.append(system_result(system, name, own, articles[name], settings, copies[name]))
 
     with open_router(run, base.version) as router:
         measure(run.index.name, rank_questions(run, router, sets, rank, progress))
@@ -201,11 +203,22 @@ def search_depth(settings: EvaluateConfig) -> int:
 
 
 def system_result(
-    system: str, name: str, results: Sequence[RankedQuestion], article_of: Mapping[str, str], settings: EvaluateConfig
+    system: str,
+    name: str,
+    results: Sequence[RankedQuestion],
+    article_of: Mapping[str, str],
+    settings: EvaluateConfig,
+    copies: Container[str] = (),
 ) -> SystemResult:
     """Compute every metric that the set's questions allow, and their ranks over the first max(k) hits. `article_of`
-    maps question ids to articles (`articles_of`)."""
+    maps question ids to articles (`articles_of`); questions of `copies` are passages themselves, which are no hits."""
     ks = sorted(set(settings.k))
+    results = [
+        row._replace(passages=[hit for hit in row.passages if hit.id != row.question.id])
+        if row.question.id in copies
+        else row
+        for row in results
+    ]
     rows: list[EvaluationRow] = []
     ranks_of: dict[str, dict[str, int]] = {"answer": {}, "gold": {}}
     gold_ndcgs: dict[str, float] = {}
@@ -249,16 +262,6 @@ def mean_row(
     """The mean of a metric (0..1) of a question set, with its interval over articles."""
     low, high = share_interval(values_Q, articles_Q, settings.seed, settings.bootstrap)
     return EvaluationRow(system, name, metric, float(np.mean(values_Q)), low, high, len(values_Q))
-
-
-def articles_of(questions: Sequence[Question], passages: Corpus) -> dict[str, str]:
-    """Map question ids to articles: the title of the first gold passage, or that passage if it has none, all chunks
-    of a text being one. A question without a gold passage is its own article."""
-    name_of = source_id if passages.info.counts.get("chunk_words") else str
-    gold_passages = passages.get(question.positive_ids[0] for question in questions if question.positive_ids)
-    articles = {i: passage.title or f"passage {name_of(i)}" for i, passage in gold_passages.items()}
-    firsts = ((question.id, next(iter(question.positive_ids), "")) for question in questions)
-    return {question_id: articles.get(first, f"question {question_id}") for question_id, first in firsts}
 
 
 def judge_hits(
@@ -352,7 +355,9 @@ def try_weights(
     progress: Progress = no_progress,
 ) -> list[WeightAccuracy]:
     """Search with each of the weights; every question names gold passages. Raises ShardIndexError, CoverageError."""
-    ranker = QuestionRanker(router, RankSettings(k=DEPTH))
+    copies = own_passages(questions.questions, router.corpus)
+    depth = DEPTH + bool(copies)
+    ranker = QuestionRanker(router, RankSettings(k=depth))
     batches = questions.batches(run.retrieve.batch)
     queries = [ranker.embed(batch) for batch in batches]
     rows = []
@@ -360,9 +365,10 @@ def try_weights(
         marks: list[list[bool]] = []
         for batch, queries_QD in zip(batches, queries):
             hybrid = None if weight is None else HybridQueries(batch.texts, weight)
-            answer = ranker.search(queries_QD, DEPTH, hybrid)
+            answer = ranker.search(queries_QD, depth, hybrid)
             for question, hits in zip(batch.questions, answer.hits):
-                marks.append([hit.passage_id in question.positive_ids for hit in hits])
+                own = {question.id} if question.id in copies else ()
+                marks.append([hit.passage_id in question.positive_ids for hit in hits if hit.passage_id not in own])
         ranks_Q = first_ranks(marks)
         top1, top5, top20 = (float(np.mean(hit_within(ranks_Q, k))) for k in (1, 5, DEPTH))
         rows.append(WeightAccuracy(weight, top1, top5, top20, float(np.mean(reciprocal_ranks(ranks_Q, DEPTH)))))

@@ -29,7 +29,7 @@ from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
-from mvr_ray.store.questions import read_questions, write_questions
+from mvr_ray.store.questions import own_passages, read_questions, write_questions
 from mvr_ray.types import FloatArray, IntArray, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
@@ -143,8 +143,8 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
 def filter_hits(
     question: Question, ids: Sequence[str], corpus: Corpus, matcher: AnswerMatcher, cfg: MineConfig
 ) -> HardNegatives:
-    """Drop gold and answer-bearing passages from a question's hits; all others are candidates."""
-    gold = set(question.positive_ids)
+    """Drop gold and answer-bearing passages, and the question itself, from its hits; all others are candidates."""
+    gold = {*question.positive_ids, *own_passages([question], corpus)}
     others = [passage_id for passage_id in ids if passage_id not in gold]
     negatives = others
     if cfg.drop_answer_bearing and question.answers:

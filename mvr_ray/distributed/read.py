@@ -27,10 +27,11 @@ from mvr_ray.core.reading.reader import ReadRequest, Span, choose
 from mvr_ray.distributed import models
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.ray_data import map_in_pool, pool_need
-from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
-from mvr_ray.store.corpus import Corpus
+from mvr_ray.errors import ConfigError, DataError, MissingInputError, StorageError, count_noun
+from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.files import Store, finished_file
 from mvr_ray.store.formats.rankings import RankedQuestion, read_ranking
+from mvr_ray.store.questions import articles_of, read_questions
 from mvr_ray.types import Progress, no_progress
 
 log = logging.getLogger(__name__)
@@ -94,9 +95,9 @@ def read(
 ) -> ReadReport:
     """Answer every question of a ranking file; with `output`, write the predictions as JSON lines, in its order.
 
-    `articles` maps question ids to articles, whose questions are resampled together for intervals; a question of an
-    unknown article is independent. Texts that the file lacks come from the corpus. Raises ConfigError (answers that are
-    patterns), DataError, MissingInputError, ReaderError, ResourceError.
+    `articles` maps question ids to articles, whose questions are resampled together for intervals (None: by
+    `stored_articles`); a question of an unknown article is independent. Texts that the file lacks come from the corpus.
+    Raises ConfigError (answers that are patterns), DataError, MissingInputError, ReaderError, ResourceError.
     """
     path, ks = resolve_path(str(ranking)), sorted(set(run.read.top_passages))
     if not ks:
@@ -111,6 +112,7 @@ def read(
             f"their words, which a pattern does not have; leave the answers out of the ranking, or set "
             f"evaluate.match=string to score them as words"
         )
+    articles = stored_articles(run, results) if articles is None else articles
     scores: dict[tuple[int, str], list[float]] = {(k, metric): [] for k in ks for metric in ("exact_match", "f1")}
     groups: list[str] = []
     num_unread = 0
@@ -124,7 +126,7 @@ def read(
             answers_by_k = predictions(result, spans, ks, run.read.score_weight)
             num_unread += not any(spans)
             if result.question.answers:
-                groups.append((articles or {}).get(result.question.id, f"question {number}"))
+                groups.append(articles.get(result.question.id, f"question {number}"))
                 for prediction in answers_by_k:
                     scores[prediction.passages, "exact_match"].append(float(bool(prediction.exact_match)))
                     scores[prediction.passages, "f1"].append(prediction.f1 or 0.0)
@@ -147,6 +149,21 @@ def read(
         output=str(output) if output else None,
         rows=[_row(run, k, metric, values, groups) for (k, metric), values in scores.items() if values],
     )
+
+
+def stored_articles(run: RunConfig, results: Sequence[RankedQuestion]) -> dict[str, str]:
+    """Map question ids of a ranking to articles: those of the questions of the corpus's sets that have their texts, as
+    a ranking names no gold passages."""
+    texts = {row.question.text for row in results}
+    try:
+        corpus = Corpus.open(Store(run.store.path), run.prepare.corpus)
+        stored_questions = [one for name in question_sets(corpus) for one in read_questions(corpus, name)]
+    except (MissingInputError, StorageError) as error:
+        log.warning("intervals take every question as independent: %s", error)
+        return {}
+    by_text = {question.text: question for question in stored_questions if question.text in texts}
+    rows = [row.question for row in results if row.question.text in by_text]
+    return articles_of([by_text[row.text]._replace(id=row.id) for row in rows], corpus)
 
 
 def predictions(

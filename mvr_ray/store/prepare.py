@@ -293,12 +293,14 @@ class _Preparation:
         return draw(ids, cfg.max_passages, "passages", first=gold)
 
     def split(self, questions: dict[str, list[Question]]) -> dict[str, list[Question]]:
-        """Return the sets of `prepare.splits`."""
-        titles = {(name, question_id): place.title for (name, question_id, _), place in reversed(self.places.items())}
+        """Return the sets of `prepare.splits`. A passage without a title is an article, with all its chunks."""
+        places = ((place, place.title or f"passage {positive}") for (*_, positive), place in self.places.items())
+        article_of = {piece: article for place, article in places for piece in place.chunk_ids}
         sets: dict[str, list[Question]] = {}
         for own in self.cfg.splits:
             source = questions[own.source]
-            articles = {q.id: titles.get((own.source, q.id), f"question {q.id}") for q in source}
+            firsts = ((q.id, next(iter(q.positive_ids), "")) for q in source)
+            articles = {name: article_of.get(first, f"question {name}") for name, first in firsts}
             for name, part in split(source, articles, **own.model_dump(exclude={"source"})).items():
                 full = f"{own.source}_{name}"
                 if full in questions or full in sets:

@@ -5,7 +5,7 @@ It is not parsed before its digest matches.
 """
 
 import hashlib
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from mvr_ray.errors import DataError, StorageError, count_noun
 from mvr_ray.store import paths
+from mvr_ray.store.chunks import source_id
 from mvr_ray.store.corpus import Corpus, SetInfo, question_set, question_sets, undescribed_path
 from mvr_ray.store.files import sha256_of
 from mvr_ray.store.parts import CURE, map_batches, write_rows
@@ -119,6 +120,27 @@ def only_with(
             question = question._replace(positive_grades=tuple(map(question.grade_of.__getitem__, positives)))
         results.append(question._replace(positive_ids=positives, hard_negative_ids=negatives))
     return results
+
+
+def articles_of(questions: Sequence[Question], corpus: Corpus) -> dict[str, str]:
+    """Map question ids to articles: the title of the first gold passage, or that passage if it has none, all chunks
+    of a text being one. A question without a gold passage is its own article."""
+    name_of = source_id if corpus.info.counts.get("chunk_words") else str
+    gold_passages = corpus.get(question.positive_ids[0] for question in questions if question.positive_ids)
+    articles = {i: passage.title or f"passage {name_of(i)}" for i, passage in gold_passages.items()}
+    firsts = ((question.id, next(iter(question.positive_ids), "")) for question in questions)
+    return {question_id: articles.get(first, f"question {question_id}") for question_id, first in firsts}
+
+
+def own_passages(questions: Iterable[Question], corpus: Corpus) -> set[str]:
+    """Return the ids of questions that are passages themselves, by id and text, and whose gold passages are others.
+
+    BEIR's ArguAna and Quora have such questions, and BEIR leaves out every hit of the question's id. Its text must be
+    that of the passage here, since many sets number questions and passages alike.
+    """
+    with_gold = (question for question in questions if question.positive_ids)  # others would open each part for nothing
+    text_of = {question.id: question.text for question in with_gold if question.id not in question.positive_ids}
+    return {name for name, passage in corpus.get(text_of).items() if passage.text.strip() == text_of[name]}
 
 
 def example_queries(corpus: Corpus, num: int) -> list[str]:

@@ -7,13 +7,12 @@ import json
 from typing import NamedTuple
 
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed.evaluate import articles_of
 from mvr_ray.distributed.read import ReadRow, read
 from mvr_ray.distributed.retrieve import retrieve
 from mvr_ray.errors import ConfigError
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
-from mvr_ray.store.questions import read_questions
+from mvr_ray.store.questions import articles_of, read_questions
 from mvr_ray.studies.definition import NO_OPTIONS, Options
 from mvr_ray.types import Progress, no_progress
 

@@ -16,7 +16,6 @@ from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.refining.refine_policy import Continue, RefineState, Stop, next_action
 from mvr_ray.distributed.encoders import open_encoder
-from mvr_ray.distributed.evaluate import articles_of
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus
@@ -24,7 +23,7 @@ from mvr_ray.store.delta import open_embeddings
 from mvr_ray.store.embeddings import BlockRow, gather_rows
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.store.questions import read_questions
+from mvr_ray.store.questions import articles_of, read_questions
 from mvr_ray.studies.definition import NO_OPTIONS, Options
 from mvr_ray.studies.refinement_simulator import LabelledQuestions, RefinementSimulator, Round, Setting
 from mvr_ray.types import EmbeddingBlock, Progress, no_progress

@@ -34,12 +34,18 @@ from prepared_corpus import only_corpus
 from mvr_ray import Encoder, Index, Passage, load_run
 from mvr_ray.api.rows import passage_records, questions_of, sources_of, upsert_records
 from mvr_ray.cli import main
-from mvr_ray.config import PrepareConfig
+from mvr_ray.config import EvaluateConfig, PrepareConfig
 from mvr_ray.core.encoding.stored_model import torch_threads
+from mvr_ray.core.judging.answers import AnswerMatcher
+from mvr_ray.distributed.analyze import analyze
 from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.evaluate import evaluate, try_weights
 from mvr_ray.distributed.indexing import build_index
 from mvr_ray.distributed.indexing.encode import EncodeTask
+from mvr_ray.distributed.mine import filter_hits
 from mvr_ray.distributed.refinement.journal import Journal
+from mvr_ray.distributed.retrieve import QuestionSet
+from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError
 from mvr_ray.explanation import render_html
 from mvr_ray.store import parts
@@ -820,6 +826,25 @@ def test_evaluation_counts_questions_whose_answer_or_gold_passage_is_among_the_h
     assert (answer.value, answer.n) == (sum(has_answer) / 2, 2)
     assert (gold.value, gold.n) == (1.0, 1)
     assert index.evaluate(index.add_questions(questions, "towers"), k=[24]).rows[0].questions == "towers"
+
+
+@pytest.mark.parametrize(("own_id", "is_itself"), [("p3", True), ("q3", False), ("p4", False)])
+def test_a_question_that_is_a_passage_itself_is_no_hit_of_its_own(index: Index, own_id: str, is_itself: bool):
+    """As in ArguAna and Quora, whose questions are passages; other sets number questions and passages alike."""
+    text = ROWS[3]["text"]
+    same, nearest, *_ = (hit.id for hit in index.search(text, k=24))
+    question = Question(own_id, text, (), (nearest,))
+    run = index.run.model_copy(update={"evaluate": EvaluateConfig(questions=["own"], k=[1])})
+    index.add_questions([question], "own")
+    for report in (evaluate(run), analyze(run)):
+        values = {row.metric: row.value for row in report.rows}  # the last system has all views
+        assert values["gold/top-1"] == is_itself and (values["gold/ndcg@10"] == 1) == is_itself
+    with open_router(run) as router:
+        [dense] = try_weights(run, router, QuestionSet("own", [question]), [None])
+    assert dense.top1 == is_itself
+    corpus = only_corpus(Store(run.store.path))
+    negatives = filter_hits(question, [same, nearest], corpus, AnswerMatcher(), run.mine).ids
+    assert same == "p3" and negatives == [same] * (not is_itself)
 
 
 STRANGE = [

@@ -13,7 +13,7 @@ from mvr_ray.core.judging.answers import exact_match_score, f1_score
 from mvr_ray.core.reading.reader import Reader, ReadRequest, Span
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.models import WorkerModel, open_model, reader_spec, save_model
-from mvr_ray.distributed.read import QuestionReader, predictions, read
+from mvr_ray.distributed.read import QuestionReader, predictions, read, stored_articles
 from mvr_ray.errors import ConfigError, DataError, FingerprintError, MissingInputError, ReaderError
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
@@ -66,6 +66,19 @@ def run_reading(library, run_over):
         )
 
     return run
+
+
+def test_questions_of_a_ranking_are_of_the_articles_of_the_stored_ones(corpus_store, run_over, tmp_path, caplog):
+    """A ranking names no gold passage, and DPR's has no ids either."""
+    passages = only_corpus(Store(str(corpus_store)))
+    questions = read_questions(passages, "dev")
+    ranking = [RankedQuestion(Question(f"row-{at}", one.text), []) for at, one in enumerate(questions)]
+    articles = stored_articles(run_over(corpus_store), [*ranking, RankedQuestion(Question("x", "Another one?"), [])])
+    golds = [question.positive_ids[0] for question in questions]
+    assert articles == {f"row-{at}": passages.get([gold])[gold].title for at, gold in enumerate(golds)}
+    assert 1 < len(set(articles.values())) < len(articles)
+    assert stored_articles(run_over(tmp_path), ranking) == {}
+    assert "intervals take every question as independent" in caplog.text
 
 
 @pytest.mark.slow

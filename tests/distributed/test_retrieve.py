@@ -20,7 +20,7 @@ from mvr_ray.core.judging.answers import has_answer
 from mvr_ray.distributed import mine
 from mvr_ray.distributed.analyze import analyze
 from mvr_ray.distributed.bm25 import BM25Index
-from mvr_ray.distributed.evaluate import articles_of, evaluate, system_result
+from mvr_ray.distributed.evaluate import evaluate, system_result
 from mvr_ray.distributed.retrieve import QuestionRanker, QuestionSet, RankSettings, question_set, retrieve
 from mvr_ray.distributed.router import Router, open_router
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResults
@@ -29,7 +29,7 @@ from mvr_ray.store import corpus, manifest, paths
 from mvr_ray.store.embeddings import EmbeddingShard, EmbeddingWriter
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion
-from mvr_ray.store.questions import query_key, read_questions, write_questions
+from mvr_ray.store.questions import articles_of, query_key, read_questions, write_questions
 from mvr_ray.types import EmbeddingBlock, Passage, Question
 
 pytestmark = [pytest.mark.data, pytest.mark.ray]

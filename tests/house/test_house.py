@@ -27,7 +27,7 @@ RUN_FILES = sorted(
 )
 STAGES = (
     *("prepare", "train", "mine", "index", "refine", "evaluate", "analyze", "study"),
-    *("retrieve", "read", "search", "explain", "serve", "reshard", "update", "compact", "follow"),
+    *("retrieve", "tune", "read", "search", "explain", "serve", "reshard", "update", "compact", "follow"),
 )
 PAPERS = ROOT / "docs" / "papers.md"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "benchmarks" / "README.md"]

@@ -15,7 +15,7 @@ import pytest
 from drafts import describe, make_shard
 from prepared_corpus import only_corpus
 
-from mvr_ray.config import PrepareConfig, SourceConfig, SplitConfig
+from mvr_ray.config import PrepareConfig, SourceConfig, SplitConfig, load_run
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, RowsLostError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.chunks import word_spans
@@ -260,6 +260,46 @@ def test_splits_are_stored_beside_their_source(write: Write, tmp_path: Path):
     unseen = {titles[q.positive_ids[0]] for q in sets["q_unseen"]}
     assert unseen
     assert unseen.isdisjoint(titles[q.positive_ids[0]] for n in names[:3] for q in sets[n])
+
+
+@pytest.mark.parametrize("chunk_words", [0, 2])
+def test_a_passage_without_a_title_is_an_article_of_its_own_in_a_split(write: Write, store: Store, chunk_words: int):
+    texts = [{"id": f"p{number}", "text": f"one{number} two{number} three{number}"} for number in range(30)]
+    answers = [f"{word}{number}" for number in range(30) for word in ("one", "three")]
+    rows = [question(at, at // 2, answers=[answer]) for at, answer in enumerate(answers)]
+    path = write("r.jsonl", lines(*texts, *rows))
+    prepare(config(path, splits=[SplitConfig(source="q")], chunk_words=chunk_words), store)
+    names = ("q_unseen", "q_gate", "q_known", "q_other")
+    unseen, *others = ({one.id for one in read_questions(only_corpus(store), name)} for name in names)
+    assert len(unseen) == 18  # a third of 30 texts, one of which is the gate's
+    assert all(len({f"q{at}", f"q{at + 1}"} & unseen) != 1 for at in range(0, 60, 2))
+    assert len(unseen.union(*others)) == 60
+
+
+def test_a_question_of_a_split_is_of_the_article_of_its_first_positive(write: Write, store: Store):
+    texts = [{**passage(number), "title": f"t{number}"} for number in range(40)]
+    path = write("r.jsonl", lines(*texts, *(question(number, number, 0) for number in range(40))))
+    prepare(config(path, splits=[SplitConfig(source="q", gate_share=0)]), store)
+    assert len(read_questions(only_corpus(store), "q_unseen")) == 13  # a third of 40 articles
+
+
+def test_the_run_file_of_wikipedia_prepares_files_as_dpr_publishes_them(store: Store, tmp_path: Path, monkeypatch):
+    """The ids of DPR's training rows are those of psgs_w100.tsv; DPR's own configuration gives both a prefix."""
+    run = load_run(Path(__file__).resolve().parents[2] / "configs" / "wikipedia.yaml")
+    monkeypatch.chdir(tmp_path)
+    contexts = [
+        {"title": "Aaron", "text": f"body {number}", "score": 1, "passage_id": f"{number}"} for number in (1, 2)
+    ]
+    row = {"dataset": "nq", "question": "who?", "answers": ["one"], "negative_ctxs": []}
+    row |= {"positive_ctxs": contexts[:1], "hard_negative_ctxs": contexts[1:]}
+    (tmp_path / "data").mkdir()
+    texts = "".join(f'{number}\t"body {number}"\tAaron\n' for number in (1, 2))
+    (tmp_path / "data" / "psgs_w100.tsv").write_text(f"id\ttext\ttitle\n{texts}")
+    (tmp_path / "data" / "biencoder-nq-train.json").write_text(json.dumps([row] * 200))
+    (tmp_path / "data" / "nq-dev.qas.csv").write_text("who?\t['one']\n")
+    prepare(run.prepare, store)
+    for own in read_questions(only_corpus(store), "nq_train"):
+        assert (own.positive_ids, own.hard_negative_ids) == (("wiki:1",), ("wiki:2",))
 
 
 def test_settings_that_cannot_work_are_refused_before_reading(write: Write, tmp_path: Path):

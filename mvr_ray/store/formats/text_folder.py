@@ -11,6 +11,8 @@ from pathlib import Path
 
 import yaml
 
+from mvr_ray.config.loader import parse_yaml
+from mvr_ray.errors import ConfigError
 from mvr_ray.store.formats.records import BadRow, DroppedRow, Record, passage_record
 from mvr_ray.store.formats.text_files import open_text, plain_name
 
@@ -36,10 +38,13 @@ def read_text_file(path: Path, folder: Path | None = None) -> Iterator[Record]:
     title, extras = "", {}
     if match := _FRONT_MATTER.match(text):
         try:
-            extras = yaml.safe_load(match[1]) or {}
-        except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
-            line = error.problem_mark.line + 2 if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark else 1
+            extras = parse_yaml(f"\n{match[1]}") or {}  # lines are those of the file
+        except yaml.YAMLError as error:
+            line = error.problem_mark.line + 1 if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark else 1
             yield BadRow(f"{path}:{line}", "the front matter between the lines `---` is not valid YAML")
+            return
+        except ConfigError as error:
+            yield BadRow(where, f"the front matter between the lines `---`: {error}")
             return
         if not isinstance(extras, dict):
             yield BadRow(where, "the front matter between the lines `---` is not a mapping in YAML")

@@ -662,7 +662,7 @@ def test_a_folder_of_text_and_markdown_is_a_passage_a_file(write: Write):
     write("notes/a.md", "# The Nile #\n\nA river.\nIt is long.\n")
     write("notes/deep/b.markdown", "Rhine\n=====\nShorter.\n")
     write("notes/deep/c.txt", "# no heading in plain text\n")
-    write("notes/d.md", "---\ntitle: Alps\nyear: 1950\n---\n# Mountains\nHigh.\n")
+    write("notes/d.md", "---\ntitle: Alps\nyear: 1950\nshare: 1e-5\n---\n# Mountains\nHigh.\n")
     write("notes/e.md", "# Only a heading\n")
     write("notes/v1.2 of 3.4.TXT", "Plain.\n")
     root = write("notes/.hidden/f.md", "hidden\n").parent.parent
@@ -676,7 +676,7 @@ def test_a_folder_of_text_and_markdown_is_a_passage_a_file(write: Write):
         Passage("deep/c.txt", "c", "# no heading in plain text"),
         Passage("v1.2 of 3.4.TXT", "v1.2 of 3.4", "Plain."),
     ]
-    assert records[1].extras == {"year": 1950}
+    assert records[1].extras == {"year": 1950, "share": 1e-5}
     assert [str(record.where).endswith("e.md:1") for record in records if isinstance(record, DroppedRow)] == [True]
 
 
@@ -684,11 +684,13 @@ def test_text_files_that_cannot_be_used_are_named(write: Write):
     write("notes/a.md", "---\ntitle: [\n---\ntext\n")
     write("notes/b.md", "---\n- a list\n---\ntext\n")
     write("notes/b2.md", "---\ndate: 2024-02-30\n---\ntext\n")
+    write("notes/b3.md", "---\nyear: 1950\ntitle: Alps\nyear: 1960\n---\ntext\n")
     root = write("notes/c.txt", b"caf\xe9\n").parent
     assert bad(read(root)) == [
         "notes/a.md:3: the front matter between the lines `---` is not valid YAML",
         "notes/b.md:1: the front matter between the lines `---` is not a mapping in YAML",
         "notes/b2.md:1: the front matter between the lines `---` is not valid YAML",
+        "notes/b3.md:1: the front matter between the lines `---`: key 'year' occurs twice, in lines 2 and 4; keep one",
         "notes/c.txt:1: text is not valid UTF-8: 'caf\\udce9'",
     ]
 
