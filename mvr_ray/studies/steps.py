@@ -203,7 +203,13 @@ class _Chain:
         stage, rule = step.stage, RULES[step.stage]
         product = run.train.task if stage == "train" and run.train.task != "retriever" else stage
         needs = [self.latest[name] for name in self._needs(product, rule, run) if name in self.latest]
-        parts = [stage, *_deciding_values(product, stage, run), step.options, *needs]
+        parts = [
+            stage,
+            *_deciding_values(product, stage, run),
+            *self._inputs_by_name(product, run),
+            step.options,
+            *needs,
+        ]
         parts += [text for text in (rule.report_fields, self.snapshot if "train" in rule.needs else "") if text]
         key = _digest(parts)
         if key in self.changed_sources:
@@ -238,6 +244,20 @@ class _Chain:
             return (*rule.needs, "train")
         return rule.needs
 
+    def _inputs_by_name(self, product: str, run: RunConfig) -> list[Any]:
+        """Return the settings that name an input of this step which no earlier step of the chain makes."""
+        if product == "mine" and run.mine.cross_encoder and "cross_encoder" not in self.latest:
+            return [run.mine.cross_encoder, asdict(pair_spec(run))]
+        if product in ("train", "cross_encoder", "reader") and run.train.hard_negatives and "mine" not in self.latest:
+            return [run.train.hard_negatives]
+        if product == "index" and run.index.encoder not in ("auto", "untrained") and "train" not in self.latest:
+            raise ConfigError(
+                f"{self.study.file}: variant {self.variant.name!r} has index.encoder={run.index.encoder}, but no train "
+                f"step before its index step, which therefore embeds with the backbone; add a train step, or set "
+                f"index.encoder=untrained"
+            )
+        return []
+
     def _names(self, product: str, run: RunConfig, key: str) -> list[str]:
         """Return overrides that name this step's product and inputs, each by the key of its step."""
         if product == "prepare":
@@ -265,16 +285,20 @@ class _Chain:
 
 def _deciding_values(product: str, stage: str, run: RunConfig) -> list[Any]:
     """Return the settings that determine a step's result. A model with a task head is the same for every readout of its
-    backbone; times depend on the device; training, mining, refinement and the cutting of passages find answers by
-    `evaluate.match`."""
+    backbone; times depend on the device, and BM25's negatives on the language of the words; training, mining,
+    refinement and the cutting of passages find answers by `evaluate.match`."""
     finds_answers = stage in ("train", "mine", "refine") or (stage == "prepare" and run.prepare.chunk_words > 0)
     patterns = [run.evaluate.match] if finds_answers and run.evaluate.match != "string" else []
     if product in ("reader", "cross_encoder"):
         spec = reader_spec(run) if product == "reader" else pair_spec(run)
         return [run.encoder.backbone, _deciding_settings(run, "train"), asdict(spec), *patterns]
     on_gpu = ["gpu"] if stage == "cost" and run.resources.gpus_per_encoder else []
-    hybrid = [run.search.hybrid] if stage in ("reading", "evaluate") and run.search.hybrid is not None else []
-    return [*(_deciding_settings(run, section) for section in RULES[stage].sections), *on_gpu, *hybrid, *patterns]
+    ranks_hybrid = stage in ("reading", "evaluate", "entity_frequency") and run.search.hybrid is not None
+    hybrid = [run.search.hybrid] if ranks_hybrid else []
+    mines_words = stage == "mine" and run.mine.method == "bm25"
+    words = [run.index.language] if mines_words and run.index.language != "english" else []
+    settings = [_deciding_settings(run, section) for section in RULES[stage].sections]
+    return [*settings, *on_gpu, *hybrid, *words, *patterns]
 
 
 def _deciding_settings(run: RunConfig, section: str) -> dict[str, Any]:

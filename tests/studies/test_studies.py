@@ -212,6 +212,30 @@ def test_a_cross_encoder_denoises_what_is_mined_after_it_and_is_not_the_encoder(
     assert plan.steps[plan.variants[1].keys[-1]].run.read.reader == read.run.train.reader
 
 
+def test_steps_with_other_inputs_by_name_are_others(write):
+    mines, trains = ["mine", {"stage": "train", "set": ["train.num_hard_negatives=1"]}], ["train"]
+    model = ["mine.cross_encoder=a"]
+    for steps, sets in (
+        (
+            mines,
+            [[], model, ["mine.cross_encoder=b"], [*model, "read.max_question_tokens=9"], ["index.language=german"]],
+        ),
+        (trains, [[], ["train.hard_negatives=a"], ["train.hard_negatives=b"]]),
+    ):
+        variants = [{"name": str(number), "set": own, "steps": steps} for number, own in enumerate(sets)]
+        plan = plan_study(load_study(write({}, variants=variants, sizes={"quick": {"seeds": [1]}})))
+        assert len({variant.keys for variant in plan.variants}) == len(sets)
+    twice = [{"name": "a", "steps": mines}, {"name": "b", "steps": mines, "set": ["train.hard_negatives=a"]}]
+    first, second = plan_study(load_study(write({}, variants=twice, sizes={"quick": {"seeds": [1]}}))).variants
+    assert first.keys == second.keys, "the chain's own negatives replace those of the name"
+
+
+def test_a_stored_encoder_is_refused_where_the_study_would_embed_with_the_backbone(write):
+    variants = [{"name": "mine", "set": ["index.encoder=trained", "encoder.name=mine"], "steps": ["index"]}]
+    with pytest.raises(ConfigError, match=r"'mine' has index\.encoder=trained, but no train step before .*untrained"):
+        plan_study(load_study(write({}, variants=variants, sizes={"quick": {"seeds": [1]}})))
+
+
 @pytest.mark.parametrize("task", ["reader", "cross_encoder"])
 def test_a_model_with_a_head_is_trained_once_for_every_readout_of_its_backbone(write, task):
     def train_keys(**sections):
