@@ -5,9 +5,10 @@ with which the chain's later `mine` steps denoise. With `train.init_from=previou
 previous encoder.
 
 A step's key is a digest of its stage, of the sections that determine its result, and of the keys of the steps before
-it; it excludes names, resources and the store. Where the files of sources have changed since a `prepare` step finished,
-the key covers their digests, too. Steps of equal key are one step, in this and later studies over the same
-store. The key of a step names its product (an encoder, an index, mined questions), so no two steps write to one place.
+it; it excludes names, resources and the store. Where the files that a step reads (sources, the folder of a model,
+feedback) have changed since it finished, the key covers their digests, too. Steps of equal key are one step, in this
+and later studies over the same store. The key of a step names its product (an encoder, an index, mined questions), so
+no two steps write to one place.
 A corpus keeps its name, by which question sets and messages refer to it; `execute` restores it.
 """
 
@@ -36,6 +37,7 @@ class StageRule(NamedTuple):
                     measures the version that the chain's refinement published
     uses_version    uses one version of the index, which must be live
     alone           no other step runs beside it: `prepare` writes the corpus of other steps, and `cost` measures time
+    reads           the setting that may name a file, or the folder of a model, on which the result depends
     report_fields   fields added to its report: part of the key, so a step whose report lacks them runs again
     """
 
@@ -43,15 +45,16 @@ class StageRule(NamedTuple):
     needs: tuple[str, ...]
     uses_version: bool = False
     alone: bool = False
+    reads: str = ""
     report_fields: str = ""
 
 
 RULES = {
     "prepare": StageRule(("prepare",), (), alone=True),
-    "train": StageRule(("encoder", "train"), ("prepare", "mine")),
-    "mine": StageRule(("mine",), ("prepare", "cross_encoder"), True),
-    "index": StageRule(("encoder", "index"), ("prepare", "train")),
-    "refine": StageRule(("refine",), ("index",), True),
+    "train": StageRule(("encoder", "train"), ("prepare", "mine"), reads="encoder.backbone"),
+    "mine": StageRule(("mine",), ("prepare", "cross_encoder"), True, reads="mine.cross_encoder"),
+    "index": StageRule(("encoder", "index"), ("prepare", "train"), reads="encoder.backbone"),
+    "refine": StageRule(("refine",), ("index",), True, reads="refine.feedback"),
     "evaluate": StageRule(("evaluate", "retrieve"), ("index", "refine"), True, report_fields="ranks"),
     "analyze": StageRule(
         ("analyze", "evaluate"),
@@ -59,12 +62,16 @@ RULES = {
         True,
         report_fields="ranks and values of every question, over all articles",
     ),
-    "cost": StageRule(("encoder", "evaluate"), ("prepare",), True, alone=True),
+    "cost": StageRule(("encoder", "evaluate"), ("prepare",), True, alone=True, reads="encoder.backbone"),
     "refinement_grid": StageRule(
         ("refine", "evaluate"), ("index",), True, report_fields="when rules stop, the newest questions, ranks"
     ),
     "reading": StageRule(
-        ("read", "retrieve", "evaluate"), ("index", "refine", "reader"), True, report_fields="values of every question"
+        ("read", "retrieve", "evaluate"),
+        ("index", "refine", "reader"),
+        True,
+        reads="read.reader",
+        report_fields="values of every question",
     ),
     "entity_frequency": StageRule(("evaluate", "retrieve"), ("index", "refine"), True),
 }
@@ -155,9 +162,8 @@ class StudyPlan:
 
 
 def plan_study(study: Study, changed_sources: Mapping[str, list[str]] = NO_CHANGES) -> StudyPlan:
-    """Plan the steps of every variant and seed, in the order of the file, equal ones once. `changed_sources` has the
-    digests of the sources of finished `prepare` steps that no longer hold, by key: these and the steps after them get
-    other keys."""
+    """Plan the steps of every variant and seed, in the order of the file, equal ones once. `changed_sources` has,
+    by key, the digests of what finished steps read that has changed: these and the steps after them get other keys."""
     plan, curve = StudyPlan(), study.at_size.curve
     for variant in study.config.variants:
         steps = study.steps(variant)

@@ -1081,6 +1081,35 @@ def test_steps_over_a_source_that_has_changed_are_others_until_it_is_as_before(r
     assert changed_sources(plan, store) == {}
 
 
+def test_steps_over_a_model_or_feedback_that_has_changed_are_others_until_it_is_as_before(write, tmp_path):
+    model, feedback = tmp_path / "model", tmp_path / "feedback.jsonl"
+    model.mkdir()
+    steps = ["train", "index", "refine"]
+    run = {"encoder": {"backbone": str(model)}, "refine": {"feedback": str(feedback)}}
+    study = load_study(write(run, variants=[{"name": "a", "steps": steps}], sizes={"quick": {"seeds": [1]}}))
+    store = Store(str(tmp_path / "store"))
+
+    def stages(weights: str, labels: str) -> list[str]:
+        """Finish the study over these files; returns the stages that were not finished before."""
+        (model / "weights").write_text(weights)
+        feedback.write_text(labels)
+        own = [step for step in execute.plan_over_sources(study, store).steps.values() if step.stage != "prepare"]
+        new = [step for step in own if not store.exists(paths.study_step(step.key))]
+        for step in new:
+            record = StepRecord(step.key, step.stage, "", 1.0, {}, inputs=execute._input_digests(step))
+            execute._write_json(store, paths.study_step(step.key), record._asdict())
+        return [step.stage for step in new]
+
+    assert stages("1", "1") == steps
+    assert stages("1", "1") == []
+    assert stages("2", "1") == steps
+    assert stages("2", "2") == ["refine"], "also after another change"
+    assert stages("2", "1") == stages("1", "1") == []
+    (model / "weights").unlink()
+    model.rmdir()
+    assert changed_sources(plan_study(study), store) == {}
+
+
 def test_a_damaged_record_of_a_step_counts_as_none_and_one_without_a_checksum_is_read(rows, tmp_path):
     study, step, store = rows
     plan, path = plan_study(study), paths.study_step(step.key)
