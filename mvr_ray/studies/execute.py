@@ -121,15 +121,22 @@ def run_plan(
 
 
 def code_version() -> str:
-    """Return the version, with the commit where the package is in the root of a repository."""
+    """Return the version, with the commit where the package is in the root of a repository, and whether the package's
+    files are others than those of the commit."""
     package = Path(__file__).resolve().parent.parent
-    words = ["git", "rev-parse", "--show-toplevel", "--short", "HEAD"]
     try:
-        output = subprocess.run(words, cwd=package, capture_output=True, text=True, check=True).stdout
+        root, commit = _git_lines(package, "rev-parse", "--show-toplevel", "--short", "HEAD")
+        has_changes = _git_lines(package, "status", "--porcelain", ".")
     except (OSError, subprocess.CalledProcessError):  # without git, or in no repository
         return __version__
-    root, commit = output.splitlines()
-    return f"{__version__} (commit {commit})" if Path(root).resolve() == package.parent else __version__
+    if Path(root).resolve() != package.parent:
+        return __version__
+    return f"{__version__} (commit {commit}{' with changes' if has_changes else ''})"
+
+
+def _git_lines(folder: Path, *words: str) -> list[str]:
+    """Run git in a folder; returns the lines that it prints."""
+    return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def hardware() -> str:

@@ -3,6 +3,7 @@
 import html
 import json
 import random
+import re
 import subprocess
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -409,6 +410,17 @@ def pq_ranks(data: bytes) -> list[QuestionRanks]:
         file.write(data)
         file.flush()
         return read_question_ranks(Path(file.name))
+
+
+@pytest.mark.parametrize("num_articles", [1, 2])
+def test_a_report_says_where_questions_count_as_articles(write, num_articles):
+    study = load_study(write({}, variants=STUDY["variants"][2:], sizes={"quick": {"seeds": [1]}}))
+    plan, evaluation = plan_study(study), fake(0.5, 1)
+    evaluation["ranks"][0]["articles"] = [str(number % num_articles) for number in range(10)]
+    reports = {"prepare": {"passages_written": 9}, "index": {}, "evaluate": evaluation}
+    records = {key: StepRecord(key, step.stage, "", 1.0, reports[step.stage]) for key, step in plan.steps.items()}
+    facts = json.loads(make_report(study, plan, records).files["report.json"])["facts"]
+    assert ("articles" in facts) == (num_articles == 1)
 
 
 def test_t_tests_over_seeds_stand_beside_the_paired_test_over_articles(write):
@@ -1134,6 +1146,19 @@ def test_the_code_has_no_commit_without_git_or_in_the_repository_of_another_proj
     assert execute.code_version() == __version__
     monkeypatch.setenv("PATH", str(tmp_path))
     assert execute.code_version() == __version__
+
+
+def test_the_code_of_a_report_is_that_of_a_commit_or_has_changes(monkeypatch, tmp_path):
+    package = tmp_path / "mvr_ray" / "studies"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(execute, "__file__", str(package / "execute.py"))
+    (package / "execute.py").write_text("1")
+    for words in ("init -q", "add .", "-c user.name=n -c user.email=e commit -q -m m"):
+        subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
+    (tmp_path / "report.md").write_text("beside the package")
+    assert re.fullmatch(rf"{re.escape(__version__)} \(commit [0-9a-f]+\)", execute.code_version())
+    (package / "loss.py").write_text("2")
+    assert re.fullmatch(rf"{re.escape(__version__)} \(commit [0-9a-f]+ with changes\)", execute.code_version())
 
 
 @pytest.mark.data
