@@ -8,11 +8,12 @@ may change its live version.
 
 import json
 import logging
+import operator
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
@@ -21,21 +22,22 @@ from typing import Any, NamedTuple
 
 from mvr_ray import __version__, versions
 from mvr_ray.checksums import json_with_checksum, parse_json
-from mvr_ray.config import RunConfig
+from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.stage_pool import StagePool
-from mvr_ray.errors import MissingInputError, MvrRayError, StorageError, StudyError
+from mvr_ray.errors import ConfigError, MissingInputError, MvrRayError, StorageError, StudyError
 from mvr_ray.stages import STAGES
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.files import Store
+from mvr_ray.store.files import Store, cached_sha256_of
 from mvr_ray.store.prepare import describe_sources
 from mvr_ray.store.runs import to_plain
 from mvr_ray.studies.cost import cost
+from mvr_ray.studies.definition import Study
 from mvr_ray.studies.entities import entity_frequency
 from mvr_ray.studies.reading import reading
 from mvr_ray.studies.refinement import refinement_grid
-from mvr_ray.studies.steps import RULES, PlannedStep, StudyPlan
+from mvr_ray.studies.steps import RULES, PlannedStep, StudyPlan, plan_study
 from mvr_ray.types import Progress, no_progress
 
 log = logging.getLogger(__name__)
@@ -51,7 +53,8 @@ MEASURES: dict[str, Callable[..., Any]] = {
 
 class StepRecord(NamedTuple):
     """A finished step: its command, its duration, its report as plain values, and the date, the version of the code and
-    the hardware of its run. The key does not cover these: new code does not run a finished step again."""
+    the hardware of its run. The key does not cover these: new code does not run a finished step again. `inputs` are the
+    digests of the files that its setting `StageRule.reads` named."""
 
     key: str
     stage: str
@@ -61,6 +64,7 @@ class StepRecord(NamedTuple):
     date: str = ""
     version: str = ""
     hardware: str = ""
+    inputs: Sequence[str] = ()
 
 
 class _RunningStep(NamedTuple):
@@ -69,6 +73,7 @@ class _RunningStep(NamedTuple):
     step: PlannedStep
     lane: int
     start: float
+    inputs: list[str]
 
 
 def run_plan(
@@ -91,11 +96,12 @@ def run_plan(
             start = time.monotonic()
             step = _next_step(waiting, records, [one.step for one in running.values()], at_once)
             if step is None:
-                step, _, start = running.pop(pool.wait())
+                step, _, start, inputs = running.pop(pool.wait())
                 with _name_failed_step(step, labels):
                     report = pool.report(step.key)
             else:
                 waiting.remove(step)
+                inputs = _input_digests(step)
                 log.info("study step: key=%s stage=%s command=%s", step.key, step.stage, step.command)
                 with _name_failed_step(step, labels):
                     if step.stage != "prepare":
@@ -103,11 +109,11 @@ def run_plan(
                         _make_live(step, records)
                         lane = min(set(range(at_once)) - {one.lane for one in running.values()})
                         _start(step, pool, progress if at_once == 1 else _in_lane(progress, lane))
-                        running[step.key] = _RunningStep(step, lane, start)
+                        running[step.key] = _RunningStep(step, lane, start, inputs)
                         continue
                     report = _prepare(step, store, progress)  # here: its files may exist only on this machine
             seconds, date = round(time.monotonic() - start, 1), f"{datetime.now(UTC):%Y-%m-%d}"
-            record = StepRecord(step.key, step.stage, step.command, seconds, report, date, code, machine)
+            record = StepRecord(step.key, step.stage, step.command, seconds, report, date, code, machine, inputs)
             _write_json(store, paths.study_step(step.key), record._asdict())
             records[step.key] = record
             progress("study steps", len(labels) - len(waiting) - len(running), len(labels))
@@ -115,15 +121,22 @@ def run_plan(
 
 
 def code_version() -> str:
-    """Return the version, with the commit where the package is in the root of a repository."""
+    """Return the version, with the commit where the package is in the root of a repository, and whether the package's
+    files are others than those of the commit."""
     package = Path(__file__).resolve().parent.parent
-    words = ["git", "rev-parse", "--show-toplevel", "--short", "HEAD"]
     try:
-        output = subprocess.run(words, cwd=package, capture_output=True, text=True, check=True).stdout
+        root, commit = _git_lines(package, "rev-parse", "--show-toplevel", "--short", "HEAD")
+        has_changes = _git_lines(package, "status", "--porcelain", ".")
     except (OSError, subprocess.CalledProcessError):  # without git, or in no repository
         return __version__
-    root, commit = output.splitlines()
-    return f"{__version__} (commit {commit})" if Path(root).resolve() == package.parent else __version__
+    if Path(root).resolve() != package.parent:
+        return __version__
+    return f"{__version__} (commit {commit}{' with changes' if has_changes else ''})"
+
+
+def _git_lines(folder: Path, *words: str) -> list[str]:
+    """Run git in a folder; returns the lines that it prints."""
+    return subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 def hardware() -> str:
@@ -190,13 +203,27 @@ def read_records(plan: StudyPlan, store: Store) -> dict[str, StepRecord]:
     return {key: StepRecord(**fields) for key, fields in contents.items() if fields}
 
 
+def plan_over_sources(study: Study, store: Store) -> StudyPlan:
+    """Plan a study; steps that read other files than those of their records, and the steps after them, are others."""
+    plan, changes = plan_study(study), dict[str, list[str]]()
+    while new := {key: digests for key, digests in changed_sources(plan, store).items() if key not in changes}:
+        changes |= new
+        plan = plan_study(study, changes)
+    return plan
+
+
 def changed_sources(plan: StudyPlan, store: Store) -> dict[str, list[str]]:
-    """Return the digests of the sources of finished `prepare` steps whose sources have changed since, by key. Sources
-    that are not on this machine, or whose corpus was collected, count as unchanged."""
+    """Return the digests of the files that finished steps read and that have changed since, by key. Files that are not
+    on this machine, or whose corpus was collected, count as unchanged."""
     changes: dict[str, list[str]] = {}
-    prepare_steps = {key: step for key, step in plan.steps.items() if step.stage == "prepare"}
-    for key, record in read_records(StudyPlan(prepare_steps), store).items():
-        cfg = prepare_steps[key].run.prepare
+    readers = {key: step for key, step in plan.steps.items() if step.stage == "prepare" or RULES[step.stage].reads}
+    for key, record in read_records(StudyPlan(readers), store).items():
+        cfg = readers[key].run.prepare
+        if record.stage != "prepare":
+            digests = _input_digests(readers[key])
+            if record.inputs and digests and digests != record.inputs:
+                changes[key] = digests
+            continue
         try:
             before = Corpus.open(store, cfg.corpus, record.report["digest"]).info.sources
             digests = [source.sha256 for source in describe_sources(cfg)]
@@ -205,6 +232,21 @@ def changed_sources(plan: StudyPlan, store: Store) -> dict[str, list[str]]:
         if digests != [source.sha256 for source in before]:
             changes[key] = digests
     return changes
+
+
+def _input_digests(step: PlannedStep) -> list[str]:
+    """Return the digests of the file or folder that a step's setting names, in order of names without hidden ones; none
+    where it is not on this machine, or names something else, such as a model of a hub."""
+    setting = RULES[step.stage].reads
+    name = operator.attrgetter(setting)(step.run) if setting else None
+    if not name:
+        return []
+    try:
+        path = resolve_path(name)
+        files = [one for one in sorted(path.rglob("*")) if one.is_file() and "/." not in f"/{one.relative_to(path)}"]
+        return [cached_sha256_of(one) for one in (files if path.is_dir() else [path])]
+    except (ConfigError, OSError):
+        return []
 
 
 def _read_json(store: Store, path: str) -> dict[str, Any]:

@@ -94,6 +94,9 @@ def make_report(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]
     variants = {key: [run.variant.name for run in plan.variants if key in run.keys] for key in plan.steps}
     commands = [f"{step.command}  # {_step_line(step, variants[step.key])}" for step in steps]
     facts, plots = _facts(study, records), draw_plots(study, results)
+    articles = {article for result in results for ranks in result.ranks.values() for article in ranks.articles}
+    if len(articles) == 1:
+        facts["articles"] = "a single one, so intervals and tests take its questions for independent"
     if missing_runs:
         reported_names = {run.variant.name for run in plan.variants}
         names = (

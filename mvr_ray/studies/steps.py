@@ -5,9 +5,10 @@ with which the chain's later `mine` steps denoise. With `train.init_from=previou
 previous encoder.
 
 A step's key is a digest of its stage, of the sections that determine its result, and of the keys of the steps before
-it; it excludes names, resources and the store. Where the files of sources have changed since a `prepare` step finished,
-the key covers their digests, too. Steps of equal key are one step, in this and later studies over the same
-store. The key of a step names its product (an encoder, an index, mined questions), so no two steps write to one place.
+it; it excludes names, resources and the store. Where the files that a step reads (sources, the folder of a model,
+feedback) have changed since it finished, the key covers their digests, too. Steps of equal key are one step, in this
+and later studies over the same store. The key of a step names its product (an encoder, an index, mined questions), so
+no two steps write to one place.
 A corpus keeps its name, by which question sets and messages refer to it; `execute` restores it.
 """
 
@@ -36,6 +37,7 @@ class StageRule(NamedTuple):
                     measures the version that the chain's refinement published
     uses_version    uses one version of the index, which must be live
     alone           no other step runs beside it: `prepare` writes the corpus of other steps, and `cost` measures time
+    reads           the setting that may name a file, or the folder of a model, on which the result depends
     report_fields   fields added to its report: part of the key, so a step whose report lacks them runs again
     """
 
@@ -43,15 +45,16 @@ class StageRule(NamedTuple):
     needs: tuple[str, ...]
     uses_version: bool = False
     alone: bool = False
+    reads: str = ""
     report_fields: str = ""
 
 
 RULES = {
     "prepare": StageRule(("prepare",), (), alone=True),
-    "train": StageRule(("encoder", "train"), ("prepare", "mine")),
-    "mine": StageRule(("mine",), ("prepare", "cross_encoder"), True),
-    "index": StageRule(("encoder", "index"), ("prepare", "train")),
-    "refine": StageRule(("refine",), ("index",), True),
+    "train": StageRule(("encoder", "train"), ("prepare", "mine"), reads="encoder.backbone"),
+    "mine": StageRule(("mine",), ("prepare", "cross_encoder"), True, reads="mine.cross_encoder"),
+    "index": StageRule(("encoder", "index"), ("prepare", "train"), reads="encoder.backbone"),
+    "refine": StageRule(("refine",), ("index",), True, reads="refine.feedback"),
     "evaluate": StageRule(("evaluate", "retrieve"), ("index", "refine"), True, report_fields="ranks"),
     "analyze": StageRule(
         ("analyze", "evaluate"),
@@ -59,12 +62,16 @@ RULES = {
         True,
         report_fields="ranks and values of every question, over all articles",
     ),
-    "cost": StageRule(("encoder", "evaluate"), ("prepare",), True, alone=True),
+    "cost": StageRule(("encoder", "evaluate"), ("prepare",), True, alone=True, reads="encoder.backbone"),
     "refinement_grid": StageRule(
         ("refine", "evaluate"), ("index",), True, report_fields="when rules stop, the newest questions, ranks"
     ),
     "reading": StageRule(
-        ("read", "retrieve", "evaluate"), ("index", "refine", "reader"), True, report_fields="values of every question"
+        ("read", "retrieve", "evaluate"),
+        ("index", "refine", "reader"),
+        True,
+        reads="read.reader",
+        report_fields="values of every question",
     ),
     "entity_frequency": StageRule(("evaluate", "retrieve"), ("index", "refine"), True),
 }
@@ -155,9 +162,8 @@ class StudyPlan:
 
 
 def plan_study(study: Study, changed_sources: Mapping[str, list[str]] = NO_CHANGES) -> StudyPlan:
-    """Plan the steps of every variant and seed, in the order of the file, equal ones once. `changed_sources` has the
-    digests of the sources of finished `prepare` steps that no longer hold, by key: these and the steps after them get
-    other keys."""
+    """Plan the steps of every variant and seed, in the order of the file, equal ones once. `changed_sources` has,
+    by key, the digests of what finished steps read that has changed: these and the steps after them get other keys."""
     plan, curve = StudyPlan(), study.at_size.curve
     for variant in study.config.variants:
         steps = study.steps(variant)
@@ -203,7 +209,13 @@ class _Chain:
         stage, rule = step.stage, RULES[step.stage]
         product = run.train.task if stage == "train" and run.train.task != "retriever" else stage
         needs = [self.latest[name] for name in self._needs(product, rule, run) if name in self.latest]
-        parts = [stage, *_deciding_values(product, stage, run), step.options, *needs]
+        parts = [
+            stage,
+            *_deciding_values(product, stage, run),
+            *self._inputs_by_name(product, run),
+            step.options,
+            *needs,
+        ]
         parts += [text for text in (rule.report_fields, self.snapshot if "train" in rule.needs else "") if text]
         key = _digest(parts)
         if key in self.changed_sources:
@@ -238,6 +250,20 @@ class _Chain:
             return (*rule.needs, "train")
         return rule.needs
 
+    def _inputs_by_name(self, product: str, run: RunConfig) -> list[Any]:
+        """Return the settings that name an input of this step which no earlier step of the chain makes."""
+        if product == "mine" and run.mine.cross_encoder and "cross_encoder" not in self.latest:
+            return [run.mine.cross_encoder, asdict(pair_spec(run))]
+        if product in ("train", "cross_encoder", "reader") and run.train.hard_negatives and "mine" not in self.latest:
+            return [run.train.hard_negatives]
+        if product == "index" and run.index.encoder not in ("auto", "untrained") and "train" not in self.latest:
+            raise ConfigError(
+                f"{self.study.file}: variant {self.variant.name!r} has index.encoder={run.index.encoder}, but no train "
+                f"step before its index step, which therefore embeds with the backbone; add a train step, or set "
+                f"index.encoder=untrained"
+            )
+        return []
+
     def _names(self, product: str, run: RunConfig, key: str) -> list[str]:
         """Return overrides that name this step's product and inputs, each by the key of its step."""
         if product == "prepare":
@@ -265,16 +291,20 @@ class _Chain:
 
 def _deciding_values(product: str, stage: str, run: RunConfig) -> list[Any]:
     """Return the settings that determine a step's result. A model with a task head is the same for every readout of its
-    backbone; times depend on the device; training, mining, refinement and the cutting of passages find answers by
-    `evaluate.match`."""
+    backbone; times depend on the device, and BM25's negatives on the language of the words; training, mining,
+    refinement and the cutting of passages find answers by `evaluate.match`."""
     finds_answers = stage in ("train", "mine", "refine") or (stage == "prepare" and run.prepare.chunk_words > 0)
     patterns = [run.evaluate.match] if finds_answers and run.evaluate.match != "string" else []
     if product in ("reader", "cross_encoder"):
         spec = reader_spec(run) if product == "reader" else pair_spec(run)
         return [run.encoder.backbone, _deciding_settings(run, "train"), asdict(spec), *patterns]
     on_gpu = ["gpu"] if stage == "cost" and run.resources.gpus_per_encoder else []
-    hybrid = [run.search.hybrid] if stage in ("reading", "evaluate") and run.search.hybrid is not None else []
-    return [*(_deciding_settings(run, section) for section in RULES[stage].sections), *on_gpu, *hybrid, *patterns]
+    ranks_hybrid = stage in ("reading", "evaluate", "entity_frequency") and run.search.hybrid is not None
+    hybrid = [run.search.hybrid] if ranks_hybrid else []
+    mines_words = stage == "mine" and run.mine.method == "bm25"
+    words = [run.index.language] if mines_words and run.index.language != "english" else []
+    settings = [_deciding_settings(run, section) for section in RULES[stage].sections]
+    return [*settings, *on_gpu, *hybrid, *words, *patterns]
 
 
 def _deciding_settings(run: RunConfig, section: str) -> dict[str, Any]:

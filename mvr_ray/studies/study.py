@@ -9,9 +9,8 @@ from mvr_ray.store import paths
 from mvr_ray.store.files import Store, finished_file
 from mvr_ray.studies.definition import load_study
 from mvr_ray.studies.earlier_report import read_report
-from mvr_ray.studies.execute import changed_sources, read_records, run_plan
+from mvr_ray.studies.execute import plan_over_sources, read_records, run_plan
 from mvr_ray.studies.report import make_report
-from mvr_ray.studies.steps import plan_study
 from mvr_ray.studies.tables import Table
 from mvr_ray.types import Progress, no_progress
 
@@ -54,9 +53,7 @@ def run_study(
         raise ConfigError(f"at_once is {at_once}; at least one step must run")
     study = load_study(path, size, extra)
     store = Store(study.run.store.path)
-    plan = plan_study(study)
-    if changes := changed_sources(plan, store):
-        plan = plan_study(study, changes)
+    plan = plan_over_sources(study, store)
     earlier_records = read_report(earlier, study, plan) if earlier else {}
     part = plan.part(only)
     part = part.of([run for run in part.variants if not earlier_records.keys() >= {*run.keys}])

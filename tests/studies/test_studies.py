@@ -3,6 +3,7 @@
 import html
 import json
 import random
+import re
 import subprocess
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -212,6 +213,30 @@ def test_a_cross_encoder_denoises_what_is_mined_after_it_and_is_not_the_encoder(
     assert plan.steps[plan.variants[1].keys[-1]].run.read.reader == read.run.train.reader
 
 
+def test_steps_with_other_inputs_by_name_are_others(write):
+    mines, trains = ["mine", {"stage": "train", "set": ["train.num_hard_negatives=1"]}], ["train"]
+    model = ["mine.cross_encoder=a"]
+    for steps, sets in (
+        (
+            mines,
+            [[], model, ["mine.cross_encoder=b"], [*model, "read.max_question_tokens=9"], ["index.language=german"]],
+        ),
+        (trains, [[], ["train.hard_negatives=a"], ["train.hard_negatives=b"]]),
+    ):
+        variants = [{"name": str(number), "set": own, "steps": steps} for number, own in enumerate(sets)]
+        plan = plan_study(load_study(write({}, variants=variants, sizes={"quick": {"seeds": [1]}})))
+        assert len({variant.keys for variant in plan.variants}) == len(sets)
+    twice = [{"name": "a", "steps": mines}, {"name": "b", "steps": mines, "set": ["train.hard_negatives=a"]}]
+    first, second = plan_study(load_study(write({}, variants=twice, sizes={"quick": {"seeds": [1]}}))).variants
+    assert first.keys == second.keys, "the chain's own negatives replace those of the name"
+
+
+def test_a_stored_encoder_is_refused_where_the_study_would_embed_with_the_backbone(write):
+    variants = [{"name": "mine", "set": ["index.encoder=trained", "encoder.name=mine"], "steps": ["index"]}]
+    with pytest.raises(ConfigError, match=r"'mine' has index\.encoder=trained, but no train step before .*untrained"):
+        plan_study(load_study(write({}, variants=variants, sizes={"quick": {"seeds": [1]}})))
+
+
 @pytest.mark.parametrize("task", ["reader", "cross_encoder"])
 def test_a_model_with_a_head_is_trained_once_for_every_readout_of_its_backbone(write, task):
     def train_keys(**sections):
@@ -385,6 +410,17 @@ def pq_ranks(data: bytes) -> list[QuestionRanks]:
         file.write(data)
         file.flush()
         return read_question_ranks(Path(file.name))
+
+
+@pytest.mark.parametrize("num_articles", [1, 2])
+def test_a_report_says_where_questions_count_as_articles(write, num_articles):
+    study = load_study(write({}, variants=STUDY["variants"][2:], sizes={"quick": {"seeds": [1]}}))
+    plan, evaluation = plan_study(study), fake(0.5, 1)
+    evaluation["ranks"][0]["articles"] = [str(number % num_articles) for number in range(10)]
+    reports = {"prepare": {"passages_written": 9}, "index": {}, "evaluate": evaluation}
+    records = {key: StepRecord(key, step.stage, "", 1.0, reports[step.stage]) for key, step in plan.steps.items()}
+    facts = json.loads(make_report(study, plan, records).files["report.json"])["facts"]
+    assert ("articles" in facts) == (num_articles == 1)
 
 
 def test_t_tests_over_seeds_stand_beside_the_paired_test_over_articles(write):
@@ -1057,6 +1093,35 @@ def test_steps_over_a_source_that_has_changed_are_others_until_it_is_as_before(r
     assert changed_sources(plan, store) == {}
 
 
+def test_steps_over_a_model_or_feedback_that_has_changed_are_others_until_it_is_as_before(write, tmp_path):
+    model, feedback = tmp_path / "model", tmp_path / "feedback.jsonl"
+    model.mkdir()
+    steps = ["train", "index", "refine"]
+    run = {"encoder": {"backbone": str(model)}, "refine": {"feedback": str(feedback)}}
+    study = load_study(write(run, variants=[{"name": "a", "steps": steps}], sizes={"quick": {"seeds": [1]}}))
+    store = Store(str(tmp_path / "store"))
+
+    def stages(weights: str, labels: str) -> list[str]:
+        """Finish the study over these files; returns the stages that were not finished before."""
+        (model / "weights").write_text(weights)
+        feedback.write_text(labels)
+        own = [step for step in execute.plan_over_sources(study, store).steps.values() if step.stage != "prepare"]
+        new = [step for step in own if not store.exists(paths.study_step(step.key))]
+        for step in new:
+            record = StepRecord(step.key, step.stage, "", 1.0, {}, inputs=execute._input_digests(step))
+            execute._write_json(store, paths.study_step(step.key), record._asdict())
+        return [step.stage for step in new]
+
+    assert stages("1", "1") == steps
+    assert stages("1", "1") == []
+    assert stages("2", "1") == steps
+    assert stages("2", "2") == ["refine"], "also after another change"
+    assert stages("2", "1") == stages("1", "1") == []
+    (model / "weights").unlink()
+    model.rmdir()
+    assert changed_sources(plan_study(study), store) == {}
+
+
 def test_a_damaged_record_of_a_step_counts_as_none_and_one_without_a_checksum_is_read(rows, tmp_path):
     study, step, store = rows
     plan, path = plan_study(study), paths.study_step(step.key)
@@ -1081,6 +1146,19 @@ def test_the_code_has_no_commit_without_git_or_in_the_repository_of_another_proj
     assert execute.code_version() == __version__
     monkeypatch.setenv("PATH", str(tmp_path))
     assert execute.code_version() == __version__
+
+
+def test_the_code_of_a_report_is_that_of_a_commit_or_has_changes(monkeypatch, tmp_path):
+    package = tmp_path / "mvr_ray" / "studies"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(execute, "__file__", str(package / "execute.py"))
+    (package / "execute.py").write_text("1")
+    for words in ("init -q", "add .", "-c user.name=n -c user.email=e commit -q -m m"):
+        subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
+    (tmp_path / "report.md").write_text("beside the package")
+    assert re.fullmatch(rf"{re.escape(__version__)} \(commit [0-9a-f]+\)", execute.code_version())
+    (package / "loss.py").write_text("2")
+    assert re.fullmatch(rf"{re.escape(__version__)} \(commit [0-9a-f]+ with changes\)", execute.code_version())
 
 
 @pytest.mark.data

@@ -116,7 +116,7 @@ def loss_and_gradients(
 ) -> StepOutput:
     """Add this rank's gradients of `scale` x the joined batch's loss; call `average_gradients` next.
 
-    A chunk gives the same result, up to rounding, in two passes with less memory.
+    A chunk gives the same result, up to rounding, in two passes with less memory; with dropout, that of other draws.
     """
     with_cache = 0 < settings.chunk < max(len(share.texts), len(share.passages))
     with torch.no_grad() if with_cache else nullcontext():
