@@ -21,6 +21,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve import Application
 from ray.serve.schema import ServeDeploySchema
 
+from mvr_ray.capacity import plan
 from mvr_ray.config import load_run
 from mvr_ray.distributed.cluster import job_metrics
 from mvr_ray.distributed.refinement.report import RoundReport
@@ -100,6 +101,7 @@ KUBERAY = {
     )
     for kind, spec in {"RayCluster": CLUSTER, "RayService": SERVICE}.items()
 }
+WIKIPEDIA_PASSAGES = 21_015_324
 KUBERNETES = ("1.30", "1.34")
 """The pods are checked against the schemas of these."""
 CPU, MEMORY = re.compile(r"\d+m?|\d+\.\d+"), re.compile(r"[1-9]\d*(Ki|Mi|Gi|Ti)")
@@ -160,6 +162,23 @@ def check_fits(gpus: int, cpus: int) -> None:
         <= gpus
     )
     assert resources.searchers * resources.cpus_per_searcher <= cpus
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_a_machine_with_the_cpus_of_a_searcher_has_its_memory(cloud: str) -> None:
+    nodes = load(CLOUDS[cloud])["available_node_types"]
+    config = nodes["searcher"]["node_config"]
+    memory = {"r6i.2xlarge": 64 << 30, "n2-highmem-8": 64 << 30}[config.get("InstanceType") or config["machineType"]]
+    check_memory({name: node["resources"]["CPU"] for name, node in nodes.items()}, memory)
+
+
+def check_memory(cpus_of: dict[str, int], memory: int) -> None:
+    run = load_run(ROOT / "configs" / "wikipedia.yaml")
+    cpus = run.resources.cpus_per_searcher
+    assert [name for name in cpus_of if cpus_of[name] >= cpus] == ["searcher"]
+    of = {line.what: line.bytes_each for line in plan(run, WIKIPEDIA_PASSAGES).lines if line.kind == "memory"}
+    largest = max(of["searcher"] + of["searcher, one more version"], of["refiner"])
+    assert cpus_of["searcher"] // cpus * largest <= memory
 
 
 def test_ports_of_ray_are_open_to_nobody_without_a_token() -> None:
@@ -245,6 +264,25 @@ def test_gpus_of_the_kubernetes_cluster_are_spot_encoders_from_none_up() -> None
     assert groups["encoder"]["minReplicas"] == 0
     encoders = groups["encoder"]["maxReplicas"] * int(limits["encoder"]["nvidia.com/gpu"])
     check_fits(encoders, groups["searcher"]["maxReplicas"] * int(limits["searcher"]["cpu"]))
+
+
+def test_a_pod_with_the_cpus_of_a_searcher_has_its_memory(manifest: dict[str, Any]) -> None:
+    spec = spec_of(manifest)
+    groups = {"head": spec["headGroupSpec"], **{group["groupName"]: group for group in spec["workerGroupSpecs"]}}
+    limits = {name: group["template"]["spec"]["containers"][0]["resources"]["limits"] for name, group in groups.items()}
+    cpus = {name: int(group["rayStartParams"].get("num-cpus", limits[name]["cpu"])) for name, group in groups.items()}
+    check_memory(cpus, int(limits["searcher"]["memory"].removesuffix("Gi")) << 30)
+
+
+def test_the_service_has_a_searcher_pod_for_every_searcher() -> None:
+    [group] = load(ROOT / "deploy" / "kuberay" / "rayservice.yaml")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert group["minReplicas"] >= load_run(ROOT / "configs" / "wikipedia.yaml").resources.searchers
+
+
+def test_the_kubernetes_files_take_no_service_of_each_other() -> None:
+    """KubeRay names the Service of a head after the RayCluster or the RayService."""
+    names = [load(path)["metadata"]["name"] for path in sorted((ROOT / "deploy" / "kuberay").iterdir())]
+    assert len(names) == len(set(names)) == 2
 
 
 def test_the_service_names_an_application_that_serve_can_build(monkeypatch: pytest.MonkeyPatch) -> None:
