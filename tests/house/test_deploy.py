@@ -349,7 +349,7 @@ def test_what_searchers_are_asked_is_told_as_the_router_counts_it() -> None:
 
 def test_the_dashboard_asks_for_what_a_server_counts() -> None:
     """Names and labels of every query; a series without labels of its own needs none."""
-    metrics = Metrics()
+    metrics = Metrics("r1")
     metrics.note_request("/v1/search", "POST", 200, 0.1)
     metrics.note_stage("merge", 0.1)
     metrics.note_served("squad", 1, 1.0)
@@ -373,6 +373,7 @@ def test_the_dashboard_asks_for_what_a_server_counts() -> None:
             one for group in re.findall(r"\{([^}]*)\}", expression) for one in re.findall(r"(\w+)=", group)
         }
         assert group_labels | matcher_labels <= set.union(*(metric_labels[name] for name in names)), expression
+    assert all("replica" in labels for labels in metric_labels.values())
     metric_names = {name for name in metric_labels if not re.search(r"_(created|count|sum)$", name)}
     assert queried_names == metric_names
 
