@@ -234,7 +234,7 @@ def test_pods_ask_for_what_they_may_use_and_mount_what_they_declare(manifest: di
         limits, requests = container["resources"]["limits"], container["resources"]["requests"]
         assert limits == requests, "a pod that may use more than it asks for is the first to be killed"
         assert CPU.fullmatch(limits["cpu"]) and MEMORY.fullmatch(limits["memory"])
-        assert set(limits) <= {"cpu", "memory", "nvidia.com/gpu", "ephemeral-storage"}
+        assert set(limits) <= {"cpu", "memory", "nvidia.com/gpu"}
         mounts = {mount["name"] for mount in container.get("volumeMounts", [])}
         assert mounts == {volume["name"] for volume in pod.get("volumes", [])}
         ports = [port["containerPort"] for port in container.get("ports", [])]
@@ -243,6 +243,19 @@ def test_pods_ask_for_what_they_may_use_and_mount_what_they_declare(manifest: di
         assert all(NAME.fullmatch(name) and len(name) <= 15 for name in names)
         for toleration in pod.get("tolerations", []):
             assert toleration["operator"] == "Exists" or "value" in toleration
+
+
+def test_copies_of_shards_fill_a_file_system_of_their_own_and_no_quota(manifest: dict[str, Any]) -> None:
+    """Copies give way where their file system is full; of an emptyDir that is the node's, and its limit evicts the
+    pod."""
+    caches = []
+    for pod in pods(spec_of(manifest)):
+        for volume in pod.get("volumes", []):
+            assert set(volume) == {"name", "ephemeral"} and pod["securityContext"]["fsGroup"]
+            mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+            environment = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
+            caches.append(mounts[volume["name"]] == environment["MVR_RAY_CACHE"])
+    assert caches == [True]
 
 
 def test_images_and_versions_are_those_of_the_ray_that_is_pinned(manifest: dict[str, Any]) -> None:
