@@ -155,6 +155,12 @@ def test_what_the_wikipedia_run_asks_for_fits(cloud: str) -> None:
     )
 
 
+def test_spot_machines_of_google_are_scheduled_by_one_object() -> None:
+    """As its API has `scheduling` of an instance; Ray passes it on as it is (ray-project/ray issue 46248)."""
+    node = load(CLOUDS["gcp"])["available_node_types"]["encoder"]["node_config"]
+    assert node["scheduling"].keys() == {"provisioningModel", "instanceTerminationAction", "onHostMaintenance"}
+
+
 def check_fits(gpus: int, cpus: int) -> None:
     resources = load_run(ROOT / "configs" / "wikipedia.yaml").resources
     assert (
