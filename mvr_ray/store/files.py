@@ -634,17 +634,21 @@ def _local_folder(root: str) -> Path:
     """Resolve the root of a local store, a path or a `file://` address. Raises ConfigError for another machine's, and
     for a relative path in a job's copy of its working directory."""
     if not root.startswith("file://"):
-        folder = resolve_path(root)
-        if not folder.is_absolute() and _JOB_FOLDERS in Path.cwd().parts:
-            raise ConfigError(
-                f"the store {root} would be lost: this job runs in a copy of its working directory, which Ray deletes; "
-                f"give store.path a full path that every node has, or s3:// or gs://"
-            )
+        require_lasting(folder := resolve_path(root), f"store.path={root}", " that every node has, or s3:// or gs://")
         return folder
     host, slash, path = root.removeprefix("file://").partition("/")
     if host not in ("", "localhost") or not slash:
         raise ConfigError(f"{root} names no folder of this machine; write file:///FOLDER, or the folder alone")
     return resolve_path(unquote(slash + path))
+
+
+def require_lasting(path: Path, what: str, advice: str = "") -> None:
+    """Raise ConfigError for a relative path in a job's copy of its working directory."""
+    if not path.is_absolute() and _JOB_FOLDERS in Path.cwd().parts:
+        raise ConfigError(
+            f"{what} would be lost: this job runs in a copy of its working directory, which Ray deletes; give a full "
+            f"path{advice}"
+        )
 
 
 def _check_path(path: str) -> str:

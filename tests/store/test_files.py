@@ -17,6 +17,8 @@ import pytest
 from file_size_limit import file_size_limit
 from ray._private.runtime_env.working_dir import WorkingDirPlugin
 
+from mvr_ray.cli.inputs import check_inputs
+from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import files as files_module
 from mvr_ray.store.files import Store, cached_sha256_of, finished_file
@@ -74,8 +76,10 @@ def test_a_job_refuses_a_store_that_ray_would_delete_with_its_copy(tmp_path: Pat
     folder = Path(plugin._resources_dir, "_ray_pkg_1")
     folder.mkdir()
     monkeypatch.chdir(folder)
-    with pytest.raises(ConfigError, match=r"the store mine would be lost.* s3://"):
+    with pytest.raises(ConfigError, match=r"store\.path=mine would be lost.* s3://"):
         Store("mine")
+    with pytest.raises(ConfigError, match=r"retrieve: output=ranks\.tsv would be lost.* full path$"):
+        check_inputs("retrieve", RunConfig(), {"output": "ranks.tsv", "questions": "asked"})
     Store(tmp_path / "mine").write_bytes("a", b"1")
     monkeypatch.chdir(tmp_path)
     assert Store("mine").read_bytes("a") == b"1"
