@@ -12,7 +12,7 @@ from mvr_ray.config.train import check_train
 from mvr_ray.errors import ConfigError, MissingInputError
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus, question_set
-from mvr_ray.store.files import Store
+from mvr_ray.store.files import Store, require_lasting
 from mvr_ray.store.model_records import CROSS_ENCODERS, READERS, find_model, require_snapshot, starting_name
 
 
@@ -21,6 +21,7 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
     `questions=...` of `retrieve`."""
     if "output" in arguments:
         path = Path(arguments["output"])
+        require_lasting(path, f"{stage}: output={path}")
         if path.is_dir() or not path.absolute().parent.is_dir():
             raise ConfigError(f"{stage}: output={path} cannot be written; name a file in a folder that exists")
     match stage:

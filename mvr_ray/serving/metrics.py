@@ -26,9 +26,11 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 
 
 
 class Metrics:
-    """The counters of one replica, apart from those of any other in the process."""
+    """The counters of one replica, apart from those of any other in the process. Every series has `replica` as a label,
+    if not empty: scrapes reach several replicas in turn, and one series of them all would go up and down."""
 
-    def __init__(self) -> None:
+    def __init__(self, replica: str = "") -> None:
+        self.replica = replica
         self.registry = own = CollectorRegistry()
         self.requests = Counter("mvr_ray_requests", "Answered requests.", ("route", "method", "status"), registry=own)
         self.request_s = Histogram(
@@ -82,7 +84,20 @@ class Metrics:
         self.version.labels(index).set(version)
 
     def text(self) -> bytes:
-        return generate_latest(self.registry)
+        return generate_latest(_OfReplica(self.registry, self.replica) if self.replica else self.registry)
+
+
+@dataclass(eq=False)
+class _OfReplica(Collector):
+    """The series of a registry, with a label more."""
+
+    registry: CollectorRegistry
+    replica: str
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self.registry.collect():
+            metric.samples = [one._replace(labels={**one.labels, "replica": self.replica}) for one in metric.samples]
+            yield metric
 
 
 @dataclass(eq=False)

@@ -65,7 +65,7 @@ class SearchIngress:
         log.info("replica started: pid=%d", os.getpid())
         config = RunConfig.model_validate(run)
         self._resources = ExitStack()
-        self._metrics = Metrics()
+        self._metrics = Metrics(serve.get_replica_context().replica_tag)
         options = {"timeout_s": config.serve.timeout_ms / 1000, "follow_s": config.serve.follow_s or None}
         router = self._resources.enter_context(
             open_hot_swap_router(config, version, **options, observe=self._metrics.note_stage)

@@ -48,6 +48,8 @@ FIRST_PAUSE_S = 0.1
 CLAIM_TRIES = 5
 REQUESTS_AT_ONCE = 16
 """Of `Store.for_each`: an object store answers each after tens of milliseconds, and many side by side."""
+_JOB_FOLDERS = "working_dir_files"
+"""Where Ray unpacks the working directories of jobs."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -629,13 +631,24 @@ def finished_file(target: Path, sync: bool = True) -> Iterator[Path]:
 
 
 def _local_folder(root: str) -> Path:
-    """Resolve the root of a local store, a path or a `file://` address. Raises ConfigError for another machine's."""
+    """Resolve the root of a local store, a path or a `file://` address. Raises ConfigError for another machine's, and
+    for a relative path in a job's copy of its working directory."""
     if not root.startswith("file://"):
-        return resolve_path(root)
+        require_lasting(folder := resolve_path(root), f"store.path={root}", " that every node has, or s3:// or gs://")
+        return folder
     host, slash, path = root.removeprefix("file://").partition("/")
     if host not in ("", "localhost") or not slash:
         raise ConfigError(f"{root} names no folder of this machine; write file:///FOLDER, or the folder alone")
     return resolve_path(unquote(slash + path))
+
+
+def require_lasting(path: Path, what: str, advice: str = "") -> None:
+    """Raise ConfigError for a relative path in a job's copy of its working directory."""
+    if not path.is_absolute() and _JOB_FOLDERS in Path.cwd().parts:
+        raise ConfigError(
+            f"{what} would be lost: this job runs in a copy of its working directory, which Ray deletes; give a full "
+            f"path{advice}"
+        )
 
 
 def _check_path(path: str) -> str:

@@ -21,6 +21,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve import Application
 from ray.serve.schema import ServeDeploySchema
 
+from mvr_ray.capacity import plan
 from mvr_ray.config import load_run
 from mvr_ray.distributed.cluster import job_metrics
 from mvr_ray.distributed.refinement.report import RoundReport
@@ -100,6 +101,7 @@ KUBERAY = {
     )
     for kind, spec in {"RayCluster": CLUSTER, "RayService": SERVICE}.items()
 }
+WIKIPEDIA_PASSAGES = 21_015_324
 KUBERNETES = ("1.30", "1.34")
 """The pods are checked against the schemas of these."""
 CPU, MEMORY = re.compile(r"\d+m?|\d+\.\d+"), re.compile(r"[1-9]\d*(Ki|Mi|Gi|Ti)")
@@ -153,6 +155,12 @@ def test_what_the_wikipedia_run_asks_for_fits(cloud: str) -> None:
     )
 
 
+def test_spot_machines_of_google_are_scheduled_by_one_object() -> None:
+    """As its API has `scheduling` of an instance; Ray passes it on as it is (ray-project/ray issue 46248)."""
+    node = load(CLOUDS["gcp"])["available_node_types"]["encoder"]["node_config"]
+    assert node["scheduling"].keys() == {"provisioningModel", "instanceTerminationAction", "onHostMaintenance"}
+
+
 def check_fits(gpus: int, cpus: int) -> None:
     resources = load_run(ROOT / "configs" / "wikipedia.yaml").resources
     assert (
@@ -160,6 +168,23 @@ def check_fits(gpus: int, cpus: int) -> None:
         <= gpus
     )
     assert resources.searchers * resources.cpus_per_searcher <= cpus
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_a_machine_with_the_cpus_of_a_searcher_has_its_memory(cloud: str) -> None:
+    nodes = load(CLOUDS[cloud])["available_node_types"]
+    config = nodes["searcher"]["node_config"]
+    memory = {"r6i.2xlarge": 64 << 30, "n2-highmem-8": 64 << 30}[config.get("InstanceType") or config["machineType"]]
+    check_memory({name: node["resources"]["CPU"] for name, node in nodes.items()}, memory)
+
+
+def check_memory(cpus_of: dict[str, int], memory: int) -> None:
+    run = load_run(ROOT / "configs" / "wikipedia.yaml")
+    cpus = run.resources.cpus_per_searcher
+    assert [name for name in cpus_of if cpus_of[name] >= cpus] == ["searcher"]
+    of = {line.what: line.bytes_each for line in plan(run, WIKIPEDIA_PASSAGES).lines if line.kind == "memory"}
+    largest = max(of["searcher"] + of["searcher, one more version"], of["refiner"])
+    assert cpus_of["searcher"] // cpus * largest <= memory
 
 
 def test_ports_of_ray_are_open_to_nobody_without_a_token() -> None:
@@ -215,7 +240,7 @@ def test_pods_ask_for_what_they_may_use_and_mount_what_they_declare(manifest: di
         limits, requests = container["resources"]["limits"], container["resources"]["requests"]
         assert limits == requests, "a pod that may use more than it asks for is the first to be killed"
         assert CPU.fullmatch(limits["cpu"]) and MEMORY.fullmatch(limits["memory"])
-        assert set(limits) <= {"cpu", "memory", "nvidia.com/gpu", "ephemeral-storage"}
+        assert set(limits) <= {"cpu", "memory", "nvidia.com/gpu"}
         mounts = {mount["name"] for mount in container.get("volumeMounts", [])}
         assert mounts == {volume["name"] for volume in pod.get("volumes", [])}
         ports = [port["containerPort"] for port in container.get("ports", [])]
@@ -224,6 +249,19 @@ def test_pods_ask_for_what_they_may_use_and_mount_what_they_declare(manifest: di
         assert all(NAME.fullmatch(name) and len(name) <= 15 for name in names)
         for toleration in pod.get("tolerations", []):
             assert toleration["operator"] == "Exists" or "value" in toleration
+
+
+def test_copies_of_shards_fill_a_file_system_of_their_own_and_no_quota(manifest: dict[str, Any]) -> None:
+    """Copies give way where their file system is full; of an emptyDir that is the node's, and its limit evicts the
+    pod."""
+    caches = []
+    for pod in pods(spec_of(manifest)):
+        for volume in pod.get("volumes", []):
+            assert set(volume) == {"name", "ephemeral"} and pod["securityContext"]["fsGroup"]
+            mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+            environment = {one["name"]: one.get("value") for one in pod["containers"][0]["env"]}
+            caches.append(mounts[volume["name"]] == environment["MVR_RAY_CACHE"])
+    assert caches == [True]
 
 
 def test_images_and_versions_are_those_of_the_ray_that_is_pinned(manifest: dict[str, Any]) -> None:
@@ -245,6 +283,25 @@ def test_gpus_of_the_kubernetes_cluster_are_spot_encoders_from_none_up() -> None
     assert groups["encoder"]["minReplicas"] == 0
     encoders = groups["encoder"]["maxReplicas"] * int(limits["encoder"]["nvidia.com/gpu"])
     check_fits(encoders, groups["searcher"]["maxReplicas"] * int(limits["searcher"]["cpu"]))
+
+
+def test_a_pod_with_the_cpus_of_a_searcher_has_its_memory(manifest: dict[str, Any]) -> None:
+    spec = spec_of(manifest)
+    groups = {"head": spec["headGroupSpec"], **{group["groupName"]: group for group in spec["workerGroupSpecs"]}}
+    limits = {name: group["template"]["spec"]["containers"][0]["resources"]["limits"] for name, group in groups.items()}
+    cpus = {name: int(group["rayStartParams"].get("num-cpus", limits[name]["cpu"])) for name, group in groups.items()}
+    check_memory(cpus, int(limits["searcher"]["memory"].removesuffix("Gi")) << 30)
+
+
+def test_the_service_has_a_searcher_pod_for_every_searcher() -> None:
+    [group] = load(ROOT / "deploy" / "kuberay" / "rayservice.yaml")["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert group["minReplicas"] >= load_run(ROOT / "configs" / "wikipedia.yaml").resources.searchers
+
+
+def test_the_kubernetes_files_take_no_service_of_each_other() -> None:
+    """KubeRay names the Service of a head after the RayCluster or the RayService."""
+    names = [load(path)["metadata"]["name"] for path in sorted((ROOT / "deploy" / "kuberay").iterdir())]
+    assert len(names) == len(set(names)) == 2
 
 
 def test_the_service_names_an_application_that_serve_can_build(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +368,7 @@ def test_what_searchers_are_asked_is_told_as_the_router_counts_it() -> None:
 
 def test_the_dashboard_asks_for_what_a_server_counts() -> None:
     """Names and labels of every query; a series without labels of its own needs none."""
-    metrics = Metrics()
+    metrics = Metrics("r1")
     metrics.note_request("/v1/search", "POST", 200, 0.1)
     metrics.note_stage("merge", 0.1)
     metrics.note_served("squad", 1, 1.0)
@@ -335,6 +392,7 @@ def test_the_dashboard_asks_for_what_a_server_counts() -> None:
             one for group in re.findall(r"\{([^}]*)\}", expression) for one in re.findall(r"(\w+)=", group)
         }
         assert group_labels | matcher_labels <= set.union(*(metric_labels[name] for name in names)), expression
+    assert all("replica" in labels for labels in metric_labels.values())
     metric_names = {name for name in metric_labels if not re.search(r"_(created|count|sum)$", name)}
     assert queried_names == metric_names
 

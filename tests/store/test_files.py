@@ -15,7 +15,10 @@ from pathlib import Path
 
 import pytest
 from file_size_limit import file_size_limit
+from ray._private.runtime_env.working_dir import WorkingDirPlugin
 
+from mvr_ray.cli.inputs import check_inputs
+from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import files as files_module
 from mvr_ray.store.files import Store, cached_sha256_of, finished_file
@@ -66,6 +69,20 @@ def test_a_write_survives_that_another_process_deletes_the_folder(
 def test_a_store_survives_the_way_to_another_process(store: Store):
     store.write_bytes("a/file", b"x")
     assert pickle.loads(pickle.dumps(store)).read_bytes("a/file") == b"x"
+
+
+def test_a_job_refuses_a_store_that_ray_would_delete_with_its_copy(tmp_path: Path, monkeypatch):
+    plugin = WorkingDirPlugin(str(tmp_path), None)
+    folder = Path(plugin._resources_dir, "_ray_pkg_1")
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with pytest.raises(ConfigError, match=r"store\.path=mine would be lost.* s3://"):
+        Store("mine")
+    with pytest.raises(ConfigError, match=r"retrieve: output=ranks\.tsv would be lost.* full path$"):
+        check_inputs("retrieve", RunConfig(), {"output": "ranks.tsv", "questions": "asked"})
+    Store(tmp_path / "mine").write_bytes("a", b"1")
+    monkeypatch.chdir(tmp_path)
+    assert Store("mine").read_bytes("a") == b"1"
 
 
 def test_of_many_creators_at_once_exactly_one_wins_and_its_bytes_stay(store: Store):

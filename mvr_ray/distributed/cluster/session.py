@@ -393,7 +393,10 @@ def require(info: ClusterInfo, needs: Sequence[Need]) -> None:
     if problems and info.can_grow:
         log.warning("waiting for the cluster to grow: %s", "; ".join(problems))
     elif problems:
-        advice = "lower the counts of the resources section, or raise resources.local_cpus on one machine"
+        advice = (
+            "lower the counts of the resources section, or raise resources.local_cpus on one machine, or set "
+            "resources.autoscaling=true if nodes start on demand"
+        )
         raise ResourceError(f"this would wait for ever: {'; '.join(problems)}; {advice}")
 
 
