@@ -89,6 +89,9 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(run_file) -> None:
 
 def test_an_unknown_section_is_refused_with_the_known_ones(run_file) -> None:
     assert refusal(run_file("indx: {}")) == "run.yaml: indx: unknown key; did you mean 'index'?"
+    for section, key in (("retrieve", "dense_weight"), ("evaluate", "hybrid_depth")):
+        message = f"run.yaml: {section}.{key}: unknown key; search.hybrid has replaced it"
+        assert refusal(run_file(f"{section}: {{{key}: 1}}")) == message
     assert "unknown key; known keys: analyze, encoder, evaluate, follow, index" in refusal(run_file("zzz: {}"))
 
 

@@ -13,6 +13,9 @@ from pydantic_core import PydanticCustomError
 ALLOWED = "allowed"
 """Key of a JSON schema for a description of the allowed values."""
 
+REPLACED_KEYS = {"retrieve.dense_weight": "search.hybrid", "evaluate.hybrid_depth": "search.hybrid"}
+"""Key of a run file of an earlier program -> the key that replaces it."""
+
 Name = Annotated[
     str,
     Field(
@@ -58,7 +61,9 @@ def explain(error: ValidationError, where: str, model: type[BaseModel], override
             key, names = str(problem["loc"][len(loc)]), sorted(schema.get("properties", ()))
             close = difflib.get_close_matches(key, names, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(names)}"
-            lines.setdefault(f"{place}.{key}".lstrip("."), f"unknown key; {hint}")
+            if new_key := REPLACED_KEYS.get(place_of_key := f"{place}.{key}".lstrip(".")):
+                hint = f"{new_key} has replaced it"
+            lines.setdefault(place_of_key, f"unknown key; {hint}")
         elif problem["type"] == "missing":
             lines.setdefault(place, f"missing; it must be {allowed_in_words(schema, whole)}")
         elif problem["type"] == "value_error":

@@ -426,7 +426,8 @@ def question_set(corpus: Corpus, name: str) -> SetInfo | None:
     path = paths.question_set(corpus.name, corpus.digest, name)
     if corpus.store.exists(path):
         where = corpus.store.where(path)
-        info = _from_fields(SetInfo, _read_json(corpus.store, path), where, FORMAT_VERSION)
+        fields = {"corpus_digest": corpus.digest, **_read_json(corpus.store, path)}  # the first descriptions lack it
+        info = _from_fields(SetInfo, fields, where, FORMAT_VERSION)
         if (info.corpus_digest, info.name) != (corpus.digest, name):
             raise StorageError(
                 f"{where} describes question set {info.name!r} of the corpus of digest {info.corpus_digest}; {CURE}"

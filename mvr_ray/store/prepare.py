@@ -43,7 +43,7 @@ from mvr_ray.store.formats.records import BadRow, DroppedRow, PassageRecord, Que
 from mvr_ray.store.formats.sources import format_of, read_source, source_files
 from mvr_ray.store.gc import collect_corpus
 from mvr_ray.store.parts import CorpusPart, write_passages
-from mvr_ray.store.questions import only_with, put_questions, read_questions, write_question_file, write_questions
+from mvr_ray.store.questions import archive, only_with, put_questions, write_question_file
 from mvr_ray.store.sampling import draw, hash_rank, split
 from mvr_ray.store.shard_spill import ShardSpill
 from mvr_ray.types import Passage, Progress, Question, no_progress
@@ -415,17 +415,12 @@ def _suppress_read_errors() -> Iterator[None]:
 
 
 def _archive_previous(cfg: PrepareConfig, store: Store) -> None:
-    """Store the corpus that this one replaces under its digest, if an earlier program prepared it."""
+    """Archive the corpus that this one replaces, with the question sets of its preparation."""
     try:
         before = Corpus.open(store, cfg.corpus)
     except (MissingInputError, StorageError):
         return
-    path = paths.corpus_version(before.name, before.digest)
-    if not store.exists(path):
-        for name in question_sets(before):
-            if name in before.info.questions:
-                write_questions(before, name, read_questions(before, name))
-        store.write_bytes(path, before.info.to_json())
+    archive(before, (name for name in question_sets(before) if name in before.info.questions))
 
 
 def describe_sources(cfg: PrepareConfig) -> Iterator[SourceInfo]:

@@ -61,6 +61,16 @@ def copy_questions(source: Corpus, corpus: Corpus, name: str) -> None:
         write_questions(corpus, name, read_questions(source, name))
 
 
+def archive(corpus: Corpus, names: Iterable[str]) -> None:
+    """Describe a corpus and the named sets under its digest if an earlier program did not: another corpus may follow,
+    and the versions that name this one find it."""
+    path = paths.corpus_version(corpus.name, corpus.digest)
+    if not corpus.store.exists(path):
+        for name in names:
+            write_questions(corpus, name, read_questions(corpus, name))
+        corpus.store.write_bytes(path, corpus.info.to_json())
+
+
 def carry_questions(source: Corpus, corpus: Corpus, name: str) -> None:
     """Add a question set of a corpus to a changed one of its name, as an update does: without passages that are gone
     and questions that have lost every gold passage."""

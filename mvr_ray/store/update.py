@@ -52,7 +52,7 @@ from mvr_ray.store.gc import KEPT_PUBLICATIONS, collect_corpus
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.parts import CorpusPart, passages_of, write_passages
 from mvr_ray.store.prepare import BadRows
-from mvr_ray.store.questions import copy_questions, only_with, read_questions, write_questions
+from mvr_ray.store.questions import archive, copy_questions, only_with, read_questions, write_questions
 from mvr_ray.types import Passage, Progress, no_progress
 
 log = logging.getLogger(__name__)
@@ -240,6 +240,7 @@ def apply_changes(
                 write_questions(corpus, name, changed_sets[name])
             else:
                 copy_questions(parent, corpus, name)
+        archive(parent, sets)
         _require_no_roll_back(parent, index)
         corpus.publish(after=parent.number)
         _require_no_roll_back(corpus, index)

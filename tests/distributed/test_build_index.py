@@ -313,6 +313,17 @@ def test_what_was_learned_of_unchanged_passages_stays(own_index, run_over, tmp_p
     assert all(views.view_numbers_N.max() < feedback_view for views in views_by_id(own_index, plain).values())
 
 
+def test_learned_views_of_another_encoder_are_not_dropped_in_silence(own_index, run_over, caplog):
+    store = Store(str(own_index))
+    first = manifest.read(store, "index")
+    give_feedback_view(store, first, [next(iter(Corpus.open(store, "corpus"))).id])
+    assert build_index.index(run_over(own_index, index={"dtype": "fp32"})).operation == "index"
+    assert "what refinement changed in version 2 of index 'index' is not kept" in caplog.text
+    caplog.clear()
+    build_index.index(run_over(own_index))
+    assert "is not kept" not in caplog.text, "nothing was refined since"
+
+
 def test_learned_views_that_are_damaged_are_not_dropped_in_silence(own_index, run_over, tmp_path):
     store = Store(str(own_index))
     first, old = manifest.read(store, "index"), list(Corpus.open(store, "corpus"))

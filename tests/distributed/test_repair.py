@@ -165,6 +165,22 @@ def test_what_a_refinement_lost_is_cured_by_a_version_that_does_not_need_it(tmp_
         report.require()
 
 
+def test_a_version_that_shares_the_lost_file_by_a_hard_link_is_no_cure(tmp_path: Path):
+    other = publish_random_index(tmp_path, random_views(60, 4), 1)
+    own = publish_random_index(tmp_path / "other", random_views(60, 3), 1)
+    store = Store(str(tmp_path))
+    folder = folder_of(tmp_path / "other", own, 0).rename(folder_of(tmp_path, own, 0))
+    second = manifest.publish(store, dataclasses.replace(own, parent=1, operation="index:refined"))
+    (copy := tmp_path / "copy").mkdir()
+    (copy / paths.EMBEDDINGS).hardlink_to(folder / paths.EMBEDDINGS)
+    (copy / "more").write_bytes(b"of the next version")
+    entry = manifest.add_shard(store, "random", copy, manifest.ShardMeta(0, 60, own.num_vectors))
+    third = manifest.publish(store, dataclasses.replace(second, parent=2, shards=(entry,)))
+    flip_byte(folder / paths.EMBEDDINGS)
+    [row] = repair(store, third).repairs
+    assert row.cure.startswith(f"version {other.version} does not need it: ")
+
+
 def encoder_file(version: manifest.Manifest) -> str:
     return f"{paths.encoder_dir(version.encoder_name, version.encoder_fingerprint)}/{paths.ENCODER_JSON}"
 

@@ -16,7 +16,11 @@ from mvr_ray.distributed import refine
 from mvr_ray.distributed.indexing import rewrite
 from mvr_ray.distributed.router import open_router
 from mvr_ray.store import manifest
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
+from mvr_ray.store.gc import collect_corpus
+from mvr_ray.store.questions import read_questions
+from mvr_ray.store.update import update
 
 FIXTURE = Path(__file__).resolve().parent.parent / "fixtures" / "store-baa77f8"
 ANSWERS = json.loads((FIXTURE / "answers.json").read_text(encoding="utf-8"))
@@ -75,3 +79,17 @@ def test_an_older_store_is_refined_and_dealt_to_other_shards_and_its_versions_st
     old = next(answer for answer in ANSWERS["answers"] if (answer["index"], answer["version"]) == ("flat", 2))
     with open_router(run, 2, local=True) as router:
         assert_same(router.search(QUERIES_QD, K).hits, old["hits"])
+
+
+def test_versions_of_an_older_store_have_their_corpus_after_an_update(store: Path, tmp_path: Path) -> None:
+    run, own = run_over(store, "flat"), Store(str(store))
+    before = Corpus.open(own, "corpus")
+    questions = read_questions(before, "years")
+    (changes := tmp_path / "changes.jsonl").write_text('{"id": "Bakery_0", "delete": true}\n')
+    assert update(run.prepare, own, str(changes)).deleted == 1
+    assert len(read_questions(Corpus.open(own, "corpus"), "years")) == len(questions) - 1
+    assert collect_corpus(own, "corpus", grace_s=0) == []
+    same = Corpus.open(own, "corpus", before.digest)
+    assert list(same) == list(before) and read_questions(same, "years") == questions
+    assert versions.act(run, "verify", 1).problems == []
+    assert versions.act(run, "rollback", 1).passages == before.num_passages

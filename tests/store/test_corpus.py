@@ -1,6 +1,7 @@
 """Laws of passages and questions at rest."""
 
 import hashlib
+import json
 import random
 import resource
 import tracemalloc
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prepared_corpus import empty_corpus
 
+from mvr_ray.checksums import json_with_checksum
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import DataError, DigestError, MissingInputError, StorageError
 from mvr_ray.store import files as files_module
@@ -217,6 +219,16 @@ def test_sets_of_an_earlier_program_are_found_with_a_corpus_of_that_program_alon
     assert read_questions(Corpus.open(older, "corpus"), "set") == [Question("1", "why?")]
     with pytest.raises(MissingInputError, match="there are: none"):
         read_questions(empty_corpus(older, "later"), "set")
+
+
+def test_a_description_of_questions_that_names_no_corpus_is_of_the_one_that_it_lies_with(store: Store):
+    corpus = empty_corpus(store)
+    write_questions(corpus, "set", [Question("1", "why?")])
+    fields = json.loads(store.read_bytes(path := paths.question_set("corpus", corpus.digest, "set")))
+    first = {key: fields[key] for key in ("name", "file", "num_questions", "num_bytes", "sha256")}
+    store.write_bytes(path, json.dumps(json_with_checksum(first)).encode())
+    assert read_questions(corpus, "set") == [Question("1", "why?")]
+    assert corpus.find_damage() == []
 
 
 def set_file(corpus: Corpus, name: str) -> str:

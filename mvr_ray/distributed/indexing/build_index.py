@@ -124,7 +124,8 @@ def _build(run: RunConfig, corpus: Corpus, task: EncodeTask, before: Manifest | 
 
 
 def _open_refined(store: Store, cfg: IndexConfig, fingerprint: str) -> Manifest | None:
-    """The live version, if it has refined views of the same encoder to keep, else None.
+    """The live version, if it has refined views of the same encoder to keep, else None, with a warning for those of
+    another encoder.
 
     Views pruned by `index.prune_views` cannot be distinguished from refined views: a pruned version is built as
     encoded.
@@ -132,11 +133,20 @@ def _open_refined(store: Store, cfg: IndexConfig, fingerprint: str) -> Manifest 
     if not cfg.keep_refinement or not manifests.latest_version(store, cfg.name):
         return None
     version = manifests.read(store, cfg.name)
-    if (version.encoder_fingerprint, version.dtype) != (fingerprint, cfg.dtype) or "pruned_views" in version.metrics:
+    if "pruned_views" in version.metrics:
         return None
     is_copy = version.operation in manifests.COPIES
     originals = {one.version: one for one in manifests.newest_first(store, cfg.name)} if is_copy else {}
-    return None if is_as_encoded(version, originals) else version
+    if is_as_encoded(version, originals):
+        return None
+    if (version.encoder_fingerprint, version.dtype) != (fingerprint, cfg.dtype):
+        log.warning(
+            f"index: what refinement changed in version {version.version} of index {cfg.name!r} is not kept: its "
+            f"views are of encoder {version.encoder_name}/{version.encoder_fingerprint} in {version.dtype}, the new "
+            f"ones of {fingerprint} in {cfg.dtype}; refine again: mvr-ray refine CONFIG"
+        )
+        return None
+    return version
 
 
 def _not_built(store: Store, task: EncodeTask, shards: Sequence[int]) -> list[int]:

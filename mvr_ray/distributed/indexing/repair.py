@@ -9,7 +9,7 @@ never deleted by this program. Where embeddings are lost, the report names the c
 
 import logging
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,7 +94,12 @@ def _repair_shard(store: Store, manifest: Manifest, entry: ShardEntry, damaged_f
         missing = _build_missing(manifest, entry, folder, _collect_whole(store, index, entry, folder))
         if missing:
             log.warning("shard lost: index=%s shard=%d files=%s", index, entry.shard, missing)
-            return Repair(entry.shard, "lost", damaged_files, cure=_cure(store, manifest, [place]))
+            return Repair(
+                entry.shard,
+                "lost",
+                damaged_files,
+                cure=_cure(store, manifest, [], [entry.files[name] for name in missing]),
+            )
         quarantine = ""
         if store.exists(place):
             quarantine = paths.quarantine_dir(index, entry.digest, len(_set_aside(store, index, entry)) + 1)
@@ -162,13 +167,15 @@ def _equals(path: Path, file: FileEntry) -> bool:
     return path.is_file() and path.stat().st_size == file.num_bytes and sha256_of(path) == file.sha256
 
 
-def _cure(store: Store, manifest: Manifest, damaged_paths: Iterable[str]) -> str:
-    """The command that restores lost files: encode again, or roll back to a version that does not use them."""
+def _cure(store: Store, manifest: Manifest, lost_paths: Iterable[str], lost_files: Collection[FileEntry] = ()) -> str:
+    """The command that restores lost files: encode again, or roll back to a version that does not use them. Shards may
+    share a file by hard links."""
     if manifest.operation == "index":
         return "encode it again, and no other shard: mvr-ray index CONFIG"
-    step, lost_paths = manifest.operation.partition(":")[0], set(damaged_paths)
+    step = manifest.operation.partition(":")[0]
     for other in manifests.newest_first(store, manifest.index, require_live=False):
-        if not lost_paths & manifests.named_paths(other):
+        files = (file for entry in other.shards for file in entry.files.values())
+        if manifests.named_paths(other).isdisjoint(lost_paths) and not any(file in lost_files for file in files):
             back = f"version {other.version} does not need it: mvr-ray versions CONFIG rollback {other.version}"
             return f"{back}; or do the {step} again on it"
     return f"encode again, then do the {step} again: mvr-ray index CONFIG"
