@@ -15,6 +15,7 @@ Shapes: Q queries, D dimension.
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -97,7 +98,8 @@ class HotSwapRouter:
         self._live = _OpenVersion(self._router(manifest))
         self._open = {manifest.version: self._live}
         self._cache: list[_OpenVersion] = []
-        self._loader = VersionLoader(self._open_in_cache, max_waiting)
+        own = weakref.proxy(self)  # as in `Router`
+        self._loader = VersionLoader(lambda manifest: own._open_in_cache(manifest), max_waiting)
         self.state = SwapState(manifest.version, True)
 
     @contextmanager

@@ -15,6 +15,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -120,6 +121,7 @@ class Router:
         self.threads = threads
         self.gpu = gpu
         self.observe = observe
+        own = weakref.proxy(self)  # so a closed router is freed at once, with its encoder and files
         sizes = [entry.num_passages for entry in manifest.shards]
         self.state = SwapState(manifest.version, follows=False)
         self._start_of = shard_starts(manifest.shards)
@@ -127,9 +129,9 @@ class Router:
         self._lock = threading.Lock()
         self._encoder: DualEncoder | None = None
         self._corpus: Corpus | None = None
-        self._missing_sources = LastResult(lambda: list(self._find_missing_sources()), SOURCES_S, SOURCES_WAIT_S)
+        self._missing_sources = LastResult(lambda: list(own._find_missing_sources()), SOURCES_S, SOURCES_WAIT_S)
         self._corpus_statistics: CorpusStatistics | None = None
-        self._spans = lru_cache(MAX_SPANS)(lambda passage: tuple(self.encoder.view_spans(passage)))
+        self._spans = lru_cache(MAX_SPANS)(lambda passage: tuple(own.encoder.view_spans(passage)))
 
     @contextmanager
     def pin(self, version: int | None = None, deadline: Deadline | None = None) -> Iterator["Router"]:

@@ -8,8 +8,10 @@ import hashlib
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute
 
 from mvr_ray.errors import DataError, StorageError, count_noun
 from mvr_ray.store import paths
@@ -33,6 +35,9 @@ QUESTION_SCHEMA = pa.schema(
     ]
 )
 """The last column is written only where a set has grades: earlier programs read the others."""
+_PASSAGE_LISTS = slice(3, 5)
+"""The columns of passage ids."""
+pc: Any = pyarrow.compute
 
 
 def write_questions(corpus: Corpus, name: str, questions: Iterable[Question]) -> int:
@@ -97,8 +102,25 @@ def read_questions(corpus: Corpus, name: str) -> list[Question]:
 
     Raises MissingInputError that names the sets that the corpus has, StorageError for a set that is damaged.
     """
+    return _questions_of(_question_batches(corpus, name))
+
+
+def questions_about(corpus: Corpus, name: str, ids: Iterable[str]) -> list[Question]:
+    """Read the questions of a set that name one of these passages, without parsing the others. Raises as
+    `read_questions` does."""
+    passage_ids = pa.array(ids, pa.string())
+
+    def only_about(batch: pa.RecordBatch) -> pa.RecordBatch:
+        lists = batch.columns[_PASSAGE_LISTS]
+        rows = [pc.list_parent_indices(own).filter(pc.is_in(own.flatten(), passage_ids)) for own in lists]
+        return batch.take(pa.concat_arrays(rows).unique())
+
+    return _questions_of(map(only_about, _question_batches(corpus, name)))
+
+
+def _questions_of(batches: Iterable[pa.RecordBatch]) -> list[Question]:
     rows: list[Question] = []
-    for batch in _question_batches(corpus, name):
+    for batch in batches:
         lists = [column.to_pylist() for column in batch.columns]
         rows += (Question(row[0], row[1], *map(tuple, row[2:])) for row in zip(*lists))  # older files lack last columns
     return rows

@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 from mvr_ray.config import PrepareConfig, SourceConfig, resolve_path
@@ -52,8 +52,8 @@ from mvr_ray.store.gc import KEPT_PUBLICATIONS, collect_corpus
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.parts import CorpusPart, passages_of, write_passages
 from mvr_ray.store.prepare import BadRows
-from mvr_ray.store.questions import archive, copy_questions, only_with, read_questions, write_questions
-from mvr_ray.types import Passage, Progress, no_progress
+from mvr_ray.store.questions import archive, copy_questions, only_with, questions_about, read_questions, write_questions
+from mvr_ray.types import Passage, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
 ChangeRecord = Record | DeletionRecord
@@ -208,11 +208,14 @@ def apply_changes(
         by_shard[shard_of(name, parent.num_shards)].upserts[name] = passage
     for name in deletions:
         by_shard[shard_of(name, parent.num_shards)].deletions.add(name)
-    sets = {name: read_questions(parent, name) for name in question_sets(parent)}
-    sets_now = {
-        name: only_with(lambda own: own not in deletions, questions, upserts) for name, questions in sets.items()
+    names = {*upserts, *deletions}
+    sets = {name: questions_about(parent, name, names) for name in question_sets(parent)}
+    sets_now = {name: _changed_questions(questions, upserts, deletions) for name, questions in sets.items()}
+    changed_sets = {
+        name: _changed_questions(read_questions(parent, name), upserts, deletions)
+        for name, questions in sets_now.items()
+        if questions != sets[name]
     }
-    changed_sets = {name: questions for name, questions in sets_now.items() if questions != sets[name]}
     parts = list(parent.info.parts)
     with parent.store.scratch() as folder:
         for count, shard in enumerate(sorted(by_shard), 1):
@@ -259,8 +262,14 @@ def apply_changes(
         deleted=len(deletions),
         absent=len(changes.deletions) - len(deletions),
         parts_written=len(by_shard),
-        questions_dropped=sum(len(sets[name]) - len(questions) for name, questions in changed_sets.items()),
+        questions_dropped=sum(len(sets[name]) - len(questions) for name, questions in sets_now.items()),
     )
+
+
+def _changed_questions(
+    questions: Iterable[Question], upserts: Container[str], deletions: Container[str]
+) -> list[Question]:
+    return only_with(lambda own: own not in deletions, questions, upserts)
 
 
 def _require_no_roll_back(corpus: Corpus, index: str) -> None:

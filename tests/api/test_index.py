@@ -2,7 +2,9 @@
 
 import copy
 import dataclasses
+import gc
 import json
+import os
 import pickle
 import re
 import shutil
@@ -19,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from uuid import UUID
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import datasets
 import numpy as np
@@ -449,6 +451,27 @@ def test_a_copy_of_an_open_index_searches_shards_of_its_own(index: Index):
     with pickle.loads(pickle.dumps(index)) as other, copy.deepcopy(index) as third:
         index.close()
         assert other.search("Who built tower 3?") == third.search("Who built tower 3?") == before
+
+
+def test_a_closed_index_has_no_file_open_and_no_encoder_in_memory(index: Index):
+    """Python's next collection can be hundreds of opened indexes away."""
+
+    def open_files() -> list[str]:
+        names = (os.path.realpath(link) for link in Path("/proc/self/fd").iterdir())
+        return [name for name in names if name.startswith(str(index.run.store.path))]
+
+    gc.disable()
+    try:
+        index.search("river", k=2, filter={"year": 1905})
+        index.explain("river", "p1")
+        with index._router.pin() as router:
+            encoder = ref(router.encoder)
+        del router
+        assert open_files() and encoder()
+        index.close()
+        assert not open_files() and not encoder()
+    finally:
+        gc.enable()
 
 
 def test_an_open_encoder_shows_its_size_and_fingerprint(index: Index):

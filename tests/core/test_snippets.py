@@ -16,6 +16,7 @@ from mvr_ray.core.encoding.snippets import (
     PunktParams,
     equal_splits,
     find_snippet,
+    import_punkt,
     load_punkt,
     merge_snippets,
     packaged_params,
@@ -220,6 +221,13 @@ WRONG_TERMINATORS = {**dataclasses.asdict(SPLITTER.params), "terminators": 5}
 def test_unreadable_parameters_are_refused(text):
     with pytest.raises(EncoderError, match=r"^Punkt parameters cannot be read \(.*\); they are a JSON object with"):
         PunktParams.from_json(text)
+
+
+def test_a_long_text_is_cut_whatever_time_it_takes_and_other_programs_keep_the_limit_of_nltk():
+    """nltk limits the processor time of all threads while it looks for the sentences of one text."""
+    redos = pytest.importorskip("nltk.redos")
+    assert load_punkt().spans("Up. Down.") and import_punkt().redos.DEFAULT_TIMEOUT is None
+    assert redos.DEFAULT_TIMEOUT is not None
 
 
 def test_sentences_are_cut_without_the_rest_of_nltk_which_a_program_then_gets_whole():

@@ -219,6 +219,19 @@ def test_questions_follow_their_passages(tmp_path: Path, write: Write):
     assert read_questions(Corpus.open(store, "corpus", corpus.digest), "set") == questions
 
 
+def test_an_update_reads_no_question_of_other_passages(tmp_path: Path, write: Write, monkeypatch):
+    """Else each change of a passage would cost as much as all questions of the corpus."""
+    store = Store(tmp_path / "store")
+    corpus = make_corpus(store, write, {name: f"text of {name}" for name in "abc"})
+    questions = [Question(f"q{n}", "?", ("of a",), ("a", "b")[n % 2 :], ("b",), (5,)) for n in range(20)]
+    write_questions(corpus, "set", questions)
+    monkeypatch.setattr("mvr_ray.store.questions.Question", None)
+    file = write("c.jsonl", lines(row("c", "now of c"), row("d", "text of d")))
+    assert update(CONFIG, store, str(file)).questions_dropped == 0
+    monkeypatch.undo()
+    assert read_questions(Corpus.open(store, "corpus"), "set") == questions
+
+
 def test_contents_that_return_are_the_corpus_of_before_with_its_questions(tmp_path: Path, write: Write):
     store = Store(tmp_path / "store")
     first = make_corpus(store, write, {name: f"text of {name}" for name in NAMES[:9]})

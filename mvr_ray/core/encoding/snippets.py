@@ -151,7 +151,8 @@ class Splitter:
 
 @lru_cache(maxsize=1)
 def import_punkt() -> Any:
-    """Import nltk's Punkt without the rest of nltk, whose import takes as long as that of torch.
+    """Import nltk's Punkt without the rest of nltk, whose import takes as long as that of torch, and without its limit
+    of processor time, which threads of other work use up and long texts need.
 
     `sys.modules` gets nothing under nltk's names, which other threads may import meanwhile.
     """
@@ -159,7 +160,10 @@ def import_punkt() -> Any:
     if spec is None or not spec.submodule_search_locations:
         return import_module("nltk.tokenize.punkt")
     with _PUNKT_LOCK:
-        return _PrivateModules(Path(spec.submodule_search_locations[0])).load("nltk.tokenize.punkt")
+        punkt = _PrivateModules(Path(spec.submodule_search_locations[0])).load("nltk.tokenize.punkt")
+    if redos := getattr(punkt, "redos", None):  # since nltk 3.10
+        redos.DEFAULT_TIMEOUT = None
+    return punkt
 
 
 class _PrivateModules:

@@ -32,7 +32,7 @@ class Scrubber:
         """`bytes_s`: bytes to read each second; 0: none."""
         self.searcher = searcher
         self.bytes_s = bytes_s
-        self._reading = self._read_all()
+        self._reading = _read_all(searcher)
         self._pauses: dict[Key, tuple[float, float]] = {}
 
     def run_periodically(self) -> AbstractContextManager[None]:
@@ -45,7 +45,7 @@ class Scrubber:
         while budget > 0:
             num_bytes = next(self._reading, 0)
             if not num_bytes:  # the pass is complete; the next call begins another one
-                self._reading = self._read_all()
+                self._reading = _read_all(self.searcher)
                 break
             budget -= num_bytes
         damaged_keys = self.searcher.damaged_keys()
@@ -56,29 +56,31 @@ class Scrubber:
                 pauses[key] = now_s + pause_s, pause_s
         self._pauses = pauses
 
-    def _read_all(self) -> Iterator[int]:
-        """Read every file of every open shard once; yield the number of bytes of each piece."""
-        for key in list(self.searcher.open_files()):
-            yield from self._read_part(key)
 
-    def _read_part(self, key: Key) -> Iterator[int]:
-        files = self.searcher.open_files().get(key, ())
-        for file in files:
-            digest, start, problem = hashlib.sha256(), 0, ""
-            try:
-                while piece := file.handle.read_at(PIECE_BYTES, start):
-                    digest.update(piece)
-                    start += len(piece)
-                    yield len(piece)
-                    if self.searcher.open_files().get(key) is not files:
-                        return  # handles of a dropped part would keep the disk space of its deleted files
-            except OSError as error:
-                problem = f"cannot be read ({error})"
-            if not problem and digest.hexdigest() != file.entry.sha256:
-                problem = "was changed while it was open"
-            if problem:
-                reason = f"{file.path} {problem}; repair it: mvr-ray versions CONFIG repair"
-                log.error("shard withdrawn: %s", reason)
-                drop_cached_sha256_of(file.path)
-                self.searcher.withdraw(key, files, reason)
-                return
+def _read_all(searcher: ShardSearcher) -> Iterator[int]:
+    """Read every file of every open shard once; yield the number of bytes of each piece."""
+    for key in list(searcher.open_files()):
+        yield from _read_part(searcher, key)
+
+
+def _read_part(searcher: ShardSearcher, key: Key) -> Iterator[int]:
+    files = searcher.open_files().get(key, ())
+    for file in files:
+        digest, start, problem = hashlib.sha256(), 0, ""
+        try:
+            while piece := file.handle.read_at(PIECE_BYTES, start):
+                digest.update(piece)
+                start += len(piece)
+                yield len(piece)
+                if searcher.open_files().get(key) is not files:
+                    return  # handles of a dropped part would keep the disk space of its deleted files
+        except OSError as error:
+            problem = f"cannot be read ({error})"
+        if not problem and digest.hexdigest() != file.entry.sha256:
+            problem = "was changed while it was open"
+        if problem:
+            reason = f"{file.path} {problem}; repair it: mvr-ray versions CONFIG repair"
+            log.error("shard withdrawn: %s", reason)
+            drop_cached_sha256_of(file.path)
+            searcher.withdraw(key, files, reason)
+            return

@@ -15,6 +15,7 @@ import json
 import logging
 import threading
 import uuid
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -156,7 +157,8 @@ class ShardSearcher:
         self._lock = threading.Lock()
         self._num_finished = 0
         self._cancelled: dict[str, None] = {}
-        self._masks = MaskCache(task.store, is_open=self._is_open)
+        own = weakref.proxy(self)  # as in `Router`
+        self._masks = MaskCache(task.store, is_open=lambda manifest: own._is_open(manifest))
 
     def open(self, assignments: Sequence[ShardAssignment]) -> str:
         """Open every shard of the assignments beside the open ones; return `instance_id`.
