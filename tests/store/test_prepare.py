@@ -283,21 +283,20 @@ def test_a_question_of_a_split_is_of_the_article_of_its_first_positive(write: Wr
     assert len(read_questions(only_corpus(store), "q_unseen")) == 13  # a third of 40 articles
 
 
-def test_the_run_file_of_wikipedia_prepares_files_as_dpr_publishes_them(store: Store, tmp_path: Path, monkeypatch):
+def test_the_run_file_of_wikipedia_prepares_files_as_dpr_publishes_them(store: Store, tmp_path: Path):
     """The ids of DPR's training rows are those of psgs_w100.tsv; DPR's own configuration gives both a prefix."""
-    run = load_run(Path(__file__).resolve().parents[2] / "configs" / "wikipedia.yaml")
-    monkeypatch.chdir(tmp_path)
+    cfg = load_run(Path(__file__).resolve().parents[2] / "configs" / "wikipedia.yaml").prepare
+    sources = [own.model_copy(update={"path": str(tmp_path / Path(own.path).name)}) for own in cfg.sources]
     contexts = [
         {"title": "Aaron", "text": f"body {number}", "score": 1, "passage_id": f"{number}"} for number in (1, 2)
     ]
     row = {"dataset": "nq", "question": "who?", "answers": ["one"], "negative_ctxs": []}
     row |= {"positive_ctxs": contexts[:1], "hard_negative_ctxs": contexts[1:]}
-    (tmp_path / "data").mkdir()
     texts = "".join(f'{number}\t"body {number}"\tAaron\n' for number in (1, 2))
-    (tmp_path / "data" / "psgs_w100.tsv").write_text(f"id\ttext\ttitle\n{texts}")
-    (tmp_path / "data" / "biencoder-nq-train.json").write_text(json.dumps([row] * 200))
-    (tmp_path / "data" / "nq-dev.qas.csv").write_text("who?\t['one']\n")
-    prepare(run.prepare, store)
+    (tmp_path / "psgs_w100.tsv").write_text(f"id\ttext\ttitle\n{texts}")
+    (tmp_path / "biencoder-nq-train.json").write_text(json.dumps([row] * 200))
+    (tmp_path / "nq-dev.qas.csv").write_text("who?\t['one']\n")
+    prepare(cfg.model_copy(update={"sources": sources}), store)
     for own in read_questions(only_corpus(store), "nq_train"):
         assert (own.positive_ids, own.hard_negative_ids) == (("wiki:1",), ("wiki:2",))
 
