@@ -11,6 +11,7 @@ import yaml
 from prepared_corpus import only_corpus
 
 from mvr_ray.cli import main
+from mvr_ray.config import EvaluateConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.snippets import TITLE, find_snippet, snippet_spans
 from mvr_ray.core.judging.answers import AnswerMatcher, has_answer
@@ -189,10 +190,10 @@ def test_a_feedback_view_the_title_and_a_missing_view_match_no_snippet(small_ind
     hits = [[Hit(passage.id, 1.0 - at, view, 0, at) for at, view in enumerate(own)] for own in views]
     ranking = judge_hits(questions, hits, passages, AnswerMatcher())
     assert spans[0] == TITLE and all(hit.has_answer for row in ranking for hit in row.passages)
-    ranks = _answer_view_ranks(ranking, hits, passages, encoder, AnswerMatcher())
+    ranks = _answer_view_ranks(ranking, hits, passages, encoder, EvaluateConfig())
     assert list(ranks.values()) == [0, 1, -1, 1, -1]
     empty_ranking = [RankedQuestion(Question("q", "Who?"), [])]
-    assert _answer_view_ranks(empty_ranking, [[]], passages, encoder, AnswerMatcher()) == {}
+    assert _answer_view_ranks(empty_ranking, [[]], passages, encoder, EvaluateConfig()) == {}
 
 
 def test_the_examples_are_passages_with_two_questions_answered_in_different_snippets(
