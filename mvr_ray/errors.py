@@ -166,3 +166,12 @@ def is_full_disk(error: BaseException) -> bool:
 def count_noun(number: int, noun: str) -> str:
     """`1 passage`, `2,000 passages`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+UNREAD = {
+    "encoded_cut": "longer than encoder.max_passage_tokens, and the end is not searched; set prepare.chunk_words, or "
+    "encoder.overlap_tokens, and build again",
+    "encoded_unknown": "a quarter or more of the text is outside the vocabulary of encoder.backbone; choose a model of "
+    "its language, and build again",
+}
+"""What is wrong with passages that are not read whole, by the name of their count in a manifest's metrics."""

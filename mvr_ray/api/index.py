@@ -548,9 +548,9 @@ def _run_of_store(store: Store, name: str | None) -> dict[str, Any]:
     counts = parent_corpus(store, live.corpus, name).info.counts
     words: dict[str, Any] = {"lexical": live.lexical is not None}
     if live.lexical:
-        from mvr_ray.distributed.indexing.lexical import rule_of
+        from mvr_ray.distributed.indexing.lexical import language_of
 
-        words["language"] = rule_of(store, name, live.lexical).language
+        words["language"] = language_of(store, name, live.lexical.files)
     return {
         "prepare": {"corpus": live.corpus} | {key: counts[key] for key in SETTINGS_OF_CHANGES if key in counts},
         "encoder": {"name": live.encoder_name},

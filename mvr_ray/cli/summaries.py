@@ -5,6 +5,7 @@ and report.json has it.
 """
 
 import shlex
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,18 +13,12 @@ from rich.table import Table
 
 from mvr_ray.cli.tables import cell, report_tables, size, table, version_text
 from mvr_ray.distributed.text_table import interval_text
-from mvr_ray.errors import count_noun
+from mvr_ray.errors import UNREAD, count_noun
 
 Report = Mapping[str, Any]
 NUM_NAMED = 3
+WIDTH = 80
 COLLAPSE = "; its views are all alike (collapsed): see docs/math.md"
-
-UNREAD = {
-    "encoded_cut": "\n  {} encoded: longer than encoder.max_passage_tokens, and the end is not"
-    "\n  searched; set prepare.chunk_words, or encoder.overlap_tokens, and build again",
-    "encoded_unknown": "\n  {} encoded: a quarter or more of the text is outside the vocabulary of"
-    "\n  encoder.backbone; choose a model of its language, and build again",
-}
 
 
 class Summary(NamedTuple):
@@ -121,9 +116,10 @@ def _index(report: Report, words: str) -> Summary:
     passages = sum(shard["num_passages"] for shard in report["shards"])
     collapse = COLLAPSE * bool(report["metrics"].get("collapsed"))
     verdict = f"live: {version_text(report)}, {count_noun(passages, 'passage')}{collapse}"
-    for name, note in UNREAD.items():
+    for name, problem in UNREAD.items():
         if num_passages := report["metrics"].get(name):
-            verdict += note.format(count_noun(num_passages, "passage"))
+            note = f"{count_noun(num_passages, 'passage')} encoded: {problem}"
+            verdict += "\n" + textwrap.fill(note, WIDTH, initial_indent="  ", subsequent_indent="  ")
     return Summary(_facts(_index_facts(report)), verdict, f'search {words} "your question"')
 
 

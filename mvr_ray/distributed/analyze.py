@@ -172,10 +172,14 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     systems: list[SystemResult] = []
     compared_views = range(manifest.num_views + 1) if manifest.num_views > 1 else [1]
     for number, view in enumerate(compared_views, 1):
-        hit_lists = MergedResults([shard.results[view] for shard in shards], start_of, depth).hits()
+        merged_hits = MergedResults([shard.results[view] for shard in shards], start_of, depth).hits()
+        hit_lists = [
+            [hit for hit in hits if question.id not in copies or hit.passage_id != question.id]
+            for question, hits in zip(questions, merged_hits, strict=True)
+        ]
         system = ALL_VIEWS if view == manifest.num_views else f"view {view}"
         results = judge_hits(questions, hit_lists, passages, AnswerMatcher(run.evaluate.match))
-        systems.append(system_result(system, name, results, article_of, run.evaluate, copies))
+        systems.append(system_result(system, name, results, article_of, run.evaluate))
         if view == manifest.num_views and encoder.spec.has_snippets:
             ranks = _answer_view_ranks(results, hit_lists, passages, encoder, run.evaluate)
             systems.append(_answer_view_result(ranks, systems[-1].ranks, article_of, run.evaluate))

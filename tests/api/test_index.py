@@ -149,7 +149,10 @@ def test_a_version_counts_the_passages_outside_the_vocabulary(tiny_backbone: Pat
     rows = [("thai", "นักศึกษาสวมเสื้อคลุม นักศึกษา"), ("mixed", "The tower was built by นักศึกษา."), ("short", "It fell.")]
     with Index.build(rows, model=str(tiny_backbone), path=tmp_path / "store", settings=SMALL) as index:
         assert [index.manifest.metrics[name] for name in ("encoded", "encoded_unknown")] == [3, 2]
-        assert "choose a model of their language: index=index passages=2" in caplog.text
+        assert (
+            "encoded passages: index=index passages=2: a quarter or more of the text is outside the vocabulary"
+            in caplog.text
+        )
         assert index.upsert([("short", "It stands.")]).metrics["encoded_unknown"] == 0
 
 

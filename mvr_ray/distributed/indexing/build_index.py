@@ -38,7 +38,7 @@ from mvr_ray.distributed.indexing.carry_over import (
 from mvr_ray.distributed.indexing.encode import REFINED, BaseShard, EncodeTask, chunks_of, encode_corpus, encode_task
 from mvr_ray.distributed.indexing.lexical import are_whole, build_lexical, find_base, lexical_task
 from mvr_ray.distributed.indexing.shards import BuiltShard
-from mvr_ray.errors import MissingInputError, RowsLostError, StagingError, StorageError
+from mvr_ray.errors import UNREAD, MissingInputError, RowsLostError, StagingError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.candidates import LABELS_FILE
 from mvr_ray.index.kinds import update_index
@@ -417,15 +417,6 @@ def _open_staged(store: Store, task: EncodeTask, shard: int, path: str) -> Embed
         raise StagingError(f"a staged chunk is removed ({error}); run the same command again, it encodes it") from error
 
 
-UNREAD = {
-    "encoded_cut": "passages are longer than encoder.max_passage_tokens, and their ends are not searched; set "
-    "prepare.chunk_words or encoder.overlap_tokens",
-    "encoded_unknown": "a quarter or more of the text of passages is outside the vocabulary of encoder.backbone, and "
-    "their vectors say nothing about it; choose a model of their language",
-}
-"""Warnings about passages that are not read whole, by the name of their count in a manifest's metrics."""
-
-
 def _complete_draft(
     draft: Manifest, built_shards: Sequence[BuiltShard], counts: Mapping[str, int], prune_views: float | None
 ) -> Manifest:
@@ -439,7 +430,7 @@ def _complete_draft(
     metrics["encoded_unknown"] = sum(shard.num_unknown for shard in built_shards)
     for name, problem in UNREAD.items():
         if metrics[name]:
-            log.warning("%s: index=%s passages=%d", problem, draft.index, metrics[name])
+            log.warning("encoded passages: index=%s passages=%d: %s", draft.index, metrics[name], problem)
     metrics |= shards.recall_metrics(built_shards) | {"refined": float(draft.operation == REFINED)}
     if draft.operation == REFINED:
         metrics["unlearned"] = counts["unlearned"]

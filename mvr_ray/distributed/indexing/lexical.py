@@ -192,7 +192,7 @@ def _write_again(store: Store, version: Manifest, earlier: Sequence[Manifest]) -
     """Write the words of a version whole, then on each earlier one as base, until all its files are whole."""
     assert version.lexical, "the version has no words"
     index, num_shards, files = version.index, len(version.shards), version.lexical.files
-    language = _language(store, index, files)
+    language = language_of(store, index, files)
     for base in [None, *reversed(earlier)]:
         if are_whole(store, index, files):
             return True
@@ -201,7 +201,7 @@ def _write_again(store: Store, version: Manifest, earlier: Sequence[Manifest]) -
     return are_whole(store, index, files)
 
 
-def _language(store: Store, index: str, files: Files) -> str:
+def language_of(store: Store, index: str, files: Files) -> str:
     """Return the language of words by the first whole file; of none, that of `WordRule`."""
     for entry in files:
         with suppress(MissingInputError, StorageError, ShardIndexError):
