@@ -88,11 +88,12 @@ def haproxy(server: Server) -> list[int]:
 
 
 class TimedReply(NamedTuple):
-    """What one search got: its status and error code, the ids of its hits, and when."""
+    """What one search got: its status and error code, the ids of its hits, when, and an error's text."""
 
     outcome: str
     ids: tuple[str, ...]
     took_s: float
+    message: str = ""
 
 
 def search_once(port: int) -> TimedReply:
@@ -112,7 +113,7 @@ def search_once(port: int) -> TimedReply:
         connection.close()
     took_s = time.monotonic() - start_s
     if reply.status != 200:
-        return TimedReply(f"{reply.status} {body['error']['code']}", (), took_s)
+        return TimedReply(f"{reply.status} {body['error']['code']}", (), took_s, body["error"]["message"])
     return TimedReply("200", tuple(hit["id"] for hit in body["results"][0]), took_s)
 
 
@@ -233,8 +234,9 @@ FAULTS = {
     "proxy killed": ProcessFault(
         "ProxyActor", signal.SIGKILL, {"502 unavailable", "503 unavailable", "504 timeout"}, "502 or 503; started again"
     ),
+    # It continues with the requests that HAProxy has answered by 504; while they hold its three slots, others get 503.
     "proxy stopped for 5 s": ProcessFault(
-        "ProxyActor", signal.SIGSTOP, {"504 timeout"}, "504 from HAProxy; then served"
+        "ProxyActor", signal.SIGSTOP, {"504 timeout", "503 overloaded"}, "504 from HAProxy; then 503 or served"
     ),
     "controller killed": ProcessFault("ServeController", signal.SIGKILL, set(), "nothing is seen"),
     "controller stopped for 5 s": ProcessFault("ServeController", signal.SIGSTOP, set(), "nothing is seen"),
@@ -271,7 +273,7 @@ def test_a_process_that_ends_costs_what_is_promised_and_no_request_its_deadline(
     slowest_s = max(one.took_s for one in answers)
     counts = ", ".join(f"{number} x {outcome}" for outcome, number in sorted(outcomes.items()))
     record_property("figures", f"{counts}; slowest {slowest_s:.1f} s; a hundred in a row after {healed_s:.0f} s")
-    assert set(outcomes) - {"200"} <= errors, outcomes
+    assert set(outcomes) - {"200"} <= errors, {one for one in answers if one.outcome not in {"200", *errors}}
     assert {one.ids for one in answers if one.outcome == "200"} == {expected.ids}
     assert slowest_s < TIMEOUT_MS / 1000 + LATE_S
     if kind == "ServeReplica":
