@@ -186,6 +186,13 @@ def test_the_format_of_a_dataset_changes_no_passage(kind: str):
     assert list(passage_records(stream.with_format(kind))) == list(passage_records(ROWS))
 
 
+def test_a_tensor_of_another_column_changes_no_passage():
+    row = {"id": "a", "text": "One."}
+    tensors = [torch.ones(3), torch.ones(1), torch.tensor(float("nan"))]
+    records = [list(passage_records([row | {"vector": tensor}])) for tensor in tensors]
+    assert [[record.passage.text for record in of_tensor] for of_tensor in records] == [["One."]] * 3
+
+
 def test_an_index_of_a_frame_that_has_a_name_is_a_column():
     frame = pandas.DataFrame({"id": ["a", "b"], "text": ["One.", "Two."], "year": [1, 2]})
     expected = list(passage_records(frame))
