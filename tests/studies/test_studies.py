@@ -76,6 +76,8 @@ STUDY = {
         {"name": "untrained", "set": ["encoder.strategy=mean"], "steps": ["index", "evaluate"], "seeds": False},
     ],
 }
+SEARCHING = ("refine", "evaluate", "analyze", "mine", "refinement_grid", "reading", "entity_frequency")
+"""Stages that search an index of which one version must be live."""
 CONTRASTS = [{"better": "snippets", "than": "mean", "metric": "gold/top-1"}]
 
 
@@ -886,10 +888,9 @@ def test_steps_side_by_side_never_need_or_disturb_each_other(path, at_once):
         most = max(most, len(running))
         assert len(running) <= at_once
         assert len(running) == 1 or not {"prepare", "cost"} & {one.stage for one in running}
-        looked_at = [one.run.index.name for one in running if one.stage in ("refine", "evaluate", "analyze", "mine")]
-        assert len(looked_at) == len(set(looked_at))
+        index_names = [one.run.index.name for one in running if one.stage in SEARCHING]
+        assert len(index_names) == len(set(index_names))
     assert set(records) == set(plan.steps)
-    assert most == 1 or at_once > 1
     indexes = {step.run.index.name for step in plan.steps.values() if step.stage == "index"}
     assert most > 1 or at_once == 1 or len(indexes) < 2
 
