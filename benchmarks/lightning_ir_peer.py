@@ -1,6 +1,6 @@
 """Run the peer of `lightning_ir_mvr.py`, in an environment of its own without mvr_ray.
 
-    python lightning_ir_peer.py FOLDER        # reads FOLDER/task.json and viewers.npy, writes told.json and *.npy
+    python lightning_ir_peer.py FOLDER        # reads FOLDER/task.json and viewers.npy, writes report.json and *.npy
     python lightning_ir_peer.py FOLDER try    # only constructs the model, to test whether it can
 
 All measurements are on the running model: position ids are recorded at the input of the position table.
@@ -137,7 +137,7 @@ def main(folder: Path, only_try: bool) -> None:
     report["projection_parameters"] = sum(parameter.numel() for parameter in projection.parameters())
     for name, vectors in (("queries", queries_QD), ("own", own_PVD), ("shared", shared_PVD)):
         np.save(folder / f"{name}.npy", vectors.numpy(), allow_pickle=False)
-    (folder / "told.json").write_text(json.dumps(report))
+    (folder / "report.json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
-from machine import ROOT
+from machine import ROOT, process_tree
 from measure import Bar, Part, write
 from squad_files import DEV
 
@@ -172,22 +172,7 @@ class Memory:
 
     def _look(self) -> None:
         while not self._ended.wait(SAMPLE_S):
-            self.samples.append((time.perf_counter(), sum(map(pss_bytes, family(self.pid)))))
-
-
-def family(pid: int) -> list[int]:
-    """Return a process and its descendants."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        children.setdefault(parent, []).append(int(path.parent.name))
-    pids = [pid]
-    for one in pids:
-        pids += children.get(one, [])
-    return pids
+            self.samples.append((time.perf_counter(), sum(map(pss_bytes, process_tree(self.pid)))))
 
 
 def pss_bytes(pid: int) -> int:

@@ -34,6 +34,21 @@ def cpu_seconds() -> float:
     return sum(one.ru_utime + one.ru_stime for one in usages)
 
 
+def process_tree(root: int) -> list[int]:
+    """Return the ids of a process and its descendants."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended
+            continue
+        children.setdefault(parent, []).append(int(path.parent.name))
+    pids = [root]
+    for pid in pids:
+        pids += children.get(pid, [])
+    return pids
+
+
 def hardware() -> dict[str, str]:
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),

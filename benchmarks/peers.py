@@ -58,7 +58,7 @@ class Peer:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self.told = self._answer()
+        self._answer()  # it is ready
 
     def ask(self, what: str) -> dict[str, Any]:
         assert self.process.stdin is not None

@@ -268,7 +268,7 @@ NOTES_BLAS = {
     256: "vectors and questions rounded to bfloat16 are multiplied once; what is above the floor is rounding rows, "
     "candidates and exact scores, which are read from all over memory",
 }
-"""Faiss told to use BLAS, and told how much over-fetch is enough."""
+"""Against Faiss with BLAS, which is given as much over-fetch as is enough."""
 
 
 def bars(part: Part) -> list[Bar]:

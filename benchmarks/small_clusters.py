@@ -70,15 +70,16 @@ class Check(NamedTuple):
 
     @property
     def measured_Q(self) -> NDArray[np.float64]:
-        return np.concatenate([seen_Q for seen_Q, _ in self.rounds])
+        return np.concatenate([latency_Q for latency_Q, _ in self.rounds])
 
     def prediction(self, share: float) -> float:
-        return statistics.median(float(np.quantile(told_Q, share)) for _, told_Q in self.rounds)
+        return statistics.median(float(np.quantile(prediction_Q, share)) for _, prediction_Q in self.rounds)
 
     def ratio(self, share: float) -> float:
         """Return predicted over measured: the median of the rounds, as this machine's speed changes by the minute."""
         return statistics.median(
-            float(np.quantile(told_Q, share) / np.quantile(seen_Q, share)) for seen_Q, told_Q in self.rounds
+            float(np.quantile(prediction_Q, share) / np.quantile(latency_Q, share))
+            for latency_Q, prediction_Q in self.rounds
         )
 
 

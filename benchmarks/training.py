@@ -4,9 +4,10 @@
 
 Same MiniLM weights, same pairs of a SQuAD question and its paragraph, 32 a batch in the same order, at most 256 tokens,
 the softmax over the batch's paragraphs at scale 20, AdamW, one clipping of the gradient; in float32 with dropout, and
-in bfloat16 without. The matrix rate is that of one large product of bfloat16 numbers on the same threads. A step's time
-is measured between the ends of two steps, so that one-time work does not count. Ours is the loop that `mvr-ray train`
-runs on each rank. Cached gradients: a step of 512 pairs in passes of 32 beside a plain step of 32, at 128 tokens.
+in bfloat16 without. The matrix rate is that of products of bfloat16 numbers on the same threads (`floors`). A step's
+time is measured between the ends of two steps, so that one-time work does not count. Ours is the loop that `mvr-ray
+train` runs on each rank. Cached gradients: a step of 512 pairs in passes of 32 beside a plain step of 32, at 128
+tokens.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from encoding import backbone, squad
+from floors import matrix_rate
 from machine import ROOT, peak_bytes
 from measure import ROUNDS, Bar, Part, speedup, write
 from peers import PEERS, SENTENCE_TRANSFORMERS, Peer, environment
@@ -151,20 +153,6 @@ def step_flops(task: dict[str, Any], pairs: Sequence[Sequence[str]]) -> float:
     return 3.0 * (2 * num_weights * sum(lengths) + attention)
 
 
-def matrix_rate() -> float:
-    """Measure FLOP a second of a product of bfloat16 matrices of 2,048 rows and columns, the best of ten."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    a, b = (torch.randn(2048, 2048).bfloat16() for _ in range(2))
-    best = float("inf")
-    for _ in range(10):
-        start = time.perf_counter()
-        a @ b
-        best = min(best, time.perf_counter() - start)
-    torch.set_num_threads(before)
-    return 2 * 2048**3 / best
-
-
 def measure_steps(peers: Path) -> Part:
     part = Part("training", f"Training on a CPU: {BATCH} SQuAD questions and paragraphs a step", "pairs")
     data = squad()
@@ -201,7 +189,7 @@ def measure_steps(peers: Path) -> Part:
         whole_loss = alone(folder, f"loss {CACHED} {SHORT}")["loss"]
     part.add(samples, BATCH)
     flops = [step_flops(task, pairs[at : at + BATCH]) for at in range(BATCH, (STEPS + 1) * BATCH, BATCH)]
-    rate = matrix_rate()
+    rate = matrix_rate(THREADS, kind="bfloat16")
     shares = {name: statistics.mean(flops) / statistics.median(own) / rate for name, own in samples.items()}
     growth = {"plain": plain["peak"] - plain["before"], "cached": with_cache["peak"] - with_cache["before"]}
     part.bars = [
@@ -240,7 +228,7 @@ def measure_steps(peers: Path) -> Part:
     part.facts = {
         "first loss": same,
         "first loss, bf16": bf16_losses,
-        "TFLOP/s of one product of 2,048 x 2,048 bfloat16 matrices": rate / 1e12,
+        "TFLOP/s of products of bfloat16 numbers": rate / 1e12,
         "share of that rate": shares,
         "peak MB of the process": {name: one["peak"] / 1e6 for name, one in reports.items()},
         f"MB over the model, batch {CHUNK} and batch {CACHED} in passes of {CHUNK}, {SHORT} tokens": {

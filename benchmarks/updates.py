@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,7 +159,7 @@ def real_passages() -> Iterator[Passage]:
 
 
 def passages_of(count: int) -> list[tuple[str, str]]:
-    """Yield titles and texts: real ones first, then random combinations of their sentences."""
+    """Return titles and texts: real ones first, then random combinations of their sentences."""
     real = [(passage.title, passage.text) for passage in real_passages()]
     if not real:
         real = [("made up", " ".join(made_up.WORDS) + ". " * 5)]
@@ -251,21 +251,37 @@ def record_time(seconds: dict[str, float], stage: str) -> Iterator[None]:
 
 
 def by_commands(corpora: Corpora, count: int) -> Cost:
+    def update_corpus(file: Path) -> None:
+        report = command("update", corpora, f"changes={file}")
+        assert report["replaced"] == count, report
+
+    stages = {"mvr-ray update": update_corpus, "mvr-ray index": lambda _: command("index", corpora)}
+    return measure_update(corpora, count, stages)
+
+
+def in_process(corpora: Corpora, count: int) -> Cost:
+    """Run the update by function calls."""
+    stages = {
+        "update": lambda file: update(corpora.run.prepare, corpora.store, str(file)),
+        "index": lambda _: build_index.index(corpora.run),
+    }
+    return measure_update(corpora, count, stages)
+
+
+def measure_update(corpora: Corpora, count: int, stages: Mapping[str, Callable[[Path], Any]]) -> Cost:
+    """Measure an update of `count` passages, whose stages get the change file, until a router answers from it."""
     file, passages = corpora.changes(count)
-    stages: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     cpu_s = cpu_seconds()
     with WrittenBytes(corpora.store_folder) as writes:
-        with record_time(stages, "mvr-ray update"):
-            report = command("update", corpora, f"changes={file}")
-        assert report["replaced"] == count, report
-        with record_time(stages, "mvr-ray index"):
-            report = command("index", corpora)
-        with record_time(stages, "open and answer"), open_router(corpora.run, local=True) as router:
+        for name, run in stages.items():
+            with record_time(seconds, name):
+                run(file)
+        with record_time(seconds, "open and answer"), open_router(corpora.run, local=True) as router:
             check(router, passages)
     cpu_s = cpu_seconds() - cpu_s
-    return Cost(
-        stages, cpu_s, writes.num_bytes, changed_bytes(router, passages), int(router.manifest.metrics["encoded"])
-    )
+    num_encoded = int(router.manifest.metrics["encoded"])
+    return Cost(seconds, cpu_s, writes.num_bytes, changed_bytes(router, passages), num_encoded)
 
 
 def command(stage: str, corpora: Corpora, *words: str) -> dict[str, Any]:
@@ -278,24 +294,6 @@ def command(stage: str, corpora: Corpora, *words: str) -> dict[str, Any]:
 
 def environ() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
-
-
-def in_process(corpora: Corpora, count: int) -> Cost:
-    """Run the update by function calls."""
-    file, passages = corpora.changes(count)
-    stages: dict[str, float] = {}
-    cpu_s = cpu_seconds()
-    with WrittenBytes(corpora.store_folder) as writes:
-        with record_time(stages, "update"):
-            update(corpora.run.prepare, corpora.store, str(file))
-        with record_time(stages, "index"):
-            build_index.index(corpora.run)
-        with record_time(stages, "open and answer"), open_router(corpora.run, local=True) as router:
-            check(router, passages)
-    cpu_s = cpu_seconds() - cpu_s
-    return Cost(
-        stages, cpu_s, writes.num_bytes, changed_bytes(router, passages), int(router.manifest.metrics["encoded"])
-    )
 
 
 def check(router: Router, passages: Sequence[Passage]) -> None:

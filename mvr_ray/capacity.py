@@ -19,6 +19,7 @@ Letters: V views a passage, F feedback views, D dimension, M links a node. Sizes
 import logging
 import math
 import re
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from mvr_ray.checksums import parse_json
@@ -110,6 +111,28 @@ class Plan(NamedTuple):
         return sum(line.bytes_all for line in self.lines if line.kind == kind)
 
 
+class ShardSizes(NamedTuple):
+    """Numbers and bytes of one shard; `statistics_bytes` are those of the whole corpus."""
+
+    passages: int
+    views: int
+    """Of a passage (V)."""
+    vectors: int
+    dimension: int
+    vector_bytes: int
+    """Of one vector as stored."""
+    feedback_views: int
+    """How many views more a refined version has."""
+    at_rest_bytes: int
+    index_file_bytes: int
+    refined_bytes: int
+    """Of embeddings and index file of a refined version."""
+    copied_bytes: int
+    """Of the changed passages of a refined version, which a searcher holds once more."""
+    words_bytes: int
+    statistics_bytes: int
+
+
 def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: float = TEXT_BYTES) -> Plan:
     """Estimate sizes for `passages` passages of `passage_bytes` each on disk, id and title included. A refined version
     and its searchers have `feedback_views` more views."""
@@ -118,79 +141,125 @@ def plan(run: RunConfig, passages: int, feedback_views: int = 0, passage_bytes: 
             f"plan needs 1 to {MAX_PASSAGES:,} passages, not {str(passages)[:20]}; say how many with --passages N"
         )
     model = backbone_sizes(run.encoder.backbone)
-    dimension = run.encoder.truncate_dim or model.hidden
-    views = effective_views(run.encoder)
-    shards, resources = run.prepare.num_shards, run.resources
-    on_shard = math.ceil(passages / shards)
+    shard = _shard_sizes(run, model, passages, feedback_views, passage_bytes)
+    lines = [*_disk_lines(run, model, shard, passage_bytes), *_process_lines(run, model, shard)]
+    return Plan(passages, passages * shard.views, shard.dimension, shard.views, run.prepare.num_shards, lines)
+
+
+def _shard_sizes(
+    run: RunConfig, model: Backbone, passages: int, feedback_views: int, passage_bytes: float
+) -> ShardSizes:
+    shards, dimension, views = run.prepare.num_shards, run.encoder.truncate_dim or model.hidden, _num_views(run.encoder)
+    on_shard, num_added = math.ceil(passages / shards), math.ceil(feedback_views / shards)
     vectors = on_shard * views
-    item = 2 if run.index.dtype == "fp16" else 4
-    at_rest = vectors * (dimension * item + 2) + on_shard * ROW_BYTES
-    on_gpu = resources.gpus_per_searcher > 0
-    index_file = index_bytes(run.index, vectors, dimension, on_gpu)
-    num_added = math.ceil(feedback_views / shards)
-    refined_index = index_bytes(run.index, vectors + num_added, dimension, on_gpu)
-    refined_file = at_rest + num_added * (dimension * item + 2) + refined_index
-    weights = 4 * model.parameters * (1 if run.encoder.tied else 2)
-    is_unpadded = resources.gpus_per_encoder > 0 and run.index.precision == "bf16"
-    precision = run.index.precision
-    is_lowered = precision != "fp32" and not (precision == "auto" and resources.gpus_per_encoder > 0)
-    lowered_bytes = LOWERED_BYTES[precision] * model.parameters
-    lowered_note = f"{'at most: ' * (precision == 'auto')}fp32 weights again, and the model of this precision"
-    length = run.encoder.max_passage_tokens or model.max_tokens
-    length = 0 if is_unpadded else length  # flash attention stores no table of scores
-    encode = weights + 2 * layer_bytes(model, run.index.tokens_per_batch, length, half=is_unpadded)
-    encode += 2 * model.parameters * is_unpadded
-    train = 4 * weights + train_activations(run, model)
-    searchers = min(resources.searchers, shards)
+    vector_bytes = dimension * (2 if run.index.dtype == "fp16" else 4)
+    at_rest_bytes = vectors * (vector_bytes + 2) + on_shard * ROW_BYTES
+    on_gpu = run.resources.gpus_per_searcher > 0
+    refined_bytes = at_rest_bytes + num_added * (vector_bytes + 2)
+    refined_bytes += index_bytes(run.index, vectors + num_added, dimension, on_gpu)
     num_changed = min(num_added, math.floor(MAX_CHANGED_SHARE * on_shard)) if run.index.kind == "flat" else 0
-    copied_bytes = num_changed and (num_changed * views + num_added) * dimension * item
-    shard_bytes = math.ceil(shards / searchers) * (refined_file + copied_bytes)
-    refiners = min(resources.refiners, shards)
-    block_share = touched_share(on_shard, num_added) if run.refine.method == "feedback_views" else 1.0
-    num_moving = num_added if run.refine.method == "feedback_views" else vectors
-    refined_bytes = math.ceil(shards / refiners) * (
-        at_rest + dimension * (4 * num_moving + math.ceil(item * (block_share * vectors + num_added)))
+    return ShardSizes(
+        on_shard,
+        views,
+        vectors,
+        dimension,
+        vector_bytes,
+        num_added,
+        at_rest_bytes,
+        index_bytes(run.index, vectors, dimension, on_gpu),
+        refined_bytes,
+        copied_bytes=num_changed and (num_changed * views + num_added) * vector_bytes,
+        words_bytes=math.ceil(POSTINGS_SHARE * on_shard * passage_bytes) * run.index.lexical,
+        statistics_bytes=math.ceil(STATISTICS_BYTES * math.sqrt(passages * passage_bytes)) * run.index.lexical,
     )
-    workspace = 32_768 * (256 + dimension) * 4  # vectors of a step in fp32, and their scores
-    is_compiled = run.index.kind == "flat" and not on_gpu and library() is not None
-    searching = COMPILED_BYTES if is_compiled else SEARCHER_BYTES + workspace
-    row_bytes = math.ceil(shards / searchers) * on_shard * LOADED_ROW_BYTES
-    refiner_bytes = SEARCHER_BYTES + refined_bytes + workspace
-    refiner_bytes += math.ceil(shards / refiners) * on_shard * (LOADED_ROW_BYTES + 8 * views)
-    statistics_bytes = math.ceil(STATISTICS_BYTES * math.sqrt(passages * passage_bytes)) * run.index.lexical
-    words_bytes = math.ceil(POSTINGS_SHARE * on_shard * passage_bytes) * run.index.lexical
-    searcher_bytes = shard_bytes + row_bytes + math.ceil(shards / searchers) * words_bytes + statistics_bytes
-    searcher_note = "its shards, mapped or loaded"
-    searcher_note += "; at most: its changed passages once more" * bool(copied_bytes)
-    searcher_note += "; compiled loops, as on this machine" * is_compiled
+
+
+def _disk_lines(run: RunConfig, model: Backbone, shard: ShardSizes, passage_bytes: float) -> Iterator[PlanLine]:
+    shards, precision, weights = run.prepare.num_shards, run.index.precision, _weight_bytes(run, model)
     guess = "" if model.known else "; backbone not on this machine, bert-base sizes assumed"
-    words_note, sharing_note = "beside the embeddings, for a hybrid search", "at most: unchanged shards are shared"
-    moving_note = "at most, while a next version opens and the live one finishes its calls: unchanged shards are shared"
-    trainers, all_searchers = max(1, resources.train_workers), searchers * resources.replicas
+    corpus_bytes = math.ceil(shard.passages * passage_bytes)
+    yield PlanLine("disk", "corpus", corpus_bytes, shards, f"{passage_bytes:.0f} bytes a passage")
+    yield PlanLine("disk", "encoder snapshot", weights, 1, f"fp32 weights{guess}")
+    if precision != "fp32" and not (precision == "auto" and run.resources.gpus_per_encoder > 0):
+        lowered_bytes = weights + LOWERED_BYTES[precision] * model.parameters
+        note = f"{'at most: ' * (precision == 'auto')}fp32 weights again, and the model of this precision"
+        yield PlanLine("disk", f"encoder snapshot, {precision}", lowered_bytes, 1, note)
+    note = f"{shard.vectors:,} x {shard.dimension} x {shard.vector_bytes // shard.dimension} bytes a shard"
+    yield PlanLine("disk", "embeddings", shard.at_rest_bytes, shards, note)
+    yield PlanLine("disk", f"index files ({run.index.kind})", shard.index_file_bytes, shards, "beside the embeddings")
+    if run.index.lexical:
+        note = "beside the embeddings, for a hybrid search"
+        yield PlanLine("disk", "words, postings", shard.words_bytes, shards, note)
+        yield PlanLine("disk", "words, statistics", shard.statistics_bytes, 1, "of the whole corpus")
+    note = "encoded chunks until the version is published"
+    yield PlanLine("disk", "staging", shard.at_rest_bytes, shards, note)
+    note = "at most: unchanged shards are shared"
+    yield PlanLine("disk", "one more version", shard.refined_bytes + shard.words_bytes, shards, note)
+
+
+def _process_lines(run: RunConfig, model: Backbone, shard: ShardSizes) -> Iterator[PlanLine]:
+    """Yield the memory of each kind of process, then what the run places on GPUs."""
+    resources, shards = run.resources, run.prepare.num_shards
+    on_gpu = resources.gpus_per_searcher > 0
+    encode_bytes = _encode_bytes(run, model)
+    train_bytes = 4 * _weight_bytes(run, model) + train_activations(run, model)
     gpu_encoder, gpu_trainer = resources.gpus_per_encoder > 0, resources.gpus_per_trainer > 0
-    encoder_note = "weights, again in bf16, and one batch" if is_unpadded else "weights and one batch"
-    vectors_on_gpu = math.ceil(shards / searchers) * (vectors + num_added) * dimension * item + workspace
-    rows: list[tuple[bool, tuple[Kind, str, int, int, str]]] = [
-        (True, ("disk", "corpus", math.ceil(on_shard * passage_bytes), shards, f"{passage_bytes:.0f} bytes a passage")),
-        (True, ("disk", "encoder snapshot", weights, 1, f"fp32 weights{guess}")),
-        (is_lowered, ("disk", f"encoder snapshot, {precision}", weights + lowered_bytes, 1, lowered_note)),
-        (True, ("disk", "embeddings", at_rest, shards, f"{vectors:,} x {dimension} x {item} bytes a shard")),
-        (True, ("disk", f"index files ({run.index.kind})", index_file, shards, "beside the embeddings")),
-        (run.index.lexical, ("disk", "words, postings", words_bytes, shards, words_note)),
-        (run.index.lexical, ("disk", "words, statistics", statistics_bytes, 1, "of the whole corpus")),
-        (True, ("disk", "staging", at_rest, shards, "encoded chunks until the version is published")),
-        (True, ("disk", "one more version", refined_file + words_bytes, shards, sharing_note)),
-        (True, ("memory", "encoder", PROCESS_BYTES + encode * (not gpu_encoder), resources.encoders_max, "a worker")),
-        (True, ("memory", "trainer", PROCESS_BYTES + train * (not gpu_trainer), trainers, "a worker")),
-        (True, ("memory", "searcher", searching + searcher_bytes, all_searchers, searcher_note)),
-        (True, ("memory", "searcher, one more version", shard_bytes + row_bytes, all_searchers, moving_note)),
-        (True, ("memory", "refiner", refiner_bytes, refiners, "at most: all that its labels can change")),
-        (gpu_encoder, ("gpu", "encoder", encode, resources.encoders_max, encoder_note)),
-        (gpu_trainer, ("gpu", "trainer", train, trainers, "weights, AdamW, activations")),
-        (on_gpu, ("gpu", "searcher", vectors_on_gpu, all_searchers, "vectors of its shards")),
-    ]
-    lines = [PlanLine(*row) for is_needed, row in rows if is_needed]
-    return Plan(passages, passages * views, dimension, views, shards, lines)
+    trainers, refiners = max(1, resources.train_workers), min(resources.refiners, shards)
+    groups = min(resources.searchers, shards)
+    searchers, own_shards = groups * resources.replicas, math.ceil(shards / groups)
+    step_bytes = 32_768 * (256 + shard.dimension) * 4  # vectors of a step in fp32, and their scores
+    version_bytes = own_shards * (shard.refined_bytes + shard.copied_bytes + shard.passages * LOADED_ROW_BYTES)
+    is_compiled = run.index.kind == "flat" and not on_gpu and library() is not None
+    searcher_bytes = (COMPILED_BYTES if is_compiled else SEARCHER_BYTES + step_bytes) + version_bytes
+    searcher_bytes += own_shards * shard.words_bytes + shard.statistics_bytes
+    searcher_note = "its shards, mapped or loaded"
+    searcher_note += "; at most: its changed passages once more" * bool(shard.copied_bytes)
+    searcher_note += "; compiled loops, as on this machine" * is_compiled
+    moving_note = "at most, while a next version opens and the live one finishes its calls: unchanged shards are shared"
+    refiner_bytes = SEARCHER_BYTES + step_bytes + math.ceil(shards / refiners) * _refined_shard_bytes(run, shard)
+    in_memory = PROCESS_BYTES + encode_bytes * (not gpu_encoder)
+    yield PlanLine("memory", "encoder", in_memory, resources.encoders_max, "a worker")
+    yield PlanLine("memory", "trainer", PROCESS_BYTES + train_bytes * (not gpu_trainer), trainers, "a worker")
+    yield PlanLine("memory", "searcher", searcher_bytes, searchers, searcher_note)
+    yield PlanLine("memory", "searcher, one more version", version_bytes, searchers, moving_note)
+    yield PlanLine("memory", "refiner", refiner_bytes, refiners, "at most: all that its labels can change")
+    if gpu_encoder:
+        note = "weights, again in bf16, and one batch" if _is_unpadded(run) else "weights and one batch"
+        yield PlanLine("gpu", "encoder", encode_bytes, resources.encoders_max, note)
+    if gpu_trainer:
+        yield PlanLine("gpu", "trainer", train_bytes, trainers, "weights, AdamW, activations")
+    if on_gpu:
+        vectors_bytes = own_shards * (shard.vectors + shard.feedback_views) * shard.vector_bytes
+        yield PlanLine("gpu", "searcher", vectors_bytes + step_bytes, searchers, "vectors of its shards")
+
+
+def _is_unpadded(run: RunConfig) -> bool:
+    """Whether encoders run without padding, in bf16 on a GPU, where flash attention stores no table of scores."""
+    return run.resources.gpus_per_encoder > 0 and run.index.precision == "bf16"
+
+
+def _weight_bytes(run: RunConfig, model: Backbone) -> int:
+    """Bytes of both towers in fp32."""
+    return 4 * model.parameters * (1 if run.encoder.tied else 2)
+
+
+def _encode_bytes(run: RunConfig, model: Backbone) -> int:
+    """Bytes of an encoder's weights, and of one batch."""
+    is_unpadded = _is_unpadded(run)
+    length = 0 if is_unpadded else run.encoder.max_passage_tokens or model.max_tokens
+    batch_bytes = 2 * layer_bytes(model, run.index.tokens_per_batch, length, half=is_unpadded)
+    return _weight_bytes(run, model) + 2 * model.parameters * is_unpadded + batch_bytes
+
+
+def _refined_shard_bytes(run: RunConfig, shard: ShardSizes) -> int:
+    """Bytes of one shard in a refiner: as stored, the moved or new views in fp32, and their blocks once more."""
+    adds_views = run.refine.method == "feedback_views"
+    num_moving = shard.feedback_views if adds_views else shard.vectors
+    block_share = touched_share(shard.passages, shard.feedback_views) if adds_views else 1.0
+    item = shard.vector_bytes // shard.dimension
+    once_more = shard.dimension * math.ceil(item * (block_share * shard.vectors + shard.feedback_views))
+    row_bytes = LOADED_ROW_BYTES + 8 * shard.views
+    return shard.at_rest_bytes + 4 * shard.dimension * num_moving + once_more + shard.passages * row_bytes
 
 
 def touched_share(passages: int, changes: int) -> float:
@@ -242,7 +311,7 @@ def most_feedback_views(run: RunConfig, passages: int) -> int:
     return min(most, len(questions) if first else sum(len(question.positive_ids) for question in questions))
 
 
-def effective_views(encoder: EncoderConfig) -> int:
+def _num_views(encoder: EncoderConfig) -> int:
     return 1 if encoder.strategy in ("pooling", "cls", "mean") else encoder.num_views
 
 

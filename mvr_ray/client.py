@@ -272,13 +272,13 @@ class _Endpoints:
             return await self._transport.send(build(*args, **options), deadline)
         except ClientError:
             raise
-        except RuntimeError:  # of a transport that was closed between two tries
-            self._require_open()
-            raise
         except RequestError as error:  # of the arguments, or of a service in this process
             refusal = error
         except MvrRayError as error:
             refusal = schemas.to_request_error(error)
+        except RuntimeError:  # of a transport that was closed between two tries
+            self._require_open()
+            raise
         raise _typed_error(refusal.status, refusal)
 
     @Endpoint

@@ -136,21 +136,8 @@ def compare(
     where a side has no ids (DPR's JSON). `ks` None: those of CUTOFFS that both sides reach. Raises ConfigError, also
     for a cut-off deeper than a side, and DataError when the two do not rank the same questions.
     """
-    if bad := [k for k in ks or () if k < 1]:
-        raise ConfigError(f"compare: -k is {bad[0]}; give cut-offs of 1 or more")
     sides = str(first), str(second)
-    if qrels is None and (runs := [side for side in sides if _is_trec_run(side)]):
-        raise ConfigError(
-            f"compare: {runs[0]} is not .json, .jsonl or .parquet, and a TREC run does not say which passages count; "
-            f"give --qrels FILE"
-        )
-    if qrels is not None and all(".parquet:" in side for side in sides):
-        raise ConfigError("compare: --qrels has no effect on FILE:SYSTEM, which has no passages; leave it out")
-    if question_set is not None and not any(".parquet:" in side for side in sides):
-        raise ConfigError(
-            f"compare: --questions {question_set} has no effect on rankings, which have one question set each; leave "
-            f"it out"
-        )
+    _check_arguments(sides, ks, qrels, question_set)
     judgements = None if qrels is None else _read_judgements(qrels)
     both = [_ranking(side, judgements, question_set) for side in sides]
     places = _question_places(sides, both)
@@ -170,16 +157,8 @@ def compare(
             f"compare: {first} has {seeds[0]} seeds and {second} has {seeds[1]}; compare systems of as many seeds, or "
             f"with one that was not trained"
         )
-    shallow, depth = min(((side, ranking.depth) for side, ranking in zip(sides, both)), key=lambda pair: pair[1])
-    if too_deep := [k for k in ks or CUTOFFS if k > depth]:
-        if ks:
-            raise ConfigError(
-                f"compare: -k is {too_deep[0]}, but {shallow} is known to rank only {depth} passages a question; give "
-                f"cut-offs up to {depth}, or rank more by retrieve.k or evaluate.k"
-            )
-        log.warning("cut-offs left out: k=%s ranking=%s depth=%d", ",".join(map(str, too_deep)), shallow, depth)
     rows = []
-    for k in ks or [k for k in CUTOFFS if k <= depth]:
+    for k in _known_cutoffs(ks, sides, both):
         first_SQ, second_SQ = ((ranks_SQ <= k).astype(float) for ranks_SQ in ranks)
         shares = 100 * float(first_SQ.mean()), 100 * float(second_SQ.mean())
         gap = difference(second_SQ, first_SQ, groups, seed)
@@ -188,6 +167,40 @@ def compare(
         names = ",".join(without_interval)
         log.warning("too few articles for an interval: metrics=%s articles=%d", names, len(set(groups)))
     return rows
+
+
+def _check_arguments(
+    sides: tuple[str, str], ks: Sequence[int] | None, qrels: Path | None, question_set: str | None
+) -> None:
+    """Raise ConfigError for a cut-off below 1, and for a file or a set that these sides lack or do not need."""
+    if bad := [k for k in ks or () if k < 1]:
+        raise ConfigError(f"compare: -k is {bad[0]}; give cut-offs of 1 or more")
+    if qrels is None and (runs := [side for side in sides if _is_trec_run(side)]):
+        raise ConfigError(
+            f"compare: {runs[0]} is not .json, .jsonl or .parquet, and a TREC run does not say which passages count; "
+            f"give --qrels FILE"
+        )
+    if qrels is not None and all(".parquet:" in side for side in sides):
+        raise ConfigError("compare: --qrels has no effect on FILE:SYSTEM, which has no passages; leave it out")
+    if question_set is not None and not any(".parquet:" in side for side in sides):
+        raise ConfigError(
+            f"compare: --questions {question_set} has no effect on rankings, which have one question set each; leave "
+            f"it out"
+        )
+
+
+def _known_cutoffs(ks: Sequence[int] | None, sides: tuple[str, str], both: list[Ranking]) -> Sequence[int]:
+    """Return the cut-offs, absent: those of CUTOFFS that both sides reach. Raises ConfigError for a deeper one."""
+    shallow, depth = min(((side, ranking.depth) for side, ranking in zip(sides, both)), key=lambda pair: pair[1])
+    too_deep = [k for k in ks or CUTOFFS if k > depth]
+    if ks and too_deep:
+        raise ConfigError(
+            f"compare: -k is {too_deep[0]}, but {shallow} is known to rank only {depth} passages a question; give "
+            f"cut-offs up to {depth}, or rank more by retrieve.k or evaluate.k"
+        )
+    if too_deep:
+        log.warning("cut-offs left out: k=%s ranking=%s depth=%d", ",".join(map(str, too_deep)), shallow, depth)
+    return ks or [k for k in CUTOFFS if k <= depth]
 
 
 def _question_places(sides: tuple[str, str], both: list[Ranking]) -> list[dict[tuple[str, int], int]]:

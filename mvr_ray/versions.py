@@ -61,6 +61,11 @@ def act(run: RunConfig, action: str, version: int | None, sizes_only: bool = Fal
     """Run one action on the index of the run file; `store.runs.to_plain` converts the result."""
     if action not in ACTIONS:
         raise ConfigError(f"versions: {action!r} is not one of {', '.join(ACTIONS)}")
+    if version is not None and action in ("list", "collect"):
+        advice = "; index.keep_versions=N says how many stay" * (action == "collect")
+        raise ConfigError(f"versions: {action} is of all versions, but {version} is given; leave it out{advice}")
+    if sizes_only and action != "rollback":
+        raise ConfigError(f"versions: --unchecked has no effect on {action}; leave it out")
     store, index = Store(run.store.path), run.index.name
     numbers = manifest.list_versions(store, index)
     if not numbers:

@@ -241,6 +241,21 @@ def test_versions_list_by_default_also_with_an_override(command, run_file: str) 
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("list", "3"), "list is of all versions, but 3 is given; leave it out"),
+        (
+            ("collect", "3"),
+            "collect is of all versions, but 3 is given; leave it out; index.keep_versions=N says how many stay",
+        ),
+        (("verify", "--unchecked"), "--unchecked has no effect on verify; leave it out"),
+    ],
+)
+def test_versions_refuse_what_an_action_would_ignore(command, run_file: str, words: tuple[str, ...], message) -> None:
+    assert command("versions", run_file, *words) == (2, "", f"mvr-ray: versions: {message}\n")
+
+
 def test_versions_name_a_word_that_is_no_version(command, run_file: str) -> None:
     message = f"mvr-ray: versions rollback: 'x' is no version; give its number, as `versions {run_file}` shows\n"
     assert command("versions", run_file, "rollback", "x") == (2, "", message)

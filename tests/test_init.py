@@ -139,6 +139,16 @@ def test_questions_beside_passages_are_split_and_evaluated(initialize, tmp_path:
     assert report.questions["questions"] == 1
 
 
+@pytest.mark.parametrize(("order", "labels"), [(("gold", "answers"), "gold"), (("answers", "gold"), "answers")])
+def test_refinement_learns_from_what_the_questions_of_its_set_have(initialize, tmp_path: Path, order, labels) -> None:
+    (tmp_path / "passages.jsonl").write_text(json.dumps({"id": "a", "text": "The Nile is long."}) + "\n")
+    for name, more in (("gold", {}), ("answers", {"answers": ["Nile"]})):
+        question = {"question": f"Which river of {name} is long?", "positive_ids": ["a"], **more}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(question) + "\n")
+    run, *_ = initialize("passages.jsonl", *(f"{name}.jsonl" for name in order))
+    assert (run.refine.questions, run.refine.labels) == (f"{order[0]}_known", labels)
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [

@@ -44,7 +44,11 @@ def test_durations_are_said_in_two_units(seconds: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "text"), [(0, "0 B"), (999, "999 B"), (64.6e9, "64.6 GB"), (1.5e6, "1.5 MB"), (2.58e14, "258 TB")]
+    ("num_bytes", "text"),
+    [
+        *((0, "0 B"), (999, "999 B"), (1.5e6, "1.5 MB"), (64.6e9, "64.6 GB"), (2.58e14, "258 TB")),
+        *((999_499, "999 kB"), (999_600, "1 MB"), (999_999_999, "1 GB"), (1e15, ">999 TB")),
+    ],
 )
 def test_sizes_are_said_in_thousands(num_bytes: float, text: str) -> None:
     assert size(num_bytes) == text

@@ -79,7 +79,7 @@ class Index:
         self._store = Store(run.store.path)
         self._open = ExitStack()
         self._has_run_file = True
-        self._change_lock = Lock()
+        self._change_lock, self._router_lock = Lock(), Lock()
 
     @classmethod
     def build(
@@ -165,11 +165,11 @@ class Index:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, as pickle makes one: it opens shards and an encoder of its own."""
-        own = {"_router", "_open", "_change_lock"}
+        own = {"_router", "_open", "_change_lock", "_router_lock"}
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _open=ExitStack(), _change_lock=Lock())
+        self.__dict__.update(state, _open=ExitStack(), _change_lock=Lock(), _router_lock=Lock())
 
     def close(self) -> None:
         """Release the open shards and the encoder; the next search opens those of the newest version."""
@@ -434,15 +434,19 @@ class Index:
     def _router(self) -> "HotSwapRouter":
         from mvr_ray.distributed.hot_swap import open_hot_swap_router
 
-        return self._open.enter_context(open_hot_swap_router(self.run, batching=False))
+        with self._router_lock:
+            if "_router" not in self.__dict__:  # no other thread was faster
+                self.__dict__["_router"] = self._open.enter_context(open_hot_swap_router(self.run, batching=False))
+            return self.__dict__["_router"]
 
     def _newest(self) -> Manifest:
         return manifests.read(self._store, self.run.index.name)
 
     def _follow(self) -> None:
-        """Switch an open router to the newest version."""
-        if "_router" in self.__dict__:
-            self._router.move_to(None)
+        """Switch an open router, and one that is being opened, to the newest version."""
+        with self._router_lock:
+            if "_router" in self.__dict__:
+                self._router.move_to(None)
 
     def _change(self, records: Iterable[ChangeRecord], progress: Progress) -> Manifest:
         """Update the corpus by records of changes, and publish a version of it."""

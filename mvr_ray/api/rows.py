@@ -202,5 +202,5 @@ def _is_missing(value: Any) -> bool:
     """Return whether a value is NaN, NaT or NA: what is not equal to itself. An array is a value."""
     try:
         return not isinstance(value, np.ndarray) and bool(value != value)
-    except (TypeError, ValueError):  # NA, which is neither
+    except (TypeError, ValueError, RuntimeError):  # NA, which is neither; the last of a tensor
         return type(value).__name__ == "NAType"

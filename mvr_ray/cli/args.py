@@ -1,8 +1,9 @@
-"""Separates the words of a command into overrides of the run file and the command's own, and reads JSON objects."""
+"""Separates the words of a command into overrides of the run file and the command's own, and checks some of them."""
 
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mvr_ray.errors import ConfigError
@@ -35,6 +36,12 @@ def question_and_overrides(command: str, words: Sequence[str], *, show_only: boo
             f"section.key=value before or after it"
         )
     return "".join(questions), overrides
+
+
+def require_writable(path: Path, argument: str) -> None:
+    """Raise ConfigError for a folder, and for a file in no folder; `argument` is the one that names it."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ConfigError(f"{argument} cannot be written; name a file in a folder that exists")
 
 
 def json_object(option: str, text: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import typer
 
 from mvr_ray import __version__
 from mvr_ray.cli import tables
-from mvr_ray.cli.args import arguments_and_overrides, json_object, question_and_overrides
+from mvr_ray.cli.args import arguments_and_overrides, json_object, question_and_overrides, require_writable
 from mvr_ray.cli.summaries import summarize, versions_tables
 from mvr_ray.cli.tables import print_json, print_result, report_tables, results_only, table, write
 from mvr_ray.errors import ConfigError, MvrRayError, is_full_disk
@@ -151,24 +151,16 @@ def run_stage(
     with Reporter() as progress, session.announcing(progress.say), record(run, name) as run_record:
         if words:
             check_inputs(name, run, arguments or {})
-        report = work(run, progress)
-        if ranks := getattr(report, "ranks", None):
-            from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
-
-            report = report._replace(ranks=[])
-            run_record.files[QUESTION_RANKS] = question_ranks_bytes(ranks)
-        if isinstance(views := getattr(report, "values", None), list) and views:
-            from mvr_ray.store.formats.question_views import QUESTION_VIEWS, question_views_bytes
-
-            report = report._replace(values=[])
-            run_record.files[QUESTION_VIEWS] = question_views_bytes({(report.index, run.encoder.seed): views})
-        run_record.report = report
-    plain = to_plain(report)
+        run_record.report = _question_values_to_files(work(run, progress), run, run_record.files)
+    plain = to_plain(run_record.report)
     plain = plain if isinstance(plain, dict) else {name: plain}
     folder = Store(run.store.path).where(run_record.folder) if run_record.folder else ""
     plain.pop("values", None)
     if plain.pop("ranks", None) is not None:
-        plain["questions_file"] = f"{folder}/{next(iter(run_record.files))}" if ranks and folder else None
+        from mvr_ray.store.formats.question_ranks import QUESTION_RANKS
+
+        is_written = folder and QUESTION_RANKS in run_record.files
+        plain["questions_file"] = f"{folder}/{QUESTION_RANKS}" if is_written else None
     if as_json:
         print_json(plain)
         return
@@ -187,6 +179,21 @@ def run_stage(
         _err(f"every question's ranks, for `mvr-ray compare`: {plain['questions_file']}")
     if summary and words and (following := ready_command(summary.next, run)):
         _err(f"next: mvr-ray {following}")
+
+
+def _question_values_to_files(report: Any, run: "RunConfig", files: dict[str, bytes]) -> Any:
+    """Return a report without the ranks and the measures of every question, which become files."""
+    if ranks := getattr(report, "ranks", None):
+        from mvr_ray.store.formats.question_ranks import QUESTION_RANKS, question_ranks_bytes
+
+        files[QUESTION_RANKS] = question_ranks_bytes(ranks)
+        report = report._replace(ranks=[])
+    if isinstance(views := getattr(report, "values", None), list) and views:
+        from mvr_ray.store.formats.question_views import QUESTION_VIEWS, question_views_bytes
+
+        files[QUESTION_VIEWS] = question_views_bytes({(report.index, run.encoder.seed): views})
+        report = report._replace(values=[])
+    return report
 
 
 def _load_run(
@@ -495,8 +502,8 @@ def explain(
     from mvr_ray.explanation import render_html
     from mvr_ray.store.files import finished_file
 
-    if html is not None and (html.is_dir() or not html.parent.is_dir()):
-        raise ConfigError(f"explain: --html {html} cannot be written; name a file in a folder that exists")
+    if html is not None:
+        require_writable(html, f"explain: --html {html}")
     request = ExplainRequest(questions=[question, *(more or ())], passages=passages or [], k=k)
     with open_service("explain", run, version, request) as service:
         explanation = service.explain(request)

@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mvr_ray.cli.args import require_writable
 from mvr_ray.config import SourceConfig, check_field_name, load_run, resolve_path
 from mvr_ray.config.loader import parse_yaml
 from mvr_ray.errors import ConfigError, DataError
@@ -98,8 +99,7 @@ def write_run_file(paths: Sequence[str], output: Path | None) -> tuple[Path, lis
     file = output or Path(f"{name}.yaml")
     if file.exists():
         raise ConfigError(f"init: {file} exists already; name another file with --output, or move it away")
-    if not file.absolute().parent.is_dir():
-        raise ConfigError(f"init: --output {file} cannot be written; name a file in a folder that exists")
+    require_writable(file, f"init: --output {file}")
     with finished_file(file) as aside:
         aside.write_text(run_file_text(name, samples), encoding="utf-8")
     load_run(file)
@@ -264,29 +264,38 @@ def _slug(name: str) -> str:
     return slug or (f"corpus-{zlib.crc32(os.fsencode(name)):08x}" if name else "corpus")
 
 
+def _question_sets(samples: Sequence[SourceSample]) -> dict[int, str]:
+    """Return a name for the question set of each source that has one, by the source's place."""
+    places = [at for at, sample in enumerate(samples) if sample.has_questions]
+    sets: dict[int, str] = {}
+    for at in places:
+        base = "questions" if len(places) == 1 else _name(samples[at].path)
+        names = (base, *(f"{base}{number}" for number in range(2, len(sets) + 2)))
+        sets[at] = next(name for name in names if name not in sets.values())
+    return sets
+
+
+def _source_text(sample: SourceSample, set_name: str | None) -> str:
+    """Return the lines of one source."""
+    text = f"    - path: {_yaml_scalar(sample.path)}\n      format: {sample.format}\n"
+    if sample.names:
+        pairs = ", ".join(f"{part}: {_yaml_scalar(own) if own else 'null'}" for part, own in sample.names.items())
+        note = "; null: rows are numbered" if None in sample.names.values() else ""
+        text += f"      fields: {{{pairs}}}  # names in the file{note}\n"
+    if sample.split:
+        text += f"      split: {sample.split}\n"
+    if set_name:
+        text += f"      questions: {set_name}\n"
+    return text if sample.passages else f"{text}      passages: false\n"
+
+
 def run_file_text(name: str, samples: Sequence[SourceSample]) -> str:
     """Return the text of the run file, with a comment on every choice."""
     types = _field_types([record for sample in samples for record in sample.passages])
     mean_words = max(sample.mean_words for sample in samples)
     shards = max(2, min(256, sum(sample.num_bytes for sample in samples) // SHARD_BYTES))
-    num_question_sources = sum(sample.has_questions for sample in samples)
-    sets: list[str] = []
-    sources = ""
-    for sample in samples:
-        sources += f"    - path: {_yaml_scalar(sample.path)}\n      format: {sample.format}\n"
-        if sample.names:
-            pairs = ", ".join(f"{part}: {_yaml_scalar(own) if own else 'null'}" for part, own in sample.names.items())
-            note = "; null: rows are numbered" if None in sample.names.values() else ""
-            sources += f"      fields: {{{pairs}}}  # names in the file{note}\n"
-        if sample.split:
-            sources += f"      split: {sample.split}\n"
-        if sample.has_questions:
-            base = "questions" if num_question_sources == 1 else _name(sample.path)
-            names = (base, *(f"{base}{number}" for number in range(2, len(sets) + 2)))
-            sets.append(next(name for name in names if name not in sets))
-            sources += f"      questions: {sets[-1]}\n"
-        if not sample.passages:
-            sources += "      passages: false\n"
+    set_names = _question_sets(samples)
+    sources = "".join(_source_text(sample, set_names.get(at)) for at, sample in enumerate(samples))
     chunks = (
         f"  chunk_words: 100                   # texts are long ({mean_words:.0f} words): cut into passages"
         if mean_words > LONG_WORDS
@@ -296,23 +305,24 @@ def run_file_text(name: str, samples: Sequence[SourceSample]) -> str:
     if fields:
         fields = f"  fields:                            # for filters; take out what no search filters by\n{fields}"
     splits = questions = ""
-    if sets:
+    if set_names:
+        place, name_of_set = next(iter(set_names.items()))
         splits = f"""\
   splits:
-    - source: {sets[0]:<22} # becomes {sets[0]}_known, _gate, _other and _unseen
+    - source: {name_of_set:<22} # becomes {name_of_set}_known, _gate, _other and _unseen
       unseen_share: 0.33             # articles whose questions no refinement sees
       known_share: 0.6
       gate_share: 0.1
 """
-        labels = "" if any(sample.has_answers for sample in samples) else LABELS_LINE
+        labels = "" if samples[place].has_answers else LABELS_LINE
         questions = f"""
 refine:                              # from questions whose answers or passages are known
-  questions: {sets[0]}_known
-  gate: [{sets[0]}_gate]
-  report: [{sets[0]}_unseen]
+  questions: {name_of_set}_known
+  gate: [{name_of_set}_gate]
+  report: [{name_of_set}_unseen]
 {labels}
 evaluate:
-  questions: [{sets[0]}_known, {sets[0]}_unseen]
+  questions: [{name_of_set}_known, {name_of_set}_unseen]
   bm25: true                         # for comparison
 """
     return f"""\

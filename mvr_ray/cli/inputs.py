@@ -7,9 +7,10 @@ some seconds earlier and without a cluster.
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from mvr_ray.cli.args import require_writable
 from mvr_ray.config import RunConfig, resolve_model, resolve_path
 from mvr_ray.config.train import check_train
-from mvr_ray.errors import ConfigError, MissingInputError
+from mvr_ray.errors import MissingInputError
 from mvr_ray.store import manifest
 from mvr_ray.store.corpus import Corpus, question_set
 from mvr_ray.store.files import Store, require_lasting
@@ -22,8 +23,7 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
     if "output" in arguments:
         path = Path(arguments["output"])
         require_lasting(path, f"{stage}: output={path}")
-        if path.is_dir() or not path.absolute().parent.is_dir():
-            raise ConfigError(f"{stage}: output={path} cannot be written; name a file in a folder that exists")
+        require_writable(path, f"{stage}: output={path}")
     match stage:
         case "index":
             _check_corpus(run, ())

@@ -32,11 +32,14 @@ _ESCAPES |= {code: f"\\u{code:x}" for code in range(0xD800, 0xE000)}
 
 
 def size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if num_bytes < 1000 or unit == "TB":
-            break
+    """`64.6 GB`: three digits and a decimal unit."""
+    if num_bytes < 999.5:
+        return f"{num_bytes:.0f} B"
+    for unit in ("kB", "MB", "GB", "TB"):
         num_bytes /= 1000
-    return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.3g} {unit}" if num_bytes < 1000 else ">999 TB"
+        if num_bytes < 999.5:
+            return f"{num_bytes:.3g} {unit}"
+    return ">999 TB"
 
 
 def visible(text: str) -> str:

@@ -47,6 +47,8 @@ RETRY_S = 2
 MEMORY_S = 60.0
 """Time for which the result of a job is kept for a repeated request; after that the files are read again."""
 _SOURCE = "send a manifest as it lies in the store, indexes/<name>/versions/<n>.json"
+_UNREADABLE = DigestError, ManifestError
+"""Errors of a manifest that is damaged or a newer program's."""
 
 
 @dataclass(frozen=True, config=RequestModel.model_config)
@@ -173,7 +175,7 @@ class VersionCatalog:
         """Read a manifest. Raises RequestError (422) for one that is damaged or a newer program's."""
         try:
             return manifests.read(self.store, self.index, version)
-        except (DigestError, FormatError, ManifestError) as error:
+        except _UNREADABLE as error:
             hint = "roll back to a version that can be read, or see `mvr-ray versions CONFIG verify`"
             raise RequestError(422, "unreadable_version", "n", str(error), hint) from None
 
@@ -214,7 +216,7 @@ class _PublishJob:
     def run(self) -> None:
         try:
             self.result.set_result(self._check_and_publish())
-        except BaseException as error:  # noqa: BLE001 - _wait raises it
+        except BaseException as error:  # noqa: BLE001 - `_result` raises it
             self.result.set_exception(error)
         self._end_s = time.monotonic()
 
@@ -276,11 +278,12 @@ class _PublishJob:
 
 
 def published_version(store: Store, manifest: Manifest) -> Manifest | None:
-    """Return the version after the manifest's parent if it has the same content: the publisher's reply was lost."""
-    number = manifest.parent + 1
-    if number not in manifests.list_versions(store, manifest.index):
+    """Return the version after the manifest's parent if it has the same content: the publisher's reply was lost. What
+    cannot be read has another content."""
+    try:
+        version = manifests.read_version(store, manifest.index, manifest.parent + 1)
+    except (MissingInputError, *_UNREADABLE):
         return None
-    version = manifests.read(store, manifest.index, number)
     return version if version.content_digest() == manifest.content_digest() else None
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mvr_ray.config import ServeConfig
 from mvr_ray.core.encoding.snippets import TITLE
 from mvr_ray.core.searching.hybrid import hybrid_scores
 from mvr_ray.deadline import Deadline
@@ -29,18 +28,13 @@ RankedScores = dict[str, tuple[int, float]]
 
 
 def explain(
-    router: "Router",
-    request: ExplainRequest,
-    limits: ServeConfig,
-    deadline: Deadline,
-    hybrid: HybridWeight | None = None,
+    router: "Router", request: ExplainRequest, deadline: Deadline, hybrid: HybridWeight | None = None
 ) -> Explanation:
-    """Explain the passages of the request, or the questions' best hits: the first of every question, then the second,
-    and so on. Every view is scored with every question; with `hybrid` the words, too.
+    """Explain the passages of a checked request, or the questions' best hits: the first of every question, then the
+    second, and so on. Every view is scored with every question; with `hybrid` the words, too.
 
-    Raises RequestError for what the limits forbid, for a passage that the index does not hold, and past the deadline.
+    Raises RequestError for a passage that the index does not hold, and past the deadline.
     """
-    request.check(limits)
     queries_QD = router.embed(request.questions)
     hits: list[list[Hit]] = [[] for _ in request.questions]
     if not request.passages:

@@ -167,6 +167,22 @@ def _replica_error(error: RuntimeError) -> str:
     return reasons[-1] if reasons else text.splitlines()[-1]
 
 
+def _deploy(run: RunConfig, version: int | None, tokens: TokenStore, port: int) -> None:
+    """Deploy the app on the running Ray Serve. Raises ResourceError where no replica starts, ConfigError where Serve
+    has no proxy on this machine: it has one on the head, and on nodes with replicas."""
+    try:
+        serve.run(application(run, version, tokens), name="mvr_ray", route_prefix="/")
+    except RuntimeError as error:
+        raise ResourceError(f"the server could not start: {_replica_error(error)}") from error
+    try:
+        socket.create_connection((_LOOPBACK, port), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"Ray Serve has no proxy on this machine ({error}); run `mvr-ray serve` on the head of the cluster, or "
+            f"submit it as a job"
+        ) from None
+
+
 def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[str], None]) -> None:
     """Deploy the app and serve until SIGINT or SIGTERM, then shut it down. A second signal changes nothing.
 
@@ -192,17 +208,7 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
     with ReverseProxy(run.serve, tokens) as proxy, connect(run.resources):
         port = _start_serve(run)
         try:
-            try:
-                serve.run(application(run, version, tokens), name="mvr_ray", route_prefix="/")
-            except RuntimeError as error:
-                raise ResourceError(f"the server could not start: {_replica_error(error)}") from error
-            try:  # Serve has a proxy on the head, and on nodes with replicas
-                socket.create_connection((_LOOPBACK, port), timeout=_CONNECT_S).close()
-            except OSError as error:
-                raise ConfigError(
-                    f"Ray Serve has no proxy on this machine ({error}); run `mvr-ray serve` on the head of the "
-                    f"cluster, or submit it as a job"
-                ) from None
+            _deploy(run, version, tokens, port)
             proxy.start(port)
             address = f"http://{run.serve.host}:{run.serve.port}"
             say(f"serving on {address}: POST /v1/search, GET /readyz, GET /docs; Ctrl-C stops")

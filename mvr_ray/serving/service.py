@@ -85,7 +85,6 @@ class SearchService:
                     answer = router.search(parse_vectors(vectors, router.dimension), request.k, **options)
             except FilterError as error:
                 raise schemas.to_request_error(error) from None
-            require_encoder(request.encoder_fingerprint, answer)
             if self.recall_monitor is not None and request.filter is None and weight is None:
                 self.recall_monitor.note(request.queries, request.k, answer)
             results = passage_hits(answer, request, router)
@@ -116,7 +115,7 @@ class SearchService:
         deadline = self._search_deadline(deadline)
         with self._pin(request.version, deadline) as router:
             require_encoder(request.encoder_fingerprint, router.manifest)
-            return explain(router, request, self.limits, deadline, self._weight(request.hybrid, router))
+            return explain(router, request, deadline, self._weight(request.hybrid, router))
 
     def embed(self, request: schemas.EmbeddingsRequest, deadline: Deadline | None = None) -> schemas.EmbeddingsResponse:
         """Embed texts by the index's own encoder, as a search does."""
@@ -279,7 +278,7 @@ def _probe(router: "Router") -> Answer:
     return router.search(np.eye(1, router.dimension, dtype=np.float32), 1, min_coverage=0.0)
 
 
-def require_encoder(fingerprint: str | None, version: Manifest | Answer) -> None:
+def require_encoder(fingerprint: str | None, version: Manifest) -> None:
     """Raise RequestError (409) if a request is for another encoder than the version's."""
     if fingerprint is not None and fingerprint != version.encoder_fingerprint:
         message = (

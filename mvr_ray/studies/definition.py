@@ -15,7 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from mvr_ray.config import RunConfig, loader, parse_run
 from mvr_ray.config.base import ALLOWED, Count, Name, Section, explain
@@ -27,8 +27,15 @@ StepName = Literal[
 ]  # fmt: skip
 
 Options = Mapping[str, Any]
-"""Options of a measure beyond the run file (`refinement_grid`, `cost`, `reading`, `entity_frequency`)."""
+"""Options of a measure beyond the run file."""
 NO_OPTIONS: Options = MappingProxyType({})
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "cost": ("passages", "questions", "repeats"),
+    "refinement_grid": ("settings",),
+    "reading": ("questions",),
+    "entity_frequency": ("k",),
+}
+"""Names of the options of each measure."""
 BM25, WITH_BM25 = "BM25", ", with BM25"
 """Names in reports and in contrasts: BM25 alone, and the suffix of a variant fused with it."""
 
@@ -47,6 +54,14 @@ class StepConfig(Section):
     only: list[str] = Field(default_factory=list)
     """The sizes with this step; absent: all."""
     options: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _check_options(self) -> "StepConfig":
+        names = OPTIONS.get(self.stage, ())
+        if unknown_names := [name for name in self.options if name not in names]:
+            known_names = f"it has {', '.join(names)}" if names else "it has none"
+            raise ValueError(f"{self.stage} has no option {unknown_names[0]!r}; {known_names}")
+        return self
 
 
 Steps = list[Annotated[StepConfig, BeforeValidator(_expand_stage_name)]]
@@ -70,7 +85,7 @@ class VariantConfig(Section):
 class SizeConfig(Section):
     about: str = ""
     set: list[str] = Field(default_factory=list)
-    seeds: list[int] = Field(default_factory=lambda: [1])
+    seeds: Annotated[list[int], Field(min_length=1)] = Field(default_factory=lambda: [1])
     curve: list[Count] = Field(default_factory=list)
     """Training steps after which every variant is measured, in addition to the end of its last training."""
     at_once: Annotated[int, Field(ge=1)] = 1
@@ -101,7 +116,7 @@ class StudyConfig(Section):
     run: str
     """The run file, relative to the study file."""
     questions: Name
-    metrics: list[str]
+    metrics: Annotated[list[str], Field(min_length=1)]
     steps: Steps
     sizes: dict[str, SizeConfig]
     variants: Annotated[list[VariantConfig], Field(min_length=1)]

@@ -20,7 +20,6 @@ from mvr_ray.studies.refinement_tables import MANY_ROUNDS
 from mvr_ray.studies.results import Report, VariantResult, stage_reports
 from mvr_ray.studies.tables import Cell
 
-_DEPTHS = ("1", "5", "20", "100")
 _HELD_OUT = "unseen"
 
 
@@ -132,7 +131,8 @@ def _heat(axes: Axes, values: np.ndarray, rows: Sequence[str], columns: Sequence
 
 
 def _grids(name: str, report: Report) -> Iterator[Plot]:
-    """Draw heat maps of the linear form over beta and gamma (AOpt figure 6), one for every question set and length."""
+    """Draw heat maps of the linear form over beta and gamma (AOpt figure 6), one figure for every question set and
+    length, of the first four depths."""
     for keeps_length, length in ((True, "length kept"), (False, "raw")):
         last_rounds = {
             (trial["setting"]["beta"], trial["setting"]["gamma"]): trial["rounds"][-1]["sets"]
@@ -145,7 +145,10 @@ def _grids(name: str, report: Report) -> Iterator[Plot]:
             continue
         for number, accuracy in enumerate(next(iter(last_rounds.values()))):
             figure, grid = plt.subplots(2, 2, figsize=(11, 9.5))
-            for axes, depth in zip(grid.flat, _DEPTHS):
+            depths = list(accuracy["answer"])[: grid.size]
+            for axes in grid.flat[len(depths) :]:
+                axes.set_axis_off()
+            for axes, depth in zip(grid.flat, depths):
                 values = np.full((len(betas), len(gammas)), np.nan)
                 for (beta, gamma), sets in last_rounds.items():
                     values[betas.index(beta), gammas.index(gamma)] = 100 * sets[number]["answer"][depth]

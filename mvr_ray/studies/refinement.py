@@ -100,11 +100,11 @@ def refinement_grid(run: RunConfig, progress: Progress = no_progress, options: O
         gold_Q = [{row_of[i] for i in question.positive_ids if i in row_of} for question in questions]
         question_sets.append(LabelledQuestions(name, queries_QD, [question.answers for question in questions], gold_Q))
     source, *others = question_sets
-    results = []
+    ks, results = sorted({1, *run.evaluate.k}), []  # rules and tables compare top-1
     for number, fields in enumerate(settings, 1):
         names = [name for name in fields if any(other.get(name) != fields[name] for other in settings)]
         label = ", ".join(f"{name} {fields[name]}" for name in names) or str(fields.get("method", "feedback_views"))
-        rounds = simulator.simulate(Setting(**fields), source, others, run.evaluate.k)
+        rounds = simulator.simulate(Setting(**fields), source, others, ks)
         results.append(_setting_result(run, Setting(**fields), label, rounds))
         progress("settings", number, len(settings))
     return GridReport(

@@ -19,8 +19,14 @@ from mvr_ray.studies import refinement_tables, retrieval_tables, training_tables
 from mvr_ray.studies.definition import Study
 from mvr_ray.studies.execute import StepRecord, code_version, hardware
 from mvr_ray.studies.plots import Plot, draw_plots
-from mvr_ray.studies.results import question_ranks, stage_reports, variant_results, with_views_from_zero
-from mvr_ray.studies.steps import StudyPlan
+from mvr_ray.studies.results import (
+    VariantResult,
+    question_ranks,
+    stage_reports,
+    variant_results,
+    with_views_from_zero,
+)
+from mvr_ray.studies.steps import PlannedVariant, StudyPlan
 from mvr_ray.studies.tables import Table
 
 _STYLE = """
@@ -98,13 +104,37 @@ def make_report(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]
     if len(articles) == 1:
         facts["articles"] = "a single one, so intervals and tests take its questions for independent"
     if missing_runs:
-        reported_names = {run.variant.name for run in plan.variants}
-        names = (
-            f"{run.variant.name}, seed {run.seed}" if run.variant.name in reported_names else run.variant.name
-            for run in missing_runs
-        )
-        facts["not run yet"] = "; ".join(dict.fromkeys(names))
-    files = {f"{plot.name}.png": plot.png for plot in plots}
+        facts["not run yet"] = _names_of(missing_runs, plan)
+    markdown = _markdown(study, facts, tables, plots, commands)
+    files = {f"{plot.name}.png": plot.png for plot in plots} | _question_files(plan, records, results)
+    files["report.md"] = markdown.encode()
+    files["report.html"] = _page(study.config.title, markdown, plots).encode()
+    plain = {
+        "study": study.config.study,
+        "size": study.size,
+        "title": study.config.title,
+        "paper": study.config.paper,
+        "facts": facts,
+        "notes": study.config.notes,
+        "tables": [table._asdict() for table in tables],
+        "steps": [step._asdict() | {"report": _without_fields(step.report, PER_QUESTION)} for step in steps],
+    }
+    files["report.json"] = (json.dumps(plain, indent=1, ensure_ascii=False) + "\n").encode()
+    return StudyReport(files, tables)
+
+
+def _names_of(missing_runs: Sequence[PlannedVariant], plan: StudyPlan) -> str:
+    """Return the names of variants that did not run; of one of which the plan has other seeds, with its seed."""
+    reported_names = {run.variant.name for run in plan.variants}
+    seeds = ((run.variant.name, f", seed {run.seed}") for run in missing_runs)
+    return "; ".join(dict.fromkeys(f"{name}{seed * (name in reported_names)}" for name, seed in seeds))
+
+
+def _question_files(
+    plan: StudyPlan, records: Mapping[str, StepRecord], results: Sequence[VariantResult]
+) -> dict[str, bytes]:
+    """Return the files of the ranks, answers and views of every question, where the study has some."""
+    files: dict[str, bytes] = {}
     entity_ranks, round_ranks = retrieval_tables.entity_ranks(results), refinement_tables.refinement_ranks(results)
     if ranks := [*question_ranks(results), *round_ranks, *entity_ranks]:
         files[QUESTION_RANKS] = question_ranks_bytes(ranks)
@@ -124,21 +154,7 @@ def make_report(study: Study, plan: StudyPlan, records: Mapping[str, StepRecord]
         if not run.at and records[key].stage == "analyze" and records[key].report["values"]
     }:
         files[QUESTION_VIEWS] = question_views_bytes(views)
-    markdown = _markdown(study, facts, tables, plots, commands)
-    files["report.md"] = markdown.encode()
-    files["report.html"] = _page(study.config.title, markdown, plots).encode()
-    plain = {
-        "study": study.config.study,
-        "size": study.size,
-        "title": study.config.title,
-        "paper": study.config.paper,
-        "facts": facts,
-        "notes": study.config.notes,
-        "tables": [table._asdict() for table in tables],
-        "steps": [step._asdict() | {"report": _without_fields(step.report, PER_QUESTION)} for step in steps],
-    }
-    files["report.json"] = (json.dumps(plain, indent=1, ensure_ascii=False) + "\n").encode()
-    return StudyReport(files, tables)
+    return files
 
 
 def _without_fields(value: Any, names: frozenset[str]) -> Any:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from scipy import stats
@@ -27,6 +27,7 @@ from mvr_ray.studies.steps import PlannedVariant, StudyPlan
 from mvr_ray.studies.tables import Cell
 from mvr_ray.types import FloatArray
 
+T = TypeVar("T")
 Report = dict[str, Any]
 """A step's report, as plain values."""
 SeedRanks = Mapping[int, QuestionRanks]
@@ -44,7 +45,7 @@ class MetricValues(NamedTuple):
 
 class VariantResult(NamedTuple):
     """The metrics of one variant, the ranks of every question by seed, the reports of its steps by stage, one a seed,
-    and the ranks of each of its views by system of `analyze` and seed."""
+    which its `seed` names, and the ranks of each of its views by system of `analyze` and seed."""
 
     name: str
     paper: Mapping[str, float]
@@ -93,7 +94,7 @@ def _system_results(
     for run in runs:
         for record in sorted((records[key] for key in run.keys), key=lambda record: record.stage == "evaluate"):
             stage, report = record.stage, record.report
-            reports[_kind(record)].append(report)
+            reports[_kind(record)].append(report | {"seed": run.seed})
             for row in [*report["rows"], *report["ranks"]] if stage in ("evaluate", "analyze") else ():
                 name = system_name(variant.name, row["system"])
                 if row["questions"] != study.config.questions or (name == BM25 and run.seed != runs[0].seed):
@@ -191,22 +192,33 @@ def metric_values(parts: Sequence[QuestionRanks], metric: str) -> MetricValues |
 def compare_ranks(better: SeedRanks, than: SeedRanks, metric: str) -> Difference | None:
     """Compute the difference of two systems on the same questions; None of a system and itself, or where their
     questions differ."""
-    seeds = sorted(set(better) & set(than))
-    is_single = 1 in (len(better), len(than))  # an untrained system is compared with every seed
-    a, b = (metric_values([one[seed] for seed in (one if is_single else seeds)], metric) for one in (better, than))
+    a, b = (metric_values(parts, metric) for parts in _of_same_seeds(better, than))
     if better is than or a is None or b is None or a.ids_Q != b.ids_Q:
         return None
     return difference(a.values_SQ, b.values_SQ, a.articles_Q)
+
+
+def _of_same_seeds(better: Mapping[int, T], than: Mapping[int, T]) -> tuple[list[T], list[T]]:
+    """Return the parts of the seeds that both systems have; one of a single seed, as an untrained one, is compared with
+    every seed of the other."""
+    if 1 in (len(better), len(than)):
+        return list(better.values()), list(than.values())
+    seeds = sorted(better.keys() & than.keys())
+    return [better[seed] for seed in seeds], [than[seed] for seed in seeds]
 
 
 def compare_views(better: VariantResult, than: VariantResult, measure: str) -> Difference | None:
     """Compute the difference of a measure of `QuestionViews` (x 100) between two variants, over the questions for which
     both have it; None without one, and of a variant and itself. `attention_kl` is compared by passage."""
     name = "passage_id" if measure == "attention_kl" else "question_id"
-    parts = [
-        [{row[name]: row for row in report["values"] if row[measure] is not None} for report in reports]
-        for reports in (one.reports.get("analyze", []) for one in (better, than))
-    ]
+    rows_by_seed = (
+        {
+            report["seed"]: {row[name]: row for row in report["values"] if row[measure] is not None}
+            for report in one.reports.get("analyze", [])
+        }
+        for one in (better, than)
+    )
+    parts = _of_same_seeds(*rows_by_seed)
     ids = [i for i in parts[0][0] if all(i in rows for part in parts for rows in part)] if all(parts) else []
     if not ids or better is than:
         return None

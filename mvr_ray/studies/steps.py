@@ -91,7 +91,8 @@ _FORMER_DEFAULTS = {
         "overlap_tokens": 0,
         "truncate_dim": None,
     },
-    "index": {"keep_refinement": True, "compact_share": 0.25, "lexical": False},
+    "index": {"keep_refinement": True, "compact_share": 0.25, "lexical": False, "language": "english"},
+    "mine": {"max_passage_questions": 0},
     "prepare": {"fields": {}},
     "retrieve": {"filter": None},
 }

@@ -13,11 +13,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import date, datetime, time
 from decimal import Decimal
 from html import unescape
 from itertools import islice
 from pathlib import Path
+from threading import Event
+from time import sleep
 from types import MappingProxyType
 from typing import Any
 from uuid import UUID
@@ -39,6 +42,7 @@ from mvr_ray.cli import main
 from mvr_ray.config import EvaluateConfig, PrepareConfig
 from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.judging.answers import AnswerMatcher
+from mvr_ray.distributed import hot_swap
 from mvr_ray.distributed.analyze import analyze
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.evaluate import evaluate, try_weights
@@ -180,6 +184,13 @@ def test_the_format_of_a_dataset_changes_no_passage(kind: str):
     assert list(passage_records(rows.with_format(kind))) == list(passage_records(ROWS))
     stream = rows.to_iterable_dataset()
     assert list(passage_records(stream.with_format(kind))) == list(passage_records(ROWS))
+
+
+def test_a_tensor_of_another_column_changes_no_passage():
+    row = {"id": "a", "text": "One."}
+    tensors = [torch.ones(3), torch.ones(1), torch.tensor(float("nan"))]
+    records = [list(passage_records([row | {"vector": tensor}])) for tensor in tensors]
+    assert [[record.passage.text for record in of_tensor] for of_tensor in records] == [["One."]] * 3
 
 
 def test_an_index_of_a_frame_that_has_a_name_is_a_column():
@@ -694,6 +705,30 @@ def test_threads_that_change_an_index_at_once_lose_nothing(index: Index):
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda row: index.upsert([row]), rows))
     assert {*index.passages([name for name, _ in rows])} == {name for name, _ in rows}
+
+
+def test_threads_open_an_index_once_and_follow_a_change_during_that(index: Index, monkeypatch):
+    routers, is_open, open_one = [], Event(), hot_swap.open_hot_swap_router
+
+    @contextmanager
+    def open_slowly(*own, **options):
+        with open_one(*own, **options) as router:
+            routers.append(router)
+            is_open.set()
+            for _ in range(1000):
+                if len(index.versions()) == 2:
+                    break
+                sleep(0.02)
+            sleep(0.5)  # the change looks for an open router
+            yield router
+
+    monkeypatch.setattr(hot_swap, "open_hot_swap_router", open_slowly)
+    with ThreadPoolExecutor(3) as pool:
+        searches = [pool.submit(index.search, "Who built tower 3?") for _ in range(3)]
+        assert is_open.wait(20)
+        index.upsert([("new", "A text.")])
+        assert all(search.result() for search in searches)
+    assert len(routers) == 1 and index.manifest.version == 2
 
 
 def test_what_is_not_the_first_argument_is_given_by_its_name():

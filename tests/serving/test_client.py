@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -34,6 +35,7 @@ from mvr_ray.client import (
     next_pause_s,
 )
 from mvr_ray.config import ServeConfig
+from mvr_ray.errors import CoverageError, MvrRayError, OverloadedError
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import read_tokens
 from mvr_ray.serving.service import SearchService
@@ -198,6 +200,23 @@ def test_too_few_passages_searched_is_asked_again_until_the_time_is_over(monkeyp
         assert len(pauses_s) == 1 and 20 <= pauses_s[0] < 39
         assert client.search(["nile"], min_coverage=0.5).coverage.passages_searched == 2
         assert not client.ready().ready
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(CoverageError("1 of 2 shards did not answer"), "not_covered"), (OverloadedError("full"), "overloaded")],
+)
+def test_an_error_of_a_search_is_the_same_inside_and_over_http(monkeypatch, error, code) -> None:
+    """Both are errors of Python's runtime, too, as that of a closed transport is."""
+    failing = InMemoryIndex()
+    monkeypatch.setattr(failing, "search", Mock(side_effect=error))
+    monkeypatch.setattr("mvr_ray.serving.schemas.retry_seconds", lambda _: 60)
+    service = SearchService(failing, ServeConfig())
+    with running(service) as at, Client(at, token=READ) as over_http, Client.over(service) as inside:
+        for client in (over_http, inside):
+            with pytest.raises(UnavailableError) as failure:
+                client.search(["nile"], timeout_s=30)
+            assert (failure.value.status, failure.value.code) == (503, code)
 
 
 def test_many_async_searches_share_one_client(address) -> None:
@@ -500,7 +519,5 @@ def test_the_client_imports_without_ray_and_torch() -> None:
 
 
 def test_every_error_of_the_client_is_one_of_the_packages() -> None:
-    from mvr_ray.errors import MvrRayError
-
     assert all(issubclass(one, ClientError) for one in (RefusedError, UnavailableError, UnreachableError))
     assert issubclass(ClientError, MvrRayError)

@@ -13,8 +13,8 @@ from mvr_ray.serving.service import SearchService
 
 
 def explain_in_memory(library: InMemoryIndex | None = None, **request):
-    limits = ServeConfig(max_k=20, max_batch=2)
-    return explain(library or InMemoryIndex(), ExplainRequest(**request), limits, Deadline.after(60))
+    service = SearchService(library or InMemoryIndex(), ServeConfig(max_k=20, max_batch=2))
+    return service.explain(ExplainRequest(**request))
 
 
 def test_every_view_has_its_snippet_and_one_score_a_question() -> None:
@@ -67,9 +67,9 @@ def test_an_explanation_of_many_passages_ends_at_its_deadline() -> None:
         def left_s(self) -> float:
             return 0.0 if texts else 60.0
 
-    request, limits = ExplainRequest(questions=["nile"], passages=["p1", "p2", "p3"]), ServeConfig()
+    request = ExplainRequest(questions=["nile"], passages=["p1", "p2", "p3"])
     with pytest.raises(RequestError, match="no answer within 60000 ms") as refusal:
-        explain(SlowIndex(), request, limits, EarlyDeadline(*due))
+        explain(SlowIndex(), request, EarlyDeadline(*due))
     assert (refusal.value.status, texts) == (504, ["p1"])
 
 

@@ -360,6 +360,13 @@ def test_a_newest_version_that_cannot_be_read_is_rolled_back_from_and_described_
     assert (version.version, version.operation, version.live) == (3, "rollback", True)
 
 
+def test_a_version_that_cannot_be_read_is_a_conflict_for_a_publisher_that_follows_the_one_before(elsewhere) -> None:
+    elsewhere.store.write_bytes(paths.manifest("library", 1), b'{"format_version": 99, "version": 1}')
+    reply = elsewhere.post(elsewhere.payload)
+    assert (reply.status, reply.body["error"]["code"]) == (409, "publish_conflict")
+    assert "version 1 is live" in reply.body["error"]["message"] and elsewhere.versions() == [1]
+
+
 def test_a_server_of_a_fixed_version_refuses_to_roll_back_before_anything_is_published(elsewhere) -> None:
     assert elsewhere.post(elsewhere.payload).status == 200
     run = RunConfig.model_validate({"store": {"path": str(elsewhere.root)}, "index": {"name": "library"}})

@@ -155,16 +155,6 @@ def test_an_encoder_that_is_not_the_index_s_is_a_conflict_that_names_both(path, 
     assert "0123abcd" in reply.body["error"]["message"] and "f" * 16 in reply.body["error"]["message"]
 
 
-def test_an_encoder_that_changes_between_asking_and_answering_is_a_conflict_too() -> None:
-    class Swapping(InMemoryIndex):
-        def search(self, queries_QD, k, **options):
-            answer = super().search(queries_QD, k, **options)
-            return answer._replace(encoder_fingerprint="e" * 16) if len(queries_QD) else answer
-
-    body = {"queries": [[1, 0, 0]], "encoder_fingerprint": "f" * 16}
-    assert call(app(Swapping()), "POST", "/v1/search", body, token=ADMIN).status == 409
-
-
 RAW = [
     (b'{"queries": [[NaN, 0, 0]]}', "not_finite", "queries.0.0"),
     (b'{"queries": [[1, -Infinity, 0]]}', "not_finite", "queries.0.1"),

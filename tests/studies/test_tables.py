@@ -196,6 +196,22 @@ def test_the_heat_maps_of_the_linear_form_have_beta_down_and_gamma_across(study,
         assert cells == expected
 
 
+def test_heat_maps_are_of_the_depths_that_a_study_measures(study, heat_maps):
+    trials = [
+        {
+            "setting": {"method": "linear", "beta": beta, "gamma": gamma, "keep_length": True},
+            "rounds": [{"sets": [{"questions": "known", "answer": {"1": 0.25, "10": 0.5}}]}] * 2,
+        }
+        for beta in (0.1, 0.2)
+        for gamma in (-0.2, 0.0)
+    ]
+    draw_plots(study, [result("a", refinement_grid=[{"tried": trials}])])
+    assert [(title, cells[0][0]) for _, title, _, cells in heat_maps] == [
+        ("top-1, percent", "25.0"),
+        ("top-10, percent", "50.0"),
+    ]
+
+
 @pytest.mark.data
 def test_the_cost_step_times_every_system_over_the_same_passages_and_questions(corpus_store, run_over, tmp_path):
     plain = run_over(tmp_path / "store").model_dump(mode="json")

@@ -33,6 +33,7 @@ def result(
     **reports,
 ):
     cells = {metric: Cell(value, value - 0.1, value + 0.1, 1, 40) for metric, value in (shares or {}).items()}
+    reports = {stage: [{"seed": seed, **one} for seed, one in enumerate(own, 1)] for stage, own in reports.items()}
     return VariantResult(name, paper or {}, "", cells, {}, reports, view_ranks=view_ranks or {})
 
 
@@ -120,6 +121,14 @@ def question_values(seed: int, has_answers: bool = True) -> list[dict]:
     ]
 
 
+def expected_measure(better: list[list[dict]], than: list[list[dict]], measure: str, **numbers) -> str:
+    """The difference of a measure over the questions for which every seed of both has it."""
+    parts = better, than
+    indices = [at for at in range(40) if all(rows[at][measure] is not None for part in parts for rows in part)]
+    values = [[[float(rows[at][measure]) for at in indices] for rows in part] for part in parts]
+    return expected_change(*values, [ARTICLES[at] for at in indices], **numbers)
+
+
 def test_variants_are_tested_against_the_first_that_has_the_measure_where_both_have_it():
     of_variant = {"two": question_values(1, has_answers=False), "three": question_values(2), "four": question_values(3)}
     more = question_values(4)
@@ -133,16 +142,25 @@ def test_variants_are_tested_against_the_first_that_has_the_measure_where_both_h
     assert [(rows[name][lv], rows[name][wins]) for name in ("one view", "two")] == [("", "")] * 2
 
     def expected(name: str, than: str, measure: str, **numbers) -> str:
-        parts = [[own] for own in (of_variant[name], of_variant[than])]
-        parts[0] += [more] if name == "four" else []
-        indices = [at for at in range(40) if all(rows[at][measure] is not None for part in parts for rows in part)]
-        values = [[[float(rows[at][measure]) for at in indices] for rows in part] for part in parts]
-        return expected_change(*values, [ARTICLES[at] for at in indices], **numbers)
+        better = [of_variant[name], *([more] if name == "four" else [])]
+        return expected_measure(better, [of_variant[than]], measure, **numbers)
 
     for name in ("three", "four"):
         assert rows[name][lv] == expected(name, "two", "lv", scale=1.0, decimals=3)
     assert rows["four"][wins] == expected("four", "three", "gold_answer_view")
     assert rows["three"][wins] == ""
+
+
+def test_variants_of_which_some_seeds_have_not_run_are_compared_by_the_seeds_of_both():
+    """As in a study that was interrupted, or ran in part."""
+    runs = {"first": (1, 2, 3), "second": (13, 11)}
+    first, second = (
+        result(name, analyze=[analysis(values=question_values(number), seed=number % 10) for number in numbers])
+        for name, numbers in runs.items()
+    )
+    [_, row] = records(view_table([first, second]))
+    better, than = ([question_values(number) for number in numbers] for numbers in ((11, 13), (1, 3)))
+    assert row["LV against first, p"] == expected_measure(better, than, "lv", scale=1.0, decimals=3)
 
 
 def test_a_papers_ppl_stands_beside_ours_only_where_passages_have_three_questions():
