@@ -13,9 +13,10 @@ written, so a file with a bad line changes nothing, and the same file applied ag
 import dataclasses
 import itertools
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from mvr_ray.config import PrepareConfig, SourceConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError, count_noun
@@ -30,8 +31,8 @@ from mvr_ray.store.corpus import (
     PartInfo,
     SourceInfo,
     corpus_digest,
+    ids_by_shard,
     question_sets,
-    shard_of,
 )
 from mvr_ray.store.fields import FieldReader
 from mvr_ray.store.files import Store, sha256_of
@@ -52,7 +53,15 @@ from mvr_ray.store.gc import KEPT_PUBLICATIONS, collect_corpus
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.parts import CorpusPart, passages_of, write_passages
 from mvr_ray.store.prepare import BadRows
-from mvr_ray.store.questions import archive, copy_questions, only_with, questions_about, read_questions, write_questions
+from mvr_ray.store.questions import (
+    archive,
+    changed_texts,
+    copy_questions,
+    only_with,
+    questions_about,
+    read_questions,
+    write_questions,
+)
 from mvr_ray.types import Passage, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
@@ -203,27 +212,15 @@ def apply_changes(
     before = parent.get(changes.ids())
     upserts = {name: passage for name, passage in changes.upserts.items() if before.get(name) != passage}
     deletions = changes.deletions & set(before)
-    by_shard: defaultdict[int, Changes[Passage]] = defaultdict(lambda: Changes({}, set()))
-    for name, passage in upserts.items():
-        by_shard[shard_of(name, parent.num_shards)].upserts[name] = passage
-    for name in deletions:
-        by_shard[shard_of(name, parent.num_shards)].deletions.add(name)
-    names = {*upserts, *deletions}
-    sets = {name: questions_about(parent, name, names) for name in question_sets(parent)}
-    sets_now = {name: _changed_questions(questions, upserts, deletions) for name, questions in sets.items()}
-    changed_sets = {
-        name: _changed_questions(read_questions(parent, name), upserts, deletions)
-        for name, questions in sets_now.items()
-        if questions != sets[name]
+    by_shard = {
+        shard: Changes({name: upserts[name] for name in names if name in upserts}, deletions.intersection(names))
+        for shard, names in ids_by_shard((*upserts, *deletions), parent.num_shards).items()
     }
-    parts = list(parent.info.parts)
-    with parent.store.scratch() as folder:
-        for count, shard in enumerate(sorted(by_shard), 1):
-            parts[shard] = _write_part(parent, shard, by_shard[shard], folder)
-            progress("parts written", count, len(by_shard))
-    counts = {name: len(questions) for name, questions in changed_sets.items()}
+    sets = _change_sets(parent, changed_texts(before, upserts), deletions)
+    parts = _write_parts(parent, by_shard, progress)
     digest = corpus_digest(parts)
     earlier = _earlier_info(parent, digest)  # the same passages were a corpus before: it keeps its questions
+    counts = {name: len(questions) for name, questions in sets.new_questions.items()}
     info = dataclasses.replace(
         description,
         digest=digest,
@@ -236,14 +233,9 @@ def apply_changes(
     is_changed = bool(by_shard) or description.change_files != parent.info.change_files
     if is_changed or Corpus.open(parent.store, parent.name).digest != digest:  # a roll back replaced the last corpus
         parent.store.touch(paths.corpus_version(parent.name, digest))  # an old corpus that returns is not collected now
-        for name in sets if digest != parent.digest else ():
-            if earlier and parent.store.exists(paths.question_set(parent.name, digest, name)):
-                continue
-            if name in changed_sets:
-                write_questions(corpus, name, changed_sets[name])
-            else:
-                copy_questions(parent, corpus, name)
-        archive(parent, sets)
+        if digest != parent.digest:
+            _store_sets(parent, corpus, sets, has_returned=earlier is not None)
+        archive(parent, sets.names)
         _require_no_roll_back(parent, index)
         corpus.publish(after=parent.number)
         _require_no_roll_back(corpus, index)
@@ -262,14 +254,43 @@ def apply_changes(
         deleted=len(deletions),
         absent=len(changes.deletions) - len(deletions),
         parts_written=len(by_shard),
-        questions_dropped=sum(len(sets[name]) - len(questions) for name, questions in sets_now.items()),
+        questions_dropped=sets.num_dropped,
     )
 
 
-def _changed_questions(
-    questions: Iterable[Question], upserts: Container[str], deletions: Container[str]
-) -> list[Question]:
-    return only_with(lambda own: own not in deletions, questions, upserts)
+class _ChangedSets(NamedTuple):
+    """The names of the question sets of a corpus, and the questions by now of those that a change of it changes."""
+
+    names: list[str]
+    new_questions: dict[str, list[Question]]
+    num_dropped: int
+
+
+def _change_sets(parent: Corpus, rewritten_ids: set[str], deletions: set[str]) -> _ChangedSets:
+    """Change the question sets of a corpus as its passages change. A set is parsed whole only if it differs after."""
+
+    def change(questions: Iterable[Question]) -> list[Question]:
+        return only_with(lambda own: own not in deletions, questions, rewritten_ids)
+
+    sets = _ChangedSets(question_sets(parent), {}, 0)
+    for name in sets.names:
+        questions = questions_about(parent, name, rewritten_ids | deletions)
+        questions_now = change(questions)
+        sets = sets._replace(num_dropped=sets.num_dropped + len(questions) - len(questions_now))
+        if questions_now != questions:
+            sets.new_questions[name] = change(read_questions(parent, name))
+    return sets
+
+
+def _store_sets(parent: Corpus, corpus: Corpus, sets: _ChangedSets, has_returned: bool) -> None:
+    """Store the question sets of a changed corpus; one whose passages have returned keeps those that it had."""
+    for name in sets.names:
+        if has_returned and corpus.store.exists(paths.question_set(corpus.name, corpus.digest, name)):
+            continue
+        if name in sets.new_questions:
+            write_questions(corpus, name, sets.new_questions[name])
+        else:
+            copy_questions(parent, corpus, name)
 
 
 def _require_no_roll_back(corpus: Corpus, index: str) -> None:
@@ -400,6 +421,16 @@ def _earlier_info(parent: Corpus, digest: str) -> CorpusInfo | None:
         return parent.info
     has_version = parent.store.exists(paths.corpus_version(parent.name, digest))
     return Corpus.open(parent.store, parent.name, digest).info if has_version else None
+
+
+def _write_parts(parent: Corpus, by_shard: Mapping[int, Changes[Passage]], progress: Progress) -> list[PartInfo]:
+    """Write the parts that change; returns all parts."""
+    parts = list(parent.info.parts)
+    with parent.store.scratch() as folder:
+        for count, shard in enumerate(sorted(by_shard), 1):
+            parts[shard] = _write_part(parent, shard, by_shard[shard], folder)
+            progress("parts written", count, len(by_shard))
+    return parts
 
 
 def _write_part(parent: Corpus, shard: int, own: Changes[Passage], folder: Path) -> PartInfo:
