@@ -198,8 +198,6 @@ def _is_text(file: Path) -> bool:
 def _detect_format(file: Path, source: str, has_names: bool = False) -> str:
     """Detect the format of a file. `has_names`: the source names fields, so it has no format with own names."""
     stem = plain_name(file).name.lower()
-    if stem == "corpus.jsonl" and JUDGED_FOLDERS["beir"].is_at(file.parent):
-        return "beir"
     if stem.endswith(".parquet"):
         return "parquet"
     if stem.endswith(".tsv"):

@@ -316,6 +316,12 @@ def test_beir(beir: Path):
         read(beir)
 
 
+def test_a_file_that_is_named_as_one_of_beir_is_a_file_of_json_lines(beir: Path):
+    file = beir / "corpus.jsonl"
+    assert format_of(SourceConfig(path=str(file))) == "jsonl"
+    assert passages(read(file)) == [Passage("d1", "T", "one")]
+
+
 ROWS = [
     {"id": "p1", "title": "T", "text": "body"},
     {"_id": 2, "contents": "other body"},
