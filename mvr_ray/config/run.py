@@ -90,7 +90,8 @@ class SourceConfig(Section):
     """The split of a BEIR or MS MARCO folder's judgements, or of a Hugging Face data set."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Take this share of the source's articles (passages of one title), drawn by a stable hash, and of its questions
-    those whose first positive is among them, without other positives that are not."""
+    those whose first positive is among them, without other positives that are not. A question of another source goes
+    with its first positive if no source gives that."""
 
     @model_validator(mode="before")
     @classmethod

@@ -26,7 +26,7 @@ from mvr_ray.store.formats.sources import read_source
 from mvr_ray.store.gc import collect, collect_corpus
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import QUESTION_SCHEMA, only_with, read_questions, write_question_file
-from mvr_ray.store.sampling import draw
+from mvr_ray.store.sampling import draw, hash_rank
 from mvr_ray.types import Question
 
 Write = Callable[[str, str | bytes], Path]
@@ -194,6 +194,29 @@ def test_a_share_of_a_source_is_whole_articles_with_their_questions_and_the_rest
         return set(passages)
 
     assert set() < take(0.4) < take(0.8) < take(1.0)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_share_leaves_out_no_question_of_another_source_that_gives_the_passage(
+    write: Write, store: Store, order: int
+):
+    """As in the training and dev files of DPR, whose contexts are the same passages in part."""
+
+    def training_row(number: int) -> dict:
+        context = {"title": f"t{number}", "text": f"body {number}", "passage_id": number}
+        return {"question": f"who is {number}?", "answers": [], "positive_ctxs": [context]}
+
+    train = str(write("train.json", json.dumps([training_row(number) for number in range(40)])))
+    dev = str(write("dev.json", json.dumps([training_row(number) for number in range(20, 60)])))
+    sources = [SourceConfig(path=train, questions="train", share=0.3), SourceConfig(path=dev, questions="dev")]
+    report = prepare(PrepareConfig(sources=sources[::order]), store)
+    sample = {str(number) for number in range(40) if hash_rank(f"t{number}", "source") < 0.3 * 2**64}
+    assert {passage.id for passage in Corpus.open(store, "corpus")} == sample | set(map(str, range(20, 60)))
+    positives = {question.positive_ids[0] for question in read_questions(Corpus.open(store, "corpus"), "train")}
+    assert positives == sample and 0 < len(sample) < 20
+    assert report.questions == {"train": len(sample), "dev": 40}
+    assert report.questions_not_drawn == 40 - len(sample)
+    assert report.passages_read == report.passages_written + report.duplicates + report.passages_not_drawn
 
 
 def test_chunks_carry_answers_and_positives(write: Write, tmp_path: Path):
