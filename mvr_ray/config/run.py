@@ -269,7 +269,9 @@ class IndexConfig(Section):
     """A shard whose changes since its first file exceed this share of it is written whole; else they are stored beside
     that file."""
     keep_versions: Count = 5
+    """The newest versions, which `versions collect` and `follow` leave."""
     grace_s: Annotated[float, Field(ge=0)] = 3600
+    """Time for which they leave a version after another one has replaced it, and files that no version names."""
 
 
 class FollowConfig(Section):

@@ -7,7 +7,6 @@ them, and a listed version that does not exist ends the collection.
 
 import contextlib
 import logging
-from functools import partial
 
 from mvr_ray.errors import ManifestError, MissingInputError, StorageError
 from mvr_ray.store import manifest, paths
@@ -22,7 +21,8 @@ KEPT_PUBLICATIONS = 100
 
 
 def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
-    """Remove all but the newest `keep` versions, and what no remaining version names, if at least `grace_s` old.
+    """Remove all but the newest `keep` versions, if another one replaced them at least `grace_s` ago, and what no
+    remaining version names, if at least so old.
 
     Also removes unfinished work of that age, corpora that no version names and that are not the last of `prepare`, and
     what killed processes left aside anywhere in the store. A version that this program cannot read stays, beside `keep`
@@ -36,9 +36,10 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
     versions = manifest.read_versions(store, index, numbers)
     for version, problem in versions.problems.items():
         log.warning("what version %d may name stays: index=%s (%s)", version, index, problem)
-    for version in sorted(versions.manifests)[:-keep]:
-        path = paths.manifest(index, version)
-        if store.age_s(path) >= grace_s:
+    readable_numbers = sorted(versions.manifests)
+    for version, successor in zip(readable_numbers[:-keep], readable_numbers[1:]):
+        if store.age_s(paths.manifest(index, successor)) >= grace_s:  # until then it was live, and processes opened it
+            path = paths.manifest(index, version)
             store.delete(path)
             removals.append(path)
     store.sync_names(paths.index_dir(index, "versions"))  # before their files are deleted
@@ -101,8 +102,8 @@ def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S, index: str
         files = {file for file in files if is_old(f"{paths.corpus_dir(name)}/{file}")}
         if files:  # else the other corpora, of which each update makes one, need not be read
             digests = {digest for digest in needed_digests if store.exists(paths.corpus_version(name, digest))}
-            digests.update(store.json_names(versions))
-            files = files.difference(*map(partial(_files_of, store, name), digests))
+            for digest in digests.union(store.json_names(versions)):
+                files -= _file_names(Corpus.open(store, name, digest))
     except (MissingInputError, StorageError) as error:
         log.warning("old files not collected: corpus=%s (%s)", name, error)
         return removals
@@ -116,10 +117,6 @@ def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S, index: str
             store.delete(path)
             removals.append(path)
     return removals
-
-
-def _files_of(store: Store, name: str, digest: str) -> set[str]:
-    return _file_names(Corpus.open(store, name, digest))
 
 
 def _file_names(corpus: Corpus) -> set[str]:
