@@ -263,6 +263,13 @@ def test_dpr_training_rows(write: Write, format: str):
     assert sum(isinstance(record, DroppedRow) for record in records) == 1
 
 
+@pytest.mark.parametrize(("own", "name"), [({}, "nq-0"), ({"id": None}, "nq-0"), ({"id": ""}, "nq-0"), ({"id": 0}, "0")])
+def test_a_training_row_has_its_own_id_where_it_has_one(write: Write, own: dict, name: str):
+    for row in (DPR_ROWS[0] | own, ROWS[3] | own):
+        [question] = questions(read(write("nq.jsonl", json.dumps(row))))
+        assert question.id == name
+
+
 def test_an_array_of_passages_is_no_training_data_and_the_error_names_the_format_that_fits(write: Write):
     [row] = read(write("passages.json", json.dumps([{"id": "p1", "title": "T", "text": "A text."}])))
     assert isinstance(row, BadRow)
