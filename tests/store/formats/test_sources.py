@@ -263,7 +263,9 @@ def test_dpr_training_rows(write: Write, format: str):
     assert sum(isinstance(record, DroppedRow) for record in records) == 1
 
 
-@pytest.mark.parametrize(("own", "name"), [({}, "nq-0"), ({"id": None}, "nq-0"), ({"id": ""}, "nq-0"), ({"id": 0}, "0")])
+@pytest.mark.parametrize(
+    ("own", "name"), [({}, "nq-0"), ({"id": None}, "nq-0"), ({"id": ""}, "nq-0"), ({"id": 0}, "0")]
+)
 def test_a_training_row_has_its_own_id_where_it_has_one(write: Write, own: dict, name: str):
     for row in (DPR_ROWS[0] | own, ROWS[3] | own):
         [question] = questions(read(write("nq.jsonl", json.dumps(row))))
