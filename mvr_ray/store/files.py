@@ -634,7 +634,8 @@ def _local_folder(root: str) -> Path:
     """Resolve the root of a local store, a path or a `file://` address. Raises ConfigError for another machine's, and
     for a relative path in a job's copy of its working directory."""
     if not root.startswith("file://"):
-        require_lasting(folder := resolve_path(root), f"store.path={root}", " that every node has, or s3:// or gs://")
+        what, advice = f"{root} (store.path or follow.source)", " that every node has, or s3:// or gs://"
+        require_lasting(folder := resolve_path(root), what, advice)
         return folder
     host, slash, path = root.removeprefix("file://").partition("/")
     if host not in ("", "localhost") or not slash:

@@ -65,11 +65,11 @@ def open_address(address: str) -> ObjectStore:
         raise ConfigError(f"{scheme}:// is no store; give a folder, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
     user, _, bucket = parts.netloc.rpartition("@")
     if not bucket:
-        raise ConfigError(f"store.path: no bucket is named; write {parts.scheme}://BUCKET/PREFIX")
+        raise ConfigError(f"an address of {parts.scheme}:// names no bucket; write {parts.scheme}://BUCKET/PREFIX")
     options = dict(parse_qsl(parts.query))
     if unknown_options := sorted(set(options) - {*OPTIONS, *UNUSED_OPTIONS}):
         raise ConfigError(
-            f"store.path: {parts.scheme}://{bucket} has an unknown option {unknown_options[0]!r}; "
+            f"{parts.scheme}://{bucket} has an unknown option {unknown_options[0]!r}; "
             f"known: {', '.join(OPTIONS)}"
         )
     host = options.get("endpoint_override", "")
