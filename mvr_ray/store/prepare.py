@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from mvr_ray.config import PrepareConfig, SourceConfig
+from mvr_ray.config import PrepareConfig, SourceConfig, resolve_path
 from mvr_ray.core.judging.answers import Match, warn_of_runs
 from mvr_ray.errors import (
     ConfigError,
@@ -464,13 +464,12 @@ def _archive_previous(cfg: PrepareConfig, store: Store) -> None:
 def describe_sources(cfg: PrepareConfig) -> Iterator[SourceInfo]:
     """Describe the files of the sources by size and digest."""
     for source in cfg.sources:
-        files = source_files(source)
+        files, kind, path = source_files(source), format_of(source), resolve_path(source.path)
         if not files:  # a data set of the Hugging Face hub
-            yield SourceInfo(source.path, format_of(source), 0, "")
+            yield SourceInfo(source.path, kind, 0, "")
         for file in files:
-            is_whole_source = len(files) == 1 and not source.path.endswith("/")
-            name = source.path if is_whole_source else f"{source.path.rstrip('/')}/{file.name}"
-            yield SourceInfo(name, format_of(source), file.stat().st_size, sha256_of(file))
+            within = "" if file == path else f"/{file.relative_to(path).as_posix()}"
+            yield SourceInfo(f"{source.path.rstrip('/')}{within}", kind, file.stat().st_size, sha256_of(file))
 
 
 def _count(sets: Mapping[str, Sized]) -> int:

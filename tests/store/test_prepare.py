@@ -23,6 +23,7 @@ from mvr_ray.store.corpus import Corpus, publications
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.records import NUMBERED_ROWS
 from mvr_ray.store.formats.sources import read_source
+from mvr_ray.store.formats.text_folder import text_files
 from mvr_ray.store.gc import collect, collect_corpus
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import QUESTION_SCHEMA, only_with, read_questions, write_question_file
@@ -65,6 +66,24 @@ def test_everything_read_is_written_and_counted(write: Write, store: Store):
     assert {what for what, _, _ in calls} == {"rows read", "parts sorted", "parts written"}
     assert read_questions(only_corpus(store), "q")[0] == Question("q1", "why?", (), ("p3",))
     assert corpus.find_damage() == []
+
+
+def test_each_file_of_a_folder_is_described_by_its_path_there_and_the_folder_is_listed_a_few_times(
+    write: Write, store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    names = ["a.md", *(f"deep/{number:02}.md" for number in range(20))]
+    folder = [write(f"notes/{name}", f"Text of {name}.\n") for name in names][0].parent
+    listings: list[Path] = []
+
+    def list_files(folder: Path) -> list[Path]:
+        listings.append(folder)
+        return text_files(folder)
+
+    monkeypatch.setattr("mvr_ray.store.formats.sources.text_files", list_files)
+    prepare(PrepareConfig(sources=[SourceConfig(path=f"{folder}/")]), store)
+    described_files = [(one.path, one.format) for one in Corpus.open(store, "corpus").info.sources]
+    assert described_files == [(f"{folder}/{name}", "text") for name in names]
+    assert len(listings) < 10
 
 
 def test_the_same_rows_in_any_order_give_the_same_parts_and_the_same_run_the_same_bytes(write: Write, tmp_path: Path):

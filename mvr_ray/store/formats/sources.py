@@ -115,7 +115,7 @@ def format_of(source: SourceConfig) -> str:
         return "huggingface"
     path = resolve_path(source.path)
     whole = folder_format(source, path) if path.is_dir() else None
-    return whole or _detect_format(source_files(source)[0], source.path)
+    return whole or _detect_format(source_files(source)[0], source.path, bool(_names_of(source)))
 
 
 def folder_format(source: SourceConfig, folder: Path) -> str | None:
@@ -158,7 +158,7 @@ def read_question_file(path: Path) -> list[Question]:
 
 def _parts(source: SourceConfig, path: Path) -> Iterator[Iterator[Record]]:
     """Yield the records of a source part by part: of a folder that is one source, or of each of its files."""
-    names = dict(sorted(source.fields.model_dump(exclude_defaults=True).items()))
+    names = _names_of(source)
     files, whole = source_files(source), folder_format(source, path) if path.is_dir() else None
     if source.path.startswith(SCHEME) or whole == "huggingface":
         name = source.path if source.path.startswith(SCHEME) else str(path)
@@ -181,6 +181,11 @@ def _parts(source: SourceConfig, path: Path) -> Iterator[Iterator[Record]]:
             yield read_text_file(file, path)
         else:
             yield READERS[format](file, names) if names else READERS[format](file)
+
+
+def _names_of(source: SourceConfig) -> dict[str, str | None]:
+    """Return the names that a source gives to parts of its rows."""
+    return dict(sorted(source.fields.model_dump(exclude_defaults=True).items()))
 
 
 def _refuse_names(source: SourceConfig, format: str, names: dict[str, str | None]) -> None:

@@ -603,7 +603,9 @@ def test_names_of_fields_are_mapped_in_every_row_format(write: Write, tmp_path: 
     ]
     names = {"id": "doc", "title": "name", "text": "body"}
     for file in files:
-        records = list(read_source(SourceConfig(path=str(file), fields=names)))
+        source = SourceConfig(path=str(file), fields=names)
+        assert format_of(source) == file.suffix.removeprefix(".")
+        records = list(read_source(source))
         assert passages(records) == [Passage("7", "Nile", "A river."), Passage("8", "Alps", "Mountains.")]
         assert [str(record.extras["year"]) for record in records] == ["1900", "1950"]
         assert all(set(record.extras) == {"year"} for record in records)
