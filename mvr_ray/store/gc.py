@@ -83,6 +83,7 @@ def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S, index: str
         numbers = publications(store, name)
         needed_digests = {Corpus.open(store, name).digest, *_digests_named(store, name, index)}
         others = (digest for digest in store.json_names(versions) if digest not in needed_digests)
+        # opened, though they go: one that cannot be read, as of a newer program, ends the collection
         old_corpora = [Corpus.open(store, name, one) for one in others if is_old(paths.corpus_version(name, one))]
     except (MissingInputError, StorageError) as error:
         log.warning("old corpora not collected: corpus=%s (%s)", name, error)

@@ -1,8 +1,8 @@
 """Read and write the files of a store on an object store: `s3://` or `gs://`, by obstore.
 
 An object appears whole when its upload ends. `create_once` is one conditional PUT. Whether the service honours the
-condition is checked once, by creating one object twice; a service that does not is refused, since two
-publishers could overwrite each other. A failed PUT may have taken effect: the object is read before deciding.
+condition is checked once for each opened store, by creating one object twice; a service that does not is refused, since
+two publishers could overwrite each other. A failed PUT may have taken effect: the object is read before deciding.
 
     s3://[KEY:SECRET@]BUCKET/PREFIX[?region=...&endpoint_override=HOST:PORT&scheme=http]
     gs://[anonymous@]BUCKET/PREFIX[?endpoint_override=HOST:PORT&scheme=http]

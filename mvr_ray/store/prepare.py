@@ -340,6 +340,7 @@ class _Preparation:
         return infos
 
     def report(self, parts: Sequence[PartInfo], questions: Mapping[str, Sized]) -> PrepareReport:
+        """Count what was read, written and left out."""
         num_written = sum(part.num_passages for part in parts)
         hard_negatives = [own for rows in self.sets.values() for row in rows for own in row.question.hard_negative_ids]
         return PrepareReport(
