@@ -91,7 +91,7 @@ def source_files(source: SourceConfig) -> list[Path]:
     path = resolve_path(source.path)
     if not path.exists():
         raise MissingInputError(f"source {source.path} does not exist ({path.absolute()}); correct its path")
-    if path.is_file():
+    if not path.is_dir():
         return [path]
     match folder_format(source, path):
         case "beir" | "msmarco" as whole:
@@ -103,7 +103,10 @@ def source_files(source: SourceConfig) -> list[Path]:
         case _:
             files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
     if not files:
-        raise MissingInputError(f"source {source.path} is a folder without files ({path.absolute()}); correct its path")
+        of_format = "" if source.format == "auto" else f" of format {source.format}"
+        raise MissingInputError(
+            f"source {source.path} is a folder without files{of_format} ({path.absolute()}); correct its path"
+        )
     return files
 
 

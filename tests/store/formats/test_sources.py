@@ -5,6 +5,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
@@ -510,6 +511,11 @@ def test_a_csv_in_utf_16_is_refused_as_such(write: Write):
 def test_files_that_are_missing_unknown_or_broken_are_named(write: Write, tmp_path: Path):
     with pytest.raises(MissingInputError, match=r"none\.json does not exist"):
         read(tmp_path / "none.json")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(MissingInputError, match=r"pipe\.jsonl does not exist or is not a file"):
+        read(tmp_path / "pipe.jsonl")
+    with pytest.raises(MissingInputError, match=r"notes is a folder without files of format beir \("):
+        read(write("notes/readme.md", "Text.").parent, "beir")
     with pytest.raises(ConfigError, match=r"source s3://bucket/p\.tsv is in an object store; copy it to this machine"):
         list(read_source(SourceConfig(path="s3://bucket/p.tsv")))
     with pytest.raises(DataError, match=r"x\.pdf.*set `format:` to one of squad, .*beir"):
