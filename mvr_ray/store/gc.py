@@ -38,10 +38,11 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
         log.warning("what version %d may name stays: index=%s (%s)", version, index, problem)
     readable_numbers = sorted(versions.manifests)
     for version, successor in zip(readable_numbers[:-keep], readable_numbers[1:]):
-        if store.age_s(paths.manifest(index, successor)) >= grace_s:  # until then it was live, and processes opened it
-            path = paths.manifest(index, version)
-            store.delete(path)
-            removals.append(path)
+        if store.age_s(paths.manifest(index, successor)) < grace_s:  # until then it was live, and processes opened it
+            break  # `find_versions` relies on it that the lowest numbers go first
+        path = paths.manifest(index, version)
+        store.delete(path)
+        removals.append(path)
     store.sync_names(paths.index_dir(index, "versions"))  # before their files are deleted
     staging = paths.index_dir(index, "staging")
     folders = [*(paths.index_dir(index, kind) for kind in ("shards", "queries", "lexical")), staging]
