@@ -73,7 +73,7 @@ class PrepareReport:
     chunks_gained: int = 0
     passages_not_drawn: int = 0
     questions_not_drawn: int = 0
-    """Left out by max_questions, or because max_passages left out all their gold passages."""
+    """Left out by the `share` of a source or max_questions, or as max_passages left out all their gold passages."""
     rows_dropped: int = 0
     """Rows that their format's convention leaves out, such as queries without judgements."""
     dropped_by_reason: Mapping[str, int] = field(default_factory=dict)
