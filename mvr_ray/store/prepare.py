@@ -320,10 +320,8 @@ class _Preparation:
         """Write every part under its content's name and read it back: every passage must be there."""
         infos: list[PartInfo] = []
         for shard in range(self.cfg.num_shards):
-            own = self.pieces.unique(shard)
-            if self.cfg.chunk_words and own.bad:
-                raise DataError(f"a chunk's id is a passage's id: {own.bad[0]}; give the source an id_prefix")
-            rows = [passage for passage in own.passages if passages is None or passage.id in passages]
+            pieces = self.pieces.unique(shard).passages
+            rows = [passage for passage in pieces if passages is None or passage.id in passages]
             aside = self.folder / "part.arrow"
             write_passages(aside, rows, self.pieces.types)
             if missing := sorted({row.id for row in rows} - set(CorpusPart(aside).ids())):
