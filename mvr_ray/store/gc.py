@@ -7,6 +7,7 @@ them, and a listed version that does not exist ends the collection.
 
 import contextlib
 import logging
+from collections.abc import Callable
 
 from mvr_ray.errors import ManifestError, MissingInputError, StorageError
 from mvr_ray.store import manifest, paths
@@ -97,28 +98,31 @@ def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S, index: str
             store.delete_dir(paths.questions_dir(name, corpus.digest))
             removals.append(path)
     store.sync_names(versions)
-    questions = (f"sets/{file}" for file in store.list(paths.corpus_dir(name, "sets")))
-    files = {file for file in (*store.list(paths.corpus_dir(name)), *questions) if file.endswith(".arrow")}
     try:
-        files -= _file_names(Corpus.open(store, name))
-        files = {file for file in files if is_old(f"{paths.corpus_dir(name)}/{file}")}
-        if files:  # else the other corpora, of which each update makes one, need not be read
-            digests = {digest for digest in needed_digests if store.exists(paths.corpus_version(name, digest))}
-            for digest in digests.union(store.json_names(versions)):
-                files -= _file_names(Corpus.open(store, name, digest))
+        files = _files_without_corpus(store, name, needed_digests, is_old)
     except (MissingInputError, StorageError) as error:
         log.warning("old files not collected: corpus=%s (%s)", name, error)
         return removals
-    for path in (f"{paths.corpus_dir(name)}/{file}" for file in sorted(files)):
-        if is_old(path):
-            store.delete(path)
-            removals.append(path)
-    for number in numbers[:-KEPT_PUBLICATIONS]:
-        path = paths.corpus_publication(name, number)
+    for path in [*files, *(paths.corpus_publication(name, number) for number in numbers[:-KEPT_PUBLICATIONS])]:
         if is_old(path):
             store.delete(path)
             removals.append(path)
     return removals
+
+
+def _files_without_corpus(
+    store: Store, name: str, needed_digests: set[str], is_old: Callable[[str], bool]
+) -> list[str]:
+    """List the old files of parts and question sets that no corpus of a name has."""
+    questions = (f"sets/{file}" for file in store.list(paths.corpus_dir(name, "sets")))
+    files = {file for file in (*store.list(paths.corpus_dir(name)), *questions) if file.endswith(".arrow")}
+    files -= _file_names(Corpus.open(store, name))
+    files = {file for file in files if is_old(f"{paths.corpus_dir(name)}/{file}")}
+    if files:  # else the other corpora, of which each update makes one, need not be read
+        digests = {digest for digest in needed_digests if store.exists(paths.corpus_version(name, digest))}
+        for digest in digests.union(store.json_names(paths.corpus_dir(name, "versions"))):
+            files -= _file_names(Corpus.open(store, name, digest))
+    return [f"{paths.corpus_dir(name)}/{file}" for file in sorted(files)]
 
 
 def _file_names(corpus: Corpus) -> set[str]:
