@@ -153,7 +153,7 @@ def parent_corpus(store: Store, name: str, index: str) -> Corpus:
 
 
 def is_rolled_back(last: Corpus, live: Manifest) -> bool:
-    """Whether a roll back to the passages of the live version replaced the last corpus of a name."""
+    """Return whether a roll back to the passages of the live version replaced the last corpus of a name."""
     if live.corpus != last.name or live.corpus_digest == last.digest:
         return False
     if manifests.REPLACED in live.metrics:
@@ -364,7 +364,7 @@ def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage
 
 
 def _is_dump(source: SourceConfig, corpus: Corpus) -> bool:
-    """Whether a source is a dump by its settings, or a folder of dumps that the corpus was made from."""
+    """Return whether a source is a dump by its settings, or a folder of dumps that the corpus was made from."""
     if source.format == "mediawiki" or DUMP_NAME.search(source.path):
         return True
     folder = f"{source.path.rstrip('/')}/"
@@ -416,7 +416,7 @@ def _read_records(records: Iterable[ChangeRecord], corpus: Corpus, cfg: PrepareC
 
 
 def _earlier_info(parent: Corpus, digest: str) -> CorpusInfo | None:
-    """The description of the parent, or of an earlier corpus of its name, if the digest is that one's."""
+    """Return the description of the parent, or of an earlier corpus of its name, if the digest is that one's."""
     if digest == parent.digest:
         return parent.info
     has_version = parent.store.exists(paths.corpus_version(parent.name, digest))
