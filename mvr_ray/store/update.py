@@ -104,7 +104,6 @@ def update(
     bad or doubled row, MissingInputError for a missing file or corpus, ConfigError for a corpus of sampled
     chunks, PublishConflictError if another update, `prepare` or a roll back was faster.
     """
-    require_all_chunks(cfg)
     file = resolve_path(changes)
     if not file.is_file():
         raise MissingInputError(
@@ -135,7 +134,6 @@ def update_by_records(
 ) -> UpdateReport:
     """Make the next corpus as `update` does, by records in place of a file. Raises DataError with the place of a bad or
     doubled record."""
-    require_all_chunks(cfg)
     parent = parent_corpus(store, cfg.corpus, index)
     changes = in_chunks(parent, read_changes(records, parent, cfg), cfg.chunk_words)
     return apply_changes(parent, changes, parent.info, progress, index)
@@ -169,13 +167,21 @@ def is_rolled_back(last: Corpus, live: Manifest) -> bool:
     return live.operation == manifests.ROLLBACK and last_age_s >= live_age_s  # by a program that recorded no number
 
 
-def require_all_chunks(cfg: PrepareConfig) -> None:
-    """Raise ConfigError for a corpus that holds some chunks of a passage and not others: no change names them."""
-    if cfg.chunk_words and cfg.max_passages:
+def require_settings(corpus: Corpus, cfg: PrepareConfig) -> None:
+    """Raise ConfigError for other `prepare.chunk_words` than those of a corpus, and for one that holds some chunks of a
+    passage and not others: no change names them."""
+    num_words = corpus.info.counts.get("chunk_words", cfg.chunk_words)
+    max_passages = corpus.info.counts.get("max_passages", cfg.max_passages)
+    if num_words != cfg.chunk_words:
         raise ConfigError(
-            f"update: prepare.chunk_words is {cfg.chunk_words} and prepare.max_passages is {cfg.max_passages}, so the "
-            f"corpus holds chunks that were drawn; run `mvr-ray prepare CONFIG` on the new sources instead, only new "
-            f"contents are encoded"
+            f"update: prepare.chunk_words is {cfg.chunk_words}, but corpus {corpus.name!r} was prepared with "
+            f"{num_words}; give that number, or prepare the corpus again"
+        )
+    if num_words and max_passages:
+        raise ConfigError(
+            f"update: corpus {corpus.name!r} was prepared with prepare.chunk_words {num_words} and "
+            f"prepare.max_passages {max_passages}, so it holds chunks that were drawn; run `mvr-ray prepare CONFIG` on "
+            f"the new sources instead, only new contents are encoded"
         )
 
 
@@ -307,21 +313,16 @@ def read_changes(source: Path | Iterable[ChangeRecord], corpus: Corpus, cfg: Pre
     """Read changes to passages whole: a file of JSON lines, a MediaWiki dump, or records.
 
     Raises DataError that names the place of a row that is bad, or names an id again, or that names a chunk in place of
-    a passage; ConfigError for other `prepare.chunk_words` than those of the corpus.
+    a passage; ConfigError as `require_settings`.
     """
-    num_words = corpus.info.counts.get("chunk_words")
-    if num_words not in (None, cfg.chunk_words):
-        raise ConfigError(
-            f"update: prepare.chunk_words is {cfg.chunk_words}, but corpus {corpus.name!r} was prepared with "
-            f"{num_words}; give that number, or prepare the corpus again"
-        )
+    require_settings(corpus, cfg)
     if isinstance(source, Path) and DUMP_NAME.search(source.name):
         changes = read_dump(source, corpus, cfg)
     else:
         records = map(_change_record, json_lines(source)) if isinstance(source, Path) else source
         changes = _read_records(records, corpus, cfg)
     if cfg.chunk_words and (known_ids := corpus.get(changes.ids())):
-        if num_words is None:
+        if "chunk_words" not in corpus.info.counts:
             raise ConfigError(
                 f"update: prepare.chunk_words is {cfg.chunk_words}, but corpus {corpus.name!r} holds passage "
                 f"{min(known_ids)!r} whole; give the chunk_words that it was prepared with"

@@ -367,6 +367,21 @@ def test_what_cannot_be_updated_is_refused(tmp_path: Path, write: Write):
             update(CONFIG.model_copy(update={"chunk_words": now}), store, changes)
 
 
+def test_a_corpus_of_chunks_that_were_drawn_is_not_updated_whatever_the_run_file_says_by_now(
+    tmp_path: Path, write: Write
+):
+    """Chunks of the earlier passage that no number leads to would stay."""
+    store, changes = Store(tmp_path / "store"), str(write("c.jsonl", lines(row("a", "new words"))))
+    sources = [SourceConfig(path=str(write("rows.jsonl", lines(row("a", "one two three four")))))]
+    for before, now in ((2, 0), (0, 2)):
+        cfg = CONFIG.model_copy(update={"chunk_words": 1, "max_passages": now})
+        prepare(cfg.model_copy(update={"max_passages": before, "sources": sources}), store)
+        if before:
+            with pytest.raises(ConfigError, match=r"prepare\.chunk_words 1 and prepare\.max_passages 2, so it holds"):
+                update(cfg, store, changes)
+    assert update(cfg, store, changes).passages == 2
+
+
 def publish_version(store: Store, tmp_path: Path, operation: str = "index") -> None:
     """Publish a version of the last corpus."""
     parent = manifest.latest_version(store, "i")
