@@ -208,23 +208,7 @@ class Store:
                     self._objects.upload(source / name, f"{_check_path(path)}/{name}")
                 shutil.rmtree(source)
                 return True
-            target = self._local(path)
-            self._make_folder(target.parent)
-            source = _beside(source, target)
-            files = _files_of(source)
-            for file in files:
-                _seal(file, target.parent)
-            for folder in dict.fromkeys(file.parent for file in files):
-                sync_folder(folder)
-            try:
-                source.rename(target)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-                shutil.rmtree(source)
-                return False
-            sync_folder(target.parent)
-            return True
+            return self._rename_folder(source, self._local(path))
 
     def local_path(self, path: str) -> Path:
         """Return a local file or folder with the content of `path`: itself, or a copy in the cache."""
@@ -453,6 +437,25 @@ class Store:
             self._synced.add(place)
             if place == self._folder:
                 break
+
+    def _rename_folder(self, source: Path, target: Path) -> bool:
+        """Sync a finished folder and give it its name in the store; False if that is taken, and the source is deleted."""
+        self._make_folder(target.parent)
+        source = _beside(source, target)
+        files = _files_of(source)
+        for file in files:
+            _seal(file, target.parent)
+        for folder in dict.fromkeys(file.parent for file in files):
+            sync_folder(folder)
+        try:
+            source.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            shutil.rmtree(source)
+            return False
+        sync_folder(target.parent)
+        return True
 
     def _local(self, path: str) -> Path:
         return self._folder / _check_path(path)
