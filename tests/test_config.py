@@ -226,6 +226,12 @@ def test_a_wrong_override_is_named_in_place_of_the_file(run_file) -> None:
     assert message.startswith("run.yaml: resources: encoders_min (3) is above")
 
 
+def test_an_override_with_a_key_given_twice_is_named(run_file) -> None:
+    override = "retrieve.filter={year: 1, year: 2}"
+    message = f"override {override!r}: key 'year' occurs twice, in lines 1 and 1; keep one"
+    assert refusal(run_file(""), override) == message
+
+
 @pytest.mark.parametrize("override", ["lr=3", "train.lr", "=3", "train.=3", ".lr=3"])
 def test_an_override_of_another_form_is_refused(run_file, override: str) -> None:
     message = refusal(run_file(""), override)

@@ -131,6 +131,8 @@ def apply(data: dict[str, Any], override: str) -> None:
         value = parse_yaml(text) if text else ""
     except yaml.YAMLError:
         value = text
+    except ConfigError as error:
+        raise ConfigError(f"override {override!r}: {error}") from None
     at: Any = data
     for depth, key in enumerate(keys):
         place = ".".join(keys[:depth])
