@@ -439,7 +439,7 @@ class Store:
                 break
 
     def _rename_folder(self, source: Path, target: Path) -> bool:
-        """Sync a finished folder and give it its name in the store; False if that is taken, and the source is deleted."""
+        """Sync a finished folder and give it its final name; False if that is taken, and the source is deleted."""
         self._make_folder(target.parent)
         source = _beside(source, target)
         files = _files_of(source)

@@ -38,8 +38,9 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
     for version, problem in versions.problems.items():
         log.warning("what version %d may name stays: index=%s (%s)", version, index, problem)
     readable_numbers = sorted(versions.manifests)
-    for version, successor in zip(readable_numbers[:-keep], readable_numbers[1:]):
-        if store.age_s(paths.manifest(index, successor)) < grace_s:  # until then it was live, and processes opened it
+    for at, version in enumerate(readable_numbers[:-keep]):
+        successor = readable_numbers[at + 1]  # until it came, the version was live, and processes opened it
+        if store.age_s(paths.manifest(index, successor)) < grace_s:
             break  # `find_versions` relies on it that the lowest numbers go first
         path = paths.manifest(index, version)
         store.delete(path)

@@ -69,8 +69,7 @@ def open_address(address: str) -> ObjectStore:
     options = dict(parse_qsl(parts.query))
     if unknown_options := sorted(set(options) - {*OPTIONS, *UNUSED_OPTIONS}):
         raise ConfigError(
-            f"{parts.scheme}://{bucket} has an unknown option {unknown_options[0]!r}; "
-            f"known: {', '.join(OPTIONS)}"
+            f"{parts.scheme}://{bucket} has an unknown option {unknown_options[0]!r}; known: {', '.join(OPTIONS)}"
         )
     host = options.get("endpoint_override", "")
     endpoint = host if not host or "://" in host else f"{options.get('scheme', 'https')}://{host}"

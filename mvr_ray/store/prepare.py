@@ -182,7 +182,8 @@ class _Preparation:
         count = 0
         for source, own_records in sources:
             left_out_ids: set[str] = set()
-            for count, record in enumerate(own_records, count + 1):
+            for record in own_records:
+                count += 1
                 if count % REPORT_EVERY == 0:
                     self.progress("rows read", count, 0)
                 self._add(record, source, left_out_ids)

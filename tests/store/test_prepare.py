@@ -72,7 +72,7 @@ def test_each_file_of_a_folder_is_described_by_its_path_there_and_the_folder_is_
     write: Write, store: Store, monkeypatch: pytest.MonkeyPatch
 ):
     names = ["a.md", *(f"deep/{number:02}.md" for number in range(20))]
-    folder = [write(f"notes/{name}", f"Text of {name}.\n") for name in names][0].parent
+    folder, *_ = (write(f"notes/{name}", f"Text of {name}.\n").parent for name in names)
     listings: list[Path] = []
 
     def list_files(folder: Path) -> list[Path]:
