@@ -222,6 +222,14 @@ def test_a_wrong_override_is_named_in_place_of_the_file(run_file) -> None:
     assert message == f"run.yaml: train.lr: 0 is not a number above 0; {place}"
     message = refusal(run_file(""), "resources.encoders_min=3")
     assert message.startswith("override 'resources.encoders_min=3': resources: encoders_min (3) is above")
+    message = refusal(run_file("resources: {encoders_min: 3}"), "resources.searchers=2")
+    assert message.startswith("run.yaml: resources: encoders_min (3) is above")
+
+
+def test_an_override_with_a_key_given_twice_is_named(run_file) -> None:
+    override = "retrieve.filter={year: 1, year: 2}"
+    message = f"override {override!r}: key 'year' occurs twice, in lines 1 and 1; keep one"
+    assert refusal(run_file(""), override) == message
 
 
 @pytest.mark.parametrize("override", ["lr=3", "train.lr", "=3", "train.=3", ".lr=3"])

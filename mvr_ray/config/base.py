@@ -54,6 +54,7 @@ def explain(error: ValidationError, where: str, model: type[BaseModel], override
     a key of `overrides` is that of the override, not of the file."""
     whole = _json_schema(model)
     lines: dict[str, str] = {}
+    joint_places: set[str] = set()  # sections of which several keys are wrong together, which the line names
     for problem in error.errors():
         schema, loc = _schema_at(whole, problem["loc"])
         place = ".".join(map(str, loc))
@@ -68,6 +69,7 @@ def explain(error: ValidationError, where: str, model: type[BaseModel], override
             lines.setdefault(place, f"missing; it must be {allowed_in_words(schema, whole)}")
         elif problem["type"] == "value_error":
             lines.setdefault(place, str(problem["ctx"]["error"]))
+            joint_places.add(place)
         elif problem["type"] == "finite_number":
             lines.setdefault(place, f"{problem['input']} is not finite; it must be {allowed_in_words(schema, whole)}")
         else:
@@ -78,15 +80,18 @@ def explain(error: ValidationError, where: str, model: type[BaseModel], override
             lines.setdefault(place, f"{text:.80} is not {allowed_in_words(schema, whole)}{advice}")
     by_source: dict[str, list[str]] = {}
     for place, line in lines.items():
-        by_source.setdefault(_source(place, where, overrides), []).append(f"{place}: {line}")
+        source = _source(place, where, overrides, line if place in joint_places else None)
+        by_source.setdefault(source, []).append(f"{place}: {line}")
     return "; ".join(f"{source}: {'; '.join(own)}" for source, own in by_source.items())
 
 
-def _source(place: str, where: str, overrides: Sequence[str]) -> str:
-    """Return the override that set a place, something in it or what it is in, else the file."""
+def _source(place: str, where: str, overrides: Sequence[str], line: str | None) -> str:
+    """Return the override that set a place, what it is in, or something in it, of which `line` may name the keys that
+    count; else the file."""
     for override in reversed(overrides):
         key = override.partition("=")[0]
-        if f"{place}.".startswith(f"{key}.") or f"{key}.".startswith(f"{place}."):
+        is_within = f"{key}.".startswith(f"{place}.") and (line is None or key.rpartition(".")[2] in line)
+        if is_within or f"{place}.".startswith(f"{key}."):
             return f"override {override!r:.100}"
     return where
 

@@ -84,6 +84,21 @@ def read(path: Path, dependents: tuple[Path, ...] = ()) -> dict[str, Any]:
         )
     if not is_there:
         raise ConfigError(f"run file {path} does not exist; `mvr-ray init DATA` writes one for your data")
+    data = _parse(path)
+    base = data.pop("base", None)
+    if not isinstance(base, str | None):
+        raise ConfigError(f"{path}: base: {base!r:.60} is not a text; give the path of another run file")
+    data = _merge(read(path.parent / base, (*dependents, path)), data) if base else data
+    if path.name == RUN_FILE and all((path.parent / name).is_dir() for name in STORE_FOLDERS):
+        store = data.get("store")
+        name = store.get("path") if isinstance(store, dict) else None
+        if isinstance(name, str) and ("://" in name or Path(name).is_absolute()):
+            data["store"]["path"] = str(path.parent.absolute())
+    return data
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    """Read the data of a run file alone."""
     try:
         data = parse_yaml(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -95,15 +110,6 @@ def read(path: Path, dependents: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not isinstance(data, dict):
         kind = type(data).__name__
         raise ConfigError(f"{path}: a run file holds sections (store:, prepare:, ...), this one holds {kind}")
-    base = data.pop("base", None)
-    if not isinstance(base, str | None):
-        raise ConfigError(f"{path}: base: {base!r:.60} is not a text; give the path of another run file")
-    data = _merge(read(path.parent / base, (*dependents, path)), data) if base else data
-    if path.name == RUN_FILE and all((path.parent / name).is_dir() for name in STORE_FOLDERS):
-        store = data.get("store")
-        name = store.get("path") if isinstance(store, dict) else None
-        if isinstance(name, str) and ("://" in name or Path(name).is_absolute()):
-            data["store"]["path"] = str(path.parent.absolute())
     return data
 
 
@@ -125,6 +131,8 @@ def apply(data: dict[str, Any], override: str) -> None:
         value = parse_yaml(text) if text else ""
     except yaml.YAMLError:
         value = text
+    except ConfigError as error:
+        raise ConfigError(f"override {override!r}: {error}") from None
     at: Any = data
     for depth, key in enumerate(keys):
         place = ".".join(keys[:depth])

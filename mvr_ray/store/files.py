@@ -208,23 +208,7 @@ class Store:
                     self._objects.upload(source / name, f"{_check_path(path)}/{name}")
                 shutil.rmtree(source)
                 return True
-            target = self._local(path)
-            self._make_folder(target.parent)
-            source = _beside(source, target)
-            files = _files_of(source)
-            for file in files:
-                _seal(file, target.parent)
-            for folder in dict.fromkeys(file.parent for file in files):
-                sync_folder(folder)
-            try:
-                source.rename(target)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-                shutil.rmtree(source)
-                return False
-            sync_folder(target.parent)
-            return True
+            return self._rename_folder(source, self._local(path))
 
     def local_path(self, path: str) -> Path:
         """Return a local file or folder with the content of `path`: itself, or a copy in the cache."""
@@ -454,6 +438,25 @@ class Store:
             if place == self._folder:
                 break
 
+    def _rename_folder(self, source: Path, target: Path) -> bool:
+        """Sync a finished folder and give it its final name; False if that is taken, and the source is deleted."""
+        self._make_folder(target.parent)
+        source = _beside(source, target)
+        files = _files_of(source)
+        for file in files:
+            _seal(file, target.parent)
+        for folder in dict.fromkeys(file.parent for file in files):
+            sync_folder(folder)
+        try:
+            source.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            shutil.rmtree(source)
+            return False
+        sync_folder(target.parent)
+        return True
+
     def _local(self, path: str) -> Path:
         return self._folder / _check_path(path)
 
@@ -634,7 +637,8 @@ def _local_folder(root: str) -> Path:
     """Resolve the root of a local store, a path or a `file://` address. Raises ConfigError for another machine's, and
     for a relative path in a job's copy of its working directory."""
     if not root.startswith("file://"):
-        require_lasting(folder := resolve_path(root), f"store.path={root}", " that every node has, or s3:// or gs://")
+        what, advice = f"{root} (store.path or follow.source)", " that every node has, or s3:// or gs://"
+        require_lasting(folder := resolve_path(root), what, advice)
         return folder
     host, slash, path = root.removeprefix("file://").partition("/")
     if host not in ("", "localhost") or not slash:

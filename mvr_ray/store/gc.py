@@ -7,7 +7,7 @@ them, and a listed version that does not exist ends the collection.
 
 import contextlib
 import logging
-from functools import partial
+from collections.abc import Callable
 
 from mvr_ray.errors import ManifestError, MissingInputError, StorageError
 from mvr_ray.store import manifest, paths
@@ -22,7 +22,8 @@ KEPT_PUBLICATIONS = 100
 
 
 def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
-    """Remove all but the newest `keep` versions, and what no remaining version names, if at least `grace_s` old.
+    """Remove all but the newest `keep` versions, if another one replaced them at least `grace_s` ago, and what no
+    remaining version names, if at least so old.
 
     Also removes unfinished work of that age, corpora that no version names and that are not the last of `prepare`, and
     what killed processes left aside anywhere in the store. A version that this program cannot read stays, beside `keep`
@@ -36,11 +37,14 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
     versions = manifest.read_versions(store, index, numbers)
     for version, problem in versions.problems.items():
         log.warning("what version %d may name stays: index=%s (%s)", version, index, problem)
-    for version in sorted(versions.manifests)[:-keep]:
+    readable_numbers = sorted(versions.manifests)
+    for at, version in enumerate(readable_numbers[:-keep]):
+        successor = readable_numbers[at + 1]  # until it came, the version was live, and processes opened it
+        if store.age_s(paths.manifest(index, successor)) < grace_s:
+            break  # `find_versions` relies on it that the lowest numbers go first
         path = paths.manifest(index, version)
-        if store.age_s(path) >= grace_s:
-            store.delete(path)
-            removals.append(path)
+        store.delete(path)
+        removals.append(path)
     store.sync_names(paths.index_dir(index, "versions"))  # before their files are deleted
     staging = paths.index_dir(index, "staging")
     folders = [*(paths.index_dir(index, kind) for kind in ("shards", "queries", "lexical")), staging]
@@ -82,6 +86,7 @@ def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S, index: str
         numbers = publications(store, name)
         needed_digests = {Corpus.open(store, name).digest, *_digests_named(store, name, index)}
         others = (digest for digest in store.json_names(versions) if digest not in needed_digests)
+        # opened, though they go: one that cannot be read, as of a newer program, ends the collection
         old_corpora = [Corpus.open(store, name, one) for one in others if is_old(paths.corpus_version(name, one))]
     except (MissingInputError, StorageError) as error:
         log.warning("old corpora not collected: corpus=%s (%s)", name, error)
@@ -94,37 +99,36 @@ def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S, index: str
             store.delete_dir(paths.questions_dir(name, corpus.digest))
             removals.append(path)
     store.sync_names(versions)
-    questions = (f"sets/{file}" for file in store.list(paths.corpus_dir(name, "sets")))
-    files = {file for file in (*store.list(paths.corpus_dir(name)), *questions) if file.endswith(".arrow")}
     try:
-        files -= _file_names(Corpus.open(store, name))
-        files = {file for file in files if is_old(f"{paths.corpus_dir(name)}/{file}")}
-        if files:  # else the other corpora, of which each update makes one, need not be read
-            digests = {digest for digest in needed_digests if store.exists(paths.corpus_version(name, digest))}
-            digests.update(store.json_names(versions))
-            files = files.difference(*map(partial(_files_of, store, name), digests))
+        files = _files_without_corpus(store, name, needed_digests, is_old)
     except (MissingInputError, StorageError) as error:
         log.warning("old files not collected: corpus=%s (%s)", name, error)
         return removals
-    for path in (f"{paths.corpus_dir(name)}/{file}" for file in sorted(files)):
-        if is_old(path):
-            store.delete(path)
-            removals.append(path)
-    for number in numbers[:-KEPT_PUBLICATIONS]:
-        path = paths.corpus_publication(name, number)
+    for path in [*files, *(paths.corpus_publication(name, number) for number in numbers[:-KEPT_PUBLICATIONS])]:
         if is_old(path):
             store.delete(path)
             removals.append(path)
     return removals
 
 
-def _files_of(store: Store, name: str, digest: str) -> set[str]:
-    return _file_names(Corpus.open(store, name, digest))
+def _files_without_corpus(
+    store: Store, name: str, needed_digests: set[str], is_old: Callable[[str], bool]
+) -> list[str]:
+    """List the old files of parts and question sets that no corpus of a name has."""
+    questions = (f"sets/{file}" for file in store.list(paths.corpus_dir(name, "sets")))
+    files = {file for file in (*store.list(paths.corpus_dir(name)), *questions) if file.endswith(".arrow")}
+    files -= _file_names(Corpus.open(store, name))
+    files = {file for file in files if is_old(f"{paths.corpus_dir(name)}/{file}")}
+    if files:  # else the other corpora, of which each update makes one, need not be read
+        digests = {digest for digest in needed_digests if store.exists(paths.corpus_version(name, digest))}
+        for digest in digests.union(store.json_names(paths.corpus_dir(name, "versions"))):
+            files -= _file_names(Corpus.open(store, name, digest))
+    return [f"{paths.corpus_dir(name)}/{file}" for file in sorted(files)]
 
 
 def _file_names(corpus: Corpus) -> set[str]:
     """Return the files of parts and question sets of a corpus. Raises StorageError for a damaged description."""
-    names = {file.file for part in corpus.info.parts for file in part.files}
+    names = {file.file for file in corpus.info.part_files}
     for name in {*question_sets(corpus), *corpus.info.questions}:
         with contextlib.suppress(MissingInputError):  # a listed set may be deleted, a described one not stored yet
             if info := question_set(corpus, name):

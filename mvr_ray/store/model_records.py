@@ -76,7 +76,7 @@ def find_model(run: RunConfig, kind: ModelKind, address: str) -> ModelAddress:
 
 
 def latest_fingerprint(store: Store, kind: ModelKind, name: str) -> str | None:
-    """Fingerprint of the model of this name that was trained last, None without one.
+    """Return the fingerprint of the model of this name that was trained last, None without one.
 
     Raises FormatError for a record of a newer program, StorageError for a damaged one.
     """
@@ -89,8 +89,8 @@ def latest_fingerprint(store: Store, kind: ModelKind, name: str) -> str | None:
 
 
 def read_fingerprint(store: Store, path: str, newer_cure: str, cure: str) -> str:
-    """The fingerprint in a record of a model. Raises FormatError for one of a newer program, and StorageError for a
-    damaged one; each says its cure."""
+    """Read the fingerprint in a record of a model. Raises FormatError for one of a newer program, and StorageError for
+    a damaged one; each says its cure."""
     where = store.where(path)
     record = parse_json(store.read_bytes(path), where, cure)
     require_format(record, RECORD_FORMAT, where, newer_cure)
@@ -104,7 +104,7 @@ def stored_fingerprints(store: Store, kind: ModelKind, name: str) -> list[str]:
 
 
 def starting_name(run: RunConfig, start: str) -> tuple[str, str]:
-    """The name and fingerprint that `train.init_from` stands for: the newest of this name, or a fingerprint of
+    """Return the name and fingerprint that `train.init_from` stands for: the newest of this name, or a fingerprint of
     `encoder.name`."""
     newest = latest_fingerprint(Store(run.store.path), ENCODERS, start)
     return (start, newest) if newest else (run.encoder.name, start)

@@ -1,8 +1,8 @@
 """Read and write the files of a store on an object store: `s3://` or `gs://`, by obstore.
 
 An object appears whole when its upload ends. `create_once` is one conditional PUT. Whether the service honours the
-condition is checked once, by creating one object twice; a service that does not is refused, since two
-publishers could overwrite each other. A failed PUT may have taken effect: the object is read before deciding.
+condition is checked once for each opened store, by creating one object twice; a service that does not is refused, since
+two publishers could overwrite each other. A failed PUT may have taken effect: the object is read before deciding.
 
     s3://[KEY:SECRET@]BUCKET/PREFIX[?region=...&endpoint_override=HOST:PORT&scheme=http]
     gs://[anonymous@]BUCKET/PREFIX[?endpoint_override=HOST:PORT&scheme=http]
@@ -65,12 +65,11 @@ def open_address(address: str) -> ObjectStore:
         raise ConfigError(f"{scheme}:// is no store; give a folder, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX")
     user, _, bucket = parts.netloc.rpartition("@")
     if not bucket:
-        raise ConfigError(f"store.path: no bucket is named; write {parts.scheme}://BUCKET/PREFIX")
+        raise ConfigError(f"an address of {parts.scheme}:// names no bucket; write {parts.scheme}://BUCKET/PREFIX")
     options = dict(parse_qsl(parts.query))
     if unknown_options := sorted(set(options) - {*OPTIONS, *UNUSED_OPTIONS}):
         raise ConfigError(
-            f"store.path: {parts.scheme}://{bucket} has an unknown option {unknown_options[0]!r}; "
-            f"known: {', '.join(OPTIONS)}"
+            f"{parts.scheme}://{bucket} has an unknown option {unknown_options[0]!r}; known: {', '.join(OPTIONS)}"
         )
     host = options.get("endpoint_override", "")
     endpoint = host if not host or "://" in host else f"{options.get('scheme', 'https')}://{host}"

@@ -6,8 +6,9 @@
     <store>/corpora/<name>/questions/<digest>/<set>.json   describes a question set of the corpus of this digest
     <store>/corpora/<name>/sets/<set>-<digest>.arrow       questions, named by content: shared by corpora of the name
     <store>/questions/<name>.arrow             question sets as earlier programs stored them, one for all corpora
-    <store>/encoders/<name>/<fingerprint>/
-    <store>/readers/<name>/<fingerprint>/         and cross_encoders/ likewise
+    <store>/encoders/<name>/<fingerprint>/     and <fingerprint>.<precision>.<corpus>.json beside it (`lowered_encoder`)
+    <store>/encoders/<name>/latest.json        the snapshot that was trained last
+    <store>/readers/<name>/...                 the same; and cross_encoders/ likewise
     <store>/training/<name>/<key>/             checkpoints of unfinished training, safe to delete
     <store>/indexes/<name>/versions/<n>.json
     <store>/indexes/<name>/shards/<digest>/    embeddings.arrow, changes.arrow, changes-2.arrow, ... where few passages
@@ -17,10 +18,14 @@
     <store>/indexes/<name>/quarantine/<digest>-<n>/   damaged shards; nothing removes them
     <store>/indexes/<name>/staging/<key>/      unfinished work, safe to delete
     <store>/studies/steps/<key>.json           reports of study steps, shared by studies
+    <store>/studies/corpora/<corpus>.json      the step that prepared this corpus last
     <store>/studies/<study>-<size>/            report.md, report.json, report.html and plots
     <store>/runs/<time>-<stage>/
     <store>/run.yaml                           the run file of an index that `Index.build` made
     <store>/judgements/<index>/<number>.jsonl  judgements of `Index.add_feedback`, later <judgements before>-<number>
+
+Earlier programs also wrote <store>/corpora/<name>/corpus.json, one description of the last corpus, and
+<store>/feedback/<index>.jsonl, one file of all judgements.
 
 Paths are strings relative to the store's root with `/` between parts; `files.Store` turns them into bytes.
 """

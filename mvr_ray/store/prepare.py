@@ -7,12 +7,13 @@ in scratch files; the next publication, which names the parts, is written last. 
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
-from mvr_ray.config import PrepareConfig, SourceConfig
+from mvr_ray.config import PrepareConfig, SourceConfig, resolve_path
 from mvr_ray.core.judging.answers import Match, warn_of_runs
 from mvr_ray.errors import (
     ConfigError,
@@ -72,7 +73,7 @@ class PrepareReport:
     chunks_gained: int = 0
     passages_not_drawn: int = 0
     questions_not_drawn: int = 0
-    """Left out by max_questions, or because max_passages left out all their gold passages."""
+    """Left out by the `share` of a source or max_questions, or as max_passages left out all their gold passages."""
     rows_dropped: int = 0
     """Rows that their format's convention leaves out, such as queries without judgements."""
     dropped_by_reason: Mapping[str, int] = field(default_factory=dict)
@@ -123,53 +124,31 @@ def prepare(
     with store.scratch() as folder:
         work = _Preparation(cfg, folder, progress, match)
         work.read(records)
-        if not work.passages.num_added and records is not None:
-            raise DataError("prepare: no passage is given; nothing was changed")
         if not work.passages.num_added:
-            raise DataError(
-                f"prepare: the sources give no passage: {'; '.join(map(_holdings, cfg.sources))}. Nothing was changed; "
-                f"add a source with passages to prepare.sources"
-            )
-        num_questions = _count(work.sets)
-        for name, own in work.sets.items() if cfg.max_questions else ():
-            ids = draw((record.question.id for record in own), cfg.max_questions, "questions")
-            work.sets[name] = [record for record in own if record.question.id in ids]
+            raise DataError(_without_passages(cfg.sources))
+        work.draw_questions()
         work.cut()
-        over_pieces = {name: work.resolve(name, own) for name, own in work.sets.items()}
-        num_unused = _count(work.sets) - _count(over_pieces)
-        for name, own in over_pieces.items():
+        questions = {name: work.resolve(name, own) for name, own in work.sets.items()}
+        for name, own in questions.items():
             warn_of_runs(name, (question.answers for question in own), match)
-        names = work.draw_passages(over_pieces)
-        questions = over_pieces
+        names = work.draw_passages(questions)
         if names is not None:
-            questions = {name: only_with(names.__contains__, own) for name, own in over_pieces.items()}
-        num_not_drawn = num_questions - num_unused - _count(questions)
+            questions = work.with_drawn(names, questions)
         questions |= work.split(questions)
         parts = work.write_parts(names)
-        num_written = sum(part.num_passages for part in parts)
-        _require_equal(work.num_pieces if names is None else len(names), num_written, "kept", "written")
         for name, own in questions.items():
             write_question_file(folder / f"{name}.arrow", name, own)
-        hard_negatives = [own for rows in work.sets.values() for row in rows for own in row.question.hard_negative_ids]
-        report = PrepareReport(
-            passages_read=work.passages.num_added + len(work.left_out_ids),
-            passages_written=num_written,
-            bad_rows=tuple(work.bad.rows),
-            duplicates=work.num_repeats,
-            questions={name: len(own) for name, own in sorted(questions.items())},
-            parts=len(parts),
-            digest=corpus_digest(parts),
-            chunks_gained=work.num_pieces - work.num_unique,
-            passages_not_drawn=work.num_pieces - num_written + len(work.left_out_ids),
-            questions_not_drawn=num_not_drawn + work.questions_left_out,
-            rows_dropped=work.dropped_by_reason.total(),
-            dropped_by_reason=dict(sorted(work.dropped_by_reason.items())),
-            hard_negatives_dropped=sum(name not in work.negatives for name in hard_negatives),
-            fields=dict(work.pieces.types),
-        )
+        report = work.report(parts, questions)
         _put_in_place(cfg, store, folder, parts, report)
     log.info("prepared: corpus=%s passages=%d digest=%s", cfg.corpus, report.passages_written, report.digest)
     return report
+
+
+class _Origin(NamedTuple):
+    """The place of a question, and the passages that the `share` of its source leaves out."""
+
+    where: str
+    left_out_ids: set[str]
 
 
 class _Preparation:
@@ -181,11 +160,13 @@ class _Preparation:
         self.fields = FieldReader(cfg.fields)
         self.passages = ShardSpill(folder / "read", cfg.num_shards, self.fields.types)
         self.sets: dict[str, list[QuestionRecord]] = {one.questions: [] for one in cfg.sources if one.questions}
+        self.origin_of: dict[tuple[str, str], _Origin] = {}
+        """Origins of the questions by set and id."""
         self.dropped_by_reason: Counter[str] = Counter()
         """Rows that their formats leave out."""
         self.left_out_ids: set[str] = set()
-        self.questions_left_out = 0
-        """Both by the `share` of sources."""
+        """Passages that the `share` of a source leaves out, and no other source gives."""
+        self.questions_not_drawn = 0
         self.pieces = self.passages
         """Passages ready for their parts; each id may occur several times."""
         self.num_repeats = self.num_unique = self.num_pieces = 0
@@ -195,44 +176,64 @@ class _Preparation:
         """Pieces by the ids of hard negatives that exist."""
 
     def read(self, records: Iterable[Record] | None) -> None:
-        place_of: dict[tuple[str, str], str] = {}
-        count = 0
         sources = [(source, read_source(source)) for source in self.cfg.sources]
         if records is not None:
             sources = [(SourceConfig(path="records"), iter(records))]
+        count = 0
         for source, own_records in sources:
+            left_out_ids: set[str] = set()
             for record in own_records:
                 count += 1
                 if count % REPORT_EVERY == 0:
                     self.progress("rows read", count, 0)
-                match record:
-                    case PassageRecord(passage) if not _is_sampled(source, passage):
-                        self.left_out_ids.add(passage.id)
-                    case PassageRecord():
-                        record = with_fields(record, self.fields.read)
-                        self.passages.add(record) if isinstance(record, PassageRecord) else self.bad.add(record)
-                    case QuestionRecord(question, where):
-                        assert source.questions is not None
-                        key = (source.questions, question.id)
-                        if key in place_of:
-                            reason = f"question id {question.id!r} already occurs in {place_of[key]}"
-                            self.bad.add(BadRow(where, reason))
-                        else:
-                            place_of[key] = where
-                            self.sets[source.questions].append(record)
-                    case BadRow():
-                        self.bad.add(record)
-                    case DroppedRow(_, reason):
-                        self.dropped_by_reason[reason] += 1
+                self._add(record, source, left_out_ids)
+            self.left_out_ids |= left_out_ids
         self.progress("rows read", count, count)
         if self.fields.infers:  # the corpus does not depend on the order of the fields in the sources
             self.passages.types = dict(sorted(self.fields.types.items()))
-        num_questions = _count(self.sets)
-        self.sets = {
-            name: [record for record in own if not self.left_out_ids.intersection(record.question.positive_ids[:1])]
-            for name, own in self.sets.items()
-        }
-        self.questions_left_out = num_questions - _count(self.sets)
+        self._leave_out_questions()
+
+    def _add(self, record: Record, source: SourceConfig, left_out_ids: set[str]) -> None:
+        """Add a record of a source, or to `left_out_ids` a passage that its `share` leaves out."""
+        match record:
+            case PassageRecord(passage) if not _is_sampled(source, passage):
+                left_out_ids.add(passage.id)
+            case PassageRecord():
+                record = with_fields(record, self.fields.read)
+                self.passages.add(record) if isinstance(record, PassageRecord) else self.bad.add(record)
+            case QuestionRecord(question, where):
+                assert source.questions is not None
+                key = (source.questions, question.id)
+                if key in self.origin_of:
+                    reason = f"question id {question.id!r} already occurs in {self.origin_of[key].where}"
+                    self.bad.add(BadRow(where, reason))
+                else:
+                    self.origin_of[key] = _Origin(where, left_out_ids)
+                    self.sets[source.questions].append(record)
+            case BadRow():
+                self.bad.add(record)
+            case DroppedRow(_, reason):
+                self.dropped_by_reason[reason] += 1
+
+    def _leave_out_questions(self) -> None:
+        """Leave out the questions whose first positive the `share` of their own source leaves out, or that of another
+        one while no source gives it."""
+        for shard in range(self.passages.num_shards) if self.left_out_ids else ():
+            self.left_out_ids.difference_update(passage.id for passage in self.passages.unique(shard).passages)
+        for name, own in self.sets.items():
+            self.sets[name] = [record for record in own if not self._is_left_out(name, record.question)]
+            self.questions_not_drawn += len(own) - len(self.sets[name])
+
+    def _is_left_out(self, name: str, question: Question) -> bool:
+        own_ids = self.origin_of[name, question.id].left_out_ids
+        return any(first in own_ids or first in self.left_out_ids for first in question.positive_ids[:1])
+
+    def draw_questions(self) -> None:
+        """Draw the questions of each set, `max_questions` at most."""
+        for name, own in self.sets.items() if self.cfg.max_questions else ():
+            ids = draw((record.question.id for record in own), self.cfg.max_questions, "questions")
+            self.sets[name] = [record for record in own if record.question.id in ids]
+            self.questions_not_drawn += len(own) - len(ids)
 
     def cut(self) -> None:
         """Drop repeats and duplicates, cut the other passages, and record which chunks answer the questions."""
@@ -292,6 +293,12 @@ class _Preparation:
         ids = (passage.id for shard in range(cfg.num_shards) for passage in self.pieces.unique(shard).passages)
         return draw(ids, cfg.max_passages, "passages", first=gold)
 
+    def with_drawn(self, names: set[str], sets: dict[str, list[Question]]) -> dict[str, list[Question]]:
+        """Return the questions without the passages that were not drawn, and without questions of these alone."""
+        sets_now = {name: only_with(names.__contains__, own) for name, own in sets.items()}
+        self.questions_not_drawn += _count(sets) - _count(sets_now)
+        return sets_now
+
     def split(self, questions: dict[str, list[Question]]) -> dict[str, list[Question]]:
         """Return the sets of `prepare.splits`. A passage without a title is an article, with all its chunks."""
         places = ((place, place.title or f"passage {positive}") for (*_, positive), place in self.places.items())
@@ -314,10 +321,8 @@ class _Preparation:
         """Write every part under its content's name and read it back: every passage must be there."""
         infos: list[PartInfo] = []
         for shard in range(self.cfg.num_shards):
-            own = self.pieces.unique(shard)
-            if self.cfg.chunk_words and own.bad:
-                raise DataError(f"a chunk's id is a passage's id: {own.bad[0]}; give the source an id_prefix")
-            rows = [passage for passage in own.passages if passages is None or passage.id in passages]
+            pieces = self.pieces.unique(shard).passages
+            rows = [passage for passage in pieces if passages is None or passage.id in passages]
             aside = self.folder / "part.arrow"
             write_passages(aside, rows, self.pieces.types)
             if missing := sorted({row.id for row in rows} - set(CorpusPart(aside).ids())):
@@ -329,7 +334,30 @@ class _Preparation:
             infos.append(PartInfo(name, len(rows), aside.stat().st_size, digest))
             aside.rename(self.folder / name)
             self.progress("parts written", shard + 1, self.cfg.num_shards)
+        num_written = sum(part.num_passages for part in infos)
+        _require_equal(self.num_pieces if passages is None else len(passages), num_written, "kept", "written")
         return infos
+
+    def report(self, parts: Sequence[PartInfo], questions: Mapping[str, Sized]) -> PrepareReport:
+        """Count what was read, written and left out."""
+        num_written = sum(part.num_passages for part in parts)
+        hard_negatives = [own for rows in self.sets.values() for row in rows for own in row.question.hard_negative_ids]
+        return PrepareReport(
+            passages_read=self.passages.num_added + len(self.left_out_ids),
+            passages_written=num_written,
+            bad_rows=tuple(self.bad.rows),
+            duplicates=self.num_repeats,
+            questions={name: len(own) for name, own in sorted(questions.items())},
+            parts=len(parts),
+            digest=corpus_digest(parts),
+            chunks_gained=self.num_pieces - self.num_unique,
+            passages_not_drawn=self.num_pieces - num_written + len(self.left_out_ids),
+            questions_not_drawn=self.questions_not_drawn,
+            rows_dropped=self.dropped_by_reason.total(),
+            dropped_by_reason=dict(sorted(self.dropped_by_reason.items())),
+            hard_negatives_dropped=sum(name not in self.negatives for name in hard_negatives),
+            fields=dict(self.pieces.types),
+        )
 
 
 def _check(cfg: PrepareConfig) -> None:
@@ -351,6 +379,16 @@ def _check(cfg: PrepareConfig) -> None:
 
 def _is_sampled(source: SourceConfig, passage: Passage) -> bool:
     return source.share == 1 or hash_rank(passage.title or passage.id, "source") < source.share * 2**64
+
+
+def _without_passages(sources: Sequence[SourceConfig]) -> str:
+    """Say that the sources give no passage, or without any the records of a caller."""
+    if not sources:
+        return "prepare: no passage is given; nothing was changed"
+    return (
+        f"prepare: the sources give no passage: {'; '.join(map(_holdings, sources))}. Nothing was changed; add a "
+        f"source with passages to prepare.sources"
+    )
 
 
 def _holdings(source: SourceConfig) -> str:
@@ -426,13 +464,12 @@ def _archive_previous(cfg: PrepareConfig, store: Store) -> None:
 def describe_sources(cfg: PrepareConfig) -> Iterator[SourceInfo]:
     """Describe the files of the sources by size and digest."""
     for source in cfg.sources:
-        files = source_files(source)
+        files, kind, path = source_files(source), format_of(source), resolve_path(source.path)
         if not files:  # a data set of the Hugging Face hub
-            yield SourceInfo(source.path, format_of(source), 0, "")
+            yield SourceInfo(source.path, kind, 0, "")
         for file in files:
-            is_whole_source = len(files) == 1 and not source.path.endswith("/")
-            name = source.path if is_whole_source else f"{source.path.rstrip('/')}/{file.name}"
-            yield SourceInfo(name, format_of(source), file.stat().st_size, sha256_of(file))
+            within = "" if file == path else f"/{file.relative_to(path).as_posix()}"
+            yield SourceInfo(f"{source.path.rstrip('/')}{within}", kind, file.stat().st_size, sha256_of(file))
 
 
 def _count(sets: Mapping[str, Sized]) -> int:

@@ -5,7 +5,7 @@ It is not parsed before its digest matches.
 """
 
 import hashlib
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from mvr_ray.store.chunks import source_id
 from mvr_ray.store.corpus import Corpus, SetInfo, question_set, question_sets, undescribed_path
 from mvr_ray.store.files import sha256_of
 from mvr_ray.store.parts import CURE, map_batches, write_rows
-from mvr_ray.types import Question
+from mvr_ray.types import Passage, Question
 
 _TITLES_READ = 8192
 QUESTION_SCHEMA = pa.schema(
@@ -82,8 +82,13 @@ def carry_questions(source: Corpus, corpus: Corpus, name: str) -> None:
     questions = read_questions(source, name)
     ids = {one for question in questions for one in (*question.positive_ids, *question.hard_negative_ids)}
     before, now = source.get(ids), corpus.get(ids)
-    changed_ids = {one for one, passage in now.items() if before.get(one) != passage}
-    write_questions(corpus, name, only_with(lambda one: one in now or one not in before, questions, changed_ids))
+    rewritten_ids = changed_texts(before, now)
+    write_questions(corpus, name, only_with(lambda one: one in now or one not in before, questions, rewritten_ids))
+
+
+def changed_texts(before: Mapping[str, Passage], now: Mapping[str, Passage]) -> set[str]:
+    """Return the ids of the passages whose text is another one now, or that were not there before."""
+    return {name for name, passage in now.items() if name not in before or before[name].text != passage.text}
 
 
 def write_question_file(path: Path, name: str, questions: Iterable[Question]) -> int:
@@ -134,19 +139,23 @@ def _question_batches(corpus: Corpus, name: str) -> list[pa.RecordBatch]:
 
 
 def only_with(
-    is_there: Callable[[str], bool], questions: Iterable[Question], changed_ids: Container[str] = ()
+    is_there: Callable[[str], bool], questions: Iterable[Question], changed_ids: Set[str] = frozenset()
 ) -> list[Question]:
-    """Remove passages that are not there from questions, and questions without a gold passage left. If the first gold
-    passage is another one by now, or one of `changed_ids`, the places of the answers are no longer known."""
+    """Remove passages that are not there from questions, and questions without a gold passage left.
+
+    The places of the answers are no longer known if the first gold passage is another one by now, or its text is
+    (`changed_ids`). A teacher's scores go if one of the passages that they score has gone or changed so.
+    """
     results = []
     for question in questions:
         positives = tuple(filter(is_there, question.positive_ids))
         negatives = tuple(filter(is_there, question.hard_negative_ids))
         if question.positive_ids and not positives:
             continue
-        if positives[:1] != question.positive_ids[:1] or any(name in changed_ids for name in positives[:1]):
+        is_first_same = positives[:1] == question.positive_ids[:1] and changed_ids.isdisjoint(positives[:1])
+        if not is_first_same:
             question = question._replace(answer_starts=(-1,) * len(question.answer_starts))
-        if negatives != question.hard_negative_ids:
+        if not is_first_same or negatives != question.hard_negative_ids or not changed_ids.isdisjoint(negatives):
             question = question._replace(teacher_scores=())
         if question.positive_grades:
             question = question._replace(positive_grades=tuple(map(question.grade_of.__getitem__, positives)))

@@ -66,26 +66,18 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
         log.warning("no record of this run: %s", error)
         yield run_record
         return
-    lines = io.StringIO()
-    handler = logging.StreamHandler(lines)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    logger = logging.getLogger("mvr_ray")
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(min(logging.INFO, logger.getEffectiveLevel()))
-    clock, outcome, message = time.monotonic(), "done", None
+    clock, outcome, message, lines = time.monotonic(), "done", None, io.StringIO()
     try:
-        yield run_record
+        with _write_log(lines):
+            yield run_record
     except KeyboardInterrupt:
         outcome = "interrupted"
         raise
-    except BaseException as error:  # every outcome is recorded, Ctrl-C too
+    except BaseException as error:  # every outcome is recorded
         outcome, message = "failed", f"{type(error).__name__}: {error}"
         is_refused = isinstance(error, MvrRayError)
         raise
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
         summary = {
             "stage": stage,
             "outcome": outcome,
@@ -107,6 +99,21 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
             if outcome == "done":
                 raise
             log.warning("no record of a run that %s: %s", outcome, error)  # what stopped the run matters more
+
+
+@contextmanager
+def _write_log(lines: io.StringIO) -> Iterator[None]:
+    """Write the package's log lines, from INFO on, to `lines`."""
+    handler, logger = logging.StreamHandler(lines), logging.getLogger("mvr_ray")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(min(logging.INFO, logger.getEffectiveLevel()))
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def to_plain(value: Any) -> Any:

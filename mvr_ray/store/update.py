@@ -13,9 +13,10 @@ written, so a file with a bad line changes nothing, and the same file applied ag
 import dataclasses
 import itertools
 import logging
-from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from mvr_ray.config import PrepareConfig, SourceConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, PublishConflictError, count_noun
@@ -30,8 +31,8 @@ from mvr_ray.store.corpus import (
     PartInfo,
     SourceInfo,
     corpus_digest,
+    ids_by_shard,
     question_sets,
-    shard_of,
 )
 from mvr_ray.store.fields import FieldReader
 from mvr_ray.store.files import Store, sha256_of
@@ -52,7 +53,15 @@ from mvr_ray.store.gc import KEPT_PUBLICATIONS, collect_corpus
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.parts import CorpusPart, passages_of, write_passages
 from mvr_ray.store.prepare import BadRows
-from mvr_ray.store.questions import archive, copy_questions, only_with, questions_about, read_questions, write_questions
+from mvr_ray.store.questions import (
+    archive,
+    changed_texts,
+    copy_questions,
+    only_with,
+    questions_about,
+    read_questions,
+    write_questions,
+)
 from mvr_ray.types import Passage, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
@@ -95,7 +104,6 @@ def update(
     bad or doubled row, MissingInputError for a missing file or corpus, ConfigError for a corpus of sampled
     chunks, PublishConflictError if another update, `prepare` or a roll back was faster.
     """
-    require_all_chunks(cfg)
     file = resolve_path(changes)
     if not file.is_file():
         raise MissingInputError(
@@ -126,7 +134,6 @@ def update_by_records(
 ) -> UpdateReport:
     """Make the next corpus as `update` does, by records in place of a file. Raises DataError with the place of a bad or
     doubled record."""
-    require_all_chunks(cfg)
     parent = parent_corpus(store, cfg.corpus, index)
     changes = in_chunks(parent, read_changes(records, parent, cfg), cfg.chunk_words)
     return apply_changes(parent, changes, parent.info, progress, index)
@@ -144,7 +151,7 @@ def parent_corpus(store: Store, name: str, index: str) -> Corpus:
 
 
 def is_rolled_back(last: Corpus, live: Manifest) -> bool:
-    """Whether a roll back to the passages of the live version replaced the last corpus of a name."""
+    """Return whether a roll back to the passages of the live version replaced the last corpus of a name."""
     if live.corpus != last.name or live.corpus_digest == last.digest:
         return False
     if manifests.REPLACED in live.metrics:
@@ -160,13 +167,21 @@ def is_rolled_back(last: Corpus, live: Manifest) -> bool:
     return live.operation == manifests.ROLLBACK and last_age_s >= live_age_s  # by a program that recorded no number
 
 
-def require_all_chunks(cfg: PrepareConfig) -> None:
-    """Raise ConfigError for a corpus that holds some chunks of a passage and not others: no change names them."""
-    if cfg.chunk_words and cfg.max_passages:
+def require_settings(corpus: Corpus, cfg: PrepareConfig) -> None:
+    """Raise ConfigError for other `prepare.chunk_words` than those of a corpus, and for one that holds some chunks of a
+    passage and not others: no change names them."""
+    num_words = corpus.info.counts.get("chunk_words", cfg.chunk_words)
+    max_passages = corpus.info.counts.get("max_passages", cfg.max_passages)
+    if num_words != cfg.chunk_words:
         raise ConfigError(
-            f"update: prepare.chunk_words is {cfg.chunk_words} and prepare.max_passages is {cfg.max_passages}, so the "
-            f"corpus holds chunks that were drawn; run `mvr-ray prepare CONFIG` on the new sources instead, only new "
-            f"contents are encoded"
+            f"update: prepare.chunk_words is {cfg.chunk_words}, but corpus {corpus.name!r} was prepared with "
+            f"{num_words}; give that number, or prepare the corpus again"
+        )
+    if num_words and max_passages:
+        raise ConfigError(
+            f"update: corpus {corpus.name!r} was prepared with prepare.chunk_words {num_words} and "
+            f"prepare.max_passages {max_passages}, so it holds chunks that were drawn; run `mvr-ray prepare CONFIG` on "
+            f"the new sources instead, only new contents are encoded"
         )
 
 
@@ -203,27 +218,15 @@ def apply_changes(
     before = parent.get(changes.ids())
     upserts = {name: passage for name, passage in changes.upserts.items() if before.get(name) != passage}
     deletions = changes.deletions & set(before)
-    by_shard: defaultdict[int, Changes[Passage]] = defaultdict(lambda: Changes({}, set()))
-    for name, passage in upserts.items():
-        by_shard[shard_of(name, parent.num_shards)].upserts[name] = passage
-    for name in deletions:
-        by_shard[shard_of(name, parent.num_shards)].deletions.add(name)
-    names = {*upserts, *deletions}
-    sets = {name: questions_about(parent, name, names) for name in question_sets(parent)}
-    sets_now = {name: _changed_questions(questions, upserts, deletions) for name, questions in sets.items()}
-    changed_sets = {
-        name: _changed_questions(read_questions(parent, name), upserts, deletions)
-        for name, questions in sets_now.items()
-        if questions != sets[name]
+    by_shard = {
+        shard: Changes({name: upserts[name] for name in names if name in upserts}, deletions.intersection(names))
+        for shard, names in ids_by_shard((*upserts, *deletions), parent.num_shards).items()
     }
-    parts = list(parent.info.parts)
-    with parent.store.scratch() as folder:
-        for count, shard in enumerate(sorted(by_shard), 1):
-            parts[shard] = _write_part(parent, shard, by_shard[shard], folder)
-            progress("parts written", count, len(by_shard))
-    counts = {name: len(questions) for name, questions in changed_sets.items()}
+    sets = _change_sets(parent, changed_texts(before, upserts), deletions)
+    parts = _write_parts(parent, by_shard, progress)
     digest = corpus_digest(parts)
     earlier = _earlier_info(parent, digest)  # the same passages were a corpus before: it keeps its questions
+    counts = {name: len(questions) for name, questions in sets.new_questions.items()}
     info = dataclasses.replace(
         description,
         digest=digest,
@@ -236,14 +239,9 @@ def apply_changes(
     is_changed = bool(by_shard) or description.change_files != parent.info.change_files
     if is_changed or Corpus.open(parent.store, parent.name).digest != digest:  # a roll back replaced the last corpus
         parent.store.touch(paths.corpus_version(parent.name, digest))  # an old corpus that returns is not collected now
-        for name in sets if digest != parent.digest else ():
-            if earlier and parent.store.exists(paths.question_set(parent.name, digest, name)):
-                continue
-            if name in changed_sets:
-                write_questions(corpus, name, changed_sets[name])
-            else:
-                copy_questions(parent, corpus, name)
-        archive(parent, sets)
+        if digest != parent.digest:
+            _store_sets(parent, corpus, sets, has_returned=earlier is not None)
+        archive(parent, sets.names)
         _require_no_roll_back(parent, index)
         corpus.publish(after=parent.number)
         _require_no_roll_back(corpus, index)
@@ -262,14 +260,43 @@ def apply_changes(
         deleted=len(deletions),
         absent=len(changes.deletions) - len(deletions),
         parts_written=len(by_shard),
-        questions_dropped=sum(len(sets[name]) - len(questions) for name, questions in sets_now.items()),
+        questions_dropped=sets.num_dropped,
     )
 
 
-def _changed_questions(
-    questions: Iterable[Question], upserts: Container[str], deletions: Container[str]
-) -> list[Question]:
-    return only_with(lambda own: own not in deletions, questions, upserts)
+class _ChangedSets(NamedTuple):
+    """The names of the question sets of a corpus, and the questions by now of those that a change of it changes."""
+
+    names: list[str]
+    new_questions: dict[str, list[Question]]
+    num_dropped: int
+
+
+def _change_sets(parent: Corpus, rewritten_ids: set[str], deletions: set[str]) -> _ChangedSets:
+    """Change the question sets of a corpus as its passages change. A set is parsed whole only if it differs after."""
+
+    def change(questions: Iterable[Question]) -> list[Question]:
+        return only_with(lambda own: own not in deletions, questions, rewritten_ids)
+
+    sets = _ChangedSets(question_sets(parent), {}, 0)
+    for name in sets.names:
+        questions = questions_about(parent, name, rewritten_ids | deletions)
+        questions_now = change(questions)
+        sets = sets._replace(num_dropped=sets.num_dropped + len(questions) - len(questions_now))
+        if questions_now != questions:
+            sets.new_questions[name] = change(read_questions(parent, name))
+    return sets
+
+
+def _store_sets(parent: Corpus, corpus: Corpus, sets: _ChangedSets, has_returned: bool) -> None:
+    """Store the question sets of a changed corpus; one whose passages have returned keeps those that it had."""
+    for name in sets.names:
+        if has_returned and corpus.store.exists(paths.question_set(corpus.name, corpus.digest, name)):
+            continue
+        if name in sets.new_questions:
+            write_questions(corpus, name, sets.new_questions[name])
+        else:
+            copy_questions(parent, corpus, name)
 
 
 def _require_no_roll_back(corpus: Corpus, index: str) -> None:
@@ -286,21 +313,16 @@ def read_changes(source: Path | Iterable[ChangeRecord], corpus: Corpus, cfg: Pre
     """Read changes to passages whole: a file of JSON lines, a MediaWiki dump, or records.
 
     Raises DataError that names the place of a row that is bad, or names an id again, or that names a chunk in place of
-    a passage; ConfigError for other `prepare.chunk_words` than those of the corpus.
+    a passage; ConfigError as `require_settings`.
     """
-    num_words = corpus.info.counts.get("chunk_words")
-    if num_words not in (None, cfg.chunk_words):
-        raise ConfigError(
-            f"update: prepare.chunk_words is {cfg.chunk_words}, but corpus {corpus.name!r} was prepared with "
-            f"{num_words}; give that number, or prepare the corpus again"
-        )
+    require_settings(corpus, cfg)
     if isinstance(source, Path) and DUMP_NAME.search(source.name):
         changes = read_dump(source, corpus, cfg)
     else:
         records = map(_change_record, json_lines(source)) if isinstance(source, Path) else source
         changes = _read_records(records, corpus, cfg)
     if cfg.chunk_words and (known_ids := corpus.get(changes.ids())):
-        if num_words is None:
+        if "chunk_words" not in corpus.info.counts:
             raise ConfigError(
                 f"update: prepare.chunk_words is {cfg.chunk_words}, but corpus {corpus.name!r} holds passage "
                 f"{min(known_ids)!r} whole; give the chunk_words that it was prepared with"
@@ -343,7 +365,7 @@ def read_dump(file: Path, corpus: Corpus, cfg: PrepareConfig) -> Changes[Passage
 
 
 def _is_dump(source: SourceConfig, corpus: Corpus) -> bool:
-    """Whether a source is a dump by its settings, or a folder of dumps that the corpus was made from."""
+    """Return whether a source is a dump by its settings, or a folder of dumps that the corpus was made from."""
     if source.format == "mediawiki" or DUMP_NAME.search(source.path):
         return True
     folder = f"{source.path.rstrip('/')}/"
@@ -395,11 +417,21 @@ def _read_records(records: Iterable[ChangeRecord], corpus: Corpus, cfg: PrepareC
 
 
 def _earlier_info(parent: Corpus, digest: str) -> CorpusInfo | None:
-    """The description of the parent, or of an earlier corpus of its name, if the digest is that one's."""
+    """Return the description of the parent, or of an earlier corpus of its name, if the digest is that one's."""
     if digest == parent.digest:
         return parent.info
     has_version = parent.store.exists(paths.corpus_version(parent.name, digest))
     return Corpus.open(parent.store, parent.name, digest).info if has_version else None
+
+
+def _write_parts(parent: Corpus, by_shard: Mapping[int, Changes[Passage]], progress: Progress) -> list[PartInfo]:
+    """Write the parts that change; returns all parts."""
+    parts = list(parent.info.parts)
+    with parent.store.scratch() as folder:
+        for count, shard in enumerate(sorted(by_shard), 1):
+            parts[shard] = _write_part(parent, shard, by_shard[shard], folder)
+            progress("parts written", count, len(by_shard))
+    return parts
 
 
 def _write_part(parent: Corpus, shard: int, own: Changes[Passage], folder: Path) -> PartInfo:

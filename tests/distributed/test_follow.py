@@ -135,7 +135,6 @@ def test_what_cannot_be_followed_is_refused_before_anything_is_done(run_over, so
     for sections, error, message in (
         ({}, ConfigError, "follow.source is not set"),
         ({"follow": {"source": str(source)}}, MissingInputError, "mvr-ray prepare CONFIG"),
-        ({"prepare": {"chunk_words": 9, "max_passages": 9}}, ConfigError, "prepare.max_passages is 9"),
     ):
         with pytest.raises(error, match=message):
             follow(run_over(tmp_path / "none", **sections), FollowReport(), print)

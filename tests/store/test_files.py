@@ -76,7 +76,7 @@ def test_a_job_refuses_a_store_that_ray_would_delete_with_its_copy(tmp_path: Pat
     folder = Path(plugin._resources_dir, "_ray_pkg_1")
     folder.mkdir()
     monkeypatch.chdir(folder)
-    with pytest.raises(ConfigError, match=r"store\.path=mine would be lost.* s3://"):
+    with pytest.raises(ConfigError, match=r"^mine \(store\.path or follow\.source\) would be lost.* s3://"):
         Store("mine")
     with pytest.raises(ConfigError, match=r"retrieve: output=ranks\.tsv would be lost.* full path$"):
         check_inputs("retrieve", RunConfig(), {"output": "ranks.tsv", "questions": "asked"})

@@ -98,6 +98,22 @@ def test_collection_by_lists_of_several_moments_keeps_what_kept_versions_name(mo
         collect_with(tuple(moments), moments[-1], tmp_path / f"{seed}", keep, seed)
 
 
+def test_a_version_stays_for_the_grace_time_after_another_one_has_replaced_it(tmp_path: Path):
+    """A server may still answer from it, and open its files again."""
+    store = Store(tmp_path / "store")
+    for number in range(3):
+        manifest.publish(store, describe([make_shard(store, tmp_path / f"{number}", b"%d" % number)], parent=number))
+    for path in (tmp_path / "store").rglob("*"):
+        if path.name != "3.json":  # version 3 is young, and version 2 was live until now
+            os.utime(path, (0, 0))
+    removals = collect(store, "i", keep=1, grace_s=3600)
+    assert manifest.list_versions(store, "i") == [2, 3] and len(removals) == 2
+    assert manifest.verify(store, manifest.read(store, "i", 2)).problems == []
+    os.utime(tmp_path / "store" / paths.manifest("i", 3), (0, 0))
+    collect(store, "i", keep=1, grace_s=3600)
+    assert manifest.list_versions(store, "i") == [3]
+
+
 @pytest.mark.parametrize("bad", [1, 2, 3, 4])
 def test_what_an_unreadable_version_may_name_stays_and_the_newest_others_are_kept_beside_it(tmp_path: Path, bad):
     store = Store(tmp_path / "store")

@@ -23,10 +23,11 @@ from mvr_ray.store.corpus import Corpus, publications
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.records import NUMBERED_ROWS
 from mvr_ray.store.formats.sources import read_source
+from mvr_ray.store.formats.text_folder import text_files
 from mvr_ray.store.gc import collect, collect_corpus
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import QUESTION_SCHEMA, only_with, read_questions, write_question_file
-from mvr_ray.store.sampling import draw
+from mvr_ray.store.sampling import draw, hash_rank
 from mvr_ray.types import Question
 
 Write = Callable[[str, str | bytes], Path]
@@ -65,6 +66,24 @@ def test_everything_read_is_written_and_counted(write: Write, store: Store):
     assert {what for what, _, _ in calls} == {"rows read", "parts sorted", "parts written"}
     assert read_questions(only_corpus(store), "q")[0] == Question("q1", "why?", (), ("p3",))
     assert corpus.find_damage() == []
+
+
+def test_each_file_of_a_folder_is_described_by_its_path_there_and_the_folder_is_listed_a_few_times(
+    write: Write, store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    names = ["a.md", *(f"deep/{number:02}.md" for number in range(20))]
+    folder, *_ = (write(f"notes/{name}", f"Text of {name}.\n").parent for name in names)
+    listings: list[Path] = []
+
+    def list_files(folder: Path) -> list[Path]:
+        listings.append(folder)
+        return text_files(folder)
+
+    monkeypatch.setattr("mvr_ray.store.formats.sources.text_files", list_files)
+    prepare(PrepareConfig(sources=[SourceConfig(path=f"{folder}/")]), store)
+    described_files = [(one.path, one.format) for one in Corpus.open(store, "corpus").info.sources]
+    assert described_files == [(f"{folder}/{name}", "text") for name in names]
+    assert len(listings) < 10
 
 
 def test_the_same_rows_in_any_order_give_the_same_parts_and_the_same_run_the_same_bytes(write: Write, tmp_path: Path):
@@ -194,6 +213,29 @@ def test_a_share_of_a_source_is_whole_articles_with_their_questions_and_the_rest
         return set(passages)
 
     assert set() < take(0.4) < take(0.8) < take(1.0)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_share_leaves_out_no_question_of_another_source_that_gives_the_passage(
+    write: Write, store: Store, order: int
+):
+    """As in the training and dev files of DPR, whose contexts are the same passages in part."""
+
+    def training_row(number: int) -> dict:
+        context = {"title": f"t{number}", "text": f"body {number}", "passage_id": number}
+        return {"question": f"who is {number}?", "answers": [], "positive_ctxs": [context]}
+
+    train = str(write("train.json", json.dumps([training_row(number) for number in range(40)])))
+    dev = str(write("dev.json", json.dumps([training_row(number) for number in range(20, 60)])))
+    sources = [SourceConfig(path=train, questions="train", share=0.3), SourceConfig(path=dev, questions="dev")]
+    report = prepare(PrepareConfig(sources=sources[::order]), store)
+    sample = {str(number) for number in range(40) if hash_rank(f"t{number}", "source") < 0.3 * 2**64}
+    assert {passage.id for passage in Corpus.open(store, "corpus")} == sample | set(map(str, range(20, 60)))
+    positives = {question.positive_ids[0] for question in read_questions(Corpus.open(store, "corpus"), "train")}
+    assert positives == sample and 0 < len(sample) < 20
+    assert report.questions == {"train": len(sample), "dev": 40}
+    assert report.questions_not_drawn == 40 - len(sample)
+    assert report.passages_read == report.passages_written + report.duplicates + report.passages_not_drawn
 
 
 def test_chunks_carry_answers_and_positives(write: Write, tmp_path: Path):

@@ -219,6 +219,28 @@ def test_questions_follow_their_passages(tmp_path: Path, write: Write):
     assert read_questions(Corpus.open(store, "corpus", corpus.digest), "set") == questions
 
 
+def test_the_places_of_answers_stay_with_the_text_and_a_teachers_scores_with_all_that_they_score(
+    tmp_path: Path, write: Write
+):
+    store = Store(tmp_path / "store")
+    rows = lines(*({**row(name, f"text of {name}"), "year": 1900} for name in "abcd"))
+    sources = [SourceConfig(path=str(write("rows.jsonl", rows)))]
+    prepare(CONFIG.model_copy(update={"sources": sources, "fields": {"year": "int"}}), store)
+    questions = [
+        Question("other field", "?", ("of a",), ("a",), ("d",), (5,), (2.0, 0.5)),
+        Question("no first", "?", ("of b",), ("b", "a"), ("d",), (5,), (2.0, 0.5)),
+        Question("other negative", "?", ("of a",), ("a",), ("c",), (5,), (2.0, 0.5)),
+    ]
+    write_questions(Corpus.open(store, "corpus"), "set", questions)
+    change = [{**row("a", "text of a"), "title": "T", "year": 2000}, {"id": "b", "delete": True}, row("c", "new")]
+    update(CONFIG, store, str(write("c.jsonl", lines(*change))))
+    assert read_questions(Corpus.open(store, "corpus"), "set") == [
+        questions[0],
+        questions[1]._replace(positive_ids=("a",), answer_starts=(-1,), teacher_scores=()),
+        questions[2]._replace(teacher_scores=()),
+    ]
+
+
 def test_an_update_reads_no_question_of_other_passages(tmp_path: Path, write: Write, monkeypatch):
     """Else each change of a passage would cost as much as all questions of the corpus."""
     store = Store(tmp_path / "store")
@@ -343,6 +365,21 @@ def test_what_cannot_be_updated_is_refused(tmp_path: Path, write: Write):
         prepare(PrepareConfig(corpus="corpus", chunk_words=before, sources=sources), store)
         with pytest.raises(ConfigError, match=rf"prepare\.chunk_words is {now}, .* was prepared with {before};"):
             update(CONFIG.model_copy(update={"chunk_words": now}), store, changes)
+
+
+def test_a_corpus_of_chunks_that_were_drawn_is_not_updated_whatever_the_run_file_says_by_now(
+    tmp_path: Path, write: Write
+):
+    """Chunks of the earlier passage that no number leads to would stay."""
+    store, changes = Store(tmp_path / "store"), str(write("c.jsonl", lines(row("a", "new words"))))
+    sources = [SourceConfig(path=str(write("rows.jsonl", lines(row("a", "one two three four")))))]
+    for before, now in ((2, 0), (0, 2)):
+        cfg = CONFIG.model_copy(update={"chunk_words": 1, "max_passages": now})
+        prepare(cfg.model_copy(update={"max_passages": before, "sources": sources}), store)
+        if before:
+            with pytest.raises(ConfigError, match=r"prepare\.chunk_words 1 and prepare\.max_passages 2, so it holds"):
+                update(cfg, store, changes)
+    assert update(cfg, store, changes).passages == 2
 
 
 def publish_version(store: Store, tmp_path: Path, operation: str = "index") -> None:

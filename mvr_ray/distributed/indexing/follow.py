@@ -28,7 +28,7 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect
 from mvr_ray.store.manifest import Manifest
-from mvr_ray.store.update import is_rolled_back, require_all_chunks
+from mvr_ray.store.update import is_rolled_back, require_settings
 from mvr_ray.types import Progress, no_progress
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,6 @@ class Follower:
     """Make versions of the batches of a source that are due."""
 
     def __init__(self, run: RunConfig, report: FollowReport, say: Say, progress: Progress = no_progress) -> None:
-        require_all_chunks(run.prepare)
         self.run = run
         self.report = report
         self.say = say
@@ -89,7 +88,7 @@ class Follower:
         self.source = open_source(run.follow)
         self.batches = Batches(run.follow, shows_whole_files=not self.source.is_local)
         self.is_paused = False
-        Corpus.open(self.store, run.prepare.corpus)
+        require_settings(Corpus.open(self.store, run.prepare.corpus), run.prepare)
         report.version = manifests.latest_version(self.store, run.index.name)
 
     def make_versions(self) -> int:

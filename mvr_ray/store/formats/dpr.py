@@ -105,7 +105,7 @@ def _training_row(row: Any, number: int, path: Path, where: str) -> Iterator[Rec
         yield DroppedRow(where, "DPR training row without a positive passage")
         return
     yield question_record(
-        row.get("id") or question_id(path, number),
+        row["id"] if row.get("id") not in (None, "") else question_id(path, number),
         plain_apostrophes(row.get("question")),
         where,
         answers=row.get("answers") or row.get("answer"),

@@ -67,7 +67,7 @@ HEADING = "\x01"
 
 
 class Page(NamedTuple):
-    """A page with its last revision in the file; None or empty where the XML has no such element."""
+    """A page with its last revision in the file; a text but `model` is empty where the XML has no such element."""
 
     id: str
     title: str
@@ -287,7 +287,7 @@ def _mark(run: str) -> int:
 
 
 def _rank_as_apostrophe(before: str) -> int:
-    """Order of preference for the run whose first apostrophe is one: after a word of one letter, a word, a space."""
+    """Return the rank of a run as an apostrophe and italics: first after a word of one letter, then a word, a space."""
     if before[-1].isspace():
         return 2
     return 0 if before[-2:-1].isspace() else 1

@@ -65,10 +65,6 @@ class DroppedRow(NamedTuple):
 Record = PassageRecord | QuestionRecord | BadRow | DroppedRow
 
 
-class _Fault(ValueError):
-    """The reason why a row is bad; raised and caught in this module."""
-
-
 def with_prefix(record: Record, prefix: str) -> Record:
     """Put the prefix of a source before the ids of its passages."""
     match record:
@@ -98,7 +94,7 @@ def passage_record(
         name = _id(id_)
         body = _text(text, "text")
         heading = _text(title, "title", may_be_empty=True)
-    except ValueError as error:  # a number of more digits than Python writes, too
+    except ValueError as error:
         return BadRow(where, str(error))
     return PassageRecord(Passage(name, heading, body), where, repeats, extras)
 
@@ -126,9 +122,9 @@ def question_record(
         starts = tuple(_list(answer_starts, "answer_starts"))
         texts = tuple(_text(answer, "answer", may_be_empty=True) for answer in _list(answers, "answers"))
         if any(isinstance(start, bool) or not isinstance(start, int) for start in starts):
-            raise _Fault(f"answer_starts holds something other than whole numbers: {starts!r}")
+            raise ValueError(f"answer_starts holds something other than whole numbers: {starts!r}")
         if starts and len(starts) != len(texts):
-            raise _Fault(f"{count_noun(len(texts), 'answer')} and {count_noun(len(starts), 'answer start')}")
+            raise ValueError(f"{count_noun(len(texts), 'answer')} and {count_noun(len(starts), 'answer start')}")
         question = Question(
             id=_id(id_),
             text=_text(text, "question").strip(),
@@ -138,7 +134,7 @@ def question_record(
             answer_starts=starts,
             positive_grades=() if set(positive_grades) == {1} else positive_grades,
         )
-    except _Fault as error:
+    except ValueError as error:
         return BadRow(where, str(error))
     return QuestionRecord(question, where)
 
@@ -155,9 +151,9 @@ def slug(text: str) -> str:
 
 def _id(value: Any) -> str:
     if value is None or value == "":
-        raise _Fault("id is missing")
+        raise ValueError("id is missing")
     if isinstance(value, bool) or not isinstance(value, PassageId):
-        raise _Fault(f"id is {value!r:.60}, not a text or a whole number")
+        raise ValueError(f"id is {value!r:.60}, not a text or a whole number")
     return _unicode(str(value), "id")
 
 
@@ -165,11 +161,11 @@ def _text(value: Any, name: str, may_be_empty: bool = False) -> str:
     if value is None and may_be_empty:
         return ""
     if not isinstance(value, str):
-        raise _Fault(f"{name} is missing" if value is None else f"{name} is {value!r:.60}, not a text")
+        raise ValueError(f"{name} is missing" if value is None else f"{name} is {value!r:.60}, not a text")
     if not may_be_empty and not value.strip():
-        raise _Fault(f"{name} is empty")
+        raise ValueError(f"{name} is empty")
     if not may_be_empty and all(category(letter) in _INVISIBLE for letter in value):
-        raise _Fault(f"{name} has no visible character: {value!r:.60}")
+        raise ValueError(f"{name} has no visible character: {value!r:.60}")
     return _unicode(value, name)
 
 
@@ -178,7 +174,7 @@ def _unicode(value: str, name: str) -> str:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise _Fault(f"{name} is not valid UTF-8: {value!r:.60}") from None
+            raise ValueError(f"{name} is not valid UTF-8: {value!r:.60}") from None
     return value
 
 
@@ -189,7 +185,7 @@ def _list(value: Any, name: str) -> Sequence[Any]:
     if isinstance(value, str | int):
         return () if value == "" else (value,)
     if not isinstance(value, list | tuple):
-        raise _Fault(f"{name} is {value!r:.60}, not a list")
+        raise ValueError(f"{name} is {value!r:.60}, not a list")
     return value
 
 

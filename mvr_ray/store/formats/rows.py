@@ -29,8 +29,6 @@ from mvr_ray.store.formats.text_files import csv_header, csv_rows, json_lines, o
 
 PARQUET_ROWS = 1024
 _OWN_KEYS = {"id", "_id", "title", "text", "contents", "question", "delete"}
-
-
 Names = Mapping[str, str | None]
 NO_NAMES: Names = {}
 

@@ -91,7 +91,7 @@ def source_files(source: SourceConfig) -> list[Path]:
     path = resolve_path(source.path)
     if not path.exists():
         raise MissingInputError(f"source {source.path} does not exist ({path.absolute()}); correct its path")
-    if path.is_file():
+    if not path.is_dir():
         return [path]
     match folder_format(source, path):
         case "beir" | "msmarco" as whole:
@@ -103,7 +103,10 @@ def source_files(source: SourceConfig) -> list[Path]:
         case _:
             files = sorted(file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
     if not files:
-        raise MissingInputError(f"source {source.path} is a folder without files ({path.absolute()}); correct its path")
+        of_format = "" if source.format == "auto" else f" of format {source.format}"
+        raise MissingInputError(
+            f"source {source.path} is a folder without files{of_format} ({path.absolute()}); correct its path"
+        )
     return files
 
 
@@ -115,7 +118,7 @@ def format_of(source: SourceConfig) -> str:
         return "huggingface"
     path = resolve_path(source.path)
     whole = folder_format(source, path) if path.is_dir() else None
-    return whole or _detect_format(source_files(source)[0], source.path)
+    return whole or _detect_format(source_files(source)[0], source.path, bool(_names_of(source)))
 
 
 def folder_format(source: SourceConfig, folder: Path) -> str | None:
@@ -158,7 +161,7 @@ def read_question_file(path: Path) -> list[Question]:
 
 def _parts(source: SourceConfig, path: Path) -> Iterator[Iterator[Record]]:
     """Yield the records of a source part by part: of a folder that is one source, or of each of its files."""
-    names = dict(sorted(source.fields.model_dump(exclude_defaults=True).items()))
+    names = _names_of(source)
     files, whole = source_files(source), folder_format(source, path) if path.is_dir() else None
     if source.path.startswith(SCHEME) or whole == "huggingface":
         name = source.path if source.path.startswith(SCHEME) else str(path)
@@ -183,6 +186,11 @@ def _parts(source: SourceConfig, path: Path) -> Iterator[Iterator[Record]]:
             yield READERS[format](file, names) if names else READERS[format](file)
 
 
+def _names_of(source: SourceConfig) -> dict[str, str | None]:
+    """Return the names that a source gives to parts of its rows."""
+    return dict(sorted(source.fields.model_dump(exclude_defaults=True).items()))
+
+
 def _refuse_names(source: SourceConfig, format: str, names: dict[str, str | None]) -> None:
     if names and format not in NAMED_FIELDS:
         raise ConfigError(
@@ -198,8 +206,6 @@ def _is_text(file: Path) -> bool:
 def _detect_format(file: Path, source: str, has_names: bool = False) -> str:
     """Detect the format of a file. `has_names`: the source names fields, so it has no format with own names."""
     stem = plain_name(file).name.lower()
-    if stem == "corpus.jsonl" and JUDGED_FOLDERS["beir"].is_at(file.parent):
-        return "beir"
     if stem.endswith(".parquet"):
         return "parquet"
     if stem.endswith(".tsv"):

@@ -5,6 +5,7 @@ import csv
 import gzip
 import io
 import json
+import os
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
@@ -263,6 +264,15 @@ def test_dpr_training_rows(write: Write, format: str):
     assert sum(isinstance(record, DroppedRow) for record in records) == 1
 
 
+@pytest.mark.parametrize(
+    ("own", "name"), [({}, "nq-0"), ({"id": None}, "nq-0"), ({"id": ""}, "nq-0"), ({"id": 0}, "0")]
+)
+def test_a_training_row_has_its_own_id_where_it_has_one(write: Write, own: dict, name: str):
+    for row in (DPR_ROWS[0] | own, ROWS[3] | own):
+        [question] = questions(read(write("nq.jsonl", json.dumps(row))))
+        assert question.id == name
+
+
 def test_an_array_of_passages_is_no_training_data_and_the_error_names_the_format_that_fits(write: Write):
     [row] = read(write("passages.json", json.dumps([{"id": "p1", "title": "T", "text": "A text."}])))
     assert isinstance(row, BadRow)
@@ -314,6 +324,12 @@ def test_beir(beir: Path):
     assert format_of(SourceConfig(path=str(beir))) == "beir"
     with pytest.raises(MissingInputError, match=r"qrels/test\.tsv .*split"):
         read(beir)
+
+
+def test_a_file_that_is_named_as_one_of_beir_is_a_file_of_json_lines(beir: Path):
+    file = beir / "corpus.jsonl"
+    assert format_of(SourceConfig(path=str(file))) == "jsonl"
+    assert passages(read(file)) == [Passage("d1", "T", "one")]
 
 
 ROWS = [
@@ -495,6 +511,11 @@ def test_a_csv_in_utf_16_is_refused_as_such(write: Write):
 def test_files_that_are_missing_unknown_or_broken_are_named(write: Write, tmp_path: Path):
     with pytest.raises(MissingInputError, match=r"none\.json does not exist"):
         read(tmp_path / "none.json")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(MissingInputError, match=r"pipe\.jsonl does not exist or is not a file"):
+        read(tmp_path / "pipe.jsonl")
+    with pytest.raises(MissingInputError, match=r"notes is a folder without files of format beir \("):
+        read(write("notes/readme.md", "Text.").parent, "beir")
     with pytest.raises(ConfigError, match=r"source s3://bucket/p\.tsv is in an object store; copy it to this machine"):
         list(read_source(SourceConfig(path="s3://bucket/p.tsv")))
     with pytest.raises(DataError, match=r"x\.pdf.*set `format:` to one of squad, .*beir"):
@@ -588,7 +609,9 @@ def test_names_of_fields_are_mapped_in_every_row_format(write: Write, tmp_path: 
     ]
     names = {"id": "doc", "title": "name", "text": "body"}
     for file in files:
-        records = list(read_source(SourceConfig(path=str(file), fields=names)))
+        source = SourceConfig(path=str(file), fields=names)
+        assert format_of(source) == file.suffix.removeprefix(".")
+        records = list(read_source(source))
         assert passages(records) == [Passage("7", "Nile", "A river."), Passage("8", "Alps", "Mountains.")]
         assert [str(record.extras["year"]) for record in records] == ["1900", "1950"]
         assert all(set(record.extras) == {"year"} for record in records)
