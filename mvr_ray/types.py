@@ -73,8 +73,8 @@ class ShardHits(NamedTuple):
 class CountedHits(NamedTuple):
     """The hits of one shard, and the number of passages that the search scored exactly.
 
-    rescored_Q int64, passages proposed by a fast scan or an approximate index whose stored views were then scored
-               exactly; the number varies with the threads, the hits do not
+    rescored_Q int64, passages proposed by a fast scan, an approximate index or their words, whose stored views were
+               then scored exactly; the number varies with the threads, the hits do not
     """
 
     hits: ShardHits
@@ -120,8 +120,8 @@ class Exactness:
     `method` is flat, or the approximate index's name; where views were pruned from the index, it says so, with their
     distance from the others. `recall` of an approximate index comes from its manifest: measured against exact search
     when it was built; None for an exact index, and where it was not measured. `rounds` counts the requests to shards.
-    `rescored` counts, over all queries and shards, the passages proposed by a fast scan or an approximate index whose
-    stored views were then scored exactly.
+    `rescored` counts, over all queries and shards, the passages proposed by a fast scan, an approximate index or their
+    words, whose stored views were then scored exactly.
     """
 
     certified: bool
@@ -230,7 +230,7 @@ class EmbeddingBlock(NamedTuple):
     """Some passages of one shard with all their views, in id order.
 
     ids            passage ids, P of them, ascending
-    row_ptr        int64 [P + 1], the views of passage i are vectors row_ptr[i] .. row_ptr[i + 1]
+    row_ptr        int64 [P + 1], from 0 to N; the views of passage i are vectors row_ptr[i] .. row_ptr[i + 1]
     view_numbers_N int16, ascending within a passage; a missing view is absent; numbers from V on are feedback views
     vectors_ND     float16 or float32, perhaps memory-mapped and read-only
     """

@@ -1,6 +1,7 @@
 """Define the parameters of a shard's index, and the base of every kind of index."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -8,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mvr_ray.core.searching.scan import Scan
-from mvr_ray.types import CountedHits, FloatArray, ShardHits
+from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, ShardHits
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,10 @@ class ShardIndex(ABC):
         self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_] | None = None
     ) -> CountedHits:
         """Search, and count the passages that were scored exactly."""
+
+
+def count_vectors(blocks: Sequence[EmbeddingBlock]) -> int:
+    return sum(len(block.vectors_ND) for block in blocks)
 
 
 def default_factory(dimension: int, on_gpu: bool = False) -> str:

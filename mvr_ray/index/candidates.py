@@ -29,10 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mvr_ray.core.searching.engines import make_kernel
-from mvr_ray.core.searching.exact import BlockTable, Pairs, best_first, check_k, check_queries, distinct
+from mvr_ray.core.searching.exact import Pairs, best_first, check_k, check_queries, distinct
 from mvr_ray.core.searching.scan import Scan, pack_hits
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.index.base import ShardIndex
+from mvr_ray.index.base import ShardIndex, count_vectors
 from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray
 
 VECTORS_AT_ONCE = 16384
@@ -100,12 +100,13 @@ class ApproximateIndex(ShardIndex):
         """Find k distinct passages, or all there are, by exact score, and count the candidates that were scored
         exactly. `frontier_Q` is +inf: passages may be missing."""
         queries_QD = check_queries(queries_QD, self.dimension)
-        num_scorable = self.scan.table.num_scorable
-        num_passing = num_scorable if mask_P is None else len(self.scan.table.rows_of(mask_P))
-        if check_k(k) >= num_passing or (mask_P is not None and self._is_scanned(k, num_passing / num_scorable)):
+        table = self.scan.table
+        num_passing = table.num_scorable if mask_P is None else len(table.rows_of(mask_P))
+        passing_share = num_passing / max(table.num_scorable, 1)
+        if check_k(k) >= num_passing or (mask_P is not None and self._is_scanned(k, passing_share)):
             return self.scan.search_with_counts(queries_QD, k, mask_P)
-        candidates, incomplete_Q = self._candidates(queries_QD, k, mask_P, num_passing / num_scorable)
-        best = best_first(self.scan.table.rescore(queries_QD, candidates), k)
+        candidates, incomplete_Q = self._candidates(queries_QD, k, mask_P, passing_share)
+        best = best_first(table.rescore(queries_QD, candidates), k)
         hits = pack_hits([best], [len(queries_QD)], len(queries_QD), k)
         rescored_Q = np.bincount(candidates.query_M, minlength=len(queries_QD))
         if len(incomplete_Q):
@@ -153,9 +154,8 @@ def float32_vectors(blocks: Sequence[EmbeddingBlock]) -> Iterator[NDArray[np.flo
     """Yield all vectors in order, some thousands at a time. Raises ShardIndexError for one that is not finite."""
     first_row = 0
     for block in blocks:
-        start, stop = int(block.row_ptr[0]), int(block.row_ptr[-1])
-        for low in range(start, stop, VECTORS_AT_ONCE):
-            vectors_ND = block.vectors_ND[low : min(low + VECTORS_AT_ONCE, stop)].astype(np.float32)
+        for low in range(0, len(block.vectors_ND), VECTORS_AT_ONCE):
+            vectors_ND = block.vectors_ND[low : low + VECTORS_AT_ONCE].astype(np.float32)
             finite_N = np.isfinite(vectors_ND).all(axis=1)
             if not finite_N.all():
                 vector = low + int(np.flatnonzero(~finite_N)[0])
@@ -177,10 +177,6 @@ def translate_library_errors(failure: str, advice: str = "") -> Iterator[None]:
         text = re.sub(r"^.*\.\w+:\d+: (Error: )?", "", str(error).strip(), flags=re.DOTALL)
         text = re.sub(r"\s+", " ", text)[-300:]
         raise ShardIndexError(f"{failure}: {text}{advice}") from error
-
-
-def count_vectors(blocks: Sequence[EmbeddingBlock]) -> int:
-    return BlockTable(blocks).num_vectors
 
 
 def take_vectors(blocks: Sequence[EmbeddingBlock], numbers: IntArray) -> FloatArray:
@@ -238,6 +234,6 @@ def _passage_numbers(blocks: Sequence[EmbeddingBlock]) -> Iterator[tuple[str, sl
     """Yield each passage id with its vector numbers."""
     first = 0
     for block in blocks:
-        edges = (np.asarray(block.row_ptr) - int(block.row_ptr[0]) + first).tolist()
+        edges = (np.asarray(block.row_ptr) + first).tolist()
         yield from zip(block.ids, map(slice, edges, edges[1:]))
         first = edges[-1]

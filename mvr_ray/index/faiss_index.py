@@ -15,12 +15,11 @@ import faiss
 import numpy as np
 
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.index.base import IndexParams
+from mvr_ray.index.base import IndexParams, count_vectors
 from mvr_ray.index.candidates import (
     REBUILD,
     ApproximateIndex,
     LabelUpdate,
-    count_vectors,
     float32_vectors,
     take_vectors,
     translate_library_errors,
@@ -69,7 +68,9 @@ class FaissIndex(ApproximateIndex):
         """Train on a seeded sample, add every vector in order, write one file."""
         num_vectors = count_vectors(blocks)
         index = _make(params.factory, int(blocks[0].vectors_ND.shape[1]))
-        num_lists = _set_construction(index, params)
+        _set_construction(index, params)
+        searchable = _searchable(index)
+        num_lists = searchable.nlist if isinstance(searchable, faiss.IndexIVF) else 0
         failure = f"Faiss cannot build {params.factory!r} over {num_vectors} vectors in {folder}"
         advice = "; use a smaller factory, fewer shards, or index.kind=flat"
         with _one_thread(), translate_library_errors(failure, advice):
@@ -152,12 +153,11 @@ def _searchable(index: faiss.Index) -> faiss.Index:
             return index
 
 
-def _set_construction(index: faiss.Index, params: IndexParams) -> int:
-    """Set how vectors are added; returns the number of lists to train."""
+def _set_construction(index: faiss.Index, params: IndexParams) -> None:
+    """Set how vectors are added."""
     searchable = _searchable(index)
     if isinstance(searchable, faiss.IndexHNSW):
         searchable.hnsw.efConstruction = params.hnsw_ef_construction
-    return searchable.nlist if isinstance(searchable, faiss.IndexIVF) else 0
 
 
 def _sample(blocks: Sequence[EmbeddingBlock], num_vectors: int, limit: int) -> FloatArray:

@@ -5,8 +5,8 @@ Shapes: Q queries, D dimension.
 
 import ctypes
 import mmap
-from collections.abc import Collection, Sequence
-from itertools import pairwise
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,7 +19,7 @@ from mvr_ray.core.searching.exact import check_k, check_queries
 from mvr_ray.core.searching.kernels import TorchKernel
 from mvr_ray.core.searching.scan import Scan
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.index.base import ShardIndex
+from mvr_ray.index.base import ShardIndex, count_vectors
 from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, IntArray
 
 RESIDENT_SHARE = 0.8
@@ -35,17 +35,20 @@ CODES_FILES = frozenset((CODES_FILE, SCALES_FILE, FIRST_CODES_FILE, FIRST_SCALES
 
 def build_codes(blocks: Sequence[EmbeddingBlock], folder: Path) -> list[str]:
     """Write the int8 codes of all vectors in order, with scales and residuals (`searching.codes`)."""
-    rows = [block.vectors_ND[int(block.row_ptr[0]) : int(block.row_ptr[-1])] for block in blocks if len(block.ids)]
-    count, dimension = sum(map(len, rows)), blocks[0].vectors_ND.shape[1]
+    count, dimension = count_vectors(blocks), blocks[0].vectors_ND.shape[1]
     with (folder / CODES_FILE).open("wb") as codes_file, (folder / SCALES_FILE).open("wb") as scales_file:
         _write_header(codes_file, np.int8, (count, dimension))
         _write_header(scales_file, np.float32, (count, 2))
-        for vectors_ND in rows:
-            for at in range(0, len(vectors_ND), _ROWS):
-                codes = encode(vectors_ND[at : at + _ROWS])
-                codes_file.write(codes.codes_ND.tobytes())
-                scales_file.write(np.stack([codes.scale_N, codes.residual_N], axis=1).tobytes())
+        for codes in chain.from_iterable(map(_encode_parts, blocks)):
+            codes_file.write(codes.codes_ND.tobytes())
+            scales_file.write(np.stack([codes.scale_N, codes.residual_N], axis=1).tobytes())
     return [CODES_FILE, SCALES_FILE]
+
+
+def _encode_parts(block: EmbeddingBlock) -> Iterator[Codes]:
+    """Encode the vectors of a block, some thousands at a time, since encoding copies them to float64 several times."""
+    for at in range(0, max(len(block.vectors_ND), 1), _ROWS):
+        yield encode(block.vectors_ND[at : at + _ROWS])
 
 
 def _write_header(file: BinaryIO, dtype: type[np.generic], shape: tuple[int, int]) -> None:
@@ -78,7 +81,7 @@ def open_codes(folder: Path, blocks: Sequence[EmbeddingBlock], *, is_changed: bo
     except (OSError, ValueError) as error:
         raise ShardIndexError(f"no eight-bit codes can be read in {folder} ({error}); build the index again") from error
     codes = Codes(codes_ND, np.ascontiguousarray(scales_N2[:, 0]), np.ascontiguousarray(scales_N2[:, 1]))
-    edges = np.cumsum([0, *(int(block.row_ptr[-1] - block.row_ptr[0]) for block in blocks)])
+    edges = np.cumsum([0, *(len(block.vectors_ND) for block in blocks)])
     num_coded = int(np.searchsorted(edges, len(codes_ND), side="right")) - 1
     if edges[num_coded] != len(codes_ND) or of_first != is_changed or (num_coded < len(blocks) and not of_first):
         raise ShardIndexError(
@@ -86,9 +89,8 @@ def open_codes(folder: Path, blocks: Sequence[EmbeddingBlock], *, is_changed: bo
             f"build the index again"
         )
     stored_codes = [codes.rows(slice(low, high)) for low, high in pairwise(edges[: num_coded + 1])]
-    return stored_codes + [
-        encode(block.vectors_ND[block.row_ptr[0] : block.row_ptr[-1]]) for block in blocks[num_coded:]
-    ]
+    new_codes = (Codes(*map(np.concatenate, zip(*_encode_parts(block)))) for block in blocks[num_coded:])
+    return [*stored_codes, *new_codes]
 
 
 class FlatIndex(ShardIndex):
@@ -115,7 +117,7 @@ class FlatIndex(ShardIndex):
         resident = isinstance(kernel, TorchKernel) and _fits(kernel, num_bytes)
         super().__init__(Scan(blocks, kernel, rows, codes=codes, resident=resident))
         is_half = all(block.vectors_ND.dtype == np.float16 for block in blocks)
-        is_faster = codes is not None and is_half and getattr(kernel, "halves_are_faster", False)
+        is_faster = codes is not None and is_half and kernel.halves_are_faster
         self._vector_scan = self.scan.of_vectors() if is_faster else None
         self._small_batch = make_small_batch_kernel(engine, device, threads, with_codes=codes is not None)
         self._small_batch_scan = Scan(blocks, self._small_batch, rows, codes=codes) if self._small_batch else None

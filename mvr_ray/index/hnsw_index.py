@@ -15,13 +15,12 @@ import hnswlib  # pyrefly: ignore[missing-import]
 import numpy as np
 
 from mvr_ray.errors import ShardIndexError, StorageError
-from mvr_ray.index.base import IndexParams
+from mvr_ray.index.base import IndexParams, count_vectors
 from mvr_ray.index.candidates import (
     DELETED,
     REBUILD,
     ApproximateIndex,
     LabelUpdate,
-    count_vectors,
     float32_vectors,
     read_labels,
     translate_library_errors,

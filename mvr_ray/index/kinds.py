@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.index.base import IndexParams, ShardIndex
-from mvr_ray.index.candidates import DELETED, count_vectors, take_vectors, update_labels
+from mvr_ray.index.base import IndexParams, ShardIndex, count_vectors
+from mvr_ray.index.candidates import DELETED, take_vectors, update_labels
 from mvr_ray.index.flat import FlatIndex, build_codes, open_codes
 from mvr_ray.types import EmbeddingBlock, IntArray
 
@@ -63,8 +63,7 @@ def update_index(
     these arguments, so on the history of the index. Empty where there is nothing to copy, or where more than
     `most_share` of the labels would be deleted.
     """
-    num_old, num_new = (sum(len(block.ids) for block in group) for group in (old_blocks, blocks))
-    if params.kind == "flat" or not num_old or not num_new:
+    if params.kind == "flat" or not count_vectors(old_blocks) or not count_vectors(blocks):
         return []
     update = update_labels(old_blocks, blocks, changed_ids, source)
     if (update.number_L == DELETED).mean() > most_share:

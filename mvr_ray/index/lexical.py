@@ -159,10 +159,7 @@ class WordRule(NamedTuple):
         return name + b" " + (b"en" if self.language == _ENGLISH else self.language.encode())
 
     def tokenize(self, texts: Sequence[str]) -> list[list[str]]:
-        """Cut texts into words, in order, with repetitions.
-
-        Text of which bm25s has the words gives them as bm25s does, whose import takes a second because of scipy.
-        """
+        """Cut texts into words, in order, with repetitions; without bm25s, which takes a second to import."""
         stop_words = _STOP_WORDS if self.language == _ENGLISH else frozenset[str]()
         words = [[word for word in self.find(text) if word not in stop_words] for text in texts]
         if self.language == _NO_STEMS:

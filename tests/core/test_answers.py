@@ -153,7 +153,7 @@ def test_squad_passages_match_as_the_slow_transcription_says(squad_dev: dict):
 
 
 @pytest.mark.data
-def test_a_sheet_of_all_questions_marks_a_passage_as_the_slow_transcription_does(squad_dev: dict):
+def test_an_index_of_all_questions_marks_a_passage_as_the_slow_transcription_does(squad_dev: dict):
     paragraphs = [p for article in squad_dev["data"] for p in article["paragraphs"]][::40]
     answers = [[a["text"] for a in qa["answers"]] for p in paragraphs for qa in p["qas"]]
     answers += [[], [""], ["the"], ["\u200b", "no such words"], ["Who", "Normans"], ["."]]
@@ -169,7 +169,7 @@ def test_a_sheet_of_all_questions_marks_a_passage_as_the_slow_transcription_does
 
 
 @pytest.mark.parametrize("match", ["string", "regex", "kilt"])
-def test_a_sheet_follows_the_rule_it_is_made_for(match: Match):
+def test_an_index_follows_its_rule(match: Match):
     answers = [["nor"], ["norman"], ["n.rm"], ["the Normans"], ["(unclosed", "people"], ["xyz"], ["a"]]
     index = AnswerMatcher(match).index(answers)
     for text in ("The Normans were the people", "a norman", "Normans", ""):
@@ -221,7 +221,7 @@ def test_a_text_larger_than_the_whole_cache_is_still_searched():
     assert matcher.cached_bytes == 0
 
 
-def test_a_matcher_that_nobody_uses_frees_its_passages_at_once():
+def test_an_unused_matcher_frees_its_passages_at_once():
     matcher = AnswerMatcher()
     assert matcher.has_answer("a needle in a long text", ["needle"])
     reference = weakref.ref(matcher)

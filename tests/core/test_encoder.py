@@ -474,7 +474,7 @@ def test_untrained_snippet_means_find_more_gold_passages_than_one_vector_does(mi
     assert share_found("snippet_means") > share_found("mean") + 0.03
 
 
-@pytest.mark.parametrize("name", ["mean", "first_k", "snippet_means", "splits mean"])
+@pytest.mark.parametrize("name", ["cls", "mean", "first_k", "snippet_means", "sentences", "splits mean"])
 def test_a_passage_without_a_token_is_refused_by_its_id(tiny, tmp_path: Path, name: str):
     folder = shutil.copytree(tiny("llama"), tmp_path / "bare")
     tokenizer = json.loads((folder / "tokenizer.json").read_text())

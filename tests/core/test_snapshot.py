@@ -16,7 +16,7 @@ import torch
 
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.stored_backbone import StoredBackbone
-from mvr_ray.core.encoding.unpadded_cpu import PACKED_KINDS
+from mvr_ray.core.encoding.unpadded_cpu import UNPADDED_KINDS
 from mvr_ray.errors import AccessError, EncoderError, FingerprintError
 from mvr_ray.types import Passage
 
@@ -59,7 +59,7 @@ def test_a_loaded_encoder_embeds_and_is_named_as_the_saved_one(tiny, tmp_path, k
     for only_embeds in (False, True):
         other = DualEncoder.load(tmp_path, only_embeds) if only_embeds else whole
         is_stored = isinstance(other.passage_tower.backbone, StoredBackbone)
-        assert is_stored == (only_embeds and kind in PACKED_KINDS)  # else it was opened by transformers
+        assert is_stored == (only_embeds and kind in UNPADDED_KINDS)  # else it was opened by transformers
         assert (other.spec, other.fingerprint) == (encoder.spec, encoder.fingerprint)
         assert other.layout == whole.layout
         assert all((a == b).all() for a, b in zip(passages[0], other.tokenize_passages(PASSAGES)[0]))

@@ -46,7 +46,7 @@ QUERIES = ["where does the river rise", "salt " * 50, "who?"]
 
 @pytest.mark.parametrize("kind", ["bert", "roberta", "xlm-roberta"])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_packed_views_are_the_padded_views(tiny, kind, name):
+def test_unpadded_views_are_the_padded_views(tiny, kind, name):
     encoder = DualEncoder.from_backbone(tiny(kind), STRATEGIES[name])
     assert supports_unpadded_cpu(encoder.passage_tower.backbone)
     passages = encoder.tokenize_passages(PASSAGES)

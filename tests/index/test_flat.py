@@ -20,6 +20,7 @@ from mvr_ray.core.searching.merging import merge, replace_hits, uncertain_querie
 from mvr_ray.core.searching.native import library
 from mvr_ray.core.searching.scan import Scan
 from mvr_ray.errors import ShardIndexError
+from mvr_ray.index import flat
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.flat import CODES_FILE, SCALES_FILE, FlatIndex, build_codes, open_codes, shared_codes
 from mvr_ray.index.kinds import build_index, open_index
@@ -221,7 +222,7 @@ def test_a_batch_over_codes_scans_halves_that_are_in_memory_where_these_are_fast
     index = FlatIndex([block._replace(vectors_ND=vectors_ND)], codes=codes_of([block]), threads=1)
     assert index.scan_for(3).has_codes, "no page of the vectors is in memory"
     vectors_ND[:] = block.vectors_ND
-    faster = dtype == "float16" and getattr(index.scan.kernel, "halves_are_faster", False)
+    faster = dtype == "float16" and index.scan.kernel.halves_are_faster
     assert index.scan_for(3).has_codes != faster
     assert index.scan_for(1).has_codes
     assert as_bytes(index.search(batch, 9)) == as_bytes(FlatIndex([block], engine="numpy").search(batch, 9))
@@ -407,15 +408,19 @@ assert hits.rows_QK.tolist() == [[1, 0]] and hits.scores_QK.tolist() == [[2, 1]]
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_codes_of_a_changed_shard_are_those_of_its_vectors_now(shard, change, tmp_path):
-    """Vectors of the first file keep its codes, in whatever rows; those of changes are encoded."""
+def test_codes_of_a_changed_shard_are_those_of_its_vectors_now(shard, change, tmp_path, monkeypatch):
+    """Vectors of the first file keep its codes, in whatever rows; those of changes are encoded, a few at a time."""
     blocks, _ = change(shard(11, 40, per_block=15), 1, 0.2)
     build_codes(blocks[:-1], tmp_path)
+    sizes: list[int] = []
+    monkeypatch.setattr(flat, "_ROWS", 4)
+    monkeypatch.setattr(flat, "encode", lambda vectors_ND: (sizes.append(len(vectors_ND)), encode(vectors_ND))[1])
     for name, first_name in shared_codes([CODES_FILE, SCALES_FILE], has_changes=False).items():
         (tmp_path / name).rename(tmp_path / first_name)
     for block, codes in zip(blocks, open_codes(tmp_path, blocks, is_changed=True), strict=True):
         for own, expected in zip(codes, encode(block.vectors_ND), strict=True):
             np.testing.assert_array_equal(own, expected)
+    assert max(sizes) <= 4 and sum(sizes) == len(blocks[-1].vectors_ND) > 4
     for others, is_changed in ((blocks, False), (blocks[:-1], False), (blocks[1:], True)):
         with pytest.raises(
             ShardIndexError, match=r"codes of \d+ vectors, the embeddings are \d+; build the index again"

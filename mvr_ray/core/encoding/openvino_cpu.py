@@ -65,9 +65,7 @@ class OpenVinoTower:
     `files`: the result of `convert` or `quantize` for these weights; None: they are converted here.
     """
 
-    def __init__(
-        self, tower: Tower, products: str | None = "f32", files: Mapping[str, NDArray[np.uint8]] | None = None
-    ) -> None:
+    def __init__(self, tower: Tower, products: str | None, files: Mapping[str, NDArray[np.uint8]] | None) -> None:
         openvino = import_openvino()
         self.tower, self.dimension = tower, tower.dimension
         self._threads = torch.get_num_threads()

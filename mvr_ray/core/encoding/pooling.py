@@ -117,7 +117,7 @@ class Heads(nn.Sequential):
             size = getattr(layer, "out_size", size)
         return size
 
-    def without_last_normalize(self, before_truncation: bool = False) -> "Heads":
+    def without_last_normalize(self, before_truncation: bool) -> "Heads":
         """Return the layers without the `Normalize` at the end, and with `before_truncation` also without one that only
         a truncation follows."""
         layers: list[nn.Module] = list(self)

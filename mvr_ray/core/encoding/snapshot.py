@@ -24,7 +24,7 @@ from safetensors.numpy import load_file, save_file
 from mvr_ray.core.encoding.model_folder import SentenceModules, write_modules
 from mvr_ray.core.encoding.openvino_cpu import FILES
 from mvr_ray.core.encoding.pooling import Heads, Normalize, Pooling
-from mvr_ray.core.encoding.precision import FP32, Precision, PrecisionName
+from mvr_ray.core.encoding.precision import Precision, PrecisionName
 from mvr_ray.core.encoding.snippets import PunktParams
 from mvr_ray.core.encoding.stored_backbone import open_stored_tower
 from mvr_ray.core.encoding.tower import Tower
@@ -75,7 +75,7 @@ def tower_names(spec: EncoderSpec) -> Sequence[str]:
 
 
 def write_parts(
-    folder: Path, spec: EncoderSpec, towers: Mapping[str, Tower], punkt: PunktParams, precision: Precision = FP32
+    folder: Path, spec: EncoderSpec, towers: Mapping[str, Tower], punkt: PunktParams, precision: Precision
 ) -> dict[str, Any]:
     """Write all files except encoder.json; returns its fields that describe them."""
     folder.mkdir(parents=True, exist_ok=True)

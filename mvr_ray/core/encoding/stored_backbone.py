@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from mvr_ray.core.encoding.model_folder import read_modules
 from mvr_ray.core.encoding.tower import KINDS, MAX_TOKENS, Tower
-from mvr_ray.core.encoding.unpadded_cpu import PACKED_KINDS, supports_unpadded_cpu
+from mvr_ray.core.encoding.unpadded_cpu import UNPADDED_KINDS, supports_unpadded_cpu
 
 _FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
 
 class StoredBackbone(nn.Module):
-    """Settings and weights of a backbone of `PACKED_KINDS`; it has no forward pass."""
+    """Settings and weights of a backbone of `UNPADDED_KINDS`; it has no forward pass."""
 
     def __init__(self, settings: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def open_stored_tower(folder: Path) -> Tower | None:
     if not all((folder / name).is_file() for name in _FILES):
         return None
     settings, tokens = (json.loads((folder / name).read_text(encoding="utf-8")) for name in (_FILES[0], _FILES[3]))
-    if settings.get("model_type") not in PACKED_KINDS:
+    if settings.get("model_type") not in UNPADDED_KINDS:
         return None
     backbone = StoredBackbone(settings, load_file(folder / _FILES[1]))
     if not supports_unpadded_cpu(backbone):

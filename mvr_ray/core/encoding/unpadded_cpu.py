@@ -31,7 +31,7 @@ BLOCK_TOKENS = 1024
 FEW_TOKENS, FILL_TOKENS = 128, 64
 KEYS_STEP = 16
 MANY_BLOCKS = 8
-PACKED_KINDS = ("bert", "roberta", "xlm-roberta")
+UNPADDED_KINDS = ("bert", "roberta", "xlm-roberta")
 """Model types whose layers are those above."""
 
 
@@ -181,7 +181,7 @@ def thread_pool(threads: int) -> ThreadPoolExecutor:
         torch.set_num_threads(1)
         ready.wait()
 
-    pool = ThreadPoolExecutor(threads, "reader", begin)
+    pool = ThreadPoolExecutor(threads, "mvr_ray-forward", begin)
     for _ in range(threads):
         pool.submit(int)
     ready.wait()
@@ -254,7 +254,7 @@ def supports_unpadded_cpu(backbone: nn.Module) -> bool:
     config: Any = backbone.config
     weight = next(backbone.parameters())
     return (
-        config.model_type in PACKED_KINDS
+        config.model_type in UNPADDED_KINDS
         and config.hidden_act == "gelu"
         and not getattr(config, "is_decoder", False)
         and weight.device.type == "cpu"

@@ -27,7 +27,7 @@ from mvr_ray.core.encoding.unpadded_cpu import Means, view_members
 from mvr_ray.core.encoding.views import TokenizedPassage
 from mvr_ray.types import IntArray
 
-ATTENTION = "mvr_ray_packed"
+ATTENTION = "mvr_ray_unpadded"
 """Name of this attention in transformers."""
 
 HALVES = (torch.bfloat16, torch.float16)

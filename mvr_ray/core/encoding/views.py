@@ -180,7 +180,7 @@ class EncoderSpec:
 class TokenizedPassage(NamedTuple):
     """One text as tokens, in plain arrays.
 
-    input_ids     int32 [T], viewers beyond the vocabulary (`backbones.Tower`)
+    input_ids     int32 [T], viewers beyond the vocabulary (`tower.Tower`)
     position_ids  int32 [T], rows of the backbone's position table; each piece encoded alone restarts them
     view_T        int16 [T], the view whose mean this token's state enters, -1: none
     """
@@ -200,10 +200,10 @@ TOKEN_ARRAYS = {"lengths": np.int32, "input_ids": np.int32, "position_ids": np.i
 
 def pack_tokens(texts: Sequence[TokenizedPassage]) -> dict[str, IntArray]:
     """Lay texts end to end for cheap transport: one array a field, and `lengths`."""
-    lengths, *fields = TOKEN_ARRAYS.items()
-    arrays: dict[str, IntArray] = {lengths[0]: np.array([text.num_tokens for text in texts], lengths[1])}
-    for name, dtype in fields:
-        arrays[name] = np.concatenate([getattr(passage, name) for passage in texts] or [np.zeros(0)]).astype(dtype)
+    arrays: dict[str, IntArray] = {"lengths": np.array([text.num_tokens for text in texts], TOKEN_ARRAYS["lengths"])}
+    for name in TokenizedPassage._fields:
+        parts = [getattr(text, name) for text in texts] or [np.zeros(0)]
+        arrays[name] = np.concatenate(parts).astype(TOKEN_ARRAYS[name])
     return arrays
 
 
@@ -339,10 +339,8 @@ class Layout:
         view_T = [-1] * len(ids)
         if spec.strategy == "pooling":
             view_T = self._members(self.pooling, len(ids), self.passage_prompt_tokens)
-        elif spec.strategy == "cls":
-            view_T[0] = 0
-        elif spec.strategy == "first_k":
-            first = min(spec.num_views, len(ids))
+        elif spec.strategy in ("cls", "first_k"):
+            first = min(spec.effective_views, len(ids))
             view_T[:first] = range(first)
         elif spec.strategy == "snippet_means" and not text_ids:
             view_T = [0] * len(ids)

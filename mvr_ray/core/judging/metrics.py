@@ -20,9 +20,12 @@ Groups = Sequence[str] | Sequence[int] | NDArray[np.int64] | NDArray[np.str_]
 """The group (article) of each question."""
 
 NDCG_CUTOFF = 10
+_CONFIDENCE = 0.95
 _FEW_GROUPS = 8
 _NUMBERS_AT_ONCE = 1 << 20
 _NEAR = 1e-12
+_TIE = 1e-3
+"""Difference of cosines up to which two views tie: noise decides which is larger."""
 
 
 class Interval(NamedTuple):
@@ -66,10 +69,8 @@ def ndcg(rankings: Sequence[Sequence[str]], relevance: Sequence[Mapping[str, int
     return np.array(values, np.float64)
 
 
-def cluster_interval(
-    values_Q: FloatArray, groups_Q: Groups, seed: int = 0, num: int = 1000, confidence: float = 0.95
-) -> Interval:
-    """Compute the interval of the mean over questions that come in groups, such as all those of one article.
+def cluster_interval(values_Q: FloatArray, groups_Q: Groups, seed: int = 0, num: int = 1000) -> Interval:
+    """Compute the 95 % interval of the mean over questions that come in groups, such as all those of one article.
 
     Questions of one article share its passages and its style, so their values are not independent: groups vary, with
     all their values. Up to 8 groups: Student's interval of sum over number of values, by its linearised error. More:
@@ -79,7 +80,7 @@ def cluster_interval(
     """
     sum_G, count_G = _group_sums(values_Q, groups_Q)
     if len(sum_G) <= _FEW_GROUPS:
-        return _students_interval(sum_G, count_G, confidence)
+        return _students_interval(sum_G, count_G)
     rng = np.random.default_rng(seed)
     means = np.empty(num)
     part = max(1, _NUMBERS_AT_ONCE // len(sum_G))
@@ -87,7 +88,7 @@ def cluster_interval(
         size = min(part, num - start)
         draws_G = rng.multinomial(len(sum_G), np.full(len(sum_G), 1 / len(sum_G)), size).astype(np.float64)
         means[start : start + size] = (draws_G @ sum_G) / (draws_G @ count_G)
-    tail = _expanded_tail(len(sum_G), confidence)
+    tail = _expanded_tail(len(sum_G))
     low, high = np.quantile(means, [tail, 1 - tail])
     return Interval(float(low), float(high))
 
@@ -98,23 +99,18 @@ def share_interval(values_Q: FloatArray, groups_Q: Groups, seed: int = 0, num: i
     return Interval(max(low, 0.0), min(high, 1.0))
 
 
-def interval_over_seeds(
-    values_SQ: FloatArray, groups_Q: Groups, seed: int = 0, num: int = 1000, confidence: float = 0.95
-) -> Interval:
-    """Compute the interval of the mean over seeds and questions; each seed is one training, measured on all questions.
+def interval_over_seeds(values_SQ: FloatArray, groups_Q: Groups, seed: int = 0, num: int = 1000) -> Interval:
+    """Compute the 95 % interval of the mean over seeds and questions; a seed is a training, measured on all questions.
 
     Seeds and articles are two sources of error: the distance of each end of `cluster_interval` of the seeds' mean, and
     the half width of Student's interval over the seeds, are added as squares. One seed: the interval over articles.
     """
     values_SQ = np.atleast_2d(np.asarray(values_SQ, np.float64))
     mean_Q = values_SQ.mean(axis=0)
-    interval, num_seeds = cluster_interval(mean_Q, groups_Q, seed, num, confidence), len(values_SQ)
+    interval, num_seeds = cluster_interval(mean_Q, groups_Q, seed, num), len(values_SQ)
     if num_seeds == 1:
         return interval
-    from scipy import stats
-
-    spread = values_SQ.mean(axis=1).std(ddof=1) / math.sqrt(num_seeds)
-    half = float(stats.t.ppf((1 + confidence) / 2, num_seeds - 1) * spread)
+    half = _deviate(num_seeds) * float(values_SQ.mean(axis=1).std(ddof=1)) / math.sqrt(num_seeds)
     mean = float(mean_Q.mean())
     return Interval(mean - math.hypot(mean - interval.low, half), mean + math.hypot(interval.high - mean, half))
 
@@ -159,25 +155,29 @@ def _group_sums(values_Q: FloatArray, groups_Q: Groups) -> tuple[FloatArray, Flo
     return np.bincount(group_Q, values_Q).astype(np.float64), np.bincount(group_Q).astype(np.float64)
 
 
-def _students_interval(sum_G: FloatArray, count_G: FloatArray, confidence: float) -> Interval:
-    """Return the interval of sum over count by Student's t; NaN for groups without a spread, such as a single one."""
+def _deviate(size: int) -> float:
+    """Return the deviate of Student's t, in standard errors, that bounds the mean of `size` values."""
     from scipy import stats
 
+    return float(stats.t.ppf((1 + _CONFIDENCE) / 2, size - 1))
+
+
+def _students_interval(sum_G: FloatArray, count_G: FloatArray) -> Interval:
+    """Return the interval of sum over count by Student's t; NaN for groups without a spread, such as a single one."""
     size, mean = len(sum_G), float(sum_G.sum() / count_G.sum())
     residual_G = sum_G - mean * count_G
     if np.allclose(sum_G, mean * count_G, 1e-9, 1e-9):
         return Interval(math.nan, math.nan)
     error = math.sqrt(size / (size - 1) * float(residual_G @ residual_G)) / float(count_G.sum())
-    half = float(stats.t.ppf((1 + confidence) / 2, size - 1)) * error
+    half = _deviate(size) * error
     return Interval(mean - half, mean + half)
 
 
-def _expanded_tail(num_groups: int, confidence: float) -> float:
+def _expanded_tail(num_groups: int) -> float:
     """Return the quantile whose normal deviate is that of Student's t for `num_groups`, with a variance over n - 1."""
     from scipy import stats
 
-    deviate = stats.t.ppf((1 - confidence) / 2, num_groups - 1) * math.sqrt(num_groups / (num_groups - 1))
-    return float(stats.norm.cdf(deviate))
+    return float(stats.norm.cdf(-_deviate(num_groups) * math.sqrt(num_groups / (num_groups - 1))))
 
 
 def lv(queries_QD: FloatArray, views_QVD: FloatArray, mask_QV: BoolArray | None = None) -> float | None:
@@ -202,15 +202,12 @@ def question_lv(queries_QD: FloatArray, views_QVD: FloatArray, mask_QV: BoolArra
     return np.where(count_Q > 1, best_Q - others_Q / np.maximum(count_Q - 1, 1), np.nan)
 
 
-def winning_views(scores_QV: FloatArray, mask_QV: BoolArray | None = None, margin: float = 1e-3) -> IntArray:
-    """Return the lowest view within `margin` of the best one, since noise decides near-ties. int64 [Q].
-
-    The default margin is for cosines; scores on another scale need another.
-    """
+def winning_views(scores_QV: FloatArray, mask_QV: BoolArray | None = None) -> IntArray:
+    """Return the lowest view that ties with the best one. Scores are cosines. int64 [Q]."""
     scores_QV = np.asarray(scores_QV, np.float64)
     if mask_QV is not None:
         scores_QV = np.where(mask_QV, scores_QV, -np.inf)
-    return np.argmax(scores_QV >= scores_QV.max(axis=1, keepdims=True) - margin, axis=1)
+    return np.argmax(scores_QV >= scores_QV.max(axis=1, keepdims=True) - _TIE, axis=1)
 
 
 def ppl(view_Q: IntArray, passage_Q: IntArray) -> float | None:

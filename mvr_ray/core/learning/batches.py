@@ -82,8 +82,7 @@ def plan_epoch(
             by_article_E = np.argsort(article_E[order_E], kind="stable")
             order_E, group_E = order_E[by_article_E], group_E[by_article_E]
             order_E = order_E[_shuffle_groups(_runs(article_E[order_E], group_E, batch // 2), rng)]
-    num_repeats = -len(order_E) % batch
-    return np.concatenate([order_E, order_E[:num_repeats]]).reshape(-1, batch)
+    return np.resize(order_E, (-(-len(order_E) // batch), batch))
 
 
 def _runs(key_E: IntArray, group_E: IntArray, longest: int) -> IntArray:

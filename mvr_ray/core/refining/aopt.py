@@ -117,7 +117,7 @@ def passage_step(
 
 def label_sums(partners_QD: FloatArray, labels: LabelMatrices) -> LabelSums:
     """Compute A and B of every row of the label matrices. Sum them over all shards before a step."""
-    partners_QD = partners_QD.astype(np.float64)
+    partners_QD = partners_QD.astype(np.float64, copy=False)
     positive_ND = labels.positive_NQ @ partners_QD
     total_ND = positive_ND + labels.negative_NQ @ partners_QD
     return LabelSums(positive_ND, total_ND, _row_counts(labels.positive_NQ), _row_counts(labels.negative_NQ))
@@ -187,7 +187,7 @@ def linear_combination(
     rows_M = np.flatnonzero(num_positive_N)
     positive_MD, negative_MD = sums.positive_ND[rows_M], sums.total_ND[rows_M] - sums.positive_ND[rows_M]
     x_MD = alpha * vectors_ND[rows_M].astype(np.float64)
-    x_MD += beta * positive_MD / np.maximum(num_positive_N[rows_M, None], 1)
+    x_MD += beta * positive_MD / num_positive_N[rows_M, None]
     x_MD += gamma * negative_MD / np.maximum(num_negative_N[rows_M, None], 1)
     return _result(rows_M, x_MD.astype(_result_type(vectors_ND)), np.zeros(0), num_positive_N, num_negative_N)
 

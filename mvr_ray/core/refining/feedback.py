@@ -123,15 +123,11 @@ def own_norms(vectors_ND: FloatArray, row_ptr: IntArray, view_numbers_N: IntArra
     """Average the norms of each passage's own views, whose numbers are below `num_views`. float64 [P]."""
     own_N = view_numbers_N < num_views
     passage_N = np.repeat(np.arange(len(row_ptr) - 1), np.diff(row_ptr))[own_N]
-    norms_N = np.concatenate(
-        [np.empty(0)]
-        + [
-            np.linalg.norm(vectors_ND[start : start + _ROWS_AT_ONCE].astype(np.float64), axis=1)
-            for start in range(0, len(vectors_ND), _ROWS_AT_ONCE)
-        ]
-    )[own_N]
+    parts = (vectors_ND[start : start + _ROWS_AT_ONCE] for start in range(0, len(vectors_ND), _ROWS_AT_ONCE))
+    norms = (np.linalg.norm(part_ND.astype(np.float64), axis=1) for part_ND in parts)
+    norm_N = np.concatenate([np.empty(0), *norms])[own_N]
     count_P = np.bincount(passage_N, minlength=len(row_ptr) - 1)
-    return np.bincount(passage_N, norms_N, len(row_ptr) - 1) / np.maximum(count_P, 1)
+    return np.bincount(passage_N, norm_N, len(row_ptr) - 1) / np.maximum(count_P, 1)
 
 
 def _farthest_vectors(sorted_ND: FloatArray, max_vectors: int) -> FloatArray:

@@ -3,7 +3,7 @@
 Accuracy of the gate sets (held-out questions) and of the labelled questions is measured before the first round and
 after each. The gate limits the cost of a refinement: a round is *acceptable* if no gate set, nor the labelled
 questions, lost more than `max_heldout_loss` points. A round is better than another if it answers more of the labelled
-questions, then if the mean of the gate sets is higher, then if it moved less. Rounds continue until `patience` of them
+questions, then if the mean of the gate sets is higher, then if it is earlier. Rounds continue until `patience` of them
 have brought no better one, acceptable or not (a small gate fluctuates about its bound), or `max_rounds` is reached, or
 nothing moves. Then the best acceptable round is restored; without one, refinement is rejected. The loss is no
 criterion: it falls while accuracy collapses.

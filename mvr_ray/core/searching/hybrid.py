@@ -28,13 +28,13 @@ hits."""
 MIN_DEPTH = 100
 """Minimum depth of the first dense search: a scan of this depth takes hardly longer, and its frontier is lower."""
 
-DenseSearch = Callable[[IntArray, int], ShardHits]
+DenseSearch = Callable[[IntArray, int], CountedHits]
 """Searches for queries, given by position, to a depth."""
 Rescore = Callable[[Pairs], ScoredPairs]
 """Scores pairs by all views of their passages; the result is in order of row."""
 
 
-def hybrid_scores(lexical: FloatArray, dense: FloatArray, weight: float) -> NDArray[np.float32]:
+def hybrid_scores(lexical: FloatArray, dense: FloatArray | float, weight: float) -> NDArray[np.float32]:
     """Sum both scores of the same passages. Monotonic in both, after rounding as well."""
     return (np.asarray(lexical, np.float64) + weight * np.asarray(dense, np.float64)).astype(np.float32)
 
@@ -54,36 +54,30 @@ def hybrid_search(
     """Find the best k rows of every query by the sum of both scores.
 
     `lexical_scores` returns b of all rows for one query; `rows_P` are the rows that may be hits, ascending. Hits have
-    the winning view; the frontier bounds the score of every row left out, +inf where `exact` is false.
+    the winning view; the frontier bounds the score of every row left out, +inf where `exact` is false and there are
+    any.
     """
     hits = no_hits(num_queries, k)
     rescored_Q = np.zeros(num_queries, np.int64)
     queries = np.arange(num_queries)
     depth = min(max(k, min_depth), len(rows_P))
     while len(queries) and len(rows_P):
-        dense = search(queries, depth)
+        dense, dense_rescored_Q = search(queries, depth)
+        rescored_Q[queries] += dense_rescored_Q
         deeper_queries = []
         for at, query in enumerate(queries.tolist()):
             candidates = _Candidates(query, rows_P, lexical_scores(query)[rows_P], weight, rescore)
             candidates.add_hits(dense.rows_QK[at], dense.scores_QK[at], dense.views_QK[at])
             candidates.add_rows(_best(candidates.lexical_P, k))
-            if not exact:
-                frontier = -np.inf if candidates.is_candidate_P.all() else np.inf
-            elif dense.frontier_Q[at] == -np.inf:  # the dense search returned every row
-                frontier = -np.inf
+            if exact:
+                frontier = candidates.add_within_bound(dense.frontier_Q[at], k, DEPTH_FACTOR * depth)
             else:
-                bound_P = hybrid_scores(candidates.lexical_P, dense.frontier_Q[at], weight)
-                bound_P[candidates.is_candidate_P] = -np.inf
-                open_places = np.flatnonzero((bound_P >= candidates.kth_score(k)) & (bound_P > -np.inf))
-                if len(open_places) > DEPTH_FACTOR * depth and depth < len(rows_P):
-                    deeper_queries.append(query)
-                    rescored_Q[query] += candidates.num_rescored
-                    continue
-                candidates.add_rows(open_places)
-                bound_P[candidates.is_candidate_P] = -np.inf
-                frontier = bound_P.max(initial=-np.inf)
-            candidates.write_best(hits, frontier)
+                frontier = -np.inf if candidates.is_candidate_P.all() else np.inf
             rescored_Q[query] += candidates.num_rescored
+            if frontier is None:
+                deeper_queries.append(query)
+            else:
+                candidates.write_best(hits, frontier)
         queries, depth = np.array(deeper_queries, np.int64), min(DEPTH_FACTOR * depth, len(rows_P))
     return CountedHits(hits, rescored_Q)
 
@@ -132,6 +126,20 @@ class _Candidates:
             pairs = self.rescore(Pairs(np.full(len(new), self.query), self.rows_P[new]))
             self._add(np.searchsorted(self.rows_P, pairs.row_M), pairs.score_M, pairs.view_M)
             self.num_rescored += len(new)
+
+    def add_within_bound(self, dense_frontier: float, k: int, max_rows: int) -> float | None:
+        """Add every row whose bound f* reaches the k-th best score, and return the largest bound of the others; None,
+        without adding any, where they are more than `max_rows`."""
+        if dense_frontier == -np.inf:  # the dense search returned every row
+            return -np.inf
+        bound_P = hybrid_scores(self.lexical_P, dense_frontier, self.weight)
+        bound_P[self.is_candidate_P] = -np.inf
+        open_places = np.flatnonzero((bound_P >= self.kth_score(k)) & (bound_P > -np.inf))
+        if len(open_places) > max_rows:
+            return None
+        self.add_rows(open_places)
+        bound_P[self.is_candidate_P] = -np.inf
+        return float(bound_P.max(initial=-np.inf))
 
     def kth_score(self, k: int) -> float:
         """Return the k-th best score so far, -inf where there are fewer."""

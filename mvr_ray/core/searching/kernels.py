@@ -66,6 +66,8 @@ class Kernel(ABC):
     """Number of the kernel's calls that may run concurrently, each on different steps."""
     gather_share = 0.15
     """Share of a step's passages that pass a filter below which copying their vectors costs less than masking."""
+    halves_are_faster = False
+    """Whether batches of queries scan fp16 vectors faster than their codes."""
 
     def put(self, rows: NDArray[Any]) -> Any:
         """Copy host rows to the device, in their own dtype."""

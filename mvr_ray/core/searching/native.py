@@ -181,12 +181,8 @@ class NativeKernel(CompiledKernel):
         super().__init__(library(), "AVX-512 with VNNI", threads)
         self.tiles = tiles and bool(self.loops.mvr_tiles())
         self.coarse = coarse and bool(self.loops.mvr_short())
-
-    @property
-    def halves_are_faster(self) -> bool:
-        """Whether batches of queries scan fp16 vectors faster than their codes: both are widened to bfloat16, and codes
-        leave more candidates. With AMX codes are faster (benchmarks/README.md, kernels)."""
-        return self.coarse and not self.tiles
+        # Both are widened to bfloat16, and codes leave more candidates; with AMX codes are faster (`benchmarks`)
+        self.halves_are_faster = self.coarse and not self.tiles
 
     def max_residual(self, step_rows: NativeRows) -> float:
         """Compute the largest norm of a bfloat16 rounding error, in float32; infinite if a value is 2^120 or more."""
@@ -459,9 +455,8 @@ def _address(array: NDArray[Any] | None) -> int | None:
 
 def num_threads() -> int:
     """Return the number of threads: torch's where it is loaded, else OMP_NUM_THREADS, else one a processor."""
-    if torchs_number := getattr(
-        sys.modules.get("torch"), "get_num_threads", None
-    ):  # none while torch is being imported
-        return torchs_number()
+    get_num_threads = getattr(sys.modules.get("torch"), "get_num_threads", None)  # None while torch is being imported
+    if get_num_threads:
+        return get_num_threads()
     setting = os.environ.get("OMP_NUM_THREADS", "")
     return int(setting) if setting.isdigit() and int(setting) else os.cpu_count() or 1

@@ -52,7 +52,8 @@ def prune_views(views_VD: FloatArray, tolerance: float) -> tuple[np.ndarray, flo
 
     Views nearest to another view are dropped first, on ties the higher number.
     """
-    limit_V = tolerance * np.linalg.norm(views_VD, axis=1)
+    norm_V = np.linalg.norm(views_VD, axis=1)
+    limit_V = tolerance * norm_V
     distance_VV = np.linalg.norm(views_VD[:, None] - views_VD[None], axis=2)
     np.fill_diagonal(distance_VV, np.inf)
     nearest_V = distance_VV.min(axis=1)
@@ -70,8 +71,7 @@ def prune_views(views_VD: FloatArray, tolerance: float) -> tuple[np.ndarray, flo
             trial_distance_V[other] = hull_distance(views_VD[other], views_VD[trial_keep_V], exact=tolerance == 0)
         if (trial_distance_V <= limit_V).all():
             keep_V, distance_V = trial_keep_V, trial_distance_V
-    norms_V = np.linalg.norm(views_VD, axis=1)
-    return keep_V, float((distance_V / np.where(norms_V > 0, norms_V, 1.0)).max())
+    return keep_V, float((distance_V / np.where(norm_V > 0, norm_V, 1.0)).max())
 
 
 def hull_distance(view_D: FloatArray, others_VD: FloatArray, *, exact: bool = False) -> float:

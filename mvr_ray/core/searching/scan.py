@@ -80,7 +80,7 @@ VIEWS_A_STEP = 1024  # scoring this many exactly takes as long as a step's overh
 COARSE_SHARE = 0.01  # of the passages scanned: one exact score takes as long as coarse products save on a hundred
 UNIT = 2.0**-24
 TINY = 2.0**-126
-LARGEST_SQUARED_NORM = 1e15  # below it, float32 squares give the norm
+MAX_FLOAT32_NORM = 1e15  # a larger one, or NaN, is computed again in float64: its squares may overflow float32
 
 
 def score_error(query_norm_Q: FloatArray, vector_norm: float, dimension: int, input_rounding: float) -> FloatArray:
@@ -176,9 +176,9 @@ def cut_steps(table: BlockTable, vectors_per_step: int, codes: Sequence[Codes | 
                 visible_P = None if is_visible_P.all() else is_visible_P
                 counts_P = counts_P[counts_P > 0]
                 uniform = int(counts_P[0]) if (counts_P == counts_P[0]).all() else 0
-                vectors_ND = block.vectors_ND[ptr[low] : ptr[high]]
-                vectors = slice(int(ptr[low] - ptr[0]), int(ptr[high] - ptr[0]))
-                yield Step(row_P[local_P], counts_P, uniform, vectors_ND, visible_P, own and own.rows(vectors))
+                vectors = slice(int(ptr[low]), int(ptr[high]))
+                vectors_ND, step_codes = block.vectors_ND[vectors], own and own.rows(vectors)
+                yield Step(row_P[local_P], counts_P, uniform, vectors_ND, visible_P, step_codes)
             low = high
 
 
@@ -238,15 +238,13 @@ class Scan:
             return counted_hits
         every = (passing_part(step, mask_P, self.kernel.gather_share) for step in self.steps)
         steps = [part for part in every if part is not None]
-        limit = min(k + 1, sum(part.num_passages for part in steps))
-        starts = range(0, len(queries_QD), self.queries_at_once) if limit else []
-        parts = [queries_QD[at : at + self.queries_at_once] for at in starts]
-        by_thread = self._by_threads(parts, limit, steps) if parts else []
-        batches = [reduce(QueryBatch.absorb, own) for own in zip(*by_thread)]
-        hits = pack_hits([batch.finish() for batch in batches], [len(part) for part in parts], len(queries_QD), k)
-        no_counts = [np.zeros(len(queries_QD), np.int64)]
-        rescored_Q = np.concatenate([batch.rescored_Q for batch in batches] or no_counts)
-        return CountedHits(hits, rescored_Q)
+        limit, num_queries = min(k + 1, sum(part.num_passages for part in steps)), len(queries_QD)
+        if not limit or not num_queries:
+            return CountedHits(no_hits(num_queries, k), np.zeros(num_queries, np.int64))
+        parts = [queries_QD[at : at + self.queries_at_once] for at in range(0, num_queries, self.queries_at_once)]
+        batches = [reduce(QueryBatch.absorb, own) for own in zip(*self._by_threads(parts, limit, steps))]
+        hits = pack_hits([batch.finish() for batch in batches], [len(part) for part in parts], num_queries, k)
+        return CountedHits(hits, np.concatenate([batch.rescored_Q for batch in batches]))
 
     def _score_few(self, queries_QD: FloatArray, k: int, mask_P: NDArray[np.bool_]) -> CountedHits | None:
         """Score all passages of a mask exactly where they are few; None where they are many, or where a score is not
@@ -306,7 +304,7 @@ class Scan:
             step.norm = _round_up(self._norm(step, self.kernel.max_norm(step_rows)))
         if coarse and step.coarse_residual < 0:
             residual = coarse.max_residual(step_rows)
-            is_known = residual < LARGEST_SQUARED_NORM
+            is_known = residual < MAX_FLOAT32_NORM
             step.coarse_residual = _round_up(self._round_up_norm(residual)) if is_known else math.inf
 
     def rescore(self, queries_QD: FloatArray, pairs: Pairs) -> list[ScoredPairs]:
@@ -338,7 +336,7 @@ class Scan:
 
     def _norm(self, step: Step, norm: float) -> float:
         """Bound the vectors' norms from above. Moderate float32 squares are accurate within their error."""
-        if norm < LARGEST_SQUARED_NORM:
+        if norm < MAX_FLOAT32_NORM:
             return self._round_up_norm(norm)
         norm_N = np.linalg.norm(step.vectors_ND.astype(np.float64), axis=1) + step.residual
         if not np.isfinite(norm_N).all():
@@ -489,7 +487,7 @@ def _pop_parts(queue: deque[StepPart]) -> Iterator[StepPart]:
 
 def _codes_of_blocks(blocks: Sequence[EmbeddingBlock], codes: Sequence[Codes]) -> list[Codes]:
     """Return the codes of the blocks with passages. Raises ShardIndexError unless each block has a code a vector."""
-    sizes = [int(block.row_ptr[-1] - block.row_ptr[0]) for block in blocks]
+    sizes = [len(block.vectors_ND) for block in blocks]
     num_codes = [len(own.codes_ND) for own in codes]
     if num_codes != sizes:
         raise ShardIndexError(

@@ -540,8 +540,8 @@ def _scan_hybrid(
     rows_P, k = rows_P if mask_P is None else rows_P[mask_P[rows_P]], min(request.k, index.num_passages)
     weight, rescore = request.hybrid.weight, partial(table.rescore, queries_QD)
 
-    def search(queries: IntArray, depth: int) -> ShardHits:
-        return index.search(queries_QD[queries], depth, mask_P)
+    def search(queries: IntArray, depth: int) -> CountedHits:
+        return index.search_with_counts(queries_QD[queries], depth, mask_P)
 
     def lexical_scores(query: int) -> FloatArray:
         return lexical.scores(words[query])
