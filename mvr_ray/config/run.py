@@ -429,7 +429,7 @@ class ServeConfig(Section):
 
 class ResourcesConfig(Section):
     address: str | None = None
-    """Ray cluster to join; absent: `RAY_ADDRESS`, else a private cluster on this machine."""
+    """Ray cluster to join; absent: `RAY_ADDRESS`, else, as for `local`, a private cluster on this machine."""
     local_passages: Annotated[int, Field(ge=0)] = 50_000
     """Stages over at most this many passages run in this process, without Ray, if no address is given; 0: never. For
     `index`, the passages that it encodes count. The bytes are the same either way. train (unless train_workers is 0),

@@ -134,6 +134,23 @@ def test_connecting_inside_a_session_keeps_it_open(ray_session):
 
 
 SCRIPT = """
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "10.0..1:6379", "ray://10.0..1:10001"])
+def test_an_address_where_nothing_listens_is_named_whatever_it_is(address):
+    with pytest.raises(ResourceError, match=f"no Ray cluster listens at '{address}': .*; check resources.address"):
+        session._require_listener(address)
+
+
+def test_the_address_local_is_a_private_cluster_and_none_to_join(monkeypatch):
+    """Ray would start one without a token, on every interface."""
+    monkeypatch.setattr(session, "in_ray", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert session.cluster_address(ResourcesConfig()) is None
+    assert not session.needs_ray(ResourcesConfig(), 1)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    assert session.cluster_address(ResourcesConfig(address="local")) is None
+    assert session.cluster_address(ResourcesConfig()) == "127.0.0.1:6379"
+
+
 import os, signal, sys, time
 from pathlib import Path
 from mvr_ray.config import ResourcesConfig

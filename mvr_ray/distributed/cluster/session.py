@@ -112,8 +112,9 @@ def needs_ray(resources: ResourcesConfig, num_passages: int) -> bool:
 
 
 def cluster_address(resources: ResourcesConfig) -> str | None:
-    """Address of the Ray cluster to join, None where none is configured."""
-    return resources.address or os.environ.get("RAY_ADDRESS")
+    """Address of the Ray cluster to join, None where none is configured, or `local`: Ray's word for one of its own."""
+    address = resources.address or os.environ.get("RAY_ADDRESS")
+    return None if address == "local" else address
 
 
 @contextmanager
@@ -285,7 +286,7 @@ def _require_listener(address: str) -> None:
         return  # "auto", or a name that Ray resolves
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter for a name such as 10.0..1
         raise ResourceError(f"no Ray cluster listens at {address!r}: {error}; check resources.address") from error
 
 
