@@ -21,11 +21,9 @@ from mvr_ray.distributed.cluster.session import ClusterInfo, Need, Node, connect
 from mvr_ray.errors import ResourceError
 
 
-def cluster(*sizes: tuple[float, float], memory: int = 8 << 30, can_grow: bool = False) -> ClusterInfo:
-    nodes = tuple(Node(cpus, gpus, memory) for cpus, gpus in sizes)
-    return ClusterInfo(
-        sum(n.cpus for n in nodes), sum(n.gpus for n in nodes), memory * len(nodes), nodes, can_grow=can_grow
-    )
+def cluster(*sizes: tuple[float, float], can_grow: bool = False) -> ClusterInfo:
+    nodes = tuple(Node(cpus, gpus) for cpus, gpus in sizes)
+    return ClusterInfo(sum(node.cpus for node in nodes), sum(node.gpus for node in nodes), nodes, can_grow)
 
 
 def test_a_head_that_no_longer_listens_is_one_warning_before_ray_ends_the_process(caplog):
@@ -54,7 +52,7 @@ def test_a_head_that_no_longer_listens_is_one_warning_before_ray_ends_the_proces
         (cluster((8, 0)), [Need("trainers", 2, 1, gpus=1)], "2 GPUs asked for, the cluster has 0"),
         (cluster((4, 0), (4, 0)), [Need("trainers", 1, 6)], "1 trainers of 6 CPU"),
         (cluster((8, 1), (8, 1)), [Need("trainers", 1, 1, gpus=2)], "2 nodes have room for 0"),
-        (cluster((8, 0), memory=1 << 30), [Need("searchers", 1, 1, memory_bytes=2 << 30)], "2.0 GiB asked for"),
+        (cluster((8, 1)), [Need("encoders", 6, 0.5, gpus=0.2)], "1.2 GPUs asked for, the cluster has 1"),
     ],
 )
 def test_a_shape_that_ray_would_wait_for_is_refused_by_name(info, needs, message):
@@ -69,6 +67,8 @@ def test_a_shape_that_ray_would_wait_for_is_refused_by_name(info, needs, message
         (cluster((4, 0)), [Need("encoders", 8, 0.25)]),
         (cluster((4, 1), (4, 1)), [Need("trainers", 2, 2, gpus=1)]),
         (cluster((2, 1)), [Need("encoders", 2, 0.5, gpus=0.5)]),
+        (cluster((2, 1)), [Need("encoders", 5, 0.2, gpus=0.2)]),
+        (cluster((56, 0)), [Need("encoders", 100, 0.55)]),
         (cluster((1, 0), can_grow=True), [Need("encoders", 9, 1)]),
     ],
 )
