@@ -92,6 +92,22 @@ def test_doctor_finds_what_the_package_needs():
         assert checks[name].ok, checks[name]
 
 
+def test_doctor_says_how_many_cpus_a_private_cluster_gets():
+    for local_cpus, cpus in ((0, max(4, 2 * os.cpu_count())), (3, 3)):
+        [check] = [check for check in doctor(ResourcesConfig(local_cpus=local_cpus)) if check.name == "processors"]
+        assert check.detail.endswith(f"a private cluster gets {cpus} logical CPUs")
+
+
+def test_a_temporary_folder_that_ray_cannot_use_is_left_out_with_a_warning(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    assert session._temporary_folder() == Path("/tmp") and not caplog.records
+    for folder in (tmp_path / "with a long path", Path("/nowhere")):
+        monkeypatch.setenv("RAY_TMPDIR", str(folder))
+        assert session._temporary_folder() == Path("/tmp")
+        assert f"RAY_TMPDIR={folder} is not used but /tmp: name a writable folder with at most 20" in caplog.text
+
+
 def test_a_join_that_fails_leaves_the_authentication_of_this_process_as_it_was(monkeypatch):
     def fail(**options: object) -> None:
         assert os.environ["RAY_AUTH_MODE"] == "disabled"
@@ -118,22 +134,6 @@ def test_a_dashboard_address_is_refused_with_what_to_set_instead():
         pass
 
 
-@pytest.mark.parametrize(("is_installed", "detail"), [(True, "20"), (False, "more slowly; pip install 'mvr-ray[open")])
-def test_doctor_says_what_embedding_on_a_cpu_goes_without(monkeypatch, is_installed, detail):
-    if not is_installed:
-        monkeypatch.setitem(sys.modules, "openvino", None)
-    [check] = [check for check in doctor() if check.name == "openvino"]
-    assert check.ok and detail in check.detail
-
-
-@pytest.mark.ray
-def test_connecting_inside_a_session_keeps_it_open(ray_session):
-    with connect(ResourcesConfig()) as info:
-        assert info.cpus == ray_session.cpus
-    assert ray.is_initialized()
-
-
-SCRIPT = """
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "10.0..1:6379", "ray://10.0..1:10001"])
 def test_an_address_where_nothing_listens_is_named_whatever_it_is(address):
     with pytest.raises(ResourceError, match=f"no Ray cluster listens at '{address}': .*; check resources.address"):
@@ -151,6 +151,22 @@ def test_the_address_local_is_a_private_cluster_and_none_to_join(monkeypatch):
     assert session.cluster_address(ResourcesConfig()) == "127.0.0.1:6379"
 
 
+@pytest.mark.parametrize(("is_installed", "detail"), [(True, "20"), (False, "more slowly; pip install 'mvr-ray[open")])
+def test_doctor_says_what_embedding_on_a_cpu_goes_without(monkeypatch, is_installed, detail):
+    if not is_installed:
+        monkeypatch.setitem(sys.modules, "openvino", None)
+    [check] = [check for check in doctor() if check.name == "openvino"]
+    assert check.ok and detail in check.detail
+
+
+@pytest.mark.ray
+def test_connecting_inside_a_session_keeps_it_open(ray_session):
+    with connect(ResourcesConfig()) as info:
+        assert info.cpus == ray_session.cpus
+    assert ray.is_initialized()
+
+
+SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 from mvr_ray.config import ResourcesConfig

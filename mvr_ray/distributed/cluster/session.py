@@ -294,7 +294,7 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
     ray_internals.log_worker_messages()
     stack = ExitStack()
     folder = stack.enter_context(scratch_folder(_temporary_folder(), FOLDER_PREFIX))
-    cpus = resources.local_cpus or max(4, 2 * (os.cpu_count() or 1))
+    cpus = _private_cpus(resources)
     secret = {}
     if "RAY_AUTH_MODE" not in os.environ or (os.environ["RAY_AUTH_MODE"] == "token" and not _has_token()):
         secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # known only to this process
@@ -328,12 +328,20 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
         ray_internals.reread_authentication()
 
 
+def _private_cpus(resources: ResourcesConfig) -> int:
+    return resources.local_cpus or max(4, 2 * (os.cpu_count() or 1))
+
+
 def _temporary_folder() -> Path:
-    for parent in (os.environ.get("RAY_TMPDIR"), tempfile.gettempdir(), "/tmp"):
+    own = os.environ.get("RAY_TMPDIR")
+    for parent in (own, tempfile.gettempdir(), "/tmp"):
         if parent and len(parent) <= MAX_TEMP_PATH and os.access(parent, os.W_OK):
+            if own and parent != own:
+                message = "RAY_TMPDIR=%s is not used but %s: name a writable folder with at most %d characters"
+                log.warning(message, own, parent, MAX_TEMP_PATH)
             return Path(parent)
     raise ResourceError(
-        f"no writable temporary folder with a path under {MAX_TEMP_PATH} characters; name one with RAY_TMPDIR"
+        f"no writable temporary folder with a path of at most {MAX_TEMP_PATH} characters; name one with RAY_TMPDIR"
     )
 
 
@@ -410,8 +418,9 @@ def doctor(resources: ResourcesConfig | None = None) -> list[Check]:
 
     Also tries to join the cluster of `resources.address` or RAY_ADDRESS, if configured.
     """
-    address = cluster_address(resources or ResourcesConfig())
-    return [*_check_software(), *_check_machine(), *([_check_cluster(address)] if address else [])]
+    resources = resources or ResourcesConfig()
+    address = cluster_address(resources)
+    return [*_check_software(), *_check_machine(resources), *([_check_cluster(address)] if address else [])]
 
 
 def _check_software() -> Iterator[Check]:
@@ -445,9 +454,9 @@ def _check_software() -> Iterator[Check]:
     yield Check("default model", folder.is_dir(), f"{PACKAGED_MODEL} in {folder}" if folder.is_dir() else lack)
 
 
-def _check_machine() -> Iterator[Check]:
-    cores = os.cpu_count() or 1
-    yield Check("processors", True, f"{cores} cores; a private cluster gets {max(4, 2 * cores)} logical CPUs")
+def _check_machine(resources: ResourcesConfig) -> Iterator[Check]:
+    cpus = _private_cpus(resources)
+    yield Check("processors", True, f"{os.cpu_count() or 1} cores; a private cluster gets {cpus} logical CPUs")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     yield Check("memory", total >= 4, f"{total:.1f} GiB; Ray, a trainer and a searcher take about 3")
     try:
