@@ -382,8 +382,8 @@ class EvaluateConfig(Section):
     bm25: bool = False
     """Also score BM25 over the same corpus."""
     hybrid: Name | None = None
-    """Also score BM25 + weight x dense, the weight chosen on the questions of this set that are not reported; absent:
-    as `search.hybrid` says. Needs `index.lexical`."""
+    """Beside `search.hybrid`, also score BM25 + weight x dense, the weight chosen on the questions of this set that are
+    not reported. Needs `index.lexical`."""
     bootstrap: Count = 1000
     seed: int = 0
 
