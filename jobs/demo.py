@@ -34,7 +34,7 @@ QUESTIONS = (
 METRICS = ("top-1", "top-5", "top-20", "mrr")
 
 
-class SystemResult(NamedTuple):
+class DemoResult(NamedTuple):
     """One system on one question set: by metric, the share of questions answered by their own article."""
 
     system: str
@@ -50,7 +50,7 @@ class Demo:
         self.run = run
         self.progress = progress
         self.seconds: dict[str, float] = {}
-        self.results: list[SystemResult] = []
+        self.results: list[DemoResult] = []
 
     def run_stages(self) -> None:
         self.stage("prepare", self.run)
@@ -93,7 +93,7 @@ class Demo:
                 own = [row for row in report.rows if (row.system, row.questions) == (kind, questions)]
                 rows = [row for row in own if row.metric.startswith("gold/")]
                 metrics = {row.metric.removeprefix("gold/"): row for row in rows}
-                self.results.append(SystemResult(name, questions, rows[0].n, metrics))
+                self.results.append(DemoResult(name, questions, rows[0].n, metrics))
 
     def ask(self, run: RunConfig) -> None:
         with self.measure_time("three questions"), open_router(run) as router:
@@ -103,7 +103,7 @@ class Demo:
             print_result(f"\n{question}")
             print_result(hit_text(1, hit))
 
-    def close(self) -> None:
+    def print_results(self) -> None:
         sets = self.run.evaluate.questions
         columns = ["system", *(f"{name.rpartition('_')[2]} {label}" for name in sets for label in METRICS)]
         systems = list(dict.fromkeys(row.system for row in self.results))
@@ -150,7 +150,7 @@ def main(config: Config = "configs/demo.yaml", overrides: Overrides = None) -> N
     with Reporter() as progress, connect(run.resources, dashboard=run.resources.train_workers > 0):
         demo = Demo(run, progress)
         demo.run_stages()
-    demo.close()
+    demo.print_results()
 
 
 if __name__ == "__main__":

@@ -385,8 +385,8 @@ class EvaluateConfig(Section):
     bm25: bool = False
     """Also score BM25 over the same corpus."""
     hybrid: Name | None = None
-    """Also score BM25 + weight x dense, the weight chosen on the questions of this set that are not reported; absent:
-    as `search.hybrid` says. Needs `index.lexical`."""
+    """Beside `search.hybrid`, also score BM25 + weight x dense, the weight chosen on the questions of this set that are
+    not reported. Needs `index.lexical`."""
     bootstrap: Count = 1000
     seed: int = 0
 
@@ -432,7 +432,7 @@ class ServeConfig(Section):
 
 class ResourcesConfig(Section):
     address: str | None = None
-    """Ray cluster to join; absent: `RAY_ADDRESS`, else a private cluster on this machine."""
+    """Ray cluster to join; absent: `RAY_ADDRESS`, else, as for `local`, a private cluster on this machine."""
     local_passages: Annotated[int, Field(ge=0)] = 50_000
     """Stages over at most this many passages run in this process, without Ray, if no address is given; 0: never. For
     `index`, the passages that it encodes count. The bytes are the same either way. train (unless train_workers is 0),

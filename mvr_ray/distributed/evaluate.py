@@ -119,9 +119,9 @@ def evaluate(
     run: RunConfig, progress: Progress = no_progress, sets: Sequence[QuestionSet] | None = None
 ) -> EvaluationReport:
     """Measure the live version on every set of `evaluate.questions`, or on `sets` of these names: by the dense score,
-    and by hybrid search with `search.hybrid` or the weight tuned on `evaluate.hybrid`.
+    and by hybrid search with `search.hybrid` and with the weight tuned on `evaluate.hybrid`.
 
-    Raises ConfigError without a configured set or any label, MissingInputError, CoverageError, ResourceError,
+    Raises ConfigError without a set or any label, MissingInputError, CoverageError, ResourceError,
     ShardIndexError for a hybrid search over a version without words.
     """
     settings, store = run.evaluate, Store(run.store.path)
@@ -133,13 +133,7 @@ def evaluate(
     base = manifests.read(store, run.index.name)
     require_encoder(store, base)
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
-    if not settings.questions:
-        set_names = ", ".join(question_sets(corpus)) or "none"
-        raise ConfigError(
-            f"evaluate.questions names no question set; corpus {corpus.name!r} has: {set_names}. {HOW_TO_ADD_QUESTIONS}"
-        )
-    if sets is None:
-        sets = [QuestionSet(name, read_questions(corpus, name)) for name in dict.fromkeys(settings.questions)]
+    sets = _configured_sets(corpus, settings) if sets is None else sets
     if not any(question.answers or question.positive_ids for own in sets for question in own.questions):
         raise ConfigError(
             f"evaluate.questions: no question of {', '.join(own.name for own in sets)} has an answer or a gold "
@@ -149,18 +143,17 @@ def evaluate(
     tuning_set = unreported_questions(corpus, settings.hybrid, sets, "evaluate.hybrid") if settings.hybrid else None
     if settings.hybrid or run.search.hybrid is not None:
         require_words(base)
-    rank = RankSettings(
-        k=search_depth(settings),
-        match=settings.match,
-        strict_answers=run.retrieve.strict_answers,
-        refined_queries=run.retrieve.refined_queries,
-    )
     for name, questions in sets:
         require_gold_passages(name, questions, corpus)
         warn_of_runs(name, (question.answers for question in questions), settings.match)
     articles = {name: articles_of(questions, corpus) for name, questions in sets}
     copies = {name: own_passages(questions, corpus) for name, questions in sets}
-    rank = rank._replace(k=rank.k + any(copies.values()))
+    rank = RankSettings(
+        k=search_depth(settings) + any(copies.values()),
+        match=settings.match,
+        strict_answers=run.retrieve.strict_answers,
+        refined_queries=run.retrieve.refined_queries,
+    )
     results: list[SystemResult] = []
 
     def measure(system: str, ranked_questions: Iterator[RankedQuestion]) -> None:
@@ -171,19 +164,15 @@ def evaluate(
     with open_router(run, base.version) as router:
         measure(run.index.name, rank_questions(run, router, sets, rank, progress))
         if settings.bm25:
-            words = BM25Index(corpus, run.index.language, progress)
-            hit_lists = (words.search(own.texts, rank.k, progress) for own in sets)
-            matcher = AnswerMatcher(settings.match, strict=rank.strict_answers)
-            rankings = (judge_hits(own.questions, hits, corpus, matcher) for own, hits in zip(sets, hit_lists))
-            measure(BM25_SYSTEM, itertools.chain.from_iterable(rankings))
-        system, weight = run.index.name, run.search.hybrid
+            measure(BM25_SYSTEM, _rank_by_words(run, corpus, sets, rank, progress))
+        weights: list[HybridWeight | None] = [run.search.hybrid]
         if tuning_set:
             best = best_weight(try_weights(run, router, tuning_set, progress=progress))
             log.info("hybrid weight: weight=%s accuracy=%.3f set=%s", best.weight, best.top1, tuning_set.name)
-            weight = best.weight
-        if weight is not None:
-            system = system_name(weight)
-            measure(system, rank_questions(run, router, sets, rank._replace(hybrid=weight), progress))
+            weights.append(best.weight)
+        for weight in dict.fromkeys(weight for weight in weights if weight is not None):
+            ranked_questions = rank_questions(run, router, sets, rank._replace(hybrid=weight), progress)
+            measure(system_name(weight), ranked_questions)
     log.info("evaluated: index=%s version=%d sets=%d", base.index, base.version, len(sets))
     return EvaluationReport(
         base.index,
@@ -193,8 +182,28 @@ def evaluate(
         base.index_params["kind"] == "flat",
         [row for result in results for row in result.rows],
         [result.ranks for result in results],
-        system if run.search.hybrid is not None else run.index.name,
+        run.index.name if run.search.hybrid is None else system_name(run.search.hybrid),
     )
+
+
+def _configured_sets(corpus: Corpus, settings: EvaluateConfig) -> list[QuestionSet]:
+    """The sets of `evaluate.questions`, each once. Raises ConfigError without any."""
+    if not settings.questions:
+        set_names = ", ".join(question_sets(corpus)) or "none"
+        raise ConfigError(
+            f"evaluate.questions names no question set; corpus {corpus.name!r} has: {set_names}. {HOW_TO_ADD_QUESTIONS}"
+        )
+    return [QuestionSet(name, read_questions(corpus, name)) for name in dict.fromkeys(settings.questions)]
+
+
+def _rank_by_words(
+    run: RunConfig, corpus: Corpus, sets: Sequence[QuestionSet], rank: RankSettings, progress: Progress
+) -> Iterator[RankedQuestion]:
+    """Yield every question with its hits by BM25, in order."""
+    index = BM25Index(corpus, run.index.language, progress)
+    matcher = AnswerMatcher(rank.match, strict=rank.strict_answers)
+    for own in sets:
+        yield from judge_hits(own.questions, index.search(own.texts, rank.k, progress), corpus, matcher)
 
 
 def search_depth(settings: EvaluateConfig) -> int:

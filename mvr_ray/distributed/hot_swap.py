@@ -151,7 +151,8 @@ class HotSwapRouter:
         def follow() -> float:
             nonlocal wait_s
             self.follow()
-            wait_s = min(2 * wait_s, max(MAX_FOLLOW_S, interval_s)) if self.state.failure else interval_s
+            fails = self.state.follows and self.state.failure  # not where a named version could not be opened
+            wait_s = min(2 * wait_s, max(MAX_FOLLOW_S, interval_s)) if fails else interval_s
             return wait_s
 
         return run_periodically(follow, interval_s, "mvr-follow")

@@ -96,35 +96,35 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
         progress("mine", len(candidates), len(questions))
     scores: list[FloatArray] = [np.zeros(0, np.float32)] * len(questions)
     if scorer:
-        positives = corpus.get(dict.fromkeys(one for question in questions for one in question.positive_ids[:1]))
-        pairs = [
-            (question.text, [*question.positive_ids[:1], *of.ids[: cfg.denoise_depth]])
-            if positives.keys() & question.positive_ids[:1]
-            else (question.text, [])
-            for question, of in zip(questions, candidates)
-        ]
-        scores = _pair_scores(run, scorer, corpus, pairs, progress)
+        scores = _scores_with_positives(run, scorer, corpus, questions, candidates, progress)
     results = [
         denoise(of, own, cfg, number=row) if len(own) else choose_negatives(of, cfg, number=row)
         for row, (of, own) in enumerate(zip(candidates, scores))
     ]
-    counts = [len(result.ids) for result in results]
-    hits, gold, bearing, likely = (
-        sum(getattr(result, name) for result in results) for name in ("hits", "gold", "answer_bearing", "likely")
-    )
-    if likely and not sum(counts):  # the cross-encoder may be untrained
+    report = _report(cfg, results)
+    if report.dropped_by_cross_encoder and not report.negatives:  # the cross-encoder may be untrained
         raise DataError(
-            f"cross-encoder {cfg.cross_encoder!r} scored all {likely} candidate passages as answers, each "
-            f"at least {cfg.denoise_share:g} likely beside the known one (mine.denoise_share); no negative is left: "
-            f"train it longer (mvr-ray train CONFIG train.task=cross_encoder), or raise mine.denoise_share above 0.5"
+            f"cross-encoder {cfg.cross_encoder!r} scored all {report.dropped_by_cross_encoder} candidate passages as "
+            f"answers, each at least {cfg.denoise_share:g} likely beside the known one (mine.denoise_share); no "
+            f"negative is left: train it longer (mvr-ray train CONFIG train.task=cross_encoder), or raise "
+            f"mine.denoise_share above 0.5"
         )
     mined_questions = [
         question._replace(hard_negative_ids=tuple(result.ids), teacher_scores=result.scores)
         for question, result in zip(questions, results)
     ]
     write_questions(corpus, cfg.output, mined_questions)
-    report = MineReport(
-        questions=len(mined_questions),
+    log.info("mined: %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
+    return report
+
+
+def _report(cfg: MineConfig, results: Sequence[HardNegatives]) -> MineReport:
+    counts = [len(result.ids) for result in results]
+    hits, gold, bearing, likely = (
+        sum(getattr(result, name) for result in results) for name in ("hits", "gold", "answer_bearing", "likely")
+    )
+    return MineReport(
+        questions=len(results),
         output=cfg.output,
         method=cfg.method,
         hits=hits,
@@ -136,8 +136,6 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
         short=sum(count < cfg.num_negatives for count in counts),
         without=sum(count == 0 for count in counts),
     )
-    log.info("mined: %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
-    return report
 
 
 def filter_hits(
@@ -219,6 +217,25 @@ class PairScorer(models.ModelWorker):
         pairs = [Pair(question, texts[one]) for question, ids in batch for one in ids]
         with models.translate_out_of_memory(self.task.tokens_per_batch, "read.tokens_per_batch"):
             return self.model.score(pairs, self.task.tokens_per_batch).tolist()
+
+
+def _scores_with_positives(
+    run: RunConfig,
+    model: models.WorkerModel,
+    corpus: Corpus,
+    questions: Sequence[Question],
+    candidates: Sequence[HardNegatives],
+    progress: Progress,
+) -> list[FloatArray]:
+    """Scores of each question's positive and its candidates, none where the corpus lacks the positive."""
+    positives = corpus.get(dict.fromkeys(one for question in questions for one in question.positive_ids[:1]))
+    pairs = [
+        (question.text, [*question.positive_ids[:1], *of.ids[: run.mine.denoise_depth]])
+        if positives.keys() & question.positive_ids[:1]
+        else (question.text, [])
+        for question, of in zip(questions, candidates)
+    ]
+    return _pair_scores(run, model, corpus, pairs, progress)
 
 
 def _pair_scores(

@@ -7,7 +7,7 @@ Every passage is read once; the answer from the first k is the best of their spa
 `read.batch` questions in the ranking's order, so the composition of batches, and with it every answer, does not depend
 on the number of readers.
 
-Shapes: Q questions.
+Shapes: Q questions, K numbers of passages.
 """
 
 import json
@@ -113,8 +113,7 @@ def read(
             f"evaluate.match=string to score them as words"
         )
     articles = stored_articles(run, results) if articles is None else articles
-    scores: dict[tuple[int, str], list[float]] = {(k, metric): [] for k in ks for metric in ("exact_match", "f1")}
-    groups: list[str] = []
+    predictions_QK: list[list[Prediction]] = []
     num_unread = 0
     with ExitStack() as stack:
         stack.enter_context(session.connect(run.resources, needs=[pool_need("readers", run.resources)]))
@@ -122,22 +121,11 @@ def read(
         if output is not None:
             temporary = stack.enter_context(finished_file(output))
             file = stack.enter_context(temporary.open("w", encoding="utf-8", errors="replace", newline="\n"))
-        for number, (result, spans) in enumerate(zip(results, _read_all(run, task, results, progress))):
-            answers_by_k = predictions(result, spans, ks, run.read.score_weight)
+        for result, spans in zip(results, _read_all(run, task, results, progress)):
+            predictions_QK.append(predictions(result, spans, ks, run.read.score_weight))
             num_unread += not any(spans)
-            if result.question.answers:
-                groups.append(articles.get(result.question.id, f"question {number}"))
-                for prediction in answers_by_k:
-                    scores[prediction.passages, "exact_match"].append(float(bool(prediction.exact_match)))
-                    scores[prediction.passages, "f1"].append(prediction.f1 or 0.0)
             if file is not None:
-                row = {
-                    "id": result.question.id,
-                    "question": result.question.text,
-                    "answers": list(result.question.answers),
-                    "predictions": [prediction._asdict() for prediction in answers_by_k],
-                }
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+                file.write(_output_line(result, predictions_QK[-1]))
     name, fingerprint = run.read.reader, task.fingerprint
     log.info("read: questions=%d unread=%d reader=%s fingerprint=%s", len(results), num_unread, name, fingerprint)
     return ReadReport(
@@ -147,7 +135,7 @@ def read(
         questions=len(results),
         unread=num_unread,
         output=str(output) if output else None,
-        rows=[_row(run, k, metric, values, groups) for (k, metric), values in scores.items() if values],
+        rows=_scores(run, ks, results, predictions_QK, articles),
     )
 
 
@@ -240,7 +228,32 @@ def _require_scores(path: Path, results: Sequence[RankedQuestion]) -> None:
                 )
 
 
-def _row(run: RunConfig, passages: int, metric: str, values: Sequence[float], groups_Q: Sequence[str]) -> ReadRow:
-    values_Q = np.array(values, np.float64)
-    low, high = share_interval(values_Q, groups_Q, run.evaluate.seed, run.evaluate.bootstrap)
-    return ReadRow(passages, metric, float(values_Q.mean()), low, high, len(values_Q))
+def _output_line(result: RankedQuestion, predictions_K: Sequence[Prediction]) -> str:
+    row = {
+        "id": result.question.id,
+        "question": result.question.text,
+        "answers": list(result.question.answers),
+        "predictions": [prediction._asdict() for prediction in predictions_K],
+    }
+    return json.dumps(row, ensure_ascii=False) + "\n"
+
+
+def _scores(
+    run: RunConfig,
+    ks: Sequence[int],
+    results: Sequence[RankedQuestion],
+    predictions_QK: Sequence[Sequence[Prediction]],
+    articles: Mapping[str, str],
+) -> list[ReadRow]:
+    """Score the answers from the first k passages, for each k, over the questions with known answers."""
+    numbers = [number for number, row in enumerate(results) if row.question.answers]
+    if not numbers:
+        return []
+    groups_Q = [articles.get(results[number].question.id, f"question {number}") for number in numbers]
+    rows = []
+    for column, k in enumerate(ks):
+        for metric in ("exact_match", "f1"):
+            values_Q = np.array([getattr(predictions_QK[number][column], metric) for number in numbers], np.float64)
+            low, high = share_interval(values_Q, groups_Q, run.evaluate.seed, run.evaluate.bootstrap)
+            rows.append(ReadRow(k, metric, float(values_Q.mean()), low, high, len(values_Q)))
+    return rows

@@ -137,16 +137,18 @@ def rank_questions(
     settings: RankSettings,
     progress: Progress = no_progress,
 ) -> Iterator[RankedQuestion]:
-    """Yield every question with its hits, in order. Raises ResourceError if the cluster cannot place the rankers."""
+    """Yield every question with its hits, in order. Raises ResourceError if the cluster cannot place the rankers, or
+    if this process lacks their GPU."""
     resources = run.resources
     batches = [batch for own in sets for batch in own.batches(run.retrieve.batch)]
     if not batches:
         return
+    needs = [pool_need("rankers", resources)]
     if session.in_ray():
         num_searchers = min(resources.searchers, len(router.manifest.shards)) * resources.replicas
         cpus, gpus = resources.cpus_per_searcher, resources.gpus_per_searcher
-        needs = [pool_need("rankers", resources), session.Need("searchers", num_searchers, cpus, gpus)]
-        session.require(session.describe(resources), needs)
+        needs.append(session.Need("searchers", num_searchers, cpus, gpus))
+    session.require(session.describe(resources), needs)
     arguments = {
         "store": router.store.address,
         "manifest": router.manifest,

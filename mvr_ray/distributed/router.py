@@ -237,8 +237,7 @@ class Router:
         CoverageError if fewer than `min_coverage` of the manifest's passages were searched, and its subclass
         DamagedShardsError if damaged files are among the causes.
         """
-        check_k(k)
-        queries_QD = check_queries(queries_QD, self.dimension)
+        k, queries_QD = check_k(k), check_queries(queries_QD, self.dimension)
         deadline = deadline or Deadline.after(self.timeout_s)
         text = parse_filter(filter, self.corpus.fields).text if filter is not None else ""
         if hybrid is not None:
@@ -246,7 +245,7 @@ class Router:
             if hybrid.weight == "rrf":
                 return self._search_by_ranks(queries_QD, k, hybrid, min_coverage, deadline=deadline, filter=filter)
         if not len(queries_QD):
-            return self._answer([], {}, 0, 0)
+            return self._answer([], {}, 0, 0, hybrid)
         exact = self._is_exact(hybrid)
         first_k = self._first_depth(k, _round_up(len(queries_QD))) if exact else k
         reserves_time = first_k < k and min_coverage < 1
@@ -262,8 +261,8 @@ class Router:
         if uncertain:
             with self._record_time("search"):
                 positions = distinct(np.concatenate(list(uncertain.values())))
-                uncertain_QD, texts = queries_QD[positions], hybrid and hybrid.take(positions)
-                request = request._replace(queries_QD=uncertain_QD, k=k, shards=tuple(uncertain), hybrid=texts)
+                uncertain_QD, words = queries_QD[positions], hybrid and hybrid.take(positions)
+                request = request._replace(queries_QD=uncertain_QD, k=k, shards=tuple(uncertain), hybrid=words)
                 second = self.fleet.fan_out(request, deadline, admit=True)
             for result in second.results:
                 results[result.shard] = overlay_results(results[result.shard], result, positions)

@@ -146,7 +146,7 @@ def test_the_record_of_an_encoder_in_another_precision_is_refused_where_it_is_ne
 
 @pytest.mark.data
 @pytest.mark.parametrize("num", [1, 7, 40, 10_000])
-def test_passages_for_scales_stand_at_even_distances_over_the_whole_corpus(corpus_store, run_over, num):
+def test_passages_for_scales_stand_at_even_distances(corpus_store, run_over, num):
     corpus = Corpus.open(Store(str(corpus_store)), run_over(corpus_store).prepare.corpus)
     everything = list(corpus)
     step = max(1, len(everything) // num)

@@ -141,18 +141,20 @@ def test_what_cannot_be_followed_is_refused_before_anything_is_done(run_over, so
 
 
 ENCODERS = {
-    "a small batch": (1, 4, 8, False, 1),
-    "a large batch": (99, 4, 8, False, 4),
-    "a small cluster": (99, 4, 3, False, 2),
-    "a cluster that grows": (99, 4, 3, True, 4),
-    "no place": (99, 4, 1, False, 1),
+    "a small batch": (1, 4, 8, 1, False, 1),
+    "a large batch": (99, 4, 8, 1, False, 4),
+    "a small cluster": (99, 4, 3, 1, False, 2),
+    "a cluster that grows": (99, 4, 3, 1, True, 4),
+    "no place": (99, 4, 1, 1, False, 1),
+    "parts of a CPU": (99, 24, 5, 0.2, False, 20),
 }
 
 
 @pytest.mark.parametrize("case", ENCODERS)
 def test_there_are_as_many_encoders_as_chunks_within_what_is_allowed_and_there(case: str):
-    chunks, most, cpus, can_grow, expected = ENCODERS[case]
-    resources = with_encoders(ResourcesConfig(encoders_max=most), chunks, ClusterInfo(cpus, 0, 0, (), can_grow))
+    chunks, most, cpus, cpus_each, can_grow, expected = ENCODERS[case]
+    limits = ResourcesConfig(encoders_max=most, cpus_per_encoder=cpus_each)
+    resources = with_encoders(limits, chunks, ClusterInfo(cpus, 0, (), can_grow))
     assert (resources.encoders_min, resources.encoders_max) == (expected, expected)
 
 

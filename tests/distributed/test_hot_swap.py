@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from waiting import until
 
 from mvr_ray.config import ServeConfig
 from mvr_ray.deadline import Deadline
+from mvr_ray.distributed import hot_swap
 from mvr_ray.distributed.hot_swap import HotSwapRouter, open_hot_swap_router
 from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import (
@@ -506,6 +507,22 @@ def test_a_follower_finds_what_is_published_by_itself(tmp_path, run_over):
             publish_random_index(tmp_path, SECOND, SHARDS, parent=1)
             assert move_event.wait(30)
         assert search_one(live, 0) == brute_force(SECOND, QUERIES_QD[0], K)
+
+
+def test_a_follower_waits_longer_after_failures_but_not_for_one_of_a_version_that_was_named(
+    tmp_path, run_over, monkeypatch
+):
+    publish_random_index(tmp_path, FIRST, SHARDS)
+    monkeypatch.setattr(hot_swap, "run_periodically", lambda function, *_: nullcontext(function))
+    with open_hot_swap_router(run_of(tmp_path, run_over), 1, local=True) as live, live.follow_periodically(1.0) as call:
+        with pytest.raises(MissingInputError, match="no version 9"):
+            live.move_to(9)
+        assert [call() for _ in range(3)] == [1.0, 1.0, 1.0]
+        live.move_to()
+        (tmp_path / paths.manifest("random", 1)).rename(tmp_path / "away")
+        assert [call() for _ in range(3)] == [2.0, 4.0, 8.0]
+        (tmp_path / "away").rename(tmp_path / paths.manifest("random", 1))
+        assert [call(), call()] == [1.0, 1.0]
 
 
 def test_a_newest_manifest_that_is_deleted_takes_no_reader_back(tmp_path, run_over):

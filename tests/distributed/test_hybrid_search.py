@@ -77,16 +77,19 @@ def test_an_answer_is_exhaustive_search_over_words_and_views(
             assert answer.exact.certified and answer.exact.method.startswith("bm25 + flat")
         assert all(hit.view >= 0 for hits in answer.hits for hit in hits)
         assert router.search_text(texts, 5).exact.method.startswith("flat")
+        nothing = router.search(router.embed(texts)[:0], 5, hybrid=HybridQueries((), weight))
+        assert nothing.hits == [] and nothing.exact.method.startswith("bm25 + flat")
 
 
 def test_actors_answer_as_one_process_and_searches_that_wait_go_together(lexical_index, run_over, texts, both_scores):
     run = run_over(lexical_index, resources={"searchers": 2})
     with open_hot_swap_router(run) as live, live.pin() as router:
+        queries_QD = router.embed(texts)
 
         def search(number: int) -> None:
             weight, own = WEIGHTS[number % 2 + 1], slice(number % 12, number % 12 + 2)
-            hybrid = None if number % 3 == 0 else weight
-            answer = router.search_text(texts[own], 5, hybrid=hybrid)
+            hybrid = None if number % 3 == 0 else HybridQueries(tuple(texts[own]), weight)
+            answer = router.search(queries_QD[own], 5, hybrid=hybrid)
             for scores, hits in zip(both_scores[own], answer.hits, strict=True):
                 dense = {i: (0.0, one[1]) for i, one in scores.items()}
                 expected = exhaustive(dense, 1.0, 5) if hybrid is None else exhaustive(scores, weight, 5)
@@ -94,6 +97,7 @@ def test_actors_answer_as_one_process_and_searches_that_wait_go_together(lexical
 
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(search, range(36)))
+        assert router.fleet.searches == 36 > router.fleet.calls
 
 
 def test_a_version_without_words_says_how_to_get_them(small_index, run_over, texts):

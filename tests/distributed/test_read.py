@@ -1,6 +1,7 @@
 """Reading a ranking: answers and scores recomputed by loops, with and without workers, and the errors."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -129,7 +130,8 @@ def test_one_reader_or_two_with_texts_from_file_or_corpus_give_the_same_answers(
     assert {(row.passages, row.metric) for row in one.rows} == set(scores)
     for row in one.rows:
         assert row.value == pytest.approx(np.mean(scores[row.passages, row.metric]))
-        assert row.low <= row.value <= row.high and row.n == QUESTIONS + 1
+        assert row.low <= row.value <= row.high or (row.value == 0 and math.isnan(row.low)), "few articles"
+        assert row.n == QUESTIONS + 1
 
 
 def test_a_worker_that_has_other_files_than_the_driver_refuses_to_read(library, run_reading):

@@ -88,15 +88,18 @@ def test_evaluation_measures_the_served_hybrid_ranking_with_the_weight_given_or_
             num_hits += question.positive_ids[0] in best
         return num_hits / len(some)
 
-    for settings in ({"search": {"hybrid": 7}}, {"evaluate": {"hybrid": "held"}}):
+    by_weight, by_set = {"search": {"hybrid": 7}}, {"evaluate": {"hybrid": "held"}}
+    for settings in (by_weight, by_set, by_weight | by_set):
         evaluation = {"questions": ["asked"], "k": [1, 5], **settings.get("evaluate", {})}
         report = evaluate(run_over(root, **{**settings, "evaluate": evaluation}))
-        rows = {row.metric: row for row in report.rows if row.system.startswith("bm25 + ")}
-        weight = float(rows["gold/top-1"].system.split()[2])
-        assert weight == 7 or "search" not in settings
-        assert report.configured_system == (rows["gold/top-1"].system if "search" in settings else report.index)
-        for k in (1, 5):
-            assert rows[f"gold/top-{k}"].value == pytest.approx(share(questions[15:], 15, weight, k))
+        assert report.configured_system == ("bm25 + 7 x dense" if "search" in settings else report.index)
+        values = {(row.system, row.metric): row.value for row in report.rows if row.system.startswith("bm25 + ")}
+        weight_of = {system: float(system.split()[2]) for system, _ in values}
+        assert (7 in weight_of.values(), len(weight_of)) == ("search" in settings, len(settings))
+        for system, weight in weight_of.items():
+            for k in (1, 5):
+                assert values[system, f"gold/top-{k}"] == pytest.approx(share(questions[15:], 15, weight, k))
+    weight = [*weight_of.values()][-1]
     best_share = share(questions[:15], 0, weight, 1)
     assert all(share(questions[:15], 0, other, 1) <= best_share for other in (0.0, 1.0, 5.0, 20.0, 60.0, 200.0))
     with pytest.raises(ConfigError, match=r"hybrid: all 15 questions of 'held' with .* also reported, .*: asked, dev"):

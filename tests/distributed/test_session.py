@@ -21,11 +21,9 @@ from mvr_ray.distributed.cluster.session import ClusterInfo, Need, Node, connect
 from mvr_ray.errors import ResourceError
 
 
-def cluster(*sizes: tuple[float, float], memory: int = 8 << 30, can_grow: bool = False) -> ClusterInfo:
-    nodes = tuple(Node(cpus, gpus, memory) for cpus, gpus in sizes)
-    return ClusterInfo(
-        sum(n.cpus for n in nodes), sum(n.gpus for n in nodes), memory * len(nodes), nodes, can_grow=can_grow
-    )
+def cluster(*sizes: tuple[float, float], can_grow: bool = False) -> ClusterInfo:
+    nodes = tuple(Node(cpus, gpus) for cpus, gpus in sizes)
+    return ClusterInfo(sum(node.cpus for node in nodes), sum(node.gpus for node in nodes), nodes, can_grow)
 
 
 def test_a_head_that_no_longer_listens_is_one_warning_before_ray_ends_the_process(caplog):
@@ -54,7 +52,7 @@ def test_a_head_that_no_longer_listens_is_one_warning_before_ray_ends_the_proces
         (cluster((8, 0)), [Need("trainers", 2, 1, gpus=1)], "2 GPUs asked for, the cluster has 0"),
         (cluster((4, 0), (4, 0)), [Need("trainers", 1, 6)], "1 trainers of 6 CPU"),
         (cluster((8, 1), (8, 1)), [Need("trainers", 1, 1, gpus=2)], "2 nodes have room for 0"),
-        (cluster((8, 0), memory=1 << 30), [Need("searchers", 1, 1, memory_bytes=2 << 30)], "2.0 GiB asked for"),
+        (cluster((8, 1)), [Need("encoders", 6, 0.5, gpus=0.2)], "1.2 GPUs asked for, the cluster has 1"),
     ],
 )
 def test_a_shape_that_ray_would_wait_for_is_refused_by_name(info, needs, message):
@@ -69,6 +67,8 @@ def test_a_shape_that_ray_would_wait_for_is_refused_by_name(info, needs, message
         (cluster((4, 0)), [Need("encoders", 8, 0.25)]),
         (cluster((4, 1), (4, 1)), [Need("trainers", 2, 2, gpus=1)]),
         (cluster((2, 1)), [Need("encoders", 2, 0.5, gpus=0.5)]),
+        (cluster((2, 1)), [Need("encoders", 5, 0.2, gpus=0.2)]),
+        (cluster((56, 0)), [Need("encoders", 100, 0.55)]),
         (cluster((1, 0), can_grow=True), [Need("encoders", 9, 1)]),
     ],
 )
@@ -90,6 +90,22 @@ def test_doctor_finds_what_the_package_needs():
         "temporary folder",
     ):
         assert checks[name].ok, checks[name]
+
+
+def test_doctor_says_how_many_cpus_a_private_cluster_gets():
+    for local_cpus, cpus in ((0, max(4, 2 * os.cpu_count())), (3, 3)):
+        [check] = [check for check in doctor(ResourcesConfig(local_cpus=local_cpus)) if check.name == "processors"]
+        assert check.detail.endswith(f"a private cluster gets {cpus} logical CPUs")
+
+
+def test_a_temporary_folder_that_ray_cannot_use_is_left_out_with_a_warning(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    assert session._temporary_folder() == Path("/tmp") and not caplog.records
+    for folder in (tmp_path / "with a long path", Path("/nowhere")):
+        monkeypatch.setenv("RAY_TMPDIR", str(folder))
+        assert session._temporary_folder() == Path("/tmp")
+        assert f"RAY_TMPDIR={folder} is not used but /tmp: name a writable folder with at most 20" in caplog.text
 
 
 def test_a_join_that_fails_leaves_the_authentication_of_this_process_as_it_was(monkeypatch):
@@ -116,6 +132,23 @@ def test_a_dashboard_address_is_refused_with_what_to_set_instead():
         connect(ResourcesConfig(address="http://somewhere:8265")),
     ):
         pass
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "10.0..1:6379", "ray://10.0..1:10001"])
+def test_an_address_where_nothing_listens_is_named_whatever_it_is(address):
+    with pytest.raises(ResourceError, match=f"no Ray cluster listens at '{address}': .*; check resources.address"):
+        session._require_listener(address)
+
+
+def test_the_address_local_is_a_private_cluster_and_none_to_join(monkeypatch):
+    """Ray would start one without a token, on every interface."""
+    monkeypatch.setattr(session, "in_ray", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert session.cluster_address(ResourcesConfig()) is None
+    assert not session.needs_ray(ResourcesConfig(), 1)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")
+    assert session.cluster_address(ResourcesConfig(address="local")) is None
+    assert session.cluster_address(ResourcesConfig()) == "127.0.0.1:6379"
 
 
 @pytest.mark.parametrize(("is_installed", "detail"), [(True, "20"), (False, "more slowly; pip install 'mvr-ray[open")])

@@ -444,7 +444,7 @@ def test_training_goes_on_from_a_snapshot_of_equal_settings_only(store_path):
 @pytest.mark.parametrize("scheme", ["", "file://", "s3://"])
 def test_files_of_ray_train_are_in_a_store_that_several_machines_share_and_go_with_the_run(tmp_path, scheme, request):
     """An object store is reached by the keys and the endpoint of its address."""
-    cluster = ClusterInfo(8, 0, 0, (Node(4, 0, 0), Node(4, 0, 0)))
+    cluster = ClusterInfo(8, 0, (Node(4, 0), Node(4, 0)))
     root = request.getfixturevalue("bucket") if scheme == "s3://" else f"{scheme}{tmp_path}/store"
     run, store = parse_run({"store": {"path": root}}, "test"), Store(root)
     with _storage(run, cluster) as storage:

@@ -18,8 +18,9 @@ from mvr_ray.checksums import with_trailer, without_trailer
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.distributed import refine as refining
 from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.evaluate import evaluate
 from mvr_ray.distributed.indexing import build_index, rewrite
-from mvr_ray.errors import PublishConflictError
+from mvr_ray.errors import PublishConflictError, ResourceError
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect
@@ -103,6 +104,17 @@ def test_an_interrupted_index_is_continued_by_the_same_command_and_ends_with_the
     version = build_index.index(run, lambda *step: again.append(step))
     assert next(step for step in again if step[0] == "encode") == steps[-1]
     assert version.shards == whole.shards
+
+
+@pytest.mark.ray
+@pytest.mark.data
+def test_a_gpu_that_is_not_there_is_an_error_that_says_what_to_set(small_index, run_over, monkeypatch):
+    monkeypatch.setattr(session, "in_ray", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    run = run_over(small_index, resources={"local_passages": 1000, "gpus_per_encoder": 0.5})
+    with pytest.raises(ResourceError, match=r"rankers are to use a GPU, and torch sees none; set .*gpus_per_\* to 0"):
+        evaluate(run)
 
 
 @pytest.mark.data

@@ -939,8 +939,9 @@ def test_times_on_a_gpu_are_another_step_and_need_one():
         for words in (["resources.gpus_per_encoder=0"], [])
     ]
     assert on_gpu.key != on_cpu.key
-    bare = ClusterInfo(4, 0, 8 << 30, (Node(4, 0, 8 << 30),))
-    with pytest.raises(ResourceError, match="1 GPUs asked for, the cluster has 0"):
+    bare = ClusterInfo(4, 0, (Node(4, 0),))
+    message = "1 stages of 0 CPU and 1 GPU each, .*; 1 GPUs asked for, the cluster has 0"
+    with pytest.raises(ResourceError, match=message):
         execute._start(on_gpu, StagePool(bare), no_progress)
 
 

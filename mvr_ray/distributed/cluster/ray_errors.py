@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mvr_ray.errors import MvrRayError, ResourceError
+from mvr_ray.errors import MvrRayError, ResourceError, first_line
 
 _RAY_DATA_NOTE = "\nFailed to apply UDF transform"
 """Ray Data appends a paragraph about its retry settings to the message of an error of our function."""
@@ -49,6 +49,6 @@ def unwrap_error(error: BaseException, what: str) -> BaseException:
     if isinstance(error, ray.exceptions.RayTaskError):
         return error
     return ResourceError(
-        f"{what} stopped: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else 'no reason'}; "
-        f"see whether a machine ran out of memory or left the cluster, then run the same command again, it continues"
+        f"{what} stopped: {type(error).__name__}: {first_line(error)}; see whether a machine ran out of memory or left "
+        f"the cluster, then run the same command again, it continues"
     )

@@ -54,6 +54,8 @@ FOLDER_PREFIX = "mvr-"
 MAX_TEMP_PATH = 20
 """Ray puts unix sockets under its temporary folder, and their paths may have 107 bytes."""
 _FREE_CPUS = 1.0
+_RAY_DIGITS = 4
+"""Decimal places with which Ray counts resources."""
 _CONNECT_TIMEOUT_S = 10.0
 _LEAVE_S = 30.0
 _HEAD_CHECK_S = 5.0
@@ -67,7 +69,6 @@ class Node(NamedTuple):
 
     cpus: float
     gpus: float
-    memory_bytes: int
 
 
 class ClusterInfo(NamedTuple):
@@ -76,7 +77,6 @@ class ClusterInfo(NamedTuple):
 
     cpus: float
     gpus: float
-    memory_bytes: int
     nodes: tuple[Node, ...]
     can_grow: bool = False
     is_local: bool = False
@@ -89,7 +89,6 @@ class Need(NamedTuple):
     count: int
     cpus: float
     gpus: float = 0.0
-    memory_bytes: int = 0
 
 
 class Check(NamedTuple):
@@ -112,8 +111,9 @@ def needs_ray(resources: ResourcesConfig, num_passages: int) -> bool:
 
 
 def cluster_address(resources: ResourcesConfig) -> str | None:
-    """Address of the Ray cluster to join, None where none is configured."""
-    return resources.address or os.environ.get("RAY_ADDRESS")
+    """Address of the Ray cluster to join, None where none is configured, or `local`: Ray's word for one of its own."""
+    address = resources.address or os.environ.get("RAY_ADDRESS")
+    return None if address == "local" else address
 
 
 @contextmanager
@@ -138,9 +138,7 @@ def connect(
     needs (`require`).
     """
     with ExitStack() as stack:
-        if num_passages is not None and not needs_ray(resources, num_passages):
-            info = ClusterInfo(os.cpu_count() or 1, 0, 0, (), is_local=True)
-        else:
+        if num_passages is None or needs_ray(resources, num_passages):
             address = cluster_address(resources)
             if address and address.startswith(("http://", "https://")):
                 raise ResourceError(
@@ -153,7 +151,7 @@ def connect(
                 joins = f"joining the Ray cluster at {address}"
                 _say.get()(joins if address else "starting Ray on this machine, which takes seconds")
                 stack.enter_context(_join_cluster(address) if address else _private(resources, dashboard))
-            info = describe(resources)
+        info = describe(resources)
         require(info, needs)
         yield info
 
@@ -285,7 +283,7 @@ def _require_listener(address: str) -> None:
         return  # "auto", or a name that Ray resolves
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter for a name such as 10.0..1
         raise ResourceError(f"no Ray cluster listens at {address!r}: {error}; check resources.address") from error
 
 
@@ -296,7 +294,7 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
     ray_internals.log_worker_messages()
     stack = ExitStack()
     folder = stack.enter_context(scratch_folder(_temporary_folder(), FOLDER_PREFIX))
-    cpus = resources.local_cpus or max(4, 2 * (os.cpu_count() or 1))
+    cpus = _private_cpus(resources)
     secret = {}
     if "RAY_AUTH_MODE" not in os.environ or (os.environ["RAY_AUTH_MODE"] == "token" and not _has_token()):
         secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}  # known only to this process
@@ -330,12 +328,20 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
         ray_internals.reread_authentication()
 
 
+def _private_cpus(resources: ResourcesConfig) -> int:
+    return resources.local_cpus or max(4, 2 * (os.cpu_count() or 1))
+
+
 def _temporary_folder() -> Path:
-    for parent in (os.environ.get("RAY_TMPDIR"), tempfile.gettempdir(), "/tmp"):
+    own = os.environ.get("RAY_TMPDIR")
+    for parent in (own, tempfile.gettempdir(), "/tmp"):
         if parent and len(parent) <= MAX_TEMP_PATH and os.access(parent, os.W_OK):
+            if own and parent != own:
+                message = "RAY_TMPDIR=%s is not used but %s: name a writable folder with at most %d characters"
+                log.warning(message, own, parent, MAX_TEMP_PATH)
             return Path(parent)
     raise ResourceError(
-        f"no writable temporary folder with a path under {MAX_TEMP_PATH} characters; name one with RAY_TMPDIR"
+        f"no writable temporary folder with a path of at most {MAX_TEMP_PATH} characters; name one with RAY_TMPDIR"
     )
 
 
@@ -345,14 +351,21 @@ def _has_token() -> bool:
 
 
 def describe(resources: ResourcesConfig) -> ClusterInfo:
-    """Total resources of the session's live nodes, whether in use or not."""
+    """Total resources of the session's live nodes, whether in use or not; outside a session, those of this process."""
+    if not in_ray():
+        return ClusterInfo(os.cpu_count() or 1, 0, (), is_local=True)
     import ray
 
     of_nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    nodes = [Node(float(of.get("CPU", 0)), float(of.get("GPU", 0)), int(of.get("memory", 0))) for of in of_nodes]
+    nodes = tuple(Node(float(of.get("CPU", 0)), float(of.get("GPU", 0))) for of in of_nodes)
     cpus, gpus = sum(node.cpus for node in nodes), sum(node.gpus for node in nodes)
-    memory_bytes = sum(node.memory_bytes for node in nodes)
-    return ClusterInfo(cpus, gpus, memory_bytes, tuple(nodes), resources.autoscaling)
+    return ClusterInfo(cpus, gpus, nodes, resources.autoscaling)
+
+
+def num_places(capacity: float, demand: float) -> int:
+    """The number of processes that fit, each with this demand, as Ray counts them: in floats 1 // 0.2 is 4."""
+    unit = 10**_RAY_DIGITS
+    return round(unit * capacity) // max(round(unit * demand), 1)
 
 
 def require(info: ClusterInfo, needs: Sequence[Need]) -> None:
@@ -369,27 +382,24 @@ def require(info: ClusterInfo, needs: Sequence[Need]) -> None:
         return
     problems = []
     for need in needs:
-        num_places, demands = 0, (need.cpus, need.gpus, need.memory_bytes)
+        room, demands = 0, (need.cpus, need.gpus)
         for node in info.nodes:
-            fits = [capacity // demand for capacity, demand in zip(node, demands) if demand > 0]
-            num_places += int(min(fits)) if fits else need.count
-        if num_places < need.count:
+            fits = [num_places(capacity, demand) for capacity, demand in zip(node, demands) if demand > 0]
+            room += min(fits, default=need.count)
+        if room < need.count:
             problems.append(
                 f"{need.count} {need.what} of {need.cpus:g} CPU and {need.gpus:g} GPU each, "
-                f"but the {len(info.nodes)} nodes have room for {num_places}"
+                f"but the {len(info.nodes)} nodes have room for {room}"
             )
-    cpus = sum(need.count * need.cpus for need in needs)
-    gpus = sum(need.count * need.gpus for need in needs)
-    memory = sum(need.count * need.memory_bytes for need in needs)
+    cpus = round(sum(need.count * need.cpus for need in needs), _RAY_DIGITS)
+    gpus = round(sum(need.count * need.gpus for need in needs), _RAY_DIGITS)
     summary = " + ".join(f"{need.count} {need.what} x {need.cpus:g} CPU" for need in needs)
-    if cpus > info.cpus - _FREE_CPUS:
+    if cpus > round(info.cpus - _FREE_CPUS, _RAY_DIGITS):
         problems.append(
             f"{summary} = {cpus:g} CPUs, the cluster has {info.cpus:g}, {_FREE_CPUS:g} must stay free for reading data"
         )
     if gpus > info.gpus:
         problems.append(f"{gpus:g} GPUs asked for, the cluster has {info.gpus:g}")
-    if memory > info.memory_bytes:
-        problems.append(f"{memory / 2**30:.1f} GiB asked for, the cluster has {info.memory_bytes / 2**30:.1f} GiB")
     if problems and info.can_grow:
         log.warning("waiting for the cluster to grow: %s", "; ".join(problems))
     elif problems:
@@ -408,8 +418,9 @@ def doctor(resources: ResourcesConfig | None = None) -> list[Check]:
 
     Also tries to join the cluster of `resources.address` or RAY_ADDRESS, if configured.
     """
-    address = cluster_address(resources or ResourcesConfig())
-    return [*_check_software(), *_check_machine(), *([_check_cluster(address)] if address else [])]
+    resources = resources or ResourcesConfig()
+    address = cluster_address(resources)
+    return [*_check_software(), *_check_machine(resources), *([_check_cluster(address)] if address else [])]
 
 
 def _check_software() -> Iterator[Check]:
@@ -443,9 +454,9 @@ def _check_software() -> Iterator[Check]:
     yield Check("default model", folder.is_dir(), f"{PACKAGED_MODEL} in {folder}" if folder.is_dir() else lack)
 
 
-def _check_machine() -> Iterator[Check]:
-    cores = os.cpu_count() or 1
-    yield Check("processors", True, f"{cores} cores; a private cluster gets {max(4, 2 * cores)} logical CPUs")
+def _check_machine(resources: ResourcesConfig) -> Iterator[Check]:
+    cpus = _private_cpus(resources)
+    yield Check("processors", True, f"{os.cpu_count() or 1} cores; a private cluster gets {cpus} logical CPUs")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     yield Check("memory", total >= 4, f"{total:.1f} GiB; Ray, a trainer and a searcher take about 3")
     try:

@@ -35,7 +35,7 @@ class StagePool(ExitStack):
     def start(self, name: str, stage: _Stage, run: RunConfig, progress: Progress, gpus: float = 0) -> None:
         """Start a stage on any node with free resources. Raises ResourceError if the cluster lacks the GPUs."""
         if gpus:
-            session.require(self._cluster, [session.Need("clocks", 1, 0, gpus)])
+            session.require(self._cluster, [session.Need("stages", 1, 0, gpus)])
         resources = self.enter_context(ExitStack())
         self._tasks[name] = _Task(resources.enter_context(_remote_stage(stage, run, progress, gpus)), resources)
 

@@ -167,7 +167,7 @@ def with_encoders(resources: ResourcesConfig, num_chunks: int, info: session.Clu
     """Set the number of encoders to the chunks of work, within the limits of the run and the cluster."""
     num = min(resources.encoders_max, num_chunks)
     if not info.can_grow:
-        places = [max(info.cpus - 1, 0) // resources.cpus_per_encoder]
-        places += [info.gpus // resources.gpus_per_encoder] if resources.gpus_per_encoder else []
-        num = max(min(num, *map(int, places)), min(resources.encoders_min, num))
+        places = [session.num_places(max(info.cpus - 1, 0), resources.cpus_per_encoder)]
+        places += [session.num_places(info.gpus, resources.gpus_per_encoder)] if resources.gpus_per_encoder else []
+        num = max(min(num, *places), min(resources.encoders_min, num))
     return resources.model_copy(update={"encoders_min": num, "encoders_max": num})

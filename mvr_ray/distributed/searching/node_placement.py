@@ -122,10 +122,12 @@ def node_capacities(cpus: float, gpus: float) -> dict[str, NodeCapacity]:
     capacities = {}
     for node in ray.nodes():
         resources = node["Resources"]
-        counts = [int(resources.get(name, 0) // need) for name, need in (("CPU", cpus), ("GPU", gpus)) if need > 0]
-        if node["Alive"] and min(counts, default=1) > 0:
+        max_searchers = session.num_places(resources.get("CPU", 0), cpus)
+        if gpus:
+            max_searchers = min(max_searchers, session.num_places(resources.get("GPU", 0), gpus))
+        if node["Alive"] and max_searchers:
             memory_bytes = max(float(resources.get("memory", 0)), 1.0)
-            capacities[node["NodeID"]] = NodeCapacity(min(counts, default=1), memory_bytes)
+            capacities[node["NodeID"]] = NodeCapacity(max_searchers, memory_bytes)
     return capacities
 
 

@@ -268,8 +268,8 @@ class ShardSearcher:
                 results.append(_scan(self._get_open(own, shard).as_flat(self.task), shard, queries_QD, k))
         return results
 
-    def views(self, ids: Mapping[int, Sequence[str]], version: int | None = None, call: str = "") -> ViewResults:
-        """The stored views of these passages, by shard; ids that a shard does not hold are absent."""
+    def views(self, ids: Mapping[int, Sequence[str]], version: int, call: str = "") -> ViewResults:
+        """The stored views of the passages with these ids (by shard); those that a shard does not hold are absent."""
         answer = ViewResults({}, [])
         if self._is_cancelled(call):
             return answer
@@ -326,9 +326,8 @@ class ShardSearcher:
         shard = part.entry.shard
         return any(part.key == own.key for one in self._versions.values() for own in one.parts.get(shard, ()))
 
-    def _get_version(self, number: int | None) -> _Version:
+    def _get_version(self, number: int) -> _Version:
         own = self.task.manifest
-        number = own.version if number is None else number
         version = self._versions.get(number)
         if version is not None:
             return version
