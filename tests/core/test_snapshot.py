@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -169,6 +170,15 @@ def test_changed_files_are_told_by_both_fingerprints(snapshot):
             DualEncoder.load(snapshot, only_embeds)
         assert str(error.value).startswith(f"encoder snapshot {snapshot} was saved as {was} but loads as ")
         assert str(error.value).endswith(": its files have changed; copy or make it again")
+
+
+@pytest.mark.parametrize("only_embeds", [False, True])
+def test_a_dimension_that_is_not_that_of_the_weights_is_refused_with_its_folder(snapshot, only_embeds):
+    config = snapshot / "shared" / "config.json"
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    config.write_text(json.dumps({**settings, "hidden_size": settings["hidden_size"] - 2}), encoding="utf-8")
+    with pytest.raises(EncoderError, match=re.escape(str(snapshot / "shared"))):
+        DualEncoder.load(snapshot, only_embeds)
 
 
 def test_whatever_is_cut_or_changed_in_a_file_of_a_snapshot_is_an_error_of_ours(tiny, tmp_path):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from mvr_ray.core.encoding.model_folder import read_modules
 from mvr_ray.core.encoding.tower import KINDS, MAX_TOKENS, Tower
 from mvr_ray.core.encoding.unpadded_cpu import UNPADDED_KINDS, supports_unpadded_cpu
+from mvr_ray.errors import EncoderError
 
 _FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 
@@ -56,7 +57,8 @@ class StoredTokenizer(NamedTuple):
 
 
 def open_stored_tower(folder: Path) -> Tower | None:
-    """Open a tower that `Tower.save` wrote; None where only transformers has its forward pass."""
+    """Open a tower that `Tower.save` wrote; None where only transformers has its forward pass. Raises EncoderError if
+    its settings name another dimension than its weights have."""
     if not all((folder / name).is_file() for name in _FILES):
         return None
     settings, tokens = (json.loads((folder / name).read_text(encoding="utf-8")) for name in (_FILES[0], _FILES[3]))
@@ -65,6 +67,12 @@ def open_stored_tower(folder: Path) -> Tower | None:
     backbone = StoredBackbone(settings, load_file(folder / _FILES[1]))
     if not supports_unpadded_cpu(backbone):
         return None
+    dimension = backbone.get_input_embeddings().weight.shape[1]
+    if settings.get("hidden_size") != dimension:
+        raise EncoderError(
+            f"{folder / _FILES[0]} has hidden_size {settings.get('hidden_size')!r}, and the weights have {dimension}; "
+            f"copy or make the snapshot again"
+        )
     backend = Tokenizer.from_file(str(folder / _FILES[2]))
     special = [tokens.get(f"{name}_token") for name in ("cls", "sep", "pad", "unk")]
     texts = [token.get("content") if isinstance(token, dict) else token for token in special]
