@@ -64,10 +64,11 @@ def open_stored_tower(folder: Path) -> Tower | None:
     settings, tokens = (json.loads((folder / name).read_text(encoding="utf-8")) for name in (_FILES[0], _FILES[3]))
     if settings.get("model_type") not in UNPADDED_KINDS:
         return None
-    backbone = StoredBackbone(settings, load_file(folder / _FILES[1]))
+    weights = load_file(folder / _FILES[1])
+    backbone = StoredBackbone(settings, weights)
     if not supports_unpadded_cpu(backbone):
         return None
-    dimension = backbone.get_input_embeddings().weight.shape[1]
+    dimension = weights["embeddings.word_embeddings.weight"].shape[1]
     if settings.get("hidden_size") != dimension:
         raise EncoderError(
             f"{folder / _FILES[0]} has hidden_size {settings.get('hidden_size')!r}, and the weights have {dimension}; "
