@@ -544,6 +544,23 @@ def test_a_full_or_closed_stdout_is_one_line_and_status_1(run_file: str, words: 
         assert (process.returncode, process.stderr) == (1, f"mvr-ray: {message}\n")
 
 
+def test_a_reader_of_stdout_that_ended_is_no_error_and_a_connection_that_broke_is_one() -> None:
+    head = "from mvr_ray.cli import commands, tables\n@commands.exit_on_error\ndef work():\n    "
+    for work, printed in (
+        ("tables.write('x' * 2**20)", ""),
+        ("raise BrokenPipeError(32, 'Broken pipe')", "closed its connection"),
+    ):
+        program = f"{head}{work}\ncommands.app.command('work')(work)\ncommands.run_words(['work'])"
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        error = process.stderr.read().decode()
+        assert process.wait() == 1
+        assert printed in error
+        assert bool(printed) == bool(error)
+
+
 def test_a_full_disk_is_not_a_problem_of_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     def work() -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "corpus.arrow")

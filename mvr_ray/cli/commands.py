@@ -91,6 +91,8 @@ def exit_on_error(function: Callable[..., None]) -> Callable[..., None]:
             origin = cause if isinstance(cause, MvrRayError) else error
             _err(f"mvr-ray: {origin}")
             raise typer.Exit(2 if isinstance(origin, ConfigError) else 1) from None
+        except BrokenPipeError as error:  # of a connection: typer would take it for stdout's, and exit without a word
+            raise RuntimeError("a process or server closed its connection") from error
         except OSError as error:
             if isinstance(error, PermissionError) and error.filename:
                 advice = "check the permissions of it and of the folders above"

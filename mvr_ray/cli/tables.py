@@ -13,6 +13,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -174,21 +175,26 @@ def results_only() -> Iterator[None]:
 
 @contextmanager
 def translate_stdout_errors() -> Iterator[None]:
-    """Write what the block prints at once; raise StorageError if stdout cannot be written. A reader that ended, such as
-    `head`, is no error."""
+    """Write what the block prints at once; raise StorageError if stdout cannot be written, and exit without a word if
+    its reader ended, such as `head`."""
     try:
         yield
         _stdout().flush()
     except BrokenPipeError:
-        raise
+        _drop_stdout()
+        raise typer.Exit(1) from None
     except OSError as error:
         raise stdout_error(error) from None
 
 
-def stdout_error(error: OSError) -> StorageError:
-    """Drop what stdout did not take, and return the error of it to raise."""
+def _drop_stdout() -> None:
     with Path(os.devnull).open("wb") as null, suppress(OSError):  # else Python writes the rest again at its exit
         os.dup2(null.fileno(), _stdout().fileno())
+
+
+def stdout_error(error: OSError) -> StorageError:
+    """Drop what stdout did not take, and return the error of it to raise."""
+    _drop_stdout()
     return StorageError(f"standard output cannot be written: {error.strerror}; free space or redirect it")
 
 
