@@ -6,7 +6,8 @@ The models in `run` and `train` define the keys; this module is independent of t
 import importlib.util
 import logging
 import re
-from copy import copy
+from copy import copy, deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +54,17 @@ _Loader.add_implicit_resolver(
 def parse_yaml(text: str) -> Any:
     """Parse a YAML text. Raises yaml.YAMLError for invalid YAML, ConfigError for an invalid or repeated key."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        return deepcopy(_parse_text(text))
     except ConfigError:
         raise
     except (ValueError, TypeError, RecursionError) as error:  # of yaml's constructors: a date of month 13
         raise yaml.YAMLError(str(error)) from None
+
+
+@lru_cache(maxsize=256)
+def _parse_text(text: str) -> Any:
+    """Parse a text once: a study reads its base for each of its variants. What it returns must not be changed."""
+    return yaml.load(text, Loader=_Loader)
 
 
 def read(path: Path, dependents: tuple[Path, ...] = ()) -> dict[str, Any]:
