@@ -41,6 +41,10 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# Tests end processes, and none cuts the power: `histories/volatile_disk.py` simulates that. A tenth of the suite would be
+# waiting for the disk.
+os.fsync = lambda _: None
+
 NUM_ARTICLES, PARAGRAPHS = 3, 20
 CLUSTER_CPUS = 16
 """Logical CPUs of the shared cluster: eight for each of two processes."""

@@ -20,7 +20,7 @@ import sys
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from heapq import heapify, heappop, heappush
 from importlib import import_module
@@ -86,10 +86,10 @@ class PunktParams:
 
     def to_json(self) -> str:
         """Write the parameters; without terminators, as earlier programs do, so encoders keep their fingerprints."""
-        fields = asdict(self)
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
         if not self.terminators:
-            del fields["terminators"]
-        return json.dumps(fields, ensure_ascii=False, indent=0, sort_keys=True) + "\n"
+            del data["terminators"]
+        return json.dumps(data, ensure_ascii=False, indent=0, sort_keys=True) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "PunktParams":
