@@ -546,7 +546,7 @@ def test_a_full_or_closed_stdout_is_one_line_and_status_1(run_file: str, words: 
 
 def test_a_reader_of_stdout_that_ended_is_no_error_and_a_connection_that_broke_is_one() -> None:
     head = "from mvr_ray.cli import commands, tables\n@commands.exit_on_error\ndef work():\n    "
-    for work, printed in (
+    for work, message in (
         ("tables.write('x' * 2**20)", ""),
         ("raise BrokenPipeError(32, 'Broken pipe')", "closed its connection"),
     ):
@@ -557,8 +557,8 @@ def test_a_reader_of_stdout_that_ended_is_no_error_and_a_connection_that_broke_i
         process.stdout.close()
         error = process.stderr.read().decode()
         assert process.wait() == 1
-        assert printed in error
-        assert bool(printed) == bool(error)
+        assert message in error
+        assert bool(message) == bool(error)
 
 
 def test_a_full_disk_is_not_a_problem_of_stdout(capsys: pytest.CaptureFixture[str]) -> None:
