@@ -41,8 +41,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# Tests end processes, and none cuts the power: `histories/volatile_disk.py` simulates that. Without this, a tenth of the
-# suite is waiting for the disk.
+# Tests end processes, and none cuts the power: `histories/volatile_disk.py` simulates that. Without this, the suite waits
+# for the disk during a tenth of its time.
 os.fsync = lambda _: None
 
 NUM_ARTICLES, PARAGRAPHS = 3, 20
