@@ -41,8 +41,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# Tests end processes, and none cuts the power: `histories/volatile_disk.py` simulates that. Without this, the suite waits
-# for the disk during a tenth of its time.
+# Tests end processes, and none cuts the power: `histories/volatile_disk.py` simulates that. Waiting for the disk took
+# a tenth of the time of all tests.
 os.fsync = lambda _: None
 
 NUM_ARTICLES, PARAGRAPHS = 3, 20
