@@ -271,7 +271,8 @@ def test_a_step_of_too_many_candidates_is_undone_and_made_finely(
 ):
     """After some plain blocks come passages whose scores lie within the coarse bound, or are equal; three stand out."""
     rng, blocks = np.random.default_rng(seed), shard(seed, 600, 3, 24, dtype="float32", gaps=False)
-    one = blocks[0].vectors_ND[:1]
+    every_ND = np.concatenate([block.vectors_ND for block in blocks])
+    one = every_ND[np.linalg.norm(every_ND, axis=1).argmax()][None]  # of the longest, no other has the score of itself
     for block in blocks[plain:]:
         block.vectors_ND.setflags(write=True)
         block.vectors_ND[:] = one * (1 + close * rng.integers(-2, 3, block.vectors_ND.shape))
