@@ -6,6 +6,7 @@ fingerprint, `trained` (the newest of `encoder.name`), `untrained` (made from th
 
 import json
 import logging
+from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
@@ -233,11 +234,13 @@ def _record_path(run: RunConfig, full: LocalEncoder, precision: PrecisionName) -
 
 def sample_evenly(corpus: Corpus, num: int) -> list[Passage]:
     """Sample `num` passages of the corpus, or all, at even distances."""
-    step = max(1, corpus.num_passages // num)
+    num = min(num, corpus.num_passages)
+    rows = [place * corpus.num_passages // num for place in range(num)]
     passages: list[Passage] = []
     first = 0
     for shard in range(corpus.num_shards):
         part = corpus.part(shard)
-        passages += part.take(range(-first % step, len(part), step))
+        own = rows[bisect_left(rows, first) : bisect_left(rows, first + len(part))]
+        passages += part.take([row - first for row in own])
         first += len(part)
-    return passages[:num]
+    return passages
