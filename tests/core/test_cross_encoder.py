@@ -1,5 +1,6 @@
 """A cross-encoder scores what its tokenizer and model say of a pair alone; its loss and its share are the formulas'."""
 
+import copy
 import math
 
 import numpy as np
@@ -138,3 +139,20 @@ def test_scores_that_are_no_numbers_are_an_error(tiny, pairs):
         next(iter(scorer.model.classifier.parameters())).fill_(math.nan)
     with pytest.raises(CrossEncoderError, match="not finite"):
         scorer.score(pairs[:1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_and_its_copy_score_by_their_weights_of_the_moment(tiny, pairs, kind):
+    """The weights that are prepared for inference are kept between calls, and no longer than they are the model's."""
+    scorer = CrossEncoder.from_backbone(tiny(kind), SPEC, seed=3)
+    before = scorer.score(pairs)
+    twin = copy.deepcopy(scorer)
+    layer = scorer.model.base_model.get_submodule("transformer" if kind == "distilbert" else "encoder").layer[1]
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.mul_(2.0)
+    after = scorer.score(pairs)
+    assert (after != before).any()
+    np.testing.assert_array_equal(twin.score(pairs), before)
+    twin.load_state_dict(scorer.state_dict())
+    np.testing.assert_array_equal(twin.score(pairs), after)

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -25,11 +26,12 @@ from mvr_ray.core.encoding.pooling import Dense, Heads, Truncation
 from mvr_ray.core.encoding.precision import (
     FP32,
     ON_OPENVINO,
-    InferenceCache,
+    InferencePass,
     Precision,
     PrecisionName,
     check,
     has_inference_pass,
+    inference_pass,
     of_tower,
     reads_unpadded,
 )
@@ -93,7 +95,6 @@ class DualEncoder(StoredModel):
     ) -> None:
         super().__init__()
         self.spec, self.precision = spec, precision
-        self._inference = InferenceCache()
         self.towers: Any = nn.ModuleDict(dict(zip(tower_names(spec), towers)))
         self.splitter = load_punkt(punkt)
         for tower in towers:
@@ -457,7 +458,7 @@ class DualEncoder(StoredModel):
     def _states(self, tower: Tower, batch: Sequence[TokenizedPassage], num_views: int, precision: Precision) -> Means:
         """Run the unpadded pass where there is one, else the padded one, on a CPU over texts of similar length."""
         if not self._needs_gradient() and has_inference_pass(tower, precision.name):
-            return self._inference.of(tower, precision)(batch, num_views)
+            return self._inference_pass(tower, precision)(batch, num_views)
         if torch.is_autocast_enabled("cpu"):
             from mvr_ray.core.encoding import training_pass  # imports transformers, which a search does not need
 
@@ -469,13 +470,17 @@ class DualEncoder(StoredModel):
         parts = [padded_views(tower, [batch[row] for row in rows], num_views) for rows in groups]
         return Means(*(join_rows(part, groups) for part in zip(*parts)))
 
+    def _inference_pass(self, tower: Tower, precision: Precision) -> InferencePass:
+        """Return the tower's pass in this precision. Raises EncoderError where the machine does not support it."""
+        return self.inference_cache.of(tower, precision.name, partial(inference_pass, tower, precision))
+
     def _token_states(self, tower: Tower, precision: Precision, batch: Sequence[TokenizedPassage]) -> Tensor:
         """Compute states_PTD of a tower in a precision; states of padding are undefined."""
         if self._needs_gradient() or not has_inference_pass(tower, precision.name):
             tokens = pad(tower, batch)
             return tower(tokens.ids_PT, tokens.positions_PT, tokens.real_PT)
         alone = [text._replace(view_T=np.arange(text.num_tokens)) for text in batch]  # each token is a view
-        return self._inference.of(tower, precision)(alone, max(text.num_tokens for text in batch)).views_PVD
+        return self._inference_pass(tower, precision)(alone, max(text.num_tokens for text in batch)).views_PVD
 
     def _needs_gradient(self) -> bool:
         """Whether gradients or autocast may be needed, which the unpadded passes do not support."""

@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from mvr_ray.core.encoding.openvino_cpu import INSTALL, OpenVinoTower, convert, quantize
 from mvr_ray.core.encoding.padded import padded_views
@@ -62,29 +61,6 @@ FP32 = Precision("fp32")
 
 InferencePass = Callable[[Sequence[TokenizedPassage], int], Means]
 """Averages the states of each view's tokens, for a number of views and without a gradient, by prepared weights."""
-
-
-class InferenceCache:
-    """Caches towers prepared for inference, and rebuilds one when a weight has changed.
-
-    Copies and pickles of the cache are empty: another process prepares the weights itself.
-    """
-
-    def __init__(self) -> None:
-        self._parameters: dict[int, list[nn.Parameter]] = {}
-        self._passes: dict[tuple[int, PrecisionName], tuple[object, InferencePass]] = {}
-
-    def __reduce__(self) -> tuple[type["InferenceCache"], tuple[()]]:
-        return InferenceCache, ()
-
-    def of(self, tower: Tower, precision: Precision) -> InferencePass:
-        """Return the pass of a tower in this precision. Raises EncoderError where the machine does not support it."""
-        parameters = self._parameters.get(id(tower)) or self._parameters.setdefault(id(tower), [*tower.parameters()])
-        state = [(parameter.data_ptr(), parameter._version) for parameter in parameters]
-        entry = self._passes.get((id(tower), precision.name))
-        if entry is None or entry[0] != state:
-            entry = self._passes[id(tower), precision.name] = (state, inference_pass(tower, precision))
-        return entry[1]
 
 
 def inference_pass(tower: Tower, precision: Precision) -> InferencePass:

@@ -6,10 +6,10 @@ A folder holds the model's files and, written last, one JSON file that names the
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,31 @@ from mvr_ray.checksums import json_with_checksum, parse_json
 from mvr_ray.errors import AccessError, FingerprintError, MvrRayError, first_line
 
 FORMAT_VERSION = 1
+
+T = TypeVar("T")
+
+
+class InferenceCache:
+    """Caches what modules prepare of their weights for inference, and has it prepared again when a weight has changed.
+
+    Copies and pickles of the cache are empty: another process prepares the weights itself.
+    """
+
+    def __init__(self) -> None:
+        self._parameters: dict[int, list[nn.Parameter]] = {}
+        self._prepared: dict[tuple[int, str], tuple[object, Any]] = {}
+
+    def __reduce__(self) -> tuple[type["InferenceCache"], tuple[()]]:
+        return InferenceCache, ()
+
+    def of(self, module: nn.Module, name: str, prepare: Callable[[], T]) -> T:
+        """Return what `prepare` made of the module's current weights; `name` tells apart what one module prepares."""
+        parameters = self._parameters.get(id(module)) or self._parameters.setdefault(id(module), [*module.parameters()])
+        state = [(parameter.data_ptr(), parameter._version) for parameter in parameters]
+        entry = self._prepared.get((id(module), name))
+        if entry is None or entry[0] != state:
+            entry = self._prepared[id(module), name] = (state, prepare())
+        return entry[1]
 
 
 class StoredModel(nn.Module, ABC):
@@ -29,6 +54,10 @@ class StoredModel(nn.Module, ABC):
     error_type: ClassVar[type[MvrRayError]]
     special_group: ClassVar[str]
     """The name of the group of parameters with a learning rate of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inference_cache = InferenceCache()
 
     @property
     @abstractmethod

@@ -7,6 +7,7 @@ import hashlib
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -128,7 +129,8 @@ class TaskModel(StoredModel):
         """
         body: Any = self.model.base_model
         is_unpadded = supports_unpadded_cpu(body)
-        backbone = UnpaddedCpuBackbone(body, body.get_input_embeddings()) if is_unpadded else None
+        prepare = partial(UnpaddedCpuBackbone, body, body.get_input_embeddings())
+        backbone = self.inference_cache.of(body, "unpadded", prepare) if is_unpadded else None
 
         def read(rows: list[int], whole: bool) -> None:
             batch = [inputs[row] for row in rows]
