@@ -27,7 +27,7 @@ from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig, resolve_path
 from mvr_ray.config.loader import PACKAGED_FOLDER, PACKAGED_MODEL
 from mvr_ray.core.searching.native import library
 from mvr_ray.errors import ConfigError, MissingInputError, StorageError
-from mvr_ray.index.base import default_factory
+from mvr_ray.index.base import IndexParams, default_factory, num_trained_on
 from mvr_ray.store.changes import MAX_CHANGED_SHARE
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.embeddings import BATCH_PASSAGES
@@ -50,6 +50,9 @@ SEARCHER_BYTES = 330_000_000
 COMPILED_BYTES = 236_000_000
 """A searcher that scans in compiled loops imports no torch and needs no fp32 vectors of a step: over 8,000 synthetic
 passages of 8 views one took 261 MB, of which 25 are its half of these."""
+
+HNSW_NODE_BYTES = 128
+"""A vector of an HNSW graph in memory, beside what its file has: a lock, and an entry in the table of labels."""
 
 MAX_TOKENS = 8192
 """Maximum tokens of a text for any encoder."""
@@ -219,6 +222,9 @@ def _process_lines(run: RunConfig, model: Backbone, shard: ShardSizes) -> Iterat
     refiner_bytes = SEARCHER_BYTES + step_bytes + math.ceil(shards / refiners) * _refined_shard_bytes(run, shard)
     in_memory = PROCESS_BYTES + encode_bytes * (not gpu_encoder)
     yield PlanLine("memory", "encoder", in_memory, resources.encoders_max, "a worker")
+    if building := builder_bytes(run.index, shard.vectors, shard.dimension, on_gpu):
+        note = "one shard's; as many run at once as the CPUs and the memory of the nodes allow"
+        yield PlanLine("memory", "index builder", PROCESS_BYTES + building, 1, note)
     yield PlanLine("memory", "trainer", PROCESS_BYTES + train_bytes * (not gpu_trainer), trainers, "a worker")
     yield PlanLine("memory", "searcher", searcher_bytes, searchers, searcher_note)
     yield PlanLine("memory", "searcher, one more version", version_bytes, searchers, moving_note)
@@ -364,13 +370,25 @@ def train_activations(run: RunConfig, model: Backbone) -> int:
     return layer + kept_bytes * model.layers
 
 
-def index_bytes(index: IndexConfig, vectors: int, dimension: int, on_gpu: bool = False) -> int:
+def index_bytes(index: IndexConfig | IndexParams, vectors: int, dimension: int, on_gpu: bool = False) -> int:
     """Bytes of one shard's index files; flat searches the embeddings themselves, or codes of them."""
     if index.kind == "flat":
         return vectors * (dimension + 8) if index.scan == "int8" else 0
     if index.kind == "hnsw":
         return vectors * (4 * dimension + links_bytes(index.hnsw_m) + 12)
     return faiss_bytes(index.factory or default_factory(dimension, on_gpu), vectors, dimension)
+
+
+def builder_bytes(index: IndexConfig | IndexParams, vectors: int, dimension: int, on_gpu: bool = False) -> int:
+    """Memory that the builder of one shard's approximate index takes beside its process. Faiss holds the vectors that
+    train the index twice, before it adds any. A flat index is written as it is read: 0."""
+    if index.kind == "flat":
+        return 0
+    num_bytes = index_bytes(index, vectors, dimension, on_gpu)
+    if index.kind == "hnsw":
+        return num_bytes + vectors * HNSW_NODE_BYTES
+    lists = re.search(r"IVF(\d+)", index.factory or default_factory(dimension, on_gpu))
+    return max(num_bytes, 2 * 4 * dimension * num_trained_on(vectors, int(lists[1]) if lists else 0))
 
 
 def links_bytes(m: int) -> int:

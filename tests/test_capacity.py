@@ -1,5 +1,12 @@
 """The planner's arithmetic against the sizes that are published for 21 million passages of 768 dimensions."""
 
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
 import numpy as np
 import pytest
 from prepared_corpus import empty_corpus
@@ -10,6 +17,7 @@ from mvr_ray.capacity import (
     TEXT_BYTES,
     Backbone,
     backbone_sizes,
+    builder_bytes,
     corpus_size,
     faiss_bytes,
     index_bytes,
@@ -21,7 +29,7 @@ from mvr_ray.capacity import (
 )
 from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig
 from mvr_ray.errors import ConfigError, StorageError
-from mvr_ray.index.base import default_factory
+from mvr_ray.index.base import IndexParams, default_factory
 from mvr_ray.index.lexical import Postings, write_postings, write_statistics
 from mvr_ray.store.files import Store
 from mvr_ray.store.questions import write_questions
@@ -156,6 +164,50 @@ def test_a_lower_precision_is_planned_as_a_second_snapshot() -> None:
 def test_lists_of_fast_scan_are_planned_in_whole_blocks() -> None:
     """Of two shards with 616 vectors each and 256 lists, which took 2,426,656 bytes."""
     assert 2_426_656 < 2 * faiss_bytes(default_factory(384, False), 616, 384) < 1.1 * 2_426_656
+
+
+BUILD_IN_FORKS = """
+import json, os, sys, tempfile
+from pathlib import Path
+import numpy as np
+from mvr_ray.index import faiss_index, hnsw_index  # noqa: F401 - what they load is not what a build takes
+from mvr_ray.index.base import IndexParams
+from mvr_ray.index.kinds import build_index
+from mvr_ray.types import EmbeddingBlock
+from peak_memory import peak_kb
+
+for params, num in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        vectors_ND = np.random.default_rng(0).standard_normal((num, 48), np.float32).astype(np.float16)
+        view_numbers_N = np.zeros(num, np.int16)
+        block = EmbeddingBlock([str(row) for row in range(num)], np.arange(num + 1), view_numbers_N, vectors_ND)
+        before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 1024
+        with tempfile.TemporaryDirectory() as folder:
+            build_index(IndexParams(**params), [block], Path(folder))
+        print(peak_kb() - before, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_a_builder_takes_the_memory_that_is_planned() -> None:
+    """Of real builds, a larger one takes as much more than a smaller one as is planned, within a quarter or 4 MB."""
+    kinds = [
+        IndexParams("hnsw", hnsw_m=16, hnsw_ef_construction=1),
+        IndexParams("faiss", factory="IVF16,SQ8"),
+        IndexParams("faiss", factory="PQ8x4"),
+    ]
+    builds = [(asdict(params), num) for params in kinds for num in (40_000, 80_000)]
+    command = [sys.executable, "-c", BUILD_IN_FORKS, json.dumps(builds)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    peaks = [1024 * int(peak) for peak in subprocess.check_output(command, env=environment, text=True).split()]
+    for params, small, large in zip(kinds, peaks[::2], peaks[1::2], strict=True):
+        few, many = (builder_bytes(params, num, 48) for num in (40_000, 80_000))
+        assert large - small == pytest.approx(many - few, rel=0.25, abs=4e6), params
+    assert builder_bytes(IndexParams("flat", scan="int8"), 60_000, 48) == 0
+    lines = {line.what: line for line in plan(RunConfig(index=IndexConfig(kind="hnsw")), 100_000).lines}
+    assert lines["index builder"].bytes_each > lines["index files (hnsw)"].bytes_each
+    assert "index builder" not in {line.what for line in plan(RunConfig(), 100_000).lines}
 
 
 def test_what_is_planned_grows_with_passages_views_and_shards_as_it_must() -> None:

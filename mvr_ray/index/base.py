@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from mvr_ray.core.searching.scan import Scan
 from mvr_ray.types import CountedHits, EmbeddingBlock, FloatArray, ShardHits
 
+MIN_TRAIN_VECTORS = 65536
+TRAIN_VECTORS_PER_LIST = 64
+
 
 @dataclass(frozen=True)
 class IndexParams:
@@ -58,6 +61,11 @@ def default_factory(dimension: int, on_gpu: bool = False) -> str:
     byte a component for an odd dimension, and on a GPU, which has no such scan. Measured in
     `benchmarks/approximate.py`."""
     return f"IVF256,PQ{dimension // 2}x4fs" if dimension % 2 == 0 and not on_gpu else "IVF256,SQ8"
+
+
+def num_trained_on(vectors: int, num_lists: int) -> int:
+    """How many of a shard's vectors train a Faiss index with this number of lists."""
+    return min(vectors, max(MIN_TRAIN_VECTORS, TRAIN_VECTORS_PER_LIST * num_lists))
 
 
 def measured_recall(index: ShardIndex, exact: ShardIndex, queries_QD: FloatArray, k: int) -> float:

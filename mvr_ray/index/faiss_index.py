@@ -15,7 +15,7 @@ import faiss
 import numpy as np
 
 from mvr_ray.errors import ShardIndexError
-from mvr_ray.index.base import IndexParams, count_vectors
+from mvr_ray.index.base import IndexParams, count_vectors, num_trained_on
 from mvr_ray.index.candidates import (
     REBUILD,
     ApproximateIndex,
@@ -28,8 +28,6 @@ from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 FAISS_FILE = "index.faiss"
 TRAIN_SEED = 20220527
-MIN_TRAIN_VECTORS = 65536
-TRAIN_VECTORS_PER_LIST = 64
 MAX_GPU_FETCH = 2048
 
 
@@ -75,8 +73,7 @@ class FaissIndex(ApproximateIndex):
         advice = "; use a smaller factory, fewer shards, or index.kind=flat"
         with _one_thread(), translate_library_errors(failure, advice):
             if not index.is_trained:
-                limit = max(MIN_TRAIN_VECTORS, TRAIN_VECTORS_PER_LIST * num_lists)
-                index.train(_sample(blocks, num_vectors, limit))
+                index.train(_sample(blocks, num_vectors, num_trained_on(num_vectors, num_lists)))
             for vectors_ND in float32_vectors(blocks):
                 index.add(vectors_ND)
         _write(index, folder / FAISS_FILE)
@@ -160,11 +157,9 @@ def _set_construction(index: faiss.Index, params: IndexParams) -> None:
         searchable.hnsw.efConstruction = params.hnsw_ef_construction
 
 
-def _sample(blocks: Sequence[EmbeddingBlock], num_vectors: int, limit: int) -> FloatArray:
-    """Sample at most `limit` vectors, deterministically, in order."""
-    if num_vectors <= limit:
-        return take_vectors(blocks, np.arange(num_vectors))
-    numbers = np.sort(np.random.default_rng(TRAIN_SEED).choice(num_vectors, limit, replace=False))
+def _sample(blocks: Sequence[EmbeddingBlock], num_vectors: int, num: int) -> FloatArray:
+    """Sample `num` of the vectors, deterministically, in order."""
+    numbers = np.sort(np.random.default_rng(TRAIN_SEED).choice(num_vectors, num, replace=False))
     return take_vectors(blocks, numbers)
 
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import ray
 import ray.data
 
 from mvr_ray.api.rows import passage_records
-from mvr_ray.distributed.cluster.tasks import task_results
+from mvr_ray.distributed.cluster.tasks import run_tasks, task_results
 from mvr_ray.errors import DataError, ResourceError
 
 
@@ -49,6 +50,24 @@ def test_results_come_in_the_order_of_their_tasks_and_an_error_of_ours_as_it_is(
     assert task_results([ray.remote(square).remote(n) for n in range(5)], "squares") == [0, 1, 4, 9, 16]
     with pytest.raises(DataError, match="these rows are not good"):
         task_results([ray.remote(refuse).remote()], "rows")
+
+
+def wait_a_moment() -> tuple[float, float]:
+    start = time.time()
+    time.sleep(0.5)
+    return start, time.time()
+
+
+@pytest.mark.ray
+def test_tasks_run_at_once_as_far_as_the_memory_of_a_node_goes(ray_session):
+    """Of three that need six tenths of the node each, no two do; one that needs more than all of it still runs."""
+    node_bytes = int(ray.cluster_resources()["memory"])
+    times = sorted(run_tasks(wait_a_moment, [()] * 3, "waiting", "wait", memory=[node_bytes * 6 // 10] * 3))
+    assert all(end <= start for (_, end), (start, _) in pairwise(times))
+    times = run_tasks(wait_a_moment, [(), ()], "waiting", "wait", memory=[10 * node_bytes, 0])
+    assert len(times) == 2
+    starts, ends = zip(*run_tasks(wait_a_moment, [()] * 2, "waiting", "wait", memory=[node_bytes // 10] * 2))
+    assert max(starts) < min(ends)
 
 
 @pytest.mark.ray

@@ -1,5 +1,6 @@
 """Studies: equal steps are made once, finished ones are kept, and reports say what the steps said."""
 
+import functools
 import html
 import json
 import random
@@ -46,7 +47,7 @@ from mvr_ray.studies.refinement_simulator import LabelledQuestions, RefinementSi
 from mvr_ray.studies.report import make_report
 from mvr_ray.studies.results import VariantResult, compare_ranks, variant_results
 from mvr_ray.studies.retrieval_tables import contrast_table, cost_table, retrieval_table
-from mvr_ray.studies.steps import plan_study
+from mvr_ray.studies.steps import StudyPlan, plan_study
 from mvr_ray.studies.study import run_study
 from mvr_ray.studies.tables import format_change
 from mvr_ray.studies.view_tables import view_table
@@ -92,10 +93,15 @@ def write(tmp_path):
     return study
 
 
+@functools.cache
+def shipped_plan(path: Path, size: str = "quick") -> StudyPlan:
+    return plan_study(load_study(path, size))
+
+
 @pytest.mark.parametrize("path", STUDY_FILES, ids=lambda path: path.stem)
 def test_every_shipped_study_plans_in_every_size(path):
     for size in ("quick", "gpu", "paper"):
-        plan = plan_study(load_study(path, size))
+        plan = shipped_plan(path, size)
         assert all(key in plan.steps for variant in plan.variants for key in variant.keys)
         order = list(plan.steps)
         for at, step in enumerate(plan.steps.values()):
@@ -106,7 +112,7 @@ def test_every_shipped_study_plans_in_every_size(path):
 def test_no_epoch_is_chosen_on_questions_that_are_reported(path):
     """Neither by a set that a report shows, nor by a part of one (`dev_gate` of `dev`)."""
     study = load_study(path)
-    steps = plan_study(study).steps.values()
+    steps = shipped_plan(path).steps.values()
     report_sets = {study.config.questions for step in steps if step.stage in ("evaluate", "analyze")}
     report_sets |= {name for step in steps if step.stage == "reading" for name in step.options["questions"]}
     chosen_by = {step.run.train.dev_questions for step in steps if step.stage == "train"} - {None}
@@ -872,7 +878,7 @@ def _analyses(records: dict[str, StepRecord]) -> set[str]:
 @pytest.mark.parametrize("at_once", [1, 2, 5])
 def test_steps_side_by_side_never_need_or_disturb_each_other(path, at_once):
     chance = random.Random(at_once)
-    plan = plan_study(load_study(path))
+    plan = shipped_plan(path)
     waiting, running, records = list(plan.steps.values()), [], {}
     most = 0
     while waiting or running:

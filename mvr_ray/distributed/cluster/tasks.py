@@ -23,17 +23,23 @@ def run_tasks(
     progress: Progress = no_progress,
     *,
     cpus: float = 1.0,
+    memory: Sequence[int] = (),
 ) -> list[Any]:
     """Call the function with each of the argument sequences; returns the results in order of the calls.
 
-    In a Ray session each call is a task with `cpus` CPUs; else this process makes the calls one by one. `progress`
-    counts finished calls as `step`. Raises as `task_results`.
+    In a Ray session each call is a task with `cpus` CPUs and its bytes of `memory`, so that a node runs no more of them
+    at once than it has memory for; one that needs more than any node has runs alone on the largest. Else this process
+    makes the calls one by one. `progress` counts finished calls as `step`. Raises as `task_results`.
     """
     if session.in_ray():
         import ray
 
-        remote: Any = ray.remote(function).options(num_cpus=cpus)
-        return task_results([remote.remote(*arguments) for arguments in calls], what, step, progress)
+        remote: Any = ray.remote(function)
+        of_nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        largest = max((of.get("memory", 0) for of in of_nodes if of.get("CPU", 0) >= cpus), default=0)
+        options = [{"num_cpus": cpus, "memory": min(num_bytes, int(largest)) or None} for num_bytes in memory]
+        tasks = zip(calls, options or [{"num_cpus": cpus}] * len(calls), strict=True)
+        return task_results([remote.options(**own).remote(*call) for call, own in tasks], what, step, progress)
     results = []
     for arguments in calls:
         results.append(function(*arguments))

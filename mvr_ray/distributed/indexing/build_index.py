@@ -109,7 +109,10 @@ def _build(run: RunConfig, corpus: Corpus, task: EncodeTask, before: Manifest | 
         find_copies(task, corpus, missing, progress)
         encode_corpus(task, corpus, missing, resources, progress)
         calls = [(task, shard, reusable.get(shard), cfg) for shard in range(corpus.num_shards)]
-        built_shards: list[BuiltShard] = run_tasks(build_one, calls, "building the index", "build shards", progress)
+        vectors = [part.num_passages * draft.num_views for part in corpus.info.parts]
+        memory = shards.builder_memory(draft, [0 if shard in reusable else num for shard, num in enumerate(vectors)])
+        what = "building the index"
+        built_shards: list[BuiltShard] = run_tasks(build_one, calls, what, "build shards", progress, memory=memory)
         words = lexical_task(corpus, cfg.name, corpus.num_shards, cfg.language, base, cfg.compact_share, task.key)
         lexical = build_lexical(words, progress) if cfg.lexical else None
     counts = count_passages(task, corpus, others)

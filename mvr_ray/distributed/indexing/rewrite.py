@@ -14,6 +14,7 @@ requires equal counts of passages and views before and after; the corpus does no
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -78,7 +79,10 @@ def reshard(run: RunConfig, num_shards: int, progress: Progress = no_progress) -
             shards.renew_periodically(store, base, staging, run.index.grace_s),
         ):
             calls = [(store.address, base, num_shards, staging, shard, sample) for shard in range(num_shards)]
-            new_shards: list[BuiltShard] = run_tasks(reshard_one, calls, "resharding", "reshard", progress)
+            memory = shards.builder_memory(base, [math.ceil(base.num_vectors / num_shards)] * num_shards)
+            new_shards: list[BuiltShard] = run_tasks(
+                reshard_one, calls, "resharding", "reshard", progress, memory=memory
+            )
             new = rewritten_manifest(base, "reshard", new_shards)
             if base.lexical:
                 corpus = Corpus.open(store, base.corpus, base.corpus_digest)
@@ -227,7 +231,8 @@ def compact(run: RunConfig, progress: Progress = no_progress) -> CompactReport:
             is_rebuilt = any(LABELS_FILE in entry.files for entry in changed_entries)
             entries, sample = (base.shards, run.index.recall_sample) if is_rebuilt else (changed_entries, 0)
             calls = [(store.address, base, entry, sample) for entry in entries]
-            results: list[BuiltShard] = run_tasks(compact_one, calls, "compacting", "compact", progress)
+            memory = shards.builder_memory(base, [entry.num_vectors for entry in entries])
+            results: list[BuiltShard] = run_tasks(compact_one, calls, "compacting", "compact", progress, memory=memory)
             built_shards = {result.entry.shard: result for result in results}
             new_shards = [built_shards.get(entry.shard, BuiltShard(entry, None)) for entry in base.shards]
             new = rewritten_manifest(base, "compact", new_shards)

@@ -16,13 +16,14 @@ import numpy as np
 from pydantic import ConfigDict, ValidationError
 from pydantic.dataclasses import dataclass
 
+from mvr_ray.capacity import builder_bytes
 from mvr_ray.checksums import with_trailer, without_trailer
 from mvr_ray.config import IndexConfig
 from mvr_ray.config.base import describe_problems
 from mvr_ray.core.judging.collapse import Collapse, collapse_report
 from mvr_ray.distributed.cluster.periodic import run_periodically
 from mvr_ray.distributed.cluster.session import Need
-from mvr_ray.errors import DigestError, FormatError, MissingInputError
+from mvr_ray.errors import ConfigError, DigestError, FormatError, MissingInputError
 from mvr_ray.index.base import IndexParams, default_factory, measured_recall
 from mvr_ray.index.candidates import LABELS_FILE
 from mvr_ray.index.flat import shared_codes
@@ -80,6 +81,16 @@ def index_params(index: IndexConfig, dimension: int, on_gpu: bool = False) -> In
     values = {field.name: getattr(index, field.name) for field in fields(IndexParams)}
     values["factory"] = index.factory or default_factory(dimension, on_gpu)
     return IndexParams(**values)
+
+
+def builder_memory(version: Manifest, vectors: Sequence[int]) -> list[int]:
+    """Memory that building each shard of a version takes, with these numbers of vectors; that of the vectors in float32
+    for a Faiss factory that `plan` does not know."""
+    params, dimension = IndexParams(**version.index_params), version.dimension
+    try:
+        return [builder_bytes(params, num, dimension) for num in vectors]
+    except ConfigError:
+        return [4 * dimension * num for num in vectors]
 
 
 def build_shard(
