@@ -251,7 +251,7 @@ def small_run(store: Path, **sections) -> RunConfig:
             "num_views": 4,
             "max_passage_tokens": 128,
         },
-        "index": {"encoder": "untrained", "sort_window": 6, "tokens_per_batch": 512},
+        "index": {"encoder": "untrained", "precision": "fp32", "sort_window": 6, "tokens_per_batch": 512},
         "retrieve": {"k": 10, "batch": 16},
         "evaluate": {"questions": ["dev"], "k": [1, 5, 20], "bootstrap": 100},
         "resources": {"encoders_max": 1, "local_passages": 0},

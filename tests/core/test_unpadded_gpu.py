@@ -72,7 +72,7 @@ def test_a_gpu_embeds_passages_in_bf16_without_padding_and_questions_as_ever(tin
     assert encoder.fingerprint != full.fingerprint
     batches = [[0, 1], [2], [3, 4]]
     low = list(encoder.embed_batches([passages[row] for row in rows] for rows in batches))
-    reader = encoder._inference.of(encoder.passage_tower, encoder.precision).__self__
+    reader = encoder._inference_pass(encoder.passage_tower, encoder.precision).__self__
     assert isinstance(reader, UnpaddedGpuTower)
     assert {parameter.dtype for parameter in reader.tower.parameters()} == {torch.bfloat16}
     views_PVD, mask_PV = (np.concatenate(parts) for parts in zip(*low))

@@ -18,6 +18,7 @@ import pytest
 from random_index import publish_random_index, random_views
 
 from mvr_ray.checksums import json_with_checksum
+from mvr_ray.core.encoding import encoder as encoder_module
 from mvr_ray.core.encoding import precision
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.distributed import encoders
@@ -99,18 +100,18 @@ def test_a_store_keeps_the_precision_that_its_passages_were_embedded_in(empty_st
     build = precision.inference_pass
     monkeypatch.setattr(session, "in_ray", lambda: False)  # the patches below do not reach workers
     monkeypatch.setattr(precision, "_missing_on_cpu", lambda tower, name: "")
-    monkeypatch.setattr(precision, "inference_pass", lambda tower, own: build(tower, own._replace(name="fp32")))
+    monkeypatch.setattr(encoder_module, "inference_pass", lambda tower, own: build(tower, own._replace(name="fp32")))
     choice, here = [first], {"local_passages": 1000}
     monkeypatch.setattr(encoders, "fastest_float", lambda tower: choice[0])
-    live = build_index.index(run_over(empty_store, index={"name": "one"}, resources=here))
+    live = build_index.index(run_over(empty_store, index={"name": "one", "precision": "auto"}, resources=here))
     full = resolve_encoder(run_over(empty_store, index={"precision": "fp32"}))
     assert (live.encoder_fingerprint == full.fingerprint) == (first == "fp32")
     choice[0] = "bf16" if first == "fp32" else "fp32"
     for name in ("one", "two"):
-        again = build_index.index(run_over(empty_store, index={"name": name}, resources=here))
+        again = build_index.index(run_over(empty_store, index={"name": name, "precision": "auto"}, resources=here))
         assert again.encoder_fingerprint == live.encoder_fingerprint
         assert again.metrics["encoded"] == 0 and (again.shards == live.shards or name == "two")
-    on_gpus = run_over(empty_store, index={"name": "three"}, resources={"gpus_per_encoder": 1})
+    on_gpus = run_over(empty_store, index={"name": "three", "precision": "auto"}, resources={"gpus_per_encoder": 1})
     assert resolve_encoder(on_gpus) == full
 
 
