@@ -41,6 +41,7 @@ SCRATCH = ".scratch"
 ASIDE = re.compile(r"\..+\.[0-9a-f]{32}\.(tmp|gone)")
 """Names of files and folders that are being written or deleted."""
 MAX_DIGESTS = 1 << 14
+MAX_SYNCED = 1 << 12
 SETTLED_NS = 2 * 10**9
 READ_TRIES = 2
 WRITE_TRIES = 3
@@ -54,6 +55,8 @@ _JOB_FOLDERS = "working_dir_files"
 T = TypeVar("T")
 R = TypeVar("R")
 _DIGESTS: dict[tuple[int, int, int, int], tuple[str, int]] = {}
+_SYNCED: dict[Path, tuple[int, int]] = {}
+"""The folders whose names this process has synced, with device and inode: another folder of the name is synced, too."""
 
 
 class StoredFile(NamedTuple):
@@ -74,7 +77,6 @@ class Store:
             with _storage_errors("open the store", self.name):
                 self._objects = ObjectFiles(open_address(self.root))
         self._folder = _local_folder(self.root)
-        self._synced: set[Path] = set()
 
     def __reduce__(self) -> tuple[type["Store"], tuple[str]]:
         return type(self), (self.root,)
@@ -281,15 +283,17 @@ class Store:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def touch(self, path: str) -> None:
-        """Renew the age of the file or folder at `path`, if there, so that collection keeps it, and sync its name to
-        the disk: its writer may have been killed before."""
-        with _storage_errors("renew the age of", self.where(path)), contextlib.suppress(FileNotFoundError):
-            if self._objects:
-                self._objects.touch(_check_path(path))
-            else:
-                os.utime(self._local(path))
-                sync_folder(self._local(path).parent)
+    def touch(self, *paths: str) -> None:
+        """Renew the ages of the files or folders at these paths, if there, so that collection keeps them, and sync
+        their names to the disk: their writers may have been killed before."""
+
+        def renew(path: str) -> None:
+            with _storage_errors("renew the age of", self.where(path)), contextlib.suppress(FileNotFoundError):
+                self._objects.touch(_check_path(path)) if self._objects else os.utime(self._local(path))
+
+        self.for_each(renew, paths)
+        for folder in () if self._objects else dict.fromkeys(str(Path(path).parent) for path in paths):
+            self.sync_names(folder)
 
     def sync_names(self, path: str) -> None:
         """Sync the names that were added to or deleted from the folder at `path`, if there, to the disk."""
@@ -426,15 +430,19 @@ class Store:
                 yield folder
 
     def _make_folder(self, folder: Path) -> None:
-        """Make a folder of the store, and sync its name and those of the folders above at first use: the process that
-        made one may have been killed before."""
+        """Make a folder of the store, and sync its name and those of the folders above at this process's first use: the
+        process that made one may have been killed before."""
         make_folder(folder)
         for place in (folder, *folder.parents):
-            if place in self._synced:
+            stat = place.stat()
+            own = stat.st_dev, stat.st_ino
+            if _SYNCED.get(place) == own:
                 break
             with contextlib.suppress(PermissionError):  # the folder that the store lies in may not be readable
                 sync_folder(place.parent)
-            self._synced.add(place)
+            while len(_SYNCED) >= MAX_SYNCED:
+                _SYNCED.pop(next(iter(_SYNCED)), None)
+            _SYNCED[place] = own
             if place == self._folder:
                 break
 
@@ -589,6 +597,7 @@ def make_folder(path: Path) -> None:
         missing.append(path)
         path = path.parent
     for folder in reversed(missing):
+        _SYNCED.pop(folder, None)
         try:
             folder.mkdir(exist_ok=True)
         except FileExistsError:

@@ -537,8 +537,7 @@ def _require_files(store: Store, manifest: Manifest, version: int) -> None:
             f"index {manifest.index!r} version {version} not published: {len(missing)} of {num_files} files "
             f"missing or cut short (first: {store.where(missing[0])}); run the same command again, it continues"
         )
-    store.for_each(store.touch, sorted(named_paths(manifest)))
-    store.touch(paths.corpus_version(manifest.corpus, manifest.corpus_digest))
+    store.touch(*sorted(named_paths(manifest)), paths.corpus_version(manifest.corpus, manifest.corpus_digest))
 
 
 def _missing_files(store: Store, manifest: Manifest) -> list[str]:

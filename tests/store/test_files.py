@@ -391,6 +391,22 @@ def test_the_names_of_all_new_folders_are_synced_before_a_write_returns(tmp_path
     assert {tmp_path, tmp_path / "new", root, root / "a", root / "a" / "b"} <= set(synced_paths)
 
 
+def test_a_name_is_synced_once_a_process_and_again_when_its_folder_is_another(tmp_path: Path, monkeypatch):
+    """Another process may have made the other folder, and been killed before it synced the name."""
+    synced_paths: list[Path] = []
+    monkeypatch.setattr(files_module, "sync_folder", synced_paths.append)
+    Store(tmp_path / "store").write_bytes("a/b/one", b"x")
+    assert {tmp_path, tmp_path / "store", tmp_path / "store" / "a"} <= {*synced_paths}
+    synced_paths.clear()
+    Store(tmp_path / "store").write_bytes("a/b/two", b"x")
+    assert synced_paths == [tmp_path / "store" / "a" / "b"]
+    (tmp_path / "store" / "a" / "b").rename(tmp_path / "store" / "a" / "c")
+    (tmp_path / "store" / "a" / "b").mkdir()
+    synced_paths.clear()
+    Store(tmp_path / "store").write_bytes("a/b/three", b"x")
+    assert synced_paths == [tmp_path / "store" / "a", tmp_path / "store" / "a" / "b"]
+
+
 def test_a_file_is_read_once_a_process_under_any_name_and_again_when_it_has_changed(tmp_path: Path, monkeypatch):
     path, link, read = tmp_path / "file", tmp_path / "link", []
     sha256_of = files_module.sha256_of
