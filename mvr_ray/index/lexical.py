@@ -386,8 +386,8 @@ def _write_frequencies(path: Path, frequencies: Sequence[TermFrequencies], size:
         }
     )
     sums = table.group_by("term").aggregate([("frequency", "sum")]).sort_by("term")
-    sums = sums.filter(pc.not_equal(sums.column("frequency_sum"), 0)).combine_chunks()  # pyrefly: ignore
-    terms, counts = (sums.column(name).to_pylist() for name in ("term", "frequency_sum"))
+    sums = sums.filter(pc.not_equal(sums.column("frequency_sum"), 0))  # pyrefly: ignore
+    terms, counts = (sums.column(name).combine_chunks() for name in ("term", "frequency_sum"))
     _write(path, _STATISTICS, {"term": terms, "frequency": counts, "size": size}, rule)
 
 
@@ -418,8 +418,10 @@ def _find(term_T: pa.Array, term: str) -> int:
 
 def _write(path: Path, types: dict[str, pa.DataType], columns: dict[str, Any], rule: WordRule) -> None:
     """Write one row: a list for each column."""
-    values = {name: pa.array(columns[name], kind) for name, kind in types.items()}
-    lists = [pa.LargeListArray.from_arrays(pa.array([0, len(own)], pa.int64()), own) for own in values.values()]
+    values = [
+        own if isinstance(own := columns[name], pa.Array) else pa.array(own, kind) for name, kind in types.items()
+    ]
+    lists = [pa.LargeListArray.from_arrays(pa.array([0, len(own)], pa.int64()), own) for own in values]
     schema = pa.schema([(name, pa.large_list(kind)) for name, kind in types.items()], {b"format": rule.format})
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as file:
         file.write_batch(pa.record_batch(lists, schema=schema))
