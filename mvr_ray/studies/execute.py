@@ -90,33 +90,37 @@ def run_plan(
     labels = {step.key: f"step {number} of {len(waiting)}" for number, step in enumerate(waiting, 1)}
     running: dict[str, _RunningStep] = {}
     code, machine = code_version(), hardware()
+
+    def finish(own: _RunningStep, report: Any) -> None:
+        step, seconds, date = own.step, round(time.monotonic() - own.start, 1), f"{datetime.now(UTC):%Y-%m-%d}"
+        record = StepRecord(step.key, step.stage, step.command, seconds, report, date, code, machine, own.inputs)
+        _write_json(store, paths.study_step(step.key), record._asdict())
+        records[step.key] = record
+        progress("study steps", len(labels) - len(waiting) - len(running), len(labels))
+
     with session.connect(run.resources, dashboard=run.resources.train_workers > 0) as info, StagePool(info) as pool:
         progress("study steps", 0, len(labels))
         while waiting or running:
-            start = time.monotonic()
             step = _next_step(waiting, records, [one.step for one in running.values()], at_once)
             if step is None:
-                step, _, start, inputs = running.pop(pool.wait())
-                with _name_failed_step(step, labels):
-                    report = pool.report(step.key)
-            else:
-                waiting.remove(step)
-                inputs = _input_digests(step)
-                log.info("study step: key=%s stage=%s command=%s", step.key, step.stage, step.command)
-                with _name_failed_step(step, labels):
-                    if step.stage != "prepare":
-                        _restore_corpus(plan, step, store, progress)
-                        _make_live(step, records)
-                        lane = min(set(range(at_once)) - {one.lane for one in running.values()})
-                        _start(step, pool, progress if at_once == 1 else _in_lane(progress, lane))
-                        running[step.key] = _RunningStep(step, lane, start, inputs)
-                        continue
-                    report = _prepare(step, store, progress)  # here: its files may exist only on this machine
-            seconds, date = round(time.monotonic() - start, 1), f"{datetime.now(UTC):%Y-%m-%d}"
-            record = StepRecord(step.key, step.stage, step.command, seconds, report, date, code, machine, inputs)
-            _write_json(store, paths.study_step(step.key), record._asdict())
-            records[step.key] = record
-            progress("study steps", len(labels) - len(waiting) - len(running), len(labels))
+                own = running.pop(pool.wait())
+                with _name_failed_step(own.step, labels):
+                    report = pool.report(own.step.key)
+                finish(own, report)
+                continue
+            waiting.remove(step)
+            lane = min(set(range(at_once)) - {one.lane for one in running.values()})
+            own = _RunningStep(step, lane, time.monotonic(), _input_digests(step))
+            log.info("study step: key=%s stage=%s command=%s", step.key, step.stage, step.command)
+            with _name_failed_step(step, labels):
+                if step.stage != "prepare":
+                    _restore_corpus(plan, step, store, progress)
+                    _make_live(step, records)
+                    _start(step, pool, progress if at_once == 1 else _in_lane(progress, lane))
+                    running[step.key] = own
+                    continue
+                report = _prepare(step, store, progress)  # here: its files may exist only on this machine
+            finish(own, report)
     return records
 
 
