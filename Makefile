@@ -29,8 +29,10 @@ check: $(STAMP)
 # pytest-xdist can wait forever for a replacement.
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
-# Files of tests stand in memory where it has 8 GB of room for them: to make and delete them takes a disk minutes.
-IN_MEMORY = $(shell $(BIN)/python -c 'import os; m = os.statvfs("/dev/shm"); m.f_bavail * m.f_frsize >> 33 and not m.f_flag & os.ST_NOEXEC and print("TMPDIR=/dev/shm PYTEST_ADDOPTS=-otmp_path_retention_policy=failed")' 2>/dev/null)
+# Files of tests stand in memory where it has 8 GB of room for them, and TMPDIR names no other place: to make and delete
+# them takes a disk minutes.
+HAS_ROOM := import os; m = os.statvfs("/dev/shm"); assert m.f_bavail * m.f_frsize >> 33 and not m.f_flag & os.ST_NOEXEC
+IN_MEMORY = $(if $(TMPDIR),,$(shell $(BIN)/python -c '$(HAS_ROOM)' 2>/dev/null && echo TMPDIR=/dev/shm PYTEST_ADDOPTS=-otmp_path_retention_policy=failed))
 
 test: $(STAMP) check
 	$(IN_MEMORY) $(PYTEST) $(ARGS)
