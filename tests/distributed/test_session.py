@@ -223,14 +223,17 @@ def test_an_interrupted_private_cluster_leaves_no_process_and_no_folder(tmp_path
     assert not alive
 
 
-def test_an_interrupt_while_leaving_ray_acts_once_that_takes_too_long(monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupt_while_leaving_ray_acts_after_it_or_once_that_takes_too_long(monkeypatch: pytest.MonkeyPatch):
     before = signal.getsignal(signal.SIGINT)
-    with session._ignoring_interrupts():
+    order: list[str] = []
+    with pytest.raises(KeyboardInterrupt), session._deferring_interrupts():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGTERM)
+        order.append("left Ray")
+    assert order == ["left Ray"]
     monkeypatch.setattr(session, "_LEAVE_S", 0.0)
     for number in (signal.SIGINT, signal.SIGTERM):
-        with pytest.raises(KeyboardInterrupt), session._ignoring_interrupts():
+        with pytest.raises(KeyboardInterrupt), session._deferring_interrupts():
             signal.raise_signal(number)
     assert signal.getsignal(signal.SIGINT) is before
 

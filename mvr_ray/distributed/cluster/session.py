@@ -175,14 +175,16 @@ def _leave_ray() -> None:
 
 
 @contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C and SIGTERM in the block, as far as this is the main thread: a second one would leave Ray's
-    processes and files behind. They interrupt a block that takes longer than `_LEAVE_S`, as Ray may hang."""
+def _deferring_interrupts() -> Iterator[None]:
+    """Let Ctrl-C and SIGTERM wait for the end of the block, as far as this is the main thread: within it they would
+    leave Ray's processes and files behind. They interrupt a block that takes longer than `_LEAVE_S`, as Ray may hang."""
     end = time.monotonic() + _LEAVE_S
+    signals: list[int] = []
 
     def interrupt_late(number: int, frame: FrameType | None) -> None:
         if time.monotonic() > end:
             raise KeyboardInterrupt
+        signals.append(number)
 
     numbers = (signal.SIGINT, signal.SIGTERM) * (threading.current_thread() is threading.main_thread())
     before = [(number, signal.signal(number, interrupt_late)) for number in numbers]
@@ -192,6 +194,8 @@ def _ignoring_interrupts() -> Iterator[None]:
         for number, handler in before:
             if handler is not None:  # one of C code
                 signal.signal(number, handler)
+    if signals:  # of a command that does not end here, such as `follow` between two batches
+        signal.raise_signal(signals[0])
 
 
 @contextmanager
@@ -224,7 +228,7 @@ def _join_cluster(address: str) -> Iterator[None]:
             with nullcontext() if address.startswith("ray://") else warn_without_head(_head_address()):
                 yield
         finally:
-            with _ignoring_interrupts():
+            with _deferring_interrupts():
                 _leave_ray()
     finally:
         if before is None:  # the next cluster of this process may have another mode
@@ -320,12 +324,12 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
         with warn_without_head(_head_address()):
             yield
     finally:
-        with _ignoring_interrupts():
+        with _deferring_interrupts():
             _leave_ray()
             stack.close()
-        for name in secret:
-            os.environ.pop(name, None)
-        ray_internals.reread_authentication()
+            for name in secret:
+                os.environ.pop(name, None)
+            ray_internals.reread_authentication()
 
 
 def _private_cpus(resources: ResourcesConfig) -> int:
