@@ -177,7 +177,7 @@ def _leave_ray() -> None:
 @contextmanager
 def _deferring_interrupts() -> Iterator[None]:
     """Let Ctrl-C and SIGTERM wait for the end of the block, as far as this is the main thread: within it they would
-    leave Ray's processes and files behind. They interrupt a block that takes longer than `_LEAVE_S`, as Ray may hang."""
+    leave Ray's processes and files behind. They interrupt one that takes longer than `_LEAVE_S`, as Ray may hang."""
     end = time.monotonic() + _LEAVE_S
     signals: list[int] = []
 
