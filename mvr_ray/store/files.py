@@ -56,7 +56,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 _DIGESTS: dict[tuple[int, int, int, int], tuple[str, int]] = {}
 _SYNCED: dict[Path, tuple[int, int]] = {}
-"""The folders whose names this process has synced, with device and inode: another folder of the name is synced, too."""
+"""The folders whose names this process has synced, with device and inode: a new folder of a name is synced again."""
 
 
 class StoredFile(NamedTuple):

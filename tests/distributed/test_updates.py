@@ -129,7 +129,6 @@ def first_store(run_over, tmp_path_factory) -> Path:
 def own_run(run_over, root: Path, num_shards: int, **index) -> RunConfig:
     source = {"path": str(root.parent / "passages.jsonl")}
     own = {"num_shards": num_shards, "sources": [source], "fields": {"year": "int"}}
-    index = {"precision": "fp32", **index}  # another takes half a second to prepare for each version
     return run_over(root, prepare=own, index=index, resources={"local_passages": 10_000})
 
 

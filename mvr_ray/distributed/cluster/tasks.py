@@ -27,9 +27,9 @@ def run_tasks(
 ) -> list[Any]:
     """Call the function with each of the argument sequences; returns the results in order of the calls.
 
-    In a Ray session each call is a task with `cpus` CPUs and its bytes of `memory`, so that a node runs no more of them
-    at once than it has memory for; one that needs more than any node has runs alone on the largest. Else this process
-    makes the calls one by one. `progress` counts finished calls as `step`. Raises as `task_results`.
+    In a Ray session each call is a task with `cpus` CPUs and, if given, its bytes of `memory`: a node runs no more of
+    them at once than it has memory for. One that needs more than any node has asks for all of the largest. Else this
+    process makes the calls one by one. `progress` counts finished calls as `step`. Raises as `task_results`.
     """
     if session.in_ray():
         import ray
@@ -37,9 +37,11 @@ def run_tasks(
         remote: Any = ray.remote(function)
         of_nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         largest = max((of.get("memory", 0) for of in of_nodes if of.get("CPU", 0) >= cpus), default=0)
-        options = [{"num_cpus": cpus, "memory": min(num_bytes, int(largest)) or None} for num_bytes in memory]
-        tasks = zip(calls, options or [{"num_cpus": cpus}] * len(calls), strict=True)
-        return task_results([remote.options(**own).remote(*call) for call, own in tasks], what, step, progress)
+        tasks = [
+            remote.options(num_cpus=cpus, memory=min(num_bytes, int(largest)) or None).remote(*arguments)
+            for arguments, num_bytes in zip(calls, memory or [0] * len(calls), strict=True)
+        ]
+        return task_results(tasks, what, step, progress)
     results = []
     for arguments in calls:
         results.append(function(*arguments))
