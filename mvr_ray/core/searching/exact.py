@@ -67,7 +67,7 @@ def exact_scores(queries: FloatArray, vectors: FloatArray) -> NDArray[np.float32
         half = (width + 1) // 2
         terms[..., : width - half] += terms[..., half:width]
         width = half
-    return (terms[..., 0] + 0.0).astype(np.float32)  # + 0.0 makes every zero the positive one
+    return terms[..., 0].astype(np.float32) + np.float32(0)  # makes every zero the positive one
 
 
 def score_views(

@@ -50,7 +50,7 @@ from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 log = logging.getLogger(__name__)
 
-LIBRARY, INTERFACE = "mvr_ray.core.searching._scan", 7
+LIBRARY, INTERFACE = "mvr_ray.core.searching._scan", 8
 KINDS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.int8): 2}
 STEP = 32768
 AHEAD_BYTES = 16384  # prefetch distance, into the second-level cache
@@ -96,9 +96,9 @@ def library_avx2() -> ctypes.CDLL | None:
     whole, long, at = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
     loops.mvr_best_views.argtypes = [whole, at, at, at, at, long, whole, at, at, whole, at]
     loops.mvr_best_views.restype = None
-    loops.mvr_max_norm.argtypes = [whole, whole, at, at, long, whole, at]
+    loops.mvr_max_norm.argtypes = [whole, whole, at, at, long, whole]
     loops.mvr_max_norm.restype = ctypes.c_float
-    loops.mvr_rescore.argtypes = [whole, at, at, at, whole, at, long, at, at, at, at, at]
+    loops.mvr_rescore.argtypes = [whole, at, at, at, whole, at, at, long, at, at, at, at, at]
     loops.mvr_rescore.restype = None
     return loops
 
@@ -168,9 +168,8 @@ class CompiledKernel(Kernel):
     def max_norm(self, step_rows: NativeRows, *, errors: bool = False) -> float:
         """Compute the largest norm, or with `errors` that of the bfloat16 rounding errors, in float32."""
         rows_ND, scale_N = step_rows
-        space = np.zeros(rows_ND.shape[1] + BLOCK, np.float32)
         addresses = _address(rows_ND), _address(scale_N)
-        return self.loops.mvr_max_norm(KINDS[rows_ND.dtype], errors, *addresses, *rows_ND.shape, _address(space))
+        return self.loops.mvr_max_norm(KINDS[rows_ND.dtype], errors, *addresses, *rows_ND.shape)
 
 
 class NativeKernel(CompiledKernel):
@@ -344,13 +343,14 @@ def rescore(
     pairs; `row_M` are rows in the block. Indices are int64 and contiguous."""
     loops = library_avx2()
     assert loops is not None, "check `rows_of` first"
-    wide_QD, space_2D = np.ascontiguousarray(queries_QD, np.float64), np.empty((2, queries_QD.shape[1]))
+    queries_QD, space_2D = np.ascontiguousarray(queries_QD, np.float32), np.empty((2, queries_QD.shape[1]))
+    wide_QD = queries_QD.astype(np.float64)
     query, row, score, view = query_M.ctypes.data, row_M.ctypes.data, score_M.ctypes.data, view_M.ctypes.data
-    queries_at, space_at = wide_QD.ctypes.data, space_2D.ctypes.data
+    queries_at, wide_at, space_at = queries_QD.ctypes.data, wide_QD.ctypes.data, space_2D.ctypes.data
     for block, low, high in spans:
         loops.mvr_rescore(
-            *block.arguments, queries_at, high - low, query + 8 * low, row + 8 * low, score + 4 * low, view + 2 * low,
-            space_at,
+            *block.arguments, queries_at, wide_at, high - low, query + 8 * low, row + 8 * low, score + 4 * low,
+            view + 2 * low, space_at,
         )  # fmt: skip
 
 

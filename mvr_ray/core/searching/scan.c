@@ -110,8 +110,7 @@ typedef struct {
 } Queries;
 
 FAST static float cut(float low, float error) {
-    float value = low - error;
-    return value - (fabsf(low) + error) * 0x1p-21f; /* -inf stays -inf */
+    return low - error - (fabsf(low) + error) * 0x1p-21f; /* -inf stays -inf */
 }
 
 /* Adds a score above the cut if `a + e` reaches the k-th lower bound, which `a - e` may replace. */
@@ -434,7 +433,6 @@ TILES static void code_block(Search *s, const int8_t *rows, int width, const flo
 static const uint16_t TILE_SHAPES[32] = {1, [8 ... 15] = 64, [24 ... 27] = 16 << 8 | 16};
 
 TILES static void open_tiles(void) { _tile_loadconfig(TILE_SHAPES); }
-
 TILES static void close_tiles(void) { _tile_release(); }
 
 /* The sum over lanes of each of ROWS registers, in registers. */
@@ -603,10 +601,7 @@ FAST INLINE void reduce_one(Search *s, __m256 score, int rows, unsigned ends, in
     score = _mm256_mask_mov_ps(low, (__mmask8)((1u << rows) - 1), score);
     if (!_mm256_cmp_ps_mask(score, _mm256_set1_ps(s->cut_Q[0]), _CMP_GE_OQ) && !(*best >= s->cut_Q[0])) {
         const __mmask8 after = ends ? (__mmask8)(0xfeu << (31 - __builtin_clz(ends))) : 0xff;
-        if (!after) {
-            *best = -INFINITY;
-            return;
-        }
+        if (!after) { *best = -INFINITY; return; }
         __m256 most = _mm256_mask_mov_ps(low, after, score);
         __m128 four = _mm_max_ps(_mm256_castps256_ps128(most), _mm256_extractf128_ps(most, 1));
         four = _mm_max_ps(four, _mm_movehl_ps(four, four));
@@ -721,67 +716,55 @@ AVX2 INLINE __m256 load_eight(const int kind, const char *at) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at)));
 }
 
-/* The sum of a row's squares, or of those of its rounding errors in bfloat16 (`errors`); infinite if an error is NaN or
-   its value large. D is a multiple of BLOCK. */
-AVX2 INLINE float square(const int kind, const void *row, int errors, int dimension) {
-    const int size = size_of(kind);
-    __m256 sum[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
-    Bits large = {0};
-    for (int d = 0; d < dimension; d += BLOCK)
-        UNROLL for (int i = 0; i < 4; i++) {
-            __m256 value = load_eight(kind, (const char *)row + (d + 8 * i) * size);
-            if (errors) {
-                const Bits bits = (Bits)value, even = bits + 0x7fff + (bits >> 16 & 1);
-                value -= (__m256)(even & ~0xffff);
-                large |= (bits & 0x7fffffff) >= LARGE_BITS;
-            }
-            sum[i] += value * value;
-        }
-    sum[0] = sum[0] + sum[1] + (sum[2] + sum[3]);
-    for (int i = 1; i < 8; i++) sum[0][0] += sum[0][i], large[0] |= large[i];
-    return large[0] ? INFINITY : sum[0][0];
+/* The sum of 32 values. */
+AVX2 INLINE float sum_of(const __m256 *part) {
+    const __m256 all = part[0] + part[1] + (part[2] + part[3]);
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
 
-/* The largest norm of the vectors, or of their rounding errors, in float32; NaN if one is NaN. `space`, of D up to a
-   multiple of BLOCK, is zero. */
-AVX2 float mvr_max_norm(int kind, int errors, const void *rows, const float *scale_N, int64_t count, int dimension,
-                        float *space) {
-    const int padded = (dimension + BLOCK - 1) / BLOCK * BLOCK;
-    float most = 0;
+/* The inner product of a row with a query, if there is one, and in `square`, if it is given, the sum of the row's
+   squares, or of those of its rounding errors in bfloat16 (`errors`): infinite if one is NaN or its value large. */
+AVX2 INLINE float row_product(const int kind, const char *row, const float *query, int dimension, const int errors,
+                              float *square) {
+    char last[32 * sizeof(float)];
+    float query_last[32];
+    __m256 sum[4] = {0}, squares[4] = {0};
+    Bits large = {0};
+    for (int d = 0, left; (left = dimension - d) > 0; d += 32, row += 32 * size_of(kind)) {
+        const float *part = query ? query + d : query_last;
+        if (left < 32) row = memcpy(memset(last, 0, sizeof last), row, left * size_of(kind));
+        if (left < 32 && query) part = memcpy(memset(query_last, 0, sizeof query_last), part, left * sizeof(float));
+        UNROLL for (int i = 0; i < 4; i++) {
+            __m256 eight = load_eight(kind, row + 8 * i * size_of(kind));
+            if (query) sum[i] = _mm256_fmadd_ps(eight, _mm256_loadu_ps(part + 8 * i), sum[i]);
+            if (errors) {
+                const Bits bits = (Bits)eight, even = bits + 0x7fff + (bits >> 16 & 1);
+                eight -= (__m256)(even & ~0xffff);
+                large |= (bits & 0x7fffffff) >= LARGE_BITS;
+            }
+            if (square) squares[i] = _mm256_fmadd_ps(eight, eight, squares[i]);
+        }
+    }
+    for (int i = 1; i < 8 && errors; i++) large[0] |= large[i];
+    if (square) *square = large[0] ? INFINITY : sum_of(squares);
+    return sum_of(sum);
+}
+
+/* The largest norm of the vectors, or of their rounding errors, in float32; NaN if one is NaN. */
+AVX2 float mvr_max_norm(int kind, int errors, const void *rows, const float *scale_N, int64_t count, int dimension) {
+    float most = 0, square;
     for (int64_t n = 0; n < count; n++) {
-        const int64_t at = n * dimension;
-        if (dimension < padded) to_floats(kind, rows, at, dimension, space);
-        const char *row = (const char *)rows + at * size_of(kind);
-#define SQUARE(kind) square(kind, row, (kind) != INT8 && errors, dimension)
-        const float sum = dimension < padded ? square(FLOAT32, space, errors, padded) : BY_KIND(kind, SQUARE);
+        const char *row = (const char *)rows + n * dimension * size_of(kind);
+#define SQUARE(kind) row_product(kind, row, NULL, dimension, (kind) != INT8 && errors, &square)
+        BY_KIND(kind, SQUARE);
 #undef SQUARE
-        const float norm = sqrtf(sum) * (kind == INT8 ? scale_N[n] : 1);
+        const float norm = sqrtf(square) * (kind == INT8 ? scale_N[n] : 1);
         if (norm != norm) return norm;
         most = norm > most ? norm : most;
     }
     return most;
-}
-
-/* The inner product of a row with a query. */
-AVX2 INLINE float row_product(const int kind, const char *row, const float *query, int dimension) {
-    const int size = size_of(kind);
-    char last[32 * sizeof(float)];
-    float query_last[32];
-    __m256 sum[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
-    for (int left = dimension; left > 0; left -= 32, row += 32 * size, query += 32) {
-        if (left < 32) {
-            row = memcpy(memset(last, 0, sizeof last), row, left * size);
-            query = memcpy(memset(query_last, 0, sizeof query_last), query, left * sizeof(float));
-        }
-        UNROLL for (int i = 0; i < 4; i++) {
-            const __m256 eight = load_eight(kind, row + 8 * i * size);
-            sum[i] = _mm256_fmadd_ps(eight, _mm256_loadu_ps(query + 8 * i), sum[i]);
-        }
-    }
-    const __m256 all = _mm256_add_ps(_mm256_add_ps(sum[0], sum[1]), _mm256_add_ps(sum[2], sum[3]));
-    __m128 four = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
-    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
 }
 
 /* The inner product of a row of codes with a query in sixteen bits, up to 32,512 in size: the integers are exact. */
@@ -819,7 +802,7 @@ AVX2 INLINE void best_views(const int kind, const char *rows, const float *scale
                     score = (float)(units * code_product((const int8_t *)row + v * stride,
                                                          (const int16_t *)queries_QD + query, dimension));
                 } else
-                    score = row_product(kind, row + v * stride, (const float *)queries_QD + query, dimension);
+                    score = row_product(kind, row + v * stride, (const float *)queries_QD + query, dimension, 0, NULL);
                 best = score > best ? score : best;
             }
             best_QP[q * passages + p] = best;
@@ -851,32 +834,49 @@ AVX2 static float exact_score(const float *restrict row, const double *restrict 
     }
     for (int64_t left = part; left > 1; left -= left / 2)
         for (int64_t d = 0; d < left / 2; d++) terms[d] += terms[left - left / 2 + d];
-    return dimension ? (float)(terms[0] + 0.0) : 0; /* + 0.0 makes every zero the positive one */
+    return dimension ? (float)terms[0] + 0.0f : 0; /* + 0 makes every zero the positive one */
 }
 
 /* The exact best view of passages `row_M` for queries `query_M`. `row_ptr` are the first vectors of the block's
-   passages; the lowest view number wins a tie, and a score that is not finite makes the best NaN. Queries are float64;
-   `space` holds as many values as a query, and as many in float32. */
+   passages; the lowest view number wins a tie, and a score that is not finite makes the best NaN. Views that their
+   product in float32 excludes are left out: its error is below D 2^-24 times both norms. `space` holds as many values
+   as a query, and as many in float32. */
 AVX2 void mvr_rescore(int kind, const void *rows, const int64_t *row_ptr, const int16_t *number_N, int dimension,
-                      const double *queries_QD, int64_t count, const int64_t *query_M, const int64_t *row_M,
-                      float *score_M, int16_t *view_M, double *space) {
+                      const float *queries_QD, const double *wide_QD, int64_t count, const int64_t *query_M,
+                      const int64_t *row_M, float *score_M, int16_t *view_M, double *space) {
     const unsigned state = _mm_getcsr();
-    float *wide = (float *)(space + dimension);
+    const int64_t line = (int64_t)dimension * size_of(kind);
+    float norm = 0, *wide = (float *)(space + dimension);
     _mm_setcsr(PLAIN_STATE);
     for (int64_t m = 0; m < count; m++) {
-        const double *query = queries_QD + query_M[m] * dimension;
-        const int64_t line = (int64_t)dimension * (kind == FLOAT32 ? 4 : 2);
+        const float *query = queries_QD + query_M[m] * dimension;
         const char *next = (const char *)rows + row_ptr[row_M[m + 1 < count ? m + 1 : m]] * line;
-        float best = -INFINITY;
+        float best = -INFINITY, upper[64];
         int16_t view = INT16_MAX;
-        for (int64_t n = row_ptr[row_M[m]]; n < row_ptr[row_M[m] + 1]; n++, next += line) {
-            for (int64_t at = 0; at < line; at += 64) _mm_prefetch(next + at, _MM_HINT_T0);
-            const float *row = (const float *)rows + n * dimension;
-            if (kind == FLOAT16) row = to_floats(kind, rows, n * dimension, dimension, wide);
-            const float score = exact_score(row, query, dimension, space);
-            if (score > best || (score == best && number_N[n] < view)) view = number_N[n];
-            if (score > best) best = score;
-            if (!(fabsf(score) <= FLT_MAX)) best = NAN;
+        if (!m || query_M[m] != query_M[m - 1])
+            norm = sqrtf(row_product(FLOAT32, (const char *)query, query, dimension, 0, NULL) + dimension * FLT_MIN);
+        for (int64_t first = row_ptr[row_M[m]], end = row_ptr[row_M[m] + 1], last; first < end; first = last) {
+            float least = best, square;
+            last = end - first > 64 ? first + 64 : end;
+            for (int64_t n = first; n < last; n++, next += line) {
+                for (int64_t at = 0; at < line; at += 64) _mm_prefetch(next + at, _MM_HINT_T0);
+#define PRODUCT(kind) row_product(kind, (const char *)rows + n * line, query, dimension, 0, &square)
+                const float product = kind == FLOAT32 ? PRODUCT(FLOAT32) : PRODUCT(FLOAT16);
+#undef PRODUCT
+                const float size = norm * sqrtf(square + dimension * FLT_MIN); /* allows for underflow */
+                const float error = size < 1e38f ? (dimension + 4) * FLT_EPSILON * size : INFINITY;
+                upper[n - first] = product + error;
+                if (product - error > least) least = product - error;
+            }
+            for (int64_t n = first; n < last; n++) {
+                if (upper[n - first] < least) continue;
+                const float *row = (const float *)rows + n * dimension;
+                if (kind == FLOAT16) row = to_floats(kind, rows, n * dimension, dimension, wide);
+                const float score = exact_score(row, wide_QD + query_M[m] * dimension, dimension, space);
+                if (score > best || (score == best && number_N[n] < view)) view = number_N[n];
+                if (score > best) best = score;
+                if (!(fabsf(score) <= FLT_MAX)) best = NAN;
+            }
         }
         score_M[m] = best, view_M[m] = view;
     }
@@ -890,4 +890,4 @@ int mvr_tiles(void) { return 0; }
 #endif
 
 /* Increase the number when arguments or structs change, here and in `native.py`. */
-int mvr_interface(void) { return 7; }
+int mvr_interface(void) { return 8; }
