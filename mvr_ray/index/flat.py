@@ -119,7 +119,9 @@ class FlatIndex(ShardIndex):
         is_half = all(block.vectors_ND.dtype == np.float16 for block in blocks)
         is_faster = codes is not None and is_half and kernel.halves_are_faster
         self._vector_scan = self.scan.of_vectors() if is_faster else None
-        self._small_batch = make_small_batch_kernel(engine, device, threads, with_codes=codes is not None)
+        self._small_batch = make_small_batch_kernel(
+            engine, device, threads, with_codes=codes is not None, is_half=is_half
+        )
         self._small_batch_scan = Scan(blocks, self._small_batch, rows, codes=codes) if self._small_batch else None
 
     def search_with_counts(
@@ -135,7 +137,7 @@ class FlatIndex(ShardIndex):
         """Choose the fastest scan, of codes or of vectors, for a number of queries and the share of passages that pass
         a filter: all give the same hits."""
         kernel = self._small_batch
-        if kernel and self._small_batch_scan and num_queries <= kernel.max_queries and share <= kernel.max_share:
+        if kernel and self._small_batch_scan and kernel.is_fastest(num_queries, share):
             return self._small_batch_scan
         if self._vector_scan is None or num_queries < 2:
             return self.scan

@@ -217,13 +217,13 @@ def test_a_code_is_the_nearest_of_its_levels_and_its_residual_no_less_than_the_d
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_a_batch_over_codes_scans_halves_that_are_in_memory_where_these_are_faster(shard, queries, dtype):
-    [block], batch = shard(8, 4000, 4, 64, dtype=dtype, per_block=4000), queries(8, 3, 64)
+    [block], batch = shard(8, 4000, 4, 64, dtype=dtype, per_block=4000), queries(8, 9, 64)
     vectors_ND = np.frombuffer(mmap.mmap(-1, block.vectors_ND.nbytes), dtype).reshape(block.vectors_ND.shape)
     index = FlatIndex([block._replace(vectors_ND=vectors_ND)], codes=codes_of([block]), threads=1)
-    assert index.scan_for(3).has_codes, "no page of the vectors is in memory"
+    assert index.scan_for(9).has_codes, "no page of the vectors is in memory"
     vectors_ND[:] = block.vectors_ND
     faster = dtype == "float16" and index.scan.kernel.halves_are_faster
-    assert index.scan_for(3).has_codes != faster
+    assert index.scan_for(9).has_codes != faster
     assert index.scan_for(1).has_codes
     assert as_bytes(index.search(batch, 9)) == as_bytes(FlatIndex([block], engine="numpy").search(batch, 9))
 

@@ -12,20 +12,25 @@ if TYPE_CHECKING:
 ENGINES = ("auto", "native", "torch", "numpy")
 
 
-def make_small_batch_kernel(engine: str, device: str, threads: int | None, *, with_codes: bool) -> "Avx2Kernel | None":
+def make_small_batch_kernel(
+    engine: str, device: str, threads: int | None, *, with_codes: bool, is_half: bool
+) -> "Avx2Kernel | None":
     """Create the kernel that is faster than that of `make_kernel` of the same arguments for few queries; None where
-    there is none.
+    there is none. `is_half`: the vectors are float16.
 
     The loops for AVX2 read only vectors (or codes) that pass a filter, while those for AVX-512 copy these together or
-    read all; torch's matrix product is always slower for few queries.
+    read all, and without AMX widen halves and codes for every batch; torch's matrix product is always slower for few
+    queries. The shares are measured (`benchmarks/notes.md`).
     """
     from mvr_ray.core.searching.native import Avx2Kernel, library, library_avx2
 
     if engine != "auto" or device != "cpu" or library_avx2() is None:
         return None
     kernel = Avx2Kernel(threads)
-    if library() is not None:
-        kernel.max_queries, kernel.max_share = 4, 0.4 if with_codes else 0.6
+    if (loops := library()) is not None:
+        kernel.max_shares = (0.4 if with_codes else 0.6,) * 4
+        if loops.mvr_short() and not loops.mvr_tiles() and (with_codes or is_half):
+            kernel.max_shares = (0.5 if with_codes else 0.9, *(1.0,) * 3, *(0.5,) * 4)
     return kernel
 
 

@@ -267,12 +267,15 @@ class Avx2Kernel(CompiledKernel):
     """Multiplies a few queries by the loops of `scan.c` for AVX2. Raises RuntimeError where `library_avx2` is None."""
 
     gather_share = 0.0
-    max_queries, max_share = 8, 1.0
-    """Number of queries, and share of the passages that pass a filter, up to which it is the fastest; 1: also without a
-    filter."""
+    max_shares: Sequence[float] = (1.0,) * 8
+    """For one, two, ... queries, the share of the passages that pass a filter up to which it is the fastest; 1: also
+    without a filter."""
 
     def __init__(self, threads: int | None = None) -> None:
         super().__init__(library_avx2(), "AVX2", threads)
+
+    def is_fastest(self, num_queries: int, share: float) -> bool:
+        return 0 < num_queries <= len(self.max_shares) and share <= self.max_shares[num_queries - 1]
 
     def prepare(self, queries_QD: NDArray[np.float32], limit: int, with_codes: bool) -> RoundedQueries:
         plain = super().prepare(np.ascontiguousarray(queries_QD, np.float32), limit, with_codes)

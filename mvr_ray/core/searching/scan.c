@@ -795,7 +795,7 @@ AVX2 INLINE void best_views(const int kind, const char *rows, const float *scale
             const int64_t query = (int64_t)q * dimension;
             float best = -INFINITY;
             for (int64_t v = 0; v < count_P[p]; v++) {
-                for (int64_t at = 0; at < stride && !q; at += 64) _mm_prefetch(next + v * stride + at, _MM_HINT_T0);
+                for (int64_t at = 0; at < stride && !q; at += 64) _mm_prefetch(next + v * stride + at, _MM_HINT_T1);
                 float score;
                 if (kind == INT8) {
                     const double units = (double)scale_N[first_P[p] + v] * unit_Q[q];
@@ -859,7 +859,7 @@ AVX2 void mvr_rescore(int kind, const void *rows, const int64_t *row_ptr, const 
             float least = best, square;
             last = end - first > 64 ? first + 64 : end;
             for (int64_t n = first; n < last; n++, next += line) {
-                for (int64_t at = 0; at < line; at += 64) _mm_prefetch(next + at, _MM_HINT_T0);
+                for (int64_t at = 0; at < line; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
 #define PRODUCT(kind) row_product(kind, (const char *)rows + n * line, query, dimension, 0, &square)
                 const float product = kind == FLOAT32 ? PRODUCT(FLOAT32) : PRODUCT(FLOAT16);
 #undef PRODUCT
