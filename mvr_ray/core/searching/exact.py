@@ -46,7 +46,7 @@ class ScoredPairs(NamedTuple):
 
 def join_pairs(parts: Sequence[ScoredPairs]) -> ScoredPairs:
     """Concatenate parts, at least one."""
-    return ScoredPairs(*map(np.concatenate, zip(*parts)))
+    return parts[0] if len(parts) == 1 else ScoredPairs(*map(np.concatenate, zip(*parts)))
 
 
 def exact_scores(queries: FloatArray, vectors: FloatArray) -> NDArray[np.float32]:
