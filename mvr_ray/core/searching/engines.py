@@ -30,7 +30,7 @@ def make_small_batch_kernel(
     if (loops := library()) is not None:
         kernel.max_shares = (0.4 if with_codes else 0.6,) * 4
         if loops.mvr_short() and not loops.mvr_tiles() and (with_codes or is_half):
-            kernel.max_shares = (0.5 if with_codes else 0.9, *(1.0,) * 3, *(0.5,) * 4)
+            kernel.max_shares = (0.4 if with_codes else 0.9, *(1.0,) * 3, *(0.5,) * 4)
     return kernel
 
 
