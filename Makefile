@@ -39,7 +39,7 @@ test: $(STAMP) check
 
 # Tests that need a Ray cluster or take long: killed commands, interrupted trainings, whole chains of stages.
 test-slow: $(STAMP)
-	$(PYTEST) -m '(slow or ray) and not nodes' $(ARGS)
+	$(IN_MEMORY) $(PYTEST) -m '(slow or ray) and not nodes' $(ARGS)
 
 # Every fault of marker chaos, those of whole nodes too, and a table of the outcomes.
 chaos: $(STAMP)
