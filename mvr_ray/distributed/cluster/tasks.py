@@ -13,6 +13,9 @@ from mvr_ray.types import Progress, no_progress
 
 HANG_S = 7200.0
 """Time limit without a finished task: building the index of a large shard takes an hour."""
+FINISH_S = 0.5
+"""Time after an error in which tasks may finish before they are cancelled. Ray 2.60 aborts this process if a task
+finishes while it is cancelled ("Tried to complete task that was not pending"), as tasks of equal length do."""
 
 
 def run_tasks(
@@ -83,7 +86,8 @@ def task_results(
                 results[ready_refs[0]] = ray.get(ready_refs[0])
                 progress(step, len(results), len(tasks))
         except BaseException:
-            for task in waiting:
+            _, unfinished = ray.wait(waiting, num_returns=len(waiting), timeout=FINISH_S) if waiting else ([], [])
+            for task in unfinished:
                 ray.cancel(task, force=True)
             raise
     return [results[task] for task in tasks]
