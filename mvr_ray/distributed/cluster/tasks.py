@@ -86,8 +86,8 @@ def task_results(
                 results[ready_refs[0]] = ray.get(ready_refs[0])
                 progress(step, len(results), len(tasks))
         except BaseException:
-            _, unfinished = ray.wait(waiting, num_returns=len(waiting), timeout=FINISH_S) if waiting else ([], [])
-            for task in unfinished:
+            _, others = ray.wait(waiting, num_returns=len(waiting), timeout=FINISH_S) if waiting else ([], [])
+            for task in others:
                 ray.cancel(task, force=True)
             raise
     return [results[task] for task in tasks]
