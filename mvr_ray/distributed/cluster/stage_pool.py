@@ -10,6 +10,7 @@ from mvr_ray.config import RunConfig, StoreConfig
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.progress import forward_progress
 from mvr_ray.distributed.cluster.ray_errors import translate_ray_errors
+from mvr_ray.distributed.cluster.tasks import cancel_tasks
 from mvr_ray.store.files import Store
 from mvr_ray.store.runs import to_plain
 from mvr_ray.types import Progress
@@ -64,7 +65,7 @@ def _remote_stage(stage: _Stage, run: RunConfig, progress: Progress, gpus: float
         try:
             yield report
         except BaseException:  # Ctrl-C must stop the stage
-            ray.cancel(report)
+            cancel_tasks([report], force=False)
             raise
 
 

@@ -14,8 +14,6 @@ from mvr_ray.types import Progress, no_progress
 HANG_S = 7200.0
 """Time limit without a finished task: building the index of a large shard takes an hour."""
 FINISH_S = 0.5
-"""Time after an error in which tasks may finish before they are cancelled. Ray 2.60 aborts this process if a task
-finishes while it is cancelled ("Tried to complete task that was not pending"), as tasks of equal length do."""
 
 
 def run_tasks(
@@ -86,8 +84,19 @@ def task_results(
                 results[ready_refs[0]] = ray.get(ready_refs[0])
                 progress(step, len(results), len(tasks))
         except BaseException:
-            _, others = ray.wait(waiting, num_returns=len(waiting), timeout=FINISH_S) if waiting else ([], [])
-            for task in others:
-                ray.cancel(task, force=True)
+            cancel_tasks(waiting, force=True)
             raise
     return [results[task] for task in tasks]
+
+
+def cancel_tasks(tasks: Sequence[Any], *, force: bool) -> None:
+    """Cancel the tasks that do not finish within FINISH_S; `force` ends their processes.
+
+    Ray 2.60 aborts this process if a task finishes while it is cancelled ("Tried to complete task that was not
+    pending"), as tasks of equal length do.
+    """
+    import ray
+
+    others = ray.wait(list(tasks), num_returns=len(tasks), timeout=FINISH_S)[1] if tasks else []
+    for task in others:
+        ray.cancel(task, force=force)
