@@ -12,6 +12,7 @@ import ray
 import ray.data
 
 from mvr_ray.api.rows import passage_records
+from mvr_ray.distributed.cluster import tasks
 from mvr_ray.distributed.cluster.tasks import run_tasks, task_results
 from mvr_ray.errors import DataError, ResourceError
 
@@ -50,6 +51,21 @@ def test_results_come_in_the_order_of_their_tasks_and_an_error_of_ours_as_it_is(
     assert task_results([ray.remote(square).remote(n) for n in range(5)], "squares") == [0, 1, 4, 9, 16]
     with pytest.raises(DataError, match="these rows are not good"):
         task_results([ray.remote(refuse).remote()], "rows")
+
+
+def write_late(file: str) -> None:
+    time.sleep(0.3)
+    Path(file).write_text("whole")
+
+
+@pytest.mark.ray
+def test_tasks_that_are_about_to_finish_when_another_fails_are_not_cancelled(ray_session, tmp_path, monkeypatch):
+    """Ray aborts the driver if a task finishes while it is cancelled."""
+    monkeypatch.setattr(tasks, "FINISH_S", 60.0)
+    late = ray.remote(write_late).remote(str(tmp_path / "late"))
+    with pytest.raises(DataError, match="these rows are not good"):
+        task_results([late, ray.remote(refuse).remote()], "rows")
+    assert (tmp_path / "late").read_text() == "whole"
 
 
 def wait_a_moment() -> tuple[float, float]:

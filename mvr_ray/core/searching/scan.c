@@ -1,5 +1,5 @@
 /* The hot loops of exact search for processors with AVX-512 and VNNI, called by `native.py`, which documents them.
-   Those at the end need only AVX2: norms and exact scores, and the search of processors without AVX-512.
+   Those at the end need only AVX2: norms, exact scores, and the search of a few queries.
 
    A tile is ROWS consecutive vectors. Its inner products with a panel of queries stay in registers, as do the maximum
    over each passage's views and its comparison with the cut, so scores never reach memory. A passage may span tiles;

@@ -14,6 +14,7 @@ from mvr_ray.types import Progress, no_progress
 HANG_S = 7200.0
 """Time limit without a finished task: building the index of a large shard takes an hour."""
 FINISH_S = 0.5
+"""Time in which tasks may finish before they are cancelled."""
 
 
 def run_tasks(
