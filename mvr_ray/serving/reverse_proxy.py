@@ -211,10 +211,12 @@ def _answer(directive: str, error: RequestError) -> str:
 def _bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # or a second server binds it until one listens
+        with ExitStack() as stack:  # closes the socket unless it is bound
+            listener = stack.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # else a second one could bind it, too
+            stack.pop_all()
     except OSError as error:
         raise _unusable(host, port, error) from None
     return listener
