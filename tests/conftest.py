@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,9 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# What a shell runs in the background inherits that SIGINT is ignored; tests send it to themselves and their processes.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests end processes, and none cuts the power: `histories/volatile_disk.py` simulates that. Waiting for the disk took
 # a tenth of the time of all tests.

@@ -26,7 +26,6 @@ from mvr_ray.store.formats.rankings import RankingFormat
 
 INTERRUPTED_STAGE = """
 import signal
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background may have it ignored
 from mvr_ray.cli import exit_on_interrupt
 from mvr_ray.cli.commands import exit_on_error, run_stage
 from mvr_ray.config import RunConfig
@@ -314,7 +313,6 @@ def test_an_interrupted_stage_says_so_in_one_line_and_is_recorded(tmp_path: Path
 
 INTERRUPTED = """
 import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background may have it ignored
 
 def interrupt(event, details):
     if event == "import" and details[0] == sys.argv[1]:

@@ -106,6 +106,23 @@ def test_int8_takes_other_backbones_than_bert(tiny, kind):
     assert (expected.views_PVD * actual.views_PVD).sum(-1)[expected.mask_PV].min() > 0.99
 
 
+@pytest.mark.parametrize("capability", ["avx512_vnni", "avx_vnni", None])
+def test_weights_have_seven_bits_where_the_processor_would_saturate_sums(tiny, monkeypatch, capability):
+    """Without VNNI two products of bytes are added in sixteen bits: 255 * 127 * 2 is too large, 255 * 64 * 2 is not."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, capability: True})
+    encoder = DualEncoder.from_backbone(tiny("qwen3"), SPEC).to_precision("int8", PASSAGES)
+    model = (
+        openvino_cpu.import_openvino()
+        .Core()
+        .read_model(*(encoder.precision.parts[name].tobytes() for name in openvino_cpu.FILES))
+    )
+    constants = [node.data for node in model.get_ops() if node.get_type_name() == "Constant"]
+    weights = [values for values in constants if values.dtype == np.int8 and values.ndim == 2]
+    num_words = encoder.passage_tower.backbone.config.vocab_size  # embeddings are looked up, not multiplied
+    largest = [int(np.abs(values.astype(int)).max()) for values in weights if len(values) != num_words]
+    assert largest and max(largest) == (64 if capability is None else 127)
+
+
 def test_a_backbone_that_cannot_be_lowered_is_named(tiny):
     encoder = DualEncoder.from_backbone(tiny("modernbert"), SPEC)
     with pytest.raises(

@@ -159,9 +159,8 @@ def test_there_are_as_many_encoders_as_chunks_within_what_is_allowed_and_there(c
 
 
 COMMAND = """
-import signal, sys
+import sys
 from mvr_ray.cli import main
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background may have it ignored
 main(sys.argv[1:])
 """
 

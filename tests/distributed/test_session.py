@@ -167,11 +167,10 @@ def test_connecting_inside_a_session_keeps_it_open(ray_session):
 
 
 SCRIPT = """
-import os, signal, sys, time
+import os, sys, time
 from pathlib import Path
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.distributed.cluster.session import connect
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background may have it ignored
 with connect(ResourcesConfig(local_cpus=2)) as info:
     import ray
     node = ray._private.worker._global_node

@@ -485,9 +485,8 @@ def test_a_killed_worker_changes_nothing_of_the_result(store_path, actor_process
 
 
 COMMAND = """
-import signal, sys
+import sys
 from mvr_ray.cli import main
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background may have it ignored
 main(sys.argv[1:])
 """
 

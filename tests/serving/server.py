@@ -15,9 +15,8 @@ from fastapi import FastAPI
 from mvr_ray.config import RunConfig
 
 COMMAND = """
-import signal, sys
+import sys
 from mvr_ray.cli import main
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background may have it ignored
 main(sys.argv[1:])
 """
 ADMIN = "admin-" + "a" * 20

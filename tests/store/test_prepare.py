@@ -419,7 +419,6 @@ from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background may have it ignored
 real, calls = os.fsync, [0]
 def fsync(handle):
     calls[0] += 1

@@ -132,9 +132,11 @@ def convert(tower: Tower, halve: bool = False) -> dict[str, NDArray[np.uint8]]:
     return _to_files(to_openvino(tower), halve)
 
 
-def quantize(tower: Tower, texts: Sequence[TokenizedPassage]) -> dict[str, NDArray[np.uint8]]:
-    """Quantize a tower to int8, calibrated on representative texts, as the bytes of FILES. Raises EncoderError without
-    NNCF."""
+def quantize(
+    tower: Tower, texts: Sequence[TokenizedPassage], *, seven_bits: bool = False
+) -> dict[str, NDArray[np.uint8]]:
+    """Quantize a tower to int8, calibrated on representative texts, as the bytes of FILES. `seven_bits`: weights have
+    half the range. Raises EncoderError without NNCF."""
     if find_spec("nncf") is None:
         raise EncoderError(
             f"int8 needs the library nncf to find its scales, and it is not installed; run {INSTALL}, or set "
@@ -146,7 +148,11 @@ def quantize(tower: Tower, texts: Sequence[TokenizedPassage]) -> dict[str, NDArr
 
         logging.getLogger("nncf").setLevel(logging.ERROR)  # nncf's own function also sets the level of others' handlers
         data = nncf.Dataset([_arrays(pad(tower, [text]), _inputs(model)) for text in texts])
-        int8_model = nncf.quantize(model, data, subset_size=len(texts), model_type=nncf.ModelType.TRANSFORMER)
+        fix = nncf.OverflowFix.ENABLE if seven_bits else nncf.OverflowFix.FIRST_LAYER
+        advanced = nncf.AdvancedQuantizationParameters(overflow_fix=fix)
+        int8_model = nncf.quantize(
+            model, data, subset_size=len(texts), model_type=nncf.ModelType.TRANSFORMER, advanced_parameters=advanced
+        )
     return _to_files(int8_model)
 
 

@@ -84,9 +84,12 @@ def inference_pass(tower: Tower, precision: Precision) -> InferencePass:
 
 
 def of_tower(tower: Tower, name: PrecisionName, texts: Sequence[TokenizedPassage] = ()) -> Precision:
-    """Prepare a tower for a precision. int8 calibrates its scales on `texts`."""
+    """Prepare a tower for a precision. int8 calibrates its scales on `texts`; where this processor is an x86 without
+    VNNI, which adds products of bytes in sixteen bits, weights get seven bits, so that no sum saturates."""
     if name == "int8":
-        return Precision(name, quantize(tower, texts))
+        has = _capabilities()
+        has_narrow_sums = has.get("avx2", False) and not (has.get("avx512_vnni") or has.get("avx_vnni"))
+        return Precision(name, quantize(tower, texts, seven_bits=has_narrow_sums))
     return Precision(name, convert(tower, halve=name == "openvino-bf16") if name in ON_OPENVINO else None)
 
 
