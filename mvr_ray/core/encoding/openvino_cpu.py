@@ -149,9 +149,9 @@ def quantize(
         logging.getLogger("nncf").setLevel(logging.ERROR)  # nncf's own function also sets the level of others' handlers
         data = nncf.Dataset([_arrays(pad(tower, [text]), _inputs(model)) for text in texts])
         fix = nncf.OverflowFix.ENABLE if seven_bits else nncf.OverflowFix.FIRST_LAYER
-        advanced = nncf.AdvancedQuantizationParameters(overflow_fix=fix)
+        parameters = nncf.AdvancedQuantizationParameters(overflow_fix=fix)
         int8_model = nncf.quantize(
-            model, data, subset_size=len(texts), model_type=nncf.ModelType.TRANSFORMER, advanced_parameters=advanced
+            model, data, subset_size=len(texts), model_type=nncf.ModelType.TRANSFORMER, advanced_parameters=parameters
         )
     return _to_files(int8_model)
 
