@@ -19,18 +19,17 @@ def make_small_batch_kernel(
     there is none. `is_half`: the vectors are float16.
 
     The loops for AVX2 read only vectors (or codes) that pass a filter, while those for AVX-512 copy these together or
-    read all, and without AMX widen halves and codes for every batch; torch's matrix product is always slower for few
-    queries. The shares are measured (`benchmarks/notes.md`).
+    read all, and without AMX widen halves and codes for every batch. The shares are measured (`benchmarks/notes.md`).
     """
-    from mvr_ray.core.searching.native import Avx2Kernel, library, library_avx2
+    from mvr_ray.core.searching.native import Avx2Kernel, library
 
-    if engine != "auto" or device != "cpu" or library_avx2() is None:
+    loops = library()
+    if engine != "auto" or device != "cpu" or loops is None:
         return None
     kernel = Avx2Kernel(threads)
-    if (loops := library()) is not None:
-        kernel.max_shares = (0.4 if with_codes else 0.6,) * 4
-        if loops.mvr_short() and not loops.mvr_tiles() and (with_codes or is_half):
-            kernel.max_shares = (0.4 if with_codes else 0.9, *(1.0,) * 3, *(0.5,) * 4)
+    kernel.max_shares = (0.4 if with_codes else 0.6,) * 4
+    if loops.mvr_short() and not loops.mvr_tiles() and (with_codes or is_half):
+        kernel.max_shares = (0.4 if with_codes else 0.9, *(1.0,) * 3, *(0.5,) * 4)
     return kernel
 
 
@@ -40,14 +39,14 @@ def make_kernel(engine: str = "auto", device: str = "cpu", threads: int | None =
     if engine not in ENGINES:
         raise ShardIndexError(f"engine is {engine!r}; it must be one of {', '.join(ENGINES)}")
     if engine == "native" or (engine == "auto" and device == "cpu"):
-        from mvr_ray.core.searching.native import NativeKernel, library
+        from mvr_ray.core.searching.native import Avx2Kernel, NativeKernel, library, library_avx2
 
-        if library() is not None and device == "cpu":
-            return NativeKernel(threads)
+        if library_avx2() is not None and device == "cpu":
+            return NativeKernel(threads) if library() else Avx2Kernel(threads)
         if engine == "native":
             raise ShardIndexError(
-                f"engine 'native' cannot search on {device!r} here; it needs a CPU with AVX-512 and VNNI and mvr_ray "
-                f"installed with a C compiler; use engine 'auto'"
+                f"engine 'native' cannot search on {device!r} here; it needs a CPU with AVX2 and mvr_ray installed "
+                f"with a C compiler; use engine 'auto'"
             )
     has_torch = importlib.util.find_spec("torch") is not None
     if engine == "numpy" or (engine == "auto" and not has_torch):

@@ -1,9 +1,9 @@
 """Scan with loops compiled from `scan.c`, for processors with AVX-512 and VNNI, or with AVX2.
 
 The loops exist where the package was built with a C compiler; without them, or on other processors, the kernels of
-`kernels` give the same hits. Vectors are read as stored; half precision is widened in registers. With AVX2 alone
-(`Avx2Kernel`) the loops are for a few queries: torch's matrix product is faster for many. Those for AVX-512 also take
-and compare the best view of each passage in registers, so scores never reach memory.
+`kernels` give the same hits. Vectors are read as stored; half precision is widened in registers. Those for AVX2
+(`Avx2Kernel`) return the best view of each passage; those for AVX-512 also compare it in registers, so scores never
+reach memory.
 
 Products with int8 codes are integers, from queries rounded to sixteen bits,
 
@@ -50,11 +50,11 @@ from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 log = logging.getLogger(__name__)
 
-LIBRARY, INTERFACE = "mvr_ray.core.searching._scan", 8
+LIBRARY, INTERFACE = "mvr_ray.core.searching._scan", 9
 KINDS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.int8): 2}
 STEP = 32768
 AHEAD_BYTES = 16384  # prefetch distance, into the second-level cache
-LANES, PANEL, BLOCK, SLICE = 16, 48, 32, 192  # as in scan.c; the slice in dimensions
+LANES, PANEL, BLOCK, SLICE, TILE_ROWS = 16, 48, 32, 192, 6  # as in scan.c; the slice in dimensions
 LARGE = 2.0**100
 LARGEST_HALF = 127 * 256
 
@@ -93,8 +93,8 @@ def library_avx2() -> ctypes.CDLL | None:
     loops = load_library(LIBRARY, INTERFACE)
     if loops is None or not loops.mvr_supported_avx2():
         return None
-    whole, long, at = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-    loops.mvr_best_views.argtypes = [whole, at, at, at, at, long, whole, at, at, whole, at]
+    whole, long, real, at = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+    loops.mvr_best_views.argtypes = [whole, at, at, at, at, long, whole, at, real, whole, long, at, at]
     loops.mvr_best_views.restype = None
     loops.mvr_max_norm.argtypes = [whole, whole, at, at, long, whole]
     loops.mvr_max_norm.restype = ctypes.c_float
@@ -257,19 +257,20 @@ class NativeKernel(CompiledKernel):
 
 
 @dataclass
-class RoundedQueries(PreparedQueries):
-    """Queries in float32, or for codes as 16-bit integers, each with its unit."""
+class PaddedQueries(PreparedQueries):
+    """Queries for the loops for AVX2: one as it is, or for codes as 16-bit integers with their unit; several in
+    float32, padded with zeros to whole groups of four queries and eight dimensions."""
 
-    unit_Q: NDArray[np.float32] | None = None
+    unit: float = 1.0
 
 
 class Avx2Kernel(CompiledKernel):
-    """Multiplies a few queries by the loops of `scan.c` for AVX2. Raises RuntimeError where `library_avx2` is None."""
+    """Runs the loops of `scan.c` for AVX2. Raises RuntimeError where `library_avx2` is None."""
 
     gather_share = 0.0
-    max_shares: Sequence[float] = (1.0,) * 8
-    """For one, two, ... queries, the share of the passages that pass a filter up to which it is the fastest; 1: also
-    without a filter."""
+    max_shares: Sequence[float] = ()
+    """Beside a kernel for AVX-512: for one, two, ... queries, the share of the passages that pass a filter up to which
+    this one is faster; 1: also without a filter."""
 
     def __init__(self, threads: int | None = None) -> None:
         super().__init__(library_avx2(), "AVX2", threads)
@@ -277,16 +278,20 @@ class Avx2Kernel(CompiledKernel):
     def is_fastest(self, num_queries: int, share: float) -> bool:
         return 0 < num_queries <= len(self.max_shares) and share <= self.max_shares[num_queries - 1]
 
-    def prepare(self, queries_QD: NDArray[np.float32], limit: int, with_codes: bool) -> RoundedQueries:
-        plain = super().prepare(np.ascontiguousarray(queries_QD, np.float32), limit, with_codes)
-        if not with_codes:
-            return RoundedQueries(plain.queries_QD, plain.low_QK, plain.rounding_Q)
-        whole_QD, unit_Q, rounding_Q = _round_queries(queries_QD)
-        return RoundedQueries(whole_QD.astype(np.int16, order="C"), plain.low_QK, rounding_Q, unit_Q=unit_Q)
+    def prepare(self, queries_QD: NDArray[np.float32], limit: int, with_codes: bool) -> PaddedQueries:
+        num_queries, dimension = queries_QD.shape
+        plain, unit, rows_QD = super().prepare(queries_QD, limit, with_codes), 1.0, queries_QD
+        if with_codes and num_queries == 1 and dimension <= 4096 and not dimension % LANES:
+            whole_QD, (unit,), plain.rounding_Q = _round_queries(queries_QD)
+            rows_QD = whole_QD.astype(np.int16)
+        elif with_codes or num_queries > 1:
+            rows_QD = np.zeros((num_queries + -num_queries % 4, dimension + -dimension % 8), np.float32)
+            rows_QD[:num_queries, :dimension] = queries_QD
+        return PaddedQueries(np.ascontiguousarray(rows_QD), plain.low_QK, plain.rounding_Q, unit=float(unit))
 
     def candidates(
         self,
-        queries: RoundedQueries,
+        queries: PaddedQueries,
         step_rows: NativeRows,
         counts_P: IntArray,
         uniform: int,
@@ -304,16 +309,18 @@ class Avx2Kernel(CompiledKernel):
         return candidates._replace(passage_M=passing_M[candidates.passage_M])
 
     def best_views(
-        self, queries: RoundedQueries, step_rows: NativeRows, first_P: IntArray, counts_P: IntArray
+        self, queries: PaddedQueries, step_rows: NativeRows, first_P: IntArray, counts_P: IntArray
     ) -> NDArray[np.float32]:
         """Compute best_QP, the best inner product over `counts_P` vectors from `first_P` on."""
-        best_QP = np.empty((len(queries.queries_QD), len(counts_P)), np.float32)
+        num_rows, width = queries.queries_QD.shape
+        space = np.zeros((TILE_ROWS, width), np.float32)
+        best_PQ = np.full((len(counts_P), num_rows), -np.inf, np.float32)
         self.loops.mvr_best_views(
             KINDS[step_rows.rows_ND.dtype], _address(step_rows.rows_ND), _address(step_rows.scale_N), _address(first_P),
-            _address(counts_P), len(counts_P), step_rows.rows_ND.shape[1], _address(queries.queries_QD),
-            _address(queries.unit_Q), len(best_QP), _address(best_QP),
+            _address(counts_P), len(counts_P), step_rows.rows_ND.shape[1], _address(queries.queries_QD), queries.unit,
+            num_rows, width, _address(space), _address(best_PQ),
         )  # fmt: skip
-        return best_QP
+        return np.ascontiguousarray(best_PQ[:, : len(queries.low_QK)].T)
 
 
 class BlockRows:

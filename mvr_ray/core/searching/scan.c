@@ -1,5 +1,5 @@
 /* The hot loops of exact search for processors with AVX-512 and VNNI, called by `native.py`, which documents them.
-   Those at the end need only AVX2: norms, exact scores, and the search of a few queries.
+   Those at the end need only AVX2: norms, exact scores, and the best views of passages.
 
    A tile is ROWS consecutive vectors. Its inner products with a panel of queries stay in registers, as do the maximum
    over each passage's views and its comparison with the cut, so scores never reach memory. A passage may span tiles;
@@ -33,6 +33,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 8")
 #define ROWS 8
+#define TILE_ROWS 6 /* of a tile for AVX2, with four queries in the first-level cache up to 800 dimensions */
 #define LANES 16
 #define BLOCK 32 /* rows of a block for matrix tiles: two tiles of 16 */
 #define AHEAD(size) ((size) == 4 ? 3072 : 6144) /* prefetch distance in order, in bytes, into the second cache */
@@ -74,18 +75,22 @@ int mvr_tiles(void) {
 #endif
 }
 
-/* Whether one stream is read faster than eight, as on AMD processors (`benchmarks/notes.md`). */
-static int mvr_in_order(void) { return __builtin_cpu_is("amd"); }
+typedef int32_t Bits __attribute__((vector_size(32)));
 
-/* Writes `count` values, from number `start` on, to `to` in float32. */
-AVX2 static const float *to_floats(int kind, const void *from, int64_t start, int64_t count, float *to) {
-    const uint16_t *half = (const uint16_t *)from + start;
-    const int8_t *codes = (const int8_t *)from + start;
-    if (kind == FLOAT32) return memcpy(to, (const float *)from + start, count * sizeof(float));
+/* Eight values in float32. */
+AVX2 INLINE __m256 load_eight(const int kind, const char *at) {
+    if (kind == FLOAT32) return _mm256_loadu_ps((const float *)at);
+    if (kind == FLOAT16) return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at)));
+}
+
+/* Writes values in float32. */
+AVX2 static const float *to_floats(int kind, const char *from, int64_t count, float *to) {
     int64_t d = 0;
-    for (; kind == FLOAT16 && d + 8 <= count; d += 8)
-        _mm256_storeu_ps(to + d, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(half + d))));
-    for (; d < count; d++) to[d] = kind == FLOAT16 ? _cvtsh_ss(half[d]) : codes[d];
+    for (; d + 8 <= count; d += 8) _mm256_storeu_ps(to + d, load_eight(kind, from + d * size_of(kind)));
+    for (; d < count; d++)
+        to[d] = kind == INT8 ? (int8_t)from[d] : kind == FLOAT16 ? _cvtsh_ss(((const uint16_t *)from)[d])
+                                               : ((const float *)from)[d];
     return to;
 }
 
@@ -503,7 +508,7 @@ FAST static int align_query(int kind, const char *rows, const Queries *queries, 
     return 1;
 }
 
-/* Rows one after the other with four sums each, for `mvr_in_order`; numbers before and after a row are masked. */
+/* Rows one after the other with four sums each, for AMD; numbers before and after a row are masked. */
 FAST INLINE __m256 float_rows_by_line(const char *part, const int half, const AlignedQuery *aligned, int dimension) {
     const int64_t size = half ? 2 : 4, step = LANES * size, stride = dimension * size;
     const __mmask16 first = (__mmask16)(0xffffu << aligned->skew), last = (__mmask16)((1u << aligned->skew) - 1);
@@ -637,7 +642,8 @@ FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const in
     float *wide = best_Q + padded, *rest = wide + (int64_t)BLOCK * width, *score = rest + (int64_t)BLOCK * width;
     uint16_t *high = (uint16_t *)(score + (int64_t)BLOCK * padded), *low = high + BLOCK * SLICE * 32;
     AlignedQuery buffer, *aligned = NULL;
-    if (single && mvr_in_order() && align_query(kind, rows, queries, dimension, width, (char *)wide, &buffer))
+    if (single && __builtin_cpu_is("amd") /* it reads one stream faster than eight (`benchmarks/notes.md`) */
+        && align_query(kind, rows, queries, dimension, width, (char *)wide, &buffer))
         aligned = &buffer;
     const unsigned state = _mm_getcsr();
     _mm_setcsr(PLAIN_STATE);
@@ -696,7 +702,7 @@ FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const in
                           before, best_Q);
             } else {
                 const float *tile_RD = (const float *)from;
-                if (kind == FLOAT16) tile_RD = to_floats(kind, from, 0, ROWS * dimension, wide);
+                if (kind == FLOAT16) tile_RD = to_floats(kind, from, ROWS * dimension, wide);
                 float_tile(s, tile_RD, queries->packed, dimension, ends & 0xff, before, best_Q);
             }
             before += __builtin_popcount(ends & 0xff);
@@ -705,15 +711,6 @@ FAST int64_t mvr_scan(int kind, const void *rows, const float *scale_N, const in
     if (use_tiles) close_tiles();
     _mm_setcsr(state);
     return passage;
-}
-
-typedef int32_t Bits __attribute__((vector_size(32)));
-
-/* Eight values in float32. */
-AVX2 INLINE __m256 load_eight(const int kind, const char *at) {
-    if (kind == FLOAT32) return _mm256_loadu_ps((const float *)at);
-    if (kind == FLOAT16) return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)at)));
 }
 
 /* The sum of 32 values. */
@@ -752,6 +749,11 @@ AVX2 INLINE float row_product(const int kind, const char *row, const float *quer
     return sum_of(sum);
 }
 
+AVX2 INLINE float product_of(int kind, const char *row, const float *query, int dimension, float *square) {
+    return kind == FLOAT32 ? row_product(FLOAT32, row, query, dimension, 0, square)
+                           : row_product(FLOAT16, row, query, dimension, 0, square);
+}
+
 /* The largest norm of the vectors, or of their rounding errors, in float32; NaN if one is NaN. */
 AVX2 float mvr_max_norm(int kind, int errors, const void *rows, const float *scale_N, int64_t count, int dimension) {
     float most = 0, square;
@@ -767,57 +769,76 @@ AVX2 float mvr_max_norm(int kind, int errors, const void *rows, const float *sca
     return most;
 }
 
-/* The inner product of a row of codes with a query in sixteen bits, up to 32,512 in size: the integers are exact. */
-AVX2 INLINE double code_product(const int8_t *row, const int16_t *query, int dimension) {
-    __m256d sum = _mm256_setzero_pd();
-    double rest = 0;
-    for (int first = 0, d = 0; first < dimension; first += 4096) { /* 32 bits hold an eighth of this many products */
-        const int last = dimension - first > 4096 ? first + 4096 : dimension;
-        Bits lanes = {0};
-        UNROLL for (; d + 16 <= last; d += 16) {
-            const __m256i codes = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(row + d)));
-            lanes += (Bits)_mm256_madd_epi16(codes, _mm256_loadu_si256((const __m256i *)(query + d)));
-        }
-        for (; d < last; d++) rest += row[d] * query[d];
-        sum += _mm256_cvtepi32_pd(_mm256_castsi256_si128((__m256i)lanes));
-        sum += _mm256_cvtepi32_pd(_mm256_extracti128_si256((__m256i)lanes, 1));
+/* The inner product of a row of codes with a query in sixteen bits: 4,096 dimensions at most, a multiple of sixteen, so
+   that 32 bits hold the sum of a lane. */
+AVX2 INLINE int64_t code_product(const char *row, const int16_t *query, int dimension) {
+    Bits lanes = {0};
+    UNROLL for (int d = 0; d < dimension; d += 16) {
+        const __m256i codes = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(row + d)));
+        lanes += (Bits)_mm256_madd_epi16(codes, _mm256_loadu_si256((const __m256i *)(query + d)));
     }
-    return sum[0] + sum[1] + (sum[2] + sum[3]) + rest;
+    int64_t sum = 0;
+    for (int i = 0; i < 8; i++) sum += lanes[i];
+    return sum;
 }
 
-AVX2 INLINE void best_views(const int kind, const char *rows, const float *scale_N, const int64_t *first_P,
-                            const int64_t *count_P, int64_t passages, int dimension, const void *queries_QD,
-                            const float *unit_Q, int queries, float *best_QP) {
-    const int64_t stride = (int64_t)dimension * size_of(kind);
-    for (int64_t p = 0; p < passages; p++) {
-        const char *row = rows + first_P[p] * stride, *next = rows + first_P[p + 1 < passages ? p + 1 : p] * stride;
-        for (int q = 0; q < queries; q++) {
-            const int64_t query = (int64_t)q * dimension;
-            float best = -INFINITY;
-            for (int64_t v = 0; v < count_P[p]; v++) {
-                for (int64_t at = 0; at < stride && !q; at += 64) _mm_prefetch(next + v * stride + at, _MM_HINT_T1);
-                float score;
-                if (kind == INT8) {
-                    const double units = (double)scale_N[first_P[p] + v] * unit_Q[q];
-                    score = (float)(units * code_product((const int8_t *)row + v * stride,
-                                                         (const int16_t *)queries_QD + query, dimension));
-                } else
-                    score = row_product(kind, row + v * stride, (const float *)queries_QD + query, dimension, 0, NULL);
-                best = score > best ? score : best;
-            }
-            best_QP[q * passages + p] = best;
+/* The products of three rows with four queries, [3][4]: all sixteen registers are in use. */
+AVX2 INLINE void three_rows(const float *const *row, const float *query, int64_t width, __m128 *product) {
+    __m256 sum[3][4] = {};
+    for (int64_t d = 0; d < width; d += 8) {
+        __m256 part[3];
+        UNROLL for (int r = 0; r < 3; r++) part[r] = _mm256_loadu_ps(row[r] + d);
+        UNROLL for (int q = 0; q < 4; q++) {
+            const __m256 values = _mm256_loadu_ps(query + q * width + d);
+            UNROLL for (int r = 0; r < 3; r++) sum[r][q] = _mm256_fmadd_ps(part[r], values, sum[r][q]);
         }
+    }
+    UNROLL for (int r = 0; r < 3; r++) {
+        const __m256 four = _mm256_hadd_ps(_mm256_hadd_ps(sum[r][0], sum[r][1]), _mm256_hadd_ps(sum[r][2], sum[r][3]));
+        product[r] = _mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1));
     }
 }
 
-/* The best inner product with each query, in float32, of the `count_P` rows from `first_P` on of each passage. Queries
-   are float32; for codes int16, each with its unit. */
+/* Raises `best_PQ` to the inner products with the `count_P` rows from `first_P` on of each passage. One query is
+   float32, or for codes int16 with its unit. Several are float32, a multiple of four, and padded with zeros to `width`,
+   a multiple of eight; `space` holds TILE_ROWS such rows, with zeros where they are padded. */
 AVX2 void mvr_best_views(int kind, const char *rows, const float *scale_N, const int64_t *first_P,
-                         const int64_t *count_P, int64_t passages, int dimension, const void *queries_QD,
-                         const float *unit_Q, int queries, float *best_QP) {
-#define BEST_VIEWS(kind) \
-    best_views(kind, rows, scale_N, first_P, count_P, passages, dimension, queries_QD, unit_Q, queries, best_QP)
-    BY_KIND(kind, BEST_VIEWS);
+                         const int64_t *count_P, int64_t passages, int dimension, const void *queries_QD, float unit,
+                         int queries, int64_t width, float *space, float *best_PQ) {
+    const int64_t stride = (int64_t)dimension * size_of(kind);
+    for (int64_t p = 0; p < passages && queries == 1; p++) {
+        const char *row = rows + first_P[p] * stride, *next = rows + first_P[p + 1 < passages ? p + 1 : p] * stride;
+        for (int64_t v = 0; v < count_P[p]; v++, row += stride, next += stride) {
+            for (int64_t at = 0; at < stride; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
+            const float score = kind != INT8 ? product_of(kind, row, queries_QD, dimension, NULL)
+                : (float)((double)scale_N[first_P[p] + v] * unit * code_product(row, queries_QD, dimension));
+            best_PQ[p] = score > best_PQ[p] ? score : best_PQ[p];
+        }
+    }
+    const float *row_T[TILE_ROWS];
+    int64_t passage_T[TILE_ROWS];
+    for (int64_t p = 0, v = 0, done = !passages; !done && queries > 1;) {
+        for (int t = 0; t < TILE_ROWS; t++) { /* after the last row it is repeated, which changes no maximum */
+            const int64_t n = first_P[p] + v;
+            const char *row = rows + n * stride, *next = row + TILE_ROWS * stride;
+            for (int64_t at = 0; at < stride; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
+            float *to = space + t * width;
+            row_T[t] = kind == FLOAT32 && width == dimension ? (const float *)row : to_floats(kind, row, dimension, to);
+            for (int d = 0; d < dimension && kind == INT8; d++) to[d] *= scale_N[n];
+            passage_T[t] = p;
+            if (v + 1 < count_P[p]) v++;
+            else if (p + 1 < passages) p++, v = 0;
+            else done = 1;
+        }
+        for (int64_t q = 0; q < queries; q += 4) {
+            __m128 product[3];
+            for (int t = 0; t < TILE_ROWS; t++) {
+                if (t % 3 == 0) three_rows(row_T + t, (const float *)queries_QD + q * width, width, product);
+                float *best = best_PQ + passage_T[t] * queries + q;
+                _mm_storeu_ps(best, _mm_max_ps(product[t % 3], _mm_loadu_ps(best)));
+            }
+        }
+    }
 }
 
 /* The inner product of `exact.py`: products in float64, which are exact, the upper half added to the lower until one is
@@ -860,9 +881,7 @@ AVX2 void mvr_rescore(int kind, const void *rows, const int64_t *row_ptr, const 
             last = end - first > 64 ? first + 64 : end;
             for (int64_t n = first; n < last; n++, next += line) {
                 for (int64_t at = 0; at < line; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
-#define PRODUCT(kind) row_product(kind, (const char *)rows + n * line, query, dimension, 0, &square)
-                const float product = kind == FLOAT32 ? PRODUCT(FLOAT32) : PRODUCT(FLOAT16);
-#undef PRODUCT
+                const float product = product_of(kind, (const char *)rows + n * line, query, dimension, &square);
                 const float size = norm * sqrtf(square + dimension * FLT_MIN); /* allows for underflow */
                 const float error = size < 1e38f ? (dimension + 4) * FLT_EPSILON * size : INFINITY;
                 upper[n - first] = product + error;
@@ -870,8 +889,8 @@ AVX2 void mvr_rescore(int kind, const void *rows, const int64_t *row_ptr, const 
             }
             for (int64_t n = first; n < last; n++) {
                 if (upper[n - first] < least) continue;
-                const float *row = (const float *)rows + n * dimension;
-                if (kind == FLOAT16) row = to_floats(kind, rows, n * dimension, dimension, wide);
+                const char *own = (const char *)rows + n * line;
+                const float *row = kind == FLOAT16 ? to_floats(kind, own, dimension, wide) : (const float *)own;
                 const float score = exact_score(row, wide_QD + query_M[m] * dimension, dimension, space);
                 if (score > best || (score == best && number_N[n] < view)) view = number_N[n];
                 if (score > best) best = score;
@@ -885,9 +904,7 @@ AVX2 void mvr_rescore(int kind, const void *rows, const int64_t *row_ptr, const 
 #else
 int mvr_supported(void) { return 0; }
 int mvr_supported_avx2(void) { return 0; }
-int mvr_short(void) { return 0; }
-int mvr_tiles(void) { return 0; }
 #endif
 
 /* Increase the number when arguments or structs change, here and in `native.py`. */
-int mvr_interface(void) { return 8; }
+int mvr_interface(void) { return 9; }
