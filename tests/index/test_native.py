@@ -134,7 +134,7 @@ def test_products_for_avx2_err_within_the_bound(queries, palette, seed, num_quer
     batch = kernel.prepare(batch_QD, 40, with_codes)
     rows = kernel.prepare_rows(*((codes.codes_ND, codes.scale_N[:, None]) if with_codes else (vectors_ND,)))
     decoded_ND = (decode(codes.codes_ND, codes.scale_N) if with_codes else vectors_ND).astype(np.float64)
-    best_QP = kernel.best_views(batch, rows, np.arange(40), np.ones(40, np.int64))
+    best_QP = kernel.best_views(batch, rows, np.arange(40), np.ones(40, np.int64)).T
     norm_Q, norm = np.linalg.norm(batch_QD.astype(np.float64), axis=1), float(np.linalg.norm(decoded_ND, axis=1).max())
     assert kernel.max_norm(rows) == pytest.approx(norm, rel=1e-4)
     true_QP = batch_QD.astype(np.float64) @ decoded_ND.T

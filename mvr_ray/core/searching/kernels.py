@@ -116,21 +116,33 @@ class Kernel(ABC):
 
 
 def select_candidates(
-    queries: PreparedQueries, best_QP: FloatArray, error_Q: FloatArray, mask_P: NDArray[np.bool_] | None = None
+    queries: PreparedQueries, best_PQ: FloatArray, error_Q: FloatArray, mask_P: NDArray[np.bool_] | None = None
 ) -> Candidates:
     """Raise the lower bounds by these scores, and find the passages that may be among the best K."""
-    error_Q1 = error_Q[:, None].astype(np.float32)
-    upper_QP = best_QP + error_Q1
-    inside_QP = upper_QP >= queries.low_QK[:, -1:]
-    query_M, passage_M = np.nonzero(inside_QP if mask_P is None else inside_QP & mask_P)
+    k, low_Q = queries.low_QK.shape[1], queries.low_QK[:, -1]
+    half = len(best_PQ) // 2
+    if half > k and np.isinf(low_Q).any():  # the bounds of the first half spare most of the second
+        first = select_candidates(queries, best_PQ[:half], error_Q, None if mask_P is None else mask_P[:half])
+        second = select_candidates(queries, best_PQ[half:], error_Q, None if mask_P is None else mask_P[half:])
+        return Candidates(*map(np.concatenate, zip(first, second._replace(passage_M=second.passage_M + half))))
+    error_Q = error_Q.astype(np.float32)
+    cut_Q = low_Q - error_Q - (np.abs(low_Q) + error_Q) * np.float32(2.0**-21)  # below all that roundings may raise
+    passage_M, query_M = np.divmod(np.flatnonzero(best_PQ >= cut_Q), len(low_Q))
+    best_M = best_PQ[passage_M, query_M]
+    is_inside_M = best_M + error_Q[query_M] >= low_Q[query_M]
+    if mask_P is not None:
+        is_inside_M &= mask_P[passage_M]
+    inside_M = np.flatnonzero(is_inside_M)
+    inside_M = inside_M[np.argsort(query_M[inside_M], kind="stable")]
+    query_M, passage_M, best_M = query_M[inside_M], passage_M[inside_M], best_M[inside_M]
     if not len(query_M):
-        return Candidates(query_M, passage_M, np.zeros(0, np.float32))
+        return Candidates(query_M, passage_M, best_M)
     rank_M = np.arange(len(query_M)) - np.searchsorted(query_M, query_M)
-    new_QM = np.full((len(best_QP), int(rank_M.max()) + 1), -np.inf, np.float32)
-    new_QM[query_M, rank_M] = (best_QP - error_Q1)[query_M, passage_M]
-    k, both = queries.low_QK.shape[1], np.concatenate([queries.low_QK, new_QM], axis=1)
+    new_QM = np.full((len(low_Q), int(rank_M.max()) + 1), -np.inf, np.float32)
+    new_QM[query_M, rank_M] = best_M - error_Q[query_M]
+    both = np.concatenate([queries.low_QK, new_QM], axis=1)
     queries.low_QK = -np.sort(np.partition(-both, k - 1, axis=1)[:, :k], axis=1)
-    upper_M = upper_QP[query_M, passage_M]
+    upper_M = best_M + error_Q[query_M]
     is_candidate_M = upper_M >= queries.low_QK[query_M, -1]
     return Candidates(query_M[is_candidate_M], passage_M[is_candidate_M], upper_M[is_candidate_M])
 
@@ -158,7 +170,7 @@ class NumpyKernel(Kernel):
         mask_P: NDArray[np.bool_] | None = None,
     ) -> Candidates:
         best_QP = self.best_views(queries.queries_QD, step_rows, counts_P, uniform)
-        return select_candidates(queries, self.get(best_QP), error_Q, mask_P)
+        return select_candidates(queries, self.get(best_QP).T, error_Q, mask_P)
 
     def best_views(self, queries_QD: Any, step_rows: Any, counts_P: IntArray, uniform: int) -> Any:
         """Compute best_QP, each passage's best inner product."""
@@ -226,7 +238,7 @@ class TorchKernel(NumpyKernel):
         else:
             lengths_P = torch.from_numpy(np.array(counts_P, np.int64)).to(self.device)
             best_PQ = torch.segment_reduce(scores_NQ, "max", lengths=lengths_P, axis=0)
-        return best_PQ.T.contiguous()
+        return best_PQ.T
 
 
 class _Alias:

@@ -304,14 +304,14 @@ class Avx2Kernel(CompiledKernel):
         if mask_P is None:
             return select_candidates(queries, self.best_views(queries, step_rows, first_P, counts_P), error_Q)
         passing_M = np.flatnonzero(mask_P)
-        best_QM = self.best_views(queries, step_rows, first_P[passing_M], counts_P[passing_M])
-        candidates = select_candidates(queries, best_QM, error_Q)
+        best_MQ = self.best_views(queries, step_rows, first_P[passing_M], counts_P[passing_M])
+        candidates = select_candidates(queries, best_MQ, error_Q)
         return candidates._replace(passage_M=passing_M[candidates.passage_M])
 
     def best_views(
         self, queries: PaddedQueries, step_rows: NativeRows, first_P: IntArray, counts_P: IntArray
     ) -> NDArray[np.float32]:
-        """Compute best_QP, the best inner product over `counts_P` vectors from `first_P` on."""
+        """Compute best_PQ, the best inner product over `counts_P` vectors from `first_P` on."""
         num_rows, width = queries.queries_QD.shape
         space = np.zeros((TILE_ROWS, width), np.float32)
         best_PQ = np.full((len(counts_P), num_rows), -np.inf, np.float32)
@@ -320,7 +320,7 @@ class Avx2Kernel(CompiledKernel):
             _address(counts_P), len(counts_P), step_rows.rows_ND.shape[1], _address(queries.queries_QD), queries.unit,
             num_rows, width, _address(space), _address(best_PQ),
         )  # fmt: skip
-        return np.ascontiguousarray(best_PQ[:, : len(queries.low_QK)].T)
+        return best_PQ[:, : len(queries.low_QK)]
 
 
 class BlockRows:
