@@ -124,7 +124,11 @@ def select_candidates(
     if half > k and np.isinf(low_Q).any():  # the bounds of the first half spare most of the second
         first = select_candidates(queries, best_PQ[:half], error_Q, None if mask_P is None else mask_P[:half])
         second = select_candidates(queries, best_PQ[half:], error_Q, None if mask_P is None else mask_P[half:])
-        return Candidates(*map(np.concatenate, zip(first, second._replace(passage_M=second.passage_M + half))))
+        return Candidates(
+            np.concatenate([first.query_M, second.query_M]),
+            np.concatenate([first.passage_M, second.passage_M + half]),
+            np.concatenate([first.upper_M, second.upper_M]),
+        )
     error_Q = error_Q.astype(np.float32)
     cut_Q = low_Q - error_Q - (np.abs(low_Q) + error_Q) * np.float32(2.0**-21)  # below all that roundings may raise
     passage_M, query_M = np.divmod(np.flatnonzero(best_PQ >= cut_Q), len(low_Q))
