@@ -41,7 +41,7 @@ SIZES = {
         "words": 500,
         "model": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
         "texts": 90,
-        "passages": 1200,
+        "passages": 400,
         "dimension": 48,
         "rounds": 2,
         "questions": 4,

@@ -75,15 +75,18 @@ def test_the_fetched_model_reads_as_sentence_transformers_reads_it(tmp_path: Pat
         strategy="pooling", use_title=False, max_query_tokens=None, max_passage_tokens=None, normalize=False
     )
     prompted_spec = replace(plain, query_prompt=prompts["query"], passage_prompt=prompts["document"])
-    for spec, oracle in (
-        (plain, SentenceTransformer(folder, device="cpu")),
-        (prompted_spec, SentenceTransformer(folder, device="cpu", prompts=prompts)),
-        (replace(plain, truncate_dim=64, normalize=True), SentenceTransformer(folder, device="cpu", truncate_dim=64)),
+    model = SentenceTransformer(folder, device="cpu")
+    for spec, of_oracle in (
+        (plain, {}),
+        (prompted_spec, {"prompts": prompts}),
+        (replace(plain, truncate_dim=64, normalize=True), {"truncate_dim": 64}),
     ):
+        oracle = SentenceTransformer(modules=list(model), device="cpu", **of_oracle)
+        options = {"normalize_embeddings": bool(spec.normalize)}
+        passages_PD, queries_QD = oracle.encode_document(TEXTS, **options), oracle.encode_query(TEXTS, **options)
         encoder = DualEncoder.from_backbone(folder, spec)
         encoder.save(tmp_path / encoder.fingerprint)
         for own in (encoder, DualEncoder.load(tmp_path / encoder.fingerprint)):
             views_PVD = own.embed_passages(own.tokenize_passages([Passage("", "", text) for text in TEXTS])).views_PVD
-            options = {"normalize_embeddings": bool(spec.normalize)}
-            np.testing.assert_allclose(views_PVD[:, 0], oracle.encode_document(TEXTS, **options), atol=1e-5)
-            np.testing.assert_allclose(own.embed_queries(TEXTS), oracle.encode_query(TEXTS, **options), atol=1e-5)
+            np.testing.assert_allclose(views_PVD[:, 0], passages_PD, atol=1e-5)
+            np.testing.assert_allclose(own.embed_queries(TEXTS), queries_QD, atol=1e-5)

@@ -49,6 +49,22 @@ def test_training_samples_the_same_vectors_in_order(shard):
     assert np.array_equal(faiss_index._sample(blocks, len(every), len(every)), every)
 
 
+@pytest.mark.parametrize("factory", ["IVF8,PQ4x4", "PQ4x4", "PCA8,IVF8,PQ4x4", "IVF8,PQ4x4,RFlat"])
+def test_codes_find_what_they_find_when_trained_by_faiss_alone(factory, shard, queries, tmp_path):
+    """No search uses the order that Faiss gives centroids for Hamming distances, so it is left out."""
+    blocks = shard(5, 300, 1, palette="gaussian", gaps=False)
+    params = IndexParams("faiss", factory, nprobe=8)
+    build_index(params, blocks, tmp_path)
+    vectors_ND = np.concatenate([block.vectors_ND for block in blocks]).astype(np.float32)
+    plain = faiss.index_factory(vectors_ND.shape[1], factory, faiss.METRIC_INNER_PRODUCT)
+    plain.train(vectors_ND)
+    plain.add(vectors_ND)
+    if "IVF" in factory:
+        faiss.extract_index_ivf(plain).nprobe = 8
+    found_QN = open_index(params, blocks, tmp_path).nearest(queries(5, 6), 40)
+    np.testing.assert_array_equal(found_QN, plain.search(queries(5, 6), 40)[1])
+
+
 def test_building_leaves_the_thread_setting_alone(shard, tmp_path):
     before = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(3)

@@ -9,17 +9,16 @@ import itertools
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kill_at_call import run_and_kill
 
 from mvr_ray.config import FollowConfig, PrepareConfig, SourceConfig
 from mvr_ray.errors import ConfigError, PublishConflictError
@@ -229,22 +228,6 @@ def test_a_backlog_is_what_comes_after_the_last_name_and_what_came_too_late():
     assert Backlog.of(files, []) == (files, [])
 
 
-FOLLOWER = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from kill_at_call import kill_at_call
-from mvr_ray.config import PrepareConfig
-from mvr_ray.store.change_files import apply_batch, list_change_files
-from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.files import Store
-
-store, source = Store(sys.argv[2]), Store(sys.argv[3])
-corpus, listing = Corpus.open(store, "corpus"), list_change_files(source)
-kill_at_call(int(sys.argv[4]))
-apply_batch(corpus, PrepareConfig(corpus="corpus", num_shards=1), source, listing, listing)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.chaos(
     "follower killed at each call that writes, syncs, names or renames",
@@ -260,20 +243,22 @@ def test_a_follower_killed_at_any_call_applies_each_file_once(tmp_path: Path, re
     whole = Store(shutil.copytree(before.root, tmp_path / "whole"))
     apply_next(whole, source)
     expected = Corpus.open(whole, "corpus").info
+    cfg, listing = CONFIG.model_copy(update={"num_shards": 1}), list_change_files(source)
     states: list[bool] = []
+    calls: list[str] = []
     for at in itertools.count(1):
         store = Store(shutil.copytree(before.root, tmp_path / f"killed at {at}"))
-        command = [sys.executable, "-c", FOLLOWER, str(Path(__file__).parents[1]), store.root, source.root, str(at)]
-        process = subprocess.run(command, capture_output=True, text=True, check=False)
-        if process.returncode == 0:
+        work = partial(apply_batch, Corpus.open(store, "corpus"), cfg, source, listing, listing)
+        if (until_killed := run_and_kill(work, at)) is None:
             break
-        assert process.returncode == -signal.SIGKILL, process.stderr
+        calls = until_killed
+        assert len(calls) == at
         states.append(Corpus.open(store, "corpus").info == expected)
         assert states[-1] or Corpus.open(store, "corpus").info == first.info
         apply_next(store, source)
         assert Corpus.open(store, "corpus").info == expected and Corpus.open(store, "corpus").find_damage() == []
         assert texts_of(store) == {"p0": "second", "p2": "first", "p7": "newer"}
-    assert len(process.stdout.splitlines()) == len(states) == at - 1
+    assert len(calls) == len(states) == at - 1
     assert states == sorted(states) and {*states} == {False, True}
-    counts = ", ".join(f"{count} {name}" for name, count in sorted(Counter(process.stdout.splitlines()).items()))
+    counts = ", ".join(f"{count} {name}" for name, count in sorted(Counter(calls).items()))
     record_property("figures", f"killed {len(states)} times ({counts}); applied after {sum(states)}")

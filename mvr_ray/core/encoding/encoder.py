@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -207,6 +207,10 @@ class DualEncoder(StoredModel):
     def transformers(self) -> list[Any]:
         return [tower.backbone for tower in self.towers.values()]
 
+    @cached_property
+    def _precision_digest(self) -> bytes:
+        return self.precision.digest()  # no part of it ever changes
+
     @property
     def fingerprint(self) -> str:
         """16 hex digits over all that changes an embedding. Reads every weight (about 1 s a gigabyte): cache it."""
@@ -215,7 +219,7 @@ class DualEncoder(StoredModel):
         hasher.update(self.question_tower.digest() + self.passage_tower.digest())
         if self.spec.needs_sentences:
             hasher.update(self.splitter.params.to_json().encode())
-        hasher.update(self.precision.digest())
+        hasher.update(self._precision_digest)
         pooling = self.passage_tower.pooling
         if self._pools:
             hasher.update(json.dumps(["pooling", *pooling.modes]).encode())

@@ -14,6 +14,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -52,7 +53,8 @@ class Precision(NamedTuple):
         for name, values in (self.parts or {}).items():
             if name == "model":
                 continue
-            hasher.update(f"{name} {values.shape}".encode() + values.tobytes())
+            hasher.update(f"{name} {values.shape}".encode())
+            hasher.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)  # without a copy
         return hasher.digest()
 
 
