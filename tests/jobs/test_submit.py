@@ -87,7 +87,7 @@ def cluster() -> Iterator[Cluster]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_file(folder: Path, source: Path) -> str:
+def run_file(folder: Path, source: Path, backbone: Path) -> str:
     run = {
         "prepare": {
             "corpus": "squad",
@@ -96,7 +96,7 @@ def run_file(folder: Path, source: Path) -> str:
             "splits": [{"source": "squad", "known_share": 0.5, "gate_share": 0.2}],
             "max_questions": 200,
         },
-        "encoder": {"num_views": 4, "max_passage_tokens": 96},
+        "encoder": {"backbone": str(backbone), "num_views": 4, "max_passage_tokens": 96},
         "index": {"name": "squad", "encoder": "untrained", "sort_window": 8},
         "refine": {
             "questions": "squad_known",
@@ -119,10 +119,12 @@ def locally(*words: str) -> None:
     assert not end.value.code
 
 
-def test_jobs_on_a_cluster_publish_what_the_command_line_publishes(cluster, ray_session, squad_dev, tmp_path):
+def test_jobs_on_a_cluster_publish_what_the_command_line_publishes(
+    cluster, ray_session, squad_dev, tiny_backbone, tmp_path
+):
     articles = [{**a, "paragraphs": a["paragraphs"][:PARAGRAPHS]} for a in squad_dev["data"][:NUM_ARTICLES]]
     (tmp_path / "squad.json").write_text(json.dumps({"version": "1.1", "data": articles}))
-    config = run_file(tmp_path, tmp_path / "squad.json")
+    config = run_file(tmp_path, tmp_path / "squad.json", tiny_backbone)
     here, there = tmp_path / "here", tmp_path / "there"
     locally("prepare", config, f"store.path={here}")
     shutil.copytree(here, there)
