@@ -153,7 +153,7 @@ def _searchable(index: faiss.Index) -> faiss.Index:
 def _set_construction(index: faiss.Index, params: IndexParams) -> None:
     """Set how vectors are added, and leave out what no search here uses."""
     searchable = _searchable(index)
-    if hasattr(searchable, "do_polysemous_training"):  # centroids in an order for Hamming distances: 3 s for each 256
+    if isinstance(searchable, (faiss.IndexPQ, faiss.IndexIVFPQ)):  # an order for Hamming distances: 3 s for each 256
         searchable.do_polysemous_training = False
     if isinstance(searchable, faiss.IndexHNSW):
         searchable.hnsw.efConstruction = params.hnsw_ef_construction

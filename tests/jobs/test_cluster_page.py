@@ -12,7 +12,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -67,7 +67,9 @@ def terminal(lines: str, folder: Path, environment: dict[str, str]) -> Iterator[
             yield
         finally:
             node.terminate()
-            node.communicate(timeout=120)
+            with suppress(subprocess.TimeoutExpired):  # it can wait for its raylet, which is gone, forever
+                node.communicate(timeout=60)
+            node.kill()
 
 
 @pytest.mark.ray

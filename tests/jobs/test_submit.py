@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,7 +84,9 @@ def cluster() -> Iterator[Cluster]:
             yield Cluster({**environment, "RAY_API_SERVER_ADDRESS": address}, folder)
         finally:
             head.terminate()
-            head.communicate(timeout=120)
+            with suppress(subprocess.TimeoutExpired):  # it can wait for its raylet, which is gone, forever
+                head.communicate(timeout=60)
+            head.kill()
             shutil.rmtree(folder, ignore_errors=True)
 
 
