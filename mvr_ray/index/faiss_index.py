@@ -154,7 +154,7 @@ def _set_construction(index: faiss.Index, params: IndexParams) -> None:
     """Set how vectors are added, and leave out what no search here uses."""
     searchable = _searchable(index)
     if isinstance(searchable, (faiss.IndexPQ, faiss.IndexIVFPQ)):  # an order for Hamming distances: 3 s for each 256
-        searchable.do_polysemous_training = False
+        searchable.do_polysemous_training = False  # pyrefly: ignore[missing-attribute]
     if isinstance(searchable, faiss.IndexHNSW):
         searchable.hnsw.efConstruction = params.hnsw_ef_construction
 
