@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mvr_ray.core.searching import scan as scan_module
 from mvr_ray.core.searching.codes import LEVELS, Codes, decode, encode
 from mvr_ray.core.searching.engines import make_kernel
-from mvr_ray.core.searching.kernels import NumpyKernel, TorchKernel
+from mvr_ray.core.searching.kernels import MANY_SCORES, NumpyKernel, PreparedQueries, TorchKernel, select_candidates
 from mvr_ray.core.searching.merging import merge, replace_hits, uncertain_queries
 from mvr_ray.core.searching.native import library
 from mvr_ray.core.searching.scan import Scan
@@ -426,3 +426,21 @@ def test_codes_of_a_changed_shard_are_those_of_its_vectors_now(shard, change, tm
             ShardIndexError, match=r"codes of \d+ vectors, the embeddings are \d+; build the index again"
         ):
             open_codes(tmp_path, others, is_changed=is_changed)
+
+
+@pytest.mark.parametrize("num_passages", [300, 5000])
+@pytest.mark.parametrize("share", [0.01, 1.0])
+def test_candidates_of_a_step_hold_its_best_passages_whatever_its_size(num_passages, share):
+    rng, k, error = np.random.default_rng(num_passages), 10, np.float32(1e-3)
+    best_PQ = rng.standard_normal((num_passages, 32)).astype(np.float32)
+    assert (best_PQ.size > MANY_SCORES) == (num_passages == 5000)
+    mask_P = rng.random(num_passages) < share
+    queries = PreparedQueries(None, np.full((32, k), -np.inf, np.float32), np.zeros(32))
+    found = select_candidates(queries, best_PQ, np.full(32, error), mask_P)
+    passing = np.flatnonzero(mask_P)
+    for query in range(32):
+        own = set(found.passage_M[found.query_M == query].tolist())
+        order = passing[np.argsort(-best_PQ[passing, query])]
+        assert set(order[:k].tolist()) <= own <= set(passing.tolist())
+        kth = best_PQ[order[k - 1], query] if len(order) >= k else -np.inf
+        assert kth - 2 * error <= queries.low_QK[query, -1] <= kth
