@@ -243,9 +243,7 @@ FEW = (
     "merging, certificate, hits), which Qdrant does in one call"
 )
 HALF = "both read what passes, at little less than the speed of memory; only codes read fewer bytes"
-MANY = "with two threads, torch's wait for each other on a machine that others use; with one it is the faster"
 NOTES = {"k 10": WHOLE, "k 100": WHOLE, "k 10, 1 % pass": FEW, "k 10, 10 % pass": FEW, "k 10, 50 % pass": HALF}
-NOTES[BATCH_TITLE] = MANY
 
 
 def groups(passages: int) -> list[list[Contender]]:
