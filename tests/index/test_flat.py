@@ -436,10 +436,10 @@ def test_candidates_of_a_step_hold_its_best_passages_whatever_its_size(num_passa
     assert (best_PQ.size > MANY_SCORES) == (num_passages == 5000)
     mask_P = rng.random(num_passages) < share
     queries = PreparedQueries(None, np.full((32, k), -np.inf, np.float32), np.zeros(32))
-    found = select_candidates(queries, best_PQ, np.full(32, error), mask_P)
+    candidates = select_candidates(queries, best_PQ, np.full(32, error), mask_P)
     passing = np.flatnonzero(mask_P)
     for query in range(32):
-        own = set(found.passage_M[found.query_M == query].tolist())
+        own = set(candidates.passage_M[candidates.query_M == query].tolist())
         order = passing[np.argsort(-best_PQ[passing, query])]
         assert set(order[:k].tolist()) <= own <= set(passing.tolist())
         kth = best_PQ[order[k - 1], query] if len(order) >= k else -np.inf
