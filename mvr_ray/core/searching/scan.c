@@ -824,7 +824,7 @@ AVX2 void mvr_best_views(int kind, const char *rows, const float *scale_N, const
             for (int64_t at = 0; at < stride; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
             float *to = space + t * width;
             row_T[t] = kind == FLOAT32 && width == dimension ? (const float *)row : to_floats(kind, row, dimension, to);
-            for (int d = 0; d < dimension && kind == INT8; d++) to[d] *= scale_N[n];
+            for (int64_t d = 0; d < dimension && kind == INT8; d++) to[d] *= scale_N[n];
             passage_T[t] = p;
             if (v + 1 < count_P[p]) v++;
             else if (p + 1 < passages) p++, v = 0;
@@ -843,7 +843,7 @@ AVX2 void mvr_best_views(int kind, const char *rows, const float *scale_N, const
 
 /* The inner product of `exact.py`: products in float64, which are exact, the upper half added to the lower until one is
    left. Where four divides D, the first two additions are done at once, in the same order. Under Python's -fwrapv
-   compilers vectorise these loops, and the one of codes above, only where their index has 64 bits. */
+   compilers vectorise these loops, and that of scales above, only where their index has 64 bits. */
 AVX2 static float exact_score(const float *restrict row, const double *restrict query, int64_t dimension,
                               double *restrict terms) {
     const int64_t parts = dimension % 4 ? 1 : 4, part = dimension / parts;
