@@ -782,12 +782,17 @@ AVX2 INLINE int64_t code_product(const char *row, const int16_t *query, int dime
     return sum;
 }
 
-/* The products of three rows with four queries, [3][4]: all sixteen registers are in use. */
-AVX2 INLINE void three_rows(const float *const *row, const float *query, int64_t width, __m128 *product) {
+/* The products of three rows with four queries, [3][4]: all sixteen registers are in use. Between them it asks memory
+   for the rows `next`, of `size` bytes a value, 0: for none. */
+AVX2 INLINE void three_rows(const float *const *row, const float *query, int64_t width, const char *const *next,
+                            const int size, __m128 *product) {
     __m256 sum[3][4] = {};
     for (int64_t d = 0; d < width; d += 8) {
         __m256 part[3];
-        UNROLL for (int r = 0; r < 3; r++) part[r] = _mm256_loadu_ps(row[r] + d);
+        UNROLL for (int r = 0; r < 3; r++) {
+            part[r] = _mm256_loadu_ps(row[r] + d);
+            if (size && d * size % 64 == 0) _mm_prefetch(next[r] + d * size, _MM_HINT_T1);
+        }
         UNROLL for (int q = 0; q < 4; q++) {
             const __m256 values = _mm256_loadu_ps(query + q * width + d);
             UNROLL for (int r = 0; r < 3; r++) sum[r][q] = _mm256_fmadd_ps(part[r], values, sum[r][q]);
@@ -808,20 +813,22 @@ AVX2 void mvr_best_views(int kind, const char *rows, const float *scale_N, const
     const int64_t stride = (int64_t)dimension * size_of(kind);
     for (int64_t p = 0; p < passages && queries == 1; p++) {
         const char *row = rows + first_P[p] * stride, *next = rows + first_P[p + 1 < passages ? p + 1 : p] * stride;
+        const int ahead = kind != FLOAT32 || next != row + count_P[p] * stride; /* or the processor does it better */
         for (int64_t v = 0; v < count_P[p]; v++, row += stride, next += stride) {
-            for (int64_t at = 0; at < stride; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
+            for (int64_t at = 0; at < stride && ahead; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
             const float score = kind != INT8 ? product_of(kind, row, queries_QD, dimension, NULL)
                 : (float)((double)scale_N[first_P[p] + v] * unit * code_product(row, queries_QD, dimension));
             best_PQ[p] = score > best_PQ[p] ? score : best_PQ[p];
         }
     }
     const float *row_T[TILE_ROWS];
+    const char *next_T[TILE_ROWS];
     int64_t passage_T[TILE_ROWS];
     for (int64_t p = 0, v = 0, done = !passages; !done && queries > 1;) {
         for (int t = 0; t < TILE_ROWS; t++) { /* after the last row it is repeated, which changes no maximum */
             const int64_t n = first_P[p] + v;
-            const char *row = rows + n * stride, *next = row + TILE_ROWS * stride;
-            for (int64_t at = 0; at < stride; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
+            const char *row = rows + n * stride;
+            next_T[t] = row + TILE_ROWS * stride;
             float *to = space + t * width;
             row_T[t] = kind == FLOAT32 && width == dimension ? (const float *)row : to_floats(kind, row, dimension, to);
             for (int64_t d = 0; d < dimension && kind == INT8; d++) to[d] *= scale_N[n];
@@ -833,7 +840,12 @@ AVX2 void mvr_best_views(int kind, const char *rows, const float *scale_N, const
         for (int64_t q = 0; q < queries; q += 4) {
             __m128 product[3];
             for (int t = 0; t < TILE_ROWS; t++) {
-                if (t % 3 == 0) three_rows(row_T + t, (const float *)queries_QD + q * width, width, product);
+#define THREE_ROWS(next, size) three_rows(row_T + t, (const float *)queries_QD + q * width, width, next, size, product)
+#define FETCH(kind) THREE_ROWS(next_T + t, size_of(kind))
+                if (t % 3 == 0 && q) THREE_ROWS(NULL, 0);
+                else if (t % 3 == 0) BY_KIND(kind, FETCH);
+#undef FETCH
+#undef THREE_ROWS
                 float *best = best_PQ + passage_T[t] * queries + q;
                 _mm_storeu_ps(best, _mm_max_ps(product[t % 3], _mm_loadu_ps(best)));
             }
