@@ -250,8 +250,8 @@ def apply_changes(
     log.info("updated: corpus=%s parent=%s digest=%s parts=%d", parent.name, parent.digest, digest, len(by_shard))
     if sets.num_dropped:
         log.warning(
-            "questions removed from the sets of corpus %r: %d; each had its last gold passage deleted, or in a chunk that "
-            "the shorter text no longer has; the corpus before, %s, keeps them",
+            "questions removed from the sets of corpus %r: %d; the last gold passage of each was deleted, or is a "
+            "chunk that its shorter text no longer has; the corpus before, %s, keeps them",
             *(parent.name, sets.num_dropped, parent.digest),
         )
     return UpdateReport(

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 READ_FROM = "2.60."
 MAX_PACKAGE_BYTES = ray_constants.DASHBOARD_CLIENT_MAX_SIZE
-"""Most that the dashboard takes as the working directory of a job: 100 MiB, of the 512 that Ray's control store takes."""
+"""Limit of the dashboard on the working directory of a job: 100 MiB, of the 512 that Ray's control store takes."""
 _CONNECT_S = 5
 _CLUSTER_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _TRIES_VARIABLE = "RAY_gcs_server_port_wait_time_s"
@@ -103,8 +103,8 @@ def accepts_without_token(address: str) -> bool:
 
 
 def package_bytes(folder: Path) -> int:
-    """Bytes of the archive, which is not compressed, that `ray job submit --working-dir` makes of a folder: without what
-    `.gitignore`, `.rayignore` and Ray's own list leave out."""
+    """Bytes of the archive, which is not compressed, that `ray job submit --working-dir` makes of a folder. It lacks
+    what `.gitignore`, `.rayignore` and Ray's own list leave out."""
     excludes = [packaging._get_excludes(folder, ray_constants.get_runtime_env_default_excludes())]
     sizes: list[int] = []
 
