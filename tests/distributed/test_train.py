@@ -17,6 +17,7 @@ import yaml
 from prepared_corpus import only_corpus
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.storage import get_fs_and_path
+from waiting import lines_of
 
 from mvr_ray.config import RunConfig, load_run, parse_run
 from mvr_ray.core.encoding.encoder import DualEncoder
@@ -561,7 +562,7 @@ def test_an_interrupted_command_says_so_and_continues_in_a_store_given_by_a_rela
 
     lines = []
     with subprocess.Popen(command, **options) as first:
-        for line in first.stderr:
+        for line in lines_of(first, first.stderr):
             lines.append(line)
             if line.startswith("train ("):
                 first.send_signal(signal.SIGINT)
