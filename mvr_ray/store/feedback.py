@@ -72,12 +72,12 @@ def copy_judgements(store: Store, index: str) -> str | None:
     return f"{folder}/{name}"
 
 
-def _newest(store: Store, index: str, known: tuple[int, int] | None = None) -> JudgementFile:
-    """Read the newest file of the group of a known file (group, number), which a listing that lags may lack; None: of
-    the last group."""
+def _newest(store: Store, index: str, file: tuple[int, int] | None = None) -> JudgementFile:
+    """Read the newest file of the group of `file` (group, number), which a listing that lags may lack; None: of the
+    last group."""
     while True:
         numbers = _numbers(store, index)
-        group, number = known or (max(numbers), 0)
+        group, number = file or (max(numbers), 0)
         try:
             return _read(store, index, group, max(number, *numbers.get(group, (0,))))
         except MissingInputError:
