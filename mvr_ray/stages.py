@@ -38,18 +38,16 @@ def _mine(run: "RunConfig", progress: "Progress") -> Any:
 
 def _index(run: "RunConfig", progress: "Progress") -> Any:
     """Encode the corpus, build an index a shard, publish a version."""
-    from mvr_ray.distributed.cluster import job_metrics
     from mvr_ray.distributed.indexing import build_index
 
-    return build_index.index(run, job_metrics.with_metrics("index", run.index.name, progress))
+    return build_index.index(run, progress)
 
 
 def _refine(run: "RunConfig", progress: "Progress") -> Any:
     """Improve the live version from labelled questions or feedback."""
     from mvr_ray.distributed import refine
-    from mvr_ray.distributed.cluster import job_metrics
 
-    return refine.refine(run, job_metrics.with_metrics("refine", run.index.name, progress))
+    return refine.refine(run, progress)
 
 
 def _evaluate(run: "RunConfig", progress: "Progress") -> Any:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -20,6 +21,7 @@ from ray.exceptions import RayTaskError
 from mvr_ray.cli import main
 from mvr_ray.cli.commands import exit_on_error, run_stage
 from mvr_ray.config import RunConfig, load_run
+from mvr_ray.distributed.cluster import job_metrics
 from mvr_ray.errors import DataError, MvrRayError
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.rankings import RankingFormat
@@ -433,6 +435,21 @@ def test_a_run_keeps_its_info_lines_and_the_terminal_shows_none(tmp_path: Path) 
     [line] = [text for text in (only_record(tmp_path / "store") / "log").read_text().splitlines() if " INFO " in text]
     assert "mvr_ray.store.prepare" in line and "passages=1" in line
     assert "INFO" not in process.stderr
+
+
+def test_every_stage_reports_metrics_in_a_session_and_its_progress_as_before(tmp_path, monkeypatch, capsys) -> None:
+    values = {}
+
+    def gauge(name: str, *_: str) -> SimpleNamespace:
+        return SimpleNamespace(set=lambda value, tags: values.update({(name, *tags.values()): value}))
+
+    monkeypatch.setattr(job_metrics.session, "in_ray", lambda: True)
+    monkeypatch.setattr(job_metrics, "_gauge", gauge)
+    run = RunConfig.model_validate({"store": {"path": str(tmp_path / "store")}, "index": {"name": "small"}})
+    run_stage("evaluate", run, lambda run, progress: progress("search 1 of 2 sets", 3, 4), as_json=True)
+    assert values["job_done", "evaluate", "small", "search of sets"] == 3
+    assert values["job_total", "evaluate", "small", "search of sets"] == 4
+    assert "search 1 of 2 sets: 3 of 4" in capsys.readouterr().err
 
 
 def test_doctor_tries_the_cluster_that_the_run_file_names(command, run_file: str) -> None:

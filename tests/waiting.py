@@ -1,7 +1,9 @@
-"""Waits for a condition that another thread or process makes true."""
+"""Waits, up to a limit, for a condition that another thread or process makes true, or for what a process writes."""
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from subprocess import Popen
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -14,3 +16,15 @@ def until(what: Callable[[], T], seconds: float = 60.0, every_s: float = 0.002) 
         assert time.monotonic() < end, "the condition did not become true"
         time.sleep(every_s)
     return value
+
+
+def lines_of(process: Popen[str], stream: Iterable[str] | None, seconds: float = 300.0) -> Iterator[str]:
+    """The lines of a process's stdout or stderr. It is killed when the time is over."""
+    assert stream
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        yield from stream
+        assert timer.is_alive(), f"the process neither wrote the line nor ended within {seconds:g} s"
+    finally:
+        timer.cancel()

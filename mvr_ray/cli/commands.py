@@ -142,7 +142,7 @@ def run_stage(
     are checked before Ray or torch is imported.
     """
     from mvr_ray.cli.inputs import check_inputs, ready_command
-    from mvr_ray.distributed.cluster import session
+    from mvr_ray.distributed.cluster import job_metrics, session
     from mvr_ray.progress import Reporter
     from mvr_ray.store.files import Store
     from mvr_ray.store.runs import record, to_plain
@@ -153,7 +153,8 @@ def run_stage(
     with Reporter() as progress, session.announcing(progress.say), record(run, name) as run_record:
         if words:
             check_inputs(name, run, arguments or {})
-        run_record.report = _question_values_to_files(work(run, progress), run, run_record.files)
+        report = work(run, job_metrics.with_metrics(name, run.index.name, progress))
+        run_record.report = _question_values_to_files(report, run, run_record.files)
     plain = to_plain(run_record.report)
     plain = plain if isinstance(plain, dict) else {name: plain}
     folder = Store(run.store.path).where(run_record.folder) if run_record.folder else ""

@@ -22,7 +22,7 @@ from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store.chunks import word_spans
 from mvr_ray.store.fields import FieldReader, TextCell
 from mvr_ray.store.files import finished_file
-from mvr_ray.store.formats.huggingface import open_dataset
+from mvr_ray.store.formats.huggingface import dataset_rows
 from mvr_ray.store.formats.records import BadRow, PassageRecord, QuestionRecord
 from mvr_ray.store.formats.rows import parquet_rows
 from mvr_ray.store.formats.sources import NAMED_FIELDS, format_of, read_source, source_files
@@ -174,7 +174,7 @@ def _raw_rows(source: SourceConfig, kind: str) -> Iterator[Mapping[str, Any]]:
     """Yield the unparsed rows of a source, without bad ones."""
     if kind == "huggingface":
         path = source.path if source.path.startswith("hf:") else str(resolve_path(source.path))
-        yield from open_dataset(path, source.split)
+        yield from dataset_rows(path, source.split)
         return
     file = source_files(source)[0]
     if kind == "parquet":

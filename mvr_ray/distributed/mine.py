@@ -215,7 +215,7 @@ class PairScorer(models.ModelWorker):
     def __call__(self, batch: Sequence[Candidates]) -> list[float]:
         texts = self.corpus.get(dict.fromkeys(one for _, ids in batch for one in ids))
         pairs = [Pair(question, texts[one]) for question, ids in batch for one in ids]
-        with models.translate_out_of_memory(self.task.tokens_per_batch, "read.tokens_per_batch"):
+        with models.translate_out_of_memory(f"{self.task.tokens_per_batch} tokens", "read.tokens_per_batch"):
             return self.model.score(pairs, self.task.tokens_per_batch).tolist()
 
 

@@ -97,11 +97,9 @@ def save_model(store: Store, kind: ModelKind, name: str, model: StoredModel) -> 
 
 
 @contextmanager
-def translate_out_of_memory(tokens_per_batch: int, setting: str) -> Iterator[None]:
+def translate_out_of_memory(batch: str, setting: str) -> Iterator[None]:
     """Raise ResourceError, naming the setting to lower, if a batch does not fit in the GPU's memory."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ResourceError(
-            f"the GPU lacks memory for a batch of {tokens_per_batch} tokens ({error}); lower {setting}"
-        ) from None
+        raise ResourceError(f"the GPU lacks memory for a batch of {batch} ({error}); lower {setting}") from None

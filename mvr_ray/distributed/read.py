@@ -82,7 +82,7 @@ class QuestionReader(models.ModelWorker):
     """Read batches of questions, each with the texts of its passages."""
 
     def __call__(self, batch: Sequence[tuple[str, Sequence[str]]]) -> list[list[Span | None]]:
-        with models.translate_out_of_memory(self.task.tokens_per_batch, "read.tokens_per_batch"):
+        with models.translate_out_of_memory(f"{self.task.tokens_per_batch} tokens", "read.tokens_per_batch"):
             return self.model.read([ReadRequest(*item) for item in batch], self.task.tokens_per_batch)
 
 

@@ -33,7 +33,7 @@ from mvr_ray.distributed.training.cross_encoder import CrossEncoderLoop
 from mvr_ray.distributed.training.reader import ReaderLoop
 from mvr_ray.distributed.training.retriever import RetrieverLoop
 from mvr_ray.distributed.training.steps import StepLoop, TrainingJob
-from mvr_ray.errors import ConfigError, FormatError, MvrRayError, ResourceError, StorageError
+from mvr_ray.errors import FormatError, MvrRayError, NoAnswerError, ResourceError, StorageError, first_line
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.model_records import latest_fingerprint, record_latest
@@ -154,8 +154,8 @@ def _own_device(run: RunConfig) -> torch.device:
 def _train_on_workers(run: RunConfig, progress: Progress) -> TrainState:
     """Train on Ray Train workers in one process group; returns rank 0's state.
 
-    Ray Train restarts workers that die. Raises ResourceError when they cannot be placed or keep dying, and at once the
-    ConfigError of a training that diverges.
+    Workers start again, at the newest checkpoint, where one died. Raises ResourceError when they cannot be placed or
+    keep dying, and at once an error that they would only repeat.
     """
     resources = run.resources
     worker_run = run.model_copy(update={"store": StoreConfig(path=Store(run.store.path).address)})
@@ -167,47 +167,49 @@ def _train_on_workers(run: RunConfig, progress: Progress) -> TrainState:
         actor = stack.enter_context(forward_progress(progress))
         api: Any = ray.train
         make_trainer: Any = TorchTrainer
-        trainer = make_trainer(
-            _worker,
-            train_loop_config={"run": worker_run.model_dump(mode="json"), "actor": actor},
-            scaling_config=api.ScalingConfig(
-                num_workers=count,
-                use_gpu=gpus > 0,
-                resources_per_worker={"CPU": cpus} | ({"GPU": gpus} if gpus else {}),
-            ),
-            torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
-            run_config=api.RunConfig(
-                name=f"train-{uuid.uuid4().hex}",
-                **storage,
-                failure_config=api.FailureConfig(max_failures=MAX_RESTARTS),
-            ),
-        )
-        try:
-            with _interruptible():
-                result = trainer.fit()
-        except ray.train.TrainingFailedError as error:
-            raise _translate_failure(error) from error
-    if isinstance(result.return_value, ConfigError):
-        raise result.return_value
-    return TrainState.from_json(result.return_value.encode())
+        restarts_left = MAX_RESTARTS
+        while True:
+            trainer = make_trainer(
+                _worker,
+                train_loop_config={"run": worker_run.model_dump(mode="json"), "actor": actor},
+                scaling_config=api.ScalingConfig(
+                    num_workers=count,
+                    use_gpu=gpus > 0,
+                    resources_per_worker={"CPU": cpus} | ({"GPU": gpus} if gpus else {}),
+                ),
+                torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
+                run_config=api.RunConfig(name=f"train-{uuid.uuid4().hex}", **storage),
+            )
+            try:
+                with _interruptible():
+                    return TrainState.from_json(trainer.fit().return_value.encode())
+            except ray.train.TrainingFailedError as error:
+                failures = getattr(error, "worker_failures", {}).values()
+                if not restarts_left or not any(map(_may_pass, failures)):
+                    raise _translate_failure(error) from error
+                log.warning("training starts again at its newest checkpoint: %s", first_line(next(iter(failures))))
+                restarts_left -= 1
 
 
-def _worker(config: dict[str, Any]) -> str | ConfigError:
-    """Train one rank. Returns the final state as JSON on rank 0, an empty text elsewhere.
-
-    A ConfigError, as of a training that diverges, is the same on every rank: it is returned, because Ray Train answers
-    an error that is raised with a restart of the workers, which would raise it again.
-    """
+def _worker(config: dict[str, Any]) -> str:
+    """Train one rank. Returns the final state as JSON on rank 0, an empty text elsewhere."""
     run = RunConfig.model_validate(config["run"])
     torch.set_num_threads(run.resources.torch_threads)
     device = get_device()
     assert isinstance(device, torch.device)
     loop = LOOPS[run.train.task]
-    try:
-        state = loop(loop.open_job(run), config["actor"].report.remote, device).run()
-    except ConfigError as error:
-        return error
+    state = loop(loop.open_job(run), config["actor"].report.remote, device).run()
     return state.to_json().decode() if rank() == 0 else ""
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether a worker's error may be absent after a restart: it died (an error of Ray), or it lost another worker
+    (torch has no class for what gloo raises), its GPU, or a file system. Others, as of memory, come again."""
+    if isinstance(error, MvrRayError):
+        return isinstance(error, NoAnswerError)
+    is_from_ray = type(error).__module__.startswith("ray.")
+    is_lost = isinstance(error, (torch.distributed.DistError, torch.AcceleratorError, OSError))
+    return is_from_ray or is_lost or "/gloo/" in str(error)
 
 
 @contextmanager
@@ -246,14 +248,11 @@ def _storage(run: RunConfig, info: session.ClusterInfo) -> Iterator[dict[str, An
 
 
 def _translate_failure(error: Exception) -> Exception:
-    failures = getattr(error, "worker_failures", {})
-    for failure in failures.values():
-        cause = getattr(failure, "cause", failure)
-        if isinstance(cause, MvrRayError):
-            return cause
-    first = next(iter(failures.values()), error)
-    lines = str(first).strip().splitlines()
+    failures = getattr(error, "worker_failures", {}).values()
+    for failure in failures:
+        if isinstance(failure, MvrRayError) or not _may_pass(failure):
+            return failure
     return ResourceError(
-        f"training stopped after {MAX_RESTARTS} restarts: {lines[-1] if lines else type(first).__name__}; see whether "
-        f"a machine ran out of memory or left the cluster, then run the same command again, it continues"
+        f"training stopped after {MAX_RESTARTS} restarts: {str(next(iter(failures), error)).strip().splitlines()[-1]}; "
+        f"see whether a machine ran out of memory or left the cluster, then run the same command again, it continues"
     )

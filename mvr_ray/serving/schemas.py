@@ -9,6 +9,7 @@ import json
 import math
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -28,6 +29,7 @@ _CODES = {
     "extra_forbidden": "unknown_field",
     "unexpected_keyword_argument": "unknown_field",
 }
+_KEY_END = re.compile(rb'"\s*:')
 
 
 class RequestModel(BaseModel):
@@ -432,9 +434,20 @@ def parse_json(model: type[M], body: bytes, headers: Mapping[str, str]) -> M:
         hint = "send the body as it is, without the header `Content-Encoding`"
         raise RequestError(415, "wrong_content_encoding", "", f"the content encoding is {encoding[:80]!r}", hint)
     try:
-        return model.model_validate_json(body, strict=True)
+        request = model.model_validate_json(body, strict=True)
     except ValidationError as error:
         raise first_problem(error.errors(include_url=False, include_input=False), model.model_fields) from None
+    if len(_KEY_END.findall(body)) > len(request.model_fields_set):  # nested keys, one twice, or a text that looks so
+        json.loads(body, object_pairs_hook=_require_distinct_keys, parse_int=str)
+    return request
+
+
+def _require_distinct_keys(pairs: list[tuple[str, Any]]) -> None:
+    """Raise RequestError for an object of JSON that has a key twice, of which parsers keep the last one."""
+    if len(dict(pairs)) < len(pairs):
+        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+        hint = "send each key of an object once; several conditions for one field of a filter go into one object"
+        raise RequestError(422, "repeated_field", key, f"{key}: the key is there more than once", hint)
 
 
 def validate(model: type[M], /, **values: Any) -> M:

@@ -44,10 +44,10 @@ def add_judgements(store: Store, index: str, lines: Sequence[str]) -> int:
         except OSError as error:
             if not store.holds(path, data, error):
                 raise
-        if _newest(store, index, group).lines[: len(all_lines)] != all_lines:
+        if _newest(store, index, (group, number + 1)).lines[: len(all_lines)] != all_lines:
             store.delete(path)
             continue
-        for old in _numbers(store, index)[group]:
+        for old in _numbers(store, index).get(group, ()):
             if 0 < old < number:
                 store.delete(paths.judgements(index, old, group))
         return group + len(all_lines)
@@ -59,7 +59,7 @@ def copy_judgements(store: Store, index: str) -> str | None:
     The file is named by its content, so an interrupted refinement continues with it. It replaces the copy before.
     """
     *full_groups, last = sorted((group, max(numbers)) for group, numbers in _numbers(store, index).items())
-    files = [*store.for_each(lambda own: _read(store, index, *own), full_groups), _newest(store, index, last[0])]
+    files = [*store.for_each(lambda own: _read(store, index, *own), full_groups), _newest(store, index, last)]
     data = b"".join(line + b"\n" for file in files for line in file.lines)
     if not data:
         return None
@@ -72,13 +72,14 @@ def copy_judgements(store: Store, index: str) -> str | None:
     return f"{folder}/{name}"
 
 
-def _newest(store: Store, index: str, group: int | None = None) -> JudgementFile:
-    """Read the newest file of a group, None for the last one."""
+def _newest(store: Store, index: str, file: tuple[int, int] | None = None) -> JudgementFile:
+    """Read the newest file of the group of `file` (group, number), which a listing that lags may lack; None: of the
+    last group."""
     while True:
         numbers = _numbers(store, index)
-        own = max(numbers) if group is None else group
+        group, number = file or (max(numbers), 0)
         try:
-            return _read(store, index, own, max(numbers[own]))
+            return _read(store, index, group, max(number, *numbers.get(group, (0,))))
         except MissingInputError:
             pass  # two further calls have deleted it since it was listed
 

@@ -248,6 +248,12 @@ def apply_changes(
         if corpus.number % KEPT_PUBLICATIONS == 0:  # it reads every version of every index
             collect_corpus(parent.store, parent.name)
     log.info("updated: corpus=%s parent=%s digest=%s parts=%d", parent.name, parent.digest, digest, len(by_shard))
+    if sets.num_dropped:
+        log.warning(
+            "questions removed from the sets of corpus %r: %d; the last gold passage of each was deleted, or is a "
+            "chunk that its shorter text no longer has; the corpus before, %s, keeps them",
+            *(parent.name, sets.num_dropped, parent.digest),
+        )
     return UpdateReport(
         corpus=parent.name,
         parent=parent.digest,

@@ -24,6 +24,7 @@ from mvr_ray import __version__, versions
 from mvr_ray.checksums import json_with_checksum, parse_json
 from mvr_ray.config import RunConfig, resolve_path
 from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.cluster.job_metrics import with_metrics
 from mvr_ray.distributed.cluster.stage_pool import StagePool
 from mvr_ray.errors import ConfigError, MissingInputError, MvrRayError, StorageError, StudyError
 from mvr_ray.stages import STAGES
@@ -173,7 +174,7 @@ def _start(step: PlannedStep, pool: StagePool, progress: Progress) -> None:
     """Start the step's work on a worker."""
     gpus = step.run.resources.gpus_per_encoder if step.stage == "cost" else 0  # stages request GPUs for their workers
     work = partial(MEASURES[step.stage], options=step.options) if step.stage in MEASURES else STAGES[step.stage]
-    pool.start(step.key, work, step.run, progress, gpus)
+    pool.start(step.key, work, step.run, with_metrics(step.stage, step.run.index.name, progress), gpus)
 
 
 def _next_step(

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from random_index import publish_random_index, random_views
+from waiting import lines_of
 
 from mvr_ray.checksums import json_with_checksum
 from mvr_ray.core.encoding import encoder as encoder_module
@@ -264,7 +265,7 @@ def test_a_killed_driver_loses_only_the_chunks_under_way(empty_store, small_inde
     run = run_over(empty_store, resources={"encoders_max": 1, "local_cpus": 4})
     command = [sys.executable, "-c", DRIVER, run.model_dump_json()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
-        for line in driver.stdout:
+        for line in lines_of(driver, driver.stdout):
             if line.startswith("encode "):
                 driver.kill()
                 break

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import ray
 import yaml
+from waiting import lines_of
 
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.distributed.cluster.session import ClusterInfo
@@ -174,8 +175,7 @@ def start(run: RunConfig, folder: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def read_until(process: subprocess.Popen[str], moment: str, lines: list[str]) -> None:
-    assert process.stderr
-    for line in process.stderr:
+    for line in lines_of(process, process.stderr):
         lines.append(line)
         if moment in line:
             return

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import ray
 import yaml
+from waiting import lines_of
 
 from mvr_ray.cli import main
 from mvr_ray.store import manifest
@@ -66,8 +67,7 @@ def killed_at(
     with subprocess.Popen(
         [*COMMAND, *words], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=os.environ | environment
     ) as driver:
-        assert driver.stderr
-        for line in driver.stderr:
+        for line in lines_of(driver, driver.stderr):
             lines.append(line)
             if moment in line:
                 driver.send_signal(signal.SIGKILL)

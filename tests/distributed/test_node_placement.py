@@ -2,6 +2,7 @@
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +18,12 @@ from ray.cluster_utils import Cluster
 from ray.exceptions import GetTimeoutError, RayError
 from waiting import until
 
+from mvr_ray.config import ResourcesConfig
 from mvr_ray.deadline import Deadline
+from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.hot_swap import HotSwapRouter, open_hot_swap_router
+from mvr_ray.distributed.refinement.refiner_pool import RefinerPool
+from mvr_ray.distributed.refinement.shard_refiner import RefinerTask
 from mvr_ray.distributed.router import searcher_task
 from mvr_ray.distributed.searching.node_placement import NodeCapacity, Rebalancer, assign_nodes
 from mvr_ray.distributed.searching.rendezvous import Move
@@ -189,6 +194,16 @@ class InterruptedRebalancer(Rebalancer):
         super()._open_shards(actor, assignments, target)
         meanwhile, self.meanwhile = self.meanwhile, lambda: None
         meanwhile()
+
+
+@pytest.mark.nodes
+def test_refiners_are_spread_over_the_nodes_as_their_memory_is_not_reserved(tmp_path: Path, cluster):
+    task = RefinerTask(str(tmp_path), publish_random_index(tmp_path, VIEWS, 4), "staging/none")
+    with session.connect(ResourcesConfig()), RefinerPool(task, 4, 0.2) as refiners:
+        calls = [
+            actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()) for actor in refiners.actors
+        ]
+        assert sorted(Counter(ray.get(calls, timeout=120)).values()) == [2, 2]
 
 
 @pytest.mark.ray

@@ -21,6 +21,7 @@ import yaml
 from hosts import HEALTH
 from ray._private.node import Node
 from ray.cluster_utils import Cluster
+from waiting import lines_of
 
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.files import Store
@@ -99,8 +100,7 @@ def command(*words: str) -> subprocess.Popen:
 def finish(process: subprocess.Popen, moment: str = "", then=lambda: None) -> str:
     """All that a command says; `then` is done when it says `moment`."""
     lines, due = [], bool(moment)
-    assert process.stderr
-    for line in process.stderr:
+    for line in lines_of(process, process.stderr):
         lines.append(line)
         if due and moment in line:
             due = False
@@ -232,11 +232,10 @@ def test_a_head_that_dies_ends_the_command_and_loses_only_the_chunks_under_way(
         monkeypatch.setenv("RAY_ADDRESS", first.address)
         finish(command("index", run_file(run_over, calm)))
         going = command("index", run)
-        assert going.stderr
-        lines = [next(line for line in going.stderr if "encode:" in line)]
+        lines = [next(line for line in lines_of(going, going.stderr) if "encode:" in line)]
         began = time.monotonic()
         first.remove_node(first.head_node, allow_graceful=False)
-        lines += list(going.stderr)
+        lines += lines_of(going, going.stderr)
         assert going.wait(timeout=120) != 0, "".join(lines)
         assert any("head" in line and "the same command" in line for line in lines), "".join(lines)
         took_s = time.monotonic() - began
@@ -291,8 +290,7 @@ def test_a_node_that_dies_while_it_searches_gives_no_wrong_answer(
     answers: list[dict] = []
     killed_at = None
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as asking:
-        assert asking.stdout
-        for text in asking.stdout:
+        for text in lines_of(asking, asking.stdout):
             if not text.startswith("{"):
                 continue  # Ray tells on stdout what became of workers
             answers.append(json.loads(text))

@@ -92,6 +92,31 @@ def test_doctor_finds_what_the_package_needs():
         assert checks[name].ok, checks[name]
 
 
+def test_doctor_measures_what_a_job_would_upload_of_a_clone_for_a_cluster(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    resources = ResourcesConfig(address="http://127.0.0.1:8265")
+
+    def sizes(resources: ResourcesConfig) -> list[tuple[bool, str]]:
+        return [(check.ok, check.detail) for check in doctor(resources) if check.name == "working directory"]
+
+    assert not sizes(resources)
+    for path, num_bytes in (
+        ("jobs/index.py", 1),
+        ("data/large", 99 << 20),
+        ("store/part", 9 << 20),
+        (".git/x", 9 << 20),
+    ):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        with (tmp_path / path).open("wb") as file:
+            file.truncate(num_bytes)
+    assert not sizes(ResourcesConfig())
+    advice = f"; name what jobs do not read, such as data and stores, in {tmp_path}/.rayignore"
+    detail = "ray job submit --working-dir . uploads {} MiB of " + f"{tmp_path}, and 100 MiB at most"
+    assert sizes(resources) == [(False, detail.format("108.0") + advice)]
+    (tmp_path / ".rayignore").write_text("/data/\n")
+    assert sizes(resources) == [(True, detail.format("9.0"))]
+
+
 def test_doctor_says_how_many_cpus_a_private_cluster_gets():
     for local_cpus, cpus in ((0, max(4, 2 * os.cpu_count())), (3, 3)):
         [check] = [check for check in doctor(ResourcesConfig(local_cpus=local_cpus)) if check.name == "processors"]

@@ -15,17 +15,27 @@ import ray
 import torch
 import yaml
 from prepared_corpus import only_corpus
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.storage import get_fs_and_path
+from waiting import lines_of
 
 from mvr_ray.config import RunConfig, load_run, parse_run
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.views import EncoderSpec
 from mvr_ray.distributed.cluster.session import ClusterInfo, Node
 from mvr_ray.distributed.encoders import encoder_spec
-from mvr_ray.distributed.train import _storage, train
+from mvr_ray.distributed.train import _may_pass, _storage, train
 from mvr_ray.distributed.training import checkpoints, steps
 from mvr_ray.distributed.training.retriever import loss_name, warm_start_steps
-from mvr_ray.errors import ConfigError, DataError, EncoderError, MissingInputError, ResourceError, StorageError
+from mvr_ray.errors import (
+    ConfigError,
+    DataError,
+    EncoderError,
+    MissingInputError,
+    NoAnswerError,
+    ResourceError,
+    StorageError,
+)
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
 from mvr_ray.store.model_records import ENCODERS, latest_fingerprint
@@ -310,6 +320,44 @@ def test_a_training_that_diverges_ends_with_its_step_and_rate_and_the_newest_mod
     assert num_started("RayTrainWorker") == num_before + workers
 
 
+@pytest.mark.slow
+@pytest.mark.data
+@pytest.mark.ray
+def test_workers_are_not_started_again_for_an_error_that_they_would_repeat(store_path, actors_started):
+    settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 6, "epochs": 6, "checkpoint_steps": 2}
+    own = {"name": "damaged-checkpoint", "strategy": "mean", **QUICK}
+    with pytest.raises(RetrieverStop):
+        train(run_of(store_path, settings, own), stop_at(4))
+    [weights] = (store_path / "training" / own["name"]).glob("*/step-*/model.safetensors")
+    weights.chmod(0o644)
+    weights.write_bytes(b"")
+    num_before = actors_started("RayTrainWorker")
+    with pytest.raises(StorageError, match=r"model\.safetensors is damaged .* and train from the start"):
+        train(run_of(store_path, settings, own, resources={"train_workers": 2}))
+    assert actors_started("RayTrainWorker") == num_before + 2
+    assert weights.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "restarts"),
+    [
+        (ray.exceptions.ActorDiedError(), True),
+        (WorkerHealthCheckFailedError("", ray.exceptions.ActorDiedError()), True),
+        (RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
+        (torch.distributed.DistBackendError("NCCL"), True),
+        (NoAnswerError("the store does not answer"), True),
+        (ConnectionResetError(), True),
+        (StorageError("the disk is full"), False),
+        (ResourceError("the GPU lacks memory"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (IndexError("index out of range in self"), False),
+    ],
+)
+def test_workers_start_again_after_what_was_lost_and_not_after_what_is_wrong(error, restarts):
+    assert _may_pass(error) == restarts
+
+
 @pytest.mark.data
 def test_weights_that_are_not_finite_are_not_stored(store_path):
     """The only step's gradient is finite, and the step too long."""
@@ -514,7 +562,7 @@ def test_an_interrupted_command_says_so_and_continues_in_a_store_given_by_a_rela
 
     lines = []
     with subprocess.Popen(command, **options) as first:
-        for line in first.stderr:
+        for line in lines_of(first, first.stderr):
             lines.append(line)
             if line.startswith("train ("):
                 first.send_signal(signal.SIGINT)

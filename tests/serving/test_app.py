@@ -95,6 +95,27 @@ def test_what_is_no_json_is_refused() -> None:
     assert (reply.status, reply.body["error"]["code"]) == (422, "not_json")
 
 
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b'{"queries": ["x"], "k": 1, "k" : 2}', "k"),
+        (b'{"queries": ["x"], "queries": ["y"]}', "queries"),
+        (b'{"queries": ["x"], "filter": {"or": [{"year": {"gte": 1}, "year": {"lt": 9}}]}}', "year"),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(body, field) -> None:
+    reply = call(app(), "POST", "/v1/search", raw=body)
+    assert (reply.status, reply.body["error"]["code"]) == (422, "repeated_field")
+    assert reply.body["error"]["field"] == field
+
+
+def test_a_text_that_looks_like_keys_is_none() -> None:
+    query = 'nile "k": 1, "k": 2'
+    assert call(app(), "POST", "/v1/search", {"queries": [query], "k": 1}).status == 200
+    many_digits = b'{"queries": ["nile"], "filter": {"year": 1%s}}' % (b"0" * 5000)
+    assert call(app(), "POST", "/v1/search", raw=many_digits).status == 422
+
+
 def test_a_body_over_the_limit_is_refused_before_it_is_read() -> None:
     reply = call(app(max_body_bytes=100), "POST", "/v1/search", {"queries": ["x" * 200]})
     assert (reply.status, reply.body["error"]["code"]) == (413, "body_too_large")

@@ -52,6 +52,16 @@ class CountingStore(Store):
         return data
 
 
+class LaggingStore(Store):
+    """Lists files as of the listing before."""
+
+    names: tuple[str, ...] = ()
+
+    def list(self, path: str) -> list[str]:
+        before, self.names = self.names, tuple(super().list(path))
+        return list(before)
+
+
 @pytest.fixture(params=[40, GROUP_BYTES])
 def group_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(feedback, "GROUP_BYTES", request.param)
@@ -101,6 +111,14 @@ def test_a_slow_writer_whose_number_is_free_again_adds_to_the_newest(tmp_path):
     slow = SlowStore(tmp_path, lambda: [add_judgements(store, "main", [f"other {n}"]) for n in range(3)])
     assert add_judgements(slow, "main", ["slow"]) == 7
     assert stored_lines(store) == [*(f"start {n}" for n in range(3)), *(f"other {n}" for n in range(3)), "slow"]
+
+
+@pytest.mark.usefixtures("group_bytes")
+def test_no_judgement_is_lost_or_doubled_where_a_listing_lags(tmp_path):
+    store = LaggingStore(tmp_path)
+    counts = [add_judgements(store, "main", [f"judgement {n}"]) for n in range(9)]
+    assert counts == list(range(1, 10))
+    assert stored_lines(Store(tmp_path)) == [f"judgement {n}" for n in range(9)]
 
 
 @pytest.mark.usefixtures("group_bytes")

@@ -219,6 +219,21 @@ def test_questions_follow_their_passages(tmp_path: Path, write: Write):
     assert read_questions(Corpus.open(store, "corpus", corpus.digest), "set") == questions
 
 
+def test_a_question_about_a_chunk_that_a_shorter_text_no_longer_has_is_counted_and_told(
+    tmp_path: Path, write: Write, caplog
+):
+    store, cfg = Store(tmp_path / "store"), CONFIG.model_copy(update={"chunk_words": 1})
+    sources = [SourceConfig(path=str(write("rows.jsonl", lines(row("a", "one two"), row("b", "three")))))]
+    prepare(cfg.model_copy(update={"sources": sources}), store)
+    corpus = Corpus.open(store, "corpus")
+    write_questions(corpus, "set", [Question("q", "?", ("two",), ("a#1",)), Question("r", "?", ("one",), ("a#0",))])
+    assert not caplog.messages
+    assert update(cfg, store, str(write("c.jsonl", lines(row("a", "one"))))).questions_dropped == 1
+    assert [question.id for question in read_questions(Corpus.open(store, "corpus"), "set")] == ["r"]
+    [message] = caplog.messages
+    assert message.startswith("questions removed from the sets of corpus 'corpus': 1;") and corpus.digest in message
+
+
 def test_the_places_of_answers_stay_with_the_text_and_a_teachers_scores_with_all_that_they_score(
     tmp_path: Path, write: Write
 ):

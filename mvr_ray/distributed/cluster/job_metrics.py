@@ -1,4 +1,4 @@
-"""Prometheus metrics of a running `index`, `refine` or `follow`, exported through Ray's metrics agent of every node.
+"""Prometheus metrics of a running stage, exported through Ray's metrics agent of every node.
 
     ray_mvr_ray_job_done, ray_mvr_ray_job_total    {stage, index, step}    units done, and units in all
     ray_mvr_ray_job_moved_at_seconds               {stage, index}          Unix time of the newest step; constant

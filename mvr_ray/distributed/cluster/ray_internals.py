@@ -11,11 +11,14 @@ from typing import Any
 
 import ray.exceptions
 from ray._private import ray_constants, services, worker
+from ray._private.runtime_env import packaging
 from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ignore[missing-module-attribute]
 
 log = logging.getLogger(__name__)
 
 READ_FROM = "2.60."
+MAX_PACKAGE_BYTES = ray_constants.DASHBOARD_CLIENT_MAX_SIZE
+"""Limit of the dashboard on the working directory of a job: 100 MiB, of the 512 that Ray's control store takes."""
 _CONNECT_S = 5
 _CLUSTER_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _TRIES_VARIABLE = "RAY_gcs_server_port_wait_time_s"
@@ -97,6 +100,20 @@ def accepts_without_token(address: str) -> bool:
         if mode is not None:
             os.environ["RAY_AUTH_MODE"] = mode
     return True
+
+
+def package_bytes(folder: Path) -> int:
+    """Bytes of the archive, which is not compressed, that `ray job submit --working-dir` makes of a folder. It lacks
+    what `.gitignore`, `.rayignore` and Ray's own list leave out."""
+    excludes = [packaging._get_excludes(folder, ray_constants.get_runtime_env_default_excludes())]
+    sizes: list[int] = []
+
+    def add(path: Path) -> None:
+        sizes.append(path.stat().st_size if path.is_file() else 0)
+
+    silent = logging.Logger("silent", logging.CRITICAL)
+    packaging._dir_travel(folder, excludes, add, include_gitignore=True, logger=silent)
+    return sum(sizes)
 
 
 @contextmanager

@@ -420,11 +420,12 @@ _LIBRARIES = ("torch", "transformers", "pyarrow", "faiss", "hnswlib", "bm25s", "
 def doctor(resources: ResourcesConfig | None = None) -> list[Check]:
     """Check this machine for a stage: interpreter, libraries, memory, temporary folder, authentication, GPUs.
 
-    Also tries to join the cluster of `resources.address` or RAY_ADDRESS, if configured.
+    With `resources.address` or RAY_ADDRESS, also tries to join that cluster, and measures a working directory of jobs.
     """
     resources = resources or ResourcesConfig()
     address = cluster_address(resources)
-    return [*_check_software(), *_check_machine(resources), *([_check_cluster(address)] if address else [])]
+    of_cluster = [*_check_working_folder(Path.cwd()), _check_cluster(address)] if address else []
+    return [*_check_software(), *_check_machine(resources), *of_cluster]
 
 
 def _check_software() -> Iterator[Check]:
@@ -487,6 +488,17 @@ def _check_machine(resources: ResourcesConfig) -> Iterator[Check]:
     cuda = importlib.import_module("torch").cuda
     names = f"{cuda.device_count()} x {cuda.get_device_name(0)}" if cuda.is_available() else ""
     yield Check("gpus", True, names or "none visible to torch; the CPU does all the work")
+
+
+def _check_working_folder(folder: Path) -> Iterator[Check]:
+    """Compare what `ray job submit --working-dir .` uploads of a clone with Ray's limit, where its error names none."""
+    from mvr_ray.distributed.cluster.ray_internals import MAX_PACKAGE_BYTES, package_bytes
+
+    if (folder / "jobs" / "index.py").is_file():
+        size, most = (num_bytes / 2**20 for num_bytes in (package_bytes(folder), MAX_PACKAGE_BYTES))
+        advice = f"name what jobs do not read, such as data and stores, in {folder / '.rayignore'}"
+        detail = f"ray job submit --working-dir . uploads {size:.1f} MiB of {folder}, and {most:.0f} MiB at most"
+        yield Check("working directory", size < most, detail if size < most else f"{detail}; {advice}")
 
 
 def _check_cluster(address: str) -> Check:

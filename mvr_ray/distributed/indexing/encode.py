@@ -318,7 +318,7 @@ class ChunkEncoder:
         if not self.store.exists(path):
             tokens = unpack_tokens({name: batch.column(name)[0].values.to_numpy() for name in TOKEN_ARRAYS})
             encoder = self.encoder
-            out_of_memory = translate_out_of_memory(task.tokens_per_batch, "index.tokens_per_batch")
+            out_of_memory = translate_out_of_memory(f"{task.tokens_per_batch} tokens", "index.tokens_per_batch")
             with self.lock, torch_threads(self.threads), out_of_memory:
                 ids = batch.column("ids")[0].as_py()
                 block = embed_chunk(encoder, ids, tokens, task.tokens_per_batch, task.draft.dtype)

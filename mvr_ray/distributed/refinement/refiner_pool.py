@@ -278,7 +278,8 @@ def _new_refiner(task: RefinerTask, cpus: float) -> Any:
     import ray
 
     limits = {"max_restarts": MAX_RESTARTS, "max_task_retries": MAX_RESTARTS}
-    return ray.remote(ShardRefiner).options(num_cpus=cpus, **limits).remote(task)
+    # By default Ray fills a node to half of its CPUs first, and its memory with it.
+    return ray.remote(ShardRefiner).options(num_cpus=cpus, scheduling_strategy="SPREAD", **limits).remote(task)
 
 
 def _call(actor: Any, method: str, *arguments: Any) -> Call:

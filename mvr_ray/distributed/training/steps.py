@@ -26,7 +26,7 @@ from mvr_ray.core.encoding.training_attention import training_attention
 from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.learning.batches import Example, plan_epoch
 from mvr_ray.core.learning.training import PassSettings, average_gradients, chunks, lr_factor, rank, world_size
-from mvr_ray.distributed.models import MODEL_CLASSES
+from mvr_ray.distributed.models import MODEL_CLASSES, translate_out_of_memory
 from mvr_ray.distributed.training.checkpoints import Checkpoints, EpochSums, TrainState
 from mvr_ray.distributed.training.examples import input_digests
 from mvr_ray.errors import ConfigError
@@ -138,7 +138,12 @@ class StepLoop(ABC):
     def run(self) -> TrainState:
         """Train from the last checkpoint, or the start, to the end; every rank returns the final state."""
         cuda = self.device.type == "cuda"
-        with torch.random.fork_rng(devices=[self.device] if cuda else []), training_attention(self.model.transformers):
+        batch = f"{self.cfg.batch_questions} questions"
+        with (
+            translate_out_of_memory(batch, "train.batch_questions, or set train.cache_chunk"),
+            torch.random.fork_rng(devices=[self.device] if cuda else []),
+            training_attention(self.model.transformers),
+        ):
             return self._run()
 
     def _run(self) -> TrainState:

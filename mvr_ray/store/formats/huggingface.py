@@ -5,19 +5,34 @@ hf:OWNER/NAME/SUBSET    one of its subsets (configurations)
 FOLDER                  what `Dataset.save_to_disk` wrote, or files that `load_dataset` reads
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mvr_ray.errors import DataError, MissingInputError
+from mvr_ray.errors import DataError, MissingInputError, first_line
 
 SCHEME = "hf:"
 SAVED_NAMES = ("dataset_dict.json", "dataset_info.json")
 """Files in a folder that `Dataset.save_to_disk` wrote."""
 
 
-def open_dataset(path: str, split: str) -> Iterable[Any]:
-    """Open the rows of a split. Raises MissingInputError if the library, the data set or the split is missing."""
+def dataset_rows(path: str, split: str) -> Iterator[Any]:
+    """Yield the rows of a split. Raises MissingInputError if the library, the data set or the split is missing, and
+    DataError with the number of the row, from 0, where it cannot be read."""
+    rows, number = _open(path, split), 0
+    try:
+        for row in rows:
+            yield row
+            number += 1
+    except Exception as error:  # of the library, of its readers, of the network, or of the data set's own types
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise DataError(
+            f"source {path}: row {number} of split {split!r} cannot be read ({reason}); see whether the hub "
+            f"answers and run the same command again, or correct the data set"
+        ) from error
+
+
+def _open(path: str, split: str) -> Iterable[Any]:
     try:
         import datasets
     except ImportError:

@@ -10,7 +10,7 @@ from typing import Any
 from mvr_ray.config import SourceConfig, resolve_path
 from mvr_ray.errors import ConfigError, DataError, MissingInputError, count_noun
 from mvr_ray.store.formats.dpr import CONTEXTS, question_id, read_dpr_json, read_dpr_jsonl, read_dpr_tsv, read_qas_csv
-from mvr_ray.store.formats.huggingface import SAVED_NAMES, SCHEME, open_dataset
+from mvr_ray.store.formats.huggingface import SAVED_NAMES, SCHEME, dataset_rows
 from mvr_ray.store.formats.json_stream import JsonReader
 from mvr_ray.store.formats.judged_folders import JUDGED_FOLDERS, read_collection
 from mvr_ray.store.formats.mediawiki import read_mediawiki
@@ -165,7 +165,7 @@ def _parts(source: SourceConfig, path: Path) -> Iterator[Iterator[Record]]:
     files, whole = source_files(source), folder_format(source, path) if path.is_dir() else None
     if source.path.startswith(SCHEME) or whole == "huggingface":
         name = source.path if source.path.startswith(SCHEME) else str(path)
-        yield read_rows(open_dataset(name, source.split), name, names)
+        yield read_rows(dataset_rows(name, source.split), name, names)
         return
     if whole in JUDGED_FOLDERS:
         _refuse_names(source, whole, names)

@@ -2,6 +2,7 @@
 
 import bz2
 import csv
+import functools
 import gzip
 import io
 import json
@@ -740,6 +741,24 @@ def test_a_data_set_of_hugging_face_is_read_from_a_folder(tmp_path: Path, monkey
         assert passages(list(read_source(source))) == expected
     with pytest.raises(DataError, match=r"two has no split 'dev'; it has test, train"):
         list(read_source(SourceConfig(path=str(tmp_path / "two"), split="dev", fields=names)))
+
+
+def test_a_row_that_a_data_set_cannot_read_is_named_with_its_data_set(tmp_path: Path, monkeypatch):
+    """As where the hub ends a connection, or a file has other columns than the one before."""
+    import datasets
+
+    read_rows = functools.partial(datasets.load_dataset, "json", split="train", streaming=True)
+    lines = "".join(f'{{"id": "{n}", "text": "A river."}}\n' for n in range(3))
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "b.jsonl").write_text('{"other": [1]}\n')
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: read_rows(data_files=[*map(str, files)]))
+    files = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    records = read_source(SourceConfig(path="hf:nobody/mixed", split="train"))
+    assert [next(records).passage.id for _ in range(3)] == ["0", "1", "2"]
+    with pytest.raises(
+        DataError, match=r"source hf:nobody/mixed: row 3 of split 'train' cannot be read \(CastError: .+; see"
+    ):
+        list(records)
 
 
 def test_a_data_set_that_cannot_be_reached_says_so(monkeypatch):
