@@ -161,6 +161,7 @@ def haproxy_files(limits: ServeConfig, tokens: TokenStore, serve_port: int, list
         f"tune.bufsize {body + header + _RESERVE_BYTES}",
         "defaults",
         "mode http",
+        "option abortonclose",  # a request whose sender hangs up ends in the replica, too
         "retries 0",  # a retry costs a second, and the sender has a deadline
         f"timeout connect {_CONNECT_MS}ms",
         f"timeout client {ms}ms",

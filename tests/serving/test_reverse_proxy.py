@@ -6,7 +6,7 @@ import socket
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
 import pytest
@@ -208,3 +208,19 @@ def test_a_program_that_does_not_take_the_configuration_is_an_error_with_its_wor
         pytest.raises(ResourceError, match="too old"),
     ):
         proxy.start(1)
+
+
+def test_a_request_whose_sender_hangs_up_is_ended_behind_haproxy_at_once() -> None:
+    with held_port() as free, socket.create_server(("127.0.0.1", 0)) as behind:
+        behind.settimeout(10)
+        with ReverseProxy(ServeConfig(port=free), TokenStore()) as proxy:
+            proxy.start(behind.getsockname()[1])
+            with socket.create_connection(proxy.address) as sender:
+                sender.sendall(SEARCH + b"Content-Length: 2\r\n\r\n{}")
+                request, _ = behind.accept()
+                request.settimeout(5)
+                with request:
+                    assert request.recv(65_536).startswith(b"POST /v1/search")
+                    sender.close()
+                    with suppress(ConnectionResetError):  # closed or reset, but not TimeoutError
+                        assert request.recv(65_536) == b""
