@@ -23,6 +23,7 @@ from attacks import RawReply, chunked_body, send
 from node_ports import free_ports
 from ray._private.state import actors
 from server import ADMIN, command
+from waiting import until
 
 from mvr_ray.client import Client, RefusedError, UnreachableError
 from mvr_ray.distributed.cluster.ray_internals import has_orphan
@@ -168,7 +169,7 @@ def test_the_command_starts_again_on_a_cluster_where_it_was_killed(small_index, 
     with command(run, tmp_path) as (first, _):
         first.kill()
         first.wait()
-    assert has_orphan("ServeController")
+    until(lambda: has_orphan("ServeController"), every_s=0.1)  # Ray notices it after a moment
     with command(run, tmp_path) as (server, output):
         with Client(f"http://127.0.0.1:{run.serve.port}", token=ADMIN, timeout_s=60) as client:
             assert client.search(["What was the oil crisis?"], k=2).coverage.share == 1
