@@ -40,10 +40,10 @@ SIZES = {
     "tiny": {
         "words": 500,
         "model": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
-        "texts": 90,
-        "passages": 400,
+        "texts": 40,
+        "passages": 100,
         "dimension": 48,
-        "rounds": 2,
+        "rounds": 1,
         "questions": 4,
         "read": 1 << 20,
         "product": 128,

@@ -312,6 +312,12 @@ def _trec(path: Path) -> Iterator[QuestionHits]:
 def _parquet(path: Path) -> Iterator[QuestionHits]:
     columns = ["question_id", "question", "rank", "passage_id", "has_answer"]
     try:
+        names = pq.read_schema(path).names
+        if "gold_rank" in names:
+            systems = ", ".join(sorted({part.system for part in read_question_ranks(path)}))
+            raise ConfigError(f"compare: {path} holds the ranks of systems; give {path}:SYSTEM, one of {systems}")
+        if missing := [name for name in columns if name not in names]:
+            raise DataError(f"{path} is not a Parquet ranking of `mvr-ray retrieve`: it has no column {missing[0]!r}")
         table = pq.read_table(path, columns=columns).sort_by("rank")
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path} is not a Parquet ranking of `mvr-ray retrieve`: {error}") from None

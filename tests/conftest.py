@@ -32,6 +32,8 @@ from mvr_ray.config import RunConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # so that tests can import the modules beside this file
 
+import sweep
+
 settings.register_profile("laws", deadline=None)  # a law holds however long an example takes
 settings.load_profile("laws")
 
@@ -180,6 +182,15 @@ def ray_session(proxy_waiting):
             patch.setenv(name, value)
         with connect(ResourcesConfig(address=address)) as info:
             yield info
+
+
+@pytest.fixture
+def without_ray(monkeypatch) -> None:
+    """Stages within `resources.local_passages` run in this process, also after other tests have joined the cluster."""
+    from mvr_ray.distributed.cluster import session
+
+    monkeypatch.setattr(session, "in_ray", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 
 def actors_of_this_driver(word: str, **options: str) -> list[dict]:
@@ -352,6 +363,10 @@ BEGINNING = time.monotonic()
 def pytest_addoption(parser):
     parser.addoption("--fault-table", metavar="FILE", help="write the outcome of every fault of marker `chaos` to FILE")
     parser.addoption("--durations-table", metavar="FILE", help="write the total and the slowest 50 tests to FILE")
+
+
+def pytest_configure(config):
+    sweep.IS_WHOLE = re.search(r"(?<!not )\bchaos\b", config.option.markexpr) is not None
 
 
 def pytest_collection_modifyitems(items):

@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import sweep
+
 CALLS = (
     *("fsync", "fdatasync", "link", "symlink", "rename", "replace", "mkdir", "unlink", "remove", "rmdir", "utime"),
     *("truncate", "ftruncate", "write", "pwrite", "sendfile", "copy_file_range", "chmod", "fchmod"),
@@ -66,9 +68,13 @@ def kill_at_call(at: int) -> None:
     io.open = builtins.open = open_in_halves
 
 
-def run_and_kill(work: Callable[[], object], at: int) -> list[str] | None:
-    """Do some work in a fork of this process that kills itself at call number `at`; the names of its calls until then,
-    None where the work ended before. The work may use no threads that this process has."""
+NEVER = 1 << 30
+"""Number of no call."""
+
+
+def run_and_kill(work: Callable[[], object], at: int) -> list[str]:
+    """Do some work in a fork of this process that kills itself at call number `at`, if there are so many; the names of
+    its calls until then. The work may use no threads that this process has."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -86,5 +92,11 @@ def run_and_kill(work: Callable[[], object], at: int) -> list[str] | None:
     with os.fdopen(reader) as names:
         calls = names.read().split("\n")[:-1]
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert code in (0, -signal.SIGKILL), f"the work failed with {code} after {len(calls)} calls"
-    return calls if code else None
+    is_killed = len(calls) == at
+    assert code == (-signal.SIGKILL if is_killed else 0), f"the work ended with {code} after {len(calls)} calls"
+    return calls
+
+
+def kill_points(calls: list[str]) -> list[int]:
+    """Numbers of the calls at which a sweep kills, given those of the work that nothing disturbs: each name once."""
+    return sweep.take(range(1, len(calls) + 1), lambda at: calls[at - 1])

@@ -517,7 +517,7 @@ def test_a_missing_model_or_setting_is_said_before_ray_or_torch_is_imported(
     passages.write_text('{"id": "p1", "text": "A text."}\n{"id": "q1", "question": "which?", "positive_ids": ["p1"]}\n')
     sources = f"prepare.sources=[{{path: {passages}, questions: dev}}]"
     assert command("prepare", run_file, sources)[0] == 0
-    mine = ["mine", run_file, "mine.questions=dev"]
+    mine, train = ["mine", run_file, "mine.questions=dev"], ["train", run_file, "train.questions=dev"]
     messages = {
         ("train", run_file, "train.task=reader"): "train.task is reader, which learns from answers",
         ("train", run_file, "train.task=cross_encoder"): "train.task is cross_encoder, which learns from questions",
@@ -525,6 +525,8 @@ def test_a_missing_model_or_setting_is_said_before_ray_or_torch_is_imported(
         ("train", run_file, "encoder.backbone=./nowhere"): "model folder ./nowhere does not exist",
         ("train", run_file, "train.init_from=nowhere"): "encoder snapshot 'nowhere' not found",
         (*mine, "mine.cross_encoder=nowhere"): "cross-encoder 'nowhere' is neither stored in",
+        ("mine", run_file): "mine.questions: question set 'train' not found with corpus",
+        (*train, "train.hard_negatives=x", "train.num_hard_negatives=1"): "train.hard_negatives: question set 'x' not",
         ("read", run_file, f"ranking={passages}", "read.reader=nowhere"): "reader 'nowhere' is neither stored in",
     }
     process = subprocess.run(

@@ -330,6 +330,8 @@ def test_a_system_or_set_that_a_file_does_not_hold_is_named_beside_those_that_it
     several = f"{ranks_file}:several: views"
     with pytest.raises(ConfigError, match=r"no system ' many'.*'one vector', 'several: views'"):
         compare(f"{ranks_file}: many", several, [1])
+    with pytest.raises(ConfigError, match=r"questions\.parquet:SYSTEM, one of one vector, several: views"):
+        compare(ranks_file, several, [1])
     with pytest.raises(ConfigError, match="several question sets; give --questions, one of dev, dev_unseen"):
         compare(several, several, [1])
     with pytest.raises(ConfigError, match="no question set 'train'; there are dev, dev_unseen"):

@@ -238,12 +238,12 @@ class Index:
         with self._router.pin() as router:
             own = {"k": k, "filter": filter, "fields": list(router.corpus.fields), "hybrid": hybrid}
         results: list[SearchHits] = []
-        with self._service("search") as service:
-            for start in range(0, len(plain), BATCH_QUERIES):
+        for start in range(0, len(plain), BATCH_QUERIES):
+            with self._service("search", None if isinstance(query, str) else start) as service:
                 request = validate(SearchRequest, queries=plain[start : start + BATCH_QUERIES], **own)
                 response = service.search(request)
-                names = texts[start : start + BATCH_QUERIES]
-                results += [SearchHits(name, hits, response) for name, hits in zip(names, response.results)]
+            names = texts[start : start + BATCH_QUERIES]
+            results += [SearchHits(name, hits, response) for name, hits in zip(names, response.results)]
         return results[0] if isinstance(query, str) else results
 
     def explain(
@@ -263,18 +263,22 @@ class Index:
         """
         texts = [questions] if isinstance(questions, str) else list(rows.rows_of(questions))
         ids = [str(one) for one in rows.ids_of(passages)]
-        with self._service("explain") as service:
+        with self._service("explain", None if isinstance(questions, str) else 0) as service:
             return service.explain(validate(ExplainRequest, questions=texts, passages=ids, k=k, hybrid=hybrid))
 
     @contextmanager
-    def _service(self, method: str) -> Iterator[SearchService]:
-        """Answer requests from the live version. Raises ConfigError, in the method's name, for one that is refused."""
+    def _service(self, method: str, first: int | None) -> Iterator[SearchService]:
+        """Answer requests from the live version. Raises ConfigError, in the method's name, for one that is refused;
+        `first` numbers the request's first query, None: the caller gave a single one."""
         limits = self.run.serve.model_copy(update=NO_LIMITS)
         try:
             yield SearchService(self._router, limits, hybrid=self.run.search.hybrid)
         except RequestError as error:
             hint = re.sub(r" \(serve\.\w+\)", "", error.hint)  # no setting of the server limits a process
-            raise ConfigError(f"{method}: {error.message}; {hint}") from None
+            place = re.match(r"(queries|questions)\.(\d+)", error.field)
+            noun = "query" if place and place[1] == "queries" else "question"
+            item = f"{noun} {first + int(place[2])}: " if place and first is not None else ""
+            raise ConfigError(f"{method}: {item}{error.message}; {hint}") from None
 
     def passages(self, ids: PassageId | Iterable[PassageId]) -> dict[str, Passage]:
         """Return passages of the live version by id; unknown ids are left out. A whole number is the id of its digits,
@@ -299,10 +303,11 @@ class Index:
             return self._change(rows.deletion_records(ids), callback)
 
     def refine(self, questions: Any = None, *, progress: Progress | bool = False, **settings: Any) -> "RefineReport":
-        """Learn from questions with answers or gold passages, else from the feedback of `add_feedback`.
+        """Learn from questions with answers (or, with labels="gold", gold passages), else from the feedback of
+        `add_feedback`.
 
             index.refine([("Who built the tower?", "Gustave Eiffel"), ...])
-            index.refine(questions, rounds=10, gate=["held_out"])
+            index.refine(questions, rounds=10, gate=["held_out"], labels="gold")
 
         A version is published where no held-out question loses more than `max_heldout_loss` points. `settings` are
         those of the run file's `refine` section; `feedback`, a file, replaces what the questions' answers would teach.
@@ -376,7 +381,8 @@ class Index:
         self, questions: Any, k: int | Sequence[int] = (1, 5, 20, 100), *, progress: Progress | bool = False
     ) -> "EvaluationReport":
         """Measure how well the live version answers questions: shares with an answer, and with a gold passage, among
-        the first `k` hits, with their 95 % intervals (`rows` of the report).
+        the first `k` hits, with their 95 % intervals (`rows` of the report); of gold passages also the mean reciprocal
+        rank over the first max(k) hits (`gold/mrr`) and nDCG over ten.
 
             index.evaluate([("Who built the tower?", ["Gustave Eiffel"])]).rows
 

@@ -16,6 +16,9 @@ from mvr_ray.store.corpus import Corpus, question_set
 from mvr_ray.store.files import Store, require_lasting
 from mvr_ray.store.model_records import CROSS_ENCODERS, READERS, find_model, require_snapshot, starting_name
 
+SettingOfSet = tuple[str, str | None]
+"""A setting, and the question set that it names."""
+
 
 def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> None:
     """Raise MissingInputError or ConfigError for missing inputs. `arguments` are the command's own, such as
@@ -29,7 +32,8 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
             _check_corpus(run, ())
         case "train":
             check_train(run.train)
-            _check_corpus(run, (run.train.questions, run.train.dev_questions, run.train.hard_negatives))
+            sets = {key: getattr(run.train, key) for key in ("questions", "dev_questions", "hard_negatives")}
+            _check_corpus(run, ((f"train.{key}", name) for key, name in sets.items()))
             if run.train.init_from is None:
                 resolve_model(run.encoder.backbone)
             else:
@@ -38,7 +42,7 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
 
                 starting_snapshot(run, run.train.init_from)
         case "mine":
-            _check_corpus(run, (run.mine.questions,))
+            _check_corpus(run, [("mine.questions", run.mine.questions)])
             if run.mine.method == "index":
                 check_version(run)
             if run.mine.cross_encoder:
@@ -47,16 +51,21 @@ def check_inputs(stage: str, run: RunConfig, arguments: Mapping[str, str]) -> No
             if run.refine.feedback and not resolve_path(run.refine.feedback).is_file():
                 raise MissingInputError(f"refine.feedback {run.refine.feedback} does not exist or is not a file")
             label_set = None if run.refine.feedback else run.refine.questions
-            check_version(run, sets=(label_set, *run.refine.gate, *run.refine.report))
+            more = [(f"refine.{key}", name) for key in ("gate", "report") for name in getattr(run.refine, key)]
+            check_version(run, sets=[("refine.questions", label_set), *more])
         case "evaluate":
-            check_version(run, sets=(*run.evaluate.questions, run.evaluate.hybrid))
+            sets = [("evaluate.questions", name) for name in run.evaluate.questions]
+            check_version(run, sets=[*sets, ("evaluate.hybrid", run.evaluate.hybrid)])
         case "analyze":
-            check_version(run, sets=(run.analyze.questions or next(iter(run.evaluate.questions), None),))
+            own = run.analyze.questions
+            key = "analyze.questions" if own else "evaluate.questions"
+            check_version(run, sets=[(key, own or next(iter(run.evaluate.questions), None))])
+        case "retrieve" if resolve_path(arguments["questions"]).exists():
+            check_version(run)
         case "retrieve":
-            is_path = resolve_path(arguments["questions"]).exists()
-            check_version(run, sets=() if is_path else (arguments["questions"],))
+            check_version(run, sets=[("questions, which is no file", arguments["questions"])])
         case "tune":
-            check_version(run, sets=(arguments["questions"],))
+            check_version(run, sets=[("questions", arguments["questions"])])
         case "read":
             if not resolve_path(arguments["ranking"]).is_file():
                 raise MissingInputError(
@@ -82,18 +91,23 @@ def ready_command(command: str, run: RunConfig) -> str:
     return command
 
 
-def _check_corpus(run: RunConfig, sets: Iterable[str | None]) -> None:
-    corpus = Corpus.open(Store(run.store.path), run.prepare.corpus)
-    for name in filter(None, sets):
-        question_set(corpus, name)
+def _check_corpus(run: RunConfig, sets: Iterable[SettingOfSet]) -> None:
+    _require_sets(Corpus.open(Store(run.store.path), run.prepare.corpus), sets)
 
 
-def check_version(run: RunConfig, version: int | None = None, sets: Iterable[str | None] = ()) -> None:
+def _require_sets(corpus: Corpus, sets: Iterable[SettingOfSet]) -> None:
+    for setting, name in sets:
+        try:
+            if name:
+                question_set(corpus, name)
+        except MissingInputError as error:
+            raise MissingInputError(f"{setting}: {error}") from None
+
+
+def check_version(run: RunConfig, version: int | None = None, sets: Iterable[SettingOfSet] = ()) -> None:
     """Raise MissingInputError if the index has no such version (None: no version at all), or its corpus lacks one of
-    the question sets."""
+    the question sets; it begins with the setting."""
     store = Store(run.store.path)
     live = manifest.read(store, run.index.name, version)
-    if names := list(filter(None, sets)):
-        corpus = Corpus.open(store, live.corpus, live.corpus_digest)
-        for name in names:
-            question_set(corpus, name)
+    if names := list(sets):
+        _require_sets(Corpus.open(store, live.corpus, live.corpus_digest), names)

@@ -301,6 +301,8 @@ class RefineConfig(Section):
     """feedback_views: an extra view a passage. AOpt: gradient steps of the passages (eq. 14), of the queries (eq. 11)
     or of both; or one linear combination of the passages (eq. 9) or of the queries (Rocchio, eq. 7)."""
     labels: Literal["answers", "gold"] = "answers"
+    """Whether a hit of a labelled question is positive. answers: it holds an answer; gold: it is a gold passage, for
+    questions without answers."""
     positives: Literal["all", "first"] = "first"
     """Label every answer-bearing hit (AOpt eq. 8) or only the first."""
     depth: Count = 100
@@ -376,6 +378,7 @@ class ReadConfig(Section):
 class EvaluateConfig(Section):
     questions: list[Name] = Field(default_factory=list)
     k: Annotated[list[Count], Field(min_length=1)] = Field(default_factory=lambda: [1, 5, 20, 100])
+    """Cut-offs of top-k accuracy. The mean reciprocal rank (`mrr`) is over the first hits of the largest."""
     match: Literal["string", "regex"] = "string"
     """When a passage holds an answer, in evaluate, retrieve, analyze, refine, mine and train, and a chunk of
     `prepare.chunk_words`. string: it has the words of an answer in a row, as in DPR, where a run of letters is a word:

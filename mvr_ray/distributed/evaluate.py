@@ -349,10 +349,12 @@ def require_gold_passages(name: str, questions: Sequence[Question], passages: Co
     gold = {passage_id for question in questions for passage_id in question.positive_ids}
     missing = sorted(gold.difference(passages.get(gold)))
     if missing:
+        advice = "correct them; prepare a set of another corpus with this one, under a name of its own"
+        if passages.get([chunk := f"{missing[0]}#0"]):
+            advice = f"the corpus holds chunks of passages: name those, such as {chunk!r}"
         raise MissingInputError(
             f"question set {name!r}: {len(missing)} of its {len(gold)} gold passages are not in corpus "
-            f"{passages.name!r} (first: {missing[0]!r}); the set belongs to another corpus: prepare it with this one, "
-            f"under a name of its own"
+            f"{passages.name!r} (first: {missing[0]!r}); {advice}"
         )
 
 

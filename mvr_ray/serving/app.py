@@ -314,7 +314,7 @@ def _answer_errors(api: FastAPI) -> None:
     @api.exception_handler(RequestValidationError)
     async def validation_error(_: Request, error: RequestValidationError) -> Response:
         """Answer a wrong parameter of the path; the route validates bodies."""
-        problems = [{**problem, "loc": problem["loc"][1:]} for problem in error.errors()]
+        problems = [{"type": one["type"], "loc": one["loc"][1:], "msg": one["msg"]} for one in error.errors()]
         return error_response(schemas.first_problem(problems, ()))
 
     @api.exception_handler(HTTPException)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 SLOT_PATHS = "/v1/"
 """Requests below it take a slot."""
+NO_RESPONSE = 499
+"""Status, in metrics and log, of a request that ended without a response: its sender or the proxy gave it up."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 _TOKEN_HINT = "send the header `Authorization: Bearer TOKEN` with a token of this server"
 _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
@@ -78,6 +81,8 @@ class RequestMiddleware:
                 return messages.pop() if messages else await receive()
 
             await self.app(scope, replay, response)
+        except ClientDisconnect:
+            pass  # there is no one to respond to
         except RequestError as error:
             await error_response(error)(scope, receive, response)
         except MvrRayError as error:
@@ -93,7 +98,7 @@ class RequestMiddleware:
         finally:
             if slot:
                 slot.release()
-            took_s, status = time.perf_counter() - start_s, response.status or 500
+            took_s, status = time.perf_counter() - start_s, response.status or NO_RESPONSE
             route = getattr(scope.get("route"), "path", "none")
             method = scope["method"] if scope["method"] in _METHODS else "other"
             self.metrics.note_request(route, method, status, took_s)
@@ -205,7 +210,10 @@ async def _read_body(
 
     async def read() -> bytes:
         body = bytearray()
-        while (message := await receive())["type"] == "http.request":
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
             body += message.get("body", b"")
             if len(body) > max_bytes:
                 raise too_large

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
+from ray.serve.schema import APIType
 
 from mvr_ray import logs
 from mvr_ray.config import RunConfig, load_run
@@ -48,6 +49,7 @@ SERVE_GRACE_S = 1.0
 """Time after `serve.timeout_ms` at which Serve itself ends a request, if its proxies run without the limiter."""
 ANYWHERE = "0.0.0.0"
 _LOOPBACK = "127.0.0.1"
+_APPLICATION = "mvr_ray"
 _CONNECT_S = 5.0
 _HEALTH_S = 10
 """Period and timeout of the probe query; Serve replaces a replica that does not answer it."""
@@ -104,10 +106,15 @@ class AppArgs(BaseModel):
 
 
 def app(args: AppArgs) -> serve.Application:
-    """Build the application of a Serve file. Raises ConfigError for a wrong run file, or without a token."""
+    """Build the application of a Serve file. Raises ConfigError for a wrong run file, or without a token, and
+    ShardIndexError for a version without the words that `search.hybrid` needs."""
+    from mvr_ray.distributed.router import require_words
+
     run = load_run(args.config, args.overrides)
     tokens = load_tokens(run)
     require_tokens(ANYWHERE, tokens)
+    if run.search.hybrid is not None:
+        require_words(manifests.read(Store(run.store.path), run.index.name, args.version))
     return application(run, args.version, tokens)
 
 
@@ -120,6 +127,7 @@ def application(run: RunConfig, version: int | None, tokens: TokenStore) -> serv
         max_ongoing_requests=run.serve.max_waiting + _REFUSALS,
         health_check_period_s=_HEALTH_S,
         health_check_timeout_s=_HEALTH_S,
+        max_surge_percent=100,  # a changed Serve file: the old replicas answer until the new ones have started
     )
     return replica.bind(run.model_dump(mode="json"), version, tokens)
 
@@ -138,6 +146,7 @@ def _start_serve(run: RunConfig) -> int:
     nothing, if it already runs and listens elsewhere, which may be open to other machines; ResourceError if it does
     not start."""
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    _end_orphan()
     with socket.socket() as probe:
         probe.bind((_LOOPBACK, 0))
         port = probe.getsockname()[1]
@@ -158,9 +167,25 @@ def _start_serve(run: RunConfig) -> int:
     return port
 
 
+def _end_orphan() -> None:
+    """Shut down the Ray Serve that a killed `mvr-ray serve` left on the cluster, if it has no other application."""
+    from mvr_ray.distributed.cluster.ray_internals import has_orphan
+
+    if (
+        not has_orphan("ServeController")
+        or (client := _get_global_client(raise_if_no_controller_running=False)) is None
+    ):
+        return
+    applications = client.get_serve_details()["applications"].items()
+    sources = {(name, application["source"]) for name, application in applications}
+    if client.http_config.host == _LOOPBACK and sources <= {(_APPLICATION, APIType.IMPERATIVE)}:
+        log.warning("Ray Serve of a command that was killed still runs; it is shut down first")
+        serve.shutdown()
+
+
 def _replica_error(error: RuntimeError) -> str:
     """Return why no replica started: the last line of its error, which Serve tells in the status of the deployment."""
-    application = serve.status().applications.get("mvr_ray")
+    application = serve.status().applications.get(_APPLICATION)
     messages = [deployment.message.strip() for deployment in application.deployments.values()] if application else []
     text = "\n".join(messages) or first_line(error)
     reasons = re.findall(r"^mvr_ray\.errors\.\w+: (.*)", text, re.MULTILINE)
@@ -171,7 +196,7 @@ def _deploy(run: RunConfig, version: int | None, tokens: TokenStore, port: int) 
     """Deploy the app on the running Ray Serve. Raises ResourceError where no replica starts, ConfigError where Serve
     has no proxy on this machine: it has one on the head, and on nodes with replicas."""
     try:
-        serve.run(application(run, version, tokens), name="mvr_ray", route_prefix="/")
+        serve.run(application(run, version, tokens), name=_APPLICATION, route_prefix="/")
     except RuntimeError as error:
         raise ResourceError(f"the server could not start: {_replica_error(error)}") from error
     try:
@@ -181,6 +206,16 @@ def _deploy(run: RunConfig, version: int | None, tokens: TokenStore, port: int) 
             f"Ray Serve has no proxy on this machine ({error}); run `mvr-ray serve` on the head of the cluster, or "
             f"submit it as a job"
         ) from None
+
+
+def with_full_paths(run: RunConfig) -> RunConfig:
+    """Return the run with the folders that replicas read by their full paths: their working folder may be another."""
+    source = run.follow.source and Store(run.follow.source).address
+    sections = {
+        "store": run.store.model_copy(update={"path": Store(run.store.path).address}),
+        "follow": run.follow.model_copy(update={"source": source}),
+    }
+    return run.model_copy(update=sections)
 
 
 def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[str], None]) -> None:
@@ -196,6 +231,7 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
 
     tokens = load_tokens(run)
     store = Store(run.store.path)
+    run = with_full_paths(run)
     manifest = manifests.read(store, run.index.name, version)
     require_encoder(store, manifest)
     if run.search.hybrid is not None:

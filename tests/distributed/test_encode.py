@@ -15,6 +15,7 @@ from threading import Event
 import numpy as np
 import pyarrow as pa
 import pytest
+import ray
 from random_index import publish_random_index, random_views
 from waiting import lines_of
 
@@ -262,9 +263,10 @@ if __name__ == "__main__":
 @pytest.mark.data
 @pytest.mark.ray
 def test_a_killed_driver_loses_only_the_chunks_under_way(empty_store, small_index, run_over, record_property):
-    run = run_over(empty_store, resources={"encoders_max": 1, "local_cpus": 4})
+    run = run_over(empty_store, resources={"encoders_max": 1})
     command = [sys.executable, "-c", DRIVER, run.model_dump_json()]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
+    environment = os.environ | {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as driver:
         for line in lines_of(driver, driver.stdout):
             if line.startswith("encode "):
                 driver.kill()

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import sweep
 
 FUZZER = Path(__file__).with_name("store_fuzzer.py")
 FIXTURE = Path(__file__).resolve().parent.parent / "fixtures" / "store-baa77f8"
@@ -44,7 +45,7 @@ def test_a_changed_file_of_any_kind_gives_the_same_answers_or_an_error_that_name
 @pytest.mark.chaos("one file of a store is flipped, cut, extended or replaced, 2,000 cases", "named, or harmless")
 def test_two_thousand_changed_files_give_the_same_answers_or_errors_that_name_them(tmp_path, record_property) -> None:
     seed = int(os.environ.get("MVR_RAY_FUZZ_SEED", "2"))
-    results, peak_bytes = fuzz(tmp_path, seed, cases=2000)
+    results, peak_bytes = fuzz(tmp_path, seed, len(sweep.take(range(2000))))
     counts = ", ".join(
         f"{number} {name}" for name, number in sorted(Counter(one["outcome"] for one in results).items())
     )

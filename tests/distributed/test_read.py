@@ -35,11 +35,11 @@ def address_of(run) -> ModelAddress:
 
 
 @pytest.fixture(scope="module")
-def library(corpus_store, minilm, run_over, tmp_path_factory) -> Path:
+def library(corpus_store, tiny_backbone, run_over, tmp_path_factory) -> Path:
     """A store with an untrained reader `raw`, and BM25's ranking of ten questions beside it, with and without texts."""
     root = Path(shutil.copytree(corpus_store, tmp_path_factory.mktemp("read") / "store"))
     store = Store(str(root))
-    reader = Reader.from_backbone(str(minilm), reader_spec(run_over(root, read=LENGTHS)))
+    reader = Reader.from_backbone(str(tiny_backbone), reader_spec(run_over(root, read=LENGTHS)))
     fingerprint = save_model(store, READERS, "raw", reader)
     store.write_bytes(paths.latest_model("readers", "raw"), json.dumps({"fingerprint": fingerprint}).encode())
     corpus = Corpus.open(store, "corpus")

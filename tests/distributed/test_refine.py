@@ -1,7 +1,6 @@
 """Refinement of a real index with SQuAD passages, MiniLM and actors: learned, unchanged and published views."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -113,7 +112,7 @@ def feedback_and_own(views_of: dict[str, dict[int, bytes]]) -> list[dict[str, di
 
 
 @pytest.mark.slow
-def test_feedback_views_teach_the_known_questions_and_leave_own_views_alone(store):
+def test_feedback_views_teach_the_known_questions_and_leave_own_views_alone(store, without_ray):
     report = refining.refine(config(store, method="feedback_views", rounds=2))
     known_row = accuracy(report, "squad_known", "answer")
     assert known_row.protocol == "transductive"
@@ -370,17 +369,17 @@ WEIGHTS = {"feedback_weight": [0.5, 0.6, 0.7], "feedback_clusters": 2}
     ids=["rounds", "weights"],
 )
 def test_a_driver_killed_between_rounds_or_weights_continues_to_the_same_bytes(
-    tiny_store, tmp_path, method, until, stage
+    tiny_store, tmp_path, method, until, stage, without_ray
 ):
+    """Without Ray; `test_kill.py` kills a driver with refiners on a cluster."""
     whole = shutil.copytree(tiny_store, tmp_path / "whole")
     cut_store = shutil.copytree(tiny_store, tmp_path / "cut")
     settings = {**method, "rounds": 4, "patience": 4, "max_heldout_loss": 100}
     expected = refining.refine(config(whole, **settings))
     run = config(cut_store, **settings)
     (tmp_path / "run.json").write_text(run.model_dump_json())
-    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     command = [sys.executable, "-c", KILLED, str(tmp_path / "run.json")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as driver:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         last_line = next((line for line in driver.stdout if line.startswith(until)), None)
         driver.send_signal(signal.SIGKILL)
@@ -443,7 +442,7 @@ class StopError(Exception):
     "the refinement begins anew, and the version has the same bytes",
 )
 def test_whatever_file_of_an_unfinished_refinement_is_damaged_the_version_has_the_same_bytes(
-    tiny_store, tmp_path, record_property
+    tiny_store, tmp_path, without_ray, record_property
 ):
     settings = {"method": "hybrid", "rounds": 2, "patience": 2, "max_heldout_loss": 100}
     expected = refining.refine(config(shutil.copytree(tiny_store, tmp_path / "whole"), **settings)).published

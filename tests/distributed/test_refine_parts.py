@@ -203,7 +203,10 @@ def test_judged_questions_are_called_feedback_whatever_set_stands_beside_them(tm
     questions = gather(only_corpus(store), refine)
     names = {(group.name, group.protocol) for group in questions.groups}
     assert {("feedback", "transductive"), ("feedback/gate", "gate"), ("known", "held-out")} <= names
-    assert next(iter(gather(only_corpus(store), RefineConfig(questions="known")).groups)).name == "known"
+    by_gold = gather(only_corpus(store), RefineConfig(questions="known", labels="gold"))
+    assert next(iter(by_gold.groups)).name == "known"
+    with pytest.raises(ConfigError, match=r"labels is answers, and no question of 'known' has an answer; .*=gold if"):
+        gather(only_corpus(store), RefineConfig(questions="known"))
 
 
 KEYS = {"q1": "who is it?", "who is it?": "who is it?", "q2": "and where?", "a new one": "a new one"}

@@ -1,7 +1,6 @@
 """Tests laws of corpus changes through the stages themselves: encoded, kept and returned passages."""
 
 import dataclasses
-import itertools
 import json
 import shutil
 from collections.abc import Mapping
@@ -14,12 +13,11 @@ import pytest
 from damaged_file import flip_byte
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
-from kill_at_call import run_and_kill
+from kill_at_call import NEVER, kill_points, run_and_kill
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.snapshot import read_punkt
 from mvr_ray.core.encoding.snippets import train_punkt
-from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.indexing import build_index, rewrite, shards
 from mvr_ray.distributed.indexing.encode import EncodeTask
 from mvr_ray.distributed.indexing.repair import repair
@@ -283,11 +281,10 @@ def test_an_update_that_was_interrupted_at_any_step_ends_with_the_same_bytes(
 )
 @pytest.mark.parametrize("kind", ["flat", "hnsw"])
 def test_an_index_of_changes_killed_at_any_call_leaves_a_whole_version_and_ends_with_the_same_bytes(
-    first_store, run_over, tmp_path, kind, monkeypatch, record_property
+    first_store, run_over, tmp_path, kind, without_ray, record_property
 ):
     """The new contents stand in the index under other ids, so a fork, which cannot use the threads of torch, need not
-    encode; without Ray, also where this process is in a session."""
-    monkeypatch.setattr(session, "in_ray", lambda: False)
+    encode."""
     before = shutil.copytree(first_store, tmp_path / "before" / "store")
     write_rows(before.parent / "passages.jsonl", {f"p{number:02d}": number for number in range(20)})
     run = own_run(run_over, before, 3, kind=kind, hnsw_m=4)
@@ -305,12 +302,10 @@ def test_an_index_of_changes_killed_at_any_call_leaves_a_whole_version_and_ends_
     assert new.metrics["encoded"] == 0 and new.version == old.version + 1
     assert kind == "flat" or any(LABELS_FILE in entry.files for entry in new.shards)
     outcomes: list[bool] = []
-    for at in itertools.count(1):
+    for at in kill_points(run_and_kill(partial(build_index.index, copy("undisturbed")), NEVER)):
         run = copy(f"killed at {at}")
         store = Store(str(run.store.path))
-        if (calls := run_and_kill(partial(build_index.index, run), at)) is None:
-            break
-        assert len(calls) == at
+        assert len(run_and_kill(partial(build_index.index, run), at)) == at
         live = manifest.read(store, "index")
         assert live.content_digest() in (old.content_digest(), new.content_digest())
         assert manifest.verify(store, live).problems == []

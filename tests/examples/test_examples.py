@@ -1,4 +1,4 @@
-"""Every example runs to its end on sixty passages, in a folder of its own."""
+"""Every example runs to its end on twenty passages, in a folder of its own."""
 
 import os
 import subprocess
@@ -12,17 +12,17 @@ from node_ports import free_ports
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "examples"
-PASSAGES = "60"
+PASSAGES = "20"
 SCRIPTS = {
     "quickstart": "Tower of Pisa",
     "filters": "filter: None",
     "hybrid": "  hybrid rrf: ",
-    "changing_corpus": "version 2: 1 encoded, 60 kept",
+    "changing_corpus": "version 2: 1 encoded, 20 kept",
     "refine_from_feedback": "published: version 2 (",
     "train_an_encoder": "trained: encoder ",
     "serve_and_ask": "exact: True",
 }
-ARGUMENTS = {"quickstart": ["towers"], "train_an_encoder": ["2"], "serve_and_ask": ["PORT"]}
+ARGUMENTS = {"quickstart": ["towers"], "train_an_encoder": ["1"], "serve_and_ask": ["PORT"]}
 
 
 def run(script: str, folder: Path) -> str:

@@ -11,12 +11,14 @@ import itertools
 import os
 import random
 import shutil
+from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import sweep
 from drafts import describe, make_shard
 from model import CORPUS, INDEX, SHARDS, History
 from volatile_disk import SYNCS, DiskRecorder, ProcessKill
@@ -110,10 +112,10 @@ class RecordedHistory(History):
         after._judge_end()
 
 
-def losses(history: RecordedHistory, seed: int, num_failures: int, folder: Path) -> list[str]:
+def losses(history: RecordedHistory, seed: int, failures: Iterable[int], folder: Path) -> list[str]:
     """What was wrong after power failures at moments that follow from the seed."""
     problems = []
-    for number in range(num_failures):
+    for number in failures:
         draw = random.Random(f"{seed} {number}")
         time, place = draw.randint(0, history.disk.now), folder / f"after-{seed}-{number}"
         try:
@@ -132,14 +134,14 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_acknowledged_survives_a_power_failure_after_any_call(tmp_path, no_waiting):
     history = RecordedHistory(tmp_path / "0", 0, SYNCS)
-    assert losses(history, 0, 25, tmp_path) == []
+    assert losses(history, 0, range(25), tmp_path) == []
 
 
 @pytest.mark.parametrize("syncs", [(), ("file",), ("folder",)], ids=["no sync", "of files alone", "of folders alone"])
 def test_a_power_failure_is_found_to_lose_work_where_syncs_are_left_out(tmp_path, no_waiting, syncs):
     """The control: a store that did not sync its files, or its folders, would be found."""
     history = RecordedHistory(tmp_path / "0", 0, frozenset(syncs))
-    assert len(losses(history, 0, 8, tmp_path)) >= 2
+    assert len(losses(history, 0, range(8), tmp_path)) >= 2
 
 
 @pytest.mark.slow
@@ -150,11 +152,13 @@ def test_a_power_failure_is_found_to_lose_work_where_syncs_are_left_out(tmp_path
 @pytest.mark.parametrize("seed", SLOW_SEEDS)
 def test_what_was_acknowledged_survives_many_power_failures(tmp_path, no_waiting, seed, record_property):
     history = RecordedHistory(tmp_path / "0", seed, SYNCS)
-    assert losses(history, seed, 150, tmp_path) == []
-    control = len(losses(RecordedHistory(tmp_path / "1", seed, frozenset()), seed, 20, tmp_path))
+    failures = sweep.take(range(150))
+    assert losses(history, seed, failures, tmp_path) == []
+    control = len(losses(RecordedHistory(tmp_path / "1", seed, frozenset()), seed, range(20), tmp_path))
     record_property(
         "figures",
-        f"seed {seed}: 150 failures within {history.disk.now} calls, nothing lost; without fsync {control} of 20 lost",
+        f"seed {seed}: {len(failures)} failures within {history.disk.now} calls, nothing lost; "
+        f"without fsync {control} of 20 lost",
     )
     assert control
 

@@ -142,6 +142,18 @@ def test_products_for_avx2_err_within_the_bound(queries, palette, seed, num_quer
     assert (np.abs(best_QP - true_QP) <= bound_Q[:, None]).all()
 
 
+@avx2
+@pytest.mark.parametrize("dimension", [4096, 4112, 16384, 16390])
+@pytest.mark.parametrize("num_queries", [1, 5])
+def test_the_sum_of_the_largest_codes_and_queries_does_not_overflow(dimension, num_queries):
+    codes, kernel = encode(np.ones((7, dimension), np.float32)), native.Avx2Kernel(1)
+    assert (codes.codes_ND == 127).all()
+    batch = kernel.prepare(np.full((num_queries, dimension), -1.0, np.float32), 7, True)
+    rows = kernel.prepare_rows(codes.codes_ND, codes.scale_N[:, None])
+    best_PQ = kernel.best_views(batch, rows, np.arange(7), np.ones(7, np.int64))
+    assert best_PQ.shape == (7, num_queries) and best_PQ == pytest.approx(-dimension, rel=1e-4)
+
+
 def misalign(values_ND: np.ndarray, skew: int) -> np.ndarray:
     """The same, `skew` bytes behind a line of memory. What lies before and behind is no number."""
     room = np.full(values_ND.nbytes + 320, 0xFF, np.uint8)

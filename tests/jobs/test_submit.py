@@ -123,8 +123,9 @@ def locally(*words: str) -> None:
 
 
 def test_jobs_on_a_cluster_publish_what_the_command_line_publishes(
-    cluster, ray_session, squad_dev, tiny_backbone, tmp_path
+    cluster, without_ray, squad_dev, tiny_backbone, tmp_path
 ):
+    """The command line needs no Ray for so few passages."""
     articles = [{**a, "paragraphs": a["paragraphs"][:PARAGRAPHS]} for a in squad_dev["data"][:NUM_ARTICLES]]
     (tmp_path / "squad.json").write_text(json.dumps({"version": "1.1", "data": articles}))
     config = run_file(tmp_path, tmp_path / "squad.json", tiny_backbone)

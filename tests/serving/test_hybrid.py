@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+import yaml
 
 from mvr_ray.cli.search_once import open_service
 from mvr_ray.client import Client
 from mvr_ray.config import ServeConfig
 from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import ConfigError, ShardIndexError
-from mvr_ray.serving.replica import serve_until_interrupted
+from mvr_ray.serving.replica import AppArgs, app, serve_until_interrupted
 from mvr_ray.serving.schemas import ExplainRequest, RequestError, SearchRequest, parse_json
 from mvr_ray.serving.service import SearchService
 
@@ -72,7 +73,7 @@ def test_an_explanation_has_both_parts_of_the_score_that_ranks_the_passage(lexic
         assert plain.hybrid is None and plain.passages[0].winners[0].lexical is None
 
 
-def test_a_version_without_words_refuses_and_says_what_to_do(small_index, run_over):
+def test_a_version_without_words_refuses_and_says_what_to_do(small_index, run_over, tmp_path, monkeypatch):
     with open_router(run_over(small_index), local=True) as router:
         service = SearchService(router, ServeConfig(), hybrid=2.0)
         with pytest.raises(
@@ -81,8 +82,12 @@ def test_a_version_without_words_refuses_and_says_what_to_do(small_index, run_ov
             service.search(SearchRequest(queries=[QUESTION]))
         assert (error.value.status, error.value.code, error.value.field) == (409, "no_words", "hybrid")
         assert service.search(SearchRequest(queries=[QUESTION], hybrid="off")).results[0]
-    with pytest.raises(ShardIndexError, match="has no words of its passages, which a hybrid search needs"):
-        serve_until_interrupted(run_over(small_index, search={"hybrid": 2.0}), None, print)
+    run, file = run_over(small_index, search={"hybrid": 2.0}), tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run.model_dump(mode="json")))
+    monkeypatch.setenv("MVR_RAY_READ_TOKEN", "read-" + "r" * 20)
+    for start in (lambda: serve_until_interrupted(run, None, print), lambda: app(AppArgs(config=str(file)))):
+        with pytest.raises(ShardIndexError, match="has no words of its passages, which a hybrid search needs"):
+            start()
 
 
 def test_the_command_line_names_the_setting_that_a_version_without_words_needs(small_index, run_over):

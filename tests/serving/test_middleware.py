@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import logging
+import threading
 
 import pytest
 from asgi import ask, call
@@ -134,6 +135,47 @@ def test_a_request_whose_senders_time_is_over_is_late_whatever_it_waited_for(tim
     status, error = asyncio.run(send_late())
     assert (status, error["code"]) == (504, "timeout")
     assert error["message"] == f"no answer within {timeout_ms.decode()} ms"
+
+
+@pytest.mark.parametrize("in_body", [True, False])
+def test_a_request_that_is_given_up_counts_as_one_without_a_response_not_as_a_fault(in_body, caplog) -> None:
+    index = InMemoryIndex()
+    index.gate, has_begun = threading.Event(), threading.Event()
+    search_text = index.search_text
+
+    def wait_and_search(*args, **options):
+        has_begun.set()
+        assert index.gate.wait(20)
+        return search_text(*args, **options)
+
+    index.search_text = wait_and_search
+    application, body = app(index), json.dumps(NILE).encode()
+    messages = [{"type": "http.request", "body": body, "more_body": in_body}, {"type": "http.disconnect"}]
+
+    async def receive() -> dict:
+        return messages.pop(0)
+
+    async def send(message: dict) -> None:
+        raise AssertionError(f"nothing is sent: {message}")
+
+    async def give_up() -> None:
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/search", "query_string": b"", "headers": headers}
+        request = asyncio.create_task(application(scope, receive, send))
+        if not in_body:  # as Ray Serve does when the sender or its proxy has gone
+            assert await asyncio.to_thread(has_begun.wait, 20)
+            request.cancel()
+        await asyncio.wait([request])
+        index.gate.set()
+        assert in_body or request.cancelled()
+
+    with caplog.at_level(logging.INFO, "mvr_ray"):
+        asyncio.run(give_up())
+    [line] = [record for record in caplog.records if record.name == "mvr_ray.serving.middleware"]
+    assert line.levelname == "INFO" and "status=499" in line.getMessage()
+    metrics = call(application, "GET", "/metrics").body
+    counts = [line for line in metrics.splitlines() if line.startswith("mvr_ray_requests_total{") and "POST" in line]
+    assert len(counts) == 1 and 'status="499"' in counts[0]
 
 
 @pytest.mark.parametrize("encoding", [b"gzip", b"br", b"GZIP", b"gzip, identity"])

@@ -9,7 +9,8 @@ from ray import serve
 from mvr_ray.client import Client, RefusedError
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError, ResourceError
-from mvr_ray.serving.replica import _replica_error, load_tokens
+from mvr_ray.serving.auth import TokenStore
+from mvr_ray.serving.replica import _replica_error, application, load_tokens, with_full_paths
 
 READ = "read-" + "r" * 20
 
@@ -43,6 +44,23 @@ def test_on_the_loopback_tokens_are_taken_where_there_are_any(tmp_path) -> None:
     file = tmp_path / "tokens"
     file.write_text(f"read {READ}\n")
     assert load_tokens(run(tokens_file=str(file)))
+
+
+def test_replicas_get_the_full_paths_of_folders_since_their_own_working_folder_may_be_another(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sections = {"store": {"path": "store"}, "follow": {"source": "changes"}}
+    local = with_full_paths(RunConfig.model_validate(sections))
+    assert (local.store.path, local.follow.source) == (str(tmp_path / "store"), str(tmp_path / "changes"))
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    remote = RunConfig.model_validate({"store": {"path": "s3://bucket/store"}})
+    assert with_full_paths(remote) == remote
+
+
+def test_a_changed_serve_file_ends_no_replica_before_another_has_started() -> None:
+    deployment = application(run(), None, TokenStore())._bound_deployment
+    assert deployment._deployment_config.max_surge_percent == 100
 
 
 @pytest.mark.parametrize("text", ["this would wait for ever: no CPU", "No module named 'mvr_ray'"])

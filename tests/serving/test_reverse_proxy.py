@@ -1,12 +1,15 @@
 """HAProxy in front of the app: what is too large, too slow or too much ends there, and others are answered."""
 
 import os
+import resource
 import signal
 import socket
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
 import pytest
@@ -208,3 +211,49 @@ def test_a_program_that_does_not_take_the_configuration_is_an_error_with_its_wor
         pytest.raises(ResourceError, match="too old"),
     ):
         proxy.start(1)
+
+
+def test_a_request_whose_sender_hangs_up_is_ended_behind_haproxy_at_once() -> None:
+    with held_port() as free, socket.create_server(("127.0.0.1", 0)) as behind:
+        behind.settimeout(10)
+        with ReverseProxy(ServeConfig(port=free), TokenStore()) as proxy:
+            proxy.start(behind.getsockname()[1])
+            with socket.create_connection(proxy.address) as sender:
+                sender.sendall(SEARCH + b"Content-Length: 2\r\n\r\n{}")
+                request, _ = behind.accept()
+                request.settimeout(5)
+                with request:
+                    assert request.recv(65_536).startswith(b"POST /v1/search")
+                    sender.close()
+                    with suppress(ConnectionResetError):  # closed or reset, but not TimeoutError
+                        assert request.recv(65_536) == b""
+
+
+def test_more_connections_than_haproxy_may_open_files_are_refused_before_anything_starts(monkeypatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
+    refusal = r"serve\.max_connections 512 needs 1056 open files, and a process may have 1024 here \(ulimit -Hn\)"
+    with held_port() as free:
+        with pytest.raises(ConfigError, match=refusal):
+            ReverseProxy(ServeConfig(port=free), TokenStore())
+        with ReverseProxy(ServeConfig(port=free, max_connections=496), TokenStore()):
+            pass
+
+
+def test_haproxy_runs_with_as_many_open_files_as_are_required() -> None:
+    program = """
+import socket
+from mvr_ray.config import ServeConfig
+from mvr_ray.serving.auth import TokenStore
+from mvr_ray.serving.reverse_proxy import ReverseProxy
+import sys
+
+with ReverseProxy(ServeConfig(port=int(sys.argv[1]), max_connections=496), TokenStore()) as proxy:
+    proxy.start(1)
+    with socket.create_connection(proxy.address, timeout=20) as sender:
+        sender.sendall(b"GET /livez HTTP/1.1\\r\\nHost: localhost\\r\\n\\r\\n")
+        print(sender.recv(12).decode())
+"""
+    with held_port() as free:
+        command = ["bash", "-c", 'ulimit -n 1024; exec "$@"', "", sys.executable, "-c", program, str(free)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.stdout == "HTTP/1.1 503\n", result.stderr

@@ -25,6 +25,7 @@ from ray._private.state import actors
 from server import ADMIN, command
 
 from mvr_ray.client import Client, RefusedError, UnreachableError
+from mvr_ray.distributed.cluster.ray_internals import has_orphan
 from mvr_ray.errors import ConfigError
 from mvr_ray.serving.replica import serve_until_interrupted
 
@@ -157,6 +158,23 @@ def test_the_command_answers_until_it_is_interrupted_and_then_ends_without_a_wor
     assert "stopping\n" in output and not any("Traceback" in line for line in output)
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+@pytest.mark.slow
+@pytest.mark.data
+@pytest.mark.ray
+def test_the_command_starts_again_on_a_cluster_where_it_was_killed(small_index, run_over, serve_turn, tmp_path):
+    run = run_over(small_index, serve={"port": free_ports(1)[0]})
+    with command(run, tmp_path) as (first, _):
+        first.kill()
+        first.wait()
+    assert has_orphan("ServeController")
+    with command(run, tmp_path) as (server, output):
+        with Client(f"http://127.0.0.1:{run.serve.port}", token=ADMIN, timeout_s=60) as client:
+            assert client.search(["What was the oil crisis?"], k=2).coverage.share == 1
+        server.send_signal(signal.SIGTERM)
+        server.stderr.read()
+    assert server.returncode == 0 and not has_orphan("ServeController"), "".join(output)
 
 
 def timed_search(address: str, timeout_ms: int) -> tuple[str, float]:

@@ -8,6 +8,7 @@ import hmac
 import re
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from typing import NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
+
+PIECE_BYTES = 1 << 20
 
 
 class StoredObject(NamedTuple):
@@ -47,6 +50,8 @@ class Script(NamedTuple):
     hear: Callable[[str, str], bool] = lambda moment, request: True
     """Told every put, post and delete twice: `before` it has any effect, and `after` that, before it is answered. False
     breaks the connection off there."""
+    pause_s: float = 0.0
+    """After each piece of an answer."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -246,7 +251,10 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Last-Modified", format_datetime(item.changed, usegmt=True))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            for start in range(0, len(body), PIECE_BYTES):
+                self.wfile.write(body[start : start + PIECE_BYTES])
+                self.wfile.flush()
+                time.sleep(self.script.pause_s)
 
 
 @contextmanager

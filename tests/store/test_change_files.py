@@ -5,12 +5,11 @@ others; and what was done with each is written with the corpus.
 """
 
 import gzip
-import itertools
 import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kill_at_call import run_and_kill
+from kill_at_call import NEVER, kill_points, run_and_kill
 
 from mvr_ray.config import FollowConfig, PrepareConfig, SourceConfig
 from mvr_ray.errors import ConfigError, PublishConflictError
@@ -244,21 +243,21 @@ def test_a_follower_killed_at_any_call_applies_each_file_once(tmp_path: Path, re
     apply_next(whole, source)
     expected = Corpus.open(whole, "corpus").info
     cfg, listing = CONFIG.model_copy(update={"num_shards": 1}), list_change_files(source)
+
+    def work(name: str) -> Callable[[], object]:
+        store = Store(shutil.copytree(before.root, tmp_path / name))
+        return partial(apply_batch, Corpus.open(store, "corpus"), cfg, source, listing, listing)
+
     states: list[bool] = []
-    calls: list[str] = []
-    for at in itertools.count(1):
-        store = Store(shutil.copytree(before.root, tmp_path / f"killed at {at}"))
-        work = partial(apply_batch, Corpus.open(store, "corpus"), cfg, source, listing, listing)
-        if (until_killed := run_and_kill(work, at)) is None:
-            break
-        calls = until_killed
-        assert len(calls) == at
+    calls = run_and_kill(work("undisturbed"), NEVER)
+    for at in kill_points(calls):
+        assert len(run_and_kill(work(f"killed at {at}"), at)) == at
+        store = Store(tmp_path / f"killed at {at}")
         states.append(Corpus.open(store, "corpus").info == expected)
         assert states[-1] or Corpus.open(store, "corpus").info == first.info
         apply_next(store, source)
         assert Corpus.open(store, "corpus").info == expected and Corpus.open(store, "corpus").find_damage() == []
         assert texts_of(store) == {"p0": "second", "p2": "first", "p7": "newer"}
-    assert len(calls) == len(states) == at - 1
     assert states == sorted(states) and {*states} == {False, True}
     counts = ", ".join(f"{count} {name}" for name, count in sorted(Counter(calls).items()))
     record_property("figures", f"killed {len(states)} times ({counts}); applied after {sum(states)}")

@@ -21,7 +21,7 @@ from types import ModuleType
 
 import pytest
 from drafts import describe, finish_shard
-from kill_at_call import run_and_kill
+from kill_at_call import NEVER, kill_points, run_and_kill
 
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import StorageError
@@ -94,21 +94,19 @@ def test_a_publisher_killed_at_any_call_leaves_a_whole_live_version(tmp_path: Pa
     before = Store(tmp_path / "before")
     first = manifest.publish(before, replace(FIRST, shards=(add(before, tmp_path / "made"),)))
     outcomes: list[bool] = []
-    calls: list[str] = []
-    for at in itertools.count(1):
+    control = Store(shutil.copytree(before.root, tmp_path / "undisturbed"))
+    calls = run_and_kill(partial(publish_shard, control, finish_shard(tmp_path / "new", b"changed")), NEVER)
+    for at in kill_points(calls):
         root = shutil.copytree(before.root, tmp_path / f"killed at {at}")
         store = Store(root)
         work = partial(publish_shard, store, finish_shard(tmp_path / f"new {at}", b"changed"))
-        if (until_killed := run_and_kill(work, at)) is None:
-            break
-        calls = until_killed
+        assert len(run_and_kill(work, at)) == at
         for digest in store.list(paths.index_dir("i", "shards")):
             assert sorted(file.name for file in (root / paths.shard_dir("i", digest)).iterdir()) == sorted(
                 [paths.EMBEDDINGS, "index.bin", paths.SHARD_JSON]
             )
         again = finish_shard(tmp_path / f"again {at}", b"changed")
         outcomes.append(require_whole(store, first, again))
-    assert len(calls) == len(outcomes) == at - 1
     assert {"create", "write", "fsync", "rename", "link", "utime", "unlink"} <= {*calls}
     assert outcomes == sorted(outcomes) and {*outcomes} == {False, True}, "old until it is named, new from then on"
     counts = ", ".join(f"{count} {name}" for name, count in sorted(Counter(calls).items()))
@@ -136,12 +134,11 @@ def test_an_update_killed_at_any_call_leaves_a_whole_corpus_and_ends_with_the_sa
     whole = Store(shutil.copytree(before.root, tmp_path / "whole"))
     update(cfg, whole, str(changes))
     new = Corpus.open(whole, "corpus")
+    control = Store(shutil.copytree(before.root, tmp_path / "undisturbed"))
     outcomes: list[bool] = []
-    for at in itertools.count(1):
+    for at in kill_points(run_and_kill(partial(update, cfg, control, str(changes)), NEVER)):
         store = Store(shutil.copytree(before.root, tmp_path / f"killed at {at}"))
-        if (calls := run_and_kill(partial(update, cfg, store, str(changes)), at)) is None:
-            break
-        assert len(calls) == at
+        assert len(run_and_kill(partial(update, cfg, store, str(changes)), at)) == at
         last = Corpus.open(store, "corpus")
         assert last.digest in (old.digest, new.digest) and last.find_damage() == []
         assert Corpus.open(store, "corpus", old.digest).find_damage() == []

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from mvr_ray.cli.inputs import check_inputs
 from mvr_ray.config import RunConfig
 from mvr_ray.errors import ConfigError, MissingInputError, PublishConflictError, StorageError
 from mvr_ray.store import files as files_module
+from mvr_ray.store import objects
 from mvr_ray.store.files import Store, cached_sha256_of, finished_file
 
 
@@ -247,6 +249,18 @@ def test_a_file_too_large_for_one_copy_moves_in_parts(store: Store, tmp_path: Pa
     store.move_dir("shards/abc", "aside/abc-1")
     assert store.read_bytes("aside/abc-1/large") == data
     assert store.size_bytes("shards/abc/large") == -1
+
+
+def test_an_object_may_take_longer_to_arrive_than_the_service_may_be_silent(s3_server, tmp_path: Path, monkeypatch):
+    limits = {name: "1s" if value == "60s" else value for name, value in objects.CLIENT.items()}
+    monkeypatch.setattr(objects, "CLIENT", limits)
+    monkeypatch.setattr(objects, "RETRY", {**objects.RETRY, "retry_timeout": timedelta(seconds=0.5)})
+    monkeypatch.setenv("MVR_RAY_CACHE", str(tmp_path / "cache"))
+    with s3_server.serve(s3_server.Script([], [], pause_s=0.4)) as root:
+        store = Store(root)
+        store.write_bytes("large", bytes(4 << 20))
+        assert store.local_path("large").stat().st_size == 4 << 20
+        assert store.sha256("large") == hashlib.sha256(bytes(4 << 20)).hexdigest()
 
 
 def test_a_file_moves_in_and_a_changed_one_is_seen_through_the_cache(store: Store, tmp_path: Path):

@@ -987,8 +987,8 @@ def feedback_at_rest(store: Store, version: Manifest) -> dict[str, np.ndarray]:
 @pytest.mark.slow
 @pytest.mark.data
 @pytest.mark.ray
-def test_trying_out_in_memory_ends_where_refine_ends(own_index, run_over):
-    """The simulator against the distributed refinement over the same index: the same accuracies, nothing published."""
+def test_trying_out_in_memory_ends_where_refine_ends(own_index, run_over, without_ray):
+    """The simulator against `refine` over the same index: the same accuracies, nothing published."""
     store = Store(str(own_index))
     questions = read_questions(only_corpus(store), "dev")
     write_questions(only_corpus(store), "known", questions[:28])
@@ -1002,6 +1002,7 @@ def test_trying_out_in_memory_ends_where_refine_ends(own_index, run_over):
             "rounds": 1,
             "patience": 1,
         },
+        "resources": {"local_passages": 100},
         "evaluate": {"k": [5, 20]},  # top-1, by which rounds are chosen, is measured besides
     }
     run = run_over(own_index, **sections)

@@ -10,7 +10,7 @@ Products with int8 codes are integers, from queries rounded to sixteen bits,
     q' = t n,  n = rint(q / t) = 256 h + l,  t = max_d |q_d| / 32512,  |h|, |l| <= 128
 
 and the bound of `scan` grows by |q - q'| max|w|. The integers are exact; further operations round at most six times,
-within the 16 terms that `score_error` adds.
+within the 16 terms that `score_error` adds. Beyond 4,096 dimensions t is larger for AVX2, whose sums have 32 bits.
 
 **Coarse products.** Where the processor multiplies bfloat16, batches are filtered by v' and q', the vectors and queries
 rounded to it: half the bytes, twice the rate of float32 in vector registers, twenty times with AMX. The bound is that
@@ -50,13 +50,14 @@ from mvr_ray.types import EmbeddingBlock, FloatArray, IntArray
 
 log = logging.getLogger(__name__)
 
-LIBRARY, INTERFACE = "mvr_ray.core.searching._scan", 9
+LIBRARY, INTERFACE = "mvr_ray.core.searching._scan", 10
 KINDS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(np.int8): 2}
 STEP = 32768
 AHEAD_BYTES = 16384  # prefetch distance, into the second-level cache
 LANES, PANEL, BLOCK, SLICE, TILE_ROWS = 16, 48, 32, 192, 6  # as in scan.c; the slice in dimensions
 LARGE = 2.0**100
 LARGEST_HALF = 127 * 256
+LARGEST_SUM = 2**31 - 1
 
 
 class _SearchArgs(ctypes.Structure):
@@ -93,8 +94,8 @@ def library_avx2() -> ctypes.CDLL | None:
     loops = load_library(LIBRARY, INTERFACE)
     if loops is None or not loops.mvr_supported_avx2():
         return None
-    whole, long, real, at = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
-    loops.mvr_best_views.argtypes = [whole, at, at, at, at, long, whole, at, real, whole, long, at, at]
+    whole, long, at = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+    loops.mvr_best_views.argtypes = [whole, at, at, at, at, long, whole, at, at, whole, long, at, at]
     loops.mvr_best_views.restype = None
     loops.mvr_max_norm.argtypes = [whole, whole, at, at, long, whole]
     loops.mvr_max_norm.restype = ctypes.c_float
@@ -258,10 +259,10 @@ class NativeKernel(CompiledKernel):
 
 @dataclass
 class PaddedQueries(PreparedQueries):
-    """Queries for the loops for AVX2: one as it is, or for codes as 16-bit integers with their unit; several in
-    float32, padded with zeros to whole groups of four queries and eight dimensions."""
+    """Queries for the loops for AVX2, in float32, or for codes in 16-bit integers with their units. Several are padded
+    with zeros to whole groups of four queries and 32 bytes."""
 
-    unit: float = 1.0
+    unit_Q: NDArray[np.float32] | None = None
 
 
 class Avx2Kernel(CompiledKernel):
@@ -280,14 +281,16 @@ class Avx2Kernel(CompiledKernel):
 
     def prepare(self, queries_QD: NDArray[np.float32], limit: int, with_codes: bool) -> PaddedQueries:
         num_queries, dimension = queries_QD.shape
-        plain, unit, rows_QD = super().prepare(queries_QD, limit, with_codes), 1.0, queries_QD
-        if with_codes and num_queries == 1 and dimension <= 4096 and not dimension % LANES:
-            whole_QD, (unit,), plain.rounding_Q = _round_queries(queries_QD)
-            rows_QD = whole_QD.astype(np.int16)
-        elif with_codes or num_queries > 1:
-            rows_QD = np.zeros((num_queries + -num_queries % 4, dimension + -dimension % 8), np.float32)
-            rows_QD[:num_queries, :dimension] = queries_QD
-        return PaddedQueries(np.ascontiguousarray(rows_QD), plain.low_QK, plain.rounding_Q, unit=float(unit))
+        plain, dtype, values_QD, unit_Q = super().prepare(queries_QD, limit, with_codes), np.float32, queries_QD, None
+        if with_codes:
+            largest = min(LARGEST_HALF, LARGEST_SUM // (2 * 127 * -(-dimension // LANES)))
+            dtype, (values_QD, unit_Q, plain.rounding_Q) = np.int16, _round_queries(queries_QD, largest)
+            unit_Q = np.pad(unit_Q, (0, -num_queries % 4))
+        is_single = num_queries == 1 and not (with_codes and dimension % LANES)
+        rows, width = (1, 1) if is_single else (4, 32 // np.dtype(dtype).itemsize)
+        rows_QD = _line_zeros((num_queries + -num_queries % rows, dimension + -dimension % width), dtype)
+        rows_QD[:num_queries, :dimension] = values_QD
+        return PaddedQueries(rows_QD, plain.low_QK, plain.rounding_Q, unit_Q=unit_Q)
 
     def candidates(
         self,
@@ -312,13 +315,14 @@ class Avx2Kernel(CompiledKernel):
         self, queries: PaddedQueries, step_rows: NativeRows, first_P: IntArray, counts_P: IntArray
     ) -> NDArray[np.float32]:
         """Compute best_PQ, the best inner product over `counts_P` vectors from `first_P` on."""
-        num_rows, width = queries.queries_QD.shape
-        space = np.zeros((TILE_ROWS, width), np.float32)
+        rows_QD = queries.queries_QD
+        num_rows, row_bytes = len(rows_QD), rows_QD.strides[0]
+        space = _line_zeros((TILE_ROWS, row_bytes), np.uint8)
         best_PQ = np.full((len(counts_P), num_rows), -np.inf, np.float32)
         self.loops.mvr_best_views(
             KINDS[step_rows.rows_ND.dtype], _address(step_rows.rows_ND), _address(step_rows.scale_N), _address(first_P),
-            _address(counts_P), len(counts_P), step_rows.rows_ND.shape[1], _address(queries.queries_QD), queries.unit,
-            num_rows, width, _address(space), _address(best_PQ),
+            _address(counts_P), len(counts_P), step_rows.rows_ND.shape[1], _address(rows_QD), _address(queries.unit_Q),
+            num_rows, row_bytes, _address(space), _address(best_PQ),
         )  # fmt: skip
         return best_PQ[:, : len(queries.low_QK)]
 
@@ -426,11 +430,11 @@ class _WholeQueries(NamedTuple):
     rounding_Q: FloatArray
 
 
-def _round_queries(queries_QD: FloatArray) -> _WholeQueries:
+def _round_queries(queries_QD: FloatArray, largest: int = LARGEST_HALF) -> _WholeQueries:
     wide_QD = queries_QD.astype(np.float64)
-    unit_Q = (np.abs(wide_QD).max(axis=1, initial=0.0) / LARGEST_HALF).astype(np.float32)
+    unit_Q = (np.abs(wide_QD).max(axis=1, initial=0.0) / largest).astype(np.float32)
     divisor_Q1 = np.where(unit_Q > 0, unit_Q, np.inf).astype(np.float64)[:, None]
-    whole_QD = np.clip(np.rint(wide_QD / divisor_Q1), -LARGEST_HALF, LARGEST_HALF)
+    whole_QD = np.clip(np.rint(wide_QD / divisor_Q1), -largest, largest)
     error_QD = wide_QD - whole_QD * unit_Q[:, None].astype(np.float64)
     return _WholeQueries(whole_QD, unit_Q, np.linalg.norm(error_QD, axis=1) * (1 + 2.0**-40))
 
@@ -457,6 +461,13 @@ def _pack_codes(queries_QD: FloatArray, num_padded: int) -> _CodeQueries:
     return _CodeQueries(
         np.ascontiguousarray(panels, np.int8).ravel(), np.ascontiguousarray(bias, np.int32).ravel(), units, rounding_Q
     )
+
+
+def _line_zeros(shape: tuple[int, int], dtype: type[np.generic]) -> NDArray[Any]:
+    """Allocate zeros from the begin of a cache line on: loads that cross lines halve the speed of products."""
+    num_bytes = shape[0] * shape[1] * np.dtype(dtype).itemsize
+    memory = np.zeros(num_bytes + 64, np.uint8)
+    return memory[(first := -memory.ctypes.data % 64) : first + num_bytes].view(dtype).reshape(shape)
 
 
 def _address(array: NDArray[Any] | None) -> int | None:

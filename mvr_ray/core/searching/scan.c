@@ -89,8 +89,7 @@ AVX2 static const float *to_floats(int kind, const char *from, int64_t count, fl
     int64_t d = 0;
     for (; d + 8 <= count; d += 8) _mm256_storeu_ps(to + d, load_eight(kind, from + d * size_of(kind)));
     for (; d < count; d++)
-        to[d] = kind == INT8 ? (int8_t)from[d] : kind == FLOAT16 ? _cvtsh_ss(((const uint16_t *)from)[d])
-                                               : ((const float *)from)[d];
+        to[d] = kind == FLOAT16 ? _cvtsh_ss(((const uint16_t *)from)[d]) : ((const float *)from)[d];
     return to;
 }
 
@@ -769,73 +768,101 @@ AVX2 float mvr_max_norm(int kind, int errors, const void *rows, const float *sca
     return most;
 }
 
-/* The inner product of a row of codes with a query in sixteen bits: 4,096 dimensions at most, a multiple of sixteen, so
-   that 32 bits hold the sum of a lane. */
-AVX2 INLINE int64_t code_product(const char *row, const int16_t *query, int dimension) {
+/* The inner product of a row of codes with a query in sixteen bits, whose dimension is a multiple of sixteen; 32 bits
+   hold the sum of a lane. */
+AVX2 INLINE int64_t code_product(const char *row, const char *query, int dimension) {
     Bits lanes = {0};
     UNROLL for (int d = 0; d < dimension; d += 16) {
         const __m256i codes = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(row + d)));
-        lanes += (Bits)_mm256_madd_epi16(codes, _mm256_loadu_si256((const __m256i *)(query + d)));
+        lanes += (Bits)_mm256_madd_epi16(codes, _mm256_loadu_si256((const __m256i *)(query + 2 * d)));
     }
     int64_t sum = 0;
     for (int i = 0; i < 8; i++) sum += lanes[i];
     return sum;
 }
 
-/* The products of three rows with four queries, [3][4]: all sixteen registers are in use. */
-AVX2 INLINE void three_rows(const float *const *row, const float *query, int64_t width, __m128 *product) {
+AVX2 INLINE void to_shorts(const char *codes, int64_t count, int16_t *to) {
+    for (int64_t d = 0; d < count; d++) to[d] = (int8_t)codes[d];
+}
+
+/* The rows that are multiplied at once with four queries: more would need more than sixteen registers. */
+INLINE int rows_at_once(int kind) { return kind == INT8 ? 2 : 3; }
+
+/* Their products, [rows][4], all `bytes` long: of 16-bit integers for codes, whose sums have 32 bits, else of float32.
+   With `fetch`, rows `next` are asked for on the way. */
+AVX2 INLINE void some_rows(const int kind, const int fetch, const char *const *row, const char *query, int64_t bytes,
+                           const char *const *next, __m128 *product) {
+    const int rows = rows_at_once(kind);
     __m256 sum[3][4] = {};
-    for (int64_t d = 0; d < width; d += 8) {
+    for (int64_t at = 0; at < bytes; at += 32) {
+        const int64_t stored = at / (kind == INT8 ? 2 : 4) * size_of(kind);
         __m256 part[3];
-        UNROLL for (int r = 0; r < 3; r++) part[r] = _mm256_loadu_ps(row[r] + d);
+        UNROLL for (int r = 0; r < rows; r++) {
+            part[r] = _mm256_loadu_ps((const float *)(row[r] + at));
+            if (fetch && stored % 64 == 0) _mm_prefetch(next[r] + stored, _MM_HINT_T1);
+        }
         UNROLL for (int q = 0; q < 4; q++) {
-            const __m256 values = _mm256_loadu_ps(query + q * width + d);
-            UNROLL for (int r = 0; r < 3; r++) sum[r][q] = _mm256_fmadd_ps(part[r], values, sum[r][q]);
+            const __m256 values = _mm256_loadu_ps((const float *)(query + q * bytes + at));
+            UNROLL for (int r = 0; r < rows; r++)
+                if (kind != INT8) sum[r][q] = _mm256_fmadd_ps(part[r], values, sum[r][q]);
+                else sum[r][q] = (__m256)((Bits)sum[r][q] + (Bits)_mm256_madd_epi16((__m256i)part[r], (__m256i)values));
         }
     }
-    UNROLL for (int r = 0; r < 3; r++) {
+    UNROLL for (int r = 0; r < rows; r++) {
+        UNROLL for (int q = 0; q < 4 && kind == INT8; q++) sum[r][q] = _mm256_cvtepi32_ps((__m256i)sum[r][q]);
         const __m256 four = _mm256_hadd_ps(_mm256_hadd_ps(sum[r][0], sum[r][1]), _mm256_hadd_ps(sum[r][2], sum[r][3]));
         product[r] = _mm_add_ps(_mm256_castps256_ps128(four), _mm256_extractf128_ps(four, 1));
     }
 }
 
-/* Raises `best_PQ` to the inner products with the `count_P` rows from `first_P` on of each passage. One query is
-   float32, or for codes int16 with its unit. Several are float32, a multiple of four, and padded with zeros to `width`,
-   a multiple of eight; `space` holds TILE_ROWS such rows, with zeros where they are padded. */
+/* Raises `best_PQ` to the inner products with the `count_P` rows from `first_P` on of each passage. Queries are
+   float32, or for codes 16-bit integers with a unit each. One is not padded, and for codes has a multiple of sixteen
+   dimensions. Several are a multiple of four, padded with zeros to `bytes`, a multiple of 32; `space` holds TILE_ROWS
+   such rows, with zeros where they are padded. */
 AVX2 void mvr_best_views(int kind, const char *rows, const float *scale_N, const int64_t *first_P,
-                         const int64_t *count_P, int64_t passages, int dimension, const void *queries_QD, float unit,
-                         int queries, int64_t width, float *space, float *best_PQ) {
+                         const int64_t *count_P, int64_t passages, int dimension, const char *queries_QD,
+                         const float *unit_Q, int queries, int64_t bytes, char *space, float *best_PQ) {
     const int64_t stride = (int64_t)dimension * size_of(kind);
     for (int64_t p = 0; p < passages && queries == 1; p++) {
         const char *row = rows + first_P[p] * stride, *next = rows + first_P[p + 1 < passages ? p + 1 : p] * stride;
+        const int ahead = kind != FLOAT32 || next != row + count_P[p] * stride; /* or the processor does it better */
         for (int64_t v = 0; v < count_P[p]; v++, row += stride, next += stride) {
-            for (int64_t at = 0; at < stride; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
-            const float score = kind != INT8 ? product_of(kind, row, queries_QD, dimension, NULL)
-                : (float)((double)scale_N[first_P[p] + v] * unit * code_product(row, queries_QD, dimension));
+            for (int64_t at = 0; at < stride && ahead; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
+            const float score = kind != INT8 ? product_of(kind, row, (const float *)queries_QD, dimension, NULL)
+                : (float)((double)scale_N[first_P[p] + v] * *unit_Q * code_product(row, queries_QD, dimension));
             best_PQ[p] = score > best_PQ[p] ? score : best_PQ[p];
         }
     }
-    const float *row_T[TILE_ROWS];
+    const char *row_T[TILE_ROWS], *next_T[TILE_ROWS];
+    float scale_T[TILE_ROWS];
     int64_t passage_T[TILE_ROWS];
     for (int64_t p = 0, v = 0, done = !passages; !done && queries > 1;) {
         for (int t = 0; t < TILE_ROWS; t++) { /* after the last row it is repeated, which changes no maximum */
-            const int64_t n = first_P[p] + v;
-            const char *row = rows + n * stride, *next = row + TILE_ROWS * stride;
-            for (int64_t at = 0; at < stride; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
-            float *to = space + t * width;
-            row_T[t] = kind == FLOAT32 && width == dimension ? (const float *)row : to_floats(kind, row, dimension, to);
-            for (int64_t d = 0; d < dimension && kind == INT8; d++) to[d] *= scale_N[n];
+            const char *row = rows + (first_P[p] + v) * stride, *next = row + TILE_ROWS * stride;
+            char *to = space + t * bytes;
+            row_T[t] = kind == FLOAT32 && bytes == stride ? row : to;
+            next_T[t] = next;
+            if (kind == INT8) scale_T[t] = scale_N[first_P[p] + v], to_shorts(row, dimension, (int16_t *)to);
+            else if (row_T[t] == to) to_floats(kind, row, dimension, (float *)to);
             passage_T[t] = p;
             if (v + 1 < count_P[p]) v++;
             else if (p + 1 < passages) p++, v = 0;
             else done = 1;
         }
-        for (int64_t q = 0; q < queries; q += 4) {
+        for (int q = 0; q < queries; q += 4) {
             __m128 product[3];
             for (int t = 0; t < TILE_ROWS; t++) {
-                if (t % 3 == 0) three_rows(row_T + t, (const float *)queries_QD + q * width, width, product);
+#define FETCH(kind) some_rows(kind, 1, row_T + t, queries_QD, bytes, next_T + t, product)
+#define PLAIN(kind) some_rows(kind, 0, row_T + t, queries_QD + q * bytes, bytes, NULL, product)
+                const int at = t % rows_at_once(kind);
+                if (!at && q) BY_KIND(kind, PLAIN);
+                else if (!at) BY_KIND(kind, FETCH);
+#undef PLAIN
+#undef FETCH
                 float *best = best_PQ + passage_T[t] * queries + q;
-                _mm_storeu_ps(best, _mm_max_ps(product[t % 3], _mm_loadu_ps(best)));
+                __m128 score = product[at];
+                if (kind == INT8) score *= _mm_set1_ps(scale_T[t]) * _mm_loadu_ps(unit_Q + q);
+                _mm_storeu_ps(best, _mm_max_ps(score, _mm_loadu_ps(best)));
             }
         }
     }
@@ -907,4 +934,4 @@ int mvr_supported_avx2(void) { return 0; }
 #endif
 
 /* Increase the number when arguments or structs change, here and in `native.py`. */
-int mvr_interface(void) { return 9; }
+int mvr_interface(void) { return 10; }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import ray.exceptions
-from ray._private import ray_constants, services, worker
+from ray._private import ray_constants, services, state, worker
 from ray._private.runtime_env import packaging
 from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ignore[missing-module-attribute]
 
@@ -73,6 +73,13 @@ def listens(host: str, port: str) -> bool:
             return True
     except OSError:
         return False
+
+
+def has_orphan(actor_class: str) -> bool:
+    """Whether this cluster has a detached actor of the class whose driver has ended."""
+    ended_jobs = {job["JobID"] for job in state.jobs() if job["IsDead"]}
+    actors: Any = state.actors(actor_state_name="ALIVE")
+    return any(one["ActorClassName"] == actor_class and one["JobID"] in ended_jobs for one in actors.values())
 
 
 def reread_authentication() -> None:

@@ -79,7 +79,8 @@ class RefineQuestions:
 def gather(corpus: Corpus, refine: RefineConfig) -> RefineQuestions:
     """Read every question set of the refine section, and separate labelled, gate and held-out ones.
 
-    Raises ConfigError without labelled or without held-out questions, DataError for a bad feedback file.
+    Raises ConfigError without labelled or without held-out questions, and where none has what `refine.labels` names;
+    DataError for a bad feedback file.
     """
     if refine.questions is None and refine.feedback is None:
         raise ConfigError(
@@ -91,6 +92,13 @@ def gather(corpus: Corpus, refine: RefineConfig) -> RefineQuestions:
     if refine.feedback:
         judgements = read_feedback(resolve_path(refine.feedback), labelled_questions, corpus.get)
         labelled_questions = list(dict.fromkeys(question for question, _, _ in judgements))
+    elif labelled_questions and not any(_label_source(one, refine.labels) for one in labelled_questions):
+        kinds = {"answers": "an answer", "gold": "a gold passage"}
+        kind, [(other, other_kind)] = kinds.pop(refine.labels), kinds.items()
+        raise ConfigError(
+            f"refine.labels is {refine.labels}, and no question of {name!r} has {kind}; set refine.labels={other} if "
+            f"they have {other_kind}"
+        )
     gates = [(gate, read_questions(corpus, gate)) for gate in refine.gate]
     if not gates:
         gate_questions = [question for question in labelled_questions if _fold(question.text, refine.seed) == 0]
@@ -108,6 +116,11 @@ def gather(corpus: Corpus, refine: RefineConfig) -> RefineQuestions:
     row_of = {question: row for row, question in enumerate(labelled_questions)}
     feedback = tuple(Judgement(row_of[one], passage, good) for one, passage, good in judgements if one in row_of)
     return replace(questions, feedback=feedback)
+
+
+def _label_source(question: Question, labels: str) -> Sequence[str]:
+    """Return the answers or the gold passages of a question, whichever `refine.labels` names."""
+    return question.answers if labels == "answers" else question.positive_ids
 
 
 def arrange(

@@ -153,7 +153,8 @@ def read_question_file(path: Path) -> list[Question]:
             if (place := place_of.setdefault(own_id, where)) != where:
                 bad.append(BadRow(where, f"question id {own_id!r} already occurs in {place}; give it another one"))
     if bad:
-        raise DataError(f"{count_noun(len(bad), 'bad row')}, first: {bad[0]}")
+        none = "" if questions else f"{path} holds no question, such as a row with the key 'question': "
+        raise DataError(f"{none}{count_noun(len(bad), 'bad row')}, first: {bad[0]}")
     if not questions:
         raise DataError(f"{path} holds no question; known formats: {', '.join(READERS)}, or .txt with one a line")
     return questions

@@ -537,6 +537,10 @@ def test_a_question_file_may_be_plain_lines(write: Write):
         read_question_file(write("p.tsv", "1\ta\tA\n"))
     with pytest.raises(DataError, match=r"1 bad row, first: .*q\.jsonl:1"):
         read_question_file(write("q.jsonl", "{\n"))
+    with pytest.raises(
+        DataError, match=r"q\.jsonl holds no question, such as a row with the key 'question': 1 bad row"
+    ):
+        read_question_file(write("q.jsonl", '{"query": "who?"}\n'))
 
 
 def test_a_question_file_or_folder_whose_ids_repeat_is_refused_with_both_places(write: Write):
