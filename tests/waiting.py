@@ -24,7 +24,8 @@ def lines_of(process: Popen[str], stream: Iterable[str] | None, seconds: float =
     timer = threading.Timer(seconds, process.kill)
     timer.start()
     try:
-        yield from stream
+        for line in stream:  # noqa: UP028 - `yield from` would close the stream, which may be read on
+            yield line
         assert timer.is_alive(), f"the process neither wrote the line nor ended within {seconds:g} s"
     finally:
         timer.cancel()
