@@ -770,11 +770,11 @@ AVX2 float mvr_max_norm(int kind, int errors, const void *rows, const float *sca
 
 /* The inner product of a row of codes with a query in sixteen bits, whose dimension is a multiple of sixteen; 32 bits
    hold the sum of a lane. */
-AVX2 INLINE int64_t code_product(const char *row, const char *query, int dimension) {
+AVX2 INLINE int64_t code_product(const char *row, const int16_t *query, int dimension) {
     Bits lanes = {0};
     UNROLL for (int d = 0; d < dimension; d += 16) {
         const __m256i codes = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(row + d)));
-        lanes += (Bits)_mm256_madd_epi16(codes, _mm256_loadu_si256((const __m256i *)(query + 2 * d)));
+        lanes += (Bits)_mm256_madd_epi16(codes, _mm256_loadu_si256((const __m256i *)(query + d)));
     }
     int64_t sum = 0;
     for (int i = 0; i < 8; i++) sum += lanes[i];
@@ -820,7 +820,7 @@ AVX2 INLINE void some_rows(const int kind, const int fetch, const char *const *r
    dimensions. Several are a multiple of four, padded with zeros to `bytes`, a multiple of 32; `space` holds TILE_ROWS
    such rows, with zeros where they are padded. */
 AVX2 void mvr_best_views(int kind, const char *rows, const float *scale_N, const int64_t *first_P,
-                         const int64_t *count_P, int64_t passages, int dimension, const char *queries_QD,
+                         const int64_t *count_P, int64_t passages, int dimension, const void *queries_QD,
                          const float *unit_Q, int queries, int64_t bytes, char *space, float *best_PQ) {
     const int64_t stride = (int64_t)dimension * size_of(kind);
     for (int64_t p = 0; p < passages && queries == 1; p++) {
@@ -828,7 +828,7 @@ AVX2 void mvr_best_views(int kind, const char *rows, const float *scale_N, const
         const int ahead = kind != FLOAT32 || next != row + count_P[p] * stride; /* or the processor does it better */
         for (int64_t v = 0; v < count_P[p]; v++, row += stride, next += stride) {
             for (int64_t at = 0; at < stride && ahead; at += 64) _mm_prefetch(next + at, _MM_HINT_T1);
-            const float score = kind != INT8 ? product_of(kind, row, (const float *)queries_QD, dimension, NULL)
+            const float score = kind != INT8 ? product_of(kind, row, queries_QD, dimension, NULL)
                 : (float)((double)scale_N[first_P[p] + v] * *unit_Q * code_product(row, queries_QD, dimension));
             best_PQ[p] = score > best_PQ[p] ? score : best_PQ[p];
         }
@@ -852,8 +852,8 @@ AVX2 void mvr_best_views(int kind, const char *rows, const float *scale_N, const
         for (int q = 0; q < queries; q += 4) {
             __m128 product[3];
             for (int t = 0; t < TILE_ROWS; t++) {
-#define FETCH(kind) some_rows(kind, 1, row_T + t, queries_QD, bytes, next_T + t, product)
-#define PLAIN(kind) some_rows(kind, 0, row_T + t, queries_QD + q * bytes, bytes, NULL, product)
+#define FETCH(kind) some_rows(kind, 1, row_T + t, (const char *)queries_QD, bytes, next_T + t, product)
+#define PLAIN(kind) some_rows(kind, 0, row_T + t, (const char *)queries_QD + q * bytes, bytes, NULL, product)
                 const int at = t % rows_at_once(kind);
                 if (!at && q) BY_KIND(kind, PLAIN);
                 else if (!at) BY_KIND(kind, FETCH);
