@@ -1252,7 +1252,8 @@ def test_torch_keeps_the_threads_of_the_caller(tiny_backbone: Path, tmp_path: Pa
         with Index.build(["The tower stands.", "A river."], model=str(tiny_backbone), path=tmp_path / "one") as index:
             index.search("tower")
             index.upsert([("2", "A bridge.")])
-            index.refine([{"question": f"What stands {n}?", "positive_ids": ["0"]} for n in range(10)], rounds=1)
+            questions = [{"question": f"What stands {n}?", "positive_ids": ["0"]} for n in range(10)]
+            index.refine(questions, labels="gold", rounds=1)
             index.search("bridge")
         assert torch.get_num_threads() == 3
 
