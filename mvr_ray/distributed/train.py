@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -184,10 +184,10 @@ def _train_on_workers(run: RunConfig, progress: Progress) -> TrainState:
                 with _interruptible():
                     return TrainState.from_json(trainer.fit().return_value.encode())
             except ray.train.TrainingFailedError as error:
-                failures = getattr(error, "worker_failures", {}).values()
-                if not restarts_left or not any(map(_may_pass, failures)):
+                failures = [*getattr(error, "worker_failures", {}).values()]
+                if not restarts_left or not _may_help(failures):
                     raise _translate_failure(error) from error
-                log.warning("training starts again at its newest checkpoint: %s", first_line(next(iter(failures))))
+                log.warning("training starts again at its newest checkpoint: %s", first_line(failures[0]))
                 restarts_left -= 1
 
 
@@ -202,14 +202,23 @@ def _worker(config: dict[str, Any]) -> str:
     return state.to_json().decode() if rank() == 0 else ""
 
 
+def _may_help(failures: Sequence[Exception]) -> bool:
+    """Whether a restart may help: a worker died, or all errors may be absent after it. A worker that only lost another,
+    whose own error comes again, is no reason."""
+    return any(map(_is_from_ray, failures)) or (len(failures) > 0 and all(map(_may_pass, failures)))
+
+
+def _is_from_ray(error: Exception) -> bool:
+    return type(error).__module__.startswith("ray.")
+
+
 def _may_pass(error: Exception) -> bool:
     """Whether a worker's error may be absent after a restart: it died (an error of Ray), or it lost another worker
     (torch has no class for what gloo raises), its GPU, or a file system. Others, as of memory, come again."""
     if isinstance(error, MvrRayError):
         return isinstance(error, NoAnswerError)
-    is_from_ray = type(error).__module__.startswith("ray.")
     is_lost = isinstance(error, (torch.distributed.DistError, torch.AcceleratorError, OSError))
-    return is_from_ray or is_lost or "/gloo/" in str(error)
+    return _is_from_ray(error) or is_lost or "/gloo/" in str(error)
 
 
 @contextmanager
@@ -252,7 +261,9 @@ def _translate_failure(error: Exception) -> Exception:
     for failure in failures:
         if isinstance(failure, MvrRayError) or not _may_pass(failure):
             return failure
+    first = next(iter(failures), error)
+    last_line = (str(first).strip() or type(first).__name__).splitlines()[-1]
     return ResourceError(
-        f"training stopped after {MAX_RESTARTS} restarts: {str(next(iter(failures), error)).strip().splitlines()[-1]}; "
-        f"see whether a machine ran out of memory or left the cluster, then run the same command again, it continues"
+        f"training stopped after {MAX_RESTARTS} restarts: {last_line}; see whether a machine ran out of memory or left "
+        f"the cluster, then run the same command again, it continues"
     )

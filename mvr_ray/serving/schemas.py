@@ -447,7 +447,7 @@ def _require_distinct_keys(pairs: list[tuple[str, Any]]) -> None:
     if len(dict(pairs)) < len(pairs):
         [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
         hint = "send each key of an object once; several conditions for one field of a filter go into one object"
-        raise RequestError(422, "repeated_field", key, f"{key}: the key is there more than once", hint)
+        raise RequestError(422, "repeated_field", key[:80], f"{key[:80]!r}: the key is there more than once", hint)
 
 
 def validate(model: type[M], /, **values: Any) -> M:

@@ -15,6 +15,7 @@ import ray
 import torch
 import yaml
 from prepared_corpus import only_corpus
+from ray.train import WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.storage import get_fs_and_path
 from waiting import lines_of
@@ -24,7 +25,7 @@ from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.views import EncoderSpec
 from mvr_ray.distributed.cluster.session import ClusterInfo, Node
 from mvr_ray.distributed.encoders import encoder_spec
-from mvr_ray.distributed.train import _may_pass, _storage, train
+from mvr_ray.distributed.train import _may_help, _may_pass, _storage, _translate_failure, train
 from mvr_ray.distributed.training import checkpoints, steps
 from mvr_ray.distributed.training.retriever import loss_name, warm_start_steps
 from mvr_ray.errors import (
@@ -571,3 +572,12 @@ def test_an_interrupted_command_says_so_and_continues_in_a_store_given_by_a_rela
     again = subprocess.run(command, **options)
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["fingerprint"] == calm.fingerprint
+
+
+def test_a_worker_that_lost_one_with_an_error_of_its_own_is_no_reason_to_start_again():
+    network, disk = RuntimeError("[/pytorch/gloo/transport/tcp/pair.cc:553] closed"), StorageError("the disk is full")
+    assert _may_help([network]) and _may_help([ray.exceptions.ActorDiedError(), IndexError()])
+    assert not _may_help([network, disk]) and not _may_help([])
+    failure = WorkerGroupError("", {0: network, 1: disk})
+    assert _translate_failure(failure) is disk
+    assert "restarts: ConnectionError; see" in str(_translate_failure(WorkerGroupError("", {0: ConnectionError()})))

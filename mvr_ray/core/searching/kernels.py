@@ -122,9 +122,8 @@ def select_candidates(
     """Raise the lower bounds by these scores, and find the passages that may be among the best K."""
     k, low_Q = queries.low_QK.shape[1], queries.low_QK[:, -1]
     half = len(best_PQ) // 2
-    if (
-        half > k and best_PQ.size > MANY_SCORES and np.isinf(low_Q).any()
-    ):  # the bounds of the first half spare most of the second
+    # The bounds of the first half spare most of the second.
+    if half > k and best_PQ.size > MANY_SCORES and np.isinf(low_Q).any():
         first = select_candidates(queries, best_PQ[:half], error_Q, None if mask_P is None else mask_P[:half])
         second = select_candidates(queries, best_PQ[half:], error_Q, None if mask_P is None else mask_P[half:])
         return Candidates(

@@ -464,7 +464,7 @@ def _pack_codes(queries_QD: FloatArray, num_padded: int) -> _CodeQueries:
 
 
 def _line_zeros(shape: tuple[int, int], dtype: type[np.generic]) -> NDArray[Any]:
-    """Allocate zeros from the begin of a cache line on: loads that cross lines halve the speed of products."""
+    """Allocate zeros from the start of a cache line on: loads that cross lines halve the speed of products."""
     num_bytes = shape[0] * shape[1] * np.dtype(dtype).itemsize
     memory = np.zeros(num_bytes + 64, np.uint8)
     return memory[(first := -memory.ctypes.data % 64) : first + num_bytes].view(dtype).reshape(shape)
