@@ -36,7 +36,13 @@ from mvr_ray.store.files import Store
 from mvr_ray.store.formats.records import PassageId
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
-from mvr_ray.store.questions import carry_questions, checked_questions, write_questions
+from mvr_ray.store.questions import (
+    carry_questions,
+    carry_to_chunks,
+    checked_questions,
+    require_gold_passages,
+    write_questions,
+)
 from mvr_ray.store.update import ChangeRecord, UpdateReport, is_rolled_back, parent_corpus, update_by_records
 from mvr_ray.types import FloatArray, Passage, Progress, Question, no_progress
 from mvr_ray.versions import RollbackReport, VersionInfo
@@ -366,12 +372,16 @@ class Index:
         """Store a set of questions with the corpus under a name, which `evaluate`, `refine` and run files take.
 
         They are a file, or texts, tuples (question, answer or answers), and mappings with question, answers and
-        positive_ids. Raises DataError, and ConfigError for a name that no set can have.
+        positive_ids. Of a text that `chunk_words` cut, its own id stands for the chunks that hold the answers, or else
+        the first one. Raises DataError, MissingInputError for a positive id that names no passage, and ConfigError for a
+        name that no set can have.
         """
         self._with(evaluate={"questions": [name]})
         live = self._newest()
         corpus = Corpus.open(self._store, live.corpus, live.corpus_digest)
-        write_questions(corpus, name, rows.questions_of(questions))
+        own = carry_to_chunks(corpus, checked_questions(rows.questions_of(questions), name), self.run.evaluate.match)
+        require_gold_passages(name, own, corpus)
+        write_questions(corpus, name, own)
         last = Corpus.open(self._store, live.corpus)
         if last.digest != corpus.digest:  # a change waits for `index`
             carry_questions(corpus, last, name)
@@ -395,7 +405,10 @@ class Index:
         if isinstance(own, str):
             name = own
         else:
-            sets = [QuestionSet(name, checked_questions(own, name))]
+            live = self._newest()
+            corpus = Corpus.open(self._store, live.corpus, live.corpus_digest)
+            own = carry_to_chunks(corpus, checked_questions(own, name), self.run.evaluate.match)
+            sets = [QuestionSet(name, own)]
         depths = list(k) if isinstance(k, Iterable) else [k]
         run = self._with(evaluate={"questions": [name], "k": depths})
         with _progress_callback(progress) as callback:

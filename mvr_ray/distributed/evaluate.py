@@ -32,13 +32,13 @@ from mvr_ray.distributed.encoders import require_encoder
 from mvr_ray.distributed.retrieve import QuestionRanker, QuestionSet, RankSettings, rank_questions
 from mvr_ray.distributed.router import Router, open_router, require_words
 from mvr_ray.distributed.text_table import interval_text, text_table
-from mvr_ray.errors import ConfigError, MissingInputError, count_noun
+from mvr_ray.errors import ConfigError, count_noun
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus, question_sets
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion
-from mvr_ray.store.questions import articles_of, own_passages, read_questions
+from mvr_ray.store.questions import articles_of, own_passages, read_questions, require_gold_passages
 from mvr_ray.types import FloatArray, Hit, HybridQueries, HybridWeight, IntArray, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
@@ -339,23 +339,6 @@ def unreported_questions(corpus: Corpus, name: str, reports: Sequence[QuestionSe
     if num_left_out := len(questions) - len(others):
         log.warning("questions left out that are also reported: %d of %d set=%s", num_left_out, len(questions), name)
     return QuestionSet(name, others)
-
-
-def require_gold_passages(name: str, questions: Sequence[Question], passages: Corpus) -> None:
-    """Raise MissingInputError if the corpus lacks a gold passage.
-
-    Accuracy by gold passages would be wrong for a question set of another corpus.
-    """
-    gold = {passage_id for question in questions for passage_id in question.positive_ids}
-    missing = sorted(gold.difference(passages.get(gold)))
-    if missing:
-        advice = "correct them; prepare a set of another corpus with this one, under a name of its own"
-        if passages.get([chunk := f"{missing[0]}#0"]):
-            advice = f"the corpus holds chunks of passages: name those, such as {chunk!r}"
-        raise MissingInputError(
-            f"question set {name!r}: {len(missing)} of its {len(gold)} gold passages are not in corpus "
-            f"{passages.name!r} (first: {missing[0]!r}); {advice}"
-        )
 
 
 def try_weights(

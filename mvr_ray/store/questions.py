@@ -5,6 +5,7 @@ It is not parsed before its digest matches.
 """
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute
 
-from mvr_ray.errors import DataError, StorageError, count_noun
+from mvr_ray.core.judging.answers import Match
+from mvr_ray.errors import DataError, MissingInputError, StorageError, count_noun
 from mvr_ray.store import paths
-from mvr_ray.store.chunks import source_id
+from mvr_ray.store.chunks import AnswerPlace, TextChunk, carry_over, locate, source_id
 from mvr_ray.store.corpus import Corpus, SetInfo, question_set, question_sets, undescribed_path
 from mvr_ray.store.files import sha256_of
 from mvr_ray.store.parts import CURE, map_batches, write_rows
@@ -161,6 +163,59 @@ def only_with(
             question = question._replace(positive_grades=tuple(map(question.grade_of.__getitem__, positives)))
         results.append(question._replace(positive_ids=positives, hard_negative_ids=negatives))
     return results
+
+
+def carry_to_chunks(corpus: Corpus, questions: Sequence[Question], match: Match) -> list[Question]:
+    """Return questions of a caller with each text's id that the corpus holds in chunks replaced by the chunks that hold
+    the answers by `match`, or else the first one, as `prepare` does."""
+    if not corpus.info.counts.get("chunk_words"):
+        return list(questions)
+    ids = {name for question in questions for name in question.positive_ids}
+    chunks_of = {name: chunks for name in ids - corpus.get(ids).keys() if (chunks := _chunks_of(corpus, name))}
+    return [_over_chunks(question, chunks_of, match) for question in questions]
+
+
+def require_gold_passages(name: str, questions: Sequence[Question], passages: Corpus) -> None:
+    """Raise MissingInputError if the corpus lacks a gold passage.
+
+    Accuracy by gold passages would be wrong for a question set of another corpus.
+    """
+    gold = {passage_id for question in questions for passage_id in question.positive_ids}
+    missing = sorted(gold.difference(passages.get(gold)))
+    if missing:
+        advice = "correct them; prepare a set of another corpus with this one, under a name of its own"
+        if passages.get([chunk := f"{missing[0]}#0"]):
+            advice = f"the corpus holds chunks of passages: name those, such as {chunk!r}"
+        raise MissingInputError(
+            f"question set {name!r}: {len(missing)} of its {len(gold)} gold passages are not in corpus "
+            f"{passages.name!r} (first: {missing[0]!r}); {advice}"
+        )
+
+
+def _chunks_of(corpus: Corpus, name: str) -> list[TextChunk]:
+    """Read the chunks of a text, at the places they have in it if one character stands between any two."""
+    chunks: list[TextChunk] = []
+    start = 0
+    for number in itertools.count():
+        piece = corpus.get([chunk_id := f"{name}#{number}"]).get(chunk_id)
+        if piece is None:
+            return chunks
+        chunks.append(TextChunk(piece, start))
+        start += len(piece.text) + 1
+
+
+def _over_chunks(question: Question, chunks_of: Mapping[str, list[TextChunk]], match: Match) -> Question:
+    if chunks_of.keys().isdisjoint(question.positive_ids):
+        return question
+    place_of = {}
+    for name in question.positive_ids:
+        starts = question.answer_starts if name == question.positive_ids[0] else ()
+        if chunks := chunks_of.get(name):
+            text = " ".join(piece.passage.text for piece in chunks)
+            place_of[name] = locate(text, chunks, question.answers, starts, match)
+        else:
+            place_of[name] = AnswerPlace("", (name,), starts or (-1,) * len(question.answers))
+    return carry_over(question, place_of, question.hard_negative_ids)
 
 
 def articles_of(questions: Sequence[Question], corpus: Corpus) -> dict[str, str]:

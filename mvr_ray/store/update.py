@@ -3,7 +3,8 @@
     {"id": "p1", "title": "Normandy", "text": "...", "year": 1958}    a new passage, or new content for the one there
     {"id": "p2", "delete": true}                                      a passage to delete
 
-The new content is the whole of it: a field of the corpus that the row lacks is null from then on.
+The new content is the whole of it: a field of the corpus that the row lacks is null from then on. Where all sources of
+passages have the same `fields` (`prepare.sources`), a row may have its parts under those names.
 
 The result is the next corpus of the name; the one before stays for index versions that name it. `mvr-ray index` then
 encodes the contents that are new. Nothing of the store changes before the whole file is read and every new part is
@@ -46,7 +47,7 @@ from mvr_ray.store.formats.records import (
     with_fields,
     with_prefix,
 )
-from mvr_ray.store.formats.rows import id_of, passage_of
+from mvr_ray.store.formats.rows import id_of, lookup, passage_of, rename
 from mvr_ray.store.formats.sources import DUMP_NAME
 from mvr_ray.store.formats.text_files import Row, json_lines
 from mvr_ray.store.gc import KEPT_PUBLICATIONS, collect_corpus
@@ -325,7 +326,9 @@ def read_changes(source: Path | Iterable[ChangeRecord], corpus: Corpus, cfg: Pre
     if isinstance(source, Path) and DUMP_NAME.search(source.name):
         changes = read_dump(source, corpus, cfg)
     else:
-        records = map(_change_record, json_lines(source)) if isinstance(source, Path) else source
+        names = _names_of(cfg)
+        is_file = isinstance(source, Path)
+        records = (_change_record(row, names) for row in json_lines(source)) if is_file else source
         changes = _read_records(records, corpus, cfg)
     if cfg.chunk_words and (known_ids := corpus.get(changes.ids())):
         if "chunk_words" not in corpus.info.counts:
@@ -378,12 +381,24 @@ def _is_dump(source: SourceConfig, corpus: Corpus) -> bool:
     return any(one.format == "mediawiki" and f"{one.path}/".startswith(folder) for one in corpus.info.sources)
 
 
-def _change_record(row: Row | BadRow) -> ChangeRecord:
-    """Make the record of a row of JSON lines."""
+def _names_of(cfg: PrepareConfig) -> dict[str, str]:
+    """Return the names that all sources of passages give to id, title and text; none where the sources differ."""
+    parts = {"id", "title", "text"}
+    names = [
+        source.fields.model_dump(include=parts, exclude_defaults=True, exclude_none=True)
+        for source in cfg.sources
+        if source.passages
+    ]
+    return names[0] if names and names.count(names[0]) == len(names) else {}
+
+
+def _change_record(row: Row | BadRow, names: Mapping[str, str]) -> ChangeRecord:
+    """Make the record of a row of JSON lines, with those parts renamed that it has under `names`."""
     if isinstance(row, BadRow):
         return row
-    is_deletion = row.values.get("delete") is True
-    record = deletion_record(id_of(row.values), row.where) if is_deletion else passage_of(row.values, row.where)
+    values = rename(row.values, {part: name for part, name in names.items() if lookup(row.values, name) is not None})
+    is_deletion = values.get("delete") is True
+    record = deletion_record(id_of(values), row.where) if is_deletion else passage_of(values, row.where)
     if isinstance(record, BadRow):
         form = 'A row is a passage with id, title and text, or an id with "delete": true'
         return record._replace(reason=f"{record.reason}. {form}")

@@ -39,7 +39,7 @@ from prepared_corpus import only_corpus
 from mvr_ray import Encoder, Index, Passage, load_run
 from mvr_ray.api.rows import passage_records, questions_of, sources_of, upsert_records
 from mvr_ray.cli import main
-from mvr_ray.config import EvaluateConfig, PrepareConfig
+from mvr_ray.config import EvaluateConfig, PrepareConfig, RunConfig, SourceConfig
 from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.distributed import hot_swap
@@ -603,14 +603,42 @@ def test_a_store_of_the_command_line_is_changed_in_python_as_its_run_file_says(c
             index.upsert([("p2", "A tower of gold. " * 20)])
             assert {*index.passages(["p2", "p2#0", "p2#1", "p2#2", "p2#3"])} == {"p2#0", "p2#1", "p2#2"}
             assert index.search("gold", hybrid=30)[0].id.startswith("p2#")
-            with pytest.raises(MissingInputError, match=r"holds chunks of passages: name those, such as 'p2#0'$"):
-                index.evaluate([{"question": "Of gold?", "positive_ids": ["p2"]}], k=1)
+            with pytest.raises(MissingInputError, match=r"1 of its 1 gold passages are not in corpus .*'p1'"):
+                index.evaluate([{"question": "Of gold?", "positive_ids": ["p1"]}], k=1)
             manifest = index.manifest
         if open_from == run_file:
             by_run_file = manifest
     for name in ("shards", "lexical", "config_digest"):
         assert getattr(manifest, name) == getattr(by_run_file, name)
     assert manifest.lexical is not None and manifest.metrics["prune_views"] == 0.25
+
+
+def test_the_id_of_a_cut_text_stands_for_the_chunks_that_hold_the_answers(command_store: Path, tmp_path: Path):
+    """As `prepare` carries over the same questions about the same texts."""
+    own = [
+        {"id": "one", "question": "Which stones?", "answers": ["has 13 stones"], "positive_ids": ["p4"]},
+        {"id": "two", "question": "Which?", "answers": ["has 9 stones", "has 1 stones"], "positive_ids": ["p2", "p3"]},
+        {"id": "no answer", "question": "Of what?", "positive_ids": ["p5"]},
+        {"id": "chunk", "question": "Of what?", "answers": ["stones"], "positive_ids": ["p5#2"]},
+    ]
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps({**row, "text": row["question"]}) + "\n" for row in own[:3]))
+    run = RunConfig.model_validate(json.loads((tmp_path / "run.yaml").read_text()))
+    sources = [*run.prepare.sources, SourceConfig(path=str(questions), questions="own", passages=False)]
+    store = Store(str(command_store))
+    with Index.open(command_store) as index:
+        index.add_questions(own, "added")
+        chunk_ids = [question.positive_ids for question in read_questions(Corpus.open(store, "corpus"), "added")]
+        assert chunk_ids[2:] == [("p5#0",), ("p5#2",)]
+        with pytest.raises(MissingInputError, match=r"question set 'wrong': 1 of its 2 gold .* \(first: 'p77'\)"):
+            index.add_questions([own[0], {"question": "Who?", "positive_ids": ["p77"]}], "wrong")
+        whole = index.evaluate(own, k=3).rows
+        by_chunk = [{**row, "positive_ids": list(ids)} for row, ids in zip(own, chunk_ids)]
+        assert whole == index.evaluate(by_chunk, k=3).rows
+    prepare(run.prepare.model_copy(update={"sources": sources, "corpus": "other"}), store)
+    prepared_ids = [question.positive_ids for question in read_questions(Corpus.open(store, "other"), "own")]
+    assert chunk_ids[:3] == prepared_ids
+    assert [len(ids) for ids in prepared_ids] == [1, 4, 1]
 
 
 def test_a_store_whose_chunk_words_no_program_recorded_is_changed_by_its_run_file_alone(

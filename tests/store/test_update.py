@@ -367,6 +367,27 @@ def test_a_passage_is_deleted_by_every_id_that_adds_one(tmp_path: Path, write: W
         assert len(Corpus.open(store, "corpus").get(map(str, ids))) == (3 if "text" in change else 0)
 
 
+def test_changes_have_the_names_of_the_source_or_the_standard_ones(tmp_path: Path, write: Write):
+    """A name with dots reaches into an object. Sources whose names differ give none to changes."""
+    own = [{"key": "a", "body": {"text": "one"}, "title": "of the web page", "head": "First"}]
+    changes = [{"key": "b", "body": {"text": "two"}, "head": "Second"}, {"key": "a", "delete": True}]
+    standard = [{"id": "b", "text": "two", "title": "Second"}, {"id": "a", "delete": True}]
+    fields = {"id": "key", "title": "head", "text": "body.text"}
+    source = SourceConfig.model_validate({"path": str(write("own.jsonl", lines(*own))), "fields": fields})
+    cfg = PrepareConfig(corpus="corpus", num_shards=3, sources=[source])
+    digests = []
+    for rows in (changes, standard):
+        store = Store(tmp_path / f"store-{len(digests)}")
+        prepare(cfg, store)
+        assert Corpus.open(store, "corpus").get(["a"])["a"].title == "First"
+        digests.append(update(cfg, store, str(write("c.jsonl", lines(*rows)))).digest)
+        assert [*Corpus.open(store, "corpus")] == [Passage("b", "Second", "two")]
+    assert digests[0] == digests[1]
+    two = cfg.model_copy(update={"sources": [source, SourceConfig(path="other.jsonl")]})
+    with pytest.raises(DataError, match=r"c\.jsonl:1: id is missing"):
+        update(two, store, str(write("c.jsonl", lines(*changes))))
+
+
 def test_what_cannot_be_updated_is_refused(tmp_path: Path, write: Write):
     store = Store(tmp_path / "store")
     changes = str(write("c.jsonl", lines(row("a", "x"))))

@@ -139,7 +139,8 @@ def read_summaries(path: Path) -> Iterator[Record]:
 
 def _record(row: dict[str, Any], number: int, path: Path, where: str, names: Names) -> Record:
     if names:
-        record = _record(_rename(row, number, path, names), number, path, where, NO_NAMES)
+        own_id = {"id": question_id(path, number)} if names.get("id", "") is None else {}
+        record = _record({**rename(row, names), **own_id}, number, path, where, NO_NAMES)
         if isinstance(record, BadRow):
             mapping = ", ".join(f"{part} from {name!r}" for part, name in names.items() if name)
             return BadRow(where, f"{record.reason} (fields: {mapping})" if mapping else record.reason)
@@ -151,21 +152,19 @@ def _record(row: dict[str, Any], number: int, path: Path, where: str, names: Nam
     return passage_of(row, where)
 
 
-def _rename(row: dict[str, Any], number: int, path: Path, names: Names) -> dict[str, Any]:
-    """Rename the parts of a passage or question to their own names."""
+def rename(row: dict[str, Any], names: Names) -> dict[str, Any]:
+    """Rename the parts of a passage or question to their own names; parts named None are left out."""
     source_names = {part for name in names.values() if name for part in (name, name.partition(".")[0])}
     result = {key: value for key, value in row.items() if key not in source_names}
-    for part, name in names.items():
-        result[part] = question_id(path, number) if name is None else _lookup(row, name)
-    return result
+    return result | {part: lookup(row, name) for part, name in names.items() if name}
 
 
-def _lookup(row: Any, name: str) -> Any:
+def lookup(row: Any, name: str) -> Any:
     """Return the value of a field; a name with dots reaches into objects."""
     if name in row:
         return row[name]
     first, dot, rest = name.partition(".")
-    return _lookup(row[first], rest) if dot and isinstance(row.get(first), dict) else None
+    return lookup(row[first], rest) if dot and isinstance(row.get(first), dict) else None
 
 
 def question_of(row: Mapping[str, Any], where: str, own_id: str) -> Record:
