@@ -17,8 +17,8 @@ import synthetic
 from mvr_ray.checksums import add_trailer
 from mvr_ray.config import RunConfig
 from mvr_ray.distributed.encoders import resolve_encoder
-from mvr_ray.distributed.indexing.encode import chunks_of, encode_task
 from mvr_ray.distributed.indexing.shards import build_shard, index_params, shard_folder
+from mvr_ray.distributed.indexing.staging import chunks_of, encode_task
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, CorpusInfo, PartInfo, corpus_digest, shard_of
 from mvr_ray.store.embeddings import EmbeddingWriter

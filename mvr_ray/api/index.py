@@ -373,8 +373,8 @@ class Index:
 
         They are a file, or texts, tuples (question, answer or answers), and mappings with question, answers and
         positive_ids. Of a text that `chunk_words` cut, its own id stands for the chunks that hold the answers, or else
-        the first one. Raises DataError, MissingInputError for a positive id that names no passage, and ConfigError for a
-        name that no set can have.
+        the first one. Raises DataError, MissingInputError for a positive id that names no passage, and ConfigError for
+        a name that no set can have.
         """
         self._with(evaluate={"questions": [name]})
         live = self._newest()

@@ -5,7 +5,6 @@ It is not parsed before its digest matches.
 """
 
 import hashlib
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
@@ -196,12 +195,11 @@ def _chunks_of(corpus: Corpus, name: str) -> list[TextChunk]:
     """Read the chunks of a text, at the places they have in it if one character stands between any two."""
     chunks: list[TextChunk] = []
     start = 0
-    for number in itertools.count():
-        piece = corpus.get([chunk_id := f"{name}#{number}"]).get(chunk_id)
-        if piece is None:
-            return chunks
+    while pieces := corpus.get([f"{name}#{len(chunks)}"]):
+        [piece] = pieces.values()
         chunks.append(TextChunk(piece, start))
         start += len(piece.text) + 1
+    return chunks
 
 
 def _over_chunks(question: Question, chunks_of: Mapping[str, list[TextChunk]], match: Match) -> Question:

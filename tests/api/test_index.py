@@ -47,7 +47,7 @@ from mvr_ray.distributed.analyze import analyze
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.evaluate import evaluate, try_weights
 from mvr_ray.distributed.indexing import build_index
-from mvr_ray.distributed.indexing.encode import EncodeTask
+from mvr_ray.distributed.indexing.staging import EncodeTask
 from mvr_ray.distributed.mine import filter_hits
 from mvr_ray.distributed.refinement.journal import Journal
 from mvr_ray.distributed.retrieve import QuestionSet

@@ -15,7 +15,7 @@ from random_index import brute_force, publish_random_index, random_views
 from mvr_ray.checksums import add_trailer
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.distributed.encoders import resolve_encoder
-from mvr_ray.distributed.indexing import build_index, encode, rewrite
+from mvr_ray.distributed.indexing import build_index, rewrite, staging
 from mvr_ray.distributed.indexing.shards import RECALL_DEPTH, build_shard, sample_views, shard_recall
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
@@ -174,12 +174,12 @@ def test_a_lost_passage_is_named_and_its_shard_encoded_again(own_index, run_over
     run, store = run_over(own_index, index={"name": "holed"}), Store(str(own_index))
     corpus = Corpus.open(store, "corpus")
     encoder = resolve_encoder(run, corpus)
-    task = encode.encode_task(run, corpus, encoder)
+    task = staging.encode_task(run, corpus, encoder)
     old = manifest.read(store, "index")
     for entry in old.shards:
         shard = open_shard(own_index, "index", entry)
         block = shard.blocks()[0]
-        for chunk in encode.chunks_of(task, corpus, entry.shard):
+        for chunk in staging.chunks_of(task, corpus, entry.shard):
             stop = chunk.stop - 1 if chunk.shard == 2 and chunk.start == 6 else chunk.stop
             low, high = int(block.row_ptr[chunk.start]), int(block.row_ptr[stop])
             with EmbeddingWriter(own_index / task.chunk_path(chunk), shard.dimension, shard.num_views) as writer:

@@ -26,7 +26,7 @@ from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.distributed import encoders
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.encoders import LocalEncoder, local_encoder, resolve_encoder, sample_evenly
-from mvr_ray.distributed.indexing import build_index, encode
+from mvr_ray.distributed.indexing import build_index, encode, staging
 from mvr_ray.distributed.indexing.carry_over import digest_contents
 from mvr_ray.errors import FingerprintError, FormatError, MissingInputError, ResourceError, StorageError
 from mvr_ray.store import manifest, paths
@@ -58,9 +58,9 @@ def test_a_chunk_embeds_to_what_its_passages_embed_to_alone(encoder):
 def test_chunks_cover_every_row_of_a_part_once(corpus_store, run_over):
     run = run_over(corpus_store)
     corpus = Corpus.open(Store(str(corpus_store)), run.prepare.corpus)
-    task = encode.encode_task(run, corpus, LocalEncoder(Path(), "encoder", "f" * 16, 4, 384, "cosine", "fp32"))
+    task = staging.encode_task(run, corpus, LocalEncoder(Path(), "encoder", "f" * 16, 4, 384, "cosine", "fp32"))
     for shard in range(corpus.num_shards):
-        chunks = encode.chunks_of(task, corpus, shard)
+        chunks = staging.chunks_of(task, corpus, shard)
         assert [row for c in chunks for row in range(c.start, c.stop)] == list(range(len(corpus.part(shard))))
 
 
@@ -91,7 +91,7 @@ def test_another_precision_is_another_encoder_that_the_corpus_keeps(empty_store,
         assert resolve_encoder(run_over(empty_store, index=index)) == int8_encoder
     assert resolve_encoder(run_over(empty_store, index={"encoder": int8_encoder.fingerprint})) == int8_encoder
     assert resolve_encoder(run_over(empty_store, index={"precision": "fp32"})) == full
-    tasks = [encode.encode_task(run_over(empty_store), corpus, encoder) for encoder in (full, int8_encoder)]
+    tasks = [staging.encode_task(run_over(empty_store), corpus, encoder) for encoder in (full, int8_encoder)]
     assert tasks[0].key != tasks[1].key
 
 
@@ -199,8 +199,8 @@ def test_two_chunks_at_once_in_an_encoder_give_the_bytes_of_one(
 def test_a_chunk_is_embedded_while_the_one_before_is_written(empty_store, run_over, monkeypatch):
     run = run_over(empty_store)
     corpus = Corpus.open(Store(str(empty_store)), run.prepare.corpus)
-    task = encode.encode_task(run, corpus, resolve_encoder(run))
-    chunks = [encode.chunks_of(task, corpus, shard)[0] for shard in (0, 1)]
+    task = staging.encode_task(run, corpus, resolve_encoder(run))
+    chunks = [staging.chunks_of(task, corpus, shard)[0] for shard in (0, 1)]
     encoder, embedding, written_paths = encode.ChunkEncoder(task), Event(), []
     embed, write = encode.embed_chunk, encode.ChunkEncoder._write
 
@@ -222,7 +222,7 @@ def test_a_chunk_is_embedded_while_the_one_before_is_written(empty_store, run_ov
         assert [one.column("passages").to_pylist() for one in pool.map(encoder, rows)] == [
             [chunk.stop - chunk.start] for chunk in chunks
         ]
-    assert encode.staged_chunks(task, chunks) == set(chunks)
+    assert staging.staged_chunks(task, chunks) == set(chunks)
 
 
 @pytest.mark.slow
@@ -341,6 +341,8 @@ def test_a_part_with_more_text_than_32_bits_count_is_digested_and_compared(tmp_p
     corpus = Corpus(store, CorpusInfo("corpus", corpus_digest([part]), 6, (part,), (), {}, {}))
     store.put_file(large, f"{paths.corpus_dir('corpus')}/{part.file}")
     corpus.publish(after=0)
-    task = encode.EncodeTask(str(tmp_path), replace(version, corpus_digest=corpus.digest, corpus="corpus"), "key", 1, 1)
-    task.write_plan(store, 0, encode.EncodePlan(rows=[0, 2, 4]))
+    task = staging.EncodeTask(
+        str(tmp_path), replace(version, corpus_digest=corpus.digest, corpus="corpus"), "key", 1, 1
+    )
+    task.write_plan(store, 0, staging.EncodePlan(rows=[0, 2, 4]))
     assert digest_contents(task, 0) == 3 * blake2b(b"1 T\0", digest_size=16).digest()

@@ -19,9 +19,9 @@ from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.snapshot import read_punkt
 from mvr_ray.core.encoding.snippets import train_punkt
 from mvr_ray.distributed.indexing import build_index, rewrite, shards
-from mvr_ray.distributed.indexing.encode import EncodeTask
 from mvr_ray.distributed.indexing.repair import repair
 from mvr_ray.distributed.indexing.shards import build_shard, shard_recall
+from mvr_ray.distributed.indexing.staging import EncodeTask
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
 from mvr_ray.index.candidates import LABELS_FILE

@@ -26,7 +26,6 @@ from mvr_ray.core.judging.collapse import MAX_COSINE, MIN_LV
 from mvr_ray.core.searching.pruning import prune_block
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.tasks import run_tasks
-from mvr_ray.distributed.encoders import resolve_encoder
 from mvr_ray.distributed.indexing import shards
 from mvr_ray.distributed.indexing.carry_over import (
     carry_over,
@@ -35,9 +34,9 @@ from mvr_ray.distributed.indexing.carry_over import (
     has_refined_views,
     is_as_encoded,
 )
-from mvr_ray.distributed.indexing.encode import REFINED, BaseShard, EncodeTask, chunks_of, encode_corpus, encode_task
 from mvr_ray.distributed.indexing.lexical import are_whole, build_lexical, find_base, lexical_task
 from mvr_ray.distributed.indexing.shards import BuiltShard
+from mvr_ray.distributed.indexing.staging import REFINED, BaseShard, EncodeTask, chunks_of, encode_task
 from mvr_ray.errors import UNREAD, MissingInputError, RowsLostError, StagingError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.candidates import LABELS_FILE
@@ -70,6 +69,10 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
 
 
 def _index(run: RunConfig, progress: Progress) -> Manifest:
+    from mvr_ray.distributed.encoders import (
+        resolve_encoder,  # imports torch, which workers that build shards do not need
+    )
+
     store, cfg = Store(run.store.path), run.index
     live = manifests.latest_version(store, cfg.name)  # read before the corpus: a later version may have a later one
     corpus = Corpus.open(store, run.prepare.corpus)
@@ -107,6 +110,8 @@ def _build(run: RunConfig, corpus: Corpus, task: EncodeTask, before: Manifest | 
         missing = _not_built(store, task, others)
         carry_over(task, corpus, missing, versions, progress)
         find_copies(task, corpus, missing, progress)
+        from mvr_ray.distributed.indexing.encode import encode_corpus
+
         encode_corpus(task, corpus, missing, resources, progress)
         calls = [(task, shard, reusable.get(shard), cfg) for shard in range(corpus.num_shards)]
         vectors = [part.num_passages * draft.num_views for part in corpus.info.parts]

@@ -26,8 +26,8 @@ import numpy as np
 
 from mvr_ray.checksums import add_trailer
 from mvr_ray.distributed.cluster.tasks import run_tasks, share
-from mvr_ray.distributed.indexing.encode import REFINED, BaseShard, EncodePlan, EncodeTask, staged_shards
 from mvr_ray.distributed.indexing.shards import gather_batches, promised_recall, related_shards, shard_embeddings
+from mvr_ray.distributed.indexing.staging import REFINED, BaseShard, EncodePlan, EncodeTask, staged_shards
 from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths

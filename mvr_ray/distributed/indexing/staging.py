@@ -1,0 +1,185 @@
+"""Describe what an index run encodes and builds: the arguments of its workers, and their files in the staging folder.
+
+Importing this module imports no torch: workers that copy embeddings or build shards need none.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pydantic.dataclasses import dataclass
+
+from mvr_ray.checksums import with_trailer
+from mvr_ray.config import RunConfig
+from mvr_ray.distributed.indexing.shards import STAGED, index_params, parse_staged
+from mvr_ray.errors import DigestError, FormatError, StagingError
+from mvr_ray.index.kinds import check_params
+from mvr_ray.store import manifest as manifests
+from mvr_ray.store import paths
+from mvr_ray.store.corpus import Corpus
+from mvr_ray.store.embeddings import EmbeddingWriter
+from mvr_ray.store.files import Store
+from mvr_ray.store.manifest import Manifest, ShardEntry
+from mvr_ray.types import ALL_READ, UnreadCounts
+
+if TYPE_CHECKING:
+    from mvr_ray.distributed.encoders import LocalEncoder
+
+REFINED = "index:refined"
+"""Operation of a version that keeps refined views."""
+
+
+class ChunkRange(NamedTuple):
+    """Positions `start` to `stop` (exclusive) among the rows to encode of one corpus part."""
+
+    shard: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, config=STAGED)
+class BaseShard:
+    """An earlier shard with the passages of a part, except for the changes of a plan. `index_params` are those of its
+    version, `least_recall` the minimum recall that it promises."""
+
+    index: str
+    entry: ShardEntry
+    index_params: Mapping[str, Any] | None = None
+    least_recall: float | None = None
+
+
+@dataclass(frozen=True, config=STAGED)
+class EncodePlan:
+    """The rows of one part to encode, and the source of the others.
+
+    `rows` to encode, None for all. The others are in `base`, or, if `is_carried`, in the staged file of carried-over
+    embeddings. `copies` maps rows of passages that equal another, encoded passage to its id; None before `find_copies`
+    ran. Their rows are not among those to encode. `deleted_ids` are passages of `base` that the part does not have.
+    `num_deleted` counts passages of the previous version that the part lacks, `num_unlearned` the changed and deleted
+    ones that refinement had changed.
+    """
+
+    rows: list[int] | None = None
+    base: BaseShard | None = None
+    deleted_ids: Sequence[str] = ()
+    num_deleted: int = 0
+    num_unlearned: int = 0
+    is_carried: bool = False
+    copies: dict[int, str] | None = None
+
+    def rows_to_encode(self, num_passages: int) -> Sequence[int]:
+        """`rows`, with None resolved to all `num_passages` rows."""
+        return range(num_passages) if self.rows is None else self.rows
+
+
+class EncodeTask(NamedTuple):
+    """Arguments of a worker. `draft` is the version to build, without shards; `key` names the staging folder."""
+
+    store: str
+    draft: Manifest
+    key: str
+    tokens_per_batch: int
+    sort_window: int
+
+    def chunk_path(self, chunk: ChunkRange) -> str:
+        return paths.staged_chunk(self.draft.index, self.key, chunk.shard, chunk.start)
+
+    def plan_path(self, shard: int) -> str:
+        return paths.staged_plan(self.draft.index, self.key, shard)
+
+    def carried_path(self, shard: int) -> str:
+        return paths.staged_carried(self.draft.index, self.key, shard)
+
+    def embedding_writer(self, path: Path, unread_counts: UnreadCounts = ALL_READ) -> EmbeddingWriter:
+        draft = self.draft
+        return EmbeddingWriter(path, draft.dimension, draft.num_views, draft.dtype, unread_counts=unread_counts)
+
+    def open_corpus(self) -> Corpus:
+        return Corpus.open(Store(self.store), self.draft.corpus, self.draft.corpus_digest)
+
+    def plan(self, store: Store, shard: int) -> EncodePlan:
+        """Read the plan of `carry_over` for a shard; without one, all of it is encoded.
+
+        Raises StagingError for a damaged plan or a newer program's, after removing all staged work that follows it.
+        """
+        path = self.plan_path(shard)
+        if not store.exists(path):
+            return EncodePlan()
+        try:
+            return parse_staged(EncodePlan, store.read_bytes(path), store.where(path))
+        except (DigestError, FormatError) as error:
+            raise self.discard(store, shard, error) from error
+
+    def write_plan(self, store: Store, shard: int, plan: EncodePlan) -> None:
+        store.write_bytes(self.plan_path(shard), with_trailer(json.dumps(asdict(plan)).encode()))
+
+    def discard(self, store: Store, shard: int, reason: Exception) -> StagingError:
+        """Remove staged files of a shard except its note, the plan last: chunks without a plan would count as those of
+        a shard that is encoded whole. Returns the error to raise."""
+        folder, start = paths.staging_dir(self.draft.index, self.key), self.chunk_path(ChunkRange(shard, 0, 0))
+        chunks = start.rpartition("/")[2].rpartition("-")[0]
+        for name in store.list(folder):
+            if name.startswith(f"{chunks}-"):
+                store.delete(f"{folder}/{name}")
+        store.delete(self.carried_path(shard))
+        store.delete(self.plan_path(shard))
+        return StagingError(f"staged work of shard {shard} is removed ({reason}); run the same command again")
+
+
+def encode_task(run: RunConfig, corpus: Corpus, encoder: "LocalEncoder", before: Manifest | None = None) -> EncodeTask:
+    """Make the task of a run, with the draft of its version. `before` is the version whose refined views of unchanged
+    passages are kept.
+
+    The staging key covers everything that changes an embedding's bytes, `config_digest` everything that determines the
+    bytes of a shard, except its passages. Raises ShardIndexError for index parameters that do not fit the encoder.
+    """
+    store, index = Store(run.store.path), run.index
+    params = index_params(index, encoder.dimension, run.resources.gpus_per_searcher > 0)
+    check_params(params, encoder.dimension)
+    encoding = [encoder.fingerprint, index.dtype, index.tokens_per_batch, index.sort_window]
+    stage_parts = [corpus.digest, *encoding, *([before.content_digest()] if before else [])]
+    config_parts = [encoding, asdict(params), index.recall_sample, index.prune_views]
+    key, config_digest = (
+        hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16] for parts in (stage_parts, config_parts)
+    )
+    draft = Manifest(
+        index=index.name,
+        operation=REFINED if before else "index",
+        encoder_name=encoder.name,
+        encoder_fingerprint=encoder.fingerprint,
+        similarity=encoder.similarity,
+        num_views=encoder.num_views,
+        dimension=encoder.dimension,
+        dtype=index.dtype,
+        corpus=corpus.name,
+        corpus_digest=corpus.digest,
+        index_params=asdict(params),
+        shards=(),
+        parent=before.version if before else manifests.latest_version(store, index.name),
+        refined_queries=before.refined_queries if before else {},
+        config_digest=config_digest,
+    )
+    return EncodeTask(store.address, draft, key, index.tokens_per_batch, index.sort_window)
+
+
+def chunks_of(task: EncodeTask, corpus: Corpus, shard: int) -> list[ChunkRange]:
+    total = len(task.plan(corpus.store, shard).rows_to_encode(corpus.info.parts[shard].num_passages))
+    return [
+        ChunkRange(shard, start, min(start + task.sort_window, total)) for start in range(0, total, task.sort_window)
+    ]
+
+
+def staged_chunks(task: EncodeTask, chunks: Iterable[ChunkRange]) -> set[ChunkRange]:
+    """The chunks that are in the staging folder. Files are written atomically; the build of the shard checks their
+    digests."""
+    names = set(Store(task.store).list(paths.staging_dir(task.draft.index, task.key)))
+    return {chunk for chunk in chunks if task.chunk_path(chunk).rpartition("/")[2] in names}
+
+
+def staged_shards(task: EncodeTask, *prefixes: str) -> set[int]:
+    """Shards with a file of one of these prefixes in the staging folder."""
+    names = Store(task.store).list(paths.staging_dir(task.draft.index, task.key))
+    return {int(name.split("-")[1].partition(".")[0]) for name in names if name.startswith(prefixes)}
