@@ -52,6 +52,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 os.fsync = lambda _: None
 
 NUM_ARTICLES, PARAGRAPHS = 3, 20
+SMALL_RESOURCES = {"encoders_max": 1, "local_passages": 0}
 CLUSTER_CPUS = 16
 """Logical CPUs of the shared cluster: eight for each of two processes."""
 
@@ -186,11 +187,13 @@ def ray_session(proxy_waiting):
 
 @pytest.fixture
 def without_ray(monkeypatch) -> None:
-    """Stages within `resources.local_passages` run in this process, also after other tests have joined the cluster."""
+    """Stages within `resources.local_passages`, which all small stores are, run in this process, also after other tests
+    have joined the cluster."""
     from mvr_ray.distributed.cluster import session
 
     monkeypatch.setattr(session, "in_ray", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setitem(SMALL_RESOURCES, "local_passages", 1000)
 
 
 def actors_of_this_driver(word: str, **options: str) -> list[dict]:
@@ -292,7 +295,7 @@ def small_run(store: Path, **sections) -> RunConfig:
         "index": {"encoder": "untrained", "precision": "fp32", "sort_window": 6, "tokens_per_batch": 512},
         "retrieve": {"k": 10, "batch": 16},
         "evaluate": {"questions": ["dev"], "k": [1, 5, 20], "bootstrap": 100},
-        "resources": {"encoders_max": 1, "local_passages": 0},
+        "resources": SMALL_RESOURCES,
     }
     for name, values in sections.items():
         small[name] = {**small.get(name, {}), **values}

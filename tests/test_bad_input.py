@@ -32,6 +32,7 @@ from mvr_ray.store.questions import write_questions
 from mvr_ray.types import Question
 
 NUM_PASSAGES = 12
+pytestmark = pytest.mark.usefixtures("without_ray")
 Said = Callable[..., tuple[int, str, str]]
 
 

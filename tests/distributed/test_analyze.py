@@ -40,7 +40,7 @@ from mvr_ray.store.formats.rankings import RankedQuestion
 from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.types import Hit, Passage, Question
 
-pytestmark = [pytest.mark.data, pytest.mark.ray]
+pytestmark = [pytest.mark.data, pytest.mark.ray, pytest.mark.usefixtures("without_ray")]
 
 
 def view_of_offset(encoder: DualEncoder, passage: Passage, offset: int) -> int:

@@ -32,7 +32,7 @@ from mvr_ray.store.files import Store
 from mvr_ray.store.update import update
 from mvr_ray.types import EmbeddingBlock, Passage
 
-pytestmark = [pytest.mark.data, pytest.mark.ray]
+pytestmark = [pytest.mark.data, pytest.mark.ray, pytest.mark.usefixtures("without_ray")]
 
 
 def open_shard(store: Path, index: str, entry: manifest.ShardEntry) -> EmbeddingShard:

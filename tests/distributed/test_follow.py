@@ -54,6 +54,7 @@ def ids(run: RunConfig) -> list[str]:
     return sorted(passage.id for passage in Corpus.open(Store(run.store.path), "corpus"))
 
 
+@pytest.mark.usefixtures("without_ray")
 @pytest.mark.ray
 def test_each_batch_is_a_version_that_equals_one_built_from_nothing_and_only_new_contents_are_encoded(
     run: RunConfig, source: Path, run_over, tmp_path: Path
@@ -85,6 +86,7 @@ def answers(run: RunConfig, version: Manifest | None = None) -> list[list[tuple[
     return [[(hit.passage_id, hit.score) for hit in hits] for hits in answer.hits]
 
 
+@pytest.mark.usefixtures("without_ray")
 @pytest.mark.ray
 def test_a_roll_back_is_not_undone_until_the_last_corpus_is_published_again(run: RunConfig, source: Path):
     store, lines = Store(run.store.path), []
@@ -101,6 +103,7 @@ def test_a_roll_back_is_not_undone_until_the_last_corpus_is_published_again(run:
     assert live(run).version == 5 and live(run).num_passages == len(ids(run)) == 58
 
 
+@pytest.mark.usefixtures("without_ray")
 @pytest.mark.ray
 def test_a_roll_back_holds_over_later_versions_and_its_files_are_not_applied_again(run: RunConfig, source: Path):
     run = run.model_copy(update={"resources": run.resources.model_copy(update={"local_passages": 10_000})})
@@ -119,6 +122,7 @@ def test_a_roll_back_holds_over_later_versions_and_its_files_are_not_applied_aga
     assert texts == {first: "A right text.", "new": "A new text."} and report.files_applied == 1
 
 
+@pytest.mark.usefixtures("without_ray")
 @pytest.mark.ray
 def test_a_follower_that_ended_between_corpus_and_version_publishes_the_version(run: RunConfig, source: Path):
     """The index keeps its encoder, whatever was trained since."""

@@ -22,6 +22,7 @@ from mvr_ray.store.questions import read_questions
 from mvr_ray.types import HybridQueries
 
 pytestmark = [pytest.mark.data, pytest.mark.ray]
+without_ray = pytest.mark.usefixtures("without_ray")
 
 WEIGHTS = (0.0, 0.3, 12.0, 500.0)
 
@@ -58,6 +59,7 @@ def exhaustive(scores: dict[str, tuple[float, float]], weight: float, k: int) ->
     return sorted(total.items(), key=lambda hit: (-hit[1], hit[0]))[:k]
 
 
+@without_ray
 @pytest.mark.parametrize("scan", ["vectors", "int8"])
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_an_answer_is_exhaustive_search_over_words_and_views(
@@ -100,6 +102,7 @@ def test_actors_answer_as_one_process_and_searches_that_wait_go_together(lexical
         assert router.fleet.searches == 36 > router.fleet.calls
 
 
+@without_ray
 def test_a_version_without_words_says_how_to_get_them(small_index, run_over, texts):
     with (
         open_router(run_over(small_index), local=True) as router,
@@ -108,6 +111,7 @@ def test_a_version_without_words_says_how_to_get_them(small_index, run_over, tex
         router.search_text(texts, 5, hybrid=1.0)
 
 
+@without_ray
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
 def test_a_weight_that_is_none_is_refused(lexical_index, run_over, texts, weight):
     with open_router(run_over(lexical_index), local=True) as router:
@@ -117,6 +121,7 @@ def test_a_weight_that_is_none_is_refused(lexical_index, run_over, texts, weight
             router.search(router.embed(texts[:2]), 5, hybrid=HybridQueries(("one",), 1.0))
 
 
+@without_ray
 def test_damaged_words_of_a_shard_are_told_and_views_are_still_searched(lexical_index, run_over, texts, tmp_path):
     store = shutil.copytree(lexical_index, tmp_path / "store")
     version = manifest.read(Store(str(store)), "index")
@@ -132,6 +137,7 @@ def test_damaged_words_of_a_shard_are_told_and_views_are_still_searched(lexical_
         assert not partial.exact.certified
 
 
+@without_ray
 def test_versions_that_share_a_shard_have_each_its_own_statistics(lexical_index, run_over, texts, tmp_path: Path):
     """The same postings with the statistics of another corpus are another lexical index, also in one searcher."""
     root = shutil.copytree(lexical_index, tmp_path / "store")

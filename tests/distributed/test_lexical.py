@@ -18,7 +18,7 @@ from mvr_ray.store.gc import collect
 from mvr_ray.store.manifest import LEXICAL, Manifest
 from mvr_ray.store.update import update
 
-pytestmark = [pytest.mark.data, pytest.mark.ray]
+pytestmark = [pytest.mark.data, pytest.mark.ray, pytest.mark.usefixtures("without_ray")]
 
 
 @pytest.fixture

@@ -182,6 +182,7 @@ def combine(x: np.ndarray, good: list, bad: list, refine: RefineConfig, keep_len
     return target * np.linalg.norm(x) / np.linalg.norm(target) if keep_length else target
 
 
+@pytest.mark.usefixtures("without_ray")
 @pytest.mark.parametrize("keep_length", [None, False])
 def test_the_linear_form_equals_a_plain_reading_of_the_paper(store, keep_length):
     """By default, `keep_length` is true in an index of unit vectors."""
@@ -209,6 +210,7 @@ def test_the_linear_form_equals_a_plain_reading_of_the_paper(store, keep_length)
     assert report.rounds[0].moved_share == report.dirty_share
 
 
+@pytest.mark.usefixtures("without_ray")
 def test_rocchio_moves_the_labelled_queries_by_equation_7_and_no_passage(store):
     run = config(store, method="rocchio", positives="all", beta=0.2, max_heldout_loss=100)
     labels = label_views(store, run)
@@ -236,6 +238,7 @@ def best_round(report: RefineReport) -> int:
     return max(harmless, key=lambda row: (row.labelled_gold_top1, row.gate_gold_top1, -row.number)).number
 
 
+@pytest.mark.usefixtures("without_ray")
 def test_what_the_labelled_questions_gain_decides_while_the_gate_bears_it(store):
     own_store = Store(str(store))
     write_questions(only_corpus(own_store), "few", read_questions(only_corpus(own_store), "squad_known")[:12])
@@ -249,6 +252,7 @@ def test_what_the_labelled_questions_gain_decides_while_the_gate_bears_it(store)
     assert report.published is not None
 
 
+@pytest.mark.usefixtures("without_ray")
 def test_rounds_that_hurt_are_undone_and_clean_shards_are_shared(store):
     """The step is far too large: later rounds cost held-out accuracy, the first does not."""
     own_store = Store(str(store))
@@ -267,6 +271,7 @@ def test_rounds_that_hurt_are_undone_and_clean_shards_are_shared(store):
     assert 0 < report.rewritten_shards == len(dirty) < 4
 
 
+@pytest.mark.usefixtures("without_ray")
 def test_a_refinement_that_costs_too_much_is_not_published_and_says_why(store):
     report = refining.refine(config(store, method="passage", step_size=1.0, rounds=2, max_heldout_loss=0.5))
     assert report.published is None
@@ -329,6 +334,7 @@ def test_the_weight_that_gains_most_within_the_bound_is_chosen_and_made_as_if_it
     assert not list((whole / "indexes/squad/staging").glob("refine-*"))
 
 
+@pytest.mark.usefixtures("without_ray")
 def test_moved_queries_are_kept_and_no_passage_changes(store):
     report = refining.refine(config(store, method="query", step_size=0.05, rounds=3))
     known_row = accuracy(report, "squad_known", "answer")
@@ -418,6 +424,7 @@ def test_a_driver_killed_after_publishing_says_what_it_published(store, record_p
 NEWER = with_trailer(b'{"weights": [], "rounds": [{"of_a_newer_program": 1}]}')
 
 
+@pytest.mark.usefixtures("without_ray")
 @pytest.mark.parametrize("damage", [b"", b'{"answer_ranks": [1, 2', NEWER], ids=["empty", "cut", "newer"])
 def test_a_damaged_journal_is_begun_anew(store, damage):
     run = config(store, method="feedback_views", rounds=1)
@@ -497,6 +504,7 @@ def test_a_killed_actor_comes_back_to_the_round_that_is_asked_for(store, ray_ses
     record_property("figures", f"{len(refiners.actors)} of {len(refiners.actors)} killed, back in {took_s:.1f} s")
 
 
+@pytest.mark.usefixtures("without_ray")
 def test_feedback_from_a_file_teaches_its_questions(store):
     own_store = Store(str(store))
     questions = read_questions(only_corpus(own_store), "squad_known")[:40]
@@ -521,6 +529,7 @@ def test_feedback_from_a_file_teaches_its_questions(store):
         refining.refine(run)
 
 
+@pytest.mark.usefixtures("without_ray")
 def test_what_cannot_be_learned_from_is_refused_before_work(store):
     with pytest.raises(ConfigError, match="give one of them to learn from"):
         refining.refine(config(store, questions=None))

@@ -33,6 +33,7 @@ from mvr_ray.store.questions import articles_of, query_key, read_questions, writ
 from mvr_ray.types import EmbeddingBlock, Passage, Question
 
 pytestmark = [pytest.mark.data, pytest.mark.ray]
+without_ray = pytest.mark.usefixtures("without_ray")
 
 
 def all_views(store: Path) -> list[tuple[str, int, np.ndarray]]:
@@ -66,6 +67,7 @@ def expected(small_index) -> dict[str, list[tuple[str, float, int]]]:
     return rankings
 
 
+@without_ray
 def test_evaluation_measures_the_served_hybrid_ranking_with_the_weight_given_or_chosen_elsewhere(
     lexical_index, small_index, run_over, tmp_path
 ):
@@ -110,6 +112,7 @@ def test_evaluation_measures_the_served_hybrid_ranking_with_the_weight_given_or_
         evaluate(run_over(small_index, evaluate={"questions": ["dev"]}, search={"hybrid": 7}))
 
 
+@without_ray
 def test_a_ranking_by_words_and_views_is_that_of_the_router_with_views_and_snippets(lexical_index, tmp_path, run_over):
     weight, store = 12.0, Store(str(lexical_index))
     run = run_over(lexical_index, search={"hybrid": weight}, retrieve={"k": 10})
@@ -130,6 +133,7 @@ def test_a_ranking_by_words_and_views_is_that_of_the_router_with_views_and_snipp
             assert hit["snippet"]
 
 
+@without_ray
 def test_a_filtered_ranking_is_exhaustive_search_over_what_passes(small_index, tmp_path, run_over, expected):
     store = Store(str(small_index))
     titles = {passage.id: passage.title for passage in only_corpus(store)}
@@ -166,6 +170,7 @@ def test_a_ranking_is_exhaustive_search_in_question_order_whoever_did_it(small_i
             assert (hit["id"], hit["view"]) == (passage_id, view)
 
 
+@without_ray
 def test_a_set_of_another_corpus_is_refused_with_the_number_of_its_gold_passages_that_are_not_there(
     own_index, run_over
 ):
@@ -181,6 +186,7 @@ def test_a_set_of_another_corpus_is_refused_with_the_number_of_its_gold_passages
         evaluate(run_over(own_index, evaluate={"questions": ["dev", "foreign"]}))
 
 
+@without_ray
 def test_measurements_are_what_slow_counting_says(small_index, run_over, expected):
     report = evaluate(run_over(small_index, evaluate={"bm25": True}))
     store = Store(str(small_index))
@@ -212,6 +218,7 @@ def test_measurements_are_what_slow_counting_says(small_index, run_over, expecte
     assert (report.version, report.passages, report.exact) == (1, 60, True)
 
 
+@without_ray
 def test_ndcg_at_ten_and_ranks_do_not_depend_on_deeper_or_shallower_cut_offs(lexical_index, run_over):
     evaluation = {"questions": ["dev"], "bm25": True}
     run = run_over(lexical_index, search={"hybrid": 7}, evaluate={**evaluation, "k": [1, 5, 20]})
@@ -249,6 +256,7 @@ def test_all_chunks_of_a_text_are_of_one_article_also_without_a_title():
     assert list(articles.values()) == ["passage p#1", "passage p#1", "Metals"]
 
 
+@without_ray
 def test_only_questions_that_can_be_judged_count(run_over, tmp_path):
     settings = run_over(tmp_path, evaluate={"k": [1]}).evaluate
     right, wrong = RankedPassage("p1", "", "", 1.0, True), RankedPassage("p2", "", "", 0.5, False)
@@ -324,6 +332,7 @@ def test_mining_waits_for_a_searcher_that_died_and_loses_nothing(own_index, run_
     assert read_questions(only_corpus(Store(str(own_index))), run.mine.output) == before
 
 
+@without_ray
 @pytest.mark.parametrize("key", [query_key, attrgetter("id")], ids=["key", "id of earlier commits"])
 def test_refined_vectors_are_used_when_asked_for_and_only_for_their_set(own_index, run_over, key):
     store = Store(str(own_index))
@@ -373,6 +382,7 @@ def test_questions_come_from_a_set_or_any_file_and_the_error_names_the_sets(smal
         question_set(only_corpus(store), "nothing")
 
 
+@without_ray
 def test_evaluating_nothing_names_what_could_be(small_index, run_over):
     with pytest.raises(ConfigError, match=r"corpus 'corpus' has: dev\. Name a source's set by `questions: NAME`"):
         evaluate(run_over(small_index, evaluate={"questions": []}))

@@ -11,7 +11,7 @@ from mvr_ray.store.files import Store
 from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.types import Question
 
-pytestmark = [pytest.mark.data, pytest.mark.ray]
+pytestmark = [pytest.mark.data, pytest.mark.ray, pytest.mark.usefixtures("without_ray")]
 
 
 def test_the_weight_is_the_first_of_those_with_most_gold_passages_at_rank_one(lexical_index, run_over):

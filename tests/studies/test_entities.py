@@ -167,6 +167,7 @@ def test_the_table_has_bm25_once_and_every_variant_beside_the_papers_text():
     assert entity_table(study, [VariantResult("x", {}, "", {}, {}, {})]) is None
 
 
+@pytest.mark.usefixtures("without_ray")
 @pytest.mark.slow
 @pytest.mark.data
 @pytest.mark.ray
