@@ -143,6 +143,9 @@ class HttpTransport:
         self._headers = headers
         self._clients: dict[asyncio.AbstractEventLoop, httpx2.AsyncClient] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_clients": {}}
+
     @property
     def _http(self) -> httpx2.AsyncClient:
         """The connections of the running loop: no other loop, nor a process that this one forks, can use them."""
@@ -256,6 +259,17 @@ class _Endpoints:
         self._transport = transport
         self._is_closed = False
         self.timeout_s = timeout_s
+
+    def __getstate__(self) -> tuple[Transport, float, bool]:
+        """Go to another process without connections. Raises TypeError for a client of an index in this process."""
+        if not isinstance(self._transport, HttpTransport):
+            raise TypeError("a client of an index in this process cannot be pickled; make one in the other process")
+        return self._transport, self.timeout_s, self._is_closed
+
+    def __setstate__(self, state: tuple[Transport, float, bool]) -> None:
+        transport, timeout_s, is_closed = state
+        self._open(transport, timeout_s)
+        self._is_closed = is_closed
 
     def _require_open(self) -> None:
         if self._is_closed:

@@ -128,6 +128,20 @@ def test_long_texts_are_cut(initialize, tmp_path: Path, word: str) -> None:
     assert report.passages_written == 10
 
 
+@pytest.mark.parametrize(("answers", "chunk_words", "overlap_tokens"), [([], 0, 64), (["red"], 100, 0)])
+def test_long_texts_that_judgements_name_are_read_whole(
+    initialize, tmp_path: Path, answers: list[str], chunk_words: int, overlap_tokens: int
+) -> None:
+    rows = [
+        {"id": "a", "text": "word " * 500 + "red."},
+        {"question": "Which?", "answers": answers, "positive_ids": ["a"]},
+    ]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run, _, report = initialize("long.jsonl")
+    assert (run.prepare.chunk_words, run.encoder.overlap_tokens) == (chunk_words, overlap_tokens)
+    assert report.passages_written == (6 if chunk_words else 1)
+
+
 def test_questions_beside_passages_are_split_and_evaluated(initialize, tmp_path: Path) -> None:
     (tmp_path / "passages.jsonl").write_text(json.dumps({"id": "a", "text": "The Nile is long."}) + "\n")
     question = {"question": "Which river is long?", "answers": ["Nile"], "positive_ids": ["a"]}

@@ -104,8 +104,9 @@ class Index:
             Index.build(pandas.read_csv("passages.csv"), model="intfloat/e5-small-v2", path="csv", progress=True)
 
         `passages` are texts, tuples (id, text) or (id, title, text), mappings, a pandas or polars frame, an Arrow
-        table, a Hugging Face dataset, or a path of a file or folder in any format of docs/formats.md. Rows are
-        streamed. What a row has besides id, title and text is kept for filters. `model` is a folder, a Hugging Face
+        table, a Hugging Face dataset, or files: a path, a list of paths, or an entry of `prepare.sources` such as
+        `{"path": "news.csv", "fields": {"id": "doc_id", "text": "body"}}` (docs/formats.md). Rows are streamed. What a
+        row has besides id, title and text is kept for filters. `model` is a folder, a Hugging Face
         name or `package:NAME/path`. `settings` are sections of a run file, such as `{"encoder": {"num_views": 4}}`.
         `progress`, here and in other methods: True shows it on stderr; a callback gets (what, count, total).
 
@@ -120,8 +121,7 @@ class Index:
         own["store"] = {**own.get("store", {}), "path": _absolute(path)}
         backbone = _absolute(model) if isinstance(model, Path) else model
         own["encoder"] = {**own.get("encoder", {}), "backbone": backbone}
-        paths_given = [source.model_dump(exclude_defaults=True) for source in sources or ()]
-        own["prepare"] = {"fields": "infer", **own.get("prepare", {}), "sources": paths_given}
+        own["prepare"] = {"fields": "infer", **own.get("prepare", {}), "sources": sources or []}
         run = parse_run(own, "Index.build")
         store = Store(run.store.path)
         records = None if sources else rows.passage_records(passages)
@@ -388,7 +388,12 @@ class Index:
         return name
 
     def evaluate(
-        self, questions: Any, k: int | Sequence[int] = (1, 5, 20, 100), *, progress: Progress | bool = False
+        self,
+        questions: Any,
+        k: int | Sequence[int] = (1, 5, 20, 100),
+        *,
+        hybrid: Hybrid = None,
+        progress: Progress | bool = False,
     ) -> "EvaluationReport":
         """Measure how well the live version answers questions: shares with an answer, and with a gold passage, among
         the first `k` hits, with their 95 % intervals (`rows` of the report); of gold passages also the mean reciprocal
@@ -396,7 +401,7 @@ class Index:
 
             index.evaluate([("Who built the tower?", ["Gustave Eiffel"])]).rows
 
-        `questions` as of `add_questions`, or the name of a stored set.
+        `questions` as of `add_questions`, or the name of a stored set; `hybrid` as of `search`.
         """
         from mvr_ray.distributed.evaluate import evaluate
         from mvr_ray.distributed.retrieve import QuestionSet
@@ -410,7 +415,8 @@ class Index:
             own = carry_to_chunks(corpus, checked_questions(own, name), self.run.evaluate.match)
             sets = [QuestionSet(name, own)]
         depths = list(k) if isinstance(k, Iterable) else [k]
-        run = self._with(evaluate={"questions": [name], "k": depths})
+        weight = {} if hybrid is None else {"hybrid": None if hybrid == "off" else hybrid}
+        run = self._with(evaluate={"questions": [name], "k": depths}, search=weight)
         with _progress_callback(progress) as callback:
             return evaluate(run, callback, sets)
 
@@ -451,11 +457,16 @@ class Index:
 
     @cached_property
     def _router(self) -> "HotSwapRouter":
+        """Also in a Ray session of others, whose actors can hold all CPUs, a small index is in this process."""
+        from mvr_ray.distributed.cluster.session import cluster_address
         from mvr_ray.distributed.hot_swap import open_hot_swap_router
 
         with self._router_lock:
             if "_router" not in self.__dict__:  # no other thread was faster
-                self.__dict__["_router"] = self._open.enter_context(open_hot_swap_router(self.run, batching=False))
+                resources = self.run.resources
+                local = self._newest().num_passages <= resources.local_passages and not cluster_address(resources)
+                router = open_hot_swap_router(self.run, local=local or None, batching=False)
+                self.__dict__["_router"] = self._open.enter_context(router)
             return self.__dict__["_router"]
 
     def _newest(self) -> Manifest:
@@ -534,7 +545,7 @@ def _with_retries(publish: Callable[[], T]) -> T:
 def _sections(settings: Mapping[str, Mapping[str, Any]] | None) -> dict[str, dict[str, Any]]:
     """Return a copy. Raises ConfigError for anything but sections of settings."""
     try:
-        return {name: dict(values) for name, values in (settings or {}).items()}
+        return {name: rows.plain(dict(values)) for name, values in (settings or {}).items()}
     except (AttributeError, TypeError, ValueError):
         example = '{"encoder": {"num_views": 4}}'
         raise ConfigError(f"settings is {settings!r:.60}; give sections of a run file, such as {example}") from None

@@ -4,6 +4,7 @@ A passage is a text, a tuple (id, text) or (id, title, text), a mapping as of a 
 `Passage`. One without an id gets the number of its row. Rows are streamed: of a frame or table, 1,024 at a time.
 """
 
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mvr_ray.config import SourceConfig, resolve_path
+from mvr_ray.config import resolve_path
 from mvr_ray.errors import DataError, MissingInputError, count_noun
 from mvr_ray.store.formats.records import (
     BadRow,
@@ -28,30 +29,49 @@ from mvr_ray.store.formats.sources import read_question_file
 from mvr_ray.types import Passage, Question
 
 BATCH_ROWS = 1024
+ID_NAMES = ("doc_id", "docid", "document_id", "passage_id", "pid", "uid", "uuid")
+"""Columns that are ids of passages elsewhere, and fields here."""
+log = logging.getLogger(__name__)
 _SCHEME = re.compile(r"hf:|\w+://")
 """Of sources that are not on this machine."""
 
 
-def sources_of(passages: Any) -> list[SourceConfig] | None:
-    """Return the files or folders given instead of passages: one path, or a list of `Path`s; None for anything else.
+def sources_of(passages: Any) -> list[Mapping[str, Any]] | None:
+    """Return entries of `prepare.sources` that are given instead of passages: one path, a list of `Path`s or of texts
+    that all name files, or a mapping with `path`; None for anything else.
 
     Raises MissingInputError for a text that names neither a file nor a source elsewhere.
     """
+    if isinstance(passages, Mapping) and "path" in passages:
+        return [{**passages, "path": str(passages["path"])}]
     if isinstance(passages, str) and not _SCHEME.match(passages) and not os.access(resolve_path(passages), os.R_OK):
         raise MissingInputError(
             f"passages is {passages!r:.80}, and no file or folder of this name can be read (working folder: "
             f"{Path.cwd()}); correct the path, or give texts as a list"
         )
     if isinstance(passages, str | Path):
-        return [SourceConfig(path=str(passages))]
-    if isinstance(passages, list | tuple) and passages and all(isinstance(path, Path) for path in passages):
-        return [SourceConfig(path=str(path)) for path in passages]
+        split = {"split": "train"} if str(passages).startswith("hf:") else {}
+        return [{"path": str(passages), **split}]
+    is_list = isinstance(passages, list | tuple) and len(passages) > 0
+    if is_list and (all(isinstance(path, Path) for path in passages) or all(map(_names_file, passages))):
+        return [{"path": str(path)} for path in passages]
     return None
+
+
+def _names_file(passage: Any) -> bool:
+    """Return whether a text is the path of a file, as `glob.glob` returns them."""
+    try:
+        return isinstance(passage, str) and Path(passage).is_file()
+    except (OSError, ValueError):  # a text is longer than a path, or holds a NUL
+        return False
 
 
 def passage_records(passages: Any) -> Iterator[Record]:
     """Yield a record of each passage; a bad row for an invalid one. Raises DataError for an object without rows."""
     for number, row in enumerate(rows_of(passages)):
+        values = _passage_values(row) if number == 0 else None
+        if values and not {"id", "_id"} & values.keys() and (others := [name for name in values if name in ID_NAMES]):
+            log.warning("passages are numbered, since none has an id; rename %r to 'id' if it is theirs", others[0])
         yield _passage_record(row, f"passage {number}", {"id": number})
 
 
@@ -82,7 +102,8 @@ def _passage_record(row: Any, where: str, own_id: Mapping[str, Any]) -> Record:
     one."""
     values = _passage_values(row)
     if values is None:
-        return BadRow(where, f"{row!r:.60} is no text, no (id, text) or (id, title, text), and no mapping")
+        hint = "; give paths as a list" if isinstance(row, Path) else ""
+        return BadRow(where, f"{row!r:.60} is no text, no (id, text) or (id, title, text), and no mapping{hint}")
     if not {"text", "contents"} & values.keys():
         names = ", ".join(map(repr, values))
         return BadRow(where, f"text is missing; its keys are {names:.200}: rename the one of the text to 'text'")
@@ -98,8 +119,11 @@ def _passage_values(row: Any) -> Mapping[str, Any] | None:
             return {"id": id_, "title": title, "text": text, **dict(fields)}
         case str():
             return {"text": row}
-        case tuple() if "text" in (names := getattr(row, "_fields", ())):  # as DataFrame.itertuples gives
-            return _plain_values(dict(zip(names, row)))
+        case tuple() if "text" in (names := getattr(row, "_fields", ())):
+            is_of_pandas = type(row).__name__ == "Pandas" and names[0] == "Index"  # as DataFrame.itertuples gives
+            return _plain_values(dict(list(zip(names, row))[is_of_pandas:]))
+        case (id_, Mapping() as parts):  # of a mapping's items(), as BEIR's own program loads a corpus
+            return _plain_values({**parts, "id": id_})
         case (id_, text):
             return _plain_values({"id": id_, "text": text})
         case (id_, title, text):
@@ -167,11 +191,22 @@ def rows_of(rows: Any) -> Iterator[Any]:
         return (row for batch in rows for row in batch.to_pylist())
     if hasattr(rows, "iter_rows"):  # polars, and Ray, whose rows are named
         return rows.iter_rows(named=True) if hasattr(rows, "to_dicts") else iter(rows.iter_rows())
+    if hasattr(rows, "collect_schema"):  # polars, lazy
+        return rows.collect().iter_rows(named=True)
     if hasattr(rows, "iloc"):  # pandas
         return _pandas_rows(rows)
     if not isinstance(rows, Iterable):
         raise DataError(f"{type(rows).__name__} holds no rows; give texts, records, a frame, a table or a dataset")
     return iter(rows)
+
+
+def plain(value: Any) -> Any:
+    """Convert the numbers and arrays of numpy in mappings and lists to values of Python, which a run file can hold."""
+    if isinstance(value, Mapping):
+        return {key: plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 
 def _plain_values(row: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -296,11 +296,13 @@ def run_file_text(name: str, samples: Sequence[SourceSample]) -> str:
     shards = max(2, min(256, sum(sample.num_bytes for sample in samples) // SHARD_BYTES))
     set_names = _question_sets(samples)
     sources = "".join(_source_text(sample, set_names.get(at)) for at, sample in enumerate(samples))
-    chunks = (
-        f"  chunk_words: 100                   # texts are long ({mean_words:.0f} words): cut into passages"
-        if mean_words > LONG_WORDS
-        else "  chunk_words: 0                     # passages as they are; 100 cuts longer texts, as DPR does"
-    )
+    chunks = "  chunk_words: 0                     # passages as they are; 100 cuts longer texts, as DPR does"
+    windows = ""
+    if mean_words > LONG_WORDS and set_names and not any(samples[at].has_answers for at in set_names):
+        chunks = "  chunk_words: 0                     # whole texts, as the questions' judgements name them"
+        windows = "\n  overlap_tokens: 64                 # long texts are read in windows that share so many tokens"
+    elif mean_words > LONG_WORDS:
+        chunks = f"  chunk_words: 100                   # texts are long ({mean_words:.0f} words): cut into passages"
     fields = "".join(f"    {_yaml_scalar(field)}: {kind}\n" for field, kind in types.items())
     if fields:
         fields = f"  fields:                            # for filters; take out what no search filters by\n{fields}"
@@ -340,7 +342,7 @@ prepare:
 encoder:
   name: {name}
   strategy: snippet_means            # a view is the mean of a snippet's tokens; mean: one vector a passage
-  num_views: 8
+  num_views: 8{windows}
 
 index:
   name: {name}

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from mvr_ray.client import Client
 from mvr_ray.integrations import hit_metadata, require_client
+from mvr_ray.serving.schemas import Hybrid
 
 
 class LangChainRetriever(BaseRetriever):
@@ -31,11 +32,13 @@ class LangChainRetriever(BaseRetriever):
     """A condition over fields of passages, as a search takes it."""
     fields: list[str] = Field(default_factory=list)
     """Fields of passages that documents have in their metadata; one named `score` replaces that of the search."""
+    hybrid: Hybrid = None
+    """How words and views are joined, as a search takes it."""
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **options: Any
     ) -> list[Document]:
-        own: dict[str, Any] = {"k": self.k, "filter": self.filter, "fields": self.fields}
+        own: dict[str, Any] = {"k": self.k, "filter": self.filter, "fields": self.fields, "hybrid": self.hybrid}
         answer = self.client.search([query], **own | options)
         return [
             Document(id=hit.id, page_content=hit.text or "", metadata={"score": hit.score} | hit_metadata(answer, hit))

@@ -13,6 +13,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
 from mvr_ray.client import Client
 from mvr_ray.integrations import OWN_METADATA, hit_metadata, require_client
+from mvr_ray.serving.schemas import Hybrid
 
 
 class LlamaIndexRetriever(BaseRetriever):
@@ -29,18 +30,22 @@ class LlamaIndexRetriever(BaseRetriever):
         *,
         filter: Mapping[str, Any] | None = None,
         fields: Sequence[str] = (),
+        hybrid: Hybrid = None,
         **options: Any,
     ) -> None:
         """`filter` is a condition over fields of passages; `fields` are those that nodes have in their metadata;
-        `options` are those of every retriever, such as `callback_manager`."""
+        `hybrid` joins words and views as a search does; `options` are those of every retriever, such as
+        `callback_manager`."""
         super().__init__(**options)
         self.client = require_client(client)
         self.k = k
         self.filter = filter
         self.fields = fields
+        self.hybrid = hybrid
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        answer = self.client.search([query_bundle.query_str], self.k, filter=self.filter, fields=self.fields)
+        options = {"filter": self.filter, "fields": self.fields, "hybrid": self.hybrid}
+        answer = self.client.search([query_bundle.query_str], self.k, **options)
         unread = [name for name in OWN_METADATA if name not in self.fields]
         return [
             NodeWithScore(

@@ -42,7 +42,7 @@ from mvr_ray.cli import main
 from mvr_ray.config import EvaluateConfig, PrepareConfig, RunConfig, SourceConfig
 from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.judging.answers import AnswerMatcher
-from mvr_ray.distributed import hot_swap
+from mvr_ray.distributed import encoders, hot_swap
 from mvr_ray.distributed.analyze import analyze
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.evaluate import evaluate, try_weights
@@ -121,6 +121,7 @@ SHAPES = {
     "generator": lambda: (row for row in ROWS),
     "pandas": lambda: pandas.DataFrame(ROWS),
     "polars": lambda: polars.DataFrame(ROWS),
+    "polars, lazy": lambda: polars.DataFrame(ROWS).lazy(),
     "arrow table": lambda: pa.Table.from_pylist(ROWS),
     "arrow batches": lambda: pa.Table.from_pylist(ROWS).to_reader(max_chunksize=7),
     "dataset": lambda: datasets.Dataset.from_list(ROWS),
@@ -203,10 +204,65 @@ def test_an_index_of_a_frame_that_has_a_name_is_a_column():
     assert list(passage_records(frame)) == expected
 
 
+def test_files_are_given_by_paths_or_by_an_entry_of_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        Path(f"{name}.jsonl").write_text(json.dumps({"key": name, "body": f"Text {name}."}) + "\n")
+    names, fields = ["a.jsonl", "b.jsonl"], {"id": "key", "text": "body"}
+    assert sources_of(names) == sources_of([Path(name) for name in names]) == [{"path": name} for name in names]
+    assert sources_of([*names, "a text"]) is None and sources_of(["a\0", "x" * 9999]) is None
+    assert sources_of({"path": Path("a.jsonl"), "fields": fields}) == [{"path": "a.jsonl", "fields": fields}]
+    assert sources_of("hf:owner/name") == [{"path": "hf:owner/name", "split": "train"}]
+    [bad] = passage_records(iter([Path("a.jsonl")]))
+    assert isinstance(bad, BadRow) and bad.reason.endswith("; give paths as a list")
+
+
+def test_an_index_of_a_file_with_other_names_is_built(tiny_backbone: Path, tmp_path: Path):
+    (tmp_path / "own.csv").write_text("doc_id,body\nx,A tower of stone.\n")
+    source = {"path": tmp_path / "own.csv", "fields": {"id": "doc_id", "text": "body"}}
+    settings = {**SMALL, "encoder": {**SMALL["encoder"], "num_views": np.int64(2)}}
+    with Index.build(source, model=tiny_backbone, path=tmp_path / "own", settings=settings) as index:
+        assert index.search("tower", 1)[0].id == "x"
+    with Index.open(tmp_path / "own") as index:
+        assert index.run.encoder.num_views == 2
+    with pytest.raises(ConfigError, match=r"prepare\.sources\.0.*fild"):
+        Index.build({"path": "x.csv", "fild": {}}, model=tiny_backbone, path=tmp_path / "other")
+
+
+def test_rows_are_numbered_with_a_warning_if_a_column_looks_like_their_ids(caplog):
+    frame = pandas.DataFrame({"doc_id": ["a", "b"], "text": ["One.", "Two."]})
+    assert [record.passage.id for record in passage_records(frame)] == ["0", "1"]
+    [warning] = caplog.messages
+    assert warning == "passages are numbered, since none has an id; rename 'doc_id' to 'id' if it is theirs"
+    assert [record.passage.id for record in passage_records(frame.rename(columns={"doc_id": "id"}))] == ["a", "b"]
+    assert len(caplog.messages) == 1
+
+
+def test_the_items_of_a_mapping_are_passages_by_their_ids():
+    corpus = {"d1": {"title": "I", "text": "One."}, "d2": {"title": "", "text": "Two."}}
+    parts = [record.passage for record in passage_records(corpus.items())]
+    assert parts == [Passage("d1", "I", "One."), Passage("d2", "", "Two.")]
+
+
+def test_answers_may_be_an_object_with_their_texts():
+    """As in data sets of SQuAD on the Hugging Face hub."""
+    row = {"id": "q", "question": "Who?", "answers": {"text": ["Eiffel", "G. Eiffel"], "answer_start": [3, 1]}}
+    frame = pandas.DataFrame([{**row, "answers": {"text": np.array(["Eiffel", "G. Eiffel"])}}])
+    for rows in ([row], frame, datasets.Dataset.from_list([row])):
+        [question] = questions_of(rows)
+        assert (question.answers, question.answer_starts) == (("Eiffel", "G. Eiffel"), ())
+
+
+def test_an_index_in_a_ray_session_of_others_is_searched_in_its_own_process(index: Index, monkeypatch):
+    monkeypatch.setattr(session, "in_ray", lambda: True)
+    monkeypatch.setattr(session, "connect", None)
+    assert len(index.search("tower", 2)) == 2
+
+
 def test_the_rows_of_itertuples_are_read_by_name():
     frame = pandas.DataFrame({"text": ["One.", "Two."], "title": ["I", "II"], "id": ["a", "b"]})
-    records = list(passage_records(frame.itertuples(index=False)))
-    assert records == list(passage_records(frame))
+    for rows in (frame.itertuples(index=False), frame.itertuples()):
+        assert list(passage_records(rows)) == list(passage_records(frame))
     parts = [record.passage for record in passage_records(frame[["text", "title"]].itertuples())]
     assert [(passage.id, passage.title, passage.text) for passage in parts] == [
         ("0", "I", "One."),
@@ -781,8 +837,8 @@ def test_a_change_goes_on_after_a_faster_one_and_keeps_it(index: Index, at: str)
 def test_a_version_of_an_earlier_corpus_is_not_published_over_one_of_a_later(index: Index, monkeypatch):
     with Index(index.run) as rival:
         faster = once(lambda: rival.upsert([("other", "Text.")]), "resolve")
-        resolve = build_index.resolve_encoder
-        monkeypatch.setattr(build_index, "resolve_encoder", lambda *own: (faster("resolve", 0, 0), resolve(*own))[1])
+        resolve = encoders.resolve_encoder
+        monkeypatch.setattr(encoders, "resolve_encoder", lambda *own: (faster("resolve", 0, 0), resolve(*own))[1])
         index.upsert([("mine", "Text.")])
     assert {*index.passages(["mine", "other"])} == {"mine", "other"}
 

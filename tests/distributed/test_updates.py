@@ -18,7 +18,7 @@ from kill_at_call import NEVER, kill_points, run_and_kill
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.snapshot import read_punkt
 from mvr_ray.core.encoding.snippets import train_punkt
-from mvr_ray.distributed.indexing import build_index, rewrite, shards
+from mvr_ray.distributed.indexing import build_index, encode, rewrite, shards
 from mvr_ray.distributed.indexing.repair import repair
 from mvr_ray.distributed.indexing.shards import build_shard, shard_recall
 from mvr_ray.distributed.indexing.staging import EncodeTask
@@ -472,7 +472,7 @@ def test_a_command_whose_plans_a_faster_one_removed_makes_them_again(first_store
     root = shutil.copytree(first_store, tmp_path / "store")
     store, run = Store(str(root)), own_run(run_over, root, 3)
     update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", {"p00": 51}), index="index")
-    encode_corpus, calls = build_index.encode_corpus, []
+    encode_corpus, calls = encode.encode_corpus, []
 
     def encode_and_remove_plans(task: EncodeTask, corpus: Corpus, numbers: list[int], *rest: Any) -> None:
         encode_corpus(task, corpus, numbers, *rest)
@@ -480,7 +480,7 @@ def test_a_command_whose_plans_a_faster_one_removed_makes_them_again(first_store
             store.delete(task.plan_path(shard))
         calls.append(numbers)
 
-    monkeypatch.setattr(build_index, "encode_corpus", encode_and_remove_plans)
+    monkeypatch.setattr(encode, "encode_corpus", encode_and_remove_plans)
     version = build_index.index(run)
     assert (len(calls), version.num_passages, version.metrics["encoded"]) == (2, 20, 1)
 

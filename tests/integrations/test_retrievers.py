@@ -68,6 +68,19 @@ def test_langchain_passes_the_options_of_a_call_and_refuses_unknown_ones(client)
         LangChainRetriever(client=client, search_kwargs={"k": 1})
 
 
+def test_a_retriever_joins_words_and_views_as_it_was_told() -> None:
+    """The index of these tests has no words, and says so."""
+    with Client.over(SearchService(InMemoryIndex(), ServeConfig())) as client:
+        with pytest.raises(RefusedError, match="no_words"):
+            client.search([QUESTION], hybrid="rrf")
+        for invoke in (
+            LangChainRetriever(client=client, hybrid="rrf").invoke,
+            LlamaIndexRetriever(client, hybrid="rrf").retrieve,
+        ):
+            with pytest.raises(RefusedError, match="no_words"):
+                invoke(QUESTION)
+
+
 @pytest.mark.parametrize("make", [lambda client: LangChainRetriever(client=client), LlamaIndexRetriever])
 def test_what_is_no_blocking_client_is_refused_with_what_to_give(make) -> None:
     for client in (SimpleNamespace(), AsyncClient("http://127.0.0.1:8000"), "http://127.0.0.1:8000"):

@@ -1,10 +1,12 @@
 """The client, against a real server on the loopback, a scripted one that misbehaves, and a service in this process."""
 
 import asyncio
+import copy
 import gc
 import json
 import math
 import multiprocessing
+import pickle
 import socket
 import subprocess
 import sys
@@ -252,6 +254,20 @@ def test_a_client_works_in_a_process_that_this_one_forks(address) -> None:
         finally:
             child.kill()
         assert client.passage("p1").id == "p1"
+
+
+def test_a_client_that_has_been_used_goes_to_another_process_unless_its_index_is_in_this_one(address) -> None:
+    with Client(address, token=READ, timeout_s=7) as client:
+        assert client.passage("p1").id == "p1"
+        for other in (pickle.loads(pickle.dumps(client)), copy.deepcopy(client)):
+            assert other.timeout_s == 7 and other.passage("p1").id == "p1"
+            other.close()
+        assert client.passage("p1").id == "p1"
+    with pytest.raises(UnreachableError, match="the client is closed"):
+        pickle.loads(pickle.dumps(client)).passage("p1")
+    here = Client.over(SearchService(InMemoryIndex(), ServeConfig()))
+    with here, pytest.raises(TypeError, match="cannot be pickled; make one in the other process"):
+        pickle.dumps(here)
 
 
 def test_an_async_client_works_in_one_loop_after_another(address) -> None:

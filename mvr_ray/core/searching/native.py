@@ -474,10 +474,15 @@ def _address(array: NDArray[Any] | None) -> int | None:
     return None if array is None else array.__array_interface__["data"][0]
 
 
+def num_cores() -> int:
+    """Return the number of processors that this process may use: a job of SLURM has a part of its machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def num_threads() -> int:
     """Return the number of threads: torch's where it is loaded, else OMP_NUM_THREADS, else one a processor."""
     get_num_threads = getattr(sys.modules.get("torch"), "get_num_threads", None)  # None while torch is being imported
     if get_num_threads:
         return get_num_threads()
     setting = os.environ.get("OMP_NUM_THREADS", "")
-    return int(setting) if setting.isdigit() and int(setting) else os.cpu_count() or 1
+    return int(setting) if setting.isdigit() and int(setting) else num_cores()

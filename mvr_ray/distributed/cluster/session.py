@@ -30,6 +30,7 @@ from weakref import WeakSet
 
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.config.loader import PACKAGED_MODEL, resolve_model
+from mvr_ray.core.searching.native import num_cores
 from mvr_ray.distributed.cluster.periodic import run_every
 from mvr_ray.errors import ResourceError, count_noun
 from mvr_ray.store.scratch import scratch_folder
@@ -333,7 +334,7 @@ def _private(resources: ResourcesConfig, dashboard: bool) -> Iterator[None]:
 
 
 def _private_cpus(resources: ResourcesConfig) -> int:
-    return resources.local_cpus or max(4, 2 * (os.cpu_count() or 1))
+    return resources.local_cpus or max(4, 2 * num_cores())
 
 
 def _temporary_folder() -> Path:
@@ -357,7 +358,7 @@ def _has_token() -> bool:
 def describe(resources: ResourcesConfig) -> ClusterInfo:
     """Total resources of the session's live nodes, whether in use or not; outside a session, those of this process."""
     if not in_ray():
-        return ClusterInfo(os.cpu_count() or 1, 0, (), is_local=True)
+        return ClusterInfo(num_cores(), 0, (), is_local=True)
     import ray
 
     of_nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -461,7 +462,7 @@ def _check_software() -> Iterator[Check]:
 
 def _check_machine(resources: ResourcesConfig) -> Iterator[Check]:
     cpus = _private_cpus(resources)
-    yield Check("processors", True, f"{os.cpu_count() or 1} cores; a private cluster gets {cpus} logical CPUs")
+    yield Check("processors", True, f"{num_cores()} cores; a private cluster gets {cpus} logical CPUs")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     yield Check("memory", total >= 4, f"{total:.1f} GiB; Ray, a trainer and a searcher take about 3")
     try:

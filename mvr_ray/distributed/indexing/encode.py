@@ -11,7 +11,6 @@ Shapes: P passages, V views per passage, N view vectors, D dimension.
 
 import ctypes
 import logging
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -24,9 +23,11 @@ import pyarrow as pa
 from mvr_ray.checksums import add_trailer
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, TokenizedPassage
+from mvr_ray.core.encoding.precision import ON_OPENVINO
 from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.encoding.unpadded_cpu import supports_unpadded_cpu
 from mvr_ray.core.encoding.views import TOKEN_ARRAYS, pack_tokens, unpack_tokens
+from mvr_ray.core.searching.native import num_cores
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.ray_data import dataset, pool_need, pool_options, stream_rows
 from mvr_ray.distributed.encoders import cached_encoder, open_encoder
@@ -79,9 +80,9 @@ def _encode_chunks(task: EncodeTask, chunks: Sequence[ChunkRange], resources: Re
         yield from (row["passages"] for row in stream_rows(_pipeline(task, chunks, resources), "encoding"))
         return
     gpu = resources.gpus_per_encoder > 0
-    threads = resources.torch_threads
-    if not gpu and supports_unpadded_cpu(_encoder_of(task).passage_tower.backbone):
-        threads = max(threads, os.cpu_count() or 1)  # elsewhere bytes depend on the number of threads
+    threads, own = resources.torch_threads, _encoder_of(task)
+    if not gpu and (supports_unpadded_cpu(own.passage_tower.backbone) or own.precision.name in ON_OPENVINO):
+        threads = max(threads, num_cores())  # elsewhere bytes depend on the number of threads
     encoder = ChunkEncoder(task, threads, gpu)
     for chunk in chunks:
         yield encoder(tokenize_chunk(pa.Table.from_pylist([chunk._asdict()]), task)).column("passages")[0].as_py()

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -168,12 +169,16 @@ def lookup(row: Any, name: str) -> Any:
 
 
 def question_of(row: Mapping[str, Any], where: str, own_id: str) -> Record:
-    """Read a row as a question, or return a bad row. `own_id` is the id of a row that has none."""
+    """Read a row as a question, or return a bad row. `own_id` is the id of a row that has none. Answers may be an
+    object with their texts, as in the data sets of SQuAD on the Hugging Face hub."""
+    answers = row.get("answers") if row.get("answers") is not None else row.get("answer")
+    if isinstance(answers, Mapping) and "text" in answers:
+        answers = answers["text"]
     return question_record(
         row.get("id") if row.get("id") not in (None, "") else own_id,
         row.get("question"),
         where,
-        answers=row.get("answers") if row.get("answers") is not None else row.get("answer"),
+        answers=answers.tolist() if isinstance(answers, np.ndarray) else answers,
         positive_ids=row.get("positive_ids"),
         hard_negative_ids=row.get("hard_negative_ids"),
         answer_starts=row.get("answer_starts"),
