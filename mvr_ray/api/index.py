@@ -382,9 +382,10 @@ class Index:
         own = carry_to_chunks(corpus, checked_questions(rows.questions_of(questions), name), self.run.evaluate.match)
         require_gold_passages(name, own, corpus)
         write_questions(corpus, name, own)
-        last = Corpus.open(self._store, live.corpus)
-        if last.digest != corpus.digest:  # a change waits for `index`
+        carried_digest = corpus.digest
+        while (last := Corpus.open(self._store, live.corpus)).digest != carried_digest:  # a change waits for `index`
             carry_questions(corpus, last, name)
+            carried_digest = last.digest
         return name
 
     def evaluate(

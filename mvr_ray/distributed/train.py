@@ -75,6 +75,7 @@ def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
             if isinstance(error, FormatError):
                 raise
         if record := _finished_record(loop, store, job):
+            job.checkpoints.clear()  # as a command does not that is killed when it has written the record
             return _make_latest(loop, store, job.name, record)
         log.info("training: %s examples=%d workers=%d", loop.kind.what, len(job.examples), workers)
         if workers:

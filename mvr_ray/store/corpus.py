@@ -11,6 +11,7 @@ its own checksum.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, field
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
@@ -279,10 +280,15 @@ class Corpus:
     def publish(self, after: int) -> None:
         """Make this the last corpus of its name, as publication `after + 1`, and keep its description under its digest.
 
+        Parts that publication `after` does not name become young before, so that a collection keeps them.
         Raises PublishConflictError if publication `after` is no longer the last one, StorageError if a part is missing
         or the store fails. The last corpus then stays the last one.
         """
         store, number = self.store, after + 1
+        named_before = []
+        with suppress(MissingInputError):  # it was collected: another is the last one
+            named_before = _read_publication(store, self.name, after).part_files if after else []
+        store.touch(*(self._path_of(file) for file in self.info.part_files if file not in named_before))
         self._require_parts("was not published")
         store.write_bytes(paths.corpus_version(self.name, self.digest), self.info.to_json())
         last = max(publications(store, self.name), default=0)

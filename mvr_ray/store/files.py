@@ -181,6 +181,7 @@ class Store:
                 self._make_folder(target.parent)
                 aside = _beside(source, target)
                 _seal(aside, target.parent)
+                os.utime(aside)  # its age counts from here, however long ago it was written
                 aside.replace(target)
 
             _again_if_deleted(place)

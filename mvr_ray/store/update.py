@@ -30,9 +30,11 @@ from mvr_ray.store.corpus import (
     Corpus,
     CorpusInfo,
     PartInfo,
+    SetInfo,
     SourceInfo,
     corpus_digest,
     ids_by_shard,
+    question_set,
     question_sets,
 )
 from mvr_ray.store.fields import FieldReader
@@ -56,6 +58,7 @@ from mvr_ray.store.parts import CorpusPart, passages_of, write_passages
 from mvr_ray.store.prepare import BadRows
 from mvr_ray.store.questions import (
     archive,
+    carry_questions,
     changed_texts,
     copy_questions,
     only_with,
@@ -246,6 +249,8 @@ def apply_changes(
         _require_no_roll_back(parent, index)
         corpus.publish(after=parent.number)
         _require_no_roll_back(corpus, index)
+        if digest != parent.digest:
+            _carry_later_sets(parent, corpus, sets)
         if corpus.number % KEPT_PUBLICATIONS == 0:  # it reads every version of every index
             collect_corpus(parent.store, parent.name)
     log.info("updated: corpus=%s parent=%s digest=%s parts=%d", parent.name, parent.digest, digest, len(by_shard))
@@ -272,9 +277,10 @@ def apply_changes(
 
 
 class _ChangedSets(NamedTuple):
-    """The names of the question sets of a corpus, and the questions by now of those that a change of it changes."""
+    """The question sets of a corpus by name, and the questions by now of those that a change of it changes."""
 
     names: list[str]
+    infos: dict[str, SetInfo | None]
     new_questions: dict[str, list[Question]]
     num_dropped: int
 
@@ -285,7 +291,8 @@ def _change_sets(parent: Corpus, rewritten_ids: set[str], deletions: set[str]) -
     def change(questions: Iterable[Question]) -> list[Question]:
         return only_with(lambda own: own not in deletions, questions, rewritten_ids)
 
-    sets = _ChangedSets(question_sets(parent), {}, 0)
+    names = question_sets(parent)
+    sets = _ChangedSets(names, {name: question_set(parent, name) for name in names}, {}, 0)
     for name in sets.names:
         questions = questions_about(parent, name, rewritten_ids | deletions)
         questions_now = change(questions)
@@ -304,6 +311,16 @@ def _store_sets(parent: Corpus, corpus: Corpus, sets: _ChangedSets, has_returned
             write_questions(corpus, name, sets.new_questions[name])
         else:
             copy_questions(parent, corpus, name)
+
+
+def _carry_later_sets(parent: Corpus, corpus: Corpus, sets: _ChangedSets) -> None:
+    """Carry over the sets that were added to the parent while the corpus was made. One that is added later finds the
+    corpus published, and is carried over by who adds it (`add_questions`)."""
+    for name in question_sets(parent):
+        before = sets.infos.get(name)
+        is_of_earlier_program = name in sets.infos and before is None  # `archive` has described it since
+        if not is_of_earlier_program and question_set(parent, name) != before:
+            carry_questions(parent, corpus, name)
 
 
 def _require_no_roll_back(corpus: Corpus, index: str) -> None:

@@ -590,6 +590,24 @@ def test_a_set_that_is_added_while_a_change_waits_for_index_stays_with_the_chang
     assert [[one.id for one in read_questions(of, "towers")] for of in (first, last)] == [["q3", "q4"], ["q4"]]
 
 
+@pytest.mark.parametrize("step", ["parts written", "encode"])
+def test_a_set_that_is_added_or_replaced_while_a_change_is_made_is_of_the_changed_corpus(index: Index, step: str):
+    def questions(*numbers: int) -> list[dict[str, object]]:
+        return [{"question": f"Who built {n}?", "id": f"q{n}", "positive_ids": [f"p{n}"]} for n in numbers]
+
+    def add(*_: object) -> None:
+        for name in ("added", "replaced"):
+            index.add_questions(questions(3, 4), name)
+
+    for name in ("replaced", "kept"):
+        index.add_questions(questions(3, 5), name)
+    index.upsert([("p5", "Another text.")], progress=once(add, step))
+    index.delete("p3")
+    corpus = Corpus.open(Store(index.run.store.path), "corpus", index.manifest.corpus_digest)
+    ids = {name: [one.id for one in read_questions(corpus, name)] for name in question_sets(corpus)}
+    assert ids == {"added": ["q4"], "kept": ["q5"], "replaced": ["q4"]}
+
+
 def test_an_index_shows_the_version_that_it_answers_from_and_changes_the_newest_one(index: Index):
     """Another `Index` over the same store publishes a version after this one has searched."""
 

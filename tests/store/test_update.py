@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import ConfigError, DataError, DigestError, MissingInputError, PublishConflictError, StorageError
-from mvr_ray.store import manifest, paths
+from mvr_ray.store import gc, manifest, paths
 from mvr_ray.store.corpus import Corpus, publications, shard_of
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect, collect_corpus
@@ -386,6 +386,32 @@ def test_changes_have_the_names_of_the_source_or_the_standard_ones(tmp_path: Pat
     two = cfg.model_copy(update={"sources": [source, SourceConfig(path="other.jsonl")]})
     with pytest.raises(DataError, match=r"c\.jsonl:1: id is missing"):
         update(two, store, str(write("c.jsonl", lines(*changes))))
+
+
+def test_parts_that_were_written_long_before_they_are_named_outlive_a_collection_that_runs_meanwhile(
+    tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
+):
+    """It lists the files that no corpus names, an update of hours publishes, and the collection goes on to delete."""
+    store = Store(tmp_path / "store")
+    make_corpus(store, write, {f"p{n}": "one" for n in range(9)})
+    publish, list_files = Corpus.publish, gc._files_without_corpus
+
+    def publish_beside_a_collection(corpus: Corpus, after: int) -> None:
+        def list_then_publish(*arguments: Any) -> list[str]:
+            files = list(list_files(*arguments))
+            assert files
+            publish(corpus, after)
+            return files
+
+        for file in (tmp_path / "store").rglob("part-*"):
+            os.utime(file, (0, 0))
+        monkeypatch.setattr(gc, "_files_without_corpus", list_then_publish)
+        collect_corpus(store, "corpus", grace_s=3600)
+
+    monkeypatch.setattr(Corpus, "publish", publish_beside_a_collection)
+    report = update(CONFIG, store, str(write("c.jsonl", lines(*(row(f"p{n}", "two") for n in range(9))))))
+    corpus = Corpus.open(store, "corpus")
+    assert corpus.digest == report.digest and {passage.text for passage in corpus} == {"two"}
 
 
 def test_what_cannot_be_updated_is_refused(tmp_path: Path, write: Write):

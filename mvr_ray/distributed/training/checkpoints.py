@@ -127,6 +127,10 @@ class Checkpoints:
     def finish(self, record: Mapping[str, Any]) -> None:
         """Write the final record and delete the checkpoints."""
         self._write(FINISHED, record)
+        self.clear()
+
+    def clear(self) -> None:
+        """Delete the checkpoints."""
         self._store.delete(f"{self._folder}/{LATEST}")
         self._delete_others(())
 
