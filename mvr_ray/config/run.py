@@ -448,6 +448,7 @@ class ResourcesConfig(Section):
     encoders_max: Count = 2
     cpus_per_encoder: Annotated[float, Field(gt=0)] = 1
     gpus_per_encoder: Annotated[float, Field(ge=0)] = 0
+    """The share of a GPU that embeds passages for an encoder (1: a whole one); 0: it embeds them on the CPU."""
     torch_threads: Count = 1
     """Threads of one encoder, trainer or searcher process on CPU."""
     train_workers: Annotated[int, Field(ge=0)] = 1

@@ -118,6 +118,14 @@ def test_a_store_keeps_the_precision_that_its_passages_were_embedded_in(empty_st
 
 
 @pytest.mark.data
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_a_gpu_that_no_encoder_uses_is_told(empty_store, run_over, without_ray, monkeypatch, caplog, has_gpu):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    build_index.index(run_over(empty_store))
+    assert ("CPU beside a GPU; resources.gpus_per_encoder: 1 uses it" in caplog.text) == has_gpu
+
+
+@pytest.mark.data
 def test_the_record_of_an_encoder_in_another_precision_is_refused_where_it_is_newer_or_damaged(empty_store, run_over):
     store, run = Store(str(empty_store)), run_over(empty_store, index={"precision": "int8"})
     full = resolve_encoder(run_over(empty_store, index={"precision": "fp32"}))

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import torch
 
 from mvr_ray.checksums import add_trailer
 from mvr_ray.config import ResourcesConfig
@@ -68,6 +69,8 @@ def encode_corpus(
     if count:
         progress("encode", count, total)
     if missing:
+        if not resources.gpus_per_encoder and torch.cuda.is_available():
+            log.warning("passages are embedded on the CPU beside a GPU; resources.gpus_per_encoder: 1 uses it")
         with session.connect(resources, total, [pool_need("encoders", resources)]):
             for num_passages in _encode_chunks(task, missing, resources):
                 count += num_passages
