@@ -120,7 +120,7 @@ def _passage_values(row: Any) -> Mapping[str, Any] | None:
         case str():
             return {"text": row}
         case tuple() if "text" in (names := getattr(row, "_fields", ())):
-            is_of_pandas = type(row).__name__ == "Pandas" and names[0] == "Index"  # as DataFrame.itertuples gives
+            is_of_pandas = type(row).__name__ == "Pandas" and names[:1] == ("Index",)  # as DataFrame.itertuples gives
             return _plain_values(dict(list(zip(names, row))[is_of_pandas:]))
         case (id_, Mapping() as parts):  # of a mapping's items(), as BEIR's own program loads a corpus
             return _plain_values({**parts, "id": id_})
