@@ -458,14 +458,15 @@ class Index:
 
     @cached_property
     def _router(self) -> "HotSwapRouter":
-        """Also in a Ray session of others, whose actors can hold all CPUs, a small index is in this process."""
+        """A small index is searched in this process, also in a Ray session of others, whose actors may hold all CPUs."""
         from mvr_ray.distributed.cluster.session import cluster_address
         from mvr_ray.distributed.hot_swap import open_hot_swap_router
 
         with self._router_lock:
             if "_router" not in self.__dict__:  # no other thread was faster
                 resources = self.run.resources
-                local = self._newest().num_passages <= resources.local_passages and not cluster_address(resources)
+                is_remote = bool(cluster_address(resources)) or resources.gpus_per_searcher > 0
+                local = not is_remote and self._newest().num_passages <= resources.local_passages
                 router = open_hot_swap_router(self.run, local=local or None, batching=False)
                 self.__dict__["_router"] = self._open.enter_context(router)
             return self.__dict__["_router"]

@@ -201,11 +201,13 @@ def rows_of(rows: Any) -> Iterator[Any]:
 
 
 def plain(value: Any) -> Any:
-    """Convert the numbers and arrays of numpy in mappings and lists to values of Python, which a run file can hold."""
+    """Convert paths, and numbers and arrays of numpy, in mappings and lists to values that a run file can hold."""
     if isinstance(value, Mapping):
         return {key: plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [plain(one) for one in value]
+    if isinstance(value, Path):
+        return str(value)
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
 
 

@@ -220,7 +220,8 @@ def test_files_are_given_by_paths_or_by_an_entry_of_sources(tmp_path: Path, monk
 def test_an_index_of_a_file_with_other_names_is_built(tiny_backbone: Path, tmp_path: Path):
     (tmp_path / "own.csv").write_text("doc_id,body\nx,A tower of stone.\n")
     source = {"path": tmp_path / "own.csv", "fields": {"id": "doc_id", "text": "body"}}
-    settings = {**SMALL, "encoder": {**SMALL["encoder"], "num_views": np.int64(2)}}
+    feedback = {"feedback": tmp_path / "feedback.jsonl"}
+    settings = {**SMALL, "encoder": {**SMALL["encoder"], "num_views": np.int64(2)}, "refine": feedback}
     with Index.build(source, model=tiny_backbone, path=tmp_path / "own", settings=settings) as index:
         assert index.search("tower", 1)[0].id == "x"
     with Index.open(tmp_path / "own") as index:

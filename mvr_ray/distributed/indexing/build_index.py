@@ -69,9 +69,7 @@ def index(run: RunConfig, progress: Progress = no_progress) -> Manifest:
 
 
 def _index(run: RunConfig, progress: Progress) -> Manifest:
-    from mvr_ray.distributed.encoders import (
-        resolve_encoder,  # imports torch, which workers that build shards do not need
-    )
+    from mvr_ray.distributed.encoders import resolve_encoder  # with torch, which builders of shards do not need
 
     store, cfg = Store(run.store.path), run.index
     live = manifests.latest_version(store, cfg.name)  # read before the corpus: a later version may have a later one
@@ -88,6 +86,8 @@ def _index(run: RunConfig, progress: Progress) -> Manifest:
 
 def _build(run: RunConfig, corpus: Corpus, task: EncodeTask, before: Manifest | None, progress: Progress) -> Manifest:
     """Make and publish the version of a task; with `before`, from that version's refined views."""
+    from mvr_ray.distributed.indexing.encode import encode_corpus  # with torch, too
+
     store, cfg, resources, draft = corpus.store, run.index, run.resources, task.draft
     versions = {one.version: one for one in manifests.newest_first(store, draft.index)}
     reusable = _reusable_shards(store, draft, corpus, before, versions)
@@ -110,8 +110,6 @@ def _build(run: RunConfig, corpus: Corpus, task: EncodeTask, before: Manifest | 
         missing = _not_built(store, task, others)
         carry_over(task, corpus, missing, versions, progress)
         find_copies(task, corpus, missing, progress)
-        from mvr_ray.distributed.indexing.encode import encode_corpus
-
         encode_corpus(task, corpus, missing, resources, progress)
         calls = [(task, shard, reusable.get(shard), cfg) for shard in range(corpus.num_shards)]
         vectors = [part.num_passages * draft.num_views for part in corpus.info.parts]
