@@ -458,7 +458,7 @@ class Index:
 
     @cached_property
     def _router(self) -> "HotSwapRouter":
-        """A small index is searched in this process, also in a Ray session of others, whose actors may hold all CPUs."""
+        """A small index is searched in this process, also in a Ray session of others, which may have no CPU left."""
         from mvr_ray.distributed.cluster.session import cluster_address
         from mvr_ray.distributed.hot_swap import open_hot_swap_router
 
