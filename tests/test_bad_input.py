@@ -483,6 +483,25 @@ def test_a_full_disk_does_not_hide_what_stopped_a_stage(tmp_path: Path) -> None:
         run_stage("index", run, work, as_json=True)
 
 
+def test_a_full_disk_when_the_work_is_done_does_not_ask_for_it_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A second `refine` would learn once more from the same questions."""
+    run = RunConfig.model_validate({"store": {"path": str(tmp_path)}})
+
+    with ExitStack() as limit:
+
+        def work(_run, _progress) -> dict[str, int]:
+            limit.enter_context(file_size_limit(10))
+            return {"version": 2}
+
+        run_stage("refine", run, work, as_json=True)
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"version": 2} and "report:" not in err
+    [message] = [one for one in caplog.messages if one.startswith("no record of a run that is done: cannot write")]
+    assert "again" not in message
+
+
 @pytest.mark.parametrize("stage", ["retrieve", "evaluate", "analyze", "read"])
 def test_a_stage_that_only_reads_does_its_work_without_a_record_where_the_store_cannot_be_written(
     tmp_path: Path, stage: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture

@@ -96,9 +96,10 @@ def record(run: RunConfig, stage: str) -> Iterator[RunRecord]:
                 for name, data in (own_files | run_record.files).items():
                     store.write_bytes(f"{run_record.folder}/{name}", data)
         except StorageError as error:
-            if outcome == "done":
-                raise
-            log.warning("no record of a run that %s: %s", outcome, error)  # what stopped the run matters more
+            # What stopped a run matters more, and work that is done need not be done again.
+            what = "is done" if outcome == "done" else outcome
+            log.warning("no record of a run that %s: %s", what, str(error).partition("; ")[0])
+            run_record.folder = ""
 
 
 @contextmanager
