@@ -280,7 +280,9 @@ def test_a_csv_with_a_question_beside_each_text_gives_the_corpus_of_its_frame(tm
     file = tmp_path / "rows.csv"
     file.write_text("id,text,question,hue\np1,A tower.,What is it?,red\np2,A town.,,\n")
     cfg = PrepareConfig(fields="infer")
-    from_file = prepare(cfg.model_copy(update={"sources": sources_of(file)}), Store(tmp_path / "file"))
+    from_file = prepare(
+        cfg.model_copy(update={"sources": [SourceConfig.model_validate(*sources_of(file))]}), Store(tmp_path / "file")
+    )
     from_frame = prepare(cfg, Store(tmp_path / "frame"), records=passage_records(pandas.read_csv(file)))
     assert from_file.digest == from_frame.digest and from_file.fields == {"hue": "string"}
 
