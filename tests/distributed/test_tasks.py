@@ -1,7 +1,9 @@
-"""Tests that waiting for tasks has a time limit: a hanging task is an error, and is cancelled."""
+"""Tests that waiting for tasks has a time limit, after which a hanging task is an error, and what their workers import."""
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +16,8 @@ import ray.data
 from mvr_ray.api.rows import passage_records
 from mvr_ray.distributed.cluster import tasks
 from mvr_ray.distributed.cluster.tasks import run_tasks, task_results
+from mvr_ray.distributed.indexing import build_index, carry_over, rewrite
+from mvr_ray.distributed.indexing.lexical import shard_words
 from mvr_ray.errors import DataError, ResourceError
 
 
@@ -109,3 +113,13 @@ def test_after_an_error_of_one_task_no_other_runs_on(ray_session, tmp_path: Path
 def test_a_dataset_of_ray_holds_the_passages_of_its_rows(ray_session):
     rows = [{"id": f"p{n}", "text": f"Tower {n}.", "year": 1900 + n} for n in range(9)]
     assert list(passage_records(ray.data.from_items(rows))) == list(passage_records(rows))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [build_index.build_one, carry_over.carry_shard, carry_over.digest_contents, rewrite.compact_one, shard_words],
+)
+def test_a_worker_that_copies_or_builds_shards_imports_no_torch(function):
+    """It takes two seconds of a core in each process."""
+    program = f"import sys, {function.__module__}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
