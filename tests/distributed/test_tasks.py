@@ -1,4 +1,4 @@
-"""Tests that waiting for tasks has a time limit, after which a hanging task is an error, and what their workers import."""
+"""Tests that waiting for tasks has a time limit: a hanging task is an error. Tests also what their workers import."""
 
 import os
 import signal
