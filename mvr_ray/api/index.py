@@ -106,8 +106,8 @@ class Index:
         `passages` are texts, tuples (id, text) or (id, title, text), mappings, a pandas or polars frame, an Arrow
         table, a Hugging Face dataset, or files: a path, a list of paths, or an entry of `prepare.sources` such as
         `{"path": "news.csv", "fields": {"id": "doc_id", "text": "body"}}` (docs/formats.md). Rows are streamed. What a
-        row has besides id, title and text is kept for filters. `model` is a folder, a Hugging Face
-        name or `package:NAME/path`. `settings` are sections of a run file, such as `{"encoder": {"num_views": 4}}`.
+        row has besides id, title and text is kept for filters. `model` is a folder, a Hugging Face name or
+        `package:NAME/path`. `settings` are sections of a run file, such as `{"encoder": {"num_views": 4}}`.
         `progress`, here and in other methods: True shows it on stderr; a callback gets (what, count, total).
 
         An existing index gets a new version over these passages alone; unchanged passages are not embedded again, and
@@ -377,13 +377,12 @@ class Index:
         a name that no set can have.
         """
         self._with(evaluate={"questions": [name]})
-        live = self._newest()
-        corpus = Corpus.open(self._store, live.corpus, live.corpus_digest)
-        own = carry_to_chunks(corpus, checked_questions(rows.questions_of(questions), name), self.run.evaluate.match)
+        corpus = self._live_corpus()
+        own = self._with_chunks(corpus, rows.questions_of(questions), name)
         require_gold_passages(name, own, corpus)
         write_questions(corpus, name, own)
         carried_digest = corpus.digest
-        while (last := Corpus.open(self._store, live.corpus)).digest != carried_digest:  # a change waits for `index`
+        while (last := Corpus.open(self._store, corpus.name)).digest != carried_digest:  # a change waits for `index`
             carry_questions(corpus, last, name)
             carried_digest = last.digest
         return name
@@ -402,7 +401,8 @@ class Index:
 
             index.evaluate([("Who built the tower?", ["Gustave Eiffel"])]).rows
 
-        `questions` as of `add_questions`, or the name of a stored set; `hybrid` as of `search`.
+        `questions` as of `add_questions`, or the name of a stored set; `hybrid` as of `search`, for the
+        `configured_system` of the report.
         """
         from mvr_ray.distributed.evaluate import evaluate
         from mvr_ray.distributed.retrieve import QuestionSet
@@ -411,10 +411,7 @@ class Index:
         if isinstance(own, str):
             name = own
         else:
-            live = self._newest()
-            corpus = Corpus.open(self._store, live.corpus, live.corpus_digest)
-            own = carry_to_chunks(corpus, checked_questions(own, name), self.run.evaluate.match)
-            sets = [QuestionSet(name, own)]
+            sets = [QuestionSet(name, self._with_chunks(self._live_corpus(), own, name))]
         depths = list(k) if isinstance(k, Iterable) else [k]
         weight = {} if hybrid is None else {"hybrid": None if hybrid == "off" else hybrid}
         run = self._with(evaluate={"questions": [name], "k": depths}, search=weight)
@@ -423,8 +420,7 @@ class Index:
 
     def _questions(self, questions: Any) -> str | list[Question]:
         """Return the name of a stored set, or the questions of a file or an iterable."""
-        live = self._newest()
-        names = question_sets(Corpus.open(self._store, live.corpus, live.corpus_digest))
+        names = question_sets(self._live_corpus())
         if isinstance(questions, str) and questions in names:
             return questions
         try:
@@ -470,6 +466,14 @@ class Index:
                 router = open_hot_swap_router(self.run, local=local or None, batching=False)
                 self.__dict__["_router"] = self._open.enter_context(router)
             return self.__dict__["_router"]
+
+    def _live_corpus(self) -> Corpus:
+        live = self._newest()
+        return Corpus.open(self._store, live.corpus, live.corpus_digest)
+
+    def _with_chunks(self, corpus: Corpus, questions: list[Question], name: str) -> list[Question]:
+        """Return the questions of a set with the chunks of a corpus in place of gold ids of whole texts."""
+        return carry_to_chunks(corpus, checked_questions(questions, name), self.run.evaluate.match)
 
     def _newest(self) -> Manifest:
         return manifests.read(self._store, self.run.index.name)

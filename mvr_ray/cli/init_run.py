@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mvr_ray.api.rows import ID_NAMES
 from mvr_ray.cli.args import require_writable
 from mvr_ray.config import SourceConfig, check_field_name, load_run, resolve_path
 from mvr_ray.config.loader import parse_yaml
@@ -34,7 +35,7 @@ LONG_WORDS = 250
 """Mean words of a passage above which `init` cuts passages into chunks of 100 words, as DPR does."""
 SHARD_BYTES = 50_000_000
 NAMES = {
-    "id": ("id", "_id", "doc_id", "docid", "document_id", "passage_id", "pid", "uid", "uuid", "key", "url"),
+    "id": ("id", "_id", *ID_NAMES, "key", "url"),
     "title": ("title", "name", "heading", "headline", "subject"),
     "text": ("text", "contents", "content", "body", "passage", "document", "context", "abstract", "extract", "summary"),
     "question": ("question", "query"),

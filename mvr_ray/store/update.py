@@ -245,7 +245,7 @@ def apply_changes(
         parent.store.touch(paths.corpus_version(parent.name, digest))  # an old corpus that returns is not collected now
         if digest != parent.digest:
             _store_sets(parent, corpus, sets, has_returned=earlier is not None)
-        archive(parent, sets.names)
+        archive(parent, sets.infos)
         _require_no_roll_back(parent, index)
         corpus.publish(after=parent.number)
         _require_no_roll_back(corpus, index)
@@ -279,7 +279,6 @@ def apply_changes(
 class _ChangedSets(NamedTuple):
     """The question sets of a corpus by name, and the questions by now of those that a change of it changes."""
 
-    names: list[str]
     infos: dict[str, SetInfo | None]
     new_questions: dict[str, list[Question]]
     num_dropped: int
@@ -291,9 +290,8 @@ def _change_sets(parent: Corpus, rewritten_ids: set[str], deletions: set[str]) -
     def change(questions: Iterable[Question]) -> list[Question]:
         return only_with(lambda own: own not in deletions, questions, rewritten_ids)
 
-    names = question_sets(parent)
-    sets = _ChangedSets(names, {name: question_set(parent, name) for name in names}, {}, 0)
-    for name in sets.names:
+    sets = _ChangedSets({name: question_set(parent, name) for name in question_sets(parent)}, {}, 0)
+    for name in sets.infos:
         questions = questions_about(parent, name, rewritten_ids | deletions)
         questions_now = change(questions)
         sets = sets._replace(num_dropped=sets.num_dropped + len(questions) - len(questions_now))
@@ -304,7 +302,7 @@ def _change_sets(parent: Corpus, rewritten_ids: set[str], deletions: set[str]) -
 
 def _store_sets(parent: Corpus, corpus: Corpus, sets: _ChangedSets, has_returned: bool) -> None:
     """Store the question sets of a changed corpus; one whose passages have returned keeps those that it had."""
-    for name in sets.names:
+    for name in sets.infos:
         if has_returned and corpus.store.exists(paths.question_set(corpus.name, corpus.digest, name)):
             continue
         if name in sets.new_questions:

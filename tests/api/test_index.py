@@ -254,6 +254,21 @@ def test_answers_may_be_an_object_with_their_texts():
         assert (question.answers, question.answer_starts) == (("Eiffel", "G. Eiffel"), ())
 
 
+def test_evaluate_ranks_by_words_and_views_as_it_is_told(command_store: Path):
+    texts = [f"Tower {n} has 9 stones" for n in range(6)]
+    gold = [f"p{n}#1" for n in range(6)]
+    questions = [{"question": text, "positive_ids": [name]} for text, name in zip(texts, gold)]
+    shares = []
+    with Index.open(command_store) as index:
+        for hybrid in ("off", "rrf", 50):
+            top = [hits[0].id for hits in index.search(texts, 1, hybrid=hybrid)]
+            shares.append(sum(map(str.__eq__, top, gold)) / 6)
+            report = index.evaluate(questions, k=1, hybrid=hybrid)
+            rows = [row for row in report.rows if (row.system, row.metric) == (report.configured_system, "gold/top-1")]
+            assert [row.value for row in rows] == pytest.approx([shares[-1]])
+    assert len({*shares}) > 1
+
+
 def test_an_index_in_a_ray_session_of_others_is_searched_in_its_own_process(index: Index, monkeypatch):
     monkeypatch.setattr(session, "in_ray", lambda: True)
     monkeypatch.setattr(session, "connect", None)
