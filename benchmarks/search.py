@@ -178,9 +178,7 @@ def reckon(part: Part, prefix: str, threads: int, label: str) -> None:
 
 def main(passages: int) -> None:
     shape = synthetic.Shape(passages, VIEWS, DIMENSION)
-    part = Part("search", "Exact search on a CPU", "queries")
-    if library() is None:  # figures of another kind of processor, which do not take the place of those
-        part = Part("search-avx2", "Exact search on a CPU with AVX2 alone", "queries")
+    part = Part.of_processor("search", "Exact search on a CPU", "queries")
     bandwidth = {threads: read_bandwidth(threads) for threads in THREADS}
     rate = {threads: matrix_rate(threads) for threads in THREADS}
     short = {threads: matrix_rate(threads, kind="bfloat16") if has_bfloat16() else 0.0 for threads in THREADS}

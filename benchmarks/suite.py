@@ -24,6 +24,8 @@ from measure import FOLDER, Bar, in_grid, markdown, measurement, target
 PARTS = ("search", "approximate", "encoding", "training", "refinement", "router", "growth", "simulate")
 OTHERS = (
     "search-avx2",
+    "encoding-avx2",
+    "training-avx2",
     "encoding-large",
     "encoding-memory",
     "encoding-backends",

@@ -31,6 +31,7 @@ from peers import PEERS, SENTENCE_TRANSFORMERS, Peer, environment
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.encoding.precision import multiplies_bf16
 from mvr_ray.core.learning.batches import Example
 from mvr_ray.core.learning.losses import dpr_loss
 from mvr_ray.distributed.training.checkpoints import Checkpoints
@@ -154,7 +155,9 @@ def step_flops(task: dict[str, Any], pairs: Sequence[Sequence[str]]) -> float:
 
 
 def measure_steps(peers: Path) -> Part:
-    part = Part("training", f"Training on a CPU: {BATCH} SQuAD questions and paragraphs a step", "pairs")
+    title = f"Training with {BATCH} SQuAD questions and paragraphs a step on a CPU"
+    part = Part.of_processor("training", title, "pairs")
+    precisions = ["fp32", "bf16"] if multiplies_bf16(torch.device("cpu")) else ["fp32"]
     data = squad()
     first = {int(row): number for number, row in reversed(list(enumerate(data.gold_Q)))}
     rows = np.random.default_rng(0).permutation(sorted(first))[: max(CACHED, (STEPS + 1) * BATCH)]
@@ -171,33 +174,38 @@ def measure_steps(peers: Path) -> Part:
             }
             both = {"mvr_ray": us, "sentence-transformers": them}
             print("losses", flush=True)
-            same, bf16_losses = (
-                {name: process.ask(requests[name].format(1, 0.0, own))["loss"] for name, process in both.items()}
-                for own in ("fp32", "bf16")
-            )
+            losses = {
+                own: {name: process.ask(requests[name].format(1, 0.0, own))["loss"] for name, process in both.items()}
+                for own in precisions
+            }
             reports: dict[str, dict[str, Any]] = {}
             for number in range(ROUNDS):
                 print(f"round {number + 1}", flush=True)
                 for name, process in both.items():
                     reports[name] = process.ask(requests[name].format(STEPS + 1, DROPOUT, "fp32"))
                     samples.setdefault(name, []).append(statistics.mean(reports[name]["seconds"]))
-                    in_bf16 = process.ask(requests[name].format(STEPS + 1, 0.0, "bf16"))
-                    samples.setdefault(f"{name}, bf16", []).append(statistics.mean(in_bf16["seconds"]))
+                    if "bf16" in precisions:
+                        in_bf16 = process.ask(requests[name].format(STEPS + 1, 0.0, "bf16"))
+                        samples.setdefault(f"{name}, bf16", []).append(statistics.mean(in_bf16["seconds"]))
         print("cached gradients", flush=True)
         plain = alone(folder, f"2 {CHUNK} {DROPOUT} fp32 {SHORT} 0")
         with_cache = alone(folder, f"1 {CACHED} 0.0 fp32 {SHORT} {CHUNK}")
         whole_loss = alone(folder, f"loss {CACHED} {SHORT}")["loss"]
     part.add(samples, BATCH)
     flops = [step_flops(task, pairs[at : at + BATCH]) for at in range(BATCH, (STEPS + 1) * BATCH, BATCH)]
-    rate = matrix_rate(THREADS, kind="bfloat16")
+    kind = "bfloat16" if "bf16" in precisions else "float32"
+    rate = matrix_rate(THREADS, kind=kind)
     shares = {name: statistics.mean(flops) / statistics.median(own) / rate for name, own in samples.items()}
     growth = {"plain": plain["peak"] - plain["before"], "cached": with_cache["peak"] - with_cache["before"]}
     part.bars = [
-        Bar("steps/s over sentence-transformers' trainer", speedup(samples, "mvr_ray", "sentence-transformers"), 1.1),
-        Bar(
-            "steps/s over sentence-transformers' trainer, bf16",
-            speedup(samples, "mvr_ray, bf16", "sentence-transformers, bf16"),
-            1.1,
+        *(
+            Bar(
+                f"steps/s over sentence-transformers' trainer{own}",
+                speedup(samples, f"mvr_ray{own}", f"sentence-transformers{own}"),
+                1.1,
+            )
+            for own in ("", ", bf16")
+            if f"mvr_ray{own}" in samples
         ),
         Bar(
             "peak memory under sentence-transformers'",
@@ -206,7 +214,7 @@ def measure_steps(peers: Path) -> Part:
         ),
         Bar(
             "difference of the first step's loss from sentence-transformers'",
-            abs(same["mvr_ray"] - same["sentence-transformers"]),
+            abs(losses["fp32"]["mvr_ray"] - losses["fp32"]["sentence-transformers"]),
             1e-4,
             at_least=False,
             unit="",
@@ -226,9 +234,8 @@ def measure_steps(peers: Path) -> Part:
         ),
     ]
     part.facts = {
-        "first loss": same,
-        "first loss, bf16": bf16_losses,
-        "TFLOP/s of products of bfloat16 numbers": rate / 1e12,
+        "first loss": losses,
+        f"TFLOP/s of products of {kind} numbers": rate / 1e12,
         "share of that rate": shares,
         "peak MB of the process": {name: one["peak"] / 1e6 for name, one in reports.items()},
         f"MB over the model, batch {CHUNK} and batch {CACHED} in passes of {CHUNK}, {SHORT} tokens": {

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import torch
 
 from mvr_ray.api.rows import passage_records, rows_of
 from mvr_ray.config import parse_run, resolve_model
@@ -17,6 +18,7 @@ from mvr_ray.serving.schemas import is_text
 from mvr_ray.store.formats.records import PassageRecord
 from mvr_ray.types import FloatArray
 
+DEVICES = ("cpu", "cuda")
 PRECISIONS = ("auto", "fp32", "bf16", "openvino", "openvino-bf16")
 
 
@@ -31,22 +33,34 @@ class Encoder:
     Shapes: Q questions, P passages, V views, D dimension.
     """
 
-    def __init__(self, model: str | Path = "all-MiniLM-L6-v2", *, precision: str = "fp32", **settings: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path = "all-MiniLM-L6-v2",
+        *,
+        precision: str = "fp32",
+        device: str = "cpu",
+        **settings: Any,
+    ) -> None:
         """`model` is a folder, a Hugging Face name or `package:NAME/path`; `settings` are those of the run file's
         `encoder` section, such as `strategy`, `num_views` and `max_passage_tokens`.
 
         `precision` is that of passages, as `index.precision` of a run file: `auto` is up to five times as fast as
         `fp32`, and OpenVINO may convert the model first, which takes seconds. `int8` is calibrated on the passages of
-        an index, so it is refused here.
+        an index, so it is refused here. With `device` `cuda`, this process's GPU embeds; OpenVINO is for CPUs, and
+        `auto` is `bf16` there, where the GPU multiplies it.
         Raises ConfigError, EncoderError.
         """
         if precision not in PRECISIONS:
             raise ConfigError(f"precision is {precision!r}; give one of {', '.join(PRECISIONS)}")
+        if device not in DEVICES:
+            raise ConfigError(f"device is {device!r}; give one of {', '.join(DEVICES)}")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device is 'cuda', but torch finds no GPU here; leave device out to embed on the CPU")
         if "backbone" in settings:
             raise ConfigError("Encoder: settings has encoder.backbone; give model= instead")
         backbone = str(model.expanduser().absolute()) if isinstance(model, Path) else model
         run = parse_run({"encoder": {**settings, "backbone": backbone}}, "Encoder")
-        full = DualEncoder.from_backbone(resolve_model(run.encoder.backbone), encoder_spec(run))
+        full = DualEncoder.from_backbone(resolve_model(run.encoder.backbone), encoder_spec(run)).to(device)
         name = fastest_float(full.passage_tower) if precision == "auto" else precision
         self._encoder = full.to_precision(name) if name != "fp32" else full
 

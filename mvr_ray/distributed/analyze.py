@@ -37,6 +37,7 @@ from mvr_ray.distributed.evaluate import (
     SystemResult,
     judge_hits,
     mean_row,
+    most_ids,
     search_depth,
     system_result,
 )
@@ -165,8 +166,8 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     with torch_threads(run.resources.torch_threads):
         queries_QD = encoder.embed_queries([question.text for question in questions])
     progress("embed questions", len(questions), len(questions))
-    copies = own_passages(questions, passages)
-    depth = search_depth(run.evaluate) + bool(copies)
+    own_ids = own_passages(questions, passages, run.prepare.sources)
+    depth = search_depth(run.evaluate) + most_ids(own_ids)
     shards = _search_shards(run, manifest, queries_QD, sorted(gold), depth, progress)
     article_of, start_of = articles_of(questions, passages), shard_starts(manifest.shards)
     systems: list[SystemResult] = []
@@ -174,7 +175,7 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     for number, view in enumerate(compared_views, 1):
         merged_hits = MergedResults([shard.results[view] for shard in shards], start_of, depth).hits()
         hit_lists = [
-            [hit for hit in hits if question.id not in copies or hit.passage_id != question.id]
+            [hit for hit in hits if hit.passage_id not in own_ids.get(question.id, ())]
             for question, hits in zip(questions, merged_hits, strict=True)
         ]
         system = ALL_VIEWS if view == manifest.num_views else f"view {view}"

@@ -18,7 +18,8 @@ reciprocal rank fusion.
 
 import itertools
 import logging
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -147,9 +148,9 @@ def evaluate(
         require_gold_passages(name, questions, corpus)
         warn_of_runs(name, (question.answers for question in questions), settings.match)
     articles = {name: articles_of(questions, corpus) for name, questions in sets}
-    copies = {name: own_passages(questions, corpus) for name, questions in sets}
+    own_ids = {name: own_passages(questions, corpus, run.prepare.sources) for name, questions in sets}
     rank = RankSettings(
-        k=search_depth(settings) + any(copies.values()),
+        k=search_depth(settings) + max(map(most_ids, own_ids.values())),
         match=settings.match,
         strict_answers=run.retrieve.strict_answers,
         refined_queries=run.retrieve.refined_queries,
@@ -159,7 +160,7 @@ def evaluate(
     def measure(system: str, ranked_questions: Iterator[RankedQuestion]) -> None:
         for name, questions in sets:
             own = list(itertools.islice(ranked_questions, len(questions)))
-            results.append(system_result(system, name, own, articles[name], settings, copies[name]))
+            results.append(system_result(system, name, own, articles[name], settings, own_ids[name]))
 
     with open_router(run, base.version) as router:
         measure(run.index.name, rank_questions(run, router, sets, rank, progress))
@@ -211,21 +212,25 @@ def search_depth(settings: EvaluateConfig) -> int:
     return max(*settings.k, NDCG_CUTOFF)
 
 
+def most_ids(own_ids: Mapping[str, Collection[str]]) -> int:
+    """Return the most passages that one question is itself."""
+    return max(map(len, own_ids.values()), default=0)
+
+
 def system_result(
     system: str,
     name: str,
     results: Sequence[RankedQuestion],
     article_of: Mapping[str, str],
     settings: EvaluateConfig,
-    copies: Container[str] = (),
+    own_ids: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> SystemResult:
     """Compute every metric that the set's questions allow, and their ranks over the first max(k) hits. `article_of`
-    maps question ids to articles (`articles_of`); questions of `copies` are passages themselves, which are no hits."""
+    maps question ids to articles (`articles_of`), `own_ids` to the passages that are the questions themselves, so
+    no hits (`own_passages`)."""
     ks = sorted(set(settings.k))
     results = [
-        row._replace(passages=[hit for hit in row.passages if hit.id != row.question.id])
-        if row.question.id in copies
-        else row
+        row._replace(passages=[hit for hit in row.passages if hit.id not in own_ids.get(row.question.id, ())])
         for row in results
     ]
     rows: list[EvaluationRow] = []
@@ -349,8 +354,8 @@ def try_weights(
     progress: Progress = no_progress,
 ) -> list[WeightAccuracy]:
     """Search with each of the weights; every question names gold passages. Raises ShardIndexError, CoverageError."""
-    copies = own_passages(questions.questions, router.corpus)
-    depth = DEPTH + bool(copies)
+    own_ids = own_passages(questions.questions, router.corpus, run.prepare.sources)
+    depth = DEPTH + most_ids(own_ids)
     ranker = QuestionRanker(router, RankSettings(k=depth))
     batches = questions.batches(run.retrieve.batch)
     queries = [ranker.embed(batch) for batch in batches]
@@ -361,7 +366,7 @@ def try_weights(
             hybrid = None if weight is None else HybridQueries(batch.texts, weight)
             answer = ranker.search(queries_QD, depth, hybrid)
             for question, hits in zip(batch.questions, answer.hits):
-                own = {question.id} if question.id in copies else ()
+                own = own_ids.get(question.id, ())
                 marks.append([hit.passage_id in question.positive_ids for hit in hits if hit.passage_id not in own])
         ranks_Q = first_ranks(marks)
         top1, top5, top20 = (float(np.mean(hit_within(ranks_Q, k))) for k in (1, 5, DEPTH))

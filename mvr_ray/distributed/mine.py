@@ -8,7 +8,7 @@ depends on the number of actors.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -91,8 +91,11 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
     if cfg.cross_encoder:
         scorer = models.find_worker_model(run, models.CROSS_ENCODERS, cfg.cross_encoder, models.pair_spec(run))
     candidates: list[HardNegatives] = []
+    own_ids = own_passages(questions, corpus, run.prepare.sources)
     for question, hits in zip(questions, _rank_passages(run, corpus, questions, progress)):
-        candidates.append(filter_hits(question, hits[cfg.rank_from :], corpus, matcher, cfg))
+        candidates.append(
+            filter_hits(question, own_ids.get(question.id, ()), hits[cfg.rank_from :], corpus, matcher, cfg)
+        )
         progress("mine", len(candidates), len(questions))
     scores: list[FloatArray] = [np.zeros(0, np.float32)] * len(questions)
     if scorer:
@@ -139,11 +142,17 @@ def _report(cfg: MineConfig, results: Sequence[HardNegatives]) -> MineReport:
 
 
 def filter_hits(
-    question: Question, ids: Sequence[str], corpus: Corpus, matcher: AnswerMatcher, cfg: MineConfig
+    question: Question,
+    own_ids: Iterable[str],
+    ids: Sequence[str],
+    corpus: Corpus,
+    matcher: AnswerMatcher,
+    cfg: MineConfig,
 ) -> HardNegatives:
-    """Drop gold and answer-bearing passages, and the question itself, from its hits; all others are candidates."""
-    gold = {*question.positive_ids, *own_passages([question], corpus)}
-    others = [passage_id for passage_id in ids if passage_id not in gold]
+    """Drop gold and answer-bearing passages, and `own_ids`, the question itself, from its hits; all others are
+    candidates."""
+    dropped = {*question.positive_ids, *own_ids}
+    others = [passage_id for passage_id in ids if passage_id not in dropped]
     negatives = others
     if cfg.drop_answer_bearing and question.answers:
         texts = corpus.get(others)

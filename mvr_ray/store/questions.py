@@ -13,10 +13,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute
 
+from mvr_ray.config import SourceConfig
 from mvr_ray.core.judging.answers import Match
 from mvr_ray.errors import DataError, MissingInputError, StorageError, count_noun
 from mvr_ray.store import paths
-from mvr_ray.store.chunks import AnswerPlace, TextChunk, carry_over, locate, source_id
+from mvr_ray.store.chunks import AnswerPlace, TextChunk, carry_over, chunk, locate, source_id
 from mvr_ray.store.corpus import Corpus, SetInfo, question_set, question_sets, undescribed_path
 from mvr_ray.store.files import sha256_of
 from mvr_ray.store.parts import CURE, map_batches, write_rows
@@ -183,8 +184,8 @@ def require_gold_passages(name: str, questions: Sequence[Question], passages: Co
     missing = sorted(gold.difference(passages.get(gold)))
     if missing:
         advice = "correct them; prepare a set of another corpus with this one, under a name of its own"
-        if passages.get([chunk := f"{missing[0]}#0"]):
-            advice = f"the corpus holds chunks of passages: name those, such as {chunk!r}"
+        if passages.get([first := f"{missing[0]}#0"]):
+            advice = f"the corpus holds chunks of passages: name those, such as {first!r}"
         raise MissingInputError(
             f"question set {name!r}: {len(missing)} of its {len(gold)} gold passages are not in corpus "
             f"{passages.name!r} (first: {missing[0]!r}); {advice}"
@@ -226,15 +227,28 @@ def articles_of(questions: Sequence[Question], corpus: Corpus) -> dict[str, str]
     return {question_id: articles.get(first, f"question {question_id}") for question_id, first in firsts}
 
 
-def own_passages(questions: Iterable[Question], corpus: Corpus) -> set[str]:
-    """Return the ids of questions that are passages themselves, by id and text, and whose gold passages are others.
+def own_passages(
+    questions: Iterable[Question], corpus: Corpus, sources: Iterable[SourceConfig] = ()
+) -> dict[str, set[str]]:
+    """Map ids of questions that are passages themselves, by id and text, and whose gold passages are others, to the
+    ids of that passage: of its chunks, where the corpus has chunks. `sources` are the corpus's, for their `id_prefix`.
 
     BEIR's ArguAna and Quora have such questions, and BEIR leaves out every hit of the question's id. Its text must be
     that of the passage here, since many sets number questions and passages alike.
     """
-    with_gold = (question for question in questions if question.positive_ids)  # others would open each part for nothing
-    text_of = {question.id: question.text for question in with_gold if question.id not in question.positive_ids}
-    return {name for name, passage in corpus.get(text_of).items() if passage.text.strip() == text_of[name]}
+    num_words, prefixes = corpus.info.counts.get("chunk_words", 0), {"", *(source.id_prefix for source in sources)}
+    pieces: dict[str, tuple[str, str]] = {}
+    for question in questions:
+        for prefix in prefixes if question.positive_ids else ():  # others would open each part for nothing
+            own = [one.passage for one in chunk(Passage(prefix + question.id, "", question.text), num_words)]
+            if not {piece.id for piece in own}.intersection(question.positive_ids):
+                pieces |= {piece.id: (question.id, piece.text) for piece in own}
+    own_ids: dict[str, set[str]] = {}
+    for name, passage in corpus.get(pieces).items():
+        question_id, text = pieces[name]
+        if passage.text.strip() == text:
+            own_ids.setdefault(question_id, set()).add(name)
+    return own_ids
 
 
 def example_queries(corpus: Corpus, num: int) -> list[str]:

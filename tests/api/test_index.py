@@ -60,7 +60,7 @@ from mvr_ray.store.feedback import copy_judgements
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.records import BadRow
 from mvr_ray.store.prepare import prepare
-from mvr_ray.store.questions import read_questions
+from mvr_ray.store.questions import own_passages, read_questions
 from mvr_ray.store.update import update, update_by_records
 from mvr_ray.types import Progress, Question
 
@@ -502,6 +502,14 @@ def test_an_encoder_of_a_precision_embeds_as_an_index_of_it(tiny_backbone: Path,
     np.testing.assert_array_equal(views_PVD, own.encoder.embed_passages(ROWS).views_PVD)
     with pytest.raises(ConfigError, match="precision is 'int8'; give one of auto, fp32"):
         Encoder(str(tiny_backbone), precision="int8")
+
+
+def test_a_device_that_is_not_here_is_refused_before_the_model_is_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match="device is 'cuda', but torch finds no GPU here; leave device out"):
+        Encoder("no model", device="cuda")
+    with pytest.raises(ConfigError, match="device is 'gpu'; give one of cpu, cuda"):
+        Encoder("no model", device="gpu")
 
 
 def test_limits_of_the_server_do_not_apply_to_searches_in_this_process(index_store: Path):
@@ -1053,8 +1061,25 @@ def test_a_question_that_is_a_passage_itself_is_no_hit_of_its_own(index: Index, 
         [dense] = try_weights(run, router, QuestionSet("own", [question]), [None])
     assert dense.top1 == is_itself
     corpus = only_corpus(Store(run.store.path))
-    negatives = filter_hits(question, [same, nearest], corpus, AnswerMatcher(), run.mine).ids
+    own_ids = own_passages([question], corpus).get(own_id, ())
+    negatives = filter_hits(question, own_ids, [same, nearest], corpus, AnswerMatcher(), run.mine).ids
     assert same == "p3" and negatives == [same] * (not is_itself)
+
+
+@pytest.mark.parametrize("chunk_words", [0, 4])
+def test_a_question_that_is_a_passage_is_found_behind_a_prefix_and_in_chunks(tmp_path: Path, chunk_words: int):
+    texts = {"a": "one two three four five six seven", "b": "eight nine ten eleven twelve"}
+    source = tmp_path / "own.jsonl"
+    source.write_text("".join(json.dumps({"id": name, "text": text}) + "\n" for name, text in texts.items()))
+    sources = [SourceConfig(path=str(source), id_prefix="own:")]
+    cfg = PrepareConfig(sources=sources, chunk_words=chunk_words, num_shards=2)
+    store = Store(str(tmp_path / "store"))
+    prepare(cfg, store)
+    ids = {name: {f"own:{name}#0", f"own:{name}#1"} if chunk_words else {f"own:{name}"} for name in texts}
+    gold = tuple(ids["b"])
+    same, other = Question("a", texts["a"], (), gold), Question("b", "of another text", (), gold)
+    assert own_passages([same, other], only_corpus(store), sources) == {"a": ids["a"]}
+    assert own_passages([same._replace(positive_ids=tuple(ids["a"]))], only_corpus(store), sources) == {}
 
 
 STRANGE = [

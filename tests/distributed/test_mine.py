@@ -179,7 +179,7 @@ def test_a_draw_depends_on_the_seed_and_the_question_alone(run):
 
     def draw(seed: int, number: int) -> tuple[str, ...]:
         cfg = MineConfig(num_negatives=5, sample=True, seed=seed)
-        return choose_negatives(filter_hits(question, ids, corpus, AnswerMatcher(), cfg), cfg, number=number).ids
+        return choose_negatives(filter_hits(question, (), ids, corpus, AnswerMatcher(), cfg), cfg, number=number).ids
 
     assert draw(0, 1) == draw(0, 1)
     assert len({draw(0, 1), draw(0, 2), draw(1, 1)}) == 3

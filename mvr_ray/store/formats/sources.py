@@ -57,6 +57,7 @@ NAMED_FIELDS = ("jsonl", "csv", "tsv", "parquet", "huggingface")
 """Formats whose fields a source may name (`SourceConfig.fields`)."""
 LINE_KEYS = ("id", "_id", "text", "contents", "question")
 """Keys by which a whole object on the first line of a `.json` file is a row, also if an object is its first value."""
+DATA_ENDS = (".parquet", ".tsv", ".csv", ".jsonl", ".ndjson", ".json")
 DUMP_NAME = re.compile(r"\.xml(-p\w+)?(\.gz|\.bz2)?$", re.IGNORECASE)
 """Names of MediaWiki dumps, whole or in several files: `pages-articles1.xml-p1p41242.bz2`."""
 
@@ -130,8 +131,9 @@ def folder_format(source: SourceConfig, folder: Path) -> str | None:
             return name
     if any((folder / name).is_file() for name in SAVED_NAMES):
         return "huggingface"
-    visible_files = [file for file in folder.iterdir() if not file.name.startswith(".") and file.is_file()]
-    return "text" if all(_is_text(file) for file in visible_files) and text_files(folder) else None
+    names = [plain_name(file).name.lower() for file in folder.iterdir() if not file.name.startswith(".")]
+    has_data = any(name.endswith(DATA_ENDS) or DUMP_NAME.search(name) for name in names)
+    return "text" if not has_data and text_files(folder) else None
 
 
 def read_question_file(path: Path) -> list[Question]:

@@ -693,6 +693,8 @@ def test_a_folder_of_text_and_markdown_is_a_passage_a_file(write: Write):
     write("notes/d.md", "---\ntitle: Alps\nyear: 1950\nshare: 1e-5\n---\n# Mountains\nHigh.\n")
     write("notes/e.md", "# Only a heading\n")
     write("notes/v1.2 of 3.4.TXT", "Plain.\n")
+    write("notes/logo.png", b"\x89PNG")
+    write("notes/LICENSE", "not a passage\n")
     root = write("notes/.hidden/f.md", "hidden\n").parent.parent
     source = SourceConfig(path=str(root))
     assert format_of(source) == "text"
