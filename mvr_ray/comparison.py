@@ -27,6 +27,7 @@ from scipy import stats
 
 from mvr_ray.core.judging.metrics import Groups, interval_over_seeds, paired_test
 from mvr_ray.errors import ConfigError, DataError
+from mvr_ray.store.formats.dpr import context_id
 from mvr_ray.store.formats.json_stream import DECODER
 from mvr_ray.store.formats.question_ranks import read_question_ranks, reported_depth
 from mvr_ray.store.formats.records import BadRow
@@ -353,6 +354,6 @@ def _json(path: Path) -> Iterator[QuestionHits]:
         hits = next((row[key] for key in ("ctxs", "hits", "contexts") if key in row), None) if is_row else None
         if not isinstance(hits, list) or not all(isinstance(hit, dict) for hit in hits):
             raise DataError(f"{where}: not a ranking of `mvr-ray retrieve`; it needs question and hits")
-        names = [str(hit.get("docid", hit.get("id"))) for hit in hits]
+        names = [str(hit["docid"] if "docid" in hit else context_id(hit)) for hit in hits]
         marks = [hit.get("has_answer") if row.get("answers") else None for hit in hits]
         yield QuestionHits(None if row.get("id") is None else str(row["id"]), row["question"], list(zip(names, marks)))

@@ -193,6 +193,14 @@ def test_only_questions_with_a_relevant_passage_are_compared(tmp_path: Path) -> 
     assert (row.first, row.second, row.questions) == (50, 50, 2)
 
 
+@pytest.mark.parametrize("key", ["id", "passage_id", "psg_id", "docid"])
+def test_hits_of_every_form_are_judged_by_their_ids(tmp_path: Path, key: str) -> None:
+    file, qrels = tmp_path / "a.json", tmp_path / "qrels"
+    file.write_text(json.dumps([{"id": "q0", "question": "who?", "ctxs": [{key: "d2"}, {key: "d1"}]}]))
+    qrels.write_text("q0 0 d1 1\n")
+    assert [row.first for row in compare(file, file, [1, 2], qrels=qrels)] == [0, 100]
+
+
 def test_judgements_that_cannot_judge_a_run_are_refused(tmp_path: Path) -> None:
     run, qrels = tmp_path / "a.trec", tmp_path / "qrels"
     write_ranking([RankedQuestion(Question("q0", "question", ("a",)), hits(1))], run, "trec")

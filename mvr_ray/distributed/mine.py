@@ -151,8 +151,8 @@ def filter_hits(
 ) -> HardNegatives:
     """Drop gold and answer-bearing passages, and `own_ids`, the question itself, from its hits; all others are
     candidates."""
-    dropped = {*question.positive_ids, *own_ids}
-    others = [passage_id for passage_id in ids if passage_id not in dropped]
+    own_or_gold = {*question.positive_ids, *own_ids}
+    others = [passage_id for passage_id in ids if passage_id not in own_or_gold]
     negatives = others
     if cfg.drop_answer_bearing and question.answers:
         texts = corpus.get(others)

@@ -192,7 +192,8 @@ class RefinementSimulator:
     ) -> Labels:
         """Label the hits (AOpt eq. 8, first hits only, gold, or clicks) at the currently winning views.
 
-        Gold labels add every gold passage that is not among the hits.
+        Gold labels add every gold passage that is not among the hits. Questions without answers, or gold passages, get
+        no label: nothing is known of their hits.
         """
         passage_QK, positives = passage_QK[:, : setting.depth], "all"
         if setting.labels == "gold":
@@ -205,6 +206,8 @@ class RefinementSimulator:
         if setting.labels == "clicks":
             relevant_QK, seen_QK = simulate_clicks(relevant_QK, setting.seed)
             passage_QK, positives = np.where(seen_QK, passage_QK, -1), "all"
+        judgements_Q = questions.gold_Q if setting.labels == "gold" else questions.answers_Q
+        passage_QK = np.where([[bool(own)] for own in judgements_Q], passage_QK, -1)
         labels = labels_from_hits(passage_QK, np.zeros(passage_QK.shape, np.int16), relevant_QK, positives)
         block = self.block._replace(vectors_ND=self._vectors(state))
         view_L = winning_view_numbers(state.labelled_QD, block, labels.question_L, labels.passage_L)

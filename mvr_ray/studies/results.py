@@ -156,13 +156,13 @@ def _cell(metric: str, rows: Sequence[Report], ranks: Sequence[QuestionRanks]) -
     values = metric_values(ranks, metric)
     mean, seeds, n = float(np.mean([row["value"] for row in rows])), len(rows), rows[0]["n"]
     if values is not None and values.values_SQ.shape == (seeds, n):
-        low, high = np.clip(interval_over_seeds(values.values_SQ, values.articles_Q), 0.0, 1.0).tolist()
-        return Cell(mean, low, high, seeds, n)
-    low, high = np.array([(row["low"], row["high"]) for row in rows], np.float64).mean(axis=0).tolist()  # null is NaN
-    half = 0.0
-    if seeds > 1:
-        half = float(stats.t.ppf(0.975, seeds - 1) * stats.sem([row["value"] for row in rows]))
-    return Cell(mean, mean - math.hypot(mean - low, half), mean + math.hypot(high - mean, half), seeds, n)
+        ends = interval_over_seeds(values.values_SQ, values.articles_Q)
+    else:
+        low, high = np.array([(row["low"], row["high"]) for row in rows], np.float64).mean(axis=0)  # null is NaN
+        half = stats.t.ppf(0.975, seeds - 1) * stats.sem([row["value"] for row in rows]) if seeds > 1 else 0.0
+        ends = mean - math.hypot(mean - low, half), mean + math.hypot(high - mean, half)
+    low, high = np.clip(ends, 0.0, 1.0).tolist()
+    return Cell(mean, low, high, seeds, n)
 
 
 def metric_values(parts: Sequence[QuestionRanks], metric: str) -> MetricValues | None:

@@ -30,7 +30,10 @@ def training_table(results: Sequence[VariantResult]) -> Table | None:
         for result, report in stage_reports(results, kind, first_seed=True):
             steps, loss = int(report["metrics"]["steps"]), report["metrics"].get("loss")
             rows.append({"variant": f"{result.name}: {kind}", "steps": steps, "loss": loss})
-    note = "Of the last epoch. A local loss of ln V, in bf16 within 0.3 % of it, means equal views."
+    note = (
+        "Of the last epoch. A local loss of ln V, in bf16 within 0.3 % of it, means equal views; where passages have "
+        "fewer, n each, the mean of ln n does."
+    )
     return make_table("Training", note, rows)
 
 

@@ -252,6 +252,8 @@ def test_answers_may_be_an_object_with_their_texts():
     for rows in ([row], frame, datasets.Dataset.from_list([row])):
         [question] = questions_of(rows)
         assert (question.answers, question.answer_starts) == (("Eiffel", "G. Eiffel"), ())
+    [question] = questions_of([{**row, "positive_ids": ["p"]}])
+    assert question.answer_starts == (3, 1)  # offsets in the text of the first gold passage
 
 
 def test_evaluate_ranks_by_words_and_views_as_it_is_told(command_store: Path):

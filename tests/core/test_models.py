@@ -13,9 +13,18 @@ from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.models import Dense, Normalize, Pooling, Transformer
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModel, AutoTokenizer, ConvBertConfig, FNetConfig, NystromformerConfig
+from transformers import (
+    AutoModel,
+    AutoTokenizer,
+    ConvBertConfig,
+    DPRConfig,
+    DPRQuestionEncoder,
+    FNetConfig,
+    NystromformerConfig,
+)
 
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.encoding.model_folder import LENGTHS
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import Passage
 
@@ -335,9 +344,8 @@ def _pickle_dense(folder: Path) -> None:
     (folder / "2_Dense" / "model.safetensors").unlink()
 
 
-def _activation(folder: Path, name: str) -> None:
-    file = folder / "2_Dense" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "activation_function": name}))
+def _edit(file: Path, **settings: Any) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_text()), **settings}))
 
 
 REFUSALS = [
@@ -361,8 +369,19 @@ REFUSALS = [
         "sentence-transformers (model.save_pretrained), which writes one",
     ),
     (
-        lambda folder: _activation(folder, "os.system"),
+        lambda folder: _edit(folder / "2_Dense" / "config.json", activation_function="os.system"),
         "2_Dense of backbone {0} has the activation 'os.system', which is no layer of torch.nn",
+    ),
+    (
+        lambda folder: _edit(folder / "2_Dense" / "config.json", module_output_name="token_embeddings"),
+        "modules.json of backbone {0} has a module Dense; mvr_ray computes a Transformer followed by Pooling, Dense, "
+        "Normalize and Dropout",
+    ),
+    (
+        lambda folder: _edit(folder / LENGTHS[0], query_length=8, modality_config={"message": {"method": "forward"}}),
+        "sentence_bert_config.json of backbone {0} sets query_length, modality_config.message (each text goes through "
+        "a chat template), which mvr_ray does not compute; its vectors would differ from those of "
+        "sentence-transformers",
     ),
 ]
 
@@ -374,6 +393,23 @@ def test_modules_that_mvr_ray_does_not_compute_are_refused(tiny, tmp_path, damag
     with pytest.raises(EncoderError) as error:
         DualEncoder.from_backbone(folder, SPEC)
     assert str(error.value) == message.format(folder)
+
+
+@pytest.mark.parametrize("size", [8, 99])
+def test_a_folder_that_truncates_vectors_gives_those_of_sentence_transformers(tiny, tmp_path, size):
+    folder = sentence_model(tiny("bert"), tmp_path / "model", "mean", truncate_dim=size)
+    encoder = DualEncoder.from_backbone(folder, SPEC)
+    assert encoder.dimension == min(size, 16)
+    check_equal(encoder, SentenceTransformer(folder, device="cpu"))
+    assert encoder.export(tmp_path / "own") == []
+    check_equal(encoder, SentenceTransformer(str(tmp_path / "own"), device="cpu"))
+
+
+def test_a_model_without_token_states_is_refused(tiny, tmp_path):
+    AutoTokenizer.from_pretrained(tiny("bert")).save_pretrained(tmp_path)
+    DPRQuestionEncoder(DPRConfig(vocab_size=30_000, **SIZES)).save_pretrained(tmp_path)
+    with pytest.raises(EncoderError, match=r"gives no state of each token; of DPR's encoders save the transformer"):
+        DualEncoder.from_backbone(str(tmp_path), SPEC)
 
 
 @pytest.mark.parametrize("config", [FNetConfig, ConvBertConfig, NystromformerConfig])

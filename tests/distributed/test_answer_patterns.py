@@ -120,6 +120,22 @@ def test_a_refinement_round_labels_hits_as_an_independent_search_for_the_pattern
     assert not any(labels_of(run_of(store_path, "string")).values())
 
 
+@pytest.mark.parametrize("labels", ["answers", "gold"])
+def test_hits_of_a_question_of_which_nothing_is_known_get_no_label(store_path, labels):
+    corpus = only_corpus(Store(str(store_path)))
+    first, *others = read_questions(corpus, "years")
+    unknown = first._replace(answers=(), answer_starts=()) if labels == "answers" else first._replace(positive_ids=())
+    write_questions(corpus, f"without-{labels}", [unknown, *others])
+    settings = {"questions": f"without-{labels}", "labels": labels}
+    labels_then, whole = (
+        labels_of(run_of(store_path, refine={**settings, **own})) for own in ({}, {"questions": "years"})
+    )
+    assert labels_then == {
+        (question, passage): own for (question, passage), own in whole.items() if question != first.id
+    }
+    assert len(labels_then) < len(whole)
+
+
 def test_a_refinement_omits_patterns_that_match_every_passage(store_path):
     corpus = only_corpus(Store(str(store_path)))
     questions = read_questions(corpus, "years")

@@ -308,12 +308,18 @@ def test_a_training_that_does_not_help_says_so(store_path, caplog):
 
 
 @pytest.mark.data
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=[pytest.mark.slow, pytest.mark.ray])])
-def test_a_training_that_diverges_ends_with_its_step_and_rate_and_the_newest_model_stays(store_path, workers, request):
+@pytest.mark.parametrize(
+    ("workers", "precision"),
+    [(0, "fp32"), (0, "fp16"), pytest.param(2, "fp32", marks=[pytest.mark.slow, pytest.mark.ray])],
+)
+def test_a_training_that_diverges_ends_with_its_step_and_rate_and_the_newest_model_stays(
+    store_path, workers, precision, request
+):
     """Workers are not started a second time: they would diverge again."""
     num_started = request.getfixturevalue("actors_started") if workers else lambda word: 0
     cfg = {"questions": "tiny", "dev_questions": "tiny", "batch_questions": 4, "max_steps": 20, "epochs": 10}
-    own = {"name": f"diverges-{workers}", "strategy": "mean", **QUICK}
+    own = {"name": f"diverges-{workers}-{precision}", "strategy": "mean", **QUICK}
+    cfg["precision"] = precision
     model = train(run_of(store_path, cfg | {"max_steps": 1}, own))
     resources, num_before = {"train_workers": workers}, num_started("RayTrainWorker")
     with pytest.raises(ConfigError, match=r"diverged in step \d+ of 20: the loss is .*train.lr \(it is 1e\+30\)"):

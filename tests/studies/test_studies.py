@@ -38,7 +38,7 @@ from mvr_ray.store.formats.question_views import QUESTION_VIEWS, QuestionViews
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.model_records import ENCODERS, latest_fingerprint
 from mvr_ray.store.questions import read_questions, write_questions
-from mvr_ray.studies import execute
+from mvr_ray.studies import execute, results
 from mvr_ray.studies.definition import load_study
 from mvr_ray.studies.earlier_report import read_report
 from mvr_ray.studies.execute import StepRecord, changed_sources, run_plan
@@ -390,6 +390,12 @@ def fake(value: float, seed: int, system: str = "x") -> dict:
 def hits(*shares: float) -> np.ndarray:
     """values_SQ of `fake`, a row a seed."""
     return np.array([[float(number < round(10 * share)) for number in range(10)] for share in shares])
+
+
+def test_an_interval_of_means_over_few_seeds_ends_at_a_share_of_one():
+    rows = [{"value": value, "low": value - 0.01, "high": 1.0, "n": 10} for value in (0.98, 1.0)]
+    mean, low, high, *_ = results._cell("gold/mrr", rows, [])
+    assert mean == pytest.approx(0.99) and 0.8 < low < mean and high == 1.0
 
 
 def test_values_of_several_seeds_are_their_mean_with_an_interval_over_seeds_and_articles(write):

@@ -129,7 +129,10 @@ class DualEncoder(StoredModel):
         from mvr_ray.core.encoding.backbones import open_tower  # imports transformers
 
         towers = [open_tower(folder) for _ in range(1 if spec.tied else 2)]
-        if not towers[0].masks_padding:
+        advice = "it gives no state of each token; of DPR's encoders save the transformer inside (bert_model)"
+        with translate_load_errors(f"backbone {folder}", advice, EncoderError):
+            masks_padding = towers[0].masks_padding
+        if not masks_padding:
             raise EncoderError(
                 f"backbone {folder} of model type {towers[0].model_type!r} does not mask padding, so a text's vector "
                 f"would depend on the texts beside it; take a model of another type (docs/models.md)"

@@ -1,8 +1,8 @@
 """Read and write the files of a sentence-transformers folder beside its transformer: pooling, heads, prompts, lengths.
 
     modules.json                           the modules in order, each with its folder
-    config_sentence_transformers.json      prompts by name
-    sentence_bert_config.json              max_seq_length, do_lower_case
+    config_sentence_transformers.json      prompts by name, truncate_dim
+    sentence_bert_config.json              max_seq_length, do_lower_case; settings that mvr_ray lacks are refused
     1_Pooling/config.json                  the modes
     2_Dense/config.json, model.safetensors a linear layer with its activation
 
@@ -30,6 +30,9 @@ LENGTHS = tuple(
 """Current and former names of the file of lengths."""
 QUERY_PROMPTS, PASSAGE_PROMPTS = ("query",), ("document", "passage", "corpus")
 """Names of the prompts for each side; the first one present counts."""
+_OTHER_TEXTS = ("query_length", "document_length", "query_expansion", "processing_kwargs")
+"""Settings in the file of lengths by which sentence-transformers reads other tokens of a text."""
+_TOKEN_STATES = {"method": "forward", "method_output_name": "last_hidden_state"}
 _LEGACY_MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -72,10 +75,8 @@ def read_modules(folder: str) -> SentenceModules:
             transformer = path
         elif kind == "Pooling":
             pooling = _pooling(settings)
-        elif kind == "Normalize":
-            heads.append(Normalize())
-        elif kind == "Dense" and settings.get("module_input_name", "sentence_embedding") == "sentence_embedding":
-            heads.append(_dense(folder, path, settings))
+        elif kind in ("Normalize", "Dense") and _reads_sentence_vectors(settings):
+            heads.append(Normalize() if kind == "Normalize" else _dense(folder, path, settings))
         elif kind != "Dropout":
             raise EncoderError(
                 f"{MODULES} of backbone {folder} has a module {kind}; mvr_ray computes a Transformer followed by "
@@ -84,7 +85,11 @@ def read_modules(folder: str) -> SentenceModules:
     lengths = next(
         (content for name in LENGTHS if (content := _read_json(folder, f"{transformer}/{name}".lstrip("/")))), {}
     )
-    prompts = (_read_json(folder, PROMPTS) or {}).get("prompts") or {}
+    _refuse_other_texts(folder, lengths)
+    config = _read_json(folder, PROMPTS) or {}
+    prompts, truncate_dim = config.get("prompts") or {}, config.get("truncate_dim")
+    if truncate_dim:
+        heads.append(Truncation(int(truncate_dim)))
 
     def prompt(names: Sequence[str]) -> str:  # an empty one counts; encode_query and encode_document read no default
         return next((prompts[name] for name in names if prompts.get(name) is not None), "")
@@ -98,6 +103,26 @@ def read_modules(folder: str) -> SentenceModules:
         int(lengths.get("max_seq_length") or 0),
         bool(lengths.get("do_lower_case")),
     )
+
+
+def _reads_sentence_vectors(settings: Mapping[str, Any]) -> bool:
+    names = (settings.get(f"module_{side}_name") or "sentence_embedding" for side in ("input", "output"))
+    return set(names) == {"sentence_embedding"}
+
+
+def _refuse_other_texts(folder: str, lengths: Mapping[str, Any]) -> None:
+    """Raise EncoderError for settings by which sentence-transformers reads a text otherwise than mvr_ray would."""
+    other_names = [name for name in _OTHER_TEXTS if lengths.get(name)]
+    kinds = lengths.get("modality_config") or {}
+    if "message" in kinds:
+        other_names.append("modality_config.message (each text goes through a chat template)")
+    if kinds.get("text", _TOKEN_STATES) != _TOKEN_STATES:
+        other_names.append("modality_config.text")
+    if other_names:
+        raise EncoderError(
+            f"{LENGTHS[0]} of backbone {folder} sets {', '.join(other_names)}, which mvr_ray does not compute; its "
+            f"vectors would differ from those of sentence-transformers"
+        )
 
 
 def write_modules(folder: Path, modules: SentenceModules, size: int) -> None:
@@ -157,7 +182,7 @@ def _dense(folder: str, path: str, settings: Mapping[str, Any]) -> nn.Module:
 def _write_dense(folder: Path, layer: Dense | Truncation, in_size: int) -> int:
     """Write one linear layer; returns its output dimension."""
     if isinstance(layer, Truncation):
-        weights = {"linear.weight": torch.eye(layer.out_size, in_size)}
+        weights = {"linear.weight": torch.eye(min(layer.out_size, in_size), in_size)}
         name, residual = "torch.nn.modules.linear.Identity", False
     else:
         weights = {name: weight.detach().float().cpu().contiguous() for name, weight in layer.state_dict().items()}
@@ -165,13 +190,13 @@ def _write_dense(folder: Path, layer: Dense | Truncation, in_size: int) -> int:
         name, residual = f"{activation.__module__}.{activation.__name__}", layer.adds_input
     settings = {
         "in_features": in_size,
-        "out_features": layer.out_size,
+        "out_features": len(weights["linear.weight"]),
         "bias": "linear.bias" in weights,
         "activation_function": name,
     }
     _write_json(folder / "config.json", settings | ({"use_residual": True} if residual else {}))
     save_file(weights, folder / "model.safetensors")
-    return layer.out_size
+    return len(weights["linear.weight"])
 
 
 def _is_truncation(weight_OD: torch.Tensor) -> bool:

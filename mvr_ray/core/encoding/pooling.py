@@ -114,7 +114,7 @@ class Heads(nn.Sequential):
     def out_size(self, size: int) -> int:
         """Return the output dimension for an input dimension."""
         for layer in self:
-            size = getattr(layer, "out_size", size)
+            size = min(size, layer.out_size) if isinstance(layer, Truncation) else getattr(layer, "out_size", size)
         return size
 
     def without_last_normalize(self, before_truncation: bool) -> "Heads":

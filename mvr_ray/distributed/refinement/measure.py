@@ -65,8 +65,9 @@ class Evaluator:
         """Label the hits of the labelled questions at a state; passages are numbered through all shards."""
         if self.feedback:
             return self._winning_labels(at, queries_LD, self.feedback)
-        passage_LK, view_LK = hits.rows_QK[:, : self.refine.depth], hits.views_QK[:, : self.refine.depth]
-        rows_L = np.arange(len(passage_LK))
+        rows_L, view_LK = np.arange(len(hits.rows_QK)), hits.views_QK[:, : self.refine.depth]
+        judged_L = self.judged_T["answer" if self.refine.labels == "answers" else "gold"][rows_L]
+        passage_LK = np.where(judged_L[:, None], hits.rows_QK[:, : self.refine.depth], -1)  # of others nothing is known
         if self.refine.labels == "answers":
             return labels_from_hits(passage_LK, view_LK, self.bears_answer(rows_L, passage_LK), self.refine.positives)
         labels = labels_from_hits(passage_LK, view_LK, self.is_gold(rows_L, passage_LK), "all")

@@ -269,7 +269,10 @@ class StepLoop(ABC):
         average_gradients(self.parameters)
         self.scaler.unscale_(optimiser)
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.cfg.clip_norm))
-        if not math.isfinite(norm) and not self.scaler.is_enabled():  # the scaler skips such a step
+        overflows = self.scaler.is_enabled() and math.isfinite(
+            loss
+        )  # of the scaled gradient: the scaler skips the step
+        if not math.isfinite(norm) and not overflows:
             raise ConfigError(
                 f"training diverged in step {step + 1} of {schedule.total}: the loss is {loss:.4g}, the norm of the "
                 f"gradient {norm}; nothing of it was stored. Lower train.lr (it is {self.cfg.lr:g}), or see whether "

@@ -170,19 +170,25 @@ def lookup(row: Any, name: str) -> Any:
 
 def question_of(row: Mapping[str, Any], where: str, own_id: str) -> Record:
     """Read a row as a question, or return a bad row. `own_id` is the id of a row that has none. Answers may be an
-    object with their texts, as in the data sets of SQuAD on the Hugging Face hub."""
+    object with their texts and starts, as in the data sets of SQuAD on the Hugging Face hub."""
     answers = row.get("answers") if row.get("answers") is not None else row.get("answer")
+    starts = row.get("answer_starts")
     if isinstance(answers, Mapping) and "text" in answers:
+        starts = answers.get("answer_start") if starts is None and row.get("positive_ids") else starts
         answers = answers["text"]
     return question_record(
         row.get("id") if row.get("id") not in (None, "") else own_id,
         row.get("question"),
         where,
-        answers=answers.tolist() if isinstance(answers, np.ndarray) else answers,
+        answers=_plain(answers),
         positive_ids=row.get("positive_ids"),
         hard_negative_ids=row.get("hard_negative_ids"),
-        answer_starts=row.get("answer_starts"),
+        answer_starts=_plain(starts),
     )
+
+
+def _plain(values: Any) -> Any:
+    return values.tolist() if isinstance(values, np.ndarray) else values
 
 
 def passage_of(row: dict[str, Any], where: str) -> Record:

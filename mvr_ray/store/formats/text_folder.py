@@ -19,7 +19,7 @@ from mvr_ray.store.formats.text_files import open_text, plain_name
 MARKDOWN_ENDS = (".md", ".markdown")
 TEXT_ENDS = (".txt", *MARKDOWN_ENDS)
 _FRONT_MATTER = re.compile(r"---[ \t]*\n(.*?)^---[ \t]*(?:\n|\Z)", re.MULTILINE | re.DOTALL)
-_HEADING = re.compile(r"\s*#{1,6}[ \t]+(.+?)[ \t#]*(?:\n|\Z)|\s*(\S.*)\n(?:=+|-+)[ \t]*(?:\n|\Z)")
+_HEADING = re.compile(r"\s*#{1,6}[ \t]+(.+?)(?:[ \t]+#+)?[ \t]*(?:\n|\Z)|\s*(\S.*)\n(?:=+|-+)[ \t]*(?:\n|\Z)")
 
 
 def text_files(folder: Path) -> list[Path]:

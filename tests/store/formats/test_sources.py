@@ -692,6 +692,7 @@ def test_a_folder_of_text_and_markdown_is_a_passage_a_file(write: Write):
     write("notes/deep/c.txt", "# no heading in plain text\n")
     write("notes/d.md", "---\ntitle: Alps\nyear: 1950\nshare: 1e-5\n---\n# Mountains\nHigh.\n")
     write("notes/e.md", "# Only a heading\n")
+    write("notes/c-sharp.md", "# C#\nA language.\n")
     write("notes/v1.2 of 3.4.TXT", "Plain.\n")
     write("notes/logo.png", b"\x89PNG")
     write("notes/LICENSE", "not a passage\n")
@@ -701,12 +702,13 @@ def test_a_folder_of_text_and_markdown_is_a_passage_a_file(write: Write):
     records = list(read_source(source))
     assert passages(records) == [
         Passage("a.md", "The Nile", "A river.\nIt is long."),
+        Passage("c-sharp.md", "C#", "A language."),
         Passage("d.md", "Alps", "# Mountains\nHigh."),
         Passage("deep/b.markdown", "Rhine", "Shorter."),
         Passage("deep/c.txt", "c", "# no heading in plain text"),
         Passage("v1.2 of 3.4.TXT", "v1.2 of 3.4", "Plain."),
     ]
-    assert records[1].extras == {"year": 1950, "share": 1e-5}
+    assert records[2].extras == {"year": 1950, "share": 1e-5}
     assert [str(record.where).endswith("e.md:1") for record in records if isinstance(record, DroppedRow)] == [True]
 
 
