@@ -4,16 +4,19 @@ A snapshot in the store never changes, so its name and fingerprint identify it. 
 fingerprint, `trained` (the newest of `encoder.name`), `untrained` (made from the backbone here, and saved), or auto.
 """
 
+import hashlib
+import importlib.metadata
 import json
 import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+from mvr_ray import __version__
 from mvr_ray.checksums import FORMAT_VERSION, json_with_checksum, parse_json
 from mvr_ray.config import RunConfig, resolve_model
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
@@ -25,7 +28,7 @@ from mvr_ray.errors import EncoderError, FingerprintError, MissingInputError, St
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.files import Store
+from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.model_records import (
     ENCODERS,
@@ -42,7 +45,7 @@ log = logging.getLogger(__name__)
 CALIBRATION_PASSAGES = 256
 """Passages of the corpus that calibrate the scales of int8."""
 PRECISIONS: tuple[PrecisionName, ...] = get_args(PrecisionName)
-RECORD_CURE = "delete it: the same command then converts the encoder again"
+RECORD_CURE = "delete it: the same command then makes the encoder again"
 INT8_RECORD = "int8-openvino"
 """Distinct from `int8` records of earlier versions of mvr_ray, whose encoders can no longer embed."""
 
@@ -109,11 +112,36 @@ def _named_encoder(run: RunConfig, corpus: Corpus | None) -> LocalEncoder:
             )
     elif choice != "untrained":
         return local_encoder(store, name, choice)
+    record = _untrained_record(run)
+    if record and store.exists(record):  # opening a backbone takes seconds
+        with suppress(MissingInputError):  # else the snapshot is gone
+            return local_encoder(store, name, read_fingerprint(store, record, RECORD_CURE, RECORD_CURE))
     encoder = make_encoder(run, store, corpus, _live_punkt(run, store))
     snapshot = save_encoder(store, name, encoder)
     strategy = encoder.spec.strategy
     log.info("untrained encoder: name=%s fingerprint=%s strategy=%s", name, snapshot.fingerprint, strategy)
+    if record:
+        _write_record(store, record, snapshot.fingerprint)
     return snapshot
+
+
+def _untrained_record(run: RunConfig) -> str | None:
+    """Path of the record of the encoder that a backbone folder and the `encoder` section give; None for a model of the
+    hub, and for sentences that are learned from the corpus."""
+    folder, spec = Path(resolve_model(run.encoder.backbone)), encoder_spec(run)
+    if not folder.is_dir() or (spec.needs_sentences and spec.sentences == "corpus"):
+        return None
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    digests = {path.relative_to(folder).as_posix(): sha256_of(path) for path in files}
+    made_by = [__version__, importlib.metadata.version("transformers")]
+    key = hashlib.sha256(json.dumps([made_by, asdict(spec), digests]).encode()).hexdigest()[:16]
+    return paths.untrained_encoder(run.encoder.name, key)
+
+
+def _write_record(store: Store, path: str, fingerprint: str) -> None:
+    record = json_with_checksum({"fingerprint": fingerprint, FORMAT_VERSION: RECORD_FORMAT})
+    with suppress(FileExistsError):
+        store.create_once(path, json.dumps(record).encode())
 
 
 def require_encoder(store: Store, version: Manifest) -> None:
@@ -220,9 +248,7 @@ def _in_lower_precision(
         gpu = run.resources.gpus_per_encoder > 0
         snapshot = save_encoder(store, name, load().to_precision(precision, texts, gpu))
         log.info("encoder lowered: from=%s to=%s precision=%s", full.fingerprint, snapshot.fingerprint, precision)
-        record = json_with_checksum({"fingerprint": snapshot.fingerprint, FORMAT_VERSION: RECORD_FORMAT})
-        with suppress(FileExistsError):
-            store.create_once(path, json.dumps(record).encode())
+        _write_record(store, path, snapshot.fingerprint)
     return local_encoder(store, name, read_fingerprint(store, path, RECORD_CURE, RECORD_CURE))
 
 

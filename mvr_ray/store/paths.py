@@ -7,6 +7,7 @@
     <store>/corpora/<name>/sets/<set>-<digest>.arrow       questions, named by content: shared by corpora of the name
     <store>/questions/<name>.arrow             question sets as earlier programs stored them, one for all corpora
     <store>/encoders/<name>/<fingerprint>/     and <fingerprint>.<precision>.<corpus>.json beside it (`lowered_encoder`)
+    <store>/encoders/<name>/untrained-<key>.json   the snapshot that these settings and backbone give, made once
     <store>/encoders/<name>/latest.json        the snapshot that was trained last
     <store>/readers/<name>/...                 the same; and cross_encoders/ likewise
     <store>/training/<name>/<key>/             checkpoints of unfinished training, safe to delete
@@ -118,6 +119,11 @@ def judgements(index: str, number: int, group: int = 0) -> str:
 def lowered_encoder(name: str, fingerprint: str, precision: str, corpus: str) -> str:
     """Record of the encoder that embeds this corpus in another precision than the one of `fingerprint`."""
     return f"encoders/{name}/{fingerprint}.{precision}.{corpus}.json"
+
+
+def untrained_encoder(name: str, key: str) -> str:
+    """Record of the encoder that was made from the backbone and settings of `key`."""
+    return f"encoders/{name}/untrained-{key}.json"
 
 
 def encoder_dir(name: str, fingerprint: str) -> str:

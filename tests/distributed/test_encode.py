@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,15 +12,19 @@ from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from threading import Event
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import ray
 from random_index import publish_random_index, random_views
+from safetensors.torch import load_file, save_file
 from waiting import lines_of
 
 from mvr_ray.checksums import json_with_checksum
+from mvr_ray.config import parse_run
 from mvr_ray.core.encoding import encoder as encoder_module
 from mvr_ray.core.encoding import precision
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
@@ -79,6 +84,28 @@ def test_encoder_choices_name_what_is_missing(empty_store, run_over):
         local_encoder(store, encoder.name, "0" * 16)
 
 
+def test_an_untrained_encoder_is_made_once_for_a_backbone_and_its_settings(tiny_backbone, tmp_path, monkeypatch):
+    backbone = shutil.copytree(tiny_backbone, tmp_path / "backbone")
+    makers = Mock(wraps=encoders.make_encoder)
+    monkeypatch.setattr(encoders, "make_encoder", makers)
+
+    def resolve(**encoder: Any) -> LocalEncoder:
+        settings = {"backbone": str(backbone), "strategy": "mean", **encoder}
+        store = {"path": str(tmp_path / "store")}
+        return resolve_encoder(parse_run({"store": store, "encoder": settings, "index": {"precision": "fp32"}}, ""))
+
+    first = resolve()
+    assert resolve() == first and makers.call_count == 1
+    assert resolve(max_passage_tokens=16).fingerprint != first.fingerprint and makers.call_count == 2
+    shutil.rmtree(first.folder)
+    assert resolve() == first and makers.call_count == 3
+    weights = load_file(backbone / "model.safetensors")
+    save_file({name: weight + 1 for name, weight in weights.items()}, backbone / "model.safetensors")
+    other = resolve()
+    assert other.fingerprint != first.fingerprint and makers.call_count == 4
+    assert other.fingerprint == DualEncoder.from_backbone(str(backbone), EncoderSpec(strategy="mean")).fingerprint
+
+
 @pytest.mark.data
 def test_another_precision_is_another_encoder_that_the_corpus_keeps(empty_store, run_over):
     store = Store(str(empty_store))
@@ -134,7 +161,7 @@ def test_the_record_of_an_encoder_in_another_precision_is_refused_where_it_is_ne
     for record in (fields, json_with_checksum({**fields, "format_version": 1})):  # the first versions wrote no format
         store.write_bytes(path, json.dumps(record).encode())
         assert resolve_encoder(run) == full
-    cure = "delete it: the same command then converts the encoder again"
+    cure = "delete it: the same command then makes the encoder again"
     newer_record, damaged_record = (
         json_with_checksum({**fields, "format_version": 2}),
         {**record, "fingerprint": "0" * 16},
