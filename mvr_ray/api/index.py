@@ -101,10 +101,10 @@ class Index:
 
             Index.build(["A first text.", "A second one."], path="texts")
             Index.build([{"id": "p1", "title": "Nile", "text": "...", "year": 1958}], path="rivers")
-            Index.build(pandas.read_csv("passages.csv"), model="intfloat/e5-small-v2", path="csv", progress=True)
+            Index.build(pandas.read_csv("passages.csv"), model="thenlper/gte-base", path="csv", progress=True)
 
-        `passages` are texts, tuples (id, text) or (id, title, text), mappings, a pandas or polars frame, an Arrow
-        table, a Hugging Face dataset, or files: a path, a list of paths, or an entry of `prepare.sources` such as
+        `passages` are texts, tuples (id, text) or (id, title, text), mappings, documents of LangChain, nodes of
+        LlamaIndex, a pandas or polars frame, an Arrow table, a Hugging Face dataset, or files: a path, a list of paths, or an entry of `prepare.sources` such as
         `{"path": "news.csv", "fields": {"id": "doc_id", "text": "body"}}` (docs/formats.md). Rows are streamed. What a
         row has besides id, title and text is kept for filters. `model` is a folder, a Hugging Face name or
         `package:NAME/path`. `settings` are sections of a run file, such as `{"encoder": {"num_views": 4}}`.

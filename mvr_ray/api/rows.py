@@ -128,7 +128,13 @@ def _passage_values(row: Any) -> Mapping[str, Any] | None:
             return _plain_values({"id": id_, "text": text})
         case (id_, title, text):
             return _plain_values({"id": id_, "title": title, "text": text})
-    return _plain_values(row) if isinstance(row, Mapping) else None
+        case Mapping():
+            return _plain_values(row)
+    for text, own_id in (("page_content", "id"), ("text", "node_id")):  # documents of LangChain, nodes of LlamaIndex
+        if hasattr(row, text) and isinstance(metadata := getattr(row, "metadata", None), Mapping):
+            id_ = getattr(row, own_id, None)
+            return _plain_values({**metadata, "text": getattr(row, text)} | ({} if id_ is None else {"id": id_}))
+    return None
 
 
 def questions_of(questions: Any) -> list[Question]:

@@ -34,6 +34,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
+from langchain_core.documents import Document
+from llama_index.core.schema import TextNode
 from prepared_corpus import only_corpus
 
 from mvr_ray import Encoder, Index, Passage, load_run
@@ -1082,6 +1084,20 @@ def test_a_question_that_is_a_passage_is_found_behind_a_prefix_and_in_chunks(tmp
     same, other = Question("a", texts["a"], (), gold), Question("b", "of another text", (), gold)
     assert own_passages([same, other], only_corpus(store), sources) == {"a": ids["a"]}
     assert own_passages([same._replace(positive_ids=tuple(ids["a"]))], only_corpus(store), sources) == {}
+
+
+def test_documents_of_langchain_and_nodes_of_llama_index_are_passages():
+    text, metadata = "The Nile is long.", {"title": "Nile", "year": 1958, "source": None}
+    rows = [
+        Document(page_content=text, metadata=metadata, id="d"),
+        TextNode(text=text, metadata=metadata, id_="d"),
+        {"id": "d", "text": text, **metadata},
+    ]
+    first, *others = (record._replace(where="") for row in rows for record in passage_records([row]))
+    assert first.passage == Passage("d", "Nile", text) and first.extras["year"] == 1958
+    assert others == [first, first]
+    [unnamed] = passage_records([Document(page_content=text)])
+    assert unnamed.passage == Passage("0", "", text)
 
 
 STRANGE = [

@@ -395,6 +395,15 @@ def test_modules_that_mvr_ray_does_not_compute_are_refused(tiny, tmp_path, damag
     assert str(error.value) == message.format(folder)
 
 
+@pytest.mark.parametrize(
+    ("modes", "strategy", "warns"), [("cls", "mean", True), ("mean", "mean", False), ("cls", "pooling", False)]
+)
+def test_a_model_that_is_not_read_as_it_was_trained_is_told(tiny, tmp_path, caplog, modes, strategy, warns):
+    folder = sentence_model(tiny("bert"), tmp_path / "model", modes)
+    DualEncoder.from_backbone(folder, replace(SPEC, strategy=strategy))
+    assert ("was trained to be read by cls: compare it with encoder.strategy pooling" in caplog.text) == warns
+
+
 @pytest.mark.parametrize("size", [8, 99])
 def test_a_folder_that_truncates_vectors_gives_those_of_sentence_transformers(tiny, tmp_path, size):
     folder = sentence_model(tiny("bert"), tmp_path / "model", "mean", truncate_dim=size)

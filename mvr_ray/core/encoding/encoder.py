@@ -8,6 +8,7 @@ Shapes: Q questions, P passages, V views per passage, T tokens, D dimension.
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -52,6 +53,8 @@ from mvr_ray.errors import EncoderError
 from mvr_ray.types import FloatArray, Passage, UnreadCounts
 
 __all__ = ["DualEncoder", "EncoderSpec", "PassageViews", "TokenizedPassage"]
+
+log = logging.getLogger(__name__)
 
 PADDED_TOKENS = 1024
 """Padded tokens of one CPU pass with a gradient: enough for full speed, few enough to waste little."""
@@ -136,6 +139,14 @@ class DualEncoder(StoredModel):
             raise EncoderError(
                 f"backbone {folder} of model type {towers[0].model_type!r} does not mask padding, so a text's vector "
                 f"would depend on the texts beside it; take a model of another type (docs/models.md)"
+            )
+        if spec.strategy in ("mean", "snippet_means") and towers[0].pooling.modes != ("mean",):
+            log.warning(
+                "strategy %s reads the means of token states, and backbone %s was trained to be read by %s: compare it "
+                "with encoder.strategy pooling, which reads it so",
+                spec.strategy,
+                folder,
+                " and ".join(towers[0].pooling.modes),
             )
         own_positions = spec.num_views if spec.strategy == "viewers" and spec.viewer_position == "own" else 0
         longest = min(towers[0].max_tokens, towers[0].num_positions - own_positions)

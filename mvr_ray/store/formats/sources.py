@@ -1,7 +1,9 @@
 """Read any source of a run file, and detect its format if none is set."""
 
 import json
+import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -36,6 +38,8 @@ from mvr_ray.store.formats.text_files import first_cells, open_text, plain_name
 from mvr_ray.store.formats.text_folder import TEXT_ENDS, read_text_file, text_files
 from mvr_ray.types import Question
 
+log = logging.getLogger(__name__)
+
 READERS: dict[str, Callable[..., Iterator[Record]]] = {
     "squad": read_squad,
     "dpr_tsv": read_dpr_tsv,
@@ -58,6 +62,8 @@ NAMED_FIELDS = ("jsonl", "csv", "tsv", "parquet", "huggingface")
 LINE_KEYS = ("id", "_id", "text", "contents", "question")
 """Keys by which a whole object on the first line of a `.json` file is a row, also if an object is its first value."""
 DATA_ENDS = (".parquet", ".tsv", ".csv", ".jsonl", ".ndjson", ".json")
+DOCUMENT_ENDS = (".pdf", ".docx", ".doc", ".pptx", ".odt", ".rtf", ".epub", ".html", ".htm", ".rst", ".tex")
+HOW_TO_CONVERT = "convert them to .txt or .md first (pandoc, pdftotext)"
 DUMP_NAME = re.compile(r"\.xml(-p\w+)?(\.gz|\.bz2)?$", re.IGNORECASE)
 """Names of MediaWiki dumps, whole or in several files: `pages-articles1.xml-p1p41242.bz2`."""
 
@@ -109,6 +115,14 @@ def source_files(source: SourceConfig) -> list[Path]:
             f"source {source.path} is a folder without files{of_format} ({path.absolute()}); correct its path"
         )
     return files
+
+
+def _tell_others(source: SourceConfig, folder: Path) -> None:
+    """Warn of documents of a folder of text that are left out, such as PDFs."""
+    ends = Counter(file.suffix.lower() for file in folder.rglob("*") if file.suffix.lower() in DOCUMENT_ENDS)
+    if ends:
+        counts = ", ".join(f"{number} {end}" for end, number in ends.most_common())
+        log.warning("documents left out of source %s: %s; %s", source.path, counts, HOW_TO_CONVERT)
 
 
 def format_of(source: SourceConfig) -> str:
@@ -180,6 +194,8 @@ def _parts(source: SourceConfig, path: Path) -> Iterator[Iterator[Record]]:
             "huggingface": "a data set is a folder",
         }
         raise DataError(f"source {source.path} is a file, but {expected[source.format]}")
+    if whole == "text":
+        _tell_others(source, path)
     for file in files:
         format = whole or (source.format if source.format != "auto" else _detect_format(file, source.path, bool(names)))
         _refuse_names(source, format, names)
@@ -224,9 +240,10 @@ def _detect_format(file: Path, source: str, has_names: bool = False) -> str:
         return "mediawiki"
     if _is_text(file):
         return "text"
+    formats = f"set `format:` to one of {', '.join([*READERS, 'beir', 'huggingface'])}"
     raise DataError(
         f"the format of source {source} cannot be detected from the name {file.name!r}; "
-        f"set `format:` to one of {', '.join([*READERS, 'beir', 'huggingface'])}"
+        f"{HOW_TO_CONVERT if stem.endswith(DOCUMENT_ENDS) else formats}"
     )
 
 

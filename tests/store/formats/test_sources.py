@@ -712,6 +712,20 @@ def test_a_folder_of_text_and_markdown_is_a_passage_a_file(write: Write):
     assert [str(record.where).endswith("e.md:1") for record in records if isinstance(record, DroppedRow)] == [True]
 
 
+def test_documents_that_are_no_text_are_named(write: Write, caplog: pytest.LogCaptureFixture):
+    for name in ("a.md", "b.pdf", "deep/c.PDF", "deep/d.html", "logo.png"):
+        write(f"docs/{name}", "text\n")
+    folder = write("pdf/e.pdf", "%PDF").parent
+    assert [passage.id for passage in passages(read(folder.parent / "docs"))] == ["a.md"]
+    assert (
+        f"documents left out of source {folder.parent / 'docs'}: 2 .pdf, 1 .html; convert documents to" in caplog.text
+    )
+    with pytest.raises(
+        DataError, match=r"cannot be detected from the name 'e\.pdf'; convert documents to \.txt or \.md"
+    ):
+        read(folder)
+
+
 def test_text_files_that_cannot_be_used_are_named(write: Write):
     write("notes/a.md", "---\ntitle: [\n---\ntext\n")
     write("notes/b.md", "---\n- a list\n---\ntext\n")
