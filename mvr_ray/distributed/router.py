@@ -89,7 +89,8 @@ SOURCES_S = 10.0
 SOURCES_WAIT_S = 1.0
 """Wait for a later check, as the store may be slow; until it ends, the last one is valid."""
 SECOND_ROUND_SHARE = 0.25
-"""Share of the time reserved for a second round if `min_coverage` is below 1; a silent shard cannot use it up."""
+"""Share of the time reserved for a second round, and for the parts of hybrid scores, if `min_coverage` is below 1; a
+silent shard cannot use it up."""
 FIRST_ROWS_ONLY = "its first rows are among the hits, those of the second round did not arrive"
 RETRY_HINT = "Ray restarts dead searchers: ask again"
 DAMAGED = "damaged"
@@ -143,7 +144,7 @@ class Router:
             )
         yield self
 
-    def follow(self) -> bool:
+    def follow(self, deadline: Deadline | None = None) -> bool:
         """Stay on the version, unlike `HotSwapRouter.follow`."""
         return False
 
@@ -198,14 +199,16 @@ class Router:
     ) -> Answer:
         """Embed the questions and `search`; embedding counts towards the deadline. With `hybrid` w a passage scores
         BM25 + w x its dense score, with "rrf" the sum of its reciprocal ranks in both; `parts`: the answer has both
-        scores of every hit."""
+        scores of every hit. For them, too, a quarter of the time is reserved if `min_coverage` is below 1."""
         deadline = deadline or Deadline.after(self.timeout_s)
         with self._record_time("encode"):
             queries_QD = self.embed(texts)
         words = None if hybrid is None else HybridQueries(tuple(texts), hybrid)
-        options = {"deadline": deadline, "min_coverage": min_coverage}
+        has_parts = parts and words is not None
+        search_deadline = deadline.share(1 - SECOND_ROUND_SHARE) if has_parts and min_coverage < 1 else deadline
+        options = {"deadline": search_deadline, "min_coverage": min_coverage}
         answer = self.search(queries_QD, k, **options, filter=filter, hybrid=words)
-        if parts and words is not None:
+        if has_parts:
             answer = answer._replace(parts=self._parts(queries_QD, texts, answer.hits, deadline))
         return answer
 

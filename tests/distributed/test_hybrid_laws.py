@@ -5,6 +5,7 @@ import json
 import shutil
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,8 +21,11 @@ from random_index import (
     random_views,
 )
 from test_compact import STEPS, publish_compaction, publish_reshard, publish_update
+from test_router import Stuck
 
+from mvr_ray import deadline as deadline_module
 from mvr_ray.config import PrepareConfig, SourceConfig
+from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.indexing.lexical import (
     LexicalTask,
     build_lexical,
@@ -80,6 +84,22 @@ def corpus_of(root: Path, rows: dict[str, dict], num_parts: int) -> Corpus:
     sources = [SourceConfig(path=str(source))]
     prepare(PrepareConfig(sources=sources, num_shards=num_parts, fields={"year": "int"}), Store(str(root)))
     return Corpus.open(Store(str(root)), "corpus")
+
+
+def test_a_shard_that_never_answers_leaves_time_for_the_parts_of_the_others_hits(tmp_path, monkeypatch):
+    views = random_views(30, 5)
+    corpus = corpus_of(tmp_path, random_rows(views, 5), 2)
+    version = publish_random_index(tmp_path, views, 3, corpus=corpus, words="english")
+    whole = local_router(tmp_path, version)
+    fleet = Stuck(whole.fleet, 1, deaf=False)
+    router = Router(whole.store, version, fleet)
+    monkeypatch.setattr(router, "embed", lambda _: np.ones((1, D), np.float32))
+    monkeypatch.setattr(deadline_module, "time", SimpleNamespace(monotonic=fleet.clock))
+    options = {"hybrid": 2.0, "parts": True, "deadline": Deadline.after(2.0)}
+    answer = router.search_text(QUESTIONS[:1], 1, **options, min_coverage=0.0)
+    assert [shard.state for shard in answer.shards] == ["searched", "late", "searched"]
+    [[hit]], [[both]] = answer.hits, answer.parts
+    assert hit.score == np.float32(both.lexical + 2.0 * both.dense) and fleet.now_s < 102.0
 
 
 def local_router(root: Path, version: Manifest) -> Router:

@@ -215,7 +215,7 @@ def test_silent_shards_are_named_and_counted_in_passages(tmp_path):
 
 class Stuck:
     """A fleet with a shard that never answers: every call of it takes all of its time by `clock`. A call without time,
-    and every second one if `deaf`, gets no answer."""
+    and every second round if `deaf`, gets no answer."""
 
     def __init__(self, whole: LocalSearchers, shard: int, deaf: bool) -> None:
         self.whole, self.shard, self.deaf = whole, shard, deaf
@@ -236,6 +236,8 @@ class Stuck:
         return ShardResults(self.whole.fan_out(request._replace(shards=there), deadline).results, late)
 
     def views(self, ids, version, deadline) -> ViewResults:
+        if deadline.left_s <= 0:
+            return ViewResults({}, [ShardFailure(tuple(ids), "late")])
         return self.whole.views(ids, version, deadline)
 
 
