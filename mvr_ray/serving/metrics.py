@@ -44,8 +44,9 @@ class Metrics:
         self.answers = Counter("mvr_ray_answers", "Searches, by their certificate.", ("certified",), registry=own)
         self.partial = Counter("mvr_ray_partial_answers", "Searches of less than every passage.", registry=own)
         self.second_rounds = Counter("mvr_ray_second_rounds", "Searches that asked shards again.", registry=own)
-        self.coverage = Gauge("mvr_ray_coverage_share", "Passages searched for the newest answer.", registry=own)
-        self.version = Gauge("mvr_ray_index_version", "Version of the newest answer.", ("index",), registry=own)
+        coverage, version = "Passages searched for the newest answer.", "Version of the newest answer."
+        self.coverage = Gauge("mvr_ray_coverage_share", coverage, ("index",), registry=own)  # absent until an answer
+        self.version = Gauge("mvr_ray_index_version", version, ("index",), registry=own)
         self.samples = Counter("mvr_ray_sampled_queries", "Queries answered exactly too.", registry=own)
         self.recall = Counter("mvr_ray_sampled_recall", "Sum of their recalls.", registry=own)
         for value in ("true", "false"):
@@ -80,7 +81,7 @@ class Metrics:
         self.note_served(answer.index, answer.version, answer.coverage.share)
 
     def note_served(self, index: str, version: int, coverage_share: float) -> None:
-        self.coverage.set(coverage_share)
+        self.coverage.labels(index).set(coverage_share)
         self.version.labels(index).set(version)
 
     def text(self) -> bytes:

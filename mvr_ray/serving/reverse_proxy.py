@@ -234,6 +234,8 @@ def _bind(host: str, port: int) -> socket.socket:
             stack.pop_all()
     except OSError as error:
         raise _unusable(host, port, error) from None
+    except UnicodeError as error:  # for a name such as 10.0..1
+        raise ConfigError(f"serve.host {host} cannot be listened at: it is no host name ({error})") from None
     return listener
 
 

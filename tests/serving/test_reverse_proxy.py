@@ -176,6 +176,12 @@ def test_a_port_that_is_taken_is_an_error_before_anything_starts() -> None:
             ReverseProxy(ServeConfig(port=port), TokenStore())
 
 
+@pytest.mark.parametrize("host", ["10.0..1", "x" * 64])
+def test_a_host_that_is_no_name_is_an_error_in_plain_words(host) -> None:
+    with pytest.raises(ConfigError, match=rf"serve\.host {host} cannot be listened at: it is no host name"):
+        ReverseProxy(ServeConfig(host=host), TokenStore())
+
+
 def test_a_port_that_another_server_is_starting_on_is_an_error_before_anything_starts() -> None:
     with held_port() as free:
         limits = ServeConfig(port=free)
