@@ -248,8 +248,8 @@ class _Endpoints:
 
         client = cls.__new__(cls)
         with ExitStack() as stack:
-            follow_s = run.serve.follow_s or None
-            router = stack.enter_context(open_hot_swap_router(run, version, local=True, follow_s=follow_s))
+            options = {"follow_s": run.serve.follow_s or None, "needs_words": run.search.hybrid is not None}
+            router = stack.enter_context(open_hot_swap_router(run, version, local=True, **options))
             catalog = VersionCatalog(Store(run.store.path), run.index.name)
             service = SearchService(router, run.serve, catalog, hybrid=run.search.hybrid)
             client._open(InProcessTransport(service, stack.pop_all()), timeout_s)
@@ -416,7 +416,7 @@ class _Endpoints:
     def promote(number: int, *, timeout_s: float | None = None) -> EndpointRequest[Readiness]:
         """Answer from this version, the newest one, as soon as it is open. Needs an admin token."""
         path = f"{_version_path(number)}/promote"
-        return EndpointRequest("POST", path, Readiness, lambda s, _: s.promote(number))
+        return EndpointRequest("POST", path, Readiness, lambda s, due: s.promote(number, due))
 
     @Endpoint
     @staticmethod

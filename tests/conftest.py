@@ -173,9 +173,9 @@ def ray_session(proxy_waiting):
     """This process as a driver of the cluster that all processes of the run share."""
     from mvr_ray.config import ResourcesConfig, ServeConfig
     from mvr_ray.distributed.cluster.session import connect
-    from mvr_ray.serving.proxy_limit import configure_proxies
+    from mvr_ray.serving.proxy_limit import proxy_variables
 
-    configure_proxies(ServeConfig(max_waiting=proxy_waiting), os.environ)
+    os.environ.update(proxy_variables(ServeConfig(max_waiting=proxy_waiting)) | os.environ)
     environment = json.loads((once_a_run("cluster", start_cluster) / "environment.json").read_text())
     address = environment.pop("RAY_ADDRESS")
     with pytest.MonkeyPatch.context() as patch:

@@ -28,7 +28,7 @@ from mvr_ray.core.searching.exact import check_k, check_queries
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.cluster.periodic import run_every, run_periodically
 from mvr_ray.distributed.cluster.ray_errors import ray_error_types, translate_ray_errors
-from mvr_ray.distributed.router import TIMEOUT_S, Observe, Router, open_searchers, searcher_task
+from mvr_ray.distributed.router import TIMEOUT_S, Observe, Router, open_searchers, require_words, searcher_task
 from mvr_ray.distributed.searching import version_cache
 from mvr_ray.distributed.searching.batching import DynamicBatcher
 from mvr_ray.distributed.searching.merged_results import MergedResults, shard_starts
@@ -81,17 +81,20 @@ class HotSwapRouter:
         *,
         batching: bool = False,
         max_waiting: int = version_cache.MAX_WAITING,
+        needs_words: bool = False,
         **options: Any,
     ) -> None:
         """`manifest`: the first live version; `ready`, or the first search, opens its shards. `batching`: concurrent
         searches share calls (`DynamicBatcher`). `max_waiting`: calls that may wait at the same time for versions to be
-        opened. `options`: those of `Router`.
+        opened. `needs_words`: move to no version without words, which hybrid searches need. `options`: those of
+        `Router`.
         """
         self.store = store
         self.index = manifest.index
         self.searchers = searchers
         self.options = options
         self.batching = batching
+        self.needs_words = needs_words
         self.min_idle_s = version_cache.MIN_IDLE_S
         self._lock = threading.Condition()
         self._move_lock = threading.Lock()
@@ -124,17 +127,20 @@ class HotSwapRouter:
         """Make another version live and stay on it; None: the newest one, and follow newer ones again.
 
         Returns the live version. Raises MissingInputError, StorageError or ResourceError if the version cannot be
-        opened beside the live one, which then stays.
+        opened beside the live one, ShardIndexError if it has no words and `needs_words`; the live one then stays.
         """
         with self._move_lock:
             return self._move(version)
 
-    def follow(self) -> bool:
+    def follow(self, deadline: Deadline | None = None) -> bool:
         """Move to a newer version if there is one and no version was named; return whether the router moved.
 
-        A move that fails raises nothing; `state` has the reason.
+        A move that fails raises nothing; `state` has the reason. Raises OverloadedError if at the deadline another call
+        still opens a version.
         """
-        with self._move_lock:
+        if not self._move_lock.acquire(timeout=deadline.left_s if deadline else -1):
+            raise OverloadedError("this process still opens a version", 1.0)
+        try:
             before = self.state
             if not before.follows:
                 return False
@@ -143,6 +149,8 @@ class HotSwapRouter:
             except (MvrRayError, *ray_error_types()) as error:
                 log.error("move failed: index=%s live=%d reason=%s", self.index, before.version, error)
                 return False
+        finally:
+            self._move_lock.release()
 
     def follow_periodically(self, interval_s: float) -> AbstractContextManager[None]:
         """Follow every `interval_s` seconds in a background thread until the block ends."""
@@ -173,6 +181,8 @@ class HotSwapRouter:
                 self._require_same(manifest)
                 self.state = SwapState(number, version is None)
                 return number
+            if self.needs_words:
+                require_words(manifest)
             live = self._open_with_eviction(manifest, is_move=True)
         except (MvrRayError, *ray_error_types()) as error:
             self.state = self.state._replace(failed_version=number, failure=str(error))
@@ -314,13 +324,13 @@ class HotSwapRouter:
         """Search the live version, or a pinned `router`, exhaustively for the exact best k, whatever its index is, past
         the queues of requests.
 
-        Raises ResourceError where a searcher died, DamagedShardsError for a damaged shard, TimeoutError after the time
-        limit of an answer.
+        It may take TIMEOUT_S, whatever the limit of an answer: a call that is given up stays in its searcher's queue,
+        before those that open versions. Raises ResourceError where a searcher died, DamagedShardsError for a damaged
+        shard, TimeoutError.
         """
         with nullcontext(router) if router else self.pin() as router:
             queries_QD = check_queries(queries_QD, router.dimension)
-            deadline = Deadline.after(router.timeout_s)
-            results = self.searchers.exact(queries_QD, check_k(k), router.manifest, deadline)
+            results = self.searchers.exact(queries_QD, check_k(k), router.manifest, Deadline.after(TIMEOUT_S))
             if missing := {entry.shard for entry in router.manifest.shards} - {result.shard for result in results}:
                 raise DamagedShardsError(
                     f"{version_name(router.manifest)} not searched exactly: shards {sorted(missing)} are damaged; "
@@ -340,13 +350,14 @@ def open_hot_swap_router(
     probe_s: float = 5.0,
     observe: Observe | None = None,
     batching: bool = True,
+    needs_words: bool = False,
 ) -> Iterator[HotSwapRouter]:
     """Open a hot-swap router over `index.name`, first on `version` (None: the newest), until the block ends.
 
     `follow_s`: interval of checks for a newer version, unless one was named. Every `probe_s` seconds the searchers are
-    probed, and moved if nodes joined. Concurrent searches share calls (`batching`). `local` holds the shards in this
-    process, without Ray; None: as `session.needs_ray` decides. A first version with damaged shards answers without
-    them; the router moves to no later one with damage.
+    probed, and moved if nodes joined. `batching` and `needs_words` are those of `HotSwapRouter`. `local` holds the
+    shards in this process, without Ray; None: as `session.needs_ray` decides. A first version with damaged shards
+    answers without them; the router moves to no later one with damage.
 
     Raises MissingInputError, ManifestError, ResourceError.
     """
@@ -361,6 +372,7 @@ def open_hot_swap_router(
             searchers,
             batching=batching,
             max_waiting=max(run.serve.max_running // 2, 1),
+            needs_words=needs_words,
             timeout_s=timeout_s,
             threads=resources.torch_threads,
             observe=observe,

@@ -201,7 +201,7 @@ def create_app(service: SearchService, tokens: TokenStore | None = None, metrics
     @post("/v1/versions/{n}/promote", admin=True)
     async def promote(request: Request, n: VersionNumber) -> schemas.Readiness:
         """Answer from version `n`, the newest one, as soon as it is open. Needs an admin token."""
-        return await run(request, lambda _: service.promote(n))
+        return await run(request, lambda deadline: service.promote(n, deadline))
 
     not_ready = {
         503: {"model": schemas.Readiness | schemas.ErrorResponse, "description": "Not every passage was searched."}

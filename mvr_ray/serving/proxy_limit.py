@@ -12,7 +12,6 @@ whose environment has
 
 import asyncio
 import os
-from collections.abc import MutableMapping
 
 from ray.util.metrics import Counter
 from starlette.datastructures import Headers, MutableHeaders
@@ -40,11 +39,10 @@ GRACE_S = 0.25
 _CALLBACK = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 
 
-def configure_proxies(limits: ServeConfig, environ: MutableMapping[str, str]) -> None:
-    """Install the limiter in the proxies of a cluster that starts in this environment; set variables stay."""
-    environ.setdefault(_CALLBACK, f"{__name__}.{middlewares.__name__}")
-    environ.setdefault(MAX_WAITING, str(limits.max_waiting))
-    environ.setdefault(TIMEOUT_MS, str(limits.timeout_ms))
+def proxy_variables(limits: ServeConfig) -> dict[str, str]:
+    """Return the environment variables that install the limiter in the proxies of a cluster that starts with them."""
+    callback = f"{__name__}.{middlewares.__name__}"
+    return {_CALLBACK: callback, MAX_WAITING: str(limits.max_waiting), TIMEOUT_MS: str(limits.timeout_ms)}
 
 
 def middlewares() -> list[Middleware]:

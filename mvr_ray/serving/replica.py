@@ -12,8 +12,8 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from fastapi import FastAPI
@@ -25,13 +25,14 @@ from ray.serve.schema import APIType
 
 from mvr_ray import logs
 from mvr_ray.config import RunConfig, load_run
+from mvr_ray.deadline import Deadline
 from mvr_ray.errors import ConfigError, ResourceError, first_line
-from mvr_ray.serving import proxy_limit
 from mvr_ray.serving.app import create_app
 from mvr_ray.serving.auth import TokenStore, read_tokens, require_tokens
 from mvr_ray.serving.catalog import VersionCatalog
 from mvr_ray.serving.freshness import FreshnessMonitor
 from mvr_ray.serving.metrics import Metrics
+from mvr_ray.serving.proxy_limit import proxy_variables
 from mvr_ray.serving.recall_monitor import RecallMonitor
 from mvr_ray.serving.reverse_proxy import ReverseProxy
 from mvr_ray.serving.service import SearchService
@@ -41,10 +42,12 @@ from mvr_ray.store.files import Store
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
-_NO_TASK_EVENTS = "RAY_task_events_report_interval_ms", "0"
-"""Ray's control store keeps 3 kB of history for each of the last 100,000 calls; a server's own cluster needs none."""
-_PROXY_START = "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60"
-"""Serve kills a proxy that is not ready after 5 s, and its own start then fails; on a busy machine one takes longer."""
+_CLUSTER_VARIABLES = {
+    # Ray's control store keeps 3 kB of history for each of the last 100,000 calls; a server's own cluster needs none.
+    "RAY_task_events_report_interval_ms": "0",
+    # Serve kills a proxy that is not ready after 5 s, and its own start then fails; on a busy machine one takes longer.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+}
 SERVE_GRACE_S = 1.0
 """Time after `serve.timeout_ms` at which Serve itself ends a request, if its proxies run without the limiter."""
 ANYWHERE = "0.0.0.0"
@@ -52,7 +55,8 @@ _LOOPBACK = "127.0.0.1"
 _APPLICATION = "mvr_ray"
 _CONNECT_S = 5.0
 _HEALTH_S = 10
-"""Period and timeout of the probe query; Serve replaces a replica that does not answer it."""
+"""Period and timeout of the probe query; Serve replaces a replica that does not answer it. The query has half of this
+time, since it takes all of it if one searcher hangs."""
 _REFUSALS = 1024
 """Requests beyond the slots that a replica accepts from Serve, so that the app refuses them, not Serve."""
 
@@ -68,9 +72,15 @@ class SearchIngress:
         config = RunConfig.model_validate(run)
         self._resources = ExitStack()
         self._metrics = Metrics(serve.get_replica_context().replica_tag)
-        options = {"timeout_s": config.serve.timeout_ms / 1000, "follow_s": config.serve.follow_s or None}
         router = self._resources.enter_context(
-            open_hot_swap_router(config, version, **options, observe=self._metrics.note_stage)
+            open_hot_swap_router(
+                config,
+                version,
+                timeout_s=config.serve.timeout_ms / 1000,
+                follow_s=config.serve.follow_s or None,
+                observe=self._metrics.note_stage,
+                needs_words=config.search.hybrid is not None,
+            )
         )
         with router.pin() as live:
             if not live.missing_sources():  # under load, a new replica's first question would wait for imports
@@ -89,7 +99,7 @@ class SearchIngress:
         return create_app(self.service, self._tokens, self._metrics)
 
     def check_health(self) -> None:
-        self.service.ready()
+        self.service.ready(Deadline.after(_HEALTH_S / 2))
 
 
 class AppArgs(BaseModel):
@@ -218,6 +228,18 @@ def with_full_paths(run: RunConfig) -> RunConfig:
     return run.model_copy(update=sections)
 
 
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set these environment variables until the block ends; those that are set already stay."""
+    absent = variables.keys() - os.environ.keys()
+    os.environ.update({name: variables[name] for name in absent})
+    try:
+        yield
+    finally:
+        for name in absent:
+            os.environ.pop(name, None)
+
+
 def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[str], None]) -> None:
     """Deploy the app and serve until SIGINT or SIGTERM, then shut it down. A second signal changes nothing.
 
@@ -237,11 +259,8 @@ def serve_until_interrupted(run: RunConfig, version: int | None, say: Callable[[
     if run.search.hybrid is not None:
         require_words(manifest)
     say("starting Ray Serve, which takes half a minute")
-    proxy_limit.configure_proxies(run.serve, os.environ)
-    os.environ.setdefault(*_NO_TASK_EVENTS)
-    os.environ.setdefault(*_PROXY_START)
-    signals, before = [], {}
-    with ReverseProxy(run.serve, tokens) as proxy, connect(run.resources):
+    variables, signals, before = _CLUSTER_VARIABLES | proxy_variables(run.serve), [], {}
+    with _environment(variables), ReverseProxy(run.serve, tokens) as proxy, connect(run.resources):
         port = _start_serve(run)
         try:
             _deploy(run, version, tokens, port)

@@ -10,7 +10,7 @@ import base64
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ import numpy as np
 from mvr_ray.config import ServeConfig
 from mvr_ray.core.encoding.snippets import snippet_text
 from mvr_ray.deadline import Deadline
-from mvr_ray.errors import FilterError, MissingInputError
+from mvr_ray.errors import FilterError, MissingInputError, OverloadedError
 from mvr_ray.explanation import Explanation
 from mvr_ray.serving import schemas
 from mvr_ray.serving.catalog import PublishRequest, VersionCatalog
@@ -185,40 +185,47 @@ class SearchService:
             )
             hint = f"use `mvr-ray versions CONFIG rollback {number}`, or a server that follows"
             raise RequestError(503, "not_opened", "n", message, hint)
-        version = self._catalog().rollback(number, self._search_deadline(deadline))
-        self.router.follow()
-        if self.router.state.failure:
-            self._require_serving(version.version, f"version {number} was published again as {version.version}, which")
+        deadline = self._search_deadline(deadline)
+        version = self._catalog().rollback(number, deadline)
+        self._follow_to(version.version, f"version {number} was published again as {version.version}, which", deadline)
         return version
 
-    def promote(self, number: int) -> schemas.Readiness:
+    def promote(self, number: int, deadline: Deadline | None = None) -> schemas.Readiness:
         """Answer from the newest version now, which `number` names; other servers follow on their own."""
         if not self._catalog().one(number).live:
             message = f"version {number} is not the newest one of its index"
             hint = f"roll back to it (POST /v1/versions/{number}/rollback), or name the newest one"
             raise RequestError(409, "not_newest", "n", message, hint)
-        self.router.follow()
-        self._require_serving(number, f"version {number}")
+        self._follow_to(number, f"version {number}", self._search_deadline(deadline))
         return self.readiness()
 
-    def _require_serving(self, number: int, what: str) -> None:
-        """Raise RequestError (503) unless this version answers; `what` names it."""
+    def _follow_to(self, number: int, what: str, deadline: Deadline) -> None:
+        """Move to the newest version. Raises RequestError (503) if an older one than `number`, which `what` names,
+        still answers then."""
+        why, hint, retry_s = "", "see `mvr-ray versions CONFIG verify`", None
+        try:
+            self.router.follow(deadline)
+        except OverloadedError as error:
+            why, hint, retry_s = str(error), f"ask again: POST /v1/versions/{number}/promote", error.retry_after_s
         serving = self.current_version().version
-        if serving != number:
-            why = self.router.state.failure or "the server was started with a fixed version"
+        if serving < number:
+            why = why or self.router.state.failure or "the server was started with a fixed version"
             message = f"{what} could not be opened beside version {serving}, which stays in use: {why}"
-            raise RequestError(503, "not_opened", "n", message, "see `mvr-ray versions CONFIG verify`")
+            raise RequestError(503, "not_opened", "n", message, hint, retry_after_s=retry_s)
 
-    def ready(self) -> Answer:
-        """Search for a fixed vector, so that the health check fails if searches hang."""
-        with self._pin(None) as router:
-            return _probe(router)
+    def ready(self, deadline: Deadline) -> None:
+        """Search for a fixed vector, so that the health check fails if searches hang. Shards that do not answer by the
+        deadline and full queues of searchers are no failure: `HealthMonitor` replaces a hung searcher."""
+        with suppress(OverloadedError), self._pin(None) as router:
+            _probe(router, deadline)
 
     def readiness(self) -> schemas.Readiness:
-        """Report whether that search covered every passage, and corpus and encoder of the version exist; and a version
-        that could not be followed."""
+        """Report whether that search covered every passage, and the version's corpus, its encoder, and the words that
+        `hybrid` needs exist; and a version that could not be followed."""
         with self._pin(None) as router:
-            answer, problems = _probe(router), router.missing_sources()
+            answer, problems, manifest = _probe(router), router.missing_sources(), router.manifest
+        if self.hybrid is not None and manifest.lexical is None:
+            problems = [*problems, f"{_no_words(manifest)}, which search.hybrid needs; roll back, or {INDEX_WORDS}"]
         state = self.router.state
         return schemas.Readiness(
             ready=answer.passages_searched == answer.passages_total and not problems,
@@ -241,13 +248,11 @@ class SearchService:
         """Return the hybrid weight of a request. Raises RequestError (409) for a version without words."""
         weight = self.hybrid if hybrid is None else None if hybrid == "off" else hybrid
         if weight is not None and router.manifest.lexical is None:
-            manifest = router.manifest
-            message = f"index {manifest.index!r} version {manifest.version} has no words of its passages"
             hint = (
                 'search without them ("hybrid": "off", in Python hybrid="off", in a run file search.hybrid: null), or '
                 f"index them: {INDEX_WORDS}"
             )
-            raise RequestError(409, "no_words", "hybrid", message, hint)
+            raise RequestError(409, "no_words", "hybrid", _no_words(router.manifest), hint)
         return weight
 
     def _search_deadline(self, deadline: Deadline | None, timeout_s: float | None = None) -> Deadline:
@@ -273,9 +278,13 @@ class SearchService:
         return self.catalog
 
 
-def _probe(router: "Router") -> Answer:
+def _probe(router: "Router", deadline: Deadline | None = None) -> Answer:
     """Search for a fixed vector."""
-    return router.search(np.eye(1, router.dimension, dtype=np.float32), 1, min_coverage=0.0)
+    return router.search(np.eye(1, router.dimension, dtype=np.float32), 1, deadline=deadline, min_coverage=0.0)
+
+
+def _no_words(manifest: Manifest) -> str:
+    return f"index {manifest.index!r} version {manifest.version} has no words of its passages"
 
 
 def require_encoder(fingerprint: str | None, version: Manifest) -> None:

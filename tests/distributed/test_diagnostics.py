@@ -10,6 +10,7 @@ from waiting import until
 
 from mvr_ray.config import ResourcesConfig, RunConfig
 from mvr_ray.distributed.hot_swap import HotSwapRouter, open_hot_swap_router
+from mvr_ray.distributed.router import TIMEOUT_S
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
 from mvr_ray.errors import DamagedShardsError, ShardIndexError
 from mvr_ray.index.base import IndexParams
@@ -57,6 +58,21 @@ def test_an_exact_search_without_a_damaged_shard_is_an_error_and_no_best_k(tmp_p
     file.write_bytes(data)
     with pytest.raises(DamagedShardsError, match=r"version 1 not searched exactly: shards \[1\] are damaged"):
         live.exact(QUERIES_QD, K)
+
+
+def test_an_exact_search_may_take_longer_than_an_answer(tmp_path):
+    """Samples that were given up would wait in the searchers' queues, before the calls that open versions."""
+    version, deadlines = publish_random_index(tmp_path, random_views(60, 3), 3, POOR), []
+
+    class RecordingSearchers(LocalSearchers):
+        def exact(self, queries_QD, k, manifest, deadline):
+            deadlines.append(deadline)
+            return super().exact(queries_QD, k, manifest, deadline)
+
+    searchers = RecordingSearchers(SearcherTask(str(tmp_path), version))
+    live = HotSwapRouter(Store(str(tmp_path)), version, searchers, timeout_s=0.5)
+    assert [len(hits) for hits in live.exact(QUERIES_QD, K)] == [K] * len(QUERIES_QD)
+    assert [deadline.timeout_s for deadline in deadlines] == [TIMEOUT_S]
 
 
 def test_sampled_recall_is_the_share_of_the_true_best_that_the_answer_reached(tmp_path):

@@ -16,6 +16,7 @@ import pytest
 import ray
 from live_search import live_search
 from random_index import D, brute_force, publish_random_index, random_views
+from test_hybrid_laws import corpus_of, random_rows
 from waiting import until
 
 from mvr_ray.config import ServeConfig
@@ -30,6 +31,7 @@ from mvr_ray.errors import (
     MissingInputError,
     OverloadedError,
     ResourceError,
+    ShardIndexError,
 )
 from mvr_ray.index.base import IndexParams
 from mvr_ray.store import manifest, paths
@@ -37,6 +39,7 @@ from mvr_ray.store.corpus import shard_of
 from mvr_ray.store.files import Store
 from mvr_ray.store.gc import collect
 from mvr_ray.store.manifest import Manifest
+from mvr_ray.types import HybridQueries
 
 SHARDS, K = 3, 7
 FIRST = random_views(60, 1)
@@ -489,6 +492,43 @@ def test_a_damaged_version_is_not_moved_to_until_it_is_whole_again(tmp_path, run
             live.move_to(9)
         assert search_one(live, 0) == brute_force(SECOND, QUERIES_QD[0], K)
     record_property("figures", "2 moves refused, 3 answers right, moved at the first look after the repair")
+
+
+def test_no_version_without_words_becomes_live_where_searches_are_hybrid(tmp_path, run_over):
+    corpus = corpus_of(tmp_path, random_rows(FIRST, 1), 2)
+    publish_random_index(tmp_path, FIRST, SHARDS, corpus=corpus, words="english")
+    with open_hot_swap_router(run_of(tmp_path, run_over), local=True, needs_words=True) as live:
+        publish_random_index(tmp_path, SECOND, SHARDS, parent=1)
+        assert not live.follow()
+        assert live.state[:3] == (1, True, 2) and "version 2 has no words" in live.state.failure
+        with pytest.raises(ShardIndexError, match="version 2 has no words"):
+            live.move_to(2)
+        with live.pin(2) as router:
+            assert search_one(router, 0) == expected(SECOND)[0]
+        assert live_search(live, QUERIES_QD[:1], K, hybrid=HybridQueries(("ships",), 2.0)).version == 1
+        publish_random_index(tmp_path, SECOND, SHARDS, parent=2, corpus=corpus, words="english")
+        assert live.follow() and live.state == (3, True, 0, "")
+
+
+def test_a_follower_that_waits_for_an_opening_gives_up_at_its_deadline(tmp_path, run_over):
+    publish_random_index(tmp_path, FIRST, SHARDS)
+    with open_hot_swap_router(run_of(tmp_path, run_over), local=True) as live, ThreadPoolExecutor(1) as threads:
+        publish_random_index(tmp_path, SECOND, SHARDS, parent=1)
+        load_event, open_event, load = threading.Event(), threading.Event(), live.searchers.load
+
+        def slow(version: Manifest):
+            load_event.set()
+            assert open_event.wait(30)
+            return load(version)
+
+        live.searchers.load = slow
+        move = threads.submit(live.follow)
+        assert load_event.wait(30)
+        with pytest.raises(OverloadedError, match="still opens a version"):
+            live.follow(Deadline.after(0.01))
+        open_event.set()
+        assert move.result(30) and not live.follow(Deadline.after(30))
+        assert search_one(live, 0) == expected(SECOND)[0]
 
 
 def test_a_follower_finds_what_is_published_by_itself(tmp_path, run_over):

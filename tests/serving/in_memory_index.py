@@ -53,7 +53,7 @@ class InMemoryIndex:
             raise MissingInputError(f"only version 3 is open here, not {version}; leave version out")
         yield self
 
-    def follow(self) -> bool:
+    def follow(self, deadline: Deadline | None = None) -> bool:
         return False
 
     def search(

@@ -166,9 +166,8 @@ def test_a_replica_gets_the_request_id_that_the_proxy_answers_with():
     assert ids[0] == "job-7" and len(set(ids)) == len(ids) == 3
 
 
-def test_variables_that_are_set_stay_and_serve_finds_the_callback(monkeypatch):
-    variables = {proxy_limit.MAX_WAITING: "7"}
-    proxy_limit.configure_proxies(ServeConfig(timeout_ms=1500), variables)
+def test_serve_finds_the_callback_and_its_limits_by_variables(monkeypatch):
+    variables = proxy_limit.proxy_variables(ServeConfig(max_waiting=7, timeout_ms=1500))
     assert variables == {
         proxy_limit.MAX_WAITING: "7",
         proxy_limit.TIMEOUT_MS: "1500",

@@ -418,6 +418,47 @@ def test_a_published_version_is_answered_from_as_its_source_is(elsewhere, tmp_pa
     assert [hit.id for hit in after.results[0]] == [hit.id for hit in before.results[0]]
 
 
+def test_a_version_without_words_is_not_promoted_where_searches_are_hybrid(elsewhere) -> None:
+    assert elsewhere.post(elsewhere.payload).status == 200
+    sections = {"store": {"path": str(elsewhere.root)}, "index": {"name": "library"}, "search": {"hybrid": 2.0}}
+    with Client.in_process(RunConfig.model_validate(sections)) as client:
+        with pytest.raises(UnavailableError, match=r"published again as 2, .* version 1, .* 2 has no words") as error:
+            client.rollback(1)
+        assert (error.value.status, error.value.code, client.versions().serving) == (503, "not_opened", 1)
+
+
+def test_promotes_that_wait_for_a_version_leave_threads_to_searches(elsewhere, tmp_path) -> None:
+    assert elsewhere.post(elsewhere.payload).status == 200
+    build(tmp_path / "next", scale=2)
+    copy_files(tmp_path / "next", elsewhere.root)
+    run = RunConfig.model_validate({"store": {"path": str(elsewhere.root)}, "index": {"name": "library"}})
+    with open_hot_swap_router(run, local=True) as router, ThreadPoolExecutor(1) as thread:
+        assert elsewhere.post(as_sent(tmp_path / "next"), parent=1).status == 200
+        load, load_event, open_event = router.searchers.load, threading.Event(), threading.Event()
+
+        def slow(version) -> None:
+            load_event.set()
+            assert open_event.wait(30)
+            load(version)
+
+        router.searchers.load = slow
+        move = thread.submit(router.follow)
+        assert load_event.wait(30)
+        service = SearchService(router, ServeConfig(max_running=2), elsewhere.service.catalog)
+        app, promote = create_app(service, tokens()), "/v1/versions/2/promote"
+        short = [(b"x-timeout-ms", b"50")]
+        late = [call(app, "POST", promote, token=ADMIN, headers=short) for _ in range(3)]
+        assert {reply.body["error"]["code"] for reply in late} <= {"not_opened", "timeout"}
+        body = {"queries": [[1.0, 0, 0]], "k": 1, "text": False}
+        assert call(app, "POST", "/v1/search", body, token=ADMIN).body["version"] == 1
+        with pytest.raises(RequestError, match=f"still opens a version; ask again: POST {promote}") as error:
+            service.promote(2, Deadline.after(0.05))
+        assert (error.value.status, error.value.code, error.value.headers) == (503, "not_opened", {"retry-after": "1"})
+        open_event.set()
+        assert move.result(30)
+        assert call(app, "POST", promote, token=ADMIN).body["version"] == 2
+
+
 def test_a_version_that_lost_its_corpus_is_unavailable_and_one_that_never_was_is_unknown(elsewhere, tmp_path) -> None:
     """The corpus of version 2 replaces that of version 1 in the store."""
     assert elsewhere.post(elsewhere.payload).status == 200

@@ -1,16 +1,32 @@
 """Checks what `mvr-ray serve` refuses before any cluster is touched, and an index behind a client."""
 
+import json
+import os
+import socket
 import traceback
 from types import SimpleNamespace
 
 import pytest
+from in_memory_index import InMemoryIndex
 from ray import serve
+from version_store import version_catalog
 
 from mvr_ray.client import Client, RefusedError
-from mvr_ray.config import RunConfig
-from mvr_ray.errors import ConfigError, ResourceError
+from mvr_ray.config import RunConfig, ServeConfig
+from mvr_ray.deadline import Deadline
+from mvr_ray.errors import ConfigError, OverloadedError, ResourceError
+from mvr_ray.serving import proxy_limit, replica
 from mvr_ray.serving.auth import TokenStore
-from mvr_ray.serving.replica import _replica_error, application, load_tokens, with_full_paths
+from mvr_ray.serving.replica import (
+    SearchIngress,
+    _replica_error,
+    application,
+    load_tokens,
+    serve_until_interrupted,
+    with_full_paths,
+)
+from mvr_ray.serving.service import SearchService
+from mvr_ray.store import paths
 
 READ = "read-" + "r" * 20
 
@@ -61,6 +77,42 @@ def test_replicas_get_the_full_paths_of_folders_since_their_own_working_folder_m
 def test_a_changed_serve_file_ends_no_replica_before_another_has_started() -> None:
     deployment = application(run(), None, TokenStore())._bound_deployment
     assert deployment._deployment_config.max_surge_percent == 100
+
+
+def test_a_probe_ends_before_serve_gives_it_up_and_one_that_is_refused_has_ended() -> None:
+    """Else Serve would replace a replica that answers from all searchers but one."""
+    deadlines: list[Deadline] = []
+
+    class FullIndex(InMemoryIndex):
+        def search(self, queries_QD, k, *, deadline=None, **options):
+            deadlines.append(deadline)
+            raise OverloadedError("the queue of a searcher is full", 1.0)
+
+    service = SearchService(FullIndex(), ServeConfig(timeout_ms=30_000))
+    SearchIngress.check_health(SimpleNamespace(service=service))
+    limit_s = application(run(), None, TokenStore())._bound_deployment._deployment_config.health_check_timeout_s
+    assert [0 < deadline.timeout_s < limit_s for deadline in deadlines] == [True]
+
+
+def test_a_server_that_ends_leaves_the_environment_as_it_was(tmp_path, monkeypatch) -> None:
+    """A later server of this process has proxies with its own limits."""
+    store = version_catalog(tmp_path).store
+    encoder = {"fingerprint": "f" * 16, "spec": {"normalize": False}, "num_views": 2, "dimension": 3}
+    content = json.dumps({"format_version": 1, **encoder}).encode()
+    store.write_bytes(f"{paths.encoder_dir('words', 'f' * 16)}/{paths.ENCODER_JSON}", content)
+    monkeypatch.setenv(proxy_limit.MAX_WAITING, "7")
+    before = dict(os.environ)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        limits = {"port": other.getsockname()[1], "timeout_ms": 1500}
+        sections = {"store": {"path": store.root}, "index": {"name": "library"}, "serve": limits}
+        with pytest.raises(ConfigError, match="cannot be listened at"):
+            serve_until_interrupted(RunConfig.model_validate(sections), None, print)
+    assert dict(os.environ) == before
+    with replica._environment(proxy_limit.proxy_variables(ServeConfig(timeout_ms=1500))):
+        assert (os.environ[proxy_limit.MAX_WAITING], os.environ[proxy_limit.TIMEOUT_MS]) == ("7", "1500")
+    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize("text", ["this would wait for ever: no CPU", "No module named 'mvr_ray'"])

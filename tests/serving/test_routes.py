@@ -210,10 +210,22 @@ def test_requests_answers_and_stages_are_counted() -> None:
     assert counts["mvr_ray_requests_total", "401", "GET", "none"] == 1
     assert (counts["mvr_ray_answers_total", "false"], counts["mvr_ray_answers_total", "true"]) == (3, 0)
     assert (counts["mvr_ray_partial_answers_total",], counts["mvr_ray_queries_total",]) == (3, 6)
-    assert (counts["mvr_ray_coverage_share",], counts["mvr_ray_index_version", "library"]) == (pytest.approx(2 / 3), 3)
+    coverage, version = counts["mvr_ray_coverage_share", "library"], counts["mvr_ray_index_version", "library"]
+    assert (coverage, version) == (pytest.approx(2 / 3), 3)
     assert counts["mvr_ray_stage_seconds_count", "queue"] == counts["mvr_ray_stage_seconds_count", "service"] == 7
     assert counts["mvr_ray_requests_in_flight",] == 0
     assert ADMIN not in str(counts)
+
+
+def test_a_replica_that_has_not_answered_yet_reports_neither_coverage_nor_version() -> None:
+    """A coverage of 0 would be an alarm."""
+    assert not [key for key in samples(app()) if key[0] in ("mvr_ray_coverage_share", "mvr_ray_index_version")]
+
+
+def test_a_server_whose_searches_need_words_that_its_version_lacks_is_not_ready() -> None:
+    reply = call(create_app(SearchService(InMemoryIndex(), ServeConfig(), hybrid=2.0)), "GET", "/readyz")
+    [problem] = reply.body["problems"]
+    assert reply.status == 503 and "version 3 has no words of its passages, which search.hybrid needs" in problem
 
 
 def test_the_description_names_every_route_its_bodies_limits_and_token() -> None:
