@@ -104,10 +104,11 @@ class Index:
             Index.build(pandas.read_csv("passages.csv"), model="thenlper/gte-base", path="csv", progress=True)
 
         `passages` are texts, tuples (id, text) or (id, title, text), mappings, documents of LangChain, nodes of
-        LlamaIndex, a pandas or polars frame, an Arrow table, a Hugging Face dataset, or files: a path, a list of paths, or an entry of `prepare.sources` such as
-        `{"path": "news.csv", "fields": {"id": "doc_id", "text": "body"}}` (docs/formats.md). Rows are streamed. What a
-        row has besides id, title and text is kept for filters. `model` is a folder, a Hugging Face name or
-        `package:NAME/path`. `settings` are sections of a run file, such as `{"encoder": {"num_views": 4}}`.
+        LlamaIndex, a pandas or polars frame, an Arrow table, a Hugging Face dataset, or files: a path, a list of paths,
+        or an entry of `prepare.sources` such as `{"path": "news.csv", "fields": {"id": "doc_id", "text": "body"}}`
+        (docs/formats.md). Rows are streamed. What a row has besides id, title and text is kept for filters. `model` is
+        a folder, a Hugging Face name or `package:NAME/path`; the default reads English. `settings` are sections of a
+        run file, such as `{"encoder": {"num_views": 4}}`.
         `progress`, here and in other methods: True shows it on stderr; a callback gets (what, count, total).
 
         An existing index gets a new version over these passages alone; unchanged passages are not embedded again, and
@@ -397,7 +398,8 @@ class Index:
     ) -> "EvaluationReport":
         """Measure how well the live version answers questions: shares with an answer, and with a gold passage, among
         the first `k` hits, with their 95 % intervals (`rows` of the report); of gold passages also the mean reciprocal
-        rank over the first max(k) hits (`gold/mrr`) and nDCG over ten.
+        rank over the first max(k) hits (`gold/mrr`), nDCG over ten, and the share of all of a question's among the
+        first `k` (`gold/recall@k`), where some question has several.
 
             index.evaluate([("Who built the tower?", ["Gustave Eiffel"])]).rows
 

@@ -2,6 +2,7 @@
 
     answer/top-k    share of questions with an answer-bearing passage among the first k        questions with answers
     gold/top-k      share of questions with a gold passage among the first k                   questions with gold ids
+    gold/recall@k   share of a question's gold passages among the first k, where some have several (BEIR's Recall@k)
     gold/mrr        mean reciprocal rank of the first gold passage, over the first max(k)
     gold/ndcg@10    normalised discounted cumulative gain of gold passages
 
@@ -26,7 +27,15 @@ import numpy as np
 
 from mvr_ray.config import EvaluateConfig, RunConfig
 from mvr_ray.core.judging.answers import AnswerMatcher, warn_of_runs
-from mvr_ray.core.judging.metrics import NDCG_CUTOFF, first_ranks, hit_within, ndcg, reciprocal_ranks, share_interval
+from mvr_ray.core.judging.metrics import (
+    NDCG_CUTOFF,
+    first_ranks,
+    hit_within,
+    ndcg,
+    recall,
+    reciprocal_ranks,
+    share_interval,
+)
 from mvr_ray.core.searching.hybrid import system_name
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.encoders import require_encoder
@@ -254,6 +263,9 @@ def system_result(
         lists = [[hit.id for hit in row.passages] for row in with_gold]
         ranks_Q = rank("gold", [[i in gold_ids for i in ids] for ids, gold_ids in zip(lists, gold)], with_gold)
         add("gold/mrr", reciprocal_ranks(ranks_Q, max(ks)), with_gold)
+        if any(len(own) > 1 for own in gold):  # else it is top-k
+            for k in ks:
+                add(f"gold/recall@{k}", recall(lists, gold, k), with_gold)
         ndcg_Q = ndcg(lists, gold, NDCG_CUTOFF)
         gold_ndcgs = dict(zip((row.question.id for row in with_gold), ndcg_Q.tolist()))
         add(f"gold/ndcg@{NDCG_CUTOFF}", ndcg_Q, with_gold)

@@ -7,6 +7,7 @@ request sent again waits for it, or gets its result: a manifest that is publishe
 and never published twice. Of two publishers that follow the same version one wins, and the other gets an error.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -90,8 +91,11 @@ class VersionCatalog:
             )
             for e in manifest.shards
         ]
-        fields = vars(manifest) | dict(version_info(manifest, version == live))
-        return VersionDetail.model_validate(fields | {"shard_list": shards})
+        parts = vars(manifest) | dict(version_info(manifest, version == live))
+        fields: dict[str, str] = {}
+        with contextlib.suppress(MissingInputError, StorageError):  # a version of an earlier program may own no corpus
+            fields = Corpus.open(self.store, manifest.corpus, manifest.corpus_digest).info.fields
+        return VersionDetail.model_validate(parts | {"shard_list": shards, "fields": fields})
 
     def rollback(self, version: int, deadline: Deadline) -> VersionInfo:
         """Publish that version's content as a new version, which is then live; sent again, even to another server, it

@@ -350,6 +350,8 @@ class VersionDetail(VersionInfo):
     dimension: int
     dtype: str
     corpus: str
+    fields: dict[str, str]
+    """Types of the passages' fields by name, which a search may filter by and return."""
     index_params: dict[str, Any]
     recall: float | None
     metrics: dict[str, float]

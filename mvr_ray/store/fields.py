@@ -18,6 +18,7 @@ import math
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, date, datetime
+from decimal import Decimal
 from typing import Any, Literal
 
 import numpy as np
@@ -55,7 +56,7 @@ def parse_field(value: Any, kind: str) -> FieldValue:
     """Read a value of a type, from Python or JSON. Raises ValueError, which says what the value is."""
     if isinstance(value, TextCell):
         value = _parse_cell(value, kind)
-    elif isinstance(value, np.generic):
+    elif isinstance(value, np.generic | Decimal):
         value = python_value(value)
     try:
         match kind:
@@ -84,8 +85,11 @@ def parse_field(value: Any, kind: str) -> FieldValue:
     raise ValueError(f"{value!r:.60} is no {kind}")
 
 
-def python_value(value: np.generic) -> Any:
-    """Convert a value of numpy to Python, a time without its nanoseconds; one beyond Python's range stays as it is."""
+def python_value(value: np.generic | Decimal) -> Any:
+    """Convert a value of numpy, or a decimal number of a database, to Python, a time without its nanoseconds. A time
+    beyond Python's range stays as it is."""
+    if isinstance(value, Decimal):
+        return float(value)
     plain = value.item()
     if isinstance(value, np.datetime64) and isinstance(plain, int):
         plain = value.astype("datetime64[us]").item()

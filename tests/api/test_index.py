@@ -1096,8 +1096,8 @@ def test_documents_of_langchain_and_nodes_of_llama_index_are_passages():
     first, *others = (record._replace(where="") for row in rows for record in passage_records([row]))
     assert first.passage == Passage("d", "Nile", text) and first.extras["year"] == 1958
     assert others == [first, first]
-    [unnamed] = passage_records([Document(page_content=text)])
-    assert unnamed.passage == Passage("0", "", text)
+    [numbered_record] = passage_records([Document(page_content=text)])
+    assert numbered_record.passage == Passage("0", "", text)
 
 
 STRANGE = [

@@ -22,6 +22,7 @@ from mvr_ray.core.judging.metrics import (
     ppl,
     ppl_of_mean_entropy,
     question_lv,
+    recall,
     reciprocal_ranks,
     share_interval,
     top_k_accuracy,
@@ -39,7 +40,7 @@ def test_lists_of_different_lengths_are_counted_by_question_and_not_by_the_first
 
 @settings(max_examples=60)
 @given(st.data())
-def test_reciprocal_ranks_and_ndcg_equal_ir_measures(data: st.DataObject):
+def test_reciprocal_ranks_ndcg_and_recall_equal_ir_measures(data: st.DataObject):
     names = [f"d{n}" for n in range(9)]
     cutoff = data.draw(st.integers(1, 10))
     rankings, grades = [], []
@@ -48,11 +49,13 @@ def test_reciprocal_ranks_and_ndcg_equal_ir_measures(data: st.DataObject):
         grades.append(data.draw(st.dictionaries(st.sampled_from(names), st.integers(0, 3), min_size=1)))
     qrels = [ir_measures.Qrel(str(q), d, g) for q, judgments in enumerate(grades) for d, g in judgments.items()]
     run = [ir_measures.ScoredDoc(str(q), d, float(-i)) for q, ids in enumerate(rankings) for i, d in enumerate(ids)]
-    gain, rank = ir_measures.nDCG @ cutoff, ir_measures.RR @ cutoff
-    expected = {(m.query_id, m.measure): m.value for m in ir_measures.iter_calc([gain, rank], qrels, run)}
+    gain, rank, share = ir_measures.nDCG @ cutoff, ir_measures.RR @ cutoff, ir_measures.R @ cutoff
+    expected = {(m.query_id, m.measure): m.value for m in ir_measures.iter_calc([gain, rank, share], qrels, run)}
+    shares = recall(rankings, grades, cutoff)
     ours = ndcg(rankings, grades, cutoff)
     ranks = first_ranks([[judgments.get(d, 0) > 0 for d in ids] for ids, judgments in zip(rankings, grades)])
     for question in range(len(rankings)):
+        assert shares[question] == pytest.approx(expected[str(question), share], abs=1e-9)
         assert ours[question] == pytest.approx(expected[str(question), gain], abs=1e-9)
         assert reciprocal_ranks(ranks, cutoff)[question] == pytest.approx(expected[str(question), rank], abs=1e-9)
 

@@ -9,6 +9,7 @@ import importlib.metadata
 import inspect
 import json
 import re
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,6 +154,33 @@ def test_what_the_wikipedia_run_asks_for_fits(cloud: str) -> None:
         nodes["encoder"]["max_workers"] * nodes["encoder"]["resources"]["GPU"],
         nodes["searcher"]["max_workers"] * nodes["searcher"]["resources"]["CPU"],
     )
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_nodes_get_the_whole_package_and_bounded_logs(cloud: str) -> None:
+    """rsync leaves out what matches a pattern of `**` anywhere, as a folder `store` of the package would."""
+    manifest = load(CLOUDS[cloud])
+    names = {part for path in (ROOT / "mvr_ray").rglob("*") for part in path.relative_to(ROOT).parts}
+    patterns = [pattern.removeprefix("**/") for pattern in manifest["rsync_exclude"]]
+    assert patterns and not [name for name in names for pattern in patterns if fnmatch(name, pattern)]
+    for commands in ("head_start_ray_commands", "worker_start_ray_commands"):
+        [start] = [line for line in manifest[commands] if "ray start" in line]
+        assert "RAY_ROTATION_MAX_BYTES=100000000" in start
+
+
+def test_machines_of_google_have_disks_that_they_take_and_memory_to_ask_for() -> None:
+    """The default type of a disk is none that G2 takes, and Ray asks Google for no machine's memory."""
+    manifest = load(CLOUDS["gcp"])
+    zone = manifest["provider"]["availability_zone"]
+    for name, node in manifest["available_node_types"].items():
+        disks = [disk["initializeParams"]["diskType"] for disk in node["node_config"]["disks"]]
+        assert disks == [f"zones/{zone}/diskTypes/pd-balanced"]
+        assert name == "head" or node["resources"]["memory"] >= 20_000_000_000
+
+
+def test_secrets_that_the_documents_put_into_a_clone_are_neither_committed_nor_sent() -> None:
+    assert {"/tokens", "*.key"} <= {*(ROOT / ".gitignore").read_text().splitlines()}
+    assert {"tokens", "**/*.key"} <= {*(ROOT / ".dockerignore").read_text().splitlines()}
 
 
 def test_spot_machines_of_google_are_scheduled_by_one_object() -> None:

@@ -465,6 +465,8 @@ def test_a_version_that_lost_its_corpus_is_unavailable_and_one_that_never_was_is
     build(tmp_path / "next", types={"year": "int"}, fields={"p1": {"year": 1958}})
     copy_files(tmp_path / "next", elsewhere.root)
     assert elsewhere.post(as_sent(tmp_path / "next"), parent=1).status == 200
+    catalog = VersionCatalog(Store(str(elsewhere.root)), "library")
+    assert [catalog.one(version).fields for version in (1, 2)] == [{}, {"year": "int"}]
     run = RunConfig.model_validate({"store": {"path": str(elsewhere.root)}, "index": {"name": "library"}})
     with open_hot_swap_router(run, local=True) as router:
         app = create_app(SearchService(router, ServeConfig()))

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from datetime import UTC, date, datetime
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -265,6 +266,15 @@ def test_an_update_carries_fields_and_a_row_without_one_makes_it_null(tmp_path: 
     assert fields_of(after) == {**expected, "p1": {"year": 9}, "new": {"tags": ()}}
     with pytest.raises(DataError, match=r"(?s)c\.jsonl:1: field 'year': 'x' is no int.*nothing was changed"):
         update(PrepareConfig(), before.store, str(write("c.jsonl", lines(row("p1", year="x")))))
+
+
+def test_decimal_numbers_of_databases_are_numbers():
+    reader = FieldReader("infer")
+    assert reader.read({"price": Decimal("1.5"), "year": Decimal(1958)}) == (("price", 1.5), ("year", 1958.0))
+    assert reader.types == {"price": "float", "year": "float"}
+    assert parse_field(Decimal(1958), "int") == 1958
+    with pytest.raises(ValueError, match="nan is no float"):
+        parse_field(Decimal("NaN"), "float")
 
 
 def test_a_whole_float_is_an_int_where_the_type_says_so_and_a_float_where_it_is_inferred(tmp_path: Path, write: Write):

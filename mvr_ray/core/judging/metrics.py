@@ -55,6 +55,15 @@ def reciprocal_ranks(ranks_Q: IntArray, cutoff: int | None = None) -> FloatArray
     return np.where(hit_Q, 1.0 / (np.maximum(ranks_Q, 0) + 1), 0.0)
 
 
+def recall(rankings: Sequence[Sequence[str]], relevance: Sequence[Mapping[str, int]], k: int) -> FloatArray:
+    """Compute the share of each question's relevant passages that are among the first k; see `ndcg`."""
+    values = []
+    for ids, grades in zip(rankings, relevance, strict=True):
+        relevant_ids = {passage for passage, grade in grades.items() if grade > 0}
+        values.append(len(relevant_ids.intersection(ids[:k])) / len(relevant_ids) if relevant_ids else 0.0)
+    return np.array(values, np.float64)
+
+
 def ndcg(rankings: Sequence[Sequence[str]], relevance: Sequence[Mapping[str, int]], cutoff: int) -> FloatArray:
     """Compute normalised discounted cumulative gain of each question, as trec_eval does: the gain is the grade.
 

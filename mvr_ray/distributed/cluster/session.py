@@ -44,6 +44,7 @@ _ENVIRONMENT = {
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_DATA_USE_DATASOURCE_V2": "0",
+    "RAY_ROTATION_MAX_BYTES": "100000000",  # of the log of a worker, which has no bound without it
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "TOKENIZERS_PARALLELISM": "false",

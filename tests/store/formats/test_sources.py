@@ -717,12 +717,8 @@ def test_documents_that_are_no_text_are_named(write: Write, caplog: pytest.LogCa
         write(f"docs/{name}", "text\n")
     folder = write("pdf/e.pdf", "%PDF").parent
     assert [passage.id for passage in passages(read(folder.parent / "docs"))] == ["a.md"]
-    assert (
-        f"documents left out of source {folder.parent / 'docs'}: 2 .pdf, 1 .html; convert documents to" in caplog.text
-    )
-    with pytest.raises(
-        DataError, match=r"cannot be detected from the name 'e\.pdf'; convert documents to \.txt or \.md"
-    ):
+    assert f"left out of source {folder.parent / 'docs'}: 2 .pdf, 1 .html; convert them to .txt" in caplog.text
+    with pytest.raises(DataError, match=r"from the name 'e\.pdf'; convert them to \.txt or \.md first"):
         read(folder)
 
 
