@@ -1,5 +1,6 @@
 """Describes one whole experiment: the sections of the run file, what each setting means, and how the file is read."""
 
+from mvr_ray.config.loader import model_name as model_name
 from mvr_ray.config.loader import resolve_model as resolve_model
 from mvr_ray.config.loader import resolve_path as resolve_path
 from mvr_ray.config.run import DenseWeight as DenseWeight

@@ -207,3 +207,8 @@ def resolve_model(text: str) -> str:
             f", or the name of a model on the Hugging Face hub"
         )
     return text
+
+
+def model_name(text: str) -> str:
+    """Return the last part of a model's name or path, by which two settings are compared: folders move."""
+    return PACKAGED_MODEL if text == PACKAGED_FOLDER else text.rstrip("/").rpartition("/")[2]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, get_args
 
 from mvr_ray import __version__
 from mvr_ray.checksums import FORMAT_VERSION, json_with_checksum, parse_json
-from mvr_ray.config import RunConfig, resolve_model
+from mvr_ray.config import RunConfig, model_name, resolve_model
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.precision import PrecisionName, fastest_float
 from mvr_ray.core.encoding.snapshot import read_punkt
@@ -33,6 +33,7 @@ from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.model_records import (
     ENCODERS,
     RECORD_FORMAT,
+    latest_backbone,
     latest_fingerprint,
     read_fingerprint,
     require_snapshot,
@@ -104,6 +105,7 @@ def _named_encoder(run: RunConfig, corpus: Corpus | None) -> LocalEncoder:
     if choice in ("trained", "auto"):
         newest = latest_fingerprint(store, ENCODERS, name)
         if newest is not None:
+            _require_settings(run, store, newest)
             return local_encoder(store, name, newest)
         if choice == "trained":
             raise MissingInputError(
@@ -142,6 +144,31 @@ def _write_record(store: Store, path: str, fingerprint: str) -> None:
     record = json_with_checksum({"fingerprint": fingerprint, FORMAT_VERSION: RECORD_FORMAT})
     with suppress(FileExistsError):
         store.create_once(path, json.dumps(record).encode())
+
+
+def _require_settings(run: RunConfig, store: Store, fingerprint: str) -> None:
+    """Raise EncoderError if the `encoder` section sets something else than the trained encoder of its name has. What it
+    does not set is the encoder's own."""
+    name, section = run.encoder.name, run.encoder
+    spec = _description(store, name, fingerprint)["spec"]
+    old = EncoderSpec(**{field.name: spec[field.name] for field in fields(EncoderSpec) if field.name in spec})
+    new_settings, old_settings = encoder_spec(run).settings(), old.settings()
+    differences = {
+        key: getattr(old, key)
+        for key in sorted(section.model_fields_set & (new_settings.keys() | old_settings.keys()))
+        if new_settings.get(key) != old_settings.get(key) and getattr(section, key) not in (None, getattr(old, key))
+    }
+    backbone = latest_backbone(store, name)
+    if backbone and "backbone" in section.model_fields_set and model_name(backbone) != model_name(section.backbone):
+        differences["backbone"] = backbone
+    if differences:
+        old_values = ", ".join(f"{key} {value!r}" for key, value in differences.items())
+        new_values = ", ".join(f"{key} {getattr(section, key)!r}" for key in differences)
+        raise EncoderError(
+            f"encoder {name}/{fingerprint} was trained with {old_values}, but the encoder section has {new_values}; "
+            f"train again (mvr-ray train CONFIG), leave these settings out, name another encoder.name, or set "
+            f"index.encoder=untrained"
+        )
 
 
 def require_encoder(store: Store, version: Manifest) -> None:

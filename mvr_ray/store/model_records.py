@@ -88,6 +88,13 @@ def latest_fingerprint(store: Store, kind: ModelKind, name: str) -> str | None:
     )
 
 
+def latest_backbone(store: Store, name: str) -> str | None:
+    """Return the backbone of the encoder of this name that was trained last; None where its record, which
+    `latest_fingerprint` checks, names none."""
+    path = paths.latest_model(ENCODERS.store_dir, name)
+    return parse_json(store.read_bytes(path), store.where(path)).get("backbone")
+
+
 def read_fingerprint(store: Store, path: str, newer_cure: str, cure: str) -> str:
     """Read the fingerprint in a record of a model. Raises FormatError for one of a newer program, and StorageError for
     a damaged one; each says its cure."""

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from waiting import lines_of
 
 from mvr_ray.checksums import json_with_checksum
-from mvr_ray.config import parse_run
+from mvr_ray.config import RunConfig, parse_run
 from mvr_ray.core.encoding import encoder as encoder_module
 from mvr_ray.core.encoding import precision
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
@@ -33,10 +33,18 @@ from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.encoders import LocalEncoder, local_encoder, resolve_encoder, sample_evenly
 from mvr_ray.distributed.indexing import build_index, encode, staging
 from mvr_ray.distributed.indexing.carry_over import digest_contents
-from mvr_ray.errors import FingerprintError, FormatError, MissingInputError, ResourceError, StorageError
+from mvr_ray.errors import (
+    EncoderError,
+    FingerprintError,
+    FormatError,
+    MissingInputError,
+    ResourceError,
+    StorageError,
+)
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, CorpusInfo, PartInfo, corpus_digest
 from mvr_ray.store.files import Store, sha256_of
+from mvr_ray.store.model_records import ENCODERS, record_latest
 from mvr_ray.store.parts import PASSAGE_SCHEMA, CorpusPart, difference, write_passages
 from mvr_ray.types import Passage
 
@@ -67,6 +75,35 @@ def test_chunks_cover_every_row_of_a_part_once(corpus_store, run_over):
     for shard in range(corpus.num_shards):
         chunks = staging.chunks_of(task, corpus, shard)
         assert [row for c in chunks for row in range(c.start, c.stop)] == list(range(len(corpus.part(shard))))
+
+
+@pytest.mark.data
+def test_a_trained_encoder_with_other_settings_than_the_section_sets_is_refused(empty_store, run_over):
+    """What a run file leaves out is as in training; a folder of the same model may be another one by now."""
+    store, index = Store(str(empty_store)), {"encoder": "auto"}
+    run = run_over(empty_store, encoder={"query_prompt": "q: "})
+    snapshot, backbone = resolve_encoder(run), run.encoder.backbone
+    record = {"fingerprint": snapshot.fingerprint, "backbone": f"/elsewhere/{Path(backbone).name}/"}
+    record_latest(store, ENCODERS, "encoder", record)
+
+    def choose(index: dict[str, str], **settings: object) -> LocalEncoder:
+        plain = {**run.model_dump(mode="json"), "index": {"precision": "fp32", **index}, "encoder": settings}
+        return resolve_encoder(RunConfig.model_validate(plain))
+
+    assert choose(index) == choose(index, backbone=backbone, num_views=4, query_prompt="q: ") == snapshot
+    assert choose(index, max_passage_tokens=None, viewer_position="own", seed=5) == snapshot
+    assert choose({"encoder": snapshot.fingerprint}, num_views=2) == snapshot
+    for settings, old_values, new_values in [
+        ({"num_views": 2}, "num_views 4", "num_views 2"),
+        ({"strategy": "mean"}, "strategy 'snippet_means'", "strategy 'mean'"),
+        ({"overlap_tokens": 8, "query_prompt": ""}, "overlap_tokens 0, query_prompt 'q: '", "overlap_tokens 8, query_"),
+        ({"backbone": "other/model"}, "backbone '/elsewhere", "backbone 'other/model'"),
+    ]:
+        for choice in ("auto", "trained"):
+            message = f"was trained with {old_values}.*has {new_values}.*index.encoder=untrained"
+            with pytest.raises(EncoderError, match=message):
+                choose({"encoder": choice}, **settings)
+    assert choose({"encoder": "untrained"}, backbone=backbone, num_views=2).num_views == 2
 
 
 @pytest.mark.data
