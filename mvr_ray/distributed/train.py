@@ -27,6 +27,7 @@ from mvr_ray.core.encoding.stored_model import torch_threads
 from mvr_ray.core.learning.training import rank
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.progress import forward_progress
+from mvr_ray.distributed.cluster.stage_pool import enter_folder
 from mvr_ray.distributed.models import save_model
 from mvr_ray.distributed.training.checkpoints import TrainState
 from mvr_ray.distributed.training.cross_encoder import CrossEncoderLoop
@@ -120,7 +121,12 @@ def _save(loop: type[StepLoop], store: Store, job: TrainingJob, state: TrainStat
             advice = "more questions, or a lower train.lr, may"
             figures = (state.before, state.best_accuracy)
             log.warning("training did not raise dev accuracy: before=%.3f best=%.3f; " + advice, *figures)
-    return {"fingerprint": fingerprint, "metrics": metrics, "epochs": state.epochs}
+    return {"fingerprint": fingerprint, "metrics": metrics, "epochs": state.epochs, **_backbone_of(job.run)}
+
+
+def _backbone_of(run: RunConfig) -> dict[str, str]:
+    """Return what the record of a model says of its backbone: nothing where training started from another encoder."""
+    return {} if run.train.init_from else {"backbone": run.encoder.backbone}
 
 
 def _save_snapshots(loop: type[StepLoop], store: Store, job: TrainingJob) -> None:
@@ -129,7 +135,7 @@ def _save_snapshots(loop: type[StepLoop], store: Store, job: TrainingJob) -> Non
         job.checkpoints.load_model(job.model, step, "snapshot")
         own = f"{job.name}{SNAPSHOT}{step}"
         record = {"fingerprint": save_model(store, loop.kind, own, job.model), "metrics": {"steps": float(step)}}
-        record_latest(store, loop.kind, own, {**record, "epochs": []})
+        record_latest(store, loop.kind, own, {**record, "epochs": [], **_backbone_of(job.run)})
 
 
 def _make_latest(loop: type[StepLoop], store: Store, name: str, record: Mapping[str, Any]) -> TrainedModel:
@@ -172,7 +178,11 @@ def _train_on_workers(run: RunConfig, progress: Progress) -> TrainState:
         while True:
             trainer = make_trainer(
                 _worker,
-                train_loop_config={"run": worker_run.model_dump(mode="json"), "actor": actor},
+                train_loop_config={
+                    "run": worker_run.model_dump(mode="json"),
+                    "folder": str(Path.cwd()),
+                    "actor": actor,
+                },
                 scaling_config=api.ScalingConfig(
                     num_workers=count,
                     use_gpu=gpus > 0,
@@ -194,6 +204,7 @@ def _train_on_workers(run: RunConfig, progress: Progress) -> TrainState:
 
 def _worker(config: dict[str, Any]) -> str:
     """Train one rank. Returns the final state as JSON on rank 0, an empty text elsewhere."""
+    enter_folder(config["folder"])
     run = RunConfig.model_validate(config["run"])
     torch.set_num_threads(run.resources.torch_threads)
     device = get_device()

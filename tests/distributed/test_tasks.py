@@ -14,11 +14,14 @@ import ray
 import ray.data
 
 from mvr_ray.api.rows import passage_records
+from mvr_ray.config import RunConfig
 from mvr_ray.distributed.cluster import tasks
+from mvr_ray.distributed.cluster.stage_pool import StagePool, enter_folder
 from mvr_ray.distributed.cluster.tasks import run_tasks, task_results
 from mvr_ray.distributed.indexing import build_index, carry_over, rewrite
 from mvr_ray.distributed.indexing.lexical import shard_words
 from mvr_ray.errors import DataError, ResourceError
+from mvr_ray.types import no_progress
 
 
 def square(number: int) -> int:
@@ -123,3 +126,19 @@ def test_a_worker_that_copies_or_builds_shards_imports_no_torch(function):
     """It takes two seconds of a core in each process."""
     program = f"import sys, {function.__module__}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.ray
+def test_a_stage_in_a_task_has_the_folder_of_the_driver_and_what_its_run_file_sets(ray_session, tmp_path, monkeypatch):
+    """Ray's workers are in the folder of their node; a setting that is not given is not given in the task, either."""
+    monkeypatch.chdir(tmp_path)
+    run = RunConfig.model_validate({"encoder": {"num_views": 8}})
+    with StagePool(ray_session) as pool:
+        pool.start("own", lambda run, progress: [str(Path.cwd()), *run.encoder.model_fields_set], run, no_progress)
+        assert (pool.wait(), pool.report("own")) == ("own", [str(tmp_path), "num_views"])
+
+
+def test_a_folder_that_a_machine_lacks_is_not_entered(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    enter_folder(str(tmp_path / "nowhere"))
+    assert Path.cwd() == tmp_path

@@ -40,7 +40,7 @@ from mvr_ray.errors import (
 )
 from mvr_ray.store import paths
 from mvr_ray.store.files import Store
-from mvr_ray.store.model_records import ENCODERS, latest_fingerprint
+from mvr_ray.store.model_records import ENCODERS, latest_backbone, latest_fingerprint
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.types import Question
@@ -487,9 +487,12 @@ def test_what_cannot_be_trained_is_refused_by_name(store_path):
 @pytest.mark.data
 def test_training_goes_on_from_a_snapshot_of_equal_settings_only(store_path):
     settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 1}
-    first = train(run_of(store_path, settings, {"name": "chain", **QUICK}))
+    run, store = run_of(store_path, settings, {"name": "chain", **QUICK}), Store(str(store_path))
+    first = train(run)
+    assert latest_backbone(store, "chain") == run.encoder.backbone
     second = train(run_of(store_path, {**settings, "init_from": first.fingerprint}, {"name": "chain", **QUICK}))
     assert second.fingerprint != first.fingerprint
+    assert latest_backbone(store, "chain") is None
     of_another_name = train(run_of(store_path, {**settings, "init_from": "chain"}, {"name": "other", **QUICK}))
     third = {**settings, "init_from": second.fingerprint}
     assert of_another_name.fingerprint == train(run_of(store_path, third, {"name": "chain", **QUICK})).fingerprint
@@ -550,14 +553,16 @@ main(sys.argv[1:])
 @pytest.mark.slow
 @pytest.mark.data
 @pytest.mark.ray
-def test_an_interrupted_command_says_so_and_continues_in_a_store_given_by_a_relative_path(
+def test_an_interrupted_command_says_so_and_continues_with_store_and_backbone_given_by_relative_paths(
     store_path, ray_session, monkeypatch, capsys
 ):
     settings = {"questions": "tiny", "batch_questions": 4, "max_steps": 16, "epochs": 16, "checkpoint_steps": 2}
     run = run_of(store_path, settings, {"name": "interrupted", **QUICK}, resources={"train_workers": 1})
     calm = train(run_of(store_path, settings, {"name": "calm-alone", **QUICK}))  # one worker is this process
     file = store_path.parent / "run.yaml"
-    file.write_text(yaml.safe_dump({**run.model_dump(mode="json"), "store": {"path": store_path.name}}))
+    plain = run.model_dump(mode="json")
+    plain |= {"store": {"path": store_path.name}, "encoder": {**plain["encoder"], "backbone": "backbone"}}
+    file.write_text(yaml.safe_dump(plain))
     command = [sys.executable, "-c", COMMAND, "train", file.name, "--json"]
     options = {
         "stdout": subprocess.PIPE,

@@ -1,7 +1,9 @@
 """Run stages as concurrent Ray tasks, and return each report when its stage ends."""
 
+import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
@@ -61,7 +63,8 @@ def _remote_stage(stage: _Stage, run: RunConfig, progress: Progress, gpus: float
     resolved_run = run.model_copy(update={"store": StoreConfig(path=Store(run.store.path).address)})
     task: Any = ray.remote(_run_stage).options(num_cpus=0, num_gpus=gpus)
     with forward_progress(progress) as actor:
-        report = task.remote(stage, resolved_run.model_dump(mode="json"), actor)
+        plain = resolved_run.model_dump(mode="json", exclude_unset=True)
+        report = task.remote(stage, plain, str(Path.cwd()), actor)
         try:
             yield report
         except BaseException:  # Ctrl-C must stop the stage
@@ -69,5 +72,13 @@ def _remote_stage(stage: _Stage, run: RunConfig, progress: Progress, gpus: float
             raise
 
 
-def _run_stage(stage: _Stage, plain: dict[str, Any], actor: Any) -> Any:
+def enter_folder(folder: str) -> None:
+    """Work in the driver's folder, if this machine has it: Ray's workers are in that of their node, and paths of a run
+    file may be relative."""
+    with suppress(OSError):
+        os.chdir(folder)
+
+
+def _run_stage(stage: _Stage, plain: dict[str, Any], folder: str, actor: Any) -> Any:
+    enter_folder(folder)
     return to_plain(stage(RunConfig.model_validate(plain), actor.report.remote))
