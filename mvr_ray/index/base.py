@@ -15,6 +15,13 @@ MIN_TRAIN_VECTORS = 65536
 TRAIN_VECTORS_PER_LIST = 64
 
 
+_PARAMS_OF_FILES = {
+    "flat": ("scan",),
+    "faiss": ("factory", "hnsw_ef_construction"),
+    "hnsw": ("hnsw_m", "hnsw_ef_construction"),
+}
+
+
 @dataclass(frozen=True)
 class IndexParams:
     """Parameters of a shard's index, as plain values: `dataclasses.asdict` gives JSON."""
@@ -26,6 +33,10 @@ class IndexParams:
     hnsw_ef_construction: int = 200
     hnsw_ef_search: int = 128
     scan: str = "vectors"
+
+    def of_files(self) -> dict[str, str | int]:
+        """Return the parameters on which the bytes of the index files depend; others count when a shard is opened."""
+        return {name: getattr(self, name) for name in ("kind", *_PARAMS_OF_FILES[self.kind])}
 
 
 class ShardIndex(ABC):

@@ -15,7 +15,7 @@ from random_index import brute_force, publish_random_index, random_views
 from mvr_ray.checksums import add_trailer
 from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.distributed.encoders import resolve_encoder
-from mvr_ray.distributed.indexing import build_index, rewrite, staging
+from mvr_ray.distributed.indexing import build_index, rewrite, shards, staging
 from mvr_ray.distributed.indexing.shards import RECALL_DEPTH, build_shard, sample_views, shard_recall
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
@@ -450,6 +450,41 @@ def test_an_approximate_index_is_updated_in_a_copy_or_built_anew_and_the_manifes
     live = manifest.read(store, "index")
     assert updated_shards(live) == set() and live.recall == 1.0
     assert manifest.verify(store, live).problems == []
+
+
+@pytest.mark.parametrize(
+    ("index", "few", "many"),
+    [
+        ({"kind": "faiss", "factory": "IVF8,Flat"}, {"nprobe": 1}, {"nprobe": 8}),
+        ({"kind": "faiss", "factory": "IVF8,Flat", "prune_views": 0.2}, {"nprobe": 1}, {"nprobe": 8}),
+        ({"kind": "hnsw", "hnsw_m": 2}, {"hnsw_ef_search": 1}, {"hnsw_ef_search": 200}),
+    ],
+    ids=["faiss", "pruned", "hnsw"],
+)
+def test_settings_of_a_search_change_without_building_the_index_again(
+    own_index, run_over, tmp_path, monkeypatch, index, few, many
+):
+    """Also beside changes of passages, and with a promise of recall that only the earlier settings keep."""
+    monkeypatch.setattr(shards, "RECALL_DEPTH", 2)
+    store, calls = Store(str(own_index)), []
+
+    def build(**settings: object) -> manifest.Manifest:
+        return build_index.index(run_over(own_index, index={**index, "recall_sample": 400, **settings}))
+
+    first = build(**few)
+    monkeypatch.setattr(shards, "build_index", lambda *parts: calls.append(parts))
+    second = build(**many)
+    assert (second.version, second.shards) == (first.version + 1, first.shards) and not calls
+    assert second.recall > first.recall or index["kind"] == "hnsw"
+    assert (second.metrics["encoded"], second.metrics["carried_over"]) == (0, first.num_passages)
+    assert {name: second.index_params[name] for name in many} == many
+    if "prune_views" not in index:
+        passage = next(iter(Corpus.open(store, "corpus")))
+        (tmp_path / "c.jsonl").write_text(json.dumps({"id": passage.id, "text": "Words of a change."}))
+        update(run_over(own_index).prepare, store, str(tmp_path / "c.jsonl"))
+        third = build(**few)
+        assert [third.metrics[name] for name in ("encoded", "shards_updated", "shards_rebuilt")] == [1, 1, 0]
+        assert not calls and manifest.verify(store, third).problems == []
 
 
 def test_recall_of_an_approximate_index_is_that_of_a_plain_count(tmp_path):

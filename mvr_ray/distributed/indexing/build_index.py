@@ -36,7 +36,14 @@ from mvr_ray.distributed.indexing.carry_over import (
 )
 from mvr_ray.distributed.indexing.lexical import are_whole, build_lexical, find_base, lexical_task
 from mvr_ray.distributed.indexing.shards import BuiltShard
-from mvr_ray.distributed.indexing.staging import REFINED, BaseShard, EncodeTask, chunks_of, encode_task
+from mvr_ray.distributed.indexing.staging import (
+    REFINED,
+    BaseShard,
+    EncodeTask,
+    chunks_of,
+    config_digest,
+    encode_task,
+)
 from mvr_ray.errors import UNREAD, MissingInputError, RowsLostError, StagingError, StorageError
 from mvr_ray.index.base import IndexParams
 from mvr_ray.index.candidates import LABELS_FILE
@@ -90,7 +97,7 @@ def _build(run: RunConfig, corpus: Corpus, task: EncodeTask, before: Manifest | 
 
     store, cfg, resources, draft = corpus.store, run.index, run.resources, task.draft
     versions = {one.version: one for one in manifests.newest_first(store, draft.index)}
-    reusable = _reusable_shards(store, draft, corpus, before, versions)
+    reusable = _reusable_shards(store, draft, corpus, before, versions, cfg)
     base = find_base(store, cfg.name, corpus, cfg.language) if cfg.lexical else None
     if base and base.corpus_digest == corpus.digest:
         draft = dataclasses.replace(draft, lexical=base.lexical)
@@ -188,16 +195,24 @@ def _require_ids(expected: Sequence[str], actual: Sequence[str], where: str) -> 
 
 
 def _reusable_shards(
-    store: Store, draft: Manifest, corpus: Corpus, before: Manifest | None, versions: Mapping[int, Manifest]
+    store: Store,
+    draft: Manifest,
+    corpus: Corpus,
+    before: Manifest | None,
+    versions: Mapping[int, Manifest],
+    cfg: IndexConfig,
 ) -> dict[int, ShardEntry]:
     """Find undamaged shards of earlier `versions` with the same encoder, settings and passages, newest version first;
-    with `before`, only of that version, to keep its learned views. A shard is compared in one version of those that
-    share it."""
+    with `before`, only of that version, to keep its learned views. Settings of a search, such as `index.nprobe`, may be
+    others. A shard is compared in one version of those that share it."""
     reusable: dict[int, ShardEntry] = {}
     num_passages = {shard: part.num_passages for shard, part in enumerate(corpus.info.parts)}
     compared_digests: set[str] = set()
     for earlier in [before] if before else versions.values():
-        if (not before and has_refined_views(earlier, versions)) or earlier.config_digest != draft.config_digest:
+        params = IndexParams(**earlier.index_params)
+        has_same_files = params.of_files() == IndexParams(**draft.index_params).of_files()
+        same = has_same_files and earlier.config_digest == config_digest(cfg, draft.encoder_fingerprint, params)
+        if not same or (not before and has_refined_views(earlier, versions)):
             continue
         entries = [
             entry
@@ -207,8 +222,8 @@ def _reusable_shards(
             and entry.num_passages == num_passages.get(entry.shard)
         ]
         compared_digests.update(entry.digest for entry in entries)
-        same = _same_parts(store, earlier, corpus) if entries else ()
-        own = tuple(entry for entry in entries if entry.shard in same)
+        same_parts = _same_parts(store, earlier, corpus) if entries else ()
+        own = tuple(entry for entry in entries if entry.shard in same_parts)
         partial_manifest = dataclasses.replace(earlier, shards=own, refined_queries={}, lexical=None)
         damaged_shards = {problem.shard for problem in manifests.verify(store, partial_manifest).problems}
         if damaged_shards:
@@ -262,7 +277,7 @@ def build_one(task: EncodeTask, shard: int, reusable: ShardEntry | None, cfg: In
                 is_updated = (folder / LABELS_FILE).exists()
             entry = shards.build_shard(store, draft, shard, folder, known_files)
         if LABELS_FILE in entry.files and (base := task.plan(store, shard).base):
-            least_recall = base.least_recall
+            least_recall = base.promise(draft)
     recall = shards.shard_recall(store, draft, entry, cfg.recall_sample)
     folder = store.local_path(paths.shard_dir(draft.index, entry.digest))
     views = shards.shard_collapse(EmbeddingShard.open(folder / paths.EMBEDDINGS))
@@ -297,8 +312,8 @@ def _write_embeddings(
     if plan.base is None:
         _write_blocks(task, new_blocks, folder, cfg.prune_views)
         return known_files
-    base_files, params = plan.base.entry.files, task.draft.index_params
-    same_params = plan.base.index_params == params
+    base_files, params = plan.base.entry.files, IndexParams(**task.draft.index_params)
+    same_params = IndexParams(**(plan.base.index_params or {})).of_files() == params.of_files()
     try:
         base = shards.shard_embeddings(store, plan.base.index, plan.base.entry)
     except (MissingInputError, StorageError) as error:
@@ -314,27 +329,30 @@ def _write_embeddings(
     elif shared_names := write_changed(base, folder, upserts, plan.deleted_ids, cfg.compact_share):
         known_files = {name: base_files[name] for name in shared_names}
         if same_params:
-            known_files |= shards.keep_codes(IndexParams(**params), base.path.parent, base_files, folder)
-        if same_params and params["kind"] != "flat":
-            _update_index(plan.base, base, folder, upserts, cfg)
+            known_files |= shards.keep_codes(params, base.path.parent, base_files, folder)
+        if same_params and params.kind != "flat":
+            _update_index(plan.base, task.draft, base, folder, upserts, cfg)
     _require_ids(corpus.part(shard).ids(), shards.folder_embeddings(folder).ids(), f"shard {shard}")
     return known_files
 
 
 def _update_index(
-    base: BaseShard, embeddings: EmbeddingShard, folder: Path, changed_ids: Collection[str], cfg: IndexConfig
+    base: BaseShard,
+    draft: Manifest,
+    embeddings: EmbeddingShard,
+    folder: Path,
+    changed_ids: Collection[str],
+    cfg: IndexConfig,
 ) -> None:
     """Write the updated approximate index of a base with these embeddings to `folder`, which holds the changed ones;
     none if it needs a rebuild: too many vectors are deleted, or its recall is below the promise."""
-    params, blocks = IndexParams(**(base.index_params or {})), shards.folder_embeddings(folder).blocks()
-    source = embeddings.path.parent
+    params, blocks = IndexParams(**draft.index_params), shards.folder_embeddings(folder).blocks()
+    source, promise = embeddings.path.parent, base.promise(draft)
     files = update_index(params, embeddings.blocks(), blocks, changed_ids, source, folder, cfg.compact_share)
-    if files and base.least_recall is not None and cfg.recall_sample:
+    if files and promise is not None and cfg.recall_sample:
         recall = shards.folder_recall(params, folder, cfg.recall_sample, base.entry.shard)
-        if recall < base.least_recall:
-            log.info(
-                "index is rebuilt: shard=%d recall=%.4f promised=%.4f", base.entry.shard, recall, base.least_recall
-            )
+        if recall < promise:
+            log.info("index is rebuilt: shard=%d recall=%.4f promised=%.4f", base.entry.shard, recall, promise)
             for name in files:
                 (folder / name).unlink()
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic.dataclasses import dataclass
 
 from mvr_ray.checksums import with_trailer
-from mvr_ray.config import RunConfig
+from mvr_ray.config import IndexConfig, RunConfig
 from mvr_ray.distributed.indexing.shards import STAGED, index_params, parse_staged
 from mvr_ray.errors import DigestError, FormatError, StagingError
+from mvr_ray.index.base import IndexParams
 from mvr_ray.index.kinds import check_params
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
@@ -49,6 +50,10 @@ class BaseShard:
     entry: ShardEntry
     index_params: Mapping[str, Any] | None = None
     least_recall: float | None = None
+
+    def promise(self, draft: Manifest) -> float | None:
+        """Return the least recall of an updated copy: none where the version is searched by other parameters."""
+        return self.least_recall if self.index_params == draft.index_params else None
 
 
 @dataclass(frozen=True, config=STAGED)
@@ -129,22 +134,32 @@ class EncodeTask(NamedTuple):
         return StagingError(f"staged work of shard {shard} is removed ({reason}); run the same command again")
 
 
+def config_digest(index: IndexConfig, fingerprint: str, params: IndexParams) -> str:
+    """Return the digest of everything that determines the bytes of a shard and its measured recall, except its
+    passages."""
+    return _digest([_encoding(index, fingerprint), asdict(params), index.recall_sample, index.prune_views])
+
+
+def _encoding(index: IndexConfig, fingerprint: str) -> list[str | int]:
+    return [fingerprint, index.dtype, index.tokens_per_batch, index.sort_window]
+
+
+def _digest(parts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
 def encode_task(run: RunConfig, corpus: Corpus, encoder: "LocalEncoder", before: Manifest | None = None) -> EncodeTask:
     """Make the task of a run, with the draft of its version. `before` is the version whose refined views of unchanged
     passages are kept.
 
-    The staging key covers everything that changes an embedding's bytes, `config_digest` everything that determines the
-    bytes of a shard, except its passages. Raises ShardIndexError for index parameters that do not fit the encoder.
+    The staging key covers everything that changes an embedding's bytes. Raises ShardIndexError for index parameters
+    that do not fit the encoder.
     """
     store, index = Store(run.store.path), run.index
     params = index_params(index, encoder.dimension, run.resources.gpus_per_searcher > 0)
     check_params(params, encoder.dimension)
-    encoding = [encoder.fingerprint, index.dtype, index.tokens_per_batch, index.sort_window]
-    stage_parts = [corpus.digest, *encoding, *([before.content_digest()] if before else [])]
-    config_parts = [encoding, asdict(params), index.recall_sample, index.prune_views]
-    key, config_digest = (
-        hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16] for parts in (stage_parts, config_parts)
-    )
+    stage_parts = [corpus.digest, *_encoding(index, encoder.fingerprint)]
+    key = _digest([*stage_parts, *([before.content_digest()] if before else [])])
     draft = Manifest(
         index=index.name,
         operation=REFINED if before else "index",
@@ -160,7 +175,7 @@ def encode_task(run: RunConfig, corpus: Corpus, encoder: "LocalEncoder", before:
         shards=(),
         parent=before.version if before else manifests.latest_version(store, index.name),
         refined_queries=before.refined_queries if before else {},
-        config_digest=config_digest,
+        config_digest=config_digest(index, encoder.fingerprint, params),
     )
     return EncodeTask(store.address, draft, key, index.tokens_per_batch, index.sort_window)
 
