@@ -39,7 +39,14 @@ from mvr_ray.core.judging.metrics import (
 from mvr_ray.core.searching.hybrid import system_name
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.encoders import require_encoder
-from mvr_ray.distributed.retrieve import QuestionRanker, QuestionSet, RankSettings, rank_questions
+from mvr_ray.distributed.retrieve import (
+    QuestionRanker,
+    QuestionSet,
+    RankSettings,
+    checked_filter,
+    rank_questions,
+    warn_of_plain_queries,
+)
 from mvr_ray.distributed.router import Router, open_router, require_words
 from mvr_ray.distributed.text_table import interval_text, text_table
 from mvr_ray.errors import ConfigError, count_noun
@@ -129,10 +136,11 @@ def evaluate(
     run: RunConfig, progress: Progress = no_progress, sets: Sequence[QuestionSet] | None = None
 ) -> EvaluationReport:
     """Measure the live version on every set of `evaluate.questions`, or on `sets` of these names: by the dense score,
-    and by hybrid search with `search.hybrid` and with the weight tuned on `evaluate.hybrid`.
+    and by hybrid search with `search.hybrid` and with the weight tuned on `evaluate.hybrid`. With `retrieve.filter`
+    only passages that pass it are ranked, as by `retrieve`.
 
-    Raises ConfigError without a set or any label, MissingInputError, CoverageError, ResourceError,
-    ShardIndexError for a hybrid search over a version without words.
+    Raises ConfigError without a set or any label, or for a filter beside BM25, MissingInputError, FilterError,
+    CoverageError, ResourceError, ShardIndexError for a hybrid search over a version without words.
     """
     settings, store = run.evaluate, Store(run.store.path)
     if settings.bm25 and run.index.name == BM25_SYSTEM:
@@ -163,7 +171,15 @@ def evaluate(
         match=settings.match,
         strict_answers=run.retrieve.strict_answers,
         refined_queries=run.retrieve.refined_queries,
+        filter=checked_filter(run, corpus),
     )
+    if settings.bm25 and rank.filter is not None:
+        raise ConfigError(
+            "evaluate.bm25 ranks all passages, and retrieve.filter restricts what the other systems of the report "
+            "rank; set evaluate.bm25=false, or retrieve.filter=null"
+        )
+    if rank.refined_queries:
+        warn_of_plain_queries(base, [own.name for own in sets])
     results: list[SystemResult] = []
 
     def measure(system: str, ranked_questions: Iterator[RankedQuestion]) -> None:
@@ -309,8 +325,8 @@ def judge_hits(
 def tune(run: RunConfig, questions: str, progress: Progress = no_progress) -> TuneReport:
     """Measure each weight on the questions of a stored set with gold passages that `evaluate.questions` lacks.
 
-    Raises ConfigError for a set without any, MissingInputError, CoverageError, ShardIndexError for a version without
-    words.
+    Raises ConfigError for a set without any, MissingInputError, FilterError, CoverageError, ShardIndexError for a
+    version without words.
     """
     store = Store(run.store.path)
     base = manifests.read(store, run.index.name)
@@ -319,6 +335,7 @@ def tune(run: RunConfig, questions: str, progress: Progress = no_progress) -> Tu
     reports = [QuestionSet(name, read_questions(corpus, name)) for name in names]
     query_set = unreported_questions(corpus, questions, reports, "tune")
     require_words(base)
+    checked_filter(run, corpus)
     with open_router(run, base.version) as router:
         rows = try_weights(run, router, query_set, (None, "rrf", *WEIGHTS), progress)
     weight = best_weight(rows).weight
@@ -368,7 +385,7 @@ def try_weights(
     """Search with each of the weights; every question names gold passages. Raises ShardIndexError, CoverageError."""
     own_ids = own_passages(questions.questions, router.corpus, run.prepare.sources)
     depth = DEPTH + most_ids(own_ids)
-    ranker = QuestionRanker(router, RankSettings(k=depth))
+    ranker = QuestionRanker(router, RankSettings(k=depth, filter=run.retrieve.filter))
     batches = questions.batches(run.retrieve.batch)
     queries = [ranker.embed(batch) for batch in batches]
     rows = []

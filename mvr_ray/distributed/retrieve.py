@@ -201,9 +201,9 @@ def retrieve(
     if run.search.hybrid is not None:
         require_words(base)
     corpus = Corpus.open(store, base.corpus, base.corpus_digest)
-    if run.retrieve.filter is not None:
-        parse_filter(run.retrieve.filter, corpus.fields)
     query_set = question_set(corpus, questions)
+    if run.retrieve.refined_queries:
+        warn_of_plain_queries(base, [query_set.name])
     settings = RankSettings(
         k=run.retrieve.k,
         match=run.evaluate.match,
@@ -211,7 +211,7 @@ def retrieve(
         texts=format not in ("trec", "msmarco"),
         snippets=format in ("jsonl", "parquet") or (format == "dpr" and run.retrieve.extras),
         refined_queries=run.retrieve.refined_queries,
-        filter=run.retrieve.filter,
+        filter=checked_filter(run, corpus),
         hybrid=run.search.hybrid,
     )
     with open_router(run, base.version) as router:
@@ -230,6 +230,24 @@ def retrieve(
         base.index_params["kind"] == "flat",
         base.index if run.search.hybrid is None else system_name(run.search.hybrid),
     )
+
+
+def checked_filter(run: RunConfig, corpus: Corpus) -> Mapping[str, Any] | None:
+    """Return `retrieve.filter`. Raises FilterError for one that does not fit the fields of the corpus."""
+    if run.retrieve.filter is not None:
+        parse_filter(run.retrieve.filter, corpus.fields)
+    return run.retrieve.filter
+
+
+def warn_of_plain_queries(base: Manifest, names: Sequence[str]) -> None:
+    """Warn that `retrieve.refined_queries` does nothing for any of these question sets. No error: a study measures all
+    sets by one setting, also where a refinement was not published."""
+    if not base.refined_queries.keys() & set(names):
+        log.warning(
+            "retrieve.refined_queries has no effect: version %d of index %s has no refined queries of %s (there are: "
+            "%s); refine with these questions by refine.method query, rocchio or hybrid, and name the stored set",
+            *(base.version, base.index, ", ".join(names), ", ".join(base.refined_queries) or "none"),
+        )
 
 
 def question_set(corpus: Corpus, name: str) -> QuestionSet:

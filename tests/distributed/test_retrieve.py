@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -184,6 +185,34 @@ def test_a_set_of_another_corpus_is_refused_with_the_number_of_its_gold_passages
     )
     with pytest.raises(MissingInputError, match=message):
         evaluate(run_over(own_index, evaluate={"questions": ["dev", "foreign"]}))
+
+
+@without_ray
+def test_measurements_under_a_filter_are_those_of_what_passes(small_index, run_over):
+    """The articles have 20 paragraphs: all that pass are among the first 20."""
+    store = Store(str(small_index))
+    questions, passages = read_questions(only_corpus(store), "dev"), corpus.Corpus.open(store, "corpus")
+    title = passages.get(questions[0].positive_ids)[questions[0].positive_ids[0]].title
+    retrieval = {"filter": {"title": title}}
+    share = sum(passages.get(one.positive_ids)[one.positive_ids[0]].title == title for one in questions) / 40
+    rows = {row.metric: row.value for row in evaluate(run_over(small_index, retrieve=retrieval)).rows}
+    plain = {row.metric: row.value for row in evaluate(run_over(small_index)).rows}
+    assert 0 < share < 1 and rows["gold/top-20"] == pytest.approx(share)
+    assert rows["gold/top-1"] != plain["gold/top-1"]
+    with pytest.raises(ConfigError, match=r"evaluate\.bm25 ranks all passages.*set evaluate\.bm25=false"):
+        evaluate(run_over(small_index, retrieve=retrieval, evaluate={"bm25": True}))
+    with pytest.raises(FilterError, match="no field 'nothing'"):
+        evaluate(run_over(small_index, retrieve={"filter": {"nothing": 1}}))
+
+
+@without_ray
+def test_a_search_without_the_refined_queries_that_it_is_to_use_is_reported(small_index, run_over, tmp_path, caplog):
+    run = run_over(small_index, retrieve={"refined_queries": True})
+    message = r"refined_queries has no effect: version 1 of index index has no refined queries of dev \(there are: none"
+    for stage in (lambda: evaluate(run), lambda: retrieve(run, "dev", tmp_path / "ranking.json")):
+        caplog.clear()
+        stage()
+        assert re.search(message, caplog.text)
 
 
 @without_ray

@@ -5,7 +5,7 @@ import pytest
 from mvr_ray.distributed.evaluate import WEIGHTS, tune, unreported_questions
 from mvr_ray.distributed.retrieve import QuestionSet
 from mvr_ray.distributed.router import open_router
-from mvr_ray.errors import ConfigError, ShardIndexError
+from mvr_ray.errors import ConfigError, FilterError, ShardIndexError
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.questions import read_questions, write_questions
@@ -29,6 +29,13 @@ def test_the_weight_is_the_first_of_those_with_most_gold_passages_at_rank_one(le
     best = next(row for row in report.rows if row.weight == weight)
     assert best.top1 == max(row.top1 for row in report.rows)
     assert (report.questions, report.num_questions, report.version) == ("dev", 40, 2)
+
+
+def test_weights_are_tried_under_the_filter_of_retrieval(lexical_index, run_over):
+    settings = {"evaluate": {"questions": []}, "retrieve": {"filter": {"title": "nothing"}}}
+    assert {row.top20 for row in tune(run_over(lexical_index, **settings), "dev").rows} == {0.0}
+    with pytest.raises(FilterError, match="no field 'year'"):
+        tune(run_over(lexical_index, **{**settings, "retrieve": {"filter": {"year": 1}}}), "dev")
 
 
 def test_reported_questions_choose_no_weight_and_versions_without_words_are_refused(own_index, run_over, caplog):
