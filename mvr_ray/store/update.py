@@ -4,7 +4,8 @@
     {"id": "p2", "delete": true}                                      a passage to delete
 
 The new content is the whole of it: a field of the corpus that the row lacks is null from then on. Where all sources of
-passages have the same `fields` (`prepare.sources`), a row may have its parts under those names.
+passages have the same `fields` (`prepare.sources`), a row may have its parts under those names; where all have the same
+`id_prefix`, it goes before the id of a row that lacks it.
 
 The result is the next corpus of the name; the one before stays for index versions that name it. `mvr-ray index` then
 encodes the contents that are new. Nothing of the store changes before the whole file is read and every new part is
@@ -341,9 +342,12 @@ def read_changes(source: Path | Iterable[ChangeRecord], corpus: Corpus, cfg: Pre
     if isinstance(source, Path) and DUMP_NAME.search(source.name):
         changes = read_dump(source, corpus, cfg)
     else:
-        names = _names_of(cfg)
-        is_file = isinstance(source, Path)
-        records = (_change_record(row, names) for row in json_lines(source)) if is_file else source
+        names, prefix = _names_of(cfg), _prefix_of(cfg)
+        records: Iterable[ChangeRecord]
+        if isinstance(source, Path):
+            records = (_with_prefix(_change_record(row, names), prefix) for row in json_lines(source))
+        else:
+            records = source
         changes = _read_records(records, corpus, cfg)
     if cfg.chunk_words and (known_ids := corpus.get(changes.ids())):
         if "chunk_words" not in corpus.info.counts:
@@ -405,6 +409,20 @@ def _names_of(cfg: PrepareConfig) -> dict[str, str]:
         if source.passages
     ]
     return names[0] if names and names.count(names[0]) == len(names) else {}
+
+
+def _prefix_of(cfg: PrepareConfig) -> str:
+    """Return the `id_prefix` of all sources of passages; none where the sources differ."""
+    prefixes = {source.id_prefix for source in cfg.sources if source.passages}
+    return prefixes.pop() if len(prefixes) == 1 else ""
+
+
+def _with_prefix(record: ChangeRecord, prefix: str) -> ChangeRecord:
+    """Put the prefix of the sources before the id of a row that lacks it: as in the source, or as in the corpus."""
+    if isinstance(record, DeletionRecord):
+        return record if record.id.startswith(prefix) else record._replace(id=prefix + record.id)
+    has_prefix = isinstance(record, PassageRecord) and record.passage.id.startswith(prefix)
+    return record if has_prefix else with_prefix(record, prefix)
 
 
 def _change_record(row: Row | BadRow, names: Mapping[str, str]) -> ChangeRecord:

@@ -388,6 +388,24 @@ def test_changes_have_the_names_of_the_source_or_the_standard_ones(tmp_path: Pat
         update(two, store, str(write("c.jsonl", lines(*changes))))
 
 
+def test_changes_have_the_ids_of_the_source_or_of_the_corpus(tmp_path: Path, write: Write):
+    """Sources whose prefixes differ give none to changes."""
+    rows = [row("1", "one"), row("2", "two"), row("3", "three")]
+    source = SourceConfig(path=str(write("own.jsonl", lines(*rows))), id_prefix="w:")
+    cfg, digests = PrepareConfig(corpus="corpus", num_shards=3, sources=[source]), set()
+    for prefix in ("", "w:"):
+        store = Store(tmp_path / f"store-{len(digests)}")
+        prepare(cfg, store)
+        changes = lines(row(f"{prefix}1", "new"), row(f"{prefix}4", "four"), {"id": f"{prefix}2", "delete": True})
+        report = update(cfg, store, str(write("c.jsonl", changes)))
+        assert (report.replaced, report.added, report.deleted, report.absent) == (1, 1, 1, 0)
+        assert sorted(passage.id for passage in Corpus.open(store, "corpus")) == ["w:1", "w:3", "w:4"]
+        digests.add(report.digest)
+    assert len(digests) == 1
+    two = cfg.model_copy(update={"sources": [source, SourceConfig(path="other.jsonl")]})
+    assert update(two, store, str(write("c.jsonl", lines({"id": "1", "delete": True})))).absent == 1
+
+
 def test_parts_that_were_written_long_before_they_are_named_outlive_a_collection_that_runs_meanwhile(
     tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
 ):
