@@ -234,9 +234,15 @@ def _process_lines(run: RunConfig, model: Backbone, shard: ShardSizes) -> Iterat
         yield PlanLine("gpu", "encoder", encode_bytes, resources.encoders_max, note)
     if gpu_trainer:
         yield PlanLine("gpu", "trainer", train_bytes, trainers, "weights, AdamW, activations")
-    if on_gpu:
-        vectors_bytes = own_shards * (shard.vectors + shard.feedback_views) * shard.vector_bytes
-        yield PlanLine("gpu", "searcher", vectors_bytes + step_bytes, searchers, "vectors of its shards")
+    if on_gpu and run.index.kind != "hnsw":  # a graph is searched on the CPU, and candidates of Faiss are scored there
+        vectors = shard.vectors + shard.feedback_views
+        file_bytes = own_shards * index_bytes(run.index, vectors, shard.dimension, on_gpu)
+        if run.index.kind == "faiss":
+            yield PlanLine("gpu", "searcher", file_bytes, searchers, "index files of its shards; Faiss takes more")
+        else:
+            scanned_bytes = file_bytes or own_shards * vectors * shard.vector_bytes
+            what = "codes" if file_bytes else "vectors"
+            yield PlanLine("gpu", "searcher", scanned_bytes + step_bytes, searchers, f"{what} of its shards")
 
 
 def _is_unpadded(run: RunConfig) -> bool:

@@ -258,6 +258,19 @@ def test_gpus_are_planned_where_the_run_asks_for_them() -> None:
         assert three == 3 * one > 0
 
 
+def test_a_searcher_s_gpu_holds_what_it_scans_there() -> None:
+    def searcher_bytes(**index: str) -> int:
+        run = RunConfig.model_validate({"resources": {"gpus_per_searcher": 1}, "index": index})
+        return plan(run, 1_000_000).total("gpu")
+
+    step_bytes = searcher_bytes(dtype="fp32") - 2 * (searcher_bytes(dtype="fp32") - searcher_bytes())
+    assert searcher_bytes() - step_bytes == 8_000_000 * 384 * 2
+    assert searcher_bytes(scan="int8") - step_bytes == 8_000_000 * (384 + 8)
+    assert searcher_bytes(kind="faiss") == pytest.approx(8_000_000 * (384 + 8), rel=0.01)
+    assert searcher_bytes(kind="faiss", factory="IVF256,PQ96") == pytest.approx(8_000_000 * (96 + 8), rel=0.01)
+    assert searcher_bytes(kind="hnsw") == 0
+
+
 def test_a_gpu_that_encodes_has_both_towers_and_in_bf16_less_of_each_batch() -> None:
     def gpu_bytes(tokens: int, precision: str = "fp32", tie_towers: bool = True) -> int:
         data = {"resources": {"gpus_per_encoder": 1}, "encoder": {"tied": tie_towers}}

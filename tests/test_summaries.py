@@ -44,6 +44,7 @@ REFINED = {
     "dirty_share": 0.45,
     "published": MANIFEST | {"version": 5},
     "reason": "1 of 1 rounds done",
+    "method": "feedback_views",
 }
 METRICS = ("top-1", "top-5", "top-20", "top-100", "mrr", "ndcg@10")
 ROWS = [
@@ -170,6 +171,26 @@ def test_a_stage_ends_with_a_verdict_and_the_next_command(
 
 
 @pytest.mark.parametrize(
+    ("folder", "following"),
+    [
+        ("encoders", "index run.yaml train.task=reader train.reader=large read.batch=4"),
+        ("readers", "read run.yaml read.batch=4 read.reader=large ranking=FILE"),
+        ("cross_encoders", "mine run.yaml read.batch=4 mine.cross_encoder=large"),
+    ],
+)
+def test_after_a_training_comes_the_command_that_uses_the_model(folder: str, following: str) -> None:
+    words = ("run.yaml", "train.task=reader", "train.reader=large", "read.batch=4")
+    report = {"name": "large", "fingerprint": "ab", "folder": f"{folder}/large/ab", "epochs": []}
+    assert summarize("train", report, words).next == following
+
+
+@pytest.mark.parametrize("method", ["query", "rocchio", "hybrid"])
+def test_a_refinement_of_queries_is_measured_with_them(method: str) -> None:
+    assert summarize("refine", REFINED | {"method": method}, WORDS).next.endswith(" retrieve.refined_queries=true")
+    assert "refined_queries" not in summarize("refine", REFINED, WORDS).next
+
+
+@pytest.mark.parametrize(
     ("command", "settings", "suggestion"),
     [
         ("evaluate run.yaml index.kind=flat", {}, 'search run.yaml index.kind=flat "your question"'),
@@ -178,6 +199,7 @@ def test_a_stage_ends_with_a_verdict_and_the_next_command(
         ("analyze run.yaml", {"analyze": {"questions": "dev"}}, "analyze run.yaml"),
         ("read run.yaml ranking=dev.json", {}, ""),
         ("read run.yaml ranking=dev.json", {"read": {"reader": "."}}, "read run.yaml ranking=dev.json"),
+        ("read run.yaml read.reader=. ranking=a.json", {}, "read run.yaml read.reader=. ranking=a.json"),
         ("serve run.yaml", {}, "serve run.yaml"),
         ("", {}, ""),
     ],

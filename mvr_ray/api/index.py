@@ -144,12 +144,17 @@ class Index:
 
         `name` selects one of several indexes of a store. `settings` override the run file. A store of the command line
         has no run file: what the store records then takes its place, and other settings have their defaults. Raises
-        MissingInputError if there is none, ConfigError.
+        MissingInputError if there is none, ConfigError, also for another `name` than that of a run file.
         """
         location = _absolute(path)
         text = location if str(path).startswith("~") else str(path)
         if text.endswith((".yaml", ".yml")):
             has_run_file, base = True, load_run(text).model_dump(mode="json")
+            if name not in (None, own_name := base["index"]["name"]):
+                raise ConfigError(
+                    f"Index.open: {text} describes index {own_name!r}, not {name!r}; give the path of the store with "
+                    f"name=, or settings={{'index': {{'name': {name!r}}}}} for the other settings of this run file"
+                )
         else:
             store = Store(text)
             if has_run_file := name is None and store.exists(paths.RUN_FILE):

@@ -651,7 +651,7 @@ def doctor(
     from mvr_ray.distributed.cluster import session
 
     run = _load_run(config, overrides) if config else RunConfig()
-    checks = session.doctor(run.resources)
+    checks = session.doctor(run.resources, run.index.precision)
     if as_json:
         print_json(checks)
     else:

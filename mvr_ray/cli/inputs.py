@@ -4,6 +4,7 @@ The store's own functions read manifests, corpora and question sets, so errors h
 some seconds earlier and without a cluster.
 """
 
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -84,8 +85,10 @@ def ready_command(command: str, run: RunConfig) -> str:
     if not sets.get(stage, True):
         return f'search {words} "your question"'
     if stage == "read":
+        setting = f"{READERS.setting}="
+        names = [word.removeprefix(setting) for word in shlex.split(words) if word.startswith(setting)]
         try:
-            find_model(run, READERS, run.read.reader)
+            find_model(run, READERS, names[-1] if names else run.read.reader)
         except MissingInputError:
             return ""
     return command

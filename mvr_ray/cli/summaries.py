@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from mvr_ray.cli.tables import cell, report_tables, size, table, version_text
+from mvr_ray.core.refining.refine_policy import MOVES_QUERIES
 from mvr_ray.distributed.text_table import interval_text
 from mvr_ray.errors import UNREAD, count_noun
 
@@ -74,8 +75,13 @@ def _train(report: Report, words: str) -> Summary:
     tables = [table("epochs", [name.replace("_", " ") for name in names], rows)] if rows else []
     collapse = COLLAPSE * bool(epochs and epochs[-1].get("collapsed"))
     verdict = f"trained: {report['name']}/{report['fingerprint']}{collapse}"
-    next_commands = {"readers": f"read {words} ranking=FILE", "cross_encoders": f"mine {words}"}
-    return Summary(tables, verdict, next_commands.get(str(report["folder"]).partition("/")[0], f"index {words}"))
+    kind = str(report["folder"]).partition("/")[0]
+    other_words = shlex.join(word for word in shlex.split(words) if not word.startswith("train."))
+    next_commands = {
+        "readers": f"read {other_words} read.reader={report['name']} ranking=FILE",
+        "cross_encoders": f"mine {other_words} mine.cross_encoder={report['name']}",
+    }
+    return Summary(tables, verdict, next_commands.get(kind, f"index {words}"))
 
 
 def _mine(report: Report, words: str) -> Summary:
@@ -135,7 +141,8 @@ def _refine(report: Report, words: str) -> Summary:
         verdict = f"not published: {report['reason']}; version {report['base_version']} stays live"
         return Summary(accuracy, verdict, f"analyze {words}")
     changes = f"{percent(report['dirty_share'])} % of passages changed ({report['reason']})"
-    return Summary(accuracy, f"live: {version_text(manifest)}, {changes}", f"evaluate {words}")
+    override = " retrieve.refined_queries=true" * (report["method"] in MOVES_QUERIES)
+    return Summary(accuracy, f"live: {version_text(manifest)}, {changes}", f"evaluate {words}{override}")
 
 
 def _ranked_by(report: Report, system: str | None) -> str:

@@ -83,7 +83,8 @@ class SourceConfig(Section):
     questions: Name | None = None
     """Store this source's questions under this name; absent: they are left out."""
     id_prefix: str = ""
-    """Prefix of every passage id of this source (DPR uses `wiki:`)."""
+    """Prefix of every passage id of this source (DPR uses `wiki:`). `update` puts the one that all sources of passages
+    have before an id that lacks it."""
     fields: SourceFields = Field(default_factory=SourceFields)
     """Names of the source's own fields, for jsonl, csv, tsv, parquet and huggingface: `{id: _id, text: body}`."""
     split: str = "test"
@@ -226,7 +227,8 @@ class IndexConfig(Section):
     name: Name = "index"
     encoder: Name = "auto"
     """`untrained`: the backbone with the encoder section's strategy; `trained`: the newest snapshot of
-    `encoder.name`; a fingerprint; auto: trained if there is one, else untrained."""
+    `encoder.name`; a fingerprint; auto: trained if there is one, else untrained. A trained one has the settings of its
+    training: the encoder section may leave them out, and none that differs is accepted."""
     precision: Literal["auto", "fp32", "bf16", "int8", "openvino", "openvino-bf16"] = "auto"
     """Precision of embedding passages; questions always use fp32. Another precision is another encoder, with a
     fingerprint of its own. auto: on CPUs the fastest float of this machine: bf16 where the processor has instructions
@@ -252,6 +254,8 @@ class IndexConfig(Section):
     factory: str | None = None
     """Faiss factory string, for kind faiss; absent: `index.base.default_factory`."""
     nprobe: Count = 64
+    """Lists of a Faiss index that a search reads. A version with another number, or another `hnsw_ef_search`, is made
+    without building the index again."""
     hnsw_m: Annotated[int, Field(ge=2, le=512)] = 32
     hnsw_ef_construction: Count = 200
     hnsw_ef_search: Count = 128
@@ -348,7 +352,8 @@ class RetrieveConfig(Section):
     refined_queries: bool = False
     """Search with the query vectors of query-side refinement for a stored question set. They depend on its answers."""
     filter: dict[str, Any] | None = None
-    """Rank only passages whose fields pass it, such as `{year: {gte: 1958}}` (docs/filters.md)."""
+    """Rank only passages whose fields pass it, such as `{year: {gte: 1958}}` (docs/filters.md), also in `evaluate` and
+    `tune`."""
     extras: bool = False
     """Add view and snippet to the DPR JSON, which DPR's own reader then refuses."""
 

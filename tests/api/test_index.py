@@ -661,6 +661,10 @@ def test_an_index_shows_the_version_that_it_answers_from_and_changes_the_newest_
 WRONG_ARGUMENTS = {
     "settings are texts": (lambda index: Index.open(index.run.store.path, settings=["index"]), "settings is"),
     "a section is a number": (lambda index: Index.open(index.run.store.path, settings={"index": 3}), "settings is"),
+    "another index than that of a run file": (
+        lambda index: Index.open(f"{index.run.store.path}/run.yaml", name="other"),
+        r"describes index 'index', not 'other'; give the path of the store with name=, or settings=\{'index': ",
+    ),
     "a section of a build": (lambda index: Index.build(ROWS, path="never", settings={"index": 3}), "settings is"),
     "k is no number": (lambda index: index.evaluate(["who?"], k=None), r"evaluate\.k"),
     "no k": (lambda index: index.evaluate(["who?"], k=[]), r"evaluate\.k: \[\] is not a list of at least 1"),

@@ -184,6 +184,24 @@ def test_doctor_says_what_embedding_on_a_cpu_goes_without(monkeypatch, is_instal
     assert check.ok and detail in check.detail
 
 
+@pytest.mark.parametrize("precision", ["int8", "openvino", "openvino-bf16"])
+def test_doctor_misses_openvino_where_the_precision_needs_it(monkeypatch, precision):
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    [check] = [check for check in doctor(precision=precision) if check.name == "openvino"]
+    assert not check.ok and f"index.precision {precision} needs it" in check.detail
+
+
+def test_doctor_misses_the_gpus_that_the_run_file_asks_for(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for name in ("gpus_per_encoder", "gpus_per_trainer", "gpus_per_searcher"):
+        [check] = [check for check in doctor(ResourcesConfig(**{name: 0.5})) if check.name == "gpus"]
+        assert not check.ok and f"resources.{name} is 0.5" in check.detail
+    on_cluster = ResourcesConfig(gpus_per_encoder=1, address="http://127.0.0.1:1")
+    for resources in (ResourcesConfig(), on_cluster):
+        [check] = [check for check in doctor(resources) if check.name == "gpus"]
+        assert check.ok
+
+
 @pytest.mark.ray
 def test_connecting_inside_a_session_keeps_it_open(ray_session):
     with connect(ResourcesConfig()) as info:

@@ -419,18 +419,19 @@ def require(info: ClusterInfo, needs: Sequence[Need]) -> None:
 _LIBRARIES = ("torch", "transformers", "pyarrow", "faiss", "hnswlib", "bm25s", "nltk", "Stemmer")
 
 
-def doctor(resources: ResourcesConfig | None = None) -> list[Check]:
+def doctor(resources: ResourcesConfig | None = None, precision: str = "auto") -> list[Check]:
     """Check this machine for a stage: interpreter, libraries, memory, temporary folder, authentication, GPUs.
+    `precision` is `index.precision`.
 
     With `resources.address` or RAY_ADDRESS, also tries to join that cluster, and measures a working directory of jobs.
     """
     resources = resources or ResourcesConfig()
     address = cluster_address(resources)
     of_cluster = [*_check_working_folder(Path.cwd()), _check_cluster(address)] if address else []
-    return [*_check_software(), *_check_machine(resources), *of_cluster]
+    return [*_check_software(precision), *_check_machine(resources, address), *of_cluster]
 
 
-def _check_software() -> Iterator[Check]:
+def _check_software(precision: str) -> Iterator[Check]:
     import ray
 
     from mvr_ray.distributed.cluster.ray_internals import READ_FROM
@@ -452,7 +453,10 @@ def _check_software() -> Iterator[Check]:
 
     has_openvino = importlib.util.find_spec("openvino") is not None
     lack = f"not installed: CPUs embed passages up to four times more slowly; {INSTALL}"
-    yield Check("openvino", True, importlib.metadata.version("openvino") if has_openvino else lack)
+    if is_needed := precision in ("int8", "openvino", "openvino-bf16"):
+        lack = f"not installed, and index.precision {precision} needs it; {INSTALL}"
+    detail = importlib.metadata.version("openvino") if has_openvino else lack
+    yield Check("openvino", has_openvino or not is_needed, detail)
     missing = [name for name in (native.LIBRARY, native_step.LIBRARY) if importlib.util.find_spec(name) is None]
     lack = f"{', '.join(missing)} missing, torch replaces them more slowly; install again with a C compiler"
     yield Check("compiled loops", not missing, lack if missing else "search and refinement, compiled from C")
@@ -461,7 +465,7 @@ def _check_software() -> Iterator[Check]:
     yield Check("default model", folder.is_dir(), f"{PACKAGED_MODEL} in {folder}" if folder.is_dir() else lack)
 
 
-def _check_machine(resources: ResourcesConfig) -> Iterator[Check]:
+def _check_machine(resources: ResourcesConfig, address: str | None) -> Iterator[Check]:
     cpus = _private_cpus(resources)
     yield Check("processors", True, f"{num_cores()} cores; a private cluster gets {cpus} logical CPUs")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -489,7 +493,12 @@ def _check_machine(resources: ResourcesConfig) -> Iterator[Check]:
     yield Check("authentication", not problem, detail)
     cuda = importlib.import_module("torch").cuda
     names = f"{cuda.device_count()} x {cuda.get_device_name(0)}" if cuda.is_available() else ""
-    yield Check("gpus", True, names or "none visible to torch; the CPU does all the work")
+    own = {name: value for name, value in resources if name.startswith("gpus_per_") and value and not address}
+    lack = "none visible to torch; the CPU does all the work"
+    if own:
+        settings = ", ".join(f"resources.{name} is {value:g}" for name, value in own.items())
+        lack = f"none visible to torch, but {settings}; set these to 0, or resources.address of a cluster with GPUs"
+    yield Check("gpus", bool(names) or not own, names or lack)
 
 
 def _check_working_folder(folder: Path) -> Iterator[Check]:
