@@ -372,14 +372,14 @@ class Store:
         with self._input(path):
             return self._objects.sha256(_check_path(path)) if self._objects else sha256_of(self._local(path))
 
-    def damage(self, path: str, num_bytes: int, sha256: str) -> str:
-        """Compare the file at `path` with its size and digest; returns how it differs, or an empty text."""
+    def damage(self, path: str, num_bytes: int, sha256: str = "") -> str:
+        """Compare the file at `path` with its size and digest, if given; returns how it differs, or an empty text."""
         size = self.size_bytes(path)
         if size < 0:
             return "is missing"
         if size != num_bytes:
             return f"has {size} bytes, not {num_bytes}"
-        return "" if self.sha256(path) == sha256 else f"has another sha256 than {sha256}"
+        return "" if not sha256 or self.sha256(path) == sha256 else f"has another sha256 than {sha256}"
 
     def open_copy(self, local: Path, path: str, load: Callable[[Path], R]) -> R:
         """Return what `load` makes of `local`, from `local_path(path)`. If it refuses a copy in the cache, which may be

@@ -13,7 +13,7 @@
     <store>/training/<name>/<key>/             checkpoints of unfinished training, safe to delete
     <store>/indexes/<name>/versions/<n>.json
     <store>/indexes/<name>/shards/<digest>/    embeddings.arrow, changes.arrow, changes-2.arrow, ... where few passages
-                                               were changed since, index file, shard.json
+                                               were changed since, index file, shard.json, measurements
     <store>/indexes/<name>/queries/<digest>.arrow
     <store>/indexes/<name>/lexical/<digest>.arrow    words of one shard, or of the corpus (`index.lexical`)
     <store>/indexes/<name>/quarantine/<digest>-<n>/   damaged shards; nothing removes them
@@ -160,6 +160,11 @@ def manifest(index: str, version: int) -> str:
 
 def shard_dir(index: str, digest: str) -> str:
     return f"indexes/{index}/shards/{digest}"
+
+
+def shard_measurements(index: str, digest: str, config_digest: str) -> str:
+    """What was measured on a shard under the settings of this digest, so that later versions need not read it again."""
+    return f"{shard_dir(index, digest)}/measurements-{config_digest}.json"
 
 
 def quarantine_dir(index: str, digest: str, number: int) -> str:

@@ -29,7 +29,7 @@ from mvr_ray.index.kinds import KINDS
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.delta import open_embeddings, views_by_id, write_changed
-from mvr_ray.store.embeddings import Views
+from mvr_ray.store.embeddings import EmbeddingShard, Views
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
@@ -491,3 +491,43 @@ def test_a_changed_sample_measures_the_recall_of_the_same_shards_once(first_stor
     before, after, again = map(build_index.index, runs)
     assert before.recall is None and after.recall is not None
     assert (after.shards, after.version, again.version) == (before.shards, before.version + 1, after.version)
+
+
+def test_an_update_reads_no_byte_of_what_it_does_not_change_and_its_metrics_are_those_of_all_shards(
+    first_store, run_over, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(shards, "RECALL_DEPTH", 2)
+    root, reads = shutil.copytree(first_store / "encoders", tmp_path / "store" / "encoders").parent, list[str]()
+    index = {"kind": "faiss", "factory": "IVF8,Flat", "nprobe": 1, "recall_sample": 400, "lexical": True}
+    store, run = Store(str(root)), own_run(run_over, root, 4, **index)
+    write_rows(tmp_path / "passages.jsonl", {f"p{number:02d}": number for number in range(60)})
+    prepare(run.prepare, store)
+    first = build_index.index(run)
+    update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", {"p03": 70}))
+    with monkeypatch.context() as patch:
+        for name in ("local_path", "sha256"):
+            read = getattr(Store, name)
+            patch.setattr(Store, name, lambda own, path, read=read: (reads.append(path), read(own, path))[1])
+        version = build_index.index(run)
+    assert first.lexical and version.lexical
+    unchanged = [entry for entry in version.shards if entry in first.shards]
+    words = [files for files in version.lexical.postings if files in first.lexical.postings]
+    assert len(unchanged) == len(words) == 3
+    places = [manifest.lexical_path("index", file) for files in words for file in files]
+    places += [paths.shard_dir("index", entry.digest) for entry in unchanged]
+    assert reads and not [path for path in reads if path.startswith(tuple(places))]
+
+    folders = [root / paths.shard_dir("index", entry.digest) for entry in version.shards]
+    views = [shards.shard_collapse(EmbeddingShard.open(folder / paths.EMBEDDINGS)) for folder in folders]
+    recalls = [shard_recall(store, version, entry, 400) for entry in version.shards]
+    measures = {"recall": recalls, "lv": [own.lv for own in views]}
+    measures["view_pair_cosine"] = [own.mean_pair_cosine for own in views]
+    for name, values in measures.items():
+        expected = np.average(values, weights=[entry.num_passages for entry in version.shards])
+        assert len({*values}) > 1 and version.metrics[name] == pytest.approx(expected)
+
+    flip_byte(folders[unchanged[0].shard] / paths.EMBEDDINGS)
+    flip_byte(root / places[0])
+    again = build_index.index(run)
+    assert (again.version, again.content_digest()) == (version.version, version.content_digest())
+    assert manifest.verify(store, version).problems == []

@@ -204,7 +204,9 @@ def _reusable_shards(
 ) -> dict[int, ShardEntry]:
     """Find undamaged shards of earlier `versions` with the same encoder, settings and passages, newest version first;
     with `before`, only of that version, to keep its learned views. Settings of a search, such as `index.nprobe`, may be
-    others. A shard is compared in one version of those that share it."""
+    others. A shard is compared in one version of those that share it; its bytes are read only if that version is over
+    the same corpus, so that an update reads no shard that it does not change, and the same command again repairs what
+    is damaged."""
     reusable: dict[int, ShardEntry] = {}
     num_passages = {shard: part.num_passages for shard, part in enumerate(corpus.info.parts)}
     compared_digests: set[str] = set()
@@ -225,7 +227,8 @@ def _reusable_shards(
         same_parts = _same_parts(store, earlier, corpus) if entries else ()
         own = tuple(entry for entry in entries if entry.shard in same_parts)
         partial_manifest = dataclasses.replace(earlier, shards=own, refined_queries={}, lexical=None)
-        damaged_shards = {problem.shard for problem in manifests.verify(store, partial_manifest).problems}
+        report = manifests.verify(store, partial_manifest, sizes_only=earlier.corpus_digest != corpus.digest)
+        damaged_shards = {problem.shard for problem in report.problems}
         if damaged_shards:
             log.warning(
                 "index repairs shards: index=%s version=%d shards=%s", draft.index, earlier.version, damaged_shards
@@ -261,9 +264,10 @@ def _same_live_version(store: Store, draft: Manifest, reusable: dict[int, ShardE
 
 
 def build_one(task: EncodeTask, shard: int, reusable: ShardEntry | None, cfg: IndexConfig) -> BuiltShard:
-    """Build one shard from its staged work, or reuse the given or noted one; measured either way."""
+    """Build one shard from its staged work, or reuse the given or noted one, which is measured unless it was before."""
     store, draft, note = Store(task.store), task.draft, _note_path(task, shard)
-    if reusable is None and (built_shard := shards.read_note(store, draft.index, note)):
+    earlier = shards.read_measurements(store, draft, reusable) if reusable else None
+    if built_shard := earlier or (None if reusable else shards.read_note(store, draft.index, note)):
         return built_shard
     entry, is_updated, least_recall = reusable, None, None
     unread_counts: list[UnreadCounts] = []
@@ -294,6 +298,7 @@ def build_one(task: EncodeTask, shard: int, reusable: ShardEntry | None, cfg: In
         num_cut=sum(own.num_cut for own in unread_counts),
         num_unknown=sum(own.num_unknown for own in unread_counts),
     )
+    shards.write_measurements(store, draft, built_shard)
     return built_shard if reusable else shards.write_note(store, note, built_shard)
 
 

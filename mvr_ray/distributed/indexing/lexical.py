@@ -136,7 +136,8 @@ def shard_words(task: LexicalTask, shard: int) -> ShardWords:
     assert before.lexical, "the base version has no words"
     files, old_corpus = before.lexical.postings[shard], Corpus.open(store, before.corpus, before.corpus_digest)
     is_same = corpus.info.parts[shard].digest == old_corpus.info.parts[shard].digest
-    if is_same and are_whole(store, task.index, files):  # without reading the part
+    sizes_only = corpus.digest != old_corpus.digest  # an update reads no words that it does not change
+    if is_same and are_whole(store, task.index, files, sizes_only):  # without reading the part
         return ShardWords(files)
     old, part = old_corpus.part(shard), corpus.part(shard)
     changes = difference(old, part)
@@ -289,6 +290,7 @@ def _add(task: LexicalTask, write: Callable[[Path], object]) -> FileEntry:
     return entry
 
 
-def are_whole(store: Store, index: str, files: Files) -> bool:
-    """Whether these lexical files are in the store undamaged."""
-    return not any(store.damage(manifests.lexical_path(index, one), one.num_bytes, one.sha256) for one in files)
+def are_whole(store: Store, index: str, files: Files, sizes_only: bool = False) -> bool:
+    """Whether these lexical files are in the store undamaged; with `sizes_only`, whether they have their sizes."""
+    checks = [(manifests.lexical_path(index, one), one.num_bytes, "" if sizes_only else one.sha256) for one in files]
+    return not any(store.for_each(lambda check: store.damage(*check), checks))

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -158,6 +158,22 @@ def read_note(store: Store, index: str, path: str) -> BuiltShard | None:
         store.delete(path)
         return None
     return built_shard
+
+
+def write_measurements(store: Store, draft: Manifest, report: BuiltShard) -> None:
+    """Record beside a shard what later versions that reuse it need to know of it."""
+    own = replace(report, is_updated=None, least_recall=None, num_cut=0, num_unknown=0)
+    write_note(store, paths.shard_measurements(draft.index, report.entry.digest, draft.config_digest), own)
+
+
+def read_measurements(store: Store, draft: Manifest, entry: ShardEntry) -> BuiltShard | None:
+    """Read what was measured on a shard, without reading the shard. None where that is missing or damaged, a newer
+    program's or of another shard."""
+    path = paths.shard_measurements(draft.index, entry.digest, draft.config_digest)
+    with suppress(MissingInputError, DigestError, FormatError):
+        own = parse_staged(BuiltShard, store.read_bytes(path), store.where(path))
+        return own if own.entry == entry else None
+    return None
 
 
 def renew_periodically(store: Store, draft: Manifest, key: str, grace_s: float) -> AbstractContextManager[None]:
