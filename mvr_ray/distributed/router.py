@@ -16,7 +16,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -421,7 +421,8 @@ class Router:
             yield str(error)
 
     def take_over(self, before: "Router") -> None:
-        """Open the encoder and corpus if the previous router has them open; share them if they are the same."""
+        """Open the encoder, the corpus and its parts if the previous router has them open; share them if they are the
+        same."""
         with before._lock:
             encoder, corpus = before._encoder, before._corpus
         own, other = self.manifest, before.manifest
@@ -433,7 +434,20 @@ class Router:
         if encoder is not None:
             _ = self.encoder
         if corpus is not None:
-            _ = self.corpus
+            self._open_parts(shard for shard in corpus.open_shards if shard < self.corpus.num_shards)
+
+    def warm_up(self) -> None:
+        """Open the encoder and all parts of the corpus if they are there, so that no request waits for it."""
+        if not self.missing_sources():
+            self.embed(["the first question"])  # imports, too
+            self._open_parts(range(self.corpus.num_shards))
+
+    def _open_parts(self, shards: Iterable[int]) -> None:
+        """Open parts of the corpus before a request needs them. Requests that need a damaged part say so."""
+        try:
+            self.corpus.open_parts(shards)
+        except (MissingInputError, StorageError) as error:
+            log.warning("a part of the corpus stays closed: %s", error)
 
     def ready(self) -> None:
         """Wait until every shard can be searched, also after the restart of a searcher."""

@@ -83,8 +83,7 @@ class SearchIngress:
             )
         )
         with router.pin() as live:
-            if not live.missing_sources():  # under load, a new replica's first question would wait for imports
-                live.embed(["the first question"])
+            live.warm_up()
         catalog = VersionCatalog(Store(config.store.path), config.index.name)
         recall_monitor = RecallMonitor(router, self._metrics.note_recall)
         self._resources.callback(recall_monitor.close)

@@ -349,6 +349,15 @@ class Corpus:
             self._parts[shard] = CorpusPart(*files, fields=self.fields)
         return self._parts[shard]
 
+    @property
+    def open_shards(self) -> list[int]:
+        """The numbers of the parts that are open."""
+        return list(self._parts)
+
+    def open_parts(self, shards: Iterable[int]) -> None:
+        """Open parts and lay their changes over them, several at once from an object store. Raises as `part`."""
+        self.store.for_each(lambda shard: len(self.part(shard)), sorted({*shards}.difference(self._parts)))
+
     def open_file(self, what: str, info: "CorpusFile") -> Path:
         """Return a local file with the content that `info` describes, after checking its digest. Raises as `part`
         does; messages name the file as `what`."""
@@ -372,8 +381,10 @@ class Corpus:
 
     def get(self, ids: Iterable[str]) -> dict[str, Passage]:
         """Find the passages of these ids; ids that the corpus does not hold are absent."""
-        parts = ((passage_id, self.part(shard_of(passage_id, self.num_shards))) for passage_id in ids)
-        return {passage_id: passage for passage_id, part in parts if (passage := part.get(passage_id))}
+        shards = {passage_id: shard_of(passage_id, self.num_shards) for passage_id in ids}
+        self.open_parts(shards.values())
+        found = ((passage_id, self._parts[shard].get(passage_id)) for passage_id, shard in shards.items())
+        return {passage_id: passage for passage_id, passage in found if passage}
 
     def __iter__(self) -> Iterator[Passage]:
         """Yield all passages, part by part."""

@@ -24,6 +24,7 @@ from mvr_ray.distributed.indexing.shards import build_shard, shard_recall
 from mvr_ray.distributed.indexing.staging import EncodeTask
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
+from mvr_ray.errors import DigestError
 from mvr_ray.index.candidates import LABELS_FILE
 from mvr_ray.index.kinds import KINDS
 from mvr_ray.store import manifest, paths
@@ -531,3 +532,28 @@ def test_an_update_reads_no_byte_of_what_it_does_not_change_and_its_metrics_are_
     again = build_index.index(run)
     assert (again.version, again.content_digest()) == (version.version, version.content_digest())
     assert manifest.verify(store, version).problems == []
+
+
+def test_a_warm_router_and_the_one_that_takes_over_open_no_part_for_a_request(
+    first_store, run_over, tmp_path, monkeypatch
+):
+    root = shutil.copytree(first_store, tmp_path / "store")
+    store, run = Store(str(root)), own_run(run_over, root, 3)
+
+    def change_to(number: int) -> Router:
+        update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", {"p03": number}))
+        version = build_index.index(run)
+        return Router(store, version, LocalSearchers(SearcherTask(str(root), version)))
+
+    first, second, third = map(change_to, (70, 71, 72))
+    first.warm_up()
+    second.take_over(first)
+    [*_, changes] = third.corpus.info.parts[shard_of("p03", 3)].files
+    flip_byte(root / paths.corpus_dir("corpus") / changes.file)
+    third.take_over(first)  # which answers but for the texts of the damaged part
+    with pytest.raises(DigestError, match=changes.file):
+        third.passages(["p03"])
+    monkeypatch.setattr(Corpus, "open_file", None)
+    for router, number in ((first, 70), (second, 71)):
+        texts = {name: passage.text for name, passage in router.passages([f"p{at:02d}" for at in range(20)]).items()}
+        assert len(texts) == 20 and texts["p03"] == text_of(number)

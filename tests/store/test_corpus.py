@@ -4,6 +4,7 @@ import hashlib
 import json
 import random
 import resource
+import threading
 import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from mvr_ray.config import PrepareConfig, SourceConfig
 from mvr_ray.errors import DataError, DigestError, MissingInputError, StorageError
 from mvr_ray.store import files as files_module
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus, question_set, question_sets, shard_of
+from mvr_ray.store.corpus import Corpus, CorpusFile, question_set, question_sets, shard_of
 from mvr_ray.store.files import Store
 from mvr_ray.store.parts import BATCH_ROWS, CorpusPart, difference, find_contents, write_passages
 from mvr_ray.store.prepare import prepare
@@ -363,6 +364,17 @@ def test_a_part_is_read_once_in_a_process_however_often_its_corpus_is_opened(cor
         assert sum(len(other.part(shard)) for shard in range(3)) == 50
     assert len(read) == len(set(read)), "copies of what is very young in an object store are fetched anew"
     assert not corpus.store.is_local or len(read) == 3
+
+
+def test_parts_of_an_object_store_are_opened_side_by_side(corpus: Corpus, monkeypatch):
+    at_once, open_file = threading.Barrier(1 if corpus.store.is_local else 3), Corpus.open_file
+
+    def open_at_once(own: Corpus, what: str, info: CorpusFile) -> Path:
+        at_once.wait(30)
+        return open_file(own, what, info)
+
+    monkeypatch.setattr(Corpus, "open_file", open_at_once)
+    assert len(corpus.get(map(str, range(60)))) == 50
 
 
 def test_a_publication_in_the_place_of_another_is_damage(corpus: Corpus):
