@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shutil
+import weakref
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,7 @@ from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.update import update
+from mvr_ray.types import EmbeddingBlock
 from mvr_ray.versions import rollback
 
 pytestmark = pytest.mark.data
@@ -557,3 +559,29 @@ def test_a_warm_router_and_the_one_that_takes_over_open_no_part_for_a_request(
     for router, number in ((first, 70), (second, 71)):
         texts = {name: passage.text for name, passage in router.passages([f"p{at:02d}" for at in range(20)]).items()}
         assert len(texts) == 20 and texts["p03"] == text_of(number)
+
+
+@pytest.mark.parametrize("before", [0, 20], ids=["encoded", "half of it carried over"])
+def test_a_copied_passage_keeps_no_second_chunk_of_its_shard_in_memory(
+    first_store, run_over, tmp_path, monkeypatch, before
+):
+    folder, root = "" if before else "encoders", tmp_path / "store"
+    shutil.copytree(first_store / folder, root / folder)
+    store, run = Store(str(root)), own_run(run_over, root, 1)
+    write_rows(root.parent / "passages.jsonl", {f"p{number:02d}": number % 59 for number in range(60)})
+    prepare(run.prepare, store)
+    blocks, most, to_block = list[weakref.ref](), list[int](), EmbeddingShard._block
+
+    def track(own: EmbeddingShard, batch: Any) -> EmbeddingBlock:
+        most.append(sum(ref() is not None for ref in blocks))
+        block = to_block(own, batch)
+        if "chunk-" in str(own.path):
+            blocks.append(weakref.ref(block.vectors_ND))
+        return block
+
+    monkeypatch.setattr(EmbeddingShard, "_block", track)
+    version = build_index.index(run)
+    assert (version.num_passages, version.metrics["encoded"]) == (60, 59 - before)
+    assert len(blocks) > 5 and max(most) <= 1
+    views = stored_views(store, version)
+    assert views["p59"].vectors_ND.tobytes() == views["p00"].vectors_ND.tobytes()

@@ -377,17 +377,25 @@ def _write_blocks(task: EncodeTask, blocks: Iterable[EmbeddingBlock], folder: Pa
 def _embedded_blocks(
     store: Store, task: EncodeTask, corpus: Corpus, shard: int, unread_counts: list[UnreadCounts]
 ) -> Iterator[EmbeddingBlock]:
-    """Yield a shard's encoded, carried-over and copied embeddings, in order of id."""
+    """Yield a shard's encoded, carried-over and copied embeddings, in order of id; one chunk at a time is in memory."""
     plan, chunks = task.plan(store, shard), _encoded_chunks(store, task, corpus, shard, unread_counts)
     if not plan.is_carried and not plan.copies:
         yield from chunks
         return
-    carried_blocks = _open_staged(store, task, shard, task.carried_path(shard)).blocks() if plan.is_carried else ()
-    blocks = [*carried_blocks, *chunks, *_copied_blocks(store, task, corpus, shard)]
+    others = _open_staged(store, task, shard, task.carried_path(shard)).blocks() if plan.is_carried else []
+    others += _copied_blocks(store, task, corpus, shard)
+    rows = sorted(BlockRow(name, at, row) for at, block in enumerate(others) for row, name in enumerate(block.ids))
     if plan.base is None:
-        ids = [passage_id for block in blocks for passage_id in block.ids]
-        _require_ids(corpus.part(shard).ids(), ids, f"shard {shard}")
-    yield from shards.blocks_by_id(blocks)
+        ids = corpus.part(shard).ids()
+        encoded_ids = (ids[row] for row in plan.rows_to_encode(len(ids)))  # those of a chunk are compared with it
+        _require_ids(ids, [*encoded_ids, *(at.passage_id for at in rows)], f"shard {shard}")
+    start = 0
+    for block in chunks:
+        stop = bisect_left(rows, block.ids[-1], key=lambda at: at.passage_id)
+        own = (BlockRow(name, len(others), row) for row, name in enumerate(block.ids))
+        yield from shards.gather_batches([*others, block], sorted([*rows[start:stop], *own]))
+        start = stop
+    yield from shards.gather_batches(others, rows[start:])
 
 
 def _copied_blocks(store: Store, task: EncodeTask, corpus: Corpus, shard: int) -> Iterator[EmbeddingBlock]:
@@ -425,14 +433,14 @@ def _encoded_chunks(
 
 
 def _open_staged(store: Store, task: EncodeTask, shard: int, path: str) -> EmbeddingShard:
-    """Open staged embeddings of a shard and check their digest; an object store's are read into memory, since a cached
-    copy would not be used again.
+    """Open staged embeddings of a shard and check their digest. An object store's chunk is read into memory, since a
+    cached copy would not be used again; what is carried over is as large as a shard, and mapped.
 
     Raises StagingError where they are missing or damaged, after removing them; for carried-over embeddings, with the
     plan.
     """
     try:
-        if store.is_local:
+        if store.is_local or path == task.carried_path(shard):
             with pa.memory_map(str(store.local_path(path))) as file:
                 data = file.read_buffer()
         else:
