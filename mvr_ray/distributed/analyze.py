@@ -13,8 +13,10 @@ The last four use questions with their own passages. Ray tasks search the shards
 Shapes: Q questions, V views, P passages, D dimension, T tokens.
 """
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +54,7 @@ from mvr_ray.store.embeddings import Views
 from mvr_ray.store.files import Store
 from mvr_ray.store.formats.question_ranks import QuestionRanks
 from mvr_ray.store.formats.question_views import QuestionViews
-from mvr_ray.store.formats.rankings import RankedQuestion
+from mvr_ray.store.formats.rankings import RankedPassage, RankedQuestion
 from mvr_ray.store.manifest import Manifest, ShardEntry
 from mvr_ray.store.questions import articles_of, own_passages, read_questions
 from mvr_ray.types import EmbeddingBlock, FloatArray, Hit, IntArray, Passage, Progress, Question, no_progress
@@ -62,6 +64,8 @@ ANSWER_VIEW = "answer view"
 """The system of the ranks of the first hits that were matched by a snippet with the answer."""
 EXAMPLES = 2
 """Number of passages shown, with two questions each."""
+QUESTIONS_AT_ONCE = 2048
+"""Of their hits, 100 a view and shard, this process holds 14 bytes each: 1.6 GB over 64 shards and 8 views."""
 
 Spans = Sequence[Span | None]
 """The snippet of each view of a passage, None where it has none."""
@@ -168,24 +172,39 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     progress("embed questions", len(questions), len(questions))
     own_ids = own_passages(questions, passages, run.prepare.sources)
     depth = search_depth(run.evaluate) + most_ids(own_ids)
-    shards = _search_shards(run, manifest, queries_QD, sorted(gold), depth, progress)
     article_of, start_of = articles_of(questions, passages), shard_starts(manifest.shards)
-    systems: list[SystemResult] = []
     compared_views = range(manifest.num_views + 1) if manifest.num_views > 1 else [1]
-    for number, view in enumerate(compared_views, 1):
-        merged_hits = MergedResults([shard.results[view] for shard in shards], start_of, depth).hits()
-        hit_lists = [
-            [hit for hit in hits if hit.passage_id not in own_ids.get(question.id, ())]
-            for question, hits in zip(questions, merged_hits, strict=True)
-        ]
+    marks: dict[int, list[RankedQuestion]] = {view: [] for view in compared_views}
+    answer_view_ranks: dict[str, int] = {}
+    gold_views: dict[str, Views] = {}
+    matcher = AnswerMatcher(run.evaluate.match)
+    need = session.Need("analyzers", 1, run.resources.cpus_per_encoder)
+    with session.connect(run.resources, manifest.num_passages, [need]):
+        for start in range(0, len(questions), QUESTIONS_AT_ONCE):
+            block = questions[start : start + QUESTIONS_AT_ONCE]
+            block_QD = queries_QD[start : start + QUESTIONS_AT_ONCE]
+            ids = sorted({question.positive_ids[0] for question in block} - gold_views.keys())
+            shards = _search_shards(run, manifest, block_QD, ids, depth, progress)
+            for shard in shards:
+                gold_views |= shard.own
+            for view in compared_views:
+                merged_hits = MergedResults([shard.results[view] for shard in shards], start_of, depth).hits()
+                hit_lists = [
+                    [hit for hit in hits if hit.passage_id not in own_ids.get(question.id, ())]
+                    for question, hits in zip(block, merged_hits, strict=True)
+                ]
+                results = judge_hits(block, hit_lists, passages, matcher)
+                marks[view] += map(_marks_alone, results)
+                if view == manifest.num_views and encoder.spec.has_snippets:
+                    answer_view_ranks |= _answer_view_ranks(results, hit_lists, passages, encoder, run.evaluate)
+            progress("judge views", start + len(block), len(questions))
+    systems: list[SystemResult] = []
+    for view, results in marks.items():
         system = ALL_VIEWS if view == manifest.num_views else f"view {view}"
-        results = judge_hits(questions, hit_lists, passages, AnswerMatcher(run.evaluate.match))
         systems.append(system_result(system, name, results, article_of, run.evaluate))
         if view == manifest.num_views and encoder.spec.has_snippets:
-            ranks = _answer_view_ranks(results, hit_lists, passages, encoder, run.evaluate)
-            systems.append(_answer_view_result(ranks, systems[-1].ranks, article_of, run.evaluate))
-        progress("judge views", number, len(compared_views))
-    own = _gather_own_views(questions, queries_QD, shards, manifest)
+            systems.append(_answer_view_result(answer_view_ranks, systems[-1].ranks, article_of, run.evaluate))
+    own = _gather_own_views(questions, queries_QD, gold_views, manifest)
     spans = {i: _spans(encoder, passage) for i, passage in gold.items()}
     answer_Q = np.array([_answer_view(question, spans[question.positive_ids[0]]) for question in questions])
     known_Q = answer_Q if encoder.spec.has_snippets else np.full(len(questions), -1)
@@ -259,6 +278,18 @@ def _question_values(
 
 def _none_if_nan(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
+
+
+def _marks_alone(row: RankedQuestion) -> RankedQuestion:
+    """Drop what no metric reads of the hits, so that those of all questions fit into memory."""
+    gold_ids, hits = set(row.question.positive_ids), enumerate(row.passages)
+    return row._replace(passages=[hit if hit.id in gold_ids else _no_gold(rank, hit.has_answer) for rank, hit in hits])
+
+
+@lru_cache(None)
+def _no_gold(rank: int, has_answer: bool | None) -> RankedPassage:
+    """Stand for the hits of this rank that are no gold passage, by an id that no passage can have."""
+    return RankedPassage(f"\ud800{rank}", "", "", 0.0, has_answer)
 
 
 def _answer_view_ranks(
@@ -375,12 +406,10 @@ def _search_shards(
     run: RunConfig, manifest: Manifest, queries_QD: FloatArray, gold_ids: list[str], depth: int, progress: Progress
 ) -> list[_ShardViews]:
     """Search every shard by each view alone and by all together, on the cluster if there is one."""
-    cpus = run.resources.cpus_per_encoder
-    with session.connect(run.resources, manifest.num_passages, [session.Need("analyzers", 1, cpus)]):
-        queries, ids = share(queries_QD), share(gold_ids)
-        entries = [entry for entry in manifest.shards if entry.num_passages]
-        calls = [(Store(run.store.path).address, manifest, entry, queries, ids, depth) for entry in entries]
-        return run_tasks(_analyze_shard, calls, "analyzing views", "analyze views", progress, cpus=cpus)
+    queries, ids, cpus = share(queries_QD), share(gold_ids), run.resources.cpus_per_encoder
+    entries = [entry for entry in manifest.shards if entry.num_passages]
+    calls = [(Store(run.store.path).address, manifest, entry, queries, ids, depth) for entry in entries]
+    return run_tasks(_analyze_shard, calls, "analyzing views", "analyze views", progress, cpus=cpus)
 
 
 def _analyze_shard(
@@ -388,11 +417,12 @@ def _analyze_shard(
 ) -> _ShardViews:
     embeddings = shard_embeddings(Store(root), manifest.index, entry)
     blocks = embeddings.blocks()
-    blocks_by_view = [
+    blocks_by_view = (  # one at a time: together they are a copy of the shard
         [own for block in blocks if (own := of_view(block, view)).ids] for view in range(manifest.num_views)
-    ]
+    )
     ids = [passage_id for block in blocks for passage_id in block.ids]
-    results = [_rank_in_shard(entry.shard, ids, subset, queries_QD, k) for subset in [*blocks_by_view, blocks]]
+    subsets = itertools.chain(blocks_by_view, [blocks])
+    results = [_rank_in_shard(entry.shard, ids, subset, queries_QD, k) for subset in subsets]
     return _ShardViews(results, embeddings.find(gold_ids))
 
 
@@ -423,9 +453,8 @@ def of_view(block: EmbeddingBlock, view: int) -> EmbeddingBlock:
 
 
 def _gather_own_views(
-    questions: Sequence[Question], queries_QD: FloatArray, shards: Sequence[_ShardViews], manifest: Manifest
+    questions: Sequence[Question], queries_QD: FloatArray, stored_views: Mapping[str, Views], manifest: Manifest
 ) -> AnalyzedQuestions:
-    stored_views = {passage_id: views for shard in shards for passage_id, views in shard.own.items()}
     views_QVD = np.zeros((len(questions), manifest.num_views, manifest.dimension), np.float32)
     mask_QV = np.zeros(views_QVD.shape[:2], bool)
     for number, question in enumerate(questions):

@@ -16,6 +16,7 @@ from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
 from mvr_ray.core.encoding.snippets import TITLE, find_snippet, snippet_spans
 from mvr_ray.core.judging.answers import AnswerMatcher, has_answer
 from mvr_ray.core.judging.attention import attention_kl, mean_attention_kl, view_attention
+from mvr_ray.distributed import analyze as analysis
 from mvr_ray.distributed.analyze import (
     ALL_VIEWS,
     ANSWER_VIEW,
@@ -143,6 +144,30 @@ def test_what_wins_is_counted_as_a_slow_loop_counts_it(small_index, run_over, vi
     for passage_id in list(divergence_of)[:3]:
         [own] = view_attention(encoder, encoder.tokenize_passages([texts[passage_id]]))
         assert divergence_of[passage_id] == pytest.approx(mean_attention_kl(attention_kl(own)), abs=1e-6)
+
+
+def test_a_task_and_this_process_hold_the_hits_of_a_block_of_questions_and_the_report_is_the_same(
+    small_index, run_over, monkeypatch
+):
+    whole, num_questions = analyze(run_over(small_index)), list[int]()
+    search, measure = analysis._analyze_shard, analysis.system_result
+
+    def count_questions(*arguments):
+        num_questions.append(len(arguments[3]))
+        return search(*arguments)
+
+    def count_hits(system: str, name: str, results: list[RankedQuestion], *others):
+        own = [(row.question, hit) for row in results for hit in row.passages]
+        num_gold = sum(hit.id in question.positive_ids for question, hit in own)
+        depth = max(len(row.passages) for row in results)
+        assert len({id(hit) for _, hit in own}) <= num_gold + 2 * depth < len(own)
+        return measure(system, name, results, *others)
+
+    monkeypatch.setattr(analysis, "QUESTIONS_AT_ONCE", 7)
+    monkeypatch.setattr(analysis, "_analyze_shard", count_questions)
+    monkeypatch.setattr(analysis, "system_result", count_hits)
+    assert analyze(run_over(small_index)) == whole
+    assert max(num_questions) == 7 and sum(num_questions) == 3 * whole.num_questions
 
 
 def test_the_answer_view_metric_asks_the_matched_snippets_of_the_retrieved_passages(
