@@ -7,7 +7,8 @@ them, and a listed version that does not exist ends the collection.
 
 import contextlib
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 from mvr_ray.errors import ManifestError, MissingInputError, StorageError
 from mvr_ray.store import manifest, paths
@@ -53,15 +54,28 @@ def collect(store: Store, index: str, keep: int, grace_s: float) -> list[str]:
     kept_names = [
         names for number, names in paths_of.items() if names and paths.manifest(index, number) not in removals
     ]
-    for path in sorted(listing.difference(*kept_names)):
-        # References and age are checked right before the deletion: a publisher touches the shards that it will name.
+
+    def is_removable(path: str) -> bool:
         is_named = not path.startswith(f"{staging}/") and _is_named(store, index, path, paths_of)
-        if not is_named and _age_s(store, path) >= grace_s:
-            store.delete(path) if path.endswith(".arrow") else store.delete_dir(path)
-            removals.append(path)
+        return not is_named and _age_s(store, path) >= grace_s
+
+    removals += _delete_each(store, sorted(listing.difference(*kept_names)), is_removable)
     for name in sorted({one.corpus for one in versions.manifests.values()}):
         removals += collect_corpus(store, name, grace_s=grace_s, index=index)
     return [*removals, *store.delete_leftovers(grace_s)]
+
+
+def _delete_each(store: Store, paths: Sequence[str], is_removable: Callable[[str], bool]) -> list[str]:
+    """Delete these files, and folders, that are removable right before the deletion, as a publisher renews the age of
+    what it will name; returns their paths."""
+
+    def delete(path: str) -> list[str]:
+        if not is_removable(path):
+            return []
+        store.delete(path) if path.endswith((".arrow", ".json")) else store.delete_dir(path)
+        return [path]
+
+    return [path for own in store.for_each(delete, paths) for path in own]
 
 
 def _age_s(store: Store, path: str) -> float:
@@ -100,25 +114,23 @@ def collect_corpus(store: Store, name: str, grace_s: float = GRACE_S, index: str
             removals.append(path)
     store.sync_names(versions)
     try:
-        files = _files_without_corpus(store, name, needed_digests, is_old)
+        files = _files_without_corpus(store, name, needed_digests, grace_s)
     except (MissingInputError, StorageError) as error:
         log.warning("old files not collected: corpus=%s (%s)", name, error)
         return removals
-    for path in [*files, *(paths.corpus_publication(name, number) for number in numbers[:-KEPT_PUBLICATIONS])]:
-        if is_old(path):
-            store.delete(path)
-            removals.append(path)
-    return removals
+    files += (paths.corpus_publication(name, number) for number in numbers[:-KEPT_PUBLICATIONS])
+    return removals + _delete_each(store, files, is_old)
 
 
-def _files_without_corpus(
-    store: Store, name: str, needed_digests: set[str], is_old: Callable[[str], bool]
-) -> list[str]:
-    """List the old files of parts and question sets that no corpus of a name has."""
-    questions = (f"sets/{file}" for file in store.list(paths.corpus_dir(name, "sets")))
-    files = {file for file in (*store.list(paths.corpus_dir(name)), *questions) if file.endswith(".arrow")}
+def _files_without_corpus(store: Store, name: str, needed_digests: set[str], grace_s: float) -> list[str]:
+    """List the files of parts and question sets that are old by the listing and that no corpus of a name has."""
+    files: set[str] = set()
+    for prefix, folder in (("", paths.corpus_dir(name)), ("sets/", paths.corpus_dir(name, "sets"))):
+        with contextlib.suppress(MissingInputError):  # a corpus without question sets
+            listing, now_s = store.stored_files(folder), time.time()
+            own = (file.name for file in listing if max(0.0, now_s - file.changed_s) >= grace_s)
+            files |= {f"{prefix}{file}" for file in own if file.endswith(".arrow")}
     files -= _file_names(Corpus.open(store, name))
-    files = {file for file in files if is_old(f"{paths.corpus_dir(name)}/{file}")}
     if files:  # else the other corpora, of which each update makes one, need not be read
         digests = {digest for digest in needed_digests if store.exists(paths.corpus_version(name, digest))}
         for digest in digests.union(store.json_names(paths.corpus_dir(name, "versions"))):

@@ -17,10 +17,10 @@ from drafts import describe, make_shard
 
 from mvr_ray.config import PrepareConfig
 from mvr_ray.errors import MvrRayError
-from mvr_ray.store import manifest, paths
+from mvr_ray.store import manifest, objects, paths
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.store.files import Store
-from mvr_ray.store.gc import collect
+from mvr_ray.store.files import Store, StoredFile
+from mvr_ray.store.gc import collect, collect_corpus
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import read_questions
 
@@ -34,8 +34,14 @@ class StoreWithOldLists(Store):
         super().__init__(root)
         self.moments, self.seed = moments, seed
 
+    def moment(self, path: str) -> Store:
+        return Store(random.Random(f"{self.seed} {path}").choice(self.moments))
+
+    def stored_files(self, path: str = "") -> list[StoredFile]:
+        return self.moment(path).stored_files(path)
+
     def list(self, path: str) -> list[str]:
-        return Store(random.Random(f"{self.seed} {path}").choice(self.moments)).list(path)
+        return self.moment(path).list(path)
 
 
 def make_step(store: Store, number: int, folder: Path) -> None:
@@ -132,6 +138,22 @@ def test_what_an_unreadable_version_may_name_stays_and_the_newest_others_are_kep
     collect(store, "i", keep=len(stays), grace_s=0)
     digests = {shards[number - 1].digest for number in stays}
     assert {*store.list(paths.index_dir("i", "shards"))} == digests
+
+
+def test_young_files_of_updates_cost_a_collection_no_requests(store: Store, tmp_path: Path, monkeypatch):
+    calls, counts, num_files = list[str](), list[int](), 0
+    make_step(store, 0, tmp_path)
+    for name in ("head", "get", "list", "list_with_delimiter"):
+        call = getattr(objects.obstore, name)
+        monkeypatch.setattr(objects.obstore, name, lambda *own, call=call: (calls.append(str(own[1:])), call(*own))[1])
+    for up_to in (20, 200):
+        while num_files < up_to:
+            num_files += 1
+            store.write_bytes(f"{paths.corpus_dir(CORPUS)}/{paths.corpus_changes(0, f'{num_files:016d}')}", b"")
+        calls.clear()
+        assert collect_corpus(store, CORPUS) == []
+        counts.append(len(calls))
+    assert counts[0] == counts[1]
 
 
 class StoreThatCounts(Store):
