@@ -191,6 +191,17 @@ def test_unchanged_shards_stay_where_they_are_and_every_shard_has_one_place(six_
         assert assignment == balance_shards({one.shard: one.num_bytes for one in entries}, groups)
 
 
+def test_changed_shards_stay_with_the_group_that_has_the_files_they_share(six_shards):
+    searchers = RemoteSearchers([[] for _ in range(3)])
+    searchers.assign(six_shards)
+    entries = []
+    for entry in six_shards.shards:
+        files = {name: dataclasses.replace(file, num_bytes=10**6 + entry.shard) for name, file in entry.files.items()}
+        entries.append(dataclasses.replace(entry, digest=f"{entry.shard:032x}", files=files))
+    version = dataclasses.replace(six_shards, version=six_shards.version + 1, shards=tuple(entries))
+    assert [one.shards for one in searchers.assign(version)] == [one.shards for one in searchers.assign(six_shards)]
+
+
 @pytest.mark.chaos(
     "searcher killed while it searches, a replica left",
     "no answer fails; all are complete and certified",

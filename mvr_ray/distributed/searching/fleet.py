@@ -1,6 +1,7 @@
 """Opens the versions of an index on searchers in actors, and searches them there.
 
-    assign   an unchanged shard stays with the group that holds it, the others go largest first to the lightest group
+    assign   an unchanged shard stays with the group that holds it, a changed one with that of its number in the newest
+             version over as many shards, whose files it shares; the others go largest first to the lightest group
     load     check the memory, open shards beside those in use, and probe every searcher for them
     drop     release in the background what no other version names
 
@@ -84,8 +85,12 @@ class RemoteSearchers:
                 for entry in version.shards
                 if entry.shard in shards
             }
+            newest_first = (own for _, own in sorted(self.assignments.items(), reverse=True))
+            before = next((own for own in newest_first if len(own[0].manifest.shards) == len(manifest.shards)), [])
+            group_of_number = {shard: group for group, own in enumerate(before) for shard in own.shards}
+            groups = {one.shard: group_of.get(one.digest, group_of_number.get(one.shard)) for one in manifest.shards}
             num_bytes = {entry.shard: entry.num_bytes for entry in manifest.shards}
-            holders = {entry.shard: group_of[entry.digest] for entry in manifest.shards if entry.digest in group_of}
+            holders = {shard: group for shard, group in groups.items() if group is not None}
             shards_of = balance_shards(num_bytes, len(self.groups), holders)
             self.assignments[manifest.version] = [ShardAssignment(manifest, shards) for shards in shards_of]
         return self.assignments[manifest.version]
