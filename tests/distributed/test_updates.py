@@ -19,7 +19,7 @@ from kill_at_call import NEVER, kill_points, run_and_kill
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.snapshot import read_punkt
 from mvr_ray.core.encoding.snippets import train_punkt
-from mvr_ray.distributed.indexing import build_index, encode, rewrite, shards
+from mvr_ray.distributed.indexing import build_index, carry_over, encode, rewrite, shards
 from mvr_ray.distributed.indexing.repair import repair
 from mvr_ray.distributed.indexing.shards import build_shard, shard_recall
 from mvr_ray.distributed.indexing.staging import EncodeTask
@@ -585,3 +585,23 @@ def test_a_copied_passage_keeps_no_second_chunk_of_its_shard_in_memory(
     assert len(blocks) > 5 and max(most) <= 1
     views = stored_views(store, version)
     assert views["p59"].vectors_ND.tobytes() == views["p00"].vectors_ND.tobytes()
+
+
+def test_each_earlier_part_is_searched_once_for_the_changes_of_all_shards(first_store, run_over, tmp_path, monkeypatch):
+    root, files = shutil.copytree(first_store / "encoders", tmp_path / "store" / "encoders").parent, list[str]()
+    store, run = Store(str(root)), own_run(run_over, root, 4)
+    write_rows(tmp_path / "passages.jsonl", {f"p{number:02d}": number for number in range(60)})
+    prepare(run.prepare, store)
+    build_index.index(run)
+    find = carry_over.find_contents
+    monkeypatch.setattr(carry_over, "find_contents", lambda file, *own: (files.append(file.name), find(file, *own))[1])
+    changes: list[Contents] = [{f"p{at:02d}": 60 + at for at in range(12)}, {f"p{at:02d}": 30 + at for at in range(12)}]
+    for number, (own, encoded) in enumerate(zip(changes, (12, 0))):
+        update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", own))
+        assert {shard_of(name, 4) for name in own} == {0, 1, 2, 3}
+        version = build_index.index(run)
+        assert version.metrics["encoded"] == encoded, "texts 30 to 41 are those of other passages"
+        assert len(files) == len({*files}) == 4 + 4 * number
+        files.clear()
+    views = stored_views(store, version)
+    assert views["p00"].vectors_ND.tobytes() == views["p30"].vectors_ND.tobytes()

@@ -3,7 +3,8 @@
 A passage's embedding depends on its title, its text and the encoder. An existing version of the same encoder, in any
 index of the store, has the embedding of a passage with the same content: under the same id, or under another, as of a
 renamed passage. One task a shard compares its part with the parts of earlier versions, newest first, and writes a plan
-to the staging folder, which a resumed command reuses.
+to the staging folder, which a resumed command reuses. Before, one task a part looks there for the contents that changed
+in any shard, so that each file is read once, unless they are too many to be in memory together.
 
     base            an earlier shard at the same number of shards, whose file stays; changes are written beside it
     carried over    embeddings from other shards: of other indexes, or of a version over another number of shards
@@ -19,19 +20,21 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from mvr_ray.checksums import add_trailer
+from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.tasks import run_tasks, share
 from mvr_ray.distributed.indexing.shards import gather_batches, promised_recall, related_shards, shard_embeddings
 from mvr_ray.distributed.indexing.staging import REFINED, BaseShard, EncodePlan, EncodeTask, staged_shards
 from mvr_ray.errors import MissingInputError, StorageError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store import paths
-from mvr_ray.store.corpus import Corpus, CorpusInfo, ids_by_shard, shard_of
+from mvr_ray.store.corpus import Corpus, CorpusFile, CorpusInfo, ids_by_shard, shard_of
 from mvr_ray.store.embeddings import BATCH_PASSAGES, BlockRow, EmbeddingShard, gather_rows
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
@@ -41,6 +44,12 @@ from mvr_ray.types import EmbeddingBlock, IntArray, Passage, Progress, no_progre
 log = logging.getLogger(__name__)
 CONTENT_BYTES = 16
 """Length of a content digest."""
+MAX_CONTENTS = 500_000
+"""Contents of all shards that one pass over the earlier parts looks for: their texts are in memory."""
+Contents = frozenset[tuple[str, str]]
+"""Titles and texts."""
+Names = dict[str, dict[str, tuple[str, str]]]
+"""By file of a part, the ids of some contents in it."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +105,13 @@ def carry_over(
     sources = embedded_corpora(store, task, own_versions) if open_shards else []
     shared_sources = share(sources)
     calls = [(task, shard, shared_sources) for shard in open_shards if sources]
+    contents: list[Contents] = [frozenset()] * len(calls)
+    if len(calls) > 1 or session.in_ray():  # else the task itself reads each part once
+        what = "compare passages with earlier versions, shards"
+        limited_calls = [(*call, MAX_CONTENTS // len(calls)) for call in calls]
+        contents = run_tasks(changed_contents, limited_calls, "comparing passages", what, progress)
+    names = share(_find_in_parts(sources, frozenset().union(*contents), progress))
+    calls = [(*call, own, names) for call, own in zip(calls, contents)]
     what = "look for embeddings of earlier versions, shards"
     run_tasks(carry_shard, calls, "looking for embeddings of earlier versions", what, progress)
     counts = count_passages(task, corpus, shards)
@@ -209,8 +225,44 @@ def has_refined_views(version: Manifest, versions: Mapping[int, Manifest]) -> bo
     return bool(version.metrics.get("refined", True))
 
 
-def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus]) -> None:
-    """Stage embeddings of one shard's passages from other shards, then the plan."""
+def changed_contents(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus], limit: int) -> Contents:
+    """Return the contents of a shard that differ from its base; none if it has no base, or they are too many."""
+    corpus = task.open_corpus()
+    plan = _plan_over_base(corpus, shard, sources, task.draft.index, reads=False)
+    rows = plan.rows if plan and plan.rows and len(plan.rows) <= limit else ()
+    return frozenset(passage[1:3] for passage in corpus.part(shard).take(rows))
+
+
+def _find_in_parts(sources: Sequence[EmbeddedCorpus], contents: Contents, progress: Progress) -> Names:
+    """Look for these contents in each file of the sources' parts, with a task for each part."""
+    files: dict[int, dict[str, tuple[EmbeddedCorpus, CorpusFile]]] = {}
+    for source in sources if contents else ():
+        with suppress(MissingInputError, StorageError):  # the tasks of shards report it
+            for number, part in enumerate(source.corpus().info.parts):
+                own = {file.file: (source, file) for file in part.files}
+                files[number] = own | files.get(number, {})
+    shared_contents, what = share(contents), "look for texts in earlier versions, parts"
+    calls = [(list(own.values()), shared_contents) for own in files.values()]
+    names: Names = {}
+    for own in run_tasks(find_in_part, calls, "looking for texts in earlier versions", what, progress):
+        names |= own
+    return names
+
+
+def find_in_part(files: Sequence[tuple[EmbeddedCorpus, CorpusFile]], contents: Contents) -> Names:
+    """Find the ids of contents in the files of a part of several corpora. Files that cannot be read are left out."""
+    names: Names = {}
+    for source, file in files:
+        with suppress(MissingInputError, StorageError):
+            names[file.file] = find_contents(source.corpus().open_file("a part", file), contents)
+    return names
+
+
+def carry_shard(
+    task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus], contents: Contents, names: Names
+) -> None:
+    """Stage embeddings of one shard's passages from other shards, then the plan. `names` are those of `contents` in the
+    files of the sources; other contents are looked for here."""
     store, corpus = Store(task.store), task.open_corpus()
     part = corpus.part(shard)
     plan = _plan_over_base(corpus, shard, sources, task.draft.index) or EncodePlan()
@@ -234,10 +286,10 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
             deleted_ids, replaced_ids = _deleted_or_replaced(source, corpus, shard, remaining)
             num_unlearned = _num_unlearned(source, sources, [*deleted_ids, *replaced_ids])
             plan = replace(plan, num_deleted=len(deleted_ids), num_unlearned=num_unlearned)
-    files_without: set[str] = set()
+    names = dict(names) if all(passage[1:3] in contents for passage in remaining.values()) else {}
     for source in sources:
         if remaining and not source.is_refined:
-            take(source, _ids_of_same_content(source, remaining, files_without))
+            take(source, _ids_of_same_content(source, remaining, names))
     if places:
         with store.scratch() as folder:
             file = folder / "carried.arrow"
@@ -251,9 +303,12 @@ def carry_shard(task: EncodeTask, shard: int, sources: Sequence[EmbeddedCorpus])
     task.write_plan(store, shard, plan)
 
 
-def _plan_over_base(corpus: Corpus, shard: int, sources: Sequence[EmbeddedCorpus], index: str) -> EncodePlan | None:
+def _plan_over_base(
+    corpus: Corpus, shard: int, sources: Sequence[EmbeddedCorpus], index: str, *, reads: bool = True
+) -> EncodePlan | None:
     """Plan over the first source with the same number of shards, encoding all changed passages; None without one.
-    What a source of another index has beside the corpus does not count as deleted."""
+    What a source of another index has beside the corpus does not count as deleted. Without `reads` the plan is for its
+    rows alone: no embeddings are read."""
     for source in sources:
         version = source.version
         if source.parent or len(version.shards) != corpus.num_shards:
@@ -262,7 +317,8 @@ def _plan_over_base(corpus: Corpus, shard: int, sources: Sequence[EmbeddedCorpus
             continue
         try:
             before = source.corpus()
-            source.embeddings(shard)
+            if reads:
+                source.embeddings(shard)
             same = before.info.parts[shard].digest == corpus.info.parts[shard].digest
             changed_rows, deleted_ids = ([], []) if same else difference(before.part(shard), corpus.part(shard))
         except (MissingInputError, StorageError) as error:
@@ -270,7 +326,7 @@ def _plan_over_base(corpus: Corpus, shard: int, sources: Sequence[EmbeddedCorpus
             continue
         replaced_ids = [passage.id for passage in corpus.part(shard).take(changed_rows)]
         num_unlearned = 0
-        if source.is_refined:
+        if source.is_refined and reads:
             num_unlearned = _num_unlearned(source, sources, [*replaced_ids, *deleted_ids])
         own = BaseShard(version.index, version.shards[shard], version.index_params, promised_recall(version))
         num_deleted = len(deleted_ids) if version.index == index else 0
@@ -349,25 +405,24 @@ def _blocks_with(source: EmbeddedCorpus, passage_ids: Iterable[str]) -> Iterator
                 yield gather_rows([block], rows)
 
 
-def _ids_of_same_content(
-    source: EmbeddedCorpus, passages: Mapping[str, Passage], files_without: set[str]
-) -> dict[str, list[str]]:
+def _ids_of_same_content(source: EmbeddedCorpus, passages: Mapping[str, Passage], names: Names) -> dict[str, list[str]]:
     """By their ids in the source, the ids of those of `passages` that have the same content there.
 
-    `files_without` are files of corpus parts known to have none of these contents; this source's are added.
+    `names` has the files of parts in which these contents were looked for; this source's are added.
     """
     ids_of: dict[tuple[str, str], list[str]] = {}
     for passage in passages.values():
         ids_of.setdefault((passage.title, passage.text), []).append(passage.id)
     ids_by_name: dict[str, list[str]] = {}
+    wanted = set(ids_of)
     try:
         before = source.corpus()
         for number, file in ((number, file) for number, part in enumerate(before.info.parts) for file in part.files):
-            if not ids_of or file.file in files_without:
-                continue
-            contents = find_contents(before.open_file(f"part {number}", file), ids_of)
-            if not contents:
-                files_without.add(file.file)
+            if not ids_of:
+                break
+            if file.file not in names:
+                names[file.file] = find_contents(before.open_file(f"part {number}", file), wanted)
+            contents = {name: content for name, content in names[file.file].items() if content in ids_of}
             current = [name for name, passage in before.get(contents).items() if passage[1:3] == contents[name]]
             refined_names = source.unchanged_since_parent(current)
             for name in current:
