@@ -86,12 +86,18 @@ class Handler(BaseHTTPRequestHandler):
         key, query = self._key_and_query()
         if "/" not in key:
             self._answer(200, self._listing(key, query).encode())
-        elif stored_object := self.objects.get(key):
+        elif (stored_object := self.objects.get(key)) and self.headers.get("If-Match", "*") not in (
+            "*",
+            f'"{hashlib.md5(stored_object.data).hexdigest()}"',
+        ):
+            self._answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
+        elif stored_object:
             low, high = 0, len(stored_object.data)
             if byte_range := self.headers.get("Range"):
                 first, _, last = byte_range.removeprefix("bytes=").partition("-")
                 low, high = int(first), min(int(last) + 1, high) if last else high
-            self._answer(206 if byte_range else 200, stored_object.data[low:high], item=stored_object)
+            place = f"bytes {low}-{high - 1}/{len(stored_object.data)}" if byte_range else ""
+            self._answer(206 if byte_range else 200, stored_object.data[low:high], item=stored_object, place=place)
         else:
             self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
 
@@ -241,12 +247,16 @@ class Handler(BaseHTTPRequestHandler):
             f"{''.join(contents[:limit])}{common}</ListBucketResult>"
         )
 
-    def _answer(self, status: int, body: bytes = b"", item: StoredObject | None = None, etag: bytes = b"") -> None:
+    def _answer(
+        self, status: int, body: bytes = b"", item: StoredObject | None = None, etag: bytes = b"", place: str = ""
+    ) -> None:
         if self.command in ("PUT", "POST", "DELETE") and not self._goes_on("after"):
             return
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("ETag", f'"{hashlib.md5(item.data if item else etag).hexdigest()}"')
+        if place:
+            self.send_header("Content-Range", place)
         if item:
             self.send_header("Last-Modified", format_datetime(item.changed, usegmt=True))
         self.end_headers()

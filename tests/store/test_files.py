@@ -12,6 +12,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -249,6 +250,37 @@ def test_a_file_too_large_for_one_copy_moves_in_parts(store: Store, tmp_path: Pa
     store.move_dir("shards/abc", "aside/abc-1")
     assert store.read_bytes("aside/abc-1/large") == data
     assert store.size_bytes("shards/abc/large") == -1
+
+
+def test_the_pieces_of_a_large_object_are_fetched_side_by_side(store: Store, tmp_path: Path, monkeypatch):
+    if store.is_local:
+        return
+    data, at_once, get = random.Random(1).randbytes(7 << 20), threading.Barrier(4), objects.obstore.get
+
+    def get_at_once(*arguments, **options):
+        at_once.wait(30)
+        return get(*arguments, **options)
+
+    store.write_bytes("large", data)
+    with monkeypatch.context() as patch:
+        patch.setattr(objects, "PIECE_BYTES", 2 << 20)
+        patch.setattr(objects.obstore, "get", get_at_once)
+        assert store.local_path("large").read_bytes() == data
+
+
+def test_an_object_that_is_replaced_while_its_pieces_are_fetched_is_no_mixture(store: Store, monkeypatch):
+    old, new = (random.Random(seed).randbytes(7 << 20) for seed in (1, 2))
+    get, num_calls = objects.obstore.get, count()
+
+    def replace_and_get(*arguments, **options):
+        if next(num_calls) == 1:
+            store.write_bytes("large", new)
+        return get(*arguments, **options)
+
+    store.write_bytes("large", old)
+    monkeypatch.setattr(objects, "PIECE_BYTES", 2 << 20)
+    monkeypatch.setattr(objects.obstore, "get", replace_and_get)
+    assert store.local_path("large").read_bytes() == (old if store.is_local else new)
 
 
 def test_an_object_may_take_longer_to_arrive_than_the_service_may_be_silent(s3_server, tmp_path: Path, monkeypatch):
