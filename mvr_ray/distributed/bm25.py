@@ -1,19 +1,27 @@
-"""BM25 over a corpus in memory, with the words and the scores of `index.lexical`.
+"""BM25 over a corpus, with the words and the scores of `index.lexical`: by the words that a version stores of the
+corpus, else by an index in memory.
 
 Equal scores are ordered by passage id, so the ranking is deterministic.
 
 Shapes: Q queries, P passages, K hits.
 """
 
+import heapq
+import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
-from mvr_ray.index.lexical import K1, B, WordRule, indexed_text
+from mvr_ray.config import RunConfig
+from mvr_ray.distributed.indexing.lexical import open_statistics
+from mvr_ray.errors import MissingInputError, ShardIndexError, StorageError
+from mvr_ray.index.lexical import K1, B, Postings, WordRule, indexed_text
+from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
-from mvr_ray.types import Hit, Progress, no_progress
+from mvr_ray.store.manifest import Manifest
+from mvr_ray.types import FloatArray, Hit, IntArray, Progress, no_progress
 
 
 @contextmanager
@@ -32,6 +40,7 @@ def _without_jax() -> Iterator[None]:
 with _without_jax():
     import bm25s
 
+log = logging.getLogger(__name__)
 _BATCH = 1000
 """Texts that are cut into words at a time."""
 
@@ -39,8 +48,59 @@ NO_VIEW = -1
 """The view number of a BM25 hit."""
 
 
+def open_bm25(run: RunConfig, corpus: Corpus, progress: Progress = no_progress) -> "StoredBM25 | BM25Index":
+    """Open the words of the newest version of the run's index with this corpus and language, else make an index."""
+    store, language = corpus.store, run.index.language
+    for version in manifests.newest_first(store, run.index.name, require_live=False):
+        if version.lexical and version.corpus_digest == corpus.digest and len(version.shards) == corpus.num_shards:
+            try:
+                words = StoredBM25(corpus, version)
+            except (MissingInputError, StorageError, ShardIndexError) as error:
+                log.warning("words of version %d are not used: %s", version.version, error)
+                continue
+            if words.rule == WordRule(language):
+                return words
+    return BM25Index(corpus, language, progress)
+
+
+class StoredBM25:
+    """BM25 by the words that a version stores of its corpus, over as many shards as the corpus has parts; mapped."""
+
+    def __init__(self, corpus: Corpus, version: Manifest) -> None:
+        """Raises MissingInputError, StorageError and ShardIndexError for words that cannot be read."""
+        assert version.lexical, "the version has no words"
+        store, shards = corpus.store, range(corpus.num_shards)
+        self._statistics = open_statistics(store, version)
+        self.rule = self._statistics.rule
+        files = store.for_each(lambda own: manifests.open_lexical(store, version.index, own), version.lexical.postings)
+        self._postings = [Postings(*own) for own in files]
+        corpus.open_parts(shards)
+        self._ids = [corpus.part(shard).table(["id"]).column("id") for shard in shards]
+
+    def search(self, texts: Sequence[str], k: int, progress: Progress = no_progress) -> list[list[Hit]]:
+        """As `BM25Index.search`."""
+        hit_lists: list[list[Hit]] = []
+        for words in self.rule.tokenize(texts):
+            best: list[tuple[float, str]] = []
+            for ids, postings in zip(self._ids, self._postings, strict=True):
+                scores_P = postings.scores(words, self._statistics)
+                best += ((-float(scores_P[row]), ids[row].as_py()) for row in _best_rows(scores_P, k))
+            hit_lists.append([Hit(name, -score, NO_VIEW, -1, -1) for score, name in heapq.nsmallest(k, best)])
+            progress("bm25", len(hit_lists), len(texts))
+        return hit_lists
+
+
+def _best_rows(scores_P: FloatArray, k: int) -> IntArray:
+    """The rows of the k highest scores above 0, best first, equal scores by row."""
+    rows = np.flatnonzero(scores_P > 0)
+    if len(rows) > k:
+        kth = np.partition(scores_P[rows], len(rows) - k)[len(rows) - k]
+        rows = rows[scores_P[rows] >= kth]
+    return rows[np.argsort(-scores_P[rows], kind="stable")][:k]
+
+
 class BM25Index:
-    """A BM25 index of the whole corpus in memory, about as large as its text; `language` as `index.language`."""
+    """A BM25 index of the whole corpus in memory, several times its text; `language` as `index.language`."""
 
     def __init__(self, corpus: Corpus, language: str = "english", progress: Progress = no_progress) -> None:
         self._rule = WordRule(language)
@@ -69,9 +129,4 @@ class BM25Index:
         if not words:
             return []
         scores_P = np.asarray(self._searcher.get_scores(words))
-        rows = np.flatnonzero(scores_P > 0)
-        if len(rows) > k:
-            kth = np.partition(scores_P[rows], len(rows) - k)[len(rows) - k]
-            rows = rows[scores_P[rows] >= kth]
-        best = rows[np.argsort(-scores_P[rows], kind="stable")][:k]
-        return [Hit(self._ids[row], float(scores_P[row]), NO_VIEW, -1, -1) for row in best]
+        return [Hit(self._ids[row], float(scores_P[row]), NO_VIEW, -1, -1) for row in _best_rows(scores_P, k)]

@@ -37,7 +37,7 @@ from mvr_ray.core.judging.metrics import (
     share_interval,
 )
 from mvr_ray.core.searching.hybrid import system_name
-from mvr_ray.distributed.bm25 import BM25Index
+from mvr_ray.distributed.bm25 import open_bm25
 from mvr_ray.distributed.encoders import require_encoder
 from mvr_ray.distributed.retrieve import (
     QuestionRanker,
@@ -226,7 +226,7 @@ def _rank_by_words(
     run: RunConfig, corpus: Corpus, sets: Sequence[QuestionSet], rank: RankSettings, progress: Progress
 ) -> Iterator[RankedQuestion]:
     """Yield every question with its hits by BM25, in order."""
-    index = BM25Index(corpus, run.index.language, progress)
+    index = open_bm25(run, corpus, progress)
     matcher = AnswerMatcher(rank.match, strict=rank.strict_answers)
     for own in sets:
         yield from judge_hits(own.questions, index.search(own.texts, rank.k, progress), corpus, matcher)

@@ -18,7 +18,7 @@ from mvr_ray.config import MineConfig, RunConfig
 from mvr_ray.core.judging.answers import AnswerMatcher
 from mvr_ray.core.reading.cross_encoder import Pair, share_beside
 from mvr_ray.distributed import models
-from mvr_ray.distributed.bm25 import BM25Index
+from mvr_ray.distributed.bm25 import open_bm25
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.cluster.ray_data import map_in_pool, pool_need
 from mvr_ray.distributed.encoders import require_encoder
@@ -189,7 +189,7 @@ def _rank_passages(
     """Passage ids for each question down to `mine.rank_to`, best first."""
     batches, k = QuestionSet(run.mine.questions, questions).batches(_BATCH), run.mine.rank_to
     if run.mine.method == "bm25":
-        index = BM25Index(corpus, run.index.language, progress)
+        index = open_bm25(run, corpus, progress)
         for batch in batches:
             yield from ([hit.passage_id for hit in hits] for hits in index.search(batch.texts, k))
         return

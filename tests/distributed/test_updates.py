@@ -16,13 +16,15 @@ from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 from kill_at_call import NEVER, kill_points, run_and_kill
 
-from mvr_ray.config import RunConfig
+from mvr_ray.config import MineConfig, RunConfig
 from mvr_ray.core.encoding.snapshot import read_punkt
 from mvr_ray.core.encoding.snippets import train_punkt
+from mvr_ray.distributed import bm25
 from mvr_ray.distributed.indexing import build_index, carry_over, encode, rewrite, shards
 from mvr_ray.distributed.indexing.repair import repair
 from mvr_ray.distributed.indexing.shards import build_shard, shard_recall
 from mvr_ray.distributed.indexing.staging import EncodeTask
+from mvr_ray.distributed.mine import mine
 from mvr_ray.distributed.router import Router
 from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
 from mvr_ray.errors import DigestError
@@ -35,8 +37,9 @@ from mvr_ray.store.embeddings import EmbeddingShard, Views
 from mvr_ray.store.files import Store
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
+from mvr_ray.store.questions import write_questions
 from mvr_ray.store.update import update
-from mvr_ray.types import EmbeddingBlock
+from mvr_ray.types import EmbeddingBlock, Question
 from mvr_ray.versions import rollback
 
 pytestmark = pytest.mark.data
@@ -605,3 +608,27 @@ def test_each_earlier_part_is_searched_once_for_the_changes_of_all_shards(first_
         files.clear()
     views = stored_views(store, version)
     assert views["p00"].vectors_ND.tobytes() == views["p30"].vectors_ND.tobytes()
+
+
+@pytest.mark.parametrize("language", ["english", "none"])
+def test_bm25_by_the_words_of_a_version_is_bm25_over_its_corpus_and_needs_no_index_in_memory(
+    first_store, run_over, tmp_path, monkeypatch, language
+):
+    root = shutil.copytree(first_store, tmp_path / "store")
+    store, run = Store(str(root)), own_run(run_over, root, 3, lexical=True, language=language)
+    build_index.index(run)
+    update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", {"p03": 70, "p05": 6, "p20": 6}, {"p04"}))
+    in_memory = bm25.open_bm25(run, Corpus.open(store, "corpus"))
+    version = build_index.index(run)
+    corpus = Corpus.open(store, "corpus")
+    texts = [*map(text_of, (70, 6, 1)), "rivers little little", "no such thing", ""]
+    expected = in_memory.search(texts, 7)
+    assert isinstance(in_memory, bm25.BM25Index) and any(expected)
+    write_questions(corpus, "asked", [Question("q", text_of(6), positive_ids=("p05",))])
+    with monkeypatch.context() as patch:
+        patch.setattr(bm25, "BM25Index", None)
+        assert bm25.open_bm25(run, corpus).search(texts, 7) == expected
+        assert mine(run.model_copy(update={"mine": MineConfig(questions="asked", output="mined")})).hits
+    assert version.lexical
+    flip_byte(root / manifest.lexical_path("index", version.lexical.postings[0][0]))
+    assert isinstance(bm25.open_bm25(run, corpus), bm25.BM25Index)
