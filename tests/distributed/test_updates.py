@@ -30,11 +30,12 @@ from mvr_ray.distributed.searching.searcher import LocalSearchers, SearcherTask
 from mvr_ray.errors import DigestError
 from mvr_ray.index.candidates import LABELS_FILE
 from mvr_ray.index.kinds import KINDS
+from mvr_ray.index.lexical import Postings, write_statistics
 from mvr_ray.store import manifest, paths
 from mvr_ray.store.corpus import Corpus, shard_of
 from mvr_ray.store.delta import open_embeddings, views_by_id, write_changed
 from mvr_ray.store.embeddings import EmbeddingShard, Views
-from mvr_ray.store.files import Store
+from mvr_ray.store.files import Store, sha256_of
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import write_questions
@@ -632,3 +633,17 @@ def test_bm25_by_the_words_of_a_version_is_bm25_over_its_corpus_and_needs_no_ind
     assert version.lexical
     flip_byte(root / manifest.lexical_path("index", version.lexical.postings[0][0]))
     assert isinstance(bm25.open_bm25(run, corpus), bm25.BM25Index)
+
+
+def test_statistics_of_new_words_are_those_of_all_postings_which_are_not_read_back(
+    first_store, run_over, tmp_path, monkeypatch
+):
+    root, reads, local_path = shutil.copytree(first_store, tmp_path / "store"), list[str](), Store.local_path
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "local_path", lambda own, path: (reads.append(path), local_path(own, path))[1])
+        version = build_index.index(own_run(run_over, root, 3, lexical=True))
+    assert version.lexical and reads
+    store, names = Store(str(root)), [manifest.lexical_path("index", own[0]) for own in version.lexical.postings]
+    assert not {*names} & {*reads}
+    write_statistics([Postings(store.local_path(name)).whole for name in names], tmp_path / "statistics")
+    assert sha256_of(tmp_path / "statistics") == version.lexical.statistics[0].sha256

@@ -45,10 +45,12 @@ pc: Any = pyarrow.compute
 
 
 class ShardWords(NamedTuple):
-    """The postings of a shard, and the difference of its word counts from the base version."""
+    """The postings of a shard, and the difference of its word counts from the base version; or, without one, the bytes
+    of its own statistics if they are wanted."""
 
     files: Files
     change: WordCounts = NO_CHANGE
+    statistics: bytes = b""
 
 
 class LexicalTask(NamedTuple):
@@ -114,25 +116,41 @@ def build_lexical(task: LexicalTask, progress: Progress = no_progress, *, statis
     """Write the missing files, with a task for each shard. `statistics` are the existing files of the statistics of the
     corpus, if any."""
     before, shared_task, what = task.before, share(task), "index the words"
-    calls = [(shared_task, shard) for shard in range(task.num_shards)]
+    needs_statistics = not statistics and before is None
+    calls = [(shared_task, shard, needs_statistics) for shard in range(task.num_shards)]
     words: list[ShardWords] = run_tasks(shard_words, calls, what, f"{what}, shards", progress)
     files = tuple(own.files for own in words)
-    if not statistics and before is None:
-        store = Store(task.store)
-        shards = [Postings(*manifests.open_lexical(store, task.index, own)).whole for own in files]
-        statistics = (_add(task, lambda path: write_statistics(shards, path)),)
+    if needs_statistics:  # a tenth of the postings, which stay where they are
+        statistics = (_add(task, lambda path: _join_statistics([own.statistics for own in words], path)),)
     elif not statistics:
         assert before and before.lexical, "the base version has no words"
         statistics = _change_statistics(task, before.lexical.statistics, [own.change for own in words])
     return LexicalPart(statistics, files)
 
 
-def shard_words(task: LexicalTask, shard: int) -> ShardWords:
+def _join_statistics(shards: Sequence[bytes], path: Path) -> None:
+    """Write the statistics of a corpus, the sum of those of its shards."""
+    files = [path.with_name(f"{shard}.arrow") for shard in range(len(shards))]
+    for file, own in zip(files, shards):
+        file.write_bytes(own)
+    write_statistics_changes(CorpusStatistics(*files), 0, NO_CHANGE, path)
+
+
+def shard_words(task: LexicalTask, shard: int, needs_statistics: bool = False) -> ShardWords:
     """Postings of one shard: unchanged, with a new change file, or written whole."""
     store, before = Store(task.store), task.before
     corpus = Corpus.open(store, task.corpus, task.corpus_digest)
     if before is None:
-        return ShardWords(_write_postings(task, shard_passages(corpus, shard, task.num_shards)))
+        passages, statistics = shard_passages(corpus, shard, task.num_shards), list[bytes]()
+
+        def write(path: Path) -> None:
+            write_postings(passages, path, task.rule)
+            if needs_statistics:
+                own = path.with_name("statistics.arrow")
+                write_statistics([Postings(path).whole], own)
+                statistics.append(own.read_bytes())
+
+        return ShardWords((_add(task, write),), statistics=b"".join(statistics))
     assert before.lexical, "the base version has no words"
     files, old_corpus = before.lexical.postings[shard], Corpus.open(store, before.corpus, before.corpus_digest)
     is_same = corpus.info.parts[shard].digest == old_corpus.info.parts[shard].digest
