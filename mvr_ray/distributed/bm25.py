@@ -1,7 +1,7 @@
-"""BM25 over a corpus, with the words and the scores of `index.lexical`: by the words that a version stores of the
-corpus, else by an index in memory.
+"""Search a corpus by BM25, with the words and the scores of `index.lexical`.
 
-Equal scores are ordered by passage id, so the ranking is deterministic.
+The words are those that a version stores of the corpus, else they are indexed in memory. Equal scores are ordered by
+passage id, so the ranking is deterministic.
 
 Shapes: Q queries, P passages, K hits.
 """

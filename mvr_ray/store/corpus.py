@@ -383,8 +383,8 @@ class Corpus:
         """Find the passages of these ids; ids that the corpus does not hold are absent."""
         shards = {passage_id: shard_of(passage_id, self.num_shards) for passage_id in ids}
         self.open_parts(shards.values())
-        found = ((passage_id, self._parts[shard].get(passage_id)) for passage_id, shard in shards.items())
-        return {passage_id: passage for passage_id, passage in found if passage}
+        pairs = ((passage_id, self._parts[shard].get(passage_id)) for passage_id, shard in shards.items())
+        return {passage_id: passage for passage_id, passage in pairs if passage}
 
     def __iter__(self) -> Iterator[Passage]:
         """Yield all passages, part by part."""

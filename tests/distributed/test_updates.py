@@ -517,11 +517,11 @@ def test_an_update_reads_no_byte_of_what_it_does_not_change_and_its_metrics_are_
             patch.setattr(Store, name, lambda own, path, read=read: (reads.append(path), read(own, path))[1])
         version = build_index.index(run)
     assert first.lexical and version.lexical
-    unchanged = [entry for entry in version.shards if entry in first.shards]
+    same_entries = [entry for entry in version.shards if entry in first.shards]
     words = [files for files in version.lexical.postings if files in first.lexical.postings]
-    assert len(unchanged) == len(words) == 3
+    assert len(same_entries) == len(words) == 3
     places = [manifest.lexical_path("index", file) for files in words for file in files]
-    places += [paths.shard_dir("index", entry.digest) for entry in unchanged]
+    places += [paths.shard_dir("index", entry.digest) for entry in same_entries]
     assert reads and not [path for path in reads if path.startswith(tuple(places))]
 
     folders = [root / paths.shard_dir("index", entry.digest) for entry in version.shards]
@@ -533,7 +533,7 @@ def test_an_update_reads_no_byte_of_what_it_does_not_change_and_its_metrics_are_
         expected = np.average(values, weights=[entry.num_passages for entry in version.shards])
         assert len({*values}) > 1 and version.metrics[name] == pytest.approx(expected)
 
-    flip_byte(folders[unchanged[0].shard] / paths.EMBEDDINGS)
+    flip_byte(folders[same_entries[0].shard] / paths.EMBEDDINGS)
     flip_byte(root / places[0])
     again = build_index.index(run)
     assert (again.version, again.content_digest()) == (version.version, version.content_digest())
@@ -600,11 +600,11 @@ def test_each_earlier_part_is_searched_once_for_the_changes_of_all_shards(first_
     find = carry_over.find_contents
     monkeypatch.setattr(carry_over, "find_contents", lambda file, *own: (files.append(file.name), find(file, *own))[1])
     changes: list[Contents] = [{f"p{at:02d}": 60 + at for at in range(12)}, {f"p{at:02d}": 30 + at for at in range(12)}]
-    for number, (own, encoded) in enumerate(zip(changes, (12, 0))):
+    for number, (own, num_encoded) in enumerate(zip(changes, (12, 0))):
         update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", own))
         assert {shard_of(name, 4) for name in own} == {0, 1, 2, 3}
         version = build_index.index(run)
-        assert version.metrics["encoded"] == encoded, "texts 30 to 41 are those of other passages"
+        assert version.metrics["encoded"] == num_encoded, "texts 30 to 41 are those of other passages"
         assert len(files) == len({*files}) == 4 + 4 * number
         files.clear()
     views = stored_views(store, version)

@@ -414,14 +414,14 @@ def _ids_of_same_content(source: EmbeddedCorpus, passages: Mapping[str, Passage]
     for passage in passages.values():
         ids_of.setdefault((passage.title, passage.text), []).append(passage.id)
     ids_by_name: dict[str, list[str]] = {}
-    wanted = set(ids_of)
+    all_contents = set(ids_of)
     try:
         before = source.corpus()
         for number, file in ((number, file) for number, part in enumerate(before.info.parts) for file in part.files):
             if not ids_of:
                 break
             if file.file not in names:
-                names[file.file] = find_contents(before.open_file(f"part {number}", file), wanted)
+                names[file.file] = find_contents(before.open_file(f"part {number}", file), all_contents)
             contents = {name: content for name, content in names[file.file].items() if content in ids_of}
             current = [name for name, passage in before.get(contents).items() if passage[1:3] == contents[name]]
             refined_names = source.unchanged_since_parent(current)
