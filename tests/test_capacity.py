@@ -4,12 +4,17 @@ import json
 import os
 import subprocess
 import sys
+import weakref
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from prepared_corpus import empty_corpus
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mvr_ray import capacity
 from mvr_ray.capacity import (
@@ -28,6 +33,10 @@ from mvr_ray.capacity import (
     touched_share,
 )
 from mvr_ray.config import EncoderConfig, IndexConfig, RunConfig
+from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
+from mvr_ray.core.encoding.training_attention import training_attention
+from mvr_ray.core.learning.losses import LossTerms, dpr_loss
+from mvr_ray.core.learning.training import PassSettings, RankInputs, loss_and_gradients
 from mvr_ray.errors import ConfigError, StorageError
 from mvr_ray.index.base import IndexParams, default_factory
 from mvr_ray.index.lexical import Postings, write_postings, write_statistics
@@ -210,6 +219,87 @@ def test_a_builder_takes_the_memory_that_is_planned() -> None:
     lines = {line.what: line for line in plan(RunConfig(index=IndexConfig(kind="hnsw")), 100_000).lines}
     assert lines["index builder"].bytes_each > lines["index files (hnsw)"].bytes_each
     assert "index builder" not in {line.what for line in plan(RunConfig(), 100_000).lines}
+
+
+def plan_of_training(gpus: int, workers: int = 1, backbone: str = "all-MiniLM-L6-v2", **train: object) -> capacity.Plan:
+    """Of 32 questions, each with its passage and a negative, all of 128 tokens."""
+    encoder = {"backbone": backbone, "max_passage_tokens": 128, "max_query_tokens": 128}
+    resources = {"gpus_per_trainer": gpus, "train_workers": workers}
+    settings = {"batch_questions": 32, "num_hard_negatives": 1, **train}
+    return plan(RunConfig.model_validate({"encoder": encoder, "resources": resources, "train": settings}), 1000)
+
+
+def trainer_bytes(kind: str, *of: int, **train: object) -> int:
+    """Of one trainer, beside its process, and 16 bytes for each parameter."""
+    [line] = [one for one in plan_of_training(*of, **train).lines if (one.kind, one.what) == (kind, "trainer")]
+    parameters = backbone_sizes(train.get("backbone", "all-MiniLM-L6-v2")).parameters
+    return line.bytes_each - capacity.PROCESS_BYTES * (kind == "memory") - 16 * parameters
+
+
+def test_a_trainer_is_planned_with_the_activations_of_its_share_of_a_step() -> None:
+    """On a GPU those of Korthikanti et al.; on a CPU a training of less precision takes no less."""
+    states = (64 + 32) * 128 * 384
+    layer = 2 * states * (34 + 5 * 12 * 128 // 384)
+    assert trainer_bytes("gpu", 1) == 6 * layer
+    assert trainer_bytes("gpu", 1, 2) == trainer_bytes("gpu", 1, precision="bf16") == 3 * layer
+    assert trainer_bytes("gpu", 1, gradient_checkpointing=True) == layer + 6 * 4 * states
+    assert trainer_bytes("gpu", 1, cache_chunk=24) == 6 * layer // 2  # 24 of 32 questions, 24 of 64 passages
+    assert trainer_bytes("memory", 0) == trainer_bytes("memory", 0, precision="bf16") > 1.5 * 6 * layer
+    lines = {(one.kind, one.what): one for one in plan_of_training(1, 4).lines}
+    assert lines["gpu", "trainer"].count == lines["memory", "trainer"].count == 4
+    assert lines["memory", "trainer"].bytes_each == capacity.PROCESS_BYTES
+
+
+class LiveBytes(TorchDispatchMode):
+    """Measures the peak of the bytes of all tensors that are made within the block; views have none of their own."""
+
+    def __init__(self, earlier: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._storages = {tensor.untyped_storage()._cdata for tensor in earlier}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._storages:
+                storage = tensor.untyped_storage()
+                self._storages.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _free(self, storage: int, num_bytes: int) -> None:
+        self._storages.remove(storage)
+        self.now -= num_bytes
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"precision": "bf16"}, {"gradient_checkpointing": True}, {"cache_chunk": 8}],
+    ids=["plain", "bf16", "checkpointing", "chunks"],
+)
+def test_the_tensors_of_a_training_step_fit_in_what_is_planned(settings, tiny_backbone) -> None:
+    """Of a real step on a CPU. The allocator takes more than the tensors, so they must leave a quarter."""
+    spec = EncoderSpec(strategy="mean", max_passage_tokens=128, max_query_tokens=128)
+    encoder = DualEncoder.from_backbone(tiny_backbone, spec).train()
+    encoder.set_dropout(0.1)
+    encoder.set_gradient_checkpointing("gradient_checkpointing" in settings)
+    passages = encoder.tokenize_passages([Passage(str(number), "", "The river rises. " * 60) for number in range(32)])
+    share = RankInputs(["Where does it rise? " * 60] * 16, passages, torch.ones(32, dtype=torch.bool))
+    for parameter in encoder.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def loss(queries_QD: torch.Tensor, views_PVD: torch.Tensor, mask_PV: torch.Tensor) -> LossTerms:
+        return dpr_loss(queries_QD, views_PVD, mask_PV, torch.arange(16), tau=1.0, scale=20.0)
+
+    precision = torch.bfloat16 if "precision" in settings else torch.float32
+    earlier = [tensor for one in encoder.parameters() for tensor in (one, one.grad)]
+    with LiveBytes(earlier) as live, training_attention(encoder.transformers):
+        loss_and_gradients(encoder, share, loss, PassSettings(settings.get("cache_chunk", 0), precision))
+    estimate = trainer_bytes("memory", 0, backbone=str(tiny_backbone), batch_questions=16, **settings)
+    assert live.peak < 0.75 * estimate
+    assert settings or live.peak > estimate / 3
 
 
 def test_what_is_planned_grows_with_passages_views_and_shards_as_it_must() -> None:
