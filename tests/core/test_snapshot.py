@@ -227,6 +227,11 @@ BROKEN = [
         "encoder.json in {0} lacks or does not know these settings: colour; make the snapshot again",
     ),
     (
+        lambda folder: edit(folder, lambda data: data["spec"].update(viewer_init="one")),
+        "encoder.json in {0} holds a wrong setting (encoder viewer_init is 'one'; known are random, cls); make the "
+        "snapshot again",
+    ),
+    (
         lambda folder: edit(folder, lambda data: data.pop("fingerprint")),
         "{0}/encoder.json lacks the fingerprint; make the encoder snapshot again",
     ),

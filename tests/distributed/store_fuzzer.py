@@ -3,7 +3,7 @@
     python store_fuzzer.py FIXTURE FOLDER SEED CASES
 
 A case is `equal` (the same answers as before), `refused` (an error of ours), or what must not be: `another answer`,
-`traceback`, `unnamed` (an error that does not say which file, or which of shard, version, encoder or corpus it is of).
+`traceback`, `unnamed` (an error that names neither the file by its path, nor the encoder or early corpus it is of).
 A line `{"begin": ...}` comes before each case, so that a process that dies says in which one. The last line has the
 peak of memory.
 """
@@ -181,13 +181,25 @@ def texts_of(store: Path, name: str) -> Any:
     return [[list(corpus.part(shard).passages()) for shard in range(corpus.num_shards)], sets]
 
 
+def names_of(file: Path) -> list[str]:
+    """What an error may name this file by, of which at least one: its path, or the folder of its encoder."""
+    parts = file.parts
+    if parts[0] == "encoders":
+        return ["/".join(parts[:3])]
+    if file.name == "corpus.json":  # it has no checksum: a wrong digest in it shows as damage of the file that it is of
+        return [str(file), f"corpus {parts[1]!r}"]
+    return [str(file)]
+
+
 def outcome(store: Path, file: Path, look: Look, expected: Any) -> dict[str, str]:
     try:
         is_equal = look(store) == expected
     except MvrRayError as error:
-        names = {file.name, file.stem, file.parent.name, file.parts[1]}
         message = str(error)
-        return {"outcome": "refused" if any(name in message for name in names) else "unnamed", "message": message[:300]}
+        return {
+            "outcome": "refused" if any(name in message for name in names_of(file)) else "unnamed",
+            "message": message[:300],
+        }
     except Exception:  # noqa: BLE001 - this is what is looked for
         return {"outcome": "traceback", "message": traceback.format_exc()[-800:]}
     return {"outcome": "equal" if is_equal else "another answer"}

@@ -149,7 +149,12 @@ def read_parts(folder: Path, description: Mapping[str, Any], only_embeds: bool =
             f"encoder.json in {folder} lacks or does not know these settings: {', '.join(wrong)}; "
             f"make the snapshot again"
         )
-    spec = EncoderSpec(**{**_LATER_SETTINGS, **settings})
+    try:
+        spec = EncoderSpec(**{**_LATER_SETTINGS, **settings})
+    except EncoderError as error:
+        raise EncoderError(
+            f"encoder.json in {folder} holds a wrong setting ({error}); make the snapshot again"
+        ) from None
     precision = _precision(folder, description.get("precision", "fp32"), description.get("model_sha256"))
     must_convert = precision.name == "openvino" and precision.parts is None
     towers = []
