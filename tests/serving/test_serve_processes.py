@@ -107,7 +107,7 @@ def search_once(port: int) -> TimedReply:
         connection.request("POST", "/v1/search", QUERY, headers)
         reply = connection.getresponse()
         body = json.loads(reply.read())
-    except OSError as error:
+    except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
         return TimedReply(type(error).__name__, (), time.monotonic() - start_s)
     finally:
         connection.close()
@@ -224,6 +224,7 @@ class ProcessFault(NamedTuple):
     promise: str
 
 
+BROKEN_CONNECTIONS = {"RemoteDisconnected", "ConnectionResetError", "IncompleteRead"}
 FAULTS = {
     "replica killed": ProcessFault(
         "ServeReplica", signal.SIGKILL, {"503 unavailable"}, "503 for what it held, no more"
@@ -240,9 +241,7 @@ FAULTS = {
     ),
     "controller killed": ProcessFault("ServeController", signal.SIGKILL, set(), "nothing is seen"),
     "controller stopped for 5 s": ProcessFault("ServeController", signal.SIGSTOP, set(), "nothing is seen"),
-    "haproxy killed": ProcessFault(
-        "haproxy", signal.SIGKILL, {"RemoteDisconnected", "ConnectionResetError"}, "connections break; started again"
-    ),
+    "haproxy killed": ProcessFault("haproxy", signal.SIGKILL, BROKEN_CONNECTIONS, "connections break; started again"),
 }
 PAUSE_S = 5.0
 
@@ -322,7 +321,7 @@ def test_without_its_head_a_server_answers_until_it_ends_by_itself(small_index, 
     outcomes, slowest_s = Counter(one.outcome for one in answers), max(one.took_s for one in answers)
     counts = ", ".join(f"{number} x {outcome}" for outcome, number in sorted(outcomes.items()))
     record_property("figures", f"ended after {ended_s:.0f} s with status {process.returncode}: {counts}")
-    errors = {"502 unavailable", "503 unavailable", "504 timeout", "RemoteDisconnected", "ConnectionResetError"}
+    errors = {"502 unavailable", "503 unavailable", "504 timeout", *BROKEN_CONNECTIONS}
     assert expected.outcome == "200" and process.returncode == 1
     assert set(outcomes) - {"200"} <= errors | {"ConnectionRefusedError"}, outcomes
     assert {one.ids for one in answers if one.outcome == "200"} == {expected.ids}
