@@ -50,6 +50,18 @@ def test_questions_of_a_passage_stand_together_up_to_the_limit(passages, per_pas
         assert number <= -(-longest[passage] // per_passage)
 
 
+def test_questions_of_a_passage_beyond_the_limit_are_spread_over_the_epoch():
+    """Two groups of a passage are neighbours by chance alone, so not in most of twenty epochs."""
+    passage_E = np.array([0] * 8 + list(range(1, 393)))
+    longest_runs = []
+    for epoch in range(20):
+        plan_SB = plan_epoch(passage_E, None, batch=8, per_passage=2, seed=1, epoch=epoch)
+        places = np.flatnonzero(passage_E[plan_SB.reshape(-1)[: len(passage_E)]] == 0)
+        runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+        longest_runs.append(max(map(len, runs)))
+    assert np.median(longest_runs) == 2
+
+
 def test_siblings_share_batches_and_no_article_takes_a_whole_one():
     passage_E = np.arange(400)
     article_E = passage_E // 40

@@ -215,15 +215,20 @@ def test_both_sides_train_every_tower_and_gradients_stay_finite(tiny, name, one_
     assert (encoder.question_tower is encoder.passage_tower) == one_tower
 
 
-def test_checkpointing_gives_the_same_gradient(tiny):
-    gradients = []
+def test_checkpointing_gives_the_same_gradient_in_two_passes(tiny):
+    gradients, num_passes = [], []
     for on in (False, True):
         encoder = DualEncoder.from_backbone(tiny("bert"), STRATEGIES["snippets"]).train()
         encoder.set_dropout(0.0)
         encoder.set_gradient_checkpointing(on)
+        passes: list[torch.nn.Module] = []
+        attention = encoder.passage_tower.backbone.encoder.layer[0].attention
+        attention.register_forward_pre_hook(lambda module, _, passes=passes: passes.append(module))
         encoder.encode_passages(encoder.tokenize_passages(PASSAGES)).views_PVD[..., 0].sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in encoder.parameters()]))
+        num_passes.append(len(passes))
     torch.testing.assert_close(gradients[0], gradients[1])
+    assert num_passes == [1, 2]
 
 
 @pytest.mark.parametrize("kind", ["bert", "modernbert", "t5", "qwen3", "llama", "mistral", "gemma3_text"])

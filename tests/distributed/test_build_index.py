@@ -541,8 +541,12 @@ def test_left_out_views_cost_no_more_than_the_manifest_says_and_codes_change_no_
 
 
 def test_what_cannot_be_built_is_refused_before_any_work(own_index, run_over):
-    with pytest.raises(ShardIndexError, match="Nonsense"):
-        build_index.index(run_over(own_index, index={"kind": "faiss", "factory": "Nonsense"}))
-    with pytest.raises(MissingInputError, match="mvr-ray prepare CONFIG"):
-        build_index.index(run_over(own_index, prepare={"corpus": "other"}))
-    assert manifest.list_versions(Store(str(own_index)), "index") == [1]
+    store, reports = Store(str(own_index)), []
+    for sections, error, message in (
+        ({"index": {"kind": "faiss", "factory": "Nonsense"}}, ShardIndexError, "Nonsense"),
+        ({"prepare": {"corpus": "other"}}, MissingInputError, "mvr-ray prepare CONFIG"),
+    ):
+        with pytest.raises(error, match=message):
+            build_index.index(run_over(own_index, **sections), lambda *report: reports.append(report))
+    assert not reports and not store.list(paths.index_dir("index", "staging"))
+    assert manifest.list_versions(store, "index") == [1]

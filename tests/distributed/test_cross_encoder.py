@@ -122,7 +122,9 @@ def test_a_training_killed_anywhere_ends_with_the_same_cross_encoder_to_the_bit(
     run = run_of(store_path, {**settings, "cross_encoder": "broken"})
     with pytest.raises(CrossEncoderStop):
         train(run, progress)
-    again = train(run)
+    counts: list[int] = []
+    again = train(run, lambda what, count, total: counts.append(count))
+    assert counts[0] == 3, "the training continues from the checkpoint of step 2"
     assert (again.fingerprint, again.metrics, again.epochs) == (whole.fingerprint, whole.metrics, whole.epochs)
 
 

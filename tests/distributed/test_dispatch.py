@@ -264,6 +264,7 @@ def test_a_slow_replica_is_asked_for_a_second_time_elsewhere_but_not_while_shedd
         assert dispatcher.counts().most_waiting == dispatcher.groups[0][0].waiting <= dispatcher.counts().waiting
         hedges = dispatcher.budget.hedges
         monkeypatch.setattr("mvr_ray.distributed.searching.dispatch.HEDGE_PAUSE_S", 1e9)
+        dispatcher._refused_s = float("-inf")  # so that only a refusal from now on can pause second calls
         dispatcher.queue = 0
         with pytest.raises(OverloadedError):
             router.search(QUERIES_QD, K)

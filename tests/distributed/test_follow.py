@@ -143,6 +143,7 @@ def test_what_cannot_be_followed_is_refused_before_anything_is_done(run_over, so
     ):
         with pytest.raises(error, match=message):
             follow(run_over(tmp_path / "none", **sections), FollowReport(), print)
+        assert not (tmp_path / "none").exists()
 
 
 ENCODERS = {

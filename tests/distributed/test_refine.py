@@ -531,10 +531,13 @@ def test_feedback_from_a_file_teaches_its_questions(store):
 
 @pytest.mark.usefixtures("without_ray")
 def test_what_cannot_be_learned_from_is_refused_before_work(store):
-    with pytest.raises(ConfigError, match="give one of them to learn from"):
-        refining.refine(config(store, questions=None))
-    write_questions(
-        only_corpus(Store(str(store))), "one", read_questions(only_corpus(Store(str(store))), "squad_known")[:1]
-    )
-    with pytest.raises(ConfigError, match="'one' with 1 question is too small to hold a fifth"):
-        refining.refine(config(store, questions="one", gate=[]))
+    own_store, reports = Store(str(store)), []
+    own_corpus = only_corpus(own_store)
+    write_questions(own_corpus, "one", read_questions(own_corpus, "squad_known")[:1])
+    for settings, message in (
+        ({"questions": None}, "give one of them to learn from"),
+        ({"questions": "one", "gate": []}, "'one' with 1 question is too small to hold a fifth"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            refining.refine(config(store, **settings), lambda *report: reports.append(report))
+    assert not reports and not own_store.list(paths.index_dir("squad", "staging"))

@@ -18,6 +18,7 @@ from prepared_corpus import only_corpus
 from ray.train import WorkerGroupError
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.storage import get_fs_and_path
+from transformers.models.bert.modeling_bert import BertAttention
 from waiting import lines_of
 
 from mvr_ray.cli import main
@@ -131,7 +132,9 @@ def test_a_training_killed_anywhere_ends_with_the_same_weights_to_the_bit(store_
     for step in (1, 5):
         with pytest.raises(RetrieverStop):
             train(run, stop_at(step))
-    again = train(run)
+    counts: list[int] = []
+    again = train(run, lambda what, count, total: counts.append(count))
+    assert counts[0] == 5, "the training continues from the checkpoint of step 4"
     assert again.fingerprint == whole.fingerprint
     assert again.metrics == whole.metrics
     assert again.epochs == whole.epochs
@@ -443,29 +446,42 @@ def test_the_temperature_falls_by_the_epoch_after_the_warm_start(store_path):
 
 
 @pytest.mark.data
-def test_lower_precision_and_checkpointed_activations_train_to_nearly_the_same_loss(store_path):
+def test_lower_precision_and_checkpointed_activations_train_to_nearly_the_same_loss(store_path, request):
+    passes: list[BertAttention] = []
+
+    def note(module: torch.nn.Module, _) -> None:
+        if isinstance(module, BertAttention) and module.training:
+            passes.append(module)
+
+    request.addfinalizer(torch.nn.modules.module.register_module_forward_pre_hook(note).remove)
+
     def loss(**settings) -> float:
         cfg = {"questions": "tiny", "batch_questions": 4, "max_steps": 1, "dropout": 0.0, **settings}
         name = "-".join(settings) or "plain"
         return train(run_of(store_path, cfg, {"name": name, **QUICK})).metrics["loss"]
 
-    plain = loss()
-    assert loss(gradient_checkpointing=True) == plain
-    assert loss(precision="bf16") == pytest.approx(plain, rel=0.05)
-    assert loss(precision="fp16") == pytest.approx(plain, rel=0.05)
+    plain, plain_passes = loss(), len(passes)
+    passes.clear()
+    assert (loss(gradient_checkpointing=True), len(passes)) == (plain, 2 * plain_passes)
+    for precision in ("bf16", "fp16"):
+        lower = loss(precision=precision)
+        assert lower == pytest.approx(plain, rel=0.05) and lower != plain
 
 
 @pytest.mark.data
-@pytest.mark.parametrize(("multiplies", "precision"), [(True, "bf16"), (False, "fp32")])
-def test_auto_is_the_precision_of_the_processor_where_training_began(store_path, monkeypatch, multiplies, precision):
+def test_auto_is_the_precision_of_the_processor_where_training_began(store_path, monkeypatch):
     cfg = {"questions": "tiny", "batch_questions": 4, "max_steps": 5, "epochs": 3, "checkpoint_steps": 2}
-    reference = train(run_of(store_path, {**cfg, "precision": precision}, {"name": f"named-{precision}", **QUICK}))
-    run = run_of(store_path, {**cfg, "precision": "auto"}, {"name": f"auto-{precision}", **QUICK})
-    monkeypatch.setattr(steps, "multiplies_bf16", lambda device: multiplies)
-    with pytest.raises(RetrieverStop):
-        train(run, stop_at(3))
-    monkeypatch.setattr(steps, "multiplies_bf16", lambda device: not multiplies)
-    assert train(run).fingerprint == reference.fingerprint
+    fingerprints = []
+    for multiplies, precision in ((True, "bf16"), (False, "fp32")):
+        reference = train(run_of(store_path, {**cfg, "precision": precision}, {"name": f"named-{precision}", **QUICK}))
+        run = run_of(store_path, {**cfg, "precision": "auto"}, {"name": f"auto-{precision}", **QUICK})
+        monkeypatch.setattr(steps, "multiplies_bf16", lambda device, here=multiplies: here)
+        with pytest.raises(RetrieverStop):
+            train(run, stop_at(3))
+        monkeypatch.setattr(steps, "multiplies_bf16", lambda device, here=multiplies: not here)
+        assert train(run).fingerprint == reference.fingerprint
+        fingerprints.append(reference.fingerprint)
+    assert fingerprints[0] != fingerprints[1]
 
 
 @pytest.mark.data

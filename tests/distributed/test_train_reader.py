@@ -98,7 +98,9 @@ def test_a_training_killed_anywhere_ends_with_the_same_reader_to_the_bit(store_p
     for step in (1, 5):
         with pytest.raises(ReaderStop):
             train(run, stop_at(step))
-    again = train(run)
+    counts: list[int] = []
+    again = train(run, lambda what, count, total: counts.append(count))
+    assert counts[0] == 5, "the training continues from the checkpoint of step 4"
     assert again.fingerprint == whole.fingerprint
     assert (again.metrics, again.epochs) == (whole.metrics, whole.epochs)
     assert not Store(str(store_path)).exists("encoders")

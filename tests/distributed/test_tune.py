@@ -1,8 +1,12 @@
 """The chosen weight of a hybrid search ranks most gold passages first, by a count of single searches."""
 
+import itertools
+import math
+
+import numpy as np
 import pytest
 
-from mvr_ray.distributed.evaluate import WEIGHTS, tune, unreported_questions
+from mvr_ray.distributed.evaluate import WEIGHTS, WeightAccuracy, best_weight, tune, unreported_questions
 from mvr_ray.distributed.retrieve import QuestionSet
 from mvr_ray.distributed.router import open_router
 from mvr_ray.errors import ConfigError, FilterError, ShardIndexError
@@ -21,10 +25,13 @@ def test_the_weight_is_the_first_of_those_with_most_gold_passages_at_rank_one(le
     assert [row.weight for row in report.rows] == [None, "rrf", *WEIGHTS]
     with open_router(run, local=True) as router:
         for row in report.rows:
-            hits = router.search_text([question.text for question in questions], 1, hybrid=row.weight).hits
-            right = [one[0].passage_id in question.positive_ids for one, question in zip(hits, questions, strict=True)]
-            assert row.top1 == pytest.approx(sum(right) / len(right))
-            assert row.top1 <= row.top5 <= row.top20 and row.top1 <= row.mrr
+            hits = router.search_text([question.text for question in questions], 20, hybrid=row.weight).hits
+            ranks = [
+                next((rank for rank, hit in enumerate(own, 1) if hit.passage_id in question.positive_ids), math.inf)
+                for own, question in zip(hits, questions, strict=True)
+            ]
+            shares = [np.mean([rank <= k for rank in ranks]) for k in (1, 5, 20)]
+            assert row[1:] == pytest.approx([*shares, np.mean([1 / rank for rank in ranks])])
     weight = float(report.setting.removeprefix("search.hybrid="))
     best = next(row for row in report.rows if row.weight == weight)
     assert best.top1 == max(row.top1 for row in report.rows)
@@ -36,6 +43,21 @@ def test_weights_are_tried_under_the_filter_of_retrieval(lexical_index, run_over
     assert {row.top20 for row in tune(run_over(lexical_index, **settings), "dev").rows} == {0.0}
     with pytest.raises(FilterError, match="no field 'year'"):
         tune(run_over(lexical_index, **{**settings, "retrieve": {"filter": {"year": 1}}}), "dev")
+
+
+@pytest.mark.parametrize(
+    ("figures", "best"),
+    [
+        ({None: (0.5, 0.9), 1.0: (0.6, 0.7), 2.0: (0.5, 0.9)}, 1.0),
+        ({None: (0.6, 0.7), 1.0: (0.6, 0.7), "rrf": (0.6, 0.8)}, "rrf"),
+        ({None: (0.6, 0.7), 0.0: (0.6, 0.7), 1.0: (0.6, 0.7)}, None),
+        ({"rrf": (0.6, 0.7), 2.0: (0.6, 0.7), 10.0: (0.6, 0.7)}, 2.0),
+    ],
+    ids=["rank one", "reciprocal rank", "dense alone", "smallest weight"],
+)
+def test_the_best_weight_follows_from_rank_one_then_reciprocal_rank_then_the_weight(figures, best):
+    rows = [WeightAccuracy(weight, top1, 0.9, 0.9, mrr) for weight, (top1, mrr) in figures.items()]
+    assert {best_weight(order).weight for order in itertools.permutations(rows)} == {best}
 
 
 def test_reported_questions_choose_no_weight_and_versions_without_words_are_refused(own_index, run_over, caplog):

@@ -1,6 +1,11 @@
-"""Checks deadlines and retry hints: none is later than what it was made from, and one formula gives every hint."""
+"""Checks deadlines, retry hints and cancelled work.
 
+No deadline is later than what it was made from, one formula gives every hint, and cancelled work never begins.
+"""
+
+import asyncio
 import math
+import threading
 
 import pytest
 from hypothesis import given
@@ -10,6 +15,7 @@ from starlette.datastructures import Headers
 from mvr_ray import deadline as deadline_module
 from mvr_ray.deadline import Deadline
 from mvr_ray.errors import CoverageError, OverloadedError
+from mvr_ray.serving.admission import Admission, Workers
 from mvr_ray.serving.middleware import request_deadline
 from mvr_ray.serving.schemas import LONGEST_RETRY_S, retry_seconds, to_request_error
 
@@ -49,3 +55,24 @@ def test_a_retry_hint_is_the_expected_wait_in_whole_seconds_up_to_a_minute(wait_
 def test_what_cannot_be_answered_now_has_a_retry_hint() -> None:
     error = to_request_error(CoverageError("1 of 2 shards did not answer"))
     assert (error.status, error.code, error.headers) == (503, "not_covered", {"retry-after": "1"})
+
+
+def test_queued_work_whose_sender_hung_up_never_begins() -> None:
+    async def serve() -> list[str]:
+        admission, workers, deadline = Admission(3), Workers(1, lambda _: None), Deadline.after(60)
+        end_event, calls = threading.Event(), []
+        first, second = (
+            asyncio.create_task(workers.run(admission.acquire(), work, deadline))
+            for work in (end_event.wait, lambda: calls.append("second"))
+        )
+        await asyncio.sleep(0)  # both are submitted
+        second.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        end_event.set()
+        await first
+        await workers.run(admission.acquire(), lambda: calls.append("third"), deadline)
+        workers.close()
+        return calls
+
+    assert asyncio.run(serve()) == ["third"]

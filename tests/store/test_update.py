@@ -160,8 +160,11 @@ def test_an_update_describes_and_its_collection_reads_no_more_than_the_one_befor
     assert not [path for path in reads if path.startswith(paths.corpus_dir("corpus", "versions"))]
 
 
-def test_updates_remove_old_corpora_once_in_so_many_publications(tmp_path: Path, write: Write, monkeypatch):
-    monkeypatch.setattr("mvr_ray.store.update.KEPT_PUBLICATIONS", 3)
+def test_updates_remove_old_corpora_and_publications_once_in_so_many_publications(
+    tmp_path: Path, write: Write, monkeypatch
+):
+    for module in ("update", "gc"):
+        monkeypatch.setattr(f"mvr_ray.store.{module}.KEPT_PUBLICATIONS", 3)
     store, counts = Store(tmp_path / "store"), []
     make_corpus(store, write, dict.fromkeys(NAMES, "first"))
     for number in range(5):
@@ -170,6 +173,7 @@ def test_updates_remove_old_corpora_once_in_so_many_publications(tmp_path: Path,
         update(CONFIG, store, str(write("c.jsonl", lines(row("p0", f"text {number}")))))
         counts.append(len(store.json_names(paths.corpus_dir("corpus", "versions"))))
     assert counts == [2, 1, 2, 3, 1]
+    assert publications(store, "corpus") == [4, 5, 6]
 
 
 def test_damage_of_a_file_of_changes_is_found(store: Store, write: Write):
