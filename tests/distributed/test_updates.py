@@ -21,6 +21,7 @@ from mvr_ray.core.encoding.snapshot import read_punkt
 from mvr_ray.core.encoding.snippets import train_punkt
 from mvr_ray.distributed import bm25
 from mvr_ray.distributed.indexing import build_index, carry_over, encode, rewrite, shards
+from mvr_ray.distributed.indexing.lexical import build_lexical, lexical_task
 from mvr_ray.distributed.indexing.repair import repair
 from mvr_ray.distributed.indexing.shards import build_shard, shard_recall
 from mvr_ray.distributed.indexing.staging import EncodeTask
@@ -473,6 +474,55 @@ def test_a_compaction_stays_and_its_views_are_as_encoded_without_its_parent(firs
     version = index_change({"p01": 52})
     assert (version.operation, version.metrics["encoded"]) == ("index", 1)
     assert sum(entry not in whole.shards for entry in version.shards) == 1
+
+
+@pytest.mark.parametrize("num_shards", [6, 1])
+def test_a_corpus_prepared_again_over_the_shards_of_a_reshard_is_not_encoded_again(
+    first_store, run_over, tmp_path, num_shards
+):
+    """The shards of the resharded version are then as many as the parts, but its own corpus has others."""
+    root = shutil.copytree(first_store, tmp_path / "store")
+    shutil.copy(first_store.parent / "passages.jsonl", tmp_path)
+    store, run = Store(str(root)), own_run(run_over, root, 3, lexical=True)
+    refined_version = add_views(store, build_index.index(run), {"p03", "p11"})
+    rewrite.reshard(run, num_shards)
+    run = own_run(run_over, root, num_shards, lexical=True)
+    prepare(run.prepare, store)
+    for keeps, views in (
+        (True, stored_views(store, refined_version)),
+        (False, stored_views(store, manifest.read(store, "index", 1))),
+    ):
+        version = build_index.index(own_run(run_over, root, num_shards, lexical=True, keep_refinement=keeps))
+        assert [len(version.shards), version.metrics["encoded"], version.metrics.get("unlearned", 0)] == [
+            num_shards,
+            0,
+            0,
+        ]
+        now = stored_views(store, version)
+        assert {name: own.vectors_ND.tobytes() for name, own in now.items()} == {
+            name: own.vectors_ND.tobytes() for name, own in views.items()
+        }
+        task = lexical_task(Corpus.open(store, "corpus"), "index", num_shards, "english")
+        assert version.lexical == build_lexical(task), "the words are those of an index from nothing"
+
+
+def test_damaged_words_of_a_resharded_version_are_never_rebuilt_from_the_parts_of_its_corpus(
+    first_store, run_over, tmp_path
+):
+    root = shutil.copytree(first_store, tmp_path / "store")
+    store, run = Store(str(root)), own_run(run_over, root, 3, lexical=True, compact_share=1.0)
+    build_index.index(run)
+    update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", {"p00": 51}), index="index")
+    build_index.index(run)
+    rewrite.reshard(run, 6)
+    number = manifest.read(store, "index").version
+    build_index.index(run)
+    rollback(store, "index", number)
+    version = manifest.read(store, "index")
+    assert version.lexical and len(version.lexical.statistics) == 2
+    for entry in version.lexical.statistics[1:]:
+        flip_byte(root / manifest.lexical_path("index", entry))
+    assert [one.state for one in repair(store, version).repairs] == ["lost"]
 
 
 def test_a_command_whose_plans_a_faster_one_removed_makes_them_again(first_store, run_over, tmp_path, monkeypatch):

@@ -306,16 +306,17 @@ def carry_shard(
 def _plan_over_base(
     corpus: Corpus, shard: int, sources: Sequence[EmbeddedCorpus], index: str, *, reads: bool = True
 ) -> EncodePlan | None:
-    """Plan over the first source with the same number of shards, encoding all changed passages; None without one.
+    """Plan over the first source with the same shards as parts, encoding all changed passages; None without one.
     What a source of another index has beside the corpus does not count as deleted. Without `reads` the plan is for its
     rows alone: no embeddings are read."""
     for source in sources:
         version = source.version
-        if source.parent or len(version.shards) != corpus.num_shards:
-            if source.is_refined:
-                return None
-            continue
         try:
+            is_over_parts = len(version.shards) == corpus.num_shards == source.corpus().num_shards  # else resharded
+            if source.parent or not is_over_parts:
+                if source.is_refined:
+                    return None
+                continue
             before = source.corpus()
             if reads:
                 source.embeddings(shard)

@@ -92,19 +92,24 @@ def lexical_task(
 
 
 def find_base(store: Store, index: str, corpus: Corpus, language: str) -> Manifest | None:
-    """Find the newest version that can serve as base: with words of this language by today's rule, the same number of
-    shards, and its corpus and statistics whole in the store."""
+    """Find the newest version that can serve as base: with words of this language by today's rule, over as many parts
+    of its own corpus, and its corpus and statistics whole in the store."""
     for version in manifests.newest_first(store, index):
         if version.lexical is None or len(version.shards) != corpus.num_shards:
             continue
         try:
-            Corpus.open(store, version.corpus, version.corpus_digest)
-            is_whole = are_whole(store, index, version.lexical.statistics)
+            is_whole = is_over_parts(store, version) and are_whole(store, index, version.lexical.statistics)
             if is_whole and rule_of(store, index, version.lexical) == WordRule(language):
                 return version
         except (MissingInputError, StorageError, ShardIndexError):
             continue
     return None
+
+
+def is_over_parts(store: Store, version: Manifest) -> bool:
+    """Whether the shards of a version are the parts of its corpus, as those of a resharded one are not. Raises
+    MissingInputError, StorageError."""
+    return Corpus.open(store, version.corpus, version.corpus_digest).num_shards == len(version.shards)
 
 
 def rule_of(store: Store, index: str, part: LexicalPart) -> WordRule:
@@ -201,9 +206,10 @@ def repair_lexical(store: Store, manifest: Manifest) -> bool:
         if {*version.lexical.files} & {*manifest.lexical.files}:
             try:
                 _write_again(store, version, earlier)
+                if is_over_parts(store, version):
+                    earlier.append(version)
             except (MissingInputError, StorageError):
                 continue
-            earlier.append(version)
     return _write_again(store, manifest, earlier)
 
 
@@ -216,6 +222,8 @@ def _write_again(store: Store, version: Manifest, earlier: Sequence[Manifest]) -
         if are_whole(store, index, files):
             return True
         corpus = Corpus.open(store, version.corpus, version.corpus_digest)
+        if base and corpus.num_shards != num_shards:
+            break
         build_lexical(lexical_task(corpus, index, num_shards, language, base, most_share=1.0))
     return are_whole(store, index, files)
 
