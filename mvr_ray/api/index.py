@@ -37,11 +37,10 @@ from mvr_ray.store.formats.records import PassageId
 from mvr_ray.store.manifest import Manifest
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import (
-    carry_questions,
+    add_questions,
     carry_to_chunks,
     checked_questions,
     require_gold_passages,
-    write_questions,
 )
 from mvr_ray.store.update import ChangeRecord, UpdateReport, is_rolled_back, parent_corpus, update_by_records
 from mvr_ray.types import FloatArray, Passage, Progress, Question, no_progress
@@ -386,11 +385,7 @@ class Index:
         corpus = self._live_corpus()
         own = self._with_chunks(corpus, rows.questions_of(questions), name)
         require_gold_passages(name, own, corpus)
-        write_questions(corpus, name, own)
-        carried_digest = corpus.digest
-        while (last := Corpus.open(self._store, corpus.name)).digest != carried_digest:  # a change waits for `index`
-            carry_questions(corpus, last, name)
-            carried_digest = last.digest
+        add_questions(corpus, name, own)  # also to the corpus of a change that waits for `index`
         return name
 
     def evaluate(

@@ -29,7 +29,7 @@ from mvr_ray.errors import ConfigError, DataError
 from mvr_ray.store import manifest as manifests
 from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
-from mvr_ray.store.questions import own_passages, read_questions, write_questions
+from mvr_ray.store.questions import add_questions, own_passages, read_questions
 from mvr_ray.types import FloatArray, IntArray, Progress, Question, no_progress
 
 log = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ def mine(run: RunConfig, progress: Progress = no_progress) -> MineReport:
         question._replace(hard_negative_ids=tuple(result.ids), teacher_scores=result.scores)
         for question, result in zip(questions, results)
     ]
-    write_questions(corpus, cfg.output, mined_questions)
+    add_questions(corpus, cfg.output, mined_questions)
     log.info("mined: %s", " ".join(f"{name}={value}" for name, value in report._asdict().items()))
     return report
 

@@ -51,6 +51,15 @@ def write_questions(corpus: Corpus, name: str, questions: Iterable[Question]) ->
     return count
 
 
+def add_questions(corpus: Corpus, name: str, questions: Iterable[Question]) -> None:
+    """Store a question set of a corpus, and carry it over to the corpora that were published meanwhile."""
+    write_questions(corpus, name, questions)
+    carried_digest = corpus.digest
+    while (last := Corpus.open(corpus.store, corpus.name)).digest != carried_digest:
+        carry_questions(corpus, last, name)
+        carried_digest = last.digest
+
+
 def put_questions(corpus: Corpus, name: str, file: Path, num_questions: int) -> None:
     """Move a finished local file of questions into the store, and describe it as this set of the corpus."""
     digest, num_bytes = sha256_of(file), file.stat().st_size

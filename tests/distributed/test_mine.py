@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import yaml
 from prepared_corpus import only_corpus
 
 from mvr_ray.cli import main
-from mvr_ray.config import MineConfig, RunConfig, load_run, parse_run
+from mvr_ray.config import MineConfig, RunConfig, StoreConfig, load_run, parse_run
 from mvr_ray.core.judging.answers import AnswerMatcher, has_answer
 from mvr_ray.distributed.bm25 import BM25Index
 from mvr_ray.distributed.indexing.build_index import index
@@ -24,6 +25,7 @@ from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import read_questions
+from mvr_ray.store.update import update
 from mvr_ray.types import Question
 
 STOP_WORDS = frozenset(
@@ -149,6 +151,27 @@ def test_a_passage_has_at_most_so_many_mined_questions_with_the_negatives_that_t
         {question.positive_ids[0] for question in every}, 1
     )
     assert len(one_each) < len(every) and all(question in every for question in one_each)
+
+
+@pytest.mark.data
+def test_negatives_mined_while_the_corpus_changes_are_in_the_last_corpus(run, tmp_path):
+    store = Store(str(shutil.copytree(run.store.path, tmp_path / "store")))
+    own = with_mining(run).model_copy(update={"store": StoreConfig(path=str(tmp_path / "store"))})
+    changes = tmp_path / "changes.jsonl"
+    changes.write_text(json.dumps({"id": "new", "title": "T", "text": "A new passage."}) + "\n")
+    mine(own)
+    before = read_questions(Corpus.open(store, "corpus"), "mined")
+
+    def change(what: str, count: int, total: int) -> None:
+        if (what, count) == ("mine", 1):
+            update(own.prepare, store, str(changes))
+
+    mine(with_mining(own, rank_from=3), change)
+    corpus = Corpus.open(store, "corpus")
+    assert "new" in corpus.get(["new"])
+    after = read_questions(corpus, "mined")
+    assert [question.id for question in after] == [question.id for question in before]
+    assert [question.hard_negative_ids for question in after] != [question.hard_negative_ids for question in before]
 
 
 @pytest.mark.parametrize(
