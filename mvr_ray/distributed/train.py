@@ -34,8 +34,9 @@ from mvr_ray.distributed.training.cross_encoder import CrossEncoderLoop
 from mvr_ray.distributed.training.reader import ReaderLoop
 from mvr_ray.distributed.training.retriever import RetrieverLoop
 from mvr_ray.distributed.training.steps import StepLoop, TrainingJob
-from mvr_ray.errors import FormatError, MvrRayError, NoAnswerError, ResourceError, StorageError, first_line
+from mvr_ray.errors import ConfigError, FormatError, MvrRayError, NoAnswerError, ResourceError, StorageError, first_line
 from mvr_ray.store import paths
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.model_records import latest_fingerprint, record_latest
 from mvr_ray.store.scratch import scratch_folder
@@ -69,7 +70,8 @@ def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
     """
     loop, store, workers = LOOPS[run.train.task], Store(run.store.path), run.resources.train_workers
     with torch_threads(run.resources.torch_threads):
-        job = loop.open_job(run)
+        corpus_digest = Corpus.open(store, run.prepare.corpus).digest
+        job = loop.open_job(run, corpus_digest)
         try:
             latest_fingerprint(store, loop.kind, job.name)
         except StorageError as error:  # a damaged record is replaced, one of a newer program is not
@@ -80,7 +82,7 @@ def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
             return _make_latest(loop, store, job.name, record)
         log.info("training: %s examples=%d workers=%d", loop.kind.what, len(job.examples), workers)
         if workers:
-            state = _train_on_workers(run, progress)
+            state = _train_on_workers(run, corpus_digest, job.checkpoints.folder, progress)
         else:
             state = loop(job, progress, _own_device(run)).run()
         record = _finished_record(loop, store, job)
@@ -158,8 +160,9 @@ def _own_device(run: RunConfig) -> torch.device:
     return torch.device("cuda")
 
 
-def _train_on_workers(run: RunConfig, progress: Progress) -> TrainState:
-    """Train on Ray Train workers in one process group; returns rank 0's state.
+def _train_on_workers(run: RunConfig, corpus_digest: str, folder: str, progress: Progress) -> TrainState:
+    """Train on Ray Train workers in one process group, with the corpus of this digest and checkpoints in this folder;
+    returns rank 0's state.
 
     Workers start again, at the newest checkpoint, where one died. Raises ResourceError when they cannot be placed or
     keep dying, and at once an error that they would only repeat.
@@ -174,15 +177,13 @@ def _train_on_workers(run: RunConfig, progress: Progress) -> TrainState:
         actor = stack.enter_context(forward_progress(progress))
         api: Any = ray.train
         make_trainer: Any = TorchTrainer
+        config = {"run": worker_run.model_dump(mode="json"), "working_folder": str(Path.cwd())}
+        config |= {"corpus_digest": corpus_digest, "checkpoints": folder}
         restarts_left = MAX_RESTARTS
         while True:
             trainer = make_trainer(
                 _worker,
-                train_loop_config={
-                    "run": worker_run.model_dump(mode="json"),
-                    "folder": str(Path.cwd()),
-                    "actor": actor,
-                },
+                train_loop_config={**config, "actor": actor},
                 scaling_config=api.ScalingConfig(
                     num_workers=count,
                     use_gpu=gpus > 0,
@@ -204,13 +205,19 @@ def _train_on_workers(run: RunConfig, progress: Progress) -> TrainState:
 
 def _worker(config: dict[str, Any]) -> str:
     """Train one rank. Returns the final state as JSON on rank 0, an empty text elsewhere."""
-    enter_folder(config["folder"])
+    enter_folder(config["working_folder"])
     run = RunConfig.model_validate(config["run"])
     torch.set_num_threads(run.resources.torch_threads)
     device = get_device()
     assert isinstance(device, torch.device)
     loop = LOOPS[run.train.task]
-    state = loop(loop.open_job(run), config["actor"].report.remote, device).run()
+    job = loop.open_job(run, config["corpus_digest"])
+    if job.checkpoints.folder != config["checkpoints"]:
+        raise ConfigError(
+            "the workers would train from other data than this command opened: a question set of the train section, or "
+            "the encoder of train.init_from, was replaced meanwhile; run the same command again"
+        )
+    state = loop(job, config["actor"].report.remote, device).run()
     return state.to_json().decode() if rank() == 0 else ""
 
 

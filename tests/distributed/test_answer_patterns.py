@@ -216,4 +216,4 @@ def test_keys_of_unfinished_work_depend_on_the_rule_and_stay_as_they_were_for_wo
     words, patterns = (
         RetrieverLoop.open_job(run_of(store_path, match, train=train)).checkpoints for match in ("string", "regex")
     )
-    assert words._folder != patterns._folder
+    assert words.folder != patterns.folder

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,10 +41,12 @@ from mvr_ray.errors import (
     StorageError,
 )
 from mvr_ray.store import paths
+from mvr_ray.store.corpus import Corpus
 from mvr_ray.store.files import Store
 from mvr_ray.store.model_records import ENCODERS, latest_backbone, latest_fingerprint
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import read_questions, write_questions
+from mvr_ray.store.update import update
 from mvr_ray.types import Question
 
 QUICK = {"num_views": 2, "max_passage_tokens": 48, "max_query_tokens": 24}
@@ -557,6 +560,37 @@ def test_a_killed_worker_changes_nothing_of_the_result(store_path, actor_process
     assert hurt_model.fingerprint == calm.fingerprint
     assert hurt_model.epochs == calm.epochs
     record_property("figures", f"1 of 2 workers killed in step {next(n for n in steps if n >= 2)} of {max(steps)}")
+
+
+@pytest.mark.slow
+@pytest.mark.data
+@pytest.mark.ray
+def test_workers_train_from_what_the_command_opened_whatever_is_published_before_they_start(
+    store_path, ray_session, tmp_path, monkeypatch
+):
+    (tmp_path / "backbone").symlink_to((store_path.parent / "backbone").resolve())
+    path = shutil.copytree(store_path, tmp_path / "store")
+    store, settings = Store(str(path)), {"questions": "tiny", "batch_questions": 4, "max_steps": 2, "epochs": 2}
+    changes = tmp_path / "changes.jsonl"
+    changes.write_text(json.dumps({"id": "new", "title": "T", "text": "A new passage."}) + "\n")
+    corpus = only_corpus(store)
+    questions = read_questions(corpus, "tiny")
+
+    def train_during(change, name: str):
+        def change_first(*args):
+            change()
+            return _storage(*args)
+
+        monkeypatch.setattr("mvr_ray.distributed.train._storage", change_first)
+        return train(run_of(path, settings, {"name": name, **QUICK}, resources={"train_workers": 1}))
+
+    calm = train(run_of(path, settings, {"name": "undisturbed", **QUICK}))
+    updated = train_during(lambda: update(run_of(path, {}).prepare, store, str(changes)), "updated")
+    assert Corpus.open(store, "corpus").digest != corpus.digest
+    assert (updated.fingerprint, updated.epochs) == (calm.fingerprint, calm.epochs)
+    corpus = Corpus.open(store, "corpus")
+    with pytest.raises(ConfigError, match="a question set of the train section.* was replaced meanwhile"):
+        train_during(lambda: write_questions(corpus, "tiny", questions[:5]), "replaced")
 
 
 COMMAND = """

@@ -79,7 +79,7 @@ class Checkpoints:
 
     def __init__(self, store: Store, folder: str) -> None:
         self._store = store
-        self._folder = folder
+        self.folder = folder
         self._digests: dict[str, str] = {}  # of files written by this object
 
     def latest_step(self) -> int:
@@ -98,7 +98,7 @@ class Checkpoints:
         name = _folder_name("step", state.step)
         self._put(name, {"model": model.state_dict(), "optimiser": _flat(optimiser)}, state.to_json())
         folders = {name, _folder_name("best", state.best_step)}
-        folders |= {entry for entry in self._store.list(self._folder) if entry.startswith("snapshot-")}
+        folders |= {entry for entry in self._store.list(self.folder) if entry.startswith("snapshot-")}
         digests = latest.get("files", {}) | self._digests
         self._digests = {file: digest for file, digest in digests.items() if file.partition("/")[0] in folders}
         self._write(LATEST, {"step": state.step, "files": self._digests})
@@ -131,7 +131,7 @@ class Checkpoints:
 
     def clear(self) -> None:
         """Delete the checkpoints."""
-        self._store.delete(f"{self._folder}/{LATEST}")
+        self._store.delete(f"{self.folder}/{LATEST}")
         self._delete_others(())
 
     def result(self) -> dict[str, Any]:
@@ -140,13 +140,13 @@ class Checkpoints:
 
     def _write(self, name: str, fields: Mapping[str, Any]) -> None:
         record = json_with_checksum({**fields, FORMAT_VERSION: RECORD_FORMAT})
-        self._store.write_bytes(f"{self._folder}/{name}", json.dumps(record).encode())
+        self._store.write_bytes(f"{self.folder}/{name}", json.dumps(record).encode())
 
     def _read(
         self, name: str, types: Mapping[str, type], defaults: Mapping[str, Any] = MappingProxyType({})
     ) -> dict[str, Any]:
         """Read the fields of a record, checked by type; empty where there is no record."""
-        path = f"{self._folder}/{name}"
+        path = f"{self.folder}/{name}"
         if not self._store.exists(path):
             return {}
         where, cure = self._store.where(path), self._cure()
@@ -162,11 +162,11 @@ class Checkpoints:
 
     def _local_file(self, name: str, file: str) -> Path:
         """A local copy of a checkpoint's file. Raises StorageError where it is missing or differs from its digest."""
-        path = f"{self._folder}/{name}/{file}"
+        path = f"{self.folder}/{name}/{file}"
         where = self._store.where(path)
         if not self._store.exists(path):  # a process that runs the same training may have deleted it
             raise StorageError(f"{where} is missing; run the same command again, or {self._cure()}")
-        local = self._store.local_path(f"{self._folder}/{name}") / file
+        local = self._store.local_path(f"{self.folder}/{name}") / file
         expected = self._latest().get("files", {}).get(f"{name}/{file}")
 
         def require_whole(copy: Path) -> None:
@@ -180,11 +180,11 @@ class Checkpoints:
         return local
 
     def _cure(self) -> str:
-        return f"delete {self._store.where(self._folder)} and train from the start"
+        return f"delete {self._store.where(self.folder)} and train from the start"
 
     def _put(self, name: str, tensors: Mapping[str, Mapping[str, Tensor]], state: bytes = b"") -> None:
         """Write a folder, replacing one that a killed run left. Raises StorageError if the disk is full."""
-        path = f"{self._folder}/{name}"
+        path = f"{self.folder}/{name}"
         with self._store.scratch() as scratch:
             folder = scratch / name
             folder.mkdir()
@@ -199,10 +199,10 @@ class Checkpoints:
 
     def _delete_others(self, folders: Collection[str], before: float = math.inf) -> None:
         """Delete the folders of checkpoints and weights of steps before this one, except these folders."""
-        for entry in self._store.list(self._folder):
+        for entry in self._store.list(self.folder):
             kind, _, step = entry.partition("-")
             if kind in get_args(WeightsKind) and entry not in folders and int(step) < before:
-                self._store.delete_dir(f"{self._folder}/{entry}")
+                self._store.delete_dir(f"{self.folder}/{entry}")
 
 
 def _folder_name(kind: WeightsKind, step: int) -> str:

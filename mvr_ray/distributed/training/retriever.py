@@ -111,14 +111,14 @@ class RetrieverLoop(StepLoop):
     figures = ("loss", "loss_global", "loss_local", "view_pair_cosine", "lv")
 
     @classmethod
-    def open_job(cls, run: RunConfig) -> TrainingJob:
+    def open_job(cls, run: RunConfig, corpus_digest: str | None = None) -> TrainingJob:
         workers = run.resources.train_workers
         if run.train.batch_questions % max(1, workers):
             raise ConfigError(
                 f"train.batch_questions is {run.train.batch_questions}, which {workers} workers "
                 f"(resources.train_workers) cannot share evenly; make it a multiple of {workers}"
             )
-        corpus = Corpus.open(Store(run.store.path), run.prepare.corpus)
+        corpus = Corpus.open(Store(run.store.path), run.prepare.corpus, corpus_digest)
         model = starting_encoder(run, corpus)
         loss_name(run, model)
         data = open_examples(corpus, model.splitter, run.train), open_dev(corpus, run.train)

@@ -113,8 +113,9 @@ class StepLoop(ABC):
 
     @classmethod
     @abstractmethod
-    def open_job(cls, run: RunConfig) -> TrainingJob:
-        """Open the model and data of a rank. This is cheap: passages stay in their mapped files."""
+    def open_job(cls, run: RunConfig, corpus_digest: str | None = None) -> TrainingJob:
+        """Open the model and data of a rank, from the last corpus or that of a digest. This is cheap: passages stay in
+        their mapped files."""
 
     @abstractmethod
     def groups(self) -> list[dict[str, Any]]:
@@ -331,8 +332,8 @@ class TaskModelLoop(StepLoop):
         """The loss of each unit of chunk `number`."""
 
     @classmethod
-    def open_job(cls, run: RunConfig) -> TrainingJob:
-        task, corpus = cls.kind.task, Corpus.open(Store(run.store.path), run.prepare.corpus)
+    def open_job(cls, run: RunConfig, corpus_digest: str | None = None) -> TrainingJob:
+        task, corpus = cls.kind.task, Corpus.open(Store(run.store.path), run.prepare.corpus, corpus_digest)
         data = cls.open_data(corpus, run)
         backbone = resolve_model(run.encoder.backbone)
         model = MODEL_CLASSES[cls.kind].from_backbone(backbone, cls.spec(run), run.train.seed)
