@@ -525,6 +525,18 @@ def test_damaged_words_of_a_resharded_version_are_never_rebuilt_from_the_parts_o
     assert [one.state for one in repair(store, version).repairs] == ["lost"]
 
 
+def test_learned_views_of_a_pruned_version_are_not_dropped_in_silence(first_store, run_over, tmp_path, caplog):
+    root = shutil.copytree(first_store, tmp_path / "store")
+    store, run = Store(str(root)), own_run(run_over, root, 3, prune_views=0.6)
+    refined_version = add_views(store, build_index.index(run), {"p03"})
+    assert "is not kept" not in caplog.text
+    assert build_index.index(run).operation == "index"
+    assert f"what refinement changed in version {refined_version.version} of index 'index' is not kept" in caplog.text
+    caplog.clear()
+    build_index.index(run)
+    assert "is not kept" not in caplog.text, "nothing was refined since"
+
+
 def test_a_command_whose_plans_a_faster_one_removed_makes_them_again(first_store, run_over, tmp_path, monkeypatch):
     root = shutil.copytree(first_store, tmp_path / "store")
     store, run = Store(str(root)), own_run(run_over, root, 3)

@@ -32,7 +32,6 @@ from mvr_ray.distributed.indexing.carry_over import (
     count_passages,
     find_copies,
     has_refined_views,
-    is_as_encoded,
 )
 from mvr_ray.distributed.indexing.lexical import are_whole, build_lexical, find_base, lexical_task
 from mvr_ray.distributed.indexing.shards import BuiltShard
@@ -138,19 +137,20 @@ def _build(run: RunConfig, corpus: Corpus, task: EncodeTask, before: Manifest | 
 
 def _open_refined(store: Store, cfg: IndexConfig, fingerprint: str) -> Manifest | None:
     """The live version, if it has refined views of the same encoder to keep, else None, with a warning for those of
-    another encoder.
-
-    Views pruned by `index.prune_views` cannot be distinguished from refined views: a pruned version is built as
-    encoded.
+    another encoder, and of a version pruned by `index.prune_views`: which views it lacks is not recorded.
     """
     if not cfg.keep_refinement or not manifests.latest_version(store, cfg.name):
         return None
     version = manifests.read(store, cfg.name)
-    if "pruned_views" in version.metrics:
-        return None
     is_copy = version.operation in manifests.COPIES
     originals = {one.version: one for one in manifests.newest_first(store, cfg.name)} if is_copy else {}
-    if is_as_encoded(version, originals):
+    if not has_refined_views(version, originals):
+        return None
+    if "pruned_views" in version.metrics:
+        log.warning(
+            f"index: what refinement changed in version {version.version} of index {cfg.name!r} is not kept: views of "
+            f"it were left out by index.prune_views; refine again: mvr-ray refine CONFIG"
+        )
         return None
     if (version.encoder_fingerprint, version.dtype) != (fingerprint, cfg.dtype):
         log.warning(
