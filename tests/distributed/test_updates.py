@@ -537,6 +537,29 @@ def test_learned_views_of_a_pruned_version_are_not_dropped_in_silence(first_stor
     assert "is not kept" not in caplog.text, "nothing was refined since"
 
 
+def test_an_update_of_pruned_versions_alone_says_that_it_encodes_what_did_not_change(
+    first_store, run_over, tmp_path, caplog
+):
+    root = shutil.copytree(first_store, tmp_path / "store")
+    store, run = Store(str(root)), own_run(run_over, root, 3, prune_views=0.6)
+    whole = own_run(run_over, root, 3, name="index-all-views")
+    build_index.index(run)
+    assert "are encoded again" not in caplog.text
+    store.delete(paths.manifest("index", 1))
+
+    def index_change(contents: Mapping[str, int], *runs: RunConfig) -> list[float]:
+        caplog.clear()
+        update(run.prepare, store, write_rows(tmp_path / "changes.jsonl", contents), index="index")
+        return [build_index.index(one).metrics["encoded"] for one in runs]
+
+    [num_encoded] = index_change({"p00": 51}, run)
+    assert num_encoded == sum(shard_of(f"p{number:02d}", 3) == shard_of("p00", 3) for number in range(20))
+    assert "mvr-ray index CONFIG index.name=index-all-views index.prune_views=null" in caplog.text
+    build_index.index(whole)
+    assert index_change({"p00": 52}, whole, run) == [1, 0]
+    assert "are encoded again" not in caplog.text
+
+
 def test_a_command_whose_plans_a_faster_one_removed_makes_them_again(first_store, run_over, tmp_path, monkeypatch):
     root = shutil.copytree(first_store, tmp_path / "store")
     store, run = Store(str(root)), own_run(run_over, root, 3)

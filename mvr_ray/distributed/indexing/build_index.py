@@ -30,6 +30,7 @@ from mvr_ray.distributed.indexing import shards
 from mvr_ray.distributed.indexing.carry_over import (
     carry_over,
     count_passages,
+    embedded_corpora,
     find_copies,
     has_refined_views,
 )
@@ -107,6 +108,14 @@ def _build(run: RunConfig, corpus: Corpus, task: EncodeTask, before: Manifest | 
         counts = {"encoded": 0, "encoded_cut": 0, "encoded_unknown": 0, "carried_over": live.num_passages, "deleted": 0}
         return dataclasses.replace(live, metrics=live.metrics | counts)
     others = [shard for shard in range(corpus.num_shards) if shard not in reusable]
+    embedders = {(one.encoder_fingerprint, one.dtype) for one in versions.values() if "pruned_views" in one.metrics}
+    if others and (draft.encoder_fingerprint, draft.dtype) in embedders and not embedded_corpora(store, task, versions):
+        log.warning(
+            "index %r: passages that did not change are encoded again, as all versions lack views "
+            "(index.prune_views); to encode changes alone, index all views under another name before: mvr-ray index "
+            "CONFIG index.name=%s-all-views index.prune_views=null",
+            *(cfg.name, cfg.name),
+        )
     if not session.needs_ray(resources, 1):  # a small update of a large corpus needs no cluster
         carry_over(task, corpus, _not_built(store, task, others), versions, progress)
     num_passages = count_passages(task, corpus, others)["encoded"]
