@@ -589,7 +589,7 @@ def test_workers_train_from_what_the_command_opened_whatever_is_published_before
     assert Corpus.open(store, "corpus").digest != corpus.digest
     assert (updated.fingerprint, updated.epochs) == (calm.fingerprint, calm.epochs)
     corpus = Corpus.open(store, "corpus")
-    with pytest.raises(ConfigError, match="a question set of the train section.* was replaced meanwhile"):
+    with pytest.raises(ConfigError, match=r"a question set of the train section.* was replaced meanwhile"):
         train_during(lambda: write_questions(corpus, "tiny", questions[:5]), "replaced")
 
 
