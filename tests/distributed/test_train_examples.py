@@ -13,9 +13,16 @@ from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.snippets import load_punkt
 from mvr_ray.core.encoding.views import EncoderSpec
 from mvr_ray.core.judging.answers import AnswerMatcher
-from mvr_ray.core.learning.batches import JoinedBatch
+from mvr_ray.core.learning.batches import JoinedBatch, negatives_for
 from mvr_ray.distributed.training.cross_encoder import CrossEncoderLoop
-from mvr_ray.distributed.training.examples import DEV_PASSAGES, ClozeExamples, QuestionExamples, open_dev, open_examples
+from mvr_ray.distributed.training.examples import (
+    DEV_PASSAGES,
+    ClozeExamples,
+    QuestionExamples,
+    open_answer_examples,
+    open_dev,
+    open_examples,
+)
 from mvr_ray.distributed.training.retriever import RetrieverLoop
 from mvr_ray.errors import ConfigError
 from mvr_ray.store.corpus import Corpus
@@ -104,6 +111,24 @@ def test_a_question_learns_from_its_first_positive_that_is_there(corpus, ids):
     assert len(examples) == 2
     assert (first.passage.id, first.answer_start, first.known_ids) == (ids[0], 7, (ids[5],))
     assert (second.passage.id, second.answer_start) == (ids[1], -1), "an offset belongs to the first positive's text"
+
+
+def test_a_passage_that_holds_an_answer_without_a_place_is_no_negative_of_a_reader(corpus, ids):
+    """The first passage has the first answer alone, the second passage the other one."""
+    first, second, third = (corpus.get([name])[name] for name in ids[:3])
+    own, other = first.text[:12], second.text[:24]
+    start = first.text.index(own)
+    questions = [
+        Question("a", "A?", (own, other, "not there", ""), (ids[0],), answer_starts=(start, -1, 3, 0)),
+        Question("b", "B?", (other,), (ids[1],), answer_starts=(second.text.index(other),)),
+        Question("c", "C?", (third.text[:24],), (ids[2],), answer_starts=(0,)),
+        Question("d", "D?", ("x",), (ids[2],), answer_starts=(-1,)),
+    ]
+    write_questions(corpus, "places", questions)
+    examples = open_answer_examples(corpus, TrainConfig(questions="places", batch_questions=3)).get([0, 1, 2], 0)
+    assert len(examples) == 3
+    assert [examples[0].text, examples[0].answer_start, examples[0].answer_stop] == ["A?", start, start + len(own)]
+    assert [one.id for one in negatives_for(0, examples, 9, AnswerMatcher())] == [ids[2]]
 
 
 def test_a_teachers_scores_are_dropped_with_the_positive_that_they_score(corpus, ids):

@@ -259,13 +259,13 @@ def _numbers(names: Iterable[str]) -> IntArray:
 
 
 def _with_exact_answers(question: Question, passage: Passage) -> Question | None:
-    """Keep the answers that match the passage at their offsets; None where none does."""
-    pairs = zip(question.answers, question.answer_starts)
-    matches = [(a, start) for a, start in pairs if a.strip() and start >= 0 and passage.text.startswith(a, start)]
-    if not matches:
+    """Keep the offsets at which the passage has the answers, -1 for others; None where it has none. All answers stay
+    but blank ones, which every passage holds: a passage with one of them is no negative."""
+    pairs = [(answer, start) for answer, start in zip(question.answers, question.answer_starts) if answer.strip()]
+    starts = tuple(start if start >= 0 and passage.text.startswith(answer, start) else -1 for answer, start in pairs)
+    if max(starts, default=-1) < 0:
         return None
-    answers, starts = zip(*matches)
-    return question._replace(answers=answers, answer_starts=starts)
+    return question._replace(answers=tuple(answer for answer, _ in pairs), answer_starts=starts)
 
 
 def _with_passages(corpus: Corpus, questions: Sequence[Question]) -> list[tuple[Question, Passage]]:
