@@ -104,6 +104,13 @@ def read(
         raise ConfigError("read.top_passages is empty; set the numbers of passages to read, such as [1, 5, 20]")
     task = models.find_worker_model(run, models.READERS, run.read.reader, models.reader_spec(run))
     results = _with_texts(run, path, list(read_ranking(path, ks[-1])))
+    depth = max((len(row.passages) for row in results), default=0)
+    if depth < ks[-1]:
+        log.warning(
+            "ranking %s has at most %d passages a question, and read.top_passages asks for %d: the answers from more "
+            "than %d are those from %d; retrieve more (retrieve.k)",
+            *(path, depth, ks[-1], depth, depth),
+        )
     if run.read.score_weight:
         _require_scores(path, results)
     if run.evaluate.match == "regex" and any(row.question.answers for row in results):

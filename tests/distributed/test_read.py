@@ -52,6 +52,7 @@ def library(corpus_store, tiny_backbone, run_over, tmp_path_factory) -> Path:
     ranking.append(RankedQuestion(Question("nobody-asked", "Which question has no answer?"), ranking[0].passages[:2]))
     ranking.append(RankedQuestion(Question("nothing-found", "Which one has no passage?", ("x",)), []))
     write_ranking(ranking, root / "texts.jsonl", "jsonl")
+    write_ranking([row._replace(passages=row.passages[:2]) for row in ranking], root / "short.jsonl", "jsonl")
     bare = [row._replace(passages=[hit._replace(text="") for hit in row.passages]) for row in ranking]
     write_ranking(bare, root / "bare.jsonl", "jsonl")
     return root
@@ -132,6 +133,22 @@ def test_one_reader_or_two_with_texts_from_file_or_corpus_give_the_same_answers(
         assert row.value == pytest.approx(np.mean(scores[row.passages, row.metric]))
         assert row.low <= row.value <= row.high or (row.value == 0 and math.isnan(row.low)), "few articles"
         assert row.n == QUESTIONS + 1
+
+
+def test_a_ranking_that_is_not_as_deep_as_what_is_read_is_a_warning(library, run_reading, monkeypatch, caplog):
+    class ReaderStarts(Exception):
+        pass
+
+    def stop(*_: object, **__: object) -> None:
+        raise ReaderStarts
+
+    monkeypatch.setattr("mvr_ray.distributed.read.session.connect", stop)
+    for name, warns in (("texts.jsonl", False), ("short.jsonl", True)):
+        with pytest.raises(ReaderStarts):
+            read(run_reading(), library / name)
+        assert (
+            "has at most 2 passages a question, and read.top_passages asks for 5: the answers" in caplog.text
+        ) == warns
 
 
 def test_a_worker_that_has_other_files_than_the_driver_refuses_to_read(library, run_reading):
