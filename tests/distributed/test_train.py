@@ -585,9 +585,9 @@ def test_workers_train_from_what_the_command_opened_whatever_is_published_before
         return train(run_of(path, settings, {"name": name, **QUICK}, resources={"train_workers": 1}))
 
     calm = train(run_of(path, settings, {"name": "undisturbed", **QUICK}))
-    updated = train_during(lambda: update(run_of(path, {}).prepare, store, str(changes)), "updated")
+    result = train_during(lambda: update(run_of(path, {}).prepare, store, str(changes)), "updated")
     assert Corpus.open(store, "corpus").digest != corpus.digest
-    assert (updated.fingerprint, updated.epochs) == (calm.fingerprint, calm.epochs)
+    assert (result.fingerprint, result.epochs) == (calm.fingerprint, calm.epochs)
     corpus = Corpus.open(store, "corpus")
     with pytest.raises(ConfigError, match=r"a question set of the train section.* was replaced meanwhile"):
         train_during(lambda: write_questions(corpus, "tiny", questions[:5]), "replaced")
