@@ -10,9 +10,11 @@ its own checksum.
 
 import hashlib
 import json
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
@@ -36,6 +38,8 @@ _SEVERAL_FORMAT = 3
 _CONFIG = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 SETTINGS_OF_CHANGES = ("chunk_words", "max_passages")
 """Settings of `prepare` that a change of the corpus needs again; `CorpusInfo.counts` has them."""
+_CACHED_BYTES = 1 << 26
+"""Of the passages read by id that a corpus keeps in memory: searches return the same ones again and again."""
 _OTHER_NAME = "set prepare.corpus to another name and prepare again"
 
 
@@ -245,6 +249,9 @@ class Corpus:
         self.fields = info.fields
         """Types of the passages' fields by name."""
         self._parts: dict[int, CorpusPart] = {}
+        own = weakref.proxy(self)  # as in `Router`
+        num_cached = _CACHED_BYTES * info.num_passages // max(sum(file.num_bytes for file in info.part_files), 1)
+        self._passage = lru_cache(num_cached)(lambda name: own.part(shard_of(name, own.num_shards)).get(name))
 
     @classmethod
     def open(cls, store: Store, name: str, digest: str | None = None) -> Self:
@@ -381,10 +388,10 @@ class Corpus:
 
     def get(self, ids: Iterable[str]) -> dict[str, Passage]:
         """Find the passages of these ids; ids that the corpus does not hold are absent."""
-        shards = {passage_id: shard_of(passage_id, self.num_shards) for passage_id in ids}
-        self.open_parts(shards.values())
-        pairs = ((passage_id, self._parts[shard].get(passage_id)) for passage_id, shard in shards.items())
-        return {passage_id: passage for passage_id, passage in pairs if passage}
+        names = list(ids)
+        if len(self._parts) < self.num_shards:
+            self.open_parts(shard_of(name, self.num_shards) for name in names)
+        return {name: passage for name in names if (passage := self._passage(name))}
 
     def __iter__(self) -> Iterator[Passage]:
         """Yield all passages, part by part."""

@@ -321,6 +321,15 @@ def test_a_corpus_holds_every_passage_in_the_shard_of_its_id(corpus: Corpus):
     }
 
 
+def test_a_corpus_finds_a_passage_once_however_many_searches_return_it(corpus: Corpus, monkeypatch):
+    lookups, row = [], CorpusPart.row
+    monkeypatch.setattr(CorpusPart, "row", lambda part, name: (lookups.append(name), row(part, name))[1])
+    whole = {passage.id: passage for passage in corpus}
+    for ids in (["7", "8", "none"], ["8", "49", "7"], ["none", "49"]):
+        assert list(corpus.get(ids).items()) == [(name, whole[name]) for name in ids if name in whole]
+    assert sorted(lookups) == ["49", "7", "8", "none"]
+
+
 @pytest.mark.chaos("a byte flipped in a passage's text", "refused with its file, never shown")
 def test_a_part_with_a_flipped_byte_in_a_text_is_never_opened(corpus: Corpus):
     path = f"{paths.corpus_dir('corpus')}/{corpus.info.parts[1].file}"
