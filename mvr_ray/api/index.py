@@ -148,16 +148,17 @@ class Index:
         location = _absolute(path)
         text = location if str(path).startswith("~") else str(path)
         if text.endswith((".yaml", ".yml")):
-            has_run_file, base = True, load_run(text).model_dump(mode="json")
-            if name not in (None, own_name := base["index"]["name"]):
+            run = load_run(text)
+            has_run_file, base = True, run.model_dump(mode="json", exclude_unset=True)
+            if name not in (None, run.index.name):
                 raise ConfigError(
-                    f"Index.open: {text} describes index {own_name!r}, not {name!r}; give the path of the store with "
-                    f"name=, or settings={{'index': {{'name': {name!r}}}}} for the other settings of this run file"
+                    f"Index.open: {text} describes index {run.index.name!r}, not {name!r}; give the path of the store "
+                    f"with name=, or settings={{'index': {{'name': {name!r}}}}} for the other settings of this run file"
                 )
         else:
             store = Store(text)
             if has_run_file := name is None and store.exists(paths.RUN_FILE):
-                base = load_run(store.local_path(paths.RUN_FILE)).model_dump(mode="json")
+                base = load_run(store.local_path(paths.RUN_FILE)).model_dump(mode="json", exclude_unset=True)
             else:
                 base = _run_of_store(store, name)
             base["store"] = {"path": location}
@@ -449,9 +450,9 @@ class Index:
 
     def _with(self, **sections: Mapping[str, Any]) -> RunConfig:
         """Return the run with settings of some sections replaced."""
-        plain = self.run.model_dump(mode="json")
+        plain = self.run.model_dump(mode="json", exclude_unset=True)
         for name, values in sections.items():
-            plain[name] = {**plain[name], **values}
+            plain[name] = {**plain.get(name, {}), **values}
         return parse_run(plain, "Index")
 
     @cached_property

@@ -455,7 +455,8 @@ class ResourcesConfig(Section):
     gpus_per_encoder: Annotated[float, Field(ge=0)] = 0
     """The share of a GPU that embeds passages for an encoder (1: a whole one); 0: it embeds them on the CPU."""
     torch_threads: Count = 1
-    """Threads of one encoder, trainer or searcher process on CPU."""
+    """Threads of one encoder, trainer or searcher process on CPU. Where it is absent, exact search and refinement
+    without Ray use every core."""
     train_workers: Annotated[int, Field(ge=0)] = 1
     """0 trains in this process, without Ray workers."""
     cpus_per_trainer: Annotated[float, Field(gt=0)] = 1

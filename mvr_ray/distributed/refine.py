@@ -70,8 +70,8 @@ def refine(run: RunConfig, progress: Progress = no_progress) -> RefineReport:
 def _refine(
     run: RunConfig, store: Store, base: Manifest, questions: RefineQuestions, journal: Journal, progress: Progress
 ) -> RefineReport:
-    threads, cpus = run.resources.torch_threads, run.resources.cpus_per_searcher
-    queries_TD = embed_questions(store, base, questions, threads, progress)
+    cpus = run.resources.cpus_per_searcher
+    queries_TD = embed_questions(store, base, questions, run.resources.torch_threads, progress)
     count = min(run.resources.refiners, len(base.shards))
     with session.connect(run.resources, base.num_passages, [session.Need("refiners", count, cpus)]):
         task = RefinerTask(
@@ -79,7 +79,7 @@ def _refine(
             base,
             journal.folder,
             run.refine,
-            threads,
+            session.scan_threads(run.resources),
             compact_share=run.index.compact_share,
             match=run.evaluate.match,
         )

@@ -577,8 +577,9 @@ def searcher_task(run: RunConfig, manifest: Manifest, *, local: bool) -> Searche
     resources = run.resources
     device = "cuda" if resources.gpus_per_searcher and not local else "cpu"
     store = Store(run.store.path).address
-    threads, scrub_bytes_s = resources.torch_threads, resources.scrub_bytes_s
-    return SearcherTask(store, manifest, threads, device, resources.tls_dir, scrub_bytes_s)
+    is_scan = local and manifest.index_params["kind"] == "flat"
+    threads = session.scan_threads(resources) if is_scan else resources.torch_threads
+    return SearcherTask(store, manifest, threads, device, resources.tls_dir, resources.scrub_bytes_s)
 
 
 def _round_up(num_queries: int) -> int:

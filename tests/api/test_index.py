@@ -1425,6 +1425,18 @@ def test_torch_keeps_the_threads_of_the_caller(tiny_backbone: Path, tmp_path: Pa
         assert torch.get_num_threads() == 3
 
 
+def test_a_setting_that_is_absent_stays_absent_when_others_are_given(tiny_backbone: Path, tmp_path: Path):
+    """An exact scan uses every core where `resources.torch_threads` is absent."""
+    index = Index.build(["The tower stands."], model=str(tiny_backbone), path=tmp_path / "one")
+    (run_file := tmp_path / "run.yaml").write_text((tmp_path / "one" / "run.yaml").read_text())
+    for path in (tmp_path / "one", run_file):
+        for threads in ({}, {"torch_threads": 1}):
+            other = Index.open(path, settings={"resources": threads})
+            for run in (other.run, other._with(serve={"port": 1})):
+                assert run.resources.model_fields_set == set(threads)
+            assert other.run == index.run.model_copy(update={"store": other.run.store})
+
+
 def test_hits_of_a_filter_that_nothing_passes_say_so(index: Index):
     hits = index.search("tower", filter={"year": 1})
     assert hits == [] and repr(hits) == "tower\n    no passage" and "no passage" in hits._repr_html_()

@@ -21,8 +21,10 @@ from mvr_ray import deadline as deadline_module
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.snippets import TITLE
 from mvr_ray.core.searching.exact import BlockTable
+from mvr_ray.config import RunConfig
 from mvr_ray.deadline import Deadline
-from mvr_ray.distributed.router import Router, open_router
+from mvr_ray.distributed.cluster import session
+from mvr_ray.distributed.router import Router, open_router, searcher_task
 from mvr_ray.distributed.searching.merged_results import overlay_results
 from mvr_ray.distributed.searching.messages import ShardFailure, ShardResult, ShardResults, ViewResults
 from mvr_ray.distributed.searching.rendezvous import balance_shards
@@ -66,6 +68,29 @@ def test_shards_answer_as_one_to_the_last_tie(tmp_path, data):
     for query_D, hits in zip(queries_QD, answer.hits):
         assert [(hit.passage_id, hit.score, hit.view) for hit in hits] == brute_force(views, query_D, k)
     assert answer.exact.certified and answer.coverage_share == 1.0
+
+
+@pytest.mark.parametrize(
+    "resources, kind, is_local, has_session, threads",
+    [
+        ({}, "flat", True, False, 5),
+        ({"torch_threads": 1}, "flat", True, False, 1),
+        ({"torch_threads": 3}, "flat", True, False, 3),
+        ({}, "flat", True, True, 1),
+        ({}, "flat", False, False, 1),
+        ({}, "hnsw", True, False, 1),
+    ],
+)
+def test_an_exact_scan_without_ray_uses_the_cores_that_no_setting_and_no_session_limits(
+    tmp_path, monkeypatch, resources, kind, is_local, has_session, threads
+):
+    monkeypatch.setattr(session, "num_cores", lambda: 5)
+    monkeypatch.setattr(session, "library_avx2", lambda: "loops")
+    monkeypatch.setattr(session, "in_ray", lambda: has_session)
+    run = RunConfig.model_validate({"store": {"path": str(tmp_path)}, "resources": resources})
+    version = publish_random_index(tmp_path, random_views(5, 3), 2)
+    version = dataclasses.replace(version, index_params={**version.index_params, "kind": kind})
+    assert searcher_task(run, version, local=is_local).threads == threads
 
 
 def test_a_lopsided_shard_is_asked_again_and_the_answer_is_exact(tmp_path):

@@ -30,7 +30,7 @@ from weakref import WeakSet
 
 from mvr_ray.config import ResourcesConfig
 from mvr_ray.config.loader import PACKAGED_MODEL, resolve_model
-from mvr_ray.core.searching.native import num_cores
+from mvr_ray.core.searching.native import library_avx2, num_cores
 from mvr_ray.distributed.cluster.periodic import run_every
 from mvr_ray.errors import ResourceError, count_noun
 from mvr_ray.store.scratch import scratch_folder
@@ -110,6 +110,13 @@ def in_ray() -> bool:
 def needs_ray(resources: ResourcesConfig, num_passages: int) -> bool:
     """Whether work over so many passages runs in Ray: in a session, with an address, or beyond `local_passages`."""
     return in_ray() or bool(cluster_address(resources)) or num_passages > resources.local_passages
+
+
+def scan_threads(resources: ResourcesConfig) -> int:
+    """Threads of an exact scan in this process: unless `resources.torch_threads` is set, one a core, as no hit depends
+    on them. Ray shares out cores itself, and torch, which scans without compiled loops, has one number for all work."""
+    is_set = "torch_threads" in resources.model_fields_set
+    return resources.torch_threads if is_set or in_ray() or library_avx2() is None else num_cores()
 
 
 def cluster_address(resources: ResourcesConfig) -> str | None:
