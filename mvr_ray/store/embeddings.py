@@ -235,12 +235,13 @@ class EmbeddingShard:
         which = bisect.bisect_right(self._first_ids, passage_id) - 1
         if which < 0:
             return None
-        block = self._block(self._batches[which])
-        row = bisect.bisect_left(block.ids, passage_id)
-        if row == len(block.ids) or block.ids[row] != passage_id:
+        ids, views, vectors = (self._batches[which].column(name) for name in ("id", "view", "vector"))
+        row = bisect.bisect_left(range(len(ids)), passage_id, key=lambda at: ids[at].as_py())
+        if row == len(ids) or ids[row].as_py() != passage_id:
             return None
-        own = slice(int(block.row_ptr[row]), int(block.row_ptr[row + 1]))
-        return Views(block.view_numbers_N[own].copy(), block.vectors_ND[own].copy())
+        own = slice(*vectors.offsets[row : row + 2].to_pylist())
+        vectors_ND = _as_numpy(vectors.values.values).reshape(-1, self.dimension)
+        return Views(_as_numpy(views.values)[own].copy(), vectors_ND[own].copy())
 
     def _block(self, batch: pa.RecordBatch) -> EmbeddingBlock:
         vectors = batch.column("vector")

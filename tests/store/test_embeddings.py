@@ -85,12 +85,14 @@ def test_batches_are_bounded_and_vectors_are_not_copied(tmp_path: Path):
     assert same(to_rows(shard), rows)
 
 
-def test_any_passage_is_found_with_its_own_views_and_no_other(tmp_path: Path):
+def test_any_passage_is_found_with_its_own_views_and_no_other(tmp_path: Path, monkeypatch):
+    """No batch is read whole for it."""
     rows = make_rows(2 * BATCH_PASSAGES + 10, 4)
     shard = write(tmp_path / "a.arrow", [to_block(rows)])
     edges = [0, 1, BATCH_PASSAGES - 1, BATCH_PASSAGES, 2 * BATCH_PASSAGES - 1, 2 * BATCH_PASSAGES, len(rows) - 1]
     sample = [rows[at] for at in (*edges, *range(7, len(rows), 97))]
     absent = ["", "a", "ä", "ä0", f"{rows[3][0]}0", f"{rows[-1][0]}0", "ö"]
+    monkeypatch.setattr(EmbeddingShard, "_block", None)
     views_by_id = shard.find([*absent, *(name for name, _ in reversed(sample))])
     assert same(sorted(views_by_id.items()), sorted(dict(sample).items()))
     assert all(views.vectors_ND.flags.owndata for views in views_by_id.values())
