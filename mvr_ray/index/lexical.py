@@ -28,7 +28,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -43,6 +43,7 @@ from mvr_ray.errors import ShardIndexError
 from mvr_ray.types import FloatArray, IntArray, Passage
 
 K1, B = 0.9, 0.4
+_CACHED_WORDS = 4096
 _WORD = re.compile(r"\b\w\w+\b")
 _OTHER = re.compile(
     r"[^\x00-\xac\xae-\u012f\u0131-\u02ff\u0375-\u0482\u1e00-\u1eff\u2000-\u200c\u2010-\u2029\u202f-\u205f\u2070-\u20cf"
@@ -188,6 +189,7 @@ class PostingsFile:
     def __init__(self, file: "_File") -> None:
         columns, self.rule = file
         self.term_T = columns["term"]
+        self._place = _finder(self.term_T)
         self.end_T, self.row_N, self.count_N = (_as_numpy(columns[name]) for name in ("end", "row", "count"))
         self.length_P: IntArray = _as_numpy(columns["length"])
         self.hidden_rows, self.places = (
@@ -201,7 +203,7 @@ class PostingsFile:
 
     def slice_of(self, term: str) -> slice:
         """Return the slice of a term's postings, empty without any."""
-        at = _find(self.term_T, term)
+        at = self._place(term)
         return slice(0, 0) if at < 0 else slice(int(self.end_T[at - 1]) if at else 0, int(self.end_T[at]))
 
     def scores(self, words: Sequence[str], statistics: "CorpusStatistics") -> FloatArray:
@@ -319,6 +321,7 @@ class CorpusStatistics:
         columns = [file.columns for file in files]
         self.rule = files[0].rule
         self.frequencies: list[TermFrequencies] = [(own["term"], _as_numpy(own["frequency"])) for own in columns]
+        self._places = [_finder(term_T) for term_T, _ in self.frequencies]
         self.sizes: list[list[int]] = [own["size"].to_pylist() for own in columns]
         self.num_passages, self.num_words = (sum(column) for column in zip(*self.sizes))
         self.num_bytes = sum(column.nbytes for own in columns for column in own.values())
@@ -339,8 +342,8 @@ class CorpusStatistics:
 
     def idf(self, term: str) -> np.float32 | None:
         """Compute the weight of a term; None where no passage has it."""
-        matches = [(at, own_T) for term_T, own_T in self.frequencies if (at := _find(term_T, term)) >= 0]
-        frequency = sum(int(own_T[at]) for at, own_T in matches)
+        places = [(place(term), own_T) for place, (_, own_T) in zip(self._places, self.frequencies)]
+        frequency = sum(int(own_T[at]) for at, own_T in places if at >= 0)
         if not frequency:
             return None
         return np.float32(math.log(1 + (self.num_passages - frequency + 0.5) / (frequency + 0.5)))
@@ -414,6 +417,12 @@ def _find(term_T: pa.Array, term: str) -> int:
     """Return the position of a term in ascending terms, -1 without it."""
     at = bisect.bisect_left(range(len(term_T)), term, key=lambda place: term_T[place].as_py())
     return at if at < len(term_T) and term_T[at].as_py() == term else -1
+
+
+def _finder(term_T: pa.Array) -> Callable[[str], int]:
+    """Return `_find` among these terms, which caches the last words: questions share most of theirs, and every shard
+    needs the frequency of each."""
+    return lru_cache(_CACHED_WORDS)(partial(_find, term_T))
 
 
 def _write(path: Path, types: dict[str, pa.DataType], columns: dict[str, Any], rule: WordRule) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mvr_ray.config.run import Language
 from mvr_ray.core.scripts import SPACELESS
 from mvr_ray.errors import ShardIndexError
+from mvr_ray.index import lexical
 from mvr_ray.index.lexical import (
     ENGLISH,
     CorpusStatistics,
@@ -204,6 +205,18 @@ def test_a_passage_scores_alone_as_in_its_shard(tmp_path, passages, questions):
         score_P = index.scores(words)
         for row in [0, int(score_P.argmax()), len(passages) - 1]:
             assert index.statistics.score(words, ENGLISH.count_words([passages[row]])[0]) == score_P[row]
+
+
+def test_a_word_is_looked_up_once_in_each_file_however_many_shards_and_questions_have_it(tmp_path, monkeypatch):
+    texts = ["red river", "river bank", "a red bank", "rivers of red", "an old bank", "red old river"]
+    make_shards(tmp_path, [Passage(f"p{number}", "", text) for number, text in enumerate(texts)], 4)
+    lookups, find = [], lexical._find
+    monkeypatch.setattr(lexical, "_find", lambda *args: (lookups.append(args), find(*args))[1])
+    statistics = CorpusStatistics(tmp_path / "statistics.arrow")
+    indexes = [LexicalIndex(Postings(tmp_path / f"{number}.arrow"), statistics) for number in range(4)]
+    first, second = ([index.scores(["red", "river", "zzyzx"]) for index in indexes] for _ in range(2))
+    assert all(np.array_equal(*both) for both in zip(first, second))
+    assert len(lookups) == 4 * 3 + 2  # words of each shard, and those that any has in the statistics
 
 
 def test_a_word_that_stands_twice_in_a_question_counts_twice_and_an_unknown_one_not_at_all(tmp_path, passages):
