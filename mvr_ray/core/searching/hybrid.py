@@ -93,6 +93,8 @@ def lexical_search(
     for query in range(num_queries):
         score_P = lexical_scores(query)[rows_P]
         places = np.flatnonzero(score_P > 0)
+        if len(places) > k + 1:  # sort only the hits, the frontier and its ties
+            places = places[score_P[places] >= np.partition(score_P[places], -k - 1)[-k - 1]]
         places = places[np.argsort(-score_P[places], kind="stable")]
         best, rescored_Q[query] = places[:k], min(k, len(places))
         hits.rows_QK[query, : len(best)], hits.scores_QK[query, : len(best)] = rows_P[best], score_P[best]
