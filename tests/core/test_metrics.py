@@ -38,6 +38,13 @@ def test_lists_of_different_lengths_are_counted_by_question_and_not_by_the_first
     assert hit_within(ranks, 2).tolist() == [1, 0, 1, 0, 0]
 
 
+@pytest.mark.parametrize("shape", [(40, 3), (5, 1), (3, 0), (0, 4)])
+def test_an_array_has_the_first_ranks_of_its_lists(shape: tuple[int, int]):
+    relevant_QK = np.random.default_rng(1).random(shape) < 0.3
+    ranks_Q = first_ranks(relevant_QK)
+    assert ranks_Q.dtype == np.int64 and ranks_Q.tolist() == first_ranks(relevant_QK.tolist()).tolist()
+
+
 @settings(max_examples=60)
 @given(st.data())
 def test_reciprocal_ranks_ndcg_and_recall_equal_ir_measures(data: st.DataObject):

@@ -88,6 +88,15 @@ def test_gold_passages_mark_hits_and_never_padding():
     ]
 
 
+@given(st.integers(0, 6), st.integers(0, 5), st.data())
+def test_gold_passages_are_those_of_the_own_question(num_questions: int, k: int, data: st.DataObject):
+    numbers = st.integers(-1, 5)
+    hits = [data.draw(st.lists(numbers, min_size=k, max_size=k)) for _ in range(num_questions)]
+    golds = [data.draw(st.sets(numbers)) for _ in range(num_questions)]
+    relevant_QK = gold_relevance(np.array(hits, np.int64).reshape(num_questions, k), golds)
+    assert relevant_QK.tolist() == [[hit >= 0 and hit in gold for hit in row] for row, gold in zip(hits, golds)]
+
+
 def random_passages(rng: np.random.Generator, passages: int, dimension: int):
     counts = rng.integers(1, 5, passages)
     row_ptr = np.concatenate([[0], np.cumsum(counts)])

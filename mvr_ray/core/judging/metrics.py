@@ -35,6 +35,8 @@ class Interval(NamedTuple):
 
 def first_ranks(relevant: Sequence[Sequence[bool]] | BoolArray) -> IntArray:
     """Return the rank of each question's first relevant hit, -1 without one. Lists may differ in length. int64 [Q]."""
+    if isinstance(relevant, np.ndarray) and relevant.size:
+        return np.where(relevant.any(axis=1), relevant.argmax(axis=1), -1)
     ranks = (next((rank for rank, hit in enumerate(row) if hit), -1) for row in relevant)
     return np.fromiter(ranks, np.int64, len(relevant))
 

@@ -7,6 +7,7 @@ Shapes: Q questions, K hits, L labels, N view vectors, D dimension.
 """
 
 from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -82,9 +83,13 @@ def labels_from_hits(
 def gold_relevance(passage_QK: IntArray, gold_Q: Sequence[Collection[int]]) -> BoolArray:
     """Whether each hit is a gold passage of its question; False on padding."""
     relevant_QK = np.zeros(passage_QK.shape, bool)
-    for relevant_K, passage_K, gold in zip(relevant_QK, passage_QK, gold_Q, strict=True):
-        relevant_K[:] = np.isin(passage_K, sorted(gold)) & (passage_K >= 0)
-    return relevant_QK
+    count_Q = np.array([len(gold) for gold in gold_Q], np.int64)
+    golds = np.fromiter(chain.from_iterable(gold_Q), np.int64)
+    first_Q = count_Q.cumsum() - count_Q
+    for number in range(count_Q.max(initial=0)):
+        rows = np.flatnonzero(count_Q > number)
+        relevant_QK[rows] |= passage_QK[rows] == golds[first_Q[rows] + number, None]
+    return relevant_QK & (passage_QK >= 0)
 
 
 def winning_view_numbers(
