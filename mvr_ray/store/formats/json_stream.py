@@ -14,7 +14,8 @@ from typing import Any, TextIO
 
 from mvr_ray.errors import DataError
 
-READ_CHARS = 1 << 16
+READ_CHARS = 1 << 20
+"""An item that a piece cuts off is decoded again from its start: a row of DPR's files has 125,000 characters."""
 MAX_ITEM_CHARS = 1 << 28
 NEAR_END_CHARS = 16
 NUMBER_TAIL_CHARS = 2

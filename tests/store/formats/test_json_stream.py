@@ -92,6 +92,20 @@ def test_memory_is_that_of_an_item_not_of_the_file():
     assert longest <= 2 * json_stream.READ_CHARS
 
 
+def test_few_items_are_decoded_twice(monkeypatch: pytest.MonkeyPatch):
+    """The rows of DPR's files have 125,000 characters, the articles of SQuAD 68,000."""
+    text, calls = json.dumps([{"ctxs": ["x" * 1000] * 120}] * 40), []
+
+    class Decoder(json.JSONDecoder):
+        def raw_decode(self, s: str, idx: int = 0) -> tuple:
+            calls.append(idx)
+            return super().raw_decode(s, idx)
+
+    monkeypatch.setattr(json_stream, "DECODER", Decoder())
+    assert list(JsonReader(io.StringIO(text), "f").items()) == json.loads(text)
+    assert len(calls) <= 40 + len(text) / 2**20 + 1
+
+
 def test_a_broken_item_in_a_long_file_is_told_without_reading_on():
     file = io.StringIO('[{"a": nope}' + ", 1" * 1_000_000 + "]")
     with pytest.raises(DataError, match="Expecting value"):
