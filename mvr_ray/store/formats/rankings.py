@@ -27,11 +27,14 @@ from mvr_ray.store.parts import to_columns
 from mvr_ray.types import Question
 
 log = logging.getLogger(__name__)
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 
 RankingFormat = Literal["dpr", "trec", "msmarco", "pyserini", "jsonl", "parquet"]
 HIT_FORMATS = ("trec", "msmarco", "parquet")
 """Formats of one row a hit, which cannot hold a question without any."""
 PARQUET_QUESTIONS = 256
+_NO_HITS = "[]\n}"
+"""The end of an entry of DPR's JSON without hits."""
 _TEXTS = "give a ranking with texts, as `mvr-ray retrieve` writes it with format=dpr or format=jsonl"
 
 
@@ -172,9 +175,10 @@ def _entry(row: RankedQuestion, format: RankingFormat, tag: str, extras: bool) -
         case "msmarco":
             return "".join(_run_line(question.id, hit.id, rank) for rank, hit in enumerate(hits, 1))
         case "dpr":
-            contexts = [_dpr_context(hit, extras) for hit in hits]
-            fields = {"question": question.text, "answers": list(question.answers), "ctxs": contexts}
-            return json.dumps(fields, ensure_ascii=False, indent=4)
+            fields = {"question": question.text, "answers": list(question.answers), "ctxs": []}
+            text = json.dumps(fields, ensure_ascii=False, indent=4)
+            contexts = ",\n".join(_dpr_context(hit, extras) for hit in hits)
+            return f"{text[: -len(_NO_HITS)]}[\n{contexts}\n    ]\n}}" if hits else text
         case "pyserini":
             contexts = [
                 {
@@ -196,10 +200,17 @@ def _entry(row: RankedQuestion, format: RankingFormat, tag: str, extras: bool) -
             return json.dumps(fields, ensure_ascii=False) + "\n"
 
 
-def _dpr_context(hit: RankedPassage, extras: bool) -> dict[str, Any]:
-    """Return a ctx of DPR's reader file: exactly id, title, text, score (a text) and has_answer, without `extras`."""
-    fields = {**hit._asdict(), "score": _float32_text(hit.score), "has_answer": bool(hit.has_answer)}
-    return fields if extras else {name: fields[name] for name in ("id", "title", "text", "score", "has_answer")}
+def _dpr_context(hit: RankedPassage, extras: bool) -> str:
+    """Return a ctx of DPR's reader file: exactly id, title, text, score (a text) and has_answer, without `extras`.
+
+    The text is that of `json.dumps` with an indent, which is slower: it encodes in Python.
+    """
+    texts = {"id": hit.id, "title": hit.title, "text": hit.text, "score": _float32_text(hit.score)}
+    lines = [f'"{name}": {_encode(text)}' for name, text in texts.items()]
+    lines.append(f'"has_answer": {"true" if hit.has_answer else "false"}')
+    if extras:
+        lines += [f'"view": {hit.view}', f'"snippet": {_encode(hit.snippet)}']
+    return "        {\n            " + ",\n            ".join(lines) + "\n        }"
 
 
 def _run_line(question_id: str, passage_id: str, rank: int) -> str:

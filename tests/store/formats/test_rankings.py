@@ -45,6 +45,23 @@ def test_dprs_reader_accepts_every_context(tmp_path: Path):
     assert read == [("p2", "body", "T", "81.37321", True), ("p1", "other", "", "80.5", False)]
 
 
+@given(
+    st.lists(st.builds(RankedPassage, *[st.text()] * 3, st.floats(width=32), view=st.integers(-1, 9))), st.booleans()
+)
+def test_dprs_json_is_that_of_python_with_an_indent(tmp_path_factory, hits: list[RankedPassage], extras: bool):
+    rows = [RankedQuestion(Question("q", 'a\n"b"', answers), hits) for answers in ((), ("ä", "\u2028"))]
+    names = ["id", "title", "text", "score", "has_answer", *(["view", "snippet"] if extras else [])]
+    contexts = [
+        {name: value for name, value in {**hit._asdict(), "score": str(np.float32(hit.score))}.items() if name in names}
+        for hit in (hit._replace(has_answer=bool(hit.has_answer)) for hit in hits)
+    ]
+    entries = [{"question": own.text, "answers": list(own.answers), "ctxs": contexts} for own, _ in rows]
+    text = ",\n".join(json.dumps(entry, ensure_ascii=False, indent=4) for entry in entries)
+    path = tmp_path_factory.getbasetemp() / "dpr.json"
+    write_ranking(rows, path, "dpr", extras=extras)
+    assert path.read_bytes() == f"[\n{text}\n]\n".encode()
+
+
 def test_extras_come_only_on_request(tmp_path: Path):
     write_ranking(ROWS, tmp_path / "r.json", "dpr", extras=True)
     ctx = json.loads((tmp_path / "r.json").read_text())[0]["ctxs"][0]
