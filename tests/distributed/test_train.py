@@ -29,7 +29,7 @@ from mvr_ray.core.encoding.views import EncoderSpec
 from mvr_ray.distributed.cluster.session import ClusterInfo, Node
 from mvr_ray.distributed.encoders import encoder_spec
 from mvr_ray.distributed.train import _may_help, _may_pass, _storage, _translate_failure, train
-from mvr_ray.distributed.training import checkpoints, steps
+from mvr_ray.distributed.training import checkpoints, retriever, steps
 from mvr_ray.distributed.training.retriever import loss_name, warm_start_steps
 from mvr_ray.errors import (
     ConfigError,
@@ -47,7 +47,7 @@ from mvr_ray.store.model_records import ENCODERS, latest_backbone, latest_finger
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import read_questions, write_questions
 from mvr_ray.store.update import update
-from mvr_ray.types import Question
+from mvr_ray.types import Passage, Question
 
 QUICK = {"num_views": 2, "max_passage_tokens": 48, "max_query_tokens": 24}
 
@@ -167,6 +167,32 @@ def test_training_shortens_passages_and_never_reads_more_of_them_than_the_encode
     assert fingerprints[0] == fingerprints[1] != fingerprints[2]
     with pytest.raises(EncoderError, match="max_passage_tokens is 3, too few for 2 views"):
         train(run_of(store_path, {**cfg, "max_passage_tokens": 3}, {"name": "at-most-3", **QUICK}))
+
+
+@pytest.mark.data
+def test_a_training_tokenizes_a_passage_once_and_learns_what_one_does_that_repeats_it(store_path, monkeypatch):
+    passages: dict[str, list[Passage]] = {"tokenize_passages": [], "view_spans": []}
+    for name, own in passages.items():
+        method = getattr(DualEncoder, name)
+
+        def count(model, passages, max_tokens=0, *, method=method, own=own):
+            if max_tokens:
+                own.extend(passages if isinstance(passages, list) else [passages])
+            return method(model, passages, max_tokens)
+
+        monkeypatch.setattr(DualEncoder, name, count)
+    cfg = {"questions": "tiny", "batch_questions": 4, "max_steps": 6, "warm_start_steps": 0, "loss": "camvr"}
+    fingerprints, counts = [], []
+    for max_cached in (retriever.MAX_CACHED, 0):
+        monkeypatch.setattr(retriever, "MAX_CACHED", max_cached)
+        encoder = {"name": f"cached-{max_cached}", "strategy": "snippets", **QUICK}
+        fingerprints.append(train(run_of(store_path, {**cfg, "max_passage_tokens": 24}, encoder)).fingerprint)
+        counts.append([(len(own), len(set(own))) for own in passages.values()])
+        for own in passages.values():
+            own.clear()
+    assert fingerprints[0] == fingerprints[1]
+    assert all(count == distinct for count, distinct in counts[0])
+    assert all(count > distinct for count, distinct in counts[1])
 
 
 def test_a_checkpoint_copies_the_tensors_of_one_file_at_a_time(tmp_path, monkeypatch: pytest.MonkeyPatch):

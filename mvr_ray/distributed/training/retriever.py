@@ -7,6 +7,7 @@ Shapes: Q questions, P passages, V views, D dimension; W ranks.
 
 import copy
 import logging
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, EmbeddedViews
 from mvr_ray.core.encoding.snippets import TITLE, find_snippet
-from mvr_ray.core.encoding.views import MODEL_SETTINGS
+from mvr_ray.core.encoding.views import MODEL_SETTINGS, TokenizedPassage
 from mvr_ray.core.judging.collapse import collapse_report
 from mvr_ray.core.learning import losses
 from mvr_ray.core.learning.batches import JoinedBatch, join_batch, rank_share
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 
 _LOSSES = {"dpr": losses.dpr_loss, "mvr": losses.mvr_loss, "camvr": losses.camvr_loss}
 COLLAPSE_PASSAGES = 64
+MAX_CACHED = 1 << 15
+"""Passages whose tokens, and whose sentences, a process of a training keeps: 2 kB each."""
 WARM_START_STEPS = 30
 """Warm start of untrained viewers; measured by the study ingredients."""
 
@@ -129,6 +132,9 @@ class RetrieverLoop(StepLoop):
         super().__init__(job, progress, device, warm_start_steps(job.run, job.model))
         self.teacher: DualEncoder | None = None
         self.loss = loss_name(job.run, self.model)
+        model, max_tokens = self.model, self.cfg.max_passage_tokens
+        self._spans = lru_cache(MAX_CACHED)(lambda passage: model.view_spans(passage, max_tokens))
+        self._tokens: dict[Passage, TokenizedPassage] = {}
 
     def _resume(self) -> torch.optim.Optimizer:
         if self.schedule.warm:
@@ -151,7 +157,11 @@ class RetrieverLoop(StepLoop):
     def _share(self, batch: JoinedBatch) -> RankInputs:
         part = rank_share(len(batch.texts), len(batch.passages), rank(), world_size())
         passages = [batch.passages[row] for row in part.passages]
-        tokens = self.model.tokenize_passages(passages, self.cfg.max_passage_tokens)
+        if len(self._tokens) > MAX_CACHED:
+            self._tokens.clear()
+        new = [passage for passage in dict.fromkeys(passages) if passage not in self._tokens]
+        self._tokens.update(zip(new, self.model.tokenize_passages(new, self.cfg.max_passage_tokens)))
+        tokens = [self._tokens[passage] for passage in passages]
         real_P = torch.from_numpy(part.real_P).to(self.device)
         return RankInputs([batch.texts[row] for row in part.questions], tokens, real_P)
 
@@ -214,7 +224,7 @@ class RetrieverLoop(StepLoop):
         answers_QV = np.zeros((len(batch.texts), self.model.num_views), bool)
         for row in np.unique(batch.positive_Q):
             passage = batch.passages[row]
-            spans = [span or TITLE for span in self.model.view_spans(passage, self.cfg.max_passage_tokens)]
+            spans = [span or TITLE for span in self._spans(passage)]
             for question in np.flatnonzero(batch.positive_Q == row):
                 start = int(batch.answer_start_Q[question])
                 if start >= 0 and (view := find_snippet(spans, start)) >= 0:
