@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from random_index import D, V, brute_force, publish_random_index, random_views
 
 from mvr_ray import deadline as deadline_module
+from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder
 from mvr_ray.core.encoding.snippets import TITLE
 from mvr_ray.core.searching.exact import BlockTable
-from mvr_ray.config import RunConfig
 from mvr_ray.deadline import Deadline
 from mvr_ray.distributed.cluster import session
 from mvr_ray.distributed.router import Router, open_router, searcher_task
