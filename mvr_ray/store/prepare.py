@@ -174,6 +174,8 @@ class _Preparation:
         """Where questions are answered, by set, question id and positive id."""
         self.negatives: dict[str, str] = {}
         """Pieces by the ids of hard negatives that exist."""
+        self.parts: list[PartInfo] = []
+        """The parts written so far, in order."""
 
     def read(self, records: Iterable[Record] | None) -> None:
         sources = [(source, read_source(source)) for source in self.cfg.sources]
@@ -236,7 +238,8 @@ class _Preparation:
             self.questions_not_drawn += len(own) - len(ids)
 
     def cut(self) -> None:
-        """Drop repeats and duplicates, cut the other passages, and record which chunks answer the questions."""
+        """Drop repeats and duplicates, cut the other passages, and record which chunks answer the questions. Without
+        chunks and draws, each part has all its passages, and is written here."""
         questions_of: dict[str, list[tuple[str, Question]]] = {}
         negative_ids: set[str] = set()
         for name, records in self.sets.items():
@@ -266,7 +269,10 @@ class _Preparation:
                     self.places[name, question.id, passage.id] = place
                 for piece in chunks if num_words else ():
                     self.pieces.add(PassageRecord(piece.passage, f"chunk of passage {passage.id!r}"))
-            self.progress("parts sorted", shard + 1, passages.num_shards)
+            if num_words or self.cfg.max_passages:
+                self.progress("parts sorted", shard + 1, passages.num_shards)
+            else:
+                self._write_part(shard, own.passages)
         _require_equal(passages.num_added, self.num_unique + self.num_repeats + num_duplicates, "read", "sorted")
 
     def resolve(self, name: str, records: list[QuestionRecord]) -> list[Question]:
@@ -318,25 +324,28 @@ class _Preparation:
         return sets
 
     def write_parts(self, passages: set[str] | None) -> list[PartInfo]:
-        """Write every part under its content's name and read it back: every passage must be there."""
-        infos: list[PartInfo] = []
-        for shard in range(self.cfg.num_shards):
+        """Write the parts that `cut` did not."""
+        for shard in range(len(self.parts), self.cfg.num_shards):
             pieces = self.pieces.unique(shard).passages
             rows = [passage for passage in pieces if passages is None or passage.id in passages]
-            aside = self.folder / "part.arrow"
-            write_passages(aside, rows, self.pieces.types)
-            if missing := sorted({row.id for row in rows} - set(CorpusPart(aside).ids())):
-                raise RowsLostError(
-                    f"part {shard}: {len(missing)} of {len(rows)} passages not written, first: {missing[:5]}"
-                )
-            digest = sha256_of(aside)
-            name = paths.corpus_part(shard, digest)
-            infos.append(PartInfo(name, len(rows), aside.stat().st_size, digest))
-            aside.rename(self.folder / name)
-            self.progress("parts written", shard + 1, self.cfg.num_shards)
-        num_written = sum(part.num_passages for part in infos)
+            self._write_part(shard, rows)
+        num_written = sum(part.num_passages for part in self.parts)
         _require_equal(self.num_pieces if passages is None else len(passages), num_written, "kept", "written")
-        return infos
+        return self.parts
+
+    def _write_part(self, shard: int, rows: Sequence[Passage]) -> None:
+        """Write a part under its content's name and read it back: every passage must be there."""
+        aside = self.folder / "part.arrow"
+        write_passages(aside, rows, self.pieces.types)
+        if missing := sorted({row.id for row in rows} - set(CorpusPart(aside).ids())):
+            raise RowsLostError(
+                f"part {shard}: {len(missing)} of {len(rows)} passages not written, first: {missing[:5]}"
+            )
+        digest = sha256_of(aside)
+        name = paths.corpus_part(shard, digest)
+        self.parts.append(PartInfo(name, len(rows), aside.stat().st_size, digest))
+        aside.rename(self.folder / name)
+        self.progress("parts written", shard + 1, self.cfg.num_shards)
 
     def report(self, parts: Sequence[PartInfo], questions: Mapping[str, Sized]) -> PrepareReport:
         """Count what was read, written and left out."""

@@ -28,6 +28,7 @@ from mvr_ray.store.gc import collect, collect_corpus
 from mvr_ray.store.prepare import prepare
 from mvr_ray.store.questions import QUESTION_SCHEMA, only_with, read_questions, write_question_file
 from mvr_ray.store.sampling import draw, hash_rank
+from mvr_ray.store.shard_spill import ShardSpill
 from mvr_ray.types import Question
 
 Write = Callable[[str, str | bytes], Path]
@@ -63,9 +64,19 @@ def test_everything_read_is_written_and_counted(write: Write, store: Store):
     assert (corpus.num_passages, corpus.digest) == (40, report.digest)
     assert corpus.info.sources[0].num_bytes == path.stat().st_size
     assert corpus.info.questions == {"q": 2}
-    assert {what for what, _, _ in calls} == {"rows read", "parts sorted", "parts written"}
+    assert {what for what, _, _ in calls} == {"rows read", "parts written"}
     assert read_questions(only_corpus(store), "q")[0] == Question("q1", "why?", (), ("p3",))
     assert corpus.find_damage() == []
+
+
+@pytest.mark.parametrize(("settings", "times"), [({}, 1), ({"max_passages": 20}, 3), ({"chunk_words": 5}, 2)])
+def test_passages_that_stay_as_they_are_are_sorted_once(write: Write, tmp_path: Path, monkeypatch, settings, times):
+    sorts, unique = [], ShardSpill.unique
+    monkeypatch.setattr(ShardSpill, "unique", lambda spill, shard: (sorts.append(shard), unique(spill, shard))[1])
+    path, steps = write("rows.jsonl", lines(*map(passage, range(40)), question(1, 3))), []
+    prepare(config(path, num_shards=3, **settings), Store(str(tmp_path / "store")), lambda *args: steps.append(args))
+    assert sorted(sorts) == sorted(times * [0, 1, 2])
+    assert [count for what, count, _ in steps if what == "parts written"] == [1, 2, 3]
 
 
 def test_each_file_of_a_folder_is_described_by_its_path_there_and_the_folder_is_listed_a_few_times(
@@ -404,7 +415,7 @@ def test_a_corpus_that_an_index_version_names_stays_with_its_questions_until_tha
 
 def test_a_lost_row_is_an_error(write: Write, tmp_path: Path):
     def lose_a_file(what: str, number: int, total: int) -> None:
-        if what == "parts sorted" and number == 1:
+        if what == "parts written" and number == 1:
             (spool,) = (tmp_path / "store" / ".scratch").glob("*/read/1.jsonl")
             spool.unlink()
 
