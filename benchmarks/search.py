@@ -178,7 +178,7 @@ def reckon(part: Part, prefix: str, threads: int, label: str) -> None:
 
 def main(passages: int) -> None:
     shape = synthetic.Shape(passages, VIEWS, DIMENSION)
-    part = Part.of_processor("search", "Exact search on a CPU", "queries")
+    part = Part.of_kind("search", "Exact search on a CPU", "queries", "" if library() else "avx2")
     bandwidth = {threads: read_bandwidth(threads) for threads in THREADS}
     rate = {threads: matrix_rate(threads) for threads in THREADS}
     short = {threads: matrix_rate(threads, kind="bfloat16") if has_bfloat16() else 0.0 for threads in THREADS}

@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from machine import DIRTY, RESULTS, ROOT, hardware
-from measure import FOLDER, Bar, in_grid, markdown, measurement, target
+from measure import FOLDER, KINDS, Bar, in_grid, markdown, measurement, target
 
 PARTS = ("search", "approximate", "encoding", "training", "refinement", "router", "growth", "simulate")
 OTHERS = (
     "search-avx2",
-    "encoding-avx2",
-    "training-avx2",
+    "encoding-no-bf16",
+    "training-no-bf16",
     "encoding-large",
+    "encoding-large-no-bf16",
     "encoding-memory",
     "encoding-backends",
     "encoding-backends-no-amx",
@@ -52,8 +53,9 @@ is the median over rounds of the ratio within a round. Made by `make bench`; raw
 
 
 def files(part: str) -> list[Path]:
-    """Return the files that the part's program may have written: another one on a processor with AVX2 only."""
-    return [path for path in (FOLDER / f"{part}.json", FOLDER / f"{part}-avx2.json") if path.exists()]
+    """Return the files that the part's program may have written: others on other kinds of processors."""
+    names = (part, *(f"{part}-{kind}" for kind in KINDS))
+    return [path for name in names if (path := FOLDER / f"{name}.json").exists()]
 
 
 def on_file(part: str) -> bool:

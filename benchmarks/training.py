@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from encoding import backbone, squad
+from encoding import backbone, kind_of_floats, squad
 from floors import matrix_rate
 from machine import ROOT, peak_bytes
 from measure import ROUNDS, Bar, Part, speedup, write
@@ -31,7 +31,6 @@ from peers import PEERS, SENTENCE_TRANSFORMERS, Peer, environment
 
 from mvr_ray.config import RunConfig
 from mvr_ray.core.encoding.encoder import DualEncoder, EncoderSpec
-from mvr_ray.core.encoding.precision import multiplies_bf16
 from mvr_ray.core.learning.batches import Example
 from mvr_ray.core.learning.losses import dpr_loss
 from mvr_ray.distributed.training.checkpoints import Checkpoints
@@ -156,8 +155,8 @@ def step_flops(task: dict[str, Any], pairs: Sequence[Sequence[str]]) -> float:
 
 def measure_steps(peers: Path) -> Part:
     title = f"Training with {BATCH} SQuAD questions and paragraphs a step on a CPU"
-    part = Part.of_processor("training", title, "pairs")
-    precisions = ["fp32", "bf16"] if multiplies_bf16(torch.device("cpu")) else ["fp32"]
+    part = Part.of_kind("training", title, "pairs", kind_of_floats())
+    precisions = ["fp32"] if kind_of_floats() else ["fp32", "bf16"]
     data = squad()
     first = {int(row): number for number, row in reversed(list(enumerate(data.gold_Q)))}
     rows = np.random.default_rng(0).permutation(sorted(first))[: max(CACHED, (STEPS + 1) * BATCH)]

@@ -46,8 +46,8 @@ class Encoder:
 
         `precision` is that of passages, as `index.precision` of a run file: `auto` is up to five times as fast as
         `fp32`, and OpenVINO may convert the model first, which takes seconds. `int8` is calibrated on the passages of
-        an index, so it is refused here. With `device` `cuda`, this process's GPU embeds; OpenVINO is for CPUs, and
-        `auto` is `bf16` there, where the GPU multiplies it.
+        an index, so it is refused here. With `device` `cuda`, this process's GPU embeds, by `fp32` or
+        `bf16`, and `auto` is `fp32` there, as in an index.
         Raises ConfigError, EncoderError.
         """
         if precision not in PRECISIONS:
@@ -56,6 +56,8 @@ class Encoder:
             raise ConfigError(f"device is {device!r}; give one of {', '.join(DEVICES)}")
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device is 'cuda', but torch finds no GPU here; leave device out to embed on the CPU")
+        if device == "cuda" and precision.startswith("openvino"):
+            raise ConfigError(f"precision {precision} is for CPUs, and device is 'cuda'; give fp32 or bf16")
         if "backbone" in settings:
             raise ConfigError("Encoder: settings has encoder.backbone; give model= instead")
         backbone = str(model.expanduser().absolute()) if isinstance(model, Path) else model

@@ -210,7 +210,8 @@ class EncoderConfig(Section):
     overlap_tokens: Annotated[int, Field(ge=0, le=4096)] = 0
     """For `snippet_means`: read a passage of more than max_passage_tokens in windows that share so many; 0: cut it."""
     truncate_dim: Annotated[int, Field(ge=1)] | None = None
-    """Keep only the first dimensions of a vector, for a model trained for that (Matryoshka); null: all."""
+    """Keep only the first dimensions of a vector, for a model trained for that (Matryoshka); null: as many as the
+    model's folder says, else all."""
     normalize: bool = True
     """Unit vectors, so that the score is the cosine; false: the papers' raw inner product, and with `pooling` the
     model's own vectors."""
@@ -454,9 +455,9 @@ class ResourcesConfig(Section):
     cpus_per_encoder: Annotated[float, Field(gt=0)] = 1
     gpus_per_encoder: Annotated[float, Field(ge=0)] = 0
     """The share of a GPU that embeds passages for an encoder (1: a whole one); 0: it embeds them on the CPU."""
-    torch_threads: Count = 1
-    """Threads of one encoder, trainer or searcher process on CPU. Where it is absent, exact search and refinement
-    without Ray use every core."""
+    torch_threads: Count | None = None
+    """Threads of one encoder, trainer or searcher process on CPU. null: 1, and for exact search and refinement without
+    Ray, by mvr_ray's compiled loops, one a core."""
     train_workers: Annotated[int, Field(ge=0)] = 1
     """0 trains in this process, without Ray workers."""
     cpus_per_trainer: Annotated[float, Field(gt=0)] = 1
@@ -480,6 +481,10 @@ class ResourcesConfig(Section):
     hung_s: Annotated[float, Field(gt=0)] = 60
     """A searcher that completes no call for this long while a probe query waits for it is killed and restarted."""
     refiners: Count = 1
+
+    @property
+    def threads(self) -> int:
+        return self.torch_threads or 1
 
     @model_validator(mode="after")
     def _check_encoder_counts(self) -> "ResourcesConfig":

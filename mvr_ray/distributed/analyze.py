@@ -167,7 +167,7 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     encoder_id = manifest.encoder_name, manifest.encoder_fingerprint
     encoder = open_encoder(store, *encoder_id, only_embeds=False)  # `view_attention` reads attention
     progress("embed questions", 0, len(questions))
-    with torch_threads(run.resources.torch_threads):
+    with torch_threads(run.resources.threads):
         queries_QD = encoder.embed_queries([question.text for question in questions])
     progress("embed questions", len(questions), len(questions))
     own_ids = own_passages(questions, passages, run.prepare.sources)
@@ -210,7 +210,7 @@ def analyze(run: RunConfig, progress: Progress = no_progress) -> ViewReport:
     known_Q = answer_Q if encoder.spec.has_snippets else np.full(len(questions), -1)
     passage_ids = list(dict.fromkeys(question.positive_ids[0] for question in questions))
     passage_ids = _evenly_spaced(passage_ids, settings.attention_passages)
-    with torch_threads(run.resources.torch_threads):
+    with torch_threads(run.resources.threads):
         tables = _attention_tables(encoder, [gold[i] for i in passage_ids]) if manifest.num_views > 1 else {}
     table_VV = attention_kl_table(list(tables.values())) if tables else np.empty((0, 0))
     return ViewReport(

@@ -374,7 +374,7 @@ def open_hot_swap_router(
             max_waiting=max(run.serve.max_running // 2, 1),
             needs_words=needs_words,
             timeout_s=timeout_s,
-            threads=resources.torch_threads,
+            threads=resources.threads,
             observe=observe,
         )
         try:

@@ -71,7 +71,7 @@ def _refine(
     run: RunConfig, store: Store, base: Manifest, questions: RefineQuestions, journal: Journal, progress: Progress
 ) -> RefineReport:
     cpus = run.resources.cpus_per_searcher
-    queries_TD = embed_questions(store, base, questions, run.resources.torch_threads, progress)
+    queries_TD = embed_questions(store, base, questions, run.resources.threads, progress)
     count = min(run.resources.refiners, len(base.shards))
     with session.connect(run.resources, base.num_passages, [session.Need("refiners", count, cpus)]):
         task = RefinerTask(

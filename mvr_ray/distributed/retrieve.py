@@ -154,7 +154,7 @@ def rank_questions(
         "manifest": router.manifest,
         "fleet": router.fleet,
         "settings": settings,
-        "threads": resources.torch_threads,
+        "threads": resources.threads,
         "gpu": resources.gpus_per_encoder > 0,
     }
     count, total = 0, sum(len(batch.questions) for batch in batches)

@@ -547,7 +547,7 @@ def open_router(run: RunConfig, version: int | None = None, *, local: bool | Non
     manifest = manifests.read(store, run.index.name, version)
     with open_searchers(run, manifest, local) as searchers:
         searchers.ready(manifest)
-        yield Router(store, manifest, searchers, threads=run.resources.torch_threads)
+        yield Router(store, manifest, searchers, threads=run.resources.threads)
 
 
 @contextmanager
@@ -578,7 +578,7 @@ def searcher_task(run: RunConfig, manifest: Manifest, *, local: bool) -> Searche
     device = "cuda" if resources.gpus_per_searcher and not local else "cpu"
     store = Store(run.store.path).address
     is_scan = local and manifest.index_params["kind"] == "flat"
-    threads = session.scan_threads(resources) if is_scan else resources.torch_threads
+    threads = session.scan_threads(resources) if is_scan else resources.threads
     return SearcherTask(store, manifest, threads, device, resources.tls_dir, resources.scrub_bytes_s)
 
 

@@ -69,7 +69,7 @@ def train(run: RunConfig, progress: Progress = no_progress) -> TrainedModel:
     when the workers cannot be placed or keep dying.
     """
     loop, store, workers = LOOPS[run.train.task], Store(run.store.path), run.resources.train_workers
-    with torch_threads(run.resources.torch_threads):
+    with torch_threads(run.resources.threads):
         corpus_digest = Corpus.open(store, run.prepare.corpus).digest
         job = loop.open_job(run, corpus_digest)
         try:
@@ -207,7 +207,7 @@ def _worker(config: dict[str, Any]) -> str:
     """Train one rank. Returns the final state as JSON on rank 0, an empty text elsewhere."""
     enter_folder(config["working_folder"])
     run = RunConfig.model_validate(config["run"])
-    torch.set_num_threads(run.resources.torch_threads)
+    torch.set_num_threads(run.resources.threads)
     device = get_device()
     assert isinstance(device, torch.device)
     loop = LOOPS[run.train.task]

@@ -302,8 +302,8 @@ class ExampleQueries(BaseModel):
 
 
 class Readiness(BaseModel):
-    """`ready`: a real search has just covered every passage of the version, whose corpus and encoder are there. A
-    server that cannot follow a newer version is ready, since it answers from its own."""
+    """`ready`: a real search has just covered every passage of the version, whose corpus and encoder are there, and the
+    words that `search.hybrid` needs. A server that cannot follow a newer version is ready: it answers from its own."""
 
     ready: bool
     index: str
@@ -311,7 +311,7 @@ class Readiness(BaseModel):
     coverage: float
     shards: list[ShardState] = Field(default_factory=list)
     problems: list[str] = Field(default_factory=list)
-    """Parts of corpus and encoder that are missing in the store or cannot be opened."""
+    """Parts of corpus and encoder that are missing in the store or cannot be opened, and words that searches need."""
     failure: str = ""
     """Why the server could not follow the newest version at its last try; empty if it could."""
     failed_version: int | None = None
@@ -350,7 +350,7 @@ class VersionDetail(VersionInfo):
     dimension: int
     dtype: str
     corpus: str
-    fields: dict[str, str]
+    fields: dict[str, str] = Field(default_factory=dict)
     """Types of the passages' fields by name, which a search may filter by and return."""
     index_params: dict[str, Any]
     recall: float | None

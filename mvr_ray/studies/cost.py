@@ -85,7 +85,7 @@ def cost(run: RunConfig, progress: Progress = no_progress, options: Options = NO
     if not passages or not questions:
         raise MissingInputError("cost needs passages and questions; run `mvr-ray prepare CONFIG` with some")
     device = torch.device("cuda" if run.resources.gpus_per_encoder else "cpu")
-    with torch_threads(run.resources.torch_threads):
+    with torch_threads(run.resources.threads):
         systems = _systems(run, passages, questions, device)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in systems}
         vectors: dict[str, float] = {}
@@ -103,7 +103,7 @@ def cost(run: RunConfig, progress: Progress = no_progress, options: Options = NO
         for name, (encode, search) in medians.items()
     ]
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    return CostReport(len(passages), len(questions), sizes["repeats"], run.resources.torch_threads, lines, name)
+    return CostReport(len(passages), len(questions), sizes["repeats"], run.resources.threads, lines, name)
 
 
 def _time_work(work: Callable[[], Any], device: torch.device) -> tuple[float, Any]:

@@ -95,7 +95,7 @@ def refinement_grid(run: RunConfig, progress: Progress = no_progress, options: O
             raise MissingInputError(f"question set {name!r} is empty; give refinement_grid sets with questions")
         article_of = articles_of(questions, passages)
         sets.append(GridQuestions(name, list(article_of), list(article_of.values())))
-        with torch_threads(run.resources.torch_threads):
+        with torch_threads(run.resources.threads):
             queries_QD = encoder.embed_queries([question.text for question in questions])
         gold_Q = [{row_of[i] for i in question.positive_ids if i in row_of} for question in questions]
         question_sets.append(LabelledQuestions(name, queries_QD, [question.answers for question in questions], gold_Q))

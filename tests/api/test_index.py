@@ -512,6 +512,9 @@ def test_a_device_that_is_not_here_is_refused_before_the_model_is_read(monkeypat
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match="device is 'cuda', but torch finds no GPU here; leave device out"):
         Encoder("no model", device="cuda")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigError, match="precision openvino is for CPUs, and device is 'cuda'; give fp32 or bf16"):
+        Encoder("no model", device="cuda", precision="openvino")
     with pytest.raises(ConfigError, match="device is 'gpu'; give one of cpu, cuda"):
         Encoder("no model", device="gpu")
 

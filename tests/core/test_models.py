@@ -398,7 +398,7 @@ def test_modules_that_mvr_ray_does_not_compute_are_refused(tiny, tmp_path, damag
 @pytest.mark.parametrize(
     ("modes", "strategy", "warns"), [("cls", "mean", True), ("mean", "mean", False), ("cls", "pooling", False)]
 )
-def test_a_model_that_is_not_read_as_it_was_trained_is_told(tiny, tmp_path, caplog, modes, strategy, warns):
+def test_a_warning_names_a_model_that_is_not_read_as_it_was_trained(tiny, tmp_path, caplog, modes, strategy, warns):
     folder = sentence_model(tiny("bert"), tmp_path / "model", modes)
     DualEncoder.from_backbone(folder, replace(SPEC, strategy=strategy))
     assert ("was trained to be read by cls: compare it with encoder.strategy pooling" in caplog.text) == warns

@@ -313,6 +313,8 @@ def test_ndcg_gains_by_the_grades_of_the_judgements():
     [value] = [row.value for row in result.rows if row.metric == "gold/ndcg@10"]
     ideal = 3 + 2 / math.log2(3) + 1 / 2
     assert value == pytest.approx((1 + 3 / 2) / ideal)
+    shares = {row.metric: row.value for row in result.rows if row.metric in ("gold/recall@1", "gold/recall@5")}
+    assert shares == pytest.approx({"gold/recall@1": 1 / 3, "gold/recall@5": 2 / 3})
 
 
 class LosesOnce:

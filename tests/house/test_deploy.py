@@ -161,7 +161,10 @@ def test_nodes_get_the_whole_package_and_bounded_logs(cloud: str) -> None:
     """rsync leaves out what matches a pattern of `**` anywhere, as a folder `store` of the package would."""
     manifest = load(CLOUDS[cloud])
     names = {part for path in (ROOT / "mvr_ray").rglob("*") for part in path.relative_to(ROOT).parts}
+    made_there = ("__pycache__/", "*.so")
+    lines = (line for line in (ROOT / ".gitignore").read_text().splitlines() if line not in made_there)
     patterns = [pattern.removeprefix("**/") for pattern in manifest["rsync_exclude"]]
+    patterns += [line.rstrip("/") for line in lines if not line.startswith("/")]
     assert patterns and not [name for name in names for pattern in patterns if fnmatch(name, pattern)]
     for commands in ("head_start_ray_commands", "worker_start_ray_commands"):
         [start] = [line for line in manifest[commands] if "ray start" in line]

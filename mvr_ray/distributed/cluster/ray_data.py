@@ -77,7 +77,7 @@ def map_in_pool(
     if not batches:
         return
     actor: Any = _PoolActor
-    constructor = {"worker": worker, "arguments": arguments, "threads": resources.torch_threads}
+    constructor = {"worker": worker, "arguments": arguments, "threads": resources.threads}
     texts = [json.dumps(batch) for batch in batches]
     if not session.in_ray():
         for result in _map_in_threads(partial(actor, **constructor), texts, min(resources.encoders_max, len(texts))):

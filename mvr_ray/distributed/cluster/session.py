@@ -115,8 +115,8 @@ def needs_ray(resources: ResourcesConfig, num_passages: int) -> bool:
 def scan_threads(resources: ResourcesConfig) -> int:
     """Threads of an exact scan in this process: unless `resources.torch_threads` is set, one a core, as no hit depends
     on them. Ray shares out cores itself, and torch, which scans without compiled loops, has one number for all work."""
-    is_set = "torch_threads" in resources.model_fields_set
-    return resources.torch_threads if is_set or in_ray() or library_avx2() is None else num_cores()
+    needs_one = resources.torch_threads or in_ray() or library_avx2() is None
+    return resources.threads if needs_one else num_cores()
 
 
 def cluster_address(resources: ResourcesConfig) -> str | None:

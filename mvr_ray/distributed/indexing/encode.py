@@ -83,7 +83,7 @@ def _encode_chunks(task: EncodeTask, chunks: Sequence[ChunkRange], resources: Re
         yield from (row["passages"] for row in stream_rows(_pipeline(task, chunks, resources), "encoding"))
         return
     gpu = resources.gpus_per_encoder > 0
-    threads, own = resources.torch_threads, _encoder_of(task)
+    threads, own = resources.threads, _encoder_of(task)
     if not gpu and (supports_unpadded_cpu(own.passage_tower.backbone) or own.precision.name in ON_OPENVINO):
         threads = max(threads, num_cores())  # elsewhere bytes depend on the number of threads
     encoder = ChunkEncoder(task, threads, gpu)
@@ -98,7 +98,7 @@ def _pipeline(task: EncodeTask, chunks: Sequence[ChunkRange], resources: Resourc
     tokenizers = TaskPoolStrategy(size=resources.encoders_max * (4 if gpu else 1))
     tokenize: Any = tokenize_chunk
     encoder: Any = ChunkEncoder
-    arguments = {"task": task, "threads": resources.torch_threads, "gpu": gpu}
+    arguments = {"task": task, "threads": resources.threads, "gpu": gpu}
     strategy = {"max_concurrent_calls_per_actor": chunks_at_once(gpu), "enable_true_multi_threading": True}
     return (
         dataset([chunk._asdict() for chunk in chunks])

@@ -270,9 +270,8 @@ class StepLoop(ABC):
         average_gradients(self.parameters)
         self.scaler.unscale_(optimiser)
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.cfg.clip_norm))
-        overflows = self.scaler.is_enabled() and math.isfinite(
-            loss
-        )  # of the scaled gradient: the scaler skips the step
+        # The scaler skips a step whose scaled gradient overflows, and scales less after it.
+        overflows = self.scaler.is_enabled() and math.isfinite(loss)
         if not math.isfinite(norm) and not overflows:
             raise ConfigError(
                 f"training diverged in step {step + 1} of {schedule.total}: the loss is {loss:.4g}, the norm of the "
